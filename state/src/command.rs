@@ -1,0 +1,290 @@
+//! What the log carries: commands, where they come from, and what applying them answers.
+//!
+//! Everything here is part of the log format. Adding a variant at the end of an enum is a new
+//! format version; changing one is not possible.
+
+use std::collections::BTreeMap;
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
+use crate::policy::PolicyConfig;
+
+/// Most backends one cluster holds.
+pub const BACKENDS_MAX: usize = 1024;
+/// Most blocks one item may name.
+pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
+/// Longest name of a user, backend, model or label, in bytes.
+pub const NAME_BYTES_MAX: usize = 256;
+/// Most users kept; beyond it idle users at or below the virtual time are forgotten first.
+pub const USERS_MAX: usize = 1_000_000;
+
+/// A command with its origin: what one log entry holds.
+#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+pub struct Envelope {
+    /// Who proposed it. A repeated `(replica, lane, session, seq)` is answered, not applied again.
+    pub origin: Origin,
+    /// Unix time in milliseconds at the proposer; `apply` makes it monotone.
+    pub proposed_at_ms: u64,
+    /// What to do.
+    pub command: Command,
+}
+
+/// Where a command comes from. One origin has at most one command outstanding per lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+pub struct Origin {
+    /// The proposing replica.
+    pub replica: ReplicaId,
+    /// Its run.
+    pub session: SessionId,
+    /// Which of the replica's two sequences `seq` counts in.
+    pub lane: Lane,
+    /// From 1, ascending without gaps that matter: a seq at or below the last applied is a repeat.
+    pub seq: u64,
+}
+
+/// The two independent sequences of a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+pub enum Lane {
+    /// The outbox: one [`Command::Batch`] after the other.
+    Outbox,
+    /// Everything else: admin writes and what the leader decides.
+    Admin,
+}
+
+/// A change of the replicated state.
+#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+pub enum Command {
+    /// The first command of a cluster: fixes what cannot change later. A second one is rejected.
+    InitCluster {
+        /// Seed of every block and user hash; random, so that no tenant can build collisions.
+        hash_seed: u64,
+        /// The first routing policy.
+        policy: PolicyConfig,
+    },
+    /// What a replica learnt since its last flush, in order.
+    Batch {
+        /// Attempts in `items` are offsets from this, which keeps them short.
+        base_attempt: AttemptId,
+        /// At most 64 KiB when encoded; the outbox splits what is more.
+        items: Vec<Item>,
+    },
+    /// Adds a backend, or changes one. A changed URL starts a new incarnation.
+    PutBackend(BackendSpec),
+    /// Removes a backend and all it owns.
+    DeleteBackend {
+        /// The backend's id.
+        name: String,
+    },
+    /// Stops or resumes giving new requests to a backend.
+    SetDraining {
+        /// The backend's id.
+        name: String,
+        /// Whether it drains.
+        draining: bool,
+    },
+    /// Sets a user's weight.
+    PutUser(UserSpec),
+    /// Replaces the routing policy from this log index on.
+    PutPolicy(PolicyConfig),
+    /// Ends a session whose replica is gone: its leases are released, its requests closed.
+    ExpireSession {
+        /// The replica that is gone.
+        replica: ReplicaId,
+        /// Its run, as last seen; a newer one is left alone.
+        session: SessionId,
+    },
+}
+
+/// One thing a replica learnt. Attempts are offsets from the batch's `base_attempt`.
+#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+pub enum Item {
+    /// A request went to a backend: its prompt blocks are there, and in use until released.
+    Acquire {
+        /// The dispatch that holds the lease.
+        attempt: u32,
+        /// Where it went.
+        backend: BackendRef,
+        /// Deepest block of the prompt believed owned by the backend; `new` follows it. `None`:
+        /// `new` starts at the prompt's first block. When it is not owned (any more) the item
+        /// changes nothing and the attempt is listed in [`BatchReply::missing_tip`].
+        tip: Option<BlockHash>,
+        /// The blocks after `tip`, in order.
+        new: Vec<BlockHash>,
+    },
+    /// Output completed further blocks of the sequence.
+    Materialize {
+        /// A dispatch with an open lease.
+        attempt: u32,
+        /// The blocks after the lease's deepest one, in order.
+        new: Vec<BlockHash>,
+    },
+    /// The request is over at the backend.
+    Release {
+        /// A dispatch with an open lease.
+        attempt: u32,
+        /// Whether the blocks stay in the engine's cache.
+        outcome: Outcome,
+    },
+    /// Names a user the state may not know. Repeats are harmless.
+    DefineUser {
+        /// `UserKey` of `name`.
+        key: UserKey,
+        /// At most `NAME_BYTES_MAX` bytes.
+        name: String,
+    },
+    /// What a user used since the replica's last flush.
+    Charge(Charge),
+    /// What an engine said about itself. Repeats are harmless.
+    ObserveEngine {
+        /// The backend that was asked.
+        backend: BackendRef,
+        /// What it said.
+        facts: EngineFacts,
+    },
+}
+
+/// How an attempt ended, as far as the engine's cache is concerned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub enum Outcome {
+    /// The engine ran it: full blocks stay cached, also when the client left.
+    Kept,
+    /// The engine never ran it (no connection, an error before the first byte): blocks that only
+    /// this attempt brought are given back.
+    Discarded,
+}
+
+/// Tokens and requests of one user over one flush interval of one replica. All fields add up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+pub struct Charge {
+    /// Who pays.
+    pub user: UserKey,
+    /// Prompt tokens the engine computed.
+    pub input_uncached: u64,
+    /// Prompt tokens the engine had in its prefix cache.
+    pub input_cached: u64,
+    /// Output tokens.
+    pub output: u64,
+    /// Requests that began.
+    pub started: u32,
+    /// Requests that ended, whichever way.
+    pub ended: u32,
+}
+
+/// A backend as an operator describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackendSpec {
+    /// The backend's id: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
+    pub id: String,
+    /// `http://host:port`, without a path.
+    pub url: String,
+    /// Model ids it serves; `"*"` stands for what the engine itself lists.
+    #[serde(default = "any_model")]
+    pub models: Vec<String>,
+    /// Free labels for filters and display.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// Blocks (of the router's block size) its cache holds. `None`: asked from the engine.
+    #[serde(default)]
+    pub capacity_blocks: Option<u32>,
+    /// ZMQ endpoint of its KV events. `None`: ownership by leases.
+    #[serde(default)]
+    pub kv_events: Option<String>,
+    /// ZMQ endpoint that replays its KV events.
+    #[serde(default)]
+    pub kv_replay: Option<String>,
+}
+
+fn any_model() -> Vec<String> {
+    vec!["*".to_owned()]
+}
+
+/// What an engine says of itself; a field is `None` when it was not asked or did not say.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+pub struct EngineFacts {
+    /// Model ids of its `/v1/models`, sorted.
+    pub models: Option<Vec<String>>,
+    /// Cache capacity in the *router's* blocks, converted by who asked.
+    pub capacity_blocks: Option<u32>,
+    /// Start of the engine process, unix seconds. A later one than known: the engine restarted,
+    /// its cache is empty, a new incarnation begins.
+    pub started_at_s: Option<u64>,
+}
+
+/// A user as an operator describes one.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UserSpec {
+    /// The user's name.
+    pub name: String,
+    /// Share of service against others, in thousandths: 1000 is one share. At least 1.
+    pub weight_milli: u32,
+}
+
+/// What applying a command answers. Part of the log contract: the same on every replica.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub enum Reply {
+    /// Done, nothing to tell.
+    Applied,
+    /// A batch was applied.
+    Batch(BatchReply),
+    /// Seen before and applied then; the reply of that time.
+    Repeated(Box<Reply>),
+    /// Refused; nothing changed.
+    Rejected(Reject),
+}
+
+/// What of a batch did not take effect.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub struct BatchReply {
+    /// Attempts (absolute) whose `tip` the backend did not own: to be sent again with the whole
+    /// chain.
+    pub missing_tip: Vec<AttemptId>,
+    /// Items that named a backend's earlier incarnation, an unknown attempt, or broke a bound.
+    pub dropped: u32,
+}
+
+/// Why a command was refused.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, thiserror::Error)]
+pub enum Reject {
+    /// The command needs an initialised cluster.
+    #[error("cluster is not initialised")]
+    NotInitialised,
+    /// `InitCluster` came a second time.
+    #[error("cluster is initialised already")]
+    AlreadyInitialised,
+    /// The session is older than the replica's newest one.
+    #[error("session of replica {replica} is over")]
+    StaleSession {
+        /// The replica.
+        replica: ReplicaId,
+    },
+    /// No backend has this id.
+    #[error("no backend has the id {name:?}")]
+    UnknownBackend {
+        /// As asked.
+        name: String,
+    },
+    /// The registry is full.
+    #[error("the registry holds {BACKENDS_MAX} backends, which is the limit")]
+    TooManyBackends,
+    /// A field is outside its bounds.
+    #[error("{field}: {expected}")]
+    Invalid {
+        /// Path of the field.
+        field: String,
+        /// What would be right.
+        expected: String,
+    },
+}
+
+/// A committed command as its proposer sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Committed {
+    /// Where in the log it stands.
+    pub index: LogIndex,
+    /// What applying it answered.
+    pub reply: Reply,
+}
