@@ -1,1 +1,282 @@
-//! x
+//! Every error answer of this crate is shaped here: OpenAI's form on the data plane, problem+json
+//! (RFC 9457) on the admin API.
+//!
+//! What can go wrong on the data plane is a [`Failure`]; [`rescue`] alone decides its status, its
+//! words for the client and whether the client's SDK should try again. What only an operator may
+//! read (addresses, operating-system errors) is logged where it happens and never gets in here.
+
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http::header::{ALLOW, CONTENT_TYPE, RETRY_AFTER};
+use http::{HeaderName, HeaderValue, StatusCode};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+/// Tells OpenAI's SDKs whether to repeat a request on their own.
+pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+
+/// Seconds a client is asked to wait when no backend can take its request.
+const UNAVAILABLE_RETRY_AFTER_S: u32 = 1;
+
+/// An error of the admin API, as RFC 9457 writes it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Problem {
+    /// A stable name of the kind of problem, relative to the API: `/problems/no-quorum`.
+    #[serde(rename = "type")]
+    pub type_: String,
+    /// The kind of problem in words; the same for every occurrence.
+    pub title: String,
+    /// HTTP status.
+    #[serde(serialize_with = "status_as_number")]
+    pub status: StatusCode,
+    /// This occurrence in words.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub detail: Option<String>,
+    /// Further members, as `outcome` or `index`.
+    #[serde(flatten)]
+    pub members: Map<String, Value>,
+}
+
+fn status_as_number<S: serde::Serializer>(
+    status: &StatusCode,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u16(status.as_u16())
+}
+
+impl Problem {
+    /// A problem of the kind `name`, the last part of its type: `no-quorum`.
+    #[must_use]
+    pub fn new(status: StatusCode, name: &str, title: impl Into<String>) -> Self {
+        Self {
+            type_: format!("/problems/{name}"),
+            title: title.into(),
+            status,
+            detail: None,
+            members: Map::new(),
+        }
+    }
+
+    /// With this occurrence in words.
+    #[must_use]
+    pub fn detail(mut self, detail: impl Into<String>) -> Self {
+        self.detail = Some(detail.into());
+        self
+    }
+
+    /// With a further member.
+    #[must_use]
+    pub fn member(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.members.insert(name.to_owned(), value.into());
+        self
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let body = serde_json::to_vec(&self).expect("strings, numbers and JSON values serialise");
+        let content_type = HeaderValue::from_static("application/problem+json");
+        (self.status, [(CONTENT_TYPE, content_type)], body).into_response()
+    }
+}
+
+/// Why the data plane cannot give a client an engine's answer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    /// The request cannot be read: syntax, types, missing fields, a body shorter than announced.
+    #[error("{message}")]
+    BadRequest {
+        /// What is wrong and what was expected.
+        message: String,
+        /// The field it is about.
+        param: Option<String>,
+    },
+    /// No key where one is required, or one that is not known.
+    #[error("missing or unknown api key")]
+    BadKey,
+    /// Nothing answers under this path.
+    #[error("no route for {method} {path}")]
+    UnknownRoute {
+        /// As asked.
+        method: String,
+        /// As asked, shortened.
+        path: String,
+    },
+    /// The path answers to another method.
+    #[error("this path answers to {allowed}")]
+    WrongMethod {
+        /// The methods it answers to, as the `allow` header lists them.
+        allowed: &'static str,
+    },
+    /// No registered backend serves the model.
+    #[error("the model `{model}` does not exist")]
+    UnknownModel {
+        /// As asked, shortened.
+        model: String,
+    },
+    /// The body is longer than allowed.
+    #[error("the body is larger than {bytes_max} bytes")]
+    BodyTooLarge {
+        /// The limit.
+        bytes_max: u64,
+    },
+    /// The client stopped sending its body.
+    #[error("the body did not arrive in time")]
+    BodyTimeout,
+    /// Backends serve the model, none of them is healthy.
+    #[error("no healthy backend serves this model")]
+    NoneHealthy,
+    /// This replica holds as many requests as it may.
+    #[error("this replica is at its limit of requests in flight")]
+    Overloaded,
+    /// No engine could be connected to.
+    #[error("no backend could be reached")]
+    Unreachable,
+    /// The engine closed the connection or answered something that is not HTTP.
+    #[error("the backend broke off before it answered")]
+    EngineBroke,
+    /// The engine broke off in the middle of its answer.
+    #[error("the backend broke off in the middle of its answer")]
+    EngineBrokeOff,
+    /// The engine did not begin, or did not go on with, its answer in time.
+    #[error("the backend did not answer in time")]
+    EngineTimeout,
+}
+
+/// A data-plane failure as HTTP tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// HTTP status.
+    pub status: StatusCode,
+    /// OpenAI's `type`.
+    pub type_: &'static str,
+    /// OpenAI's `code`.
+    pub code: &'static str,
+    /// Seconds for `retry-after`.
+    pub retry_after_s: Option<u32>,
+    /// `false`: the engine may have computed on it, a repeat would be charged again.
+    pub should_retry: Option<bool>,
+}
+
+/// The one place that decides how a failure looks from outside.
+#[must_use]
+pub fn rescue(failure: &Failure) -> Answer {
+    let (status, type_, code) = match failure {
+        Failure::BadRequest { .. } => (400, "invalid_request_error", "invalid_request"),
+        Failure::BadKey => (401, "invalid_request_error", "invalid_api_key"),
+        Failure::UnknownRoute { .. } => (404, "invalid_request_error", "unknown_url"),
+        Failure::WrongMethod { .. } => (405, "invalid_request_error", "method_not_supported"),
+        Failure::UnknownModel { .. } => (404, "invalid_request_error", "model_not_found"),
+        Failure::BodyTooLarge { .. } => (413, "invalid_request_error", "request_too_large"),
+        Failure::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
+        Failure::NoneHealthy => (503, "server_error", "no_healthy_backend"),
+        Failure::Overloaded => (503, "server_error", "overloaded"),
+        Failure::Unreachable => (502, "server_error", "backend_unreachable"),
+        Failure::EngineBroke | Failure::EngineBrokeOff => (502, "server_error", "backend_broke"),
+        Failure::EngineTimeout => (504, "server_error", "backend_timeout"),
+    };
+    let retry_after_s = match failure {
+        Failure::NoneHealthy | Failure::Overloaded => Some(UNAVAILABLE_RETRY_AFTER_S),
+        _ => None,
+    };
+    let should_retry = match failure {
+        Failure::EngineBroke | Failure::EngineBrokeOff | Failure::EngineTimeout => Some(false),
+        _ => None,
+    };
+    Answer {
+        status: StatusCode::from_u16(status).expect("the codes above are valid"),
+        type_,
+        code,
+        retry_after_s,
+        should_retry,
+    }
+}
+
+/// OpenAI's error object for a failure.
+#[must_use]
+pub fn openai_body(failure: &Failure) -> Bytes {
+    #[derive(Serialize)]
+    struct Body<'a> {
+        error: Error<'a>,
+    }
+    #[derive(Serialize)]
+    struct Error<'a> {
+        message: String,
+        #[serde(rename = "type")]
+        type_: &'a str,
+        param: Option<&'a str>,
+        code: &'a str,
+    }
+    let answer = rescue(failure);
+    let param = match failure {
+        Failure::BadRequest { param, .. } => param.as_deref(),
+        Failure::UnknownModel { .. } => Some("model"),
+        _ => None,
+    };
+    let error = Error {
+        message: failure.to_string(),
+        type_: answer.type_,
+        param,
+        code: answer.code,
+    };
+    serde_json::to_vec(&Body { error })
+        .expect("strings serialise")
+        .into()
+}
+
+/// A whole OpenAI-shaped error answer.
+#[must_use]
+pub fn openai_response(failure: &Failure) -> http::Response<Bytes> {
+    let answer = rescue(failure);
+    let mut response = http::Response::new(openai_body(failure));
+    *response.status_mut() = answer.status;
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    if let Some(seconds) = answer.retry_after_s {
+        headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    if let Some(should_retry) = answer.should_retry {
+        let value = if should_retry { "true" } else { "false" };
+        headers.insert(SHOULD_RETRY, HeaderValue::from_static(value));
+    }
+    if let Failure::WrongMethod { allowed } = failure {
+        headers.insert(ALLOW, HeaderValue::from_static(allowed));
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_has_openais_four_fields_in_openais_order() {
+        let failure = Failure::UnknownModel { model: "m".into() };
+        assert_eq!(
+            openai_body(&failure),
+            r#"{"error":{"message":"the model `m` does not exist","type":"invalid_request_error","param":"model","code":"model_not_found"}}"#
+        );
+    }
+
+    #[test]
+    fn a_503_says_when_to_come_back_and_a_broken_engine_says_not_to() {
+        let response = openai_response(&Failure::NoneHealthy);
+        assert_eq!(response.status(), 503);
+        assert_eq!(response.headers()[RETRY_AFTER], "1");
+        assert!(!response.headers().contains_key(SHOULD_RETRY));
+        let response = openai_response(&Failure::EngineBroke);
+        assert_eq!(response.status(), 502);
+        assert_eq!(response.headers()[SHOULD_RETRY], "false");
+    }
+
+    #[test]
+    fn a_problem_keeps_its_members_beside_the_standard_ones() {
+        let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "no-quorum", "no quorum")
+            .detail("replica 2 is alone")
+            .member("outcome", "unknown");
+        assert_eq!(
+            serde_json::to_string(&problem).expect("serialises"),
+            r#"{"type":"/problems/no-quorum","title":"no quorum","status":503,"detail":"replica 2 is alone","outcome":"unknown"}"#
+        );
+    }
+}
