@@ -1,11 +1,29 @@
 //! From a request body to what routing needs: model, stream flag, user and the prompt's blocks.
 //!
-//! The body is read, never rewritten; engines get the client's bytes.
+//! The body is read, never rewritten; engines get the client's bytes. It is read in one pass
+//! without a document tree: strings that are not needed are skipped, the prompt is flattened as it
+//! is met.
+//!
+//! Flattening stands for the engine's chat template, which the router does not know: it need not
+//! look like it, it only has to change where the template's output changes and to grow at the end
+//! where a conversation grows. Per message it is `<|role|>\n`, the content's text, the JSON of
+//! tool calls as sent, and `\n`; `tools` and system text come first, as templates put them. Images
+//! and other media are replaced by a hash of what names them. Message names, tool call ids and
+//! earlier reasoning are left out: templates mostly drop them.
+//!
+//! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
+
+mod flatten;
+mod read;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use state::ids::BlockHash;
+
+pub use flatten::append_reply;
+pub use read::parse;
 
 /// What is read of a JSON body. Spans are byte ranges of the body.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -18,16 +36,46 @@ pub struct Parsed {
     pub include_usage: Option<bool>,
     /// `stream_options.continuous_usage_stats` as the client set it; `None` when absent.
     pub continuous_usage: Option<bool>,
-    /// Where the `stream_options` object stands, braces included.
+    /// Where the `stream_options` object stands, braces included; `None` when absent or `null`.
     pub stream_options_span: Option<(usize, usize)>,
+    /// Where the `null` of `"stream_options": null` stands: an object may be put in its place.
+    pub stream_options_null_span: Option<(usize, usize)>,
+    /// Right behind the body's opening brace: where `"stream_options":{...},` may be inserted when
+    /// both spans are `None` (the object is never empty, it has a `model`).
+    pub insert_at: usize,
     /// The `user` field.
     pub user: Option<String>,
     /// The `cache_salt` field.
     pub cache_salt: Option<String>,
     /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`.
     pub max_tokens: Option<u32>,
-    /// The prompt, flattened.
+    /// The prompt, flattened. Of a batch of prompts the first; empty when the path has none.
     pub prompt: Prompt,
+    /// How an answer continues the prompt.
+    pub reply: ReplyShape,
+}
+
+/// How the text of an answer stands in the prompt of the next request of a conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ReplyShape {
+    /// Not at all: embeddings, scores, tokens.
+    #[default]
+    None,
+    /// As an assistant message, see [`append_reply`].
+    Message,
+    /// Right behind the prompt, as it is: `/v1/completions`.
+    Continuation,
+}
+
+impl ReplyShape {
+    /// Appends `reply` to a flattened prompt the way the next turn's flattening has it.
+    pub fn append(self, text: &mut Vec<u8>, reply: &str) {
+        match self {
+            Self::None => {}
+            Self::Message => append_reply(text, reply),
+            Self::Continuation => text.extend_from_slice(reply.as_bytes()),
+        }
+    }
 }
 
 /// A prompt as prefix identity sees it.
@@ -77,13 +125,19 @@ pub struct Identity {
     pub tokens: u32,
     /// How many of `chain` an engine can have (last-token rule).
     pub matchable: u32,
+    /// What is needed to go on with the chain when the answer is known.
+    pub tail: Tail,
 }
 
-/// Reads a body posted to `path`.
-///
-/// # Errors
-/// [`BadBody`] for malformed JSON, a missing or ill-typed `model`, ill-typed known fields.
-pub fn parse(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
-    let _ = (path, body);
-    unimplemented!("routing helper")
+/// Where a prompt's last full block ends, and how the chain goes on from there.
+#[derive(Debug, Clone, Default)]
+pub struct Tail {
+    /// Bytes behind the last full block.
+    pub bytes: Vec<u8>,
+    /// Bytes per block; 0 when the prompt is of token ids, which text cannot continue.
+    pub block_bytes: usize,
+    /// How an answer continues the prompt.
+    pub reply: ReplyShape,
+    /// Tokens of one block, estimated.
+    pub tokens_per_block: u32,
 }

@@ -1,0 +1,293 @@
+//! Chat messages as one run of bytes: the text that prefix identity is computed on.
+//!
+//! What holds for every conversation: the flattening of turn n, with the reply appended by
+//! [`append_reply`], is a prefix of the flattening of turn n + 1. So nothing is ever written that
+//! depends on what follows, and no generation prompt ends the text.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::io::Write;
+
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::read::Str;
+
+/// Appends an assistant's reply to flattened messages as the next turn's flattening will have it.
+pub fn append_reply(text: &mut Vec<u8>, reply: &str) {
+    push_framed(text, "assistant", reply.as_bytes());
+}
+
+/// Appends `<|name|>\n`, `content` and `\n`.
+pub(super) fn push_framed(out: &mut Vec<u8>, name: &str, content: &[u8]) {
+    out.extend_from_slice(b"<|");
+    out.extend_from_slice(name.as_bytes());
+    out.extend_from_slice(b"|>\n");
+    out.extend_from_slice(content);
+    out.push(b'\n');
+}
+
+/// A string, or an array of messages and other items: `input` of `/v1/responses`.
+pub(super) struct Input<'a> {
+    pub(super) out: &'a mut Vec<u8>,
+}
+
+impl<'de> DeserializeSeed<'de> for Input<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Input<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string or an array of items")
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<(), E> {
+        push_framed(self.out, "user", text.as_bytes());
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<(), A::Error> {
+        flatten_messages(self.out, seq)
+    }
+}
+
+/// An array of messages.
+pub(super) struct Messages<'a> {
+    pub(super) out: &'a mut Vec<u8>,
+}
+
+impl<'de> DeserializeSeed<'de> for Messages<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Messages<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of messages")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<(), A::Error> {
+        flatten_messages(self.out, seq)
+    }
+}
+
+fn flatten_messages<'de, A: SeqAccess<'de>>(out: &mut Vec<u8>, mut seq: A) -> Result<(), A::Error> {
+    let mut content = Vec::new();
+    while seq
+        .next_element_seed(Message {
+            out,
+            content: &mut content,
+        })?
+        .is_some()
+    {}
+    Ok(())
+}
+
+/// One message, or an item of `/v1/responses` that is none (a function call, its output).
+struct Message<'a> {
+    out: &'a mut Vec<u8>,
+    /// Scratch for the content, which may come before the role.
+    content: &'a mut Vec<u8>,
+}
+
+impl<'de> DeserializeSeed<'de> for Message<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Message<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a message object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        self.content.clear();
+        let mut role: Option<Str<'de>> = None;
+        let mut kind: Option<Str<'de>> = None;
+        let mut calls: Option<&'de RawValue> = None;
+        let mut rest = Rest::default();
+        while let Some(Str(key)) = map.next_key()? {
+            match &*key {
+                "role" => role = Some(map.next_value()?),
+                "type" => kind = Some(map.next_value()?),
+                "content" => {
+                    self.content.clear();
+                    map.next_value_seed(Content {
+                        out: &mut *self.content,
+                    })?;
+                }
+                "tool_calls" | "function_call" => {
+                    let raw = map.next_value::<&'de RawValue>()?;
+                    calls = (raw.get() != "null").then_some(raw).or(calls);
+                }
+                // Drawn anew for the same item.
+                "id" | "status" | "cache_control" => drop(map.next_value::<IgnoredAny>()?),
+                _ => rest.push(key, map.next_value()?),
+            }
+        }
+        match (role, kind) {
+            (Some(Str(role)), _) => {
+                let calls = calls.map_or("", RawValue::get);
+                self.content.extend_from_slice(calls.as_bytes());
+                push_framed(self.out, &role, self.content);
+            }
+            (None, kind) => {
+                rest.write_json(self.content);
+                push_framed(
+                    self.out,
+                    kind.as_ref().map_or("", |Str(kind)| kind),
+                    self.content,
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Message content: a string, an array of parts, or `null`. Answers whether there was any.
+pub(super) struct Content<'a> {
+    pub(super) out: &'a mut Vec<u8>,
+}
+
+impl<'de> DeserializeSeed<'de> for Content<'_> {
+    type Value = bool;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Content<'_> {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string, an array of content parts, or null")
+    }
+
+    fn visit_unit<E>(self) -> Result<bool, E> {
+        Ok(false)
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<bool, E> {
+        self.out.extend_from_slice(text.as_bytes());
+        Ok(true)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<bool, A::Error> {
+        while seq.next_element_seed(Part { out: self.out })?.is_some() {}
+        Ok(true)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<bool, A::Error> {
+        Part { out: self.out }.visit_map(map)?;
+        Ok(true)
+    }
+}
+
+/// One content part: text as it is, media as a hash, anything else as its JSON.
+struct Part<'a> {
+    out: &'a mut Vec<u8>,
+}
+
+impl<'de> DeserializeSeed<'de> for Part<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Part<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a content part: an object or a string")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<(), E> {
+        self.out.extend_from_slice(text.as_bytes());
+        Ok(())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let mark = self.out.len();
+        let mut has_text = false;
+        let mut kind: Option<Str<'de>> = None;
+        let mut rest = Rest::default();
+        while let Some(Str(key)) = map.next_key()? {
+            match &*key {
+                "type" => kind = Some(map.next_value()?),
+                "text" => {
+                    self.out.truncate(mark);
+                    has_text = map.next_value_seed(Content {
+                        out: &mut *self.out,
+                    })?;
+                }
+                // Clients move cache marks from turn to turn; they are not part of the prompt.
+                "cache_control" => drop(map.next_value::<IgnoredAny>()?),
+                _ => rest.push(key, map.next_value()?),
+            }
+        }
+        let kind = kind.as_ref().map_or("text", |Str(kind)| kind);
+        if !(has_text && matches!(kind, "text" | "input_text" | "output_text")) {
+            rest.write_part(self.out, kind);
+        }
+        Ok(())
+    }
+}
+
+/// Fields without a meaning of their own here, as the client sent them.
+#[derive(Default)]
+struct Rest<'de>(Vec<(Cow<'de, str>, &'de RawValue)>);
+
+impl<'de> Rest<'de> {
+    fn push(&mut self, key: Cow<'de, str>, value: &'de RawValue) {
+        self.0.push((key, value));
+    }
+
+    fn write_json(&self, out: &mut Vec<u8>) {
+        for (key, value) in &self.0 {
+            out.extend_from_slice(key.as_bytes());
+            out.push(b':');
+            out.extend_from_slice(value.get().as_bytes());
+            out.push(b',');
+        }
+    }
+
+    fn write_part(&self, out: &mut Vec<u8>, kind: &str) {
+        const MEDIA: [&str; 5] = ["image", "audio", "video", "file", "document"];
+        let is_media = MEDIA.iter().any(|media| kind.contains(media));
+        if is_media {
+            let mut hash = Xxh3::new();
+            for (key, value) in &self.0 {
+                hash.update(key.as_bytes());
+                hash.update(value.get().as_bytes());
+            }
+            write!(out, "<|{kind}:{:016x}|>", hash.digest()).expect("a vector takes all bytes");
+        } else {
+            write!(out, "<|{kind}|>").expect("a vector takes all bytes");
+            self.write_json(out);
+        }
+    }
+}

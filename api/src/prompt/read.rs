@@ -1,0 +1,513 @@
+//! Reading a request body: one pass over the JSON, the known fields only.
+//!
+//! A visitor takes the known fields of the top-level object as they come. Strictness follows one
+//! rule: what the router itself uses must have the right type, everything else is the engine's to
+//! judge. Nesting cannot exhaust the stack: values that are skipped are skipped iteratively, the
+//! rest is bounded by `serde_json`'s recursion limit.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::fmt;
+
+use bytes::Bytes;
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::error::Category;
+use serde_json::value::RawValue;
+
+use super::flatten::{Content, Input, Messages, push_framed};
+use super::{BadBody, Parsed, Prompt, ReplyShape};
+
+/// Reads a body posted to `path`.
+///
+/// # Errors
+/// [`BadBody`] for malformed JSON, a missing or ill-typed `model`, ill-typed known fields.
+pub fn parse(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
+    let text = std::str::from_utf8(body).map_err(|error| BadBody {
+        message: format!(
+            "body is not UTF-8 at byte {}, expected a JSON object in UTF-8",
+            error.valid_up_to()
+        ),
+        param: None,
+    })?;
+    if text.trim_ascii_start().is_empty() {
+        return Err(BadBody {
+            message: "body is empty, expected a JSON object".to_owned(),
+            param: None,
+        });
+    }
+    let field = Cell::new(None);
+    let mut found = Found::default();
+    let mut json = serde_json::Deserializer::from_str(text);
+    let top = Top {
+        text,
+        surface: Surface::of(path),
+        field: &field,
+        found: &mut found,
+    };
+    json.deserialize_map(top)
+        .and_then(|()| json.end())
+        .map_err(|error| bad_body(&error, field.get()))?;
+    found.finish(Surface::of(path), text)
+}
+
+/// Bytes of an error's text kept at either end: it may quote a whole prompt.
+const QUOTED_BYTES_MAX: usize = 160;
+
+fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BadBody {
+    let category = error.classify();
+    let mut error = error.to_string();
+    if error.len() > 2 * QUOTED_BYTES_MAX {
+        let head = error.floor_char_boundary(QUOTED_BYTES_MAX);
+        let tail = error.ceil_char_boundary(error.len() - QUOTED_BYTES_MAX);
+        error.replace_range(head..tail, " [...] ");
+    }
+    match (category, field) {
+        (Category::Data, Some(field)) => BadBody {
+            message: format!("{field}: {error}"),
+            param: Some(field.to_owned()),
+        },
+        (Category::Data, None) => BadBody {
+            message: error.to_string(),
+            param: None,
+        },
+        (Category::Syntax | Category::Eof | Category::Io, _) => BadBody {
+            message: format!("body is not valid JSON: {error}"),
+            param: None,
+        },
+    }
+}
+
+/// Where a path's prompt stands in its body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Surface {
+    /// `messages`, with `system` and `tools`.
+    Chat,
+    /// `prompt`.
+    Completions,
+    /// `input`, with `instructions` and `tools`.
+    Responses,
+    /// `input`, `prompt`, `query` or `text_1`; else `messages`.
+    Pooling,
+    /// Nowhere: routed by load.
+    Other,
+}
+
+impl Surface {
+    fn of(path: &str) -> Self {
+        match path.split('?').next().unwrap_or(path) {
+            "/v1/chat/completions"
+            | "/v1/chat/completions/render"
+            | "/v1/messages"
+            | "/v1/messages/count_tokens" => Self::Chat,
+            "/v1/completions" | "/v1/completions/render" => Self::Completions,
+            "/v1/responses" => Self::Responses,
+            "/v1/embeddings" | "/v1/rerank" | "/v1/score" | "/v2/rerank" | "/rerank" | "/score"
+            | "/classify" | "/pooling" | "/tokenize" => Self::Pooling,
+            _ => Self::Other,
+        }
+    }
+
+    fn reply(self) -> ReplyShape {
+        match self {
+            Self::Chat | Self::Responses => ReplyShape::Message,
+            Self::Completions => ReplyShape::Continuation,
+            Self::Pooling | Self::Other => ReplyShape::None,
+        }
+    }
+}
+
+/// What has been met so far.
+#[derive(Default)]
+struct Found<'de> {
+    model: Option<Cow<'de, str>>,
+    stream: bool,
+    include_usage: Option<bool>,
+    continuous_usage: Option<bool>,
+    stream_options_span: Option<(usize, usize)>,
+    stream_options_null_span: Option<(usize, usize)>,
+    user: Option<String>,
+    cache_salt: Option<String>,
+    max_tokens: Option<u32>,
+    tools: Option<&'de RawValue>,
+    system: Option<Vec<u8>>,
+    messages: Option<Vec<u8>>,
+    plain: Option<Prompt>,
+}
+
+impl Found<'_> {
+    fn finish(self, surface: Surface, text: &str) -> Result<Parsed, BadBody> {
+        let model = match self.model {
+            Some(model) if !model.is_empty() => model.into_owned(),
+            Some(_) => return Err(no_model("model: is empty, expected a model id")),
+            None => return Err(no_model("model: is missing, expected a model id")),
+        };
+        let prompt = match (self.messages, self.plain) {
+            (_, Some(plain)) => plain,
+            (messages, None) => {
+                Prompt::Text(with_preamble(self.tools, self.system.as_deref(), messages))
+            }
+        };
+        let insert_at = text.find('{').map_or(0, |brace| brace + 1);
+        Ok(Parsed {
+            model,
+            stream: self.stream,
+            include_usage: self.include_usage,
+            continuous_usage: self.continuous_usage,
+            stream_options_span: self.stream_options_span,
+            stream_options_null_span: self.stream_options_null_span,
+            insert_at,
+            user: self.user,
+            cache_salt: self.cache_salt,
+            max_tokens: self.max_tokens,
+            prompt,
+            reply: surface.reply(),
+        })
+    }
+
+    fn take_stream_options<E: Error>(&mut self, text: &str, raw: &RawValue) -> Result<(), E> {
+        let start = raw.get().as_ptr().addr() - text.as_ptr().addr();
+        let span = Some((start, start + raw.get().len()));
+        (self.include_usage, self.continuous_usage) = (None, None);
+        (self.stream_options_span, self.stream_options_null_span) = (None, None);
+        if raw.get() == "null" {
+            self.stream_options_null_span = span;
+            return Ok(());
+        }
+        let options: StreamOptions = serde_json::from_str(raw.get()).map_err(|error| {
+            // The position is one inside the object; the outer reader appends that in the body.
+            let (mut what, at) = (error.to_string(), " at line ");
+            what.truncate(what.rfind(at).unwrap_or(what.len()));
+            E::custom(what)
+        })?;
+        self.include_usage = options.include_usage;
+        self.continuous_usage = options.continuous_usage;
+        self.stream_options_span = span;
+        Ok(())
+    }
+}
+
+fn no_model(message: &str) -> BadBody {
+    BadBody {
+        message: message.to_owned(),
+        param: Some("model".to_owned()),
+    }
+}
+
+/// Tools and system text before the messages.
+fn with_preamble(
+    tools: Option<&RawValue>,
+    system: Option<&[u8]>,
+    messages: Option<Vec<u8>>,
+) -> Vec<u8> {
+    let messages = messages.unwrap_or_default();
+    if tools.is_none() && system.is_none() {
+        return messages;
+    }
+    let mut out = Vec::with_capacity(
+        tools.map_or(0, |tools| tools.get().len())
+            + system.map_or(0, <[u8]>::len)
+            + messages.len()
+            + 64,
+    );
+    if let Some(tools) = tools {
+        push_framed(&mut out, "tools", tools.get().as_bytes());
+    }
+    if let Some(system) = system {
+        push_framed(&mut out, "system", system);
+    }
+    out.extend_from_slice(&messages);
+    out
+}
+
+/// The visitor of the top-level object.
+struct Top<'a, 'de> {
+    text: &'de str,
+    surface: Surface,
+    /// The known field being read: names the culprit of an error.
+    field: &'a Cell<Option<&'static str>>,
+    found: &'a mut Found<'de>,
+}
+
+impl<'de> Visitor<'de> for Top<'_, 'de> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
+        while let Some(Str(key)) = map.next_key()? {
+            let known = KNOWN.iter().find(|known| **known == key).copied();
+            self.field.set(known);
+            match known {
+                Some(known) => self.field_value(known, &mut map)?,
+                None => drop(map.next_value::<IgnoredAny>()?),
+            }
+            self.field.set(None);
+        }
+        Ok(())
+    }
+}
+
+/// The fields the router reads, on some path or other.
+const KNOWN: [&str; 18] = [
+    "model",
+    "messages",
+    "stream",
+    "stream_options",
+    "user",
+    "cache_salt",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "prompt",
+    "input",
+    "tools",
+    "system",
+    "instructions",
+    "query",
+    "queries",
+    "text_1",
+    "data_1",
+];
+
+impl<'de> Top<'_, 'de> {
+    fn field_value<A: MapAccess<'de>>(
+        &mut self,
+        field: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        let found = &mut *self.found;
+        match (field, self.surface) {
+            ("model", _) => found.model = Some(map.next_value::<Str<'de>>()?.0),
+            ("stream", _) => found.stream = map.next_value::<Option<bool>>()?.unwrap_or(false),
+            ("stream_options", _) => {
+                let raw = map.next_value::<&'de RawValue>()?;
+                found.take_stream_options(self.text, raw)?;
+            }
+            ("user", _) => found.user = map.next_value()?,
+            ("cache_salt", _) => found.cache_salt = map.next_value()?,
+            ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
+                // A `null` beside a number of the other spelling does not undo it.
+                let tokens = map.next_value::<Option<Count>>()?;
+                found.max_tokens = tokens.map(|Count(tokens)| tokens).or(found.max_tokens);
+            }
+            ("tools", Surface::Chat | Surface::Responses | Surface::Pooling) => {
+                let raw = map.next_value::<&'de RawValue>()?;
+                found.tools = (raw.get() != "null").then_some(raw);
+            }
+            ("system", Surface::Chat) | ("instructions", Surface::Responses) => {
+                let mut text = Vec::new();
+                let is_some = map.next_value_seed(Content { out: &mut text })?;
+                found.system = is_some.then_some(text);
+            }
+            ("messages", Surface::Chat | Surface::Pooling) => {
+                let mut out = found.fresh_messages(self.text.len());
+                map.next_value_seed(Messages { out: &mut out })?;
+                found.messages = Some(out);
+            }
+            ("input", Surface::Responses) => {
+                let mut out = found.fresh_messages(self.text.len());
+                map.next_value_seed(Input { out: &mut out })?;
+                found.messages = Some(out);
+            }
+            ("prompt", Surface::Completions)
+            | ("prompt" | "input" | "query" | "queries" | "text_1" | "data_1", Surface::Pooling) => {
+                found.plain = map.next_value_seed(Plain)?
+            }
+            _ => drop(map.next_value::<IgnoredAny>()?),
+        }
+        Ok(())
+    }
+}
+
+impl Found<'_> {
+    /// An empty buffer for flattened messages: of the last `messages` field if there was one.
+    fn fresh_messages(&mut self, body_bytes: usize) -> Vec<u8> {
+        match self.messages.take() {
+            Some(mut earlier) => {
+                earlier.clear();
+                earlier
+            }
+            None => Vec::with_capacity(body_bytes),
+        }
+    }
+}
+
+/// A string, borrowed from the body where it has no escapes.
+pub(super) struct Str<'de>(pub(super) Cow<'de, str>);
+
+impl<'de> Deserialize<'de> for Str<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct StrVisitor;
+        impl<'de> Visitor<'de> for StrVisitor {
+            type Value = Str<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
+                Ok(Str(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+                Ok(Str(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_str(StrVisitor)
+    }
+}
+
+/// A number of tokens; what is beyond a `u32` is as good as its maximum.
+struct Count(u32);
+
+impl<'de> Deserialize<'de> for Count {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct CountVisitor;
+        impl Visitor<'_> for CountVisitor {
+            type Value = Count;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a non-negative integer")
+            }
+
+            fn visit_u64<E>(self, count: u64) -> Result<Count, E> {
+                Ok(Count(u32::try_from(count).unwrap_or(u32::MAX)))
+            }
+        }
+        deserializer.deserialize_u64(CountVisitor)
+    }
+}
+
+/// The two known fields of `stream_options`.
+#[derive(Default)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+    continuous_usage: Option<bool>,
+}
+
+impl<'de> Deserialize<'de> for StreamOptions {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OptionsVisitor;
+        impl<'de> Visitor<'de> for OptionsVisitor {
+            type Value = StreamOptions;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object or null")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut options = StreamOptions::default();
+                while let Some(Str(key)) = map.next_key()? {
+                    match &*key {
+                        "include_usage" => options.include_usage = map.next_value()?,
+                        "continuous_usage_stats" => options.continuous_usage = map.next_value()?,
+                        _ => drop(map.next_value::<IgnoredAny>()?),
+                    }
+                }
+                Ok(options)
+            }
+        }
+        deserializer.deserialize_map(OptionsVisitor)
+    }
+}
+
+/// A `prompt`: a string, token ids, or an array of either, of which the first counts. `None` for
+/// `null` and for what has no text to hash, such as an image to embed.
+struct Plain;
+
+impl<'de> DeserializeSeed<'de> for Plain {
+    type Value = Option<Prompt>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Plain {
+    type Value = Option<Prompt>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string, an array of strings, an array of token ids, or an array of those")
+    }
+
+    fn visit_unit<E>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+        Ok(Some(Prompt::Text(text.as_bytes().to_vec())))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(None)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        match seq.next_element_seed(First)? {
+            None => Ok(None),
+            Some(Element::Prompt(first)) => {
+                while seq.next_element::<IgnoredAny>()?.is_some() {}
+                Ok(first)
+            }
+            Some(Element::Token(first)) => {
+                let mut tokens = vec![first];
+                while let Some(token) = seq.next_element()? {
+                    tokens.push(token);
+                }
+                Ok(Some(Prompt::Tokens(tokens)))
+            }
+        }
+    }
+}
+
+/// The first element of a `prompt` array, which tells what kind of array it is.
+struct First;
+
+enum Element {
+    Token(u32),
+    Prompt(Option<Prompt>),
+}
+
+impl<'de> DeserializeSeed<'de> for First {
+    type Value = Element;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for First {
+    type Value = Element;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string, a token id or an array of token ids")
+    }
+
+    fn visit_u64<E: Error>(self, token: u64) -> Result<Self::Value, E> {
+        u32::try_from(token)
+            .map(Element::Token)
+            .map_err(|_| E::custom(format_args!("token id {token} is above {}", u32::MAX)))
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+        Ok(Element::Prompt(Some(Prompt::Text(
+            text.as_bytes().to_vec(),
+        ))))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+        Plain.visit_map(map).map(Element::Prompt)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut tokens = Vec::new();
+        while let Some(token) = seq.next_element::<u32>()? {
+            tokens.push(token);
+        }
+        Ok(Element::Prompt(Some(Prompt::Tokens(tokens))))
+    }
+}
