@@ -1,0 +1,493 @@
+//! From settings to a [`Config`]: what no single key can tell, because it depends on another key or
+//! on a file.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use api::prompt::ModelSettings;
+use state::command::{BACKENDS_MAX, BackendSpec, NAME_BYTES_MAX};
+use state::ids::ReplicaId;
+use state::policy::{CostSettings, PolicyConfig};
+use tracing_subscriber::EnvFilter;
+
+use super::fault::{Fault, Place};
+use super::layers::{Entry, Setting, Settings, Source, Values};
+use super::value::{Value, is_host};
+use super::{
+    Cluster, Config, Drain, Formation, Identity, Limits, Listen, Log, Node, Retry, Timeouts,
+    UsageSplice, Users,
+};
+
+/// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
+/// config needs is missing or unfit, which is then among the faults.
+pub(super) fn check(settings: &mut Settings) -> Option<Config> {
+    let mut faults = Vec::new();
+    let values = &settings.values;
+    let listen = listen(values, &mut faults);
+    let cluster = cluster(values, &mut faults);
+    let users = users(values, &mut faults);
+    let log = log(values, &mut faults);
+    let models = models(&settings.models, &mut faults);
+    let backends = backends(&settings.backends, &mut faults);
+    let config = (|| {
+        Some(Config {
+            node: Node {
+                id: ReplicaId(u8::try_from(integer(values, "node.id")?).ok()?),
+                data_dir: PathBuf::from(text(values, "node.data_dir")?),
+            },
+            listen: listen?,
+            cluster: cluster?,
+            models,
+            backends,
+            policy: policy(values)?,
+            users: users?,
+            limits: Limits {
+                body_bytes_max: size(values, "limits.max_body")?,
+                connections_max: count(values, "limits.max_connections")?,
+            },
+            usage_splice: match text(values, "usage.splice")?.as_str() {
+                "continuous" => UsageSplice::Continuous,
+                "final" => UsageSplice::Final,
+                _ => UsageSplice::Off,
+            },
+            timeouts: Timeouts {
+                connect: duration(values, "timeouts.connect")?,
+                first_byte: duration(values, "timeouts.first_byte")?,
+                idle: duration(values, "timeouts.idle")?,
+            },
+            retry: Retry {
+                attempts: count(values, "retry.attempts")?,
+                statuses: match &values.get("retry.statuses")?.value {
+                    Value::Statuses(statuses) => statuses.clone(),
+                    _ => return None,
+                },
+            },
+            drain: Drain {
+                dns_ttl: duration(values, "drain.dns_ttl")?,
+                deadline: duration(values, "drain.deadline")?,
+            },
+            log: log?,
+        })
+    })();
+    settings.faults.append(&mut faults);
+    config
+}
+
+fn integer(values: &Values, path: &str) -> Option<i64> {
+    match values.get(path)?.value {
+        Value::Integer(number) => Some(number),
+        _ => None,
+    }
+}
+
+fn count(values: &Values, path: &str) -> Option<u32> {
+    u32::try_from(integer(values, path)?).ok()
+}
+
+fn text(values: &Values, path: &str) -> Option<String> {
+    match &values.get(path)?.value {
+        Value::Text(text) => Some(text.clone()),
+        _ => None,
+    }
+}
+
+fn texts(values: &Values, path: &str) -> Option<Vec<String>> {
+    match &values.get(path)?.value {
+        Value::Texts(texts) => Some(texts.clone()),
+        _ => None,
+    }
+}
+
+fn duration(values: &Values, path: &str) -> Option<Duration> {
+    match values.get(path)?.value {
+        Value::Duration(span) => Some(span),
+        _ => None,
+    }
+}
+
+fn range(values: &Values, path: &str) -> Option<Range<Duration>> {
+    match &values.get(path)?.value {
+        Value::Range(range) => Some(range.clone()),
+        _ => None,
+    }
+}
+
+fn size(values: &Values, path: &str) -> Option<u64> {
+    match values.get(path)?.value {
+        Value::Size(bytes) => Some(bytes),
+        _ => None,
+    }
+}
+
+fn address(values: &Values, path: &str) -> Option<SocketAddr> {
+    match values.get(path)?.value {
+        Value::Address(address) => Some(address),
+        _ => None,
+    }
+}
+
+/// Where a setting stands, so that a fault found later still points at it.
+fn place(setting: Option<&Setting>) -> Place {
+    match setting.map(|setting| &setting.source) {
+        Some(Source::File { span, .. }) => Place::File(span.clone()),
+        Some(Source::Variable(name)) => Place::Variable(name.clone()),
+        Some(Source::Flag(flag)) => Place::Flag(flag.clone()),
+        Some(Source::Default) | None => Place::Nowhere,
+    }
+}
+
+/// Adds a fault at the value of `path`.
+fn refuse(values: &Values, path: &str, message: String, expected: &str, faults: &mut Vec<Fault>) {
+    let place = place(values.get(path));
+    faults.push(Fault {
+        message,
+        expected: expected.to_owned(),
+        place,
+    });
+}
+
+fn listen(values: &Values, faults: &mut Vec<Fault>) -> Option<Listen> {
+    let names = ["listen.data", "listen.admin", "listen.peer"];
+    let addresses = names.map(|name| address(values, name));
+    for (nth, name) in names.iter().enumerate() {
+        let Some(mine) = addresses[nth] else { continue };
+        for (other, other_name) in addresses[..nth].iter().zip(names) {
+            let Some(other) = other else { continue };
+            let is_same_host = other.ip() == mine.ip()
+                || other.ip().is_unspecified()
+                || mine.ip().is_unspecified();
+            if is_same_host && other.port() == mine.port() && mine.port() != 0 {
+                let message = format!("{name} is {mine}, which {other_name} has taken");
+                refuse(
+                    values,
+                    name,
+                    message,
+                    "a port of its own for each listener",
+                    faults,
+                );
+            }
+        }
+    }
+    let [data, admin, peer] = addresses;
+    let peer = peer?;
+    let advertise = match text(values, "listen.advertise") {
+        Some(host) if is_host(&host) => host,
+        Some(host) => {
+            let message = format!("listen.advertise is {host:?}");
+            let expected = "a host name or IP address without a port, IPv6 in brackets";
+            refuse(values, "listen.advertise", message, expected, faults);
+            return None;
+        }
+        None if peer.ip().is_unspecified() => {
+            let message = format!("listen.peer is {peer} and listen.advertise is not set");
+            let expected = "listen.advertise, the host that other replicas reach this one at";
+            refuse(values, "listen.peer", message, expected, faults);
+            return None;
+        }
+        None if peer.is_ipv6() => format!("[{}]", peer.ip()),
+        None => peer.ip().to_string(),
+    };
+    Some(Listen {
+        data: data?,
+        admin: admin?,
+        peer,
+        advertise,
+    })
+}
+
+fn cluster(values: &Values, faults: &mut Vec<Fault>) -> Option<Cluster> {
+    let formation = formation(values, faults);
+    let heartbeat = duration(values, "cluster.heartbeat");
+    let election_timeout = range(values, "cluster.election_timeout");
+    if let (Some(heartbeat), Some(timeout)) = (heartbeat, &election_timeout)
+        && timeout.start < heartbeat * 2
+    {
+        let message = format!(
+            "cluster.election_timeout begins at {} with a cluster.heartbeat of {}",
+            humantime::format_duration(timeout.start),
+            humantime::format_duration(heartbeat)
+        );
+        let expected = "a least election timeout of two heartbeats or more";
+        let is_timeout_set = place(values.get("cluster.election_timeout")) != Place::Nowhere;
+        let at = if is_timeout_set {
+            "cluster.election_timeout"
+        } else {
+            "cluster.heartbeat"
+        };
+        refuse(values, at, message, expected, faults);
+    }
+    Some(Cluster {
+        formation: formation?,
+        flush_interval: duration(values, "cluster.flush_interval")?,
+        heartbeat: heartbeat?,
+        election_timeout: election_timeout?,
+        snapshot_every_entries: u64::from(count(values, "cluster.snapshot_every")?),
+        snapshot_every_bytes: size(values, "cluster.snapshot_every_bytes")?,
+    })
+}
+
+/// How the cluster is found, as far as each key by itself is right.
+struct Finding {
+    peers: Vec<String>,
+    join: Vec<String>,
+    dns: Option<String>,
+    expect: Option<usize>,
+}
+
+fn formation(values: &Values, faults: &mut Vec<Fault>) -> Option<Formation> {
+    let expect = integer(values, "cluster.bootstrap_expect");
+    let found = Finding {
+        peers: texts(values, "cluster.peers").unwrap_or_default(),
+        join: texts(values, "cluster.join").unwrap_or_default(),
+        dns: text(values, "cluster.peers_dns"),
+        expect: expect.and_then(|expect| usize::try_from(expect).ok()),
+    };
+    let before = faults.len();
+    found.refuse_two_ways(values, faults);
+    found.refuse_wrong_counts(values, faults);
+    if faults.len() > before {
+        return None;
+    }
+    Some(match found {
+        Finding {
+            dns: Some(name),
+            expect,
+            ..
+        } => Formation::Dns {
+            name,
+            expect: expect?,
+        },
+        Finding { join, .. } if !join.is_empty() => Formation::Join(join),
+        Finding { peers, .. } if peers.is_empty() => Formation::Alone,
+        Finding { peers, expect, .. } => Formation::Peers {
+            expect: expect.unwrap_or(peers.len()),
+            peers,
+        },
+    })
+}
+
+impl Finding {
+    fn refuse_two_ways(&self, values: &Values, faults: &mut Vec<Fault>) {
+        let only_one = "only one of cluster.peers, cluster.peers_dns and cluster.join";
+        if self.dns.is_some() && !self.peers.is_empty() {
+            let message = "cluster.peers_dns is set beside cluster.peers".to_owned();
+            refuse(values, "cluster.peers_dns", message, only_one, faults);
+        }
+        if !self.join.is_empty() && (self.dns.is_some() || !self.peers.is_empty()) {
+            let message = "cluster.join is set beside the peers of a new cluster".to_owned();
+            refuse(values, "cluster.join", message, only_one, faults);
+        }
+        if !self.join.is_empty() && self.expect.is_some() {
+            let message = "cluster.bootstrap_expect is set beside cluster.join".to_owned();
+            let expected = "no bootstrap_expect where a running cluster is joined";
+            refuse(
+                values,
+                "cluster.bootstrap_expect",
+                message,
+                expected,
+                faults,
+            );
+        }
+    }
+
+    fn refuse_wrong_counts(&self, values: &Values, faults: &mut Vec<Fault>) {
+        let peers = &self.peers;
+        let twice = peers
+            .iter()
+            .enumerate()
+            .find(|(nth, peer)| peers[..*nth].contains(peer));
+        if let Some((_, peer)) = twice {
+            let message = format!("cluster.peers names {peer} twice");
+            refuse(
+                values,
+                "cluster.peers",
+                message,
+                "each replica once",
+                faults,
+            );
+        }
+        let path = "cluster.bootstrap_expect";
+        match self.expect {
+            Some(expect) if !peers.is_empty() && expect > peers.len() => {
+                let message = format!("{path} is {expect}, cluster.peers names {}", peers.len());
+                refuse(
+                    values,
+                    path,
+                    message,
+                    "at most as many as there are peers",
+                    faults,
+                );
+            }
+            Some(2..) if self.dns.is_none() && self.join.is_empty() && peers.is_empty() => {
+                let message = format!("{path} is set without peers");
+                refuse(
+                    values,
+                    path,
+                    message,
+                    "cluster.peers or cluster.peers_dns as well",
+                    faults,
+                );
+            }
+            None if self.dns.is_some() => {
+                let message = format!("cluster.peers_dns is set, {path} is not");
+                let expected = "bootstrap_expect, as a name does not say how many there are";
+                refuse(values, "cluster.peers_dns", message, expected, faults);
+            }
+            Some(_) | None => {}
+        }
+    }
+}
+
+fn policy(values: &Values) -> Option<PolicyConfig> {
+    let cost = |name: &str| count(values, &format!("routing.cost.{name}"));
+    match text(values, "routing.policy")?.as_str() {
+        "least-request" => Some(PolicyConfig::LeastRequest),
+        _ => Some(PolicyConfig::Cost(CostSettings {
+            prefill_ns_per_token: cost("prefill_ns_per_token")?,
+            decode_ns_per_request: cost("decode_ns_per_request")?,
+            waiting_ns_per_request: cost("waiting_ns_per_request")?,
+            kv_pressure_from_permille: cost("kv_pressure_from_permille")?,
+            kv_pressure_ns_per_permille: cost("kv_pressure_ns_per_permille")?,
+            near_permille: cost("near_permille")?,
+        })),
+    }
+}
+
+fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
+    let identify_by = texts(values, "users.identify_by")?
+        .iter()
+        .map(|way| match way.strip_prefix("header:") {
+            Some(name) => Identity::Header(name.to_ascii_lowercase()),
+            None if way == "api_key" => Identity::ApiKey,
+            None => Identity::BodyUser,
+        })
+        .collect();
+    let Some(path) = text(values, "users.api_keys_file") else {
+        return Some(Users {
+            identify_by,
+            api_keys: None,
+        });
+    };
+    let keys = match std::fs::read_to_string(&path) {
+        Ok(text) => text
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty() && !line.starts_with('#'))
+            .map(str::to_owned)
+            .collect::<Vec<_>>(),
+        Err(error) => {
+            let message = format!("users.api_keys_file: read {path:?}: {error}");
+            refuse(
+                values,
+                "users.api_keys_file",
+                message,
+                "a file with one key a line",
+                faults,
+            );
+            return None;
+        }
+    };
+    if keys.is_empty() {
+        let message = format!("users.api_keys_file: {path:?} holds no key");
+        refuse(
+            values,
+            "users.api_keys_file",
+            message,
+            "a file with one key a line",
+            faults,
+        );
+    }
+    Some(Users {
+        identify_by,
+        api_keys: Some(keys),
+    })
+}
+
+fn log(values: &Values, faults: &mut Vec<Fault>) -> Option<Log> {
+    let filter = text(values, "log.level")?;
+    if EnvFilter::builder().parse(&filter).is_err() {
+        let message = format!("log.level is {filter:?}");
+        let expected = "error, warn, info, debug, trace, or a filter such as \"info,raft=debug\"";
+        refuse(values, "log.level", message, expected, faults);
+    }
+    Some(Log {
+        is_json: text(values, "log.format")? == "json",
+        filter,
+    })
+}
+
+/// Refuses an entry whose `key` an earlier one has too.
+fn unique(list: &str, key: &str, entries: &[Entry], faults: &mut Vec<Fault>) {
+    let mut names = BTreeMap::new();
+    for (nth, entry) in entries.iter().enumerate() {
+        let Some(name) = text(&entry.values, key) else {
+            continue;
+        };
+        if let Some(first) = names.insert(name.clone(), nth) {
+            let message = format!("{list}[{nth}].{key} is {name:?}, as is {list}[{first}].{key}");
+            let expected = format!("each {key} once");
+            refuse(&entry.values, key, message, &expected, faults);
+        }
+    }
+}
+
+fn models(entries: &[Entry], faults: &mut Vec<Fault>) -> Vec<ModelSettings> {
+    unique("models", "name", entries, faults);
+    if entries.is_empty() {
+        return vec![ModelSettings {
+            name: "*".to_owned(),
+            tokenizer: "character".to_owned(),
+            block_size: 128,
+        }];
+    }
+    let model = |entry: &Entry| {
+        Some(ModelSettings {
+            name: text(&entry.values, "name")?,
+            tokenizer: text(&entry.values, "tokenizer")?,
+            block_size: count(&entry.values, "block_size")?,
+        })
+    };
+    entries.iter().filter_map(model).collect()
+}
+
+fn backends(entries: &[Entry], faults: &mut Vec<Fault>) -> Vec<BackendSpec> {
+    unique("backends", "id", entries, faults);
+    if entries.len() > BACKENDS_MAX {
+        faults.push(Fault {
+            message: format!("{} backends", entries.len()),
+            expected: format!("at most {BACKENDS_MAX}"),
+            place: Place::File(entries[BACKENDS_MAX].span.clone()),
+        });
+    }
+    for (nth, entry) in entries.iter().enumerate() {
+        let Some(id) = text(&entry.values, "id") else {
+            continue;
+        };
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        if id.len() > NAME_BYTES_MAX || !id.chars().all(is_allowed) {
+            let message = format!("backends[{nth}].id is {id:?}");
+            let expected =
+                format!("at most {NAME_BYTES_MAX} letters, digits, \".\", \"_\" or \"-\"");
+            refuse(&entry.values, "id", message, &expected, faults);
+        }
+    }
+    let backend = |entry: &Entry| {
+        let labels = match entry.values.get("labels").map(|setting| &setting.value) {
+            Some(Value::Labels(labels)) => labels.clone(),
+            _ => BTreeMap::new(),
+        };
+        Some(BackendSpec {
+            id: text(&entry.values, "id")?,
+            url: text(&entry.values, "url")?.trim_end_matches('/').to_owned(),
+            models: texts(&entry.values, "models")?,
+            labels,
+            capacity_blocks: count(&entry.values, "capacity_blocks"),
+            kv_events: None,
+            kv_replay: None,
+        })
+    };
+    entries.iter().filter_map(backend).collect()
+}

@@ -1,0 +1,462 @@
+//! Every key a config file, an environment variable or `--set` can name: one table from which
+//! reading, checking, `config print` and `config schema` all follow, so that none can disagree.
+
+/// What values a key takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A whole number within bounds, both included.
+    Integer {
+        /// Least value.
+        min: i64,
+        /// Greatest value.
+        max: i64,
+    },
+    /// Any text that is not empty.
+    Text,
+    /// One of a few words.
+    Choice {
+        /// Words this version honours.
+        now: &'static [&'static str],
+        /// Words that are reserved; refused as not available.
+        later: &'static [&'static str],
+    },
+    /// A time span such as `"20ms"` or `"1m 30s"`, never zero.
+    Duration,
+    /// A time span that may be zero.
+    DurationOrZero,
+    /// Two time spans, the lesser first: `"150ms..300ms"`.
+    DurationRange,
+    /// A number of bytes: `65536`, `"32MiB"`, `"500kB"`.
+    Size,
+    /// IP address and port to listen on.
+    Address,
+    /// `host:port`.
+    HostPort,
+    /// A list of `host:port`.
+    HostPorts,
+    /// A list of `api_key`, `header:NAME`, `body:user`.
+    Identities,
+    /// A list of texts, none of them empty.
+    Texts,
+    /// A list of HTTP statuses.
+    Statuses,
+    /// `tokenizer` of a model.
+    Tokenizer,
+    /// `http://host:port`.
+    Url,
+    /// A table of texts by name.
+    Labels,
+    /// Reserved for a feature that this version does not have.
+    Later,
+}
+
+/// What stands for a key that is set nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Absent {
+    /// The key must be set.
+    Required,
+    /// The key has no value then; what follows from that is in its description.
+    Unset,
+    /// This value, written as in an environment variable.
+    Default(&'static str),
+}
+
+/// One key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Key {
+    /// With its section: `node.id`. Of an entry of a list of tables: the last part only.
+    pub path: &'static str,
+    /// What values it takes.
+    pub kind: Kind,
+    /// What stands for it when it is set nowhere.
+    pub absent: Absent,
+    /// One sentence for the schema and for people.
+    pub about: &'static str,
+}
+
+const fn key(path: &'static str, kind: Kind, absent: Absent, about: &'static str) -> Key {
+    Key {
+        path,
+        kind,
+        absent,
+        about,
+    }
+}
+
+const COUNT: Kind = Kind::Integer {
+    min: 1,
+    max: u32::MAX as i64,
+};
+const COUNT_OR_ZERO: Kind = Kind::Integer {
+    min: 0,
+    max: u32::MAX as i64,
+};
+const POLICIES: Kind = Kind::Choice {
+    now: &["cost", "least-request"],
+    later: &[
+        "lmetric",
+        "prefix-cache",
+        "vllm-cache-aware",
+        "epp",
+        "chwbl",
+        "session",
+        "power-of-two",
+        "round-robin",
+        "random",
+        "least-kv",
+        "vtc-basic",
+        "preble-e2",
+        "dlpm",
+    ],
+};
+const ORDERS: Kind = Kind::Choice {
+    now: &["fcfs"],
+    later: &["vtc", "vtc-max-fair", "vtc-pred", "dlpm", "lcf", "rpm"],
+};
+
+use Absent::{Default as By, Required, Unset};
+
+/// All keys outside lists of tables, by section.
+pub(super) const KEYS: &[Key] = &[
+    key(
+        "node.id",
+        Kind::Integer { min: 1, max: 255 },
+        Required,
+        "This replica's number: unique in the cluster, never reused.",
+    ),
+    key(
+        "node.data_dir",
+        Kind::Text,
+        By("/var/lib/quorate"),
+        "Folder of the log, the vote and the snapshots.",
+    ),
+    key(
+        "listen.data",
+        Kind::Address,
+        By("127.0.0.1:8080"),
+        "Where clients are served.",
+    ),
+    key(
+        "listen.admin",
+        Kind::Address,
+        By("127.0.0.1:8081"),
+        "Where the admin API, metrics and probes are served.",
+    ),
+    key(
+        "listen.peer",
+        Kind::Address,
+        By("127.0.0.1:8082"),
+        "Where other replicas are served.",
+    ),
+    key(
+        "listen.advertise",
+        Kind::Text,
+        Unset,
+        "Host that peers and `status` are told, without a port; unset: the address of `listen.peer`.",
+    ),
+    key(
+        "cluster.peers",
+        Kind::HostPorts,
+        Unset,
+        "Peer listeners of all replicas that form the cluster; unset, with no `peers_dns` and no `join`: this replica alone.",
+    ),
+    key(
+        "cluster.peers_dns",
+        Kind::HostPort,
+        Unset,
+        "A name that resolves to the peer listeners of all replicas, in place of `peers`.",
+    ),
+    key(
+        "cluster.bootstrap_expect",
+        Kind::Integer { min: 1, max: 255 },
+        Unset,
+        "First start: form a cluster when so many replicas answer; unset: as many as `peers` names.",
+    ),
+    key(
+        "cluster.join",
+        Kind::HostPorts,
+        Unset,
+        "Join an existing cluster through any of these, in place of `peers`.",
+    ),
+    key(
+        "cluster.flush_interval",
+        Kind::Duration,
+        By("20ms"),
+        "Longest time a learnt fact waits before it is proposed.",
+    ),
+    key(
+        "cluster.heartbeat",
+        Kind::Duration,
+        By("50ms"),
+        "Interval of the leader's heartbeats.",
+    ),
+    key(
+        "cluster.election_timeout",
+        Kind::DurationRange,
+        By("150ms..300ms"),
+        "Range an election timeout is drawn from.",
+    ),
+    key(
+        "cluster.snapshot_every",
+        COUNT,
+        By("50000"),
+        "Log entries between snapshots.",
+    ),
+    key(
+        "cluster.snapshot_every_bytes",
+        Kind::Size,
+        By("256MiB"),
+        "Log bytes between snapshots, whichever comes first.",
+    ),
+    key(
+        "routing.policy",
+        POLICIES,
+        By("cost"),
+        "Routing policy of a new cluster; a running one changes it by `PUT /admin/v1/policy`.",
+    ),
+    key(
+        "routing.cost.prefill_ns_per_token",
+        COUNT_OR_ZERO,
+        By("100000"),
+        "Nanoseconds an engine computes on one uncached prompt token.",
+    ),
+    key(
+        "routing.cost.decode_ns_per_request",
+        COUNT_OR_ZERO,
+        By("1000000"),
+        "Nanoseconds each running request adds to a new one's first token.",
+    ),
+    key(
+        "routing.cost.waiting_ns_per_request",
+        COUNT_OR_ZERO,
+        By("50000000"),
+        "Nanoseconds each request waiting in the engine adds.",
+    ),
+    key(
+        "routing.cost.kv_pressure_from_permille",
+        Kind::Integer { min: 0, max: 1000 },
+        By("900"),
+        "KV usage, in thousandths, above which pressure counts.",
+    ),
+    key(
+        "routing.cost.kv_pressure_ns_per_permille",
+        COUNT_OR_ZERO,
+        By("5000000"),
+        "Nanoseconds one thousandth of KV usage above that adds.",
+    ),
+    key(
+        "routing.cost.near_permille",
+        Kind::Integer { min: 0, max: 1000 },
+        By("20"),
+        "Costs within so many thousandths of the least count as equal.",
+    ),
+    key(
+        "users.identify_by",
+        Kind::Identities,
+        By("api_key,header:x-quorate-user,body:user"),
+        "Where a request's user is looked for, in this order; found nowhere: `anonymous`.",
+    ),
+    key(
+        "users.api_keys_file",
+        Kind::Text,
+        Unset,
+        "File of accepted API keys, one a line; unset: any key is accepted.",
+    ),
+    key(
+        "admission.order",
+        ORDERS,
+        By("fcfs"),
+        "Order in which waiting requests are admitted.",
+    ),
+    key(
+        "admission.concurrency",
+        Kind::Choice {
+            now: &["unlimited"],
+            later: &["adaptive"],
+        },
+        By("unlimited"),
+        "Most requests a backend is given at a time.",
+    ),
+    key(
+        "admission.max_queue",
+        Kind::Later,
+        Unset,
+        "Most requests that wait for admission.",
+    ),
+    key(
+        "admission.max_wait",
+        Kind::Later,
+        Unset,
+        "Longest time a request waits for admission.",
+    ),
+    key(
+        "limits.max_body",
+        Kind::Size,
+        By("32MiB"),
+        "Largest request body.",
+    ),
+    key(
+        "limits.max_connections",
+        COUNT,
+        By("16384"),
+        "Most client connections at a time.",
+    ),
+    key(
+        "usage.splice",
+        Kind::Choice {
+            now: &["continuous", "final", "off"],
+            later: &[],
+        },
+        By("continuous"),
+        "Which usage reports are asked of engines for streams beyond what the client asks.",
+    ),
+    key(
+        "timeouts.connect",
+        Kind::Duration,
+        By("2s"),
+        "Longest time a connection to a backend takes to open.",
+    ),
+    key(
+        "timeouts.first_byte",
+        Kind::Duration,
+        By("10m"),
+        "Longest time until a backend's answer begins.",
+    ),
+    key(
+        "timeouts.idle",
+        Kind::Duration,
+        By("5m"),
+        "Longest pause within a backend's answer.",
+    ),
+    key(
+        "retry.attempts",
+        Kind::Integer { min: 1, max: 16 },
+        By("3"),
+        "Most backends one request is tried on.",
+    ),
+    key(
+        "retry.statuses",
+        Kind::Statuses,
+        By("503"),
+        "Backend answers that send a request on to the next backend.",
+    ),
+    key(
+        "drain.dns_ttl",
+        Kind::DurationOrZero,
+        By("5s"),
+        "On SIGTERM: how long new connections are still taken, until names no longer lead here.",
+    ),
+    key(
+        "drain.deadline",
+        Kind::DurationOrZero,
+        By("30s"),
+        "On SIGTERM: how long requests under way may then go on.",
+    ),
+    key(
+        "log.format",
+        Kind::Choice {
+            now: &["human", "json"],
+            later: &[],
+        },
+        By("human"),
+        "Form of the log lines on stderr.",
+    ),
+    key(
+        "log.level",
+        Kind::Text,
+        By("info"),
+        "Which log lines are written: a level, or a filter such as `info,raft=debug`.",
+    ),
+];
+
+/// Keys of a `[[models]]` entry.
+pub(super) const MODEL_KEYS: &[Key] = &[
+    key(
+        "name",
+        Kind::Text,
+        Required,
+        "A model id, or `*` for every other one; the first match counts.",
+    ),
+    key(
+        "tokenizer",
+        Kind::Tokenizer,
+        By("character"),
+        "What prompts are cut into blocks by.",
+    ),
+    key(
+        "block_size",
+        Kind::Integer {
+            min: 1,
+            max: 65_536,
+        },
+        By("128"),
+        "Tokens of one block; with `character` bytes.",
+    ),
+];
+
+/// Keys of a `[[backends]]` entry.
+pub(super) const BACKEND_KEYS: &[Key] = &[
+    key(
+        "id",
+        Kind::Text,
+        Required,
+        "The backend's id: letters, digits, `.`, `_`, `-`.",
+    ),
+    key(
+        "url",
+        Kind::Url,
+        Required,
+        "Where the engine listens: `http://host:port`.",
+    ),
+    key(
+        "models",
+        Kind::Texts,
+        By("*"),
+        "Model ids it serves; `*`: asked from the engine.",
+    ),
+    key("labels", Kind::Labels, Unset, "Free labels."),
+    key(
+        "capacity_blocks",
+        COUNT,
+        Unset,
+        "Blocks its cache holds; unset: asked from the engine.",
+    ),
+    key(
+        "kv_events",
+        Kind::Later,
+        Unset,
+        "ZMQ endpoint of its KV events.",
+    ),
+    key(
+        "kv_replay",
+        Kind::Later,
+        Unset,
+        "ZMQ endpoint that replays its KV events.",
+    ),
+];
+
+/// Policies whose settings tables are reserved: `[routing.NAME]`.
+#[must_use]
+pub(super) fn is_later_policy(name: &str) -> bool {
+    matches!(POLICIES, Kind::Choice { later, .. } if later.contains(&name))
+}
+
+impl Key {
+    /// The environment variable that sets it: `QUORATE_NODE__ID`.
+    #[must_use]
+    pub(super) fn variable(&self) -> String {
+        format!(
+            "QUORATE_{}",
+            self.path
+                .replace('.', "__")
+                .replace('-', "_")
+                .to_uppercase()
+        )
+    }
+
+    /// Section and last part of the path: `("routing.cost", "near_permille")`.
+    #[must_use]
+    pub(super) fn split(&self) -> (&'static str, &'static str) {
+        self.path.rsplit_once('.').unwrap_or(("", self.path))
+    }
+}

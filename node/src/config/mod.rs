@@ -1,0 +1,289 @@
+//! Config: read once from file, environment and flags into a checked [`Config`]; every fault is
+//! told at once.
+
+mod checks;
+mod fault;
+mod keys;
+mod layers;
+mod print;
+mod schema;
+mod value;
+
+#[cfg(test)]
+mod tests;
+
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use api::prompt::ModelSettings;
+use state::command::BackendSpec;
+use state::ids::ReplicaId;
+use state::policy::PolicyConfig;
+
+pub use fault::{Fault, Faults, Place};
+pub use layers::{Layers, Settings};
+pub use print::print;
+pub use schema::schema;
+
+/// Everything `quorate serve` is told. Checked: what stands here can be acted on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Who this replica is.
+    pub node: Node,
+    /// Where it listens.
+    pub listen: Listen,
+    /// How it finds and keeps its cluster.
+    pub cluster: Cluster,
+    /// How prompts become blocks; the first entry that matches a model counts.
+    pub models: Vec<ModelSettings>,
+    /// Backends to register at start when the registry does not know them.
+    pub backends: Vec<BackendSpec>,
+    /// Policy of a new cluster.
+    pub policy: PolicyConfig,
+    /// How requests are charged.
+    pub users: Users,
+    /// Bounds on what clients send.
+    pub limits: Limits,
+    /// Which usage reports are asked of engines.
+    pub usage_splice: UsageSplice,
+    /// Patience with backends.
+    pub timeouts: Timeouts,
+    /// Second tries.
+    pub retry: Retry,
+    /// How the replica leaves.
+    pub drain: Drain,
+    /// What is logged and how.
+    pub log: Log,
+}
+
+/// `[node]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Node {
+    /// `1..=255`.
+    pub id: ReplicaId,
+    /// Log, vote and snapshots live below it.
+    pub data_dir: PathBuf,
+}
+
+/// `[listen]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listen {
+    /// Clients.
+    pub data: SocketAddr,
+    /// Admin API.
+    pub admin: SocketAddr,
+    /// Other replicas.
+    pub peer: SocketAddr,
+    /// Host that others are told, IPv6 in brackets; the ports are those really bound.
+    pub advertise: String,
+}
+
+/// `[cluster]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cluster {
+    /// How the cluster is found at the first start.
+    pub formation: Formation,
+    /// Longest wait of a learnt fact.
+    pub flush_interval: Duration,
+    /// Leader's heartbeat interval.
+    pub heartbeat: Duration,
+    /// Range an election timeout is drawn from.
+    pub election_timeout: Range<Duration>,
+    /// Log entries between snapshots.
+    pub snapshot_every_entries: u64,
+    /// Log bytes between snapshots.
+    pub snapshot_every_bytes: u64,
+}
+
+/// How a replica without data finds its cluster.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Formation {
+    /// It is the whole cluster.
+    Alone,
+    /// With these peers, once so many answer.
+    Peers {
+        /// Peer listeners.
+        peers: Vec<String>,
+        /// How many begin.
+        expect: usize,
+    },
+    /// With the peers a name resolves to, once so many answer.
+    Dns {
+        /// `host:port`.
+        name: String,
+        /// How many begin.
+        expect: usize,
+    },
+    /// Through any of these members of an existing cluster.
+    Join(Vec<String>),
+}
+
+/// `[users]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Users {
+    /// Where a user is looked for, in order.
+    pub identify_by: Vec<Identity>,
+    /// Accepted API keys; `None`: any.
+    pub api_keys: Option<Vec<String>>,
+}
+
+/// One way to tell a request's user.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Identity {
+    /// The bearer token.
+    ApiKey,
+    /// A header, its name in lower case.
+    Header(String),
+    /// The body's `user` field.
+    BodyUser,
+}
+
+/// `[limits]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Largest request body.
+    pub body_bytes_max: u64,
+    /// Most client connections.
+    pub connections_max: u32,
+}
+
+/// `usage.splice`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UsageSplice {
+    /// A running report on every chunk.
+    Continuous,
+    /// One report at the end.
+    Final,
+    /// Only what the client asks.
+    Off,
+}
+
+/// `[timeouts]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Timeouts {
+    /// Until a connection is open.
+    pub connect: Duration,
+    /// Until the answer begins.
+    pub first_byte: Duration,
+    /// Between two pieces of an answer.
+    pub idle: Duration,
+}
+
+/// `[retry]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Retry {
+    /// Most backends tried.
+    pub attempts: u32,
+    /// Statuses that send a request on.
+    pub statuses: Vec<u16>,
+}
+
+/// `[drain]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Drain {
+    /// How long new connections are still taken.
+    pub dns_ttl: Duration,
+    /// How long requests may then go on.
+    pub deadline: Duration,
+}
+
+/// `[log]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Log {
+    /// Whether lines are JSON.
+    pub is_json: bool,
+    /// A `tracing` filter.
+    pub filter: String,
+}
+
+/// Where a config is read from.
+#[derive(Debug, Clone, Default)]
+pub struct Origin {
+    /// The file; `None`: environment and flags only.
+    pub file: Option<PathBuf>,
+    /// `section.key=value` each.
+    pub flags: Vec<String>,
+    /// Environment variables.
+    pub variables: Vec<(String, String)>,
+}
+
+impl Origin {
+    /// This file and these flags over this process's environment. Variables that are not UTF-8 are
+    /// no setting's.
+    #[must_use]
+    pub fn of_process(file: Option<PathBuf>, flags: Vec<String>) -> Self {
+        let variables = std::env::vars_os()
+            .filter_map(|(name, text)| Some((name.into_string().ok()?, text.into_string().ok()?)))
+            .filter(|(name, _)| name.starts_with("QUORATE_"))
+            .collect();
+        Self {
+            file,
+            flags,
+            variables,
+        }
+    }
+
+    fn text(&self) -> Result<(String, String), Faults> {
+        let Some(path) = &self.file else {
+            return Ok(("environment".to_owned(), String::new()));
+        };
+        let name = path.display().to_string();
+        match read_file(path) {
+            Ok(text) => Ok((name, text)),
+            Err(fault) => Err(Faults::new(name, String::new(), vec![fault])),
+        }
+    }
+}
+
+fn read_file(path: &Path) -> Result<String, Fault> {
+    let bytes = std::fs::read(path).map_err(|error| Fault {
+        message: format!("read {}: {error}", path.display()),
+        expected: "a config file in TOML".to_owned(),
+        place: Place::Nowhere,
+    })?;
+    String::from_utf8(bytes).map_err(|error| Fault {
+        message: format!(
+            "{} is not UTF-8 from byte {}",
+            path.display(),
+            error.utf8_error().valid_up_to()
+        ),
+        expected: "a config file in TOML".to_owned(),
+        place: Place::Nowhere,
+    })
+}
+
+/// A checked config together with the settings it came from.
+#[derive(Debug)]
+pub struct Loaded {
+    /// What to act on.
+    pub config: Config,
+    /// Where every value came from.
+    pub settings: Settings,
+    /// The file's name, for [`print`].
+    pub file: String,
+}
+
+/// Reads and checks a config.
+///
+/// # Errors
+/// All [`Faults`] at once.
+pub fn load(origin: &Origin) -> Result<Loaded, Faults> {
+    let (file, text) = origin.text()?;
+    let layers = Layers {
+        file: &text,
+        variables: &origin.variables,
+        flags: &origin.flags,
+    };
+    let mut settings = Settings::read(&layers);
+    let config = checks::check(&mut settings);
+    match config {
+        Some(config) if settings.faults.is_empty() => Ok(Loaded {
+            config,
+            settings,
+            file,
+        }),
+        _ => Err(Faults::new(file, text, settings.faults)),
+    }
+}

@@ -1,0 +1,422 @@
+//! Faults as people see them, precedence of the layers, and what `config print` and `schema` say.
+
+use std::time::Duration;
+
+use expect_test::{Expect, expect, expect_file};
+
+use super::*;
+
+fn layers<'a>(
+    file: &'a str,
+    variables: &'a [(String, String)],
+    flags: &'a [String],
+) -> Result<Loaded, Faults> {
+    let mut settings = Settings::read(&Layers {
+        file,
+        variables,
+        flags,
+    });
+    match checks::check(&mut settings) {
+        Some(config) if settings.faults.is_empty() => Ok(Loaded {
+            config,
+            settings,
+            file: "n1.toml".to_owned(),
+        }),
+        _ => Err(Faults::new(
+            "n1.toml".to_owned(),
+            file.to_owned(),
+            settings.faults,
+        )),
+    }
+}
+
+fn variables(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+    pairs
+        .iter()
+        .map(|(name, text)| ((*name).to_owned(), (*text).to_owned()))
+        .collect()
+}
+
+fn config(file: &str) -> Config {
+    layers(file, &[], &[])
+        .unwrap_or_else(|faults| panic!("{faults}"))
+        .config
+}
+
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "reads like the macro that makes it"
+)]
+fn refused(file: &str, expected: Expect) {
+    let faults = layers(file, &[], &[]).expect_err("the config must be refused");
+    expected.assert_eq(&faults.render(false));
+}
+
+/// The faults without their drawing: `place: message (expected ...)`.
+fn brief(faults: &Faults) -> String {
+    let mut out = String::new();
+    for fault in &faults.faults {
+        let place = match &fault.place {
+            Place::File(span) => {
+                let (line, column) = fault::line_and_column(&faults.text, span.start);
+                format!("{line}:{column}")
+            }
+            Place::Variable(name) => name.clone(),
+            Place::Flag(flag) => format!("--set {flag}"),
+            Place::Nowhere => "-".to_owned(),
+        };
+        out.push_str(&format!(
+            "{place}: {} (expected {})\n",
+            fault.message, fault.expected
+        ));
+    }
+    out
+}
+
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "reads like the macro that makes it"
+)]
+fn faults(file: &str, expected: Expect) {
+    let faults = layers(file, &[], &[]).expect_err("the config must be refused");
+    expected.assert_eq(&brief(&faults));
+}
+
+#[test]
+fn one_line_makes_a_config() {
+    let config = config("node.id = 3");
+    assert_eq!(config.node.id, ReplicaId(3));
+    assert_eq!(config.cluster.formation, Formation::Alone);
+    assert_eq!(config.listen.advertise, "127.0.0.1");
+    assert_eq!(config.limits.body_bytes_max, 32 << 20);
+    assert_eq!(
+        config.policy,
+        PolicyConfig::Cost(state::policy::CostSettings::default())
+    );
+    assert_eq!(config.models.len(), 1);
+}
+
+#[test]
+fn every_fault_is_told_with_its_line() {
+    refused(
+        r#"[node]
+id = 300
+data_dir = ""
+
+[listen]
+data = "localhost"
+
+[cluster]
+flush_intervall = "20ms"
+heartbeat = 50
+
+[[backends]]
+id = "gpu-1"
+url = "https://10.0.1.1:8000"
+"#,
+        expect![[r#"
+              × node.id is 300
+               ╭─[n1.toml:2:6]
+             1 │ [node]
+             2 │ id = 300
+               ·      ─┬─
+               ·       ╰── expected an integer from 1 to 255
+             3 │ data_dir = ""
+               ╰────
+              × node.data_dir is ""
+               ╭─[n1.toml:3:12]
+             2 │ id = 300
+             3 │ data_dir = ""
+               ·            ─┬
+               ·             ╰── expected a text that is not empty
+             4 │ 
+               ╰────
+              × listen.data is "localhost"
+               ╭─[n1.toml:6:8]
+             5 │ [listen]
+             6 │ data = "localhost"
+               ·        ─────┬─────
+               ·             ╰── expected an IP address with a port such as "127.0.0.1:8080"
+             7 │ 
+               ╰────
+              × unknown key cluster.flush_intervall
+                ╭─[n1.toml:9:1]
+              8 │ [cluster]
+              9 │ flush_intervall = "20ms"
+                · ───────┬───────
+                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, peers, peers_dns, snapshot_every, snapshot_every_bytes
+             10 │ heartbeat = 50
+                ╰────
+              × cluster.heartbeat is 50
+                ╭─[n1.toml:10:13]
+              9 │ flush_intervall = "20ms"
+             10 │ heartbeat = 50
+                ·             ─┬
+                ·              ╰── expected a time span above zero such as "20ms" or "1m 30s"
+             11 │ 
+                ╰────
+              × backends[0].url is "https://10.0.1.1:8000"
+                ╭─[n1.toml:14:7]
+             13 │ id = "gpu-1"
+             14 │ url = "https://10.0.1.1:8000"
+                ·       ───────────┬───────────
+                ·                  ╰── expected a URL such as "http://10.0.1.1:8000", without a path
+                ╰────
+            n1.toml: 6 faults
+        "#]],
+    );
+}
+
+#[test]
+fn a_missing_file_value_is_told_without_a_line() {
+    refused(
+        "",
+        expect![[r#"
+          × node.id is not set
+          help: expected an integer from 1 to 255
+        n1.toml: 1 fault
+    "#]],
+    );
+}
+
+#[test]
+fn broken_toml_is_told_together_with_sound_lines_faults() {
+    refused(
+        "[node]\nid = 300\n[listen\ndata = 5\n",
+        expect![[r#"
+              × node.id is 300
+               ╭─[n1.toml:2:6]
+             1 │ [node]
+             2 │ id = 300
+               ·      ─┬─
+               ·       ╰── expected an integer from 1 to 255
+             3 │ [listen
+               ╰────
+              × unclosed table
+               ╭─[n1.toml:3:8]
+             2 │ id = 300
+             3 │ [listen
+               ·        ▲
+               ·        ╰── expected `]`
+             4 │ data = 5
+               ╰────
+            n1.toml: 2 faults
+        "#]],
+    );
+}
+
+#[test]
+fn types_and_bounds() {
+    faults(
+        r#"
+models = 5
+[node]
+id = "one"
+[cluster]
+peers = ["a:1", "b", 7]
+bootstrap_expect = 0
+election_timeout = "300ms..150ms"
+[limits]
+max_body = -1
+[retry]
+statuses = [503, 200]
+[users]
+identify_by = ["api_key", "cookie:x"]
+[log]
+format = "xml"
+level = "info,raft=loud"
+listen = 5
+"#,
+        expect![[r#"
+            2:10: models is 5 (expected a list of tables: [[models]])
+            4:6: node.id is "one" (expected an integer from 1 to 255)
+            6:17: cluster.peers[1] is "b" (expected a host with a port such as "10.0.0.1:8082")
+            6:22: cluster.peers[2] is 7 (expected a host with a port such as "10.0.0.1:8082")
+            7:20: cluster.bootstrap_expect is 0 (expected an integer from 1 to 255)
+            8:20: cluster.election_timeout is "300ms..150ms" (expected two time spans, the lesser first, such as "150ms..300ms")
+            10:12: limits.max_body is -1 (expected a number of bytes above zero such as "32MiB")
+            12:18: retry.statuses[1] is 200 (expected an HTTP status from 400 to 599)
+            14:27: users.identify_by[1] is "cookie:x" (expected "api_key", "body:user" or "header:NAME" with a header's name)
+            16:10: log.format is "xml" (expected "human" or "json")
+            17:9: log.level is "info,raft=loud" (expected error, warn, info, debug, trace, or a filter such as "info,raft=debug")
+            18:1: unknown key log.listen (expected one of format, level)
+        "#]],
+    );
+}
+
+#[test]
+fn what_this_version_does_not_have_is_refused() {
+    faults(
+        r#"
+[node]
+id = 1
+[routing]
+policy = "prefix-cache"
+[routing.prefix-cache]
+imbalance_abs_count = 16
+[admission]
+order = "vtc"
+max_queue = 10000
+concurrency = "adaptive"
+[[models]]
+name = "*"
+tokenizer = "tiktoken:cl100k_base"
+[[backends]]
+id = "a"
+url = "http://a:1"
+kv_events = "tcp://a:5557"
+"#,
+        expect![[r#"
+            5:10: routing.policy = "prefix-cache" is not available in this version (expected "cost" or "least-request")
+            6:10: [routing.prefix-cache] is not available in this version (expected the settings of an available policy)
+            9:9: admission.order = "vtc" is not available in this version (expected "fcfs")
+            10:13: admission.max_queue is not available in this version (expected no value: the key is reserved for a later version)
+            11:15: admission.concurrency = "adaptive" is not available in this version (expected "unlimited")
+            14:13: models[0].tokenizer = "tiktoken:cl100k_base" is not available in this version (expected "character")
+            18:13: backends[0].kv_events is not available in this version (expected no value: the key is reserved for a later version)
+        "#]],
+    );
+}
+
+#[test]
+fn keys_that_contradict_each_other() {
+    faults(
+        r#"
+[node]
+id = 1
+[listen]
+data = "0.0.0.0:8080"
+admin = "127.0.0.1:8080"
+peer = "0.0.0.0:8082"
+[cluster]
+peers = ["a:1", "b:1", "a:1"]
+peers_dns = "quorate:8082"
+join = ["c:1"]
+bootstrap_expect = 5
+heartbeat = "100ms"
+[[models]]
+name = "m"
+[[models]]
+name = "m"
+[[backends]]
+id = "a/b"
+url = "http://a:1"
+[[backends]]
+url = "http://a:1"
+[users]
+api_keys_file = "/nonexistent/keys"
+"#,
+        expect![[r#"
+            6:9: listen.admin is 127.0.0.1:8080, which listen.data has taken (expected a port of its own for each listener)
+            7:8: listen.peer is 0.0.0.0:8082 and listen.advertise is not set (expected listen.advertise, the host that other replicas reach this one at)
+            9:9: cluster.peers names a:1 twice (expected each replica once)
+            10:13: cluster.peers_dns is set beside cluster.peers (expected only one of cluster.peers, cluster.peers_dns and cluster.join)
+            11:8: cluster.join is set beside the peers of a new cluster (expected only one of cluster.peers, cluster.peers_dns and cluster.join)
+            12:20: cluster.bootstrap_expect is set beside cluster.join (expected no bootstrap_expect where a running cluster is joined)
+            12:20: cluster.bootstrap_expect is 5, cluster.peers names 3 (expected at most as many as there are peers)
+            13:13: cluster.election_timeout begins at 150ms with a cluster.heartbeat of 100ms (expected a least election timeout of two heartbeats or more)
+            17:8: models[1].name is "m", as is models[0].name (expected each name once)
+            19:6: backends[0].id is "a/b" (expected at most 256 letters, digits, ".", "_" or "-")
+            21:1: backends[1].id is not set (expected a text that is not empty)
+            24:17: users.api_keys_file: read "/nonexistent/keys": No such file or directory (os error 2) (expected a file with one key a line)
+        "#]],
+    );
+}
+
+#[test]
+fn flags_win_over_variables_over_the_file_over_defaults() {
+    let file = "[node]\nid = 1\n[cluster]\nflush_interval = \"30ms\"\nheartbeat = \"40ms\"\n";
+    let variables = variables(&[
+        ("QUORATE_CLUSTER__HEARTBEAT", "60ms"),
+        ("QUORATE_NODE__ID", "7"),
+    ]);
+    let flags = ["node.id=9".to_owned()];
+    let loaded = layers(file, &variables, &flags).unwrap();
+    assert_eq!(loaded.config.node.id, ReplicaId(9));
+    assert_eq!(loaded.config.cluster.heartbeat, Duration::from_millis(60));
+    assert_eq!(
+        loaded.config.cluster.flush_interval,
+        Duration::from_millis(30)
+    );
+    assert_eq!(loaded.config.drain.deadline, Duration::from_secs(30));
+}
+
+#[test]
+fn lists_stand_with_commas_in_variables() {
+    let variables = variables(&[
+        ("QUORATE_CLUSTER__PEERS", "a:1, b:1,c:1"),
+        ("QUORATE_ADMIN", "http://127.0.0.1:1"),
+        ("QUORATE_RETRY__STATUSES", ""),
+    ]);
+    let config = layers("node.id = 1", &variables, &[]).unwrap().config;
+    let peers = vec!["a:1".to_owned(), "b:1".to_owned(), "c:1".to_owned()];
+    assert_eq!(
+        config.cluster.formation,
+        Formation::Peers { peers, expect: 3 }
+    );
+    assert_eq!(config.retry.statuses, Vec::<u16>::new());
+}
+
+#[test]
+fn faults_of_variables_and_flags_name_them() {
+    let variables = variables(&[
+        ("QUORATE_NODE__ID", "0"),
+        ("QUORATE_NODE__IDD", "1"),
+        ("QUORATE_BACKENDS__0__URL", "http://a:1"),
+    ]);
+    let flags = [
+        "drain.deadline=soon".to_owned(),
+        "drain".to_owned(),
+        "drain.dedline=1s".into(),
+    ];
+    let faults = layers("", &variables, &flags).expect_err("must be refused");
+    expect![[r#"
+        QUORATE_NODE__ID: node.id is "0" (expected an integer from 1 to 255)
+        QUORATE_NODE__IDD: names no key (expected QUORATE_NODE__ID)
+        QUORATE_BACKENDS__0__URL: names no key (expected lists of tables to stand in the file)
+        --set drain.deadline=soon: drain.deadline is "soon" (expected a time span such as "5s")
+        --set drain: has no value (expected section.key=value)
+        --set drain.dedline=1s: names no key (expected drain.deadline)
+    "#]]
+    .assert_eq(&brief(&faults));
+}
+
+#[test]
+fn print_shows_sources_and_reads_back() {
+    let file = r#"
+node.id = 1
+[cluster]
+peers = ["a:1", "b:1", "c:1"]
+[[backends]]
+id = "gpu-1"
+url = "http://10.0.1.1:8000"
+labels = { zone = "a b", "x.y" = "z" }
+"#;
+    let variables = variables(&[("QUORATE_LOG__FORMAT", "json")]);
+    let loaded = layers(file, &variables, &["drain.dns_ttl=0s".to_owned()]).unwrap();
+    let printed = print(&loaded);
+    assert_eq!(config(&printed), loaded.config, "{printed}");
+    expect_file!["golden/print.toml"].assert_eq(&printed);
+}
+
+#[test]
+fn the_schema_names_every_key() {
+    let schema = schema();
+    let section = &schema["properties"]["cluster"];
+    assert_eq!(section["additionalProperties"], false);
+    assert_eq!(section["properties"]["flush_interval"]["default"], "20ms");
+    assert_eq!(
+        schema["properties"]["backends"]["items"]["required"][0],
+        "id"
+    );
+    let nested = &schema["properties"]["routing"]["properties"]["cost"]["properties"];
+    assert_eq!(nested["near_permille"]["default"], 20);
+}
+
+#[test]
+fn defaults_of_the_cost_policy_are_those_of_the_core() {
+    let PolicyConfig::Cost(settings) = config("node.id = 1").policy else {
+        panic!("not cost")
+    };
+    assert_eq!(settings, state::policy::CostSettings::default());
+}

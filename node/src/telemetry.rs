@@ -1,0 +1,40 @@
+//! Log lines: on stderr, human or JSON, filtered by a `tracing` filter.
+
+use std::io::IsTerminal;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::config::Log;
+
+/// Sets up logging for the whole process. Call once, from a program's `main`; a library or test
+/// that embeds a replica sets up its own, or none.
+///
+/// # Errors
+/// When the filter does not parse, or logging is set up already.
+pub fn init(log: &Log) -> anyhow::Result<()> {
+    let filter = EnvFilter::builder().parse(&log.filter)?;
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    let outcome = if log.is_json {
+        lines
+            .json()
+            .flatten_event(true)
+            .with_current_span(false)
+            .try_init()
+    } else {
+        lines.with_ansi(std::io::stderr().is_terminal()).try_init()
+    };
+    outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))
+}
+
+/// Logging of commands that have no config: human lines, filtered by `QUORATE_LOG__LEVEL` or else
+/// `default`.
+///
+/// # Errors
+/// As [`init`].
+pub fn init_for_command(default: &str) -> anyhow::Result<()> {
+    let filter = std::env::var("QUORATE_LOG__LEVEL").unwrap_or_else(|_| default.to_owned());
+    let is_json = std::env::var("QUORATE_LOG__FORMAT").is_ok_and(|format| format == "json");
+    init(&Log { is_json, filter })
+}
