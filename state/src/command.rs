@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use crate::policy::PolicyConfig;
+use crate::users::FairnessSettings;
 
 /// Most backends one cluster holds.
 pub const BACKENDS_MAX: usize = 1024;
@@ -62,6 +63,8 @@ pub enum Command {
         hash_seed: u64,
         /// The first routing policy.
         policy: PolicyConfig,
+        /// What tokens cost.
+        fairness: FairnessSettings,
     },
     /// What a replica learnt since its last flush, in order.
     Batch {
@@ -88,7 +91,8 @@ pub enum Command {
     PutUser(UserSpec),
     /// Replaces the routing policy from this log index on.
     PutPolicy(PolicyConfig),
-    /// Ends a session whose replica is gone: its leases are released, its requests closed.
+    /// Closes what a replica left open that is not heard from: its leases are released, its
+    /// requests in flight end. Should that run come back, it goes on with the same session.
     ExpireSession {
         /// The replica that is gone.
         replica: ReplicaId,
@@ -98,7 +102,9 @@ pub enum Command {
 }
 
 /// One thing a replica learnt. Attempts are offsets from the batch's `base_attempt`.
-#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+///
+/// Encoded by hand, in [`crate::codec`]: items are most of the log.
+#[derive(Debug, Clone, PartialEq)]
 pub enum Item {
     /// A request went to a backend: its prompt blocks are there, and in use until released.
     Acquire {
@@ -134,7 +140,8 @@ pub enum Item {
         /// At most `NAME_BYTES_MAX` bytes.
         name: String,
     },
-    /// What a user used since the replica's last flush.
+    /// What a user used since the replica's last flush. Token counts above
+    /// [`CHARGE_TOKENS_MAX`](crate::users::CHARGE_TOKENS_MAX) are taken as that.
     Charge(Charge),
     /// What an engine said about itself. Repeats are harmless.
     ObserveEngine {
@@ -156,7 +163,7 @@ pub enum Outcome {
 }
 
 /// Tokens and requests of one user over one flush interval of one replica. All fields add up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Charge {
     /// Who pays.
     pub user: UserKey,
@@ -224,13 +231,16 @@ pub struct UserSpec {
 }
 
 /// What applying a command answers. Part of the log contract: the same on every replica.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+///
+/// Encoded by hand, in [`crate::codec`]: a derived decoder would recurse as deep as the bytes say.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
     /// Done, nothing to tell.
     Applied,
     /// A batch was applied.
     Batch(BatchReply),
-    /// Seen before and applied then; the reply of that time.
+    /// Seen before and applied then; the reply of that time. Of a sequence number before the last
+    /// one only that it was applied is remembered: [`Reply::Applied`]. Never nested.
     Repeated(Box<Reply>),
     /// Refused; nothing changed.
     Rejected(Reject),
@@ -270,6 +280,9 @@ pub enum Reject {
     /// The registry is full.
     #[error("the registry holds {BACKENDS_MAX} backends, which is the limit")]
     TooManyBackends,
+    /// The user table is full of users that cannot be forgotten.
+    #[error("{USERS_MAX} users are kept and none of them can be forgotten")]
+    TooManyUsers,
     /// A field is outside its bounds.
     #[error("{field}: {expected}")]
     Invalid {

@@ -4,15 +4,21 @@
 //! data in a [`command::Command`]; the same commands in the same order give the same state, the
 //! same replies and the same digest on every replica.
 
+mod backends;
 pub mod codec;
 pub mod command;
+mod cow;
 pub mod ids;
 pub mod ownership;
 pub mod policy;
 pub mod prefix;
 mod state;
+pub mod users;
+mod validate;
 pub mod view;
 
+pub use backends::Backend;
 pub use state::{
-    Backend, Broken, CorruptSnapshot, Frozen, Registry, RouterState, Undecodable, View,
+    AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Broken, CorruptSnapshot, Frozen, Registry,
+    RouterState, SNAPSHOT_VERSION, SessionView, Undecodable, View,
 };

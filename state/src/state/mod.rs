@@ -1,98 +1,87 @@
 //! [`RouterState`]: everything replicated, and `apply`.
+//!
+//! `apply` is the only way the state changes. It looks at nothing but the state and the command,
+//! answers every command and panics on none. What readers on other threads need is published
+//! through [`View`] as it goes.
 
-use std::io::{Read, Write};
+mod admin;
+mod audit;
+mod batch;
+mod check;
+mod leases;
+mod published;
+mod report;
+mod sessions;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 
-use crate::command::{BackendSpec, EngineFacts, Envelope, Reply};
-use crate::ids::{BackendRef, LogIndex};
-use crate::policy::PolicyConfig;
-use crate::view::BlockView;
+use xxhash_rust::xxh3::xxh3_128;
 
-/// The whole replicated state of a replica.
-pub struct RouterState {}
+use crate::backends::{Backend, Backends, Effect};
+use crate::codec;
+use crate::command::{Command, Envelope, Origin, Reject, Reply};
+use crate::ids::{LogIndex, ReplicaId, Slot};
+use crate::ownership::Ownership;
+use crate::policy::{CostSettings, PolicyConfig};
+use crate::users::{FairnessSettings, Users};
+
+use audit::Audit;
+pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
+pub use check::Broken;
+use leases::Leases;
+pub use published::{Registry, View};
+pub use report::SessionView;
+use sessions::{Admission, Sessions};
+pub use snapshot::{CorruptSnapshot, Frozen, SNAPSHOT_VERSION};
 
 /// A log entry that is not a command this build knows.
 #[derive(Debug, thiserror::Error)]
 #[error("decode log entry: {0}")]
 pub struct Undecodable(pub String);
 
-/// A snapshot that cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[error("corrupt snapshot at byte {offset}: {what}")]
-pub struct CorruptSnapshot {
-    /// Where in the stream.
-    pub offset: u64,
-    /// What was wrong and what was expected.
-    pub what: String,
+/// The whole replicated state of a replica.
+pub struct RouterState {
+    applied: LogIndex,
+    /// The greatest time any command was stamped with, unix milliseconds.
+    now_ms: u64,
+    config: Config,
+    backends: Backends,
+    ownership: Ownership,
+    sessions: Sessions,
+    leases: Leases,
+    users: Users,
+    audit: Audit,
+    /// Hash of config, backends and audit: they change rarely.
+    cold_digest: u128,
+    view: Arc<View>,
 }
 
-/// An invariant of docs/ARCHITECTURE.md that does not hold.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("invariant {number} broken: {detail}")]
-pub struct Broken {
-    /// Number as in docs/ARCHITECTURE.md, `"I4"`.
-    pub number: &'static str,
-    /// With the values that break it.
-    pub detail: String,
+/// Replicated settings.
+#[derive(Debug, Clone, PartialEq, bincode::Encode, bincode::Decode)]
+struct Config {
+    initialised: bool,
+    hash_seed: u64,
+    policy: PolicyConfig,
+    fairness: FairnessSettings,
 }
 
-/// What the hot path reads of the state, from any thread, without waiting for `apply`.
-pub struct View {
-    /// Which backend holds which blocks.
-    pub blocks: BlockView,
-}
-
-impl View {
-    /// Backends and replicated config, as of the last change to either.
-    #[must_use]
-    pub fn registry(&self) -> Arc<Registry> {
-        unimplemented!("state helper")
-    }
-
-    /// Index up to which the state is applied.
-    #[must_use]
-    pub fn applied(&self) -> LogIndex {
-        unimplemented!("state helper")
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            initialised: false,
+            hash_seed: 0,
+            policy: PolicyConfig::Cost(CostSettings::default()),
+            fairness: FairnessSettings::default(),
+        }
     }
 }
 
-/// An immutable image of the small part of the state.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Registry {
-    /// Whether `InitCluster` was applied.
-    pub initialised: bool,
-    /// Seed of block and user hashes.
-    pub hash_seed: u64,
-    /// The live policy.
-    pub policy: PolicyConfig,
-    /// By slot, ascending; free slots are absent.
-    pub backends: Vec<Backend>,
-}
-
-/// A registered backend.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Backend {
-    /// How commands name it.
-    pub handle: BackendRef,
-    /// As the operator described it.
-    pub spec: BackendSpec,
-    /// Whether it takes no new requests.
-    pub draining: bool,
-    /// What the engine said of itself.
-    pub facts: EngineFacts,
-}
-
-/// A frozen image of a state, ready to be written.
-pub struct Frozen {}
-
-impl Frozen {
-    /// Writes the snapshot: header with format version, sections with length and checksum each.
-    ///
-    /// # Errors
-    /// Those of `out`.
-    pub fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
-        let _ = out;
-        unimplemented!("state helper")
+impl Default for RouterState {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -100,54 +89,182 @@ impl RouterState {
     /// An empty state at index 0.
     #[must_use]
     pub fn new() -> Self {
-        unimplemented!("state helper")
+        let ownership = Ownership::new();
+        let config = Config::default();
+        let backends = Backends::default();
+        let view = Arc::new(View::new(
+            ownership.view(),
+            Registry::of(&config, &backends),
+        ));
+        let mut state = Self {
+            applied: LogIndex(0),
+            now_ms: 0,
+            config,
+            backends,
+            ownership,
+            sessions: Sessions::default(),
+            leases: Leases::new(),
+            users: Users::new(),
+            audit: Audit::default(),
+            cold_digest: 0,
+            view,
+        };
+        state.cold_digest = state.hash_cold();
+        state
     }
 
     /// Applies one command. Total: any command is answered, none panics.
+    ///
+    /// # Panics
+    /// When `index` is not above the last one: the log is then broken, not the command.
     pub fn apply(&mut self, index: LogIndex, envelope: Envelope) -> Reply {
-        let _ = (index, envelope);
-        unimplemented!("state helper")
+        self.advance(index);
+        self.now_ms = self.now_ms.max(envelope.proposed_at_ms);
+        let origin = envelope.origin;
+        let reply = match self.admit(&origin) {
+            Some(answer) => answer,
+            None => {
+                let reply = self.run(&origin, envelope.command);
+                self.sessions.answer(&origin, reply.clone());
+                reply
+            }
+        };
+        self.view.publish_applied(index);
+        reply
     }
 
     /// Moves to `index` without a change: for log entries that carry no command.
+    ///
+    /// # Panics
+    /// As [`RouterState::apply`].
     pub fn skip(&mut self, index: LogIndex) {
-        let _ = index;
-        unimplemented!("state helper")
+        self.advance(index);
+        self.view.publish_applied(index);
     }
 
     /// What readers on other threads hold: always the same handle, also after a restore.
     #[must_use]
     pub fn view(&self) -> Arc<View> {
-        unimplemented!("state helper")
+        Arc::clone(&self.view)
     }
 
-    /// A frozen image of the state as it is, taken in microseconds; writing it out happens
-    /// elsewhere while `apply` goes on.
-    #[must_use]
-    pub fn freeze(&self) -> Frozen {
-        unimplemented!("state helper")
-    }
-
-    /// Replaces the whole state by a snapshot that [`Frozen::write_to`] wrote.
-    ///
-    /// # Errors
-    /// With the offset of the fault; the state is then as it was.
-    pub fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
-        let _ = snapshot;
-        unimplemented!("state helper")
-    }
-
-    /// The digest at the applied index.
+    /// The digest of everything replicated, as of the applied index; the index itself is no part
+    /// of it. The big tables keep theirs as they change, so that this costs microseconds.
     #[must_use]
     pub fn digest(&self) -> u128 {
-        unimplemented!("state helper")
+        let [users, users_rest] = self.users.digest();
+        let parts = [
+            u128::from(self.now_ms),
+            self.cold_digest,
+            self.ownership.digest(),
+            self.leases.digest(),
+            users,
+            users_rest,
+            xxh3_128(&codec::to_bytes(&self.sessions)),
+        ];
+        let mut bytes = [0; 7 * 16];
+        for (place, part) in bytes.chunks_exact_mut(16).zip(parts) {
+            place.copy_from_slice(&part.to_le_bytes());
+        }
+        xxh3_128(&bytes)
     }
 
-    /// Checks every invariant; for tests and `debug_assert`, slow on a large state.
-    ///
-    /// # Errors
-    /// The first broken one.
-    pub fn check(&self) -> Result<(), Broken> {
-        unimplemented!("state helper")
+    fn advance(&mut self, index: LogIndex) {
+        let applied = self.applied;
+        assert!(
+            index > applied,
+            "log applied out of order: {index} after {applied}"
+        );
+        self.applied = index;
+    }
+
+    /// Answers a command that is not to be applied.
+    fn admit(&mut self, origin: &Origin) -> Option<Reply> {
+        let replica = origin.replica;
+        if origin.seq == 0 {
+            let (field, expected) = ("origin.seq".to_owned(), "at least 1".to_owned());
+            return Some(Reply::Rejected(Reject::Invalid { field, expected }));
+        }
+        match self.sessions.admit(origin) {
+            Admission::Fresh => None,
+            Admission::FreshRun => {
+                self.close_replica(replica);
+                None
+            }
+            Admission::Repeated(reply) => Some(Reply::Repeated(Box::new(reply))),
+            Admission::Stale => Some(Reply::Rejected(Reject::StaleSession { replica })),
+        }
+    }
+
+    /// The only branch on commands.
+    fn run(&mut self, origin: &Origin, command: Command) -> Reply {
+        let result = match command {
+            Command::InitCluster {
+                hash_seed,
+                policy,
+                fairness,
+            } => self.init_cluster(origin, hash_seed, policy, fairness),
+            _ if !self.config.initialised => Err(Reject::NotInitialised),
+            Command::Batch {
+                base_attempt,
+                items,
+            } => {
+                return Reply::Batch(self.batch(origin.replica, base_attempt, items));
+            }
+            Command::PutBackend(spec) => self.put_backend(origin, spec),
+            Command::DeleteBackend { name } => self.delete_backend(origin, name),
+            Command::SetDraining { name, draining } => self.set_draining(origin, name, draining),
+            Command::PutUser(spec) => self.put_user(origin, spec),
+            Command::PutPolicy(policy) => self.put_policy(origin, policy),
+            Command::ExpireSession { replica, session } => {
+                self.expire_session(origin, replica, session)
+            }
+        };
+        result.map_or_else(Reply::Rejected, |()| Reply::Applied)
+    }
+
+    /// Ends what a replica has open: a run that is over keeps nothing.
+    fn close_replica(&mut self, replica: ReplicaId) {
+        for lease in self.leases.close_replica(replica) {
+            // The engines went on without the replica: what they computed is cached.
+            self.ownership.release(lease.lease(), true);
+        }
+        self.users.close_replica(replica);
+    }
+
+    /// Lets ownership and leases follow a change of a backend.
+    fn follow(&mut self, effect: Effect) {
+        match effect {
+            Effect::Unchanged => {}
+            Effect::Resized(slot) => {
+                let capacity = self.capacity_blocks(slot);
+                self.ownership.set_capacity(slot, capacity);
+            }
+            Effect::Begun(slot) => {
+                self.leases.forget_slot(slot);
+                self.ownership.remove_backend(slot);
+                let capacity = self.capacity_blocks(slot);
+                self.ownership.add_backend(slot, capacity);
+            }
+        }
+    }
+
+    fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
+        self.backends.in_slot(slot).and_then(Backend::capacity_blocks)
+    }
+
+    /// After every change of config, backends or audit.
+    fn cold_changed(&mut self) {
+        self.cold_digest = self.hash_cold();
+        self.view
+            .publish_registry(Registry::of(&self.config, &self.backends));
+    }
+
+    fn hash_cold(&self) -> u128 {
+        xxh3_128(&codec::to_bytes(&(
+            &self.config,
+            &self.backends,
+            &self.audit,
+        )))
     }
 }

@@ -1,0 +1,299 @@
+//! The backends of the cluster: what stands in which slot, and which life of it.
+//!
+//! Slots are reused, the lowest free one first; incarnation counters are kept per slot and survive
+//! removals, so that no two lives ever share a [`BackendRef`].
+
+use std::collections::BTreeMap;
+
+use bincode::{Decode, Encode};
+
+use crate::command::{BACKENDS_MAX, BackendSpec, EngineFacts};
+use crate::ids::{BackendRef, Incarnation, Slot};
+
+/// A registered backend.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub struct Backend {
+    /// How commands name it.
+    pub handle: BackendRef,
+    /// As the operator described it.
+    pub spec: BackendSpec,
+    /// Whether it takes no new requests.
+    pub draining: bool,
+    /// What the engine said of itself.
+    pub facts: EngineFacts,
+}
+
+impl Backend {
+    /// Blocks its cache holds: as the operator says, else as the engine says.
+    #[must_use]
+    pub fn capacity_blocks(&self) -> Option<u32> {
+        self.spec.capacity_blocks.or(self.facts.capacity_blocks)
+    }
+}
+
+/// What a change of a backend means for what it owns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// Nothing about ownership changed.
+    Unchanged,
+    /// The same engine with another capacity.
+    Resized(Slot),
+    /// An empty cache: a new backend or a new life of one.
+    Begun(Slot),
+}
+
+/// Every backend slot does not hold is free.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub(crate) struct Backends {
+    by_slot: BTreeMap<Slot, Backend>,
+    /// Last incarnation given out, of slots that ever held a backend.
+    incarnations: BTreeMap<Slot, Incarnation>,
+}
+
+impl Backends {
+    /// By slot, ascending.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Backend> {
+        self.by_slot.values()
+    }
+
+    pub(crate) fn in_slot(&self, slot: Slot) -> Option<&Backend> {
+        self.by_slot.get(&slot)
+    }
+
+    /// Whether `handle` names a present life.
+    pub(crate) fn is_live(&self, handle: BackendRef) -> bool {
+        self.in_slot(handle.slot)
+            .is_some_and(|backend| backend.handle == handle)
+    }
+
+    /// A scan: at most `BACKENDS_MAX` short comparisons, for administrative commands only.
+    pub(crate) fn named(&self, name: &str) -> Option<&Backend> {
+        self.iter().find(|backend| backend.spec.id == name)
+    }
+
+    /// Adds or changes the backend that `spec` names; `None` when there is no room.
+    pub(crate) fn put(&mut self, spec: BackendSpec) -> Option<Effect> {
+        let Some(slot) = self.named(&spec.id).map(|backend| backend.handle.slot) else {
+            return self.add(spec);
+        };
+        let backend = self
+            .by_slot
+            .get_mut(&slot)
+            .expect("the slot of a named backend is taken");
+        let capacity_before = backend.capacity_blocks();
+        let is_moved = backend.spec.url != spec.url;
+        backend.spec = spec;
+        if is_moved {
+            backend.facts = EngineFacts::default();
+            return Some(self.begin(slot));
+        }
+        let is_resized = backend.capacity_blocks() != capacity_before;
+        Some(if is_resized {
+            Effect::Resized(slot)
+        } else {
+            Effect::Unchanged
+        })
+    }
+
+    /// Removes a backend; answers where it stood.
+    pub(crate) fn remove(&mut self, name: &str) -> Option<Slot> {
+        let slot = self.named(name)?.handle.slot;
+        self.by_slot.remove(&slot);
+        Some(slot)
+    }
+
+    /// Answers whether there is such a backend.
+    pub(crate) fn set_draining(&mut self, name: &str, draining: bool) -> bool {
+        let Some(slot) = self.named(name).map(|backend| backend.handle.slot) else {
+            return false;
+        };
+        if let Some(backend) = self.by_slot.get_mut(&slot) {
+            backend.draining = draining;
+        }
+        true
+    }
+
+    /// Takes what an engine said; `None` when `handle` is no present life.
+    ///
+    /// An observation of an earlier start than known is old news and changes nothing. A restarted
+    /// engine keeps what it does not say anew until it says so: most often it is unchanged, and a
+    /// backend without models would answer nobody.
+    pub(crate) fn observe(&mut self, handle: BackendRef, facts: EngineFacts) -> Option<Effect> {
+        let backend = self
+            .by_slot
+            .get_mut(&handle.slot)
+            .filter(|it| it.handle == handle)?;
+        let known = &mut backend.facts;
+        let is_restarted = match (known.started_at_s, facts.started_at_s) {
+            (Some(known), Some(said)) if said < known => return Some(Effect::Unchanged),
+            (Some(known), Some(said)) => said > known,
+            (None, _) | (_, None) => false,
+        };
+        let capacity_before = backend.spec.capacity_blocks.or(known.capacity_blocks);
+        known.models = facts.models.or(known.models.take());
+        known.capacity_blocks = facts.capacity_blocks.or(known.capacity_blocks);
+        known.started_at_s = facts.started_at_s.or(known.started_at_s);
+        if is_restarted {
+            return Some(self.begin(handle.slot));
+        }
+        let is_resized = backend.capacity_blocks() != capacity_before;
+        Some(if is_resized {
+            Effect::Resized(handle.slot)
+        } else {
+            Effect::Unchanged
+        })
+    }
+
+    fn add(&mut self, spec: BackendSpec) -> Option<Effect> {
+        let limit = u16::try_from(BACKENDS_MAX).expect("BACKENDS_MAX fits a slot");
+        let slot = (0..limit)
+            .map(Slot)
+            .find(|slot| !self.by_slot.contains_key(slot))?;
+        let handle = BackendRef {
+            slot,
+            incarnation: Incarnation(0),
+        };
+        let facts = EngineFacts::default();
+        self.by_slot.insert(
+            slot,
+            Backend {
+                handle,
+                spec,
+                draining: false,
+                facts,
+            },
+        );
+        Some(self.begin(slot))
+    }
+
+    /// Starts a new life of what stands in `slot`.
+    fn begin(&mut self, slot: Slot) -> Effect {
+        let last = self.incarnations.entry(slot).or_default();
+        // Four thousand million restarts of one engine: wrapping is as good as any other answer.
+        *last = Incarnation(last.0.wrapping_add(1));
+        if let Some(backend) = self.by_slot.get_mut(&slot) {
+            backend.handle.incarnation = *last;
+        }
+        Effect::Begun(slot)
+    }
+
+    /// I5's part: handles, names and bounds agree. Answers what does not.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let mut names = std::collections::BTreeSet::new();
+        for (slot, backend) in &self.by_slot {
+            let is_last = self.incarnations.get(slot) == Some(&backend.handle.incarnation);
+            if backend.handle.slot != *slot || !is_last {
+                return Err(format!("slot {slot} holds {:?}", backend.handle));
+            }
+            if usize::from(slot.0) >= BACKENDS_MAX {
+                return Err(format!("slot {slot} is above the limit"));
+            }
+            if !names.insert(&backend.spec.id) {
+                return Err(format!("two backends are called {:?}", backend.spec.id));
+            }
+            if backend.spec.validate().is_err() || !backend.facts.is_valid() {
+                return Err(format!("backend {:?} is out of bounds", backend.spec.id));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(id: &str, port: u16) -> BackendSpec {
+        BackendSpec {
+            id: id.to_owned(),
+            url: format!("http://127.0.0.1:{port}"),
+            models: vec!["*".to_owned()],
+            labels: BTreeMap::new(),
+            capacity_blocks: None,
+            kv_events: None,
+            kv_replay: None,
+        }
+    }
+
+    fn started(at_s: u64) -> EngineFacts {
+        EngineFacts {
+            started_at_s: Some(at_s),
+            ..EngineFacts::default()
+        }
+    }
+
+    #[test]
+    fn slots_are_reused_and_incarnations_never() {
+        let mut backends = Backends::default();
+        assert_eq!(backends.put(spec("a", 1)), Some(Effect::Begun(Slot(0))));
+        assert_eq!(backends.put(spec("b", 2)), Some(Effect::Begun(Slot(1))));
+        let first = backends.named("a").unwrap().handle;
+        assert_eq!(backends.remove("a"), Some(Slot(0)));
+        assert_eq!(backends.remove("a"), None);
+        assert_eq!(backends.put(spec("c", 3)), Some(Effect::Begun(Slot(0))));
+        assert!(!backends.is_live(first));
+        assert_eq!(
+            backends.named("c").unwrap().handle.incarnation,
+            Incarnation(2)
+        );
+        assert_eq!(backends.check(), Ok(()));
+    }
+
+    #[test]
+    fn only_another_url_begins_a_new_life() {
+        let mut backends = Backends::default();
+        backends.put(spec("a", 1));
+        let handle = backends.named("a").unwrap().handle;
+        assert_eq!(backends.put(spec("a", 1)), Some(Effect::Unchanged));
+        let resized = BackendSpec {
+            capacity_blocks: Some(9),
+            ..spec("a", 1)
+        };
+        assert_eq!(backends.put(resized), Some(Effect::Resized(Slot(0))));
+        assert!(backends.is_live(handle));
+        assert_eq!(backends.put(spec("a", 2)), Some(Effect::Begun(Slot(0))));
+        assert!(!backends.is_live(handle));
+    }
+
+    #[test]
+    fn a_later_start_is_a_new_life_and_an_earlier_one_old_news() {
+        let mut backends = Backends::default();
+        backends.put(spec("a", 1));
+        let handle = backends.named("a").unwrap().handle;
+        assert_eq!(
+            backends.observe(handle, started(100)),
+            Some(Effect::Unchanged)
+        );
+        let sized = EngineFacts {
+            capacity_blocks: Some(5),
+            ..started(100)
+        };
+        assert_eq!(
+            backends.observe(handle, sized),
+            Some(Effect::Resized(Slot(0)))
+        );
+        let old = EngineFacts {
+            capacity_blocks: Some(6),
+            ..started(99)
+        };
+        assert_eq!(backends.observe(handle, old), Some(Effect::Unchanged));
+        assert_eq!(backends.named("a").unwrap().capacity_blocks(), Some(5));
+        assert_eq!(
+            backends.observe(handle, started(101)),
+            Some(Effect::Begun(Slot(0)))
+        );
+        assert_eq!(backends.observe(handle, started(102)), None);
+        assert_eq!(backends.named("a").unwrap().capacity_blocks(), Some(5));
+    }
+
+    #[test]
+    fn the_registry_has_a_limit() {
+        let mut backends = Backends::default();
+        for number in 0..BACKENDS_MAX {
+            assert!(backends.put(spec(&number.to_string(), 1)).is_some());
+        }
+        assert_eq!(backends.put(spec("one-more", 1)), None);
+        assert_eq!(backends.put(spec("7", 1)), Some(Effect::Unchanged));
+        assert_eq!(backends.iter().count(), BACKENDS_MAX);
+    }
+}

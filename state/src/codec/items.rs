@@ -1,0 +1,286 @@
+//! Items by hand: they are most of the log, and a request should cost few bytes beside its hashes.
+//!
+//! One tag byte: the kind in its low three bits, and above them what the kind has to say in five
+//! more. Integers are LEB128 (seven bits a byte, low first), which keeps attempts (offsets in a
+//! batch), slots and incarnations at one or two bytes.
+//!
+//! | kind | bit 3 | bits 4-7 | then |
+//! | --- | --- | --- | --- |
+//! | 0 acquire | has a tip | number of new blocks, 15: see below | attempt, slot, incarnation, \[tip\], \[number\], blocks |
+//! | 1 materialize | 0 | as above | attempt, \[number\], blocks |
+//! | 2 release | discarded | 0 | attempt |
+//! | 3 define user | 0 | 0 | key (8 bytes), name |
+//! | 4 charge | bits 3-7: which of its five counts are not 0 | | user (8 bytes), these counts |
+//! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
+//!
+//! A number of 15 blocks or more follows as an integer. Bits that say nothing are 0, and refused
+//! otherwise, so that a later version can give them a meaning.
+
+use bincode::de::Decoder;
+use bincode::de::read::Reader;
+use bincode::enc::Encoder;
+use bincode::enc::write::Writer;
+use bincode::error::{DecodeError, EncodeError};
+use bincode::{Decode, Encode};
+
+use crate::command::{Charge, Item, Outcome};
+use crate::ids::{BackendRef, BlockHash, Incarnation, Slot, UserKey};
+
+const ACQUIRE: u8 = 0;
+const MATERIALIZE: u8 = 1;
+const RELEASE: u8 = 2;
+const DEFINE_USER: u8 = 3;
+const CHARGE: u8 = 4;
+const OBSERVE_ENGINE: u8 = 5;
+
+const KIND_BITS: u32 = 3;
+const FLAG: u8 = 1 << KIND_BITS;
+const COUNT_SHIFT: u32 = 4;
+/// The count does not fit the tag and follows as an integer.
+const COUNT_FOLLOWS: u8 = 15;
+
+impl Encode for Item {
+    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
+        match self {
+            Self::Acquire {
+                attempt,
+                backend,
+                tip,
+                new,
+            } => {
+                let flag = if tip.is_some() { FLAG } else { 0 };
+                put_byte(encoder, ACQUIRE | flag | count_bits(new))?;
+                put(encoder, u64::from(*attempt))?;
+                put_backend(encoder, *backend)?;
+                if let Some(tip) = tip {
+                    tip.encode(encoder)?;
+                }
+                put_blocks(encoder, new)
+            }
+            Self::Materialize { attempt, new } => {
+                put_byte(encoder, MATERIALIZE | count_bits(new))?;
+                put(encoder, u64::from(*attempt))?;
+                put_blocks(encoder, new)
+            }
+            Self::Release { attempt, outcome } => {
+                let flag = match outcome {
+                    Outcome::Kept => 0,
+                    Outcome::Discarded => FLAG,
+                };
+                put_byte(encoder, RELEASE | flag)?;
+                put(encoder, u64::from(*attempt))
+            }
+            Self::DefineUser { key, name } => {
+                put_byte(encoder, DEFINE_USER)?;
+                key.0.to_le_bytes().encode(encoder)?;
+                name.encode(encoder)
+            }
+            Self::Charge(charge) => put_charge(encoder, charge),
+            Self::ObserveEngine { backend, facts } => {
+                put_byte(encoder, OBSERVE_ENGINE)?;
+                put_backend(encoder, *backend)?;
+                facts.encode(encoder)
+            }
+        }
+    }
+}
+
+impl<C> Decode<C> for Item {
+    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        let tag = get_byte(decoder)?;
+        let has_flag = tag & FLAG != 0;
+        let count = tag >> COUNT_SHIFT;
+        match tag & (FLAG - 1) {
+            ACQUIRE => {
+                let attempt = get_u32(decoder)?;
+                let backend = get_backend(decoder)?;
+                let tip = if has_flag {
+                    Some(BlockHash::decode(decoder)?)
+                } else {
+                    None
+                };
+                let new = get_blocks(decoder, count)?;
+                Ok(Self::Acquire {
+                    attempt,
+                    backend,
+                    tip,
+                    new,
+                })
+            }
+            MATERIALIZE if !has_flag => {
+                let attempt = get_u32(decoder)?;
+                Ok(Self::Materialize {
+                    attempt,
+                    new: get_blocks(decoder, count)?,
+                })
+            }
+            RELEASE if count == 0 => {
+                let outcome = if has_flag {
+                    Outcome::Discarded
+                } else {
+                    Outcome::Kept
+                };
+                Ok(Self::Release {
+                    attempt: get_u32(decoder)?,
+                    outcome,
+                })
+            }
+            DEFINE_USER if tag == DEFINE_USER => {
+                let key = get_user(decoder)?;
+                Ok(Self::DefineUser {
+                    key,
+                    name: String::decode(decoder)?,
+                })
+            }
+            CHARGE => get_charge(decoder, tag >> KIND_BITS),
+            OBSERVE_ENGINE if tag == OBSERVE_ENGINE => {
+                let backend = get_backend(decoder)?;
+                Ok(Self::ObserveEngine {
+                    backend,
+                    facts: Decode::decode(decoder)?,
+                })
+            }
+            _ => Err(DecodeError::OtherString(format!(
+                "no item has the tag {tag:#04x}"
+            ))),
+        }
+    }
+}
+bincode::impl_borrow_decode!(Item);
+
+fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
+    let counts = [
+        charge.input_uncached,
+        charge.input_cached,
+        charge.output,
+        u64::from(charge.started),
+        u64::from(charge.ended),
+    ];
+    let present = counts.iter().enumerate().fold(0, |bits, (place, count)| {
+        bits | (u8::from(*count != 0) << place)
+    });
+    put_byte(encoder, CHARGE | (present << KIND_BITS))?;
+    charge.user.0.to_le_bytes().encode(encoder)?;
+    for count in counts.into_iter().filter(|count| *count != 0) {
+        put(encoder, count)?;
+    }
+    Ok(())
+}
+
+fn get_charge<D: Decoder>(decoder: &mut D, present: u8) -> Result<Item, DecodeError> {
+    let user = get_user(decoder)?;
+    let mut counts = [0_u64; 5];
+    for (place, count) in counts.iter_mut().enumerate() {
+        if present & (1 << place) != 0 {
+            *count = get(decoder)?;
+        }
+    }
+    let [input_uncached, input_cached, output, started, ended] = counts;
+    let (started, ended) = (narrow(started)?, narrow(ended)?);
+    Ok(Item::Charge(Charge {
+        user,
+        input_uncached,
+        input_cached,
+        output,
+        started,
+        ended,
+    }))
+}
+
+fn put_backend<E: Encoder>(encoder: &mut E, backend: BackendRef) -> Result<(), EncodeError> {
+    put(encoder, u64::from(backend.slot.0))?;
+    put(encoder, u64::from(backend.incarnation.0))
+}
+
+fn get_backend<D: Decoder>(decoder: &mut D) -> Result<BackendRef, DecodeError> {
+    let slot = Slot(narrow(get(decoder)?)?);
+    Ok(BackendRef {
+        slot,
+        incarnation: Incarnation(get_u32(decoder)?),
+    })
+}
+
+fn get_user<D: Decoder>(decoder: &mut D) -> Result<UserKey, DecodeError> {
+    Ok(UserKey(u64::from_le_bytes(<[u8; 8]>::decode(decoder)?)))
+}
+
+/// The count's part of the tag.
+fn count_bits(blocks: &[BlockHash]) -> u8 {
+    u8::try_from(blocks.len())
+        .unwrap_or(COUNT_FOLLOWS)
+        .min(COUNT_FOLLOWS)
+        << COUNT_SHIFT
+}
+
+fn put_blocks<E: Encoder>(encoder: &mut E, blocks: &[BlockHash]) -> Result<(), EncodeError> {
+    if blocks.len() >= usize::from(COUNT_FOLLOWS) {
+        put(encoder, blocks.len() as u64)?;
+    }
+    blocks.iter().try_for_each(|block| block.encode(encoder))
+}
+
+fn get_blocks<D: Decoder>(decoder: &mut D, count: u8) -> Result<Vec<BlockHash>, DecodeError> {
+    let count = if count == COUNT_FOLLOWS {
+        usize::try_from(get(decoder)?).map_err(|_| DecodeError::LimitExceeded)?
+    } else {
+        usize::from(count)
+    };
+    decoder.claim_container_read::<BlockHash>(count)?;
+    let mut blocks = Vec::with_capacity(count);
+    for _ in 0..count {
+        decoder.unclaim_bytes_read(size_of::<BlockHash>());
+        blocks.push(BlockHash::decode(decoder)?);
+    }
+    Ok(blocks)
+}
+
+fn put_byte<E: Encoder>(encoder: &mut E, byte: u8) -> Result<(), EncodeError> {
+    encoder.writer().write(&[byte])
+}
+
+fn get_byte<D: Decoder>(decoder: &mut D) -> Result<u8, DecodeError> {
+    decoder.claim_bytes_read(1)?;
+    let mut byte = [0];
+    decoder.reader().read(&mut byte)?;
+    Ok(byte[0])
+}
+
+/// Writes LEB128.
+fn put<E: Encoder>(encoder: &mut E, mut value: u64) -> Result<(), EncodeError> {
+    let mut bytes = [0_u8; 10];
+    let mut length = 0;
+    loop {
+        let low = (value & 0x7f) as u8;
+        value >>= 7;
+        bytes[length] = if value == 0 { low } else { low | 0x80 };
+        length += 1;
+        if value == 0 {
+            return encoder.writer().write(&bytes[..length]);
+        }
+    }
+}
+
+/// Reads LEB128 of at most 64 bits.
+fn get<D: Decoder>(decoder: &mut D) -> Result<u64, DecodeError> {
+    let mut value = 0_u64;
+    for shift in (0..64).step_by(7) {
+        let byte = get_byte(decoder)?;
+        let bits = u64::from(byte & 0x7f);
+        if shift == 63 && bits > 1 {
+            break;
+        }
+        value |= bits << shift;
+        if byte & 0x80 == 0 {
+            return Ok(value);
+        }
+    }
+    Err(DecodeError::Other("an integer of more than 64 bits"))
+}
+
+fn get_u32<D: Decoder>(decoder: &mut D) -> Result<u32, DecodeError> {
+    narrow(get(decoder)?)
+}
+
+fn narrow<T: TryFrom<u64>>(value: u64) -> Result<T, DecodeError> {
+    T::try_from(value).map_err(|_| DecodeError::OtherString(format!("{value} is out of range")))
+}

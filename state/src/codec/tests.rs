@@ -1,0 +1,396 @@
+//! Golden bytes of format version 1, and what foreign bytes can do: nothing.
+
+use std::collections::BTreeMap;
+
+use expect_test::expect;
+use proptest::prelude::*;
+
+use super::*;
+use crate::command::{
+    BackendSpec, BatchReply, Charge, Command, EngineFacts, Item, Lane, Origin, Outcome, Reject,
+    UserSpec,
+};
+use crate::ids::{
+    AttemptId, BackendRef, BlockHash, Incarnation, ReplicaId, SessionId, Slot, UserKey,
+};
+use crate::policy::{CostSettings, PolicyConfig};
+use crate::users::FairnessSettings;
+
+fn envelope(lane: Lane, command: Command) -> Envelope {
+    let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
+    let origin = Origin {
+        replica,
+        session,
+        lane,
+        seq: 300,
+    };
+    Envelope {
+        origin,
+        proposed_at_ms: 1_700_000_000_000,
+        command,
+    }
+}
+
+fn backend(slot: u16, incarnation: u32) -> BackendRef {
+    BackendRef {
+        slot: Slot(slot),
+        incarnation: Incarnation(incarnation),
+    }
+}
+
+fn hashes(count: u64) -> Vec<BlockHash> {
+    (1..=count)
+        .map(|number| BlockHash(number * 0x1111))
+        .collect()
+}
+
+fn spec() -> BackendSpec {
+    BackendSpec {
+        id: "gpu-1".to_owned(),
+        url: "http://10.0.0.1:8000".to_owned(),
+        models: vec!["*".to_owned()],
+        labels: BTreeMap::from([("zone".to_owned(), "a".to_owned())]),
+        capacity_blocks: Some(30_000),
+        kv_events: Some("tcp://10.0.0.1:5557".to_owned()),
+        kv_replay: None,
+    }
+}
+
+fn commands() -> Vec<Command> {
+    let name = "gpu-1".to_owned();
+    let policy = PolicyConfig::Cost(CostSettings::default());
+    vec![
+        Command::InitCluster {
+            hash_seed: 42,
+            policy: policy.clone(),
+            fairness: FairnessSettings::default(),
+        },
+        Command::Batch {
+            base_attempt: AttemptId(700),
+            items: Vec::new(),
+        },
+        Command::PutBackend(spec()),
+        Command::DeleteBackend { name: name.clone() },
+        Command::SetDraining {
+            name,
+            draining: true,
+        },
+        Command::PutUser(UserSpec {
+            name: "alice".to_owned(),
+            weight_milli: 2000,
+        }),
+        Command::PutPolicy(PolicyConfig::LeastRequest),
+        Command::PutPolicy(policy),
+        Command::ExpireSession {
+            replica: ReplicaId(2),
+            session: SessionId(9),
+        },
+    ]
+}
+
+fn items() -> Vec<Item> {
+    let charge = Charge {
+        user: UserKey(0xfeed),
+        input_uncached: 300,
+        input_cached: 0,
+        output: 70,
+        started: 1,
+        ended: 2,
+    };
+    let facts = EngineFacts {
+        models: Some(vec!["m".to_owned()]),
+        capacity_blocks: Some(100),
+        started_at_s: None,
+    };
+    vec![
+        Item::Acquire {
+            attempt: 0,
+            backend: backend(2, 1),
+            tip: None,
+            new: hashes(2),
+        },
+        Item::Acquire {
+            attempt: 130,
+            backend: backend(200, 300),
+            tip: Some(BlockHash(7)),
+            new: vec![],
+        },
+        Item::Acquire {
+            attempt: 1,
+            backend: backend(0, 1),
+            tip: None,
+            new: hashes(15),
+        },
+        Item::Materialize {
+            attempt: 3,
+            new: hashes(1),
+        },
+        Item::Release {
+            attempt: 4,
+            outcome: Outcome::Kept,
+        },
+        Item::Release {
+            attempt: u32::MAX,
+            outcome: Outcome::Discarded,
+        },
+        Item::DefineUser {
+            key: UserKey(0xbeef),
+            name: "alice".to_owned(),
+        },
+        Item::Charge(charge),
+        Item::Charge(Charge::default()),
+        Item::ObserveEngine {
+            backend: backend(1, 1),
+            facts,
+        },
+    ]
+}
+
+fn replies() -> Vec<Reply> {
+    let batch = BatchReply {
+        missing_tip: vec![AttemptId(5), AttemptId(700)],
+        dropped: 1,
+    };
+    let name = "gpu-1".to_owned();
+    let (field, expected) = ("url".to_owned(), "a url".to_owned());
+    vec![
+        Reply::Applied,
+        Reply::Batch(batch.clone()),
+        Reply::Repeated(Box::new(Reply::Applied)),
+        Reply::Repeated(Box::new(Reply::Batch(batch))),
+        Reply::Rejected(Reject::NotInitialised),
+        Reply::Rejected(Reject::AlreadyInitialised),
+        Reply::Rejected(Reject::StaleSession {
+            replica: ReplicaId(2),
+        }),
+        Reply::Rejected(Reject::UnknownBackend { name }),
+        Reply::Rejected(Reject::TooManyBackends),
+        Reply::Rejected(Reject::TooManyUsers),
+        Reply::Rejected(Reject::Invalid { field, expected }),
+    ]
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[test]
+fn commands_have_their_bytes() {
+    let mut golden = String::new();
+    for command in commands() {
+        let envelope = envelope(Lane::Admin, command);
+        let bytes = encode_envelope(&envelope);
+        assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
+        golden += &format!("{}\n", hex(&bytes));
+    }
+    expect![[r#"
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000002a00fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00140102
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000001fbbc0200
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000002056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000003056770752d31
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000004056770752d3101
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000505616c696365fbd007
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000601
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000600fca0860100fc40420f00fc80f0fa02fb8403fc404b4c0014
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000070209
+    "#]].assert_eq(&golden);
+}
+
+#[test]
+fn items_have_their_bytes() {
+    let mut golden = String::new();
+    for item in items() {
+        let bytes = to_bytes(&item);
+        assert_eq!(from_bytes::<Item>(&bytes).unwrap(), item);
+        golden += &format!("{}\n", hex(&bytes));
+    }
+    expect![[r#"
+        2000020111110000000000002222000000000000
+        088201c801ac020700000000000000
+        f00100010f111100000000000022220000000000003333000000000000444400000000000055550000000000006666000000000000777700000000000088880000000000009999000000000000aaaa000000000000bbbb000000000000cccc000000000000dddd000000000000eeee000000000000ffff000000000000
+        11031111000000000000
+        0204
+        0affffffff0f
+        03efbe00000000000005616c696365
+        ecedfe000000000000ac02460102
+        040000000000000000
+        0501010101016d016400
+    "#]].assert_eq(&golden);
+    let batch = Command::Batch {
+        base_attempt: AttemptId(1),
+        items: items(),
+    };
+    let envelope = envelope(Lane::Outbox, batch);
+    assert_eq!(
+        decode_envelope(&encode_envelope(&envelope)).unwrap(),
+        envelope
+    );
+}
+
+#[test]
+fn replies_have_their_bytes() {
+    let mut golden = String::new();
+    for reply in replies() {
+        let bytes = encode_reply(&reply);
+        assert_eq!(decode_reply(&bytes).unwrap(), reply);
+        golden += &format!("{}\n", hex(&bytes));
+    }
+    expect![[r#"
+        0100
+        01010205fbbc0201
+        010200
+        0102010205fbbc0201
+        010300
+        010301
+        01030202
+        010303056770752d31
+        010304
+        010305
+        0103060375726c05612075726c
+    "#]].assert_eq(&golden);
+}
+
+#[test]
+fn a_request_costs_at_most_sixteen_bytes_beside_its_new_blocks() {
+    // A busy replica: a thousand requests open, so that offsets take two bytes.
+    let request = |attempt: u32, blocks| {
+        let (backend, tip) = (backend(100, 100), Some(BlockHash(u64::MAX)));
+        let acquire = Item::Acquire {
+            attempt,
+            backend,
+            tip,
+            new: hashes(blocks),
+        };
+        let release = Item::Release {
+            attempt,
+            outcome: Outcome::Kept,
+        };
+        to_bytes(&acquire).len() + to_bytes(&release).len()
+    };
+    assert_eq!(
+        [request(10, 0), request(1000, 0), request(16_000, 0)],
+        [14, 16, 16]
+    );
+    assert_eq!(request(1000, 14), 16 + 14 * 8);
+    assert_eq!(request(1000, 15), 17 + 15 * 8);
+}
+
+#[test]
+fn what_is_no_command_is_refused_with_its_reason() {
+    let good = encode_envelope(&envelope(Lane::Outbox, commands().remove(1)));
+    let reason = |bytes: &[u8]| decode_envelope(bytes).unwrap_err().to_string();
+    let mut other_version = good.clone();
+    other_version[0] = 2;
+    let trailing = [&good[..], &[0]].concat();
+    let reasons = [
+        reason(&[]),
+        reason(&other_version),
+        reason(&trailing),
+        reason(&good[..good.len() - 1]),
+        reason(&vec![1; ENVELOPE_BYTES_MAX + 1]),
+    ];
+    expect![[r#"
+        decode log entry: no bytes
+        decode log entry: format version 2, 1 expected
+        decode log entry: 1 trailing bytes after byte 28
+        decode log entry: UnexpectedEnd { additional: 1 }
+        decode log entry: 1048577 bytes, at most 1048576 expected"#]].assert_eq(&reasons.join("\n"));
+}
+
+#[test]
+fn bits_without_a_meaning_are_refused() {
+    for tag in [1 | 8, 2 | 16, 3 | 8, 5 | 8, 6, 7, 255] {
+        let bytes = [&[tag][..], &[0; 64]].concat();
+        assert!(from_bytes::<Item>(&bytes).is_err(), "{tag:#04x}");
+    }
+    let endless = [&[2][..], &[0xff; 20]].concat();
+    assert!(from_bytes::<Item>(&endless).is_err());
+}
+
+#[test]
+fn a_forged_length_allocates_nothing() {
+    // An acquire of 2^40 blocks, and a batch of 2^60 items.
+    let acquire = [0xf0, 0, 0, 0, 0x80, 0x80, 0x80, 0x80, 0x80, 0x20];
+    assert!(from_bytes::<Item>(&acquire).is_err());
+    let empty = encode_envelope(&envelope(Lane::Outbox, commands().remove(1)));
+    let mut forged = empty[..empty.len() - 1].to_vec();
+    forged.push(253);
+    forged.extend((1_u64 << 60).to_le_bytes());
+    assert!(decode_envelope(&forged).is_err());
+}
+
+#[test]
+fn the_densest_envelope_can_be_decoded() {
+    let releases = (ENVELOPE_BYTES_MAX - 64) / 2;
+    let items = vec![
+        Item::Release {
+            attempt: 1,
+            outcome: Outcome::Kept
+        };
+        releases
+    ];
+    let dense = envelope(
+        Lane::Outbox,
+        Command::Batch {
+            base_attempt: AttemptId(1),
+            items,
+        },
+    );
+    assert_eq!(decode_envelope(&encode_envelope(&dense)).unwrap(), dense);
+    let models = vec![String::new(); ENVELOPE_BYTES_MAX - 200];
+    let wide = envelope(
+        Lane::Admin,
+        Command::PutBackend(BackendSpec { models, ..spec() }),
+    );
+    assert_eq!(decode_envelope(&encode_envelope(&wide)).unwrap(), wide);
+}
+
+#[test]
+#[should_panic(expected = "above the limit")]
+fn a_command_too_long_is_not_encoded() {
+    let name = "x".repeat(ENVELOPE_BYTES_MAX);
+    let _ = encode_envelope(&envelope(Lane::Admin, Command::DeleteBackend { name }));
+}
+
+#[test]
+fn nested_repeats_cannot_exhaust_the_stack() {
+    let forged = [&[FORMAT_VERSION][..], &[2; 1 << 20]].concat();
+    assert!(decode_reply(&forged).is_err());
+    let nested = Reply::Repeated(Box::new(Reply::Repeated(Box::new(Reply::Applied))));
+    let flat = Reply::Repeated(Box::new(Reply::Applied));
+    assert_eq!(decode_reply(&encode_reply(&nested)).unwrap(), flat);
+}
+
+proptest! {
+    #[test]
+    fn foreign_bytes_never_panic(mut bytes in prop::collection::vec(any::<u8>(), 1..200)) {
+        let _ = decode_reply(&bytes);
+        bytes[0] = FORMAT_VERSION;
+        let _ = decode_reply(&bytes);
+        let _ = decode_envelope(&bytes);
+        let _ = from_bytes::<Vec<Item>>(&bytes[1..]);
+    }
+
+    #[test]
+    fn damaged_commands_never_panic_and_what_decodes_encodes(
+        place in any::<prop::sample::Index>(), byte: u8, which in any::<prop::sample::Index>(),
+    ) {
+        let batch = Command::Batch { base_attempt: AttemptId(1), items: items() };
+        let command = if which.index(2) == 0 { batch } else { which.get(&commands()).clone() };
+        let mut bytes = encode_envelope(&envelope(Lane::Outbox, command));
+        let place = place.index(bytes.len());
+        bytes[place] = byte;
+        if let Ok(envelope) = decode_envelope(&bytes) {
+            prop_assert_eq!(decode_envelope(&encode_envelope(&envelope)).unwrap(), envelope);
+        }
+    }
+
+    #[test]
+    fn charges_survive(user: u64, counts: [u64; 3], started: u32, ended: u32) {
+        let [input_uncached, input_cached, output] = counts;
+        let user = UserKey(user);
+        let item =
+            Item::Charge(Charge { user, input_uncached, input_cached, output, started, ended });
+        prop_assert_eq!(from_bytes::<Item>(&to_bytes(&item)).unwrap(), item);
+    }
+}

@@ -1,0 +1,125 @@
+//! Applying what operators and the leader decide. Each answers `Ok` when it took effect, and then
+//! leaves an entry in the audit; a refused one changes nothing.
+
+use super::{AuditAction, AuditEntry, RouterState};
+use crate::command::{BackendSpec, NAME_BYTES_MAX, Origin, Reject, UserSpec};
+use crate::ids::{ReplicaId, SessionId};
+use crate::policy::PolicyConfig;
+use crate::prefix::user_key;
+use crate::users::FairnessSettings;
+
+impl RouterState {
+    pub(super) fn init_cluster(
+        &mut self,
+        origin: &Origin,
+        hash_seed: u64,
+        policy: PolicyConfig,
+        fairness: FairnessSettings,
+    ) -> Result<(), Reject> {
+        if self.config.initialised {
+            return Err(Reject::AlreadyInitialised);
+        }
+        policy.validate()?;
+        fairness.validate()?;
+        let subject = policy.name().to_owned();
+        self.config = super::Config {
+            initialised: true,
+            hash_seed,
+            policy,
+            fairness,
+        };
+        self.note(origin, AuditAction::InitCluster, subject);
+        Ok(())
+    }
+
+    pub(super) fn put_backend(&mut self, origin: &Origin, spec: BackendSpec) -> Result<(), Reject> {
+        spec.validate()?;
+        let name = spec.id.clone();
+        let effect = self.backends.put(spec).ok_or(Reject::TooManyBackends)?;
+        self.follow(effect);
+        self.note(origin, AuditAction::PutBackend, name);
+        Ok(())
+    }
+
+    pub(super) fn delete_backend(&mut self, origin: &Origin, name: String) -> Result<(), Reject> {
+        let Some(slot) = self.backends.remove(&name) else {
+            return Err(unknown_backend(name));
+        };
+        self.leases.forget_slot(slot);
+        self.ownership.remove_backend(slot);
+        self.note(origin, AuditAction::DeleteBackend, name);
+        Ok(())
+    }
+
+    pub(super) fn set_draining(
+        &mut self,
+        origin: &Origin,
+        name: String,
+        draining: bool,
+    ) -> Result<(), Reject> {
+        if !self.backends.set_draining(&name, draining) {
+            return Err(unknown_backend(name));
+        }
+        let action = if draining {
+            AuditAction::Drain
+        } else {
+            AuditAction::Undrain
+        };
+        self.note(origin, action, name);
+        Ok(())
+    }
+
+    pub(super) fn put_user(&mut self, origin: &Origin, spec: UserSpec) -> Result<(), Reject> {
+        spec.validate()?;
+        let key = user_key(self.config.hash_seed, &spec.name);
+        if !self.users.configure(key, &spec.name, spec.weight_milli) {
+            return Err(Reject::TooManyUsers);
+        }
+        self.note(origin, AuditAction::PutUser, spec.name);
+        Ok(())
+    }
+
+    pub(super) fn put_policy(
+        &mut self,
+        origin: &Origin,
+        policy: PolicyConfig,
+    ) -> Result<(), Reject> {
+        policy.validate()?;
+        let subject = policy.name().to_owned();
+        self.config.policy = policy;
+        self.note(origin, AuditAction::PutPolicy, subject);
+        Ok(())
+    }
+
+    /// A run that is not the present one any more is left alone: its leases are closed already.
+    pub(super) fn expire_session(
+        &mut self,
+        origin: &Origin,
+        replica: ReplicaId,
+        session: SessionId,
+    ) -> Result<(), Reject> {
+        if self.sessions.is_current(replica, session) {
+            self.close_replica(replica);
+            self.note(origin, AuditAction::ExpireSession, replica.to_string());
+        }
+        Ok(())
+    }
+
+    fn note(&mut self, origin: &Origin, action: AuditAction, subject: String) {
+        let (index, at_ms, replica) = (self.applied, self.now_ms, origin.replica);
+        self.audit.push(AuditEntry {
+            index,
+            at_ms,
+            replica,
+            action,
+            subject,
+        });
+        self.cold_changed();
+    }
+}
+
+/// The name comes from a command and is kept in a reply: no longer than a name can be.
+fn unknown_backend(mut name: String) -> Reject {
+    name.truncate(name.floor_char_boundary(NAME_BYTES_MAX));
+    Reject::UnknownBackend { name }
+}

@@ -1,0 +1,65 @@
+//! The last administrative writes, as replicated facts.
+
+use std::collections::VecDeque;
+
+use bincode::{Decode, Encode};
+use serde::Serialize;
+
+use crate::ids::{LogIndex, ReplicaId};
+
+/// Writes kept.
+pub const AUDIT_ENTRIES_MAX: usize = 256;
+
+/// One administrative write that took effect.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
+pub struct AuditEntry {
+    /// Where in the log it stands.
+    pub index: LogIndex,
+    /// Replicated time, unix milliseconds.
+    pub at_ms: u64,
+    /// Which replica proposed it.
+    pub replica: ReplicaId,
+    /// What was done.
+    pub action: AuditAction,
+    /// To whom: a backend's id, a user's name, a policy's name, a replica's id.
+    pub subject: String,
+}
+
+/// What an administrative write does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AuditAction {
+    /// The cluster was initialised.
+    InitCluster,
+    /// A backend was added or changed.
+    PutBackend,
+    /// A backend was removed.
+    DeleteBackend,
+    /// A backend gets no new requests.
+    Drain,
+    /// A backend gets new requests again.
+    Undrain,
+    /// A user's weight was set.
+    PutUser,
+    /// The routing policy was replaced.
+    PutPolicy,
+    /// What a replica had left open was closed.
+    ExpireSession,
+}
+
+/// The ring of writes, oldest first.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub(super) struct Audit(VecDeque<AuditEntry>);
+
+impl Audit {
+    pub(super) fn push(&mut self, entry: AuditEntry) {
+        self.0.push_back(entry);
+        if self.0.len() > AUDIT_ENTRIES_MAX {
+            self.0.pop_front();
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = &AuditEntry> {
+        self.0.iter()
+    }
+}

@@ -1,0 +1,149 @@
+//! Applying batches: what replicas learnt, item by item, in order.
+//!
+//! No item can fail the batch. One that comes too late (its backend began a new life), twice, or
+//! breaks a bound is dropped and counted; one whose tip is not owned is listed, so that its sender
+//! can send the whole chain.
+
+use super::RouterState;
+use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
+use crate::command::{BLOCKS_PER_ITEM_MAX, BatchReply, EngineFacts, Item, Outcome};
+use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, UserKey};
+use crate::prefix::user_key;
+use crate::validate::is_name;
+
+/// What became of an item.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Applied,
+    Dropped,
+    MissingTip(AttemptId),
+}
+
+impl RouterState {
+    pub(super) fn batch(
+        &mut self,
+        replica: ReplicaId,
+        base_attempt: AttemptId,
+        items: Vec<Item>,
+    ) -> BatchReply {
+        let mut reply = BatchReply::default();
+        for item in items {
+            match self.item(replica, base_attempt, item) {
+                Fate::Applied => {}
+                Fate::Dropped => reply.dropped = reply.dropped.saturating_add(1),
+                Fate::MissingTip(attempt) => reply.missing_tip.push(attempt),
+            }
+        }
+        reply
+    }
+
+    fn item(&mut self, replica: ReplicaId, base_attempt: AttemptId, item: Item) -> Fate {
+        let holder = |attempt: u32| {
+            let attempt = AttemptId(base_attempt.0.checked_add(u64::from(attempt))?);
+            Some(Holder { replica, attempt })
+        };
+        let is_applied = match item {
+            Item::Acquire {
+                attempt,
+                backend,
+                tip,
+                new,
+            } => {
+                return holder(attempt).map_or(Fate::Dropped, |holder| {
+                    self.acquire(holder, backend, tip, &new)
+                });
+            }
+            Item::Materialize { attempt, new } => {
+                holder(attempt).is_some_and(|holder| self.materialize(holder, &new))
+            }
+            Item::Release { attempt, outcome } => {
+                holder(attempt).is_some_and(|holder| self.release(holder, outcome))
+            }
+            Item::DefineUser { key, name } => self.define_user(key, &name),
+            Item::Charge(charge) => {
+                self.users
+                    .charge(replica, &charge, &self.config.fairness, self.now_ms)
+            }
+            Item::ObserveEngine { backend, facts } => self.observe_engine(backend, facts),
+        };
+        if is_applied {
+            Fate::Applied
+        } else {
+            Fate::Dropped
+        }
+    }
+
+    fn acquire(
+        &mut self,
+        holder: Holder,
+        backend: BackendRef,
+        tip: Option<BlockHash>,
+        new: &[BlockHash],
+    ) -> Fate {
+        let is_welcome = new.len() <= BLOCKS_PER_ITEM_MAX
+            && self.backends.is_live(backend)
+            && !self.leases.contains(holder)
+            && self.leases.of_replica(holder.replica) < LEASES_PER_REPLICA_MAX;
+        if !is_welcome {
+            return Fate::Dropped;
+        }
+        match self.ownership.acquire(backend.slot, tip, new) {
+            Ok(lease) => {
+                self.leases.open(holder, OpenLease::of(backend, &lease));
+                Fate::Applied
+            }
+            Err(_) => Fate::MissingTip(holder.attempt),
+        }
+    }
+
+    fn materialize(&mut self, holder: Holder, new: &[BlockHash]) -> bool {
+        if new.len() > BLOCKS_PER_ITEM_MAX {
+            return false;
+        }
+        let Some(open) = self.leases.close(holder) else {
+            return false;
+        };
+        let mut lease = open.lease();
+        self.ownership.extend(&mut lease, new);
+        self.leases
+            .open(holder, OpenLease::of(open.backend, &lease))
+    }
+
+    fn release(&mut self, holder: Holder, outcome: Outcome) -> bool {
+        let Some(open) = self.leases.close(holder) else {
+            return false;
+        };
+        let keep = match outcome {
+            Outcome::Kept => true,
+            Outcome::Discarded => false,
+        };
+        self.ownership.release(open.lease(), keep);
+        true
+    }
+
+    /// A name that is not the key's would show one user under another's name.
+    fn define_user(&mut self, key: UserKey, name: &str) -> bool {
+        is_name(name)
+            && user_key(self.config.hash_seed, name) == key
+            && self.users.define(key, name)
+    }
+
+    fn observe_engine(&mut self, backend: BackendRef, facts: EngineFacts) -> bool {
+        let before = self
+            .backends
+            .in_slot(backend.slot)
+            .map(|it| it.facts.clone());
+        let Some(effect) = Some(facts)
+            .filter(EngineFacts::is_valid)
+            .and_then(|it| self.backends.observe(backend, it))
+        else {
+            return false;
+        };
+        self.follow(effect);
+        // Engines are asked again and again: only news is worth a new registry.
+        if self.backends.in_slot(backend.slot).map(|it| &it.facts) != before.as_ref() {
+            self.cold_changed();
+        }
+        true
+    }
+}

@@ -1,0 +1,203 @@
+//! Open leases: which dispatch of which replica holds which blocks.
+//!
+//! [`Ownership`](crate::ownership::Ownership) counts pins; who gave them is kept here, so that a
+//! run that ends can be closed and a repeated or unknown item is recognised.
+
+use std::collections::BTreeMap;
+
+use bincode::{Decode, Encode};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::codec;
+use crate::cow::{CowMap, ShardKey};
+use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot};
+use crate::ownership::Lease;
+
+/// Most leases one replica holds open.
+pub(super) const LEASES_PER_REPLICA_MAX: usize = 1_000_000;
+
+/// Who holds a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+pub(super) struct Holder {
+    pub(super) replica: ReplicaId,
+    pub(super) attempt: AttemptId,
+}
+
+impl ShardKey for Holder {
+    const SHARDS: usize = 1024;
+
+    // Attempts ascend, and those open together lie close together: runs of 64 share a shard, so
+    // that after a freeze one batch copies few shards.
+    fn shard(&self) -> usize {
+        (self.attempt.0 >> 6) as usize % Self::SHARDS
+    }
+}
+
+/// A lease as data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub(super) struct OpenLease {
+    pub(super) backend: BackendRef,
+    pub(super) tip: Option<BlockHash>,
+    pub(super) inserted: u32,
+}
+
+impl OpenLease {
+    pub(super) fn of(backend: BackendRef, lease: &Lease) -> Self {
+        Self {
+            backend,
+            tip: lease.tip,
+            inserted: lease.inserted,
+        }
+    }
+
+    pub(super) fn lease(self) -> Lease {
+        Lease {
+            slot: self.backend.slot,
+            tip: self.tip,
+            inserted: self.inserted,
+        }
+    }
+}
+
+/// All open leases.
+pub(super) struct Leases {
+    map: CowMap<Holder, OpenLease>,
+    per_replica: BTreeMap<ReplicaId, usize>,
+    /// Wrapping sum over the leases' hashes.
+    digest: u128,
+}
+
+/// A frozen copy.
+pub(super) struct LeasesImage(CowMap<Holder, OpenLease>);
+
+impl Leases {
+    pub(super) fn new() -> Self {
+        Self {
+            map: CowMap::new(),
+            per_replica: BTreeMap::new(),
+            digest: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    pub(super) fn of_replica(&self, replica: ReplicaId) -> usize {
+        self.per_replica.get(&replica).copied().unwrap_or(0)
+    }
+
+    pub(super) fn contains(&self, holder: Holder) -> bool {
+        self.map.get(&holder).is_some()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Holder, &OpenLease)> {
+        self.map.iter()
+    }
+
+    /// Answers whether the holder held none yet.
+    pub(super) fn open(&mut self, holder: Holder, lease: OpenLease) -> bool {
+        if !self.map.insert_new(holder, lease) {
+            return false;
+        }
+        *self.per_replica.entry(holder.replica).or_default() += 1;
+        self.digest = self.digest.wrapping_add(hash(holder, &lease));
+        true
+    }
+
+    pub(super) fn close(&mut self, holder: Holder) -> Option<OpenLease> {
+        let lease = self.map.remove(&holder)?;
+        if let Some(count) = self.per_replica.get_mut(&holder.replica) {
+            *count -= 1;
+            if *count == 0 {
+                self.per_replica.remove(&holder.replica);
+            }
+        }
+        self.digest = self.digest.wrapping_sub(hash(holder, &lease));
+        Some(lease)
+    }
+
+    /// Closes all leases of a replica; answers them in order of attempt.
+    pub(super) fn close_replica(&mut self, replica: ReplicaId) -> Vec<OpenLease> {
+        if self.of_replica(replica) == 0 {
+            return Vec::new();
+        }
+        self.close_where(|holder, _| holder.replica == replica)
+    }
+
+    /// Forgets all leases on what stands in `slot`.
+    pub(super) fn forget_slot(&mut self, slot: Slot) {
+        self.close_where(|_, lease| lease.backend.slot == slot);
+    }
+
+    /// Looks at every lease: for rare occasions.
+    fn close_where(
+        &mut self,
+        mut is_over: impl FnMut(&Holder, &OpenLease) -> bool,
+    ) -> Vec<OpenLease> {
+        let over = self
+            .map
+            .iter()
+            .filter(|(holder, lease)| is_over(holder, lease));
+        let mut over: Vec<Holder> = over.map(|(holder, _)| *holder).collect();
+        over.sort_unstable();
+        over.into_iter()
+            .filter_map(|holder| self.close(holder))
+            .collect()
+    }
+
+    pub(super) fn digest(&self) -> u128 {
+        self.digest
+    }
+
+    /// Whether counts and digest are those of the leases.
+    pub(super) fn is_consistent(&self) -> bool {
+        let mut rebuilt = Self::new();
+        for (holder, lease) in self.map.iter() {
+            rebuilt.open(*holder, *lease);
+        }
+        rebuilt.len() == self.len()
+            && rebuilt.per_replica == self.per_replica
+            && rebuilt.digest == self.digest
+    }
+
+    pub(super) fn freeze(&self) -> LeasesImage {
+        LeasesImage(self.map.clone())
+    }
+
+    /// Takes the leases of one piece; answers what is wrong with it.
+    pub(super) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
+        for (holder, lease) in codec::from_bytes::<Vec<(Holder, OpenLease)>>(bytes)? {
+            if !self.open(holder, lease) {
+                return Err(format!("{holder:?} stands twice"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LeasesImage {
+    /// All leases, encoded one after the other, in pieces of a bounded number of leases.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
+        const LEASES_PER_PIECE: usize = 16_384;
+        let mut leases = self.0.iter().peekable();
+        std::iter::from_fn(move || {
+            leases.peek()?;
+            let piece: Vec<(&Holder, &OpenLease)> =
+                leases.by_ref().take(LEASES_PER_PIECE).collect();
+            Some(codec::to_bytes(&piece))
+        })
+    }
+}
+
+fn hash(holder: Holder, lease: &OpenLease) -> u128 {
+    let mut bytes = [0_u8; 28];
+    bytes[0] = holder.replica.0;
+    bytes[1..9].copy_from_slice(&holder.attempt.0.to_le_bytes());
+    bytes[9..11].copy_from_slice(&lease.backend.slot.0.to_le_bytes());
+    bytes[11..15].copy_from_slice(&lease.backend.incarnation.0.to_le_bytes());
+    bytes[15] = u8::from(lease.tip.is_some());
+    bytes[16..24].copy_from_slice(&lease.tip.unwrap_or_default().0.to_le_bytes());
+    bytes[24..28].copy_from_slice(&lease.inserted.to_le_bytes());
+    xxh3_128(&bytes)
+}

@@ -1,0 +1,125 @@
+//! What the admin API reads of the state: plain values, nothing of the inside.
+
+use serde::Serialize;
+
+use super::{AuditEntry, RouterState};
+use crate::backends::Backend;
+use crate::ids::{LogIndex, ReplicaId, SessionId, Slot, UserKey};
+use crate::prefix::user_key;
+use crate::users::UserView;
+
+/// What is known of a replica's present run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct SessionView {
+    /// The replica.
+    pub replica: ReplicaId,
+    /// Its run.
+    pub session: SessionId,
+    /// Leases it holds open.
+    pub open_leases: usize,
+    /// Last sequence number of its outbox; 0 before the first.
+    pub outbox_seq: u64,
+    /// Last sequence number of its admin lane; 0 before the first.
+    pub admin_seq: u64,
+}
+
+impl RouterState {
+    /// Index up to which the state is applied.
+    #[must_use]
+    pub fn applied(&self) -> LogIndex {
+        self.applied
+    }
+
+    /// Replicated time, unix milliseconds: the greatest any command was stamped with.
+    #[must_use]
+    pub fn now_ms(&self) -> u64 {
+        self.now_ms
+    }
+
+    /// All backends, by slot.
+    pub fn backends(&self) -> impl Iterator<Item = &Backend> {
+        self.backends.iter()
+    }
+
+    /// The backend with this id.
+    #[must_use]
+    pub fn backend(&self, name: &str) -> Option<&Backend> {
+        self.backends.named(name)
+    }
+
+    /// Blocks believed to be in the cache of the backend in `slot`.
+    #[must_use]
+    pub fn owned_blocks(&self, slot: Slot) -> u64 {
+        self.ownership.owned(slot)
+    }
+
+    /// Blocks owned by all backends, each backend's counted.
+    #[must_use]
+    pub fn owned_blocks_all(&self) -> u64 {
+        self.backends
+            .iter()
+            .map(|backend| self.ownership.owned(backend.handle.slot))
+            .sum()
+    }
+
+    /// At most `limit` users with keys after `after`, ascending by key.
+    #[must_use]
+    pub fn users(&self, after: Option<UserKey>, limit: usize) -> Vec<UserView> {
+        self.users.views(after, self.now_ms).take(limit).collect()
+    }
+
+    /// The user with this key.
+    #[must_use]
+    pub fn user(&self, key: UserKey) -> Option<UserView> {
+        self.users.get(key, self.now_ms)
+    }
+
+    /// The user with this name.
+    #[must_use]
+    pub fn user_named(&self, name: &str) -> Option<UserView> {
+        self.user(user_key(self.config.hash_seed, name))
+    }
+
+    /// How many users are known.
+    #[must_use]
+    pub fn users_len(&self) -> usize {
+        self.users.len()
+    }
+
+    /// How many users have requests in flight.
+    #[must_use]
+    pub fn users_backlogged(&self) -> usize {
+        self.users.backlogged_len()
+    }
+
+    /// Virtual time of the fair order, in milli-tokens: the least counter among users with requests
+    /// in flight; when there are none, the counter at which the last one fell idle.
+    #[must_use]
+    pub fn virtual_time_milli_tokens(&self) -> u64 {
+        self.users.virtual_time()
+    }
+
+    /// The present run of every replica that ever proposed anything.
+    #[must_use]
+    pub fn sessions(&self) -> Vec<SessionView> {
+        let view = |(replica, session, [outbox_seq, admin_seq]): (_, _, [u64; 2])| SessionView {
+            replica,
+            session,
+            open_leases: self.leases.of_replica(replica),
+            outbox_seq,
+            admin_seq,
+        };
+        self.sessions.iter().map(view).collect()
+    }
+
+    /// Leases open, all replicas.
+    #[must_use]
+    pub fn open_leases(&self) -> usize {
+        self.leases.len()
+    }
+
+    /// The last administrative writes, newest first.
+    pub fn audit(&self) -> impl Iterator<Item = &AuditEntry> {
+        self.audit.iter().rev()
+    }
+}

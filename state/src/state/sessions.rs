@@ -1,0 +1,175 @@
+//! Dedup sessions: a command that comes twice is applied once.
+//!
+//! One session is one run of a replica. A session id not seen before begins a new run and ends the
+//! one before; ids of ended runs are remembered (the last few), so that a command of theirs that
+//! was still under way is refused.
+
+use std::collections::BTreeMap;
+
+use bincode::{Decode, Encode};
+
+use crate::command::{Lane, Origin, Reply};
+use crate::ids::{ReplicaId, SessionId};
+
+/// Ended runs remembered per replica.
+const FORMER_SESSIONS_MAX: usize = 8;
+
+/// What an origin says about a command.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// To be applied.
+    Fresh,
+    /// To be applied, after what the replica's earlier run left open is closed.
+    FreshRun,
+    /// Applied before.
+    Repeated(Reply),
+    /// Of an ended run.
+    Stale,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+struct Session {
+    current: SessionId,
+    /// Oldest first.
+    former: Vec<SessionId>,
+    outbox: Option<Answered>,
+    admin: Option<Answered>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+struct Answered {
+    seq: u64,
+    reply: Reply,
+}
+
+/// The sessions of all replicas.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub(super) struct Sessions(BTreeMap<ReplicaId, Session>);
+
+impl Sessions {
+    pub(super) fn admit(&mut self, origin: &Origin) -> Admission {
+        let begun = Session {
+            current: origin.session,
+            former: Vec::new(),
+            outbox: None,
+            admin: None,
+        };
+        let Some(session) = self.0.get_mut(&origin.replica) else {
+            self.0.insert(origin.replica, begun);
+            return Admission::FreshRun;
+        };
+        if session.former.contains(&origin.session) {
+            return Admission::Stale;
+        }
+        if session.current != origin.session {
+            session.former.push(session.current);
+            if session.former.len() > FORMER_SESSIONS_MAX {
+                session.former.remove(0);
+            }
+            let former = std::mem::take(&mut session.former);
+            *session = Session { former, ..begun };
+            return Admission::FreshRun;
+        }
+        match session.lane(origin.lane) {
+            Some(last) if origin.seq == last.seq => Admission::Repeated(last.reply.clone()),
+            Some(last) if origin.seq < last.seq => Admission::Repeated(Reply::Applied),
+            Some(_) | None => Admission::Fresh,
+        }
+    }
+
+    /// Remembers the reply to an admitted command.
+    pub(super) fn answer(&mut self, origin: &Origin, reply: Reply) {
+        if let Some(session) = self.0.get_mut(&origin.replica) {
+            *session.lane(origin.lane) = Some(Answered {
+                seq: origin.seq,
+                reply,
+            });
+        }
+    }
+
+    pub(super) fn is_current(&self, replica: ReplicaId, session: SessionId) -> bool {
+        self.0
+            .get(&replica)
+            .is_some_and(|known| known.current == session)
+    }
+
+    pub(super) fn contains(&self, replica: ReplicaId) -> bool {
+        self.0.contains_key(&replica)
+    }
+
+    /// Replica, present session, last sequence number of the outbox and of the admin lane.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
+        let seq = |lane: &Option<Answered>| lane.as_ref().map_or(0, |last| last.seq);
+        self.0.iter().map(move |(replica, session)| {
+            (
+                *replica,
+                session.current,
+                [seq(&session.outbox), seq(&session.admin)],
+            )
+        })
+    }
+}
+
+impl Session {
+    fn lane(&mut self, lane: Lane) -> &mut Option<Answered> {
+        match lane {
+            Lane::Outbox => &mut self.outbox,
+            Lane::Admin => &mut self.admin,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn origin(session: u64, lane: Lane, seq: u64) -> Origin {
+        Origin {
+            replica: ReplicaId(1),
+            session: SessionId(session),
+            lane,
+            seq,
+        }
+    }
+
+    #[test]
+    fn a_repeat_gets_the_reply_of_its_time() {
+        let mut sessions = Sessions::default();
+        let first = origin(5, Lane::Outbox, 1);
+        assert_eq!(sessions.admit(&first), Admission::FreshRun);
+        let reply = Reply::Batch(crate::command::BatchReply {
+            dropped: 3,
+            ..Default::default()
+        });
+        sessions.answer(&first, reply.clone());
+        assert_eq!(sessions.admit(&first), Admission::Repeated(reply));
+
+        let third = origin(5, Lane::Outbox, 3);
+        assert_eq!(sessions.admit(&third), Admission::Fresh);
+        sessions.answer(&third, Reply::Applied);
+        assert_eq!(sessions.admit(&first), Admission::Repeated(Reply::Applied));
+        assert_eq!(sessions.admit(&origin(5, Lane::Admin, 1)), Admission::Fresh);
+    }
+
+    #[test]
+    fn an_ended_run_stays_ended() {
+        let mut sessions = Sessions::default();
+        for session in 1..=20 {
+            assert_eq!(
+                sessions.admit(&origin(session, Lane::Admin, 1)),
+                Admission::FreshRun
+            );
+            assert!(sessions.is_current(ReplicaId(1), SessionId(session)));
+        }
+        for session in 12..20 {
+            assert_eq!(
+                sessions.admit(&origin(session, Lane::Admin, 9)),
+                Admission::Stale
+            );
+        }
+        assert_eq!(
+            sessions.admit(&origin(20, Lane::Admin, 2)),
+            Admission::Fresh
+        );
+    }
+}

@@ -1,0 +1,315 @@
+//! Snapshots: frozen in microseconds, written out beside a running `apply`, read back with every
+//! byte checked.
+//!
+//! # Format, version 1 (integers little-endian)
+//! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
+//! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
+//! backends, sessions, audit and the users' totals stand once; users and leases come in pieces of a
+//! bounded number. The end section closes them, and ownership follows in its own format, to the end
+//! of the stream. Nothing is allocated for a length before its bytes are there.
+//!
+//! A restored state must have the digest of the header: that catches a missing, doubled or swapped
+//! section as well as any fault in what was derived.
+
+use std::io::{Read, Write};
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use super::RouterState;
+use super::leases::LeasesImage;
+use crate::codec;
+use crate::ids::LogIndex;
+use crate::ownership::FrozenOwnership;
+use crate::users::UsersImage;
+
+/// Version of the snapshot format that is written.
+pub const SNAPSHOT_VERSION: u16 = 1;
+
+const MAGIC: [u8; 8] = *b"QUORATES";
+const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
+/// Longest payload of one section.
+const SECTION_BYTES_MAX: u32 = 64 << 20;
+
+mod tag {
+    //! What a section holds.
+    pub(super) const CONFIG: u8 = 1;
+    pub(super) const BACKENDS: u8 = 2;
+    pub(super) const SESSIONS: u8 = 3;
+    pub(super) const AUDIT: u8 = 4;
+    pub(super) const LEASES: u8 = 5;
+    pub(super) const USERS_TOTALS: u8 = 6;
+    pub(super) const USERS: u8 = 7;
+    pub(super) const END: u8 = 255;
+}
+
+/// A snapshot that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("corrupt snapshot at byte {offset}: {what}")]
+pub struct CorruptSnapshot {
+    /// Where in the stream.
+    pub offset: u64,
+    /// What was wrong and what was expected.
+    pub what: String,
+}
+
+/// A frozen image of a state, ready to be written.
+pub struct Frozen {
+    applied: LogIndex,
+    digest: u128,
+    /// The sections that are small, encoded.
+    small: [(u8, Vec<u8>); 4],
+    leases: LeasesImage,
+    users: UsersImage,
+    ownership: FrozenOwnership,
+}
+
+impl Frozen {
+    /// Index of the last log entry in it.
+    #[must_use]
+    pub fn applied(&self) -> LogIndex {
+        self.applied
+    }
+
+    /// Digest of the state in it.
+    #[must_use]
+    pub fn digest(&self) -> u128 {
+        self.digest
+    }
+
+    /// Writes the snapshot: header with format version, sections with length and checksum each.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
+        out.write_all(&self.header())?;
+        for (tag, payload) in &self.small {
+            write_section(out, *tag, payload)?;
+        }
+        for piece in self.leases.pieces() {
+            write_section(out, tag::LEASES, &piece)?;
+        }
+        write_section(out, tag::USERS_TOTALS, &self.users.totals())?;
+        for piece in self.users.pieces() {
+            write_section(out, tag::USERS, &piece)?;
+        }
+        write_section(out, tag::END, &[])?;
+        self.ownership.write_to(out)
+    }
+
+    fn header(&self) -> Vec<u8> {
+        let mut header = MAGIC.to_vec();
+        header.extend(SNAPSHOT_VERSION.to_le_bytes());
+        header.extend(self.applied.0.to_le_bytes());
+        header.extend(self.digest.to_le_bytes());
+        header.extend(xxh3_64(&header).to_le_bytes());
+        header
+    }
+}
+
+impl RouterState {
+    /// A frozen image of the state as it is, taken in microseconds; writing it out happens
+    /// elsewhere while `apply` goes on.
+    #[must_use]
+    pub fn freeze(&self) -> Frozen {
+        Frozen {
+            applied: self.applied,
+            digest: self.digest(),
+            small: [
+                (tag::CONFIG, codec::to_bytes(&(&self.config, self.now_ms))),
+                (tag::BACKENDS, codec::to_bytes(&self.backends)),
+                (tag::SESSIONS, codec::to_bytes(&self.sessions)),
+                (tag::AUDIT, codec::to_bytes(&self.audit)),
+            ],
+            leases: self.leases.freeze(),
+            users: self.users.freeze(),
+            ownership: self.ownership.freeze(),
+        }
+    }
+
+    /// Replaces the whole state by a snapshot that [`Frozen::write_to`] wrote.
+    ///
+    /// # Errors
+    /// With the offset of the fault; the state is then as it was.
+    pub fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
+        let mut input = Input {
+            inner: snapshot,
+            offset: 0,
+        };
+        let (applied, digest) = input.header()?;
+        let mut fresh = Self::new();
+        fresh.applied = applied;
+        input.sections(&mut fresh)?;
+        fresh.cold_digest = fresh.hash_cold();
+
+        let before = self.ownership.freeze();
+        let base = input.offset;
+        let read = self
+            .ownership
+            .restore(&mut input)
+            .map_err(|fault| CorruptSnapshot {
+                offset: base + fault.offset,
+                what: fault.what,
+            });
+        read?;
+        std::mem::swap(&mut fresh.ownership, &mut self.ownership);
+        let outcome = input
+            .end()
+            .and_then(|()| fresh.confirm(digest, input.offset));
+        if let Err(fault) = outcome {
+            // Back to the ownership from before, behind the same view.
+            std::mem::swap(&mut fresh.ownership, &mut self.ownership);
+            let mut bytes = Vec::new();
+            before
+                .write_to(&mut bytes)
+                .expect("writing into memory cannot fail");
+            self.ownership
+                .restore(&mut &*bytes)
+                .expect("what was written can be read");
+            return Err(fault);
+        }
+        fresh.view = std::sync::Arc::clone(&self.view);
+        *self = fresh;
+        self.cold_changed();
+        self.view.publish_applied(applied);
+        Ok(())
+    }
+
+    /// Whether this is the state that was frozen.
+    fn confirm(&self, digest: u128, offset: u64) -> Result<(), CorruptSnapshot> {
+        let own = self.digest();
+        if own == digest {
+            return Ok(());
+        }
+        let what = format!("its state has the digest {own:032x}, {digest:032x} expected");
+        Err(CorruptSnapshot { offset, what })
+    }
+
+    fn restore_section(&mut self, tag: u8, payload: &[u8]) -> Result<(), String> {
+        match tag {
+            tag::CONFIG => (self.config, self.now_ms) = codec::from_bytes(payload)?,
+            tag::BACKENDS => {
+                self.backends = codec::from_bytes(payload)?;
+                self.backends.check()?;
+            }
+            tag::SESSIONS => self.sessions = codec::from_bytes(payload)?,
+            tag::AUDIT => self.audit = codec::from_bytes(payload)?,
+            tag::LEASES => self.leases.restore_piece(payload)?,
+            tag::USERS_TOTALS => self.users.restore_totals(payload)?,
+            tag::USERS => self.users.restore_piece(payload)?,
+            _ => return Err(format!("no section has the tag {tag}")),
+        }
+        Ok(())
+    }
+}
+
+fn write_section(out: &mut dyn Write, tag: u8, payload: &[u8]) -> std::io::Result<()> {
+    let length = u32::try_from(payload.len())
+        .ok()
+        .filter(|length| *length <= SECTION_BYTES_MAX)
+        .ok_or_else(|| std::io::Error::other(format!("section {tag} is {} long", payload.len())))?;
+    out.write_all(&[tag])?;
+    out.write_all(&length.to_le_bytes())?;
+    out.write_all(payload)?;
+    out.write_all(&checksum(tag, length, payload).to_le_bytes())
+}
+
+fn checksum(tag: u8, length: u32, payload: &[u8]) -> u64 {
+    let mut hasher = Xxh3::new();
+    hasher.update(&[tag]);
+    hasher.update(&length.to_le_bytes());
+    hasher.update(payload);
+    hasher.digest()
+}
+
+/// A stream that knows its offset.
+struct Input<'a> {
+    inner: &'a mut dyn Read,
+    offset: u64,
+}
+
+impl Read for Input<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.offset += read as u64;
+        Ok(read)
+    }
+}
+
+impl Input<'_> {
+    fn header(&mut self) -> Result<(LogIndex, u128), CorruptSnapshot> {
+        let header: [u8; HEADER_BYTES] = self.array("header")?;
+        let checksum = u64::from_le_bytes(self.array("header's checksum")?);
+        let (magic, rest) = header.split_at(MAGIC.len());
+        let (version, rest) = rest.split_at(2);
+        let (applied, digest) = rest.split_at(8);
+        if magic != MAGIC {
+            return Err(self.fault(0, "this is no snapshot of a router's state"));
+        }
+        let version = u16::from_le_bytes(version.try_into().expect("two bytes were split off"));
+        if version != SNAPSHOT_VERSION {
+            let expected = format!("format version {version}, {SNAPSHOT_VERSION} expected");
+            return Err(self.fault(MAGIC.len() as u64, expected));
+        }
+        if xxh3_64(&header) != checksum {
+            return Err(self.fault(HEADER_BYTES as u64, "the header's checksum does not match"));
+        }
+        let applied = u64::from_le_bytes(applied.try_into().expect("eight bytes were split off"));
+        let digest = u128::from_le_bytes(digest.try_into().expect("sixteen bytes are left"));
+        Ok((LogIndex(applied), digest))
+    }
+
+    /// Reads all sections up to the end section into `state`.
+    fn sections(&mut self, state: &mut RouterState) -> Result<(), CorruptSnapshot> {
+        loop {
+            let start = self.offset;
+            let [tag] = self.array("section's tag")?;
+            let length = u32::from_le_bytes(self.array("section's length")?);
+            if length > SECTION_BYTES_MAX {
+                let expected = format!("section of {length} bytes, {SECTION_BYTES_MAX} at most");
+                return Err(self.fault(start, expected));
+            }
+            let mut payload = Vec::new();
+            let read = self
+                .by_ref()
+                .take(u64::from(length))
+                .read_to_end(&mut payload);
+            if read.map_err(|error| self.fault(start, error))? < length as usize {
+                return Err(self.fault(self.offset, "the snapshot ends within a section"));
+            }
+            let expected = u64::from_le_bytes(self.array("section's checksum")?);
+            if checksum(tag, length, &payload) != expected {
+                return Err(self.fault(start, "the section's checksum does not match"));
+            }
+            if tag == tag::END && payload.is_empty() {
+                return Ok(());
+            }
+            state
+                .restore_section(tag, &payload)
+                .map_err(|what| self.fault(start, what))?;
+        }
+    }
+
+    /// Requires the stream to end here.
+    fn end(&mut self) -> Result<(), CorruptSnapshot> {
+        let offset = self.offset;
+        match self.inner.read(&mut [0]) {
+            Ok(0) => Ok(()),
+            Ok(_) => Err(self.fault(offset, "bytes follow the end of the snapshot")),
+            Err(error) => Err(self.fault(offset, error)),
+        }
+    }
+
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], CorruptSnapshot> {
+        let mut bytes = [0; N];
+        self.read_exact(&mut bytes)
+            .map_err(|error| self.fault(self.offset, format!("{what}: {error}")))?;
+        Ok(bytes)
+    }
+
+    fn fault(&self, offset: u64, what: impl std::fmt::Display) -> CorruptSnapshot {
+        CorruptSnapshot {
+            offset,
+            what: what.to_string(),
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Scripts and properties of the whole state.

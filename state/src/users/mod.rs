@@ -1,0 +1,214 @@
+//! Users and what they used: virtual token counters after VTC.
+//!
+//! Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (VTC); the lift is
+//! that of algorithm 2 there. A user's counter rises by `(input_price * uncached input tokens +
+//! output_price * output tokens) / weight`. A user coming back from idle is lifted to the least
+//! counter among users with requests in flight, or, when nobody has any, to the counter at which
+//! the last one fell idle: idling earns no credit.
+//!
+//! # Fixed point
+//! A counter counts thousandths of a priced token at weight 1, in a `u64`. It is never summed up in
+//! rounded steps: a user keeps the exact number of priced tokens charged since a `base`, and the
+//! counter is `base + floor(charged * 1_000_000 / weight_milli)`. A lift raises `base`; a change of
+//! weight makes the counter of that moment the new `base`. With a constant weight a counter thus
+//! equals the lifts plus the rounded sum of all charges, in whatever batches they came.
+//!
+//! # Bounds
+//! At most `USERS_MAX` users are kept. Who has no request in flight and no configured weight can be
+//! forgotten, least counter first: at or below the virtual time nothing is lost, as the user would
+//! be lifted to it anyway; above it the least counter forgives least.
+
+mod table;
+#[cfg(test)]
+mod tests;
+mod window;
+
+use std::sync::Arc;
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{ReplicaId, UserKey};
+
+pub(crate) use table::{Users, UsersImage};
+use window::Window;
+pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};
+
+/// Most tokens one field of a charge counts; more is taken as this. An engine's `usage` is foreign
+/// input: without the bound one absurd report would end a user's service for ever.
+pub const CHARGE_TOKENS_MAX: u64 = 1 << 40;
+
+/// Weight of a user nobody configured, in thousandths.
+pub const WEIGHT_MILLI_DEFAULT: u32 = 1000;
+
+/// What tokens cost. Replicated, fixed when the cluster is initialised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct FairnessSettings {
+    /// Price of one uncached prompt token, at most 1000.
+    pub input_price: u32,
+    /// Price of one output token, at most 1000.
+    pub output_price: u32,
+}
+
+impl Default for FairnessSettings {
+    /// The prices of the VTC paper.
+    fn default() -> Self {
+        Self {
+            input_price: 1,
+            output_price: 2,
+        }
+    }
+}
+
+/// Tokens and requests of one user, added up. Sums saturate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]
+pub struct UserUsage {
+    /// Prompt tokens the engines computed.
+    pub input_uncached: u64,
+    /// Prompt tokens the engines had in their prefix caches.
+    pub input_cached: u64,
+    /// Output tokens.
+    pub output: u64,
+    /// Requests that began.
+    pub requests: u64,
+}
+
+impl UserUsage {
+    fn add(&mut self, other: &Self) {
+        self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
+        self.input_cached = self.input_cached.saturating_add(other.input_cached);
+        self.output = self.output.saturating_add(other.output);
+        self.requests = self.requests.saturating_add(other.requests);
+    }
+}
+
+/// A user as the admin API shows one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct UserView {
+    /// Hash of the name.
+    pub key: UserKey,
+    /// Empty while no replica has told it.
+    pub name: Arc<str>,
+    /// Share of service against others, in thousandths.
+    pub weight_milli: u32,
+    /// Whether an operator set the weight. Such a user is never forgotten.
+    pub is_configured: bool,
+    /// Virtual token counter, in thousandths of a priced token at weight 1.
+    pub counter_milli_tokens: u64,
+    /// Requests begun and not ended, all replicas.
+    pub in_flight: u64,
+    /// Since the user is known.
+    pub total: UserUsage,
+    /// Over the last [`WINDOW_BUCKETS`] buckets of [`WINDOW_BUCKET_MS`], the present one included.
+    pub window: UserUsage,
+    /// Unix time in milliseconds of the last charge; 0 before the first.
+    pub last_charge_ms: u64,
+}
+
+/// What is kept of one user.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+struct User {
+    name: Arc<str>,
+    weight_milli: u32,
+    is_configured: bool,
+    /// Counter when `charged` was last set to 0, and every lift since; in milli-tokens.
+    base: u64,
+    /// Priced tokens since then.
+    charged: u64,
+    /// Priced tokens ever; with what was forgotten it adds up to all charges (I4).
+    charged_ever: u128,
+    /// By replica, ascending, without zeros.
+    in_flight: Vec<(ReplicaId, u32)>,
+    total: UserUsage,
+    window: Window,
+    last_charge_ms: u64,
+}
+
+impl User {
+    fn new() -> Self {
+        Self {
+            name: Arc::from(""),
+            weight_milli: WEIGHT_MILLI_DEFAULT,
+            is_configured: false,
+            base: 0,
+            charged: 0,
+            charged_ever: 0,
+            in_flight: Vec::new(),
+            total: UserUsage::default(),
+            window: Window::default(),
+            last_charge_ms: 0,
+        }
+    }
+
+    /// The virtual token counter; see the module.
+    fn counter(&self) -> u64 {
+        let charged = u128::from(self.charged) * 1_000_000 / u128::from(self.weight_milli.max(1));
+        self.base
+            .saturating_add(u64::try_from(charged).unwrap_or(u64::MAX))
+    }
+
+    fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    fn lift_to(&mut self, least: u64) {
+        self.base = self
+            .base
+            .saturating_add(least.saturating_sub(self.counter()));
+    }
+
+    fn set_weight(&mut self, weight_milli: u32) {
+        self.is_configured = true;
+        if weight_milli != self.weight_milli {
+            self.base = self.counter();
+            self.charged = 0;
+            self.weight_milli = weight_milli;
+        }
+    }
+
+    fn begin(&mut self, replica: ReplicaId, requests: u32) {
+        if requests == 0 {
+            return;
+        }
+        match self
+            .in_flight
+            .binary_search_by_key(&replica, |(replica, _)| *replica)
+        {
+            Ok(place) => {
+                self.in_flight[place].1 = self.in_flight[place].1.saturating_add(requests);
+            }
+            Err(place) => self.in_flight.insert(place, (replica, requests)),
+        }
+    }
+
+    fn end(&mut self, replica: ReplicaId, requests: u32) {
+        if let Ok(place) = self
+            .in_flight
+            .binary_search_by_key(&replica, |(replica, _)| *replica)
+        {
+            self.in_flight[place].1 = self.in_flight[place].1.saturating_sub(requests);
+            if self.in_flight[place].1 == 0 {
+                self.in_flight.remove(place);
+            }
+        }
+    }
+
+    fn view(&self, key: UserKey, now_ms: u64) -> UserView {
+        UserView {
+            key,
+            name: Arc::clone(&self.name),
+            weight_milli: self.weight_milli,
+            is_configured: self.is_configured,
+            counter_milli_tokens: self.counter(),
+            in_flight: self
+                .in_flight
+                .iter()
+                .map(|(_, requests)| u64::from(*requests))
+                .sum(),
+            total: self.total,
+            window: self.window.sum(now_ms),
+            last_charge_ms: self.last_charge_ms,
+        }
+    }
+}

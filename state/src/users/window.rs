@@ -1,0 +1,87 @@
+//! A sliding window of usage: a ring of buckets of fixed length.
+
+use bincode::{Decode, Encode};
+
+use super::UserUsage;
+
+/// Buckets of the sliding window.
+pub const WINDOW_BUCKETS: usize = 5;
+/// Length of one bucket, milliseconds.
+pub const WINDOW_BUCKET_MS: u64 = 60_000;
+
+/// Usage of the last `WINDOW_BUCKETS * WINDOW_BUCKET_MS`, to the precision of one bucket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+pub(super) struct Window {
+    buckets: [Bucket; WINDOW_BUCKETS],
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+struct Bucket {
+    /// Which stretch of time, counted from the epoch; a bucket of an earlier one counts nothing.
+    stretch: u64,
+    usage: UserUsage,
+}
+
+impl Window {
+    pub(super) fn add(&mut self, now_ms: u64, usage: &UserUsage) {
+        let stretch = now_ms / WINDOW_BUCKET_MS;
+        let place = usize::try_from(stretch % WINDOW_BUCKETS as u64)
+            .expect("a remainder by the number of buckets is a place");
+        let bucket = &mut self.buckets[place];
+        if bucket.stretch != stretch {
+            *bucket = Bucket {
+                stretch,
+                usage: UserUsage::default(),
+            };
+        }
+        bucket.usage.add(usage);
+    }
+
+    pub(super) fn sum(&self, now_ms: u64) -> UserUsage {
+        let newest = now_ms / WINDOW_BUCKET_MS;
+        let mut sum = UserUsage::default();
+        for bucket in &self.buckets {
+            if newest
+                .checked_sub(bucket.stretch)
+                .is_some_and(|age| age < WINDOW_BUCKETS as u64)
+            {
+                sum.add(&bucket.usage);
+            }
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn output(output: u64) -> UserUsage {
+        UserUsage {
+            output,
+            ..UserUsage::default()
+        }
+    }
+
+    #[test]
+    fn buckets_leave_one_by_one() {
+        let mut window = Window::default();
+        for minute in 0..5 {
+            window.add(minute * WINDOW_BUCKET_MS, &output(10 + minute));
+        }
+        let sums: Vec<u64> = (4..11)
+            .map(|minute| window.sum(minute * WINDOW_BUCKET_MS).output)
+            .collect();
+        assert_eq!(sums, [60, 50, 39, 27, 14, 0, 0]);
+        window.add(7 * WINDOW_BUCKET_MS, &output(1));
+        assert_eq!(window.sum(7 * WINDOW_BUCKET_MS).output, 28);
+    }
+
+    #[test]
+    fn the_end_of_time_is_a_time() {
+        let mut window = Window::default();
+        window.add(u64::MAX, &output(u64::MAX));
+        window.add(u64::MAX, &output(1));
+        assert_eq!(window.sum(u64::MAX).output, u64::MAX);
+    }
+}

@@ -1,0 +1,307 @@
+//! Bounds of what operators write: checked at the edge to answer early, and in `apply` because the
+//! log may carry anything.
+
+use crate::command::{BackendSpec, EngineFacts, NAME_BYTES_MAX, Reject, UserSpec};
+use crate::policy::PolicyConfig;
+use crate::users::FairnessSettings;
+
+/// Most models or labels of one backend.
+const LIST_ENTRIES_MAX: usize = 256;
+/// Highest price of a token.
+const PRICE_MAX: u32 = 1_000;
+
+impl BackendSpec {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        let is_id = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
+        ensure(
+            is_name(&self.id) && self.id.bytes().all(is_id),
+            "id",
+            "1 to 256 characters of [A-Za-z0-9._-]",
+        )?;
+        ensure(
+            is_base_url(&self.url),
+            "url",
+            "http://host:port, without a path",
+        )?;
+        ensure(
+            (1..=LIST_ENTRIES_MAX).contains(&self.models.len()),
+            "models",
+            "1 to 256 model ids, or \"*\"",
+        )?;
+        for (place, model) in self.models.iter().enumerate() {
+            ensure(
+                is_name(model),
+                &format!("models[{place}]"),
+                "1 to 256 bytes",
+            )?;
+        }
+        ensure(
+            self.labels.len() <= LIST_ENTRIES_MAX,
+            "labels",
+            "at most 256 labels",
+        )?;
+        for (name, value) in &self.labels {
+            ensure(is_name(name), "labels", "label names of 1 to 256 bytes")?;
+            let field = format!("labels.{name}");
+            ensure(value.len() <= NAME_BYTES_MAX, &field, "at most 256 bytes")?;
+        }
+        ensure(
+            self.capacity_blocks != Some(0),
+            "capacity_blocks",
+            "at least 1",
+        )?;
+        for (field, endpoint) in [
+            ("kv_events", &self.kv_events),
+            ("kv_replay", &self.kv_replay),
+        ] {
+            let is_valid = endpoint.as_deref().is_none_or(is_name);
+            ensure(is_valid, field, "an endpoint of 1 to 256 bytes")?;
+        }
+        Ok(())
+    }
+}
+
+impl EngineFacts {
+    /// Whether every field is within its bounds.
+    pub(crate) fn is_valid(&self) -> bool {
+        let is_list = |models: &Vec<String>| {
+            models.len() <= LIST_ENTRIES_MAX && models.iter().all(|model| is_name(model))
+        };
+        self.models.as_ref().is_none_or(is_list) && self.capacity_blocks != Some(0)
+    }
+}
+
+impl UserSpec {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        ensure(is_name(&self.name), "name", "1 to 256 bytes")?;
+        ensure(self.weight_milli > 0, "weight_milli", "at least 1")
+    }
+}
+
+impl PolicyConfig {
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        match self {
+            Self::Cost(settings) => {
+                ensure(
+                    settings.near_permille <= 1000,
+                    "near_permille",
+                    "at most 1000",
+                )?;
+                ensure(
+                    settings.kv_pressure_from_permille <= 1000,
+                    "kv_pressure_from_permille",
+                    "at most 1000",
+                )
+            }
+            Self::LeastRequest => Ok(()),
+        }
+    }
+}
+
+impl FairnessSettings {
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        ensure(
+            self.input_price <= PRICE_MAX,
+            "fairness.input_price",
+            "at most 1000",
+        )?;
+        ensure(
+            self.output_price <= PRICE_MAX,
+            "fairness.output_price",
+            "at most 1000",
+        )
+    }
+}
+
+/// Whether `text` can name something: not empty, within [`NAME_BYTES_MAX`].
+pub(crate) fn is_name(text: &str) -> bool {
+    (1..=NAME_BYTES_MAX).contains(&text.len())
+}
+
+fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Reject> {
+    if holds {
+        return Ok(());
+    }
+    Err(Reject::Invalid {
+        field: field.to_owned(),
+        expected: expected.to_owned(),
+    })
+}
+
+/// `http://host:port`; a host is a name, an IPv4 address, or an IPv6 address in brackets.
+fn is_base_url(url: &str) -> bool {
+    let Some((host, port)) = url
+        .strip_prefix("http://")
+        .filter(|_| url.len() <= NAME_BYTES_MAX)
+        .and_then(|authority| authority.rsplit_once(':'))
+    else {
+        return false;
+    };
+    let is_host = match host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+    {
+        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => {
+            let is_host_byte = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
+            !host.is_empty() && host.bytes().all(is_host_byte)
+        }
+    };
+    let is_port =
+        port.bytes().all(|c| c.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
+    is_host && is_port
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::policy::CostSettings;
+
+    fn spec() -> BackendSpec {
+        BackendSpec {
+            id: "gpu-1".to_owned(),
+            url: "http://10.0.0.1:8000".to_owned(),
+            models: vec!["*".to_owned()],
+            labels: BTreeMap::new(),
+            capacity_blocks: None,
+            kv_events: None,
+            kv_replay: None,
+        }
+    }
+
+    #[test]
+    fn urls_are_a_scheme_a_host_and_a_port() {
+        for good in [
+            "http://a:1",
+            "http://10.0.0.1:65535",
+            "http://[::1]:80",
+            "http://a_b.c-d:9",
+        ] {
+            assert!(is_base_url(good), "{good}");
+        }
+        for bad in [
+            "",
+            "a:1",
+            "http://a",
+            "http://:1",
+            "http://a:0",
+            "http://a:65536",
+            "http://a:1/",
+            "https://a:1",
+            "http://a:+1",
+            "http://a b:1",
+            "http://[::1:80",
+            "http://u@a:1",
+        ] {
+            assert!(!is_base_url(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_fault_names_its_field() {
+        let name_long = "x".repeat(NAME_BYTES_MAX + 1);
+        let one = |key: &str, value: &str| BTreeMap::from([(key.to_owned(), value.to_owned())]);
+        let faults = [
+            BackendSpec {
+                id: String::new(),
+                ..spec()
+            },
+            BackendSpec {
+                id: "a/b".to_owned(),
+                ..spec()
+            },
+            BackendSpec {
+                id: name_long.clone(),
+                ..spec()
+            },
+            BackendSpec {
+                url: "gpu-1:8000".to_owned(),
+                ..spec()
+            },
+            BackendSpec {
+                models: Vec::new(),
+                ..spec()
+            },
+            BackendSpec {
+                models: vec!["*".to_owned(), String::new()],
+                ..spec()
+            },
+            BackendSpec {
+                labels: one("", "x"),
+                ..spec()
+            },
+            BackendSpec {
+                labels: one("zone", &name_long),
+                ..spec()
+            },
+            BackendSpec {
+                capacity_blocks: Some(0),
+                ..spec()
+            },
+            BackendSpec {
+                kv_events: Some(String::new()),
+                ..spec()
+            },
+        ]
+        .map(|spec| spec.validate().unwrap_err().to_string())
+        .join("\n");
+        expect_test::expect![[r#"
+            id: 1 to 256 characters of [A-Za-z0-9._-]
+            id: 1 to 256 characters of [A-Za-z0-9._-]
+            id: 1 to 256 characters of [A-Za-z0-9._-]
+            url: http://host:port, without a path
+            models: 1 to 256 model ids, or "*"
+            models[1]: 1 to 256 bytes
+            labels: label names of 1 to 256 bytes
+            labels.zone: at most 256 bytes
+            capacity_blocks: at least 1
+            kv_events: an endpoint of 1 to 256 bytes"#]]
+        .assert_eq(&faults);
+        assert_eq!(spec().validate(), Ok(()));
+    }
+
+    #[test]
+    fn settings_have_bounds() {
+        let near = CostSettings {
+            near_permille: 1001,
+            ..CostSettings::default()
+        };
+        assert!(PolicyConfig::Cost(near).validate().is_err());
+        assert_eq!(
+            PolicyConfig::Cost(CostSettings::default()).validate(),
+            Ok(())
+        );
+        assert!(
+            FairnessSettings {
+                input_price: 1,
+                output_price: 1001
+            }
+            .validate()
+            .is_err()
+        );
+        assert_eq!(FairnessSettings::default().validate(), Ok(()));
+        let weightless = UserSpec {
+            name: "a".to_owned(),
+            weight_milli: 0,
+        };
+        assert!(weightless.validate().is_err());
+    }
+}
