@@ -1,0 +1,274 @@
+//! Answers in vLLM's shapes: chat and text completions, whole or as server-sent events, and errors.
+//!
+//! The shapes are those of a vLLM 0.32 server on the wire. Streams are written by hand: the model
+//! says a word per step, and a JSON tree per word would cost more than the model.
+
+use std::fmt::Write as _;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use hyper::body::{Body, Frame, SizeHint};
+use serde_json::{Value, json};
+
+use super::driver::{Latest, Ticket};
+use super::model::Finish;
+use super::text::words;
+
+/// Which of the two completion endpoints answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    Text,
+}
+
+/// What an answer says beside its words.
+#[derive(Debug, Clone)]
+pub(super) struct Heading {
+    /// The endpoint.
+    pub kind: Kind,
+    /// Request id, with its prefix.
+    pub id: String,
+    /// Unix time in seconds.
+    pub created_s: u64,
+    /// Served model name.
+    pub model: String,
+    /// Seed of the words.
+    pub voice: u64,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+}
+
+/// Which usage a stream tells: `stream_options`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct UsageOptions {
+    /// A last chunk with the usage of the whole.
+    pub include: bool,
+    /// A running usage on every chunk.
+    pub continuous: bool,
+}
+
+impl Heading {
+    /// The whole answer.
+    #[must_use]
+    pub(super) fn whole(&self, end: Latest) -> Bytes {
+        let text = words(self.voice, 0, end.output_tokens);
+        let finish_reason = end.finish.map(reason);
+        let usage = self.usage(end, true);
+        let body = match self.kind {
+            Kind::Chat => json!({
+                "id": self.id,
+                "object": "chat.completion",
+                "created": self.created_s,
+                "model": self.model,
+                "choices": [{
+                    "index": 0,
+                    "message": {
+                        "role": "assistant", "content": text, "refusal": null,
+                        "annotations": null, "audio": null, "function_call": null,
+                        "tool_calls": [], "reasoning": null,
+                    },
+                    "logprobs": null, "finish_reason": finish_reason,
+                    "stop_reason": null, "token_ids": null,
+                }],
+                "service_tier": null, "system_fingerprint": null, "usage": usage,
+                "prompt_logprobs": null, "prompt_token_ids": null, "kv_transfer_params": null,
+            }),
+            Kind::Text => json!({
+                "id": self.id,
+                "object": "text_completion",
+                "created": self.created_s,
+                "model": self.model,
+                "choices": [{
+                    "index": 0, "text": text, "logprobs": null, "finish_reason": finish_reason,
+                    "stop_reason": null, "token_ids": null, "prompt_logprobs": null,
+                    "prompt_token_ids": null,
+                }],
+                "service_tier": null, "system_fingerprint": null, "usage": usage,
+                "kv_transfer_params": null,
+            }),
+        };
+        Bytes::from(body.to_string())
+    }
+
+    fn usage(&self, latest: Latest, with_details: bool) -> Value {
+        let mut usage = json!({
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + latest.output_tokens,
+            "completion_tokens": latest.output_tokens,
+        });
+        if with_details {
+            usage["prompt_tokens_details"] = json!({ "cached_tokens": latest.cached_tokens });
+        }
+        usage
+    }
+}
+
+fn reason(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Stop => "stop",
+        Finish::Length => "length",
+    }
+}
+
+/// An answer as server-sent events, made as the model goes. Dropping it aborts the request.
+#[derive(Debug)]
+pub(super) struct EventStream {
+    ticket: Ticket,
+    heading: Heading,
+    usage: UsageOptions,
+    /// What every chunk begins with, up to its `choices`.
+    opening: String,
+    sent: u32,
+    is_over: bool,
+}
+
+impl EventStream {
+    /// The answer to `ticket`'s request.
+    #[must_use]
+    pub(super) fn new(ticket: Ticket, heading: Heading, usage: UsageOptions) -> Self {
+        let object = match heading.kind {
+            Kind::Chat => "chat.completion.chunk",
+            Kind::Text => "text_completion",
+        };
+        let opening = format!(
+            "data: {{\"id\":{},\"object\":\"{object}\",\"created\":{},\"model\":{},\"choices\":[",
+            Value::from(heading.id.as_str()),
+            heading.created_s,
+            Value::from(heading.model.as_str()),
+        );
+        Self {
+            ticket,
+            heading,
+            usage,
+            opening,
+            sent: 0,
+            is_over: false,
+        }
+    }
+
+    /// The events that tell everything between what was sent and `latest`.
+    fn render(&mut self, latest: Latest) -> Bytes {
+        let mut out = String::with_capacity(768);
+        if self.sent == 0 && self.heading.kind == Kind::Chat {
+            out.push_str(&self.opening);
+            out.push_str(
+                "{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\
+                 \"logprobs\":null,\"finish_reason\":null}]",
+            );
+            let before = Latest {
+                output_tokens: 0,
+                ..latest
+            };
+            self.close_chunk(
+                &mut out,
+                before,
+                ",\"prompt_token_ids\":null,\"prompt_text\":null",
+            );
+        }
+        let text = words(self.heading.voice, self.sent, latest.output_tokens);
+        out.push_str(&self.opening);
+        // The words are lower-case letters and spaces: they need no escaping.
+        let _ = match self.heading.kind {
+            Kind::Chat => write!(
+                out,
+                "{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}},\"logprobs\":null,"
+            ),
+            Kind::Text => write!(out, "{{\"index\":0,\"text\":\"{text}\",\"logprobs\":null,"),
+        };
+        let _ = match latest.finish {
+            Some(finish) => write!(
+                out,
+                "\"finish_reason\":\"{}\",\"stop_reason\":null,\"token_ids\":null}}]",
+                reason(finish)
+            ),
+            None => write!(out, "\"finish_reason\":null,\"token_ids\":null}}]"),
+        };
+        self.close_chunk(&mut out, latest, "");
+        self.sent = latest.output_tokens;
+        if latest.finish.is_some() {
+            self.is_over = true;
+            if self.usage.include {
+                let usage = self.heading.usage(latest, true);
+                let _ = write!(out, "{}],\"usage\":{usage}}}\n\n", self.opening);
+            }
+            out.push_str("data: [DONE]\n\n");
+        }
+        Bytes::from(out)
+    }
+
+    fn close_chunk(&self, out: &mut String, latest: Latest, extra: &str) {
+        out.push_str(extra);
+        if self.usage.continuous {
+            let _ = write!(out, ",\"usage\":{}", self.heading.usage(latest, false));
+        } else if self.heading.kind == Kind::Text {
+            out.push_str(",\"usage\":null");
+        }
+        out.push_str("}\n\n");
+    }
+}
+
+/// What the engine answers with.
+#[derive(Debug)]
+pub(super) enum Answer {
+    /// At once; `None` when sent.
+    Whole(Option<Bytes>),
+    /// As it is made.
+    Events(Box<EventStream>),
+}
+
+impl From<Bytes> for Answer {
+    fn from(bytes: Bytes) -> Self {
+        Self::Whole(Some(bytes))
+    }
+}
+
+impl Body for Answer {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        match self.get_mut() {
+            Self::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Self::Events(stream) if stream.is_over => Poll::Ready(None),
+            Self::Events(stream) => Pin::new(&mut stream.ticket)
+                .poll_next(cx)
+                .map(|latest| Some(Ok(Frame::data(stream.render(latest))))),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Whole(bytes) => bytes.is_none(),
+            Self::Events(stream) => stream.is_over,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Whole(bytes) => {
+                SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
+            }
+            Self::Events(_) => SizeHint::default(),
+        }
+    }
+}
+
+/// An error in vLLM's shape.
+#[must_use]
+pub(super) fn error_body(status: u16, message: &str, param: Option<&str>) -> Bytes {
+    let kind = match status {
+        404 => "NotFoundError",
+        500.. => "InternalServerError",
+        _ => "BadRequestError",
+    };
+    let error = json!({
+        "error": { "message": message, "type": kind, "param": param, "code": status }
+    });
+    Bytes::from(error.to_string())
+}

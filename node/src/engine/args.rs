@@ -1,0 +1,93 @@
+//! `quorate engine`: the flags, and an engine that runs until it is told to stop.
+
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::model::Shape;
+use super::{Engine, EngineOptions};
+
+/// Run an emulated vLLM engine.
+#[derive(Debug, Clone, clap::Args)]
+pub struct EngineArgs {
+    /// Address to listen on; port 0 takes a free one
+    #[arg(long, value_name = "ADDR")]
+    listen: SocketAddr,
+    /// Served model name
+    #[arg(long, value_name = "NAME", default_value = "emulated")]
+    model: String,
+    /// KV cache blocks
+    #[arg(long, value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
+    num_gpu_blocks: u32,
+    /// Tokens (of four bytes) per block
+    #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    block_size: u32,
+    /// Prompt tokens computed per second, all requests together
+    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
+    prefill_tokens_per_s: u32,
+    /// Milliseconds per decoded token of a lone request; a batch of 64 takes twice as long
+    #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = positive)]
+    decode_ms: f64,
+    /// Most requests running at once
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    max_num_seqs: u32,
+    /// Most tokens computed in one step
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
+    max_num_batched_tokens: u32,
+    /// How many times faster than that the model runs
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = positive)]
+    speed: f64,
+    /// Seed of the words it says
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 1e9 => Ok(number),
+        _ => Err("expected a number above 0 and at most 1e9".to_owned()),
+    }
+}
+
+impl From<EngineArgs> for EngineOptions {
+    fn from(args: EngineArgs) -> Self {
+        Self {
+            listen: args.listen,
+            model: args.model,
+            shape: Shape {
+                num_gpu_blocks: args.num_gpu_blocks,
+                block_size: args.block_size,
+                max_num_seqs: args.max_num_seqs,
+                max_num_batched_tokens: args.max_num_batched_tokens,
+                prefill_tokens_per_s: args.prefill_tokens_per_s,
+                decode: Duration::from_secs_f64(args.decode_ms / 1e3),
+            },
+            speed: args.speed,
+            seed: args.seed,
+            ..Self::default()
+        }
+    }
+}
+
+/// Serves until SIGTERM or SIGINT. Prints the address once it is bound.
+///
+/// # Errors
+/// When the address cannot be bound, or signals cannot be listened for.
+pub async fn run(args: EngineArgs) -> anyhow::Result<ExitCode> {
+    let listen = args.listen;
+    let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("listen for SIGINT")?;
+    let engine = Engine::start(args.into())
+        .await
+        .with_context(|| format!("listen on {listen}"))?;
+    println!("engine listens on {}", engine.url());
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    engine.stop().await;
+    Ok(ExitCode::SUCCESS)
+}

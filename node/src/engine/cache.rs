@@ -1,0 +1,335 @@
+//! The block pool of a vLLM v1 engine: which blocks a prompt finds, takes, and leaves behind.
+//!
+//! Source: vLLM `v1/core/block_pool.py`, `kv_cache_manager.py` and `single_type_kv_cache_manager.py`.
+//! Blocks carry a reference count; those without a reference wait in a queue, still cached, from
+//! whose head new blocks are taken (that is the eviction) and to whose tail a finished request
+//! appends its blocks in reverse, so that the deepest go first. Blocks that hold nothing findable go
+//! to the head instead (vLLM 0.24 and later). Full blocks only; one hash may live in several physical
+//! blocks, for a prompt of exactly `k` blocks computes its last block anew. Block 0 is set aside at
+//! the start, as vLLM's null block is.
+//!
+//! What enters and leaves the cache is noted as [`BlockEvent`]s, in the order vLLM publishes them.
+
+use std::collections::HashMap;
+
+use super::text::EngineHash;
+
+const NONE: u32 = u32::MAX;
+
+/// A change of what the cache holds, as vLLM's KV events tell it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BlockEvent {
+    /// Blocks became full and can be found from here on.
+    Stored {
+        /// Their chained hashes, in prompt order.
+        hashes: Vec<EngineHash>,
+        /// The hash before the first of them; `None` at the start of a prompt.
+        parent: Option<EngineHash>,
+    },
+    /// One physical block was taken for other content.
+    Removed {
+        /// What it held. Another copy may still be there.
+        hash: EngineHash,
+    },
+}
+
+/// A physical block.
+#[derive(Debug, Clone)]
+struct Block {
+    references: u32,
+    hash: Option<EngineHash>,
+    /// The next physical block under the same hash.
+    next_copy: u32,
+    /// Neighbours in the free queue; meaningless outside it.
+    previous: u32,
+    next: u32,
+}
+
+/// The engine's KV cache blocks.
+#[derive(Debug, Clone)]
+pub struct BlockPool {
+    block_tokens: u32,
+    blocks: Vec<Block>,
+    /// The first physical block of each cached hash.
+    cached: HashMap<EngineHash, u32>,
+    head: u32,
+    tail: u32,
+    free: u32,
+    events: Vec<BlockEvent>,
+}
+
+/// The blocks one request holds, in prompt order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Held {
+    blocks: Vec<u32>,
+    /// How many of them are registered in the cache.
+    registered: usize,
+}
+
+impl Held {
+    /// Blocks held.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Whether none is held.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+}
+
+/// A prompt's cached beginning, found but not yet taken.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Hit {
+    blocks: Vec<u32>,
+}
+
+impl Hit {
+    /// Tokens that need not be computed.
+    #[must_use]
+    pub fn tokens(&self, pool: &BlockPool) -> u32 {
+        count(self.blocks.len()) * pool.block_tokens
+    }
+}
+
+impl BlockPool {
+    /// An empty pool of `blocks` blocks of `block_tokens` tokens.
+    ///
+    /// # Panics
+    /// When there are fewer than two blocks, or they are empty.
+    #[must_use]
+    pub fn new(blocks: u32, block_tokens: u32) -> Self {
+        assert!(
+            blocks >= 2 && block_tokens > 0,
+            "pool of {blocks} blocks of {block_tokens} tokens"
+        );
+        let empty = Block {
+            references: 0,
+            hash: None,
+            next_copy: NONE,
+            previous: NONE,
+            next: NONE,
+        };
+        let mut pool = Self {
+            block_tokens,
+            blocks: vec![empty; blocks as usize],
+            cached: HashMap::new(),
+            head: NONE,
+            tail: NONE,
+            free: 0,
+            events: Vec::new(),
+        };
+        for block in 1..blocks {
+            pool.append_free(block);
+        }
+        pool
+    }
+
+    /// Tokens per block.
+    #[must_use]
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+
+    /// Blocks that requests can hold: all but the one set aside.
+    #[must_use]
+    pub fn usable_blocks(&self) -> u32 {
+        count(self.blocks.len()) - 1
+    }
+
+    /// Blocks without a reference.
+    #[must_use]
+    pub fn free_blocks(&self) -> u32 {
+        self.free
+    }
+
+    /// Distinct hashes that can be found.
+    #[must_use]
+    pub fn cached_hashes(&self) -> usize {
+        self.cached.len()
+    }
+
+    /// The longest cached beginning of a sequence of `tokens` tokens. The last token is always
+    /// computed, so at most `tokens - 1` hit.
+    #[must_use]
+    pub fn find(&self, hashes: &[EngineHash], tokens: u32) -> Hit {
+        let most = (tokens.saturating_sub(1) / self.block_tokens) as usize;
+        let found = |hash| self.cached.get(hash).copied();
+        Hit {
+            blocks: hashes.iter().take(most).map_while(found).collect(),
+        }
+    }
+
+    /// Makes room for a request's first `tokens` tokens, taking `hit` into it when it holds nothing
+    /// yet. Takes nothing and answers false when there are not enough free blocks.
+    pub fn allocate(&mut self, held: &mut Held, hit: &Hit, tokens: u32) -> bool {
+        assert!(
+            hit.blocks.is_empty() || held.is_empty(),
+            "a hit of {} for a request that holds {}",
+            hit.blocks.len(),
+            held.len()
+        );
+        let wanted = tokens.div_ceil(self.block_tokens) as usize;
+        let new = wanted.saturating_sub(held.len() + hit.blocks.len());
+        let is_idle = |block: &&u32| self.blocks[**block as usize].references == 0;
+        let from_queue = hit.blocks.iter().filter(is_idle).count();
+        if new + from_queue > self.free as usize {
+            return false;
+        }
+        for &block in &hit.blocks {
+            self.reference(block);
+        }
+        held.blocks.extend_from_slice(&hit.blocks);
+        held.registered += hit.blocks.len();
+        for _ in 0..new {
+            let block = self.take_oldest();
+            held.blocks.push(block);
+        }
+        true
+    }
+
+    /// Registers those of a request's blocks that `tokens` scheduled tokens fill and whose content
+    /// is known (`hashes`).
+    pub fn register(&mut self, held: &mut Held, hashes: &[EngineHash], tokens: u32) {
+        let full = ((tokens / self.block_tokens) as usize)
+            .min(hashes.len())
+            .min(held.len());
+        if full <= held.registered {
+            return;
+        }
+        let new = held.registered..full;
+        for index in new.clone() {
+            self.insert_copy(held.blocks[index], hashes[index]);
+        }
+        self.events.push(BlockEvent::Stored {
+            hashes: hashes[new.clone()].to_vec(),
+            parent: new.start.checked_sub(1).map(|parent| hashes[parent]),
+        });
+        held.registered = full;
+    }
+
+    /// Gives all blocks of a request back, deepest first. They stay cached until taken; those that
+    /// were not registered are the next to be taken.
+    pub fn release(&mut self, held: &mut Held) {
+        for block in std::mem::take(held).blocks.into_iter().rev() {
+            let Block {
+                references, hash, ..
+            } = &mut self.blocks[block as usize];
+            *references -= 1;
+            match (*references, *hash) {
+                (0, Some(_)) => self.append_free(block),
+                (0, None) => self.prepend_free(block),
+                _ => {}
+            }
+        }
+    }
+
+    /// What entered and left the cache since the last call.
+    pub fn take_events(&mut self) -> Vec<BlockEvent> {
+        std::mem::take(&mut self.events)
+    }
+
+    fn reference(&mut self, block: u32) {
+        if self.blocks[block as usize].references == 0 {
+            self.unlink(block);
+        }
+        self.blocks[block as usize].references += 1;
+    }
+
+    fn take_oldest(&mut self) -> u32 {
+        let block = self.head;
+        assert!(
+            block != NONE,
+            "free queue ran dry with {} counted free",
+            self.free
+        );
+        self.reference(block);
+        if let Some(hash) = self.blocks[block as usize].hash.take() {
+            self.remove_copy(block, hash);
+            self.events.push(BlockEvent::Removed { hash });
+        }
+        block
+    }
+
+    fn insert_copy(&mut self, block: u32, hash: EngineHash) {
+        self.blocks[block as usize].hash = Some(hash);
+        self.blocks[block as usize].next_copy = NONE;
+        let mut last = *self.cached.entry(hash).or_insert(block);
+        if last == block {
+            return;
+        }
+        while self.blocks[last as usize].next_copy != NONE {
+            last = self.blocks[last as usize].next_copy;
+        }
+        self.blocks[last as usize].next_copy = block;
+    }
+
+    fn remove_copy(&mut self, block: u32, hash: EngineHash) {
+        let after = std::mem::replace(&mut self.blocks[block as usize].next_copy, NONE);
+        let first = self.cached[&hash];
+        if first == block {
+            if after == NONE {
+                self.cached.remove(&hash);
+            } else {
+                self.cached.insert(hash, after);
+            }
+            return;
+        }
+        let mut before = first;
+        while self.blocks[before as usize].next_copy != block {
+            before = self.blocks[before as usize].next_copy;
+        }
+        self.blocks[before as usize].next_copy = after;
+    }
+
+    fn append_free(&mut self, block: u32) {
+        let last = self.tail;
+        self.blocks[block as usize].previous = last;
+        self.blocks[block as usize].next = NONE;
+        if last == NONE {
+            self.head = block;
+        } else {
+            self.blocks[last as usize].next = block;
+        }
+        self.tail = block;
+        self.free += 1;
+    }
+
+    fn prepend_free(&mut self, block: u32) {
+        let first = self.head;
+        self.blocks[block as usize].previous = NONE;
+        self.blocks[block as usize].next = first;
+        if first == NONE {
+            self.tail = block;
+        } else {
+            self.blocks[first as usize].previous = block;
+        }
+        self.head = block;
+        self.free += 1;
+    }
+
+    fn unlink(&mut self, block: u32) {
+        let Block { previous, next, .. } = self.blocks[block as usize];
+        if previous == NONE {
+            self.head = next;
+        } else {
+            self.blocks[previous as usize].next = next;
+        }
+        if next == NONE {
+            self.tail = previous;
+        } else {
+            self.blocks[next as usize].previous = previous;
+        }
+        self.free -= 1;
+    }
+}
+
+fn count(blocks: usize) -> u32 {
+    u32::try_from(blocks).expect("block numbers are u32")
+}
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+mod tests;

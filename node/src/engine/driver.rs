@@ -1,0 +1,224 @@
+//! Drives the scheduler by tokio's clock and hands each request what it has got.
+//!
+//! The scheduler stands behind one short lock. Handlers submit and abort under it, so that a client
+//! that leaves frees its blocks in that very moment; the driver begins a step, waits its time out
+//! without the lock, and ends it. Steps shorter than the timer's grain are made up for: the model's
+//! time is added up, not the waits.
+
+use std::collections::HashMap;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::task::AtomicWaker;
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+
+use super::model::{Finish, Job, Progress, RequestId, Scheduler, Stats};
+
+/// How far the model's time may be behind the clock before the difference is forgiven: an engine
+/// that got no processor for a while goes on at its normal pace after it.
+const CATCH_UP_MAX: Duration = Duration::from_millis(100);
+
+/// An engine's scheduler with those who wait for it.
+#[derive(Debug)]
+pub(super) struct Core {
+    inner: Mutex<Inner>,
+    /// Rung when there may be work again.
+    work: Notify,
+    /// Requests that have not ended.
+    open: watch::Sender<u32>,
+    speed: f64,
+}
+
+#[derive(Debug)]
+struct Inner {
+    scheduler: Scheduler,
+    outlets: HashMap<RequestId, Arc<Outlet>>,
+}
+
+/// Where one request's progress is put and picked up.
+#[derive(Debug, Default)]
+struct Outlet {
+    latest: Mutex<Latest>,
+    waker: AtomicWaker,
+}
+
+/// What a request has got so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Latest {
+    /// Tokens made.
+    pub output_tokens: u32,
+    /// Prompt tokens found in the cache; meaningful once a token is made.
+    pub cached_tokens: u32,
+    /// How it ended; `None` while it runs.
+    pub finish: Option<Finish>,
+}
+
+/// A request under way. Dropping it aborts what has not ended.
+#[derive(Debug)]
+pub(super) struct Ticket {
+    core: Arc<Core>,
+    id: RequestId,
+    outlet: Arc<Outlet>,
+    seen: u32,
+}
+
+impl Core {
+    /// An idle engine whose model runs `speed` times as fast as its timing says.
+    #[must_use]
+    pub(super) fn new(scheduler: Scheduler, speed: f64) -> Arc<Self> {
+        Arc::new(Self {
+            inner: Mutex::new(Inner {
+                scheduler,
+                outlets: HashMap::new(),
+            }),
+            work: Notify::new(),
+            open: watch::Sender::new(0),
+            speed,
+        })
+    }
+
+    /// Queues a request.
+    pub(super) fn submit(self: &Arc<Self>, job: Job) -> Ticket {
+        let outlet = Arc::new(Outlet::default());
+        let id = {
+            let mut inner = self.lock();
+            let id = inner.scheduler.submit(job);
+            inner.outlets.insert(id, outlet.clone());
+            self.count_open(&inner);
+            id
+        };
+        self.work.notify_one();
+        Ticket {
+            core: self.clone(),
+            id,
+            outlet,
+            seen: 0,
+        }
+    }
+
+    /// Counters and gauges as they stand.
+    #[must_use]
+    pub(super) fn stats(&self) -> Stats {
+        self.lock().scheduler.stats()
+    }
+
+    /// Most tokens a request can have.
+    #[must_use]
+    pub(super) fn tokens_max(&self) -> u32 {
+        self.lock().scheduler.tokens_max()
+    }
+
+    /// How many requests have not ended, to wait upon.
+    #[must_use]
+    pub(super) fn watch_open(&self) -> watch::Receiver<u32> {
+        self.open.subscribe()
+    }
+
+    /// Runs the model for as long as the future is polled.
+    pub(super) async fn drive(self: Arc<Self>) {
+        let mut model_time = Instant::now();
+        loop {
+            let step = self.lock().scheduler.begin_step();
+            let Some(step) = step else {
+                self.work.notified().await;
+                model_time = Instant::now();
+                continue;
+            };
+            let now = Instant::now();
+            let earliest = now.checked_sub(CATCH_UP_MAX).unwrap_or(now);
+            model_time = model_time.max(earliest) + step.div_f64(self.speed);
+            if model_time > now {
+                tokio::time::sleep_until(model_time).await;
+            } else {
+                tokio::task::yield_now().await;
+            }
+            self.finish_step();
+        }
+    }
+
+    fn finish_step(&self) {
+        let mut inner = self.lock();
+        // Nobody subscribes to the events: counting them is all that becomes of them here.
+        drop(inner.scheduler.take_events());
+        for progress in inner.scheduler.finish_step() {
+            let outlet = if progress.finish.is_some() {
+                inner.outlets.remove(&progress.id)
+            } else {
+                inner.outlets.get(&progress.id).cloned()
+            };
+            if let Some(outlet) = outlet {
+                outlet.put(progress);
+            }
+        }
+        self.count_open(&inner);
+    }
+
+    fn abort(&self, id: RequestId) {
+        let mut inner = self.lock();
+        if inner.outlets.remove(&id).is_some() {
+            inner.scheduler.abort(id);
+            self.count_open(&inner);
+        }
+    }
+
+    fn count_open(&self, inner: &Inner) {
+        let open = u32::try_from(inner.outlets.len()).unwrap_or(u32::MAX);
+        self.open
+            .send_if_modified(|known| std::mem::replace(known, open) != open);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner
+            .lock()
+            .expect("no holder of the scheduler panics")
+    }
+}
+
+impl Outlet {
+    fn put(&self, progress: Progress) {
+        *self.lock() = Latest {
+            output_tokens: progress.output_tokens,
+            cached_tokens: progress.cached_tokens,
+            finish: progress.finish,
+        };
+        self.waker.wake();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Latest> {
+        self.latest.lock().expect("no holder of an outlet panics")
+    }
+}
+
+impl Ticket {
+    /// The next state with tokens not yet seen, or the end.
+    pub(super) fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Latest> {
+        let ticket = self.get_mut();
+        ticket.outlet.waker.register(cx.waker());
+        let latest = *ticket.outlet.lock();
+        if latest.output_tokens > ticket.seen {
+            ticket.seen = latest.output_tokens;
+            Poll::Ready(latest)
+        } else {
+            Poll::Pending
+        }
+    }
+
+    /// Waits until the request has ended.
+    pub(super) async fn finished(mut self) -> Latest {
+        loop {
+            let latest = std::future::poll_fn(|cx| Pin::new(&mut self).poll_next(cx)).await;
+            if latest.finish.is_some() {
+                return latest;
+            }
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.core.abort(self.id);
+    }
+}

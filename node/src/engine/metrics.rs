@@ -1,0 +1,195 @@
+//! `/metrics` under vLLM's names: those a router reads, and the counters tests compare with.
+
+use std::fmt::Write as _;
+
+use super::model::{Shape, Stats};
+
+/// What the page tells beside the counters.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Page<'a> {
+    /// Served model name.
+    pub model: &'a str,
+    /// Sizes, for `cache_config_info`.
+    pub shape: Shape,
+    /// Unix time the engine started at, in seconds.
+    pub started_s: f64,
+    /// The counters.
+    pub stats: Stats,
+}
+
+impl Page<'_> {
+    /// The page in Prometheus' text format.
+    #[must_use]
+    pub(super) fn render(&self) -> String {
+        let Stats {
+            running,
+            waiting,
+            used_blocks,
+            usable_blocks,
+            ..
+        } = self.stats;
+        let usage = f64::from(used_blocks) / f64::from(usable_blocks.max(1));
+        let mut out = String::with_capacity(4096);
+        self.gauge(
+            &mut out,
+            "num_requests_running",
+            "Requests in the batch.",
+            f64::from(running),
+        );
+        self.gauge(
+            &mut out,
+            "num_requests_waiting",
+            "Requests in the queue.",
+            f64::from(waiting),
+        );
+        self.gauge(
+            &mut out,
+            "kv_cache_usage_perc",
+            "Used KV blocks, 1 is all.",
+            usage,
+        );
+        self.counters(&mut out);
+        self.successes(&mut out);
+        self.cache_config(&mut out);
+        let _ = writeln!(
+            out,
+            "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n\
+             # TYPE process_start_time_seconds gauge\n\
+             process_start_time_seconds {:.3}",
+            self.started_s
+        );
+        out
+    }
+
+    fn counters(&self, out: &mut String) {
+        let stats = &self.stats;
+        for (name, help, value) in [
+            (
+                "prefix_cache_queries",
+                "Tokens looked up in the prefix cache.",
+                stats.cache_queries,
+            ),
+            (
+                "prefix_cache_hits",
+                "Tokens found in the prefix cache.",
+                stats.cache_hits,
+            ),
+            ("num_preemptions", "Preemptions.", stats.preemptions),
+            ("prompt_tokens", "Prompt tokens.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens made.", stats.generation_tokens),
+        ] {
+            self.head(out, name, help, "counter");
+            let labels = self.labels();
+            let _ = writeln!(out, "vllm:{name}_total{{{labels}}} {value}");
+        }
+    }
+
+    fn successes(&self, out: &mut String) {
+        self.head(
+            out,
+            "request_success",
+            "Ended requests by reason.",
+            "counter",
+        );
+        for (reason, value) in [
+            ("stop", self.stats.finished_stop),
+            ("length", self.stats.finished_length),
+            ("abort", self.stats.aborted),
+        ] {
+            let labels = self.labels();
+            let _ = writeln!(
+                out,
+                "vllm:request_success_total{{{labels},finished_reason=\"{reason}\"}} {value}"
+            );
+        }
+    }
+
+    fn cache_config(&self, out: &mut String) {
+        let Shape {
+            block_size,
+            num_gpu_blocks,
+            ..
+        } = self.shape;
+        self.head(
+            out,
+            "cache_config_info",
+            "Information of the LLMEngine CacheConfig",
+            "gauge",
+        );
+        let _ = writeln!(
+            out,
+            "vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",\
+             enable_prefix_caching=\"True\",engine=\"0\",num_gpu_blocks=\"{num_gpu_blocks}\",\
+             prefix_caching_hash_algo=\"xxh3\"}} 1.0"
+        );
+    }
+
+    fn gauge(&self, out: &mut String, name: &str, help: &str, value: f64) {
+        self.head(out, name, help, "gauge");
+        let labels = self.labels();
+        let _ = writeln!(out, "vllm:{name}{{{labels}}} {value}");
+    }
+
+    fn head(&self, out: &mut String, name: &str, help: &str, kind: &str) {
+        let suffix = if kind == "counter" { "_total" } else { "" };
+        let _ = writeln!(
+            out,
+            "# HELP vllm:{name}{suffix} {help}\n# TYPE vllm:{name}{suffix} {kind}"
+        );
+    }
+
+    fn labels(&self) -> String {
+        let model = self
+            .model
+            .replace('\\', "\\\\")
+            .replace('"', "\\\"")
+            .replace('\n', "\\n");
+        format!("engine=\"0\",model_name=\"{model}\"")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn the_page_has_what_a_router_reads() {
+        let shape = Shape {
+            num_gpu_blocks: 100,
+            block_size: 32,
+            max_num_seqs: 1,
+            max_num_batched_tokens: 1,
+            prefill_tokens_per_s: 1,
+            decode: Duration::ZERO,
+        };
+        let stats = Stats {
+            running: 3,
+            waiting: 2,
+            used_blocks: 25,
+            usable_blocks: 100,
+            cache_queries: 640,
+            cache_hits: 320,
+            ..Stats::default()
+        };
+        let page = Page {
+            model: "a\"b",
+            shape,
+            started_s: 12.5,
+            stats,
+        }
+        .render();
+        for line in [
+            "vllm:num_requests_running{engine=\"0\",model_name=\"a\\\"b\"} 3",
+            "vllm:num_requests_waiting{engine=\"0\",model_name=\"a\\\"b\"} 2",
+            "vllm:kv_cache_usage_perc{engine=\"0\",model_name=\"a\\\"b\"} 0.25",
+            "vllm:prefix_cache_queries_total{engine=\"0\",model_name=\"a\\\"b\"} 640",
+            "vllm:prefix_cache_hits_total{engine=\"0\",model_name=\"a\\\"b\"} 320",
+            "process_start_time_seconds 12.500",
+        ] {
+            assert!(page.lines().any(|found| found == line), "{line} in\n{page}");
+        }
+        assert!(page.contains("block_size=\"32\""));
+        assert!(page.contains("num_gpu_blocks=\"100\""));
+    }
+}

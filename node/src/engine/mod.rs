@@ -1,0 +1,199 @@
+//! An emulated vLLM engine: a real prefix cache and scheduler with modelled time, behind vLLM's HTTP.
+//!
+//! It lets a cluster be tried, tested and measured where there is no GPU. What decides about prefix
+//! hits is not modelled but done: block hashes, reference counts, the order of eviction, queueing
+//! and preemption follow vLLM v1 ([`cache`], [`model`]); only the arithmetic is replaced by its
+//! duration, and the words by random ones ([`text`]).
+//!
+//! `quorate engine` runs one; several can run in one process.
+
+mod answer;
+mod args;
+pub mod cache;
+mod driver;
+mod http;
+mod metrics;
+pub mod model;
+#[cfg(test)]
+mod tests;
+pub mod text;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+pub use args::{EngineArgs, run};
+use driver::Core;
+use http::Surface;
+use model::{Scheduler, Shape, Stats};
+
+/// Connections one engine serves at a time; further ones wait in the listener's queue.
+const CONNECTIONS_MAX: usize = 16_384;
+
+/// What an engine is started with.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineOptions {
+    /// Where it listens; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// Served model name.
+    pub model: String,
+    /// Sizes and speeds.
+    pub shape: Shape,
+    /// How many times faster than `shape` says the model runs.
+    pub speed: f64,
+    /// Seed of the words it says.
+    pub seed: u64,
+    /// How long an idle connection is kept. 5 s with vLLM.
+    pub keep_alive: Duration,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            model: "emulated".to_owned(),
+            shape: Shape {
+                num_gpu_blocks: 8192,
+                block_size: 32,
+                max_num_seqs: 256,
+                max_num_batched_tokens: 2048,
+                prefill_tokens_per_s: 10_000,
+                decode: Duration::from_millis(20),
+            },
+            speed: 1.0,
+            seed: 0,
+            keep_alive: Duration::from_secs(5),
+        }
+    }
+}
+
+/// Starts engines.
+#[derive(Debug, Clone, Copy)]
+pub struct Engine;
+
+/// A running engine. Dropping it stops the engine without waiting.
+#[derive(Debug)]
+pub struct EngineHandle {
+    addr: SocketAddr,
+    core: Arc<Core>,
+    stop: CancellationToken,
+    tasks: TaskTracker,
+}
+
+impl Engine {
+    /// Binds the address and serves it in the background.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    ///
+    /// # Panics
+    /// When a size of the shape is zero, or `speed` is not a positive number.
+    pub async fn start(options: EngineOptions) -> io::Result<EngineHandle> {
+        assert!(
+            options.speed.is_finite() && options.speed > 0.0,
+            "engine speed {}",
+            options.speed
+        );
+        let listener = TcpListener::bind(options.listen).await?;
+        let addr = listener.local_addr()?;
+        let core = Core::new(Scheduler::new(options.shape), options.speed);
+        let surface = Surface::new(core.clone(), options.model, options.shape, options.seed);
+        let stop = CancellationToken::new();
+        let tasks = TaskTracker::new();
+        tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
+        let acceptor = accept(
+            listener,
+            Arc::new(surface),
+            options.keep_alive,
+            stop.clone(),
+            tasks.clone(),
+        );
+        tasks.spawn(stop.clone().run_until_cancelled_owned(acceptor));
+        tasks.close();
+        Ok(EngineHandle {
+            addr,
+            core,
+            stop,
+            tasks,
+        })
+    }
+}
+
+impl EngineHandle {
+    /// Where it listens.
+    #[must_use]
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// `http://` and the address.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    /// Its counters.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.core.stats()
+    }
+
+    /// How many requests have not ended, to wait upon.
+    #[must_use]
+    pub fn watch_open(&self) -> watch::Receiver<u32> {
+        self.core.watch_open()
+    }
+
+    /// Stops at once, cutting all connections off, and waits until it has.
+    pub async fn stop(self) {
+        self.stop.cancel();
+        self.tasks.wait().await;
+    }
+}
+
+impl Drop for EngineHandle {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    surface: Arc<Surface>,
+    keep_alive: Duration,
+    stop: CancellationToken,
+    tasks: TaskTracker,
+) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let place = places
+            .clone()
+            .acquire_owned()
+            .await
+            .expect("the semaphore is never closed");
+        match listener.accept().await {
+            Ok((socket, _)) => {
+                // Without it each word would wait for the client's acknowledgement of the last.
+                if let Err(error) = socket.set_nodelay(true) {
+                    tracing::debug!(%error, "set nodelay");
+                }
+                let connection = surface.clone().serve(socket, keep_alive, stop.clone());
+                tasks.spawn(async move {
+                    connection.await;
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                // Out of file descriptors, mostly: try again when some may have been closed.
+                tracing::warn!(%error, "accept connection");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+}

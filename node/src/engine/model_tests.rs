@@ -1,0 +1,193 @@
+//! The scheduler: what requests get, in what time, and that nothing is left behind.
+
+use std::time::Duration;
+
+use super::{Finish, Job, Progress, RequestId, Scheduler, Shape};
+use crate::engine::text::Sequence;
+use proptest::prelude::*;
+
+const SHAPE: Shape = Shape {
+    num_gpu_blocks: 65,
+    block_size: 4,
+    max_num_seqs: 4,
+    max_num_batched_tokens: 32,
+    prefill_tokens_per_s: 1000,
+    decode: Duration::from_millis(64),
+};
+
+/// A prompt of `tokens` tokens of which the first `shared` are everybody's.
+fn job(tokens: u32, shared: u32, own: u8, max_tokens: u32) -> Job {
+    let mut prompt = vec![0; (shared.min(tokens) * 4) as usize];
+    prompt.resize((tokens * 4) as usize, own);
+    let sequence = Sequence::new(&prompt, "", SHAPE.block_size, 1);
+    Job {
+        sequence,
+        max_tokens,
+        ending: Finish::Length,
+    }
+}
+
+fn run_to_end(scheduler: &mut Scheduler) -> (Duration, Vec<Progress>) {
+    let (mut time, mut progress) = (Duration::ZERO, Vec::new());
+    while let Some(step) = scheduler.begin_step() {
+        time += step;
+        progress.extend(scheduler.finish_step());
+    }
+    (time, progress)
+}
+
+#[test]
+fn a_lone_request_takes_its_prefill_and_a_decode_step_per_further_token() {
+    let mut scheduler = Scheduler::new(SHAPE);
+    let id = scheduler.submit(job(100, 0, 7, 3));
+    let (time, progress) = run_to_end(&mut scheduler);
+    assert_eq!(time, Duration::from_millis(100 + 2 * 65));
+    let last = Progress {
+        id,
+        output_tokens: 3,
+        cached_tokens: 0,
+        finish: Some(Finish::Length),
+    };
+    assert_eq!(progress.last(), Some(&last));
+    assert_eq!(progress.len(), 3);
+}
+
+#[test]
+fn prefill_is_chunked_and_shared_with_those_that_decode() {
+    let mut scheduler = Scheduler::new(SHAPE);
+    scheduler.submit(job(8, 0, 1, 10));
+    assert_eq!(scheduler.begin_step(), Some(Duration::from_millis(8)));
+    scheduler.finish_step();
+    scheduler.submit(job(100, 0, 2, 1));
+    // One token of the first and 31 of the second fill the budget of 32.
+    assert_eq!(scheduler.begin_step(), Some(Duration::from_millis(65 + 31)));
+    assert_eq!(scheduler.finish_step().len(), 1);
+}
+
+#[test]
+fn a_repeated_prompt_is_cached_but_for_its_last_block() {
+    let mut scheduler = Scheduler::new(SHAPE);
+    scheduler.submit(job(12, 12, 0, 1));
+    run_to_end(&mut scheduler);
+    scheduler.submit(job(12, 12, 0, 1));
+    let (_, progress) = run_to_end(&mut scheduler);
+    assert_eq!(progress[0].cached_tokens, 8);
+    assert_eq!(scheduler.stats().cache_hits, 8);
+    assert_eq!(scheduler.stats().cache_queries, 24);
+}
+
+#[test]
+fn a_conversation_finds_the_answer_it_continues() {
+    let mut scheduler = Scheduler::new(SHAPE);
+    let mut first = job(10, 0, 3, 15).sequence;
+    scheduler.submit(Job {
+        sequence: first.clone(),
+        max_tokens: 15,
+        ending: Finish::Stop,
+    });
+    run_to_end(&mut scheduler);
+    for _ in 0..15 {
+        first.push_token();
+    }
+    // 25 tokens, the last of them never computed: six full blocks.
+    assert_eq!(
+        scheduler
+            .pool
+            .find(first.hashes(), 100)
+            .tokens(&scheduler.pool),
+        24
+    );
+}
+
+#[test]
+fn no_more_than_the_limit_run_and_the_rest_wait() {
+    let mut scheduler = Scheduler::new(SHAPE);
+    for own in 0..6 {
+        scheduler.submit(job(4, 0, own, 2));
+    }
+    scheduler.begin_step();
+    let stats = scheduler.stats();
+    assert_eq!((stats.running, stats.waiting), (4, 2));
+}
+
+#[test]
+fn the_last_comer_is_preempted_when_blocks_run_out_and_still_finishes() {
+    let shape = Shape {
+        num_gpu_blocks: 9,
+        ..SHAPE
+    };
+    let mut scheduler = Scheduler::new(shape);
+    let first = scheduler.submit(job(16, 0, 1, 12));
+    let second = scheduler.submit(job(16, 0, 2, 12));
+    let (_, progress) = run_to_end(&mut scheduler);
+    let ended = |id: RequestId| {
+        progress
+            .iter()
+            .position(|p| p.id == id && p.finish.is_some())
+            .expect("it ends")
+    };
+    assert!(ended(first) < ended(second));
+    assert!(scheduler.stats().preemptions > 0);
+    assert_eq!(scheduler.stats().used_blocks, 0);
+}
+
+#[test]
+fn an_abort_frees_its_blocks_at_once_even_within_a_step() {
+    let mut scheduler = Scheduler::new(SHAPE);
+    let id = scheduler.submit(job(100, 0, 1, 5));
+    scheduler.begin_step();
+    assert!(scheduler.stats().used_blocks > 0);
+    scheduler.abort(id);
+    let stats = scheduler.stats();
+    assert_eq!(
+        (
+            stats.running,
+            stats.waiting,
+            stats.used_blocks,
+            stats.aborted
+        ),
+        (0, 0, 0, 1)
+    );
+    assert_eq!(scheduler.finish_step(), []);
+    assert_eq!(scheduler.begin_step(), None);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    #[test]
+    fn every_request_gets_its_tokens_or_is_aborted_and_nothing_is_left(
+        blocks in 17_u32..80,
+        jobs in prop::collection::vec(
+            (1_u32..40, 0_u32..40, 0_u8..3, 1_u32..24, 0_u32..6, prop::bool::weighted(0.2)),
+            1..40,
+        ),
+    ) {
+        let mut scheduler = Scheduler::new(Shape { num_gpu_blocks: blocks, ..SHAPE });
+        let mut expected = Vec::new();
+        let mut progress = Vec::new();
+        for (tokens, shared, own, max_tokens, steps, is_aborted) in jobs {
+            let id = scheduler.submit(job(tokens, shared, own, max_tokens));
+            for _ in 0..steps {
+                let Some(time) = scheduler.begin_step() else { break };
+                prop_assert!(time > Duration::ZERO);
+                progress.extend(scheduler.finish_step());
+            }
+            if is_aborted {
+                scheduler.abort(id);
+            } else {
+                expected.push((id, tokens, max_tokens));
+            }
+        }
+        progress.extend(run_to_end(&mut scheduler).1);
+        for (id, tokens, max_tokens) in expected {
+            let own: Vec<&Progress> = progress.iter().filter(|p| p.id == id).collect();
+            let counts: Vec<u32> = own.iter().map(|p| p.output_tokens).collect();
+            prop_assert_eq!(counts, (1..=max_tokens).collect::<Vec<_>>());
+            prop_assert!(own.iter().all(|p| p.cached_tokens < tokens && p.cached_tokens % 4 == 0));
+            prop_assert_eq!(own.iter().filter(|p| p.finish.is_some()).count(), 1);
+        }
+        let stats = scheduler.stats();
+        prop_assert_eq!((stats.running, stats.waiting, stats.used_blocks), (0, 0, 0));
+    }
+}

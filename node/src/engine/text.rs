@@ -1,0 +1,247 @@
+//! The emulated tokenizer and the emulated model's words.
+//!
+//! One token is four bytes of the flattened prompt, so that a block of 32 tokens is the 128 bytes a
+//! router with the `character` tokenizer hashes. Output is made of four-byte words, one per token,
+//! drawn from `(engine seed, prompt, position)`: the same prompt always gets the same answer.
+//!
+//! A sequence is one run of bytes, prompt first, then output. A prompt whose length is no multiple
+//! of four counts its last bytes as a token of their own; the words after it are not shifted, so a
+//! block is full when its *bytes* are there. Between the two counts there is less than one token.
+
+use api::prompt::Prompt;
+use std::sync::OnceLock;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+/// Bytes of one token.
+pub const TOKEN_BYTES: usize = 4;
+
+/// Chained hash of one full block and of all before it. Private to one engine, like vLLM's.
+pub type EngineHash = u64;
+
+/// A request's bytes, hashed block by block as they come.
+#[derive(Debug, Clone)]
+pub struct Sequence {
+    block_bytes: usize,
+    root: u64,
+    hashes: Vec<EngineHash>,
+    /// Bytes after the last full block.
+    tail: Vec<u8>,
+    /// Seed of the words.
+    voice: u64,
+    prompt_tokens: u32,
+    output_tokens: u32,
+}
+
+impl Sequence {
+    /// Hashes a prompt's blocks. `salt` separates prompts that must not share blocks.
+    #[must_use]
+    pub fn new(prompt: &[u8], salt: &str, block_tokens: u32, seed: u64) -> Self {
+        let root = xxh3_64(salt.as_bytes());
+        let mut sequence = Self {
+            block_bytes: block_tokens as usize * TOKEN_BYTES,
+            root,
+            hashes: Vec::with_capacity(prompt.len() / (block_tokens as usize * TOKEN_BYTES) + 1),
+            tail: Vec::new(),
+            voice: xxh3_64_with_seed(prompt, seed),
+            prompt_tokens: token_count(prompt.len()),
+            output_tokens: 0,
+        };
+        sequence.extend(prompt);
+        sequence
+    }
+
+    /// Chained hashes of the full blocks.
+    #[must_use]
+    pub fn hashes(&self) -> &[EngineHash] {
+        &self.hashes
+    }
+
+    /// Tokens of the prompt.
+    #[must_use]
+    pub fn prompt_tokens(&self) -> u32 {
+        self.prompt_tokens
+    }
+
+    /// Tokens made so far.
+    #[must_use]
+    pub fn output_tokens(&self) -> u32 {
+        self.output_tokens
+    }
+
+    /// Prompt and output.
+    #[must_use]
+    pub fn tokens(&self) -> u32 {
+        self.prompt_tokens + self.output_tokens
+    }
+
+    /// Seed of this sequence's [`word`]s.
+    #[must_use]
+    pub fn voice(&self) -> u64 {
+        self.voice
+    }
+
+    /// Appends the next output token.
+    pub fn push_token(&mut self) {
+        let next = word(self.voice, self.output_tokens);
+        self.extend(&next);
+        self.output_tokens += 1;
+    }
+
+    fn extend(&mut self, mut bytes: &[u8]) {
+        if !self.tail.is_empty() {
+            let missing = self.block_bytes - self.tail.len();
+            let (head, rest) = bytes.split_at(missing.min(bytes.len()));
+            self.tail.extend_from_slice(head);
+            bytes = rest;
+            if self.tail.len() < self.block_bytes {
+                return;
+            }
+            let full = std::mem::take(&mut self.tail);
+            self.push_block(&full);
+        }
+        let mut blocks = bytes.chunks_exact(self.block_bytes);
+        for block in &mut blocks {
+            self.push_block(block);
+        }
+        self.tail.extend_from_slice(blocks.remainder());
+    }
+
+    fn push_block(&mut self, block: &[u8]) {
+        let parent = self.hashes.last().copied().unwrap_or(self.root);
+        self.hashes.push(xxh3_64_with_seed(block, parent));
+    }
+}
+
+/// Tokens of so many bytes: a begun token is a token.
+#[must_use]
+pub fn token_count(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(TOKEN_BYTES)).unwrap_or(u32::MAX)
+}
+
+/// The word an engine says at `position` of an answer: three letters and a space.
+#[must_use]
+pub fn word(voice: u64, position: u32) -> [u8; TOKEN_BYTES] {
+    let draw = xxh3_64_with_seed(&position.to_le_bytes(), voice);
+    let letter = |shift: u32| b'a' + u8::try_from((draw >> shift) % 26).expect("less than 26");
+    [letter(0), letter(16), letter(32), b' ']
+}
+
+/// Words `from..to` of an answer as text.
+#[must_use]
+pub fn words(voice: u64, from: u32, to: u32) -> String {
+    (from..to)
+        .flat_map(|position| word(voice, position))
+        .map(char::from)
+        .collect()
+}
+
+/// A parsed prompt as bytes of one sequence. Token ids are four bytes each, little-endian. A chat
+/// gets the assistant's heading appended, as chat templates do before the model speaks, so that
+/// the answer continues the prompt exactly as the next turn will repeat it.
+#[must_use]
+pub fn sequence_bytes(prompt: Prompt, is_chat: bool) -> Vec<u8> {
+    match prompt {
+        Prompt::Text(mut text) => {
+            if is_chat {
+                text.extend_from_slice(reply_heading());
+            }
+            text
+        }
+        Prompt::Tokens(ids) => ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
+    }
+}
+
+/// What stands before an assistant's reply in a flattened chat.
+fn reply_heading() -> &'static [u8] {
+    static HEADING: OnceLock<Vec<u8>> = OnceLock::new();
+    HEADING.get_or_init(|| {
+        let (mut one, mut other) = (Vec::new(), Vec::new());
+        api::prompt::append_reply(&mut one, "a");
+        api::prompt::append_reply(&mut other, "b");
+        let common = one.iter().zip(&other).take_while(|(a, b)| a == b).count();
+        one.truncate(common);
+        one
+    })
+}
+
+/// Token ids of some bytes: each four bytes read as a little-endian number, the last padded with
+/// zeros.
+#[must_use]
+pub fn token_ids(bytes: &[u8]) -> Vec<u32> {
+    let id = |chunk: &[u8]| {
+        let mut padded = [0; TOKEN_BYTES];
+        padded[..chunk.len()].copy_from_slice(chunk);
+        u32::from_le_bytes(padded)
+    };
+    bytes.chunks(TOKEN_BYTES).map(id).collect()
+}
+
+/// The text of token ids: the inverse of [`token_ids`], less the padding.
+#[must_use]
+pub fn detokenize(ids: &[u32]) -> String {
+    let mut bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+    let length = bytes
+        .iter()
+        .rposition(|byte| *byte != 0)
+        .map_or(0, |last| last + 1);
+    bytes.truncate(length);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reference(bytes: &[u8], block: usize) -> Vec<u64> {
+        let mut parent = xxh3_64(b"");
+        let chain = |chunk: &[u8]| {
+            parent = xxh3_64_with_seed(chunk, parent);
+            parent
+        };
+        bytes.chunks_exact(block).map(chain).collect()
+    }
+
+    #[test]
+    fn output_continues_the_blocks_of_the_prompt() {
+        for length in 0..300 {
+            let prompt = vec![7_u8; length];
+            let mut sequence = Sequence::new(&prompt, "", 4, 9);
+            let mut bytes = prompt.clone();
+            for position in 0..40 {
+                sequence.push_token();
+                bytes.extend(word(sequence.voice(), position));
+                assert_eq!(
+                    sequence.hashes(),
+                    reference(&bytes, 16),
+                    "prompt of {length}"
+                );
+            }
+            assert_eq!(sequence.tokens(), token_count(length) + 40);
+        }
+    }
+
+    #[test]
+    fn a_salt_separates_equal_prompts() {
+        let one = Sequence::new(&[1; 64], "a", 4, 0);
+        let other = Sequence::new(&[1; 64], "b", 4, 0);
+        assert_ne!(one.hashes()[0], other.hashes()[0]);
+        assert_eq!(one.voice(), other.voice());
+    }
+
+    #[test]
+    fn the_next_turn_repeats_the_answer_byte_for_byte() {
+        let mut turn = b"<|user|>\nhello there\n".to_vec();
+        let before = sequence_bytes(Prompt::Text(turn.clone()), true);
+        let answer = words(5, 0, 9);
+        api::prompt::append_reply(&mut turn, &answer);
+        assert!(turn.starts_with(&[before.as_slice(), answer.as_bytes()].concat()));
+    }
+
+    #[test]
+    fn tokens_are_read_back_as_text() {
+        for text in ["", "a", "four", "five5", "grüße"] {
+            assert_eq!(detokenize(&token_ids(text.as_bytes())), text);
+        }
+        assert_eq!(token_ids(b"abcde").len(), 2);
+    }
+}
