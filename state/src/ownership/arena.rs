@@ -1,0 +1,204 @@
+//! A backend's records, in chunks that a snapshot shares and the writer copies on first change.
+//!
+//! A record is a block with its parent, how many children and open leases hold it, and when it was
+//! last released. Columns, not structs: 22 bytes a record, and a snapshot reads them in runs.
+//! Records are named by index; a freed one joins a list that runs through the `parent` column, so
+//! that a frozen chunk is complete in itself.
+
+use std::sync::Arc;
+
+use crate::ids::BlockHash;
+
+/// Records of one chunk. Copying one takes about two microseconds: the price of the first change
+/// of each chunk after a snapshot began.
+pub(super) const CHUNK_RECORDS: usize = 1024;
+/// "No record": the parent of a first block.
+pub(super) const NO_RECORD: u32 = u32::MAX;
+/// Indexes stay below, so that they fit 24 bits beside an eight-bit tag or a 40-bit epoch.
+pub(super) const RECORDS_MAX: u32 = (1 << 24) - 2;
+/// Highest epoch.
+pub(super) const EPOCH_MAX: u64 = (1 << 40) - 1;
+/// Set in the parent column of a record that is free; the rest is the next free one.
+const FREE: u32 = 1 << 31;
+const FREE_END: u32 = FREE | (1 << 24) - 1;
+
+const CHILDREN_BITS: u32 = 24;
+const CHILDREN: u64 = (1 << CHILDREN_BITS) - 1;
+
+/// See the module's text.
+#[derive(Clone)]
+pub(super) struct Chunk {
+    hash: [u64; CHUNK_RECORDS],
+    /// Epoch in the upper 40 bits, children in the lower 24.
+    meta: [u64; CHUNK_RECORDS],
+    parent: [u32; CHUNK_RECORDS],
+    leases: [u16; CHUNK_RECORDS],
+}
+
+impl Chunk {
+    const EMPTY: Self = Self {
+        hash: [0; CHUNK_RECORDS],
+        meta: [0; CHUNK_RECORDS],
+        parent: [FREE_END; CHUNK_RECORDS],
+        leases: [0; CHUNK_RECORDS],
+    };
+
+    /// The record at `at`, `None` when it is free.
+    pub(super) fn get(&self, at: usize) -> Option<Record> {
+        let parent = self.parent[at];
+        (parent == NO_RECORD || parent & FREE == 0).then(|| Record {
+            hash: BlockHash(self.hash[at]),
+            parent,
+            children: (self.meta[at] & CHILDREN) as u32,
+            leases: self.leases[at],
+            epoch: self.meta[at] >> CHILDREN_BITS,
+        })
+    }
+
+    pub(super) fn set(&mut self, at: usize, record: Record) {
+        self.hash[at] = record.hash.0;
+        self.meta[at] = record.epoch << CHILDREN_BITS | u64::from(record.children);
+        self.parent[at] = record.parent;
+        self.leases[at] = record.leases;
+    }
+}
+
+/// One owned block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Record {
+    pub(super) hash: BlockHash,
+    /// [`NO_RECORD`] for a first block.
+    pub(super) parent: u32,
+    /// Owned blocks that follow this one.
+    pub(super) children: u32,
+    /// Open leases whose tip it is.
+    pub(super) leases: u16,
+    /// The backend's release count when it was last released as a tip, or the highest such of the
+    /// descendants evicted since. 0: no lease over it was ever kept.
+    pub(super) epoch: u64,
+}
+
+impl Record {
+    /// Whether nothing holds it: no lease ends here, no owned block follows.
+    pub(super) fn is_free_leaf(&self) -> bool {
+        self.children == 0 && self.leases == 0
+    }
+}
+
+/// See the module's text.
+#[derive(Clone)]
+pub(super) struct Arena {
+    chunks: Vec<Arc<Chunk>>,
+    /// Records handed out so far, free ones included.
+    len: u32,
+    /// First of the free list, as a `parent` entry.
+    free: u32,
+}
+
+impl Arena {
+    pub(super) fn new() -> Self {
+        Self {
+            chunks: Vec::new(),
+            len: 0,
+            free: FREE_END,
+        }
+    }
+
+    /// Records handed out so far, free ones included.
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+
+    pub(super) fn chunks(&self) -> &[Arc<Chunk>] {
+        &self.chunks
+    }
+
+    /// A live record. `index` must be that of one.
+    pub(super) fn get(&self, index: u32) -> Record {
+        let (chunk, at) = place(index);
+        self.chunks[chunk]
+            .get(at)
+            .expect("an index that is kept names a live record")
+    }
+
+    /// As [`Self::get`]; `None` when `index` names no live record.
+    pub(super) fn try_get(&self, index: u32) -> Option<Record> {
+        let (chunk, at) = place(index);
+        self.chunks.get(chunk)?.get(at)
+    }
+
+    /// Only the hash, which is what lookups compare; any index below `len`.
+    #[inline]
+    pub(super) fn hash(&self, index: u32) -> BlockHash {
+        let (chunk, at) = place(index);
+        BlockHash(self.chunks[chunk].hash[at])
+    }
+
+    /// Overwrites a live record.
+    pub(super) fn set(&mut self, index: u32, record: Record) {
+        let (chunk, at) = place(index);
+        Arc::make_mut(&mut self.chunks[chunk]).set(at, record);
+    }
+
+    /// Stores a new record; answers its index. The caller keeps the number below [`RECORDS_MAX`].
+    pub(super) fn insert(&mut self, record: Record) -> u32 {
+        let index = if self.free == FREE_END {
+            self.len
+        } else {
+            self.free & !FREE
+        };
+        let (chunk, at) = place(index);
+        if chunk == self.chunks.len() {
+            self.chunks.push(Arc::new(Chunk::EMPTY));
+        }
+        let chunk = Arc::make_mut(&mut self.chunks[chunk]);
+        if index == self.len {
+            self.len += 1;
+        } else {
+            self.free = chunk.parent[at];
+        }
+        chunk.set(at, record);
+        index
+    }
+
+    /// Frees a live record.
+    pub(super) fn remove(&mut self, index: u32) {
+        let (chunk, at) = place(index);
+        Arc::make_mut(&mut self.chunks[chunk]).parent[at] = self.free;
+        self.free = FREE | index;
+    }
+
+    /// Adds a chunk as a snapshot holds it: `None` for what was free then. Only before any other
+    /// change, and in order.
+    pub(super) fn push_chunk(&mut self, records: &[Option<Record>]) {
+        let mut chunk = Chunk::EMPTY;
+        for (at, record) in records.iter().enumerate() {
+            match record {
+                Some(record) => chunk.set(at, *record),
+                None => {
+                    chunk.parent[at] = self.free;
+                    self.free = FREE | self.len + at as u32;
+                }
+            }
+        }
+        self.len += records.len() as u32;
+        self.chunks.push(Arc::new(chunk));
+    }
+
+    /// Indexes and records in use, ascending by index.
+    pub(super) fn live(&self) -> impl Iterator<Item = (u32, Record)> {
+        (0..self.len).filter_map(|index| Some((index, self.try_get(index)?)))
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        let chunk = size_of::<Chunk>() + 2 * size_of::<usize>();
+        self.chunks.len() * chunk + self.chunks.capacity() * size_of::<Arc<Chunk>>()
+    }
+}
+
+fn place(index: u32) -> (usize, usize) {
+    (
+        index as usize / CHUNK_RECORDS,
+        index as usize % CHUNK_RECORDS,
+    )
+}

@@ -1,0 +1,378 @@
+//! One backend's blocks: a forest of records, with the leaves that may be evicted in order.
+//!
+//! The story of pins and epochs, which gives vLLM's order at constant cost:
+//! - A lease touches its tip only. A block is held while a lease ends at it or a block after it is
+//!   owned; so holding the tip holds the path.
+//! - A release gives the tip the backend's next epoch. A block's true epoch is the highest of its
+//!   own and its descendants', because a release covers the whole path; evicting a leaf hands its
+//!   epoch to its parent, which keeps the true epoch of what remains.
+//! - Only free leaves can go, and they stand in a set by epoch. The least recently released goes
+//!   first, the deepest first within one release, as a parent joins the set when its last child left.
+//!
+//! At any time an epoch above 0 is carried by one record of a backend at the most: it is given to one
+//! tip, and passed on only by a record that ends. So the order has no ties, and the index of a record,
+//! which may differ between replicas, decides nothing. A free leaf of epoch 0 does not exist: nobody
+//! ever kept it, so it went with the last lease that was discarded over it.
+
+use std::collections::BTreeSet;
+
+use crate::ids::{BlockHash, Slot};
+use crate::ownership::arena::{Arena, EPOCH_MAX, NO_RECORD, Record};
+use crate::ownership::digest;
+use crate::ownership::index::Index;
+use crate::view::ViewWriter;
+
+/// What all backends share.
+pub(super) struct Common {
+    /// The published index.
+    pub(super) view: ViewWriter,
+    /// Sum of the records' digests.
+    pub(super) sum: u128,
+    /// Blocks owned, over all backends.
+    pub(super) owned: u64,
+    /// Most of them.
+    pub(super) owned_max: u64,
+}
+
+/// See the module's text.
+pub(super) struct Backend {
+    pub(super) slot: Slot,
+    /// Blocks; `None`: unknown, unbounded.
+    pub(super) capacity: Option<u32>,
+    /// Releases so far.
+    pub(super) epoch: u64,
+    pub(super) arena: Arena,
+    pub(super) index: Index,
+    /// `epoch << 24 | record` of every free leaf.
+    pub(super) evictable: BTreeSet<u64>,
+    /// Blocks owned.
+    pub(super) owned: u32,
+}
+
+/// Where a walk along a chain ended.
+pub(super) struct Walk {
+    /// The last record of the chain that is owned.
+    pub(super) tip: u32,
+    /// Records added.
+    pub(super) inserted: u32,
+}
+
+impl Backend {
+    pub(super) fn new(slot: Slot, capacity: Option<u32>) -> Self {
+        Self {
+            slot,
+            capacity,
+            epoch: 0,
+            arena: Arena::new(),
+            index: Index::new(),
+            evictable: BTreeSet::new(),
+            owned: 0,
+        }
+    }
+
+    /// The record of `block`.
+    pub(super) fn find(&self, block: BlockHash) -> Option<u32> {
+        self.index.find(block, &self.arena)
+    }
+
+    /// Follows and adds `chain` behind `from` (a record, or [`NO_RECORD`]).
+    ///
+    /// Ends early at a block that is owned behind another parent: the hash of a block names all
+    /// before it, so such a chain contradicts itself, and following it would break the rule that
+    /// who owns a block owns what is before it. Ends early, too, when there is no room and
+    /// nothing to evict.
+    pub(super) fn walk(&mut self, common: &mut Common, from: u32, chain: &[BlockHash]) -> Walk {
+        let mut walk = Walk {
+            tip: from,
+            inserted: 0,
+        };
+        for &block in chain {
+            match self.find(block) {
+                Some(record) if self.arena.get(record).parent == walk.tip => walk.tip = record,
+                Some(_) => break,
+                None if common.owned >= common.owned_max => break,
+                None => {
+                    walk.tip = self.insert(common, block, walk.tip);
+                    walk.inserted += 1;
+                    self.trim(common);
+                    while common.owned >= common.owned_max && self.evict(common) {}
+                }
+            }
+        }
+        walk
+    }
+
+    /// Counts one more lease that ends at `index`; `false` when there are too many to count.
+    pub(super) fn pin(&mut self, common: &mut Common, index: u32) -> bool {
+        let record = self.arena.get(index);
+        let Some(leases) = record.leases.checked_add(1) else {
+            return false;
+        };
+        self.unsettle(index, &record);
+        self.change(common, index, record, Record { leases, ..record });
+        true
+    }
+
+    /// Counts one lease less; `false` when there is none, as for a lease that outlived its blocks.
+    /// The caller settles the record.
+    pub(super) fn unpin(&mut self, common: &mut Common, index: u32) -> bool {
+        let record = self.arena.get(index);
+        let Some(leases) = record.leases.checked_sub(1) else {
+            return false;
+        };
+        self.change(common, index, record, Record { leases, ..record });
+        true
+    }
+
+    /// Marks the path that ends in `index` as released now.
+    pub(super) fn touch(&mut self, common: &mut Common, index: u32) {
+        let epoch = self.next_epoch(common);
+        let record = self.arena.get(index);
+        self.unsettle(index, &record);
+        self.change(common, index, record, Record { epoch, ..record });
+        self.settle(index);
+    }
+
+    /// Removes `index` and what is before it, as far as nothing holds it and nobody ever kept it.
+    pub(super) fn give_back(&mut self, common: &mut Common, mut index: u32) {
+        while index != NO_RECORD {
+            let record = self.arena.get(index);
+            if !record.is_free_leaf() || record.epoch > 0 {
+                self.settle(index);
+                return;
+            }
+            self.remove_leaf(common, index, &record);
+            index = record.parent;
+        }
+    }
+
+    /// Evicts while more is owned than the capacity allows and anything can go.
+    pub(super) fn trim(&mut self, common: &mut Common) {
+        let capacity = self.capacity.unwrap_or(u32::MAX);
+        while self.owned > capacity && self.evict(common) {}
+    }
+
+    /// Removes `block` and all that follows it, whoever holds it; answers how many.
+    pub(super) fn remove(&mut self, common: &mut Common, block: BlockHash) -> u32 {
+        let Some(index) = self.find(block) else {
+            return 0;
+        };
+        let parent = self.arena.get(index).parent;
+        let before = self.owned;
+        let leaves = self.leaves_below(index);
+        self.fell(common, leaves, parent);
+        if parent != NO_RECORD {
+            // What only the removed blocks were kept for may have nobody left to keep it.
+            self.give_back(common, parent);
+        }
+        before - self.owned
+    }
+
+    /// Removes everything.
+    pub(super) fn clear(&mut self, common: &mut Common) {
+        let leaves = self.arena.live().filter(|(_, record)| record.children == 0);
+        let leaves = leaves.map(|(index, _)| index).collect();
+        self.evictable.clear();
+        self.fell(common, leaves, NO_RECORD);
+        self.arena = Arena::new();
+        self.index = Index::new();
+        debug_assert_eq!(
+            (self.owned, self.evictable.len()),
+            (0, 0),
+            "blocks left after a clear"
+        );
+    }
+
+    /// Adds a block behind `parent`; readers see it from here on.
+    fn insert(&mut self, common: &mut Common, block: BlockHash, parent: u32) -> u32 {
+        let parent_hash = (parent != NO_RECORD).then(|| {
+            let mut record = self.arena.get(parent);
+            self.unsettle(parent, &record);
+            record.children += 1;
+            self.arena.set(parent, record);
+            record.hash
+        });
+        let record = Record {
+            hash: block,
+            parent,
+            children: 0,
+            leases: 0,
+            epoch: 0,
+        };
+        let index = self.arena.insert(record);
+        self.index.insert(block, index, &self.arena);
+        common.sum = common
+            .sum
+            .wrapping_add(digest::of_record(self.slot, &record, parent_hash));
+        common.owned += 1;
+        self.owned += 1;
+        common.view.insert(self.slot, block);
+        index
+    }
+
+    /// Evicts the first free leaf in order; `false` when there is none.
+    fn evict(&mut self, common: &mut Common) -> bool {
+        let Some(key) = self.evictable.pop_first() else {
+            return false;
+        };
+        let index = (key & u64::from(u32::MAX >> 8)) as u32;
+        let record = self.arena.get(index);
+        self.remove_leaf(common, index, &record);
+        if record.parent != NO_RECORD {
+            self.settle(record.parent);
+        }
+        true
+    }
+
+    /// Removes a record without children that is not in `evictable`, and hands its epoch to its
+    /// parent, which the caller settles.
+    fn remove_leaf(&mut self, common: &mut Common, index: u32, record: &Record) {
+        common.view.remove(self.slot, record.hash);
+        self.index.remove(record.hash, index);
+        common.sum = common.sum.wrapping_sub(self.digest_of(record));
+        common.owned -= 1;
+        self.owned -= 1;
+        self.arena.remove(index);
+        if record.parent != NO_RECORD {
+            let parent = self.arena.get(record.parent);
+            let epoch = parent.epoch.max(record.epoch);
+            let children = parent.children - 1;
+            self.change(
+                common,
+                record.parent,
+                parent,
+                Record {
+                    epoch,
+                    children,
+                    ..parent
+                },
+            );
+        }
+    }
+
+    /// Removes `leaves` and upwards from each as far as it leaves none behind, up to `end`. Children
+    /// go before their parents, so that no reader finds a gap.
+    fn fell(&mut self, common: &mut Common, leaves: Vec<u32>, end: u32) {
+        for leaf in leaves {
+            let mut index = leaf;
+            while index != end {
+                let record = self.arena.get(index);
+                if record.children > 0 {
+                    break;
+                }
+                self.unsettle(index, &record);
+                self.remove_leaf(common, index, &record);
+                index = record.parent;
+            }
+        }
+    }
+
+    /// The records without children at or below `top`. A block without children is asked for by
+    /// itself; else every record is looked at once, as parents do not name their children.
+    fn leaves_below(&self, top: u32) -> Vec<u32> {
+        #[derive(Clone, Copy, PartialEq)]
+        enum Side {
+            Unknown,
+            Below,
+            Beside,
+        }
+        if self.arena.get(top).children == 0 {
+            return vec![top];
+        }
+        let mut sides = vec![Side::Unknown; self.arena.len() as usize];
+        sides[top as usize] = Side::Below;
+        let mut leaves = Vec::new();
+        for (index, record) in self.arena.live() {
+            let climb = |mut at: u32, sides: &[Side]| {
+                while at != NO_RECORD && sides[at as usize] == Side::Unknown {
+                    at = self.arena.get(at).parent;
+                }
+                at
+            };
+            let known = climb(index, &sides);
+            let side = if known == NO_RECORD {
+                Side::Beside
+            } else {
+                sides[known as usize]
+            };
+            let mut at = index;
+            while at != known {
+                sides[at as usize] = side;
+                at = self.arena.get(at).parent;
+            }
+            if side == Side::Below && record.children == 0 {
+                leaves.push(index);
+            }
+        }
+        leaves
+    }
+
+    /// Puts a free leaf among those that may be evicted.
+    fn settle(&mut self, index: u32) {
+        let record = self.arena.get(index);
+        if record.is_free_leaf() {
+            self.evictable.insert(key(index, &record));
+        }
+    }
+
+    /// Takes a record that will not be a free leaf of this epoch any more out of the evictable ones.
+    fn unsettle(&mut self, index: u32, record: &Record) {
+        // Fresh records are free leaves for a moment, but they are never in the set.
+        if record.is_free_leaf() && record.epoch > 0 {
+            self.evictable.remove(&key(index, record));
+        }
+    }
+
+    fn change(&mut self, common: &mut Common, index: u32, old: Record, new: Record) {
+        let parent = self.parent_hash(&old);
+        let removed = digest::of_record(self.slot, &old, parent);
+        let added = digest::of_record(self.slot, &new, parent);
+        common.sum = common.sum.wrapping_sub(removed).wrapping_add(added);
+        self.arena.set(index, new);
+    }
+
+    /// A live record's share of the digest.
+    pub(super) fn digest_of(&self, record: &Record) -> u128 {
+        digest::of_record(self.slot, record, self.parent_hash(record))
+    }
+
+    fn parent_hash(&self, record: &Record) -> Option<BlockHash> {
+        (record.parent != NO_RECORD).then(|| self.arena.hash(record.parent))
+    }
+
+    fn next_epoch(&mut self, common: &mut Common) -> u64 {
+        if self.epoch >= EPOCH_MAX {
+            self.renumber(common);
+        }
+        self.epoch += 1;
+        self.epoch
+    }
+
+    /// Renumbers the epochs from 1 in their order: once in 35 years at a thousand releases a
+    /// second, but the counter must not stick.
+    fn renumber(&mut self, common: &mut Common) {
+        let carriers = self.arena.live().filter(|(_, record)| record.epoch > 0);
+        let mut carriers: Vec<_> = carriers
+            .map(|(index, record)| (record.epoch, index))
+            .collect();
+        carriers.sort_unstable();
+        self.evictable.clear();
+        self.epoch = carriers.len() as u64;
+        for (epoch, (_, index)) in (1..).zip(carriers) {
+            let record = self.arena.get(index);
+            self.change(common, index, record, Record { epoch, ..record });
+            self.settle(index);
+        }
+    }
+
+    /// Heap bytes, of which the evictable set's are estimated.
+    pub(super) fn memory_bytes(&self) -> usize {
+        // A B-tree of eight-byte keys: nodes of eleven, about two thirds full.
+        let evictable = self.evictable.len() * 14;
+        size_of::<Self>() + self.arena.memory_bytes() + self.index.memory_bytes() + evictable
+    }
+}
+
+pub(super) fn key(index: u32, record: &Record) -> u64 {
+    record.epoch << 24 | u64::from(index)
+}

@@ -1,0 +1,157 @@
+//! What always holds of an [`Ownership`], checked from scratch. Slow on a large one.
+
+use std::collections::BTreeMap;
+
+use crate::Broken;
+use crate::ids::{BlockHash, Slot};
+use crate::ownership::Ownership;
+use crate::ownership::arena::{NO_RECORD, Record};
+use crate::ownership::backend::{Backend, key};
+
+impl Ownership {
+    /// Checks, given the tips of all open leases:
+    ///
+    /// - `I1` ownership is prefix-closed: every block's parent is owned, and no block is its own
+    ///   ancestor.
+    /// - `I2` the published view shows exactly the owned blocks.
+    /// - `I3` a backend owns more than its capacity only while nothing can be evicted; counts agree.
+    /// - `I6` pins are right: a record counts the children it has and the leases that end at it, the
+    ///   evictable ones are exactly those nothing holds, and each of them was kept by some release.
+    /// - `I8` the digest equals the one computed from scratch.
+    ///
+    /// # Errors
+    /// The first that does not hold.
+    pub fn check(&self, leases: impl IntoIterator<Item = (Slot, BlockHash)>) -> Result<(), Broken> {
+        let mut open = BTreeMap::<(Slot, BlockHash), u16>::new();
+        for lease in leases {
+            *open.entry(lease).or_default() += 1;
+        }
+        let (mut sum, mut owned) = (0_u128, 0_u64);
+        for backend in self.backends.iter().flatten() {
+            for (index, record) in backend.arena.live() {
+                sum = sum.wrapping_add(backend.digest_of(&record));
+                self.check_record(backend, index, &record, &mut open)?;
+            }
+            owned += u64::from(backend.owned);
+            check_backend(backend)?;
+        }
+        if let Some(((slot, tip), leases)) = open.first_key_value() {
+            return broken(
+                "I6",
+                format!("{leases} leases on {tip} of {slot}, which is not owned"),
+            );
+        }
+        if (owned, self.common.view.pairs()) != (self.common.owned, owned) {
+            let view = self.common.view.pairs();
+            return broken("I2", format!("{owned} owned, {view} shown, {:?}", self));
+        }
+        if sum != self.common.sum {
+            return broken(
+                "I8",
+                format!("kept {:032x}, is {sum:032x}", self.common.sum),
+            );
+        }
+        Ok(())
+    }
+
+    fn check_record(
+        &self,
+        backend: &Backend,
+        index: u32,
+        record: &Record,
+        open: &mut BTreeMap<(Slot, BlockHash), u16>,
+    ) -> Result<(), Broken> {
+        let slot = backend.slot;
+        if record.parent != NO_RECORD && backend.arena.try_get(record.parent).is_none() {
+            return broken(
+                "I1",
+                format!("{slot}: the parent of {record:?} is not owned"),
+            );
+        }
+        if backend.find(record.hash) != Some(index) {
+            return broken("I1", format!("{slot}: {record:?} is not found by its hash"));
+        }
+        if !self.common.view.view().owns(slot, record.hash) {
+            return broken("I2", format!("{slot}: {record:?} is not in the view"));
+        }
+        let leases = open.remove(&(slot, record.hash)).unwrap_or(0);
+        if leases != record.leases {
+            return broken("I6", format!("{slot}: {leases} leases end at {record:?}"));
+        }
+        let is_evictable = backend.evictable.contains(&key(index, record));
+        if is_evictable != record.is_free_leaf() || is_evictable && record.epoch == 0 {
+            return broken(
+                "I6",
+                format!("{slot}: {record:?} evictable: {is_evictable}"),
+            );
+        }
+        Ok(())
+    }
+}
+
+fn check_backend(backend: &Backend) -> Result<(), Broken> {
+    let slot = backend.slot;
+    let mut children = vec![0_u32; backend.arena.len() as usize];
+    let (mut owned, mut free_leaves, mut leaves) = (0, 0, Vec::new());
+    for (index, record) in backend.arena.live() {
+        owned += 1;
+        free_leaves += usize::from(record.is_free_leaf());
+        if record.parent != NO_RECORD {
+            children[record.parent as usize] += 1;
+        }
+        if record.children == 0 {
+            leaves.push(index);
+        }
+    }
+    let wrong = backend
+        .arena
+        .live()
+        .find(|(at, r)| children[*at as usize] != r.children);
+    if let Some((at, record)) = wrong {
+        let children = children[at as usize];
+        return broken("I6", format!("{slot}: {record:?} has {children} children"));
+    }
+    if reached_from(backend, &leaves) != owned {
+        return broken("I1", format!("{slot}: a block is its own ancestor"));
+    }
+    if (owned, u64::from(owned)) != (backend.owned, backend.index.len()) {
+        return broken(
+            "I3",
+            format!("{slot}: {owned} records, counted {}", backend.owned),
+        );
+    }
+    if backend.evictable.len() != free_leaves {
+        return broken(
+            "I6",
+            format!("{slot}: {} evictable", backend.evictable.len()),
+        );
+    }
+    if backend.capacity.is_some_and(|most| owned > most) && free_leaves > 0 {
+        let capacity = backend.capacity;
+        return broken(
+            "I3",
+            format!("{slot}: {owned} of {capacity:?}, {free_leaves} evictable"),
+        );
+    }
+    Ok(())
+}
+
+/// How many records stand on a path from a leaf to a first block; with right child counts only those
+/// on a cycle do not.
+fn reached_from(backend: &Backend, leaves: &[u32]) -> u32 {
+    let mut is_reached = vec![false; backend.arena.len() as usize];
+    let mut reached = 0;
+    for &leaf in leaves {
+        let mut at = leaf;
+        while at != NO_RECORD && !is_reached[at as usize] {
+            is_reached[at as usize] = true;
+            reached += 1;
+            at = backend.arena.get(at).parent;
+        }
+    }
+    reached
+}
+
+fn broken(number: &'static str, detail: String) -> Result<(), Broken> {
+    Err(Broken { number, detail })
+}

@@ -1,0 +1,1 @@
+//! Readable scenarios, and what the model does not reach.

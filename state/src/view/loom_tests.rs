@@ -1,0 +1,1 @@
+//! The view under every interleaving that loom finds.

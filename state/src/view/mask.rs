@@ -1,0 +1,57 @@
+//! Sets of backend slots as bit masks: bit `slot % 64` of word `slot / 64`.
+
+use crate::command::BACKENDS_MAX;
+
+/// Words of a mask that holds every slot there can be.
+pub(crate) const WORDS_MAX: usize = BACKENDS_MAX.div_ceil(64);
+
+/// A set of the slots below `64 * W`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Mask<const W: usize>(pub(crate) [u64; W]);
+
+impl<const W: usize> Mask<W> {
+    /// No slot.
+    pub(crate) const EMPTY: Self = Self([0; W]);
+
+    /// Adds `slot`; one beyond the mask's width is left out.
+    #[inline]
+    pub(crate) fn insert(&mut self, slot: u16) {
+        if let Some(word) = self.0.get_mut(usize::from(slot) / 64) {
+            *word |= 1 << (slot % 64);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.iter().all(|&word| word == 0)
+    }
+
+    #[inline]
+    pub(crate) fn and(&self, other: &Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] & other.0[i]))
+    }
+
+    #[inline]
+    pub(crate) fn without(&self, other: &Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
+    }
+
+    /// Number of slots in the set.
+    pub(crate) fn count(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
+    /// Calls `each` for every slot in ascending order.
+    #[inline]
+    pub(crate) fn for_each(&self, mut each: impl FnMut(u16)) {
+        let mut base = 0_u16;
+        for &word in &self.0 {
+            let mut rest = word;
+            while rest != 0 {
+                each(base + rest.trailing_zeros() as u16);
+                rest &= rest - 1;
+            }
+            base += 64;
+        }
+    }
+}

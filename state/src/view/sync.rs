@@ -1,0 +1,61 @@
+//! The few concurrent building blocks the view is made of, in one place, so that `--cfg loom`
+//! can put loom's checked twins in their stead.
+//!
+//! [`Swap`] is an `Arc` that one thread replaces while others read it. In production it is
+//! `arc_swap::ArcSwap`, whose readers never wait; loom knows nothing of `ArcSwap`, so a model uses a
+//! lock there and checks what is built on top.
+
+#[cfg(not(loom))]
+mod imp {
+    pub(crate) use std::sync::Arc;
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+    /// A shared pointer that one writer replaces under many readers.
+    pub(crate) struct Swap<T>(arc_swap::ArcSwap<T>);
+
+    impl<T> Swap<T> {
+        pub(crate) fn new(value: Arc<T>) -> Self {
+            Self(arc_swap::ArcSwap::new(value))
+        }
+
+        /// Runs `read` on the present value, which stays alive meanwhile.
+        #[inline]
+        pub(crate) fn read<R>(&self, read: impl FnOnce(&T) -> R) -> R {
+            read(&self.0.load())
+        }
+
+        /// Replaces the value for readers that come from now on.
+        pub(crate) fn publish(&self, value: Arc<T>) {
+            self.0.store(value);
+        }
+    }
+}
+
+#[cfg(loom)]
+mod imp {
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use loom::sync::{Arc, RwLock};
+
+    /// A shared pointer that one writer replaces under many readers.
+    pub(crate) struct Swap<T>(RwLock<Arc<T>>);
+
+    impl<T> Swap<T> {
+        pub(crate) fn new(value: Arc<T>) -> Self {
+            Self(RwLock::new(value))
+        }
+
+        /// Runs `read` on the present value, which stays alive meanwhile. The lock is held only
+        /// to take the pointer, as a reader of the real one goes on with an old value too.
+        pub(crate) fn read<R>(&self, read: impl FnOnce(&T) -> R) -> R {
+            let value = self.0.read().expect("no model thread panics").clone();
+            read(&value)
+        }
+
+        /// Replaces the value for readers that come from now on.
+        pub(crate) fn publish(&self, value: Arc<T>) {
+            *self.0.write().expect("no model thread panics") = value;
+        }
+    }
+}
+
+pub(crate) use imp::{Arc, AtomicU32, AtomicU64, AtomicUsize, Ordering, Swap};

@@ -1,0 +1,1 @@
+//! The view by itself, against sets of pairs.

@@ -1,0 +1,284 @@
+//! The writer's end of the view: sets and clears owners, and rebuilds a shard's table when it is full.
+//!
+//! A rebuild touches one shard, a few thousand entries at the most, so that no change of the index
+//! ever waits long; the tables grow by a factor of 1.15 only, because their slack is memory.
+
+use crate::ids::{BlockHash, Slot};
+use crate::view::mask::{Mask, WORDS_MAX};
+use crate::view::sync::{Arc, Ordering};
+use crate::view::table::{Owners, Table, UNUSED, row_words};
+use crate::view::{BlockView, SHARDS};
+
+/// A table is rebuilt when more of its slots than this are used, in percent.
+const LOAD_MAX: usize = 85;
+/// Slots used just after a rebuild, in percent.
+const LOAD_FRESH: usize = 74;
+/// Slots of the smallest table.
+const CAPACITY_MIN: usize = 8;
+
+/// Changes what the handles of one [`BlockView`] see. There is one per index.
+pub(crate) struct ViewWriter {
+    view: BlockView,
+    shards: Vec<Shard>,
+    /// Words a bitmap of all slots seen so far takes.
+    width: usize,
+}
+
+impl ViewWriter {
+    /// An empty index of `shards` shards, a power of two up to [`SHARDS`].
+    pub(crate) fn new(shards: usize) -> Self {
+        assert!(
+            shards.is_power_of_two() && shards <= SHARDS,
+            "{shards} shards"
+        );
+        // One unused entry: probes end there, and the first insertion builds a real table.
+        let tables: Vec<_> = (0..shards).map(|_| Arc::new(Table::new(1, 0, 1))).collect();
+        let view = BlockView::over(&tables);
+        Self {
+            view,
+            shards: tables.into_iter().map(Shard::new).collect(),
+            width: 1,
+        }
+    }
+
+    /// A handle for readers.
+    pub(crate) fn view(&self) -> &BlockView {
+        &self.view
+    }
+
+    /// Makes room for `slot`, before anything is inserted for it.
+    pub(crate) fn admit(&mut self, slot: Slot) {
+        self.width = self.width.max(usize::from(slot.0) / 64 + 1);
+        self.view.shared.width.store(self.width, Ordering::Release);
+    }
+
+    /// Makes `slot` an owner of `block`.
+    pub(crate) fn insert(&mut self, slot: Slot, block: BlockHash) {
+        let at = self.view.shard_of(block);
+        let shard = &mut self.shards[at];
+        if shard.insert(slot.0, block, self.width) {
+            self.view.shared.shards[at].publish(Arc::clone(&shard.table));
+        }
+    }
+
+    /// Ends `slot`'s ownership of `block`.
+    pub(crate) fn remove(&mut self, slot: Slot, block: BlockHash) {
+        self.shards[self.view.shard_of(block)].remove(slot.0, block);
+    }
+
+    /// An index with as many shards that no reader sees, to be filled for [`Self::adopt`].
+    pub(crate) fn unpublished(&self) -> Self {
+        Self::new(self.shards.len())
+    }
+
+    /// Shows `other`'s content to this writer's readers. Until it returns they may find some
+    /// shards of the old index and some of the new.
+    pub(crate) fn adopt(&mut self, other: Self) {
+        self.width = other.width;
+        self.view.shared.width.store(self.width, Ordering::Release);
+        self.shards = other.shards;
+        for (shard, published) in self.shards.iter().zip(&self.view.shared.shards) {
+            published.publish(Arc::clone(&shard.table));
+        }
+    }
+
+    /// Pairs of block and owner in the view.
+    pub(crate) fn pairs(&self) -> u64 {
+        let mut pairs = 0;
+        for Shard { table, .. } in &self.shards {
+            table.for_each(|_, owners| pairs += table.mask::<WORDS_MAX>(owners).count() as u64);
+        }
+        pairs
+    }
+
+    /// Heap bytes of the tables, without what readers still hold of older ones.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let tables = self.shards.iter().map(|shard| shard.table.memory_bytes());
+        tables.sum::<usize>() + self.shards.len() * size_of::<Shard>()
+    }
+}
+
+/// What the writer knows about one shard's table.
+struct Shard {
+    table: Arc<Table>,
+    /// Slots with a key, tombstones included.
+    used: usize,
+    /// Slots with an owner.
+    live: usize,
+    /// Row words given out.
+    row_words_used: usize,
+}
+
+impl Shard {
+    fn new(table: Arc<Table>) -> Self {
+        Self {
+            table,
+            used: 0,
+            live: 0,
+            row_words_used: 0,
+        }
+    }
+
+    /// Answers whether the table is another one now and has to be published.
+    fn insert(&mut self, slot: u16, block: BlockHash, width: usize) -> bool {
+        if self.try_insert(slot, block) {
+            return false;
+        }
+        self.rebuild(width);
+        let has_room = self.try_insert(slot, block);
+        assert!(has_room, "a rebuilt table has no room for slot {slot}");
+        true
+    }
+
+    /// `false` when the table has no room for it; nothing changed then.
+    fn try_insert(&mut self, slot: u16, block: BlockHash) -> bool {
+        let (at, word) = self.table.find(block);
+        if word == UNUSED {
+            if (self.used + 1) * 100 > self.table.capacity() * LOAD_MAX {
+                return false;
+            }
+            self.table.occupy(at, block, Owners::inline(&[slot]));
+            self.used += 1;
+            self.live += 1;
+            return true;
+        }
+        let owners = Owners::decode(word);
+        if self.table.contains(owners, slot) {
+            return true;
+        }
+        match owners {
+            Owners::Nobody => {
+                self.table.set_owners(at, Owners::inline(&[slot]));
+                self.live += 1;
+                true
+            }
+            Owners::Inline([a, b, c]) if b == c => {
+                let slots = if a == b {
+                    &[a, slot][..]
+                } else {
+                    &[a, b, slot]
+                };
+                self.table.set_owners(at, Owners::inline(slots));
+                true
+            }
+            Owners::List { .. } | Owners::Bitmap { .. } if self.table.row_insert(owners, slot) => {
+                true
+            }
+            Owners::Inline(_) | Owners::List { .. } | Owners::Bitmap { .. } => {
+                self.move_to_row(at, owners, slot)
+            }
+        }
+    }
+
+    /// Gives the key at `at` a row that holds its owners and `slot`.
+    fn move_to_row(&mut self, at: usize, owners: Owners, slot: u16) -> bool {
+        let table = &self.table;
+        let mut slots = table.mask::<WORDS_MAX>(owners);
+        slots.insert(slot);
+        let words = row_words(slots.count(), table.width);
+        let row = self.row_words_used;
+        // Slots beyond the table's width need the wider bitmaps of a rebuilt one.
+        let is_wide = slots.0[table.width..].iter().any(|&bits| bits != 0);
+        if is_wide || row + words > table.row_words() {
+            return false;
+        }
+        table.set_owners(at, table.row_write(row, &slots));
+        self.row_words_used += words;
+        true
+    }
+
+    fn remove(&mut self, slot: u16, block: BlockHash) {
+        let (at, word) = self.table.find(block);
+        let owners = Owners::decode(word);
+        if !self.table.contains(owners, slot) {
+            return;
+        }
+        let rest = match owners {
+            Owners::Inline([a, b, c]) => match (a == slot, b == slot, c == slot) {
+                (true, true, _) => Owners::Nobody,
+                (true, false, _) => Owners::inline(&[b, c]),
+                (false, true, true) => Owners::inline(&[a]),
+                (false, true, false) => Owners::inline(&[a, c]),
+                (false, false, _) => Owners::inline(&[a, b]),
+            },
+            Owners::List { .. } | Owners::Bitmap { .. } => {
+                if !self.table.row_remove(owners, slot) {
+                    return;
+                }
+                Owners::Nobody
+            }
+            Owners::Nobody => return,
+        };
+        self.table.set_owners(at, rest);
+        if rest == Owners::Nobody {
+            self.live -= 1;
+        }
+    }
+
+    /// Moves what is alive to a table with room for at least one more key, and one more row.
+    fn rebuild(&mut self, width: usize) {
+        let width = width.max(self.table.width);
+        let old = Arc::clone(&self.table);
+        let mut row_words_live = 0;
+        let mut has_rows = false;
+        old.for_each(|_, owners| match owners {
+            Owners::Nobody => {}
+            Owners::Inline([a, b, c]) => has_rows |= a != b && b != c,
+            Owners::List { .. } | Owners::Bitmap { .. } => {
+                let count = old.mask::<WORDS_MAX>(owners).count();
+                has_rows = true;
+                row_words_live += if count > 3 {
+                    row_words(count, width)
+                } else {
+                    0
+                };
+            }
+        });
+        let slack = if has_rows {
+            row_words_live / 4 + 2 * width.max(4)
+        } else {
+            0
+        };
+        let capacity = ((self.live + 1) * 100)
+            .div_ceil(LOAD_FRESH)
+            .max(CAPACITY_MIN);
+        let table = Table::new(capacity, row_words_live + slack, width);
+        let mut row = 0;
+        let mut live = 0;
+        old.for_each(|block, owners| {
+            let owners = match owners {
+                Owners::Nobody | Owners::Inline(_) => owners,
+                Owners::List { .. } | Owners::Bitmap { .. } => {
+                    copy_row(&table, &mut row, &old.mask::<WORDS_MAX>(owners))
+                }
+            };
+            table.occupy(table.find(block).0, block, owners);
+            live += 1;
+        });
+        debug_assert_eq!(live, self.live, "live entries miscounted");
+        *self = Self {
+            table: Arc::new(table),
+            used: live,
+            live,
+            row_words_used: row,
+        };
+    }
+}
+
+/// Writes a row's slots, now `slots`, the cheapest way into another table.
+fn copy_row(table: &Table, row: &mut usize, slots: &Mask<WORDS_MAX>) -> Owners {
+    let count = slots.count();
+    if count > 3 {
+        let at = *row;
+        *row += row_words(count, table.width);
+        return table.row_write(at, slots);
+    }
+    let mut few = [0_u16; 3];
+    let mut next = few.iter_mut();
+    slots.for_each(|slot| {
+        if let Some(place) = next.next() {
+            *place = slot;
+        }
+    });
+    Owners::inline(&few[..count])
+}
