@@ -170,17 +170,19 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::BodyTooLarge { .. } => (413, "invalid_request_error", "request_too_large"),
         Failure::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
         Failure::NoneHealthy => (503, "server_error", "no_healthy_backend"),
+        Failure::Unreachable => (503, "server_error", "backend_unreachable"),
         Failure::Overloaded => (503, "server_error", "overloaded"),
-        Failure::Unreachable => (502, "server_error", "backend_unreachable"),
         Failure::EngineBroke | Failure::EngineBrokeOff => (502, "server_error", "backend_broke"),
         Failure::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
     let retry_after_s = match failure {
-        Failure::NoneHealthy | Failure::Overloaded => Some(UNAVAILABLE_RETRY_AFTER_S),
+        Failure::NoneHealthy | Failure::Unreachable | Failure::Overloaded => {
+            Some(UNAVAILABLE_RETRY_AFTER_S)
+        }
         _ => None,
     };
     let should_retry = match failure {
-        Failure::EngineBroke | Failure::EngineBrokeOff | Failure::EngineTimeout => Some(false),
+        Failure::EngineBrokeOff | Failure::EngineTimeout => Some(false),
         _ => None,
     };
     Answer {
@@ -259,13 +261,13 @@ mod tests {
     }
 
     #[test]
-    fn a_503_says_when_to_come_back_and_a_broken_engine_says_not_to() {
+    fn a_503_says_when_to_come_back_and_a_charged_failure_says_not_to() {
         let response = openai_response(&Failure::NoneHealthy);
         assert_eq!(response.status(), 503);
         assert_eq!(response.headers()[RETRY_AFTER], "1");
         assert!(!response.headers().contains_key(SHOULD_RETRY));
-        let response = openai_response(&Failure::EngineBroke);
-        assert_eq!(response.status(), 502);
+        let response = openai_response(&Failure::EngineTimeout);
+        assert_eq!(response.status(), 504);
         assert_eq!(response.headers()[SHOULD_RETRY], "false");
     }
 

@@ -1,1 +1,299 @@
-//! x
+//! The data plane: takes OpenAI-compatible requests, sends each to the engine the router chooses,
+//! and streams the answer back.
+//!
+//! What leaves and what comes back is the client's and the engine's, byte for byte, except for
+//! usage reporting ([`UsageSplice`]) and the headers of one hop. A client that goes away takes its
+//! request with it: everything a request holds, down to the engine's connection, is owned by the
+//! future and then the body that hyper drops when the client's connection ends, whether that is
+//! during prefill or in mid-stream.
+//!
+//! A client that shuts down only its sending side counts as gone: engines' time is too dear to be
+//! spent on an answer that may have no reader, and no common HTTP client does this. The same goes
+//! for one that pipelines requests on a connection; its departure is noticed when the answer before
+//! has been written.
+//!
+//! `x-quorate-policy`, `x-quorate-priority` and `x-quorate-session` are passed on and have no
+//! effect.
+
+mod forward;
+mod headers;
+mod inspect;
+mod metrics;
+mod models;
+mod relay;
+mod request;
+mod routes;
+mod scan;
+mod server;
+mod settings;
+mod splice;
+mod sse;
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Request, Response};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use state::View;
+use tracing::Instrument;
+
+pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
+pub use relay::BrokenAnswer;
+pub use server::{Drained, Server};
+pub use settings::{
+    ApiKeys, BadIdentifyBy, IdentifyBy, Limits, ProxySettings, Timeouts, key_user_name,
+};
+pub use splice::UsageSplice;
+
+use crate::backends::Backends;
+use crate::backends::pool::Pool;
+use crate::error::{Failure, openai_response};
+use crate::prompt::{Identity, Parsed};
+use crate::routing::Router;
+use forward::{Asked, Forwarded, forward};
+use headers::{REQUEST_ID, request_id};
+use metrics::Ledger;
+use relay::Relay;
+use routes::Route;
+
+/// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
+/// connections of the same thread waiting and go to the blocking pool.
+const PARSED_INLINE_BYTES_MAX: usize = 256 * 1024;
+
+/// What all connections of a data plane share.
+pub struct Proxy {
+    router: Arc<Router>,
+    backends: Arc<Backends>,
+    view: Arc<View>,
+    pool: Pool,
+    settings: ProxySettings,
+    metrics: Arc<ProxyMetrics>,
+    replica: HeaderValue,
+}
+
+/// The body of an answer.
+pub struct AnswerBody(Kind);
+
+enum Kind {
+    /// Made here; `None` once sent.
+    Local(Option<Bytes>),
+    /// An engine's.
+    Relay(Box<Relay>),
+}
+
+impl Proxy {
+    /// A data plane without connections.
+    #[must_use]
+    pub fn new(
+        router: Arc<Router>,
+        backends: Arc<Backends>,
+        view: Arc<View>,
+        settings: ProxySettings,
+        metrics: Arc<ProxyMetrics>,
+    ) -> Self {
+        let pool = Pool::new(settings.pool, metrics.pool.clone());
+        let replica = HeaderValue::from(u16::from(settings.replica.0));
+        Self {
+            router,
+            backends,
+            view,
+            pool,
+            settings,
+            metrics,
+            replica,
+        }
+    }
+
+    /// Answers one request. `peer` is the client's address as a header value.
+    pub async fn answer(
+        self: Arc<Self>,
+        peer: HeaderValue,
+        request: Request<Incoming>,
+    ) -> Response<AnswerBody> {
+        let mut ledger = Ledger::open(&self.metrics);
+        let id = request_id(request.headers());
+        let span = tracing::debug_span!(
+            "request",
+            request_id = id.to_str().unwrap_or_default(),
+            path = request.uri().path()
+        );
+        let (head, body) = request.into_parts();
+        let handled = self
+            .handle(peer, id.clone(), head, body)
+            .instrument(span)
+            .await;
+        let mut response = match handled {
+            Ok(Forwarded::Relayed(response)) => {
+                ledger.answered(response.status());
+                response.map(|mut relay| {
+                    relay.account(ledger);
+                    AnswerBody(Kind::Relay(relay))
+                })
+            }
+            Ok(Forwarded::Held(response)) => {
+                let is_error =
+                    response.status().is_client_error() || response.status().is_server_error();
+                let outcome = if is_error {
+                    Outcome::EngineError
+                } else {
+                    Outcome::Local
+                };
+                local(response, outcome, ledger)
+            }
+            Err(failure) => {
+                let response = openai_response(&failure);
+                let is_clients = response.status().is_client_error();
+                let outcome = if is_clients {
+                    Outcome::Refused
+                } else {
+                    Outcome::Failed
+                };
+                local(response, outcome, ledger)
+            }
+        };
+        response.headers_mut().insert(REQUEST_ID, id);
+        response
+    }
+
+    async fn handle(
+        self: &Arc<Self>,
+        peer: HeaderValue,
+        request_id: HeaderValue,
+        head: http::request::Parts,
+        mut body: Incoming,
+    ) -> Result<Forwarded, Failure> {
+        let body_bytes = match self.take_in(&head, &mut body).await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return self.models(head.uri.path()).map(Forwarded::Held),
+            Err(failure) => {
+                if !body.is_end_stream() {
+                    request::discard(&self.settings, &head.headers, body).await;
+                }
+                return Err(failure);
+            }
+        };
+        drop(body);
+        let (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
+        let user = request::identify(&self.settings, &head.headers, &parsed).into_owned();
+        let asked = Asked {
+            head,
+            body: body_bytes,
+            parsed,
+            identity,
+            user,
+            request_id,
+            peer,
+        };
+        forward(self, &asked).await
+    }
+
+    /// The body of a request for an engine; `None` for one that has an answer here.
+    async fn take_in(
+        &self,
+        head: &http::request::Parts,
+        body: &mut Incoming,
+    ) -> Result<Option<Bytes>, Failure> {
+        request::check_key(&self.settings, &head.headers)?;
+        match routes::route(&self.settings, &head.method, head.uri.path())? {
+            Route::Models | Route::Model(_) => Ok(None),
+            Route::Engine => {
+                let requests_max = i64::try_from(self.settings.limits.requests_max);
+                if requests_max.is_ok_and(|max| self.metrics.in_flight.get() > max) {
+                    return Err(Failure::Overloaded);
+                }
+                let bytes = request::read_body(&self.settings, &head.headers, body).await?;
+                self.metrics.request_bytes.inc_by(bytes.len() as u64);
+                Ok(Some(bytes))
+            }
+        }
+    }
+
+    async fn understand(
+        self: &Arc<Self>,
+        path: &str,
+        body: &Bytes,
+    ) -> Result<(Parsed, Identity), Failure> {
+        if body.len() <= PARSED_INLINE_BYTES_MAX {
+            return parse_and_identify(&self.router, path, body);
+        }
+        let (proxy, path, body) = (Arc::clone(self), path.to_owned(), body.clone());
+        tokio::task::spawn_blocking(move || parse_and_identify(&proxy.router, &path, &body))
+            .await
+            .unwrap_or(Err(Failure::Overloaded))
+    }
+
+    fn models(&self, path: &str) -> Result<Response<Bytes>, Failure> {
+        let registry = self.view.registry();
+        let is_healthy = |slot| {
+            self.backends
+                .health(slot)
+                .is_some_and(|health| health.is_healthy)
+        };
+        let body = match path.strip_prefix("/v1/models/") {
+            None => models::list(&registry, is_healthy),
+            Some(id) => {
+                models::one(&registry, is_healthy, id).ok_or_else(|| Failure::UnknownModel {
+                    model: forward::shown(id),
+                })?
+            }
+        };
+        let mut response = Response::new(body);
+        let json = HeaderValue::from_static("application/json");
+        response.headers_mut().insert(CONTENT_TYPE, json);
+        Ok(response)
+    }
+}
+
+fn parse_and_identify(
+    router: &Router,
+    path: &str,
+    body: &Bytes,
+) -> Result<(Parsed, Identity), Failure> {
+    let parsed = crate::prompt::parse(path, body).map_err(|bad| Failure::BadRequest {
+        message: bad.message,
+        param: bad.param,
+    })?;
+    let identity = router.identify(&parsed);
+    Ok((parsed, identity))
+}
+
+fn local(response: Response<Bytes>, outcome: Outcome, mut ledger: Ledger) -> Response<AnswerBody> {
+    ledger.answered(response.status());
+    ledger.ends(outcome);
+    response.map(|body| AnswerBody(Kind::Local(Some(body).filter(|body| !body.is_empty()))))
+}
+
+impl Body for AnswerBody {
+    type Data = Bytes;
+    type Error = BrokenAnswer;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenAnswer>>> {
+        match &mut self.0 {
+            Kind::Local(body) => Poll::Ready(body.take().map(|body| Ok(Frame::data(body)))),
+            Kind::Relay(relay) => Pin::new(&mut **relay).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.0 {
+            Kind::Local(body) => body.is_none(),
+            Kind::Relay(relay) => relay.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.0 {
+            Kind::Local(body) => {
+                SizeHint::with_exact(body.as_ref().map_or(0, |body| body.len() as u64))
+            }
+            Kind::Relay(relay) => relay.size_hint(),
+        }
+    }
+}

@@ -1,0 +1,488 @@
+//! Keep-alive connections to the engines, HTTP/1.1 over TCP.
+//!
+//! A connection is driven by whoever uses it: no task per connection and no channel hop between a
+//! request and its socket. The request's future owns the connection, so dropping it, or the body it
+//! answered with, closes the socket at once, which is how an engine learns that a client has left.
+//! An idle connection is driven by nobody; whether the engine has closed it is asked when it is
+//! taken out again.
+//!
+//! `hyper-util`'s client pools too, but gives back neither the moment at which a request was first
+//! answered by a byte nor whether the connection was a reused one, and both decide whether a reset
+//! may be repeated.
+
+use std::future::{Future, poll_fn};
+use std::io;
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::task::{Context, Poll, Waker, ready};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::{HeaderValue, Request, Response};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use prometheus_client::metrics::counter::Counter;
+use state::ids::BackendRef;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+/// Longest head of an answer, in bytes; hyper reads bodies through the same buffer.
+const HEAD_BYTES_MAX: usize = 64 * 1024;
+/// Most header fields of an answer.
+const HEADERS_MAX: usize = 128;
+/// Most buffers a [`Segments`] body is made of.
+const SEGMENTS_MAX: usize = 3;
+
+/// How the pool treats connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolSettings {
+    /// Longest wait for a TCP connection.
+    pub connect_timeout: Duration,
+    /// How long an idle connection is kept. vLLM closes its side after five seconds.
+    pub idle_timeout: Duration,
+    /// Most idle connections kept per backend.
+    pub idle_per_backend_max: usize,
+}
+
+impl Default for PoolSettings {
+    fn default() -> Self {
+        Self {
+            connect_timeout: Duration::from_secs(2),
+            idle_timeout: Duration::from_secs(4),
+            idle_per_backend_max: 256,
+        }
+    }
+}
+
+/// What the pool counts.
+#[derive(Debug, Clone, Default)]
+pub struct PoolCounters {
+    /// Connections opened.
+    pub opened: Counter,
+    /// Requests sent over a connection that had served another.
+    pub reused: Counter,
+    /// Reused connections that turned out closed, so that the request went over a new one.
+    pub reset: Counter,
+}
+
+/// Why an engine gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum SendFailure {
+    /// The backend's URL is not `http://host:port`.
+    #[error("backend url {0:?} is not http://host:port")]
+    Url(String),
+    /// No connection: nothing has reached the engine.
+    #[error("connect: {0}")]
+    Connect(#[source] io::Error),
+    /// The connection broke, or what came over it was not HTTP. The engine may have begun.
+    #[error("exchange: {0}")]
+    Broke(#[source] hyper::Error),
+    /// The connection ended without an answer or an error.
+    #[error("exchange: connection ended")]
+    Ended,
+}
+
+/// A request body of up to three buffers, sent one after the other without being joined.
+#[derive(Debug, Clone, Default)]
+pub struct Segments {
+    parts: [Bytes; SEGMENTS_MAX],
+}
+
+impl Segments {
+    /// A body of `parts`, in order. Empty ones are left out.
+    #[must_use]
+    pub fn new(parts: [Bytes; SEGMENTS_MAX]) -> Self {
+        Self { parts }
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.parts.iter().map(|part| part.len() as u64).sum()
+    }
+
+    /// Whether nothing is left to send.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.parts.iter().all(Bytes::is_empty)
+    }
+}
+
+impl From<Bytes> for Segments {
+    fn from(body: Bytes) -> Self {
+        Self::new([body, Bytes::new(), Bytes::new()])
+    }
+}
+
+impl Body for Segments {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let part = self.parts.iter_mut().find(|part| !part.is_empty());
+        Poll::Ready(part.map(|part| Ok(Frame::data(std::mem::take(part)))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.len())
+    }
+}
+
+/// All connections of one replica to its engines.
+pub struct Pool {
+    settings: PoolSettings,
+    counters: PoolCounters,
+    /// By slot.
+    endpoints: RwLock<Vec<Option<Arc<Endpoint>>>>,
+}
+
+/// One engine's address and its idle connections.
+pub struct Endpoint {
+    handle: BackendRef,
+    /// `host:port`.
+    address: String,
+    host: HeaderValue,
+    settings: PoolSettings,
+    counters: PoolCounters,
+    /// Oldest first.
+    idle: Mutex<Vec<Box<Link>>>,
+}
+
+impl Pool {
+    /// An empty pool.
+    #[must_use]
+    pub fn new(settings: PoolSettings, counters: PoolCounters) -> Self {
+        Self {
+            settings,
+            counters,
+            endpoints: RwLock::default(),
+        }
+    }
+
+    /// The endpoint of a backend. A new incarnation gets a new one: its predecessor's connections
+    /// are of no use to it.
+    ///
+    /// # Errors
+    /// [`SendFailure::Url`].
+    pub fn endpoint(&self, handle: BackendRef, url: &str) -> Result<Arc<Endpoint>, SendFailure> {
+        let index = usize::from(handle.slot.0);
+        {
+            let endpoints = self
+                .endpoints
+                .read()
+                .unwrap_or_else(PoisonError::into_inner);
+            if let Some(Some(endpoint)) = endpoints.get(index)
+                && endpoint.handle == handle
+            {
+                return Ok(Arc::clone(endpoint));
+            }
+        }
+        let endpoint = Arc::new(self.build(handle, url)?);
+        let mut endpoints = self
+            .endpoints
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        if endpoints.len() <= index {
+            endpoints.resize_with(index + 1, || None);
+        }
+        endpoints[index] = Some(Arc::clone(&endpoint));
+        Ok(endpoint)
+    }
+
+    fn build(&self, handle: BackendRef, url: &str) -> Result<Endpoint, SendFailure> {
+        let bad_url = || SendFailure::Url(url.to_owned());
+        let uri: http::Uri = url.parse().map_err(|_| bad_url())?;
+        let authority = uri.authority().ok_or_else(bad_url)?;
+        if uri.scheme_str() != Some("http") {
+            return Err(bad_url());
+        }
+        let address = format!(
+            "{}:{}",
+            authority.host(),
+            authority.port_u16().unwrap_or(80)
+        );
+        let host = HeaderValue::from_str(authority.as_str()).map_err(|_| bad_url())?;
+        Ok(Endpoint {
+            handle,
+            address,
+            host,
+            settings: self.settings,
+            counters: self.counters.clone(),
+            idle: Mutex::default(),
+        })
+    }
+
+    /// Closes connections that have been idle for too long. Called now and then, so that a backend
+    /// without traffic does not keep sockets its engine has closed.
+    pub fn reap(&self) {
+        let endpoints: Vec<_> = {
+            let endpoints = self
+                .endpoints
+                .read()
+                .unwrap_or_else(PoisonError::into_inner);
+            endpoints.iter().flatten().cloned().collect()
+        };
+        for endpoint in endpoints {
+            let timeout = self.settings.idle_timeout;
+            endpoint
+                .idle()
+                .retain(|link| link.idle_since.elapsed() < timeout);
+        }
+    }
+}
+
+impl Endpoint {
+    /// The value of the `host` header for requests to it.
+    #[must_use]
+    pub fn host(&self) -> &HeaderValue {
+        &self.host
+    }
+
+    /// How many connections wait for their next request.
+    #[must_use]
+    pub fn idle_connections(&self) -> usize {
+        self.idle().len()
+    }
+
+    /// Sends the request that `build` makes and waits for the head of its answer. When a connection
+    /// that had served another request breaks before one byte of the answer, the engine had most
+    /// likely closed it meanwhile, and the request is built and sent once more over a new one.
+    ///
+    /// # Errors
+    /// [`SendFailure`]; only [`SendFailure::Url`] and [`SendFailure::Connect`] mean that nothing
+    /// reached the engine.
+    pub async fn send(
+        self: &Arc<Self>,
+        build: &(impl Fn() -> Request<Segments> + Sync),
+    ) -> Result<Response<EngineBody>, SendFailure> {
+        if let Some(link) = self.take_idle() {
+            self.counters.reused.inc();
+            let heard = Arc::clone(&link.heard);
+            match self.exchange(link, build()).await {
+                Err(_) if !heard.load(Ordering::Relaxed) => {
+                    self.counters.reset.inc();
+                }
+                done => return done,
+            }
+        }
+        let link = self.connect().await?;
+        self.exchange(link, build()).await
+    }
+
+    async fn connect(&self) -> Result<Box<Link>, SendFailure> {
+        let connect = TcpStream::connect(self.address.as_str());
+        let stream = tokio::time::timeout(self.settings.connect_timeout, connect)
+            .await
+            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            .map_err(SendFailure::Connect)?;
+        stream.set_nodelay(true).map_err(SendFailure::Connect)?;
+        self.counters.opened.inc();
+        let heard = Arc::new(AtomicBool::new(false));
+        let io = TokioIo::new(Listening {
+            stream,
+            heard: Arc::clone(&heard),
+        });
+        let (sender, connection) = http1::Builder::new()
+            .max_buf_size(HEAD_BYTES_MAX)
+            .max_headers(HEADERS_MAX)
+            .handshake(io)
+            .await
+            .map_err(SendFailure::Broke)?;
+        let idle_since = Instant::now();
+        Ok(Box::new(Link {
+            sender,
+            connection,
+            is_over: false,
+            heard,
+            idle_since,
+        }))
+    }
+
+    async fn exchange(
+        self: &Arc<Self>,
+        mut link: Box<Link>,
+        request: Request<Segments>,
+    ) -> Result<Response<EngineBody>, SendFailure> {
+        link.heard.store(false, Ordering::Relaxed);
+        let mut response = pin!(link.sender.send_request(request));
+        let response = poll_fn(|cx| {
+            link.drive(cx);
+            // Only `drive` makes the answer come, and it has the waker already.
+            match response
+                .as_mut()
+                .poll(&mut Context::from_waker(Waker::noop()))
+            {
+                Poll::Ready(done) => Poll::Ready(done.map_err(SendFailure::Broke)),
+                Poll::Pending if link.is_over => Poll::Ready(Err(SendFailure::Ended)),
+                Poll::Pending => Poll::Pending,
+            }
+        })
+        .await?;
+        let endpoint = Arc::clone(self);
+        Ok(response.map(|incoming| EngineBody {
+            incoming,
+            link: Some(link),
+            endpoint,
+        }))
+    }
+
+    fn take_idle(&self) -> Option<Box<Link>> {
+        loop {
+            // The newest is the least likely to have been closed.
+            let mut link = self.idle().pop()?;
+            if link.idle_since.elapsed() < self.settings.idle_timeout && link.is_reusable() {
+                return Some(link);
+            }
+        }
+    }
+
+    fn give_back(&self, mut link: Box<Link>) {
+        if link.is_reusable() {
+            link.idle_since = Instant::now();
+            let mut idle = self.idle();
+            if idle.len() < self.settings.idle_per_backend_max {
+                idle.push(link);
+            }
+        }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<Box<Link>>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A connection with both of its ends.
+struct Link {
+    sender: http1::SendRequest<Segments>,
+    connection: http1::Connection<TokioIo<Listening>, Segments>,
+    /// Whether `connection` has ended; it must not be polled again.
+    is_over: bool,
+    /// Whether a byte came since the last request began.
+    heard: Arc<AtomicBool>,
+    idle_since: Instant,
+}
+
+impl Link {
+    fn drive(&mut self, cx: &mut Context<'_>) {
+        if !self.is_over {
+            // Its error also reaches whoever waits for the answer or its body.
+            self.is_over = Pin::new(&mut self.connection).poll(cx).is_ready();
+        }
+    }
+
+    /// Whether it can take a request: asks the socket, without waiting for it.
+    fn is_reusable(&mut self) -> bool {
+        self.drive(&mut Context::from_waker(Waker::noop()));
+        !self.is_over && self.sender.is_ready()
+    }
+}
+
+/// A socket that remembers whether it was read from.
+struct Listening {
+    stream: TcpStream,
+    heard: Arc<AtomicBool>,
+}
+
+impl AsyncRead for Listening {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
+        if buffer.filled().len() > before {
+            self.heard.store(true, Ordering::Relaxed);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Listening {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, buffers)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+/// An answer's body as it comes from the engine. Its connection goes back to the pool at the end;
+/// dropped before that, it is closed.
+pub struct EngineBody {
+    incoming: Incoming,
+    /// `None` after the end.
+    link: Option<Box<Link>>,
+    endpoint: Arc<Endpoint>,
+}
+
+impl Body for EngineBody {
+    type Data = Bytes;
+    type Error = SendFailure;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, SendFailure>>> {
+        let this = &mut *self;
+        let Some(link) = &mut this.link else {
+            return Poll::Ready(None);
+        };
+        link.drive(cx);
+        // Only `drive` makes frames come, and it has the waker already.
+        let mut quiet = Context::from_waker(Waker::noop());
+        match Pin::new(&mut this.incoming).poll_frame(&mut quiet) {
+            Poll::Ready(Some(Ok(frame))) => Poll::Ready(Some(Ok(frame))),
+            Poll::Ready(Some(Err(error))) => {
+                this.link = None;
+                Poll::Ready(Some(Err(SendFailure::Broke(error))))
+            }
+            Poll::Ready(None) => {
+                if let Some(link) = this.link.take() {
+                    this.endpoint.give_back(link);
+                }
+                Poll::Ready(None)
+            }
+            Poll::Pending if link.is_over => {
+                this.link = None;
+                Poll::Ready(Some(Err(SendFailure::Ended)))
+            }
+            Poll::Pending => Poll::Pending,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.incoming.size_hint()
+    }
+}

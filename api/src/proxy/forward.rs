@@ -1,0 +1,313 @@
+//! From a read request to the head of an engine's answer: decide, dispatch, send, and try the next
+//! candidate where that is safe.
+//!
+//! A request goes to another backend only when the one before did not run it: no connection, or an
+//! answer whose status says so. A connection that breaks after the request was sent is not
+//! repeated elsewhere, because the engine may have computed on it, or have died of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri};
+use http_body_util::{BodyExt, Limited};
+use state::ids::Slot;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::Proxy;
+use super::headers::{Hop, add_decision, clean_answer, toward_engine};
+use super::relay::{Content, Relay, Source, Waits};
+use super::splice::splice;
+use super::sse::{Events, Wanted};
+use crate::backends::pool::{EngineBody, Segments, SendFailure};
+use crate::error::Failure;
+use crate::prompt::{Identity, Parsed};
+use crate::routing::{Ask, Attempt, Decision, End};
+
+/// Longest answer kept while another backend is tried, in bytes.
+const HELD_ANSWER_BYTES_MAX: usize = 64 * 1024;
+/// How long the rest of such an answer is waited for.
+const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A request that is read and understood.
+pub(super) struct Asked {
+    pub(super) head: http::request::Parts,
+    pub(super) body: Bytes,
+    pub(super) parsed: Parsed,
+    pub(super) identity: Identity,
+    pub(super) user: String,
+    pub(super) request_id: HeaderValue,
+    /// The client's address.
+    pub(super) peer: HeaderValue,
+}
+
+/// What the client gets.
+pub(super) enum Forwarded {
+    /// An engine's answer as it comes.
+    Relayed(Response<Box<Relay>>),
+    /// An engine's refusal, after which no other backend could be tried.
+    Held(Response<Bytes>),
+}
+
+/// How the last attempt went, for when there is no further one.
+enum Last {
+    None,
+    Failed(Failure),
+    Refused(Response<Bytes>),
+}
+
+/// How one attempt went.
+enum Tried {
+    Answered(Response<EngineBody>, Attempt),
+    /// The next candidate may be tried.
+    NotRun(Last),
+    /// It may have run: nobody else is asked.
+    Lost(Failure),
+}
+
+/// The request as every attempt sends it.
+struct Sending<'a> {
+    asked: &'a Asked,
+    uri: Uri,
+    body: Segments,
+    first_byte_by: Instant,
+}
+
+pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Asked) -> Result<Forwarded, Failure> {
+    let path = asked.head.uri.path();
+    let (body, wanted) = splice(
+        proxy.settings.usage_splice,
+        path,
+        &asked.parsed,
+        &asked.body,
+    );
+    let uri = asked
+        .head
+        .uri
+        .path_and_query()
+        .cloned()
+        .map_or_else(Uri::default, Uri::from);
+    let first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
+    let sending = Sending {
+        asked,
+        uri,
+        body,
+        first_byte_by,
+    };
+    let mut excluded: Vec<Slot> = Vec::new();
+    let mut last = Last::None;
+    loop {
+        let decision = match decide(proxy, asked, &excluded) {
+            Ok(decision) => decision,
+            Err(failure) => return give_up(last, failure),
+        };
+        let is_last = excluded.len() + 1 >= proxy.settings.attempts_max;
+        match attempt(proxy, &sending, &decision, is_last).await {
+            Tried::Answered(response, attempt) => {
+                let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
+                return Ok(Forwarded::Relayed(relayed));
+            }
+            Tried::Lost(failure) => return Err(failure),
+            Tried::NotRun(how) => last = how,
+        }
+        if is_last {
+            return give_up(last, Failure::Unreachable);
+        }
+        proxy.metrics.retries.inc();
+        excluded.push(decision.backend.slot);
+    }
+}
+
+fn decide(proxy: &Proxy, asked: &Asked, excluded: &[Slot]) -> Result<Decision, Failure> {
+    use crate::routing::NoBackend;
+    let ask = Ask {
+        model: &asked.parsed.model,
+        identity: &asked.identity,
+        request_id: asked.request_id.to_str().unwrap_or_default(),
+        excluded,
+    };
+    proxy.router.decide(&ask).map_err(|why| match why {
+        NoBackend::UnknownModel => Failure::UnknownModel {
+            model: shown(&asked.parsed.model),
+        },
+        NoBackend::NoneHealthy => Failure::NoneHealthy,
+        NoBackend::AllTried => Failure::Unreachable,
+    })
+}
+
+/// A model's name as an error repeats it.
+pub(super) fn shown(model: &str) -> String {
+    model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
+}
+
+fn give_up(last: Last, otherwise: Failure) -> Result<Forwarded, Failure> {
+    match last {
+        Last::None => Err(otherwise),
+        Last::Failed(failure) => Err(failure),
+        Last::Refused(response) => Ok(Forwarded::Held(response)),
+    }
+}
+
+async fn attempt(
+    proxy: &Arc<Proxy>,
+    sending: &Sending<'_>,
+    decision: &Decision,
+    is_last: bool,
+) -> Tried {
+    let asked = sending.asked;
+    let attempt = proxy
+        .router
+        .dispatch(decision, &asked.identity, &asked.user);
+    let sent = timeout_at(sending.first_byte_by, send(proxy, sending, decision)).await;
+    let failure = match sent {
+        Ok(Ok(response)) => {
+            let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
+            if !is_refusal || is_last {
+                return Tried::Answered(response, attempt);
+            }
+            attempt.end(End::NotRun);
+            return Tried::NotRun(Last::Refused(hold(proxy, decision, response).await));
+        }
+        Ok(Err(failure)) => failure,
+        Err(_) => {
+            // It may have computed all the while.
+            attempt.end(End::Broken);
+            return Tried::Lost(Failure::EngineTimeout);
+        }
+    };
+    attempt.end(End::NotRun);
+    proxy.backends.report_failure(decision.backend.slot);
+    tracing::debug!(backend = &*decision.name, error = %failure, "attempt failed");
+    match failure {
+        SendFailure::Url(_) | SendFailure::Connect(_) => {
+            Tried::NotRun(Last::Failed(Failure::Unreachable))
+        }
+        SendFailure::Broke(_) | SendFailure::Ended => Tried::Lost(Failure::EngineBroke),
+    }
+}
+
+async fn send(
+    proxy: &Proxy,
+    sending: &Sending<'_>,
+    decision: &Decision,
+) -> Result<Response<EngineBody>, SendFailure> {
+    let asked = sending.asked;
+    let registry = proxy.view.registry();
+    let url = registry
+        .backends
+        .iter()
+        .find(|backend| backend.handle.slot == decision.backend.slot)
+        .map_or("", |backend| backend.spec.url.as_str());
+    let endpoint = proxy.pool.endpoint(decision.backend, url)?;
+    drop(registry);
+    let hop = Hop {
+        peer: &asked.peer,
+        version: asked.head.version,
+        request_id: &asked.request_id,
+        forward_credentials: proxy.settings.forward_credentials,
+    };
+    let build = || {
+        let mut request = Request::new(sending.body.clone());
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = sending.uri.clone();
+        *request.headers_mut() = toward_engine(&asked.head.headers, endpoint.host(), &hop);
+        request
+    };
+    endpoint.send(&build).await
+}
+
+/// Reads a refusal, so that it can be passed on should nobody else be found.
+async fn hold(
+    proxy: &Proxy,
+    decision: &Decision,
+    response: Response<EngineBody>,
+) -> Response<Bytes> {
+    let (mut head, body) = response.into_parts();
+    let body = timeout(
+        HELD_ANSWER_TIMEOUT,
+        Limited::new(body, HELD_ANSWER_BYTES_MAX).collect(),
+    );
+    // The status says enough where the rest is too long or does not come.
+    let body = match body.await {
+        Ok(Ok(body)) => body.to_bytes(),
+        Ok(Err(_)) | Err(_) => Bytes::new(),
+    };
+    clean_answer(&mut head.headers);
+    head.headers.remove(CONTENT_LENGTH);
+    add_decision(&mut head.headers, &proxy.replica, decision);
+    Response::from_parts(head, body)
+}
+
+fn relay(
+    proxy: &Arc<Proxy>,
+    sending: &Sending<'_>,
+    decision: &Decision,
+    response: Response<EngineBody>,
+    attempt: Attempt,
+    wanted: Wanted,
+) -> Response<Box<Relay>> {
+    let asked = sending.asked;
+    let (mut head, body) = response.into_parts();
+    let content = content(head.status, &head.headers, asked.head.uri.path(), wanted);
+    let attempt = if let Content::Error { .. } = content {
+        attempt.end(End::NotRun);
+        None
+    } else {
+        Some(attempt)
+    };
+    clean_answer(&mut head.headers);
+    if let Content::Events { .. } = content {
+        head.headers.remove(CONTENT_LENGTH);
+    }
+    add_decision(&mut head.headers, &proxy.replica, decision);
+    let source = Source {
+        backends: Arc::clone(&proxy.backends),
+        slot: decision.backend.slot,
+        name: Arc::clone(&decision.name),
+        request_id: asked.request_id.clone(),
+    };
+    let waits = Waits {
+        first_byte_by: sending.first_byte_by,
+        answer_idle: proxy.settings.timeouts.answer_idle,
+    };
+    let prompt_tokens = asked.identity.tokens;
+    let relay = Relay::new(body, content, attempt, prompt_tokens, source, waits);
+    Response::from_parts(head, Box::new(relay))
+}
+
+/// How the body of an answer is read.
+fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: Wanted) -> Content {
+    if status.is_client_error() || status.is_server_error() {
+        return Content::error();
+    }
+    let is_encoded = headers
+        .get(CONTENT_ENCODING)
+        .is_some_and(|coding| coding != "identity");
+    let media_type = headers
+        .get(CONTENT_TYPE)
+        .map_or(&b""[..], HeaderValue::as_bytes);
+    if is_encoded {
+        Content::Opaque
+    } else if starts_with(media_type, b"text/event-stream") {
+        let is_framed =
+            headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH);
+        let is_named = matches!(path, "/v1/messages" | "/v1/responses");
+        Content::Events {
+            events: Events::new(wanted),
+            // Named streams have no common last event.
+            has_clear_end: is_framed || is_named,
+            is_named,
+        }
+    } else if starts_with(media_type, b"application/json") {
+        Content::document()
+    } else {
+        Content::Opaque
+    }
+}
+
+fn starts_with(value: &[u8], prefix: &[u8]) -> bool {
+    value
+        .get(..prefix.len())
+        .is_some_and(|start| start.eq_ignore_ascii_case(prefix))
+}

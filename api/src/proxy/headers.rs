@@ -1,0 +1,281 @@
+//! Which headers go on to the engine, which come back to the client, and which are added.
+//!
+//! Fields that are about one connection (RFC 9110, section 7.6.1) stop here in both directions,
+//! with those that `connection` names.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA,
+};
+use http::{HeaderMap, HeaderName, HeaderValue, Version};
+
+use crate::routing::Decision;
+
+/// Names the request, here and at the engine.
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Where some clients put their key.
+pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
+const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
+const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
+const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
+const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
+
+/// Longest request id taken from a client, in bytes.
+pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
+/// Most header fields added toward the engine.
+const ADDED_MAX: usize = 4;
+
+fn is_hop_by_hop(name: &HeaderName) -> bool {
+    [
+        &CONNECTION,
+        &KEEP_ALIVE,
+        &PROXY_CONNECTION,
+        &PROXY_AUTHENTICATE,
+        &PROXY_AUTHORIZATION,
+        &TE,
+        &TRAILER,
+        &TRANSFER_ENCODING,
+        &UPGRADE,
+    ]
+    .contains(&name)
+}
+
+/// Whether a `connection` field of `headers` names `name`.
+fn is_named(headers: &HeaderMap, name: &HeaderName) -> bool {
+    headers.get_all(CONNECTION).iter().any(|value| {
+        let tokens = value.as_bytes().split(|byte| *byte == b',');
+        tokens
+            .map(<[u8]>::trim_ascii)
+            .any(|token| name.as_str().as_bytes().eq_ignore_ascii_case(token))
+    })
+}
+
+/// What the engine is told about the way a request came.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Hop<'a> {
+    /// The client's address.
+    pub(super) peer: &'a HeaderValue,
+    /// HTTP version the client spoke.
+    pub(super) version: Version,
+    /// The request's name.
+    pub(super) request_id: &'a HeaderValue,
+    /// Whether the client's credentials go on.
+    pub(super) forward_credentials: bool,
+}
+
+/// The headers of the request to the engine. The body's length is left to whoever sends it.
+pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_>) -> HeaderMap {
+    let mut headers = HeaderMap::with_capacity(client.len() + ADDED_MAX);
+    let names_fields = client.contains_key(CONNECTION);
+    for (name, value) in client {
+        let is_dropped = is_hop_by_hop(name)
+            || [&HOST, &CONTENT_LENGTH, &EXPECT, &ACCEPT_ENCODING].contains(&name)
+            || (!hop.forward_credentials && [&AUTHORIZATION, &API_KEY].contains(&name))
+            || (names_fields && is_named(client, name));
+        if !is_dropped {
+            headers.append(name.clone(), value.clone());
+        }
+    }
+    headers.insert(HOST, host.clone());
+    headers.insert(REQUEST_ID, hop.request_id.clone());
+    headers.append(VIA, via(hop.version));
+    // Several fields of one name are one list (RFC 9110, section 5.3).
+    headers.append(FORWARDED_FOR, hop.peer.clone());
+    headers
+}
+
+fn via(version: Version) -> HeaderValue {
+    HeaderValue::from_static(match version {
+        Version::HTTP_2 => "2 quorate",
+        Version::HTTP_10 => "1.0 quorate",
+        _ => "1.1 quorate",
+    })
+}
+
+/// Takes out of an engine's headers what is about its connection.
+pub(super) fn clean_answer(headers: &mut HeaderMap) {
+    if let Some(value) = headers.get(CONNECTION)
+        && !matches!(value.as_bytes(), b"close" | b"keep-alive")
+    {
+        let named: Vec<HeaderName> = headers
+            .keys()
+            .filter(|name| is_named(headers, name))
+            .cloned()
+            .collect();
+        for name in named {
+            headers.remove(name);
+        }
+    }
+    for name in [
+        CONNECTION,
+        KEEP_ALIVE,
+        PROXY_CONNECTION,
+        PROXY_AUTHENTICATE,
+        TRAILER,
+        TRANSFER_ENCODING,
+        UPGRADE,
+    ] {
+        headers.remove(name);
+    }
+}
+
+/// Adds what the client may know of a decision.
+pub(super) fn add_decision(headers: &mut HeaderMap, replica: &HeaderValue, decision: &Decision) {
+    headers.insert(REPLICA, replica.clone());
+    if let Ok(name) = HeaderValue::from_str(&decision.name) {
+        headers.insert(BACKEND, name);
+    }
+    headers.insert(POLICY, HeaderValue::from_static(decision.policy));
+    headers.insert(PREFIX, prefix(decision.matched, decision.total));
+    headers.insert(INDEX, HeaderValue::from(decision.index.0));
+}
+
+/// `matched/total` as a header value.
+fn prefix(matched: u32, total: u32) -> HeaderValue {
+    let mut text = BytesMut::with_capacity(21);
+    put_decimal(&mut text, matched);
+    text.put_u8(b'/');
+    put_decimal(&mut text, total);
+    HeaderValue::from_maybe_shared(text.freeze()).expect("digits and a slash are visible ascii")
+}
+
+fn put_decimal(text: &mut BytesMut, mut number: u32) {
+    let mut digits = [0; 10];
+    let mut at = digits.len();
+    loop {
+        at -= 1;
+        digits[at] = b'0' + u8::try_from(number % 10).expect("a remainder of 10 fits");
+        number /= 10;
+        if number == 0 {
+            break;
+        }
+    }
+    text.put_slice(&digits[at..]);
+}
+
+/// The client's request id when it is fit to be passed on and logged, else a new one of 32 hex
+/// digits.
+pub(super) fn request_id(client: &HeaderMap) -> HeaderValue {
+    if let Some(id) = client.get(&REQUEST_ID)
+        && (1..=REQUEST_ID_BYTES_MAX).contains(&id.len())
+        && id.as_bytes().iter().all(u8::is_ascii_graphic)
+    {
+        return id.clone();
+    }
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut id = [0; 32];
+    for (pair, byte) in id
+        .chunks_exact_mut(2)
+        .zip(rand::random::<u128>().to_be_bytes())
+    {
+        pair[0] = DIGITS[usize::from(byte >> 4)];
+        pair[1] = DIGITS[usize::from(byte & 15)];
+    }
+    HeaderValue::from_maybe_shared(Bytes::copy_from_slice(&id))
+        .expect("hex digits are visible ascii")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(fields: &[(&'static str, &'static str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in fields {
+            headers.append(
+                HeaderName::from_static(name),
+                HeaderValue::from_static(value),
+            );
+        }
+        headers
+    }
+
+    fn forwarded(client: &HeaderMap, forward_credentials: bool) -> HeaderMap {
+        let hop = Hop {
+            peer: &HeaderValue::from_static("10.0.0.9"),
+            version: Version::HTTP_11,
+            request_id: &HeaderValue::from_static("r1"),
+            forward_credentials,
+        };
+        toward_engine(client, &HeaderValue::from_static("engine:8000"), &hop)
+    }
+
+    #[test]
+    fn what_is_about_the_clients_connection_stays_here() {
+        let client = headers(&[
+            ("host", "router"),
+            ("connection", "keep-alive, X-Secret ,te"),
+            ("x-secret", "1"),
+            ("keep-alive", "timeout=5"),
+            ("te", "trailers"),
+            ("transfer-encoding", "chunked"),
+            ("upgrade", "h2c"),
+            ("proxy-authorization", "Basic x"),
+            ("content-length", "3"),
+            ("expect", "100-continue"),
+            ("accept-encoding", "gzip"),
+            ("content-type", "application/json"),
+            ("traceparent", "00-1-2-03"),
+            ("x-forwarded-for", "1.2.3.4"),
+            ("x-two", "a"),
+            ("x-two", "b"),
+            ("authorization", "Bearer k"),
+        ]);
+        let sent = forwarded(&client, true);
+        let mut names: Vec<_> = sent
+            .iter()
+            .map(|(n, v)| format!("{n}: {}", v.to_str().unwrap()))
+            .collect();
+        names.sort();
+        assert_eq!(
+            names,
+            [
+                "authorization: Bearer k",
+                "content-type: application/json",
+                "host: engine:8000",
+                "traceparent: 00-1-2-03",
+                "via: 1.1 quorate",
+                "x-forwarded-for: 1.2.3.4",
+                "x-forwarded-for: 10.0.0.9",
+                "x-request-id: r1",
+                "x-two: a",
+                "x-two: b",
+            ]
+        );
+        assert!(!forwarded(&client, false).contains_key(AUTHORIZATION));
+    }
+
+    #[test]
+    fn what_is_about_the_engines_connection_stays_here() {
+        let mut answer = headers(&[
+            ("connection", "close, x-inner"),
+            ("x-inner", "1"),
+            ("transfer-encoding", "chunked"),
+            ("content-type", "text/event-stream"),
+        ]);
+        clean_answer(&mut answer);
+        assert_eq!(answer, headers(&[("content-type", "text/event-stream")]));
+    }
+
+    #[test]
+    fn request_ids_are_taken_over_only_when_they_are_harmless() {
+        assert_eq!(request_id(&headers(&[("x-request-id", "abc-1")])), "abc-1");
+        for bad in ["", "two words", "tab\tbed"] {
+            assert_eq!(request_id(&headers(&[("x-request-id", bad)])).len(), 32);
+        }
+        let long: &'static str = "x".repeat(REQUEST_ID_BYTES_MAX + 1).leak();
+        assert_eq!(request_id(&headers(&[("x-request-id", long)])).len(), 32);
+        assert_ne!(request_id(&HeaderMap::new()), request_id(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn a_prefix_is_written_as_matched_of_total() {
+        assert_eq!(prefix(0, u32::MAX), "0/4294967295");
+        assert_eq!(prefix(120, 7), "120/7");
+    }
+}

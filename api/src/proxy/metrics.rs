@@ -1,0 +1,216 @@
+//! What the data plane counts, and the [`Ledger`] that makes sure that every request is counted
+//! once, also when its future is dropped.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::StatusCode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+use crate::backends::pool::PoolCounters;
+
+/// Upper bounds of the histograms' buckets, in seconds.
+const BUCKETS_S: [f64; 14] = [
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0,
+];
+
+/// How a request ended, as `quorate_proxy_requests_total` tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub enum Outcome {
+    /// An engine's answer reached the client to its end.
+    Finished,
+    /// Answered here, without an engine: the model list.
+    Local,
+    /// Refused here with a 4xx.
+    Refused,
+    /// No engine could take it: a 5xx made here.
+    Failed,
+    /// An engine's own error was passed on.
+    EngineError,
+    /// The engine broke off in the middle of its answer.
+    BrokenOff,
+    /// The client left before the end.
+    ClientLeft,
+}
+
+/// Labels of the request counter.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct RequestLabels {
+    /// How it ended.
+    pub outcome: Outcome,
+    /// HTTP status the client was told; 0 when it left before.
+    pub code: u16,
+}
+
+/// Metrics of one data plane. Clones share their values.
+#[derive(Debug, Clone, Default)]
+pub struct ProxyMetrics {
+    /// Requests by outcome and status.
+    pub requests: Family<RequestLabels, Counter>,
+    /// Requests under way.
+    pub in_flight: Gauge,
+    /// Client connections open.
+    pub connections: Gauge,
+    /// Seconds from a request's head to the first byte of an engine's answer.
+    pub time_to_first_byte: Seconds,
+    /// Seconds from a request's head to the end of the answer.
+    pub duration: Seconds,
+    /// Attempts after a request's first.
+    pub retries: Counter,
+    /// Bytes of request bodies taken in.
+    pub request_bytes: Counter,
+    /// Bytes of answers passed on.
+    pub answer_bytes: Counter,
+    /// Connections to engines.
+    pub pool: PoolCounters,
+}
+
+/// A histogram of seconds.
+#[derive(Debug, Clone)]
+pub struct Seconds(Histogram);
+
+impl Default for Seconds {
+    fn default() -> Self {
+        Self(Histogram::new(BUCKETS_S))
+    }
+}
+
+impl Seconds {
+    fn observe(&self, time: Duration) {
+        self.0.observe(time.as_secs_f64());
+    }
+}
+
+impl ProxyMetrics {
+    /// Adds the metrics to `registry`, which is expected to prefix names with `quorate_`.
+    pub fn register(&self, registry: &mut Registry) {
+        let registry = registry.sub_registry_with_prefix("proxy");
+        let Self {
+            requests,
+            in_flight,
+            connections,
+            retries,
+            pool,
+            ..
+        } = self;
+        registry.register(
+            "requests",
+            "Requests by outcome and status",
+            requests.clone(),
+        );
+        registry.register(
+            "in_flight_requests",
+            "Requests under way",
+            in_flight.clone(),
+        );
+        registry.register(
+            "connections",
+            "Client connections open",
+            connections.clone(),
+        );
+        registry.register(
+            "ttft_seconds",
+            "From a request's head to the first byte of the answer",
+            self.time_to_first_byte.0.clone(),
+        );
+        registry.register(
+            "duration_seconds",
+            "From a request's head to the end of the answer",
+            self.duration.0.clone(),
+        );
+        registry.register(
+            "retries",
+            "Attempts after a request's first",
+            retries.clone(),
+        );
+        registry.register(
+            "request_bytes",
+            "Request bodies taken in",
+            self.request_bytes.clone(),
+        );
+        registry.register(
+            "answer_bytes",
+            "Answers passed on",
+            self.answer_bytes.clone(),
+        );
+        registry.register(
+            "engine_connections_opened",
+            "Connections opened to engines",
+            pool.opened.clone(),
+        );
+        registry.register(
+            "engine_connections_reused",
+            "Requests sent over a connection that had served another",
+            pool.reused.clone(),
+        );
+        registry.register(
+            "engine_connections_reset",
+            "Reused connections that turned out closed",
+            pool.reset.clone(),
+        );
+    }
+}
+
+/// One request's account: counts it as under way from its creation to its drop. A request whose
+/// future or body is dropped without a word was left by its client.
+#[derive(Debug)]
+pub(super) struct Ledger {
+    metrics: Arc<ProxyMetrics>,
+    started: Instant,
+    outcome: Outcome,
+    code: u16,
+}
+
+impl Ledger {
+    pub(super) fn open(metrics: &Arc<ProxyMetrics>) -> Self {
+        metrics.in_flight.inc();
+        Self {
+            metrics: Arc::clone(metrics),
+            started: Instant::now(),
+            outcome: Outcome::ClientLeft,
+            code: 0,
+        }
+    }
+
+    pub(super) fn metrics(&self) -> &ProxyMetrics {
+        &self.metrics
+    }
+
+    /// The status the client is told.
+    pub(super) fn answered(&mut self, status: StatusCode) {
+        self.code = status.as_u16();
+    }
+
+    pub(super) fn first_byte(&self) {
+        self.metrics
+            .time_to_first_byte
+            .observe(self.started.elapsed());
+    }
+
+    pub(super) fn ends(&mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+}
+
+impl Drop for Ledger {
+    fn drop(&mut self) {
+        let Self {
+            metrics,
+            started,
+            outcome,
+            code,
+        } = self;
+        metrics.in_flight.dec();
+        metrics.duration.observe(started.elapsed());
+        let labels = RequestLabels {
+            outcome: *outcome,
+            code: *code,
+        };
+        metrics.requests.get_or_create(&labels).inc();
+    }
+}

@@ -1,0 +1,79 @@
+//! `GET /v1/models`: the union of what the healthy backends serve, answered here.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use serde::Serialize;
+use state::Registry;
+use state::ids::Slot;
+
+#[derive(Serialize)]
+struct List<'a> {
+    object: &'static str,
+    data: Vec<Entry<'a>>,
+}
+
+#[derive(Serialize)]
+struct Entry<'a> {
+    id: &'a str,
+    object: &'static str,
+    /// Unix seconds at which the oldest engine that serves it started; 0 when none told.
+    created: u64,
+    owned_by: &'static str,
+}
+
+/// All models by id, each with its `created`.
+fn union(registry: &Registry, is_healthy: impl Fn(Slot) -> bool) -> BTreeMap<&str, u64> {
+    let mut models: BTreeMap<&str, u64> = BTreeMap::new();
+    let serving = registry
+        .backends
+        .iter()
+        .filter(|b| !b.draining && is_healthy(b.handle.slot));
+    for backend in serving {
+        let told = backend.facts.models.iter().flatten();
+        let is_any = backend.spec.models.iter().any(|model| model == "*");
+        let named = backend.spec.models.iter().filter(|model| *model != "*");
+        let started = backend.facts.started_at_s.unwrap_or(0);
+        for model in named.chain(told.filter(|_| is_any)) {
+            let created = models.entry(model.as_str()).or_insert(started);
+            *created = (*created).min(started);
+        }
+    }
+    models
+}
+
+fn entry((id, created): (&str, u64)) -> Entry<'_> {
+    Entry {
+        id,
+        object: "model",
+        created,
+        owned_by: "quorate",
+    }
+}
+
+/// The list in OpenAI's shape, ordered by id.
+pub(super) fn list(registry: &Registry, is_healthy: impl Fn(Slot) -> bool) -> Bytes {
+    let data = union(registry, is_healthy).into_iter().map(entry).collect();
+    let list = List {
+        object: "list",
+        data,
+    };
+    serde_json::to_vec(&list)
+        .expect("strings and numbers serialise")
+        .into()
+}
+
+/// One model of the list; `None` when no healthy backend serves it.
+pub(super) fn one(
+    registry: &Registry,
+    is_healthy: impl Fn(Slot) -> bool,
+    id: &str,
+) -> Option<Bytes> {
+    let models = union(registry, is_healthy);
+    let found = models.into_iter().find(|(model, _)| *model == id)?;
+    Some(
+        serde_json::to_vec(&entry(found))
+            .expect("strings and numbers serialise")
+            .into(),
+    )
+}

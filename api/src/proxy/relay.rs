@@ -1,0 +1,429 @@
+//! An engine's answer on its way to the client: frames pass as they come, at the pace the client
+//! takes them; what they tell is noted; however it ends, the books are closed.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::HeaderValue;
+use http_body::{Body, Frame, SizeHint};
+use state::ids::Slot;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::inspect::{Findings, inspect, usage_in_tail};
+use super::metrics::{Ledger, Outcome};
+use super::sse::Events;
+use crate::backends::Backends;
+use crate::backends::pool::{EngineBody, SendFailure};
+use crate::error::{Failure, openai_body};
+use crate::routing::{Attempt, End, Usage};
+
+/// How much of the end of a document is kept to be read, in bytes.
+const TAIL_BYTES_MAX: usize = 256 * 1024;
+/// Longest error answer of an engine that is passed on, in bytes.
+const ERROR_BYTES_MAX: u64 = 1024 * 1024;
+
+/// Why an answer ends before its end. The connection to the client is then cut, so that nobody
+/// takes what came for the whole.
+#[derive(Debug, thiserror::Error)]
+pub enum BrokenAnswer {
+    /// The engine's connection broke.
+    #[error("backend broke off: {0}")]
+    Engine(#[from] SendFailure),
+    /// The engine fell silent.
+    #[error("backend fell silent")]
+    Silent,
+    /// The engine's connection ended in a way that leaves open whether the stream was complete.
+    #[error("stream ended without its last event")]
+    Unfinished,
+    /// An error answer beyond all measure.
+    #[error("error answer is too long")]
+    TooLong,
+}
+
+/// What the body is.
+pub(super) enum Content {
+    /// Server-sent events.
+    Events {
+        events: Events,
+        /// Whether the end of the body shows that it is the end, see [`BrokenAnswer::Unfinished`].
+        has_clear_end: bool,
+        /// Whether events of this endpoint are named.
+        is_named: bool,
+    },
+    /// One JSON document, of which the end is kept.
+    Document(Tail),
+    /// Anything else.
+    Opaque,
+    /// An engine's own error.
+    Error {
+        /// How many bytes may still pass.
+        bytes_left: u64,
+    },
+}
+
+impl Content {
+    pub(super) fn document() -> Self {
+        Self::Document(Tail::default())
+    }
+
+    pub(super) fn error() -> Self {
+        Self::Error {
+            bytes_left: ERROR_BYTES_MAX,
+        }
+    }
+}
+
+/// The last frames of a document.
+#[derive(Default)]
+pub(super) struct Tail {
+    frames: VecDeque<Bytes>,
+    bytes: usize,
+    is_cut: bool,
+}
+
+impl Tail {
+    fn push(&mut self, frame: Bytes) {
+        self.bytes += frame.len();
+        self.frames.push_back(frame);
+        while let Some(first) = self.frames.front()
+            && self.bytes - first.len() >= TAIL_BYTES_MAX
+        {
+            self.bytes -= first.len();
+            self.frames.pop_front();
+            self.is_cut = true;
+        }
+    }
+
+    fn read(&self, note: impl FnOnce(&Findings<'_>)) {
+        let joined;
+        let bytes: &[u8] = match (self.frames.front(), self.frames.len()) {
+            (None, _) => return,
+            (Some(only), 1) => only,
+            _ => {
+                joined =
+                    self.frames
+                        .iter()
+                        .fold(Vec::with_capacity(self.bytes), |mut all, frame| {
+                            all.extend_from_slice(frame);
+                            all
+                        });
+                &joined
+            }
+        };
+        if self.is_cut {
+            note(&Findings {
+                usage: usage_in_tail(bytes),
+                ..Findings::default()
+            });
+        } else {
+            note(&inspect(bytes));
+        }
+    }
+}
+
+/// Who answers, for the books and the log.
+pub(super) struct Source {
+    pub(super) backends: Arc<Backends>,
+    pub(super) slot: Slot,
+    pub(super) name: Arc<str>,
+    pub(super) request_id: HeaderValue,
+}
+
+/// The body of a forwarded answer.
+pub(super) struct Relay {
+    engine: EngineBody,
+    content: Content,
+    books: Books,
+    source: Source,
+    patience: Patience,
+    answer_idle: Duration,
+    is_over: bool,
+}
+
+/// What is noted of an answer.
+struct Books {
+    /// `None` once it has ended.
+    attempt: Option<Attempt>,
+    ledger: Option<Ledger>,
+    has_begun: bool,
+    /// Stands in for a report while the engine has made none.
+    counted: Option<Usage>,
+}
+
+impl Books {
+    fn note(&mut self, findings: &Findings<'_>) {
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
+        if let Some(usage) = findings.usage {
+            self.counted = None;
+            attempt.usage(usage);
+        }
+        if let Some(text) = &findings.text {
+            if let Some(counted) = &mut self.counted {
+                counted.completion_tokens += 1;
+                attempt.usage(*counted);
+            }
+            attempt.output(text);
+        }
+    }
+
+    fn end(&mut self, end: End, outcome: Outcome) {
+        if let Some(attempt) = self.attempt.take() {
+            attempt.end(end);
+        }
+        if let Some(mut ledger) = self.ledger.take() {
+            ledger.ends(outcome);
+        }
+    }
+}
+
+impl Relay {
+    /// `attempt` is `None` for an engine's error, which has ended it. `prompt_tokens` is the
+    /// estimate for engines that report no usage.
+    pub(super) fn new(
+        engine: EngineBody,
+        content: Content,
+        attempt: Option<Attempt>,
+        prompt_tokens: u32,
+        source: Source,
+        waits: Waits,
+    ) -> Self {
+        let counted = matches!(content, Content::Events { .. }).then(|| Usage {
+            prompt_tokens: u64::from(prompt_tokens),
+            ..Usage::default()
+        });
+        Self {
+            engine,
+            content,
+            books: Books {
+                attempt,
+                ledger: None,
+                has_begun: false,
+                counted,
+            },
+            source,
+            patience: Patience::until(waits.first_byte_by),
+            answer_idle: waits.answer_idle,
+            is_over: false,
+        }
+    }
+
+    /// Hands over the request's account.
+    pub(super) fn account(&mut self, ledger: Ledger) {
+        self.books.ledger = Some(ledger);
+    }
+
+    /// Takes in a frame; answers what goes on to the client.
+    fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, BrokenAnswer> {
+        let books = &mut self.books;
+        if !std::mem::replace(&mut books.has_begun, true) {
+            if let Some(attempt) = &mut books.attempt {
+                attempt.first_byte();
+                books.ledger.iter().for_each(Ledger::first_byte);
+            }
+        }
+        self.patience.restart(self.answer_idle);
+        let passed = match &mut self.content {
+            Content::Events { events, .. } => {
+                events.push(data, &mut |findings| books.note(findings))
+            }
+            Content::Document(tail) => {
+                tail.push(data.clone());
+                Some(data)
+            }
+            Content::Opaque => Some(data),
+            Content::Error { bytes_left } => {
+                let left = bytes_left.checked_sub(data.len() as u64);
+                *bytes_left = left.ok_or(BrokenAnswer::TooLong)?;
+                Some(data)
+            }
+        };
+        if let (Some(passed), Some(ledger)) = (&passed, &books.ledger) {
+            ledger.metrics().answer_bytes.inc_by(passed.len() as u64);
+        }
+        Ok(passed)
+    }
+
+    /// The engine's body is at its end.
+    fn finish(&mut self) -> Result<Option<Bytes>, BrokenAnswer> {
+        let rest = match &mut self.content {
+            Content::Events {
+                events,
+                has_clear_end,
+                ..
+            } => {
+                if !*has_clear_end && !events.is_done() {
+                    return Err(BrokenAnswer::Unfinished);
+                }
+                events.finish()
+            }
+            Content::Document(tail) => {
+                tail.read(|findings| self.books.note(findings));
+                None
+            }
+            Content::Opaque => None,
+            Content::Error { .. } => {
+                self.books.end(End::NotRun, Outcome::EngineError);
+                None
+            }
+        };
+        self.books.end(End::Finished, Outcome::Finished);
+        Ok(rest)
+    }
+
+    /// Closes the books over a broken answer. A stream of events gets one more that says so.
+    fn break_off(&mut self, why: BrokenAnswer) -> Result<Bytes, BrokenAnswer> {
+        let Source {
+            backends,
+            slot,
+            name,
+            request_id,
+        } = &self.source;
+        tracing::warn!(
+            backend = &**name,
+            request_id = request_id.to_str().unwrap_or_default(),
+            error = %why,
+            "backend broke off an answer"
+        );
+        if matches!(why, BrokenAnswer::Engine(_)) {
+            backends.report_failure(*slot);
+        }
+        self.books.end(End::Broken, Outcome::BrokenOff);
+        match &mut self.content {
+            Content::Events {
+                events, is_named, ..
+            } => Ok(last_event(&why, events.abandon(), *is_named)),
+            _ => Err(why),
+        }
+    }
+}
+
+/// The event that ends a broken stream. `is_within` says that the client has seen the beginning of
+/// another one.
+fn last_event(why: &BrokenAnswer, is_within: bool, is_named: bool) -> Bytes {
+    let failure = match why {
+        BrokenAnswer::Silent => Failure::EngineTimeout,
+        _ => Failure::EngineBrokeOff,
+    };
+    let body = openai_body(&failure);
+    let mut event = BytesMut::with_capacity(body.len() + 64);
+    if is_within {
+        event.put_slice(b"\n\n");
+    }
+    if is_named {
+        // The responses and messages endpoints tell events apart by name and `type`.
+        event.put_slice(b"event: error\ndata: {\"type\":\"error\",");
+        event.put_slice(&body[1..]);
+    } else {
+        event.put_slice(b"data: ");
+        event.put_slice(&body);
+    }
+    event.put_slice(b"\n\n");
+    event.freeze()
+}
+
+impl Body for Relay {
+    type Data = Bytes;
+    type Error = BrokenAnswer;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenAnswer>>> {
+        let this = &mut *self;
+        if this.is_over {
+            return Poll::Ready(None);
+        }
+        let broken = loop {
+            match Pin::new(&mut this.engine).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => {
+                    // Trailers are about the engine's connection.
+                    let Ok(data) = frame.into_data() else {
+                        continue;
+                    };
+                    match this.take_in(data) {
+                        Ok(Some(passed)) => return Poll::Ready(Some(Ok(Frame::data(passed)))),
+                        Ok(None) => {}
+                        Err(why) => break why,
+                    }
+                }
+                Poll::Ready(Some(Err(error))) => break error.into(),
+                Poll::Ready(None) => match this.finish() {
+                    Ok(rest) => {
+                        this.is_over = true;
+                        return Poll::Ready(rest.map(|rest| Ok(Frame::data(rest))));
+                    }
+                    Err(why) => break why,
+                },
+                Poll::Pending => {
+                    ready!(this.patience.poll_lost(cx));
+                    break BrokenAnswer::Silent;
+                }
+            }
+        };
+        this.is_over = true;
+        Poll::Ready(Some(this.break_off(broken).map(Frame::data)))
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self.content {
+            Content::Events { .. } => SizeHint::default(),
+            Content::Document(_) | Content::Opaque | Content::Error { .. } => {
+                self.engine.size_hint()
+            }
+        }
+    }
+}
+
+/// How long an answer is waited for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Waits {
+    /// When the first byte of the body must be here.
+    pub(super) first_byte_by: Instant,
+    /// Between two pieces of it.
+    pub(super) answer_idle: Duration,
+}
+
+/// A deadline that moves on with every frame, without a timer being moved every time.
+struct Patience {
+    deadline: Instant,
+    /// Set when there was first something to wait for; it may fire early, never late.
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl Patience {
+    fn until(deadline: Instant) -> Self {
+        Self {
+            deadline,
+            timer: None,
+        }
+    }
+
+    fn restart(&mut self, wait: Duration) {
+        let deadline = Instant::now() + wait;
+        if deadline < self.deadline {
+            self.timer = None;
+        }
+        self.deadline = deadline;
+    }
+
+    fn poll_lost(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let deadline = self.deadline;
+        let timer = self
+            .timer
+            .get_or_insert_with(|| Box::pin(sleep_until(deadline)));
+        loop {
+            ready!(timer.as_mut().poll(cx));
+            if timer.deadline() >= deadline {
+                return Poll::Ready(());
+            }
+            timer.as_mut().reset(deadline);
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! A request as it comes in: its body, and who sent it.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::HeaderMap;
+use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use state::command::NAME_BYTES_MAX;
+use tokio::time::{Instant, timeout_at};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::headers::API_KEY;
+use super::settings::{IdentifyBy, ProxySettings, key_user_name};
+use crate::error::Failure;
+use crate::prompt::Parsed;
+
+/// Who is charged when nobody can be told.
+const ANONYMOUS: &str = "anonymous";
+/// What is set aside for a body before its bytes come, at most: its announced length is only a
+/// promise.
+const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
+/// How long a body that nobody wants is read on, so that its sender gets to see the answer.
+const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Reads a body to its end, within the limits.
+pub(super) async fn read_body(
+    settings: &ProxySettings,
+    headers: &HeaderMap,
+    body: &mut Incoming,
+) -> Result<Bytes, Failure> {
+    if headers
+        .get(CONTENT_ENCODING)
+        .is_some_and(|coding| coding != "identity")
+    {
+        return Err(bad_request(
+            "encoded bodies are not read: send it without content-encoding",
+        ));
+    }
+    let bytes_max = settings.limits.body_bytes_max;
+    let announced = content_length(headers);
+    if announced.is_some_and(|length| length > bytes_max) {
+        return Err(Failure::BodyTooLarge { bytes_max });
+    }
+    let timeouts = &settings.timeouts;
+    let deadline = Instant::now() + timeouts.body;
+    let mut whole = BytesMut::new();
+    let mut first = Bytes::new();
+    loop {
+        let until = deadline.min(Instant::now() + timeouts.body_idle);
+        let frame = timeout_at(until, body.frame())
+            .await
+            .map_err(|_| Failure::BodyTimeout)?;
+        let Some(frame) = frame else { break };
+        let frame = frame.map_err(|_| bad_request("the body ended early"))?;
+        let Ok(data) = frame.into_data() else {
+            continue;
+        };
+        let length = whole.len() + first.len() + data.len();
+        if length as u64 > bytes_max {
+            return Err(Failure::BodyTooLarge { bytes_max });
+        }
+        if length == data.len() {
+            // Most bodies are one frame and need no copy.
+            first = data;
+            continue;
+        }
+        if whole.is_empty() {
+            let likely = announced.unwrap_or(0).min(FIRST_BUFFER_BYTES_MAX);
+            whole.reserve(length.max(usize::try_from(likely).unwrap_or(0)));
+            whole.extend_from_slice(&std::mem::take(&mut first));
+        }
+        whole.extend_from_slice(&data);
+    }
+    Ok(if whole.is_empty() {
+        first
+    } else {
+        whole.freeze()
+    })
+}
+
+/// Reads what is left of a body and throws it away, within bounds: closing a connection over unread
+/// bytes resets it, and the answer would be lost on its way.
+pub(super) async fn discard(settings: &ProxySettings, headers: &HeaderMap, mut body: Incoming) {
+    let bytes_max = settings.limits.body_bytes_max.saturating_mul(2);
+    let is_hopeless = content_length(headers).is_some_and(|length| length > bytes_max);
+    if is_hopeless || headers.contains_key(EXPECT) {
+        return;
+    }
+    let read = async {
+        let mut left = bytes_max;
+        while let Some(Ok(frame)) = body.frame().await {
+            let length = frame.data_ref().map_or(0, |data| data.len() as u64);
+            match left.checked_sub(length) {
+                Some(rest) => left = rest,
+                None => break,
+            }
+        }
+    };
+    // Either way the answer is sent next.
+    let _: Result<(), _> = tokio::time::timeout(DISCARD_TIMEOUT, read).await;
+}
+
+fn content_length(headers: &HeaderMap) -> Option<u64> {
+    headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+fn bad_request(message: &str) -> Failure {
+    Failure::BadRequest {
+        message: message.to_owned(),
+        param: None,
+    }
+}
+
+/// The client's key, from `authorization: Bearer` or `x-api-key`.
+fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
+    let bearer = headers
+        .get(AUTHORIZATION)
+        .map(http::HeaderValue::as_bytes)
+        .and_then(|value| {
+            let (scheme, key) = value.split_at_checked(7)?;
+            scheme
+                .eq_ignore_ascii_case(b"bearer ")
+                .then(|| key.trim_ascii())
+        });
+    let key = bearer.or_else(|| headers.get(&API_KEY).map(http::HeaderValue::as_bytes));
+    key.filter(|key| !key.is_empty())
+}
+
+/// Refuses clients without a known key, where keys are required.
+pub(super) fn check_key(settings: &ProxySettings, headers: &HeaderMap) -> Result<(), Failure> {
+    match &settings.api_keys {
+        None => Ok(()),
+        Some(keys) => {
+            let user = api_key(headers).and_then(|key| keys.user(key));
+            user.map(drop).ok_or(Failure::BadKey)
+        }
+    }
+}
+
+/// The name of the user whom the request's tokens are charged to.
+pub(super) fn identify<'a>(
+    settings: &'a ProxySettings,
+    headers: &'a HeaderMap,
+    parsed: &'a Parsed,
+) -> Cow<'a, str> {
+    let found = settings.identify_by.iter().find_map(|place| match place {
+        IdentifyBy::ApiKey => {
+            let key = api_key(headers)?;
+            let known = settings.api_keys.as_ref().and_then(|keys| keys.user(key));
+            Some(known.map_or_else(|| key_user_name(key).into(), Cow::from))
+        }
+        IdentifyBy::Header(name) => {
+            let value = std::str::from_utf8(headers.get(name)?.as_bytes()).ok()?;
+            bounded(value.trim())
+        }
+        IdentifyBy::BodyUser => bounded(parsed.user.as_deref()?),
+    });
+    found.unwrap_or(Cow::Borrowed(ANONYMOUS))
+}
+
+/// A name that fits the state's limit: a longer one is replaced by its hash.
+fn bounded(name: &str) -> Option<Cow<'_, str>> {
+    if name.is_empty() {
+        None
+    } else if name.len() <= NAME_BYTES_MAX {
+        Some(name.into())
+    } else {
+        Some(format!("long-{:016x}", xxh3_64(name.as_bytes())).into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+    use state::ids::ReplicaId;
+
+    use super::super::settings::ApiKeys;
+    use super::*;
+
+    fn headers(fields: &[(&'static str, &str)]) -> HeaderMap {
+        let field = |(name, value): &(&'static str, &str)| {
+            (
+                http::HeaderName::from_static(name),
+                HeaderValue::from_str(value).unwrap(),
+            )
+        };
+        fields.iter().map(field).collect()
+    }
+
+    #[test]
+    fn the_user_is_found_in_the_order_of_the_settings() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        let parsed = Parsed {
+            user: Some("body".into()),
+            ..Parsed::default()
+        };
+        let all = headers(&[("authorization", "bearer sk-1"), ("x-quorate-user", "head")]);
+        assert_eq!(identify(&settings, &all, &parsed), key_user_name(b"sk-1"));
+        assert_eq!(
+            identify(&settings, &headers(&[("x-api-key", "k")]), &parsed),
+            key_user_name(b"k")
+        );
+        assert_eq!(
+            identify(
+                &settings,
+                &headers(&[("x-quorate-user", " head ")]),
+                &parsed
+            ),
+            "head"
+        );
+        assert_eq!(identify(&settings, &HeaderMap::new(), &parsed), "body");
+        assert_eq!(
+            identify(&settings, &HeaderMap::new(), &Parsed::default()),
+            "anonymous"
+        );
+        let basic = headers(&[("authorization", "Basic abc")]);
+        assert_eq!(identify(&settings, &basic, &Parsed::default()), "anonymous");
+        settings.identify_by = vec![IdentifyBy::BodyUser];
+        assert_eq!(identify(&settings, &all, &parsed), "body");
+        let long = Parsed {
+            user: Some("x".repeat(NAME_BYTES_MAX + 1)),
+            ..Parsed::default()
+        };
+        assert!(identify(&settings, &all, &long).starts_with("long-"));
+    }
+
+    #[test]
+    fn where_keys_are_required_only_known_ones_pass() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        assert_eq!(check_key(&settings, &HeaderMap::new()), Ok(()));
+        let mut keys = ApiKeys::default();
+        keys.add("sk-1", Some("ada".into()));
+        settings.api_keys = Some(keys);
+        let known = headers(&[("authorization", "Bearer sk-1")]);
+        assert_eq!(check_key(&settings, &known), Ok(()));
+        assert_eq!(identify(&settings, &known, &Parsed::default()), "ada");
+        let unknown = headers(&[("authorization", "Bearer sk-2")]);
+        assert_eq!(check_key(&settings, &unknown), Err(Failure::BadKey));
+        assert_eq!(
+            check_key(&settings, &HeaderMap::new()),
+            Err(Failure::BadKey)
+        );
+    }
+}

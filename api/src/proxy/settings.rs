@@ -1,0 +1,251 @@
+//! What the data plane is told by the config.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use http::{HeaderName, StatusCode};
+use state::ids::ReplicaId;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::splice::UsageSplice;
+use crate::backends::pool::PoolSettings;
+
+/// Settings of one replica's data plane.
+#[derive(Debug, Clone)]
+pub struct ProxySettings {
+    /// This replica, for `x-quorate-replica`.
+    pub replica: ReplicaId,
+    /// Limits of what clients may send and hold.
+    pub limits: Limits,
+    /// How long to wait for clients and engines.
+    pub timeouts: Timeouts,
+    /// Where the user's name is looked for, in this order; nobody found is `anonymous`.
+    pub identify_by: Vec<IdentifyBy>,
+    /// The only keys that are served. `None`: keys are not checked.
+    pub api_keys: Option<ApiKeys>,
+    /// Whether `authorization` and `x-api-key` go on to the engine.
+    pub forward_credentials: bool,
+    /// Engine answers that send a request to the next candidate: statuses by which an engine says
+    /// that it did not run it.
+    pub retry_statuses: Vec<StatusCode>,
+    /// Most backends one request is tried on.
+    pub attempts_max: usize,
+    /// Which usage reports are asked for on a client's behalf.
+    pub usage_splice: UsageSplice,
+    /// Paths beyond the built-in ones to which a POST with a JSON `model` is routed. Exact, without
+    /// a query. Engine control paths stay closed even when they stand here.
+    pub extra_paths: Vec<String>,
+    /// Connections to the engines.
+    pub pool: PoolSettings,
+}
+
+/// Limits of what clients may send and hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Longest request body, in bytes: 413 beyond.
+    pub body_bytes_max: u64,
+    /// Longest request head, in bytes: 431 beyond. At least 8192.
+    pub head_bytes_max: usize,
+    /// Most header fields: 431 beyond.
+    pub headers_max: usize,
+    /// Most connections; further ones wait in the listener's backlog.
+    pub connections_max: usize,
+    /// Most requests under way: 503 beyond.
+    pub requests_max: usize,
+    /// Most streams of one h2c connection.
+    pub streams_per_connection_max: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            body_bytes_max: 32 * 1024 * 1024,
+            head_bytes_max: 64 * 1024,
+            headers_max: 100,
+            connections_max: 16_384,
+            requests_max: 16_384,
+            streams_per_connection_max: 1_024,
+        }
+    }
+}
+
+/// How long to wait for clients and engines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timeouts {
+    /// From a connection to its first request.
+    pub first_request: Duration,
+    /// For a connection's next request: its head must be complete when this is over. Covers idle
+    /// keep-alive connections too.
+    pub next_request: Duration,
+    /// Between two pieces of a request body: 408.
+    pub body_idle: Duration,
+    /// For a whole request body: 408.
+    pub body: Duration,
+    /// From forwarding a request to the first byte of the answer's body: 504. Engines answer
+    /// requests without `stream` only when they are done.
+    pub first_byte: Duration,
+    /// Between two pieces of an answer: the engine counts as broken.
+    pub answer_idle: Duration,
+    /// Between keep-alive probes to clients and engines, TCP and h2: a peer that vanished without
+    /// a word is noticed after a few of them.
+    pub keep_alive: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            first_request: Duration::from_secs(10),
+            next_request: Duration::from_secs(75),
+            body_idle: Duration::from_secs(30),
+            body: Duration::from_secs(300),
+            first_byte: Duration::from_secs(600),
+            answer_idle: Duration::from_secs(300),
+            keep_alive: Duration::from_secs(20),
+        }
+    }
+}
+
+impl ProxySettings {
+    /// The defaults, for this replica.
+    #[must_use]
+    pub fn new(replica: ReplicaId) -> Self {
+        Self {
+            replica,
+            limits: Limits::default(),
+            timeouts: Timeouts::default(),
+            identify_by: vec![
+                IdentifyBy::ApiKey,
+                IdentifyBy::Header(HeaderName::from_static("x-quorate-user")),
+                IdentifyBy::BodyUser,
+            ],
+            api_keys: None,
+            forward_credentials: true,
+            retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],
+            attempts_max: 3,
+            usage_splice: UsageSplice::default(),
+            extra_paths: Vec::new(),
+            pool: PoolSettings::default(),
+        }
+    }
+}
+
+/// A place where a user's name may stand.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum IdentifyBy {
+    /// The key in `authorization: Bearer` or `x-api-key`. The user is named after a hash of it, or
+    /// as [`ApiKeys`] says.
+    ApiKey,
+    /// A header's value.
+    Header(HeaderName),
+    /// The body's `user` field.
+    BodyUser,
+}
+
+/// Text that names no place of a user's name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("expected api_key, header:NAME or body:user")]
+pub struct BadIdentifyBy;
+
+impl FromStr for IdentifyBy {
+    type Err = BadIdentifyBy;
+
+    fn from_str(text: &str) -> Result<Self, BadIdentifyBy> {
+        match text {
+            "api_key" => Ok(Self::ApiKey),
+            "body:user" => Ok(Self::BodyUser),
+            _ => {
+                let name = text.strip_prefix("header:").ok_or(BadIdentifyBy)?;
+                name.parse().map(Self::Header).map_err(|_| BadIdentifyBy)
+            }
+        }
+    }
+}
+
+impl fmt::Display for IdentifyBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ApiKey => f.write_str("api_key"),
+            Self::Header(name) => write!(f, "header:{name}"),
+            Self::BodyUser => f.write_str("body:user"),
+        }
+    }
+}
+
+/// The keys that are served, each with the user it stands for.
+#[derive(Clone, Default)]
+pub struct ApiKeys {
+    /// By hash: the hash only finds an entry, the key itself decides.
+    by_hash: BTreeMap<u64, Vec<(Box<[u8]>, String)>>,
+}
+
+impl ApiKeys {
+    /// Adds a key. `user` is whom its tokens are charged to; `None`: [`key_user_name`].
+    pub fn add(&mut self, key: &str, user: Option<String>) {
+        let user = user.unwrap_or_else(|| key_user_name(key.as_bytes()));
+        let entries = self.by_hash.entry(xxh3_64(key.as_bytes())).or_default();
+        entries.push((key.as_bytes().into(), user));
+    }
+
+    /// Whom a key stands for; `None` when it is not known.
+    #[must_use]
+    pub fn user(&self, key: &[u8]) -> Option<&str> {
+        let entries = self.by_hash.get(&xxh3_64(key))?;
+        let entry = entries
+            .iter()
+            .find(|(known, _)| is_equal_in_constant_time(known, key));
+        entry.map(|(_, user)| user.as_str())
+    }
+}
+
+impl fmt::Debug for ApiKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let keys: usize = self.by_hash.values().map(Vec::len).sum();
+        write!(f, "ApiKeys({keys} keys)")
+    }
+}
+
+/// The name of a user known only by a key. A hash, so that the key shows nowhere.
+#[must_use]
+pub fn key_user_name(key: &[u8]) -> String {
+    format!("key-{:016x}", xxh3_64(key))
+}
+
+/// Takes equally long for every pair of the same lengths.
+fn is_equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len()
+        && a.iter()
+            .zip(b)
+            .fold(0, |difference, (a, b)| difference | (a ^ b))
+            == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_known_by_itself_and_shown_nowhere() {
+        let mut keys = ApiKeys::default();
+        keys.add("sk-one", None);
+        keys.add("sk-two", Some("ada".to_owned()));
+        assert_eq!(keys.user(b"sk-two"), Some("ada"));
+        assert_eq!(
+            keys.user(b"sk-one"),
+            Some(key_user_name(b"sk-one").as_str())
+        );
+        assert_eq!(keys.user(b"sk-on"), None);
+        assert_eq!(format!("{keys:?}"), "ApiKeys(2 keys)");
+        assert_eq!(key_user_name(b"sk-one").len(), 20);
+    }
+
+    #[test]
+    fn places_of_a_users_name_read_and_write_alike() {
+        for text in ["api_key", "header:x-user", "body:user"] {
+            assert_eq!(text.parse::<IdentifyBy>().unwrap().to_string(), text);
+        }
+        assert_eq!("cookie".parse::<IdentifyBy>(), Err(BadIdentifyBy));
+        assert_eq!("header:".parse::<IdentifyBy>(), Err(BadIdentifyBy));
+    }
+}

@@ -1,0 +1,181 @@
+//! Adds usage reporting to streaming requests that did not ask for it, by bytes.
+//!
+//! The engine's own count is what users are charged by, so every stream should carry it: with
+//! `include_usage` once at the end, with `continuous_usage_stats` on every chunk, which is the only
+//! way to charge a client that hangs up. The rest of the body reaches the engine as the client
+//! wrote it.
+
+use bytes::Bytes;
+use serde_json::{Map, Value};
+
+use super::sse::Wanted;
+use crate::backends::pool::Segments;
+use crate::prompt::Parsed;
+
+/// Which usage reports are asked for on a client's behalf.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum UsageSplice {
+    /// Running usage on every chunk, and a final chunk.
+    #[default]
+    Continuous,
+    /// A final chunk only: for engines that refuse `continuous_usage_stats`.
+    Final,
+    /// Nothing: bodies are never changed.
+    Off,
+}
+
+const CONTINUOUS: &[u8] =
+    br#""stream_options":{"include_usage":true,"continuous_usage_stats":true},"#;
+const FINAL: &[u8] = br#""stream_options":{"include_usage":true},"#;
+
+/// The body for the engine, and what of its usage reports the client asked for itself.
+pub(super) fn splice(
+    mode: UsageSplice,
+    path: &str,
+    parsed: &Parsed,
+    body: &Bytes,
+) -> (Segments, Wanted) {
+    let untouched = || (Segments::from(body.clone()), Wanted::ALL);
+    let has_option = matches!(path, "/v1/chat/completions" | "/v1/completions");
+    if !parsed.stream || !has_option || mode == UsageSplice::Off {
+        return untouched();
+    }
+    let final_chunk = parsed.include_usage == Some(true);
+    let running = final_chunk && parsed.continuous_usage == Some(true);
+    let wanted = Wanted {
+        final_chunk,
+        running,
+    };
+    if running || (final_chunk && mode == UsageSplice::Final) {
+        return untouched();
+    }
+    let spliced = match parsed
+        .stream_options_span
+        .or(parsed.stream_options_null_span)
+    {
+        Some(span) => replace(mode, body, span),
+        None => insert(mode, body, parsed.insert_at),
+    };
+    spliced.map_or_else(untouched, |segments| (segments, wanted))
+}
+
+/// Adds the option as the object's first member.
+fn insert(mode: UsageSplice, body: &Bytes, at: usize) -> Option<Segments> {
+    if at == 0 || at > body.len() {
+        return None;
+    }
+    let option = if mode == UsageSplice::Continuous {
+        CONTINUOUS
+    } else {
+        FINAL
+    };
+    Some(Segments::new([
+        body.slice(..at),
+        Bytes::from_static(option),
+        body.slice(at..),
+    ]))
+}
+
+/// Completes the client's own options object, or puts one in the place of null. It alone is
+/// written anew, with its other members.
+fn replace(mode: UsageSplice, body: &Bytes, (start, end): (usize, usize)) -> Option<Segments> {
+    let options: Option<Map<String, Value>> = serde_json::from_slice(body.get(start..end)?).ok()?;
+    let mut options = options.unwrap_or_default();
+    options.insert("include_usage".to_owned(), Value::Bool(true));
+    if mode == UsageSplice::Continuous {
+        options.insert("continuous_usage_stats".to_owned(), Value::Bool(true));
+    }
+    let options = serde_json::to_vec(&options).ok()?;
+    Some(Segments::new([
+        body.slice(..start),
+        options.into(),
+        body.slice(end..),
+    ]))
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+    use http_body_util::{BodyExt, Collected};
+
+    use super::*;
+
+    const COMPLETIONS: &str = "/v1/completions";
+
+    /// Reads and splices `body`.
+    fn spliced(mode: UsageSplice, path: &str, body: &str) -> (String, Wanted) {
+        let body = Bytes::copy_from_slice(body.as_bytes());
+        let parsed = crate::prompt::parse(path, &body).unwrap();
+        let (segments, wanted) = splice(mode, path, &parsed, &body);
+        assert_eq!(
+            Some(segments.len()),
+            http_body::Body::size_hint(&segments).exact()
+        );
+        let bytes = segments
+            .collect()
+            .now_or_never()
+            .unwrap()
+            .map(Collected::to_bytes)
+            .unwrap();
+        (String::from_utf8(bytes.to_vec()).unwrap(), wanted)
+    }
+
+    #[test]
+    fn the_option_is_added_in_front_and_the_rest_keeps_its_bytes() {
+        let body = "{ \"model\" : \"m\",\n\"stream\":true }\n";
+        let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, body);
+        let option = r#"{"stream_options":{"include_usage":true,"continuous_usage_stats":true}, "#;
+        assert_eq!(out, body.replace("{ ", option));
+        assert_eq!(
+            wanted,
+            Wanted {
+                final_chunk: false,
+                running: false
+            }
+        );
+        let body = r#"{"model":"m","stream":true}"#;
+        let (out, _) = spliced(UsageSplice::Final, COMPLETIONS, body);
+        assert_eq!(
+            out,
+            r#"{"stream_options":{"include_usage":true},"model":"m","stream":true}"#
+        );
+    }
+
+    #[test]
+    fn the_clients_own_options_are_completed_in_place() {
+        for (options, expected) in [
+            (
+                r#"{"x":1,"include_usage":false}"#,
+                r#"{"x":1,"include_usage":true,"continuous_usage_stats":true}"#,
+            ),
+            (
+                "null",
+                r#"{"include_usage":true,"continuous_usage_stats":true}"#,
+            ),
+            (
+                "{}",
+                r#"{"include_usage":true,"continuous_usage_stats":true}"#,
+            ),
+        ] {
+            let body = format!(r#"{{"stream_options":{options},"model":"m","stream":true}}"#);
+            let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, &body);
+            assert_eq!(out, body.replace(options, expected));
+            assert!(!wanted.final_chunk);
+        }
+    }
+
+    #[test]
+    fn a_client_that_asks_for_everything_and_endpoints_without_the_option_are_left_alone() {
+        let all = r#"{"model":"m","stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#;
+        let bare = r#"{"model":"m","stream":true}"#;
+        for (mode, path, body) in [
+            (UsageSplice::Continuous, COMPLETIONS, all),
+            (UsageSplice::Off, COMPLETIONS, bare),
+            (UsageSplice::Continuous, "/v1/responses", bare),
+            (UsageSplice::Continuous, COMPLETIONS, r#"{"model":"m"}"#),
+        ] {
+            assert_eq!(spliced(mode, path, body), (body.to_owned(), Wanted::ALL));
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! Server-sent events as they pass: reads usage and text out of every event and takes out what was
+//! added to the request on the router's behalf, without touching any other byte.
+//!
+//! Frames of the connection and events of the stream do not line up. An event that is not complete
+//! yet is held back until it is; one that grows over [`EVENT_BYTES_MAX`] passes through unread.
+
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+
+use super::inspect::{Findings, inspect};
+
+/// Longest event that is read, in bytes.
+pub(super) const EVENT_BYTES_MAX: usize = 256 * 1024;
+
+/// What of usage the client asked for; the rest is taken out of the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Wanted {
+    /// The last chunk, which has nothing but usage.
+    pub(super) final_chunk: bool,
+    /// The running `usage` of the other chunks.
+    pub(super) running: bool,
+}
+
+impl Wanted {
+    /// For streams whose requests were not added to.
+    pub(super) const ALL: Self = Self {
+        final_chunk: true,
+        running: true,
+    };
+}
+
+/// The state of one stream.
+#[derive(Debug)]
+pub(super) struct Events {
+    wanted: Wanted,
+    /// The beginning of an event, or nothing.
+    held: BytesMut,
+    scan: Scan,
+    /// The present event is too long and passes through unread.
+    passing: Option<Passing>,
+    /// Whether `[DONE]` came.
+    is_done: bool,
+}
+
+/// How far the event at the start of a buffer is understood.
+#[derive(Debug, Default)]
+struct Scan {
+    /// Start of the line that is not complete yet.
+    line: usize,
+    /// No line end stands between `line` and here.
+    searched: usize,
+    /// The one `data` line.
+    data: Option<Range<usize>>,
+    /// Whether there is more than one `data` line: JSON never needs that.
+    has_many: bool,
+}
+
+impl Scan {
+    /// The position after the event, or `None` when it is not complete.
+    fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
+        loop {
+            let Some(offset) = memchr::memchr2(b'\n', b'\r', &bytes[self.searched..]) else {
+                self.searched = bytes.len();
+                return None;
+            };
+            let end = self.searched + offset;
+            let next = match (bytes[end], bytes.get(end + 1)) {
+                (b'\r', Some(b'\n')) => end + 2,
+                // A line feed may still follow and belongs to the same line end.
+                (b'\r', None) => {
+                    self.searched = end;
+                    return None;
+                }
+                _ => end + 1,
+            };
+            let line = self.line..end;
+            self.line = next;
+            self.searched = next;
+            if line.is_empty() {
+                return Some(next);
+            }
+            if let Some(payload) = bytes[line.clone()].strip_prefix(b"data:") {
+                let space = usize::from(payload.first() == Some(&b' '));
+                self.has_many |= self.data.is_some();
+                self.data = Some(line.start + b"data:".len() + space..line.end);
+            }
+        }
+    }
+
+    fn payload(&self) -> Option<Range<usize>> {
+        self.data.clone().filter(|_| !self.has_many)
+    }
+}
+
+/// Finds the end of an event without holding any of it.
+#[derive(Debug)]
+struct Passing {
+    /// Whether nothing but its beginning is known of the present line.
+    is_line_empty: bool,
+    /// Whether the last byte was a carriage return, of whose line end a line feed may be part.
+    is_after_return: bool,
+}
+
+impl Passing {
+    fn new() -> Self {
+        Self {
+            is_line_empty: true,
+            is_after_return: false,
+        }
+    }
+
+    /// The position after the event, when it ends in `bytes`.
+    fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
+        let mut at = 0;
+        while at < bytes.len() {
+            if std::mem::take(&mut self.is_after_return) && bytes[at] == b'\n' {
+                at += 1;
+                continue;
+            }
+            let Some(offset) = memchr::memchr2(b'\n', b'\r', &bytes[at..]) else {
+                self.is_line_empty = false;
+                return None;
+            };
+            let is_blank = self.is_line_empty && offset == 0;
+            at += offset + 1;
+            self.is_line_empty = true;
+            self.is_after_return = bytes[at - 1] == b'\r';
+            if is_blank {
+                let has_feed = self.is_after_return && bytes.get(at) == Some(&b'\n');
+                return Some(at + usize::from(has_feed));
+            }
+        }
+        None
+    }
+}
+
+impl Events {
+    pub(super) fn new(wanted: Wanted) -> Self {
+        Self {
+            wanted,
+            held: BytesMut::new(),
+            scan: Scan::default(),
+            passing: None,
+            is_done: false,
+        }
+    }
+
+    /// Whether the stream said that it is complete.
+    pub(super) fn is_done(&self) -> bool {
+        self.is_done
+    }
+
+    /// Takes in a frame; answers what of it, and of what was held back, goes on to the client.
+    pub(super) fn push(
+        &mut self,
+        frame: Bytes,
+        observe: &mut impl FnMut(&Findings<'_>),
+    ) -> Option<Bytes> {
+        let bytes = if self.held.is_empty() {
+            frame
+        } else {
+            self.held.extend_from_slice(&frame);
+            // An event in many small frames is searched on, not anew with every frame.
+            let is_complete = self.scan.event_end(&self.held).is_some();
+            if !is_complete && self.held.len() <= EVENT_BYTES_MAX {
+                return None;
+            }
+            self.scan = Scan::default();
+            self.held.split().freeze()
+        };
+        self.pass(&bytes, observe)
+    }
+
+    fn pass(&mut self, bytes: &Bytes, observe: &mut impl FnMut(&Findings<'_>)) -> Option<Bytes> {
+        let mut cuts = Vec::new();
+        let mut start = 0;
+        while start < bytes.len() {
+            let rest = &bytes[start..];
+            if let Some(passing) = &mut self.passing {
+                let Some(length) = passing.event_end(rest) else {
+                    break;
+                };
+                self.passing = None;
+                start += length;
+                continue;
+            }
+            let mut scan = Scan::default();
+            match scan.event_end(rest) {
+                Some(length) => {
+                    if let Some(payload) = scan.payload() {
+                        let cut = self.judge(&rest[payload.clone()], payload, length, observe);
+                        cuts.extend(cut.map(|cut| start + cut.start..start + cut.end));
+                    }
+                    start += length;
+                }
+                None if rest.len() > EVENT_BYTES_MAX => self.passing = Some(Passing::new()),
+                None => {
+                    self.held.extend_from_slice(rest);
+                    self.scan = scan;
+                    cuts.push(start..bytes.len());
+                    break;
+                }
+            }
+        }
+        without(bytes, &cuts)
+    }
+
+    /// Which bytes of an event of `length` bytes are taken out.
+    fn judge(
+        &mut self,
+        json: &[u8],
+        payload: Range<usize>,
+        length: usize,
+        observe: &mut impl FnMut(&Findings<'_>),
+    ) -> Option<Range<usize>> {
+        if json == b"[DONE]" {
+            self.is_done = true;
+            return None;
+        }
+        let findings = inspect(json);
+        observe(&findings);
+        let member = findings.usage_member?;
+        if findings.has_no_choices && findings.usage.is_some() {
+            return (!self.wanted.final_chunk).then_some(0..length);
+        }
+        let is_kept = self.wanted.running || (self.wanted.final_chunk && findings.is_usage_null);
+        (!is_kept).then(|| payload.start + member.start..payload.start + member.end)
+    }
+
+    /// The stream ends: what was held back goes on as it is.
+    pub(super) fn finish(&mut self) -> Option<Bytes> {
+        let rest = self.held.split().freeze();
+        (!rest.is_empty()).then_some(rest)
+    }
+
+    /// The stream broke: an event that never ended is of no use to anybody. Answers whether the
+    /// client has seen a part of one, so that what follows must first end it.
+    pub(super) fn abandon(&mut self) -> bool {
+        self.held.clear();
+        self.passing.is_some()
+    }
+}
+
+/// `bytes` without `cuts`, which are in order and do not overlap.
+fn without(bytes: &Bytes, cuts: &[Range<usize>]) -> Option<Bytes> {
+    let cut_bytes: usize = cuts.iter().map(Range::len).sum();
+    let kept_bytes = bytes.len() - cut_bytes;
+    match cuts {
+        _ if kept_bytes == 0 => None,
+        [] => Some(bytes.clone()),
+        [cut] if cut.end == bytes.len() => Some(bytes.slice(..cut.start)),
+        _ => {
+            let mut kept = BytesMut::with_capacity(kept_bytes);
+            let mut from = 0;
+            for cut in cuts {
+                kept.extend_from_slice(&bytes[from..cut.start]);
+                from = cut.end;
+            }
+            kept.extend_from_slice(&bytes[from..]);
+            Some(kept.freeze())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::routing::Usage;
+
+    const STREAM: &str = concat!(
+        ": hello\n\n",
+        "data: {\"id\":\"é\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"}}],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":1}}\n\n",
+        "event: x\r\ndata: {\"usage\":null,\"choices\":[{\"index\":0,\"delta\":{\"content\":\"b\"}}]}\r\n\r\n",
+        "data: {\"id\":\"c\",\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":2}}\n\n",
+        "data: [DONE]\n\n",
+    );
+    const NOTHING: Wanted = Wanted {
+        final_chunk: false,
+        running: false,
+    };
+
+    /// Runs `stream` through in frames cut at `cuts`; answers what comes out, the text and usage.
+    fn run(wanted: Wanted, stream: &[u8], frame_bytes: &[usize]) -> (Vec<u8>, String, Usage, bool) {
+        let mut events = Events::new(wanted);
+        let (mut out, mut text, mut usage) = (Vec::new(), String::new(), Usage::default());
+        let mut rest = stream;
+        let mut lengths = frame_bytes.iter().copied().cycle();
+        while !rest.is_empty() {
+            let length = lengths.next().unwrap_or(rest.len()).clamp(1, rest.len());
+            let frame = Bytes::copy_from_slice(&rest[..length]);
+            rest = &rest[length..];
+            let passed = events.push(frame, &mut |findings| {
+                text.push_str(findings.text.as_deref().unwrap_or_default());
+                usage = findings.usage.unwrap_or(usage);
+            });
+            out.extend_from_slice(&passed.unwrap_or_default());
+        }
+        let is_done = events.is_done();
+        out.extend_from_slice(&events.finish().unwrap_or_default());
+        (out, text, usage, is_done)
+    }
+
+    #[test]
+    fn what_the_client_did_not_ask_for_is_taken_out_and_nothing_else() {
+        let (out, text, usage, is_done) = run(NOTHING, STREAM.as_bytes(), &[]);
+        let expected = concat!(
+            ": hello\n\n",
+            "data: {\"id\":\"é\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"}}]}\n\n",
+            "event: x\r\ndata: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"b\"}}]}\r\n\r\n",
+            "data: [DONE]\n\n",
+        );
+        assert_eq!(String::from_utf8(out).unwrap(), expected);
+        assert_eq!(text, "ab");
+        assert_eq!(
+            usage,
+            Usage {
+                prompt_tokens: 5,
+                cached_tokens: None,
+                completion_tokens: 2
+            }
+        );
+        assert!(is_done);
+    }
+
+    #[test]
+    fn a_client_that_asked_for_the_final_chunk_gets_it_and_its_nulls() {
+        let wanted = Wanted {
+            final_chunk: true,
+            running: false,
+        };
+        let (out, ..) = run(wanted, STREAM.as_bytes(), &[]);
+        let running = ",\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":1}";
+        assert_eq!(String::from_utf8(out).unwrap(), STREAM.replace(running, ""));
+    }
+
+    #[test]
+    fn an_over_long_event_passes_unread_and_the_next_one_is_read_again() {
+        let long = format!("data: {}\r\n\r\n", "x".repeat(2 * EVENT_BYTES_MAX));
+        let stream = format!("{long}{STREAM}");
+        for frame_bytes in [1000, 4096, EVENT_BYTES_MAX + 7, usize::MAX] {
+            let (out, text, ..) = run(NOTHING, stream.as_bytes(), &[frame_bytes]);
+            let (short, ..) = run(NOTHING, STREAM.as_bytes(), &[]);
+            assert_eq!(out, [long.as_bytes(), &short].concat());
+            assert_eq!(text, "ab");
+        }
+    }
+
+    #[test]
+    fn events_of_several_data_lines_and_unfinished_ones_pass_as_they_are() {
+        let stream = "data: {\"usage\":{},\ndata: \"a\":1}\n\ndata: {\"usage\":{}";
+        let (out, ..) = run(NOTHING, stream.as_bytes(), &[]);
+        assert_eq!(String::from_utf8(out).unwrap(), stream);
+    }
+
+    proptest! {
+        #[test]
+        fn frame_borders_change_nothing(
+            frame_bytes in prop::collection::vec(1_usize..40, 1..20),
+            carriage_returns in any::<bool>(),
+        ) {
+            let stream = if carriage_returns { STREAM.replace("\r\n", "\n").replace('\n', "\r") } else { STREAM.into() };
+            let whole = run(NOTHING, stream.as_bytes(), &[]);
+            prop_assert_eq!(run(NOTHING, stream.as_bytes(), &frame_bytes), whole);
+            let untouched = run(Wanted::ALL, stream.as_bytes(), &frame_bytes);
+            prop_assert_eq!(untouched.0, stream.as_bytes());
+        }
+
+        #[test]
+        fn any_bytes_pass(
+            bytes in prop::collection::vec(prop::sample::select(b"data: {}[]\"usage,\\\n\r".to_vec()), 0..300),
+            frame_bytes in prop::collection::vec(1_usize..20, 1..5),
+        ) {
+            prop_assert_eq!(run(Wanted::ALL, &bytes, &frame_bytes).0, bytes);
+        }
+    }
+}
