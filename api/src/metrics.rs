@@ -1,1 +1,339 @@
-//! x
+//! The one registry of a replica's metrics, and those read off the replica at each scrape.
+//!
+//! Areas that count as they work (proxy, routing) register their own structs through
+//! [`Metrics::register`]. What is a matter of looking (Raft indexes, sizes of the state, health of
+//! backends) is collected when somebody scrapes, so that it is never stale and costs nothing in
+//! between. Labels come from the config or the registry only: never a user, key, prompt or block.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+use state::View;
+
+use crate::admin::Digests;
+use crate::backends::{Backends, Record};
+use crate::ports::Cluster;
+use crate::routing::Router;
+
+/// All metrics of one replica.
+pub struct Metrics {
+    registry: Mutex<Registry>,
+    replica: Arc<OnceLock<Replica>>,
+}
+
+/// What is looked at when somebody scrapes.
+#[derive(Clone)]
+pub struct Replica {
+    /// The log and the members.
+    pub cluster: Arc<dyn Cluster>,
+    /// The published part of the state.
+    pub view: Arc<View>,
+    /// Requests in flight.
+    pub router: Arc<Router>,
+    /// Health of the engines.
+    pub backends: Arc<Backends>,
+    /// Comparisons with peers.
+    pub digests: Arc<Digests>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::default();
+        let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+        registry.register("quorate_build", "Version of this replica", build);
+        let replica = Arc::default();
+        registry.register_collector(Box::new(AtScrape(Arc::clone(&replica))));
+        Self {
+            registry: Mutex::new(registry),
+            replica,
+        }
+    }
+}
+
+impl Metrics {
+    /// Lets an area register its metrics, under their full names (`quorate_proxy_...`).
+    pub fn register(&self, area: impl FnOnce(&mut Registry)) {
+        // Registering is additive: what a panicking area left behind is still well formed.
+        area(&mut self.registry.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Collects from `replica` at each scrape; only the first call counts.
+    pub fn watch(&self, replica: Replica) {
+        // A replica has one registry and one of everything that is watched.
+        drop(self.replica.set(replica));
+    }
+
+    /// Everything, as OpenMetrics text.
+    #[must_use]
+    pub fn encode(&self) -> String {
+        let registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut text = String::new();
+        encode(&mut text, &registry).expect("writing to a string does not fail");
+        text
+    }
+}
+
+/// Reads the replica when scraped; says nothing before there is one.
+struct AtScrape(Arc<OnceLock<Replica>>);
+
+impl fmt::Debug for AtScrape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AtScrape")
+    }
+}
+
+impl Collector for AtScrape {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let Some(replica) = self.0.get() else {
+            return Ok(());
+        };
+        let mut page = Page(encoder);
+        replica.raft(&mut page)?;
+        replica.state(&mut page)?;
+        replica.backends(&mut page)
+    }
+}
+
+/// Writes families one after the other.
+struct Page<'a>(DescriptorEncoder<'a>);
+
+impl Page<'_> {
+    fn gauge(&mut self, name: &str, help: &str, value: impl EncodeGaugeValue) -> fmt::Result {
+        self.0
+            .encode_descriptor(name, help, None, MetricType::Gauge)?
+            .encode_gauge(&value)
+    }
+
+    fn counter(&mut self, name: &str, help: &str, value: impl EncodeCounterValue) -> fmt::Result {
+        self.0
+            .encode_descriptor(name, help, None, MetricType::Counter)?
+            .encode_counter::<[(&str, &str); 0], _, u64>(&value, None)
+    }
+
+    fn gauges<V: EncodeGaugeValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        label: &str,
+        values: impl Iterator<Item = (String, V)>,
+    ) -> fmt::Result {
+        let mut family = self
+            .0
+            .encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for (of, value) in values {
+            let labels = [(label, of)];
+            family.encode_family(&labels)?.encode_gauge(&value)?;
+        }
+        Ok(())
+    }
+
+    fn counters<V: EncodeCounterValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        label: &str,
+        values: impl Iterator<Item = (String, V)>,
+    ) -> fmt::Result {
+        let mut family = self
+            .0
+            .encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (of, value) in values {
+            let labels = [(label, of)];
+            family
+                .encode_family(&labels)?
+                .encode_counter::<[(&str, &str); 0], _, u64>(&value, None)?;
+        }
+        Ok(())
+    }
+}
+
+impl Replica {
+    fn raft(&self, page: &mut Page<'_>) -> fmt::Result {
+        let status = self.cluster.status();
+        let is_leader = status.role == "leader";
+        page.gauge("quorate_raft_term", "Raft term", status.term)?;
+        page.gauge(
+            "quorate_raft_is_leader",
+            "1 on the leader",
+            i64::from(is_leader),
+        )?;
+        page.gauge(
+            "quorate_raft_has_leader",
+            "1 while a leader is followed",
+            i64::from(status.leader.is_some()),
+        )?;
+        page.gauge(
+            "quorate_raft_has_quorum",
+            "1 while a quorum answers",
+            i64::from(status.has_quorum),
+        )?;
+        page.gauge(
+            "quorate_raft_has_fault",
+            "1 when the storage is at fault",
+            i64::from(status.fault.is_some()),
+        )?;
+        page.gauge(
+            "quorate_raft_committed_index",
+            "Last log index known committed",
+            status.committed_index,
+        )?;
+        page.gauge(
+            "quorate_raft_applied_index",
+            "Last log index applied",
+            status.applied_index,
+        )?;
+        page.gauge(
+            "quorate_raft_lag_entries",
+            "Entries committed and not applied here",
+            status.committed_index.saturating_sub(status.applied_index),
+        )?;
+        page.gauge(
+            "quorate_raft_snapshot_index",
+            "Log index of the newest snapshot, 0 for none",
+            status.snapshot_index.unwrap_or(0),
+        )?;
+        let members = || status.members.iter().map(|(id, m)| (id.to_string(), m));
+        page.gauges(
+            "quorate_raft_member_connected",
+            "1 while the member is heard from",
+            "replica",
+            members().map(|(id, member)| (id, i64::from(member.is_connected))),
+        )?;
+        page.gauges(
+            "quorate_raft_member_lag_entries",
+            "Entries the member is behind, on the leader only",
+            "replica",
+            members().filter_map(|(id, member)| Some((id, member.lag?))),
+        )
+    }
+
+    fn state(&self, page: &mut Page<'_>) -> fmt::Result {
+        let registry = self.view.registry();
+        let (mut users, mut leases) = (0, 0);
+        let mut owned = Vec::with_capacity(registry.backends.len());
+        self.cluster.with_state(&mut |state| {
+            users = state.users_len();
+            leases = state.open_leases();
+            owned.clear();
+            for backend in &registry.backends {
+                owned.push((
+                    backend.spec.id.clone(),
+                    state.owned_blocks(backend.handle.slot),
+                ));
+            }
+        });
+        let blocks: u64 = owned.iter().map(|(_, blocks)| blocks).sum();
+        page.gauge("quorate_state_blocks", "Blocks owned, all backends", blocks)?;
+        page.gauge("quorate_state_users", "Users known", users as u64)?;
+        page.gauge("quorate_state_leases", "Open leases", leases as u64)?;
+        page.gauge(
+            "quorate_state_backends",
+            "Registered backends",
+            registry.backends.len() as u64,
+        )?;
+        page.counter(
+            "quorate_state_digest_mismatch",
+            "Comparisons in which a peer's state differed at the same log index",
+            self.digests.mismatches(),
+        )?;
+        page.gauges(
+            "quorate_backend_owned_blocks",
+            "Blocks the backend is believed to hold",
+            "backend",
+            owned.into_iter(),
+        )
+    }
+
+    fn backends(&self, page: &mut Page<'_>) -> fmt::Result {
+        let registry = self.view.registry();
+        let now = Instant::now();
+        let rows: Vec<_> = registry
+            .backends
+            .iter()
+            .map(|backend| {
+                let record = self.backends.record(backend.handle.slot);
+                (backend, record.unwrap_or_default())
+            })
+            .collect();
+        let each = |of: fn(&Record) -> u64| {
+            rows.iter()
+                .map(move |(backend, record)| (backend.spec.id.clone(), of(record)))
+        };
+        page.gauges(
+            "quorate_backend_healthy",
+            "1 while requests may go there, as seen from this replica",
+            "backend",
+            each(|r| u64::from(r.is_healthy)),
+        )?;
+        page.gauges(
+            "quorate_backend_draining",
+            "1 while it takes no new requests",
+            "backend",
+            rows.iter()
+                .map(|(b, _)| (b.spec.id.clone(), u64::from(b.draining))),
+        )?;
+        page.gauges(
+            "quorate_backend_engine_running",
+            "Requests running, as the engine says",
+            "backend",
+            each(|r| r.metrics.running.unwrap_or(0).into()),
+        )?;
+        page.gauges(
+            "quorate_backend_engine_waiting",
+            "Requests queued, as the engine says",
+            "backend",
+            each(|r| r.metrics.waiting.unwrap_or(0).into()),
+        )?;
+        page.gauges(
+            "quorate_backend_engine_kv_usage_ratio",
+            "KV cache in use, as the engine says",
+            "backend",
+            rows.iter().map(|(b, r)| {
+                let permille = r.metrics.kv_usage_permille.unwrap_or(0);
+                (b.spec.id.clone(), f64::from(permille) / 1000.0)
+            }),
+        )?;
+        page.gauges(
+            "quorate_backend_capacity_blocks",
+            "Blocks its cache holds, where known",
+            "backend",
+            rows.iter()
+                .filter_map(|(b, _)| Some((b.spec.id.clone(), b.capacity_blocks()?))),
+        )?;
+        page.gauges(
+            "quorate_backend_in_flight_here",
+            "Requests dispatched by this replica and not over",
+            "backend",
+            rows.iter()
+                .map(|(b, _)| (b.spec.id.clone(), self.router.load().here(b.handle).running)),
+        )?;
+        page.gauges(
+            "quorate_backend_in_flight_cluster",
+            "Requests dispatched by all replicas heard from and not over",
+            "backend",
+            rows.iter().map(|(b, _)| {
+                let load = self.router.load().cluster(b.handle, now);
+                (b.spec.id.clone(), load.running)
+            }),
+        )?;
+        page.counters(
+            "quorate_backend_probes",
+            "Health probes",
+            "backend",
+            each(|r| r.probes_total),
+        )?;
+        page.counters(
+            "quorate_backend_failures",
+            "Failed probes and requests that failed to reach it",
+            "backend",
+            each(|r| r.failures_total),
+        )
+    }
+}

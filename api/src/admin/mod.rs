@@ -1,1 +1,328 @@
-//! x
+//! The admin API: what an operator asks and changes, on a listener of its own.
+//!
+//! Reads answer from this replica's state with the index they were read at; `?read=linearizable`
+//! first waits until everything committed before is applied here. Writes go through the log and
+//! answer the index they committed at; one whose fate is not known says so. Errors are problem+json.
+//!
+//! The listener carries no authentication of its own: it belongs on loopback or a private network.
+//! What a browser sends on behalf of another site is refused.
+
+mod answer;
+mod backends;
+mod cluster;
+pub mod digests;
+pub mod events;
+mod explain;
+mod ownership;
+mod policy;
+mod probes;
+mod stream;
+mod users;
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use axum::Router;
+use axum::extract::Request;
+use axum::middleware::{self, Next};
+use axum::response::{Html, IntoResponse, Response};
+use axum::routing::{MethodRouter, delete, get, post, put};
+use http::{Method, StatusCode};
+use state::View;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+pub use digests::{DigestRing, Digests};
+pub use events::{Event, Events};
+pub use stream::STREAMS_MAX;
+
+use crate::backends::Backends;
+use crate::error::Problem;
+use crate::metrics::Metrics;
+use crate::ports::Cluster;
+use crate::routing;
+
+/// Longest body of an admin request, in bytes.
+pub const BODY_BYTES_MAX: usize = 1 << 20;
+/// Entries a list answers when the request does not say.
+pub const PAGE_ENTRIES_DEFAULT: usize = 100;
+/// Most entries a list answers at once.
+pub const PAGE_ENTRIES_MAX: usize = 1000;
+
+/// What the admin API of one replica stands on.
+pub struct Admin {
+    /// The log and the members.
+    pub cluster: Arc<dyn Cluster>,
+    /// The published part of the state.
+    pub view: Arc<View>,
+    /// For `explain` and requests in flight.
+    pub router: Arc<routing::Router>,
+    /// Health of the engines.
+    pub backends: Arc<Backends>,
+    /// What `/metrics` answers.
+    pub metrics: Arc<Metrics>,
+    /// Digests by index.
+    pub digests: Arc<Digests>,
+    /// What `/admin/v1/events` streams.
+    pub events: Events,
+    /// Set when the replica begins to drain; cancelled streams of events end with it.
+    pub draining: Draining,
+}
+
+/// Whether a replica is on its way out. Cheap to clone; cannot be taken back.
+#[derive(Clone, Default)]
+pub struct Draining {
+    begun: Arc<AtomicBool>,
+    ended: CancellationToken,
+}
+
+impl Draining {
+    /// From here on `/readyz` answers 503.
+    pub fn begin(&self) {
+        self.begun.store(true, Ordering::Release);
+    }
+
+    /// Ends open event streams, so that the admin listener can close.
+    pub fn end_streams(&self) {
+        self.ended.cancel();
+    }
+
+    /// Whether it has begun.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        self.begun.load(Ordering::Acquire)
+    }
+}
+
+/// What handlers share.
+#[derive(Clone)]
+struct Shared {
+    admin: Arc<Admin>,
+    /// One permit per open event stream.
+    streams: Arc<Semaphore>,
+}
+
+impl std::ops::Deref for Shared {
+    type Target = Admin;
+
+    fn deref(&self) -> &Admin {
+        &self.admin
+    }
+}
+
+/// One path of the API, as the index page lists it.
+struct Route {
+    path: &'static str,
+    methods: &'static str,
+    what: &'static str,
+    handlers: fn() -> MethodRouter<Shared>,
+}
+
+const ROUTES: &[Route] = &[
+    Route {
+        path: "/livez",
+        methods: "GET",
+        what: "the process answers",
+        handlers: || get(probes::livez),
+    },
+    Route {
+        path: "/readyz",
+        methods: "GET",
+        what: "the replica takes traffic; 503 with reasons otherwise",
+        handlers: || get(probes::readyz),
+    },
+    Route {
+        path: "/metrics",
+        methods: "GET",
+        what: "OpenMetrics text",
+        handlers: || get(probes::metrics),
+    },
+    Route {
+        path: "/admin/v1/cluster",
+        methods: "GET",
+        what: "role, leader, term, indexes, members",
+        handlers: || get(cluster::show),
+    },
+    Route {
+        path: "/admin/v1/cluster/members",
+        methods: "POST",
+        what: "add a learner: {\"id\",\"address\"}",
+        handlers: || post(cluster::add),
+    },
+    Route {
+        path: "/admin/v1/cluster/members/{id}",
+        methods: "DELETE",
+        what: "remove a member",
+        handlers: || delete(cluster::remove),
+    },
+    Route {
+        path: "/admin/v1/cluster/members/{id}/promote",
+        methods: "POST",
+        what: "make a learner a voter",
+        handlers: || post(cluster::promote),
+    },
+    Route {
+        path: "/admin/v1/cluster/transfer-leader",
+        methods: "POST",
+        what: "hand leadership over: {\"to\"} or nothing",
+        handlers: || post(cluster::transfer),
+    },
+    Route {
+        path: "/admin/v1/cluster/snapshot",
+        methods: "POST",
+        what: "take a snapshot",
+        handlers: || post(cluster::snapshot),
+    },
+    Route {
+        path: "/admin/v1/digest",
+        methods: "GET",
+        what: "128-bit digest of the state; ?index=N",
+        handlers: || get(cluster::digest),
+    },
+    Route {
+        path: "/admin/v1/backends",
+        methods: "GET",
+        what: "registered backends; ?limit ?cursor",
+        handlers: || get(backends::list),
+    },
+    Route {
+        path: "/admin/v1/backends/{id}",
+        methods: "GET PUT DELETE",
+        what: "one backend",
+        handlers: || {
+            get(backends::show)
+                .merge(put(backends::put))
+                .merge(delete(backends::remove))
+        },
+    },
+    Route {
+        path: "/admin/v1/backends/{id}/drain",
+        methods: "POST",
+        what: "give it no new requests",
+        handlers: || post(backends::drain),
+    },
+    Route {
+        path: "/admin/v1/backends/{id}/undrain",
+        methods: "POST",
+        what: "give it requests again",
+        handlers: || post(backends::undrain),
+    },
+    Route {
+        path: "/admin/v1/users",
+        methods: "GET",
+        what: "users by key; ?limit ?cursor",
+        handlers: || get(users::list),
+    },
+    Route {
+        path: "/admin/v1/users/{name}",
+        methods: "GET PUT",
+        what: "one user; PUT {\"weight_milli\"}",
+        handlers: || get(users::show).merge(put(users::put)),
+    },
+    Route {
+        path: "/admin/v1/ownership",
+        methods: "GET",
+        what: "owned blocks per backend and in all",
+        handlers: || get(ownership::counts),
+    },
+    Route {
+        path: "/admin/v1/blocks/{hash}",
+        methods: "GET",
+        what: "owners of a prefix, by its 16 hex digits",
+        handlers: || get(ownership::owners),
+    },
+    Route {
+        path: "/admin/v1/explain",
+        methods: "POST",
+        what: "how a request would be routed: {\"path\",\"headers\",\"body\"}",
+        handlers: || post(explain::explain),
+    },
+    Route {
+        path: "/admin/v1/policy",
+        methods: "GET PUT",
+        what: "the routing policy",
+        handlers: || get(policy::show).merge(put(policy::put)),
+    },
+    Route {
+        path: "/admin/v1/events",
+        methods: "GET",
+        what: "server-sent events: leader, members, backends, policy, snapshots",
+        handlers: || get(stream::events),
+    },
+];
+
+/// The admin API over `admin`, to be served on the admin listener.
+pub fn router(admin: Arc<Admin>) -> Router {
+    let shared = Shared {
+        admin,
+        streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+    };
+    let mut router = Router::new().route("/", get(index));
+    for route in ROUTES {
+        router = router.route(route.path, (route.handlers)());
+    }
+    router
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn(same_site))
+        .with_state(shared)
+}
+
+/// The endpoints as a page for people.
+async fn index() -> Html<String> {
+    use std::fmt::Write;
+    let mut page = String::from(
+        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>Quorate</title>\
+         <style>body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem}\
+         td{padding:.15rem 1rem .15rem 0;vertical-align:top}code{font-size:.95em}</style>\
+         <h1>Quorate</h1><p>Admin API of this replica.</p><table>",
+    );
+    for route in ROUTES {
+        let (path, methods) = (route.path, route.methods);
+        let linked = if methods.starts_with("GET") && !path.contains('{') {
+            format!("<a href=\"{path}\">{path}</a>")
+        } else {
+            path.to_owned()
+        };
+        write!(
+            page,
+            "<tr><td>{methods}<td><code>{linked}</code><td>{}",
+            route.what
+        )
+        .expect("writing to a string does not fail");
+    }
+    page.push_str("</table>");
+    Html(page)
+}
+
+async fn unknown_path(request: Request) -> Problem {
+    Problem::new(StatusCode::NOT_FOUND, "unknown-path", "no such path")
+        .detail(format!("{} is not served here", request.uri().path()))
+}
+
+async fn wrong_method(request: Request) -> Problem {
+    Problem::new(
+        StatusCode::METHOD_NOT_ALLOWED,
+        "wrong-method",
+        "the path does not take this method",
+    )
+    .detail(format!("{} {}", request.method(), request.uri().path()))
+}
+
+/// Refuses writes that a browser sends for a page of another site.
+async fn same_site(request: Request, next: Next) -> Response {
+    let is_read = matches!(*request.method(), Method::GET | Method::HEAD);
+    let site = request.headers().get("sec-fetch-site");
+    if !is_read && site.is_some_and(|site| site != "same-origin" && site != "none") {
+        return Problem::new(
+            StatusCode::FORBIDDEN,
+            "other-site",
+            "refused on behalf of another site",
+        )
+        .into_response();
+    }
+    next.run(request).await
+}

@@ -1,39 +1,191 @@
 //! Clients of the engines: connection pools, health probes, metrics and discovery.
+//!
+//! Every replica probes every registered backend on its own: whether it answers (`/ready`,
+//! `/health`), what it is doing (`/metrics`) and what it serves (`/v1/models`). Health stays local,
+//! it is about the way from here to there; facts that belong to the engine (models, cache size, its
+//! start) are told to the cluster when they differ from the replicated registry.
+//!
+//! A backend begins unhealthy and is probed at once; one success makes it healthy, two failures in
+//! a row unhealthy. The data plane reads health without waiting for anyone.
 
-use std::sync::Arc;
+mod client;
+mod engine;
+mod facts;
+mod health;
+pub mod pool;
+mod probe;
+pub mod text;
 
-use state::ids::Slot;
+#[cfg(test)]
+mod tests;
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use http::HeaderValue;
+use state::View;
+use state::command::{BACKENDS_MAX, EngineFacts};
+use state::ids::{BackendRef, Slot};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+pub use engine::{EngineMetrics, MODELS_PER_ENGINE_MAX};
+pub use facts::REPEAT_AFTER;
+pub use health::{FAILURES_MAX, Glance, Health, Record, SCRAPE_FAILURES_MAX};
+
+use health::Cell;
+
+use crate::admin::{Event, Events};
 
 /// What a replica knows of the registered backends' health and engine metrics. One per replica.
-pub struct Backends {}
+pub struct Backends {
+    cells: Box<[Cell]>,
+    settings: ProbeSettings,
+    events: OnceLock<Events>,
+    changes: watch::Sender<u64>,
+}
 
-/// What the last probes said of one backend.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
-pub struct Health {
-    /// Whether requests may go there.
-    pub is_healthy: bool,
-    /// Why not, or the last failure.
-    pub detail: Option<String>,
-    /// Requests in the engine's queue.
-    pub waiting: u32,
-    /// Requests running in the engine, all clients.
-    pub running: u32,
-    /// KV cache in use, thousandths.
-    pub kv_usage_permille: u32,
+/// How backends are probed.
+#[derive(Debug, Clone)]
+pub struct ProbeSettings {
+    /// From the end of one probe to the start of the next; a tenth of it is jitter.
+    pub interval: Duration,
+    /// Longest a probe may take.
+    pub timeout: Duration,
+    /// From one model list to the next.
+    pub models_interval: Duration,
+    /// How often the registry is looked at for new and removed backends.
+    pub registry_interval: Duration,
+    /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` the engine
+    /// knows. (SGLang's `/health` generates a token when idle, which is why it is not the first.)
+    pub health_path: Option<&'static str>,
+    /// `authorization` header of probes, for engines that want a key.
+    pub authorization: Option<HeaderValue>,
+}
+
+impl Default for ProbeSettings {
+    fn default() -> Self {
+        Self {
+            interval: Duration::from_secs(1),
+            timeout: Duration::from_secs(2),
+            models_interval: Duration::from_secs(10),
+            registry_interval: Duration::from_millis(100),
+            health_path: None,
+            authorization: None,
+        }
+    }
+}
+
+/// What probing needs of the rest of the replica.
+#[derive(Clone)]
+pub struct Hooks {
+    /// Tokens one router block of a model stands for; the model is `"*"` when none is known.
+    pub tokens_per_block: Arc<dyn Fn(&str) -> f64 + Send + Sync>,
+    /// Takes what an engine said that the registry does not show.
+    pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
+    /// Whether this replica leads: only the leader refines a known capacity.
+    pub is_leader: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
 impl Backends {
+    /// Knows nothing until [`Backends::run`] probes.
+    #[must_use]
+    pub fn new(settings: ProbeSettings) -> Self {
+        Self {
+            cells: (0..BACKENDS_MAX).map(|_| Cell::default()).collect(),
+            settings,
+            events: OnceLock::new(),
+            changes: watch::Sender::new(0),
+        }
+    }
+
+    /// Tells health changes to `events`; only the first call counts.
+    pub fn announce(&self, events: Events) {
+        // A second sink would be a wiring fault without effect on what is served.
+        drop(self.events.set(events));
+    }
+
+    /// Probes every backend of `view`'s registry until `stop`. Probes of a removed backend end and
+    /// close their connections within [`ProbeSettings::registry_interval`].
+    pub async fn run(self: Arc<Self>, view: Arc<View>, hooks: Hooks, stop: CancellationToken) {
+        probe::supervise(&self, &view, &hooks, &stop).await;
+    }
+
     /// Health of the backend in `slot`; `None` when nothing stands there. Never waits.
     #[must_use]
     pub fn health(&self, slot: Slot) -> Option<Arc<Health>> {
-        let _ = slot;
-        unimplemented!("backends helper")
+        self.cell(slot)?.health()
+    }
+
+    /// The figures of [`Backends::health`] that a decision needs: one atomic load, nothing shared
+    /// is written. `None` when nothing stands in `slot`.
+    #[must_use]
+    pub fn glance(&self, slot: Slot) -> Option<Glance> {
+        self.cell(slot)?.glance()
+    }
+
+    /// Everything known of the backend in `slot`, for display.
+    #[must_use]
+    pub fn record(&self, slot: Slot) -> Option<Record> {
+        self.cell(slot)?.record()
+    }
+
+    /// Counts changes of what is known: for whoever waits until a backend is healthy, or gone.
+    #[must_use]
+    pub fn watch(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
     }
 
     /// A request to it failed to connect or was cut off: counts as a failed probe, so that a dead
-    /// engine is passed over before the next probe.
+    /// engine is passed over before the next probe, which comes at once.
     pub fn report_failure(&self, slot: Slot) {
-        let _ = slot;
-        unimplemented!("backends helper")
+        let Some(cell) = self.cell(slot) else { return };
+        let turned = cell.update(None, |record| record.failed("a request failed".to_owned()));
+        self.changes.send_modify(|changes| *changes += 1);
+        cell.alarm.notify_one();
+        if turned.is_some() {
+            self.tell(slot, false);
+        }
+    }
+
+    /// Takes `health` for what is known of `slot` without probing: for simulations and tests.
+    pub fn assume(&self, slot: Slot, health: &Health) {
+        let Some(cell) = self.cell(slot) else { return };
+        let tenancy = cell.move_in(&format!("slot-{slot}"));
+        cell.update(Some(tenancy), |record| {
+            record.is_healthy = health.is_healthy;
+            record.detail.clone_from(&health.detail);
+            record.metrics.waiting = Some(health.waiting);
+            record.metrics.running = Some(health.running);
+            record.metrics.kv_usage_permille = Some(health.kv_usage_permille);
+        });
+        self.changes.send_modify(|changes| *changes += 1);
+    }
+
+    fn cell(&self, slot: Slot) -> Option<&Cell> {
+        self.cells.get(usize::from(slot.0))
+    }
+
+    /// Says that the backend in `slot` became healthy or unhealthy.
+    fn tell(&self, slot: Slot, is_healthy: bool) {
+        let Some(record) = self.record(slot) else {
+            return;
+        };
+        if is_healthy {
+            tracing::info!(backend = record.id, "backend is healthy");
+        } else {
+            tracing::warn!(
+                backend = record.id,
+                detail = record.detail,
+                "backend is unhealthy"
+            );
+        }
+        if let Some(events) = self.events.get() {
+            events.send(Event::BackendHealth {
+                id: record.id,
+                is_healthy,
+                detail: record.detail,
+            });
+        }
     }
 }

@@ -1,0 +1,293 @@
+//! What every admin handler shares: how requests are read and how answers and faults are shaped.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::rejection::PathRejection;
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, RETRY_AFTER};
+use http::request::Parts;
+use http::{HeaderValue, StatusCode};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use state::command::{Committed, Reject, Reply};
+use state::ids::LogIndex;
+
+use super::{Admin, BODY_BYTES_MAX, PAGE_ENTRIES_DEFAULT, PAGE_ENTRIES_MAX};
+use crate::error::Problem;
+use crate::ports::{ChangeFailure, ProposeFailure};
+
+/// Longest a body may take to arrive.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Which state a read answers from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum ReadLevel {
+    /// As applied here.
+    #[default]
+    Local,
+    /// With everything committed before the request.
+    Linearizable,
+}
+
+/// The query of a read that takes nothing else.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct ReadQuery {
+    pub(super) read: ReadLevel,
+}
+
+/// The query of a list.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct ListQuery {
+    pub(super) read: ReadLevel,
+    pub(super) limit: Option<usize>,
+    pub(super) cursor: Option<String>,
+}
+
+impl ListQuery {
+    /// How many entries to answer.
+    pub(super) fn limit(&self) -> Result<usize, Problem> {
+        match self.limit {
+            None => Ok(PAGE_ENTRIES_DEFAULT),
+            Some(limit) if (1..=PAGE_ENTRIES_MAX).contains(&limit) => Ok(limit),
+            Some(limit) => Err(invalid(
+                "limit",
+                format!("{limit}, expected 1 to {PAGE_ENTRIES_MAX}"),
+            )),
+        }
+    }
+}
+
+/// A query string, with faults as problems.
+pub(super) struct Params<T>(pub(super) T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Problem> {
+        let Query(query) =
+            Query::try_from_uri(&parts.uri).map_err(|fault| invalid("query", fault.body_text()))?;
+        Ok(Self(query))
+    }
+}
+
+/// The variable part of a path, with faults as problems.
+pub(super) struct At<T>(pub(super) T);
+
+impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for At<T> {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        let part = Path::from_request_parts(parts, state).await;
+        let Path(part) = part.map_err(|fault: PathRejection| invalid("path", fault.body_text()))?;
+        Ok(Self(part))
+    }
+}
+
+/// A JSON body, with faults as problems that name the field.
+pub(super) struct Json<T>(pub(super) T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        Ok(Self(decode(&read_body(request.into_body()).await?)?))
+    }
+}
+
+/// A JSON body, or none.
+pub(super) struct MaybeJson<T>(pub(super) Option<T>);
+
+impl<T: DeserializeOwned, S: Sync> FromRequest<S> for MaybeJson<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        let body = read_body(request.into_body()).await?;
+        if body.is_empty() {
+            return Ok(Self(None));
+        }
+        Ok(Self(Some(decode(&body)?)))
+    }
+}
+
+async fn read_body(body: Body) -> Result<Bytes, Problem> {
+    let whole = Limited::new(body, BODY_BYTES_MAX).collect();
+    match tokio::time::timeout(BODY_TIMEOUT, whole).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(fault)) if fault.is::<LengthLimitError>() => Err(Problem::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            "body-too-large",
+            "the body is too large",
+        )
+        .detail(format!("expected at most {BODY_BYTES_MAX} bytes"))),
+        Ok(Err(fault)) => Err(invalid("body", fault.to_string())),
+        Err(_) => Err(Problem::new(
+            StatusCode::REQUEST_TIMEOUT,
+            "body-timeout",
+            "the body did not arrive in time",
+        )),
+    }
+}
+
+fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    let mut json = serde_json::Deserializer::from_slice(body);
+    let value = serde_path_to_error::deserialize(&mut json).map_err(|fault| {
+        let field = fault.path().to_string();
+        let field = if field == "." {
+            "body".to_owned()
+        } else {
+            field
+        };
+        invalid(&field, fault.into_inner().to_string())
+    })?;
+    json.end()
+        .map_err(|fault| invalid("body", fault.to_string()))?;
+    Ok(value)
+}
+
+/// A request that cannot be right, with the field at fault.
+pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
+    Problem::new(
+        StatusCode::BAD_REQUEST,
+        "invalid",
+        "the request is not valid",
+    )
+    .detail(format!("{field}: {}", detail.into()))
+    .member("field", field)
+}
+
+/// Something that is not there.
+pub(super) fn not_found(what: impl Into<String>) -> Problem {
+    Problem::new(StatusCode::NOT_FOUND, "not-found", "not found").detail(what)
+}
+
+/// A JSON answer.
+pub(super) fn json(body: &impl Serialize) -> Response {
+    let body = serde_json::to_vec(body).expect("answers have string keys only");
+    let content_type = HeaderValue::from_static("application/json");
+    ([(CONTENT_TYPE, content_type)], body).into_response()
+}
+
+/// Waits for what `level` asks for.
+pub(super) async fn at_level(admin: &Admin, level: ReadLevel) -> Result<(), Problem> {
+    match level {
+        ReadLevel::Local => Ok(()),
+        ReadLevel::Linearizable => match admin.cluster.read_barrier().await {
+            Ok(_) => Ok(()),
+            Err(failure) => Err(unavailable(&failure.to_string())),
+        },
+    }
+}
+
+/// A write that is in the log.
+#[derive(Debug, Serialize)]
+struct Written {
+    index: LogIndex,
+    outcome: &'static str,
+}
+
+fn written_at(index: LogIndex) -> Response {
+    json(&Written {
+        index,
+        outcome: "committed",
+    })
+}
+
+/// Answers a command's fate.
+pub(super) fn written(fate: Result<Committed, ProposeFailure>) -> Result<Response, Problem> {
+    match fate {
+        Ok(Committed { index, reply }) => match rejection(reply) {
+            None => Ok(written_at(index)),
+            Some(reject) => Err(rejected(&reject).member("index", index.0)),
+        },
+        Err(ProposeFailure::Unavailable(why)) => {
+            Err(unavailable(&why).member("outcome", "not-committed"))
+        }
+        Err(ProposeFailure::Stopping) => {
+            Err(unavailable("this replica is stopping").member("outcome", "not-committed"))
+        }
+        Err(ProposeFailure::Unknown(why)) => Err(unknown(&why)),
+    }
+}
+
+/// Answers the fate of a change of membership.
+pub(super) fn changed(fate: Result<u64, ChangeFailure>) -> Result<Response, Problem> {
+    match fate {
+        Ok(index) => Ok(written_at(LogIndex(index))),
+        Err(failure) => Err(not_changed(failure)),
+    }
+}
+
+/// A change that did not take place, or may not have.
+pub(super) fn not_changed(failure: ChangeFailure) -> Problem {
+    match failure {
+        ChangeFailure::Refused(why) => Problem::new(
+            StatusCode::CONFLICT,
+            "refused",
+            "the cluster cannot do this as it is",
+        )
+        .detail(why)
+        .member("outcome", "not-committed"),
+        ChangeFailure::Unknown(why) => unknown(&why),
+    }
+}
+
+fn unknown(why: &str) -> Problem {
+    Problem::new(
+        StatusCode::GATEWAY_TIMEOUT,
+        "outcome-unknown",
+        "the write may or may not take effect",
+    )
+    .detail(why)
+    .member("outcome", "unknown")
+}
+
+fn unavailable(why: &str) -> Problem {
+    Problem::new(
+        StatusCode::SERVICE_UNAVAILABLE,
+        "no-quorum",
+        "no quorum of the cluster answers",
+    )
+    .detail(why)
+}
+
+fn rejection(reply: Reply) -> Option<Reject> {
+    match reply {
+        Reply::Applied | Reply::Batch(_) => None,
+        Reply::Repeated(first) => rejection(*first),
+        Reply::Rejected(reject) => Some(reject),
+    }
+}
+
+fn rejected(reject: &Reject) -> Problem {
+    let (status, name) = match reject {
+        Reject::NotInitialised => (StatusCode::CONFLICT, "not-initialised"),
+        Reject::AlreadyInitialised => (StatusCode::CONFLICT, "already-initialised"),
+        Reject::StaleSession { .. } => (StatusCode::CONFLICT, "stale-session"),
+        Reject::UnknownBackend { .. } => (StatusCode::NOT_FOUND, "not-found"),
+        Reject::TooManyBackends | Reject::TooManyUsers => (StatusCode::CONFLICT, "limit"),
+        Reject::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid"),
+    };
+    let problem = Problem::new(status, name, "the cluster rejected the write")
+        .detail(reject.to_string())
+        .member("outcome", "rejected");
+    match reject {
+        Reject::Invalid { field, .. } => problem.member("field", field.as_str()),
+        _ => problem,
+    }
+}
+
+/// `problem` with a hint when to try again.
+pub(super) fn retry_after(problem: Problem, seconds: u32) -> Response {
+    let mut response = problem.into_response();
+    response
+        .headers_mut()
+        .insert(RETRY_AFTER, HeaderValue::from(seconds));
+    response
+}

@@ -1,0 +1,263 @@
+//! The registry of backends: replicated writes, and what this replica sees of each.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use state::Backend;
+use state::command::{BackendSpec, Command, EngineFacts};
+use state::ids::{Incarnation, LogIndex, Slot};
+
+use super::answer::{
+    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, not_found, written,
+};
+use super::{Admin, Shared};
+use crate::backends::{EngineMetrics, Record};
+use crate::error::Problem;
+
+/// A backend with everything known of it.
+#[derive(Serialize)]
+struct Shown {
+    id: String,
+    url: String,
+    models: Vec<String>,
+    labels: BTreeMap<String, String>,
+    kv_events: Option<String>,
+    kv_replay: Option<String>,
+    capacity: Capacity,
+    state: Condition,
+    in_flight: InFlight,
+    owned_blocks: u64,
+    slot: Slot,
+    incarnation: Incarnation,
+    /// What the cluster agreed the engine said.
+    facts: EngineFacts,
+    /// What the engine last said to this replica.
+    engine: EngineMetrics,
+    probes: Probes,
+}
+
+/// Blocks the engine's cache holds; `None` is unknown, and counts as unbounded.
+#[derive(Serialize)]
+struct Capacity {
+    blocks: Option<u32>,
+    configured_blocks: Option<u32>,
+    engine_blocks: Option<u32>,
+    engine_tokens: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Condition {
+    /// `healthy`, `unhealthy` or `draining`, as seen from this replica.
+    name: &'static str,
+    is_healthy: bool,
+    is_draining: bool,
+    detail: Option<String>,
+}
+
+/// Requests dispatched and not over.
+#[derive(Serialize)]
+struct InFlight {
+    here: u32,
+    cluster: u32,
+    pending_prefill_tokens: u64,
+}
+
+#[derive(Serialize)]
+struct Probes {
+    total: u64,
+    failures_total: u64,
+    failures_in_row: u32,
+    /// Why the engine's metrics are not known.
+    metrics_detail: Option<String>,
+}
+
+#[derive(Serialize)]
+struct List {
+    index: LogIndex,
+    backends: Vec<Shown>,
+    /// Give it as `cursor` for what follows; absent at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next_cursor: Option<String>,
+}
+
+#[derive(Serialize)]
+struct One {
+    index: LogIndex,
+    #[serde(flatten)]
+    backend: Shown,
+}
+
+pub(super) async fn list(
+    State(admin): State<Shared>,
+    Params(query): Params<ListQuery>,
+) -> Result<Response, Problem> {
+    let limit = query.limit()?;
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let registry = admin.view.registry();
+    let after = query.cursor.as_deref().unwrap_or("");
+    let mut page: Vec<&Backend> = registry
+        .backends
+        .iter()
+        .filter(|backend| backend.spec.id.as_str() > after)
+        .collect();
+    page.sort_unstable_by(|a, b| a.spec.id.cmp(&b.spec.id));
+    let is_more = page.len() > limit;
+    page.truncate(limit);
+    let next_cursor = page
+        .last()
+        .filter(|_| is_more)
+        .map(|backend| backend.spec.id.clone());
+    let backends = shown(&admin, &page);
+    Ok(json(&List {
+        index,
+        backends,
+        next_cursor,
+    }))
+}
+
+pub(super) async fn show(
+    State(admin): State<Shared>,
+    At(id): At<String>,
+    Params(query): Params<ReadQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let registry = admin.view.registry();
+    let found = registry.backends.iter().find(|b| b.spec.id == id);
+    let found = found.ok_or_else(|| not_found(format!("no backend has the id {id:?}")))?;
+    let backend = shown(&admin, &[found]).remove(0);
+    Ok(json(&One { index, backend }))
+}
+
+fn shown(admin: &Admin, page: &[&Backend]) -> Vec<Shown> {
+    let mut owned = Vec::with_capacity(page.len());
+    admin.cluster.with_state(&mut |state| {
+        owned = page
+            .iter()
+            .map(|b| state.owned_blocks(b.handle.slot))
+            .collect();
+    });
+    let now = Instant::now();
+    page.iter()
+        .zip(owned)
+        .map(|(backend, owned_blocks)| {
+            let record = admin.backends.record(backend.handle.slot);
+            let here = admin.router.load().here(backend.handle);
+            let cluster = admin.router.load().cluster(backend.handle, now);
+            let in_flight = InFlight {
+                here: here.running,
+                cluster: cluster.running,
+                pending_prefill_tokens: cluster.pending_prefill_tokens,
+            };
+            show_one(backend, record.unwrap_or_default(), in_flight, owned_blocks)
+        })
+        .collect()
+}
+
+fn show_one(backend: &Backend, record: Record, in_flight: InFlight, owned_blocks: u64) -> Shown {
+    let spec = backend.spec.clone();
+    Shown {
+        capacity: Capacity {
+            blocks: backend.capacity_blocks(),
+            configured_blocks: spec.capacity_blocks,
+            engine_blocks: backend.facts.capacity_blocks,
+            engine_tokens: record.metrics.cache_tokens,
+        },
+        state: Condition {
+            name: match (backend.draining, record.is_healthy) {
+                (true, _) => "draining",
+                (false, true) => "healthy",
+                (false, false) => "unhealthy",
+            },
+            is_healthy: record.is_healthy,
+            is_draining: backend.draining,
+            detail: record.detail,
+        },
+        id: spec.id,
+        url: spec.url,
+        models: spec.models,
+        labels: spec.labels,
+        kv_events: spec.kv_events,
+        kv_replay: spec.kv_replay,
+        in_flight,
+        owned_blocks,
+        slot: backend.handle.slot,
+        incarnation: backend.handle.incarnation,
+        facts: backend.facts.clone(),
+        engine: record.metrics,
+        probes: Probes {
+            total: record.probes_total,
+            failures_total: record.failures_total,
+            failures_in_row: record.failures_in_row,
+            metrics_detail: record.metrics_detail,
+        },
+    }
+}
+
+/// A [`BackendSpec`] whose id stands in the path.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct PutBody {
+    /// May be repeated here.
+    id: Option<String>,
+    url: String,
+    models: Option<Vec<String>>,
+    #[serde(default)]
+    labels: BTreeMap<String, String>,
+    capacity_blocks: Option<u32>,
+    kv_events: Option<String>,
+    kv_replay: Option<String>,
+}
+
+pub(super) async fn put(
+    State(admin): State<Shared>,
+    At(id): At<String>,
+    Json(body): Json<PutBody>,
+) -> Result<Response, Problem> {
+    if let Some(other) = body.id.filter(|other| *other != id) {
+        return Err(invalid(
+            "id",
+            format!("{other:?}, expected {id:?} as in the path"),
+        ));
+    }
+    let spec = BackendSpec {
+        id,
+        url: body.url,
+        models: body.models.unwrap_or_else(|| vec!["*".to_owned()]),
+        labels: body.labels,
+        capacity_blocks: body.capacity_blocks,
+        kv_events: body.kv_events,
+        kv_replay: body.kv_replay,
+    };
+    written(admin.cluster.submit(Command::PutBackend(spec)).await)
+}
+
+pub(super) async fn remove(
+    State(admin): State<Shared>,
+    At(name): At<String>,
+) -> Result<Response, Problem> {
+    written(admin.cluster.submit(Command::DeleteBackend { name }).await)
+}
+
+pub(super) async fn drain(
+    State(admin): State<Shared>,
+    At(name): At<String>,
+) -> Result<Response, Problem> {
+    set_draining(&admin, name, true).await
+}
+
+pub(super) async fn undrain(
+    State(admin): State<Shared>,
+    At(name): At<String>,
+) -> Result<Response, Problem> {
+    set_draining(&admin, name, false).await
+}
+
+async fn set_draining(admin: &Admin, name: String, draining: bool) -> Result<Response, Problem> {
+    let command = Command::SetDraining { name, draining };
+    written(admin.cluster.submit(command).await)
+}

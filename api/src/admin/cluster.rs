@@ -1,0 +1,205 @@
+//! The cluster itself: status, members, leadership, snapshots, digests.
+
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::response::Response;
+use http::StatusCode;
+use serde::{Deserialize, Serialize};
+use state::ids::ReplicaId;
+
+use super::answer::{
+    At, Json, MaybeJson, Params, ReadLevel, ReadQuery, at_level, changed, invalid, json,
+    not_changed, retry_after,
+};
+use super::digests::hex;
+use super::{Admin, Shared};
+use crate::error::Problem;
+
+/// Longest `GET /admin/v1/digest?index=N` waits for N to be applied.
+const DIGEST_TIMEOUT: Duration = Duration::from_secs(2);
+
+pub(super) async fn show(
+    State(admin): State<Shared>,
+    Params(query): Params<ReadQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    Ok(json(&admin.cluster.status()))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewMember {
+    id: u8,
+    address: String,
+}
+
+pub(super) async fn add(
+    State(admin): State<Shared>,
+    Json(member): Json<NewMember>,
+) -> Result<Response, Problem> {
+    let id = replica(member.id, "id")?;
+    let port = member.address.rsplit_once(':').map(|(_, port)| port);
+    let is_address = port.is_some_and(|port| port.parse::<u16>().is_ok_and(|port| port > 0));
+    if !is_address || member.address.starts_with(':') {
+        return Err(invalid(
+            "address",
+            format!("{:?}, expected host:port", member.address),
+        ));
+    }
+    changed(admin.cluster.add_member(id, member.address).await)
+}
+
+pub(super) async fn remove(
+    State(admin): State<Shared>,
+    At(id): At<u8>,
+) -> Result<Response, Problem> {
+    changed(admin.cluster.remove_member(replica(id, "path")?).await)
+}
+
+pub(super) async fn promote(
+    State(admin): State<Shared>,
+    At(id): At<u8>,
+) -> Result<Response, Problem> {
+    changed(admin.cluster.promote_member(replica(id, "path")?).await)
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Transfer {
+    #[serde(default)]
+    to: Option<u8>,
+}
+
+#[derive(Serialize)]
+struct Transferred {
+    leader: ReplicaId,
+    outcome: &'static str,
+}
+
+pub(super) async fn transfer(
+    State(admin): State<Shared>,
+    MaybeJson(body): MaybeJson<Transfer>,
+) -> Result<Response, Problem> {
+    let to = body.unwrap_or_default().to;
+    let to = to.map(|id| replica(id, "to")).transpose()?;
+    match admin.cluster.transfer_leader(to).await {
+        Ok(leader) => Ok(json(&Transferred {
+            leader,
+            outcome: "committed",
+        })),
+        Err(failure) => Err(not_changed(failure)),
+    }
+}
+
+pub(super) async fn snapshot(State(admin): State<Shared>) -> Result<Response, Problem> {
+    changed(admin.cluster.snapshot().await)
+}
+
+fn replica(id: u8, field: &str) -> Result<ReplicaId, Problem> {
+    if id == 0 {
+        return Err(invalid(field, "0, expected a replica id from 1 to 255"));
+    }
+    Ok(ReplicaId(id))
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct DigestQuery {
+    index: Option<u64>,
+    read: ReadLevel,
+}
+
+#[derive(Serialize)]
+struct Digest {
+    index: u64,
+    digest: String,
+}
+
+/// `GET /admin/v1/digest`: at the applied index, or at `?index=N`. An index ahead is waited for up
+/// to [`DIGEST_TIMEOUT`] (409 when it does not come), one behind is answered while it is kept (404
+/// otherwise, with the nearest below that is).
+pub(super) async fn digest(
+    State(admin): State<Shared>,
+    Params(query): Params<DigestQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    let Some(index) = query.index else {
+        let (index, digest) = digest_now(&admin);
+        return Ok(answer(index, digest));
+    };
+    if let Some(digest) = digest_at(&admin, index).await? {
+        return Ok(answer(index, digest));
+    }
+    let applied = admin.view.applied().0;
+    if applied < index {
+        let problem = Problem::new(
+            StatusCode::CONFLICT,
+            "not-applied",
+            "the index is not applied here yet",
+        );
+        let problem = problem
+            .detail(format!("applied up to {applied}, asked for {index}"))
+            .member("applied_index", applied);
+        return Ok(retry_after(problem, 1));
+    }
+    let problem = Problem::new(
+        StatusCode::NOT_FOUND,
+        "digest-not-kept",
+        "the digest at this index is not kept",
+    )
+    .member("applied_index", applied);
+    Err(match admin.digests.nearest(index) {
+        Some(nearest) => problem.member("nearest_index", nearest),
+        None => problem,
+    })
+}
+
+fn answer(index: u64, digest: u128) -> Response {
+    json(&Digest {
+        index,
+        digest: hex(digest),
+    })
+}
+
+/// The applied index with its digest, which is kept from then on.
+fn digest_now(admin: &Admin) -> (u64, u128) {
+    let mut now = (0, 0);
+    admin.cluster.with_state(&mut |state| {
+        // Nothing is applied while the state is read: index and digest belong together.
+        now = (admin.view.applied().0, state.digest());
+    });
+    admin.digests.record(now.0, now.1);
+    now
+}
+
+async fn digest_at(admin: &Admin, index: u64) -> Result<Option<u128>, Problem> {
+    if let Some(digest) = admin.digests.get(index) {
+        return Ok(Some(digest));
+    }
+    let mut now = None;
+    let mut wanted = None;
+    admin.cluster.with_state(&mut |state| {
+        let applied = admin.view.applied().0;
+        if applied == index {
+            now = Some(state.digest());
+        } else if applied < index {
+            // Before the next apply, so that it cannot be missed.
+            wanted = Some(admin.digests.want(index));
+        }
+    });
+    if let Some(digest) = now {
+        admin.digests.record(index, digest);
+        return Ok(now);
+    }
+    match wanted {
+        None => Ok(None),
+        Some(Ok(())) => Ok(admin.digests.wait(index, DIGEST_TIMEOUT).await),
+        Some(Err(limit)) => Err(Problem::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "limit",
+            "too many digests are waited for",
+        )
+        .detail(limit.to_string())),
+    }
+}

@@ -1,0 +1,327 @@
+//! What changes in the cluster, as a stream: `GET /admin/v1/events` and whoever else subscribes.
+//!
+//! Most events are found by comparing two looks at the cluster ([`status_changes`]) or at the
+//! registry ([`registry_changes`]); both are pure. [`follow`] takes the looks. A subscriber that
+//! does not keep up loses the oldest events and is told how many.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use state::ids::ReplicaId;
+use state::policy::PolicyConfig;
+use state::{Registry, View};
+use tokio::sync::broadcast;
+use tokio_util::sync::CancellationToken;
+
+use crate::ports::{Cluster, ClusterStatus};
+
+/// Events kept for a subscriber that is behind.
+pub const EVENTS_KEPT_MAX: usize = 1024;
+/// From one look at the cluster to the next.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Something an operator may want to know.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Event {
+    /// Another leader is followed, or none.
+    Leader {
+        /// The leader.
+        leader: Option<ReplicaId>,
+        /// Its term.
+        term: u64,
+    },
+    /// This replica's role changed.
+    Role {
+        /// As [`ClusterStatus::role`].
+        role: &'static str,
+    },
+    /// A quorum answers, or does so no longer.
+    Quorum {
+        /// Whether one does.
+        has_quorum: bool,
+    },
+    /// A member came, went, or changed.
+    Member {
+        /// Which.
+        id: ReplicaId,
+        /// How.
+        change: MemberChange,
+    },
+    /// This replica took or received a snapshot.
+    Snapshot {
+        /// Index it stands at.
+        index: u64,
+    },
+    /// This replica's storage is at fault.
+    Fault {
+        /// In words.
+        detail: String,
+    },
+    /// The registry changed.
+    Backend {
+        /// The backend's id.
+        id: String,
+        /// How.
+        change: BackendChange,
+    },
+    /// A backend became healthy or unhealthy, as seen from this replica.
+    BackendHealth {
+        /// The backend's id.
+        id: String,
+        /// Whether it is healthy.
+        is_healthy: bool,
+        /// Why not.
+        detail: Option<String>,
+    },
+    /// The routing policy was replaced.
+    Policy {
+        /// The new one.
+        config: PolicyConfig,
+    },
+    /// A peer's state differs from this replica's at the same index: never right.
+    DigestMismatch {
+        /// The peer.
+        peer: ReplicaId,
+        /// Where.
+        index: u64,
+        /// This replica's digest, 32 hex digits.
+        ours: String,
+        /// The peer's.
+        theirs: String,
+    },
+}
+
+/// How a member changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemberChange {
+    /// It is new.
+    Added,
+    /// It became a voter.
+    Promoted,
+    /// It is a voter no more.
+    Demoted,
+    /// It is gone.
+    Removed,
+    /// It is heard from.
+    Connected,
+    /// It is not heard from.
+    Disconnected,
+}
+
+/// How a backend changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BackendChange {
+    /// It is new.
+    Added,
+    /// An operator changed it, or its engine told other facts.
+    Changed,
+    /// A new incarnation began: another URL, or the engine restarted.
+    Restarted,
+    /// It takes no new requests.
+    Draining,
+    /// It takes requests again.
+    Undrained,
+    /// It is gone.
+    Removed,
+}
+
+/// An event with its place in this replica's stream.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Numbered {
+    /// From 1, ascending by one, anew at each start of the replica.
+    #[serde(skip)]
+    pub number: u64,
+    /// When it was noticed, unix milliseconds.
+    pub at_ms: u64,
+    /// What happened.
+    #[serde(flatten)]
+    pub event: Event,
+}
+
+/// The stream of events of one replica. Cheap to clone; sending never waits.
+#[derive(Clone)]
+pub struct Events {
+    sender: broadcast::Sender<Arc<Numbered>>,
+    last: Arc<AtomicU64>,
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        Self {
+            sender: broadcast::Sender::new(EVENTS_KEPT_MAX),
+            last: Arc::default(),
+        }
+    }
+}
+
+impl Events {
+    /// Gives `event` to every subscriber.
+    pub fn send(&self, event: Event) {
+        let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
+        let at_ms = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_millis() as u64);
+        // Nobody listening is no fault.
+        drop(self.sender.send(Arc::new(Numbered {
+            number,
+            at_ms,
+            event,
+        })));
+    }
+
+    /// Every event from now on.
+    #[must_use]
+    pub fn subscribe(&self) -> broadcast::Receiver<Arc<Numbered>> {
+        self.sender.subscribe()
+    }
+}
+
+impl Event {
+    /// Its name, the `event` field of an SSE event.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Leader { .. } => "leader",
+            Self::Role { .. } => "role",
+            Self::Quorum { .. } => "quorum",
+            Self::Member { .. } => "member",
+            Self::Snapshot { .. } => "snapshot",
+            Self::Fault { .. } => "fault",
+            Self::Backend { .. } => "backend",
+            Self::BackendHealth { .. } => "backend-health",
+            Self::Policy { .. } => "policy",
+            Self::DigestMismatch { .. } => "digest-mismatch",
+        }
+    }
+}
+
+/// What happened between two looks at the cluster, in a fixed order.
+#[must_use]
+pub fn status_changes(before: &ClusterStatus, after: &ClusterStatus) -> Vec<Event> {
+    let mut events = Vec::new();
+    if (before.leader, before.term) != (after.leader, after.term) {
+        events.push(Event::Leader {
+            leader: after.leader,
+            term: after.term,
+        });
+    }
+    if before.role != after.role {
+        events.push(Event::Role { role: after.role });
+    }
+    if before.has_quorum != after.has_quorum {
+        events.push(Event::Quorum {
+            has_quorum: after.has_quorum,
+        });
+    }
+    if let Some(detail) = after.fault.clone().filter(|_| before.fault != after.fault) {
+        events.push(Event::Fault { detail });
+    }
+    if let Some(index) = after.snapshot_index
+        && before.snapshot_index != after.snapshot_index
+    {
+        events.push(Event::Snapshot { index });
+    }
+    member_changes(before, after, &mut events);
+    events
+}
+
+fn member_changes(before: &ClusterStatus, after: &ClusterStatus, events: &mut Vec<Event>) {
+    let mut push = |id: ReplicaId, change| events.push(Event::Member { id, change });
+    for (&id, member) in &after.members {
+        let Some(earlier) = before.members.get(&id) else {
+            push(id, MemberChange::Added);
+            continue;
+        };
+        match (earlier.is_voter, member.is_voter) {
+            (false, true) => push(id, MemberChange::Promoted),
+            (true, false) => push(id, MemberChange::Demoted),
+            (false, false) | (true, true) => {}
+        }
+        match (earlier.is_connected, member.is_connected) {
+            (false, true) => push(id, MemberChange::Connected),
+            (true, false) => push(id, MemberChange::Disconnected),
+            (false, false) | (true, true) => {}
+        }
+    }
+    for &id in before.members.keys() {
+        if !after.members.contains_key(&id) {
+            push(id, MemberChange::Removed);
+        }
+    }
+}
+
+/// What happened between two looks at the registry, by slot.
+#[must_use]
+pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<Event> {
+    let mut events = Vec::new();
+    let mut push = |id: &str, change| {
+        events.push(Event::Backend {
+            id: id.to_owned(),
+            change,
+        });
+    };
+    for backend in &before.backends {
+        let id = &backend.spec.id;
+        if !after.backends.iter().any(|b| b.spec.id == *id) {
+            push(id, BackendChange::Removed);
+        }
+    }
+    for backend in &after.backends {
+        let id = &backend.spec.id;
+        let Some(earlier) = before.backends.iter().find(|b| b.spec.id == *id) else {
+            push(id, BackendChange::Added);
+            continue;
+        };
+        if earlier.handle != backend.handle {
+            push(id, BackendChange::Restarted);
+        } else if (&earlier.spec, &earlier.facts) != (&backend.spec, &backend.facts) {
+            push(id, BackendChange::Changed);
+        }
+        match (earlier.draining, backend.draining) {
+            (false, true) => push(id, BackendChange::Draining),
+            (true, false) => push(id, BackendChange::Undrained),
+            (false, false) | (true, true) => {}
+        }
+    }
+    if before.policy != after.policy {
+        events.push(Event::Policy {
+            config: after.policy.clone(),
+        });
+    }
+    events
+}
+
+/// Watches the cluster and the registry until `stop` and sends what changes to `events`.
+pub async fn follow(
+    cluster: Arc<dyn Cluster>,
+    view: Arc<View>,
+    events: Events,
+    stop: CancellationToken,
+) {
+    let mut status = cluster.status();
+    let mut registry = view.registry();
+    let mut ticks = tokio::time::interval(LOOK_INTERVAL);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = ticks.tick() => {}
+        }
+        let status_after = cluster.status();
+        let registry_after = view.registry();
+        let found = status_changes(&status, &status_after);
+        for event in found
+            .into_iter()
+            .chain(registry_changes(&registry, &registry_after))
+        {
+            events.send(event);
+        }
+        status = status_after;
+        registry = registry_after;
+    }
+}

@@ -1,0 +1,108 @@
+//! Who is believed to hold what.
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
+use state::ids::{BlockHash, LogIndex, Slot};
+
+use super::Shared;
+use super::answer::{At, Params, ReadQuery, at_level, invalid, json};
+use crate::error::Problem;
+
+#[derive(Serialize)]
+struct Counts {
+    index: LogIndex,
+    /// A block counts once for every backend that holds it.
+    owned_blocks: u64,
+    leases: u64,
+    backends: Vec<Owner>,
+}
+
+#[derive(Serialize)]
+struct Owner {
+    backend: String,
+    slot: Slot,
+    owned_blocks: u64,
+    capacity_blocks: Option<u32>,
+}
+
+pub(super) async fn counts(
+    State(admin): State<Shared>,
+    Params(query): Params<ReadQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    let mut counts = Counts {
+        index: LogIndex(0),
+        owned_blocks: 0,
+        leases: 0,
+        backends: Vec::new(),
+    };
+    admin.cluster.with_state(&mut |state| {
+        counts.index = admin.view.applied();
+        counts.leases = state.open_leases() as u64;
+        let registry = admin.view.registry();
+        counts.backends = registry
+            .backends
+            .iter()
+            .map(|backend| Owner {
+                backend: backend.spec.id.clone(),
+                slot: backend.handle.slot,
+                owned_blocks: state.owned_blocks(backend.handle.slot),
+                capacity_blocks: backend.capacity_blocks(),
+            })
+            .collect();
+    });
+    counts.owned_blocks = counts.backends.iter().map(|owner| owner.owned_blocks).sum();
+    Ok(json(&counts))
+}
+
+#[derive(Serialize)]
+struct Block {
+    index: LogIndex,
+    hash: BlockText,
+    owners: Vec<BlockOwner>,
+}
+
+/// A hash as 16 hex digits.
+struct BlockText(BlockHash);
+
+impl Serialize for BlockText {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&self.0)
+    }
+}
+
+#[derive(Serialize)]
+struct BlockOwner {
+    /// `None` when it was removed in this moment.
+    backend: Option<String>,
+    slot: Slot,
+}
+
+pub(super) async fn owners(
+    State(admin): State<Shared>,
+    At(hash): At<String>,
+    Params(query): Params<ReadQuery>,
+) -> Result<Response, Problem> {
+    let hash = u64::from_str_radix(&hash, 16)
+        .ok()
+        .filter(|_| hash.len() == 16)
+        .map(BlockHash)
+        .ok_or_else(|| invalid("hash", format!("{hash:?}, expected 16 hex digits")))?;
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let registry = admin.view.registry();
+    let mut owners = Vec::new();
+    admin.view.blocks.owners(hash, |slot| {
+        let backend = registry.backends.iter().find(|b| b.handle.slot == slot);
+        owners.push(BlockOwner {
+            backend: backend.map(|b| b.spec.id.clone()),
+            slot,
+        });
+    });
+    Ok(json(&Block {
+        index,
+        hash: BlockText(hash),
+        owners,
+    }))
+}

@@ -1,0 +1,181 @@
+//! The small HTTP client probes use: one kept connection to one backend, GET only, everything
+//! bounded. Apart from the data plane's pool, so that a full pool cannot make a healthy backend
+//! look dead, nor a probe take a connection from a request.
+
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::header::{ACCEPT, AUTHORIZATION, HOST, USER_AGENT};
+use http::{HeaderValue, Request, StatusCode, Uri};
+use http_body_util::{BodyExt, Empty};
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::task::AbortHandle;
+
+/// An answer, read whole.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) body: Bytes,
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ProbeFailure {
+    #[error("{0:?} is not http://host:port")]
+    Url(String),
+    #[error("connect: {0}")]
+    Connect(std::io::Error),
+    #[error("no answer within {0:?}")]
+    Timeout(Duration),
+    #[error("http: {0}")]
+    Http(hyper::Error),
+    #[error("body is longer than {0} bytes")]
+    TooLong(usize),
+}
+
+/// A client of one backend. Dropping it closes its connection.
+pub(crate) struct ProbeClient {
+    /// `host:port` to connect to.
+    address: String,
+    host: HeaderValue,
+    authorization: Option<HeaderValue>,
+    timeout: Duration,
+    connection: Option<Connection>,
+}
+
+struct Connection {
+    sender: SendRequest<Empty<Bytes>>,
+    driver: AbortHandle,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.driver.abort();
+    }
+}
+
+impl ProbeClient {
+    /// A client of the engine at `url` (`http://host:port`); every call takes at most `timeout`.
+    pub(crate) fn new(
+        url: &str,
+        authorization: Option<HeaderValue>,
+        timeout: Duration,
+    ) -> Result<Self, ProbeFailure> {
+        let bad = || ProbeFailure::Url(url.to_owned());
+        let uri: Uri = url.parse().map_err(|_| bad())?;
+        let authority = uri.authority().ok_or_else(bad)?;
+        if uri.scheme_str() != Some("http") || authority.host().is_empty() {
+            return Err(bad());
+        }
+        let address = format!(
+            "{}:{}",
+            authority.host(),
+            authority.port_u16().unwrap_or(80)
+        );
+        Ok(Self {
+            host: HeaderValue::from_str(authority.as_str()).map_err(|_| bad())?,
+            address,
+            authorization,
+            timeout,
+            connection: None,
+        })
+    }
+
+    /// `GET path`, with an answer of at most `body_bytes_max`.
+    pub(crate) async fn get(
+        &mut self,
+        path: &'static str,
+        body_bytes_max: usize,
+    ) -> Result<Answer, ProbeFailure> {
+        let limit = self.timeout;
+        // The connection is out of its place meanwhile: whatever ends the call early closes it.
+        let kept = self.connection.take();
+        match tokio::time::timeout(limit, self.exchange(kept, path, body_bytes_max)).await {
+            Ok(Ok((answer, connection))) => {
+                self.connection = Some(connection);
+                Ok(answer)
+            }
+            Ok(Err(failure)) => Err(failure),
+            Err(_) => Err(ProbeFailure::Timeout(limit)),
+        }
+    }
+
+    async fn exchange(
+        &self,
+        kept: Option<Connection>,
+        path: &'static str,
+        body_bytes_max: usize,
+    ) -> Result<(Answer, Connection), ProbeFailure> {
+        if let Some(mut connection) = kept.filter(|kept| !kept.sender.is_closed()) {
+            match self.ask(&mut connection, path, body_bytes_max).await {
+                Ok(answer) => return Ok((answer, connection)),
+                // Engines close idle connections when they like: only a new one tells.
+                Err(ProbeFailure::Http(_)) => {}
+                Err(failure) => return Err(failure),
+            }
+        }
+        let mut connection = self.connect().await?;
+        let answer = self.ask(&mut connection, path, body_bytes_max).await?;
+        Ok((answer, connection))
+    }
+
+    async fn connect(&self) -> Result<Connection, ProbeFailure> {
+        let stream = TcpStream::connect(&self.address)
+            .await
+            .map_err(ProbeFailure::Connect)?;
+        let (sender, driver) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(ProbeFailure::Http)?;
+        let driver = tokio::spawn(async move {
+            // Its end is seen by whoever uses the sender.
+            drop(driver.await);
+        })
+        .abort_handle();
+        Ok(Connection { sender, driver })
+    }
+
+    async fn ask(
+        &self,
+        connection: &mut Connection,
+        path: &'static str,
+        body_bytes_max: usize,
+    ) -> Result<Answer, ProbeFailure> {
+        let sender = &mut connection.sender;
+        sender.ready().await.map_err(ProbeFailure::Http)?;
+        let response = sender
+            .send_request(self.request(path))
+            .await
+            .map_err(ProbeFailure::Http)?;
+        let status = response.status();
+        let mut frames = response.into_body();
+        let mut body = BytesMut::new();
+        while let Some(frame) = frames.frame().await {
+            let frame = frame.map_err(ProbeFailure::Http)?;
+            if let Some(data) = frame.data_ref() {
+                if body.len() + data.len() > body_bytes_max {
+                    return Err(ProbeFailure::TooLong(body_bytes_max));
+                }
+                body.extend_from_slice(data);
+            }
+        }
+        Ok(Answer {
+            status,
+            body: body.freeze(),
+        })
+    }
+
+    fn request(&self, path: &'static str) -> Request<Empty<Bytes>> {
+        let mut request = Request::new(Empty::new());
+        *request.uri_mut() = Uri::from_static(path);
+        let headers = request.headers_mut();
+        headers.insert(HOST, self.host.clone());
+        headers.insert(ACCEPT, HeaderValue::from_static("*/*"));
+        headers.insert(USER_AGENT, HeaderValue::from_static("quorate-probe"));
+        if let Some(authorization) = &self.authorization {
+            headers.insert(AUTHORIZATION, authorization.clone());
+        }
+        request
+    }
+}

@@ -1,0 +1,249 @@
+//! What an engine says of itself: its metrics page and its model list, under the names vLLM, SGLang
+//! and llama.cpp give them.
+//!
+//! Several samples of one name (one per data-parallel rank or model) add up; of cache usage the
+//! fullest rank counts. An engine that does not export a figure leaves it `None`.
+
+use serde::{Deserialize, Serialize};
+use state::command::NAME_BYTES_MAX;
+
+use super::text::{self, BadPage, Sample};
+
+/// Most models one engine may list.
+pub const MODELS_PER_ENGINE_MAX: usize = 1024;
+
+/// What a metrics page says; a field is `None` when the page does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct EngineMetrics {
+    /// Requests running, from all clients.
+    pub running: Option<u32>,
+    /// Requests in the engine's own queue.
+    pub waiting: Option<u32>,
+    /// KV cache in use, in thousandths.
+    pub kv_usage_permille: Option<u32>,
+    /// Tokens the KV cache holds.
+    pub cache_tokens: Option<u64>,
+    /// Prompt tokens looked up in the prefix cache since the engine started.
+    pub prefix_queried_tokens: Option<u64>,
+    /// Of these, found there.
+    pub prefix_hit_tokens: Option<u64>,
+    /// Prompt tokens taken in since the engine started; falls only when it restarts.
+    pub prompt_tokens: Option<u64>,
+    /// Start of the engine process, unix seconds.
+    pub started_at_s: Option<u64>,
+}
+
+impl EngineMetrics {
+    /// Reads a metrics page.
+    ///
+    /// # Errors
+    /// [`BadPage`] when the page does not follow the text format.
+    pub fn read(page: &[u8]) -> Result<Self, BadPage> {
+        let mut metrics = Self::default();
+        text::read(page, |sample| metrics.add(&sample))?;
+        Ok(metrics)
+    }
+
+    fn add(&mut self, sample: &Sample<'_>) {
+        let value = sample.value;
+        match sample.name {
+            "vllm:num_requests_running"
+            | "sglang:num_running_reqs"
+            | "llamacpp:requests_processing" => add_u32(&mut self.running, value),
+            "vllm:num_requests_waiting"
+            | "sglang:num_queue_reqs"
+            | "llamacpp:requests_deferred" => add_u32(&mut self.waiting, value),
+            "vllm:kv_cache_usage_perc"
+            | "vllm:gpu_cache_usage_perc"
+            | "sglang:token_usage"
+            | "llamacpp:kv_cache_usage_ratio" => most_permille(&mut self.kv_usage_permille, value),
+            "vllm:prefix_cache_queries_total" | "vllm:gpu_prefix_cache_queries_total" => {
+                add_u64(&mut self.prefix_queried_tokens, value);
+            }
+            "vllm:prefix_cache_hits_total" | "vllm:gpu_prefix_cache_hits_total" => {
+                add_u64(&mut self.prefix_hit_tokens, value);
+            }
+            "vllm:prompt_tokens_total"
+            | "sglang:prompt_tokens_total"
+            | "llamacpp:prompt_tokens_total" => add_u64(&mut self.prompt_tokens, value),
+            "sglang:max_total_num_tokens" => add_u64(&mut self.cache_tokens, value),
+            "vllm:cache_config_info" => self.add_cache_config(sample),
+            "process_start_time_seconds" => self.started_at_s = whole(value),
+            _ => {}
+        }
+    }
+
+    /// vLLM gives its cache's size as labels. Before the engine has measured its memory, and in
+    /// some front-end processes for ever, `num_gpu_blocks` reads `None` or `0`.
+    fn add_cache_config(&mut self, sample: &Sample<'_>) {
+        let label = |name| sample.labels.get(name)?.parse::<u64>().ok();
+        let tokens = match (label("block_size"), label("num_gpu_blocks")) {
+            (Some(size), Some(blocks)) if size > 0 && blocks > 0 => size.saturating_mul(blocks),
+            _ => match label("kv_cache_size_tokens") {
+                Some(tokens) if tokens > 0 => tokens,
+                _ => return,
+            },
+        };
+        let sum = self.cache_tokens.unwrap_or(0).saturating_add(tokens);
+        self.cache_tokens = Some(sum);
+    }
+}
+
+/// A count that was read as a float; `None` for what is no count.
+fn whole(value: f64) -> Option<u64> {
+    // The cast saturates, so that a forged 1e300 is a large number and nothing else.
+    (value.is_finite() && value >= 0.0).then_some(value as u64)
+}
+
+fn add_u64(sum: &mut Option<u64>, value: f64) {
+    if let Some(value) = whole(value) {
+        *sum = Some(sum.unwrap_or(0).saturating_add(value));
+    }
+}
+
+fn add_u32(sum: &mut Option<u32>, value: f64) {
+    if let Some(value) = whole(value) {
+        let value = u32::try_from(value).unwrap_or(u32::MAX);
+        *sum = Some(sum.unwrap_or(0).saturating_add(value));
+    }
+}
+
+fn most_permille(most: &mut Option<u32>, ratio: f64) {
+    if ratio.is_finite() {
+        let permille = (ratio.clamp(0.0, 1.0) * 1000.0).round() as u32;
+        *most = Some(most.unwrap_or(0).max(permille));
+    }
+}
+
+/// An answer to `GET /v1/models` that is no model list.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("model list: {0}")]
+pub(super) struct BadModels(String);
+
+#[derive(Deserialize)]
+struct ModelList {
+    data: Vec<ListedModel>,
+}
+
+#[derive(Deserialize)]
+struct ListedModel {
+    id: String,
+}
+
+/// Reads the model ids of an OpenAI model list, sorted, each once.
+///
+/// # Errors
+/// [`BadModels`] when it is no such list or breaks a bound.
+pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, BadModels> {
+    let list: ModelList =
+        serde_json::from_slice(body).map_err(|fault| BadModels(fault.to_string()))?;
+    if list.data.len() > MODELS_PER_ENGINE_MAX {
+        return Err(BadModels(format!(
+            "{} models, expected at most {MODELS_PER_ENGINE_MAX}",
+            list.data.len()
+        )));
+    }
+    let mut models: Vec<String> = list.data.into_iter().map(|model| model.id).collect();
+    if let Some(bad) = models
+        .iter()
+        .find(|id| id.is_empty() || id.len() > NAME_BYTES_MAX)
+    {
+        return Err(BadModels(format!(
+            "a model id of {} bytes, expected 1 to {NAME_BYTES_MAX}",
+            bad.len()
+        )));
+    }
+    models.sort_unstable();
+    models.dedup();
+    Ok(models)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vllm_page_is_read() {
+        let page = include_bytes!("samples/vllm.txt");
+        let expected = EngineMetrics {
+            running: Some(7),
+            waiting: Some(3),
+            kv_usage_permille: Some(418),
+            cache_tokens: Some(16 * 27_520),
+            prefix_queried_tokens: Some(1_834_215),
+            prefix_hit_tokens: Some(1_201_664),
+            prompt_tokens: Some(1_834_215),
+            started_at_s: Some(1_763_630_102),
+        };
+        assert_eq!(EngineMetrics::read(page), Ok(expected));
+    }
+
+    #[test]
+    fn an_sglang_page_is_read() {
+        let page = include_bytes!("samples/sglang.txt");
+        let expected = EngineMetrics {
+            running: Some(5),
+            waiting: Some(2),
+            kv_usage_permille: Some(280),
+            cache_tokens: Some(471_258),
+            prompt_tokens: Some(812_844),
+            ..EngineMetrics::default()
+        };
+        assert_eq!(EngineMetrics::read(page), Ok(expected));
+    }
+
+    #[test]
+    fn older_names_are_known() {
+        let page = b"vllm:gpu_cache_usage_perc{model_name=\"m\"} 0.25\n\
+            vllm:gpu_prefix_cache_queries_total 8\nvllm:gpu_prefix_cache_hits_total 4\n";
+        let metrics = EngineMetrics::read(page).unwrap();
+        assert_eq!(metrics.kv_usage_permille, Some(250));
+        assert_eq!(metrics.prefix_queried_tokens, Some(8));
+        assert_eq!(metrics.prefix_hit_tokens, Some(4));
+    }
+
+    #[test]
+    fn ranks_add_up_and_the_fullest_counts() {
+        let page = b"vllm:num_requests_running{engine=\"0\"} 2.0\nvllm:num_requests_running{engine=\"1\"} 3.0\n\
+            vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.5\n\
+            vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"} 1.0\n\
+            vllm:cache_config_info{block_size=\"16\",engine=\"1\",num_gpu_blocks=\"50\"} 1.0\n";
+        let metrics = EngineMetrics::read(page).unwrap();
+        assert_eq!(metrics.running, Some(5));
+        assert_eq!(metrics.kv_usage_permille, Some(900));
+        assert_eq!(metrics.cache_tokens, Some(2400));
+    }
+
+    #[test]
+    fn figures_that_cannot_be_are_unknown_or_bounded() {
+        let page = b"vllm:num_requests_running NaN\nvllm:num_requests_waiting 1e300\n\
+            vllm:kv_cache_usage_perc 17\nprocess_start_time_seconds -4\n\
+            vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"None\"} 1\n";
+        let metrics = EngineMetrics::read(page).unwrap();
+        assert_eq!(metrics.running, None);
+        assert_eq!(metrics.waiting, Some(u32::MAX));
+        assert_eq!(metrics.kv_usage_permille, Some(1000));
+        assert_eq!(metrics.started_at_s, None);
+        assert_eq!(metrics.cache_tokens, None);
+    }
+
+    #[test]
+    fn a_model_list_is_sorted_and_bounded() {
+        let body =
+            br#"{"object":"list","data":[{"id":"b","object":"model"},{"id":"a"},{"id":"b"}]}"#;
+        assert_eq!(read_models(body).unwrap(), ["a", "b"]);
+        for bad in [
+            &b"<html>"[..],
+            b"[]",
+            b"{\"data\":[{}]}",
+            b"{\"data\":[{\"id\":\"\"}]}",
+        ] {
+            assert!(read_models(bad).is_err());
+        }
+        let long = format!("{{\"data\":[{{\"id\":\"{}\"}}]}}", "x".repeat(257));
+        assert_eq!(
+            read_models(long.as_bytes()).unwrap_err().to_string(),
+            "model list: a model id of 257 bytes, expected 1 to 256"
+        );
+    }
+}

@@ -1,0 +1,320 @@
+//! Decides what of an engine's words is news to the cluster.
+//!
+//! Every replica asks every engine; what differs from the replicated registry is proposed as an
+//! [`EngineFacts`]. Pure: the clock comes in as arguments. Three rules keep replicas from talking
+//! over each other:
+//!
+//! - A restart is proposed under the incarnation it ended; the first such command to be applied
+//!   begins a new one, and the others then name an incarnation that is over.
+//! - Capacity in router blocks depends on what a replica has learnt of tokens per block, so a known
+//!   capacity is changed by anyone only when the *engine's* figure changed, and otherwise only by
+//!   the leader, and only by more than a twentieth.
+//! - The same words are not proposed again within [`REPEAT_AFTER`].
+
+use std::time::{Duration, Instant};
+
+use state::Backend;
+use state::command::EngineFacts;
+use state::ids::BackendRef;
+
+/// How long the same proposal is held back while the registry does not show it.
+pub const REPEAT_AFTER: Duration = Duration::from_secs(5);
+/// Where an engine does not tell its start, a restart is seen as its counters falling, and dated
+/// with this replica's clock. One dated within so many seconds of the last start is the same one,
+/// seen by another replica.
+const SAME_START_S: u64 = 10;
+/// Start of the first life seen of an engine that does not tell its start: the same on every
+/// replica, and earlier than any start that is dated later.
+const UNTOLD_START_S: u64 = 1;
+
+/// What an engine said in one round.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Saw {
+    /// Its models, where it was asked.
+    pub(crate) models: Option<Vec<String>>,
+    /// Tokens its cache holds.
+    pub(crate) cache_tokens: Option<u64>,
+    /// Start of its process, unix seconds.
+    pub(crate) started_at_s: Option<u64>,
+    /// Prompt tokens it took in since it started.
+    pub(crate) prompt_tokens: Option<u64>,
+}
+
+/// The circumstances of a round.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Round {
+    /// Tokens one router block of this backend's model stands for.
+    pub(crate) tokens_per_block: f64,
+    /// Whether this replica leads.
+    pub(crate) is_leader: bool,
+    /// Now, unix seconds.
+    pub(crate) unix_s: u64,
+    /// Now, on a clock that never jumps.
+    pub(crate) now: Instant,
+}
+
+/// What a replica remembers of one backend between rounds.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    handle: Option<BackendRef>,
+    prompt_tokens: Option<u64>,
+    cache_tokens: Option<u64>,
+    proposed: Option<(EngineFacts, Instant)>,
+}
+
+impl Memory {
+    /// What to propose about `known` after seeing `saw`; `None` when there is no news.
+    pub(crate) fn news(
+        &mut self,
+        known: &Backend,
+        saw: &Saw,
+        round: &Round,
+    ) -> Option<EngineFacts> {
+        if self.handle != Some(known.handle) {
+            *self = Self {
+                handle: Some(known.handle),
+                ..Self::default()
+            };
+        }
+        let started_at_s = self.new_start(known, saw, round);
+        let mut facts = EngineFacts {
+            models: saw.models.clone(),
+            capacity_blocks: None,
+            started_at_s,
+        };
+        if started_at_s.is_some() && known.facts.started_at_s.is_some() {
+            // A new incarnation knows nothing: tell it everything.
+            facts.capacity_blocks = blocks(saw.cache_tokens, round);
+        } else {
+            facts
+                .models
+                .take_if(|m| known.facts.models.as_ref() == Some(m));
+            facts.capacity_blocks = self.new_capacity(known, saw, round);
+        }
+        self.hold_back(facts, round.now)
+    }
+
+    fn new_start(&mut self, known: &Backend, saw: &Saw, round: &Round) -> Option<u64> {
+        let before = std::mem::replace(&mut self.prompt_tokens, saw.prompt_tokens);
+        if let Some(started) = saw.started_at_s {
+            return (known.facts.started_at_s < Some(started)).then_some(started);
+        }
+        if known.facts.started_at_s.is_none() {
+            return saw.prompt_tokens.map(|_| UNTOLD_START_S);
+        }
+        let fell = before.zip(saw.prompt_tokens).is_some_and(|(b, n)| n < b);
+        let last = known.facts.started_at_s.unwrap_or(0);
+        let is_new = fell && last.saturating_add(SAME_START_S) < round.unix_s;
+        is_new.then_some(round.unix_s)
+    }
+
+    fn new_capacity(&mut self, known: &Backend, saw: &Saw, round: &Round) -> Option<u32> {
+        let before = self.cache_tokens;
+        if saw.cache_tokens.is_some() {
+            self.cache_tokens = saw.cache_tokens;
+        }
+        if known.spec.capacity_blocks.is_some() {
+            return None;
+        }
+        let now = blocks(saw.cache_tokens, round)?;
+        let Some(held) = known.facts.capacity_blocks else {
+            return Some(now);
+        };
+        let engine_changed = before.is_some() && before != saw.cache_tokens;
+        let is_far = u64::from(held.abs_diff(now)) * 20 > u64::from(held);
+        (is_far && (engine_changed || round.is_leader)).then_some(now)
+    }
+
+    fn hold_back(&mut self, facts: EngineFacts, now: Instant) -> Option<EngineFacts> {
+        if facts == EngineFacts::default() {
+            return None;
+        }
+        if let Some((last, at)) = &self.proposed
+            && *last == facts
+            && now.saturating_duration_since(*at) < REPEAT_AFTER
+        {
+            return None;
+        }
+        self.proposed = Some((facts.clone(), now));
+        Some(facts)
+    }
+}
+
+/// Router blocks that `cache_tokens` come to, rounded up: a capacity is better over- than
+/// underestimated.
+fn blocks(cache_tokens: Option<u64>, round: &Round) -> Option<u32> {
+    let per_block = round.tokens_per_block;
+    if !(per_block.is_finite() && per_block > 0.0) {
+        return None;
+    }
+    let blocks = (cache_tokens? as f64 / per_block).ceil();
+    // The cast saturates at the largest capacity a backend can have.
+    Some((blocks as u32).max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use state::command::BackendSpec;
+    use state::ids::{Incarnation, Slot};
+
+    use super::*;
+
+    fn backend(facts: EngineFacts) -> Backend {
+        Backend {
+            handle: BackendRef {
+                slot: Slot(3),
+                incarnation: Incarnation(1),
+            },
+            spec: BackendSpec {
+                id: "a".into(),
+                url: "http://127.0.0.1:1".into(),
+                models: vec!["*".into()],
+                labels: BTreeMap::new(),
+                capacity_blocks: None,
+                kv_events: None,
+                kv_replay: None,
+            },
+            draining: false,
+            facts,
+        }
+    }
+
+    fn round(now: Instant) -> Round {
+        Round {
+            tokens_per_block: 32.0,
+            is_leader: false,
+            unix_s: 1_000_000,
+            now,
+        }
+    }
+
+    fn saw() -> Saw {
+        Saw {
+            models: Some(vec!["m".into()]),
+            cache_tokens: Some(3200),
+            started_at_s: Some(500),
+            prompt_tokens: Some(10),
+        }
+    }
+
+    fn told() -> EngineFacts {
+        EngineFacts {
+            models: Some(vec!["m".into()]),
+            capacity_blocks: Some(100),
+            started_at_s: Some(500),
+        }
+    }
+
+    #[test]
+    fn everything_is_news_once() {
+        let (mut memory, now) = (Memory::default(), Instant::now());
+        let unknown = backend(EngineFacts::default());
+        assert_eq!(memory.news(&unknown, &saw(), &round(now)), Some(told()));
+        assert_eq!(memory.news(&unknown, &saw(), &round(now)), None);
+        let later = round(now + REPEAT_AFTER);
+        assert_eq!(memory.news(&unknown, &saw(), &later), Some(told()));
+        assert_eq!(memory.news(&backend(told()), &saw(), &later), None);
+    }
+
+    #[test]
+    fn a_later_start_is_a_restart_and_tells_everything() {
+        let (mut memory, now) = (Memory::default(), Instant::now());
+        let later = Saw {
+            started_at_s: Some(501),
+            ..saw()
+        };
+        let expected = EngineFacts {
+            started_at_s: Some(501),
+            ..told()
+        };
+        assert_eq!(
+            memory.news(&backend(told()), &later, &round(now)),
+            Some(expected)
+        );
+        let earlier = Saw {
+            started_at_s: Some(499),
+            ..saw()
+        };
+        assert_eq!(memory.news(&backend(told()), &earlier, &round(now)), None);
+    }
+
+    #[test]
+    fn falling_counters_are_a_restart_where_the_start_is_not_told() {
+        let (mut memory, now) = (Memory::default(), Instant::now());
+        let silent = |prompt_tokens| Saw {
+            started_at_s: None,
+            prompt_tokens: Some(prompt_tokens),
+            ..saw()
+        };
+        let known = backend(told());
+        assert_eq!(memory.news(&known, &silent(100), &round(now)), None);
+        assert_eq!(memory.news(&known, &silent(120), &round(now)), None);
+        let facts = memory.news(&known, &silent(4), &round(now)).unwrap();
+        assert_eq!(facts.started_at_s, Some(1_000_000));
+        // Its first life has a start too, or the first restart would not be a later one.
+        let unknown = backend(EngineFacts::default());
+        let first = Memory::default().news(&unknown, &silent(100), &round(now));
+        assert_eq!(first.unwrap().started_at_s, Some(UNTOLD_START_S));
+        // Another replica dated the same restart three seconds ago.
+        let fresh = backend(EngineFacts {
+            started_at_s: Some(999_997),
+            ..told()
+        });
+        let mut other = Memory::default();
+        assert_eq!(other.news(&fresh, &silent(100), &round(now)), None);
+        assert_eq!(other.news(&fresh, &silent(4), &round(now)), None);
+    }
+
+    #[test]
+    fn a_known_capacity_is_refined_by_the_leader_and_only_when_far_off() {
+        let now = Instant::now();
+        let known = backend(told());
+        let mut at = Round {
+            tokens_per_block: 31.0,
+            is_leader: true,
+            ..round(now)
+        };
+        assert_eq!(Memory::default().news(&known, &saw(), &at), None);
+        at.tokens_per_block = 30.0;
+        let facts = Memory::default().news(&known, &saw(), &at).unwrap();
+        assert_eq!(facts.capacity_blocks, Some(107));
+        at.is_leader = false;
+        assert_eq!(Memory::default().news(&known, &saw(), &at), None);
+    }
+
+    #[test]
+    fn anyone_tells_a_capacity_the_engine_changed() {
+        let (mut memory, now) = (Memory::default(), Instant::now());
+        let known = backend(told());
+        assert_eq!(memory.news(&known, &saw(), &round(now)), None);
+        let grown = Saw {
+            cache_tokens: Some(6400),
+            ..saw()
+        };
+        let facts = memory.news(&known, &grown, &round(now)).unwrap();
+        assert_eq!(facts.capacity_blocks, Some(200));
+        assert_eq!(facts.models, None);
+    }
+
+    #[test]
+    fn an_operators_capacity_stands() {
+        let mut known = backend(EngineFacts::default());
+        known.spec.capacity_blocks = Some(7);
+        let facts = Memory::default().news(&known, &saw(), &round(Instant::now()));
+        assert_eq!(facts.unwrap().capacity_blocks, None);
+    }
+
+    #[test]
+    fn blocks_are_rounded_up_and_bounded() {
+        let mut at = round(Instant::now());
+        assert_eq!(blocks(Some(33), &at), Some(2));
+        assert_eq!(blocks(Some(0), &at), Some(1));
+        assert_eq!(blocks(Some(u64::MAX), &at), Some(u32::MAX));
+        for per_block in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            at.tokens_per_block = per_block;
+            assert_eq!(blocks(Some(33), &at), None);
+        }
+    }
+}
