@@ -12,11 +12,12 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
 use serde_json::value::RawValue;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::ReplyShape;
 use super::read::Str;
 
 /// Appends an assistant's reply to flattened messages as the next turn's flattening will have it.
 pub fn append_reply(text: &mut Vec<u8>, reply: &str) {
-    push_framed(text, "assistant", reply.as_bytes());
+    ReplyShape::Message.append(text, reply);
 }
 
 /// Appends `<|name|>\n`, `content` and `\n`.

@@ -14,6 +14,7 @@
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 
 mod flatten;
+mod ratio;
 mod read;
 #[cfg(test)]
 mod tests;
@@ -23,6 +24,7 @@ use std::sync::Arc;
 use state::ids::BlockHash;
 
 pub use flatten::append_reply;
+pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
 pub use read::parse;
 
 /// What is read of a JSON body. Spans are byte ranges of the body.
@@ -70,10 +72,26 @@ pub enum ReplyShape {
 impl ReplyShape {
     /// Appends `reply` to a flattened prompt the way the next turn's flattening has it.
     pub fn append(self, text: &mut Vec<u8>, reply: &str) {
+        if self != Self::None {
+            text.extend_from_slice(self.opening().as_bytes());
+            text.extend_from_slice(reply.as_bytes());
+            text.extend_from_slice(self.closing().as_bytes());
+        }
+    }
+
+    /// What stands between a prompt and its reply.
+    pub(crate) fn opening(self) -> &'static str {
         match self {
-            Self::None => {}
-            Self::Message => append_reply(text, reply),
-            Self::Continuation => text.extend_from_slice(reply.as_bytes()),
+            Self::Message => "<|assistant|>\n",
+            Self::None | Self::Continuation => "",
+        }
+    }
+
+    /// What stands behind a reply.
+    pub(crate) fn closing(self) -> &'static str {
+        match self {
+            Self::Message => "\n",
+            Self::None | Self::Continuation => "",
         }
     }
 }
@@ -140,4 +158,6 @@ pub struct Tail {
     pub reply: ReplyShape,
     /// Tokens of one block, estimated.
     pub tokens_per_block: u32,
+    /// The model's ratio, to estimate with and to teach.
+    pub ratio: TokenRatio,
 }

@@ -314,7 +314,7 @@ impl<'de> Top<'_, 'de> {
             }
             ("prompt", Surface::Completions)
             | ("prompt" | "input" | "query" | "queries" | "text_1" | "data_1", Surface::Pooling) => {
-                found.plain = map.next_value_seed(Plain)?
+                found.plain = map.next_value_seed(Plain)?;
             }
             _ => drop(map.next_value::<IgnoredAny>()?),
         }

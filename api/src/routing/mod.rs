@@ -1,15 +1,84 @@
 //! One place where a request meets the view, the overlay, the load and the policy, and where what
 //! became of it is recorded.
+//!
+//! A request passes through here in three steps. [`Router::identify`] turns its prompt into block
+//! hashes. [`Router::decide`] matches them against the applied ownership and this replica's
+//! overlay, adds the load, and lets the policy choose; it reads local memory only and waits for no
+//! writer. [`Router::dispatch`] makes the decision known (load, overlay, outbox) and gives an
+//! [`Attempt`], which books the rest until it ends. [`Router::run_outbox`] carries it all to the log.
 
+mod attempt;
+mod decide;
+mod explain;
+mod identify;
+mod load;
+mod metrics;
+mod outbox;
+mod overlay;
+mod reply;
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
-use state::ids::{BackendRef, LogIndex, Slot};
+use arc_swap::ArcSwap;
+use state::View;
+use state::command::{EngineFacts, NAME_BYTES_MAX};
+use state::ids::{AttemptId, BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::Reason;
+use tokio_util::sync::CancellationToken;
+use xxhash_rust::xxh3::xxh3_64;
 
-use crate::prompt::{Identity, Parsed};
+use self::decide::Fleet;
+use self::identify::Ratios;
+use self::metrics::Meter;
+use self::outbox::Outbox;
+use self::outbox::driver::{Desk, Driver};
+use self::overlay::Overlay;
+use crate::backends::Backends;
+use crate::ports::Propose;
+use crate::prompt::{Identity, ModelSettings};
+
+pub use attempt::Attempt;
+pub use explain::{Explained, Explanation, Verdict};
+pub use load::{BadReport, EXPIRY, KEEPALIVE, Load, LoadTable, Reporter};
+pub use metrics::RoutingMetrics;
+pub use outbox::{OutboxSettings, OutboxStatus};
+
+/// What a [`Router`] is made of.
+pub struct Parts {
+    /// The replicated state's read side.
+    pub view: Arc<View>,
+    /// Health and engine metrics.
+    pub backends: Arc<Backends>,
+    /// `[[models]]`, first match counts.
+    pub models: Vec<ModelSettings>,
+    /// This replica.
+    pub replica: ReplicaId,
+    /// Its run.
+    pub session: SessionId,
+    /// Bounds and pace of the outbox.
+    pub outbox: OutboxSettings,
+}
 
 /// Chooses backends and keeps the books of what was dispatched. One per replica.
-pub struct Router {}
+pub struct Router {
+    view: Arc<View>,
+    backends: Arc<Backends>,
+    models: Vec<ModelSettings>,
+    ratios: Ratios,
+    load: LoadTable,
+    overlay: Arc<Overlay>,
+    desk: Desk,
+    flush_interval: Duration,
+    last_attempt: AtomicU64,
+    metrics: RoutingMetrics,
+    /// What is derived from the registry, as of the last decision.
+    fleet: ArcSwap<Fleet>,
+}
 
 /// A request as routing sees it.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +113,8 @@ pub struct Decision {
 }
 
 /// Why no backend can take a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum NoBackend {
     /// No registered backend serves the model: 404.
     UnknownModel,
@@ -52,6 +122,16 @@ pub enum NoBackend {
     NoneHealthy,
     /// All that could were tried: 502 or 503, as the last attempt ended.
     AllTried,
+}
+
+impl NoBackend {
+    fn label(self) -> &'static str {
+        match self {
+            Self::UnknownModel => "unknown-model",
+            Self::NoneHealthy => "none-healthy",
+            Self::AllTried => "all-tried",
+        }
+    }
 }
 
 /// Tokens an engine reported, or that were counted when it did not.
@@ -78,61 +158,110 @@ pub enum End {
     NotRun,
 }
 
-/// A dispatch under way: counts as running, holds the lease, owes the charge. Dropping it without
-/// [`Attempt::end`] counts as [`End::ClientLeft`].
-pub struct Attempt {}
-
-impl Router {
-    /// The prompt's identity under the model's settings and the cluster's seed.
-    #[must_use]
-    pub fn identify(&self, parsed: &Parsed) -> Identity {
-        let _ = parsed;
-        unimplemented!("routing helper")
-    }
-
-    /// Chooses a backend. Local memory only; waits for nothing.
-    ///
-    /// # Errors
-    /// [`NoBackend`].
-    pub fn decide(&self, ask: &Ask<'_>) -> Result<Decision, NoBackend> {
-        let _ = ask;
-        unimplemented!("routing helper")
-    }
-
-    /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
-    /// before this returns. `user` is the name the tokens are charged to.
-    pub fn dispatch(
-        self: &Arc<Self>,
-        decision: &Decision,
-        identity: &Identity,
-        user: &str,
-    ) -> Attempt {
-        let _ = (decision, identity, user);
-        unimplemented!("routing helper")
+impl End {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Finished => "finished",
+            Self::Broken => "broken",
+            Self::ClientLeft => "client-left",
+            Self::NotRun => "not-run",
+        }
     }
 }
 
-impl Attempt {
-    /// The answer's first byte (of the body) came: its prefill is done.
-    pub fn first_byte(&mut self) {
-        unimplemented!("routing helper")
+impl Router {
+    /// A router with nothing under way.
+    #[must_use]
+    pub fn new(parts: Parts) -> Self {
+        let overlay = Arc::new(Overlay::default());
+        let metrics = RoutingMetrics::default();
+        let outbox = Outbox::new(
+            parts.replica,
+            parts.session,
+            parts.outbox,
+            Arc::clone(&overlay),
+        );
+        Self {
+            fleet: ArcSwap::from_pointee(Fleet::of(parts.view.registry(), &metrics)),
+            view: parts.view,
+            backends: parts.backends,
+            models: parts.models,
+            ratios: Ratios::default(),
+            load: LoadTable::default(),
+            overlay,
+            desk: Desk::new(outbox),
+            flush_interval: parts.outbox.flush_interval,
+            last_attempt: AtomicU64::new(0),
+            metrics,
+        }
     }
 
-    /// What the engine has reported so far; the highest report counts.
-    pub fn usage(&mut self, usage: Usage) {
-        let _ = usage;
-        unimplemented!("routing helper")
+    /// Requests and pending prefill per backend, here and elsewhere.
+    #[must_use]
+    pub fn load(&self) -> &LoadTable {
+        &self.load
     }
 
-    /// Output text as it streams, so that blocks it completes can be recorded. Bounded inside.
-    pub fn output(&mut self, text: &str) {
-        let _ = text;
-        unimplemented!("routing helper")
+    /// What routing counts, to be registered once.
+    #[must_use]
+    pub fn metrics(&self) -> &RoutingMetrics {
+        &self.metrics
     }
 
-    /// Ends the attempt: releases the lease, settles the charge.
-    pub fn end(self, end: End) {
-        let _ = end;
-        unimplemented!("routing helper")
+    /// Brings the gauges up to date; call it before a scrape.
+    pub fn refresh_metrics(&self) {
+        self.metrics.show_outbox(&self.outbox_status());
     }
+
+    /// How far the log is behind.
+    #[must_use]
+    pub fn outbox_status(&self) -> OutboxStatus {
+        self.desk.status(Instant::now())
+    }
+
+    /// Queues what an engine said about itself. Later facts of a backend stand over earlier ones.
+    pub fn observe(&self, backend: BackendRef, facts: EngineFacts) {
+        self.desk.with(|outbox| outbox.observe(backend, facts));
+    }
+
+    /// Carries the outbox to the log until `stop`; then goes on until it is empty or `drain_max`
+    /// has passed. Answers what is left. One call per router.
+    pub async fn run_outbox(
+        &self,
+        propose: Arc<dyn Propose>,
+        stop: CancellationToken,
+        drain_max: Duration,
+    ) -> OutboxStatus {
+        let driver = Driver {
+            desk: &self.desk,
+            propose: &*propose,
+            applied: &|| self.view.applied(),
+            metrics: self.metrics.driver.clone(),
+            flush_interval: self.flush_interval,
+        };
+        driver.run(stop, drain_max).await
+    }
+
+    fn next_attempt(&self) -> AttemptId {
+        AttemptId(self.last_attempt.fetch_add(1, Relaxed) + 1)
+    }
+
+    fn meter(&self, backend: BackendRef, name: &str) -> Arc<Meter> {
+        let known = self.fleet.load().meter(backend);
+        known.unwrap_or_else(|| self.metrics.meter(name))
+    }
+}
+
+/// A user's name within the log's bound. A longer one is cut and made unique again by its hash.
+fn bounded_name(name: &str) -> Cow<'_, str> {
+    const HASH_BYTES: usize = 1 + 16;
+    if name.len() <= NAME_BYTES_MAX {
+        return Cow::Borrowed(name);
+    }
+    let cut = name.floor_char_boundary(NAME_BYTES_MAX - HASH_BYTES);
+    Cow::Owned(format!(
+        "{}#{:016x}",
+        &name[..cut],
+        xxh3_64(name.as_bytes())
+    ))
 }

@@ -1,0 +1,77 @@
+//! How many bytes a token is, learnt from what engines count.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+/// Bytes per token until an engine's usage tells better; also what a block is worth in tokens where
+/// all replicas must agree.
+pub const BYTES_PER_TOKEN: f32 = 4.0;
+/// Weight of a new sample in the moving average.
+const SAMPLE_WEIGHT: f32 = 1.0 / 16.0;
+/// Fewest and most bytes per token believed.
+const RANGE: (f32, f32) = (0.25, 64.0);
+
+/// Bytes per token of one model's prompts: a moving average over what engines reported. Shared by
+/// all who estimate; local to this replica.
+#[derive(Debug, Clone)]
+pub struct TokenRatio(Arc<AtomicU32>);
+
+impl Default for TokenRatio {
+    fn default() -> Self {
+        Self(Arc::new(AtomicU32::new(BYTES_PER_TOKEN.to_bits())))
+    }
+}
+
+impl TokenRatio {
+    /// Bytes per token.
+    #[must_use]
+    pub fn get(&self) -> f32 {
+        f32::from_bits(self.0.load(Relaxed))
+    }
+
+    /// Tokens of `bytes` bytes, rounded up.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "it saturates"
+    )]
+    pub fn tokens(&self, bytes: usize) -> u32 {
+        (bytes as f32 / self.get()).ceil() as u32
+    }
+
+    /// Takes in that an engine counted `tokens` in `bytes` bytes. Racing samples may be lost.
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    pub fn learn(&self, bytes: u64, tokens: u64) {
+        if bytes == 0 || tokens == 0 {
+            return;
+        }
+        let sample = (bytes as f32 / tokens as f32).clamp(RANGE.0, RANGE.1);
+        let mean = self.get() + (sample - self.get()) * SAMPLE_WEIGHT;
+        self.0.store(mean.to_bits(), Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_moves_to_what_engines_count_and_stays_sane() {
+        let ratio = TokenRatio::default();
+        assert_eq!(
+            (ratio.tokens(0), ratio.tokens(1), ratio.tokens(8)),
+            (0, 1, 2)
+        );
+        ratio.learn(0, 5);
+        ratio.learn(5, 0);
+        assert_eq!(ratio.tokens(400), 100);
+        (0..200).for_each(|_| ratio.learn(200, 100));
+        assert_eq!(ratio.tokens(200), 100);
+        (0..500).for_each(|_| ratio.learn(u64::MAX, 1));
+        assert!(ratio.get() <= 64.0);
+        (0..500).for_each(|_| ratio.learn(1, u64::MAX));
+        assert!(ratio.get() >= 0.25);
+    }
+}

@@ -1,0 +1,154 @@
+//! A decision with all its reasons, made by the same steps and without consequences.
+
+use std::time::Instant;
+
+use serde::Serialize;
+use state::command::{BACKENDS_MAX, EngineFacts};
+use state::ids::{BackendRef, LogIndex};
+use state::policy::{self, PolicyConfig, Reason};
+
+use super::decide::{Scratch, matchable, request};
+use super::{Ask, Load, NoBackend, OutboxStatus, Router};
+
+/// Most block hashes shown.
+const SHOWN_BLOCKS_MAX: usize = 64;
+
+/// Whether a backend may take a request, and if not, why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// It may.
+    Candidate,
+    /// It serves other models.
+    OtherModel,
+    /// It takes no new requests.
+    Draining,
+    /// It does not answer, or was not asked yet.
+    Unhealthy,
+    /// It was tried for this request.
+    Tried,
+}
+
+/// A decision as it would be made now, with everything that goes into it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Explanation {
+    /// Applied index it was made at.
+    pub index: LogIndex,
+    /// The model asked for.
+    pub model: String,
+    /// Prompt tokens, estimated.
+    pub tokens: u32,
+    /// Tokens of one block, estimated.
+    pub tokens_per_block: u32,
+    /// Full blocks of the prompt.
+    pub blocks_total: usize,
+    /// Of these, as many as an engine can have cached: it computes the last token anew.
+    pub blocks_matchable: usize,
+    /// The first blocks' hashes, 16 hex digits each.
+    pub blocks: Vec<String>,
+    /// Runs of blocks routed here and not applied yet, over all backends.
+    pub overlay_runs: usize,
+    /// The outbox that carries them.
+    pub outbox: OutboxStatus,
+    /// The policy with its settings.
+    pub policy: PolicyConfig,
+    /// Every registered backend, by slot.
+    pub backends: Vec<Explained>,
+    /// The chosen backend's id.
+    pub choice: Option<String>,
+    /// Blocks it is believed to hold.
+    pub matched: Option<u32>,
+    /// Why it was chosen.
+    pub reason: Option<Reason>,
+    /// Why none was.
+    pub refusal: Option<NoBackend>,
+}
+
+/// One backend's part in a decision.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Explained {
+    /// Its id.
+    pub id: String,
+    /// How commands name it.
+    pub backend: BackendRef,
+    /// What it said of itself.
+    pub facts: EngineFacts,
+    /// Whether it may take the request.
+    pub verdict: Verdict,
+    /// Leading blocks it holds by the log; candidates only.
+    pub matched_applied: u32,
+    /// The same with this replica's overlay: what the policy counts.
+    pub matched: u32,
+    /// Under way from here.
+    pub here: Load,
+    /// Under way from all replicas heard from lately: what the policy counts.
+    pub cluster: Load,
+    /// Requests in the engine's own queue.
+    pub engine_waiting: Option<u32>,
+    /// Requests running in the engine.
+    pub engine_running: Option<u32>,
+    /// KV cache in use, thousandths.
+    pub kv_usage_permille: Option<u32>,
+    /// What the policy compared, lower is better; candidates only.
+    pub score: Option<u64>,
+}
+
+impl Router {
+    /// What [`Router::decide`] would answer now, and why. Changes nothing and counts nothing.
+    #[must_use]
+    pub fn explain(&self, ask: &Ask<'_>) -> Explanation {
+        let fleet = self.fleet();
+        let index = self.view.applied();
+        let now = Instant::now();
+        let mut scratch = Scratch::default();
+        let mut backends = Vec::with_capacity(fleet.registry.backends.len().min(BACKENDS_MAX));
+        let admitted = self.admit(&fleet, ask, &mut scratch, |backend, verdict, glance| {
+            backends.push(Explained {
+                id: backend.spec.id.clone(),
+                backend: backend.handle,
+                facts: backend.facts.clone(),
+                verdict,
+                matched_applied: 0,
+                matched: 0,
+                here: self.load.here(backend.handle),
+                cluster: self.load.cluster(backend.handle, now),
+                engine_waiting: glance.map(|glance| glance.waiting),
+                engine_running: glance.map(|glance| glance.running),
+                kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
+                score: None,
+            });
+        });
+        self.match_applied(matchable(ask), &mut scratch);
+        for (candidate, &at) in scratch.candidates.iter().zip(&scratch.places) {
+            backends[at].matched_applied = candidate.matched;
+        }
+        self.match_overlay(&fleet, matchable(ask), &mut scratch);
+        self.weigh(&fleet, now, &mut scratch);
+        let config = &fleet.registry.policy;
+        let scores = policy::scores(config, &request(ask), &scratch.candidates);
+        for ((candidate, score), &at) in scratch.candidates.iter().zip(scores).zip(&scratch.places)
+        {
+            backends[at].matched = candidate.matched;
+            backends[at].score = Some(score.score);
+        }
+        let choice = policy::choose(config, &request(ask), &scratch.candidates);
+        let shown = ask.identity.chain.iter().take(SHOWN_BLOCKS_MAX);
+        Explanation {
+            index,
+            model: ask.model.to_owned(),
+            tokens: ask.identity.tokens,
+            tokens_per_block: ask.identity.tail.tokens_per_block,
+            blocks_total: ask.identity.chain.len(),
+            blocks_matchable: matchable(ask).len(),
+            blocks: shown.map(ToString::to_string).collect(),
+            overlay_runs: self.overlay.len(),
+            outbox: self.desk.status(now),
+            policy: config.clone(),
+            backends,
+            choice: choice.map(|choice| fleet.name(scratch.place(choice)).to_string()),
+            matched: choice.map(|choice| choice.matched),
+            reason: choice.map(|choice| choice.reason),
+            refusal: admitted.err(),
+        }
+    }
+}

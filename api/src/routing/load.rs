@@ -1,0 +1,548 @@
+//! Who is busy: requests and pending prefill per backend, here and on the other replicas.
+//!
+//! Load goes from replica to replica directly, never through the log: it is worth something for
+//! half a second only, and worth less than nothing later (a router that acts on load one second
+//! old does worse than one that knows its own only). So a peer's report counts until
+//! [`EXPIRY`] after it came, and counts as nothing then.
+//!
+//! What runs here is counted in one [`Gauge`] per life of a backend. Whoever counted something in
+//! holds that gauge and counts it out there, so a slot that changes hands in between starts at
+//! zero, and the old life's numbers still end at zero.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use arc_swap::{ArcSwap, ArcSwapOption};
+use state::command::BACKENDS_MAX;
+use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
+
+/// How long a peer's report counts.
+pub const EXPIRY: Duration = Duration::from_millis(500);
+/// A replica whose load does not change says so this often, well within [`EXPIRY`].
+pub const KEEPALIVE: Duration = Duration::from_millis(100);
+/// First byte of a report.
+const REPORT_VERSION: u8 = 1;
+
+/// Load of one backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Load {
+    /// Requests dispatched and not over.
+    pub running: u32,
+    /// Of these, requests whose first byte has not come.
+    pub waiting: u32,
+    /// Uncached prompt tokens of the waiting ones, estimated.
+    pub pending_prefill_tokens: u64,
+}
+
+impl Load {
+    fn add(&mut self, other: Load) {
+        self.running = self.running.saturating_add(other.running);
+        self.waiting = self.waiting.saturating_add(other.waiting);
+        self.pending_prefill_tokens = self
+            .pending_prefill_tokens
+            .saturating_add(other.pending_prefill_tokens);
+    }
+
+    fn is_zero(self) -> bool {
+        self == Self::default()
+    }
+}
+
+/// What this replica has under way at one life of a backend.
+#[derive(Debug)]
+pub(super) struct Gauge {
+    backend: BackendRef,
+    running: AtomicU32,
+    waiting: AtomicU32,
+    pending_prefill_tokens: AtomicU64,
+}
+
+impl Gauge {
+    fn new(backend: BackendRef) -> Self {
+        Self {
+            backend,
+            running: AtomicU32::new(0),
+            waiting: AtomicU32::new(0),
+            pending_prefill_tokens: AtomicU64::new(0),
+        }
+    }
+
+    fn load(&self) -> Load {
+        Load {
+            running: self.running.load(Relaxed),
+            waiting: self.waiting.load(Relaxed),
+            pending_prefill_tokens: self.pending_prefill_tokens.load(Relaxed),
+        }
+    }
+}
+
+/// One request under way: counted in when made, counted out when dropped.
+#[derive(Debug)]
+pub(super) struct Underway {
+    gauge: Arc<Gauge>,
+    /// What is still counted as pending; `None` once the first byte came.
+    pending_prefill_tokens: Option<u64>,
+}
+
+impl Underway {
+    /// The prefill is done: the request counts as running only.
+    pub(super) fn first_byte(&mut self) {
+        if let Some(tokens) = self.pending_prefill_tokens.take() {
+            self.gauge.waiting.fetch_sub(1, Relaxed);
+            self.gauge.pending_prefill_tokens.fetch_sub(tokens, Relaxed);
+        }
+    }
+}
+
+impl Drop for Underway {
+    fn drop(&mut self) {
+        self.first_byte();
+        self.gauge.running.fetch_sub(1, Relaxed);
+    }
+}
+
+/// A report that is none; says why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum BadReport {
+    /// Its version byte.
+    #[error("load report has version {0}, expected {REPORT_VERSION}")]
+    Version(u8),
+    /// It ends early, goes on too long, or its slots do not ascend below the limit.
+    #[error("load report is malformed")]
+    Malformed,
+}
+
+/// What one peer reported last.
+struct PeerLoad {
+    replica: ReplicaId,
+    received: Instant,
+    /// By slot, ascending.
+    entries: Vec<(BackendRef, Load)>,
+}
+
+/// The load of every backend, as far as known here.
+pub struct LoadTable {
+    gauges: Box<[ArcSwapOption<Gauge>]>,
+    /// Replaced as a whole by each report; readers never wait.
+    peers: ArcSwap<Vec<Arc<PeerLoad>>>,
+    /// Held by those who replace `peers` or a gauge.
+    writing: Mutex<()>,
+}
+
+impl Default for LoadTable {
+    fn default() -> Self {
+        Self {
+            gauges: (0..BACKENDS_MAX).map(|_| ArcSwapOption::empty()).collect(),
+            peers: ArcSwap::default(),
+            writing: Mutex::new(()),
+        }
+    }
+}
+
+impl LoadTable {
+    /// Counts in one request of `pending_prefill_tokens` at `backend`.
+    pub(super) fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> Underway {
+        let gauge = self.gauge(backend);
+        gauge.running.fetch_add(1, Relaxed);
+        gauge.waiting.fetch_add(1, Relaxed);
+        gauge
+            .pending_prefill_tokens
+            .fetch_add(pending_prefill_tokens, Relaxed);
+        Underway {
+            gauge,
+            pending_prefill_tokens: Some(pending_prefill_tokens),
+        }
+    }
+
+    fn gauge(&self, backend: BackendRef) -> Arc<Gauge> {
+        let Some(place) = self.gauges.get(usize::from(backend.slot.0)) else {
+            return Arc::new(Gauge::new(backend));
+        };
+        match place.load_full() {
+            Some(gauge) if gauge.backend == backend => gauge,
+            _ => self.replace_gauge(place, backend),
+        }
+    }
+
+    /// A dispatch to a life that is over gets a gauge that nobody reads.
+    fn replace_gauge(&self, place: &ArcSwapOption<Gauge>, backend: BackendRef) -> Arc<Gauge> {
+        let _writing = self.lock();
+        match place.load_full() {
+            Some(gauge) if gauge.backend == backend => gauge,
+            Some(gauge) if gauge.backend.incarnation > backend.incarnation => {
+                Arc::new(Gauge::new(backend))
+            }
+            _ => {
+                let gauge = Arc::new(Gauge::new(backend));
+                place.store(Some(Arc::clone(&gauge)));
+                gauge
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What runs at `backend` from here.
+    #[must_use]
+    pub fn here(&self, backend: BackendRef) -> Load {
+        let place = self
+            .gauges
+            .get(usize::from(backend.slot.0))
+            .map(ArcSwapOption::load);
+        match place.as_deref() {
+            Some(Some(gauge)) if gauge.backend == backend => gauge.load(),
+            _ => Load::default(),
+        }
+    }
+
+    /// What runs at `backend` from all replicas heard from lately.
+    #[must_use]
+    pub fn cluster(&self, backend: BackendRef, now: Instant) -> Load {
+        let mut load = Load::default();
+        self.add_each(now, 1, |_| backend, |_, part| load.add(part));
+        load
+    }
+
+    /// Calls `add(i, load)` for what runs here and at each peer at the `i`th of `count` backends,
+    /// which `backend` names in ascending order of slot. One merge, no search per backend.
+    pub(super) fn add_each(
+        &self,
+        now: Instant,
+        count: usize,
+        backend: impl Fn(usize) -> BackendRef,
+        mut add: impl FnMut(usize, Load),
+    ) {
+        for i in 0..count {
+            add(i, self.here(backend(i)));
+        }
+        for peer in self.peers.load().iter().filter(|peer| is_fresh(peer, now)) {
+            let mut entries = peer.entries.iter().peekable();
+            for i in 0..count {
+                let wanted = backend(i);
+                while entries.next_if(|(at, _)| at.slot < wanted.slot).is_some() {}
+                if let Some((_, load)) = entries.next_if(|(at, _)| *at == wanted) {
+                    add(i, *load);
+                }
+            }
+        }
+    }
+
+    /// This replica's load as its peers are told: a version byte, then for each busy backend, in
+    /// ascending order, five LEB128 numbers: slot less the one before, incarnation, running,
+    /// waiting, pending prefill tokens.
+    #[must_use]
+    pub fn local_report(&self) -> Vec<u8> {
+        let mut report = vec![REPORT_VERSION];
+        let mut previous = 0;
+        for place in &self.gauges {
+            let gauge = place.load();
+            let Some(gauge) = gauge.as_deref() else {
+                continue;
+            };
+            let load = gauge.load();
+            if load.is_zero() {
+                continue;
+            }
+            let slot = gauge.backend.slot.0;
+            put_number(&mut report, u64::from(slot - previous));
+            put_number(&mut report, u64::from(gauge.backend.incarnation.0));
+            put_number(&mut report, u64::from(load.running));
+            put_number(&mut report, u64::from(load.waiting));
+            put_number(&mut report, load.pending_prefill_tokens);
+            previous = slot;
+        }
+        report
+    }
+
+    /// Takes in a peer's report in place of its earlier one; forgets peers not heard from.
+    ///
+    /// # Errors
+    /// [`BadReport`]; the earlier report then stands.
+    pub fn merge_report(
+        &self,
+        from: ReplicaId,
+        report: &[u8],
+        now: Instant,
+    ) -> Result<(), BadReport> {
+        let entries = read_report(report)?;
+        let _writing = self.lock();
+        let mut peers: Vec<_> = self
+            .peers
+            .load()
+            .iter()
+            .filter(|peer| peer.replica != from && is_fresh(peer, now))
+            .cloned()
+            .collect();
+        peers.push(Arc::new(PeerLoad {
+            replica: from,
+            received: now,
+            entries,
+        }));
+        self.peers.store(Arc::new(peers));
+        Ok(())
+    }
+
+    /// Milliseconds since each known peer's last report, those that count as nothing included.
+    #[must_use]
+    pub fn peer_ages_ms(&self, now: Instant) -> BTreeMap<ReplicaId, u64> {
+        let age = |peer: &Arc<PeerLoad>| {
+            let age = now.saturating_duration_since(peer.received).as_millis();
+            (peer.replica, u64::try_from(age).unwrap_or(u64::MAX))
+        };
+        self.peers.load().iter().map(age).collect()
+    }
+}
+
+fn is_fresh(peer: &PeerLoad, now: Instant) -> bool {
+    now.saturating_duration_since(peer.received) <= EXPIRY
+}
+
+fn put_number(out: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        out.push(number.to_le_bytes()[0] | 0x80);
+        number >>= 7;
+    }
+    out.push(number.to_le_bytes()[0]);
+}
+
+fn take_number(bytes: &mut &[u8]) -> Result<u64, BadReport> {
+    let mut number = 0_u64;
+    for shift in (0..64).step_by(7) {
+        let (&byte, rest) = bytes.split_first().ok_or(BadReport::Malformed)?;
+        *bytes = rest;
+        let bits = u64::from(byte & 0x7f);
+        if shift == 63 && bits > 1 {
+            return Err(BadReport::Malformed);
+        }
+        number |= bits << shift;
+        if byte & 0x80 == 0 {
+            return Ok(number);
+        }
+    }
+    Err(BadReport::Malformed)
+}
+
+fn read_report(report: &[u8]) -> Result<Vec<(BackendRef, Load)>, BadReport> {
+    let (&version, mut rest) = report.split_first().ok_or(BadReport::Malformed)?;
+    if version != REPORT_VERSION {
+        return Err(BadReport::Version(version));
+    }
+    let mut entries: Vec<(BackendRef, Load)> = Vec::new();
+    let small = |number: u64| u32::try_from(number).map_err(|_| BadReport::Malformed);
+    while !rest.is_empty() {
+        let step = take_number(&mut rest)?;
+        let slot = match entries.last() {
+            None => step,
+            Some(_) if step == 0 => return Err(BadReport::Malformed),
+            Some((last, _)) => step.saturating_add(u64::from(last.slot.0)),
+        };
+        if slot >= BACKENDS_MAX as u64 {
+            return Err(BadReport::Malformed);
+        }
+        let slot = Slot(u16::try_from(slot).map_err(|_| BadReport::Malformed)?);
+        let incarnation = Incarnation(small(take_number(&mut rest)?)?);
+        let load = Load {
+            running: small(take_number(&mut rest)?)?,
+            waiting: small(take_number(&mut rest)?)?,
+            pending_prefill_tokens: take_number(&mut rest)?,
+        };
+        entries.push((BackendRef { slot, incarnation }, load));
+    }
+    Ok(entries)
+}
+
+/// Decides when peers are told: at once when the load changed, else every [`KEEPALIVE`].
+#[derive(Debug, Default)]
+pub struct Reporter {
+    last: Option<(Instant, Vec<u8>)>,
+}
+
+impl Reporter {
+    /// The report to send at `now`, if one is due. Call it every 20 ms.
+    pub fn due(&mut self, table: &LoadTable, now: Instant) -> Option<Vec<u8>> {
+        let report = table.local_report();
+        let is_silent = self.last.as_ref().is_some_and(|(sent, last)| {
+            *last == report && now.saturating_duration_since(*sent) < KEEPALIVE
+        });
+        if is_silent {
+            return None;
+        }
+        self.last = Some((now, report.clone()));
+        Some(report)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn backend(slot: u16, incarnation: u32) -> BackendRef {
+        BackendRef {
+            slot: Slot(slot),
+            incarnation: Incarnation(incarnation),
+        }
+    }
+
+    fn load(running: u32, waiting: u32, pending_prefill_tokens: u64) -> Load {
+        Load {
+            running,
+            waiting,
+            pending_prefill_tokens,
+        }
+    }
+
+    #[test]
+    fn a_request_is_counted_in_and_out() {
+        let table = LoadTable::default();
+        let mut first = table.begin(backend(3, 1), 700);
+        let second = table.begin(backend(3, 1), 50);
+        assert_eq!(table.here(backend(3, 1)), load(2, 2, 750));
+        first.first_byte();
+        first.first_byte();
+        assert_eq!(table.here(backend(3, 1)), load(2, 1, 50));
+        drop(second);
+        drop(first);
+        assert_eq!(table.here(backend(3, 1)), Load::default());
+        assert_eq!(table.local_report(), [REPORT_VERSION]);
+    }
+
+    #[test]
+    fn a_new_life_of_a_slot_starts_at_zero_and_the_old_one_cannot_disturb_it() {
+        let table = LoadTable::default();
+        let old = table.begin(backend(0, 1), 10);
+        let new = table.begin(backend(0, 2), 20);
+        assert_eq!(table.here(backend(0, 1)), Load::default());
+        let late = table.begin(backend(0, 1), 30);
+        assert_eq!(table.here(backend(0, 2)), load(1, 1, 20));
+        drop((old, late));
+        assert_eq!(table.here(backend(0, 2)), load(1, 1, 20));
+        drop(new);
+        assert_eq!(table.here(backend(0, 2)), Load::default());
+    }
+
+    #[test]
+    fn a_peer_counts_until_its_report_expires() {
+        let (here, peer) = (LoadTable::default(), LoadTable::default());
+        let now = Instant::now();
+        let _underway = (
+            peer.begin(backend(7, 2), 5),
+            peer.begin(backend(1000, 1), 6),
+        );
+        here.merge_report(ReplicaId(2), &peer.local_report(), now)
+            .unwrap();
+        let _own = here.begin(backend(7, 2), 1);
+        assert_eq!(here.cluster(backend(7, 2), now), load(2, 2, 6));
+        assert_eq!(here.cluster(backend(1000, 1), now + EXPIRY), load(1, 1, 6));
+        assert_eq!(
+            here.cluster(backend(7, 1), now),
+            Load::default(),
+            "an earlier life"
+        );
+        let later = now + EXPIRY + Duration::from_millis(1);
+        assert_eq!(here.cluster(backend(7, 2), later), load(1, 1, 1));
+        here.merge_report(ReplicaId(2), &[REPORT_VERSION], now)
+            .unwrap();
+        assert_eq!(here.cluster(backend(1000, 1), now), Load::default());
+    }
+
+    #[test]
+    fn one_merge_serves_many_backends() {
+        let (here, peer) = (LoadTable::default(), LoadTable::default());
+        let now = Instant::now();
+        let _underway: Vec<_> = [1, 4, 5, 9]
+            .map(|slot| peer.begin(backend(slot, 1), 1))
+            .into();
+        here.merge_report(ReplicaId(2), &peer.local_report(), now)
+            .unwrap();
+        let wanted = [0, 4, 6, 9].map(|slot| backend(slot, 1));
+        let mut seen = [0; 4];
+        here.add_each(now, 4, |i| wanted[i], |i, load| seen[i] += load.running);
+        assert_eq!(seen, [0, 1, 0, 1]);
+    }
+
+    #[test]
+    fn reports_go_out_on_change_and_to_stay_alive() {
+        let table = LoadTable::default();
+        let mut reporter = Reporter::default();
+        let now = Instant::now();
+        assert!(reporter.due(&table, now).is_some());
+        assert!(
+            reporter
+                .due(&table, now + Duration::from_millis(20))
+                .is_none()
+        );
+        let underway = table.begin(backend(0, 1), 1);
+        assert!(
+            reporter
+                .due(&table, now + Duration::from_millis(40))
+                .is_some()
+        );
+        assert!(
+            reporter
+                .due(&table, now + Duration::from_millis(60))
+                .is_none()
+        );
+        assert!(
+            reporter
+                .due(&table, now + Duration::from_millis(140))
+                .is_some()
+        );
+        drop(underway);
+        assert!(
+            reporter
+                .due(&table, now + Duration::from_millis(141))
+                .is_some()
+        );
+    }
+
+    #[test]
+    fn malformed_reports_are_refused() {
+        let malformed = Err(BadReport::Malformed);
+        let table = LoadTable::default();
+        let merge = |bytes: &[u8]| table.merge_report(ReplicaId(1), bytes, Instant::now());
+        assert_eq!(merge(&[]), malformed);
+        assert_eq!(merge(&[9]), Err(BadReport::Version(9)));
+        assert_eq!(merge(&[1, 0]), malformed);
+        assert_eq!(
+            merge(&[1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1]),
+            malformed,
+            "slots must ascend"
+        );
+        assert_eq!(merge(&[1, 0x80, 0x08, 1, 1, 1, 1]), malformed, "slot 1024");
+        assert_eq!(
+            merge(&[&[1, 0, 1, 1, 1][..], &[0xff; 10]].concat()),
+            malformed
+        );
+        assert_eq!(merge(&[1, 0, 1, 1, 1, 1]), Ok(()));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_report_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let mut report = vec![REPORT_VERSION];
+            report.extend(&bytes);
+            let _ = LoadTable::default().merge_report(ReplicaId(1), &report, Instant::now());
+            let _ = read_report(&bytes);
+        }
+
+        #[test]
+        fn what_is_reported_arrives(
+            requests in proptest::collection::vec((0_u16..1024, 0_u64..1 << 40), 0..50)
+        ) {
+            let (here, peer) = (LoadTable::default(), LoadTable::default());
+            let now = Instant::now();
+            let _underway: Vec<_> =
+                requests.iter().map(|&(slot, tokens)| peer.begin(backend(slot, 7), tokens)).collect();
+            here.merge_report(ReplicaId(9), &peer.local_report(), now).unwrap();
+            for (slot, _) in requests {
+                let at = backend(slot, 7);
+                prop_assert_eq!(here.cluster(at, now), peer.here(at));
+            }
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! What routing counts.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use super::outbox::OutboxStatus;
+use super::outbox::driver::DriverMetrics;
+use super::{End, NoBackend};
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Backend {
+    backend: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Ended {
+    backend: String,
+    outcome: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Decided {
+    policy: &'static str,
+    outcome: &'static str,
+}
+
+/// Counters and gauges of routing, the prefix predictions and the outbox. Cheap to clone; clones
+/// count together.
+#[derive(Debug, Clone, Default)]
+pub struct RoutingMetrics {
+    decisions: Family<Decided, Counter>,
+    in_flight: Family<Backend, Gauge>,
+    ended: Family<Ended, Counter>,
+    prompt_tokens: Family<Backend, Counter>,
+    predicted_tokens: Family<Backend, Counter>,
+    cached_tokens: Family<Backend, Counter>,
+    outbox_items: Gauge,
+    outbox_bytes: Gauge,
+    outbox_age_ms: Gauge,
+    outbox_dropped: Counter,
+    pub(super) driver: DriverMetrics,
+}
+
+/// The metrics of one backend, looked up once.
+#[derive(Debug)]
+pub(super) struct Meter {
+    pub(super) in_flight: Gauge,
+    prompt_tokens: Counter,
+    predicted_tokens: Counter,
+    cached_tokens: Counter,
+    ended: [Counter; 4],
+}
+
+impl RoutingMetrics {
+    /// Adds everything to the registry that `/metrics` shows.
+    pub fn register(&self, registry: &mut Registry) {
+        let mut add = |name: &str, help: &str, metric: &dyn Register| {
+            metric.register(registry, name, help);
+        };
+        add(
+            "quorate_route_decisions",
+            "Decisions by policy and outcome",
+            &self.decisions,
+        );
+        add(
+            "quorate_route_in_flight",
+            "Requests under way from here",
+            &self.in_flight,
+        );
+        add(
+            "quorate_route_attempts",
+            "Attempts by backend and how they ended",
+            &self.ended,
+        );
+        add(
+            "quorate_prefix_prompt_tokens",
+            "Prompt tokens of requests whose engine told what it had cached",
+            &self.prompt_tokens,
+        );
+        add(
+            "quorate_prefix_predicted_tokens",
+            "Of these, tokens the router believed cached",
+            &self.predicted_tokens,
+        );
+        add(
+            "quorate_prefix_cached_tokens",
+            "Of these, tokens the engine had cached",
+            &self.cached_tokens,
+        );
+        add(
+            "quorate_state_outbox_items",
+            "Items not confirmed by the log",
+            &self.outbox_items,
+        );
+        add(
+            "quorate_state_outbox_bytes",
+            "Size of these items",
+            &self.outbox_bytes,
+        );
+        add(
+            "quorate_state_outbox_age_milliseconds",
+            "Age of the outstanding envelope",
+            &self.outbox_age_ms,
+        );
+        add(
+            "quorate_state_outbox_dropped",
+            "Items given up",
+            &self.outbox_dropped,
+        );
+        add(
+            "quorate_state_outbox_flushes",
+            "Envelopes confirmed",
+            &self.driver.flushes,
+        );
+        add(
+            "quorate_state_outbox_retries",
+            "Envelopes proposed again",
+            &self.driver.retries,
+        );
+    }
+
+    pub(super) fn meter(&self, backend: &str) -> Arc<Meter> {
+        let labels = Backend {
+            backend: backend.to_owned(),
+        };
+        let ended = |end: End| {
+            let labels = Ended {
+                backend: backend.to_owned(),
+                outcome: end.label(),
+            };
+            self.ended.get_or_create_owned(&labels)
+        };
+        Arc::new(Meter {
+            in_flight: self.in_flight.get_or_create_owned(&labels),
+            prompt_tokens: self.prompt_tokens.get_or_create_owned(&labels),
+            predicted_tokens: self.predicted_tokens.get_or_create_owned(&labels),
+            cached_tokens: self.cached_tokens.get_or_create_owned(&labels),
+            ended: [End::Finished, End::Broken, End::ClientLeft, End::NotRun].map(ended),
+        })
+    }
+
+    pub(super) fn decided(&self, policy: &'static str, refusal: Option<NoBackend>) {
+        let outcome = refusal.map_or("chosen", NoBackend::label);
+        self.decisions
+            .get_or_create(&Decided { policy, outcome })
+            .inc();
+    }
+
+    /// Shows the outbox as it is: called before a scrape.
+    pub(super) fn show_outbox(&self, status: &OutboxStatus) {
+        let whole = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        self.outbox_items.set(whole(status.queued_items as u64));
+        self.outbox_bytes.set(whole(status.queued_bytes as u64));
+        self.outbox_age_ms.set(whole(status.oldest_ms));
+        self.outbox_dropped.inner().store(status.dropped, Relaxed);
+    }
+}
+
+impl Meter {
+    pub(super) fn count_end(&self, end: End) {
+        let at = match end {
+            End::Finished => 0,
+            End::Broken => 1,
+            End::ClientLeft => 2,
+            End::NotRun => 3,
+        };
+        self.ended[at].inc();
+    }
+
+    /// What was predicted to be cached against what was.
+    pub(super) fn count_prefix(&self, prompt: u64, predicted: u64, cached: u64) {
+        self.prompt_tokens.inc_by(prompt);
+        self.predicted_tokens.inc_by(predicted);
+        self.cached_tokens.inc_by(cached);
+    }
+}
+
+/// Lets [`RoutingMetrics::register`] be a list.
+trait Register {
+    fn register(&self, registry: &mut Registry, name: &str, help: &str);
+}
+
+impl<M: prometheus_client::registry::Metric + Clone> Register for M {
+    fn register(&self, registry: &mut Registry, name: &str, help: &str) {
+        registry.register(name, help, self.clone());
+    }
+}

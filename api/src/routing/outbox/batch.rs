@@ -1,0 +1,181 @@
+//! Cutting one envelope from the queue.
+
+use std::time::Instant;
+
+use state::command::{Command, EngineFacts, Envelope, Item, Lane, Origin};
+use state::ids::AttemptId;
+
+use super::{Outbox, Outstanding, Size, Step, What};
+
+/// Largest batch as encoded. Sizes are summed up as upper bounds, what is left is for the envelope.
+pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
+/// Upper bound of an encoded charge.
+pub(super) const CHARGE_BYTES: usize = 56;
+/// Upper bound of an encoded user definition without the name, and of facts without the models.
+const FRAME_BYTES: usize = 48;
+
+/// An envelope in the making.
+#[derive(Default)]
+struct Cut {
+    items: Vec<Item>,
+    size: Size,
+}
+
+impl Cut {
+    fn has_room(&self, bytes: usize) -> bool {
+        self.size.bytes + bytes <= BATCH_BYTES_MAX
+    }
+
+    fn put(&mut self, item: Item, bytes: usize) {
+        self.items.push(item);
+        self.size.add(bytes);
+    }
+}
+
+impl Outbox {
+    /// Whether a full envelope's worth waits.
+    pub(in crate::routing) fn is_full(&self) -> bool {
+        self.queued.bytes + self.charges.len() * CHARGE_BYTES >= BATCH_BYTES_MAX
+    }
+
+    /// Cuts the next envelope if none is outstanding and something waits. Users come first (their
+    /// charges follow), then charges up to half of the room, then lease steps, then facts.
+    pub(in crate::routing) fn cut(&mut self, now: Instant, unix_ms: u64) -> Option<&Envelope> {
+        if self.outstanding.is_some() || self.is_empty() {
+            return None;
+        }
+        self.sweep();
+        let mut cut = Cut::default();
+        self.cut_users(&mut cut);
+        let steps = self.cut_steps(&mut cut);
+        self.cut_facts(&mut cut);
+        // Nothing fits only if what waited was given up.
+        if cut.items.is_empty() && steps.is_empty() {
+            return None;
+        }
+        self.last_seq += 1;
+        let origin = Origin {
+            replica: self.replica,
+            session: self.session,
+            lane: Lane::Outbox,
+            seq: self.last_seq,
+        };
+        let base = steps
+            .iter()
+            .map(|step| step.attempt)
+            .min()
+            .unwrap_or_default();
+        let mut acquires = Vec::new();
+        let mut runs = Vec::new();
+        for step in steps {
+            if let Some(run) = step.run() {
+                runs.push((step.backend, run.clone()));
+            }
+            if matches!(step.what, What::Acquire { .. }) {
+                acquires.push(step.attempt);
+            }
+            cut.items.push(step.into_item(base));
+        }
+        let command = Command::Batch {
+            base_attempt: base,
+            items: cut.items,
+        };
+        let envelope = Envelope {
+            origin,
+            proposed_at_ms: unix_ms,
+            command,
+        };
+        let outstanding = Outstanding {
+            envelope,
+            size: cut.size,
+            acquires,
+            runs,
+            since: now,
+        };
+        Some(&self.outstanding.insert(outstanding).envelope)
+    }
+
+    fn cut_users(&mut self, cut: &mut Cut) {
+        let half = BATCH_BYTES_MAX / 2;
+        while cut.size.bytes < half
+            && let Some((key, name)) = self.names.pop_front()
+        {
+            let bytes = FRAME_BYTES + name.len();
+            cut.put(Item::DefineUser { key, name }, bytes);
+        }
+        while cut.size.bytes < half
+            && let Some((_, charge)) = self.charges.pop_first()
+        {
+            cut.put(Item::Charge(charge), CHARGE_BYTES);
+        }
+    }
+
+    fn cut_steps(&mut self, cut: &mut Cut) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let (mut least, mut most) = (u64::MAX, 0);
+        while let Some(step) = self.steps.front() {
+            let bytes = step.bytes();
+            least = least.min(step.attempt.0);
+            most = most.max(step.attempt.0);
+            if !cut.has_room(bytes) || most - least > u64::from(u32::MAX) {
+                break;
+            }
+            let Some(step) = self.steps.pop_front() else {
+                break;
+            };
+            self.queued.take(bytes);
+            cut.size.add(bytes);
+            if let Some(lease) = self.leases.get_mut(&step.attempt) {
+                lease.queued.take(bytes);
+                lease.is_sent = true;
+            }
+            steps.push(step);
+        }
+        let Self { unsent, leases, .. } = self;
+        let is_over = |attempt: &mut _| leases.get(attempt).is_none_or(|lease| lease.is_sent);
+        while unsent.pop_front_if(is_over).is_some() {}
+        steps
+    }
+
+    fn cut_facts(&mut self, cut: &mut Cut) {
+        while let Some(entry) = self.facts.first_entry() {
+            let bytes = facts_bytes(entry.get());
+            if bytes > BATCH_BYTES_MAX {
+                entry.remove();
+                self.dropped += 1;
+                continue;
+            }
+            if !cut.has_room(bytes) {
+                break;
+            }
+            let (backend, facts) = entry.remove_entry();
+            cut.put(Item::ObserveEngine { backend, facts }, bytes);
+        }
+    }
+}
+
+fn facts_bytes(facts: &EngineFacts) -> usize {
+    let models = facts.models.iter().flatten();
+    FRAME_BYTES + models.map(|model| model.len() + 9).sum::<usize>()
+}
+
+impl Step {
+    fn into_item(self, base: AttemptId) -> Item {
+        let offset = self.attempt.0 - base.0;
+        let attempt = u32::try_from(offset).expect("a batch is cut before offsets exceed 32 bits");
+        let backend = self.backend;
+        match self.what {
+            What::Acquire { tip, run } => Item::Acquire {
+                attempt,
+                backend,
+                tip,
+                new: run.blocks().to_vec(),
+            },
+            What::Extend { run } => Item::Materialize {
+                attempt,
+                new: run.blocks().to_vec(),
+            },
+            What::Release { outcome } => Item::Release { attempt, outcome },
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Empties the outbox into the log: waits, proposes, waits longer when the log does not move.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use state::ids::{LogIndex, SessionId};
+use tokio::sync::Notify;
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+
+use super::{Next, Outbox, OutboxStatus};
+use crate::ports::Propose;
+
+/// First pause before an envelope is proposed again; each further one doubles.
+const PAUSE_MIN: Duration = Duration::from_millis(20);
+/// Longest pause.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// The outbox as requests and the driver share it. Every hold of the lock is short.
+pub(in crate::routing) struct Desk {
+    outbox: Mutex<Outbox>,
+    full: Notify,
+}
+
+/// What the driver counts.
+#[derive(Debug, Clone, Default)]
+pub(in crate::routing) struct DriverMetrics {
+    /// Envelopes whose fate became known.
+    pub(in crate::routing) flushes: prometheus_client::metrics::counter::Counter,
+    /// Proposals of an envelope beyond its first.
+    pub(in crate::routing) retries: prometheus_client::metrics::counter::Counter,
+}
+
+impl Desk {
+    pub(in crate::routing) fn new(outbox: Outbox) -> Self {
+        Self {
+            outbox: Mutex::new(outbox),
+            full: Notify::new(),
+        }
+    }
+
+    /// Changes the outbox; wakes the driver when an envelope is full.
+    pub(in crate::routing) fn with<R>(&self, change: impl FnOnce(&mut Outbox) -> R) -> R {
+        let mut outbox = self.lock();
+        let result = change(&mut outbox);
+        if outbox.is_full() {
+            self.full.notify_one();
+        }
+        result
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Outbox> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(in crate::routing) fn status(&self, now: Instant) -> OutboxStatus {
+        self.lock().status(now)
+    }
+}
+
+/// The driver's surroundings.
+pub(in crate::routing) struct Driver<'a> {
+    pub(in crate::routing) desk: &'a Desk,
+    pub(in crate::routing) propose: &'a dyn Propose,
+    /// The index applied here.
+    pub(in crate::routing) applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
+    pub(in crate::routing) metrics: DriverMetrics,
+    pub(in crate::routing) flush_interval: Duration,
+}
+
+impl Driver<'_> {
+    /// Flushes until `stop`, then until all is flushed or `drain_max` has passed. Answers what is
+    /// left.
+    pub(in crate::routing) async fn run(
+        &self,
+        stop: CancellationToken,
+        drain_max: Duration,
+    ) -> OutboxStatus {
+        let has_stopped = tokio::select! {
+            biased;
+            () = stop.cancelled() => false,
+            () = self.flush_on_time() => true,
+        };
+        if !has_stopped && tokio::time::timeout(drain_max, self.drain()).await.is_err() {
+            tracing::warn!("outbox not flushed before the replica stops");
+        }
+        self.desk.status(Instant::now())
+    }
+
+    /// Returns only when the replica stops.
+    async fn flush_on_time(&self) {
+        let mut interval = tokio::time::interval(self.flush_interval);
+        interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                biased;
+                () = self.desk.full.notified() => {}
+                _ = interval.tick() => {}
+            }
+            if self.flush().await == Flushed::Stopped {
+                return;
+            }
+        }
+    }
+
+    async fn drain(&self) {
+        loop {
+            match self.flush().await {
+                Flushed::One => {}
+                Flushed::Nothing | Flushed::Stopped => return,
+            }
+        }
+    }
+
+    /// Proposes one envelope until its fate is known. May be dropped at any time: what is
+    /// outstanding is proposed again.
+    async fn flush(&self) -> Flushed {
+        let mut pause = PAUSE_MIN;
+        loop {
+            let envelope = {
+                let mut outbox = self.desk.lock();
+                outbox.settle((self.applied)());
+                match outbox.outstanding().cloned() {
+                    Some(envelope) => envelope,
+                    None => match outbox.cut(Instant::now(), unix_ms()).cloned() {
+                        Some(envelope) => envelope,
+                        None => return Flushed::Nothing,
+                    },
+                }
+            };
+            let seq = envelope.origin.seq;
+            let fate = self.propose.propose(envelope).await;
+            let next = self.desk.with(|outbox| {
+                let next = outbox.fate(fate, || SessionId(rand::random()));
+                outbox.settle((self.applied)());
+                next
+            });
+            match next {
+                Next::GoOn => {
+                    self.metrics.flushes.inc();
+                    return Flushed::One;
+                }
+                Next::Stop => return Flushed::Stopped,
+                Next::Retry { because } => {
+                    self.metrics.retries.inc();
+                    if pause == PAUSE_MAX {
+                        tracing::warn!(seq, because, "outbox held up");
+                    } else {
+                        tracing::debug!(seq, because, "outbox envelope proposed again");
+                    }
+                    tokio::time::sleep(pause).await;
+                    pause = PAUSE_MAX.min(pause * 2);
+                }
+            }
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flushed {
+    One,
+    Nothing,
+    Stopped,
+}
+
+fn unix_ms() -> u64 {
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

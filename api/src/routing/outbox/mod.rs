@@ -1,0 +1,607 @@
+//! What this replica has learnt and the log has not yet confirmed.
+//!
+//! [`Outbox`] is a plain value: things learnt go in, one [`Envelope`] at a time comes out, the fate
+//! of each comes back. Waiting and proposing is [`driver`]'s part. The rules:
+//!
+//! - One envelope is outstanding at most. Until its fate is known the same one is proposed again,
+//!   under the same sequence number, which makes a repeat harmless.
+//! - Lease steps of one attempt leave in order: acquire, what its output added, release.
+//! - An acquire may lean on a tip the backend does not own any more. The state then lists the
+//!   attempt, and all of it is queued again at the front, from the prompt's first block on; until
+//!   the acquire is confirmed the whole chain is kept for that.
+//! - Without a quorum the queue fills. Beyond its bound the oldest attempts whose acquire was never
+//!   sent are forgotten with all their steps. Charges are kept: they add up per user.
+
+mod batch;
+pub(super) mod driver;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use state::command::{
+    BatchReply, Charge, Committed, EngineFacts, Envelope, Outcome, Reject, Reply,
+};
+use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
+
+use super::overlay::{Overlay, Run};
+use crate::ports::ProposeFailure;
+
+/// Blocks of one lease step: longer chains are sent as several.
+const RUN_BLOCKS_MAX: usize = 4096;
+/// Users with a charge queued. Beyond it (no quorum, and made-up names) further users ride free.
+const CHARGED_USERS_MAX: usize = 100_000;
+/// Users remembered as named in this session; then all are named anew, which is harmless.
+const NAMED_USERS_MAX: usize = 100_000;
+/// Forgotten attempts whose steps still stand in the queue before it is swept.
+const FORGOTTEN_MAX: usize = 1024;
+/// A batch outstanding this long means that the log does not move: degraded.
+const DEGRADED_AFTER_MS: u64 = 1000;
+
+/// How much the outbox holds and how often it is emptied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OutboxSettings {
+    /// Time between two envelopes, unless one fills sooner.
+    pub flush_interval: Duration,
+    /// Lease steps queued at most.
+    pub queued_items_max: usize,
+    /// Bytes queued at most, as encoded.
+    pub queued_bytes_max: usize,
+}
+
+impl Default for OutboxSettings {
+    fn default() -> Self {
+        Self {
+            flush_interval: Duration::from_millis(20),
+            queued_items_max: 65_536,
+            queued_bytes_max: 16 << 20,
+        }
+    }
+}
+
+/// How far the log is behind what this replica knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct OutboxStatus {
+    /// Items queued or outstanding.
+    pub queued_items: usize,
+    /// Their size, about.
+    pub queued_bytes: usize,
+    /// Items given up since the start: forgotten attempts' steps, items the state did not take.
+    pub dropped: u64,
+    /// Age of the outstanding envelope; 0 when there is none.
+    pub oldest_ms: u64,
+    /// Whether the log has not moved for a second: the replica serves on what it has.
+    pub is_degraded: bool,
+}
+
+/// One lease item to come.
+#[derive(Debug)]
+struct Step {
+    attempt: AttemptId,
+    backend: BackendRef,
+    what: What,
+}
+
+#[derive(Debug)]
+enum What {
+    Acquire { tip: Option<BlockHash>, run: Run },
+    Extend { run: Run },
+    Release { outcome: Outcome },
+}
+
+impl Step {
+    fn run(&self) -> Option<&Run> {
+        match &self.what {
+            What::Acquire { run, .. } | What::Extend { run } => Some(run),
+            What::Release { .. } => None,
+        }
+    }
+
+    /// Upper bound of the item's encoding.
+    fn bytes(&self) -> usize {
+        32 + 8 * self.run().map_or(0, Run::len)
+    }
+}
+
+/// An attempt that is open, or whose acquire is not confirmed.
+#[derive(Debug)]
+struct Lease {
+    backend: BackendRef,
+    /// All blocks, to acquire anew should the tip be missing; `None` once confirmed.
+    unconfirmed: Option<Vec<Run>>,
+    /// Whether the acquire has left.
+    is_sent: bool,
+    end: Option<Outcome>,
+    /// Its steps in the queue.
+    queued: Size,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Size {
+    items: usize,
+    bytes: usize,
+}
+
+impl Size {
+    fn add(&mut self, bytes: usize) {
+        self.items += 1;
+        self.bytes += bytes;
+    }
+
+    fn take(&mut self, bytes: usize) {
+        self.items = self.items.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+}
+
+/// The envelope whose fate is not known.
+#[derive(Debug)]
+struct Outstanding {
+    envelope: Envelope,
+    size: Size,
+    /// Attempts it acquires for.
+    acquires: Vec<AttemptId>,
+    /// What leaves the overlay when it is applied here.
+    runs: Vec<(BackendRef, Run)>,
+    since: Instant,
+}
+
+/// What to do after an envelope's fate was reported.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Next {
+    /// It is known: go on.
+    GoOn,
+    /// Propose again what [`Outbox::outstanding`] says, later.
+    Retry {
+        /// Why, for the log.
+        because: String,
+    },
+    /// The replica stops.
+    Stop,
+}
+
+/// Things learnt, waiting for the log. See the module's documentation.
+pub(super) struct Outbox {
+    replica: ReplicaId,
+    session: SessionId,
+    last_seq: u64,
+    settings: OutboxSettings,
+    overlay: Arc<Overlay>,
+    leases: HashMap<AttemptId, Lease>,
+    steps: VecDeque<Step>,
+    queued: Size,
+    /// Attempts whose acquire stands in `steps`, oldest first; may name sent or forgotten ones.
+    unsent: VecDeque<AttemptId>,
+    /// Attempts whose steps in `steps` are void.
+    forgotten: HashSet<AttemptId>,
+    charges: BTreeMap<UserKey, Charge>,
+    names: VecDeque<(UserKey, String)>,
+    named: HashSet<UserKey>,
+    facts: BTreeMap<BackendRef, EngineFacts>,
+    outstanding: Option<Outstanding>,
+    /// Runs committed at an index that is perhaps not applied here yet.
+    settling: VecDeque<(LogIndex, Vec<(BackendRef, Run)>)>,
+    dropped: u64,
+}
+
+impl Outbox {
+    pub(super) fn new(
+        replica: ReplicaId,
+        session: SessionId,
+        settings: OutboxSettings,
+        overlay: Arc<Overlay>,
+    ) -> Self {
+        Self {
+            replica,
+            session,
+            last_seq: 0,
+            settings,
+            overlay,
+            leases: HashMap::new(),
+            steps: VecDeque::new(),
+            queued: Size::default(),
+            unsent: VecDeque::new(),
+            forgotten: HashSet::new(),
+            charges: BTreeMap::new(),
+            names: VecDeque::new(),
+            named: HashSet::new(),
+            facts: BTreeMap::new(),
+            outstanding: None,
+            settling: VecDeque::new(),
+            dropped: 0,
+        }
+    }
+
+    /// A request goes to `backend`, which is believed to hold the first `matched` blocks of `chain`.
+    pub(super) fn acquire(
+        &mut self,
+        attempt: AttemptId,
+        backend: BackendRef,
+        chain: &Arc<[BlockHash]>,
+        matched: usize,
+    ) {
+        let whole = Run::new(Arc::clone(chain), 0..chain.len());
+        let lease = Lease {
+            backend,
+            unconfirmed: Some(vec![whole]),
+            is_sent: false,
+            end: None,
+            queued: Size::default(),
+        };
+        self.leases.insert(attempt, lease);
+        self.unsent.push_back(attempt);
+        let tip = matched.checked_sub(1).map(|last| chain[last]);
+        for step in acquire_steps(attempt, backend, tip, chain, matched) {
+            self.push(step);
+        }
+        self.bound();
+    }
+
+    /// Output completed `blocks` behind all that the attempt has acquired.
+    pub(super) fn extend(&mut self, attempt: AttemptId, blocks: Vec<BlockHash>) {
+        if blocks.is_empty() {
+            return;
+        }
+        let Some(lease) = self.leases.get_mut(&attempt) else {
+            return;
+        };
+        let backend = lease.backend;
+        let chain: Arc<[BlockHash]> = blocks.into();
+        if let Some(unconfirmed) = &mut lease.unconfirmed {
+            unconfirmed.push(Run::new(Arc::clone(&chain), 0..chain.len()));
+        }
+        for run in runs_of(&chain, 0) {
+            self.push(Step {
+                attempt,
+                backend,
+                what: What::Extend { run },
+            });
+        }
+        self.bound();
+    }
+
+    /// The request is over.
+    pub(super) fn release(&mut self, attempt: AttemptId, outcome: Outcome) {
+        let Some(lease) = self.leases.get_mut(&attempt) else {
+            return;
+        };
+        assert!(lease.end.is_none(), "attempt {attempt} released twice");
+        let backend = lease.backend;
+        lease.end = Some(outcome);
+        let is_confirmed = lease.unconfirmed.is_none();
+        self.push(Step {
+            attempt,
+            backend,
+            what: What::Release { outcome },
+        });
+        if is_confirmed {
+            self.leases.remove(&attempt);
+        }
+        self.bound();
+    }
+
+    /// Adds to what `charge.user` owes.
+    pub(super) fn charge(&mut self, charge: Charge) {
+        if self.charges.len() >= CHARGED_USERS_MAX && !self.charges.contains_key(&charge.user) {
+            self.dropped += 1;
+            return;
+        }
+        let sum = self.charges.entry(charge.user).or_default();
+        sum.user = charge.user;
+        sum.input_uncached = sum.input_uncached.saturating_add(charge.input_uncached);
+        sum.input_cached = sum.input_cached.saturating_add(charge.input_cached);
+        sum.output = sum.output.saturating_add(charge.output);
+        sum.started = sum.started.saturating_add(charge.started);
+        sum.ended = sum.ended.saturating_add(charge.ended);
+    }
+
+    /// Names a user, once per session.
+    pub(super) fn name_user(&mut self, key: UserKey, name: &str) {
+        if self.named.contains(&key) {
+            return;
+        }
+        if self.named.len() >= NAMED_USERS_MAX {
+            self.named.clear();
+        }
+        if self.names.len() >= CHARGED_USERS_MAX {
+            self.dropped += 1;
+            return;
+        }
+        self.named.insert(key);
+        self.names.push_back((key, name.to_owned()));
+    }
+
+    /// Notes what an engine said; fields said later stand over earlier ones.
+    pub(super) fn observe(&mut self, backend: BackendRef, facts: EngineFacts) {
+        let noted = self.facts.entry(backend).or_default();
+        noted.models = facts.models.or(noted.models.take());
+        noted.capacity_blocks = facts.capacity_blocks.or(noted.capacity_blocks);
+        noted.started_at_s = facts.started_at_s.or(noted.started_at_s);
+    }
+
+    fn push(&mut self, step: Step) {
+        if let Some(run) = step.run() {
+            self.overlay.add(step.backend, run);
+        }
+        let bytes = step.bytes();
+        self.queued.add(bytes);
+        if let Some(lease) = self.leases.get_mut(&step.attempt) {
+            lease.queued.add(bytes);
+        }
+        self.steps.push_back(step);
+    }
+
+    /// Forgets the oldest unsent attempts until the queue is within its bounds.
+    fn bound(&mut self) {
+        while self.queued.items > self.settings.queued_items_max
+            || self.queued.bytes > self.settings.queued_bytes_max
+        {
+            let Some(oldest) = self.unsent.pop_front() else {
+                return;
+            };
+            if self.leases.get(&oldest).is_some_and(|lease| !lease.is_sent) {
+                self.forget(oldest);
+            }
+        }
+    }
+
+    fn forget(&mut self, attempt: AttemptId) {
+        let Some(lease) = self.leases.remove(&attempt) else {
+            return;
+        };
+        self.queued.items = self.queued.items.saturating_sub(lease.queued.items);
+        self.queued.bytes = self.queued.bytes.saturating_sub(lease.queued.bytes);
+        self.dropped += lease.queued.items as u64;
+        self.forgotten.insert(attempt);
+        if self.forgotten.len() >= FORGOTTEN_MAX {
+            self.sweep();
+        }
+    }
+
+    /// Takes the forgotten attempts' steps out of the queue.
+    fn sweep(&mut self) {
+        if self.forgotten.is_empty() {
+            return;
+        }
+        let Self {
+            steps,
+            forgotten,
+            overlay,
+            ..
+        } = self;
+        steps.retain(|step| {
+            let is_kept = !forgotten.contains(&step.attempt);
+            if let (false, Some(run)) = (is_kept, step.run()) {
+                overlay.remove(step.backend, run);
+            }
+            is_kept
+        });
+        forgotten.clear();
+    }
+
+    /// The envelope to propose (again), if any.
+    pub(super) fn outstanding(&self) -> Option<&Envelope> {
+        self.outstanding
+            .as_ref()
+            .map(|outstanding| &outstanding.envelope)
+    }
+
+    /// Whether nothing waits for an envelope.
+    pub(super) fn is_empty(&self) -> bool {
+        self.queued.items == 0
+            && self.charges.is_empty()
+            && self.names.is_empty()
+            && self.facts.is_empty()
+    }
+
+    /// Takes out of the overlay what is applied up to `applied`.
+    pub(super) fn settle(&mut self, applied: LogIndex) {
+        while let Some((_, runs)) = self.settling.pop_front_if(|(index, _)| *index <= applied) {
+            for (backend, run) in runs {
+                self.overlay.remove(backend, &run);
+            }
+        }
+    }
+
+    /// Notes the fate of the outstanding envelope. `fresh` makes a session in case this one was
+    /// declared over while the replica was thought gone.
+    pub(super) fn fate(
+        &mut self,
+        fate: Result<Committed, ProposeFailure>,
+        fresh: impl FnOnce() -> SessionId,
+    ) -> Next {
+        let committed = match fate {
+            Ok(committed) => committed,
+            Err(ProposeFailure::Stopping) => return Next::Stop,
+            Err(failure @ (ProposeFailure::Unavailable(_) | ProposeFailure::Unknown(_))) => {
+                return Next::Retry {
+                    because: failure.to_string(),
+                };
+            }
+        };
+        match plain(committed.reply) {
+            Reply::Batch(reply) => self.confirmed(committed.index, &reply),
+            Reply::Applied | Reply::Repeated(_) => {
+                self.confirmed(committed.index, &BatchReply::default());
+            }
+            Reply::Rejected(reject @ Reject::NotInitialised) => {
+                self.renumber();
+                return Next::Retry {
+                    because: reject.to_string(),
+                };
+            }
+            Reply::Rejected(reject @ Reject::StaleSession { .. }) => {
+                (self.session, self.last_seq) = (fresh(), 0);
+                self.renumber();
+                return Next::Retry {
+                    because: reject.to_string(),
+                };
+            }
+            Reply::Rejected(_) => {
+                let items = self.outstanding.as_ref().map_or(0, |it| it.size.items);
+                self.dropped += items as u64;
+                self.confirmed(committed.index, &BatchReply::default());
+            }
+        }
+        Next::GoOn
+    }
+
+    /// Gives the outstanding envelope a new number: its last one was used up by a refusal.
+    fn renumber(&mut self) {
+        self.last_seq += 1;
+        if let Some(outstanding) = &mut self.outstanding {
+            outstanding.envelope.origin.session = self.session;
+            outstanding.envelope.origin.seq = self.last_seq;
+        }
+    }
+
+    fn confirmed(&mut self, index: LogIndex, reply: &BatchReply) {
+        let Some(outstanding) = self.outstanding.take() else {
+            return;
+        };
+        self.dropped += u64::from(reply.dropped);
+        self.settling.push_back((index, outstanding.runs));
+        let missing: HashSet<AttemptId> = reply.missing_tip.iter().copied().collect();
+        for attempt in &outstanding.acquires {
+            if missing.contains(attempt) {
+                continue;
+            }
+            if let Some(lease) = self.leases.get_mut(attempt) {
+                lease.unconfirmed = None;
+                if lease.end.is_some() {
+                    self.leases.remove(attempt);
+                }
+            }
+        }
+        self.acquire_whole(&missing);
+    }
+
+    /// Queues attempts anew whose tip was missing, at the front and in order, without a tip.
+    fn acquire_whole(&mut self, missing: &HashSet<AttemptId>) {
+        if missing.is_empty() {
+            return;
+        }
+        let void: Vec<AttemptId> = missing
+            .iter()
+            .copied()
+            .filter(|attempt| self.leases.contains_key(attempt))
+            .collect();
+        self.void_steps(missing);
+        let mut steps: VecDeque<Step> = VecDeque::new();
+        let mut ascending = void;
+        ascending.sort_unstable();
+        for attempt in ascending {
+            steps.extend(self.whole_steps(attempt));
+        }
+        for step in steps.into_iter().rev() {
+            if let Some(run) = step.run() {
+                self.overlay.add(step.backend, run);
+            }
+            self.queued.add(step.bytes());
+            self.steps.push_front(step);
+        }
+    }
+
+    /// Takes queued steps of `attempts` out: they lean on an acquire that did not happen.
+    fn void_steps(&mut self, attempts: &HashSet<AttemptId>) {
+        let Self {
+            steps,
+            queued,
+            overlay,
+            ..
+        } = self;
+        steps.retain(|step| {
+            if !attempts.contains(&step.attempt) {
+                return true;
+            }
+            queued.take(step.bytes());
+            if let Some(run) = step.run() {
+                overlay.remove(step.backend, run);
+            }
+            false
+        });
+    }
+
+    /// All steps of an attempt from the prompt's first block to its release. An attempt whose
+    /// blocks would be given back at once is let go instead.
+    fn whole_steps(&mut self, attempt: AttemptId) -> Vec<Step> {
+        let Some(lease) = self.leases.get_mut(&attempt) else {
+            return Vec::new();
+        };
+        if lease.end == Some(Outcome::Discarded) {
+            self.leases.remove(&attempt);
+            return Vec::new();
+        }
+        let runs = lease.unconfirmed.iter().flatten();
+        let chain: Arc<[BlockHash]> = runs.flat_map(Run::blocks).copied().collect();
+        lease.unconfirmed = Some(vec![Run::new(Arc::clone(&chain), 0..chain.len())]);
+        let backend = lease.backend;
+        let mut steps = acquire_steps(attempt, backend, None, &chain, 0);
+        steps.extend(lease.end.map(|outcome| Step {
+            attempt,
+            backend,
+            what: What::Release { outcome },
+        }));
+        steps
+    }
+
+    pub(super) fn status(&self, now: Instant) -> OutboxStatus {
+        let outstanding = self.outstanding.as_ref();
+        let sent = outstanding.map_or(Size::default(), |outstanding| outstanding.size);
+        let others = self.charges.len() + self.names.len() + self.facts.len();
+        let oldest_ms = outstanding.map_or(0, |outstanding| {
+            let age = now.saturating_duration_since(outstanding.since).as_millis();
+            u64::try_from(age).unwrap_or(u64::MAX)
+        });
+        OutboxStatus {
+            queued_items: self.queued.items + others + sent.items,
+            queued_bytes: self.queued.bytes + others * batch::CHARGE_BYTES + sent.bytes,
+            dropped: self.dropped,
+            oldest_ms,
+            is_degraded: oldest_ms >= DEGRADED_AFTER_MS,
+        }
+    }
+}
+
+fn plain(reply: Reply) -> Reply {
+    match reply {
+        Reply::Repeated(first) => plain(*first),
+        Reply::Applied | Reply::Batch(_) | Reply::Rejected(_) => reply,
+    }
+}
+
+/// The parts of `chain` from `from` on, none longer than one step carries.
+fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<Item = Run> {
+    let starts = (from..chain.len()).step_by(RUN_BLOCKS_MAX);
+    starts.map(|start| {
+        let end = chain.len().min(start + RUN_BLOCKS_MAX);
+        Run::new(Arc::clone(chain), start..end)
+    })
+}
+
+/// An acquire of `chain` from `from` on, behind `tip`, with as many extensions as its length asks.
+fn acquire_steps(
+    attempt: AttemptId,
+    backend: BackendRef,
+    tip: Option<BlockHash>,
+    chain: &Arc<[BlockHash]>,
+    from: usize,
+) -> Vec<Step> {
+    let mut runs = runs_of(chain, from);
+    let run = runs
+        .next()
+        .unwrap_or_else(|| Run::new(Arc::clone(chain), from..from));
+    let mut steps = vec![Step {
+        attempt,
+        backend,
+        what: What::Acquire { tip, run },
+    }];
+    steps.extend(runs.map(|run| Step {
+        attempt,
+        backend,
+        what: What::Extend { run },
+    }));
+    steps
+}

@@ -1,0 +1,236 @@
+//! What this replica has routed and the log has not yet applied, so that its own next decision
+//! sees it.
+//!
+//! A pending run of blocks is found by its first hash. That suffices: a hash names the whole prefix
+//! before it, the run begins where the backend's applied (or pending) prefix ended when it was
+//! routed, and so a later match either ends right before it or does not lead there. A match that
+//! another replica's commit moved into the middle of a run misses it for the moment it takes to
+//! apply; that costs a little locality and no wrong match.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{PoisonError, RwLock};
+
+use state::ids::{BackendRef, BlockHash};
+
+/// Blocks of a chain, in order; shares the chain it is a part of.
+#[derive(Debug, Clone)]
+pub(super) struct Run {
+    chain: Arc<[BlockHash]>,
+    part: Range<usize>,
+}
+
+impl Run {
+    pub(super) fn new(chain: Arc<[BlockHash]>, part: Range<usize>) -> Self {
+        assert!(
+            part.end <= chain.len(),
+            "part {part:?} of a chain of {}",
+            chain.len()
+        );
+        Self { chain, part }
+    }
+
+    pub(super) fn blocks(&self) -> &[BlockHash] {
+        &self.chain[self.part.clone()]
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.part.len()
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Start {
+    backend: BackendRef,
+    first: BlockHash,
+}
+
+/// Hashes are uniform already; the backend is mixed in with one multiplication.
+#[derive(Default)]
+struct StartHasher(u64);
+
+impl Hasher for StartHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(u64::from(byte));
+        }
+    }
+
+    fn write_u16(&mut self, value: u16) {
+        self.write_u64(u64::from(value));
+    }
+
+    fn write_u32(&mut self, value: u32) {
+        self.write_u64(u64::from(value));
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.0 = (self.0.rotate_left(29) ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+type Runs = HashMap<Start, Vec<Run>, BuildHasherDefault<StartHasher>>;
+
+/// The pending runs of all backends. Readers share; a writer holds it for one insertion.
+#[derive(Default)]
+pub(super) struct Overlay {
+    /// Runs pending; lets readers pass without the lock when there is none.
+    count: AtomicUsize,
+    runs: RwLock<Runs>,
+}
+
+impl Overlay {
+    /// Notes that `run` is on its way to `backend`. An empty run is nothing.
+    pub(super) fn add(&self, backend: BackendRef, run: &Run) {
+        let Some(&first) = run.blocks().first() else {
+            return;
+        };
+        let mut runs = self.runs.write().unwrap_or_else(PoisonError::into_inner);
+        runs.entry(Start { backend, first })
+            .or_default()
+            .push(run.clone());
+        self.count.fetch_add(1, Relaxed);
+    }
+
+    /// Forgets a run: it is applied, or given up.
+    pub(super) fn remove(&self, backend: BackendRef, run: &Run) {
+        let Some(&first) = run.blocks().first() else {
+            return;
+        };
+        let mut runs = self.runs.write().unwrap_or_else(PoisonError::into_inner);
+        let start = Start { backend, first };
+        let Some(same_start) = runs.get_mut(&start) else {
+            return;
+        };
+        let is_same = |other: &Run| Arc::ptr_eq(&other.chain, &run.chain) && other.part == run.part;
+        if let Some(at) = same_start.iter().position(is_same) {
+            same_start.swap_remove(at);
+            self.count.fetch_sub(1, Relaxed);
+        }
+        if same_start.is_empty() {
+            runs.remove(&start);
+        }
+    }
+
+    /// Extends, for each `(backend, matched)`, the leading blocks of `chain` that it holds by what
+    /// is on its way there.
+    pub(super) fn extend<'a>(
+        &self,
+        chain: &[BlockHash],
+        matches: impl Iterator<Item = (BackendRef, &'a mut u32)>,
+    ) {
+        if self.is_empty() {
+            return;
+        }
+        let runs = self.runs.read().unwrap_or_else(PoisonError::into_inner);
+        for (backend, matched) in matches {
+            let mut at = *matched as usize;
+            while let Some(&first) = chain.get(at) {
+                let Some(same_start) = runs.get(&Start { backend, first }) else {
+                    break;
+                };
+                let common = |run: &Run| {
+                    let pairs = run.blocks().iter().zip(&chain[at..]);
+                    pairs
+                        .take_while(|(pending, wanted)| pending == wanted)
+                        .count()
+                };
+                at += same_start.iter().map(common).max().unwrap_or(0);
+            }
+            *matched = u32::try_from(at).unwrap_or(u32::MAX);
+        }
+    }
+
+    /// Whether nothing is pending.
+    pub(super) fn is_empty(&self) -> bool {
+        self.count.load(Relaxed) == 0
+    }
+
+    /// Runs pending.
+    pub(super) fn len(&self) -> usize {
+        self.count.load(Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use state::ids::{Incarnation, Slot};
+
+    const A: BackendRef = BackendRef {
+        slot: Slot(0),
+        incarnation: Incarnation(1),
+    };
+    const B: BackendRef = BackendRef {
+        slot: Slot(1),
+        incarnation: Incarnation(1),
+    };
+
+    fn chain(hashes: &[u64]) -> Arc<[BlockHash]> {
+        hashes.iter().copied().map(BlockHash).collect()
+    }
+
+    fn run(hashes: &[u64]) -> Run {
+        Run::new(chain(hashes), 0..hashes.len())
+    }
+
+    fn extended(overlay: &Overlay, backend: BackendRef, hashes: &[u64], matched: u32) -> u32 {
+        let mut matched = matched;
+        overlay.extend(&chain(hashes), std::iter::once((backend, &mut matched)));
+        matched
+    }
+
+    #[test]
+    fn a_pending_run_extends_the_match_of_its_backend_only() {
+        let overlay = Overlay::default();
+        overlay.add(A, &Run::new(chain(&[1, 2, 3, 4]), 1..4));
+        assert_eq!(extended(&overlay, A, &[1, 2, 3, 4, 5], 1), 4);
+        assert_eq!(extended(&overlay, A, &[1, 2, 3, 9], 1), 3);
+        assert_eq!(
+            extended(&overlay, A, &[1, 2, 3], 0),
+            0,
+            "block 1 is not there"
+        );
+        assert_eq!(extended(&overlay, B, &[1, 2, 3], 1), 1);
+        let next_life = BackendRef {
+            incarnation: Incarnation(2),
+            ..A
+        };
+        assert_eq!(extended(&overlay, next_life, &[1, 2, 3], 1), 1);
+    }
+
+    #[test]
+    fn runs_follow_one_another_and_branch() {
+        let overlay = Overlay::default();
+        overlay.add(A, &run(&[1, 2, 3]));
+        overlay.add(A, &run(&[4, 5]));
+        overlay.add(A, &run(&[14, 15]));
+        assert_eq!(extended(&overlay, A, &[1, 2, 3, 4, 5, 6], 0), 5);
+        assert_eq!(extended(&overlay, A, &[1, 2, 14, 15], 0), 4);
+    }
+
+    #[test]
+    fn each_addition_is_removed_once() {
+        let overlay = Overlay::default();
+        let (long, short) = (run(&[1, 2, 3]), run(&[1, 2]));
+        overlay.add(A, &long);
+        overlay.add(A, &short);
+        assert_eq!(extended(&overlay, A, &[1, 2, 3], 0), 3);
+        overlay.remove(A, &long);
+        overlay.remove(A, &long);
+        overlay.remove(B, &short);
+        assert_eq!(extended(&overlay, A, &[1, 2, 3], 0), 2);
+        overlay.remove(A, &short);
+        assert!(overlay.is_empty());
+        assert!(overlay.runs.read().unwrap().is_empty());
+        overlay.add(A, &run(&[]));
+        assert!(overlay.is_empty());
+    }
+}
