@@ -13,8 +13,6 @@ mod published;
 mod report;
 mod sessions;
 mod snapshot;
-#[cfg(test)]
-mod tests;
 
 use std::sync::Arc;
 

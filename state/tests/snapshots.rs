@@ -1,0 +1,226 @@
+//! Snapshots: what was frozen comes back, a damaged one is refused and changes nothing.
+
+mod common;
+
+use common::{Driver, chain, restored, snapshot, spec};
+use proptest::prelude::*;
+use state::RouterState;
+use state::command::{Charge, Command, Item, UserSpec};
+use state::ids::{BackendRef, Incarnation, LogIndex, Slot};
+use state::prefix::user_key;
+
+/// A state with something of everything.
+fn sample() -> RouterState {
+    let mut driver = Driver::new();
+    driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));
+    driver.apply(1, Command::PutBackend(spec("b", 2, None)));
+    driver.apply(
+        1,
+        Command::DeleteBackend {
+            name: "a".to_owned(),
+        },
+    );
+    driver.apply(1, Command::PutBackend(spec("c", 3, Some(5))));
+    driver.apply(
+        1,
+        Command::PutUser(UserSpec {
+            name: "bob".to_owned(),
+            weight_milli: 2000,
+        }),
+    );
+    for replica in 1..=2 {
+        let backend = BackendRef {
+            slot: Slot(0),
+            incarnation: Incarnation(2),
+        };
+        let new = chain(&[1, replica, 3]);
+        let user = user_key(common::HASH_SEED, "alice");
+        let charge = Charge {
+            user,
+            output: 7,
+            started: 1,
+            ..Charge::default()
+        };
+        let items = vec![
+            Item::DefineUser {
+                key: user,
+                name: "alice".to_owned(),
+            },
+            Item::Acquire {
+                attempt: 1,
+                backend,
+                tip: None,
+                new,
+            },
+            Item::Charge(charge),
+        ];
+        driver.apply(replica, common::batch(items));
+    }
+    assert_eq!(driver.state.check(), Ok(()));
+    driver.state
+}
+
+#[test]
+fn a_restored_state_is_the_same_and_goes_on_the_same() {
+    let mut original = sample();
+    let bytes = snapshot(&original);
+    let mut copy = restored(&bytes);
+    assert_eq!(
+        (copy.digest(), copy.applied()),
+        (original.digest(), original.applied())
+    );
+    assert_eq!(copy.check(), Ok(()));
+    assert_eq!(snapshot(&copy), bytes);
+    for (number, state) in [&mut original, &mut copy].into_iter().enumerate() {
+        let index = LogIndex(state.applied().0 + 1);
+        let release = Item::Release {
+            attempt: 1,
+            outcome: state::command::Outcome::Kept,
+        };
+        let command = common::batch(vec![release]);
+        state.apply(
+            index,
+            common::envelope(2, 1, state::command::Lane::Admin, 99, command),
+        );
+        assert_eq!(state.open_leases(), 1, "state {number}");
+    }
+    assert_eq!(copy.digest(), original.digest());
+}
+
+#[test]
+fn freezing_fixes_the_moment() {
+    let mut driver = Driver::new();
+    driver.apply(1, Command::PutBackend(spec("a", 1, None)));
+    let backend = driver.state.backend("a").unwrap().handle;
+    let digest = driver.state.digest();
+    let frozen = driver.state.freeze();
+    for attempt in 0..200_u8 {
+        let charge = Charge {
+            user: state::ids::UserKey(u64::from(attempt) << 50),
+            started: 1,
+            ..Charge::default()
+        };
+        let new = chain(&[attempt, 1, 2]);
+        let acquire = Item::Acquire {
+            attempt: u32::from(attempt),
+            backend,
+            tip: None,
+            new,
+        };
+        driver.apply(1, common::batch(vec![acquire, Item::Charge(charge)]));
+    }
+    let mut bytes = Vec::new();
+    frozen.write_to(&mut bytes).unwrap();
+    assert_eq!(
+        (frozen.digest(), restored(&bytes).digest()),
+        (digest, digest)
+    );
+    assert_ne!(driver.state.digest(), digest);
+}
+
+#[test]
+fn readers_keep_their_handle_through_a_restore() {
+    let original = sample();
+    let mut state = RouterState::new();
+    let view = state.view();
+    state.restore(&mut &*snapshot(&original)).unwrap();
+    assert_eq!(view.applied(), original.applied());
+    assert_eq!(*view.registry(), *original.view().registry());
+    assert!(view.blocks.owns(Slot(0), chain(&[1, 2, 3])[2]));
+}
+
+/// Expects `bytes` to be refused by a state that then is as it was.
+fn assert_refused(bytes: &[u8], what: &str) -> String {
+    let mut driver = Driver::new();
+    driver.apply(1, Command::PutBackend(spec("kept", 9, None)));
+    let backend = driver.state.backend("kept").expect("just put").handle;
+    let new = chain(&[9, 9]);
+    driver.apply(
+        1,
+        common::batch(vec![Item::Acquire {
+            attempt: 1,
+            backend,
+            tip: None,
+            new,
+        }]),
+    );
+    let mut state = driver.state;
+    let digest = state.digest();
+    let Err(fault) = state.restore(&mut &*bytes) else {
+        panic!("{what} was taken")
+    };
+    assert!(fault.offset <= bytes.len() as u64, "{what}: {fault}");
+    assert_eq!((state.digest(), state.check()), (digest, Ok(())), "{what}");
+    assert!(
+        state.view().blocks.owns(backend.slot, chain(&[9, 9])[1]),
+        "{what}"
+    );
+    fault.to_string()
+}
+
+#[test]
+fn a_snapshot_cut_short_anywhere_is_refused() {
+    let bytes = snapshot(&sample());
+    for length in 0..bytes.len() {
+        assert_refused(&bytes[..length], &format!("the first {length} bytes"));
+    }
+    assert_refused(&[&bytes[..], &[0]].concat(), "a trailing byte");
+}
+
+#[test]
+fn faults_name_their_place() {
+    let bytes = snapshot(&sample());
+    let damaged = |place: usize, byte: u8| {
+        let mut damaged = bytes.clone();
+        damaged[place] ^= byte;
+        assert_refused(&damaged, &format!("byte {place}"))
+    };
+    let faults = [
+        damaged(0, 1),
+        damaged(8, 2),
+        damaged(12, 1),
+        damaged(42, 64),
+        damaged(46, 0xff),
+        damaged(60, 1),
+    ];
+    expect_test::expect![[r#"
+        corrupt snapshot at byte 0: this is no snapshot of a router's state
+        corrupt snapshot at byte 8: format version 3, 1 expected
+        corrupt snapshot at byte 34: the header's checksum does not match
+        corrupt snapshot at byte 42: the section's checksum does not match
+        corrupt snapshot at byte 42: section of 4278190112 bytes, 67108864 at most
+        corrupt snapshot at byte 42: the section's checksum does not match"#]].assert_eq(&faults.join("\n"));
+}
+
+#[test]
+fn a_snapshot_of_version_1_can_be_read() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/snapshot-v1.bin");
+    if std::env::var_os("UPDATE_EXPECT").is_some() {
+        std::fs::write(path, snapshot(&sample())).unwrap();
+    }
+    let golden = std::fs::read(path).unwrap();
+    let state = restored(&golden);
+    assert_eq!(state.digest(), sample().digest());
+    assert_eq!(
+        golden,
+        snapshot(&sample()),
+        "what is written is of version 1 too"
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn one_flipped_byte_is_noticed(place in any::<prop::sample::Index>(), flip in 1_u8..) {
+        let mut bytes = snapshot(&sample());
+        let place = place.index(bytes.len());
+        bytes[place] ^= flip;
+        assert_refused(&bytes, &format!("byte {place} flipped by {flip:#04x}"));
+    }
+
+    #[test]
+    fn foreign_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        assert_refused(&bytes, "foreign bytes");
+    }
+}
