@@ -1,1 +1,7 @@
-//! x
+//! The `quorate` program as a library: config, command line, wiring of a replica, emulated engine.
+
+pub mod app;
+pub mod cli;
+pub mod config;
+pub mod engine;
+pub mod telemetry;

@@ -1,2 +1,5 @@
-//! x
-fn main() {}
+//! The `quorate` program.
+
+fn main() -> std::process::ExitCode {
+    node::cli::main()
+}

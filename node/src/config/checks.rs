@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use api::prompt::ModelSettings;
+use api::proxy::UsageSplice;
 use state::command::{BACKENDS_MAX, BackendSpec, NAME_BYTES_MAX};
 use state::ids::ReplicaId;
 use state::policy::{CostSettings, PolicyConfig};
@@ -17,8 +18,7 @@ use super::fault::{Fault, Place};
 use super::layers::{Entry, Setting, Settings, Source, Values};
 use super::value::{Value, is_host};
 use super::{
-    Cluster, Config, Drain, Formation, Identity, Limits, Listen, Log, Node, Retry, Timeouts,
-    UsageSplice, Users,
+    ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Retry, Timeouts, Users,
 };
 
 /// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
@@ -47,6 +47,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             limits: Limits {
                 body_bytes_max: size(values, "limits.max_body")?,
                 connections_max: count(values, "limits.max_connections")?,
+                requests_max: count(values, "limits.max_requests")?,
             },
             usage_splice: match text(values, "usage.splice")?.as_str() {
                 "continuous" => UsageSplice::Continuous,
@@ -359,12 +360,8 @@ fn policy(values: &Values) -> Option<PolicyConfig> {
 fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
     let identify_by = texts(values, "users.identify_by")?
         .iter()
-        .map(|way| match way.strip_prefix("header:") {
-            Some(name) => Identity::Header(name.to_ascii_lowercase()),
-            None if way == "api_key" => Identity::ApiKey,
-            None => Identity::BodyUser,
-        })
-        .collect();
+        .map(|way| way.parse().ok())
+        .collect::<Option<Vec<_>>>()?;
     let Some(path) = text(values, "users.api_keys_file") else {
         return Some(Users {
             identify_by,
@@ -376,7 +373,7 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
             .lines()
             .map(str::trim)
             .filter(|line| !line.is_empty() && !line.starts_with('#'))
-            .map(str::to_owned)
+            .map(api_key)
             .collect::<Vec<_>>(),
         Err(error) => {
             let message = format!("users.api_keys_file: read {path:?}: {error}");
@@ -404,6 +401,20 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
         identify_by,
         api_keys: Some(keys),
     })
+}
+
+/// One line of the keys file: a key, and after white space the user it stands for.
+fn api_key(line: &str) -> ApiKey {
+    match line.split_once(char::is_whitespace) {
+        Some((key, user)) => ApiKey {
+            key: key.to_owned(),
+            user: Some(user.trim_start().to_owned()),
+        },
+        None => ApiKey {
+            key: line.to_owned(),
+            user: None,
+        },
+    }
 }
 
 fn log(values: &Values, faults: &mut Vec<Fault>) -> Option<Log> {

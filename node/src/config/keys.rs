@@ -260,7 +260,7 @@ pub(super) const KEYS: &[Key] = &[
         "users.api_keys_file",
         Kind::Text,
         Unset,
-        "File of accepted API keys, one a line; unset: any key is accepted.",
+        "File of accepted API keys, one a line, each with the user it stands for behind it if wanted; unset: any key is accepted.",
     ),
     key(
         "admission.order",
@@ -300,6 +300,12 @@ pub(super) const KEYS: &[Key] = &[
         COUNT,
         By("16384"),
         "Most client connections at a time.",
+    ),
+    key(
+        "limits.max_requests",
+        COUNT,
+        By("16384"),
+        "Most requests under way at a time.",
     ),
     key(
         "usage.splice",

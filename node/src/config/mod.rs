@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use api::prompt::ModelSettings;
+use api::proxy::{IdentifyBy, UsageSplice};
 use state::command::BackendSpec;
 use state::ids::ReplicaId;
 use state::policy::PolicyConfig;
@@ -124,20 +125,26 @@ pub enum Formation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Users {
     /// Where a user is looked for, in order.
-    pub identify_by: Vec<Identity>,
+    pub identify_by: Vec<IdentifyBy>,
     /// Accepted API keys; `None`: any.
-    pub api_keys: Option<Vec<String>>,
+    pub api_keys: Option<Vec<ApiKey>>,
 }
 
-/// One way to tell a request's user.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Identity {
-    /// The bearer token.
-    ApiKey,
-    /// A header, its name in lower case.
-    Header(String),
-    /// The body's `user` field.
-    BodyUser,
+/// An accepted API key. Shows itself nowhere.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ApiKey {
+    /// The key.
+    pub key: String,
+    /// Whom its tokens are charged to; `None`: a name made from a hash of the key.
+    pub user: Option<String>,
+}
+
+impl std::fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ApiKey")
+            .field("user", &self.user)
+            .finish_non_exhaustive()
+    }
 }
 
 /// `[limits]`.
@@ -147,17 +154,8 @@ pub struct Limits {
     pub body_bytes_max: u64,
     /// Most client connections.
     pub connections_max: u32,
-}
-
-/// `usage.splice`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum UsageSplice {
-    /// A running report on every chunk.
-    Continuous,
-    /// One report at the end.
-    Final,
-    /// Only what the client asks.
-    Off,
+    /// Most requests under way.
+    pub requests_max: u32,
 }
 
 /// `[timeouts]`.

@@ -1,0 +1,158 @@
+//! Who is gone for good: the leader closes the sessions of replicas not heard from for long, so that
+//! leases and requests they left open do not count for ever.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use api::ports::Cluster;
+use state::command::Command;
+use state::ids::{ReplicaId, SessionId};
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+
+/// How long a replica may be silent before its session is ended.
+pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(60);
+
+/// Time between two looks at who is there.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Since when each replica with an open session is silent. Pure: time and observations come in.
+#[derive(Debug, Default)]
+pub(super) struct Absences {
+    since: BTreeMap<ReplicaId, Instant>,
+    /// Sessions that were ended and whose replica has not been back.
+    ended: BTreeMap<ReplicaId, SessionId>,
+}
+
+impl Absences {
+    /// Takes in one observation and answers the sessions to end: those of replicas that
+    /// `is_present` has denied at every observation for [`ABSENT_AFTER`], less those that were
+    /// [`Absences::ended`] since.
+    pub(super) fn observe(
+        &mut self,
+        now: Instant,
+        sessions: &[(ReplicaId, SessionId)],
+        is_present: impl Fn(ReplicaId) -> bool,
+    ) -> Vec<(ReplicaId, SessionId)> {
+        self.since.retain(|id, _| !is_present(*id));
+        self.ended.retain(|id, _| !is_present(*id));
+        let mut gone = Vec::new();
+        for &(replica, session) in sessions.iter().filter(|(replica, _)| !is_present(*replica)) {
+            let since = *self.since.entry(replica).or_insert(now);
+            let is_ended = self.ended.get(&replica) == Some(&session);
+            if !is_ended && now.duration_since(since) >= ABSENT_AFTER {
+                gone.push((replica, session));
+            }
+        }
+        gone
+    }
+
+    /// Notes that a session was ended: once is enough.
+    pub(super) fn ended(&mut self, replica: ReplicaId, session: SessionId) {
+        self.ended.insert(replica, session);
+    }
+
+    /// Forgets everything: what was seen while someone else led says nothing.
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// Ends the sessions of replicas that are gone, as long as this replica leads, until `stop`. A
+/// removed member counts as silent.
+pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
+    let mut absences = Absences::default();
+    let mut ticks = tokio::time::interval(INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = ticks.tick() => {}
+        }
+        let status = cluster.status();
+        if status.leader != Some(status.id) {
+            absences.clear();
+            continue;
+        }
+        let sessions = open_sessions(&*cluster);
+        let is_present = |id: ReplicaId| {
+            id == status.id
+                || status
+                    .members
+                    .get(&id)
+                    .is_some_and(|member| member.is_connected)
+        };
+        for (replica, session) in absences.observe(Instant::now(), &sessions, is_present) {
+            let command = Command::ExpireSession { replica, session };
+            match cluster.submit(command).await {
+                Ok(committed) => {
+                    absences.ended(replica, session);
+                    let log_index = committed.index.0;
+                    tracing::info!(
+                        replica = replica.0,
+                        log_index,
+                        "absent replica's session ended"
+                    );
+                }
+                Err(error) => tracing::debug!(replica = replica.0, %error, "session not ended yet"),
+            }
+        }
+    }
+}
+
+/// Sessions, as long as anything is open anywhere.
+fn open_sessions(cluster: &dyn Cluster) -> Vec<(ReplicaId, SessionId)> {
+    let mut open = Vec::new();
+    cluster.with_state(&mut |state| {
+        if state.open_leases() > 0 || state.users_backlogged() > 0 {
+            let sessions = state.sessions();
+            open.extend(
+                sessions
+                    .iter()
+                    .map(|session| (session.replica, session.session)),
+            );
+        }
+    });
+    open
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SESSIONS: [(ReplicaId, SessionId); 2] =
+        [(ReplicaId(1), SessionId(10)), (ReplicaId(2), SessionId(20))];
+
+    #[test]
+    fn a_session_ends_after_a_minute_of_silence() {
+        let mut absences = Absences::default();
+        let start = Instant::now();
+        let only_one = |id: ReplicaId| id == ReplicaId(1);
+        assert_eq!(absences.observe(start, &SESSIONS, only_one), []);
+        assert_eq!(
+            absences.observe(start + ABSENT_AFTER / 2, &SESSIONS, only_one),
+            []
+        );
+        let gone = absences.observe(start + ABSENT_AFTER, &SESSIONS, only_one);
+        assert_eq!(gone, [(ReplicaId(2), SessionId(20))]);
+        absences.ended(ReplicaId(2), SessionId(20));
+        assert_eq!(
+            absences.observe(start + 2 * ABSENT_AFTER, &SESSIONS, only_one),
+            []
+        );
+    }
+
+    #[test]
+    fn a_sign_of_life_starts_the_minute_anew() {
+        let mut absences = Absences::default();
+        let start = Instant::now();
+        let only_one = |id: ReplicaId| id == ReplicaId(1);
+        absences.observe(start, &SESSIONS, only_one);
+        absences.observe(start + ABSENT_AFTER / 2, &SESSIONS, |_| true);
+        assert_eq!(
+            absences.observe(start + ABSENT_AFTER, &SESSIONS, only_one),
+            []
+        );
+    }
+}

@@ -1,0 +1,111 @@
+//! From config to what `raft` and the data plane are started with.
+
+use std::collections::BTreeMap;
+
+use api::proxy::{ApiKeys, ProxySettings};
+use http::StatusCode;
+use raft::{Formation, Options, Peers};
+use state::command::{Command, Envelope, Lane, Origin};
+use state::ids::SessionId;
+
+use super::ports::{FIRST_COMMAND_SEQ, unix_ms};
+use super::sockets::Addresses;
+use crate::config::{self, Config};
+
+/// How the raft replica of this config is started.
+#[must_use]
+pub(super) fn raft_options(config: &Config, addresses: &Addresses, session: SessionId) -> Options {
+    let at = |port: u16| format!("{}:{port}", config.listen.advertise);
+    let advertise = at(addresses.peer.port());
+    let labels = BTreeMap::from([
+        (
+            "data".to_owned(),
+            format!("http://{}", at(addresses.data.port())),
+        ),
+        (
+            "admin".to_owned(),
+            format!("http://{}", at(addresses.admin.port())),
+        ),
+        ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+    ]);
+    let first_command = || first_command(config, session);
+    let formation = match &config.cluster.formation {
+        config::Formation::Alone => Formation::Bootstrap {
+            peers: Peers::List(vec![advertise.clone()]),
+            expect: 1,
+            first_command: first_command(),
+        },
+        config::Formation::Peers { peers, expect } => Formation::Bootstrap {
+            peers: Peers::List(peers.clone()),
+            expect: *expect,
+            first_command: first_command(),
+        },
+        config::Formation::Dns { name, expect } => Formation::Bootstrap {
+            peers: Peers::Dns(name.clone()),
+            expect: *expect,
+            first_command: first_command(),
+        },
+        config::Formation::Join(members) => Formation::Join(Peers::List(members.clone())),
+    };
+    Options {
+        id: config.node.id.0,
+        data_dir: config.node.data_dir.clone(),
+        advertise,
+        labels,
+        formation,
+        heartbeat: config.cluster.heartbeat,
+        election_timeout: config.cluster.election_timeout.clone(),
+        snapshot_every_entries: config.cluster.snapshot_every_entries,
+        snapshot_every_bytes: config.cluster.snapshot_every_bytes,
+    }
+}
+
+/// The command that makes a log a cluster. The seed of all hashes is drawn here: nobody outside can
+/// know it, so nobody can build collisions.
+fn first_command(config: &Config, session: SessionId) -> Vec<u8> {
+    state::codec::encode_envelope(&Envelope {
+        origin: Origin {
+            replica: config.node.id,
+            session,
+            lane: Lane::Admin,
+            seq: FIRST_COMMAND_SEQ,
+        },
+        proposed_at_ms: unix_ms(),
+        command: Command::InitCluster {
+            hash_seed: rand::random(),
+            policy: config.policy.clone(),
+            fairness: state::users::FairnessSettings::default(),
+        },
+    })
+}
+
+/// Settings of the data plane.
+#[must_use]
+pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
+    let mut settings = ProxySettings::new(config.node.id);
+    settings.limits.body_bytes_max = config.limits.body_bytes_max;
+    settings.limits.connections_max = to_usize(config.limits.connections_max);
+    settings.limits.requests_max = to_usize(config.limits.requests_max);
+    settings.timeouts.first_byte = config.timeouts.first_byte;
+    settings.timeouts.answer_idle = config.timeouts.idle;
+    settings.pool.connect_timeout = config.timeouts.connect;
+    settings.identify_by.clone_from(&config.users.identify_by);
+    settings.api_keys = config.users.api_keys.as_ref().map(|keys| {
+        let mut known = ApiKeys::default();
+        for key in keys {
+            known.add(&key.key, key.user.clone());
+        }
+        known
+    });
+    let statuses = config.retry.statuses.iter();
+    settings.retry_statuses = statuses
+        .filter_map(|&status| StatusCode::from_u16(status).ok())
+        .collect();
+    settings.attempts_max = to_usize(config.retry.attempts);
+    settings.usage_splice = config.usage_splice;
+    settings
+}
+
+fn to_usize(number: u32) -> usize {
+    usize::try_from(number).expect("usize has at least 32 bits on every supported target")
+}

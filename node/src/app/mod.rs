@@ -1,0 +1,78 @@
+//! One replica as a value: built from a config, started, served until told to leave.
+//!
+//! Everything is wired here and nowhere else: the state behind the log, the router over both, the
+//! data plane, the admin API, and the loops that carry load and digests between replicas. Several
+//! apps can live in one process; each has its own sockets, state and metrics.
+
+mod absence;
+mod events;
+mod exchange;
+mod formation;
+mod machine;
+mod ports;
+mod registration;
+mod running;
+mod shutdown;
+mod sockets;
+
+pub use running::Running;
+pub use shutdown::ShutdownHandle;
+pub use sockets::{Addresses, Sockets};
+
+use crate::config::Config;
+
+/// A replica that is bound to its sockets and does nothing yet.
+#[derive(Debug)]
+pub struct App {
+    config: Config,
+    sockets: Sockets,
+    addresses: Addresses,
+}
+
+impl App {
+    /// Binds the config's three addresses. Call it within a tokio runtime.
+    ///
+    /// # Errors
+    /// When one of them cannot be bound.
+    pub fn build(config: Config) -> anyhow::Result<Self> {
+        let sockets = Sockets::bind(&config.listen)?;
+        Self::on(config, sockets)
+    }
+
+    /// Takes sockets bound elsewhere in place of the config's addresses: for several replicas that
+    /// must know each other's ports before any of them starts.
+    ///
+    /// # Errors
+    /// When the system does not tell where they are bound.
+    pub fn on(config: Config, sockets: Sockets) -> anyhow::Result<Self> {
+        let addresses = sockets.addresses()?;
+        Ok(Self {
+            config,
+            sockets,
+            addresses,
+        })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn addresses(&self) -> Addresses {
+        self.addresses
+    }
+
+    /// Opens the store, starts to serve and to take part in the cluster.
+    ///
+    /// # Errors
+    /// When the store cannot be opened or is damaged.
+    pub async fn start(self) -> anyhow::Result<Running> {
+        running::start(self.config, self.sockets, self.addresses).await
+    }
+
+    /// Starts, serves until told to leave, leaves.
+    ///
+    /// # Errors
+    /// As [`App::start`].
+    pub async fn run(self, shutdown: ShutdownHandle) -> anyhow::Result<()> {
+        self.start().await?.until(&shutdown).await;
+        Ok(())
+    }
+}

@@ -1,0 +1,98 @@
+//! `quorate member`, `transfer-leader`, `snapshot`: operate the cluster through the admin API.
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+use http::Method;
+use serde_json::{Value, json};
+
+use super::client::Target;
+
+/// Changes of membership.
+#[derive(Debug, Subcommand)]
+pub(super) enum Member {
+    /// Add a running replica as a learner
+    Add {
+        /// Its `node.id`
+        id: u8,
+        /// Host and port of its peer listener
+        address: String,
+        #[command(flatten)]
+        target: Target,
+    },
+    /// Make a learner a voter
+    Promote {
+        /// Its `node.id`
+        id: u8,
+        #[command(flatten)]
+        target: Target,
+    },
+    /// Remove a member
+    Remove {
+        /// Its `node.id`
+        id: u8,
+        #[command(flatten)]
+        target: Target,
+    },
+}
+
+/// `quorate transfer-leader`.
+#[derive(Debug, clap::Args)]
+pub(super) struct TransferLeader {
+    /// `node.id` of the voter to lead; default: the one that is furthest
+    to: Option<u8>,
+    #[command(flatten)]
+    target: Target,
+}
+
+/// `quorate snapshot`.
+#[derive(Debug, clap::Args)]
+pub(super) struct Snapshot {
+    #[command(flatten)]
+    target: Target,
+}
+
+/// Runs `quorate member ...`.
+pub(super) async fn member(command: Member) -> anyhow::Result<ExitCode> {
+    let members = "/admin/v1/cluster/members";
+    let (target, method, path, body) = match command {
+        Member::Add {
+            id,
+            address,
+            target,
+        } => {
+            let body = json!({ "id": id, "address": address });
+            (target, Method::POST, members.to_owned(), Some(body))
+        }
+        Member::Promote { id, target } => (
+            target,
+            Method::POST,
+            format!("{members}/{id}/promote"),
+            None,
+        ),
+        Member::Remove { id, target } => (target, Method::DELETE, format!("{members}/{id}"), None),
+    };
+    show(&target.send(method, &path, body.as_ref()).await?)
+}
+
+/// Runs `quorate transfer-leader`.
+pub(super) async fn transfer_leader(args: TransferLeader) -> anyhow::Result<ExitCode> {
+    let body = args.to.map_or_else(|| json!({}), |to| json!({ "to": to }));
+    let path = "/admin/v1/cluster/transfer-leader";
+    show(&args.target.send(Method::POST, path, Some(&body)).await?)
+}
+
+/// Runs `quorate snapshot`.
+pub(super) async fn snapshot(args: Snapshot) -> anyhow::Result<ExitCode> {
+    show(
+        &args
+            .target
+            .send(Method::POST, "/admin/v1/cluster/snapshot", None)
+            .await?,
+    )
+}
+
+fn show(answer: &Value) -> anyhow::Result<ExitCode> {
+    println!("{}", serde_json::to_string(answer)?);
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,50 @@
+//! `quorate config check|print|schema`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+use crate::config::{Loaded, Origin, load, print, schema};
+
+/// What to do with a config.
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Check a config: tells every fault at once
+    Check(ConfigSource),
+    /// Print the effective config with where each value came from
+    Print(ConfigSource),
+    /// Print the JSON Schema of config files
+    Schema,
+}
+
+/// Where the config comes from; the same for all commands that need one.
+#[derive(Debug, clap::Args)]
+pub(super) struct ConfigSource {
+    /// Config file in TOML
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: Option<PathBuf>,
+    /// Set a value over file and environment: `--set drain.deadline=10s`
+    #[arg(long, value_name = "SECTION.KEY=VALUE")]
+    pub(super) set: Vec<String>,
+}
+
+impl ConfigSource {
+    /// Reads and checks the config.
+    pub(super) fn load(self) -> anyhow::Result<Loaded> {
+        Ok(load(&Origin::of_process(self.config, self.set))?)
+    }
+}
+
+/// Runs the command.
+pub(super) fn run(command: Command) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Check(args) => {
+            let loaded = args.load()?;
+            println!("{}: ok", loaded.file);
+        }
+        Command::Print(args) => print!("{}", print(&args.load()?)),
+        Command::Schema => println!("{}", serde_json::to_string_pretty(&schema())?),
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,140 @@
+//! The command line: what each command is called, and how it ends (0 done, 1 failed, 2 bad usage or
+//! config). Results go to stdout, logs and errors to stderr.
+
+mod client;
+mod cluster;
+mod config;
+mod explain;
+mod read;
+mod recover;
+mod serve;
+mod table;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use crate::config::Faults;
+use crate::telemetry;
+
+/// A replicated router for LLM inference fleets.
+#[derive(Debug, Parser)]
+#[command(
+    name = "quorate",
+    version,
+    propagate_version = true,
+    max_term_width = 100
+)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run one replica
+    Serve(serve::Args),
+    /// Run an emulated vLLM engine
+    Engine(crate::engine::EngineArgs),
+    /// Check a config, print the effective one, or print the schema for editors
+    #[command(subcommand)]
+    Config(config::Command),
+    /// Show a replica's view of its cluster
+    Status(read::Args),
+    /// List the backends
+    Backends(read::Args),
+    /// List the users
+    Users(read::Args),
+    /// Show where a request would go, and why
+    Explain(explain::Args),
+    /// Add, promote or remove a member of the cluster
+    #[command(subcommand)]
+    Member(cluster::Member),
+    /// Hand leadership to another replica
+    TransferLeader(cluster::TransferLeader),
+    /// Take a snapshot now
+    Snapshot(cluster::Snapshot),
+    /// Set a damaged store aside, so that the replica can join anew
+    Recover(recover::Args),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page in roff
+    Man,
+}
+
+/// Runs the command this process was started with.
+#[must_use]
+pub fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            report(&error);
+            if error.is::<Faults>() {
+                ExitCode::from(2)
+            } else {
+                ExitCode::FAILURE
+            }
+        }
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    match cli.command {
+        Command::Config(command) => config::run(command),
+        Command::Recover(args) => recover::run(args),
+        Command::Completions { shell } => {
+            clap_complete::generate(
+                shell,
+                &mut Cli::command(),
+                "quorate",
+                &mut std::io::stdout(),
+            );
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Man => {
+            clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Serve(args) => serve::run(args),
+        Command::Engine(args) => {
+            telemetry::init_for_command("info")?;
+            block_on(crate::engine::run(args))
+        }
+        Command::Status(args) => block_on(read::status(args)),
+        Command::Backends(args) => block_on(read::backends(args)),
+        Command::Users(args) => block_on(read::users(args)),
+        Command::Explain(args) => block_on(explain::run(args)),
+        Command::Member(command) => block_on(cluster::member(command)),
+        Command::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
+        Command::Snapshot(args) => block_on(cluster::snapshot(args)),
+    }
+}
+
+/// Runs a command that talks to others, on a runtime of its own.
+fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(command)
+}
+
+fn report(error: &anyhow::Error) {
+    match error.downcast_ref::<Faults>() {
+        Some(faults) => eprint!("{}", faults.render(std::io::stderr().is_terminal())),
+        None => eprintln!("error: {error:#}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

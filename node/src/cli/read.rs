@@ -1,0 +1,208 @@
+//! `quorate status`, `backends`, `users`: what a replica knows, as a table or as JSON.
+
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+
+use super::client::Target;
+use super::table::{cell, table};
+
+/// What all reading commands take.
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    target: Target,
+    /// Print the answer as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `quorate status`. A replica that is not ready is still shown; the status of the process
+/// says only whether it answered.
+pub(super) async fn status(args: Args) -> anyhow::Result<ExitCode> {
+    let cluster = args.target.get("/admin/v1/cluster").await?;
+    let digest = args.target.get("/admin/v1/digest").await?;
+    let readiness = args.target.readiness().await?;
+    if args.json {
+        let all = json!({ "cluster": cluster, "digest": digest, "readiness": readiness });
+        return print_json(&all);
+    }
+    println!(
+        "replica {} is {} in term {}, version {}",
+        cell(&cluster["id"]),
+        cell(&cluster["role"]),
+        cell(&cluster["term"]),
+        cell(&cluster["version"]),
+    );
+    println!("cluster  {}", cell(&cluster["cluster_id"]));
+    println!("leader   {}", cell(&cluster["leader"]));
+    println!("quorum   {}", cell(&cluster["has_quorum"]));
+    println!(
+        "index    committed {}, applied {}, snapshot {}",
+        cell(&cluster["committed_index"]),
+        cell(&cluster["applied_index"]),
+        cell(&cluster["snapshot_index"]),
+    );
+    println!(
+        "digest   {} at {}",
+        cell(&digest["digest"]),
+        cell(&digest["index"])
+    );
+    let reasons = match readiness["reasons"].as_array() {
+        Some(reasons) if !reasons.is_empty() => format!(": {}", cell(&readiness["reasons"])),
+        _ => String::new(),
+    };
+    println!("state    {}{reasons}\n", cell(&readiness["status"]));
+    println!("{}", members(&cluster));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn members(cluster: &Value) -> comfy_table::Table {
+    let heads = [
+        "replica",
+        "role",
+        "vote",
+        "connected",
+        "lag",
+        "peer",
+        "data",
+        "admin",
+        "version",
+    ];
+    let mut table = table(&heads);
+    let empty = serde_json::Map::new();
+    for (id, member) in cluster["members"].as_object().unwrap_or(&empty) {
+        let role = if cell(&cluster["leader"]) == *id {
+            "leader"
+        } else {
+            "-"
+        };
+        let labels = &member["labels"];
+        table.add_row([
+            id.clone(),
+            role.to_owned(),
+            cell(&member["is_voter"]),
+            cell(&member["is_connected"]),
+            cell(&member["lag"]),
+            cell(&member["peer"]),
+            cell(&labels["data"]),
+            cell(&labels["admin"]),
+            cell(&labels["version"]),
+        ]);
+    }
+    table
+}
+
+/// Runs `quorate backends`.
+pub(super) async fn backends(args: Args) -> anyhow::Result<ExitCode> {
+    let backends = args.target.list("/admin/v1/backends", "backends").await?;
+    if args.json {
+        return print_json(&Value::Array(backends));
+    }
+    let mut table = table(&[
+        "backend",
+        "state",
+        "url",
+        "models",
+        "in flight",
+        "(here)",
+        "waiting",
+        "kv use",
+        "owned",
+        "capacity",
+        "detail",
+    ]);
+    for backend in backends {
+        let kv_use = backend["engine"]["kv_usage_permille"].as_f64();
+        let served = match &backend["facts"]["models"] {
+            Value::Null => &backend["models"],
+            asked => asked,
+        };
+        table.add_row([
+            cell(&backend["id"]),
+            cell(&backend["state"]["name"]),
+            cell(&backend["url"]),
+            cell(served),
+            cell(&backend["in_flight"]["cluster"]),
+            cell(&backend["in_flight"]["here"]),
+            cell(&backend["engine"]["waiting"]),
+            kv_use.map_or_else(
+                || "-".to_owned(),
+                |permille| format!("{:.1}%", permille / 10.0),
+            ),
+            cell(&backend["owned_blocks"]),
+            cell(&backend["capacity"]["blocks"]),
+            cell(&backend["state"]["detail"]),
+        ]);
+    }
+    println!("{table}");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs `quorate users`: who used most comes first.
+pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
+    let mut users = args.target.list("/admin/v1/users", "users").await?;
+    users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));
+    if args.json {
+        return print_json(&Value::Array(users));
+    }
+    let mut table = table(&[
+        "user",
+        "weight",
+        "counter",
+        "in flight",
+        "requests",
+        "input",
+        "cached",
+        "output",
+        "input 5m",
+        "output 5m",
+    ]);
+    for user in users {
+        let (total, window) = (&user["total"], &user["window"]);
+        let name = match user["name"].as_str() {
+            Some(name) if !name.is_empty() => name.to_owned(),
+            _ => cell(&user["key"]),
+        };
+        table.add_row([
+            name,
+            thousandths(&user["weight_milli"]),
+            thousandths(&user["counter_milli_tokens"]),
+            cell(&user["in_flight"]),
+            cell(&total["requests"]),
+            cell(&total["input_uncached"]),
+            cell(&total["input_cached"]),
+            cell(&total["output"]),
+            cell(&window["input_uncached"]),
+            cell(&window["output"]),
+        ]);
+    }
+    println!("{table}");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A number of thousandths as a decimal number.
+fn thousandths(value: &Value) -> String {
+    match value.as_u64() {
+        Some(milli) if milli % 1000 == 0 => (milli / 1000).to_string(),
+        Some(milli) => format!("{}.{:03}", milli / 1000, milli % 1000),
+        None => cell(value),
+    }
+}
+
+pub(super) fn print_json(value: &Value) -> anyhow::Result<ExitCode> {
+    println!("{}", serde_json::to_string_pretty(value)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousandths_are_shown_as_decimals_only_where_needed() {
+        assert_eq!(thousandths(&json!(2000)), "2");
+        assert_eq!(thousandths(&json!(1050)), "1.050");
+        assert_eq!(thousandths(&Value::Null), "-");
+    }
+}

@@ -1,0 +1,37 @@
+//! `quorate recover`: the explicit step after a store was found damaged. Nothing is deleted.
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+
+use super::config;
+
+/// `quorate recover`.
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    config: config::ConfigSource,
+}
+
+/// Sets the store aside and says how to go on.
+pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let config = args.config.load()?.config;
+    let data_dir = &config.node.data_dir;
+    let aside = raft::set_store_aside(data_dir)
+        .with_context(|| format!("set the store below {} aside", data_dir.display()))?;
+    let Some(aside) = aside else {
+        println!("no store below {}, nothing to do", data_dir.display());
+        return Ok(ExitCode::SUCCESS);
+    };
+    let id = config.node.id;
+    println!(
+        "The store of replica {id} is now at {}. To rebuild the replica from its peers:\n\
+         \n\
+         1. quorate member remove {id} --admin URL-OF-ANOTHER-REPLICA\n\
+         2. give node.id a number that no replica ever had, and set cluster.join to the peer\n   \
+            addresses of the others in place of cluster.peers\n\
+         3. quorate serve, then quorate member promote NEW-ID",
+        aside.display()
+    );
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,49 @@
+//! `quorate serve`: one replica, until a signal says to leave.
+
+use std::process::ExitCode;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::config;
+use crate::app::{App, ShutdownHandle};
+use crate::telemetry;
+
+/// `quorate serve`.
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    config: config::ConfigSource,
+}
+
+/// Status of a process that a second signal ended: 128 and the number of SIGINT.
+const INTERRUPTED: u8 = 130;
+
+/// Runs the replica.
+pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let config = args.config.load()?.config;
+    telemetry::init(&config.log)?;
+    super::block_on(async {
+        let shutdown = ShutdownHandle::new();
+        let app = App::build(config)?;
+        let mut interrupts = signal(SignalKind::interrupt())?;
+        let mut terminations = signal(SignalKind::terminate())?;
+        let running = tokio::spawn(app.run(shutdown.clone()));
+        tokio::pin!(running);
+        let mut signals = 0;
+        loop {
+            tokio::select! {
+                outcome = &mut running => {
+                    outcome??;
+                    return Ok(ExitCode::SUCCESS);
+                }
+                _ = interrupts.recv() => signals += 1,
+                _ = terminations.recv() => signals += 1,
+            }
+            if signals > 1 {
+                tracing::warn!("second signal, leaving at once");
+                return Ok(ExitCode::from(INTERRUPTED));
+            }
+            shutdown.drain();
+        }
+    })
+}

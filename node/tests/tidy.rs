@@ -1,0 +1,123 @@
+//! Rules about the repository itself that no compiler or linter checks.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// Longest source file, in lines.
+const LINES_MAX: usize = 600;
+
+/// What the deterministic core may be built from: crates that hold data, none that does I/O.
+const STATE_MAY_USE: &[&str] = &["arc-swap", "bincode", "serde", "thiserror", "xxhash-rust"];
+
+/// Which of our own crates each may use. `node` alone sees all.
+const OWN_CRATES: &[(&str, &[&str])] = &[
+    ("state", &[]),
+    ("raft", &[]),
+    ("api", &["state"]),
+    ("node", &["state", "raft", "api"]),
+];
+
+fn root() -> PathBuf {
+    let node = Path::new(env!("CARGO_MANIFEST_DIR"));
+    node.parent()
+        .expect("the crate lies in the workspace")
+        .to_owned()
+}
+
+fn sources() -> Vec<PathBuf> {
+    let crates = ["state", "raft", "api", "node", "chaos-tests"];
+    let mut folders: Vec<_> = crates.iter().map(|name| root().join(name)).collect();
+    let mut files = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("list a source folder") {
+            let path = entry.expect("list a source folder").path();
+            if path.is_dir() && path.file_name().is_some_and(|name| name != "target") {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    assert!(files.len() > 50, "found only {} source files", files.len());
+    files.sort();
+    files
+}
+
+/// Names every file that breaks a rule, not only the first.
+fn check(rule: &str, broken: impl Fn(&Path, &str) -> Option<String>) {
+    let mut faults = Vec::new();
+    for path in sources() {
+        let text = std::fs::read_to_string(&path).expect("read a source file");
+        let name = path.strip_prefix(root()).unwrap_or(&path).to_owned();
+        faults.extend(broken(&name, &text).map(|fault| format!("{}: {fault}", name.display())));
+    }
+    assert!(faults.is_empty(), "{rule}:\n{}", faults.join("\n"));
+}
+
+#[test]
+fn every_file_opens_with_what_it_is_for() {
+    check("files must begin with `//!`", |_, text| {
+        (!text.starts_with("//! ")).then(|| format!("begins with {:?}", text.lines().next()))
+    });
+}
+
+#[test]
+fn no_file_is_too_long() {
+    check("files must be split", |_, text| {
+        let lines = text.lines().count();
+        (lines > LINES_MAX).then(|| format!("{lines} lines, at most {LINES_MAX}"))
+    });
+}
+
+#[test]
+fn nothing_is_left_for_later_without_a_word() {
+    // Put together here, so that this file does not hold what it looks for.
+    let words = [
+        ["FIX", "ME"].concat(),
+        ["dbg", "!("].concat(),
+        ["unimplemented", "!("].concat(),
+    ];
+    check("leftovers", |_, text| {
+        let found = words.iter().find(|word| text.contains(word.as_str()))?;
+        Some(format!("holds {found}"))
+    });
+}
+
+fn dependencies(package: &str) -> BTreeSet<String> {
+    let manifest = root().join(package).join("Cargo.toml");
+    let text = std::fs::read_to_string(manifest).expect("read a manifest");
+    let manifest: toml::Table = text.parse().expect("cargo has read this manifest too");
+    let section = manifest.get("dependencies").and_then(toml::Value::as_table);
+    section
+        .map(|section| section.keys().cloned().collect())
+        .unwrap_or_default()
+}
+
+#[test]
+fn the_core_is_built_from_data_only_crates() {
+    let allowed: BTreeSet<_> = STATE_MAY_USE
+        .iter()
+        .map(|name| (*name).to_owned())
+        .collect();
+    let beyond: Vec<_> = dependencies("state")
+        .difference(&allowed)
+        .cloned()
+        .collect();
+    assert!(beyond.is_empty(), "state depends on {beyond:?}");
+}
+
+#[test]
+fn crates_know_only_whom_they_may() {
+    let ours: BTreeSet<_> = OWN_CRATES
+        .iter()
+        .map(|(name, _)| (*name).to_owned())
+        .collect();
+    for (package, allowed) in OWN_CRATES {
+        let used = dependencies(package);
+        let beyond: Vec<_> = used
+            .intersection(&ours)
+            .filter(|name| !allowed.contains(&name.as_str()))
+            .collect();
+        assert!(beyond.is_empty(), "{package} depends on {beyond:?}");
+    }
+}
