@@ -34,7 +34,7 @@ pub struct Problem {
     pub detail: Option<String>,
     /// Further members, as `outcome` or `index`.
     #[serde(flatten)]
-    pub members: Map<String, Value>,
+    pub members: Box<Map<String, Value>>,
 }
 
 fn status_as_number<S: serde::Serializer>(
@@ -53,7 +53,7 @@ impl Problem {
             title: title.into(),
             status,
             detail: None,
-            members: Map::new(),
+            members: Box::default(),
         }
     }
 
