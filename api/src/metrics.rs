@@ -15,7 +15,7 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeG
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
-use state::View;
+use state::{Backend, View};
 
 use crate::admin::Digests;
 use crate::backends::{Backends, Record};
@@ -105,16 +105,16 @@ impl Collector for AtScrape {
 struct Page<'a>(DescriptorEncoder<'a>);
 
 impl Page<'_> {
-    fn gauge(&mut self, name: &str, help: &str, value: impl EncodeGaugeValue) -> fmt::Result {
+    fn gauge(&mut self, name: &str, help: &str, value: &impl EncodeGaugeValue) -> fmt::Result {
         self.0
             .encode_descriptor(name, help, None, MetricType::Gauge)?
-            .encode_gauge(&value)
+            .encode_gauge(value)
     }
 
-    fn counter(&mut self, name: &str, help: &str, value: impl EncodeCounterValue) -> fmt::Result {
+    fn counter(&mut self, name: &str, help: &str, value: &impl EncodeCounterValue) -> fmt::Result {
         self.0
             .encode_descriptor(name, help, None, MetricType::Counter)?
-            .encode_counter::<[(&str, &str); 0], _, u64>(&value, None)
+            .encode_counter::<[(&str, &str); 0], _, u64>(value, None)
     }
 
     fn gauges<V: EncodeGaugeValue>(
@@ -158,46 +158,46 @@ impl Replica {
     fn raft(&self, page: &mut Page<'_>) -> fmt::Result {
         let status = self.cluster.status();
         let is_leader = status.role == "leader";
-        page.gauge("quorate_raft_term", "Raft term", status.term)?;
+        page.gauge("quorate_raft_term", "Raft term", &status.term)?;
         page.gauge(
             "quorate_raft_is_leader",
             "1 on the leader",
-            i64::from(is_leader),
+            &i64::from(is_leader),
         )?;
         page.gauge(
             "quorate_raft_has_leader",
             "1 while a leader is followed",
-            i64::from(status.leader.is_some()),
+            &i64::from(status.leader.is_some()),
         )?;
         page.gauge(
             "quorate_raft_has_quorum",
             "1 while a quorum answers",
-            i64::from(status.has_quorum),
+            &i64::from(status.has_quorum),
         )?;
         page.gauge(
             "quorate_raft_has_fault",
             "1 when the storage is at fault",
-            i64::from(status.fault.is_some()),
+            &i64::from(status.fault.is_some()),
         )?;
         page.gauge(
             "quorate_raft_committed_index",
             "Last log index known committed",
-            status.committed_index,
+            &status.committed_index,
         )?;
         page.gauge(
             "quorate_raft_applied_index",
             "Last log index applied",
-            status.applied_index,
+            &status.applied_index,
         )?;
         page.gauge(
             "quorate_raft_lag_entries",
             "Entries committed and not applied here",
-            status.committed_index.saturating_sub(status.applied_index),
+            &status.committed_index.saturating_sub(status.applied_index),
         )?;
         page.gauge(
             "quorate_raft_snapshot_index",
             "Log index of the newest snapshot, 0 for none",
-            status.snapshot_index.unwrap_or(0),
+            &status.snapshot_index.unwrap_or(0),
         )?;
         let members = || status.members.iter().map(|(id, m)| (id.to_string(), m));
         page.gauges(
@@ -230,18 +230,22 @@ impl Replica {
             }
         });
         let blocks: u64 = owned.iter().map(|(_, blocks)| blocks).sum();
-        page.gauge("quorate_state_blocks", "Blocks owned, all backends", blocks)?;
-        page.gauge("quorate_state_users", "Users known", users as u64)?;
-        page.gauge("quorate_state_leases", "Open leases", leases as u64)?;
+        page.gauge(
+            "quorate_state_blocks",
+            "Blocks owned, all backends",
+            &blocks,
+        )?;
+        page.gauge("quorate_state_users", "Users known", &(users as u64))?;
+        page.gauge("quorate_state_leases", "Open leases", &(leases as u64))?;
         page.gauge(
             "quorate_state_backends",
             "Registered backends",
-            registry.backends.len() as u64,
+            &(registry.backends.len() as u64),
         )?;
         page.counter(
             "quorate_state_digest_mismatch",
             "Comparisons in which a peer's state differed at the same log index",
-            self.digests.mismatches(),
+            &self.digests.mismatches(),
         )?;
         page.gauges(
             "quorate_backend_owned_blocks",
@@ -253,87 +257,104 @@ impl Replica {
 
     fn backends(&self, page: &mut Page<'_>) -> fmt::Result {
         let registry = self.view.registry();
-        let now = Instant::now();
-        let rows: Vec<_> = registry
+        let rows: Vec<Row<'_>> = registry
             .backends
             .iter()
-            .map(|backend| {
-                let record = self.backends.record(backend.handle.slot);
-                (backend, record.unwrap_or_default())
+            .map(|backend| Row {
+                backend,
+                record: self
+                    .backends
+                    .record(backend.handle.slot)
+                    .unwrap_or_default(),
+                here: self.router.load().here(backend.handle).running,
+                cluster: self
+                    .router
+                    .load()
+                    .cluster(backend.handle, Instant::now())
+                    .running,
             })
             .collect();
-        let each = |of: fn(&Record) -> u64| {
-            rows.iter()
-                .map(move |(backend, record)| (backend.spec.id.clone(), of(record)))
-        };
-        page.gauges(
-            "quorate_backend_healthy",
-            "1 while requests may go there, as seen from this replica",
-            "backend",
-            each(|r| u64::from(r.is_healthy)),
-        )?;
-        page.gauges(
-            "quorate_backend_draining",
-            "1 while it takes no new requests",
-            "backend",
-            rows.iter()
-                .map(|(b, _)| (b.spec.id.clone(), u64::from(b.draining))),
-        )?;
-        page.gauges(
-            "quorate_backend_engine_running",
-            "Requests running, as the engine says",
-            "backend",
-            each(|r| r.metrics.running.unwrap_or(0).into()),
-        )?;
-        page.gauges(
-            "quorate_backend_engine_waiting",
-            "Requests queued, as the engine says",
-            "backend",
-            each(|r| r.metrics.waiting.unwrap_or(0).into()),
-        )?;
+        for (name, help, value) in BACKEND_GAUGES {
+            let of_rows = rows.iter().filter_map(|row| Some((row.id(), value(row)?)));
+            page.gauges(name, help, "backend", of_rows)?;
+        }
         page.gauges(
             "quorate_backend_engine_kv_usage_ratio",
             "KV cache in use, as the engine says",
             "backend",
-            rows.iter().map(|(b, r)| {
-                let permille = r.metrics.kv_usage_permille.unwrap_or(0);
-                (b.spec.id.clone(), f64::from(permille) / 1000.0)
-            }),
-        )?;
-        page.gauges(
-            "quorate_backend_capacity_blocks",
-            "Blocks its cache holds, where known",
-            "backend",
-            rows.iter()
-                .filter_map(|(b, _)| Some((b.spec.id.clone(), b.capacity_blocks()?))),
-        )?;
-        page.gauges(
-            "quorate_backend_in_flight_here",
-            "Requests dispatched by this replica and not over",
-            "backend",
-            rows.iter()
-                .map(|(b, _)| (b.spec.id.clone(), self.router.load().here(b.handle).running)),
-        )?;
-        page.gauges(
-            "quorate_backend_in_flight_cluster",
-            "Requests dispatched by all replicas heard from and not over",
-            "backend",
-            rows.iter().map(|(b, _)| {
-                let load = self.router.load().cluster(b.handle, now);
-                (b.spec.id.clone(), load.running)
+            rows.iter().filter_map(|row| {
+                let permille = row.record.metrics.kv_usage_permille?;
+                Some((row.id(), f64::from(permille) / 1000.0))
             }),
         )?;
         page.counters(
             "quorate_backend_probes",
             "Health probes",
             "backend",
-            each(|r| r.probes_total),
+            rows.iter().map(|row| (row.id(), row.record.probes_total)),
         )?;
         page.counters(
             "quorate_backend_failures",
             "Failed probes and requests that failed to reach it",
             "backend",
-            each(|r| r.failures_total),
+            rows.iter().map(|row| (row.id(), row.record.failures_total)),
         )
     }
 }
+
+/// A backend as it is scraped.
+struct Row<'a> {
+    backend: &'a Backend,
+    record: Record,
+    /// Requests in flight from here.
+    here: u32,
+    /// Requests in flight from all replicas heard from.
+    cluster: u32,
+}
+
+impl Row<'_> {
+    fn id(&self) -> String {
+        self.backend.spec.id.clone()
+    }
+}
+
+/// Name, help and value of a gauge; a backend of which it is not known is left out.
+type BackendGauge = (&'static str, &'static str, fn(&Row<'_>) -> Option<u64>);
+
+const BACKEND_GAUGES: [BackendGauge; 7] = [
+    (
+        "quorate_backend_healthy",
+        "1 while requests may go there, as seen from this replica",
+        |row| Some(row.record.is_healthy.into()),
+    ),
+    (
+        "quorate_backend_draining",
+        "1 while it takes no new requests",
+        |row| Some(row.backend.draining.into()),
+    ),
+    (
+        "quorate_backend_engine_running",
+        "Requests running, as the engine says",
+        |row| row.record.metrics.running.map(u64::from),
+    ),
+    (
+        "quorate_backend_engine_waiting",
+        "Requests queued, as the engine says",
+        |row| row.record.metrics.waiting.map(u64::from),
+    ),
+    (
+        "quorate_backend_capacity_blocks",
+        "Blocks its cache holds",
+        |row| row.backend.capacity_blocks().map(u64::from),
+    ),
+    (
+        "quorate_backend_in_flight_here",
+        "Requests dispatched by this replica and not over",
+        |row| Some(row.here.into()),
+    ),
+    (
+        "quorate_backend_in_flight_cluster",
+        "Requests dispatched by all replicas heard from and not over",
+        |row| Some(row.cluster.into()),
+    ),
+];

@@ -138,11 +138,11 @@ async fn read_body(body: Body) -> Result<Bytes, Problem> {
 fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|fault| {
-        let field = fault.path().to_string();
-        let field = if field == "." {
-            "body".to_owned()
-        } else {
-            field
+        // A fault of syntax has no field: its path ends in `?`, or is a lone dot.
+        let path = fault.path().to_string();
+        let field = match path.trim_end_matches('?').trim_end_matches('.') {
+            "" => "body".to_owned(),
+            field => field.to_owned(),
         };
         invalid(&field, fault.into_inner().to_string())
     })?;

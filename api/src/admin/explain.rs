@@ -31,7 +31,6 @@ pub(super) struct WouldBe {
 #[derive(Serialize)]
 struct Explained {
     read: &'static str,
-    model: String,
     stream: bool,
     #[serde(flatten)]
     explanation: Explanation,
@@ -72,7 +71,6 @@ pub(super) async fn explain(
             ReadLevel::Local => "local",
             ReadLevel::Linearizable => "linearizable",
         },
-        model: parsed.model,
         stream: parsed.stream,
         explanation,
     }))

@@ -41,7 +41,7 @@ pub use stream::STREAMS_MAX;
 
 use crate::backends::Backends;
 use crate::error::Problem;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Replica};
 use crate::ports::Cluster;
 use crate::routing;
 
@@ -254,8 +254,16 @@ const ROUTES: &[Route] = &[
     },
 ];
 
-/// The admin API over `admin`, to be served on the admin listener.
+/// The admin API over `admin`, to be served on the admin listener. From here on `admin.metrics`
+/// looks at the replica when scraped.
 pub fn router(admin: Arc<Admin>) -> Router {
+    admin.metrics.watch(Replica {
+        cluster: Arc::clone(&admin.cluster),
+        view: Arc::clone(&admin.view),
+        router: Arc::clone(&admin.router),
+        backends: Arc::clone(&admin.backends),
+        digests: Arc::clone(&admin.digests),
+    });
     let shared = Shared {
         admin,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),

@@ -82,6 +82,7 @@ fn has_healthy_backend(admin: &Admin) -> bool {
 }
 
 pub(super) async fn metrics(State(admin): State<Shared>) -> Response {
+    admin.router.refresh_metrics();
     let text = admin.metrics.encode();
     (
         [(CONTENT_TYPE, HeaderValue::from_static(OPENMETRICS))],

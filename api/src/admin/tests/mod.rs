@@ -1,0 +1,320 @@
+//! The admin API, called without a socket, over a cluster that applies what it is given to a real
+//! state.
+
+mod probes;
+mod reads;
+mod writes;
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use axum::body::Body;
+use http::{HeaderMap, Request};
+use http_body_util::BodyExt;
+use serde_json::Value;
+use state::RouterState;
+use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Reply};
+use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
+use state::policy::PolicyConfig;
+use state::users::FairnessSettings;
+use tower::ServiceExt;
+
+use super::*;
+use crate::backends::{Health, ProbeSettings};
+use crate::ports::{BoxFuture, ChangeFailure, ClusterStatus, MemberStatus, ProposeFailure};
+use crate::prompt::ModelSettings;
+use crate::routing::{OutboxSettings, Parts};
+
+/// What becomes of proposals.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Commit,
+    Unknown,
+    Unavailable,
+    Stopping,
+}
+
+/// A cluster of one that commits at once, or does as it is told.
+struct Fake {
+    state: Mutex<RouterState>,
+    view: Arc<View>,
+    digests: Arc<Digests>,
+    status: Mutex<ClusterStatus>,
+    fate: Mutex<Fate>,
+    changes: Mutex<Vec<String>>,
+    barriers: Mutex<u64>,
+}
+
+impl Fake {
+    fn apply(&self, lane: Lane, command: Command) -> Committed {
+        let mut state = self.state.lock().unwrap();
+        let index = LogIndex(self.view.applied().0 + 1);
+        let reply = state.apply(
+            index,
+            Envelope {
+                origin: Origin {
+                    replica: ReplicaId(1),
+                    session: SessionId(1),
+                    lane,
+                    seq: index.0,
+                },
+                proposed_at_ms: 1_000 * index.0,
+                command,
+            },
+        );
+        self.digests.applied(index.0, || state.digest());
+        Committed { index, reply }
+    }
+
+    fn change(&self, what: String) -> Result<u64, ChangeFailure> {
+        self.changes.lock().unwrap().push(what);
+        match *self.fate.lock().unwrap() {
+            Fate::Commit => Ok(77),
+            Fate::Unknown => Err(ChangeFailure::Unknown("timed out".to_owned())),
+            Fate::Unavailable | Fate::Stopping => Err(ChangeFailure::Refused("not now".to_owned())),
+        }
+    }
+}
+
+fn ready<'a, T: Send + 'a>(value: T) -> BoxFuture<'a, T> {
+    Box::pin(std::future::ready(value))
+}
+
+impl Cluster for Fake {
+    fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+        ready(match *self.fate.lock().unwrap() {
+            Fate::Commit => Ok(self.apply(Lane::Admin, command)),
+            Fate::Unknown => Err(ProposeFailure::Unknown("timed out".to_owned())),
+            Fate::Unavailable => Err(ProposeFailure::Unavailable("no leader".to_owned())),
+            Fate::Stopping => Err(ProposeFailure::Stopping),
+        })
+    }
+
+    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeFailure>> {
+        *self.barriers.lock().unwrap() += 1;
+        ready(match *self.fate.lock().unwrap() {
+            Fate::Commit => Ok(self.view.applied()),
+            _ => Err(ProposeFailure::Unavailable("no leader".to_owned())),
+        })
+    }
+
+    fn with_state(&self, read: &mut dyn FnMut(&RouterState)) {
+        read(&self.state.lock().unwrap());
+    }
+
+    fn status(&self) -> ClusterStatus {
+        let mut status = self.status.lock().unwrap().clone();
+        status.applied_index = self.view.applied().0;
+        status
+    }
+
+    fn add_member(
+        &self,
+        id: ReplicaId,
+        address: String,
+    ) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        ready(self.change(format!("add {id} {address}")))
+    }
+
+    fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        ready(self.change(format!("promote {id}")))
+    }
+
+    fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        ready(self.change(format!("remove {id}")))
+    }
+
+    fn transfer_leader(
+        &self,
+        to: Option<ReplicaId>,
+    ) -> BoxFuture<'_, Result<ReplicaId, ChangeFailure>> {
+        let done = self.change(format!("transfer {to:?}"));
+        ready(done.map(|_| to.unwrap_or(ReplicaId(2))))
+    }
+
+    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        ready(self.change("snapshot".to_owned()))
+    }
+}
+
+fn status() -> ClusterStatus {
+    let member = |peer: &str, lag| MemberStatus {
+        peer: peer.to_owned(),
+        labels: BTreeMap::new(),
+        is_voter: true,
+        is_connected: true,
+        lag,
+    };
+    ClusterStatus {
+        id: ReplicaId(1),
+        session: SessionId(1),
+        cluster_id: Some("0123456789abcdef0123456789abcdef".to_owned()),
+        role: "leader",
+        term: 3,
+        leader: Some(ReplicaId(1)),
+        has_quorum: true,
+        committed_index: 9,
+        applied_index: 0,
+        snapshot_index: None,
+        caught_up: true,
+        fault: None,
+        version: "0.0.0",
+        members: BTreeMap::from([
+            (ReplicaId(1), member("127.0.0.1:1", Some(0))),
+            (ReplicaId(2), member("127.0.0.1:2", Some(4))),
+        ]),
+    }
+}
+
+/// An admin API with all it stands on.
+struct Bench {
+    cluster: Arc<Fake>,
+    admin: Arc<Admin>,
+    api: axum::Router,
+}
+
+/// An answer read whole.
+struct Answer {
+    status: StatusCode,
+    headers: HeaderMap,
+    body: String,
+}
+
+impl Answer {
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|_| panic!("no json: {}", self.body))
+    }
+}
+
+impl Bench {
+    /// An initialised cluster without backends.
+    fn new() -> Self {
+        let state = RouterState::new();
+        let view = state.view();
+        let digests = Arc::new(Digests::default());
+        let cluster = Arc::new(Fake {
+            state: Mutex::new(state),
+            view: Arc::clone(&view),
+            digests: Arc::clone(&digests),
+            status: Mutex::new(status()),
+            fate: Mutex::new(Fate::Commit),
+            changes: Mutex::default(),
+            barriers: Mutex::default(),
+        });
+        let backends = Arc::new(Backends::new(ProbeSettings::default()));
+        let router = Arc::new(routing::Router::new(Parts {
+            view: Arc::clone(&view),
+            backends: Arc::clone(&backends),
+            models: vec![ModelSettings {
+                name: "*".to_owned(),
+                tokenizer: "character".to_owned(),
+                block_size: 16,
+            }],
+            replica: ReplicaId(1),
+            session: SessionId(1),
+            outbox: OutboxSettings::default(),
+        }));
+        let admin = Arc::new(Admin {
+            cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,
+            view,
+            router,
+            backends,
+            metrics: Arc::new(Metrics::default()),
+            digests,
+            events: Events::default(),
+            draining: Draining::default(),
+        });
+        let bench = Self {
+            api: super::router(Arc::clone(&admin)),
+            cluster,
+            admin,
+        };
+        bench.apply(Command::InitCluster {
+            hash_seed: 1,
+            policy: PolicyConfig::LeastRequest,
+            fairness: FairnessSettings::default(),
+        });
+        bench
+    }
+
+    /// The same with `gpu-1`, healthy, and `gpu-2`, not probed yet.
+    fn with_backends() -> Self {
+        let bench = Self::new();
+        for id in ["gpu-1", "gpu-2"] {
+            bench.apply(Command::PutBackend(spec(id)));
+        }
+        let healthy = Health {
+            is_healthy: true,
+            detail: None,
+            waiting: 2,
+            running: 5,
+            kv_usage_permille: 250,
+        };
+        bench.admin.backends.assume(Slot(0), &healthy);
+        bench
+    }
+
+    fn apply(&self, command: Command) -> LogIndex {
+        let committed = self.cluster.apply(Lane::Admin, command);
+        assert_eq!(committed.reply, Reply::Applied);
+        committed.index
+    }
+
+    fn set_fate(&self, fate: Fate) {
+        *self.cluster.fate.lock().unwrap() = fate;
+    }
+
+    async fn send(&self, request: Request<Body>) -> Answer {
+        let response = self.api.clone().oneshot(request).await.unwrap();
+        let (head, body) = response.into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        Answer {
+            status: head.status,
+            headers: head.headers,
+            body: String::from_utf8(body.to_vec()).unwrap(),
+        }
+    }
+
+    async fn call(&self, method: &str, path: &str, body: &str) -> Answer {
+        let request = Request::builder().method(method).uri(path);
+        self.send(request.body(Body::from(body.to_owned())).unwrap())
+            .await
+    }
+
+    /// A `GET` that answers 200.
+    async fn get(&self, path: &str) -> Value {
+        let answer = self.call("GET", path, "").await;
+        assert_eq!(answer.status, StatusCode::OK, "{path}: {}", answer.body);
+        assert_eq!(answer.headers["content-type"], "application/json");
+        answer.json()
+    }
+
+    /// A call that answers a problem with this status and kind.
+    async fn problem(
+        &self,
+        (method, path, body): (&str, &str, &str),
+        status: u16,
+        kind: &str,
+    ) -> Value {
+        let answer = self.call(method, path, body).await;
+        let what = format!("{method} {path} {body}: {}", answer.body);
+        assert_eq!(answer.status.as_u16(), status, "{what}");
+        assert_eq!(answer.headers["content-type"], "application/problem+json");
+        let problem = answer.json();
+        assert_eq!(problem["status"], status, "{what}");
+        assert_eq!(problem["type"], format!("/problems/{kind}"), "{what}");
+        problem
+    }
+}
+
+fn spec(id: &str) -> BackendSpec {
+    BackendSpec {
+        id: id.to_owned(),
+        url: format!("http://{id}:8000"),
+        models: vec!["*".to_owned()],
+        labels: BTreeMap::from([("zone".to_owned(), "a".to_owned())]),
+        capacity_blocks: Some(100),
+        kv_events: None,
+        kv_replay: None,
+    }
+}

@@ -1,0 +1,141 @@
+//! `/livez`, `/readyz`, `/metrics` and the index page.
+
+use serde_json::json;
+
+use super::*;
+use crate::backends::text;
+
+async fn readiness(bench: &Bench) -> (u16, Value) {
+    let answer = bench.call("GET", "/readyz", "").await;
+    let mut body = answer.json();
+    body.as_object_mut().unwrap().remove("applied_index");
+    (answer.status.as_u16(), body)
+}
+
+#[tokio::test]
+async fn a_replica_is_ready_when_nothing_speaks_against_it() {
+    let bench = Bench::with_backends();
+    assert_eq!(bench.get("/livez").await, json!({"status": "alive"}));
+    let ready = json!({"status": "ready", "reasons": []});
+    assert_eq!(readiness(&bench).await, (200, ready));
+}
+
+#[tokio::test]
+async fn without_a_quorum_it_serves_degraded() {
+    let bench = Bench::with_backends();
+    bench.cluster.status.lock().unwrap().has_quorum = false;
+    let degraded = json!({"status": "degraded", "reasons": ["no quorum"]});
+    assert_eq!(readiness(&bench).await, (200, degraded));
+}
+
+#[tokio::test]
+async fn every_reason_against_readiness_is_named() {
+    let bench = Bench::with_backends();
+    {
+        let mut status = bench.cluster.status.lock().unwrap();
+        status.fault = Some("no space left on device".to_owned());
+        status.caught_up = false;
+        status.has_quorum = false;
+    }
+    bench.admin.draining.begin();
+    bench.apply(Command::SetDraining {
+        name: "gpu-1".to_owned(),
+        draining: true,
+    });
+    let reasons = [
+        "draining",
+        "storage fault: no space left on device",
+        "not caught up with the cluster",
+        "no healthy backend",
+        "no quorum",
+    ];
+    let not_ready = json!({"status": "not-ready", "reasons": reasons});
+    assert_eq!(readiness(&bench).await, (503, not_ready));
+}
+
+#[tokio::test]
+async fn metrics_follow_the_text_format_and_tell_the_replica() {
+    let bench = Bench::with_backends();
+    let answer = bench.call("GET", "/metrics", "").await;
+    assert_eq!(
+        answer.headers["content-type"],
+        "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    );
+    assert!(answer.body.ends_with("# EOF\n"));
+    let mut samples = BTreeMap::new();
+    text::read(answer.body.as_bytes(), |sample| {
+        let labels: Vec<String> = sample
+            .labels
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        samples.insert(
+            format!("{} {}", sample.name, labels.join(",")),
+            sample.value,
+        );
+    })
+    .unwrap();
+    let version = env!("CARGO_PKG_VERSION");
+    for (name, value) in [
+        (
+            format!("quorate_build_info version={version}").as_str(),
+            1.0,
+        ),
+        ("quorate_raft_term ", 3.0),
+        ("quorate_raft_is_leader ", 1.0),
+        ("quorate_raft_committed_index ", 9.0),
+        ("quorate_raft_applied_index ", 3.0),
+        ("quorate_raft_lag_entries ", 6.0),
+        ("quorate_raft_member_lag_entries replica=2", 4.0),
+        ("quorate_state_backends ", 2.0),
+        ("quorate_state_digest_mismatch_total ", 0.0),
+        ("quorate_backend_healthy backend=gpu-1", 1.0),
+        ("quorate_backend_healthy backend=gpu-2", 0.0),
+        ("quorate_backend_engine_kv_usage_ratio backend=gpu-1", 0.25),
+        ("quorate_backend_capacity_blocks backend=gpu-2", 100.0),
+        ("quorate_backend_probes_total backend=gpu-1", 0.0),
+    ] {
+        assert_eq!(samples.get(name), Some(&value), "{name} in {samples:#?}");
+    }
+}
+
+#[tokio::test]
+async fn metrics_carry_no_users() {
+    let bench = Bench::with_backends();
+    let put = bench
+        .call(
+            "PUT",
+            "/admin/v1/users/secret-name",
+            r#"{"weight_milli":1}"#,
+        )
+        .await;
+    assert_eq!(put.status, StatusCode::OK);
+    let answer = bench.call("GET", "/metrics", "").await;
+    assert!(answer.body.contains("quorate_state_users 1"));
+    assert!(!answer.body.contains("secret-name"));
+}
+
+#[tokio::test]
+async fn an_area_registers_its_own() {
+    use prometheus_client::metrics::counter::Counter;
+    let bench = Bench::new();
+    let counter: Counter = Counter::default();
+    let registered = counter.clone();
+    bench.admin.metrics.register(|registry| {
+        registry.register("quorate_test_things", "Things", registered);
+    });
+    counter.inc_by(3);
+    let answer = bench.call("GET", "/metrics", "").await;
+    assert!(answer.body.contains("quorate_test_things_total 3\n"));
+}
+
+#[tokio::test]
+async fn the_index_page_lists_every_path() {
+    let bench = Bench::new();
+    let answer = bench.call("GET", "/", "").await;
+    assert_eq!(answer.headers["content-type"], "text/html; charset=utf-8");
+    for route in ROUTES {
+        assert!(answer.body.contains(route.path), "{}", route.path);
+    }
+    assert!(!answer.body.contains("http://") && !answer.body.contains("https://"));
+}

@@ -1,0 +1,410 @@
+//! Reads: what they show, at which index, and page by page.
+
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use http_body_util::BodyExt;
+use serde_json::json;
+use state::command::{Charge, Item};
+use state::ids::{BackendRef, UserKey};
+
+use super::*;
+
+/// One request of three blocks at `gpu-1`, under way.
+fn acquire(bench: &Bench, attempt: u32) {
+    let backend = bench.admin.view.registry().backends[0].handle;
+    let items = vec![Item::Acquire {
+        attempt,
+        backend,
+        tip: None,
+        new: vec![BlockHash(0xa1), BlockHash(0xa2), BlockHash(0xa3)],
+    }];
+    batch(bench, items);
+}
+
+fn batch(bench: &Bench, items: Vec<Item>) {
+    let command = Command::Batch {
+        base_attempt: AttemptId(1),
+        items,
+    };
+    let committed = bench.cluster.apply(Lane::Outbox, command);
+    assert_eq!(
+        committed.reply,
+        Reply::Batch(state::command::BatchReply::default())
+    );
+}
+
+#[tokio::test]
+async fn backends_are_listed_with_all_that_is_known() {
+    let bench = Bench::with_backends();
+    acquire(&bench, 0);
+    let list = bench.get("/admin/v1/backends").await;
+    assert_eq!(list["index"], 4);
+    assert_eq!(list.get("next_cursor"), None);
+    let mut first = list["backends"][0].clone();
+    // A hash of probes and engine figures is enough detail elsewhere.
+    let engine = first["engine"].take();
+    assert_eq!(engine["waiting"], 2);
+    assert_eq!(engine["kv_usage_permille"], 250);
+    first.as_object_mut().unwrap().remove("engine");
+    assert_eq!(
+        first,
+        json!({
+            "id": "gpu-1",
+            "url": "http://gpu-1:8000",
+            "models": ["*"],
+            "labels": {"zone": "a"},
+            "kv_events": null,
+            "kv_replay": null,
+            "capacity": {
+                "blocks": 100,
+                "configured_blocks": 100,
+                "engine_blocks": null,
+                "engine_tokens": null,
+            },
+            "state": {
+                "name": "healthy",
+                "is_healthy": true,
+                "is_draining": false,
+                "detail": null,
+            },
+            "in_flight": {"here": 0, "cluster": 0, "pending_prefill_tokens": 0},
+            "owned_blocks": 3,
+            "slot": 0,
+            "incarnation": first["incarnation"],
+            "facts": {"models": null, "capacity_blocks": null, "started_at_s": null},
+            "probes": {
+                "total": 0,
+                "failures_total": 0,
+                "failures_in_row": 0,
+                "metrics_detail": null,
+            },
+        })
+    );
+    assert_eq!(list["backends"][1]["state"]["name"], "unhealthy");
+}
+
+#[tokio::test]
+async fn lists_come_in_pages() {
+    let bench = Bench::new();
+    for number in 0..7 {
+        bench.apply(Command::PutBackend(spec(&format!("gpu-{number}"))));
+        let put = format!("/admin/v1/users/user-{number}");
+        let put = bench.call("PUT", &put, r#"{"weight_milli":1}"#).await;
+        assert_eq!(put.status, StatusCode::OK);
+    }
+    for (list, name) in [("backends", "id"), ("users", "name")] {
+        let mut seen = Vec::new();
+        let mut path = format!("/admin/v1/{list}?limit=3");
+        let mut pages = 0;
+        loop {
+            let page = bench.get(&path).await;
+            pages += 1;
+            for entry in page[list].as_array().unwrap() {
+                seen.push(entry[name].as_str().unwrap().to_owned());
+            }
+            match page.get("next_cursor") {
+                Some(cursor) => {
+                    let cursor = cursor.as_str().unwrap();
+                    path = format!("/admin/v1/{list}?limit=3&cursor={cursor}");
+                }
+                None => break,
+            }
+        }
+        assert_eq!(pages, 3, "{list}");
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), 7, "{list}");
+    }
+}
+
+#[tokio::test]
+async fn a_user_shows_what_was_charged() {
+    let bench = Bench::new();
+    let key: UserKey = state::prefix::user_key(1, "ann");
+    let define = Item::DefineUser {
+        key,
+        name: "ann".to_owned(),
+    };
+    let charge = Item::Charge(Charge {
+        user: key,
+        input_uncached: 100,
+        input_cached: 50,
+        output: 10,
+        started: 1,
+        ended: 0,
+    });
+    batch(&bench, vec![define, charge]);
+    let user = bench.get("/admin/v1/users/ann").await;
+    assert_eq!(user["counter_milli_tokens"], 120_000);
+    assert_eq!(user["in_flight"], 1);
+    assert_eq!(user["total"]["input_cached"], 50);
+    assert_eq!(user["key"], format!("{:016x}", key.0));
+    let list = bench.get("/admin/v1/users").await;
+    assert_eq!(list["virtual_time_milli_tokens"], 120_000);
+}
+
+#[tokio::test]
+async fn blocks_and_ownership_are_shown() {
+    let bench = Bench::with_backends();
+    acquire(&bench, 0);
+    let block = bench.get("/admin/v1/blocks/00000000000000a2").await;
+    assert_eq!(
+        block,
+        json!({
+            "index": 4,
+            "hash": "00000000000000a2",
+            "owners": [{"backend": "gpu-1", "slot": 0}],
+        })
+    );
+    let nobody = bench.get("/admin/v1/blocks/00000000000000ff").await;
+    assert_eq!(nobody["owners"], json!([]));
+    let counts = bench.get("/admin/v1/ownership").await;
+    assert_eq!(counts["owned_blocks"], 3);
+    assert_eq!(counts["leases"], 1);
+    assert_eq!(counts["backends"][1]["owned_blocks"], 0);
+}
+
+#[tokio::test]
+async fn the_cluster_is_shown() {
+    let bench = Bench::new();
+    let cluster = bench.get("/admin/v1/cluster").await;
+    assert_eq!(cluster["role"], "leader");
+    assert_eq!(cluster["members"]["2"]["lag"], 4);
+    assert_eq!(cluster["applied_index"], 1);
+}
+
+#[tokio::test]
+async fn a_linearizable_read_waits_for_the_barrier() {
+    let bench = Bench::with_backends();
+    let explain = r#"{"path":"/v1/completions","body":{"model":"m","prompt":"p"}}"#;
+    let reads = [
+        ("GET", "/admin/v1/cluster", ""),
+        ("GET", "/admin/v1/backends", ""),
+        ("GET", "/admin/v1/backends/gpu-1", ""),
+        ("GET", "/admin/v1/users", ""),
+        ("GET", "/admin/v1/ownership", ""),
+        ("GET", "/admin/v1/blocks/00000000000000a2", ""),
+        ("GET", "/admin/v1/policy", ""),
+        ("GET", "/admin/v1/digest", ""),
+        ("POST", "/admin/v1/explain", explain),
+    ];
+    for (asked, (method, path, body)) in reads.into_iter().enumerate() {
+        let local = bench.call(method, path, body).await;
+        assert_eq!(local.status, StatusCode::OK, "{path} {}", local.body);
+        assert_eq!(*bench.cluster.barriers.lock().unwrap(), asked as u64);
+        let path = format!("{path}?read=linearizable");
+        let read = bench.call(method, &path, body).await;
+        assert_eq!(read.status, StatusCode::OK, "{path} {}", read.body);
+        assert_eq!(*bench.cluster.barriers.lock().unwrap(), asked as u64 + 1);
+    }
+    bench.set_fate(Fate::Unavailable);
+    for (method, path, body) in reads {
+        let path = format!("{path}?read=linearizable");
+        bench.problem((method, &path, body), 503, "no-quorum").await;
+    }
+}
+
+#[tokio::test]
+async fn a_digest_is_of_its_index() {
+    let bench = Bench::new();
+    let first = bench.get("/admin/v1/digest").await;
+    assert_eq!(first["index"], 1);
+    assert_eq!(first["digest"].as_str().unwrap().len(), 32);
+    bench.apply(Command::PutBackend(spec("a")));
+    // Kept because it was asked for when it was the newest.
+    assert_eq!(bench.get("/admin/v1/digest?index=1").await, first);
+    let second = bench.get("/admin/v1/digest?index=2").await;
+    assert_ne!(second["digest"], first["digest"]);
+    bench.apply(Command::PutBackend(spec("b")));
+    bench.apply(Command::PutBackend(spec("c")));
+    let gone = ("GET", "/admin/v1/digest?index=3", "");
+    let problem = bench.problem(gone, 404, "digest-not-kept").await;
+    assert_eq!(problem["nearest_index"], 2);
+    assert_eq!(problem["applied_index"], 4);
+}
+
+#[tokio::test]
+async fn a_digest_ahead_is_waited_for() {
+    let bench = Bench::new();
+    let mut asking = Box::pin(bench.get("/admin/v1/digest?index=3"));
+    assert_eq!((&mut asking).now_or_never(), None);
+    bench.apply(Command::PutBackend(spec("a")));
+    assert_eq!((&mut asking).now_or_never(), None);
+    bench.apply(Command::PutBackend(spec("b")));
+    bench.apply(Command::PutBackend(spec("c")));
+    assert_eq!(asking.await["index"], 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_digest_that_does_not_come_is_a_conflict() {
+    let bench = Bench::new();
+    let call = ("GET", "/admin/v1/digest?index=30", "");
+    let problem = bench.problem(call, 409, "not-applied").await;
+    assert_eq!(problem["applied_index"], 1);
+}
+
+#[tokio::test]
+async fn a_would_be_request_is_explained_and_changes_nothing() {
+    let bench = Bench::with_backends();
+    let before = bench.get("/admin/v1/digest").await;
+    let inner = r#"{"model": "m", "prompt": "the quick brown fox jumps over the lazy dog"}"#;
+    let as_object = format!(r#"{{"path":"/v1/completions","body":{inner}}}"#);
+    let as_text = json!({"path": "/v1/completions", "headers": {"X-Request-Id": "7"},
+        "body": inner})
+    .to_string();
+    let object = bench.call("POST", "/admin/v1/explain", &as_object).await;
+    assert_eq!(object.status, StatusCode::OK, "{}", object.body);
+    let explained = object.json();
+    assert_eq!(explained["read"], "local");
+    assert_eq!(explained["model"], "m");
+    assert_eq!(explained["choice"], "gpu-1");
+    assert_eq!(explained["blocks_total"], 2);
+    assert_eq!(explained["backends"][1]["verdict"], "unhealthy");
+    let text = bench.call("POST", "/admin/v1/explain", &as_text).await;
+    assert_eq!(text.json()["blocks"], explained["blocks"]);
+    assert_eq!(bench.get("/admin/v1/digest").await, before);
+}
+
+#[tokio::test]
+async fn events_are_streamed_until_the_replica_stops() {
+    let bench = Bench::new();
+    let request = Request::get("/admin/v1/events")
+        .body(Body::empty())
+        .unwrap();
+    let response = bench.api.clone().oneshot(request).await.unwrap();
+    assert_eq!(response.headers()["content-type"], "text/event-stream");
+    let mut body = response.into_body();
+    let mut next = async || {
+        let frame = body.frame().await?.unwrap();
+        Some(String::from_utf8(frame.into_data().unwrap().to_vec()).unwrap())
+    };
+    let hello = next().await.unwrap();
+    assert_eq!(hello, "event: connected\ndata: {\"applied_index\":1}\n\n");
+    bench.admin.events.send(Event::Quorum { has_quorum: false });
+    let event = next().await.unwrap();
+    assert!(
+        event.starts_with("event: quorum\ndata: {\"at_ms\":"),
+        "{event}"
+    );
+    assert!(event.contains("\"has_quorum\":false"), "{event}");
+    assert!(event.ends_with("id: 1\n\n"), "{event}");
+    bench.admin.draining.end_streams();
+    assert_eq!(next().await, None);
+}
+
+#[tokio::test]
+async fn event_streams_are_bounded_and_given_back() {
+    let bench = Bench::new();
+    let open = async || {
+        let request = Request::get("/admin/v1/events")
+            .body(Body::empty())
+            .unwrap();
+        bench.api.clone().oneshot(request).await.unwrap()
+    };
+    let mut streams = Vec::new();
+    for _ in 0..STREAMS_MAX {
+        streams.push(open().await);
+    }
+    assert_eq!(open().await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    streams.pop();
+    assert_eq!(open().await.status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn changes_are_found_and_sent() {
+    let bench = Bench::new();
+    let events = bench.admin.events.clone();
+    let mut stream = events.subscribe();
+    let stop = CancellationToken::new();
+    let following = tokio::spawn(events::follow(
+        Arc::clone(&bench.admin.cluster),
+        Arc::clone(&bench.admin.view),
+        events,
+        stop.clone(),
+    ));
+    // The first look is taken when the task first runs.
+    tokio::task::yield_now().await;
+    bench.apply(Command::PutBackend(spec("a")));
+    bench.cluster.status.lock().unwrap().leader = None;
+    let mut seen = Vec::new();
+    while seen.len() < 2 {
+        let event = tokio::time::timeout(Duration::from_secs(30), stream.recv()).await;
+        seen.push(event.unwrap().unwrap().event.name());
+    }
+    assert_eq!(seen, ["leader", "backend"]);
+    stop.cancel();
+    following.await.unwrap();
+}
+
+#[test]
+fn changes_of_status_and_registry_are_told_in_order() {
+    use crate::admin::events::{BackendChange, MemberChange, registry_changes, status_changes};
+    let before = status();
+    let mut after = before.clone();
+    after.term = 4;
+    after.leader = Some(ReplicaId(2));
+    after.role = "follower";
+    after.snapshot_index = Some(8);
+    after.fault = Some("disk full".to_owned());
+    let mut third = after.members.remove(&ReplicaId(2)).unwrap();
+    third.is_voter = false;
+    after.members.insert(ReplicaId(3), third);
+    after.members.get_mut(&ReplicaId(1)).unwrap().is_connected = false;
+    let member = |id, change| Event::Member {
+        id: ReplicaId(id),
+        change,
+    };
+    assert_eq!(
+        status_changes(&before, &after),
+        [
+            Event::Leader {
+                leader: Some(ReplicaId(2)),
+                term: 4
+            },
+            Event::Role { role: "follower" },
+            Event::Fault {
+                detail: "disk full".to_owned()
+            },
+            Event::Snapshot { index: 8 },
+            member(1, MemberChange::Disconnected),
+            member(3, MemberChange::Added),
+            member(2, MemberChange::Removed),
+        ]
+    );
+    assert_eq!(status_changes(&after, &after), []);
+
+    let bench = Bench::with_backends();
+    let before = bench.admin.view.registry();
+    bench.apply(Command::DeleteBackend {
+        name: "gpu-2".to_owned(),
+    });
+    bench.apply(Command::SetDraining {
+        name: "gpu-1".to_owned(),
+        draining: true,
+    });
+    bench.apply(Command::PutPolicy(PolicyConfig::Cost(Default::default())));
+    let after = bench.admin.view.registry();
+    let backend = |id: &str, change| Event::Backend {
+        id: id.to_owned(),
+        change,
+    };
+    assert_eq!(
+        registry_changes(&before, &after),
+        [
+            backend("gpu-2", BackendChange::Removed),
+            backend("gpu-1", BackendChange::Draining),
+            Event::Policy {
+                config: PolicyConfig::Cost(Default::default())
+            },
+        ]
+    );
+    let mut moved = spec("gpu-1");
+    moved.url = "http://elsewhere:1".to_owned();
+    bench.apply(Command::PutBackend(moved));
+    let later = bench.admin.view.registry();
+    let handle = |registry: &state::Registry| -> BackendRef { registry.backends[0].handle };
+    assert_ne!(handle(&after), handle(&later));
+    let changes = registry_changes(&after, &later);
+    assert_eq!(changes[0], backend("gpu-1", BackendChange::Restarted));
+}

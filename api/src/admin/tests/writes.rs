@@ -1,0 +1,287 @@
+//! Writes: what they change, and what they say when they do not or may not have.
+
+use super::*;
+
+#[tokio::test]
+async fn a_backend_is_put_drained_undrained_and_deleted() {
+    let bench = Bench::new();
+    let body = r#"{"url":"http://10.0.0.1:8000","labels":{"zone":"b"},"capacity_blocks":7}"#;
+    let put = bench.call("PUT", "/admin/v1/backends/a", body).await;
+    assert_eq!(put.body, r#"{"index":2,"outcome":"committed"}"#);
+    let shown = bench.get("/admin/v1/backends/a").await;
+    assert_eq!(shown["url"], "http://10.0.0.1:8000");
+    assert_eq!(shown["models"], serde_json::json!(["*"]));
+    assert_eq!(shown["capacity"]["blocks"], 7);
+    assert_eq!(shown["index"], 2);
+
+    for (call, is_draining) in [("drain", true), ("undrain", false)] {
+        let path = format!("/admin/v1/backends/a/{call}");
+        assert_eq!(bench.call("POST", &path, "").await.status, StatusCode::OK);
+        let shown = bench.get("/admin/v1/backends/a").await;
+        assert_eq!(shown["state"]["is_draining"], is_draining);
+    }
+
+    let deleted = bench.call("DELETE", "/admin/v1/backends/a", "").await;
+    assert_eq!(deleted.status, StatusCode::OK);
+    let gone = ("GET", "/admin/v1/backends/a", "");
+    bench.problem(gone, 404, "not-found").await;
+    let gone = ("DELETE", "/admin/v1/backends/a", "");
+    let problem = bench.problem(gone, 404, "not-found").await;
+    assert_eq!(problem["outcome"], "rejected");
+}
+
+const BACKEND: &str = "/admin/v1/backends/a";
+const MEMBERS: &str = "/admin/v1/cluster/members";
+const USER: &str = "/admin/v1/users/u";
+const EXPLAIN: &str = "/admin/v1/explain";
+
+/// Method, path, body and the field the problem names.
+const WRONG: &[(&str, &str, &str, &str)] = &[
+    ("PUT", BACKEND, "", "body"),
+    ("PUT", BACKEND, "{", "body"),
+    ("PUT", BACKEND, "[] x", "body"),
+    ("PUT", BACKEND, "{}", "body"),
+    ("PUT", BACKEND, r#"{"url":5}"#, "url"),
+    (
+        "PUT",
+        BACKEND,
+        r#"{"url":"http://a:1","labels":{"x":[]}}"#,
+        "labels.x",
+    ),
+    (
+        "PUT",
+        BACKEND,
+        r#"{"url":"http://a:1","capacity_blocks":-1}"#,
+        "capacity_blocks",
+    ),
+    (
+        "PUT",
+        BACKEND,
+        r#"{"url":"http://a:1","colour":"red"}"#,
+        "colour",
+    ),
+    ("PUT", BACKEND, r#"{"url":"http://a:1","id":"b"}"#, "id"),
+    ("PUT", BACKEND, r#"{"url":"http://a:1"} {}"#, "body"),
+    ("POST", MEMBERS, r#"{"id":0,"address":"a:1"}"#, "id"),
+    ("POST", MEMBERS, r#"{"id":256,"address":"a:1"}"#, "id"),
+    ("POST", MEMBERS, r#"{"id":4,"address":"a"}"#, "address"),
+    ("POST", MEMBERS, r#"{"id":4,"address":":1"}"#, "address"),
+    ("DELETE", "/admin/v1/cluster/members/x", "", "path"),
+    (
+        "POST",
+        "/admin/v1/cluster/transfer-leader",
+        r#"{"to":0}"#,
+        "to",
+    ),
+    ("PUT", USER, r#"{"weight_milli":"1"}"#, "weight_milli"),
+    ("PUT", USER, r#"{"weight_milli":1,"name":"x"}"#, "name"),
+    (
+        "PUT",
+        "/admin/v1/policy",
+        r#"{"policy":"fastest"}"#,
+        "policy",
+    ),
+    ("POST", EXPLAIN, r#"{"path":"x","body":{}}"#, "path"),
+    (
+        "POST",
+        EXPLAIN,
+        r#"{"path":"/v1/completions","body":{}}"#,
+        "body.model",
+    ),
+    ("GET", "/admin/v1/users?limit=0", "", "limit"),
+    ("GET", "/admin/v1/users?limit=1001", "", "limit"),
+    ("GET", "/admin/v1/users?cursor=zz", "", "cursor"),
+    ("GET", "/admin/v1/users?page=2", "", "query"),
+    ("GET", "/admin/v1/cluster?read=stale", "", "query"),
+    ("GET", "/admin/v1/blocks/12", "", "hash"),
+    ("GET", "/admin/v1/digest?index=-1", "", "query"),
+];
+
+#[tokio::test]
+async fn a_body_that_is_wrong_names_its_field() {
+    let bench = Bench::with_backends();
+    for &(method, path, body, field) in WRONG {
+        let problem = bench.problem((method, path, body), 400, "invalid").await;
+        assert_eq!(problem["field"], field, "{method} {path} {body}: {problem}");
+    }
+}
+
+#[tokio::test]
+async fn what_the_cluster_rejects_is_a_problem_that_names_the_field() {
+    let bench = Bench::new();
+    let put = ("PUT", "/admin/v1/backends/a", r#"{"url":"ftp://10.0.0.1"}"#);
+    let problem = bench.problem(put, 400, "invalid").await;
+    assert_eq!(problem["outcome"], "rejected");
+    assert_eq!(problem["field"], "url");
+    let put = ("PUT", "/admin/v1/users/u", r#"{"weight_milli":0}"#);
+    let problem = bench.problem(put, 400, "invalid").await;
+    assert_eq!(problem["field"], "weight_milli");
+}
+
+#[tokio::test]
+async fn a_write_of_unknown_fate_says_so() {
+    let bench = Bench::with_backends();
+    for (method, path, body) in [
+        ("PUT", "/admin/v1/backends/a", r#"{"url":"http://a:1"}"#),
+        ("DELETE", "/admin/v1/backends/gpu-1", ""),
+        ("POST", "/admin/v1/backends/gpu-1/drain", ""),
+        ("PUT", "/admin/v1/users/u", r#"{"weight_milli":1}"#),
+        ("PUT", "/admin/v1/policy", r#"{"policy":"least-request"}"#),
+        (
+            "POST",
+            "/admin/v1/cluster/members",
+            r#"{"id":4,"address":"a:1"}"#,
+        ),
+        ("DELETE", "/admin/v1/cluster/members/2", ""),
+        ("POST", "/admin/v1/cluster/members/2/promote", ""),
+        ("POST", "/admin/v1/cluster/transfer-leader", ""),
+        ("POST", "/admin/v1/cluster/snapshot", ""),
+    ] {
+        bench.set_fate(Fate::Unknown);
+        let call = (method, path, body);
+        let problem = bench.problem(call, 504, "outcome-unknown").await;
+        assert_eq!(problem["outcome"], "unknown");
+        bench.set_fate(Fate::Unavailable);
+        let answer = bench.call(method, path, body).await;
+        assert!(matches!(answer.status.as_u16(), 409 | 503), "{path}");
+        assert_eq!(answer.json()["outcome"], "not-committed", "{path}");
+        bench.set_fate(Fate::Stopping);
+        let answer = bench.call(method, path, body).await;
+        assert!(matches!(answer.status.as_u16(), 409 | 503), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn members_leadership_and_snapshots_are_passed_on() {
+    let bench = Bench::new();
+    let members = "/admin/v1/cluster/members";
+    let transfer = "/admin/v1/cluster/transfer-leader";
+    for (method, path, body, answer) in [
+        (
+            "POST",
+            members,
+            r#"{"id":4,"address":"h:1"}"#,
+            r#"{"index":77,"outcome":"committed"}"#,
+        ),
+        (
+            "POST",
+            "/admin/v1/cluster/members/4/promote",
+            "",
+            r#"{"index":77,"outcome":"committed"}"#,
+        ),
+        (
+            "DELETE",
+            "/admin/v1/cluster/members/4",
+            "",
+            r#"{"index":77,"outcome":"committed"}"#,
+        ),
+        (
+            "POST",
+            transfer,
+            "",
+            r#"{"leader":2,"outcome":"committed"}"#,
+        ),
+        (
+            "POST",
+            transfer,
+            "{}",
+            r#"{"leader":2,"outcome":"committed"}"#,
+        ),
+        (
+            "POST",
+            transfer,
+            r#"{"to":3}"#,
+            r#"{"leader":3,"outcome":"committed"}"#,
+        ),
+        (
+            "POST",
+            "/admin/v1/cluster/snapshot",
+            "",
+            r#"{"index":77,"outcome":"committed"}"#,
+        ),
+    ] {
+        assert_eq!(bench.call(method, path, body).await.body, answer);
+    }
+    assert_eq!(
+        *bench.cluster.changes.lock().unwrap(),
+        [
+            "add 4 h:1",
+            "promote 4",
+            "remove 4",
+            "transfer None",
+            "transfer None",
+            "transfer Some(ReplicaId(3))",
+            "snapshot",
+        ]
+    );
+}
+
+#[tokio::test]
+async fn a_user_is_weighed_and_the_policy_replaced() {
+    let bench = Bench::new();
+    let put = bench
+        .call(
+            "PUT",
+            "/admin/v1/users/team%20a%2Fb",
+            r#"{"weight_milli":2500}"#,
+        )
+        .await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let user = bench.get("/admin/v1/users/team%20a%2Fb").await;
+    assert_eq!(user["name"], "team a/b");
+    assert_eq!(user["weight_milli"], 2500);
+    assert_eq!(user["is_configured"], true);
+    bench
+        .problem(("GET", "/admin/v1/users/nobody", ""), 404, "not-found")
+        .await;
+
+    let policy = bench.get("/admin/v1/policy").await;
+    assert_eq!(
+        policy["config"],
+        serde_json::json!({"policy": "least-request"})
+    );
+    let put = bench
+        .call(
+            "PUT",
+            "/admin/v1/policy",
+            r#"{"policy":"cost","near_permille":7}"#,
+        )
+        .await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let policy = bench.get("/admin/v1/policy").await;
+    assert_eq!(policy["config"]["near_permille"], 7);
+    assert_eq!(policy["index"], put.json()["index"]);
+    // What is read can be written.
+    let again = policy["config"].to_string();
+    let put = bench.call("PUT", "/admin/v1/policy", &again).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+}
+
+#[tokio::test]
+async fn a_body_over_the_limit_is_refused() {
+    let bench = Bench::new();
+    let body = format!("{{\"url\":\"{}\"}}", "x".repeat(BODY_BYTES_MAX));
+    let put = ("PUT", "/admin/v1/backends/a", body.as_str());
+    bench.problem(put, 413, "body-too-large").await;
+}
+
+#[tokio::test]
+async fn unknown_paths_methods_and_other_sites_are_problems() {
+    let bench = Bench::new();
+    bench
+        .problem(("GET", "/admin/v1/nothing", ""), 404, "unknown-path")
+        .await;
+    bench
+        .problem(("PATCH", "/admin/v1/policy", ""), 405, "wrong-method")
+        .await;
+    let answer = bench.call("PATCH", "/admin/v1/policy", "").await;
+    assert_eq!(answer.headers["allow"], "GET,HEAD,PUT");
+    let mut request = Request::post("/admin/v1/cluster/snapshot")
+        .body(Body::empty())
+        .unwrap();
+    let headers = request.headers_mut();
+    headers.insert("sec-fetch-site", "cross-site".parse().unwrap());
+    let answer = bench.send(request).await;
+    assert_eq!(answer.status, StatusCode::FORBIDDEN);
+    assert!(bench.cluster.changes.lock().unwrap().is_empty());
+}
