@@ -1,12 +1,17 @@
 //! What commands do, told as scripts with golden replies.
 
+#![allow(
+    clippy::unwrap_used,
+    reason = "a script that cannot be read is a failed test"
+)]
+
 mod common;
 
 use common::{Driver, chain, envelope, init, spec};
 use expect_test::{Expect, expect};
 use state::RouterState;
 use state::command::{Charge, Command, EngineFacts, Item, Lane, Outcome, Reply, UserSpec};
-use state::ids::{BackendRef, Incarnation, LogIndex, ReplicaId, SessionId, Slot};
+use state::ids::{BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
 
@@ -45,111 +50,123 @@ fn check(script: &str, golden: &Expect) {
 }
 
 fn command(state: &RouterState, words: &[&str]) -> Command {
-    let number = |place: usize| words[place].parse::<u32>().unwrap();
     let name = |place: usize| words[place].to_owned();
-    let path = |place: usize| -> Vec<u8> {
-        words.get(place).map_or(Vec::new(), |path| {
-            path.bytes().map(|digit| digit - b'0').collect()
-        })
-    };
-    let backend = |place: usize| {
-        let nowhere = BackendRef {
-            slot: Slot(9),
-            incarnation: Incarnation(9),
-        };
-        state
-            .backend(words[place])
-            .map_or(nowhere, |backend| backend.handle)
-    };
     match words[0] {
         "put" => {
             let capacity = words.get(3).map(|capacity| capacity.parse().unwrap());
             Command::PutBackend(spec(words[1], words[2].parse().unwrap(), capacity))
         }
         "delete" => Command::DeleteBackend { name: name(1) },
-        "drain" => Command::SetDraining {
-            name: name(1),
-            draining: true,
-        },
-        "undrain" => Command::SetDraining {
-            name: name(1),
-            draining: false,
-        },
-        "weight" => Command::PutUser(UserSpec {
-            name: name(1),
-            weight_milli: number(2),
-        }),
-        "policy" => Command::PutPolicy(PolicyConfig::LeastRequest),
-        "expire" => {
-            let (replica, session) = (ReplicaId(words[1].parse().unwrap()), u64::from(number(2)));
-            Command::ExpireSession {
-                replica,
-                session: SessionId(session),
+        "drain" | "undrain" => {
+            let draining = words[0] == "drain";
+            Command::SetDraining {
+                name: name(1),
+                draining,
             }
         }
+        "weight" => {
+            let weight_milli = number(words[2]);
+            Command::PutUser(UserSpec {
+                name: name(1),
+                weight_milli,
+            })
+        }
+        "policy" => Command::PutPolicy(PolicyConfig::LeastRequest),
+        "expire" => {
+            let (replica, session) = (ReplicaId(words[1].parse().unwrap()), number(words[2]));
+            Command::ExpireSession {
+                replica,
+                session: SessionId(u64::from(session)),
+            }
+        }
+        _ => common::batch(vec![item(state, words)]),
+    }
+}
+
+fn item(state: &RouterState, words: &[&str]) -> Item {
+    let key = user_key(common::HASH_SEED, words[1]);
+    match words[0] {
         // acquire ATTEMPT BACKEND WHOLE-PATH [TIP-LENGTH]
         "acquire" => {
-            let chain = chain(&path(3));
-            let tip_length = words
-                .get(4)
-                .map_or(0, |length| length.parse::<usize>().unwrap());
-            let tip = tip_length.checked_sub(1).map(|place| chain[place]);
-            let new = chain[tip_length..].to_vec();
-            item(Item::Acquire {
-                attempt: number(1),
-                backend: backend(2),
+            let mut new = path(words[3]);
+            let tip_length = words.get(4).map_or(0, |length| number(length) as usize);
+            let tip = tip_length.checked_sub(1).map(|place| new[place]);
+            new.drain(..tip_length);
+            Item::Acquire {
+                attempt: number(words[1]),
+                backend: backend(state, words[2]),
                 tip,
                 new,
-            })
+            }
         }
         // grow ATTEMPT WHOLE-PATH LENGTH-BEFORE
         "grow" => {
-            let new = chain(&path(2)).split_off(words[3].parse().unwrap());
-            item(Item::Materialize {
-                attempt: number(1),
+            let new = path(words[2]).split_off(number(words[3]) as usize);
+            Item::Materialize {
+                attempt: number(words[1]),
                 new,
-            })
+            }
         }
-        "release" => item(Item::Release {
-            attempt: number(1),
+        "release" => Item::Release {
+            attempt: number(words[1]),
             outcome: Outcome::Kept,
-        }),
-        "discard" => item(Item::Release {
-            attempt: number(1),
+        },
+        "discard" => Item::Release {
+            attempt: number(words[1]),
             outcome: Outcome::Discarded,
-        }),
+        },
         // charge USER INPUT OUTPUT STARTED ENDED
-        "charge" => item(Item::Charge(Charge {
-            user: user_key(common::HASH_SEED, words[1]),
-            input_uncached: u64::from(number(2)),
+        "charge" => Item::Charge(Charge {
+            user: key,
+            input_uncached: u64::from(number(words[2])),
             input_cached: 0,
-            output: u64::from(number(3)),
-            started: number(4),
-            ended: number(5),
-        })),
-        "name" => {
-            let key = user_key(common::HASH_SEED, words[1]);
-            item(Item::DefineUser { key, name: name(2) })
-        }
+            output: u64::from(number(words[3])),
+            started: number(words[4]),
+            ended: number(words[5]),
+        }),
+        "name" => Item::DefineUser {
+            key,
+            name: words[2].to_owned(),
+        },
+        // started BACKEND SECOND [CAPACITY]
         "started" => {
-            let started_at_s = Some(u64::from(number(2)));
-            let capacity_blocks = words.get(3).map(|capacity| capacity.parse().unwrap());
+            let started_at_s = Some(u64::from(number(words[2])));
+            let capacity_blocks = words.get(3).map(|capacity| number(capacity));
             let facts = EngineFacts {
                 models: None,
                 capacity_blocks,
                 started_at_s,
             };
-            item(Item::ObserveEngine {
-                backend: backend(1),
+            Item::ObserveEngine {
+                backend: backend(state, words[1]),
                 facts,
-            })
+            }
         }
         other => panic!("no verb {other:?}"),
     }
 }
 
-fn item(item: Item) -> Command {
-    common::batch(vec![item])
+fn number(word: &str) -> u32 {
+    word.parse().unwrap()
+}
+
+fn path(digits: &str) -> Vec<BlockHash> {
+    chain(
+        &digits
+            .bytes()
+            .map(|digit| digit - b'0')
+            .collect::<Vec<u8>>(),
+    )
+}
+
+fn backend(state: &RouterState, name: &str) -> BackendRef {
+    let nowhere = BackendRef {
+        slot: Slot(9),
+        incarnation: Incarnation(9),
+    };
+    state
+        .backend(name)
+        .map_or(nowhere, |backend| backend.handle)
 }
 
 fn summary(state: &RouterState) -> String {
@@ -361,7 +378,8 @@ fn the_audit_names_what_took_effect() {
         5 by 2: DeleteBackend a
         4 by 2: PutPolicy least-request
         2 by 1: PutBackend a
-        1 by 1: InitCluster cost"#]].assert_eq(&audit.join("\n"));
+        1 by 1: InitCluster cost"#]]
+    .assert_eq(&audit.join("\n"));
     for _ in 0..300 {
         driver.apply(1, Command::PutPolicy(PolicyConfig::LeastRequest));
     }

@@ -9,7 +9,7 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::codec;
-use crate::cow::{CowMap, ShardKey};
+use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot};
 use crate::ownership::Lease;
 
@@ -24,12 +24,12 @@ pub(super) struct Holder {
 }
 
 impl ShardKey for Holder {
-    const SHARDS: usize = 1024;
+    const BRANCHES: usize = 16;
 
     // Attempts ascend, and those open together lie close together: runs of 64 share a shard, so
     // that after a freeze one batch copies few shards.
     fn shard(&self) -> usize {
-        (self.attempt.0 >> 6) as usize % Self::SHARDS
+        (self.attempt.0 >> 6) as usize % (Self::BRANCHES * SHARDS_PER_BRANCH)
     }
 }
 

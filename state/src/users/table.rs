@@ -12,11 +12,11 @@ use crate::ids::{ReplicaId, UserKey};
 use crate::{Broken, codec};
 
 impl ShardKey for UserKey {
-    const SHARDS: usize = 4096;
+    const BRANCHES: usize = 1024;
 
     // By the highest bits, so that shard order is key order; keys are hashes, hence uniform.
     fn shard(&self) -> usize {
-        (self.0 >> 52) as usize
+        (self.0 >> 48) as usize
     }
 }
 

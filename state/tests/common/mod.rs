@@ -61,7 +61,13 @@ pub(crate) fn chain(path: &[u8]) -> Vec<BlockHash> {
 }
 
 /// A command of a replica's run.
-pub(crate) fn envelope(replica: u8, session: u64, lane: Lane, seq: u64, command: Command) -> Envelope {
+pub(crate) fn envelope(
+    replica: u8,
+    session: u64,
+    lane: Lane,
+    seq: u64,
+    command: Command,
+) -> Envelope {
     let (replica, session) = (ReplicaId(replica), SessionId(session));
     Envelope {
         origin: Origin {

@@ -1,0 +1,383 @@
+//! What a decision costs beside matching, and what a request costs in the state machine.
+//!
+//! `cargo bench -p state --bench decide`. Criterion measures choosing, scoring and hashing; the
+//! table after it has what is counted rather than timed (log bytes) and what is about the longest
+//! pause rather than the mean (freezing, the first writes after it).
+
+#![allow(
+    missing_docs,
+    reason = "criterion's macros make undocumented functions"
+)]
+
+use std::collections::BTreeMap;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group};
+use state::RouterState;
+use state::codec;
+use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Outcome, Reply};
+use state::ids::{
+    AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
+};
+use state::policy::{Candidate, CostSettings, PolicyConfig, Request, choose};
+use state::prefix::{Scope, chain_bytes, chain_tokens, root};
+use state::users::FairnessSettings;
+
+criterion_group!(benches, choosing, hashing);
+
+fn main() {
+    benches();
+    let mut table = Vec::new();
+    log_bytes(&mut table);
+    applying(&mut table);
+    freezing(&mut table);
+    println!("\n{:<58} {:>14}", "what", "figure");
+    for (what, figure) in table {
+        println!("{what:<58} {figure:>14}");
+    }
+}
+
+type Table = Vec<(String, String)>;
+
+fn choosing(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("choose");
+    let request = Request {
+        jitter: 7,
+        blocks: 512,
+        tokens: 16_384,
+        tokens_per_block: 32,
+    };
+    let policies = [
+        PolicyConfig::Cost(CostSettings::default()),
+        PolicyConfig::LeastRequest,
+    ];
+    for policy in &policies {
+        for count in [8_u16, 64, 1024] {
+            let candidates: Vec<Candidate> = (0..count).map(candidate).collect();
+            let id = BenchmarkId::new(policy.name(), count);
+            group.bench_with_input(id, &candidates, |bencher, candidates| {
+                bencher.iter(|| choose(policy, black_box(&request), black_box(candidates)));
+            });
+        }
+    }
+    group.finish();
+}
+
+fn candidate(slot: u16) -> Candidate {
+    let noise = mix(u64::from(slot));
+    Candidate {
+        slot: Slot(slot),
+        matched: (noise % 512) as u32,
+        running: (noise >> 10) as u32 % 40,
+        waiting: (noise >> 20) as u32 % 4,
+        pending_prefill_tokens: (noise >> 30) % 50_000,
+        kv_usage_permille: (noise >> 50) as u32 % 1000,
+    }
+}
+
+fn hashing(criterion: &mut Criterion) {
+    const BLOCKS: usize = 512;
+    let mut group = criterion.benchmark_group("hash 512 blocks");
+    group.throughput(Throughput::Elements(BLOCKS as u64));
+    let mut out = Vec::with_capacity(BLOCKS);
+    for block_size in [64, 128, 512, 1024] {
+        let bytes: Vec<u8> = (0..BLOCKS * block_size)
+            .map(|place| mix(place as u64) as u8)
+            .collect();
+        group.bench_function(BenchmarkId::new("bytes", block_size), |bencher| {
+            bencher.iter(|| {
+                out.clear();
+                chain_bytes(1, black_box(&bytes), block_size, &mut out);
+            });
+        });
+    }
+    let tokens: Vec<u32> = (0..BLOCKS * 16)
+        .map(|place| mix(place as u64) as u32)
+        .collect();
+    group.bench_function(BenchmarkId::new("tokens", 16), |bencher| {
+        bencher.iter(|| {
+            out.clear();
+            chain_tokens(1, black_box(&tokens), 16, &mut out);
+        });
+    });
+    group.finish();
+    criterion.bench_function("root of a scope", |bencher| {
+        let scope = Scope {
+            model: "meta-llama/Llama-3.1-70B-Instruct",
+            adapter: "",
+            salt: "",
+            tokenizer: "character",
+            block_size: 128,
+        };
+        bencher.iter(|| root(black_box(42), black_box(&scope)));
+    });
+}
+
+/// A replica at 1,000 requests a second with 20 s each and a flush every 20 ms: 20 requests begin
+/// and 20 end per batch, of 10 users.
+fn log_bytes(table: &mut Table) {
+    const REQUESTS: u32 = 20;
+    const OPEN: u32 = 20_000;
+    for new_blocks in [0, 4, 16] {
+        let new = chain(1, new_blocks);
+        let backend = BackendRef {
+            slot: Slot(100),
+            incarnation: Incarnation(1),
+        };
+        let mut items = Vec::new();
+        for request in 0..REQUESTS {
+            let tip = Some(BlockHash(mix(1)));
+            let attempt = OPEN + request;
+            items.push(Item::Acquire {
+                attempt,
+                backend,
+                tip,
+                new: new.clone(),
+            });
+            items.push(Item::Release {
+                attempt: request,
+                outcome: Outcome::Kept,
+            });
+        }
+        let leases = envelope_bytes(&items);
+        for user in 0..10 {
+            items.push(Item::Charge(charge(user)));
+        }
+        let all = envelope_bytes(&items);
+        let per_request = |bytes: usize| bytes as f64 / f64::from(REQUESTS);
+        let what = format!("log bytes per request, {new_blocks} new blocks: leases / all");
+        table.push((
+            what,
+            format!("{:.1} / {:.1}", per_request(leases), per_request(all)),
+        ));
+    }
+}
+
+fn envelope_bytes(items: &[Item]) -> usize {
+    let batch = Command::Batch {
+        base_attempt: AttemptId(1 << 30),
+        items: items.to_vec(),
+    };
+    codec::encode_envelope(&envelope(1 << 20, batch)).len()
+}
+
+/// Batches of 32 requests over 100,000 users and 8 backends, decoded and applied: with a chain of
+/// 16 blocks nobody owns, on full backends, so that as many are evicted, and with no block at all.
+fn applying(table: &mut Table) {
+    for blocks in [0, 16] {
+        let mut driver = Driver::new(8);
+        driver.add_users(100_000);
+        let (mut decode, mut apply, mut requests) = (Duration::ZERO, Duration::ZERO, 0_u32);
+        for round in 0..4_000 {
+            let encoded = codec::encode_envelope(&driver.round(round, blocks));
+            let start = Instant::now();
+            let envelope = codec::decode_envelope(&encoded).expect("just encoded");
+            let decoded = Instant::now();
+            driver.apply(envelope);
+            decode += decoded - start;
+            apply += decoded.elapsed();
+            requests += 32;
+        }
+        let per_request =
+            |time: Duration| format!("{:.0} ns", time.as_nanos() as f64 / f64::from(requests));
+        let of = format!("acquire, charge, release; {blocks} blocks");
+        table.push((format!("decode a request ({of})"), per_request(decode)));
+        table.push((format!("apply a request ({of})"), per_request(apply)));
+    }
+}
+
+/// Pauses: freezing, and the slowest batch just after it, when shards are copied.
+fn freezing(table: &mut Table) {
+    for (users, leases) in [(10_000, 1_000), (1_000_000, 100_000)] {
+        let mut driver = Driver::new(8);
+        driver.add_users(users);
+        driver.open_leases(leases);
+        let mut slowest = [Duration::ZERO; 3];
+        let mut bytes = 0;
+        let mut written = Duration::ZERO;
+        for round in 0..20 {
+            let start = Instant::now();
+            black_box(driver.state.digest());
+            let digested = Instant::now();
+            let frozen = driver.state.freeze();
+            let froze = Instant::now();
+            let batch = driver.round(round, 16);
+            let ready = Instant::now();
+            driver.apply(batch);
+            let parts = [digested - start, froze - digested, ready.elapsed()];
+            slowest = std::array::from_fn(|place| slowest[place].max(parts[place]));
+            if round == 0 {
+                let mut out = Vec::new();
+                let start = Instant::now();
+                frozen
+                    .write_to(&mut out)
+                    .expect("writing into memory cannot fail");
+                (bytes, written) = (out.len(), start.elapsed());
+            }
+        }
+        let [digest, freeze, batch] =
+            slowest.map(|time| format!("{:.0} us", time.as_nanos() as f64 / 1e3));
+        let of = format!("{users} users, {leases} leases");
+        table.push((format!("digest, slowest of 20 ({of})"), digest));
+        table.push((format!("freeze, slowest of 20 ({of})"), freeze));
+        table.push((
+            format!("batch of 32 after a freeze, slowest of 20 ({of})"),
+            batch,
+        ));
+        let took = format!("{} MB, {} ms", bytes / 1_000_000, written.as_millis());
+        table.push((format!("snapshot ({of})"), took));
+    }
+}
+
+struct Driver {
+    state: RouterState,
+    seq: u64,
+    next_attempt: u32,
+    users: u64,
+}
+
+impl Driver {
+    fn new(backends: u16) -> Self {
+        let (state, seq, next_attempt, users) = (RouterState::new(), 0, 0, 1);
+        let mut driver = Self {
+            state,
+            seq,
+            next_attempt,
+            users,
+        };
+        driver.apply_command(Command::InitCluster {
+            hash_seed: 1,
+            policy: PolicyConfig::LeastRequest,
+            fairness: FairnessSettings::default(),
+        });
+        for slot in 0..backends {
+            driver.apply_command(Command::PutBackend(BackendSpec {
+                id: slot.to_string(),
+                url: "http://127.0.0.1:1".to_owned(),
+                models: vec!["*".to_owned()],
+                labels: BTreeMap::new(),
+                capacity_blocks: Some(30_000),
+                kv_events: None,
+                kv_replay: None,
+            }));
+        }
+        driver
+    }
+
+    fn apply_command(&mut self, command: Command) {
+        self.seq += 1;
+        let envelope = envelope(self.seq, command);
+        self.apply(envelope);
+    }
+
+    fn apply(&mut self, envelope: Envelope) {
+        self.seq = envelope.origin.seq;
+        let index = LogIndex(self.state.applied().0 + 1);
+        let reply = self.state.apply(index, envelope);
+        assert!(!matches!(reply, Reply::Rejected(_)), "{reply:?}");
+    }
+
+    fn batch(&mut self, items: Vec<Item>) {
+        self.apply_command(Command::Batch {
+            base_attempt: AttemptId(0),
+            items,
+        });
+    }
+
+    fn add_users(&mut self, users: u64) {
+        self.users = users;
+        for first in (0..users).step_by(1000) {
+            let items = (first..users.min(first + 1000)).map(|user| Item::Charge(charge(user)));
+            let items = items.collect();
+            self.batch(items);
+        }
+    }
+
+    fn open_leases(&mut self, leases: u32) {
+        for _ in 0..leases / 1000 {
+            let items = (0..1000).map(|_| self.acquire(1)).collect();
+            self.batch(items);
+        }
+    }
+
+    fn acquire(&mut self, blocks: usize) -> Item {
+        let attempt = self.next_attempt;
+        self.next_attempt += 1;
+        let slot = Slot((attempt % 8) as u16);
+        let backend = self
+            .state
+            .backends()
+            .find(|it| it.handle.slot == slot)
+            .map(|it| it.handle);
+        let backend = backend.expect("there are eight backends");
+        Item::Acquire {
+            attempt,
+            backend,
+            tip: None,
+            new: chain(u64::from(attempt), blocks),
+        }
+    }
+
+    /// 32 requests that begin, end and are charged, each for another user.
+    fn round(&mut self, round: u64, blocks: usize) -> Envelope {
+        let mut items = Vec::new();
+        for request in 0..32 {
+            let acquire = self.acquire(blocks);
+            let attempt = self.next_attempt - 1;
+            items.push(acquire);
+            items.push(Item::Charge(charge(mix(round * 32 + request) % self.users)));
+            items.push(Item::Release {
+                attempt,
+                outcome: Outcome::Kept,
+            });
+        }
+        envelope(
+            self.seq + 1,
+            Command::Batch {
+                base_attempt: AttemptId(0),
+                items,
+            },
+        )
+    }
+}
+
+fn envelope(seq: u64, command: Command) -> Envelope {
+    let (replica, session) = (ReplicaId(1), SessionId(u64::MAX));
+    let origin = Origin {
+        replica,
+        session,
+        lane: Lane::Outbox,
+        seq,
+    };
+    Envelope {
+        origin,
+        proposed_at_ms: 1_700_000_000_000 + seq,
+        command,
+    }
+}
+
+fn charge(user: u64) -> Charge {
+    Charge {
+        user: UserKey(mix(user)),
+        input_uncached: 700,
+        input_cached: 4000,
+        output: 300,
+        started: 1,
+        ended: 1,
+    }
+}
+
+fn chain(seed: u64, blocks: usize) -> Vec<BlockHash> {
+    (0..blocks as u64)
+        .map(|block| BlockHash(mix(seed << 16 | block)))
+        .collect()
+}
+
+/// The finaliser of splitmix64.
+fn mix(x: u64) -> u64 {
+    let mut x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
