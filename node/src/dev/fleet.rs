@@ -1,0 +1,232 @@
+//! The replicas of a dev cluster: brought up in this process, waited for, taken down.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use api::ports::{Cluster, ClusterStatus};
+use state::command::{BackendSpec, Command, Reply};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
+
+use super::DevArgs;
+use crate::app::{Addresses, App, ShutdownHandle, Sockets};
+use crate::config::{self, Config, Formation, Listen, Origin};
+use crate::replay::client::Client;
+use crate::replay::targets::Targets;
+
+/// How many there are: the fewest of which one may die.
+const REPLICAS: u8 = 3;
+/// Where replica 1 serves clients, unless told or taken.
+const FIRST_PORT: u16 = 8080;
+/// Longest wait for a leader and healthy engines.
+const START_DEADLINE: Duration = Duration::from_secs(30);
+/// Time between two looks at something that is waited for.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A running replica.
+pub(super) struct Replica {
+    /// Where it listens.
+    pub(super) addresses: Addresses,
+    /// Its log, members and state.
+    pub(super) cluster: Arc<dyn Cluster>,
+    shutdown: ShutdownHandle,
+    task: JoinHandle<()>,
+}
+
+/// The running replicas.
+pub(super) struct Fleet {
+    /// By id, ascending from 1.
+    pub(super) replicas: Vec<Replica>,
+    /// Removed when the fleet has left.
+    temporary: Option<PathBuf>,
+}
+
+impl Fleet {
+    /// Starts the replicas, registers `backends` and waits until every replica can serve.
+    pub(super) async fn start(args: &DevArgs, backends: &[BackendSpec]) -> anyhow::Result<Self> {
+        let (data_dir, temporary) = match &args.data_dir {
+            Some(dir) => (dir.clone(), None),
+            None => {
+                let dir = std::env::temp_dir().join(format!("quorate-dev-{}", std::process::id()));
+                (dir.clone(), Some(dir))
+            }
+        };
+        let listens = ports(args)?;
+        let peers: Vec<String> = listens
+            .iter()
+            .map(|(_, addresses)| addresses.peer.to_string())
+            .collect();
+        let mut fleet = Self {
+            replicas: Vec::new(),
+            temporary,
+        };
+        for (id, (sockets, addresses)) in (1..).zip(listens) {
+            let config = config_of(id, &data_dir, addresses, &peers, backends)?;
+            let running = App::on(config, sockets)?.start().await;
+            let running = running.with_context(|| format!("start replica {id}"))?;
+            let shutdown = ShutdownHandle::new();
+            let replica = Replica {
+                addresses: running.addresses(),
+                cluster: running.cluster(),
+                shutdown: shutdown.clone(),
+                task: tokio::spawn(async move { running.until(&shutdown).await }),
+            };
+            fleet.replicas.push(replica);
+        }
+        fleet.come_up(backends).await?;
+        Ok(fleet)
+    }
+
+    async fn come_up(&self, backends: &[BackendSpec]) -> anyhow::Result<()> {
+        let deadline = Instant::now() + START_DEADLINE;
+        let formed = |status: &ClusterStatus| status.has_quorum && status.caught_up;
+        while !self
+            .replicas
+            .iter()
+            .all(|replica| formed(&replica.cluster.status()))
+        {
+            wait_on(deadline, "the replicas did not form a cluster").await?;
+        }
+        // Ids keep their state over runs, but an emulated engine may listen elsewhere by now.
+        for spec in backends {
+            let committed = self.replicas[0]
+                .cluster
+                .submit(Command::PutBackend(spec.clone()));
+            let committed = committed
+                .await
+                .with_context(|| format!("register {}", spec.id))?;
+            if let Reply::Rejected(reject) = committed.reply {
+                bail!("register {}: {reject}", spec.id);
+            }
+        }
+        loop {
+            let mut models = Vec::new();
+            for index in 0..self.replicas.len() {
+                models.push(self.model_at(index).await.is_ok());
+            }
+            if models.iter().all(|is_served| *is_served) {
+                return Ok(());
+            }
+            wait_on(deadline, "no engine became healthy").await?;
+        }
+    }
+
+    /// The first model replica 1 lists.
+    pub(super) async fn first_model(&self) -> anyhow::Result<String> {
+        self.model_at(0).await.context("ask for the models")
+    }
+
+    async fn model_at(&self, index: usize) -> anyhow::Result<String> {
+        let targets = Targets::new(&self.data_urls())?;
+        let client = Client::new(Duration::from_secs(5));
+        Ok(client.first_model(targets.uri(index, "/v1/models")).await?)
+    }
+
+    /// Where clients go, in order of id.
+    pub(super) fn data_urls(&self) -> Vec<String> {
+        self.replicas
+            .iter()
+            .map(|replica| format!("http://{}", replica.addresses.data))
+            .collect()
+    }
+
+    /// What a user can do with the cluster as it stands.
+    pub(super) fn urls(&self) -> String {
+        let mut text = String::from("The cluster is up; ctrl-c ends it.\n");
+        for (id, replica) in (1..).zip(&self.replicas) {
+            let Addresses { data, admin, .. } = replica.addresses;
+            text += &format!("  replica {id}   clients http://{data}/v1   admin http://{admin}/\n");
+        }
+        let admin = self.replicas[0].addresses.admin;
+        text += &format!("Look around: quorate status --admin http://{admin}");
+        text
+    }
+
+    /// Ends all replicas in peace and removes what they need no more.
+    pub(super) async fn leave(self) {
+        for replica in &self.replicas {
+            replica.shutdown.drain();
+        }
+        for replica in self.replicas {
+            if let Err(error) = replica.task.await {
+                tracing::error!(%error, "replica broke while leaving");
+            }
+        }
+        if let Some(dir) = self.temporary
+            && let Err(error) = std::fs::remove_dir_all(&dir)
+        {
+            tracing::warn!(%error, dir = %dir.display(), "remove temporary data");
+        }
+    }
+}
+
+/// Waits a moment, unless it is too late.
+pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyhow::Result<()> {
+    if Instant::now() >= deadline {
+        bail!("{complaint} in time");
+    }
+    sleep(LOOK_INTERVAL).await;
+    Ok(())
+}
+
+/// Sockets of every replica: the known ports, or free ones when they are taken and nobody asked for
+/// the known ones.
+fn ports(args: &DevArgs) -> anyhow::Result<Vec<(Sockets, Addresses)>> {
+    let first = args.port.unwrap_or(FIRST_PORT);
+    match (1..=REPLICAS).map(|id| bind(id, first)).collect() {
+        Err(_) if args.port.is_none() => (1..=REPLICAS).map(|id| bind(id, 0)).collect(),
+        bound => bound,
+    }
+}
+
+fn bind(id: u8, first: u16) -> anyhow::Result<(Sockets, Addresses)> {
+    let at = |offset: u16| {
+        let port = match first {
+            0 => 0,
+            first => first + 10 * u16::from(id - 1) + offset,
+        };
+        ([127, 0, 0, 1], port).into()
+    };
+    let listen = Listen {
+        data: at(0),
+        admin: at(1),
+        peer: at(2),
+        advertise: "127.0.0.1".to_owned(),
+    };
+    let sockets = Sockets::bind(&listen)?;
+    let addresses = sockets.addresses()?;
+    Ok((sockets, addresses))
+}
+
+fn config_of(
+    id: u8,
+    data_dir: &Path,
+    addresses: Addresses,
+    peers: &[String],
+    backends: &[BackendSpec],
+) -> anyhow::Result<Config> {
+    let origin = Origin {
+        file: None,
+        flags: vec![
+            format!("node.id={id}"),
+            format!("node.data_dir={:?}", data_dir.join(format!("n{id}"))),
+            "drain.dns_ttl=\"0ms\"".to_owned(),
+        ],
+        variables: Vec::new(),
+    };
+    let mut config = config::load(&origin)?.config;
+    config.listen = Listen {
+        data: addresses.data,
+        admin: addresses.admin,
+        peer: addresses.peer,
+        advertise: "127.0.0.1".to_owned(),
+    };
+    config.cluster.formation = Formation::Peers {
+        peers: peers.to_vec(),
+        expect: usize::from(REPLICAS),
+    };
+    config.backends = backends.to_vec();
+    Ok(config)
+}

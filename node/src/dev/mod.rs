@@ -1,0 +1,130 @@
+//! `quorate dev`: a whole cluster on loopback in one process, a load through all its replicas, and
+//! a table of what came of it.
+//!
+//! Nothing is simplified: the replicas are the ones `quorate serve` runs, with their own sockets,
+//! log and snapshots each; only the engines are emulated, unless real ones are named.
+
+mod engines;
+mod fleet;
+mod outcome;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::replay::chats::{Chats, ChatsOptions};
+use crate::replay::load::{Plan, Work, run as run_load};
+use crate::replay::progress::{bar, show};
+use crate::replay::report::Report;
+use crate::replay::targets::Targets;
+use engines::Engines;
+use fleet::Fleet;
+use outcome::Outcome;
+
+/// Requests of the load under way at a time; each is one chat.
+const CHATS: u32 = 48;
+/// Longest one request of the load may take.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Run a cluster on loopback: three replicas, emulated engines, a load through all of them.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DevArgs {
+    /// Use these engines in place of emulated ones
+    #[arg(long, value_name = "URL", value_delimiter = ',')]
+    backend: Vec<String>,
+    /// Emulated engines
+    #[arg(long, value_name = "N", default_value_t = 4, conflicts_with = "backend", value_parser = clap::value_parser!(u8).range(1..=64))]
+    engines: u8,
+    /// How many times faster than a small GPU the emulated engines run
+    #[arg(long, value_name = "X", default_value_t = 4.0, value_parser = speed)]
+    speed: f64,
+    /// Requests of the load; 0 starts the cluster and sends none
+    #[arg(long, value_name = "N", default_value_t = 2400)]
+    requests: u64,
+    /// Model the load asks for; by default the first one the cluster lists
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// First port: replica k listens at 10*(k-1) above it (clients), one (admin) and two (peers)
+    /// above that. By default 8080, or free ports when one of these is taken
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..=65_000))]
+    port: Option<u16>,
+    /// Keep the replicas' state here; a second run starts from it
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// End after the load; the exit code is 0 only if no request failed and all replicas agree
+    #[arg(long)]
+    once: bool,
+}
+
+fn speed(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
+        _ => Err("expected a number above 0 and at most 1e6".to_owned()),
+    }
+}
+
+/// Brings the cluster up, drives the load, prints the table and, unless `--once`, stays up until
+/// a signal.
+///
+/// # Errors
+/// When the cluster does not come up or the first replica serves no model.
+pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
+    let mut interrupts = signal(SignalKind::interrupt())?;
+    let mut terminations = signal(SignalKind::terminate())?;
+    let mut told_to_leave = false;
+    let engines = Engines::start(&args).await?;
+    let fleet = Fleet::start(&args, &engines.specs).await?;
+    let mut code = ExitCode::SUCCESS;
+    if args.requests > 0 {
+        tokio::select! {
+            report = drive(&args, &fleet) => {
+                let outcome = Outcome::of(report?, &fleet).await;
+                println!("{}", outcome.tables());
+                if !outcome.is_good() {
+                    code = ExitCode::FAILURE;
+                }
+            }
+            _ = interrupts.recv() => told_to_leave = true,
+            _ = terminations.recv() => told_to_leave = true,
+        }
+    }
+    if !args.once && !told_to_leave {
+        println!("{}", fleet.urls());
+        tokio::select! {
+            _ = interrupts.recv() => {}
+            _ = terminations.recv() => {}
+        }
+    }
+    fleet.leave().await;
+    engines.stop().await;
+    Ok(code)
+}
+
+async fn drive(args: &DevArgs, fleet: &Fleet) -> anyhow::Result<Report> {
+    let model = match &args.model {
+        Some(model) => model.clone(),
+        None => fleet.first_model().await?,
+    };
+    let targets = Targets::new(&fleet.data_urls())?;
+    let mut chats = Chats::new(ChatsOptions {
+        chats: CHATS,
+        ..ChatsOptions::default()
+    });
+    let bar = bar(args.requests).context("draw progress")?;
+    let plan = Plan {
+        work: Work::Chats {
+            chats: &mut chats,
+            requests: args.requests,
+        },
+        model,
+        speed: 1.0,
+        in_flight_max: CHATS as usize,
+        timeout: REQUEST_TIMEOUT,
+    };
+    let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;
+    bar.finish_and_clear();
+    Ok(report)
+}

@@ -1,0 +1,131 @@
+//! What a dev run came to: the load's report and whether the replicas agree.
+
+use std::time::Duration;
+
+use state::ids::LogIndex;
+use tokio::time::Instant;
+
+use super::fleet::{Fleet, Replica, wait_on};
+use crate::replay::report::Report;
+use crate::replay::tables;
+
+/// Longest wait until what was learnt is applied everywhere.
+const AGREE_DEADLINE: Duration = Duration::from_secs(10);
+
+/// A replica's state when the load is over.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Standing {
+    role: &'static str,
+    term: u64,
+    applied: LogIndex,
+    digest: u128,
+    blocks: u64,
+    leases: usize,
+    users: usize,
+}
+
+/// The load's report and the replicas' standings.
+pub(super) struct Outcome {
+    report: Report,
+    standings: Vec<Standing>,
+}
+
+impl Outcome {
+    /// Waits until every replica has applied the same and no lease is open, or for too long, and
+    /// notes how they stand.
+    pub(super) async fn of(report: Report, fleet: &Fleet) -> Self {
+        let deadline = Instant::now() + AGREE_DEADLINE;
+        loop {
+            let standings: Vec<Standing> = fleet.replicas.iter().map(standing).collect();
+            let outcome = Self {
+                report: report.clone(),
+                standings,
+            };
+            let is_late = wait_on(deadline, "the replicas did not agree")
+                .await
+                .is_err();
+            if is_late || (outcome.agrees() && outcome.is_at_rest()) {
+                return outcome;
+            }
+        }
+    }
+
+    fn agrees(&self) -> bool {
+        let first = &self.standings[0];
+        self.standings
+            .iter()
+            .all(|other| other.applied == first.applied && other.digest == first.digest)
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.standings.iter().all(|standing| standing.leases == 0)
+    }
+
+    /// No request failed, every replica holds the same state, and no lease is left open.
+    pub(super) fn is_good(&self) -> bool {
+        let total = &self.report.total;
+        total.failed == 0 && total.lost == 0 && self.agrees() && self.is_at_rest()
+    }
+
+    /// Everything a reader wants to know, as text.
+    pub(super) fn tables(&self) -> String {
+        let mut table = crate::cli::table(&[
+            "replica",
+            "role",
+            "term",
+            "applied",
+            "digest",
+            "blocks",
+            "open leases",
+            "users",
+        ]);
+        for (id, standing) in (1..).zip(&self.standings) {
+            table.add_row([
+                format!("{id}"),
+                standing.role.to_owned(),
+                standing.term.to_string(),
+                standing.applied.to_string(),
+                format!("{:032x}", standing.digest),
+                standing.blocks.to_string(),
+                standing.leases.to_string(),
+                standing.users.to_string(),
+            ]);
+        }
+        let verdict = match (
+            self.agrees(),
+            self.report.total.failed + self.report.total.lost,
+        ) {
+            (true, 0) => "No request failed; all replicas hold the same state.".to_owned(),
+            (true, failed) => {
+                format!("{failed} requests FAILED; all replicas hold the same state.")
+            }
+            (false, failed) => format!("{failed} requests failed; the replicas DIFFER."),
+        };
+        let fairness = match self.report.jain_index {
+            Some(index) => format!("Jain's index of the users' service: {index:.4}"),
+            None => String::new(),
+        };
+        format!("{}\n{fairness}\n{table}\n{verdict}", tables(&self.report))
+    }
+}
+
+fn standing(replica: &Replica) -> Standing {
+    let status = replica.cluster.status();
+    let mut standing = Standing {
+        role: status.role,
+        term: status.term,
+        applied: LogIndex(0),
+        digest: 0,
+        blocks: 0,
+        leases: 0,
+        users: 0,
+    };
+    replica.cluster.with_state(&mut |state| {
+        standing.applied = state.applied();
+        standing.digest = state.digest();
+        standing.blocks = state.owned_blocks_all();
+        standing.leases = state.open_leases();
+        standing.users = state.users_len();
+    });
+    standing
+}
