@@ -329,10 +329,14 @@ impl Endpoint {
         })
         .await?;
         let endpoint = Arc::clone(self);
-        Ok(response.map(|incoming| EngineBody {
-            incoming,
-            link: Some(link),
-            endpoint,
+        Ok(response.map(|incoming| {
+            let mut body = EngineBody {
+                incoming,
+                link: Some(link),
+                endpoint,
+            };
+            body.settle();
+            body
         }))
     }
 
@@ -447,6 +451,18 @@ pub struct EngineBody {
     endpoint: Arc<Endpoint>,
 }
 
+impl EngineBody {
+    /// Gives the connection back as soon as the body is known to be at its end: whoever writes it
+    /// to a client by its announced length never asks for more.
+    fn settle(&mut self) {
+        if self.incoming.is_end_stream()
+            && let Some(link) = self.link.take()
+        {
+            self.endpoint.give_back(link);
+        }
+    }
+}
+
 impl Body for EngineBody {
     type Data = Bytes;
     type Error = SendFailure;
@@ -463,7 +479,10 @@ impl Body for EngineBody {
         // Only `drive` makes frames come, and it has the waker already.
         let mut quiet = Context::from_waker(Waker::noop());
         match Pin::new(&mut this.incoming).poll_frame(&mut quiet) {
-            Poll::Ready(Some(Ok(frame))) => Poll::Ready(Some(Ok(frame))),
+            Poll::Ready(Some(Ok(frame))) => {
+                this.settle();
+                Poll::Ready(Some(Ok(frame)))
+            }
             Poll::Ready(Some(Err(error))) => {
                 this.link = None;
                 Poll::Ready(Some(Err(SendFailure::Broke(error))))
@@ -480,6 +499,10 @@ impl Body for EngineBody {
             }
             Poll::Pending => Poll::Pending,
         }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.link.is_none()
     }
 
     fn size_hint(&self) -> SizeHint {

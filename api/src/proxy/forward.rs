@@ -194,11 +194,11 @@ async fn send(
 ) -> Result<Response<EngineBody>, SendFailure> {
     let asked = sending.asked;
     let registry = proxy.view.registry();
+    let slot = decision.backend.slot;
     let url = registry
         .backends
-        .iter()
-        .find(|backend| backend.handle.slot == decision.backend.slot)
-        .map_or("", |backend| backend.spec.url.as_str());
+        .binary_search_by_key(&slot, |backend| backend.handle.slot)
+        .map_or("", |at| registry.backends[at].spec.url.as_str());
     let endpoint = proxy.pool.endpoint(decision.backend, url)?;
     drop(registry);
     let hop = Hop {
@@ -271,8 +271,7 @@ fn relay(
         first_byte_by: sending.first_byte_by,
         answer_idle: proxy.settings.timeouts.answer_idle,
     };
-    let prompt_tokens = asked.identity.tokens;
-    let relay = Relay::new(body, content, attempt, prompt_tokens, source, waits);
+    let relay = Relay::new(body, content, attempt, source, waits);
     Response::from_parts(head, Box::new(relay))
 }
 

@@ -87,9 +87,9 @@ impl Seconds {
 }
 
 impl ProxyMetrics {
-    /// Adds the metrics to `registry`, which is expected to prefix names with `quorate_`.
+    /// Adds the metrics to `registry` as `quorate_proxy_...`.
     pub fn register(&self, registry: &mut Registry) {
-        let registry = registry.sub_registry_with_prefix("proxy");
+        let registry = registry.sub_registry_with_prefix("quorate_proxy");
         let Self {
             requests,
             in_flight,

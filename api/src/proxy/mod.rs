@@ -170,7 +170,7 @@ impl Proxy {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return self.models(head.uri.path()).map(Forwarded::Held),
             Err(failure) => {
-                if !body.is_end_stream() {
+                if !body.is_end_stream() && failure != Failure::BodyTimeout {
                     request::discard(&self.settings, &head.headers, body).await;
                 }
                 return Err(failure);

@@ -20,7 +20,7 @@ use super::sse::Events;
 use crate::backends::Backends;
 use crate::backends::pool::{EngineBody, SendFailure};
 use crate::error::{Failure, openai_body};
-use crate::routing::{Attempt, End, Usage};
+use crate::routing::{Attempt, End};
 
 /// How much of the end of a document is kept to be read, in bytes.
 const TAIL_BYTES_MAX: usize = 256 * 1024;
@@ -69,6 +69,14 @@ pub(super) enum Content {
 impl Content {
     pub(super) fn document() -> Self {
         Self::Document(Tail::default())
+    }
+
+    /// How a request ends whose answer is complete.
+    fn outcome(&self) -> Outcome {
+        match self {
+            Self::Error { .. } => Outcome::EngineError,
+            Self::Events { .. } | Self::Document(_) | Self::Opaque => Outcome::Finished,
+        }
     }
 
     pub(super) fn error() -> Self {
@@ -151,8 +159,6 @@ struct Books {
     attempt: Option<Attempt>,
     ledger: Option<Ledger>,
     has_begun: bool,
-    /// Stands in for a report while the engine has made none.
-    counted: Option<Usage>,
 }
 
 impl Books {
@@ -161,14 +167,9 @@ impl Books {
             return;
         };
         if let Some(usage) = findings.usage {
-            self.counted = None;
             attempt.usage(usage);
         }
         if let Some(text) = &findings.text {
-            if let Some(counted) = &mut self.counted {
-                counted.completion_tokens += 1;
-                attempt.usage(*counted);
-            }
             attempt.output(text);
         }
     }
@@ -184,20 +185,14 @@ impl Books {
 }
 
 impl Relay {
-    /// `attempt` is `None` for an engine's error, which has ended it. `prompt_tokens` is the
-    /// estimate for engines that report no usage.
+    /// `attempt` is `None` for an engine's error, which has ended it.
     pub(super) fn new(
         engine: EngineBody,
         content: Content,
         attempt: Option<Attempt>,
-        prompt_tokens: u32,
         source: Source,
         waits: Waits,
     ) -> Self {
-        let counted = matches!(content, Content::Events { .. }).then(|| Usage {
-            prompt_tokens: u64::from(prompt_tokens),
-            ..Usage::default()
-        });
         Self {
             engine,
             content,
@@ -205,7 +200,6 @@ impl Relay {
                 attempt,
                 ledger: None,
                 has_begun: false,
-                counted,
             },
             source,
             patience: Patience::until(waits.first_byte_by),
@@ -214,20 +208,31 @@ impl Relay {
         }
     }
 
-    /// Hands over the request's account.
+    /// Hands over the request's account. An answer without a body is at its end with that.
     pub(super) fn account(&mut self, ledger: Ledger) {
         self.books.ledger = Some(ledger);
+        if self.engine.is_end_stream() {
+            self.begin();
+            self.books.end(End::Finished, self.content.outcome());
+            self.is_over = true;
+        }
+    }
+
+    /// The first byte is here.
+    fn begin(&mut self) {
+        let books = &mut self.books;
+        if !std::mem::replace(&mut books.has_begun, true)
+            && let Some(attempt) = &mut books.attempt
+        {
+            attempt.first_byte();
+            books.ledger.iter().for_each(Ledger::first_byte);
+        }
     }
 
     /// Takes in a frame; answers what goes on to the client.
     fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, BrokenAnswer> {
+        self.begin();
         let books = &mut self.books;
-        if !std::mem::replace(&mut books.has_begun, true) {
-            if let Some(attempt) = &mut books.attempt {
-                attempt.first_byte();
-                books.ledger.iter().for_each(Ledger::first_byte);
-            }
-        }
         self.patience.restart(self.answer_idle);
         let passed = match &mut self.content {
             Content::Events { events, .. } => {
@@ -247,7 +252,14 @@ impl Relay {
         if let (Some(passed), Some(ledger)) = (&passed, &books.ledger) {
             ledger.metrics().answer_bytes.inc_by(passed.len() as u64);
         }
-        Ok(passed)
+        if !self.engine.is_end_stream() {
+            return Ok(passed);
+        }
+        // Whoever writes by the announced length does not ask again.
+        Ok(match (passed, self.finish()?) {
+            (Some(passed), Some(rest)) => Some([passed, rest].concat().into()),
+            (passed, rest) => passed.or(rest),
+        })
     }
 
     /// The engine's body is at its end.
@@ -267,13 +279,10 @@ impl Relay {
                 tail.read(|findings| self.books.note(findings));
                 None
             }
-            Content::Opaque => None,
-            Content::Error { .. } => {
-                self.books.end(End::NotRun, Outcome::EngineError);
-                None
-            }
+            Content::Opaque | Content::Error { .. } => None,
         };
-        self.books.end(End::Finished, Outcome::Finished);
+        self.books.end(End::Finished, self.content.outcome());
+        self.is_over = true;
         Ok(rest)
     }
 
@@ -348,17 +357,15 @@ impl Body for Relay {
                         continue;
                     };
                     match this.take_in(data) {
-                        Ok(Some(passed)) => return Poll::Ready(Some(Ok(Frame::data(passed)))),
+                        Ok(None) if this.is_over => return Poll::Ready(None),
                         Ok(None) => {}
+                        Ok(Some(passed)) => return Poll::Ready(Some(Ok(Frame::data(passed)))),
                         Err(why) => break why,
                     }
                 }
                 Poll::Ready(Some(Err(error))) => break error.into(),
                 Poll::Ready(None) => match this.finish() {
-                    Ok(rest) => {
-                        this.is_over = true;
-                        return Poll::Ready(rest.map(|rest| Ok(Frame::data(rest))));
-                    }
+                    Ok(rest) => return Poll::Ready(rest.map(|rest| Ok(Frame::data(rest)))),
                     Err(why) => break why,
                 },
                 Poll::Pending => {
@@ -369,6 +376,10 @@ impl Body for Relay {
         };
         this.is_over = true;
         Poll::Ready(Some(this.break_off(broken).map(Frame::data)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over
     }
 
     fn size_hint(&self) -> SizeHint {

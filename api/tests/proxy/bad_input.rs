@@ -1,0 +1,279 @@
+//! Clients that send what cannot be served: each gets a clear answer, nobody else notices.
+
+use std::time::Duration;
+
+use api::proxy::{ApiKeys, Outcome};
+use tokio::io::AsyncWriteExt;
+
+use super::client::{Answer, chat, post};
+use super::engine::{Engine, json};
+use super::fleet::Fleet;
+
+const CHAT: &str = "/v1/chat/completions";
+const MIB: usize = 1024 * 1024;
+
+/// A fleet whose engine must not be asked.
+async fn start() -> (Engine, Fleet) {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    (engine, fleet)
+}
+
+#[tokio::test]
+async fn bodies_that_cannot_be_routed_are_refused_with_a_reason() {
+    let (engine, fleet) = start().await;
+    for (body, status, code) in [
+        ("", 400, "invalid_request"),
+        ("{", 400, "invalid_request"),
+        ("[]", 400, "invalid_request"),
+        ("{\"messages\":[]}", 400, "invalid_request"),
+        ("{\"model\":7,\"messages\":[]}", 400, "invalid_request"),
+        ("{\"model\":\"m\",\"messages\":{}}", 400, "invalid_request"),
+        (
+            "{\"model\":\"m\",\"messages\":[],\"stream\":\"yes\"}",
+            400,
+            "invalid_request",
+        ),
+        (
+            "{\"model\":\"m\",\"messages\":[]} x",
+            400,
+            "invalid_request",
+        ),
+        ("{\"model\":\"x\",\"messages\":[]}", 404, "model_not_found"),
+    ] {
+        let mut client = fleet.client().await;
+        let answer = client.ask(post(CHAT, "", body)).await;
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (status, code),
+            "{body}"
+        );
+        assert!(answer.header("x-request-id").is_some());
+        // The connection goes on.
+        assert_eq!(client.ask(post(CHAT, "", body)).await.status, status);
+    }
+    fleet.is_idle().await;
+    assert_eq!(engine.requests().len(), 0);
+    assert_eq!(fleet.count(Outcome::Refused, 404), 2);
+}
+
+#[tokio::test]
+async fn invalid_utf8_and_deep_nesting_are_refused() {
+    let (_engine, fleet) = start().await;
+    let mut bytes = post(CHAT, "", "{\"model\":\"m??\",\"messages\":[]}").into_bytes();
+    for byte in &mut bytes {
+        *byte = if *byte == b'?' { 0xff } else { *byte };
+    }
+    assert_eq!(fleet.client().await.ask(bytes).await.status, 400);
+    let deep = format!("{{\"model\":\"m\",\"messages\":{}", "[".repeat(100_000));
+    assert_eq!(
+        fleet.client().await.ask(post(CHAT, "", &deep)).await.status,
+        400
+    );
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn paths_methods_and_codings_that_are_not_served_are_refused() {
+    let (engine, fleet) = start().await;
+    for (request, status, code) in [
+        (post("/sleep", "", "{\"model\":\"m\"}"), 404, "unknown_url"),
+        (
+            post("/v1/load_lora_adapter", "", "{\"model\":\"m\"}"),
+            404,
+            "unknown_url",
+        ),
+        (
+            post("/v1/../flush_cache", "", "{\"model\":\"m\"}"),
+            404,
+            "unknown_url",
+        ),
+        (
+            format!("GET {CHAT} HTTP/1.1\r\nhost: r\r\n\r\n"),
+            405,
+            "method_not_supported",
+        ),
+        (post("/v1/models", "", "{}"), 405, "method_not_supported"),
+        (
+            post(CHAT, "content-encoding: gzip\r\n", "zipped"),
+            400,
+            "invalid_request",
+        ),
+    ] {
+        let answer = fleet.client().await.ask(&request).await;
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (status, code),
+            "{request}"
+        );
+        assert_eq!(answer.header("allow").is_some(), status == 405);
+    }
+    assert_eq!(engine.requests().len(), 0);
+}
+
+#[tokio::test]
+async fn where_keys_are_required_others_are_refused() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        let mut keys = ApiKeys::default();
+        keys.add("sk-right", None);
+        settings.api_keys = Some(keys);
+        settings.forward_credentials = false;
+    })
+    .await;
+    let keyed =
+        |key: &str| chat("").replace("host: ", &format!("authorization: Bearer {key}\r\nhost: "));
+    let mut client = fleet.client().await;
+    let answer = client.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (401, "invalid_api_key")
+    );
+    assert_eq!(client.ask(keyed("sk-wrong")).await.status, 401);
+    assert_eq!(client.ask(keyed("sk-right")).await.status, 200);
+    assert_eq!(engine.requests().len(), 1);
+    assert!(!engine.requests()[0].contains("sk-right"));
+}
+
+fn assert_too_large(answer: &Answer) {
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (413, "request_too_large")
+    );
+}
+
+#[tokio::test]
+async fn a_body_of_33_mib_is_refused_with_its_length_and_without() {
+    let (engine, fleet) = start().await;
+    let mut client = fleet.client().await;
+    let head = format!(
+        "POST {CHAT} HTTP/1.1\r\nhost: r\r\ncontent-length: {}\r\n\r\n",
+        33 * MIB
+    );
+    client.send(head).await;
+    client.send(vec![b' '; 33 * MIB]).await;
+    assert_too_large(&client.answer().await);
+
+    let mut client = fleet.client().await;
+    client
+        .send(format!(
+            "POST {CHAT} HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n"
+        ))
+        .await;
+    let mut chunk = format!("{MIB:x}\r\n").into_bytes();
+    chunk.resize(chunk.len() + MIB, b' ');
+    chunk.extend_from_slice(b"\r\n");
+    for _ in 0..33 {
+        client.send(&chunk).await;
+    }
+    client.send("0\r\n\r\n").await;
+    assert_too_large(&client.answer().await);
+
+    let mut client = fleet.client().await;
+    let expecting = format!(
+        "POST {CHAT} HTTP/1.1\r\nhost: r\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n",
+        33 * MIB
+    );
+    assert_too_large(&client.ask(expecting).await);
+    assert_eq!(engine.requests().len(), 0);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_body_just_within_the_limit_passes() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.limits.body_bytes_max = 300_000;
+    })
+    .await;
+    let (before, after) = ("{\"model\":\"m\",\"prompt\":\"", "\"}");
+    let text = "x".repeat(300_000 - before.len() - after.len());
+    let mut client = fleet.client().await;
+    let answer = client
+        .ask(post(
+            "/v1/completions",
+            "",
+            &format!("{before}{text}{after}"),
+        ))
+        .await;
+    assert_eq!(answer.status, 200);
+    let answer = client
+        .ask(post(
+            "/v1/completions",
+            "",
+            &format!("{before}{text} {after}"),
+        ))
+        .await;
+    assert_too_large(&answer);
+}
+
+#[tokio::test]
+async fn header_bombs_are_refused() {
+    let (engine, fleet) = start().await;
+    let many = "x-a: b\r\n".repeat(200);
+    let long = format!("x-a: {}\r\n", "b".repeat(100_000));
+    for headers in [many, long] {
+        let mut client = fleet.client().await;
+        // It may be refused before all of it is written.
+        let sent = client
+            .stream
+            .write_all(post(CHAT, &headers, "{}").as_bytes())
+            .await;
+        let status = client.answer().await.status;
+        assert!(status == 431 || (status == 0 && sent.is_err()), "{status}");
+    }
+    let mut client = fleet.client().await;
+    assert_eq!(client.ask("NOT HTTP AT ALL\r\n\r\n").await.status, 400);
+    assert_eq!(engine.requests().len(), 0);
+    assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+}
+
+#[tokio::test]
+async fn clients_that_do_not_go_on_are_let_go() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.timeouts.first_request = Duration::from_millis(20);
+        settings.timeouts.next_request = Duration::from_millis(40);
+        settings.timeouts.body_idle = Duration::from_millis(20);
+    })
+    .await;
+    let mut silent = fleet.client().await;
+    assert!(silent.is_closed().await);
+    let mut half_head = fleet.client().await;
+    half_head.send("POST / HTTP/1.1\r\nx-a: ").await;
+    assert!(half_head.is_closed().await);
+    let mut half_body = fleet.client().await;
+    let answer = half_body
+        .ask(post(CHAT, "", "{}").replace("length: 2", "length: 9"))
+        .await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (408, "request_timeout")
+    );
+    let mut idle = fleet.client().await;
+    assert_eq!(idle.ask(chat("")).await.status, 200);
+    assert!(idle.is_closed().await);
+    eventually_no_connections(&fleet).await;
+}
+
+async fn eventually_no_connections(fleet: &Fleet) {
+    super::fleet::eventually("no connection", || fleet.metrics.connections.get() == 0).await;
+}
+
+#[tokio::test]
+async fn more_requests_than_allowed_are_turned_away() {
+    let engine = Engine::always(vec![super::engine::Step::Hang]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.limits.requests_max = 1;
+    })
+    .await;
+    let mut first = fleet.client().await;
+    first.send(chat("")).await;
+    super::fleet::eventually("it is under way", || fleet.running() == 1).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "overloaded")
+    );
+    assert_eq!(answer.header("retry-after"), Some("1"));
+}

@@ -1,0 +1,184 @@
+//! An engine that follows a script, down to single bytes on the wire.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+/// What the engine does next with a request.
+#[derive(Clone)]
+pub enum Step {
+    /// Writes bytes.
+    Send(Vec<u8>),
+    /// Writes bytes, each on its own.
+    Trickle(Vec<u8>),
+    /// Waits for a permit.
+    Await(Arc<Semaphore>),
+    /// Waits until the other side closes, and counts that.
+    Hang,
+    /// Closes the connection.
+    Close,
+}
+
+/// A running engine; ends with its runtime.
+pub struct Engine {
+    pub address: SocketAddr,
+    seen: Arc<Seen>,
+}
+
+#[derive(Default)]
+struct Seen {
+    requests: Mutex<Vec<String>>,
+    connections: AtomicUsize,
+    abandoned: AtomicUsize,
+}
+
+type Script = Arc<dyn Fn(usize) -> Vec<Step> + Send + Sync>;
+
+impl Engine {
+    /// `script` is asked what to do with the n-th request, counted from 0.
+    pub async fn start(script: impl Fn(usize) -> Vec<Step> + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let seen = Arc::new(Seen::default());
+        let (script, noted): (Script, _) = (Arc::new(script), Arc::clone(&seen));
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                noted.connections.fetch_add(1, Ordering::SeqCst);
+                tokio::spawn(serve(stream, Arc::clone(&script), Arc::clone(&noted)));
+            }
+        });
+        Self { address, seen }
+    }
+
+    /// Always the same.
+    pub async fn always(steps: Vec<Step>) -> Self {
+        Self::start(move |_| steps.clone()).await
+    }
+
+    /// An address nobody listens at.
+    pub async fn dead() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self {
+            address: listener.local_addr().unwrap(),
+            seen: Arc::default(),
+        }
+    }
+
+    /// All requests so far, head and body.
+    pub fn requests(&self) -> Vec<String> {
+        self.seen.requests.lock().unwrap().clone()
+    }
+
+    pub fn connections(&self) -> usize {
+        self.seen.connections.load(Ordering::SeqCst)
+    }
+
+    /// Connections that the other side closed on a [`Step::Hang`].
+    pub fn abandoned(&self) -> usize {
+        self.seen.abandoned.load(Ordering::SeqCst)
+    }
+}
+
+async fn serve(mut stream: TcpStream, script: Script, seen: Arc<Seen>) {
+    while let Some(request) = read_request(&mut stream).await {
+        let number = {
+            let mut requests = seen.requests.lock().unwrap();
+            requests.push(request);
+            requests.len() - 1
+        };
+        for step in script(number) {
+            match step {
+                Step::Send(bytes) => {
+                    if stream.write_all(&bytes).await.is_err() {
+                        return;
+                    }
+                }
+                Step::Trickle(bytes) => {
+                    stream.set_nodelay(true).unwrap();
+                    for byte in bytes {
+                        if stream.write_all(&[byte]).await.is_err() {
+                            return;
+                        }
+                        tokio::task::yield_now().await;
+                    }
+                }
+                Step::Await(gate) => gate.acquire().await.unwrap().forget(),
+                Step::Hang => {
+                    while stream
+                        .read(&mut [0; 1024])
+                        .await
+                        .is_ok_and(|length| length > 0)
+                    {}
+                    seen.abandoned.fetch_add(1, Ordering::SeqCst);
+                    return;
+                }
+                Step::Close => return,
+            }
+        }
+    }
+}
+
+async fn read_request(stream: &mut TcpStream) -> Option<String> {
+    let mut bytes = Vec::new();
+    let mut buffer = [0; 64 * 1024];
+    loop {
+        if let Some(head) = bytes.windows(4).position(|four| four == b"\r\n\r\n") {
+            let text = String::from_utf8_lossy(&bytes[..head]).to_ascii_lowercase();
+            let length = text
+                .split("\r\n")
+                .find_map(|line| line.strip_prefix("content-length: "));
+            let length: usize = length.map_or(0, |length| length.parse().unwrap());
+            if bytes.len() >= head + 4 + length {
+                return Some(String::from_utf8_lossy(&bytes).into_owned());
+            }
+        }
+        let length = stream
+            .read(&mut buffer)
+            .await
+            .ok()
+            .filter(|length| *length > 0)?;
+        bytes.extend_from_slice(&buffer[..length]);
+    }
+}
+
+/// A whole answer with a JSON body.
+pub fn json(status: &str, body: &str) -> Step {
+    let length = body.len();
+    let head = format!("HTTP/1.1 {status}\r\ncontent-type: application/json\r\n");
+    Step::Send(format!("{head}content-length: {length}\r\n\r\n{body}").into_bytes())
+}
+
+/// The head of a chunked stream of events.
+pub fn stream_head() -> Step {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n";
+    Step::Send(format!("{head}transfer-encoding: chunked\r\n\r\n").into_bytes())
+}
+
+/// One chunk.
+pub fn chunk(data: &str) -> Step {
+    Step::Send(format!("{:x}\r\n{data}\r\n", data.len()).into_bytes())
+}
+
+/// The last chunk.
+pub fn last_chunk() -> Step {
+    Step::Send(b"0\r\n\r\n".to_vec())
+}
+
+/// A chat chunk with running usage, as an engine writes it.
+pub fn delta(text: &str, completion_tokens: u32) -> String {
+    format!(
+        "data: {{\"id\":\"c\",\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}}}}],\
+         \"usage\":{{\"prompt_tokens\":7,\"completion_tokens\":{completion_tokens}}}}}\n\n"
+    )
+}
+
+/// The usage-only chunk at the end of a stream.
+pub fn usage_chunk() -> &'static str {
+    "data: {\"id\":\"c\",\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n"
+}
+
+pub const DONE: &str = "data: [DONE]\n\n";

@@ -1,0 +1,141 @@
+//! Engines that break, fall silent or talk nonsense.
+
+use std::time::Duration;
+
+use api::proxy::Outcome;
+
+use super::client::chat;
+use super::engine::{Engine, Step, chunk, delta, stream_head};
+use super::fleet::Fleet;
+
+const STREAM: &str = ",\"stream\":true";
+
+/// The error event at the end of `body`, its `code`.
+fn last_event_code(body: &str) -> String {
+    let event = body.trim_end().rsplit("\n\n").next().unwrap();
+    let json = event
+        .lines()
+        .find_map(|line| line.strip_prefix("data: "))
+        .unwrap();
+    let value: serde_json::Value = serde_json::from_str(json).unwrap();
+    value["error"]["code"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn a_stream_the_engine_breaks_off_ends_with_an_error_event() {
+    let half = "data: {\"choices\":[{\"ind";
+    let engine = Engine::always(vec![
+        stream_head(),
+        chunk(&delta("a", 1)),
+        chunk(half),
+        Step::Close,
+    ])
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let answer = fleet.client().await.ask(chat(STREAM)).await;
+    assert!(answer.is_complete);
+    assert!(answer.body.contains("\"content\":\"a\"") && !answer.body.contains(half));
+    assert!(!answer.body.contains("[DONE]"));
+    assert_eq!(last_event_code(&answer.body), "backend_broke");
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::BrokenOff, 200), 1);
+}
+
+#[tokio::test]
+async fn a_stream_without_framing_must_say_that_it_is_done() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    for (last, is_whole) in [("", false), ("data: [DONE]\n\n", true)] {
+        let text = format!("{head}{}{last}", delta("a", 1));
+        let engine = Engine::always(vec![Step::Send(text.into_bytes()), Step::Close]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat(STREAM)).await;
+        assert_eq!(answer.body.ends_with("[DONE]\n\n"), is_whole);
+        assert_eq!(answer.body.contains("backend_broke"), !is_whole);
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_document_the_engine_breaks_off_never_looks_whole() {
+    for head in [
+        "content-length: 100\r\n\r\n{\"a\":",
+        "transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n",
+    ] {
+        let text = format!("HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n{head}");
+        let engine = Engine::always(vec![Step::Send(text.into_bytes()), Step::Close]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let mut client = fleet.client().await;
+        let answer = client.ask(chat("")).await;
+        // The head may or may not have been on its way when the connection was cut.
+        assert!(!answer.is_complete, "{head}");
+        fleet.is_idle().await;
+        assert_eq!(fleet.count(Outcome::BrokenOff, 200), 1);
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_does_not_speak_http_is_a_502() {
+    let bomb = format!("HTTP/1.1 200 OK\r\nx-a: {}\r\n\r\n", "b".repeat(1_000_000));
+    let many = format!("HTTP/1.1 200 OK\r\n{}\r\n", "x-a: b\r\n".repeat(1000));
+    for text in ["SSH-2.0-OpenSSH\r\n\r\n", "\0\0\0\0\r\n\r\n", &bomb, &many] {
+        let engine = Engine::always(vec![Step::Send(text.into()), Step::Hang]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        let start = &text[..text.len().min(20)];
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (502, "backend_broke"),
+            "{start}"
+        );
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_never_answers_is_a_504() {
+    let engine = Engine::always(vec![Step::Hang]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.timeouts.first_byte = Duration::from_millis(20);
+    })
+    .await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (504, "backend_timeout")
+    );
+    assert_eq!(answer.header("x-should-retry"), Some("false"));
+    super::fleet::eventually("the engine is left", || engine.abandoned() == 1).await;
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn an_engine_that_falls_silent_is_left_and_the_client_told() {
+    for (before, first_byte) in [(None, 20), (Some(chunk(&delta("a", 1))), 60_000)] {
+        let steps = [Some(stream_head()), before, Some(Step::Hang)];
+        let engine = Engine::always(steps.into_iter().flatten().collect()).await;
+        let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+            settings.timeouts.first_byte = Duration::from_millis(first_byte);
+            settings.timeouts.answer_idle = Duration::from_millis(20);
+        })
+        .await;
+        let answer = fleet.client().await.ask(chat(STREAM)).await;
+        assert!(answer.is_complete);
+        assert_eq!(last_event_code(&answer.body), "backend_timeout");
+        super::fleet::eventually("the engine is left", || engine.abandoned() == 1).await;
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn one_engines_fault_is_one_clients_fault() {
+    let engine = Engine::start(|number| match number % 2 {
+        0 => vec![Step::Send(b"garbage\r\n\r\n".to_vec()), Step::Close],
+        _ => vec![super::engine::json("200 OK", "{}")],
+    })
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    assert_eq!(client.ask(chat("")).await.status, 502);
+    assert_eq!(client.ask(chat("")).await.status, 200);
+    fleet.is_idle().await;
+}

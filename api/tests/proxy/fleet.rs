@@ -1,0 +1,180 @@
+//! A replica's data plane in front of scripted engines, with a real state and router.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::backends::{Backends, Health, ProbeSettings};
+use api::prompt::ModelSettings;
+use api::proxy::{Drained, Outcome, Proxy, ProxyMetrics, ProxySettings, RequestLabels, Server};
+use api::routing::{OutboxSettings, Parts, Router};
+use state::RouterState;
+use state::command::{BackendSpec, Command, Envelope, Lane, Origin};
+use state::ids::{LogIndex, ReplicaId, SessionId};
+use state::policy::PolicyConfig;
+use state::users::FairnessSettings;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::client::Client;
+use super::engine::Engine;
+
+pub struct Fleet {
+    pub address: SocketAddr,
+    pub metrics: Arc<ProxyMetrics>,
+    pub router: Arc<Router>,
+    pub drain: CancellationToken,
+    pub server: JoinHandle<Drained>,
+    state: RouterState,
+    sequence: u64,
+}
+
+/// A drain that never cuts within a test.
+const PATIENT: Duration = Duration::from_secs(60);
+
+impl Fleet {
+    pub async fn start(engines: &[&Engine]) -> Self {
+        Self::start_with(engines, PATIENT, |_| {}).await
+    }
+
+    pub async fn start_with(
+        engines: &[&Engine],
+        drain_deadline: Duration,
+        change: impl FnOnce(&mut ProxySettings),
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let state = RouterState::new();
+        let view = state.view();
+        let backends = Arc::new(Backends::new(ProbeSettings::default()));
+        let models = ModelSettings {
+            name: "*".to_owned(),
+            tokenizer: "character".to_owned(),
+            block_size: 16,
+        };
+        let router = Arc::new(Router::new(Parts {
+            view: Arc::clone(&view),
+            backends: Arc::clone(&backends),
+            models: vec![models],
+            replica: ReplicaId(1),
+            session: SessionId(1),
+            outbox: OutboxSettings::default(),
+        }));
+        let metrics = Arc::new(ProxyMetrics::default());
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        change(&mut settings);
+        let proxy = Proxy::new(
+            Arc::clone(&router),
+            backends.clone(),
+            view,
+            settings,
+            metrics.clone(),
+        );
+        let drain = CancellationToken::new();
+        let server = Server::new(listener, Arc::new(proxy)).run(drain.clone(), drain_deadline);
+        let server = tokio::spawn(server);
+        let mut fleet = Self {
+            address,
+            metrics,
+            router,
+            drain,
+            server,
+            state,
+            sequence: 0,
+        };
+        let policy = PolicyConfig::LeastRequest;
+        fleet.apply(Command::InitCluster {
+            hash_seed: 7,
+            policy,
+            fairness: FairnessSettings::default(),
+        });
+        for (number, engine) in engines.iter().enumerate() {
+            fleet.apply(Command::PutBackend(BackendSpec {
+                id: format!("e{number}"),
+                url: format!("http://{}", engine.address),
+                models: vec!["m".to_owned()],
+                labels: [].into(),
+                capacity_blocks: Some(1000),
+                kv_events: None,
+                kv_replay: None,
+            }));
+        }
+        for backend in &fleet.state.view().registry().backends {
+            let healthy = Health {
+                is_healthy: true,
+                detail: None,
+                waiting: 0,
+                running: 0,
+                kv_usage_permille: 0,
+            };
+            backends.assume(backend.handle.slot, &healthy);
+        }
+        fleet
+    }
+
+    fn apply(&mut self, command: Command) {
+        self.sequence += 1;
+        let seq = self.sequence;
+        let (replica, session, lane) = (ReplicaId(1), SessionId(1), Lane::Admin);
+        let origin = Origin {
+            replica,
+            session,
+            lane,
+            seq,
+        };
+        self.state.apply(
+            LogIndex(seq),
+            Envelope {
+                origin,
+                proposed_at_ms: 1,
+                command,
+            },
+        );
+    }
+
+    pub async fn client(&self) -> Client {
+        Client::connect(self.address).await
+    }
+
+    /// Requests running at all backends, as routing counts them.
+    pub fn running(&self) -> u32 {
+        let registry = self.state.view().registry();
+        registry
+            .backends
+            .iter()
+            .map(|b| self.router.load().here(b.handle).running)
+            .sum()
+    }
+
+    pub fn count(&self, outcome: Outcome, code: u16) -> u64 {
+        self.metrics
+            .requests
+            .get_or_create(&RequestLabels { outcome, code })
+            .get()
+    }
+
+    /// Waits until nothing is under way, here and in routing's books.
+    pub async fn is_idle(&self) {
+        eventually("no request under way", || {
+            self.running() == 0 && self.metrics.in_flight.get() == 0
+        })
+        .await;
+    }
+}
+
+/// Waits for something that stays once it has come about.
+pub async fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let wait = async {
+        let mut tick = tokio::time::interval(Duration::from_millis(1));
+        while !condition() {
+            tick.tick().await;
+        }
+    };
+    assert!(
+        tokio::time::timeout(Duration::from_secs(20), wait)
+            .await
+            .is_ok(),
+        "{what}"
+    );
+}

@@ -1,0 +1,112 @@
+//! When a request goes to another connection or another backend, and when it does not.
+
+use api::proxy::Outcome;
+
+use super::client::chat;
+use super::engine::{Engine, Step, json};
+use super::fleet::Fleet;
+
+#[tokio::test]
+async fn a_backend_that_refuses_connections_is_passed_over() {
+    let (dead, alive) = (
+        Engine::dead().await,
+        Engine::always(vec![json("200 OK", "{}")]).await,
+    );
+    let fleet = Fleet::start(&[&dead, &alive]).await;
+    for _ in 0..8 {
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(
+            (answer.status, answer.header("x-quorate-backend")),
+            (200, Some("e1"))
+        );
+    }
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn without_a_backend_that_can_be_reached_the_client_is_told_to_come_back() {
+    let dead = Engine::dead().await;
+    let fleet = Fleet::start(&[&dead]).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!(answer.status, 503);
+    assert!(answer.header("retry-after").is_some());
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_refusal_sends_the_request_on_and_is_passed_on_when_all_refuse() {
+    let body = "{\"error\":\"full\"}";
+    let full = Engine::always(vec![json("503 Service Unavailable", body)]).await;
+    let full_too = Engine::always(vec![json("503 Service Unavailable", body)]).await;
+    let alive = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&full, &alive, &full_too]).await;
+    for _ in 0..8 {
+        assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+    }
+    fleet.is_idle().await;
+
+    let fleet = Fleet::start(&[&full, &full_too]).await;
+    let tried = full.requests().len() + full_too.requests().len();
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!((answer.status, answer.body.as_str()), (503, body));
+    assert_eq!(full.requests().len() + full_too.requests().len(), tried + 2);
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::EngineError, 503), 1);
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_breaks_before_a_byte_is_replaced_once() {
+    let engine = Engine::start(|number| match number {
+        1 => vec![Step::Close],
+        _ => vec![json("200 OK", "{}")],
+    })
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    assert_eq!(client.ask(chat("")).await.status, 200);
+    assert_eq!(client.ask(chat("")).await.status, 200);
+    assert_eq!((engine.requests().len(), engine.connections()), (3, 2));
+    assert_eq!(fleet.metrics.pool.reset.get(), 1);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_breaks_within_the_head_is_not_repeated() {
+    let engine = Engine::start(|number| match number {
+        1 => vec![Step::Send(b"HTTP/1.1 200 OK\r\n".to_vec()), Step::Close],
+        _ => vec![json("200 OK", "{}")],
+    })
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    assert_eq!(client.ask(chat("")).await.status, 200);
+    assert_eq!(client.ask(chat("")).await.status, 502);
+    assert_eq!(engine.requests().len(), 2);
+}
+
+#[tokio::test]
+async fn a_new_connection_that_breaks_is_not_repeated() {
+    let (engine, other) = (
+        Engine::always(vec![Step::Close]).await,
+        Engine::always(vec![Step::Close]).await,
+    );
+    let fleet = Fleet::start(&[&engine, &other]).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (502, "backend_broke")
+    );
+    assert_eq!(engine.requests().len() + other.requests().len(), 1);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_connection_the_engine_closed_while_idle_is_not_used() {
+    let engine = Engine::always(vec![json("200 OK", "{}"), Step::Close]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    for _ in 0..5 {
+        assert_eq!(client.ask(chat("")).await.status, 200);
+    }
+    assert_eq!((engine.requests().len(), engine.connections()), (5, 5));
+}
