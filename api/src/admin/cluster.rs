@@ -6,10 +6,11 @@ use axum::extract::State;
 use axum::response::Response;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
-use state::ids::ReplicaId;
+use state::AuditEntry;
+use state::ids::{LogIndex, ReplicaId};
 
 use super::answer::{
-    At, Json, MaybeJson, Params, ReadLevel, ReadQuery, at_level, changed, invalid, json,
+    At, Json, ListQuery, MaybeJson, Params, ReadLevel, ReadQuery, at_level, changed, invalid, json,
     not_changed, retry_after,
 };
 use super::digests::hex;
@@ -101,6 +102,32 @@ fn replica(id: u8, field: &str) -> Result<ReplicaId, Problem> {
         return Err(invalid(field, "0, expected a replica id from 1 to 255"));
     }
     Ok(ReplicaId(id))
+}
+
+#[derive(Serialize)]
+struct Audit {
+    index: LogIndex,
+    writes: Vec<AuditEntry>,
+}
+
+pub(super) async fn audit(
+    State(admin): State<Shared>,
+    Params(query): Params<ListQuery>,
+) -> Result<Response, Problem> {
+    let limit = query.limit()?;
+    if query.cursor.is_some() {
+        return Err(invalid("cursor", "given, expected none: the list is short"));
+    }
+    at_level(&admin, query.read).await?;
+    let mut audit = Audit {
+        index: LogIndex(0),
+        writes: Vec::new(),
+    };
+    admin.cluster.with_state(&mut |state| {
+        audit.index = admin.view.applied();
+        audit.writes = state.audit().take(limit).cloned().collect();
+    });
+    Ok(json(&audit))
 }
 
 #[derive(Default, Deserialize)]

@@ -4,6 +4,7 @@
 //! registry ([`registry_changes`]); both are pure. [`follow`] takes the looks. A subscriber that
 //! does not keep up loses the oldest events and is told how many.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,7 +12,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::Serialize;
 use state::ids::ReplicaId;
 use state::policy::PolicyConfig;
-use state::{Registry, View};
+use state::{Backend, Registry, View};
 use tokio::sync::broadcast;
 use tokio_util::sync::CancellationToken;
 
@@ -265,15 +266,13 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<Event> {
             change,
         });
     };
-    for backend in &before.backends {
-        let id = &backend.spec.id;
-        if !after.backends.iter().any(|b| b.spec.id == *id) {
-            push(id, BackendChange::Removed);
-        }
+    let (earlier, later) = (by_id(before), by_id(after));
+    for id in earlier.keys().filter(|id| !later.contains_key(*id)) {
+        push(id, BackendChange::Removed);
     }
     for backend in &after.backends {
         let id = &backend.spec.id;
-        let Some(earlier) = before.backends.iter().find(|b| b.spec.id == *id) else {
+        let Some(earlier) = earlier.get(id.as_str()) else {
             push(id, BackendChange::Added);
             continue;
         };
@@ -296,6 +295,11 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<Event> {
     events
 }
 
+fn by_id(registry: &Registry) -> BTreeMap<&str, &Backend> {
+    let backends = registry.backends.iter();
+    backends.map(|b| (b.spec.id.as_str(), b)).collect()
+}
+
 /// Watches the cluster and the registry until `stop` and sends what changes to `events`.
 pub async fn follow(
     cluster: Arc<dyn Cluster>,
@@ -314,11 +318,11 @@ pub async fn follow(
         }
         let status_after = cluster.status();
         let registry_after = view.registry();
-        let found = status_changes(&status, &status_after);
-        for event in found
-            .into_iter()
-            .chain(registry_changes(&registry, &registry_after))
-        {
+        let mut found = status_changes(&status, &status_after);
+        if !Arc::ptr_eq(&registry, &registry_after) {
+            found.append(&mut registry_changes(&registry, &registry_after));
+        }
+        for event in found {
             events.send(event);
         }
         status = status_after;

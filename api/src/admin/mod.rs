@@ -247,6 +247,12 @@ const ROUTES: &[Route] = &[
         handlers: || get(policy::show).merge(put(policy::put)),
     },
     Route {
+        path: "/admin/v1/audit",
+        methods: "GET",
+        what: "the last administrative writes, newest first; ?limit",
+        handlers: || get(cluster::audit),
+    },
+    Route {
         path: "/admin/v1/events",
         methods: "GET",
         what: "server-sent events: leader, members, backends, policy, snapshots",

@@ -13,6 +13,8 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 
+const HTTP_PORT: u16 = 80;
+
 /// An answer, read whole.
 #[derive(Debug)]
 pub(crate) struct Answer {
@@ -25,6 +27,8 @@ pub(crate) struct Answer {
 pub(crate) enum ProbeFailure {
     #[error("{0:?} is not http://host:port")]
     Url(String),
+    #[error("{0:?} is not a path")]
+    Path(String),
     #[error("connect: {0}")]
     Connect(std::io::Error),
     #[error("no answer within {0:?}")]
@@ -86,7 +90,7 @@ impl ProbeClient {
     /// `GET path`, with an answer of at most `body_bytes_max`.
     pub(crate) async fn get(
         &mut self,
-        path: &'static str,
+        path: &str,
         body_bytes_max: usize,
     ) -> Result<Answer, ProbeFailure> {
         let limit = self.timeout;
@@ -105,7 +109,7 @@ impl ProbeClient {
     async fn exchange(
         &self,
         kept: Option<Connection>,
-        path: &'static str,
+        path: &str,
         body_bytes_max: usize,
     ) -> Result<(Answer, Connection), ProbeFailure> {
         if let Some(mut connection) = kept.filter(|kept| !kept.sender.is_closed()) {
@@ -139,13 +143,14 @@ impl ProbeClient {
     async fn ask(
         &self,
         connection: &mut Connection,
-        path: &'static str,
+        path: &str,
         body_bytes_max: usize,
     ) -> Result<Answer, ProbeFailure> {
+        let request = self.request(path)?;
         let sender = &mut connection.sender;
         sender.ready().await.map_err(ProbeFailure::Http)?;
         let response = sender
-            .send_request(self.request(path))
+            .send_request(request)
             .await
             .map_err(ProbeFailure::Http)?;
         let status = response.status();
@@ -166,9 +171,11 @@ impl ProbeClient {
         })
     }
 
-    fn request(&self, path: &'static str) -> Request<Empty<Bytes>> {
+    fn request(&self, path: &str) -> Result<Request<Empty<Bytes>>, ProbeFailure> {
         let mut request = Request::new(Empty::new());
-        *request.uri_mut() = Uri::from_static(path);
+        *request.uri_mut() = path
+            .parse()
+            .map_err(|_| ProbeFailure::Path(path.to_owned()))?;
         let headers = request.headers_mut();
         headers.insert(HOST, self.host.clone());
         headers.insert(ACCEPT, HeaderValue::from_static("*/*"));
@@ -176,6 +183,6 @@ impl ProbeClient {
         if let Some(authorization) = &self.authorization {
             headers.insert(AUTHORIZATION, authorization.clone());
         }
-        request
+        Ok(request)
     }
 }

@@ -1,8 +1,9 @@
 //! What is known of each backend at the moment, where the data plane reads it without waiting.
 //!
-//! One [`Cell`] per slot. Writers (the probes, and the data plane when a request fails) take the
-//! cell's short lock, change the record and publish it twice: as one packed word for the candidate
-//! loop of every request, and as an [`Arc<Health>`] for whoever wants the words too.
+//! A [`Board`] has one cell per slot. Writers (the probes, and the data plane when a request fails)
+//! take the cell's short lock, change the record and publish it twice: as one packed word for the
+//! candidate loop of every request, side by side with the other slots' words, and as an
+//! [`Arc<Health>`] for whoever wants the words too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use arc_swap::ArcSwapOption;
 use serde::Serialize;
 use state::command::EngineFacts;
+use state::ids::Slot;
 use tokio::sync::Notify;
 
 use super::engine::EngineMetrics;
@@ -165,53 +167,80 @@ struct Tenant {
 
 /// One slot's place.
 #[derive(Default)]
-pub(crate) struct Cell {
-    glance: AtomicU64,
+struct Cell {
     health: ArcSwapOption<Health>,
     tenant: Mutex<Tenant>,
-    /// Woken when the data plane saw a failure and the backend should be probed at once.
-    pub(crate) alarm: Notify,
+    alarm: Notify,
 }
 
-impl Cell {
-    /// Figures for a decision; `None` when nothing stands here.
-    pub(crate) fn glance(&self) -> Option<Glance> {
-        Glance::unpack(self.glance.load(Ordering::Acquire))
+/// What is known of every slot.
+pub(crate) struct Board {
+    /// Apart from the cells: a decision that looks at hundreds of backends reads a few cache lines.
+    glances: Box<[AtomicU64]>,
+    cells: Box<[Cell]>,
+}
+
+impl Board {
+    pub(crate) fn new(slots: usize) -> Self {
+        Self {
+            glances: (0..slots).map(|_| AtomicU64::new(0)).collect(),
+            cells: (0..slots).map(|_| Cell::default()).collect(),
+        }
     }
 
-    pub(crate) fn health(&self) -> Option<Arc<Health>> {
-        self.health.load_full()
+    /// Figures for a decision; `None` when nothing stands there.
+    pub(crate) fn glance(&self, slot: Slot) -> Option<Glance> {
+        let glance = self.glances.get(usize::from(slot.0))?;
+        Glance::unpack(glance.load(Ordering::Acquire))
     }
 
-    pub(crate) fn record(&self) -> Option<Record> {
-        self.lock().record.clone()
+    pub(crate) fn health(&self, slot: Slot) -> Option<Arc<Health>> {
+        self.cell(slot)?.health.load_full()
     }
 
-    /// A backend that nothing is known of moves in.
-    pub(crate) fn move_in(&self, id: &str) -> Tenancy {
-        let mut tenant = self.lock();
-        tenant.tenancy.0 += 1;
-        tenant.record = Some(Record::unprobed(id));
-        self.publish(&tenant);
-        tenant.tenancy
+    pub(crate) fn record(&self, slot: Slot) -> Option<Record> {
+        self.cell(slot)?.lock().record.clone()
+    }
+
+    /// Woken when the data plane saw a failure and the backend should be probed at once.
+    ///
+    /// # Panics
+    /// For a slot off the board.
+    pub(crate) fn alarm(&self, slot: Slot) -> &Notify {
+        &self.cells[usize::from(slot.0)].alarm
+    }
+
+    /// A backend that nothing is known of moves in. A slot off the board stays as it is.
+    pub(crate) fn move_in(&self, slot: Slot, id: &str) -> Tenancy {
+        self.replace(slot, Some(Record::unprobed(id)))
     }
 
     /// The backend is gone.
-    pub(crate) fn move_out(&self) {
-        let mut tenant = self.lock();
-        tenant.tenancy.0 += 1;
-        tenant.record = None;
-        self.publish(&tenant);
+    pub(crate) fn move_out(&self, slot: Slot) {
+        self.replace(slot, None);
     }
 
-    /// Changes the record of `tenancy`, unless it is over. `None` stands for whoever lives here.
+    fn replace(&self, slot: Slot, record: Option<Record>) -> Tenancy {
+        let Some(cell) = self.cell(slot) else {
+            return Tenancy::default();
+        };
+        let mut tenant = cell.lock();
+        tenant.tenancy.0 += 1;
+        tenant.record = record;
+        self.publish(slot, cell, &tenant);
+        tenant.tenancy
+    }
+
+    /// Changes the record of `tenancy`, unless it is over. `None` stands for whoever lives there.
     /// Answers whether the backend became healthy or unhealthy by it.
     pub(crate) fn update(
         &self,
+        slot: Slot,
         tenancy: Option<Tenancy>,
         change: impl FnOnce(&mut Record),
     ) -> Option<bool> {
-        let mut tenant = self.lock();
+        let cell = self.cell(slot)?;
+        let mut tenant = cell.lock();
         if tenancy.is_some_and(|tenancy| tenancy != tenant.tenancy) {
             return None;
         }
@@ -219,17 +248,23 @@ impl Cell {
         let was_healthy = record.is_healthy;
         change(record);
         let turned = (record.is_healthy != was_healthy).then_some(record.is_healthy);
-        self.publish(&tenant);
+        self.publish(slot, cell, &tenant);
         turned
     }
 
-    fn publish(&self, tenant: &Tenant) {
+    fn publish(&self, slot: Slot, cell: &Cell, tenant: &Tenant) {
         let health = tenant.record.as_ref().map(Record::health);
         let word = health.as_ref().map_or(0, Glance::pack);
-        self.health.store(health.map(Arc::new));
-        self.glance.store(word, Ordering::Release);
+        cell.health.store(health.map(Arc::new));
+        self.glances[usize::from(slot.0)].store(word, Ordering::Release);
     }
 
+    fn cell(&self, slot: Slot) -> Option<&Cell> {
+        self.cells.get(usize::from(slot.0))
+    }
+}
+
+impl Cell {
     fn lock(&self) -> MutexGuard<'_, Tenant> {
         // A record is whole between any two of its changes: a panic elsewhere does not spoil it.
         self.tenant.lock().unwrap_or_else(PoisonError::into_inner)
@@ -242,37 +277,39 @@ mod tests {
 
     use super::*;
 
+    const S: Slot = Slot(0);
+
     #[test]
     fn two_failures_in_a_row_make_unhealthy_and_one_success_healthy() {
-        let cell = Cell::default();
-        assert_eq!(cell.glance(), None);
-        let tenancy = Some(cell.move_in("a"));
-        assert!(!cell.glance().unwrap().is_healthy);
-        assert_eq!(cell.update(tenancy, Record::passed), Some(true));
-        assert_eq!(cell.update(tenancy, |r| r.failed("one".into())), None);
-        assert_eq!(cell.update(tenancy, Record::passed), None);
-        assert_eq!(cell.update(tenancy, |r| r.failed("one".into())), None);
-        assert!(cell.health().unwrap().is_healthy);
+        let board = Board::new(1);
+        assert_eq!(board.glance(S), None);
+        let tenancy = Some(board.move_in(S, "a"));
+        assert!(!board.glance(S).unwrap().is_healthy);
+        assert_eq!(board.update(S, tenancy, Record::passed), Some(true));
+        assert_eq!(board.update(S, tenancy, |r| r.failed("one".into())), None);
+        assert_eq!(board.update(S, tenancy, Record::passed), None);
+        assert_eq!(board.update(S, tenancy, |r| r.failed("one".into())), None);
+        assert!(board.health(S).unwrap().is_healthy);
         assert_eq!(
-            cell.update(None, |r| r.failed("two".into())),
+            board.update(S, None, |r| r.failed("two".into())),
             Some(false),
             "a report of the data plane counts like a probe"
         );
-        assert_eq!(cell.health().unwrap().detail.as_deref(), Some("two"));
-        assert_eq!(cell.update(tenancy, Record::passed), Some(true));
-        assert_eq!(cell.record().unwrap().failures_total, 3);
+        assert_eq!(board.health(S).unwrap().detail.as_deref(), Some("two"));
+        assert_eq!(board.update(S, tenancy, Record::passed), Some(true));
+        assert_eq!(board.record(S).unwrap().failures_total, 3);
     }
 
     #[test]
     fn a_probe_of_an_earlier_backend_changes_nothing() {
-        let cell = Cell::default();
-        let first = cell.move_in("a");
-        cell.move_out();
-        assert_eq!(cell.update(Some(first), Record::passed), None);
-        assert_eq!(cell.health(), None);
-        cell.move_in("a");
-        assert_eq!(cell.update(Some(first), Record::passed), None);
-        assert!(!cell.health().unwrap().is_healthy);
+        let board = Board::new(1);
+        let first = board.move_in(S, "a");
+        board.move_out(S);
+        assert_eq!(board.update(S, Some(first), Record::passed), None);
+        assert_eq!(board.health(S), None);
+        board.move_in(S, "a");
+        assert_eq!(board.update(S, Some(first), Record::passed), None);
+        assert!(!board.health(S).unwrap().is_healthy);
     }
 
     #[test]

@@ -33,13 +33,13 @@ pub use engine::{EngineMetrics, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Glance, Health, Record, SCRAPE_FAILURES_MAX};
 
-use health::Cell;
+use health::Board;
 
 use crate::admin::{Event, Events};
 
 /// What a replica knows of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {
-    cells: Box<[Cell]>,
+    board: Board,
     settings: ProbeSettings,
     events: OnceLock<Events>,
     changes: watch::Sender<u64>,
@@ -58,7 +58,7 @@ pub struct ProbeSettings {
     pub registry_interval: Duration,
     /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` the engine
     /// knows. (SGLang's `/health` generates a token when idle, which is why it is not the first.)
-    pub health_path: Option<&'static str>,
+    pub health_path: Option<String>,
     /// `authorization` header of probes, for engines that want a key.
     pub authorization: Option<HeaderValue>,
 }
@@ -92,7 +92,7 @@ impl Backends {
     #[must_use]
     pub fn new(settings: ProbeSettings) -> Self {
         Self {
-            cells: (0..BACKENDS_MAX).map(|_| Cell::default()).collect(),
+            board: Board::new(BACKENDS_MAX),
             settings,
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
@@ -114,20 +114,20 @@ impl Backends {
     /// Health of the backend in `slot`; `None` when nothing stands there. Never waits.
     #[must_use]
     pub fn health(&self, slot: Slot) -> Option<Arc<Health>> {
-        self.cell(slot)?.health()
+        self.board.health(slot)
     }
 
     /// The figures of [`Backends::health`] that a decision needs: one atomic load, nothing shared
     /// is written. `None` when nothing stands in `slot`.
     #[must_use]
     pub fn glance(&self, slot: Slot) -> Option<Glance> {
-        self.cell(slot)?.glance()
+        self.board.glance(slot)
     }
 
     /// Everything known of the backend in `slot`, for display.
     #[must_use]
     pub fn record(&self, slot: Slot) -> Option<Record> {
-        self.cell(slot)?.record()
+        self.board.record(slot)
     }
 
     /// Counts changes of what is known: for whoever waits until a backend is healthy, or gone.
@@ -139,10 +139,14 @@ impl Backends {
     /// A request to it failed to connect or was cut off: counts as a failed probe, so that a dead
     /// engine is passed over before the next probe, which comes at once.
     pub fn report_failure(&self, slot: Slot) {
-        let Some(cell) = self.cell(slot) else { return };
-        let turned = cell.update(None, |record| record.failed("a request failed".to_owned()));
+        if self.glance(slot).is_none() {
+            return;
+        }
+        let turned = self.board.update(slot, None, |record| {
+            record.failed("a request failed".to_owned());
+        });
         self.changes.send_modify(|changes| *changes += 1);
-        cell.alarm.notify_one();
+        self.board.alarm(slot).notify_one();
         if turned.is_some() {
             self.tell(slot, false);
         }
@@ -150,9 +154,8 @@ impl Backends {
 
     /// Takes `health` for what is known of `slot` without probing: for simulations and tests.
     pub fn assume(&self, slot: Slot, health: &Health) {
-        let Some(cell) = self.cell(slot) else { return };
-        let tenancy = cell.move_in(&format!("slot-{slot}"));
-        cell.update(Some(tenancy), |record| {
+        let tenancy = self.board.move_in(slot, &format!("slot-{slot}"));
+        self.board.update(slot, Some(tenancy), |record| {
             record.is_healthy = health.is_healthy;
             record.detail.clone_from(&health.detail);
             record.metrics.waiting = Some(health.waiting);
@@ -160,10 +163,6 @@ impl Backends {
             record.metrics.kv_usage_permille = Some(health.kv_usage_permille);
         });
         self.changes.send_modify(|changes| *changes += 1);
-    }
-
-    fn cell(&self, slot: Slot) -> Option<&Cell> {
-        self.cells.get(usize::from(slot.0))
     }
 
     /// Says that the backend in `slot` became healthy or unhealthy.

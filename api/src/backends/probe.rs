@@ -3,20 +3,21 @@
 //! Each task runs two loops side by side on a connection of their own: liveness, and what the
 //! engine says of itself. A metrics page that takes its time must not look like a dead engine.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use http::StatusCode;
 use state::ids::Slot;
-use state::{Backend, View};
+use state::{Backend, Registry, View};
 use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::client::{Answer, ProbeClient, ProbeFailure};
 use super::engine::{self, EngineMetrics};
 use super::facts::{Memory, Round, Saw};
-use super::health::{Cell, Record, Tenancy};
+use super::health::{Record, Tenancy};
 use super::{Backends, Hooks, text};
 
 /// Health paths in the order they are tried; the first the engine knows is kept.
@@ -58,6 +59,7 @@ pub(super) async fn supervise(
     stop: &CancellationToken,
 ) {
     let mut running: BTreeMap<Slot, Running> = BTreeMap::new();
+    let mut seen: Option<Arc<Registry>> = None;
     let mut ticks = tokio::time::interval(backends.settings.registry_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -66,13 +68,16 @@ pub(super) async fn supervise(
             _ = ticks.tick() => {}
         }
         let registry = view.registry();
+        if seen
+            .as_ref()
+            .is_some_and(|seen| Arc::ptr_eq(seen, &registry))
+        {
+            continue;
+        }
         running.retain(|slot, probe| {
-            let is_there = registry
-                .backends
-                .iter()
-                .any(|b| b.handle.slot == *slot && b.spec.url == probe.url);
+            let is_there = backend_at(&registry, *slot, &probe.url).is_some();
             if !is_there {
-                backends.cells[usize::from(slot.0)].move_out();
+                backends.board.move_out(*slot);
                 backends.changes.send_modify(|changes| *changes += 1);
             }
             is_there
@@ -82,7 +87,17 @@ pub(super) async fn supervise(
                 .entry(backend.handle.slot)
                 .or_insert_with(|| start(backends, view, hooks, backend));
         }
+        seen = Some(registry);
     }
+}
+
+/// The backend in `slot`, if it is the one at `url`.
+fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> Option<&'a Backend> {
+    let place = registry
+        .backends
+        .binary_search_by_key(&slot, |backend| backend.handle.slot)
+        .ok()?;
+    Some(&registry.backends[place]).filter(|backend| backend.spec.url == url)
 }
 
 fn start(backends: &Arc<Backends>, view: &Arc<View>, hooks: &Hooks, backend: &Backend) -> Running {
@@ -93,7 +108,7 @@ fn start(backends: &Arc<Backends>, view: &Arc<View>, hooks: &Hooks, backend: &Ba
         hooks: hooks.clone(),
         slot,
         url: backend.spec.url.clone(),
-        tenancy: backends.cells[usize::from(slot.0)].move_in(&backend.spec.id),
+        tenancy: backends.board.move_in(slot, &backend.spec.id),
     };
     Running {
         url: probe.url.clone(),
@@ -116,12 +131,9 @@ impl Probe {
         }
     }
 
-    fn cell(&self) -> &Cell {
-        &self.backends.cells[usize::from(self.slot.0)]
-    }
-
     fn update(&self, change: impl FnOnce(&mut Record)) {
-        let turned = self.cell().update(Some(self.tenancy), change);
+        let board = &self.backends.board;
+        let turned = board.update(self.slot, Some(self.tenancy), change);
         self.backends.changes.send_modify(|changes| *changes += 1);
         if let Some(is_healthy) = turned {
             self.backends.tell(self.slot, is_healthy);
@@ -129,7 +141,7 @@ impl Probe {
     }
 
     async fn watch_liveness(&self, mut client: ProbeClient) {
-        let mut path = Path::new(self.backends.settings.health_path);
+        let mut path = Path::new(self.backends.settings.health_path.clone());
         loop {
             match path.probe(&mut client).await {
                 Ok(()) => self.update(Record::passed),
@@ -143,7 +155,7 @@ impl Probe {
             tokio::time::sleep(gap).await;
             tokio::select! {
                 () = tokio::time::sleep(pause - gap) => {}
-                () = self.cell().alarm.notified() => {}
+                () = self.backends.board.alarm(self.slot).notified() => {}
             }
         }
     }
@@ -208,12 +220,10 @@ impl Probe {
 
     fn tell_news(&self, memory: &mut Memory, saw: &Saw) {
         let registry = self.view.registry();
-        let known = registry
-            .backends
-            .iter()
-            .find(|b| b.handle.slot == self.slot && b.spec.url == self.url);
-        // Removed or moved meanwhile: these words are about another engine.
-        let Some(known) = known else { return };
+        let Some(known) = backend_at(&registry, self.slot, &self.url) else {
+            // Removed or moved meanwhile: these words are about another engine.
+            return;
+        };
         let model = known
             .facts
             .models
@@ -238,35 +248,35 @@ impl Probe {
 /// Which path tells liveness.
 struct Path {
     /// Fixed by the settings, or found out.
-    known: Option<&'static str>,
+    known: Option<Cow<'static, str>>,
     is_fixed: bool,
 }
 
 impl Path {
-    fn new(fixed: Option<&'static str>) -> Self {
+    fn new(fixed: Option<String>) -> Self {
         Self {
-            known: fixed,
             is_fixed: fixed.is_some(),
+            known: fixed.map(Cow::Owned),
         }
     }
 
     /// Asks once; while no path is known, every candidate.
     async fn probe(&mut self, client: &mut ProbeClient) -> Result<(), String> {
-        let known = self.known;
-        let candidates = match &known {
-            Some(path) => std::slice::from_ref(path),
-            None => &HEALTH_PATHS[..],
+        let candidates = match self.known.clone() {
+            Some(path) => vec![path],
+            None => HEALTH_PATHS.map(Cow::Borrowed).to_vec(),
         };
         let mut why = String::new();
-        for &path in candidates {
+        for path in candidates {
             let answer = client
-                .get(path, HEALTH_BYTES_MAX)
+                .get(&path, HEALTH_BYTES_MAX)
                 .await
                 .map_err(|failure| failure.to_string())?;
             if !is_unknown_path(answer.status) {
                 let verdict = success(Ok(answer)).map(drop);
+                let verdict = verdict.map_err(|why| format!("{path}: {why}"));
                 self.known = Some(path);
-                return verdict.map_err(|why| format!("{path}: {why}"));
+                return verdict;
             }
             why = format!("{path}: status {}", answer.status.as_u16());
         }

@@ -175,6 +175,25 @@ async fn the_cluster_is_shown() {
 }
 
 #[tokio::test]
+async fn the_last_writes_are_shown_newest_first() {
+    let bench = Bench::with_backends();
+    let audit = bench.get("/admin/v1/audit?limit=2").await;
+    assert_eq!(audit["index"], 3);
+    let seen: Vec<_> = audit["writes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|write| (write["index"].clone(), write["subject"].clone()))
+        .collect();
+    assert_eq!(
+        seen,
+        [(json!(3), json!("gpu-2")), (json!(2), json!("gpu-1"))]
+    );
+    let page = ("GET", "/admin/v1/audit?cursor=1", "");
+    bench.problem(page, 400, "invalid").await;
+}
+
+#[tokio::test]
 async fn a_linearizable_read_waits_for_the_barrier() {
     let bench = Bench::with_backends();
     let explain = r#"{"path":"/v1/completions","body":{"model":"m","prompt":"p"}}"#;
@@ -186,6 +205,7 @@ async fn a_linearizable_read_waits_for_the_barrier() {
         ("GET", "/admin/v1/ownership", ""),
         ("GET", "/admin/v1/blocks/00000000000000a2", ""),
         ("GET", "/admin/v1/policy", ""),
+        ("GET", "/admin/v1/audit", ""),
         ("GET", "/admin/v1/digest", ""),
         ("POST", "/admin/v1/explain", explain),
     ];
