@@ -6,13 +6,16 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::Log;
 
+/// Dependencies that tell each step of their work at `info`; a filter that names them outranks this.
+const QUIET: &str = "openraft=warn,sled=warn,h2=warn,hyper=warn,tonic=warn";
+
 /// Sets up logging for the whole process. Call once, from a program's `main`; a library or test
 /// that embeds a replica sets up its own, or none.
 ///
 /// # Errors
 /// When the filter does not parse, or logging is set up already.
 pub fn init(log: &Log) -> anyhow::Result<()> {
-    let filter = EnvFilter::builder().parse(&log.filter)?;
+    let filter = EnvFilter::builder().parse(format!("{QUIET},{}", log.filter))?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use api::proxy::{ApiKeys, ProxySettings};
 use http::StatusCode;
-use raft::{Formation, Options, Peers};
+use raft::{Formation, Options, Peers, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
 use state::ids::SessionId;
 
@@ -57,6 +57,7 @@ pub(super) fn raft_options(config: &Config, addresses: &Addresses, session: Sess
         election_timeout: config.cluster.election_timeout.clone(),
         snapshot_every_entries: config.cluster.snapshot_every_entries,
         snapshot_every_bytes: config.cluster.snapshot_every_bytes,
+        storage: Storage::Sled,
     }
 }
 

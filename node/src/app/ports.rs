@@ -121,6 +121,8 @@ impl Propose for LogPort {
 fn propose_failure(error: ProposeError) -> ProposeFailure {
     match error {
         ProposeError::NoLeader => ProposeFailure::Unavailable("no leader is known".to_owned()),
+        // Batches are cut far below the bound, so this is an admin command. It entered no log.
+        error @ ProposeError::TooLarge { .. } => ProposeFailure::Unavailable(error.to_string()),
         ProposeError::Unknown(why) => ProposeFailure::Unknown(why),
         ProposeError::Stopped(_) => ProposeFailure::Stopping,
     }

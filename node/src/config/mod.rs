@@ -10,6 +10,8 @@ mod schema;
 mod value;
 
 #[cfg(test)]
+mod reference;
+#[cfg(test)]
 mod tests;
 
 use std::net::SocketAddr;

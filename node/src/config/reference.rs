@@ -1,0 +1,65 @@
+//! Keeps docs/CONFIG.md equal to the key table. To write it anew: `UPDATE_EXPECT=1 cargo test -p
+//! node reference`.
+
+use std::fmt::Write;
+
+use expect_test::expect_file;
+
+use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, Kind, MODEL_KEYS};
+
+const INTRODUCTION: &str = "# Config
+
+A replica reads one TOML file: `quorate serve --config FILE`. A value is taken from the first of
+these that sets it: `--set section.key=value`, the environment variable `QUORATE_SECTION__KEY`
+(lists with commas, `-` as `_`), the file, the default. Unknown keys are errors, in all of them.
+
+`quorate config check` tells every fault at once, `quorate config print` shows each effective value
+with where it came from, `quorate config schema` prints a JSON Schema for editors. Lists of tables
+(`[[models]]`, `[[backends]]`) stand in the file only. The tables below are made from the same
+source as all of these.
+";
+
+fn rows(out: &mut String, keys: &[&Key]) {
+    out.push_str("\n| key | value | default | what |\n| --- | --- | --- | --- |\n");
+    for key in keys {
+        let (_, name) = key.split();
+        let expected = match key.kind {
+            kind if kind.is_list() => format!("a list, each {}", kind.expected()),
+            kind => kind.expected(),
+        };
+        let absent = match key.absent {
+            Absent::Required => "must be set".to_owned(),
+            Absent::Unset => "none".to_owned(),
+            Absent::Default(text) => format!("`{text}`"),
+        };
+        writeln!(out, "| `{name}` | {expected} | {absent} | {} |", key.about).unwrap();
+    }
+}
+
+#[test]
+fn the_reference_says_what_the_key_table_says() {
+    let mut page = INTRODUCTION.to_owned();
+    let is_available = |key: &&Key| key.kind != Kind::Later;
+    let mut sections: Vec<&str> = Vec::new();
+    for (section, _) in KEYS.iter().filter(is_available).map(Key::split) {
+        if !sections.contains(&section) {
+            sections.push(section);
+        }
+    }
+    for section in sections {
+        let keys = KEYS
+            .iter()
+            .filter(is_available)
+            .filter(|key| key.split().0 == section);
+        writeln!(page, "\n## `[{section}]`").unwrap();
+        rows(&mut page, &keys.collect::<Vec<_>>());
+    }
+    for (list, keys) in [("models", MODEL_KEYS), ("backends", BACKEND_KEYS)] {
+        writeln!(page, "\n## `[[{list}]]`").unwrap();
+        rows(
+            &mut page,
+            &keys.iter().filter(is_available).collect::<Vec<_>>(),
+        );
+    }
+    expect_file!["../../../docs/CONFIG.md"].assert_eq(&page);
+}

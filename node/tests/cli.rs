@@ -1,0 +1,101 @@
+//! The program as a user meets it: what goes to stdout, what to stderr, and how it exits.
+
+use std::process::{Command, Output};
+
+fn quorate(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_quorate"));
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("QUORATE_") {
+            command.env_remove(name);
+        }
+    }
+    command.args(args).output().expect("run quorate")
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("output is UTF-8")
+}
+
+#[test]
+fn the_example_configs_are_right() {
+    let deploy = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/local");
+    for replica in ["n1", "n2", "n3"] {
+        let output = quorate(&[
+            "config",
+            "check",
+            "--config",
+            &format!("{deploy}/{replica}.toml"),
+        ]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn a_faulty_config_exits_2_and_tells_all_on_stderr() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let file = dir.path().join("faulty.toml");
+    std::fs::write(&file, "[node]\nid = 0\nname = \"x\"\n").unwrap();
+    for command in [
+        &["config", "check"][..],
+        &["config", "print"],
+        &["serve"],
+        &["recover"],
+    ] {
+        let output = quorate(&[command, &["--config", file.to_str().unwrap()]].concat());
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{command:?}: {told}");
+        assert!(output.stdout.is_empty(), "{command:?}");
+        assert!(
+            told.contains("node.id is 0") && told.contains("unknown key node.name"),
+            "{told}"
+        );
+        assert!(
+            told.contains("2 faults") && !told.contains('\u{1b}'),
+            "{told}"
+        );
+    }
+}
+
+#[test]
+fn bad_usage_exits_2() {
+    for args in [
+        &[][..],
+        &["serve", "--nonsense"],
+        &["no-such-command"],
+        &["explain"],
+    ] {
+        assert_eq!(quorate(args).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn a_command_that_finds_nobody_exits_1() {
+    // Port 1 is reserved and nobody listens there.
+    let output = quorate(&["status", "--admin", "http://127.0.0.1:1"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).starts_with("error: GET http://127.0.0.1:1/admin/v1/cluster"));
+}
+
+#[test]
+fn what_is_for_other_programs_is_well_formed() {
+    let schema = quorate(&["config", "schema"]);
+    let schema: serde_json::Value = serde_json::from_slice(&schema.stdout).expect("schema is JSON");
+    assert_eq!(schema["type"], "object");
+    let completions = quorate(&["completions", "bash"]);
+    assert!(text(&completions.stdout).contains("transfer-leader"));
+    let man = quorate(&["man"]);
+    assert!(text(&man.stdout).contains(".TH quorate"));
+}
+
+#[test]
+fn recover_on_an_empty_folder_changes_nothing() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let data_dir = format!("node.data_dir={}", dir.path().join("data").display());
+    let output = quorate(&["recover", "--set", "node.id=1", "--set", &data_dir]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(
+        text(&output.stdout).contains("nothing to do"),
+        "{}",
+        text(&output.stdout)
+    );
+}

@@ -1,0 +1,339 @@
+//! Whole replicas in one process: real raft, real sockets on loopback, emulated engines.
+
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Method, Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use node::app::{Addresses, App, ShutdownHandle, Sockets};
+use node::config::{Config, Listen, Origin, load};
+use node::engine::{Engine, EngineHandle, EngineOptions};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+
+/// Bound of every wait: a broken cluster fails the test in this time.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Longer than several blocks of 128 bytes, so that a prefix can match.
+const SYSTEM: &str = "You are the keeper of a lighthouse. Answer in one sentence, in plain words, \
+    without naming the sea. If somebody asks for the weather, tell the time instead. If somebody \
+    asks for the time, tell them that the lamp is lit, and that it has been lit all night long. \
+    Never say who built the tower, how tall it is, or how many steps lead up to the lamp room.";
+
+struct Http(Client<HttpConnector, Full<Bytes>>);
+
+impl Http {
+    fn new() -> Self {
+        Self(Client::builder(TokioExecutor::new()).build_http())
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        url: &str,
+        body: &Value,
+    ) -> (StatusCode, HeaderMap, Value) {
+        let body = if body.is_null() {
+            Bytes::new()
+        } else {
+            Bytes::from(body.to_string())
+        };
+        let request = Request::builder()
+            .method(method)
+            .uri(url)
+            .header("content-type", "application/json")
+            .body(Full::new(body))
+            .unwrap();
+        let (head, body) = self.0.request(request).await.unwrap().into_parts();
+        let bytes = body.collect().await.unwrap().to_bytes();
+        (
+            head.status,
+            head.headers,
+            serde_json::from_slice(&bytes).unwrap_or(Value::Null),
+        )
+    }
+
+    async fn get(&self, url: &str) -> (StatusCode, Value) {
+        let (status, _, answer) = self.send(Method::GET, url, &Value::Null).await;
+        (status, answer)
+    }
+
+    /// Asks one question of a conversation and answers the headers.
+    async fn chat(&self, at: &Addresses, user: &str, question: &str) -> HeaderMap {
+        let messages = json!([
+            { "role": "system", "content": format!("{SYSTEM} You talk to {user}.") },
+            { "role": "user", "content": question },
+        ]);
+        let body =
+            json!({ "model": "emulated", "messages": messages, "max_tokens": 4, "user": user });
+        let url = format!("http://{}/v1/chat/completions", at.data);
+        let (status, headers, answer) = self.send(Method::POST, &url, &body).await;
+        assert_eq!(status, StatusCode::OK, "{answer}");
+        headers
+    }
+
+    async fn digest(&self, at: &Addresses) -> Value {
+        let (status, digest) = self
+            .get(&format!("http://{}/admin/v1/digest", at.admin))
+            .await;
+        assert_eq!(status, StatusCode::OK, "{digest}");
+        digest
+    }
+
+    /// Waits until every replica is ready.
+    async fn ready(&self, replicas: &[Addresses]) {
+        for at in replicas {
+            let url = format!("http://{}/readyz", at.admin);
+            let is_ready = async || {
+                let (status, answer) = self.get(&url).await;
+                status == StatusCode::OK && answer["status"] == "ready"
+            };
+            until(&format!("{url} says ready"), is_ready).await;
+        }
+    }
+
+    /// Waits until the replicas stand at one index, and checks that they then hold one state.
+    async fn agree(&self, replicas: &[Addresses]) {
+        let same_index = async || {
+            let mut digests = Vec::new();
+            for at in replicas {
+                digests.push(self.digest(at).await);
+            }
+            let is_same = digests
+                .iter()
+                .all(|digest| digest["index"] == digests[0]["index"]);
+            if is_same {
+                assert!(
+                    digests.iter().all(|digest| *digest == digests[0]),
+                    "{digests:?}"
+                );
+            }
+            is_same
+        };
+        until("all replicas stand at one index", same_index).await;
+    }
+
+    /// Waits until no user has a request in flight by the replicated state.
+    async fn quiet(&self, at: &Addresses) {
+        let url = format!("http://{}/admin/v1/users", at.admin);
+        let is_quiet = async || {
+            let (_, answer) = self.get(&url).await;
+            let users = answer["users"].as_array().unwrap();
+            !users.is_empty() && users.iter().all(|user| user["in_flight"] == 0)
+        };
+        until("no request is in flight", is_quiet).await;
+    }
+}
+
+/// Waits for a condition that stays true once it is.
+async fn until(what: &str, condition: impl AsyncFn() -> bool) {
+    let met = async {
+        let mut looks = tokio::time::interval(Duration::from_millis(20));
+        while !condition().await {
+            looks.tick().await;
+        }
+    };
+    assert!(
+        tokio::time::timeout(PATIENCE, met).await.is_ok(),
+        "not in time: {what}"
+    );
+}
+
+async fn engines(count: usize) -> Vec<EngineHandle> {
+    let mut engines = Vec::new();
+    for seed in 0..count {
+        let options = EngineOptions {
+            speed: 50.0,
+            seed: seed as u64,
+            ..EngineOptions::default()
+        };
+        engines.push(Engine::start(options).await.unwrap());
+    }
+    engines
+}
+
+fn config(id: usize, peers: &[String], engines: &[EngineHandle], dir: &Path) -> Config {
+    let mut text = format!(
+        "[node]\nid = {id}\ndata_dir = {:?}\n[listen]\ndata = \"127.0.0.1:0\"\n\
+         admin = \"127.0.0.1:0\"\npeer = \"127.0.0.1:0\"\n[cluster]\npeers = {peers:?}\n\
+         [drain]\ndns_ttl = \"0s\"\ndeadline = \"5s\"\n",
+        dir.join(format!("n{id}"))
+    );
+    for (nth, engine) in engines.iter().enumerate() {
+        text += &format!(
+            "[[backends]]\nid = \"engine-{nth}\"\nurl = {:?}\n",
+            engine.url()
+        );
+    }
+    let file = dir.join(format!("n{id}.toml"));
+    std::fs::write(&file, text).unwrap();
+    let origin = Origin {
+        file: Some(file),
+        ..Origin::default()
+    };
+    load(&origin)
+        .unwrap_or_else(|faults| panic!("{faults}"))
+        .config
+}
+
+/// A replica that runs until told to leave.
+struct Replica {
+    config: Config,
+    addresses: Addresses,
+    shutdown: ShutdownHandle,
+    running: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Replica {
+    fn run(config: Config, sockets: Sockets) -> Self {
+        let app = App::on(config.clone(), sockets).unwrap();
+        let (addresses, shutdown) = (app.addresses(), ShutdownHandle::new());
+        let running = tokio::spawn(app.run(shutdown.clone()));
+        Self {
+            config,
+            addresses,
+            shutdown,
+            running,
+        }
+    }
+
+    /// Has it leave in peace and waits until it is gone.
+    async fn leave(self) -> (Config, Addresses) {
+        self.shutdown.drain();
+        let left = tokio::time::timeout(PATIENCE, self.running).await;
+        left.expect("the replica leaves in time").unwrap().unwrap();
+        (self.config, self.addresses)
+    }
+
+    /// Starts one again where it was.
+    fn again((config, at): (Config, Addresses)) -> Self {
+        let (data, admin, peer) = (at.data, at.admin, at.peer);
+        let listen = Listen {
+            data,
+            admin,
+            peer,
+            advertise: config.listen.advertise.clone(),
+        };
+        Self::run(config, Sockets::bind(&listen).unwrap())
+    }
+}
+
+fn cluster(count: usize, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica> {
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let listen = Listen {
+        data: any,
+        admin: any,
+        peer: any,
+        advertise: "127.0.0.1".to_owned(),
+    };
+    let sockets: Vec<_> = (0..count)
+        .map(|_| Sockets::bind(&listen).unwrap())
+        .collect();
+    let peers: Vec<_> = sockets
+        .iter()
+        .map(|bound| bound.addresses().unwrap().peer.to_string())
+        .collect();
+    let start =
+        |(nth, sockets)| Replica::run(config(nth + 1, &peers, engines, dir.path()), sockets);
+    sockets.into_iter().enumerate().map(start).collect()
+}
+
+fn addresses(replicas: &[Replica]) -> Vec<Addresses> {
+    replicas.iter().map(|replica| replica.addresses).collect()
+}
+
+/// Leading blocks of the prompt that the router believed cached.
+fn matched(headers: &HeaderMap) -> u32 {
+    let prefix = headers["x-quorate-prefix"].to_str().unwrap();
+    prefix.split_once('/').unwrap().0.parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_replicas_share_what_each_of_them_learns() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(2).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+
+    for user in ["ada", "bo", "cy"] {
+        let first = http.chat(&at[0], user, "Is the lamp lit?").await;
+        http.quiet(&at[0]).await;
+        http.agree(&at).await;
+        for (nth, other) in at.iter().enumerate() {
+            let headers = http.chat(other, user, "What is the time?").await;
+            assert_eq!(headers["x-quorate-replica"], (nth + 1).to_string().as_str());
+            assert_eq!(
+                headers["x-quorate-backend"], first["x-quorate-backend"],
+                "{user}"
+            );
+            assert!(matched(&headers) >= 2, "{headers:?}");
+        }
+    }
+    http.quiet(&at[0]).await;
+    http.agree(&at).await;
+    let (_, users) = http
+        .get(&format!("http://{}/admin/v1/users", at[2].admin))
+        .await;
+    assert_eq!(users["users"].as_array().unwrap().len(), 3, "{users}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_left_comes_back_with_all_it_missed() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    http.chat(&at[0], "ada", "Is the lamp lit?").await;
+
+    // Whoever leads leaves: the others go on under a new leader.
+    let (_, cluster) = http
+        .get(&format!("http://{}/admin/v1/cluster", at[0].admin))
+        .await;
+    let leader = usize::try_from(cluster["leader"].as_u64().unwrap()).unwrap() - 1;
+    let gone = replicas.remove(leader).leave().await;
+    let rest = addresses(&replicas);
+    for _ in 0..3 {
+        for other in &rest {
+            http.chat(other, "bo", "Who is there?").await;
+        }
+    }
+    http.ready(&rest).await;
+    http.quiet(&rest[0]).await;
+    http.agree(&rest).await;
+
+    replicas.push(Replica::again(gone));
+    http.ready(&at).await;
+    http.agree(&at).await;
+    let headers = http.chat(&at[leader], "bo", "Who is there?").await;
+    assert!(matched(&headers) >= 2, "{headers:?}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lone_replica_keeps_its_state_over_a_restart() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replica = cluster(1, &engines, &dir).remove(0);
+    let (http, at) = (Http::new(), replica.addresses);
+    http.ready(&[at]).await;
+    let before = http.chat(&at, "ada", "Is the lamp lit?").await;
+    assert_eq!(matched(&before), 0, "{before:?}");
+
+    let replica = Replica::again(replica.leave().await);
+    http.ready(&[at]).await;
+    let after = http.chat(&at, "ada", "Is the lamp lit?").await;
+    assert!(matched(&after) >= 2, "{after:?}");
+    replica.leave().await;
+}
