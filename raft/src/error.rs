@@ -1,0 +1,69 @@
+//! What can go wrong, by what a caller can do about it.
+
+use std::path::PathBuf;
+
+/// A command that is committed and applied.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Committed {
+    /// Its place in the log.
+    pub index: u64,
+    /// What the machine answered.
+    pub reply: Vec<u8>,
+}
+
+/// Why a proposal is not known to be committed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProposeError {
+    /// Refused before it entered any log: proposing again is safe.
+    #[error("no leader is known")]
+    NoLeader,
+    /// It may or may not be committed, now or later: propose the same bytes again.
+    #[error("outcome unknown: {0}")]
+    Unknown(String),
+    /// This replica is stopping or has stopped.
+    #[error("replica stopped: {0}")]
+    Stopped(String),
+    /// It is larger than [`crate::COMMAND_BYTES_MAX`] and entered no log.
+    #[error("command of {bytes} bytes is larger than {}", crate::COMMAND_BYTES_MAX)]
+    TooLarge {
+        /// Its length.
+        bytes: usize,
+    },
+}
+
+/// Why a change of membership or leadership did not take place.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ChangeError {
+    /// It cannot be done in the present membership; says why.
+    #[error("{0}")]
+    Refused(String),
+    /// Not known to have taken place.
+    #[error("outcome unknown: {0}")]
+    Unknown(String),
+}
+
+/// Why a replica did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// A file of the store is damaged.
+    #[error("{path} is damaged at byte {offset}: {what}")]
+    Damaged {
+        /// The file (or tree and key, for the log inside sled).
+        path: String,
+        /// Where in it; for a log entry its index.
+        offset: u64,
+        /// What was found and what was expected.
+        what: String,
+    },
+    /// The store belongs to another replica or cluster.
+    #[error("{0}")]
+    WrongStore(String),
+    /// The store cannot be opened or written.
+    #[error("open store {path}: {source}")]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}

@@ -1,0 +1,36 @@
+//! The first thing that went wrong beyond repair, told to everybody.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+/// Set once, by whoever finds it: the log, the machine, or Raft. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Fault(Arc<watch::Sender<Option<String>>>);
+
+impl Fault {
+    pub(crate) fn new() -> Self {
+        Self(Arc::new(watch::Sender::new(None)))
+    }
+
+    /// Keeps the first fault; later ones follow from it.
+    pub(crate) fn set(&self, what: impl Into<String>) {
+        let what = what.into();
+        self.0.send_if_modified(|fault| {
+            if fault.is_some() {
+                return false;
+            }
+            tracing::error!(fault = %what, "replica cannot go on");
+            *fault = Some(what);
+            true
+        });
+    }
+
+    pub(crate) fn get(&self) -> Option<String> {
+        self.0.borrow().clone()
+    }
+
+    pub(crate) fn watch(&self) -> watch::Receiver<Option<String>> {
+        self.0.subscribe()
+    }
+}

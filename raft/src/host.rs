@@ -1,0 +1,278 @@
+//! Runs a [`Machine`] under openraft: applies what is committed, takes and restores snapshots.
+//!
+//! The machine is behind a lock only so that a snapshot can be restored on a blocking thread;
+//! nobody else takes it. A snapshot is frozen between two applies and written beside them.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use futures_util::{Stream, StreamExt};
+use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
+
+use crate::error::StartError;
+use crate::fault::Fault;
+use crate::files::{damaged, io_error};
+use crate::machine::{FrozenMachine, Machine};
+use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
+use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership};
+use crate::wire::{self, proto};
+
+type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
+
+/// The machine and how far it is. Clones share it.
+#[derive(Clone)]
+pub(crate) struct Host(Arc<Shared>);
+
+struct Shared {
+    machine: Mutex<Box<dyn Machine>>,
+    position: Mutex<Position>,
+    folder: SnapshotFolder,
+    fault: Fault,
+    /// Command bytes applied since the last snapshot was frozen.
+    bytes_since_snapshot: AtomicU64,
+}
+
+/// How far the machine is, and what is part of the replicated state beside it.
+#[derive(Debug, Clone, Default)]
+struct Position {
+    applied: Option<LogId>,
+    membership: StoredMembership,
+    has_commands: bool,
+}
+
+impl Host {
+    /// Restores the newest snapshot. Blocks.
+    pub(crate) fn open(
+        machine: Box<dyn Machine>,
+        folder: SnapshotFolder,
+        fault: Fault,
+    ) -> Result<Self, StartError> {
+        let host = Self(Arc::new(Shared {
+            machine: Mutex::new(machine),
+            position: Mutex::default(),
+            folder,
+            fault,
+            bytes_since_snapshot: AtomicU64::new(0),
+        }));
+        let folder = &host.0.folder;
+        let newest = folder
+            .newest()
+            .map_err(|error| io_error(std::path::Path::new("snapshots"), error))?;
+        if let Some(file) = newest {
+            host.restore(&file)?;
+        }
+        Ok(host)
+    }
+
+    /// Whether a command was ever applied, before or after the last snapshot.
+    pub(crate) fn has_commands(&self) -> bool {
+        self.position().has_commands
+    }
+
+    /// Command bytes applied since the last snapshot was frozen.
+    pub(crate) fn bytes_since_snapshot(&self) -> u64 {
+        self.0.bytes_since_snapshot.load(Ordering::Relaxed)
+    }
+
+    /// A path to receive a snapshot at.
+    pub(crate) fn unfinished_snapshot(&self) -> std::path::PathBuf {
+        self.0.folder.unfinished()
+    }
+
+    fn position(&self) -> MutexGuard<'_, Position> {
+        self.0
+            .position
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn machine(&self) -> MutexGuard<'_, Box<dyn Machine>> {
+        self.0
+            .machine
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces the machine's state by a snapshot file. Blocks.
+    fn restore(&self, file: &SnapshotFile) -> Result<(), StartError> {
+        let (mut reader, head) = SnapshotReader::open(&file.path)?;
+        let has_commands = head.has_commands;
+        let meta = SnapshotMeta::try_from(head)
+            .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
+        let restored = self.machine().restore(&mut reader);
+        if let Err(error) = restored {
+            return Err(match reader.damage() {
+                Some(damage) => damaged(&file.path, damage.offset, damage.what.clone()),
+                None => damaged(&file.path, 0, error.to_string()),
+            });
+        }
+        reader
+            .check_rest()
+            .map_err(|error| reader.start_error(&error))?;
+        *self.position() = Position {
+            applied: meta.last_log_id,
+            membership: meta.last_membership,
+            has_commands,
+        };
+        self.0.bytes_since_snapshot.store(0, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn apply_entry(&self, entry: &Entry) -> io::Result<Reply> {
+        // Shown outside from 1 on.
+        let index = entry.log_id.index + 1;
+        let mut position = self.position();
+        let reply = match &entry.payload {
+            Payload::Blank => {
+                self.machine().skip(index);
+                Reply::default()
+            }
+            Payload::Normal(command) => {
+                let reply = self.machine().apply(index, &command.0).map_err(|stop| {
+                    self.0
+                        .fault
+                        .set(format!("machine stopped at log index {index}: {stop}"));
+                    io::Error::other(stop)
+                })?;
+                position.has_commands = true;
+                let bytes = command.0.len() as u64;
+                self.0
+                    .bytes_since_snapshot
+                    .fetch_add(bytes, Ordering::Relaxed);
+                Reply(reply)
+            }
+            Payload::Membership(membership) => {
+                position.membership = StoredMembership::new(Some(entry.log_id), membership.clone());
+                self.machine().skip(index);
+                Reply::default()
+            }
+        };
+        position.applied = Some(entry.log_id);
+        Ok(reply)
+    }
+
+    fn freeze(&self) -> Builder {
+        let machine = self.machine();
+        self.0.bytes_since_snapshot.store(0, Ordering::Relaxed);
+        let frozen = (machine.freeze(), self.position().clone());
+        Builder {
+            host: self.clone(),
+            frozen: Mutex::new(Some(frozen)),
+        }
+    }
+
+    fn current(&self) -> Result<Option<Snapshot>, StartError> {
+        let newest = self.0.folder.newest();
+        let newest = newest.map_err(|error| io_error(std::path::Path::new("snapshots"), error))?;
+        let Some(file) = newest else { return Ok(None) };
+        let (_, head) = SnapshotReader::open(&file.path)?;
+        let meta = SnapshotMeta::try_from(head)
+            .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
+        Ok(Some(Snapshot {
+            meta,
+            snapshot: file,
+        }))
+    }
+}
+
+/// Writes one frozen state.
+pub(crate) struct Builder {
+    host: Host,
+    /// Behind a lock only because openraft wants builders to be shareable.
+    frozen: Mutex<Option<(Box<dyn FrozenMachine>, Position)>>,
+}
+
+impl RaftSnapshotBuilder<Config> for Builder {
+    type SnapshotData = SnapshotFile;
+
+    async fn build_snapshot(&mut self) -> io::Result<Snapshot> {
+        let frozen = self
+            .frozen
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        let (machine, position) =
+            frozen.ok_or_else(|| io::Error::other("a builder builds once"))?;
+        let host = self.host.clone();
+        let built = blocking(move || write(&host.0.folder, &*machine, &position)).await;
+        built.inspect_err(|error| self.host.0.fault.set(format!("snapshot: {error}")))
+    }
+}
+
+fn write(
+    folder: &SnapshotFolder,
+    machine: &dyn FrozenMachine,
+    position: &Position,
+) -> io::Result<Snapshot> {
+    let meta = SnapshotMeta {
+        last_log_id: position.applied,
+        last_membership: position.membership.clone(),
+    };
+    let path = folder.unfinished();
+    let head: proto::SnapshotMeta = wire::snapshot_meta(&meta, position.has_commands);
+    let mut writer = SnapshotWriter::create(&path, &head)?;
+    machine.write_to(&mut writer)?;
+    writer.finish()?;
+    let snapshot = folder.adopt(&path, meta.last_log_id)?;
+    Ok(Snapshot { meta, snapshot })
+}
+
+async fn blocking<T: Send + 'static>(
+    run: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    tokio::task::spawn_blocking(run)
+        .await
+        .map_err(io::Error::other)?
+}
+
+impl RaftStateMachine<Config> for Host {
+    type SnapshotData = SnapshotFile;
+    type SnapshotBuilder = Builder;
+
+    async fn applied_state(&mut self) -> io::Result<(Option<LogId>, StoredMembership)> {
+        let position = self.position();
+        Ok((position.applied, position.membership.clone()))
+    }
+
+    async fn apply<S>(&mut self, mut entries: S) -> io::Result<()>
+    where
+        S: Stream<Item = io::Result<EntryResponder<Config>>> + Unpin + Send,
+    {
+        while let Some(item) = entries.next().await {
+            let (entry, responder) =
+                item.inspect_err(|error| self.0.fault.set(format!("log: {error}")))?;
+            let reply = self.apply_entry(&entry)?;
+            if let Some(responder) = responder {
+                responder.send(reply);
+            }
+        }
+        Ok(())
+    }
+
+    async fn get_snapshot_builder(&mut self) -> Builder {
+        self.freeze()
+    }
+
+    async fn install_snapshot(
+        &mut self,
+        meta: &SnapshotMeta,
+        snapshot: SnapshotFile,
+    ) -> io::Result<()> {
+        let host = self.clone();
+        let last = meta.last_log_id;
+        let installed = blocking(move || {
+            // The file is complete and synced. It takes its name only once the machine took it.
+            host.restore(&snapshot).map_err(io::Error::other)?;
+            host.0.folder.adopt(&snapshot.path, last)
+        });
+        let installed = installed.await;
+        installed.inspect_err(|error| self.0.fault.set(format!("snapshot: {error}")))?;
+        Ok(())
+    }
+
+    async fn get_current_snapshot(&mut self) -> io::Result<Option<Snapshot>> {
+        let host = self.clone();
+        blocking(move || host.current().map_err(io::Error::other)).await
+    }
+}

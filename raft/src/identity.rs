@@ -1,0 +1,244 @@
+//! Who a replica is, and the one cluster it belongs to.
+//!
+//! The store's random number is drawn with the store: a replica that lost its disk is another one,
+//! even under the same id, and is never taken for a voter that remembers its votes.
+//!
+//! The cluster's number is fixed by the first of: being claimed as a founder, being let in by a
+//! member that was asked, being sent log entries. From then on everything of another cluster is
+//! refused. A claim alone is given up again when it cannot lead to a cluster any more.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::error::StartError;
+use crate::files::{self, Layout, damaged, io_error};
+use crate::wire::{self, proto};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Identity {
+    pub(crate) id: u64,
+    pub(crate) store: u64,
+    path: PathBuf,
+    bond: Mutex<Bond>,
+}
+
+/// What ties a replica to a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bond {
+    /// Nothing.
+    Free,
+    /// A claim by a replica that wants to found this cluster; may be itself.
+    Claimed {
+        /// The cluster to be.
+        cluster: u128,
+        /// Who wants to found it.
+        by: u64,
+    },
+    /// It belongs there.
+    Member(u128),
+}
+
+impl Bond {
+    /// The cluster it stands for.
+    pub(crate) fn cluster(self) -> Option<u128> {
+        match self {
+            Self::Free => None,
+            Self::Claimed { cluster, .. } | Self::Member(cluster) => Some(cluster),
+        }
+    }
+}
+
+impl Identity {
+    /// Reads the identity below a data directory, or makes one.
+    pub(crate) fn open(layout: &Layout, id: u64) -> Result<Self, StartError> {
+        let path = layout.identity();
+        let kept = files::load_message::<proto::Identity>(&path)?;
+        let identity = match kept {
+            Some(kept) if kept.id != id => {
+                return Err(StartError::WrongStore(format!(
+                    "{} belongs to replica {}, this is replica {id}",
+                    path.display(),
+                    kept.id
+                )));
+            }
+            Some(kept) => {
+                let cluster = wire::join_optional(kept.cluster_high, kept.cluster_low);
+                let bond = match cluster {
+                    None => Bond::Free,
+                    Some(cluster) if kept.claimant != 0 => Bond::Claimed {
+                        cluster,
+                        by: kept.claimant,
+                    },
+                    Some(cluster) => Bond::Member(cluster),
+                };
+                Self {
+                    id,
+                    store: kept.store,
+                    path,
+                    bond: Mutex::new(bond),
+                }
+            }
+            None if layout.mark().exists() || layout.log().exists() => {
+                return Err(damaged(&path, 0, "missing beside a log"));
+            }
+            None => {
+                let store = rand::random_range(1..u64::MAX);
+                let new = Self {
+                    id,
+                    store,
+                    path,
+                    bond: Mutex::new(Bond::Free),
+                };
+                new.keep(Bond::Free)
+                    .map_err(|error| io_error(&new.path, error))?;
+                new
+            }
+        };
+        Ok(identity)
+    }
+
+    /// What ties it to a cluster.
+    pub(crate) fn bond(&self) -> Bond {
+        *self.lock()
+    }
+
+    /// The cluster named in calls to peers.
+    pub(crate) fn cluster(&self) -> Option<u128> {
+        self.bond().cluster()
+    }
+
+    /// Takes a founder's claim, unless it is tied to another cluster.
+    pub(crate) fn claim(&self, cluster: u128, by: u64) -> io::Result<bool> {
+        self.change(|bond| match bond {
+            Bond::Free => Some(Bond::Claimed { cluster, by }),
+            Bond::Claimed { cluster: other, .. } if other == cluster => Some(bond),
+            Bond::Claimed { .. } | Bond::Member(_) => None,
+        })
+    }
+
+    /// Gives a claim up that can lead to nothing.
+    pub(crate) fn give_up(&self, claim: Bond) -> io::Result<bool> {
+        self.change(|bond| {
+            (bond == claim && matches!(bond, Bond::Claimed { .. })).then_some(Bond::Free)
+        })
+    }
+
+    /// Becomes a member, unless it is tied to another cluster.
+    pub(crate) fn enter(&self, cluster: u128) -> io::Result<bool> {
+        self.change(|bond| {
+            bond.cluster()
+                .is_none_or(|tied| tied == cluster)
+                .then_some(Bond::Member(cluster))
+        })
+    }
+
+    /// Becomes a member by its own wish. Only a replica without votes and entries may: whatever
+    /// it was claimed for can then do without it.
+    pub(crate) fn join(&self, cluster: u128) -> io::Result<bool> {
+        self.change(|bond| match bond {
+            Bond::Free | Bond::Claimed { .. } => Some(Bond::Member(cluster)),
+            Bond::Member(member) => (member == cluster).then_some(bond),
+        })
+    }
+
+    /// Leads a call to the store `to_store` of `to`.
+    pub(crate) fn header(&self, to: u64, to_store: u64) -> proto::Header {
+        let (cluster_high, cluster_low) = wire::split(self.cluster().unwrap_or(0));
+        proto::Header {
+            cluster_high,
+            cluster_low,
+            from: self.id,
+            to,
+            to_store,
+        }
+    }
+
+    fn change(&self, next: impl FnOnce(Bond) -> Option<Bond>) -> io::Result<bool> {
+        let mut bond = self.lock();
+        let Some(next) = next(*bond) else {
+            return Ok(false);
+        };
+        if next != *bond {
+            self.keep(next)?;
+            *bond = next;
+        }
+        Ok(true)
+    }
+
+    fn keep(&self, bond: Bond) -> io::Result<()> {
+        let (cluster_high, cluster_low) = wire::split(bond.cluster().unwrap_or(0));
+        let claimant = match bond {
+            Bond::Claimed { by, .. } => by,
+            Bond::Free | Bond::Member(_) => 0,
+        };
+        let identity = proto::Identity {
+            id: self.id,
+            store: self.store,
+            cluster_high,
+            cluster_low,
+            claimant,
+        };
+        files::store_message(&self.path, &identity)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Bond> {
+        self.bond.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(folder: &std::path::Path, id: u64) -> Result<Identity, StartError> {
+        let layout = Layout::new(folder);
+        layout.create().unwrap();
+        Identity::open(&layout, id)
+    }
+
+    #[test]
+    fn a_store_keeps_its_number_and_its_replica() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = open(folder.path(), 1).unwrap();
+        assert_eq!(open(folder.path(), 1).unwrap().store, first.store);
+        assert!(matches!(
+            open(folder.path(), 2),
+            Err(StartError::WrongStore(_))
+        ));
+    }
+
+    #[test]
+    fn only_one_cluster_ever_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let identity = open(folder.path(), 1).unwrap();
+        assert!(identity.claim(7, 2).unwrap());
+        assert!(identity.claim(7, 2).unwrap());
+        assert!(!identity.claim(8, 3).unwrap(), "another founder waits");
+        assert!(!identity.enter(8).unwrap());
+        assert_eq!(
+            open(folder.path(), 1).unwrap().bond(),
+            Bond::Claimed { cluster: 7, by: 2 }
+        );
+        assert!(identity.enter(7).unwrap());
+        assert!(
+            !identity.give_up(Bond::Member(7)).unwrap(),
+            "a member stays"
+        );
+        assert!(!identity.join(8).unwrap());
+        assert_eq!(open(folder.path(), 1).unwrap().bond(), Bond::Member(7));
+    }
+
+    #[test]
+    fn a_claim_is_given_up_for_a_wish_to_join() {
+        let folder = tempfile::tempdir().unwrap();
+        let identity = open(folder.path(), 1).unwrap();
+        assert!(identity.claim(7, 2).unwrap());
+        assert!(identity.give_up(identity.bond()).unwrap());
+        assert_eq!(identity.bond(), Bond::Free);
+        assert!(identity.claim(8, 3).unwrap());
+        assert!(identity.join(9).unwrap());
+        assert_eq!(identity.bond(), Bond::Member(9));
+    }
+}

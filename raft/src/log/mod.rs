@@ -1,0 +1,432 @@
+//! The Raft log: votes and entries, kept on a [`Disk`] behind one writing thread.
+//!
+//! What Raft appends is readable at once and durable when its callback runs. In between, and for a
+//! while after, entries stay in memory: applying and replicating fresh entries reads no disk.
+
+mod disk;
+mod memory;
+mod record;
+mod sled;
+mod writer;
+
+#[cfg(test)]
+mod power_tests;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::io;
+use std::ops::{Bound, Range, RangeBounds};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use futures_util::Stream;
+use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
+use tokio::sync::oneshot;
+
+use self::disk::{Change, Contents, Disk};
+pub use self::memory::MemoryDisk;
+use self::sled::SledDisk;
+use self::writer::{Done, Op, Watch, Writer};
+use crate::error::StartError;
+use crate::fault::Fault;
+use crate::files::{Layout, io_error};
+use crate::options::Storage;
+use crate::types::{Config, Entry, LogId, Payload, Vote};
+
+/// Entries kept in memory, by their commands' bytes; those not yet durable come on top.
+const CACHE_BYTES_MAX: usize = 32 * 1024 * 1024;
+/// Command bytes read and sent at a time.
+const READ_BYTES_MAX: usize = 1024 * 1024;
+
+/// The log. Clones share it.
+#[derive(Clone)]
+pub(crate) struct LogStore {
+    writer: Arc<Writer>,
+    disk: Arc<dyn Disk>,
+    memory: Arc<Memory>,
+}
+
+/// The part of the log in memory.
+#[derive(Default)]
+struct Memory(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    vote: Option<Vote>,
+    committed: Option<LogId>,
+    purged: Option<LogId>,
+    last: Option<LogId>,
+    /// Index of the first entry, or of the next one when there is none.
+    first: u64,
+    /// The newest entries, without gaps up to the last.
+    cache: BTreeMap<u64, Entry>,
+    cache_bytes: usize,
+    /// Last entry the disk has held. An entry that replaces it comes from a later leader and is
+    /// greater, so what is not greater is on disk.
+    durable: Option<LogId>,
+}
+
+/// What an entry weighs in the cache and in a batch.
+fn weight(entry: &Entry) -> usize {
+    const OVERHEAD: usize = 64;
+    match &entry.payload {
+        Payload::Normal(command) => OVERHEAD + command.0.len(),
+        Payload::Blank | Payload::Membership(_) => OVERHEAD,
+    }
+}
+
+impl LogStore {
+    /// Opens the log and checks all of it. Blocks.
+    pub(crate) fn open(
+        storage: &Storage,
+        layout: &Layout,
+        fault: Fault,
+    ) -> Result<Self, StartError> {
+        match storage {
+            Storage::Sled => {
+                let (disk, contents) = SledDisk::open(layout)?;
+                let disk: Arc<dyn Disk> = Arc::new(disk);
+                let memory = Memory::new(contents);
+                let writer = Writer::threaded(disk.clone(), memory.clone(), fault)
+                    .map_err(|error| io_error(&layout.log(), error))?;
+                Ok(Self {
+                    writer: Arc::new(writer),
+                    disk,
+                    memory,
+                })
+            }
+            Storage::Memory(disk) => {
+                let memory = Memory::new(disk.contents());
+                let disk: Arc<dyn Disk> = Arc::new(disk.clone());
+                let writer = Writer::inline(disk.clone(), memory.clone(), fault);
+                Ok(Self {
+                    writer: Arc::new(writer),
+                    disk,
+                    memory,
+                })
+            }
+        }
+    }
+
+    /// Whether nothing was ever voted for or written.
+    pub(crate) fn is_pristine(&self) -> bool {
+        let state = self.memory.lock();
+        state.vote.is_none() && state.last.is_none()
+    }
+
+    /// Writes what waits and lets go of the disk.
+    pub(crate) async fn close(&self) {
+        let writer = self.writer.clone();
+        let closed = tokio::task::spawn_blocking(move || writer.close()).await;
+        if let Err(error) = closed {
+            tracing::error!(%error, "log could not be closed");
+        }
+    }
+
+    async fn submit(&self, change: Change, done: Done) -> io::Result<()> {
+        self.writer.submit(Op { change, done }).await
+    }
+
+    /// Entries from the start of `range` on, until it ends or `bytes_max` is reached.
+    async fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
+        let start = range.start;
+        let (mut entries, range) = match self.memory.read(range, bytes_max) {
+            Found::All(entries) => return Ok(entries),
+            Found::OnDisk { disk, after } => {
+                let reader = self.disk.clone();
+                let task = move || reader.read(disk, bytes_max);
+                (
+                    tokio::task::spawn_blocking(task)
+                        .await
+                        .map_err(io::Error::other)??,
+                    after,
+                )
+            }
+        };
+        let first = entries.first().map(|first| first.log_id.index);
+        let wanted = self.memory.lock().first.max(start);
+        if first.unwrap_or(range.start) > wanted {
+            let what = format!("log entry {} is missing", wanted + 1);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        let read: usize = entries.iter().map(weight).sum();
+        let reached = entries
+            .last()
+            .is_none_or(|last| last.log_id.index + 1 == range.start);
+        if reached && read < bytes_max && !range.is_empty() {
+            let left = bytes_max - read;
+            match self.memory.read(range, left) {
+                Found::All(more) => entries.extend(more),
+                // Evicted meanwhile: the caller comes back for it.
+                Found::OnDisk { .. } => {}
+            }
+        }
+        Ok(entries)
+    }
+
+    /// All entries in `range`, however many reads it takes.
+    async fn read_all(&self, mut range: Range<u64>) -> io::Result<Vec<Entry>> {
+        let mut all: Vec<Entry> = Vec::new();
+        while !range.is_empty() {
+            let some = self.read(range.clone(), READ_BYTES_MAX).await?;
+            let Some(last) = some.last() else { break };
+            range.start = last.log_id.index + 1;
+            all.extend(some);
+        }
+        Ok(all)
+    }
+}
+
+/// Where the entries of a range are.
+enum Found {
+    /// In memory.
+    All(Vec<Entry>),
+    /// The first on disk, the others after them.
+    OnDisk { disk: Range<u64>, after: Range<u64> },
+}
+
+impl Memory {
+    fn new(contents: Contents) -> Arc<Self> {
+        let Contents {
+            vote,
+            committed,
+            purged,
+            last,
+        } = contents;
+        let state = State {
+            vote,
+            committed,
+            purged,
+            last,
+            durable: last,
+            ..State::default()
+        };
+        Arc::new(Self(Mutex::new(state)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn read(&self, range: Range<u64>, bytes_max: usize) -> Found {
+        let state = self.lock();
+        let range = range.start.max(state.first)..range.end.min(state.next());
+        if range.is_empty() {
+            return Found::All(Vec::new());
+        }
+        let cached = state.cache.keys().next().copied().unwrap_or(state.next());
+        if range.start < cached {
+            let end = cached.min(range.end);
+            return Found::OnDisk {
+                disk: range.start..end,
+                after: end..range.end,
+            };
+        }
+        let mut entries = Vec::new();
+        let mut bytes = 0;
+        for (_, entry) in state.cache.range(range) {
+            bytes += weight(entry);
+            if bytes > bytes_max && !entries.is_empty() {
+                break;
+            }
+            entries.push(entry.clone());
+        }
+        Found::All(entries)
+    }
+}
+
+impl State {
+    fn next(&self) -> u64 {
+        self.last.map_or(0, |last| last.index + 1)
+    }
+
+    fn push(&mut self, entry: Entry) {
+        if self.first >= self.next() {
+            self.first = entry.log_id.index;
+        }
+        self.last = Some(entry.log_id);
+        self.cache_bytes += weight(&entry);
+        self.cache.insert(entry.log_id.index, entry);
+    }
+
+    fn truncate(&mut self, last: Option<LogId>) {
+        self.last = last;
+        self.first = self.first.min(self.next());
+        for entry in self.cache.split_off(&self.next()).values() {
+            self.cache_bytes -= weight(entry);
+        }
+    }
+
+    fn purge(&mut self, upto: LogId) {
+        self.purged = Some(upto);
+        self.last = self.last.max(Some(upto));
+        self.first = upto.index + 1;
+        let kept = self.cache.split_off(&(upto.index + 1));
+        for entry in std::mem::replace(&mut self.cache, kept).values() {
+            self.cache_bytes -= weight(entry);
+        }
+    }
+
+    /// Lets the oldest entries go that the disk surely holds.
+    fn evict(&mut self) {
+        while self.cache_bytes > CACHE_BYTES_MAX
+            && let Some(first) = self.cache.first_entry()
+            && Some(first.get().log_id) <= self.durable
+        {
+            self.cache_bytes -= weight(&first.remove());
+        }
+    }
+}
+
+impl Watch for Memory {
+    /// The committed index rides along with whatever is written next. It never runs ahead of the
+    /// entries on disk, so that a restart can apply up to it.
+    fn before(&self, changes: &mut Vec<Change>) {
+        let state = self.lock();
+        let appended = changes.iter().rev().find_map(|change| match change {
+            Change::Append(entries) => entries.last().map(|entry| entry.log_id),
+            Change::Vote(_)
+            | Change::Committed(_)
+            | Change::Truncate { .. }
+            | Change::Purge { .. } => None,
+        });
+        let on_disk = appended.max(state.durable);
+        if let Some(committed) = state.committed
+            && Some(committed) <= on_disk
+        {
+            changes.push(Change::Committed(committed));
+        }
+    }
+
+    fn after(&self, changes: &[Change]) {
+        let mut state = self.lock();
+        for change in changes {
+            match change {
+                Change::Append(entries) => {
+                    let last = entries.last().map(|entry| entry.log_id);
+                    state.durable = state.durable.max(last);
+                }
+                Change::Purge { upto } => state.durable = state.durable.max(Some(*upto)),
+                Change::Vote(_) | Change::Committed(_) | Change::Truncate { .. } => {}
+            }
+        }
+        state.evict();
+    }
+}
+
+fn bounds(range: impl RangeBounds<u64>) -> Range<u64> {
+    let start = match range.start_bound() {
+        Bound::Included(start) => *start,
+        Bound::Excluded(start) => start.saturating_add(1),
+        Bound::Unbounded => 0,
+    };
+    let end = match range.end_bound() {
+        Bound::Included(end) => end.saturating_add(1),
+        Bound::Excluded(end) => *end,
+        Bound::Unbounded => u64::MAX,
+    };
+    start..end
+}
+
+impl RaftLogReader<Config> for LogStore {
+    async fn try_get_log_entries<RB>(&mut self, range: RB) -> io::Result<Vec<Entry>>
+    where
+        RB: RangeBounds<u64> + Clone + Debug + Send,
+    {
+        self.read_all(bounds(range)).await
+    }
+
+    async fn limited_get_log_entries(&mut self, start: u64, end: u64) -> io::Result<Vec<Entry>> {
+        self.read(start..end, READ_BYTES_MAX).await
+    }
+
+    async fn entries_stream<RB>(
+        &mut self,
+        range: RB,
+    ) -> impl Stream<Item = io::Result<Entry>> + Send
+    where
+        RB: RangeBounds<u64> + Clone + Debug + Send,
+    {
+        let start = (self.clone(), bounds(range), Vec::new().into_iter());
+        futures_util::stream::try_unfold(start, |(log, mut range, mut some)| async move {
+            if some.len() == 0 {
+                some = log.read(range.clone(), READ_BYTES_MAX).await?.into_iter();
+            }
+            let Some(entry) = some.next() else {
+                return Ok(None);
+            };
+            range.start = entry.log_id.index + 1;
+            Ok(Some((entry, (log, range, some))))
+        })
+    }
+
+    async fn read_vote(&mut self) -> io::Result<Option<Vote>> {
+        Ok(self.memory.lock().vote)
+    }
+}
+
+impl RaftLogStorage<Config> for LogStore {
+    type LogReader = Self;
+
+    async fn get_log_state(&mut self) -> io::Result<LogState<Config>> {
+        let state = self.memory.lock();
+        Ok(LogState {
+            last_purged_log_id: state.purged,
+            last_log_id: state.last,
+        })
+    }
+
+    async fn get_log_reader(&mut self) -> Self {
+        self.clone()
+    }
+
+    async fn save_vote(&mut self, vote: &Vote) -> io::Result<()> {
+        self.memory.lock().vote = Some(*vote);
+        let (waiter, durable) = oneshot::channel();
+        self.submit(Change::Vote(*vote), Done::Waiter(waiter))
+            .await?;
+        durable
+            .await
+            .map_err(|_| io::Error::other("the log is closed"))?
+    }
+
+    async fn save_committed(&mut self, committed: Option<LogId>) -> io::Result<()> {
+        self.memory.lock().committed = committed;
+        Ok(())
+    }
+
+    async fn read_committed(&mut self) -> io::Result<Option<LogId>> {
+        let state = self.memory.lock();
+        Ok(state
+            .committed
+            .filter(|committed| Some(*committed) <= state.last))
+    }
+
+    async fn append<I>(&mut self, entries: I, callback: IOFlushed<Config>) -> io::Result<()>
+    where
+        I: IntoIterator<Item = Entry> + Send,
+        I::IntoIter: Send,
+    {
+        let entries: Vec<Entry> = entries.into_iter().collect();
+        {
+            let mut state = self.memory.lock();
+            for entry in &entries {
+                state.push(entry.clone());
+            }
+        }
+        self.submit(Change::Append(entries), Done::Flushed(callback))
+            .await
+    }
+
+    async fn truncate_after(&mut self, last: Option<LogId>) -> io::Result<()> {
+        let from = last.map_or(0, |last| last.index + 1);
+        self.memory.lock().truncate(last);
+        self.submit(Change::Truncate { from }, Done::Nobody).await
+    }
+
+    async fn purge(&mut self, upto: LogId) -> io::Result<()> {
+        self.memory.lock().purge(upto);
+        self.submit(Change::Purge { upto }, Done::Nobody).await
+    }
+}

@@ -1,0 +1,104 @@
+//! How a log entry is laid out on disk.
+//!
+//! ```text
+//! version  1 byte   1
+//! crc      4 bytes  CRC-32 (IEEE), little-endian, over index (8 bytes, little-endian) and body
+//! length   4 bytes  of the body, little-endian
+//! body              the entry as protobuf
+//! ```
+//!
+//! The index goes into the checksum so that a record found under another key is damage too. The
+//! length tells a record that lost its last parts from a whole one.
+
+use prost::Message;
+
+use crate::types::Entry;
+use crate::wire::proto;
+
+const VERSION: u8 = 1;
+const HEAD_BYTES: usize = 9;
+
+fn checksum(index: u64, body: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&index.to_le_bytes());
+    hasher.update(body);
+    hasher.finalize()
+}
+
+/// The record of an entry.
+pub(crate) fn encode(entry: &Entry) -> Vec<u8> {
+    let index = entry.log_id.index;
+    let wire = proto::Entry::from(entry.clone());
+    let mut record = Vec::with_capacity(HEAD_BYTES + wire.encoded_len());
+    record.push(VERSION);
+    record.extend_from_slice(&[0; 8]);
+    wire.encode(&mut record).expect("a vector grows as needed");
+    let body = &record[HEAD_BYTES..];
+    let length = u32::try_from(body.len()).expect("commands are bounded far below 4 GiB");
+    let crc = checksum(index, body);
+    record[1..5].copy_from_slice(&crc.to_le_bytes());
+    record[5..9].copy_from_slice(&length.to_le_bytes());
+    record
+}
+
+/// The entry of a record found under `index`, or what is wrong with it.
+pub(crate) fn decode(index: u64, record: &[u8]) -> Result<Entry, String> {
+    let Some((head, body)) = record.split_at_checked(HEAD_BYTES) else {
+        return Err(format!(
+            "record of {} bytes is shorter than its head",
+            record.len()
+        ));
+    };
+    if head[0] != VERSION {
+        return Err(format!("record version {}, known is {VERSION}", head[0]));
+    }
+    let word = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+    if word(5) as usize != body.len() {
+        return Err(format!(
+            "record of {} bytes should have {}",
+            body.len(),
+            word(5)
+        ));
+    }
+    if word(1) != checksum(index, body) {
+        return Err("checksum differs".to_owned());
+    }
+    let wire = proto::Entry::decode(body).map_err(|error| error.to_string())?;
+    let entry = Entry::try_from(wire).map_err(|error| error.to_string())?;
+    if entry.log_id.index != index {
+        return Err(format!("record of entry {}", entry.log_id.index));
+    }
+    Ok(entry)
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+    use crate::types::{Command, LeaderId, LogId, Payload};
+
+    #[test]
+    fn any_changed_byte_is_found() {
+        let leader_id = LeaderId {
+            term: 1,
+            node_id: 2,
+        };
+        let entry = Entry {
+            log_id: LogId {
+                leader_id,
+                index: 7,
+            },
+            payload: Payload::Normal(Command(Bytes::from_static(b"some command"))),
+        };
+        let record = encode(&entry);
+        assert_eq!(decode(7, &record), Ok(entry));
+        assert!(decode(8, &record).is_err());
+        for at in 0..record.len() {
+            let mut changed = record.clone();
+            changed[at] ^= 0x10;
+            assert!(decode(7, &changed).is_err(), "byte {at}");
+            assert!(decode(7, &record[..at]).is_err(), "first {at} bytes");
+        }
+    }
+}

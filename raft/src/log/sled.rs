@@ -1,0 +1,548 @@
+//! The log in sled 0.34, by the one recipe that was measured to survive a power cut.
+//!
+//! - `Db::flush` ends in `sync_file_range`, which does not reach the disk's cache: each write ends
+//!   in `fdatasync` on sled's single data file.
+//! - Values that sled moves out to `blobs/` are never synced at all. An item is one leaf of up to
+//!   17 values, and the limit is a quarter of a segment: segments of 4 MiB and values of at most
+//!   32 KiB keep every leaf inside; that the folder stays empty is checked at every write.
+//! - Entries live in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once,
+//!   removing entries one by one costs as much as writing them.
+//! - On recovery sled takes damage for the end of its log and silently forgets what follows. The
+//!   file `log.mark` says what must at least be there, and records carry their own checksums.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError, RwLock};
+
+use prost::Message;
+
+use super::disk::{Change, Contents, Disk};
+use super::{record, weight};
+use crate::error::StartError;
+use crate::files::{self, Layout, damaged, io_error};
+use crate::types::{Entry, LogId, Vote};
+use crate::wire::proto;
+
+/// Indexes per tree.
+const RANGE: u64 = 1024;
+const VALUE_BYTES_MAX: usize = 32 * 1024;
+const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
+const CACHE_BYTES: u64 = 64 * 1024 * 1024;
+/// Entries after which the mark is moved on: so many may be forgotten by sled unnoticed.
+const MARK_EVERY: u64 = 1024;
+
+const TREE_PREFIX: &[u8] = b"log-";
+const KEY_BYTES: usize = 10;
+const VOTE: &[u8] = b"vote";
+const COMMITTED: &[u8] = b"committed";
+const PURGED: &[u8] = b"purged";
+
+/// See the module.
+pub(crate) struct SledDisk {
+    open: RwLock<Option<Open>>,
+}
+
+struct Open {
+    db: sled::Db,
+    trees: Mutex<BTreeMap<u64, sled::Tree>>,
+    /// sled's data file, open a second time to sync it.
+    file: File,
+    blobs: PathBuf,
+    mark_path: PathBuf,
+    writing: Mutex<Writing>,
+}
+
+/// What the writer remembers.
+#[derive(Debug, Clone, Default)]
+struct Writing {
+    contents: Contents,
+    mark: Mark,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Mark {
+    vote: Option<Vote>,
+    last: Option<LogId>,
+}
+
+impl SledDisk {
+    /// Opens the log, and reads all of it to find damage.
+    pub(crate) fn open(layout: &Layout) -> Result<(Self, Contents), StartError> {
+        let folder = layout.log();
+        let data = folder.join("db");
+        let mark_path = layout.mark();
+        let mark: Mark = files::load_message::<proto::LogMark>(&mark_path)?
+            .map(Mark::from)
+            .unwrap_or_default();
+        let config = sled::Config::new()
+            .path(&folder)
+            .segment_size(SEGMENT_BYTES)
+            .cache_capacity(CACHE_BYTES)
+            .flush_every_ms(None);
+        let db = catch_unwind(AssertUnwindSafe(|| config.open()))
+            .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))?
+            .map_err(|error| start_error(&data, error))?;
+        for made in [
+            folder.as_path(),
+            folder.parent().expect("the log lies below the root"),
+        ] {
+            files::sync_folder(made).map_err(|error| io_error(made, error))?;
+        }
+        let file = File::open(&data).map_err(|error| io_error(&data, error))?;
+        let open = Open {
+            trees: Mutex::new(BTreeMap::new()),
+            file,
+            blobs: folder.join("blobs"),
+            mark_path,
+            writing: Mutex::default(),
+            db,
+        };
+        let contents = catch_unwind(AssertUnwindSafe(|| open.load(&data)))
+            .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))??;
+        mark.check(&contents, &data)?;
+        *open.writing.lock().unwrap_or_else(PoisonError::into_inner) = Writing {
+            contents: contents.clone(),
+            mark,
+        };
+        Ok((
+            Self {
+                open: RwLock::new(Some(open)),
+            },
+            contents,
+        ))
+    }
+
+    fn with<T>(&self, run: impl FnOnce(&Open) -> io::Result<T>) -> io::Result<T> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        run(open
+            .as_ref()
+            .ok_or_else(|| io::Error::other("the log is closed"))?)
+    }
+
+    /// Applies changes up to and without the final sync, to simulate a power cut before it.
+    #[cfg(test)]
+    pub(crate) fn write_unsynced(&self, changes: &[Change]) -> io::Result<()> {
+        self.with(|open| {
+            let mut writing = open.writing.lock().unwrap_or_else(PoisonError::into_inner);
+            open.apply(changes, &mut writing)?;
+            open.db.flush()?;
+            Ok(())
+        })
+    }
+}
+
+impl Disk for SledDisk {
+    fn write(&self, changes: &[Change]) -> io::Result<()> {
+        self.with(|open| open.write(changes))
+    }
+
+    fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
+        self.with(|open| open.read(range, bytes_max))
+    }
+
+    fn close(&self) {
+        let open = self
+            .open
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(open) = open
+            && let Err(error) = open.settle()
+        {
+            tracing::warn!(%error, "log was closed without its mark");
+        }
+    }
+}
+
+impl Open {
+    fn write(&self, changes: &[Change]) -> io::Result<()> {
+        let mut writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.lower_mark(changes, &mut writing)?;
+        let dropped = self.apply(changes, &mut writing)?;
+        self.db.flush()?;
+        self.file.sync_data()?;
+        if std::fs::read_dir(&self.blobs)?.next().is_some() {
+            return Err(io::Error::other(
+                "sled moved a value to its unsynced blobs folder",
+            ));
+        }
+        for range in dropped {
+            self.db.drop_tree(tree_name(range))?;
+        }
+        self.raise_mark(&mut writing)
+    }
+
+    /// Takes the mark back before entries it counts on go.
+    fn lower_mark(&self, changes: &[Change], writing: &mut Writing) -> io::Result<()> {
+        let lowest = changes
+            .iter()
+            .filter_map(|change| match change {
+                Change::Truncate { from } => Some(*from),
+                Change::Vote(_)
+                | Change::Committed(_)
+                | Change::Append(_)
+                | Change::Purge { .. } => None,
+            })
+            .min();
+        let Some(from) = lowest else { return Ok(()) };
+        if writing.mark.last.is_some_and(|last| last.index >= from) {
+            self.store_mark(
+                writing,
+                Mark {
+                    last: None,
+                    ..writing.mark.clone()
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Moves the mark on when it lags far, and at once for a vote.
+    fn raise_mark(&self, writing: &mut Writing) -> io::Result<()> {
+        let Contents { vote, last, .. } = writing.contents;
+        let next = |last: Option<LogId>| last.map_or(0, |last| last.index + 1);
+        let lag = next(last).saturating_sub(next(writing.mark.last));
+        if vote == writing.mark.vote && lag < MARK_EVERY {
+            return Ok(());
+        }
+        self.store_mark(writing, Mark { vote, last })
+    }
+
+    fn store_mark(&self, writing: &mut Writing, mark: Mark) -> io::Result<()> {
+        files::store_message(&self.mark_path, &proto::LogMark::from(&mark))?;
+        writing.mark = mark;
+        Ok(())
+    }
+
+    /// Puts changes into sled. Answers the trees to drop once that is durable.
+    fn apply(&self, changes: &[Change], writing: &mut Writing) -> io::Result<BTreeSet<u64>> {
+        let mut dropped = BTreeSet::new();
+        let contents = &mut writing.contents;
+        let mut changes = changes.iter().peekable();
+        while let Some(change) = changes.next() {
+            match change {
+                Change::Vote(vote) => {
+                    self.db.insert(VOTE, sealed(&proto::Vote::from(*vote)))?;
+                    contents.vote = Some(*vote);
+                }
+                Change::Committed(committed) => {
+                    self.db
+                        .insert(COMMITTED, sealed(&proto::LogId::from(*committed)))?;
+                    contents.committed = Some(*committed);
+                }
+                Change::Append(entries) => {
+                    // Appends in a row become as few sled batches as they touch trees.
+                    let mut run: Vec<&Entry> = entries.iter().collect();
+                    while let Some(Change::Append(more)) = changes.peek() {
+                        run.extend(more);
+                        changes.next();
+                    }
+                    self.append(&run)?;
+                    contents.last = run.last().map(|entry| entry.log_id).or(contents.last);
+                }
+                Change::Truncate { from } => {
+                    self.truncate(*from)?;
+                    contents.last = match from.checked_sub(1) {
+                        Some(last) if contents.purged.is_none_or(|purged| purged.index < last) => {
+                            self.read(last..*from, 0)?.last().map(|entry| entry.log_id)
+                        }
+                        _ => contents.purged,
+                    };
+                }
+                Change::Purge { upto } => {
+                    self.db.insert(PURGED, sealed(&proto::LogId::from(*upto)))?;
+                    contents.purged = Some(*upto);
+                    contents.last = contents.last.max(Some(*upto));
+                    dropped.extend(self.forget_trees(upto.index));
+                }
+            }
+        }
+        Ok(dropped)
+    }
+
+    fn append(&self, entries: &[&Entry]) -> io::Result<()> {
+        for run in entries.chunk_by(|a, b| a.log_id.index / RANGE == b.log_id.index / RANGE) {
+            let mut batch = sled::Batch::default();
+            for entry in run {
+                let record = record::encode(entry);
+                for (part, value) in record.chunks(VALUE_BYTES_MAX).enumerate() {
+                    let part = u16::try_from(part).expect("commands are bounded below 2 GiB");
+                    batch.insert(&key(entry.log_id.index, part), value);
+                }
+            }
+            self.tree(run[0].log_id.index / RANGE)?.apply_batch(batch)?;
+        }
+        Ok(())
+    }
+
+    fn truncate(&self, from: u64) -> io::Result<()> {
+        let above: Vec<u64> = {
+            let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+            trees
+                .split_off(&from.div_ceil(RANGE))
+                .into_keys()
+                .rev()
+                .collect()
+        };
+        // From the end backwards, so that a power cut leaves no hole.
+        for range in above {
+            self.db.drop_tree(tree_name(range))?;
+        }
+        if from % RANGE != 0 {
+            let tree = self.tree(from / RANGE)?;
+            let mut batch = sled::Batch::default();
+            for key in tree.range(key(from, 0)..).keys().rev() {
+                batch.remove(key?);
+            }
+            tree.apply_batch(batch)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the trees that hold nothing after `upto` out of use.
+    fn forget_trees(&self, upto: u64) -> Vec<u64> {
+        let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = trees.split_off(&((upto + 1) / RANGE));
+        std::mem::replace(&mut *trees, kept).into_keys().collect()
+    }
+
+    fn tree(&self, range: u64) -> io::Result<sled::Tree> {
+        let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tree) = trees.get(&range) {
+            return Ok(tree.clone());
+        }
+        let tree = self.db.open_tree(tree_name(range))?;
+        trees.insert(range, tree.clone());
+        Ok(tree)
+    }
+
+    fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
+        let trees: Vec<sled::Tree> = {
+            let trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+            let last = range.end.div_ceil(RANGE).max(range.start / RANGE);
+            trees
+                .range(range.start / RANGE..last)
+                .map(|(_, tree)| tree.clone())
+                .collect()
+        };
+        let mut read: Vec<Entry> = Vec::new();
+        let mut bytes = 0;
+        for tree in trees {
+            let done = each_record(&tree, range.clone(), |index, record| {
+                let entry =
+                    record::decode(index, record).map_err(|what| bad_entry(index, &what))?;
+                if read
+                    .last()
+                    .is_some_and(|last| last.log_id.index + 1 != index)
+                {
+                    return Err(bad_entry(index - 1, "missing"));
+                }
+                bytes += weight(&entry);
+                if bytes > bytes_max && !read.is_empty() {
+                    return Ok(false);
+                }
+                read.push(entry);
+                Ok(true)
+            })?;
+            if !done {
+                break;
+            }
+        }
+        Ok(read)
+    }
+
+    /// Reads everything: finds the trees, drops those left over, checks every record.
+    fn load(&self, data: &Path) -> Result<Contents, StartError> {
+        let failed = |error: sled::Error| start_error(data, error);
+        let purged: Option<LogId> = self.meta::<proto::LogId>(PURGED, data)?.map(Into::into);
+        let mut last = purged;
+        let first = purged.map_or(0, |purged| purged.index + 1);
+        let mut ranges: BTreeSet<u64> = BTreeSet::new();
+        for name in self.db.tree_names() {
+            if let Some(number) = name.strip_prefix(TREE_PREFIX) {
+                let number = <[u8; 8]>::try_from(number)
+                    .map_err(|_| damaged(data, 0, "a tree with a strange name"))?;
+                ranges.insert(u64::from_be_bytes(number));
+            }
+        }
+        for range in ranges {
+            if (range + 1) * RANGE <= first {
+                self.db.drop_tree(tree_name(range)).map_err(failed)?;
+                continue;
+            }
+            let tree = self.tree(range).map_err(|error| io_error(data, error))?;
+            each_record(&tree, first..u64::MAX, |index, bytes| {
+                let entry = record::decode(index, bytes).map_err(|what| bad_entry(index, &what))?;
+                let expected = last.map_or(0, |last| last.index + 1);
+                if index != expected {
+                    return Err(bad_entry(expected, "missing"));
+                }
+                last = Some(entry.log_id);
+                Ok(true)
+            })
+            .map_err(|error| entry_error(data, error))?;
+        }
+        Ok(Contents {
+            vote: self.meta::<proto::Vote>(VOTE, data)?.map(Into::into),
+            committed: self.meta::<proto::LogId>(COMMITTED, data)?.map(Into::into),
+            purged,
+            last,
+        })
+    }
+
+    fn meta<M: Message + Default>(&self, key: &[u8], data: &Path) -> Result<Option<M>, StartError> {
+        let Some(value) = self.db.get(key).map_err(|error| start_error(data, error))? else {
+            return Ok(None);
+        };
+        let wrong =
+            |what: &str| damaged(data, 0, format!("{}: {what}", String::from_utf8_lossy(key)));
+        let (crc, body) = value
+            .split_at_checked(4)
+            .ok_or_else(|| wrong("too short"))?;
+        if crc != crc32fast::hash(body).to_le_bytes() {
+            return Err(wrong("checksum differs"));
+        }
+        M::decode(body)
+            .map(Some)
+            .map_err(|error| wrong(&error.to_string()))
+    }
+
+    /// Flushes all there is and moves the mark to the end.
+    fn settle(&self) -> io::Result<()> {
+        let mut writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.db.flush()?;
+        self.file.sync_data()?;
+        let Contents { vote, last, .. } = writing.contents;
+        self.store_mark(&mut writing, Mark { vote, last })
+    }
+}
+
+impl Mark {
+    /// What was promised must be there.
+    fn check(&self, contents: &Contents, data: &Path) -> Result<(), StartError> {
+        if self.last > contents.last {
+            let index = self.last.map_or(0, |last| last.index + 1);
+            let found = contents.last.map_or(0, |last| last.index + 1);
+            let what = format!("the log ends at entry {found}, it had reached {index}");
+            return Err(damaged(data, found, what));
+        }
+        if self.vote > contents.vote {
+            return Err(damaged(data, 0, "the last vote is missing"));
+        }
+        Ok(())
+    }
+}
+
+impl From<proto::LogMark> for Mark {
+    fn from(wire: proto::LogMark) -> Self {
+        Self {
+            vote: wire.vote.map(Into::into),
+            last: wire.last.map(Into::into),
+        }
+    }
+}
+
+impl From<&Mark> for proto::LogMark {
+    fn from(mark: &Mark) -> Self {
+        Self {
+            vote: mark.vote.map(Into::into),
+            last: mark.last.map(Into::into),
+        }
+    }
+}
+
+fn tree_name(range: u64) -> Vec<u8> {
+    [TREE_PREFIX, &range.to_be_bytes()].concat()
+}
+
+fn key(index: u64, part: u16) -> [u8; KEY_BYTES] {
+    let mut key = [0; KEY_BYTES];
+    key[..8].copy_from_slice(&index.to_be_bytes());
+    key[8..].copy_from_slice(&part.to_be_bytes());
+    key
+}
+
+/// Puts the parts of each record in `range` together and hands it on, until told to stop.
+fn each_record(
+    tree: &sled::Tree,
+    range: Range<u64>,
+    mut hand_on: impl FnMut(u64, &[u8]) -> io::Result<bool>,
+) -> io::Result<bool> {
+    let mut whole: Option<(u64, Vec<u8>)> = None;
+    for item in tree.range(key(range.start, 0)..key(range.end, 0)) {
+        let (key, value) = item?;
+        let key = <[u8; KEY_BYTES]>::try_from(&*key)
+            .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "a key of strange length"))?;
+        let mut index = [0; 8];
+        index.copy_from_slice(&key[..8]);
+        let index = u64::from_be_bytes(index);
+        match &mut whole {
+            Some((open, bytes)) if *open == index => bytes.extend_from_slice(&value),
+            _ => {
+                if let Some((index, bytes)) = whole.replace((index, value.to_vec()))
+                    && !hand_on(index, &bytes)?
+                {
+                    return Ok(false);
+                }
+            }
+        }
+    }
+    match whole {
+        Some((index, bytes)) => hand_on(index, &bytes),
+        None => Ok(true),
+    }
+}
+
+/// A small value with its checksum before it.
+fn sealed(message: &impl Message) -> Vec<u8> {
+    let body = message.encode_to_vec();
+    [&crc32fast::hash(&body).to_le_bytes()[..], &body].concat()
+}
+
+/// Damage to one entry on its way through `io::Error`.
+#[derive(Debug, thiserror::Error)]
+#[error("log entry {}: {what}", index + 1)]
+struct BadEntry {
+    index: u64,
+    what: String,
+}
+
+fn bad_entry(index: u64, what: &str) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        BadEntry {
+            index,
+            what: what.to_owned(),
+        },
+    )
+}
+
+fn entry_error(data: &Path, error: io::Error) -> StartError {
+    match error
+        .get_ref()
+        .and_then(|inner| inner.downcast_ref::<BadEntry>())
+    {
+        Some(bad) => damaged(data, bad.index + 1, bad.to_string()),
+        None if error.kind() == io::ErrorKind::InvalidData => damaged(data, 0, error.to_string()),
+        None => io_error(data, error),
+    }
+}
+
+fn start_error(data: &Path, error: sled::Error) -> StartError {
+    match error {
+        sled::Error::Corruption { at, .. } => {
+            damaged(data, at.map_or(0, |at| at.lid()), "sled found corruption")
+        }
+        other => io_error(data, other.into()),
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("sled panicked: {}", text.unwrap_or("without a message"))
+}

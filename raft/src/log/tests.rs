@@ -1,0 +1,175 @@
+//! openraft's own suite over both disks, and what a restart must find.
+
+use bytes::Bytes;
+use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
+use openraft::testing::log::{StoreBuilder, Suite};
+use tempfile::TempDir;
+
+use super::*;
+use crate::host::Host;
+use crate::snapshot::SnapshotFolder;
+use crate::toy::Toy;
+use crate::types::{Command, LeaderId};
+
+struct Builder {
+    on_sled: bool,
+}
+
+impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
+    async fn build(&self) -> Result<(TempDir, LogStore, Host), openraft::StorageError<Config>> {
+        let folder = tempfile::tempdir().unwrap();
+        let storage = if self.on_sled {
+            Storage::Sled
+        } else {
+            Storage::Memory(MemoryDisk::new())
+        };
+        let log = open(&folder, &storage).unwrap();
+        let snapshots = SnapshotFolder::open(Layout::new(folder.path()).snapshots()).unwrap();
+        let host = Host::open(Box::new(Toy::default()), snapshots, Fault::new()).unwrap();
+        Ok((folder, log, host))
+    }
+}
+
+fn open(folder: &TempDir, storage: &Storage) -> Result<LogStore, StartError> {
+    let layout = Layout::new(folder.path());
+    layout.create().unwrap();
+    LogStore::open(storage, &layout, Fault::new())
+}
+
+fn log_id(term: u64, index: u64) -> LogId {
+    LogId {
+        leader_id: LeaderId { term, node_id: 1 },
+        index,
+    }
+}
+
+fn entries(term: u64, indexes: Range<u64>, bytes: usize) -> Vec<Entry> {
+    let entry = |index: u64| {
+        let command = Bytes::from(vec![(index % 251) as u8; bytes]);
+        Entry {
+            log_id: log_id(term, index),
+            payload: Payload::Normal(Command(command)),
+        }
+    };
+    indexes.map(entry).collect()
+}
+
+/// Closes the log and opens it again.
+async fn reopen(log: LogStore, folder: &TempDir) -> LogStore {
+    log.close().await;
+    drop(log);
+    open(folder, &Storage::Sled).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_log_on_sled_passes_the_suite() {
+    Suite::test_all(Builder { on_sled: true }).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_log_in_memory_passes_the_suite() {
+    Suite::test_all(Builder { on_sled: false }).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_restart_finds_vote_entries_and_committed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut log = open(&folder, &Storage::Sled).unwrap();
+    assert!(log.is_pristine());
+    log.save_vote(&Vote::new_committed(3, 1)).await.unwrap();
+    log.blocking_append(entries(3, 0..5, 100_000))
+        .await
+        .unwrap();
+    log.save_committed(Some(log_id(3, 3))).await.unwrap();
+    log.blocking_append(entries(3, 5..2000, 10)).await.unwrap();
+
+    let mut log = reopen(log, &folder).await;
+    assert_eq!(
+        log.read_vote().await.unwrap(),
+        Some(Vote::new_committed(3, 1))
+    );
+    assert_eq!(log.read_committed().await.unwrap(), Some(log_id(3, 3)));
+    let read = log.try_get_log_entries(0..3000).await.unwrap();
+    assert_eq!(read.len(), 2000);
+    assert_eq!(read[..5], entries(3, 0..5, 100_000));
+    assert_eq!(read[5..], entries(3, 5..2000, 10));
+    log.close().await;
+}
+
+#[tokio::test]
+async fn a_restart_forgets_what_was_truncated_and_purged() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut log = open(&folder, &Storage::Sled).unwrap();
+    log.blocking_append(entries(1, 0..3000, 10)).await.unwrap();
+    log.truncate_after(Some(log_id(1, 1499))).await.unwrap();
+    log.blocking_append(entries(2, 1500..1600, 20))
+        .await
+        .unwrap();
+    log.purge(log_id(1, 1199)).await.unwrap();
+
+    let mut log = reopen(log, &folder).await;
+    let state = log.get_log_state().await.unwrap();
+    assert_eq!(state.last_purged_log_id, Some(log_id(1, 1199)));
+    assert_eq!(state.last_log_id, Some(log_id(2, 1599)));
+    let read = log.try_get_log_entries(0..9999).await.unwrap();
+    assert_eq!(read[..300], entries(1, 1200..1500, 10));
+    assert_eq!(read[300..], entries(2, 1500..1600, 20));
+
+    // A snapshot can lie beyond the end of the log.
+    log.purge(log_id(2, 5000)).await.unwrap();
+    log.blocking_append(entries(2, 5001..5003, 10))
+        .await
+        .unwrap();
+    let mut log = reopen(log, &folder).await;
+    assert_eq!(
+        log.try_get_log_entries(..).await.unwrap(),
+        entries(2, 5001..5003, 10)
+    );
+    log.close().await;
+}
+
+#[tokio::test]
+async fn entries_out_of_memory_are_read_from_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut log = open(&folder, &Storage::Sled).unwrap();
+    let bytes = 512 * 1024;
+    let count = (2 * CACHE_BYTES_MAX / bytes) as u64;
+    for index in 0..count {
+        log.blocking_append(entries(1, index..index + 1, bytes))
+            .await
+            .unwrap();
+    }
+    assert!(log.memory.lock().cache.len() < count as usize);
+    let read = log.try_get_log_entries(..).await.unwrap();
+    assert!(read == entries(1, 0..count, bytes), "entries differ");
+    let some = log.limited_get_log_entries(3, count).await.unwrap();
+    assert!(
+        !some.is_empty() && some.len() <= 2,
+        "{} entries",
+        some.len()
+    );
+    log.close().await;
+}
+
+#[tokio::test]
+async fn a_failed_disk_is_never_written_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = MemoryDisk::new();
+    let fault = Fault::new();
+    let layout = Layout::new(folder.path());
+    let storage = Storage::Memory(disk.clone());
+    let mut log = LogStore::open(&storage, &layout, fault.clone()).unwrap();
+    log.blocking_append(entries(1, 0..1, 1)).await.unwrap();
+    disk.fail(Some("disk full".to_owned()));
+    assert!(log.blocking_append(entries(1, 1..2, 1)).await.is_err());
+    assert_eq!(fault.get().as_deref(), Some("log: disk full"));
+    disk.fail(None);
+    assert!(
+        log.save_vote(&Vote::new(2, 1)).await.is_err(),
+        "it was not repaired for this replica"
+    );
+    assert_eq!(
+        log.try_get_log_entries(0..1).await.unwrap(),
+        entries(1, 0..1, 1)
+    );
+}

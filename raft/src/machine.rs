@@ -1,0 +1,51 @@
+//! What a log drives, and who receives what is sent beside it: the traits the user of this crate
+//! implements.
+
+use std::io::{Read, Write};
+
+/// What a replicated log drives. The bytes are opaque on purpose.
+pub trait Machine: Send + 'static {
+    /// Applies one committed command and answers it. Called in log order, once per index; entries
+    /// without a command (membership, leader's blank) arrive through [`Machine::skip`].
+    ///
+    /// # Errors
+    /// Only when the command cannot be decoded: the replica then stops.
+    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica>;
+
+    /// Notes an index that carries no command.
+    fn skip(&mut self, index: u64);
+
+    /// A frozen image of the state at this point, taken without delay.
+    fn freeze(&self) -> Box<dyn FrozenMachine>;
+
+    /// Replaces the state by a snapshot that [`FrozenMachine::write_to`] wrote.
+    ///
+    /// # Errors
+    /// Says what is wrong with the snapshot and where; the state is then as it was.
+    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot>;
+}
+
+/// A state frozen for a snapshot, written out beside the running machine.
+pub trait FrozenMachine: Send + 'static {
+    /// Writes the snapshot.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()>;
+}
+
+/// Why a replica cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct StopReplica(pub String);
+
+/// A snapshot's bytes are not a state.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct CorruptSnapshot(pub String);
+
+/// Receives what peers send outside the log.
+pub trait PeerHandler: Send + Sync + 'static {
+    /// One message of `from`, in order of sending per peer; messages may be lost, never torn.
+    fn message(&self, from: u8, bytes: &[u8]);
+}

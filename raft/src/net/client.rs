@@ -1,0 +1,279 @@
+//! Raft's calls to one peer.
+//!
+//! Appends are single calls one after the other, which openraft drives as a stream: it reads more
+//! entries while one is under way, so that batches grow with the load. A stream that fails before
+//! it took its first request would escape openraft's back-off; a call has taken it by definition.
+
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{Either, select};
+use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError, Unreachable};
+use openraft::network::{RPCOption, RaftNetworkFactory, RaftNetworkV2};
+use openraft::raft::{
+    AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderError,
+    TransferLeaderRequest, TransferLeaderResponse, VoteRequest, VoteResponse,
+};
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+
+use super::link::{CallError, Lane, Links, Peer};
+use crate::snapshot::{SnapshotFile, SnapshotReader};
+use crate::types::{Config, LeaderId, Node, SnapshotMeta, Vote};
+use crate::wire::proto;
+
+type Snapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
+
+/// An append waits for the peer's disk; a peer that is slower than that is as good as gone.
+const APPEND_TIMEOUT: Duration = Duration::from_secs(2);
+/// A snapshot that makes no progress is ended by pings; this only bounds one that never ends.
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
+/// Parts read ahead of the network.
+const PARTS_MAX: usize = 4;
+
+/// Makes the clients of Raft.
+#[derive(Clone)]
+pub(crate) struct Network {
+    links: Arc<Links>,
+    /// Whether this replica hears a quorum, told to followers along with appends.
+    has_quorum: watch::Receiver<bool>,
+}
+
+/// Raft's client of one peer.
+pub(crate) struct Client {
+    network: Network,
+    target: u64,
+}
+
+impl Network {
+    pub(crate) fn new(links: Arc<Links>, has_quorum: watch::Receiver<bool>) -> Self {
+        Self { links, has_quorum }
+    }
+}
+
+impl RaftNetworkFactory<Config> for Network {
+    type Network = Client;
+
+    async fn new_client(&mut self, target: u64, node: &Node) -> Client {
+        self.links.learn(target, node);
+        Client {
+            network: self.clone(),
+            target,
+        }
+    }
+}
+
+impl Client {
+    /// The peer at its newest known address.
+    fn peer(&self) -> Result<Arc<Peer>, Unreachable<Config>> {
+        self.network
+            .links
+            .peer(self.target)
+            .ok_or_else(|| Unreachable::from_string("unknown replica"))
+    }
+
+    async fn ask(
+        &self,
+        rpc: VoteRequest<Config>,
+        pre_vote: bool,
+        limit: Duration,
+    ) -> Result<VoteResponse<Config>, RPCError<Config>> {
+        let peer = self.peer()?;
+        let request = proto::VoteRequest {
+            header: Some(peer.header()),
+            vote: Some(rpc.vote.into()),
+            last: rpc.last_log_id.map(Into::into),
+            leadership_transfer: rpc.leadership_transfer,
+            pre_vote,
+        };
+        let call = peer.call(Lane::Raft, limit, |mut client| async move {
+            client.vote(request).await
+        });
+        let answer = call.await.map_err(rpc_error)?;
+        let vote: Vote = answer.vote.ok_or_else(|| missing("vote"))?.into();
+        Ok(VoteResponse::new(
+            vote,
+            answer.last.map(Into::into),
+            answer.granted,
+        ))
+    }
+}
+
+impl RaftNetworkV2<Config> for Client {
+    type SnapshotData = SnapshotFile;
+
+    async fn append_entries(
+        &mut self,
+        rpc: AppendEntriesRequest<Config>,
+        _option: RPCOption,
+    ) -> Result<AppendEntriesResponse<Config>, RPCError<Config>> {
+        let peer = self.peer()?;
+        let request = proto::AppendRequest {
+            header: Some(peer.header()),
+            vote: Some(rpc.vote.into()),
+            previous: rpc.prev_log_id.map(Into::into),
+            entries: rpc.entries.into_iter().map(Into::into).collect(),
+            committed: rpc.leader_commit.map(Into::into),
+            has_quorum: *self.network.has_quorum.borrow(),
+        };
+        let call = peer.call(Lane::Raft, APPEND_TIMEOUT, |mut client| async move {
+            client.append(request).await
+        });
+        let answer = call.await.map_err(rpc_error)?;
+        match answer.result.ok_or_else(|| missing("result"))? {
+            proto::append_response::Result::Success(_) => Ok(AppendEntriesResponse::Success),
+            proto::append_response::Result::Conflict(_) => Ok(AppendEntriesResponse::Conflict),
+            proto::append_response::Result::HigherVote(vote) => {
+                Ok(AppendEntriesResponse::HigherVote(vote.into()))
+            }
+            proto::append_response::Result::Partial(partial) => Ok(
+                AppendEntriesResponse::PartialSuccess(partial.last.map(Into::into)),
+            ),
+        }
+    }
+
+    async fn vote(
+        &mut self,
+        rpc: VoteRequest<Config>,
+        option: RPCOption,
+    ) -> Result<VoteResponse<Config>, RPCError<Config>> {
+        self.ask(rpc, false, option.soft_ttl()).await
+    }
+
+    async fn pre_vote(
+        &mut self,
+        rpc: VoteRequest<Config>,
+        option: RPCOption,
+    ) -> Result<VoteResponse<Config>, RPCError<Config>> {
+        self.ask(rpc, true, option.soft_ttl()).await
+    }
+
+    async fn full_snapshot(
+        &mut self,
+        vote: Vote,
+        snapshot: Snapshot,
+        cancel: impl Future<Output = ReplicationClosed> + Send + 'static,
+        _option: RPCOption,
+    ) -> Result<SnapshotResponse<Config>, StreamingError<Config>> {
+        let peer = self.peer()?;
+        let (parts, stream) = mpsc::channel(PARTS_MAX);
+        let start = proto::SnapshotStart {
+            header: Some(peer.header()),
+            vote: Some(vote.into()),
+            meta: None,
+        };
+        let reading = tokio::task::spawn_blocking(move || read_parts(&snapshot, start, &parts));
+        let call = peer.call(Lane::Bulk, SNAPSHOT_TIMEOUT, |mut client| async move {
+            client.install_snapshot(ReceiverStream::new(stream)).await
+        });
+        let answer = match select(Box::pin(call), Box::pin(cancel)).await {
+            Either::Left((answer, _)) => answer,
+            Either::Right((closed, _)) => return Err(closed.into()),
+        };
+        match answer {
+            Ok(answer) => {
+                let vote: Vote = answer.vote.ok_or_else(|| missing("vote"))?.into();
+                Ok(SnapshotResponse::new(vote))
+            }
+            Err(error) => {
+                // Only the reader knows when the file was the reason.
+                if let Ok(Err(unread)) = reading.await
+                    && unread.kind() != io::ErrorKind::BrokenPipe
+                {
+                    tracing::error!(error = %unread, "snapshot cannot be read for a peer");
+                }
+                Err(rpc_error(error).into())
+            }
+        }
+    }
+
+    async fn transfer_leader(
+        &mut self,
+        rpc: TransferLeaderRequest<Config>,
+        option: RPCOption,
+    ) -> Result<TransferLeaderResponse<Config>, RPCError<Config>> {
+        let peer = self.peer()?;
+        let request = proto::TransferLeaderRequest {
+            header: Some(peer.header()),
+            from_leader: Some((*rpc.from_leader()).into()),
+            to: *rpc.to_node_id(),
+            last: rpc.last_log_id().copied().map(Into::into),
+        };
+        let call = peer.call(Lane::Raft, option.soft_ttl(), |mut client| async move {
+            client.transfer_leader(request).await
+        });
+        let answer = call.await.map_err(rpc_error)?;
+        if answer.refused.is_empty() {
+            return Ok(Ok(()));
+        }
+        Ok(Err(match answer.changed_vote {
+            Some(actual) => TransferLeaderError::VoteChanged {
+                expected: *rpc.from_leader(),
+                actual: actual.into(),
+            },
+            None => TransferLeaderError::LogNotFlushed {
+                expected: rpc.last_log_id().copied(),
+                actual: answer.flushed.map(Into::into),
+            },
+        }))
+    }
+}
+
+/// Reads a snapshot into parts. Blocks, at the pace of the network.
+fn read_parts(
+    snapshot: &Snapshot,
+    start: proto::SnapshotStart,
+    parts: &mpsc::Sender<proto::SnapshotPart>,
+) -> io::Result<()> {
+    let send = |part| {
+        let part = proto::SnapshotPart { part: Some(part) };
+        parts
+            .blocking_send(part)
+            .map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))
+    };
+    let (mut reader, meta) =
+        SnapshotReader::open(&snapshot.snapshot.path).map_err(io::Error::other)?;
+    let same: SnapshotMeta = meta.clone().try_into().map_err(io::Error::other)?;
+    assert_eq!(
+        same.last_log_id, snapshot.meta.last_log_id,
+        "a snapshot file changed its content"
+    );
+    let start = proto::SnapshotStart {
+        meta: Some(meta),
+        ..start
+    };
+    send(proto::snapshot_part::Part::Start(start))?;
+    let (mut chunks, mut bytes) = (0, 0);
+    loop {
+        let chunk = reader.next_chunk()?;
+        if chunk.is_empty() {
+            break;
+        }
+        chunks += 1;
+        bytes += chunk.len() as u64;
+        let crc = crc32fast::hash(chunk);
+        let chunk = proto::SnapshotChunk {
+            bytes: chunk.to_vec().into(),
+            crc,
+        };
+        send(proto::snapshot_part::Part::Chunk(chunk))?;
+    }
+    send(proto::snapshot_part::Part::End(proto::SnapshotEnd {
+        chunks,
+        bytes,
+    }))
+}
+
+fn rpc_error(error: CallError) -> RPCError<Config> {
+    match &error {
+        // Backed off at once: it is away, or does not want us.
+        CallError::NotSent(_) | CallError::Failed(_) => Unreachable::new(&error).into(),
+        CallError::TimedOut(_) => NetworkError::new(&error).into(),
+    }
+}
+
+fn missing(what: &'static str) -> NetworkError<Config> {
+    NetworkError::from_string(format!("an answer without {what}"))
+}

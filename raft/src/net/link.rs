@@ -1,0 +1,382 @@
+//! Connections to peers, and when to try again.
+//!
+//! A peer that does not answer is tried at growing intervals, whoever wants to reach it and however
+//! often: until the next try is due, calls fail at once without touching the network. A call tells
+//! whether it can have reached the peer, because a proposal that was never sent may be sent again.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout, timeout_at};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Response, Status};
+
+use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
+use crate::identity::Identity;
+use crate::types::Node;
+use crate::wire::proto;
+use crate::wire::proto::peer_client::PeerClient;
+
+const RETRY_FIRST: Duration = Duration::from_millis(20);
+const RETRY_MAX: Duration = Duration::from_millis(500);
+
+/// Which of the connections to a peer: what Raft lives by does not queue behind what is large.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Appends, votes, transfers.
+    Raft,
+    /// Proposals, snapshots, messages, changes.
+    Bulk,
+}
+
+/// Why a call gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    /// It was never sent.
+    #[error("not sent: {0}")]
+    NotSent(String),
+    /// It may have been received.
+    #[error("{}: {}", .0.code(), .0.message())]
+    Failed(Status),
+    /// It may have been received; no answer in time.
+    #[error("no answer within {0:?}")]
+    TimedOut(Duration),
+}
+
+/// All peers by id, at their newest known address.
+#[derive(Debug)]
+pub(crate) struct Links {
+    pub(crate) identity: Arc<Identity>,
+    peers: Mutex<BTreeMap<u64, Arc<Peer>>>,
+    attempts: Arc<AtomicU64>,
+}
+
+/// One peer at one address.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) id: u64,
+    pub(crate) address: String,
+    pub(crate) store: u64,
+    identity: Arc<Identity>,
+    raft: Arc<Link>,
+    bulk: Arc<Link>,
+}
+
+#[derive(Debug)]
+struct Link {
+    address: String,
+    state: watch::Sender<State>,
+    /// Connections begun, over all links.
+    attempts: Arc<AtomicU64>,
+}
+
+#[derive(Debug, Clone)]
+enum State {
+    /// Not connected; tried again from `retry` on.
+    Down { retry: Retry, why: String },
+    /// A connection is being made.
+    Connecting,
+    /// Connected. The number tells one connection from the next.
+    Up { channel: Channel, number: u64 },
+}
+
+/// When a connection is tried again: at doubling intervals, up to a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Retry {
+    failures: u32,
+    due: Option<Instant>,
+}
+
+impl Retry {
+    const AT_ONCE: Self = Self {
+        failures: 0,
+        due: None,
+    };
+
+    fn is_due(self, now: Instant) -> bool {
+        self.due.is_none_or(|due| due <= now)
+    }
+
+    fn after_failure(self, now: Instant) -> Self {
+        let wait = RETRY_FIRST
+            .saturating_mul(1 << self.failures.min(16))
+            .min(RETRY_MAX);
+        Self {
+            failures: self.failures.saturating_add(1),
+            due: Some(now + wait),
+        }
+    }
+}
+
+impl Links {
+    pub(crate) fn new(identity: Arc<Identity>) -> Self {
+        Self {
+            identity,
+            peers: Mutex::default(),
+            attempts: Arc::default(),
+        }
+    }
+
+    /// Connections begun so far.
+    pub(crate) fn attempts(&self) -> u64 {
+        self.attempts.load(Ordering::Relaxed)
+    }
+
+    /// The peer as a membership describes it.
+    pub(crate) fn learn(&self, id: u64, node: &Node) -> Arc<Peer> {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(peer) = peers.get(&id)
+            && peer.address == node.address
+            && peer.store == node.store
+        {
+            return peer.clone();
+        }
+        let link = || Arc::new(Link::new(&node.address, self.attempts.clone()));
+        let peer = Arc::new(Peer {
+            id,
+            address: node.address.clone(),
+            store: node.store,
+            identity: self.identity.clone(),
+            raft: link(),
+            bulk: link(),
+        });
+        peers.insert(id, peer.clone());
+        peer
+    }
+
+    /// The peer, if it was ever learned of.
+    pub(crate) fn peer(&self, id: u64) -> Option<Arc<Peer>> {
+        self.peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&id)
+            .cloned()
+    }
+
+    /// A peer that calls is up: what waits for it need not wait longer.
+    pub(crate) fn heard_from(&self, id: u64) {
+        if let Some(peer) = self.peer(id) {
+            peer.raft.retry_now();
+            peer.bulk.retry_now();
+        }
+    }
+}
+
+impl Peer {
+    /// Leads a call to this peer.
+    pub(crate) fn header(&self) -> proto::Header {
+        self.identity.header(self.id, self.store)
+    }
+
+    /// Makes one call, within `limit` including the connection.
+    ///
+    /// # Errors
+    /// See [`CallError`].
+    pub(crate) async fn call<T, F>(
+        &self,
+        lane: Lane,
+        limit: Duration,
+        call: impl FnOnce(PeerClient<Channel>) -> F,
+    ) -> Result<T, CallError>
+    where
+        F: Future<Output = Result<Response<T>, Status>>,
+    {
+        let end = Instant::now() + limit;
+        let link = match lane {
+            Lane::Raft => &self.raft,
+            Lane::Bulk => &self.bulk,
+        };
+        let (channel, number) = timeout_at(end, link.channel())
+            .await
+            .map_err(|_| CallError::NotSent(format!("no connection within {limit:?}")))??;
+        match timeout_at(end, call(client(channel))).await {
+            Ok(Ok(response)) => Ok(response.into_inner()),
+            Ok(Err(status)) => {
+                if is_broken(&status) {
+                    link.down(number, status.message());
+                }
+                Err(CallError::Failed(status))
+            }
+            Err(_) => {
+                // A connection through a healed network can take long to move again; a new one
+                // does not. On the other lane a slow answer is no sign of that.
+                if lane == Lane::Raft {
+                    link.down(number, "no answer in time");
+                }
+                Err(CallError::TimedOut(limit))
+            }
+        }
+    }
+}
+
+impl Link {
+    fn new(address: &str, attempts: Arc<AtomicU64>) -> Self {
+        let state = State::Down {
+            retry: Retry::AT_ONCE,
+            why: "not tried".into(),
+        };
+        Self {
+            address: address.to_owned(),
+            state: watch::Sender::new(state),
+            attempts,
+        }
+    }
+
+    async fn channel(self: &Arc<Self>) -> Result<(Channel, u64), CallError> {
+        let mut changes = self.state.subscribe();
+        loop {
+            let state = changes.borrow_and_update().clone();
+            match state {
+                State::Up { channel, number } => return Ok((channel, number)),
+                State::Connecting => {}
+                State::Down { retry, why } if !retry.is_due(Instant::now()) => {
+                    return Err(CallError::NotSent(why));
+                }
+                State::Down { retry, .. } => self.connect(retry),
+            }
+            if changes.changed().await.is_err() {
+                return Err(CallError::NotSent("link closed".into()));
+            }
+        }
+    }
+
+    /// Connects on a task of its own: a caller that gives up does not take the attempt with it.
+    fn connect(self: &Arc<Self>, retry: Retry) {
+        let began = self.state.send_if_modified(|state| {
+            let is_down = matches!(state, State::Down { .. });
+            if is_down {
+                *state = State::Connecting;
+            }
+            is_down
+        });
+        if !began {
+            return;
+        }
+        let number = self.attempts.fetch_add(1, Ordering::Relaxed);
+        let link = self.clone();
+        tokio::spawn(async move {
+            let next = match connect(&link.address).await {
+                Ok(channel) => State::Up { channel, number },
+                Err(why) => State::Down {
+                    retry: retry.after_failure(Instant::now()),
+                    why,
+                },
+            };
+            link.state.send_replace(next);
+        });
+    }
+
+    fn down(&self, broken: u64, why: &str) {
+        self.state.send_if_modified(|state| {
+            let is_it = matches!(state, State::Up { number, .. } if *number == broken);
+            if is_it {
+                let retry = Retry::AT_ONCE.after_failure(Instant::now());
+                *state = State::Down {
+                    retry,
+                    why: why.to_owned(),
+                };
+            }
+            is_it
+        });
+    }
+
+    fn retry_now(&self) {
+        self.state.send_if_modified(|state| {
+            if let State::Down { retry, .. } = state {
+                retry.due = None;
+            }
+            false
+        });
+    }
+}
+
+/// Whether the connection is to blame and not the peer's answer.
+fn is_broken(status: &Status) -> bool {
+    matches!(
+        status.code(),
+        Code::Unavailable | Code::Unknown | Code::Cancelled | Code::Internal
+    )
+}
+
+fn client(channel: Channel) -> PeerClient<Channel> {
+    PeerClient::new(channel)
+        .max_decoding_message_size(MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(MESSAGE_BYTES_MAX)
+}
+
+async fn connect(address: &str) -> Result<Channel, String> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|error| format!("address {address}: {error}"))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(PING_EVERY)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES);
+    let connected = timeout(CONNECT_TIMEOUT, endpoint.connect()).await;
+    match connected {
+        Ok(Ok(channel)) => Ok(channel),
+        Ok(Err(error)) => Err(format!("connect to {address}: {error}")),
+        Err(_) => Err(format!("connect to {address}: no answer")),
+    }
+}
+
+/// A connection to an address that no membership names yet.
+///
+/// # Errors
+/// Says why there is none.
+pub(crate) async fn connect_once(address: &str) -> Result<PeerClient<Channel>, String> {
+    connect(address).await.map(client)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tries_get_rarer_up_to_a_limit() {
+        let now = Instant::now();
+        let mut retry = Retry::AT_ONCE;
+        assert!(retry.is_due(now));
+        let mut waits = Vec::new();
+        for _ in 0..8 {
+            retry = retry.after_failure(now);
+            let due = retry.due.unwrap();
+            assert!(!retry.is_due(now) && retry.is_due(due));
+            waits.push((due - now).as_millis());
+        }
+        assert_eq!(waits, [20, 40, 80, 160, 320, 500, 500, 500]);
+    }
+
+    #[tokio::test]
+    async fn a_dead_peer_is_not_tried_more_often_by_more_calls() {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = free.local_addr().unwrap().to_string();
+        drop(free);
+        let attempts = Arc::new(AtomicU64::new(0));
+        let link = Arc::new(Link::new(&address, attempts.clone()));
+        assert!(link.channel().await.is_err());
+        assert_eq!(attempts.load(Ordering::Relaxed), 1);
+        // As long as the next try is not due, no number of calls makes one.
+        let State::Down { retry, why } = link.state.borrow().clone() else {
+            panic!("not down")
+        };
+        let due = Some(Instant::now() + Duration::from_secs(3600));
+        link.state.send_replace(State::Down {
+            retry: Retry { due, ..retry },
+            why,
+        });
+        for _ in 0..1000 {
+            assert!(link.channel().await.is_err());
+        }
+        assert_eq!(attempts.load(Ordering::Relaxed), 1);
+        link.retry_now();
+        assert!(link.channel().await.is_err());
+        assert_eq!(attempts.load(Ordering::Relaxed), 2);
+    }
+}

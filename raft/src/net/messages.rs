@@ -1,0 +1,123 @@
+//! Messages outside the log: one stream to every other member, always with the newest message.
+//!
+//! A stream takes the next message only when the network takes it from the stream; what was
+//! overtaken meanwhile is never sent. Whether the stream stands is what "connected" means.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{Stream, stream};
+use tokio::sync::watch;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::link::{CallError, Lane};
+use crate::replica::Inner;
+use crate::wire::proto;
+
+const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
+const RETRY: Duration = Duration::from_millis(100);
+
+/// Keeps a stream to every other member, until cancelled.
+pub(crate) async fn keep_streams(inner: Arc<Inner>) {
+    let mut status = inner.status.subscribe();
+    let mut streams: BTreeMap<u64, DropGuard> = BTreeMap::new();
+    loop {
+        let members: Vec<u64> = status
+            .borrow_and_update()
+            .members
+            .keys()
+            .map(|id| u64::from(*id))
+            .collect();
+        streams.retain(|id, _| members.contains(id));
+        for id in members {
+            if id != inner.links.identity.id && !streams.contains_key(&id) {
+                let stop = inner.cancel.child_token();
+                inner
+                    .tasks
+                    .spawn(keep_stream(inner.clone(), id, stop.clone()));
+                streams.insert(id, stop.drop_guard());
+            }
+        }
+        let changed = tokio::select! {
+            () = inner.cancel.cancelled() => return,
+            changed = status.changed() => changed,
+        };
+        if changed.is_err() {
+            return;
+        }
+    }
+}
+
+async fn keep_stream(inner: Arc<Inner>, id: u64, stop: CancellationToken) {
+    loop {
+        let ended = tokio::select! {
+            () = stop.cancelled() => None,
+            ended = run_stream(&inner, id) => Some(ended),
+        };
+        inner
+            .connected
+            .send_if_modified(|connected| connected.remove(&id));
+        let Some(ended) = ended else { return };
+        tracing::debug!(peer = id, reason = ended, "peer stream ended");
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = tokio::time::sleep(RETRY) => {}
+        }
+    }
+}
+
+/// Runs one stream until it breaks; answers why.
+async fn run_stream(inner: &Arc<Inner>, id: u64) -> String {
+    let Some(peer) = inner.links.peer(id) else {
+        return "unknown replica".to_owned();
+    };
+    let outgoing = outgoing(peer.header(), inner.outgoing.subscribe());
+    let opened: Result<_, CallError> = peer
+        .call(Lane::Bulk, OPEN_TIMEOUT, |mut client| async move {
+            client.messages(outgoing).await
+        })
+        .await;
+    let mut answers = match opened {
+        Ok(answers) => answers,
+        Err(error) => return error.to_string(),
+    };
+    inner
+        .connected
+        .send_if_modified(|connected| connected.insert(id));
+    loop {
+        match answers.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => return "closed by the peer".to_owned(),
+            Err(status) => return status.message().to_owned(),
+        }
+    }
+}
+
+/// The header, then whatever is newest whenever the network is ready.
+fn outgoing(
+    header: proto::Header,
+    newest: watch::Receiver<Bytes>,
+) -> impl Stream<Item = proto::PeerMessage> + Send + 'static {
+    stream::unfold((Some(header), newest), |(header, mut newest)| async move {
+        if header.is_some() {
+            return Some((
+                proto::PeerMessage {
+                    header,
+                    bytes: Bytes::new(),
+                },
+                (None, newest),
+            ));
+        }
+        newest.changed().await.ok()?;
+        let bytes = newest.borrow_and_update().clone();
+        Some((
+            proto::PeerMessage {
+                header: None,
+                bytes,
+            },
+            (None, newest),
+        ))
+    })
+}

@@ -1,0 +1,383 @@
+//! Answers peers.
+//!
+//! Every call between members names the cluster, the replica and the store it is meant for, and is
+//! refused when one of them is another: an old address may be somebody else's by now.
+
+use std::io::Write;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::{Stream, stream};
+use openraft::raft::{
+    AppendEntriesRequest, AppendEntriesResponse, TransferLeaderError, TransferLeaderRequest,
+    VoteRequest,
+};
+use tokio::net::TcpListener;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{MESSAGE_BYTES_MAX, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
+use crate::replica::Inner;
+use crate::snapshot::{SnapshotFile, SnapshotWriter};
+use crate::types::{Config, LogId, SnapshotMeta, Vote};
+use crate::wire::proto::peer_server::{Peer, PeerServer};
+use crate::wire::{self, Malformed, proto};
+
+type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
+type Acks = Pin<Box<dyn Stream<Item = Result<proto::PeerMessageAck, Status>> + Send>>;
+
+/// Serves peers until the replica is cancelled.
+pub(crate) async fn serve(inner: Arc<Inner>, listener: TcpListener) {
+    let stop = inner.cancel.clone();
+    let service = PeerServer::new(Service(inner))
+        .max_decoding_message_size(MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(MESSAGE_BYTES_MAX);
+    let served = Server::builder()
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
+        .http2_keepalive_interval(Some(PING_EVERY))
+        .http2_keepalive_timeout(Some(PING_TIMEOUT))
+        .add_service(service)
+        .serve_with_incoming_shutdown(
+            TcpIncoming::from(listener).with_nodelay(Some(true)),
+            stop.cancelled_owned(),
+        )
+        .await;
+    if let Err(error) = served {
+        tracing::error!(%error, "peer listener failed");
+    }
+}
+
+struct Service(Arc<Inner>);
+
+impl From<Malformed> for Status {
+    fn from(malformed: Malformed) -> Self {
+        Self::invalid_argument(malformed.to_string())
+    }
+}
+
+fn stopped(error: &impl std::fmt::Display) -> Status {
+    Status::unavailable(format!("replica stopped: {error}"))
+}
+
+fn vote_of(vote: Option<proto::Vote>) -> Result<Vote, Status> {
+    Ok(vote.ok_or(Malformed("no vote"))?.into())
+}
+
+fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
+    log_id.map(Into::into)
+}
+
+impl Service {
+    /// Refuses what is not meant for this replica. `enters` is a call by which a replica without
+    /// a cluster becomes a member.
+    fn check(&self, header: Option<&proto::Header>, enters: bool) -> Result<u64, Status> {
+        let header = header.ok_or(Malformed("no header"))?;
+        let identity = &self.0.links.identity;
+        if self.0.cancel.is_cancelled() {
+            return Err(Status::failed_precondition("replica is stopping"));
+        }
+        if (header.to, header.to_store) != (identity.id, identity.store) {
+            return Err(Status::failed_precondition(format!(
+                "meant for another store of replica {}, this is replica {}",
+                header.to, identity.id
+            )));
+        }
+        let cluster = wire::join_optional(header.cluster_high, header.cluster_low);
+        let cluster = cluster.ok_or(Malformed("no cluster"))?;
+        let is_ours = if enters {
+            identity.enter(cluster).map_err(|error| {
+                self.0.fault.set(format!("identity: {error}"));
+                stopped(&error)
+            })?
+        } else {
+            identity.cluster() == Some(cluster)
+        };
+        if !is_ours {
+            return Err(Status::failed_precondition("meant for another cluster"));
+        }
+        self.0.links.heard_from(header.from);
+        Ok(header.from)
+    }
+
+    /// Writes the parts of a snapshot into a file; a damaged or missing part refuses it.
+    async fn receive(
+        &self,
+        meta: proto::SnapshotMeta,
+        mut parts: Streaming<proto::SnapshotPart>,
+    ) -> Result<SnapshotFile, Status> {
+        let disk = |error: std::io::Error| Status::resource_exhausted(error.to_string());
+        let refused = || Status::data_loss("snapshot parts are damaged or missing");
+        let path = self.0.host.unfinished_snapshot();
+        let mut writer = SnapshotWriter::create(&path, &meta).map_err(disk)?;
+        let (mut chunks, mut bytes) = (0, 0);
+        while let Some(part) = parts.message().await? {
+            match part.part.ok_or_else(refused)? {
+                proto::snapshot_part::Part::Chunk(chunk) => {
+                    if crc32fast::hash(&chunk.bytes) != chunk.crc {
+                        return Err(refused());
+                    }
+                    chunks += 1;
+                    bytes += chunk.bytes.len() as u64;
+                    let written = tokio::task::spawn_blocking(move || {
+                        writer.write_all(&chunk.bytes).map(|()| writer)
+                    });
+                    writer = written
+                        .await
+                        .map_err(|error| stopped(&error))?
+                        .map_err(disk)?;
+                }
+                proto::snapshot_part::Part::End(end) => {
+                    if (end.chunks, end.bytes) != (chunks, bytes) {
+                        return Err(refused());
+                    }
+                    let finished = tokio::task::spawn_blocking(move || writer.finish());
+                    finished
+                        .await
+                        .map_err(|error| stopped(&error))?
+                        .map_err(disk)?;
+                    return Ok(SnapshotFile { path });
+                }
+                proto::snapshot_part::Part::Start(_) => return Err(refused()),
+            }
+        }
+        Err(refused())
+    }
+}
+
+#[tonic::async_trait]
+impl Peer for Service {
+    async fn append(
+        &self,
+        request: Request<proto::AppendRequest>,
+    ) -> Result<Response<proto::AppendResponse>, Status> {
+        let request = request.into_inner();
+        self.check(request.header.as_ref(), true)?;
+        let vote = vote_of(request.vote)?;
+        let committed = log_id_of(request.committed);
+        let entries: Result<Vec<_>, Malformed> =
+            request.entries.into_iter().map(TryInto::try_into).collect();
+        let rpc = AppendEntriesRequest::<Config> {
+            vote,
+            prev_log_id: log_id_of(request.previous),
+            entries: entries?,
+            leader_commit: committed,
+        };
+        let answer = self
+            .0
+            .raft
+            .append_entries(rpc)
+            .await
+            .map_err(|error| stopped(&error))?;
+        if !matches!(answer, AppendEntriesResponse::HigherVote(_)) {
+            self.0.heard.append(vote, committed, request.has_quorum);
+        }
+        let result = match answer {
+            AppendEntriesResponse::Success => {
+                proto::append_response::Result::Success(proto::Success {})
+            }
+            AppendEntriesResponse::PartialSuccess(last) => {
+                let last = last.map(Into::into);
+                proto::append_response::Result::Partial(proto::PartialSuccess { last })
+            }
+            AppendEntriesResponse::Conflict => {
+                proto::append_response::Result::Conflict(proto::Conflict {})
+            }
+            AppendEntriesResponse::HigherVote(vote) => {
+                proto::append_response::Result::HigherVote(vote.into())
+            }
+        };
+        Ok(Response::new(proto::AppendResponse {
+            result: Some(result),
+        }))
+    }
+
+    async fn vote(
+        &self,
+        request: Request<proto::VoteRequest>,
+    ) -> Result<Response<proto::VoteResponse>, Status> {
+        let request = request.into_inner();
+        self.check(request.header.as_ref(), false)?;
+        let mut rpc = VoteRequest::<Config>::new(vote_of(request.vote)?, log_id_of(request.last));
+        rpc.leadership_transfer = request.leadership_transfer;
+        let answer = if request.pre_vote {
+            self.0.raft.pre_vote(rpc).await
+        } else {
+            self.0.raft.vote(rpc).await
+        };
+        let answer = answer.map_err(|error| stopped(&error))?;
+        Ok(Response::new(proto::VoteResponse {
+            vote: Some(answer.vote.into()),
+            granted: answer.vote_granted,
+            last: answer.last_log_id.map(Into::into),
+        }))
+    }
+
+    async fn install_snapshot(
+        &self,
+        request: Request<Streaming<proto::SnapshotPart>>,
+    ) -> Result<Response<proto::SnapshotResponse>, Status> {
+        let mut parts = request.into_inner();
+        let first = parts.message().await?.and_then(|part| part.part);
+        let Some(proto::snapshot_part::Part::Start(start)) = first else {
+            return Err(Malformed("a snapshot without start").into());
+        };
+        self.check(start.header.as_ref(), true)?;
+        let vote = vote_of(start.vote)?;
+        let head = start.meta.ok_or(Malformed("a snapshot without meta"))?;
+        let meta = SnapshotMeta::try_from(head.clone())?;
+        let snapshot = self.receive(head, parts).await?;
+        let answer = self
+            .0
+            .raft
+            .install_full_snapshot(vote, Snapshot { meta, snapshot })
+            .await
+            .map_err(|error| stopped(&error))?;
+        Ok(Response::new(proto::SnapshotResponse {
+            vote: Some(answer.vote.into()),
+        }))
+    }
+
+    async fn transfer_leader(
+        &self,
+        request: Request<proto::TransferLeaderRequest>,
+    ) -> Result<Response<proto::TransferLeaderResponse>, Status> {
+        let request = request.into_inner();
+        self.check(request.header.as_ref(), false)?;
+        let from = vote_of(request.from_leader)?;
+        let rpc = TransferLeaderRequest::new(from, request.to, log_id_of(request.last));
+        let answer = self
+            .0
+            .raft
+            .handle_transfer_leader(rpc)
+            .await
+            .map_err(|e| stopped(&e))?;
+        let answer = match answer {
+            Ok(()) => proto::TransferLeaderResponse::default(),
+            Err(error) => {
+                let refused = error.to_string();
+                let (changed_vote, flushed) = match error {
+                    TransferLeaderError::VoteChanged { actual, .. } => (Some(actual.into()), None),
+                    TransferLeaderError::LogNotFlushed { actual, .. } => {
+                        (None, actual.map(Into::into))
+                    }
+                };
+                proto::TransferLeaderResponse {
+                    refused,
+                    changed_vote,
+                    flushed,
+                }
+            }
+        };
+        Ok(Response::new(answer))
+    }
+
+    async fn propose(
+        &self,
+        request: Request<proto::ProposeRequest>,
+    ) -> Result<Response<proto::ProposeResponse>, Status> {
+        let request = request.into_inner();
+        self.check(request.header.as_ref(), false)?;
+        let limit = Duration::from_millis(request.timeout_ms);
+        let result = self.0.propose_here(request.command, limit).await;
+        Ok(Response::new(proto::ProposeResponse {
+            result: Some(result),
+        }))
+    }
+
+    async fn read_barrier(
+        &self,
+        request: Request<proto::ReadBarrierRequest>,
+    ) -> Result<Response<proto::ReadBarrierResponse>, Status> {
+        let request = request.into_inner();
+        self.check(request.header.as_ref(), false)?;
+        let limit = Duration::from_millis(request.timeout_ms);
+        let result = self.0.barrier_here(limit).await;
+        Ok(Response::new(proto::ReadBarrierResponse {
+            result: Some(result),
+        }))
+    }
+
+    async fn change(
+        &self,
+        request: Request<proto::ChangeRequest>,
+    ) -> Result<Response<proto::ChangeResponse>, Status> {
+        let request = request.into_inner();
+        let theirs = wire::join_optional(request.cluster_high, request.cluster_low);
+        let ours = self.0.links.identity.cluster();
+        let is_join = matches!(request.change, Some(proto::change_request::Change::Join(_)));
+        if ours.is_none() || (!is_join && theirs != ours) {
+            return Err(Status::failed_precondition("meant for another cluster"));
+        }
+        let result = self.0.pass_change(request).await;
+        Ok(Response::new(proto::ChangeResponse {
+            result: Some(result),
+        }))
+    }
+
+    async fn info(
+        &self,
+        _request: Request<proto::InfoRequest>,
+    ) -> Result<Response<proto::InfoResponse>, Status> {
+        let identity = &self.0.links.identity;
+        let (cluster_high, cluster_low) = wire::split(identity.cluster().unwrap_or(0));
+        Ok(Response::new(proto::InfoResponse {
+            id: identity.id,
+            store: identity.store,
+            is_member: self.0.is_member(),
+            cluster_high,
+            cluster_low,
+            address: self.0.options.advertise.clone(),
+            labels: self.0.options.labels.clone().into_iter().collect(),
+        }))
+    }
+
+    async fn claim(
+        &self,
+        request: Request<proto::ClaimRequest>,
+    ) -> Result<Response<proto::ClaimResponse>, Status> {
+        let request = request.into_inner();
+        let identity = &self.0.links.identity;
+        let cluster = wire::join_optional(request.cluster_high, request.cluster_low);
+        let cluster = cluster.ok_or(Malformed("no cluster"))?;
+        let is_us = (request.to, request.to_store) == (identity.id, identity.store);
+        let granted = is_us
+            && !self.0.is_member()
+            && identity
+                .claim(cluster, request.from)
+                .map_err(|error| stopped(&error))?;
+        Ok(Response::new(proto::ClaimResponse { granted }))
+    }
+
+    type MessagesStream = Acks;
+
+    async fn messages(
+        &self,
+        request: Request<Streaming<proto::PeerMessage>>,
+    ) -> Result<Response<Acks>, Status> {
+        let mut messages = request.into_inner();
+        let first = messages.message().await?;
+        let from = self.check(
+            first.as_ref().and_then(|first| first.header.as_ref()),
+            false,
+        )?;
+        let from = u8::try_from(from).map_err(|_| Malformed("an id above 255"))?;
+        // The answer stream carries nothing; that it stands tells the sender it is heard, and
+        // being polled it does the reading.
+        let answers = stream::unfold(
+            (self.0.clone(), messages),
+            move |(inner, mut messages)| async move {
+                loop {
+                    let message = tokio::select! {
+                        () = inner.cancel.cancelled() => return None,
+                        message = messages.message() => message.ok()??,
+                    };
+                    inner.handler.message(from, &message.bytes);
+                }
+            },
+        );
+        Ok(Response::new(Box::pin(answers)))
+    }
+}

@@ -1,0 +1,438 @@
+//! Changes of membership and leadership. The leader makes them; everybody else passes them on.
+//!
+//! Membership says of every member where it is, which store it has and which cluster it is in. A
+//! new member is asked for its store before it is added, so that what is sent to it later reaches
+//! that store and no other.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use openraft::ChangeMembers;
+use openraft::Instant as _;
+use openraft::async_runtime::WatchReceiver;
+use openraft::errors::{ChangeMembershipError, ClientWriteError, RaftError};
+use tokio::time::{Instant, timeout_at};
+
+use super::Inner;
+use crate::error::ChangeError;
+use crate::net::{CallError, Lane, connect_once};
+use crate::types::{Metrics, Node};
+use crate::wire::proto::change_request::Change;
+use crate::wire::proto::change_response::Result as Outcome;
+use crate::wire::{self, proto};
+
+/// Longest a change is tried.
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(15);
+/// Longest a learner is waited for to catch up before it is promoted.
+const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait for a call to one peer about itself.
+pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
+const RETRY: Duration = Duration::from_millis(20);
+/// Entries a learner may be behind to be promoted.
+const LAG_MAX: u64 = 64;
+/// A change passed on that often has met nobody who leads.
+const HOPS_MAX: u32 = 2;
+
+type Members = ChangeMembers<u64, Node>;
+
+impl Inner {
+    pub(super) async fn add_learner(&self, id: u8, address: String) -> Result<u64, ChangeError> {
+        let change = Change::AddLearner(proto::AddLearner {
+            id: id.into(),
+            address,
+        });
+        Ok(self.change(change).await?.index)
+    }
+
+    pub(super) async fn promote(&self, id: u8) -> Result<u64, ChangeError> {
+        let change = Change::Promote(proto::Promote {
+            id: id.into(),
+            voters_below: 0,
+        });
+        Ok(self.change(change).await?.index)
+    }
+
+    pub(super) async fn remove(&self, id: u8) -> Result<u64, ChangeError> {
+        Ok(self
+            .change(Change::Remove(proto::Remove { id: id.into() }))
+            .await?
+            .index)
+    }
+
+    pub(super) async fn transfer_leader(&self, to: Option<u8>) -> Result<u8, ChangeError> {
+        let to = to.map_or(0, u64::from);
+        let leader = self
+            .change(Change::Transfer(proto::Transfer { to }))
+            .await?
+            .leader;
+        u8::try_from(leader).map_err(|_| ChangeError::Unknown("a leader above 255".to_owned()))
+    }
+
+    pub(super) async fn snapshot(&self) -> Result<u64, ChangeError> {
+        let stopped = || ChangeError::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
+        let mut status = self.status.subscribe();
+        let wanted = status.borrow().applied;
+        if wanted == 0 {
+            return Err(ChangeError::Refused("nothing is applied yet".to_owned()));
+        }
+        if status.borrow().snapshot < Some(wanted) {
+            self.raft
+                .trigger()
+                .snapshot()
+                .await
+                .map_err(|_| stopped())?;
+        }
+        let written = status
+            .wait_for(|status| status.snapshot >= Some(wanted) || status.fault.is_some())
+            .await
+            .map_err(|_| stopped())?;
+        match (&written.fault, written.snapshot) {
+            (None, Some(index)) => Ok(index),
+            (Some(fault), _) => Err(ChangeError::Refused(fault.clone())),
+            (None, None) => Err(ChangeError::Unknown("no snapshot".to_owned())),
+        }
+    }
+
+    /// Lets another voter lead before this replica goes.
+    pub(super) async fn hand_over(&self) {
+        if self.leader() != Some(self.links.identity.id) || self.voters().len() < 2 {
+            return;
+        }
+        if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(0).await {
+            tracing::warn!(why, "leadership was not handed over");
+        }
+    }
+
+    /// Makes a change through whoever leads.
+    pub(super) async fn change(&self, change: Change) -> Result<proto::Changed, ChangeError> {
+        let end = Instant::now() + CHANGE_TIMEOUT;
+        loop {
+            if let Some(why) = self.why_stopped() {
+                return Err(ChangeError::Refused(why));
+            }
+            let (cluster_high, cluster_low) =
+                wire::split(self.links.identity.cluster().unwrap_or(0));
+            let from = self.links.identity.id;
+            let change = Some(change.clone());
+            let request = proto::ChangeRequest {
+                cluster_high,
+                cluster_low,
+                from,
+                change,
+                hops: 0,
+            };
+            match self.pass_change(request).await {
+                Outcome::Changed(changed) => return Ok(changed),
+                Outcome::Refused(why) => return Err(ChangeError::Refused(why)),
+                Outcome::Unknown(why) => return Err(ChangeError::Unknown(why)),
+                Outcome::NotLeader(_) if Instant::now() >= end => {
+                    return Err(ChangeError::Refused("no leader is known".to_owned()));
+                }
+                Outcome::NotLeader(_) => tokio::time::sleep(RETRY).await,
+            }
+        }
+    }
+
+    /// Makes a change here if this replica leads, else passes it to the leader.
+    pub(crate) async fn pass_change(&self, mut request: proto::ChangeRequest) -> Outcome {
+        let not_leader = |leader| Outcome::NotLeader(proto::NotLeader { leader });
+        let Some(leader) = self.leader() else {
+            return not_leader(0);
+        };
+        if leader == self.links.identity.id {
+            let Some(change) = request.change else {
+                return Outcome::Refused("an unknown change".to_owned());
+            };
+            return self.change_here(change).await;
+        }
+        if request.hops >= HOPS_MAX {
+            return not_leader(leader);
+        }
+        let Some(peer) = self.links.peer(leader) else {
+            return not_leader(0);
+        };
+        request.hops += 1;
+        (request.cluster_high, request.cluster_low) =
+            wire::split(self.links.identity.cluster().unwrap_or(0));
+        let call = peer.call(Lane::Bulk, CHANGE_TIMEOUT, |mut client| async move {
+            client.change(request).await
+        });
+        match call.await {
+            Ok(answer) => answer
+                .result
+                .unwrap_or(Outcome::Unknown("an answer without result".to_owned())),
+            Err(CallError::NotSent(_)) => not_leader(leader),
+            Err(error) => Outcome::Unknown(error.to_string()),
+        }
+    }
+
+    async fn change_here(&self, change: Change) -> Outcome {
+        if let Change::Transfer(transfer) = &change {
+            return self.transfer_here(transfer.to).await;
+        }
+        let _alone = self.changing.lock().await;
+        match change {
+            Change::AddLearner(add) => self.add_here(add.id, &add.address, None).await,
+            Change::Join(proto::Join {
+                member: Some(member),
+            })
+            | Change::Describe(proto::Describe {
+                member: Some(member),
+            }) => self.describe_here(member).await,
+            Change::Promote(promote) => self.promote_here(&promote).await,
+            Change::Remove(remove) => self.remove_here(remove.id).await,
+            Change::Transfer(_)
+            | Change::Join(proto::Join { member: None })
+            | Change::Describe(proto::Describe { member: None }) => {
+                Outcome::Refused("an unknown change".to_owned())
+            }
+        }
+    }
+
+    /// Adds who listens at `address`, if it is `id` and free; `store` is what it said of itself.
+    async fn add_here(&self, id: u64, address: &str, store: Option<u64>) -> Outcome {
+        if !(1..=255).contains(&id) {
+            return Outcome::Refused(format!("id {id} is not within 1..=255"));
+        }
+        if self.node(id).is_some() {
+            return Outcome::Refused(format!("replica {id} is a member already"));
+        }
+        let Some(cluster) = self.links.identity.cluster() else {
+            return Outcome::Refused("not in a cluster".to_owned());
+        };
+        let info = match ask(address).await {
+            Ok(info) => info,
+            Err(why) => return Outcome::Refused(format!("replica {id} does not answer: {why}")),
+        };
+        let theirs = wire::join_optional(info.cluster_high, info.cluster_low);
+        if info.id != id || store.is_some_and(|store| store != info.store) {
+            return Outcome::Refused(format!("{address} is replica {}, another store", info.id));
+        }
+        if info.is_member && theirs != Some(cluster) {
+            return Outcome::Refused(format!("replica {id} is in another cluster"));
+        }
+        let node = Node {
+            address: address.to_owned(),
+            labels: info.labels.into_iter().collect(),
+            store: info.store,
+            cluster,
+        };
+        self.write(ChangeMembers::AddNodes(BTreeMap::from([(id, node)])), true)
+            .await
+    }
+
+    /// Lets a member that tells of itself in: as a new learner, or at a new address.
+    async fn describe_here(&self, member: proto::Member) -> Outcome {
+        let id = member.id;
+        let mut told = Node::from(member);
+        let Some(known) = self.node(id) else {
+            return self.add_here(id, &told.address, Some(told.store)).await;
+        };
+        if known.store != told.store {
+            return Outcome::Refused(format!(
+                "replica {id} is a member with another store: a replica that lost its store joins \
+                 under a new id"
+            ));
+        }
+        told.cluster = known.cluster;
+        if known == told {
+            return self.changed(self.applied());
+        }
+        self.write(ChangeMembers::SetNodes(BTreeMap::from([(id, told)])), true)
+            .await
+    }
+
+    async fn promote_here(&self, promote: &proto::Promote) -> Outcome {
+        let id = promote.id;
+        let voters = self.voters();
+        if self.node(id).is_none() {
+            return Outcome::Refused(format!("replica {id} is no member"));
+        }
+        if voters.contains(&id) {
+            return Outcome::Refused(format!("replica {id} is a voter already"));
+        }
+        if promote.voters_below != 0 && voters.len() as u64 >= promote.voters_below {
+            return Outcome::Refused(format!("there are {} voters already", voters.len()));
+        }
+        if !self.wait_for_learner(id).await {
+            return Outcome::Refused(format!("replica {id} does not catch up"));
+        }
+        self.write(ChangeMembers::AddVoterIds(BTreeSet::from([id])), true)
+            .await
+    }
+
+    async fn remove_here(&self, id: u64) -> Outcome {
+        let voters = self.voters();
+        if self.node(id).is_none() {
+            return Outcome::Refused(format!("replica {id} is no member"));
+        }
+        if !voters.contains(&id) {
+            return self
+                .write(ChangeMembers::RemoveNodes(BTreeSet::from([id])), false)
+                .await;
+        }
+        if voters.len() == 1 {
+            return Outcome::Refused(format!("replica {id} is the last voter"));
+        }
+        if id == self.links.identity.id {
+            return match self.transfer_here(0).await {
+                // Whoever leads removes this one.
+                Outcome::Changed(changed) => Outcome::NotLeader(proto::NotLeader {
+                    leader: changed.leader,
+                }),
+                other => other,
+            };
+        }
+        self.write(ChangeMembers::RemoveVoters(BTreeSet::from([id])), false)
+            .await
+    }
+
+    async fn transfer_here(&self, to: u64) -> Outcome {
+        let me = self.links.identity.id;
+        let target = match to {
+            0 => self.furthest_voter(),
+            id => Some(id).filter(|id| self.voters().contains(id)),
+        };
+        let Some(target) = target else {
+            return Outcome::Refused("there is no such voter".to_owned());
+        };
+        if target != me && self.raft.trigger().transfer_leader(target).await.is_err() {
+            return Outcome::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
+        }
+        let limit = self.options.election_timeout.end * 4 + Duration::from_secs(1);
+        let took = self
+            .wait_for(Instant::now() + limit, |metrics| {
+                metrics
+                    .current_leader
+                    .filter(|leader| *leader != me || target == me)
+            })
+            .await;
+        match took {
+            Some(leader) if leader == target || to == 0 => Outcome::Changed(proto::Changed {
+                leader,
+                ..proto::Changed::default()
+            }),
+            Some(leader) => Outcome::Unknown(format!("replica {leader} took it")),
+            None => Outcome::Unknown(format!("replica {target} did not take it in time")),
+        }
+    }
+
+    /// Writes a membership; waits for one that is under way.
+    async fn write(&self, members: Members, retain: bool) -> Outcome {
+        let end = Instant::now() + CHANGE_TIMEOUT;
+        loop {
+            let written = timeout_at(end, self.raft.change_membership(members.clone(), retain));
+            let error = match written.await {
+                Err(_) => return Outcome::Unknown("not committed in time".to_owned()),
+                Ok(Ok(response)) => return self.changed(response.log_id.index + 1),
+                Ok(Err(RaftError::Fatal(fatal))) => return Outcome::Unknown(fatal.to_string()),
+                Ok(Err(RaftError::APIError(error))) => error,
+            };
+            match error {
+                ClientWriteError::ForwardToLeader(forward) => {
+                    let leader = forward.leader_id.unwrap_or(0);
+                    return Outcome::NotLeader(proto::NotLeader { leader });
+                }
+                ClientWriteError::ChangeMembershipError(
+                    ChangeMembershipError::InProgress(_)
+                    | ChangeMembershipError::UncommittedLeaderLog(_),
+                ) if Instant::now() < end => tokio::time::sleep(RETRY).await,
+                ClientWriteError::ChangeMembershipError(error) => {
+                    return Outcome::Refused(error.to_string());
+                }
+                ClientWriteError::LogEntryDiscarded(_)
+                | ClientWriteError::PreconditionFailed(_) => {
+                    return Outcome::Unknown(error.to_string());
+                }
+            }
+        }
+    }
+
+    fn changed(&self, index: u64) -> Outcome {
+        let (cluster_high, cluster_low) = wire::split(self.links.identity.cluster().unwrap_or(0));
+        Outcome::Changed(proto::Changed {
+            index,
+            leader: 0,
+            cluster_high,
+            cluster_low,
+        })
+    }
+
+    fn applied(&self) -> u64 {
+        self.status.borrow().applied
+    }
+
+    pub(super) fn node(&self, id: u64) -> Option<Node> {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        metrics
+            .membership_config
+            .membership()
+            .get_node(&id)
+            .cloned()
+    }
+
+    pub(super) fn voters(&self) -> BTreeSet<u64> {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        metrics.membership_config.voter_ids().collect()
+    }
+
+    fn furthest_voter(&self) -> Option<u64> {
+        let voters = self.voters();
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        let heard = |id: &u64| {
+            let acked = metrics
+                .heartbeat
+                .as_ref()
+                .and_then(|all| all.get(id).copied().flatten());
+            acked.is_some_and(|acked| acked.elapsed() <= self.options.election_timeout.end)
+        };
+        let replication = metrics.replication.as_ref()?;
+        replication
+            .iter()
+            .filter(|(id, _)| **id != self.links.identity.id && voters.contains(id))
+            .max_by_key(|(id, matched)| (heard(id), **matched))
+            .map(|(id, _)| *id)
+    }
+
+    async fn wait_for_learner(&self, id: u64) -> bool {
+        self.wait_for(Instant::now() + CATCH_UP_TIMEOUT, |metrics| {
+            let matched = metrics.replication.as_ref()?.get(&id).copied().flatten()?;
+            (matched.index + LAG_MAX >= metrics.last_log_index?).then_some(())
+        })
+        .await
+        .is_some()
+    }
+
+    /// Waits until Raft's metrics show what is looked for.
+    async fn wait_for<T>(
+        &self,
+        end: Instant,
+        mut find: impl FnMut(&Metrics) -> Option<T>,
+    ) -> Option<T> {
+        let mut metrics = self.raft.metrics();
+        loop {
+            let found = find(&metrics.borrow_and_update());
+            if found.is_some() {
+                return found;
+            }
+            timeout_at(end, metrics.changed()).await.ok()?.ok()?;
+        }
+    }
+}
+
+/// Asks who listens at an address.
+pub(super) async fn ask(address: &str) -> Result<proto::InfoResponse, String> {
+    let asking = async {
+        let mut client = connect_once(address).await?;
+        let answer = client.info(proto::InfoRequest {}).await;
+        answer
+            .map(tonic::Response::into_inner)
+            .map_err(|status| status.message().to_owned())
+    };
+    tokio::time::timeout(INFO_TIMEOUT, asking)
+        .await
+        .map_err(|_| "no answer in time".to_owned())?
+}

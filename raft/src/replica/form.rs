@@ -1,0 +1,359 @@
+//! How a replica comes into a cluster, and what it does to be described there correctly.
+//!
+//! A replica without a cluster looks at its peers again and again:
+//!
+//! 1. If one of them is a member of a cluster, it asks that one to be let in as a learner.
+//! 2. Else, if with itself as many answer as a cluster shall begin with and its id is the lowest,
+//!    it founds one: it draws the cluster's number, *claims* each of the founders for it, and only
+//!    when all have granted makes them the voters. A replica grants one claim at a time and keeps
+//!    it on disk, so two overlapping sets of founders can never both become clusters. (Two sets
+//!    without a common replica could; `expect` must be more than half of the peers.)
+//! 3. A claim that was not granted by all is given up by the claimant, which never uses its number
+//!    again. Whoever granted it sees that the claimant has another number and is free again.
+//!
+//! A replica that came in through [`Formation::Bootstrap`] and finds fewer voters than `expect`
+//! asks to be promoted once it has caught up, so that a replica that was replaced under a new id
+//! counts without an operator. One that came in through [`Formation::Join`] stays a learner until
+//! an operator promotes it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+
+use super::Inner;
+use super::change::{INFO_TIMEOUT, ask};
+use crate::error::ChangeError;
+use crate::identity::Bond;
+use crate::net::connect_once;
+use crate::options::{Formation, Peers};
+use crate::status::Role;
+use crate::types::Node;
+use crate::wire::proto::change_request::Change;
+use crate::wire::proto::change_response::Result as Outcome;
+use crate::wire::{self, proto};
+
+/// Between two looks at the peers.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Between two tries to be described or promoted.
+const TELL_EVERY: Duration = Duration::from_millis(500);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
+const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Peers that answered, by id, at the address that was asked.
+type Found = BTreeMap<u64, proto::InfoResponse>;
+
+/// Gets the replica into a cluster, then keeps the cluster informed about it.
+pub(super) async fn keep_membership(inner: Arc<Inner>) {
+    tokio::select! {
+        () = inner.cancel.cancelled() => {}
+        () = async {
+            inner.get_in().await;
+            inner.keep_described().await;
+        } => {}
+    }
+}
+
+/// Proposes the cluster's first command whenever this replica leads a cluster without one.
+///
+/// A leader that has applied an entry of its own term knows whether there is one: any earlier
+/// proposal of it is either applied by then or lost for good.
+pub(super) async fn propose_first_command(inner: Arc<Inner>) {
+    let Formation::Bootstrap { first_command, .. } = &inner.options.formation else {
+        return;
+    };
+    if first_command.is_empty() {
+        return;
+    }
+    let command = Bytes::copy_from_slice(first_command);
+    let mut status = inner.status.subscribe();
+    while !inner.host.has_commands() {
+        let (leads, caught_up) = {
+            let status = status.borrow_and_update();
+            (status.role == Role::Leader, status.caught_up)
+        };
+        if leads && caught_up && inner.has_applied_own_term() {
+            inner.write_first(command.clone()).await;
+        }
+        let changed = tokio::select! {
+            () = inner.cancel.cancelled() => return,
+            changed = status.changed() => changed,
+        };
+        if changed.is_err() {
+            return;
+        }
+    }
+}
+
+impl Inner {
+    async fn write_first(&self, command: Bytes) {
+        // Held so that a second call cannot propose while the first is under way.
+        let _alone = self.changing.lock().await;
+        if self.host.has_commands() {
+            return;
+        }
+        let write = self.raft.client_write(crate::types::Command(command));
+        match tokio::time::timeout(FIRST_COMMAND_TIMEOUT, write).await {
+            Ok(Ok(response)) => {
+                tracing::info!(index = response.log_id.index + 1, "cluster founded");
+            }
+            Ok(Err(error)) => tracing::warn!(%error, "first command not committed"),
+            Err(_) => tracing::warn!("first command not committed in time"),
+        }
+    }
+
+    async fn get_in(&self) {
+        let mut last_problem = String::new();
+        while !self.is_member() {
+            if let Err(problem) = self.look().await
+                && problem != last_problem
+            {
+                tracing::warn!(problem, "not in a cluster yet");
+                last_problem = problem;
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Looks once and does the next step.
+    async fn look(&self) -> Result<(), String> {
+        match &self.options.formation {
+            Formation::Join(peers) => {
+                let found = self.find(peers).await;
+                if found.is_empty() {
+                    return Err("no member answers".to_owned());
+                }
+                self.ask_in(&found).await
+            }
+            Formation::Bootstrap { peers, expect, .. } => {
+                let found = self.find(peers).await;
+                self.drop_dead_claim(&found)?;
+                if found.values().any(|info| info.is_member) {
+                    return self.ask_in(&found).await;
+                }
+                let is_lowest = found.keys().all(|id| *id > self.links.identity.id);
+                if is_lowest && found.len() + 1 >= *expect {
+                    return self.found(&found, *expect).await;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Asks all addresses who is there. Itself and whoever uses its id are left out.
+    async fn find(&self, peers: &Peers) -> Found {
+        let addresses = match peers {
+            Peers::List(addresses) => addresses.clone(),
+            Peers::Dns(name) => match tokio::net::lookup_host(name).await {
+                Ok(addresses) => addresses.map(|address| address.to_string()).collect(),
+                Err(error) => {
+                    tracing::debug!(%error, name, "peers cannot be looked up");
+                    Vec::new()
+                }
+            },
+        };
+        let asked = addresses.into_iter().map(|address| async move {
+            let mut info = ask(&address).await.ok()?;
+            info.address = address;
+            Some(info)
+        });
+        let answers = join_all(asked).await.into_iter().flatten();
+        let others = answers.filter(|info| info.id != self.links.identity.id);
+        others.map(|info| (info.id, info)).collect()
+    }
+
+    /// Is free again when the founder that claimed this replica has given the claim up.
+    fn drop_dead_claim(&self, found: &Found) -> Result<(), String> {
+        let identity = &self.links.identity;
+        let bond = identity.bond();
+        let Bond::Claimed { cluster, by } = bond else {
+            return Ok(());
+        };
+        let is_dead = if by == identity.id {
+            // Its own, and another one is to found.
+            found.keys().any(|id| *id < identity.id)
+        } else {
+            found.get(&by).is_some_and(|info| {
+                wire::join_optional(info.cluster_high, info.cluster_low) != Some(cluster)
+            })
+        };
+        if is_dead && self.log.is_pristine() {
+            identity.give_up(bond).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Claims the founders and makes them a cluster.
+    async fn found(&self, found: &Found, expect: usize) -> Result<(), String> {
+        let identity = &self.links.identity;
+        let disk = |error: std::io::Error| error.to_string();
+        let cluster = match identity.bond() {
+            Bond::Claimed { by, .. } if by != identity.id => return Ok(()),
+            bond => bond
+                .cluster()
+                .unwrap_or_else(|| rand::random_range(1..u128::MAX)),
+        };
+        if !identity.claim(cluster, identity.id).map_err(disk)? {
+            return Ok(());
+        }
+        let founders: Vec<&proto::InfoResponse> = found.values().take(expect - 1).collect();
+        let claims = founders.iter().map(|info| self.claim(info, cluster));
+        if !join_all(claims).await.into_iter().all(|granted| granted) {
+            identity.give_up(identity.bond()).map_err(disk)?;
+            return Err("not all founders could be claimed".to_owned());
+        }
+        let mut members: BTreeMap<u64, Node> = founders
+            .into_iter()
+            .map(|info| {
+                let node = Node {
+                    address: info.address.clone(),
+                    labels: info.labels.clone().into_iter().collect(),
+                    store: info.store,
+                    cluster,
+                };
+                (info.id, node)
+            })
+            .collect();
+        members.insert(identity.id, self.described(cluster));
+        tracing::info!(founders = ?members.keys().collect::<Vec<_>>(), "founding a cluster");
+        self.raft
+            .initialize(members)
+            .await
+            .map_err(|error| error.to_string())
+    }
+
+    async fn claim(&self, info: &proto::InfoResponse, cluster: u128) -> bool {
+        let (cluster_high, cluster_low) = wire::split(cluster);
+        let request = proto::ClaimRequest {
+            from: self.links.identity.id,
+            to: info.id,
+            to_store: info.store,
+            cluster_high,
+            cluster_low,
+        };
+        let asking = async {
+            let mut client = connect_once(&info.address).await.ok()?;
+            client.claim(request).await.ok()
+        };
+        let answer = tokio::time::timeout(INFO_TIMEOUT, asking)
+            .await
+            .ok()
+            .flatten();
+        answer.is_some_and(|answer| answer.into_inner().granted)
+    }
+
+    /// Asks the first member that takes the question to be let in.
+    async fn ask_in(&self, found: &Found) -> Result<(), String> {
+        let member = wire::member(self.links.identity.id, &self.described(0));
+        let mut problem = "no peer is in a cluster".to_owned();
+        for info in found.values().filter(|info| info.is_member) {
+            let join = proto::Join {
+                member: Some(member.clone()),
+            };
+            let request = proto::ChangeRequest {
+                cluster_high: info.cluster_high,
+                cluster_low: info.cluster_low,
+                from: self.links.identity.id,
+                change: Some(Change::Join(join)),
+                hops: 0,
+            };
+            let asking = async {
+                let mut client = connect_once(&info.address).await?;
+                let answer = client.change(request).await;
+                answer
+                    .map(tonic::Response::into_inner)
+                    .map_err(|s| s.message().to_owned())
+            };
+            let answer = tokio::time::timeout(JOIN_TIMEOUT, asking).await;
+            match answer
+                .map_err(|_| "no answer in time".to_owned())
+                .and_then(|answer| answer)
+            {
+                Ok(proto::ChangeResponse {
+                    result: Some(Outcome::Changed(changed)),
+                }) => {
+                    return self.let_in(wire::join(changed.cluster_high, changed.cluster_low));
+                }
+                Ok(proto::ChangeResponse {
+                    result: Some(Outcome::Refused(why)),
+                }) => problem = why,
+                Ok(_) => problem = "its leader is not known".to_owned(),
+                Err(why) => problem = why,
+            }
+        }
+        Err(problem)
+    }
+
+    fn let_in(&self, cluster: u128) -> Result<(), String> {
+        match self.links.identity.join(cluster) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err("this store belongs to another cluster".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// What the membership should say of this replica.
+    fn described(&self, cluster: u128) -> Node {
+        Node {
+            address: self.options.advertise.clone(),
+            labels: self.options.labels.clone(),
+            store: self.links.identity.store,
+            cluster,
+        }
+    }
+
+    /// Tells the cluster when this replica has moved, and asks for a vote where one is missing.
+    async fn keep_described(&self) {
+        let id = self.links.identity.id;
+        let mut status = self.status.subscribe();
+        loop {
+            let known = self.node(id);
+            let told = known.map(|known| (self.described(known.cluster), known));
+            let change = match told {
+                Some((described, known)) if described != known => {
+                    let member = Some(wire::member(id, &described));
+                    Some(Change::Describe(proto::Describe { member }))
+                }
+                Some(_) => self.wanted_vote(),
+                None => None,
+            };
+            let pause = match change {
+                None => None,
+                Some(change) => match self.change(change).await {
+                    Ok(_) => Some(TELL_EVERY / 10),
+                    Err(ChangeError::Refused(why)) => {
+                        tracing::debug!(why, "not described or promoted");
+                        None
+                    }
+                    Err(ChangeError::Unknown(_)) => Some(TELL_EVERY),
+                },
+            };
+            match pause {
+                Some(pause) => tokio::time::sleep(pause).await,
+                None => {
+                    let before = status.borrow_and_update().clone();
+                    let changed = status.wait_for(|status| {
+                        status.members != before.members || status.caught_up != before.caught_up
+                    });
+                    if changed.await.is_err() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    fn wanted_vote(&self) -> Option<Change> {
+        let id = self.links.identity.id;
+        let Formation::Bootstrap { expect, .. } = &self.options.formation else {
+            return None;
+        };
+        let voters = self.voters();
+        let is_wanted =
+            !voters.contains(&id) && voters.len() < *expect && self.status.borrow().caught_up;
+        let voters_below = *expect as u64;
+        is_wanted.then_some(Change::Promote(proto::Promote { id, voters_below }))
+    }
+}

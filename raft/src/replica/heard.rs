@@ -1,0 +1,46 @@
+//! What this replica hears from the leader it follows.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::types::{LogId, Vote};
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Heard(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    last: Option<(Instant, bool)>,
+    catch_up: Option<LogId>,
+}
+
+impl Heard {
+    /// Notes an append or heartbeat that was accepted.
+    pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
+        let mut state = self.lock();
+        state.last = Some((Instant::now(), has_quorum));
+        // What a leader has committed in its own term covers all that was committed before.
+        if state.catch_up.is_none()
+            && committed.is_some_and(|committed| committed.leader_id == leader.leader_id)
+        {
+            state.catch_up = committed;
+        }
+    }
+
+    /// Whether the leader was heard within `limit` and said that a quorum answers it.
+    pub(crate) fn has_quorum(&self, limit: Duration) -> bool {
+        self.lock()
+            .last
+            .is_some_and(|(at, has_quorum)| has_quorum && at.elapsed() <= limit)
+    }
+
+    /// What a leader had committed when this replica first heard it for certain.
+    pub(crate) fn catch_up(&self) -> Option<LogId> {
+        self.lock().catch_up
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

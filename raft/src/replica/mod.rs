@@ -1,0 +1,329 @@
+//! A running replica: what it is made of, how it starts and how it stops.
+
+mod change;
+mod form;
+mod heard;
+mod propose;
+mod upkeep;
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use openraft::async_runtime::WatchReceiver;
+use openraft::{Config as RaftConfig, SnapshotPolicy};
+use tokio::net::TcpListener;
+use tokio::sync::{Mutex, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use self::heard::Heard;
+use crate::error::{ChangeError, Committed, ProposeError, StartError};
+use crate::fault::Fault;
+use crate::files::{Layout, io_error};
+use crate::host::Host;
+use crate::identity::Identity;
+use crate::log::LogStore;
+use crate::machine::{Machine, PeerHandler};
+use crate::net::{self, Links, Network};
+use crate::options::Options;
+use crate::snapshot::SnapshotFolder;
+use crate::status::{Role, Status};
+use crate::types::Raft;
+
+/// Longest wait for tasks and connections to end.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A running replica. Cheap to clone; the replica stops when told to, not when handles drop.
+#[derive(Clone)]
+pub struct Replica {
+    inner: Arc<Inner>,
+}
+
+/// What the tasks of a replica share.
+pub(crate) struct Inner {
+    pub(crate) options: Options,
+    pub(crate) raft: Raft,
+    pub(crate) log: LogStore,
+    pub(crate) host: Host,
+    pub(crate) links: Arc<Links>,
+    pub(crate) fault: Fault,
+    pub(crate) heard: Heard,
+    pub(crate) handler: Arc<dyn PeerHandler>,
+    pub(crate) status: watch::Sender<Status>,
+    /// Whether this replica leads and hears a quorum.
+    pub(crate) has_quorum: watch::Sender<bool>,
+    /// Newest message for the peers.
+    pub(crate) outgoing: watch::Sender<Bytes>,
+    /// Peers whose stream stands.
+    pub(crate) connected: watch::Sender<BTreeSet<u64>>,
+    /// Held while the membership is changed from here.
+    pub(crate) changing: Mutex<()>,
+    pub(crate) is_stopping: AtomicBool,
+    pub(crate) cancel: CancellationToken,
+    pub(crate) tasks: TaskTracker,
+    local_addr: SocketAddr,
+}
+
+impl Replica {
+    /// Opens the store, restores the machine and starts serving peers on `listener`.
+    ///
+    /// # Errors
+    /// When the store cannot be opened or is damaged: names file and offset.
+    pub async fn start(
+        options: Options,
+        listener: TcpListener,
+        machine: impl Machine,
+        handler: Arc<dyn PeerHandler>,
+    ) -> Result<Self, StartError> {
+        let config = raft_config(&options)?;
+        let fault = Fault::new();
+        let opened = {
+            let (options, fault) = (options.clone(), fault.clone());
+            let machine = Box::new(machine);
+            tokio::task::spawn_blocking(move || open(&options, machine, fault)).await
+        };
+        let failed = |what| StartError::Io {
+            path: options.data_dir.clone(),
+            source: std::io::Error::other(what),
+        };
+        let (identity, log, host) = opened.map_err(|panic| failed(panic.to_string()))??;
+
+        let local_addr = listener
+            .local_addr()
+            .map_err(|e| io_error(&options.data_dir, e))?;
+        let links = Arc::new(Links::new(Arc::new(identity)));
+        let has_quorum = watch::Sender::new(false);
+        let network = Network::new(links.clone(), has_quorum.subscribe());
+        let id = u64::from(options.id);
+        let raft = Raft::new(id, Arc::new(config), network, log.clone(), host.clone()).await;
+        let raft = match raft {
+            Ok(raft) => raft,
+            Err(fatal) => {
+                log.close().await;
+                return Err(failed(fault.get().unwrap_or_else(|| fatal.to_string())));
+            }
+        };
+        let status = watch::Sender::new(upkeep::first_status(&options));
+        let inner = Arc::new(Inner {
+            raft,
+            log,
+            host,
+            links,
+            fault,
+            heard: Heard::default(),
+            handler,
+            status,
+            has_quorum,
+            outgoing: watch::Sender::default(),
+            connected: watch::Sender::default(),
+            changing: Mutex::default(),
+            is_stopping: AtomicBool::new(false),
+            cancel: CancellationToken::new(),
+            tasks: TaskTracker::new(),
+            local_addr,
+            options,
+        });
+        inner.refresh();
+        inner.tasks.spawn(net::serve(inner.clone(), listener));
+        inner.tasks.spawn(upkeep::keep_status(inner.clone()));
+        inner.tasks.spawn(upkeep::keep_snapshots(inner.clone()));
+        inner.tasks.spawn(net::keep_streams(inner.clone()));
+        inner.tasks.spawn(form::keep_membership(inner.clone()));
+        inner
+            .tasks
+            .spawn(form::propose_first_command(inner.clone()));
+        tracing::info!(id, address = %local_addr, "replica started");
+        Ok(Self { inner })
+    }
+
+    /// Has a command committed and applied on the leader, forwarding it when that is another
+    /// replica. Waits at most `timeout`.
+    ///
+    /// # Errors
+    /// See [`ProposeError`]: only `NoLeader` and `TooLarge` say that it did not happen.
+    pub async fn propose(
+        &self,
+        command: Vec<u8>,
+        timeout: Duration,
+    ) -> Result<Committed, ProposeError> {
+        self.inner.propose(command.into(), timeout).await
+    }
+
+    /// Waits until this replica has applied everything committed when the call began, as the
+    /// leader confirms with a quorum. Answers the index.
+    ///
+    /// # Errors
+    /// When no leader confirms within `timeout`.
+    pub async fn read_barrier(&self, timeout: Duration) -> Result<u64, ProposeError> {
+        self.inner.read_barrier(timeout).await
+    }
+
+    /// The present status.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        self.inner.status.borrow().clone()
+    }
+
+    /// Every change of the status.
+    #[must_use]
+    pub fn watch(&self) -> watch::Receiver<Status> {
+        self.inner.status.subscribe()
+    }
+
+    /// Sends `bytes` to every connected peer outside the log. Never waits; a peer that is behind
+    /// gets only the newest message.
+    pub fn broadcast(&self, bytes: Bytes) {
+        self.inner.outgoing.send_replace(bytes);
+    }
+
+    /// Adds a replica that listens at `address` as a learner. Answers the log index.
+    ///
+    /// # Errors
+    /// When it does not answer, is in another cluster, or its id is taken.
+    pub async fn add_learner(&self, id: u8, address: String) -> Result<u64, ChangeError> {
+        self.inner.add_learner(id, address).await
+    }
+
+    /// Makes a learner a voter once its lag is small. Answers the log index.
+    ///
+    /// # Errors
+    /// When it is no learner or does not catch up.
+    pub async fn promote(&self, id: u8) -> Result<u64, ChangeError> {
+        self.inner.promote(id).await
+    }
+
+    /// Removes a member. A leader that removes itself hands leadership over first. Answers the log
+    /// index.
+    ///
+    /// # Errors
+    /// When it is no member or the last voter.
+    pub async fn remove(&self, id: u8) -> Result<u64, ChangeError> {
+        self.inner.remove(id).await
+    }
+
+    /// Hands leadership to `to`, or to the voter that is furthest. Answers the new leader.
+    ///
+    /// # Errors
+    /// When `to` is no voter or does not take it in time.
+    pub async fn transfer_leader(&self, to: Option<u8>) -> Result<u8, ChangeError> {
+        self.inner.transfer_leader(to).await
+    }
+
+    /// Takes a snapshot now. Answers its index.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub async fn snapshot(&self) -> Result<u64, ChangeError> {
+        self.inner.snapshot().await
+    }
+
+    /// Stops: hands leadership over if it has it, finishes what is being written, closes the store.
+    pub async fn shutdown(&self) {
+        if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
+            self.inner.hand_over().await;
+        }
+        self.inner.stop().await;
+    }
+
+    /// Stops as a crash of the process would: no handover, nobody is told. What was acknowledged
+    /// is on disk all the same. For tests and fault injection.
+    pub async fn crash(&self) {
+        self.inner.is_stopping.store(true, Ordering::Release);
+        self.inner.stop().await;
+    }
+
+    /// Where peers are served.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.inner.local_addr
+    }
+
+    /// Connections to peers begun so far: grows slowly while a peer is away.
+    #[must_use]
+    pub fn connect_attempts(&self) -> u64 {
+        self.inner.links.attempts()
+    }
+}
+
+impl Inner {
+    /// Whether it is told to stop or has met a fault.
+    pub(crate) fn why_stopped(&self) -> Option<String> {
+        if let Some(fault) = self.fault.get() {
+            return Some(fault);
+        }
+        self.is_stopping
+            .load(Ordering::Acquire)
+            .then(|| "shutting down".to_owned())
+    }
+
+    /// Whether it knows a membership, its own or one it follows.
+    pub(crate) fn is_member(&self) -> bool {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        metrics.membership_config.nodes().next().is_some()
+    }
+
+    /// Ends everything. Idempotent.
+    async fn stop(&self) {
+        self.cancel.cancel();
+        if let Err(error) = self.raft.shutdown().await {
+            tracing::error!(%error, "raft ended badly");
+        }
+        self.log.close().await;
+        self.tasks.close();
+        if tokio::time::timeout(STOP_TIMEOUT, self.tasks.wait())
+            .await
+            .is_err()
+        {
+            tracing::warn!("tasks outlive the replica");
+        }
+        self.status
+            .send_modify(|status| status.role = Role::Stopped);
+        tracing::info!(id = self.options.id, "replica stopped");
+    }
+}
+
+/// Opens what is on disk. Blocks.
+fn open(
+    options: &Options,
+    machine: Box<dyn Machine>,
+    fault: Fault,
+) -> Result<(Identity, LogStore, Host), StartError> {
+    let layout = Layout::new(&options.data_dir);
+    layout.create()?;
+    let identity = Identity::open(&layout, u64::from(options.id))?;
+    let folder = layout.snapshots();
+    let snapshots =
+        SnapshotFolder::open(folder.clone()).map_err(|error| io_error(&folder, error))?;
+    let host = Host::open(machine, snapshots, fault.clone())?;
+    let log = LogStore::open(&options.storage, &layout, fault)?;
+    Ok((identity, log, host))
+}
+
+fn raft_config(options: &Options) -> Result<RaftConfig, StartError> {
+    let ms = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+    let every = options.snapshot_every_entries.max(1);
+    let config = RaftConfig {
+        cluster_name: "quorate".to_owned(),
+        heartbeat_interval: ms(options.heartbeat),
+        election_timeout_min: ms(options.election_timeout.start),
+        election_timeout_max: ms(options.election_timeout.end),
+        snapshot_policy: SnapshotPolicy::LogsSinceLast(every),
+        // A follower that is a little behind is cheaper served from the log.
+        max_in_snapshot_log_to_keep: (every / 4).min(1000),
+        replication_lag_threshold: every.saturating_mul(2),
+        max_payload_entries: 1024,
+        enable_pre_vote: Some(true),
+        // A leader that restarts has lost track of its lease.
+        enable_leader_restore: Some(false),
+        backoff: "50ms 100ms 200ms ...500ms".to_owned(),
+        ..RaftConfig::default()
+    };
+    config
+        .validate()
+        .map_err(|error| StartError::WrongStore(format!("timers: {error}")))
+}

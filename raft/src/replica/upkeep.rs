@@ -1,0 +1,227 @@
+//! Keeps the status up to date, the address book with it, and takes snapshots by size.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use openraft::Instant as _;
+use openraft::ServerState;
+use openraft::async_runtime::WatchReceiver;
+
+use super::Inner;
+use crate::options::Options;
+use crate::status::{Member, Role, Status};
+use crate::types::{self, Metrics, shown};
+
+/// The status before anything is known.
+pub(super) fn first_status(options: &Options) -> Status {
+    Status {
+        id: options.id,
+        cluster_id: None,
+        role: Role::Forming,
+        term: 0,
+        leader: None,
+        has_quorum: false,
+        committed: 0,
+        applied: 0,
+        last_log: 0,
+        snapshot: None,
+        purged: 1,
+        caught_up: false,
+        fault: None,
+        members: BTreeMap::new(),
+    }
+}
+
+/// Refreshes the status whenever something it shows may have changed.
+pub(super) async fn keep_status(inner: Arc<Inner>) {
+    let mut metrics = inner.raft.metrics();
+    let mut fault = inner.fault.watch();
+    let mut connected = inner.connected.subscribe();
+    // Silence changes the status too.
+    let mut tick = tokio::time::interval(inner.options.heartbeat);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut is_running = true;
+    loop {
+        inner.refresh();
+        tokio::select! {
+            () = inner.cancel.cancelled() => return,
+            changed = metrics.changed(), if is_running => is_running = changed.is_ok(),
+            _ = fault.changed() => {}
+            _ = connected.changed() => {}
+            _ = tick.tick() => {}
+        }
+    }
+}
+
+/// Takes a snapshot when enough bytes were applied since the last; by entries openraft does.
+pub(super) async fn keep_snapshots(inner: Arc<Inner>) {
+    let mut status = inner.status.subscribe();
+    loop {
+        if inner.host.bytes_since_snapshot() >= inner.options.snapshot_every_bytes
+            && inner.raft.trigger().snapshot().await.is_err()
+        {
+            return;
+        }
+        let changed = tokio::select! {
+            () = inner.cancel.cancelled() => return,
+            changed = status.changed() => changed,
+        };
+        if changed.is_err() {
+            return;
+        }
+    }
+}
+
+impl Inner {
+    /// How long a leader is believed without hearing of it: as long as its lease.
+    fn lease(&self) -> Duration {
+        self.options.election_timeout.end
+    }
+
+    /// Brings everything that follows from Raft's metrics up to date.
+    pub(super) fn refresh(&self) {
+        let metrics = {
+            let receiver = self.raft.metrics();
+            let metrics = receiver.borrow_watched();
+            metrics.clone()
+        };
+        let membership = metrics.membership_config.membership();
+        for (id, node) in membership.nodes() {
+            self.links.learn(*id, node);
+        }
+        if let Some(cluster) = types::cluster_of(membership)
+            && let Err(error) = self.links.identity.enter(cluster)
+        {
+            self.fault.set(format!("identity: {error}"));
+        }
+        if let Err(fatal) = &metrics.running_state
+            && self.why_stopped().is_none()
+        {
+            self.fault.set(fatal.to_string());
+        }
+        let leads = self.leads_with_quorum(&metrics);
+        self.has_quorum
+            .send_if_modified(|has_quorum| std::mem::replace(has_quorum, leads) != leads);
+        let status = self.status_of(&metrics, leads);
+        self.status.send_if_modified(|old| {
+            log_changes(old, &status);
+            let is_new = *old != status;
+            if is_new {
+                *old = status;
+            }
+            is_new
+        });
+    }
+
+    fn leads_with_quorum(&self, metrics: &Metrics) -> bool {
+        let acked = metrics.last_quorum_acked.as_ref();
+        metrics.state == ServerState::Leader
+            && acked.is_some_and(|acked| acked.elapsed() <= self.lease())
+    }
+
+    fn status_of(&self, metrics: &Metrics, leads: bool) -> Status {
+        let fault = self.fault.get();
+        let is_member = metrics.membership_config.nodes().next().is_some();
+        let role = match metrics.state {
+            _ if fault.is_some() => Role::Stopped,
+            ServerState::Shutdown => Role::Stopped,
+            _ if !is_member => Role::Forming,
+            ServerState::Leader => Role::Leader,
+            ServerState::Follower => Role::Follower,
+            ServerState::Candidate => Role::Candidate,
+            ServerState::Learner => Role::Learner,
+        };
+        let was_caught_up = self.status.borrow().caught_up;
+        Status {
+            id: self.options.id,
+            cluster_id: types::cluster_of(metrics.membership_config.membership()),
+            role,
+            term: metrics.current_term,
+            leader: metrics.current_leader.and_then(|id| u8::try_from(id).ok()),
+            has_quorum: fault.is_none() && (leads || self.follows_with_quorum(metrics)),
+            committed: shown(metrics.cluster_committed.as_ref())
+                .max(shown(metrics.local_committed.as_ref())),
+            applied: shown(metrics.last_applied.as_ref()),
+            last_log: metrics.last_log_index.map_or(0, |last| last + 1),
+            snapshot: metrics.snapshot.as_ref().map(|id| shown(Some(id))),
+            purged: shown(metrics.purged.as_ref()) + 1,
+            caught_up: was_caught_up || self.is_caught_up(metrics),
+            fault,
+            members: self.members(metrics),
+        }
+    }
+
+    fn follows_with_quorum(&self, metrics: &Metrics) -> bool {
+        metrics.state != ServerState::Leader
+            && metrics.current_leader.is_some()
+            && self.heard.has_quorum(self.lease())
+    }
+
+    /// Whether this replica leads and has applied an entry of its own term.
+    pub(super) fn has_applied_own_term(&self) -> bool {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        metrics.state == ServerState::Leader && self.is_caught_up(&metrics)
+    }
+
+    /// A leader is, once it has applied an entry of its own term: that covers all before it.
+    fn is_caught_up(&self, metrics: &Metrics) -> bool {
+        let Some(applied) = metrics.last_applied else {
+            return false;
+        };
+        if metrics.state == ServerState::Leader {
+            return applied.leader_id == metrics.vote.leader_id;
+        }
+        self.heard
+            .catch_up()
+            .is_some_and(|target| applied >= target)
+    }
+
+    fn members(&self, metrics: &Metrics) -> BTreeMap<u8, Member> {
+        let connected = self.connected.borrow();
+        let membership = metrics.membership_config.membership();
+        let voters: BTreeSet<u64> = membership.voter_ids().collect();
+        let member = |(id, node): (&u64, &types::Node)| {
+            let is_us = *id == self.links.identity.id;
+            let matched = metrics.replication.as_ref().and_then(|all| all.get(id));
+            let lag = matched.map(|matched| {
+                let last = metrics.last_log_index.map_or(0, |last| last + 1);
+                last.saturating_sub(shown(matched.as_ref()))
+            });
+            let member = Member {
+                address: node.address.clone(),
+                labels: node.labels.clone(),
+                is_voter: voters.contains(id),
+                is_connected: is_us || connected.contains(id),
+                lag: if is_us {
+                    metrics.replication.is_some().then_some(0)
+                } else {
+                    lag
+                },
+            };
+            u8::try_from(*id).ok().map(|id| (id, member))
+        };
+        membership.nodes().filter_map(member).collect()
+    }
+}
+
+/// What an operator reads to follow what happened.
+fn log_changes(old: &Status, new: &Status) {
+    if (old.role, old.leader, old.term) != (new.role, new.leader, new.term) {
+        tracing::info!(role = ?new.role, leader = new.leader, term = new.term, "role changed");
+    }
+    let voters = |status: &Status| {
+        let members = status.members.iter();
+        members
+            .map(|(id, member)| (*id, member.is_voter))
+            .collect::<Vec<_>>()
+    };
+    let (before, after) = (voters(old), voters(new));
+    if before != after {
+        tracing::info!(members = ?after, "membership changed");
+    }
+    if old.caught_up != new.caught_up {
+        tracing::info!(applied = new.applied, "caught up with the cluster");
+    }
+}

@@ -1,0 +1,81 @@
+//! Writes a snapshot file.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use prost::Message;
+
+use super::{CHUNK_BYTES, END_BYTES, MAGIC};
+use crate::wire::proto;
+
+/// Cuts what is written into chunks with a checksum each.
+pub(crate) struct SnapshotWriter {
+    out: BufWriter<File>,
+    chunk: Vec<u8>,
+    chunks: u64,
+    bytes: u64,
+}
+
+impl SnapshotWriter {
+    /// Starts a file at `path`.
+    pub(crate) fn create(path: &Path, meta: &proto::SnapshotMeta) -> io::Result<Self> {
+        let mut out = BufWriter::new(File::create(path)?);
+        out.write_all(MAGIC)?;
+        frame(&mut out, &meta.encode_to_vec())?;
+        Ok(Self {
+            out,
+            chunk: Vec::with_capacity(CHUNK_BYTES),
+            chunks: 0,
+            bytes: 0,
+        })
+    }
+
+    /// Ends the file and has it on disk.
+    pub(crate) fn finish(mut self) -> io::Result<()> {
+        self.write_chunk()?;
+        let mut end = [0; END_BYTES];
+        end[..8].copy_from_slice(&self.chunks.to_le_bytes());
+        end[8..].copy_from_slice(&self.bytes.to_le_bytes());
+        self.out.write_all(&0_u32.to_le_bytes())?;
+        self.out.write_all(&crc32fast::hash(&end).to_le_bytes())?;
+        self.out.write_all(&end)?;
+        self.out
+            .into_inner()
+            .map_err(io::IntoInnerError::into_error)?
+            .sync_all()
+    }
+
+    fn write_chunk(&mut self) -> io::Result<()> {
+        if self.chunk.is_empty() {
+            return Ok(());
+        }
+        frame(&mut self.out, &self.chunk)?;
+        self.chunks += 1;
+        self.bytes += self.chunk.len() as u64;
+        self.chunk.clear();
+        Ok(())
+    }
+}
+
+fn frame(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(bytes.len()).map_err(io::Error::other)?;
+    out.write_all(&length.to_le_bytes())?;
+    out.write_all(&crc32fast::hash(bytes).to_le_bytes())?;
+    out.write_all(bytes)
+}
+
+impl Write for SnapshotWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = bytes.len().min(CHUNK_BYTES - self.chunk.len());
+        self.chunk.extend_from_slice(&bytes[..taken]);
+        if self.chunk.len() == CHUNK_BYTES {
+            self.write_chunk()?;
+        }
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}

@@ -1,0 +1,52 @@
+//! A machine for tests: remembers every command it applied.
+
+use std::io::{Read, Write};
+use std::sync::{Arc, Mutex};
+
+use crate::machine::{CorruptSnapshot, FrozenMachine, Machine, StopReplica};
+
+/// Commands in the order they were applied. Clones share them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Toy(pub(crate) Arc<Mutex<Vec<Vec<u8>>>>);
+
+struct Frozen(Vec<Vec<u8>>);
+
+impl Machine for Toy {
+    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
+        self.0.lock().unwrap().push(command.to_vec());
+        Ok(index.to_le_bytes().to_vec())
+    }
+
+    fn skip(&mut self, _index: u64) {}
+
+    fn freeze(&self) -> Box<dyn FrozenMachine> {
+        Box::new(Frozen(self.0.lock().unwrap().clone()))
+    }
+
+    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
+        let corrupt = |error: std::io::Error| CorruptSnapshot(error.to_string());
+        let mut commands = Vec::new();
+        let mut length = [0; 4];
+        let mut bytes = Vec::new();
+        snapshot.read_to_end(&mut bytes).map_err(corrupt)?;
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            rest.read_exact(&mut length).map_err(corrupt)?;
+            let mut command = vec![0; u32::from_le_bytes(length) as usize];
+            rest.read_exact(&mut command).map_err(corrupt)?;
+            commands.push(command);
+        }
+        *self.0.lock().unwrap() = commands;
+        Ok(())
+    }
+}
+
+impl FrozenMachine for Frozen {
+    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
+        for command in &self.0 {
+            out.write_all(&(command.len() as u32).to_le_bytes())?;
+            out.write_all(command)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,71 @@
+//! The types openraft is instantiated with. They stay inside this crate.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use bytes::Bytes;
+
+openraft::declare_raft_types!(
+    /// Raft over opaque commands.
+    pub(crate) Config:
+        D = Command,
+        R = Reply,
+        NodeId = u64,
+        Node = Node,
+);
+
+pub(crate) type LeaderId = openraft::impls::leader_id_adv::LeaderId<u64, u64>;
+pub(crate) type LogId = openraft::LogId<LeaderId>;
+pub(crate) type Vote = openraft::Vote<LeaderId>;
+pub(crate) type Payload = openraft::EntryPayload<Command, u64, Node>;
+pub(crate) type Entry = openraft::Entry<LeaderId, Payload>;
+pub(crate) type Membership = openraft::Membership<u64, Node>;
+pub(crate) type StoredMembership = openraft::StoredMembership<LeaderId, u64, Node>;
+pub(crate) type SnapshotMeta = openraft::SnapshotMeta<LeaderId, u64, Node>;
+pub(crate) type Raft = openraft::Raft<Config, crate::host::Host>;
+pub(crate) type Metrics = openraft::RaftMetrics<Config>;
+
+/// A command's bytes.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Command(pub(crate) Bytes);
+
+impl fmt::Debug for Command {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
+}
+
+impl fmt::Display for Command {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// What the machine answered. Empty for entries without a command.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Reply(pub(crate) Vec<u8>);
+
+/// What the membership says of a member.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Node {
+    /// Host and port of its peer listener.
+    pub(crate) address: String,
+    /// Free facts it told about itself.
+    pub(crate) labels: BTreeMap<String, String>,
+    /// Random number of its store. A replica that lost its store draws a new one, so that what is
+    /// meant for the old store (which has promised votes and entries) never reaches the new.
+    pub(crate) store: u64,
+    /// Random number of the cluster, the same in every member. Agreed through the log like any
+    /// membership.
+    pub(crate) cluster: u128,
+}
+
+/// The index shown outside: openraft counts from 0, everybody else from 1, and 0 is none.
+pub(crate) fn shown(log_id: Option<&LogId>) -> u64 {
+    log_id.map_or(0, |log_id| log_id.index + 1)
+}
+
+/// The cluster a membership belongs to; `None` while it is empty.
+pub(crate) fn cluster_of(membership: &Membership) -> Option<u128> {
+    membership.nodes().next().map(|(_, node)| node.cluster)
+}

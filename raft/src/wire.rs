@@ -1,0 +1,291 @@
+//! Conversions between the wire types and openraft's.
+//!
+//! openraft's own serde forms change between versions; what is sent and stored is therefore always
+//! one of the protobuf types, and this is the only place that knows both sides.
+
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+pub(crate) mod proto {
+    tonic::include_proto!("quorate.peer.v1");
+}
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::types;
+
+/// A message lacks a part or contradicts itself.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("malformed message: {0}")]
+pub(crate) struct Malformed(pub(crate) &'static str);
+
+pub(crate) fn split(wide: u128) -> (u64, u64) {
+    ((wide >> 64) as u64, wide as u64)
+}
+
+pub(crate) fn join(high: u64, low: u64) -> u128 {
+    (u128::from(high) << 64) | u128::from(low)
+}
+
+/// `0` stands for no cluster.
+pub(crate) fn join_optional(high: u64, low: u64) -> Option<u128> {
+    Some(join(high, low)).filter(|id| *id != 0)
+}
+
+impl From<types::Vote> for proto::Vote {
+    fn from(vote: types::Vote) -> Self {
+        Self {
+            term: vote.leader_id.term,
+            node: vote.leader_id.node_id,
+            committed: vote.committed,
+        }
+    }
+}
+
+impl From<proto::Vote> for types::Vote {
+    fn from(vote: proto::Vote) -> Self {
+        let leader_id = types::LeaderId {
+            term: vote.term,
+            node_id: vote.node,
+        };
+        Self {
+            leader_id,
+            committed: vote.committed,
+        }
+    }
+}
+
+impl From<types::LogId> for proto::LogId {
+    fn from(id: types::LogId) -> Self {
+        Self {
+            term: id.leader_id.term,
+            node: id.leader_id.node_id,
+            index: id.index,
+        }
+    }
+}
+
+impl From<proto::LogId> for types::LogId {
+    fn from(id: proto::LogId) -> Self {
+        let leader_id = types::LeaderId {
+            term: id.term,
+            node_id: id.node,
+        };
+        Self {
+            leader_id,
+            index: id.index,
+        }
+    }
+}
+
+/// A member with its id, as the wire has it.
+pub(crate) fn member(id: u64, node: &types::Node) -> proto::Member {
+    let (cluster_high, cluster_low) = split(node.cluster);
+    proto::Member {
+        id,
+        address: node.address.clone(),
+        labels: node.labels.clone().into_iter().collect(),
+        store: node.store,
+        cluster_high,
+        cluster_low,
+    }
+}
+
+impl From<proto::Member> for types::Node {
+    fn from(member: proto::Member) -> Self {
+        Self {
+            cluster: join(member.cluster_high, member.cluster_low),
+            address: member.address,
+            labels: member.labels.into_iter().collect(),
+            store: member.store,
+        }
+    }
+}
+
+impl From<&types::Membership> for proto::Membership {
+    fn from(membership: &types::Membership) -> Self {
+        let voters = membership.get_joint_config().iter();
+        Self {
+            voters: voters
+                .map(|set| proto::VoterSet {
+                    ids: set.iter().copied().collect(),
+                })
+                .collect(),
+            members: membership
+                .nodes()
+                .map(|(id, node)| member(*id, node))
+                .collect(),
+        }
+    }
+}
+
+impl TryFrom<proto::Membership> for types::Membership {
+    type Error = Malformed;
+
+    fn try_from(wire: proto::Membership) -> Result<Self, Malformed> {
+        let voters: Vec<BTreeSet<u64>> = wire
+            .voters
+            .into_iter()
+            .map(|set| set.ids.into_iter().collect())
+            .collect();
+        let nodes: BTreeMap<u64, types::Node> = wire
+            .members
+            .into_iter()
+            .map(|member| (member.id, member.into()))
+            .collect();
+        if voters.is_empty() && nodes.is_empty() {
+            return Ok(Self::default());
+        }
+        Self::new(voters, nodes).map_err(|_| Malformed("a voter is no member"))
+    }
+}
+
+impl From<&types::StoredMembership> for proto::StoredMembership {
+    fn from(stored: &types::StoredMembership) -> Self {
+        Self {
+            log_id: (*stored.log_id()).map(Into::into),
+            membership: Some(stored.membership().into()),
+        }
+    }
+}
+
+impl TryFrom<proto::StoredMembership> for types::StoredMembership {
+    type Error = Malformed;
+
+    fn try_from(wire: proto::StoredMembership) -> Result<Self, Malformed> {
+        let membership = wire
+            .membership
+            .ok_or(Malformed("no membership"))?
+            .try_into()?;
+        Ok(Self::new(wire.log_id.map(Into::into), membership))
+    }
+}
+
+impl From<types::Entry> for proto::Entry {
+    fn from(entry: types::Entry) -> Self {
+        let payload = match entry.payload {
+            types::Payload::Blank => proto::entry::Payload::Blank(proto::Blank {}),
+            types::Payload::Normal(command) => proto::entry::Payload::Command(command.0),
+            types::Payload::Membership(membership) => {
+                proto::entry::Payload::Membership((&membership).into())
+            }
+        };
+        Self {
+            log_id: Some(entry.log_id.into()),
+            payload: Some(payload),
+        }
+    }
+}
+
+impl TryFrom<proto::Entry> for types::Entry {
+    type Error = Malformed;
+
+    fn try_from(wire: proto::Entry) -> Result<Self, Malformed> {
+        let payload = match wire.payload.ok_or(Malformed("an entry without payload"))? {
+            proto::entry::Payload::Blank(_) => types::Payload::Blank,
+            proto::entry::Payload::Command(bytes) => types::Payload::Normal(types::Command(bytes)),
+            proto::entry::Payload::Membership(membership) => {
+                types::Payload::Membership(membership.try_into()?)
+            }
+        };
+        let log_id = wire.log_id.ok_or(Malformed("an entry without id"))?.into();
+        Ok(Self { log_id, payload })
+    }
+}
+
+/// What a snapshot stands for, and whether commands went into it.
+pub(crate) fn snapshot_meta(meta: &types::SnapshotMeta, has_commands: bool) -> proto::SnapshotMeta {
+    proto::SnapshotMeta {
+        last: meta.last_log_id.map(Into::into),
+        membership: Some((&meta.last_membership).into()),
+        has_commands,
+    }
+}
+
+impl TryFrom<proto::SnapshotMeta> for types::SnapshotMeta {
+    type Error = Malformed;
+
+    fn try_from(wire: proto::SnapshotMeta) -> Result<Self, Malformed> {
+        let membership = wire
+            .membership
+            .ok_or(Malformed("a snapshot without membership"))?;
+        Ok(Self {
+            last_log_id: wire.last.map(Into::into),
+            last_membership: membership.try_into()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use prost::Message;
+
+    use super::*;
+
+    fn node(store: u64) -> types::Node {
+        types::Node {
+            address: "127.0.0.1:1".into(),
+            labels: BTreeMap::from([("version".into(), "1".into())]),
+            store,
+            cluster: 7 << 64 | 9,
+        }
+    }
+
+    fn entry(payload: types::Payload) -> types::Entry {
+        let leader_id = types::LeaderId {
+            term: 3,
+            node_id: 2,
+        };
+        types::Entry {
+            log_id: types::LogId {
+                leader_id,
+                index: 5,
+            },
+            payload,
+        }
+    }
+
+    #[test]
+    fn every_entry_survives_the_wire() {
+        let voters = vec![BTreeSet::from([1, 2]), BTreeSet::from([2, 3])];
+        let nodes = BTreeMap::from([(1, node(1)), (2, node(2)), (3, node(3)), (4, node(4))]);
+        let membership = types::Membership::new(voters, nodes).unwrap();
+        for payload in [
+            types::Payload::Blank,
+            types::Payload::Normal(types::Command(Bytes::from_static(b"command"))),
+            types::Payload::Membership(membership),
+        ] {
+            let original = entry(payload);
+            let bytes = proto::Entry::from(original.clone()).encode_to_vec();
+            let read = proto::Entry::decode(&bytes[..]).unwrap();
+            assert_eq!(types::Entry::try_from(read).unwrap(), original);
+        }
+    }
+
+    #[test]
+    fn a_command_entry_has_these_bytes() {
+        let command = types::Payload::Normal(types::Command(Bytes::from_static(b"ab")));
+        let bytes = proto::Entry::from(entry(command)).encode_to_vec();
+        assert_eq!(bytes, [10, 6, 8, 3, 16, 2, 24, 5, 26, 2, b'a', b'b']);
+    }
+
+    #[test]
+    fn a_voter_that_is_no_member_is_malformed() {
+        let wire = proto::Membership {
+            voters: vec![proto::VoterSet { ids: vec![1] }],
+            members: vec![member(2, &node(2))],
+        };
+        assert!(types::Membership::try_from(wire).is_err());
+    }
+
+    #[test]
+    fn an_entry_without_payload_is_malformed() {
+        let wire = proto::Entry {
+            log_id: None,
+            payload: None,
+        };
+        assert_eq!(
+            types::Entry::try_from(wire),
+            Err(Malformed("an entry without payload"))
+        );
+    }
+}

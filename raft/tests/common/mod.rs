@@ -1,0 +1,316 @@
+//! Replicas on loopback with a machine that remembers every command.
+
+#![allow(dead_code, unreachable_pub, reason = "each test file uses its part of this")]
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use raft::{
+    CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers, Replica,
+    StartError, Status, StopReplica, Storage,
+};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+
+/// Longer than anything takes unless it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Commands by log index. Clones share them.
+#[derive(Debug, Clone, Default)]
+pub struct Journal(Arc<Mutex<BTreeMap<u64, Vec<u8>>>>);
+
+struct Frozen(BTreeMap<u64, Vec<u8>>);
+
+impl Journal {
+    pub fn commands(&self) -> BTreeMap<u64, Vec<u8>> {
+        self.0.lock().unwrap().clone()
+    }
+
+    pub fn contains(&self, command: &[u8]) -> bool {
+        self.0
+            .lock()
+            .unwrap()
+            .values()
+            .any(|known| known == command)
+    }
+}
+
+impl Machine for Journal {
+    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
+        if command == b"poison" {
+            return Err(StopReplica("cannot decode".to_owned()));
+        }
+        let before = self.0.lock().unwrap().insert(index, command.to_vec());
+        assert_eq!(before, None, "index {index} applied twice");
+        Ok([b"ok ", command].concat())
+    }
+
+    fn skip(&mut self, _index: u64) {}
+
+    fn freeze(&self) -> Box<dyn FrozenMachine> {
+        Box::new(Frozen(self.commands()))
+    }
+
+    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
+        let corrupt = |error: std::io::Error| CorruptSnapshot(error.to_string());
+        let mut bytes = Vec::new();
+        snapshot.read_to_end(&mut bytes).map_err(corrupt)?;
+        let mut rest = &bytes[..];
+        let mut commands = BTreeMap::new();
+        while !rest.is_empty() {
+            let mut number = [0; 8];
+            rest.read_exact(&mut number).map_err(corrupt)?;
+            let index = u64::from_le_bytes(number);
+            rest.read_exact(&mut number).map_err(corrupt)?;
+            let mut command = vec![0; u64::from_le_bytes(number) as usize];
+            rest.read_exact(&mut command).map_err(corrupt)?;
+            commands.insert(index, command);
+        }
+        *self.0.lock().unwrap() = commands;
+        Ok(())
+    }
+}
+
+impl FrozenMachine for Frozen {
+    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
+        for (index, command) in &self.0 {
+            out.write_all(&index.to_le_bytes())?;
+            out.write_all(&(command.len() as u64).to_le_bytes())?;
+            out.write_all(command)?;
+        }
+        Ok(())
+    }
+}
+
+/// Keeps the newest message of each peer.
+#[derive(Debug, Default)]
+pub struct Mailbox(tokio::sync::watch::Sender<BTreeMap<u8, Vec<u8>>>);
+
+impl PeerHandler for Mailbox {
+    fn message(&self, from: u8, bytes: &[u8]) {
+        self.0.send_modify(|newest| {
+            newest.insert(from, bytes.to_vec());
+        });
+    }
+}
+
+impl Mailbox {
+    pub async fn wait_for(&self, from: u8, bytes: &[u8]) {
+        let mut newest = self.0.subscribe();
+        let arrived = newest.wait_for(|newest| newest.get(&from).is_some_and(|n| n == bytes));
+        tokio::time::timeout(PATIENCE, arrived)
+            .await
+            .expect("message arrives")
+            .unwrap();
+    }
+}
+
+/// One replica, its folder and its port, over restarts.
+pub struct Seat {
+    pub options: Options,
+    pub folder: TempDir,
+    pub journal: Journal,
+    pub mailbox: Arc<Mailbox>,
+    replica: Option<Replica>,
+}
+
+impl Seat {
+    pub async fn new(id: u8, formation: Formation) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let options = Options {
+            id,
+            data_dir: folder.path().to_path_buf(),
+            advertise: String::new(),
+            labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
+            formation,
+            heartbeat: Duration::from_millis(50),
+            election_timeout: Duration::from_millis(200)..Duration::from_millis(400),
+            snapshot_every_entries: 10_000,
+            snapshot_every_bytes: 64 << 20,
+            storage: Storage::Sled,
+        };
+        let (journal, mailbox) = (Journal::default(), Arc::default());
+        Self {
+            options,
+            folder,
+            journal,
+            mailbox,
+            replica: None,
+        }
+    }
+
+    /// Starts on a port of its own; one that was used before is taken again.
+    pub async fn try_start(&mut self) -> Result<(), StartError> {
+        let listener = if self.options.advertise.is_empty() {
+            TcpListener::bind("127.0.0.1:0").await.unwrap()
+        } else {
+            bind(&self.options.advertise).await
+        };
+        self.start_on(listener).await
+    }
+
+    pub async fn start_on(&mut self, listener: TcpListener) -> Result<(), StartError> {
+        self.options.advertise = listener.local_addr().unwrap().to_string();
+        self.journal = Journal::default();
+        let started = Replica::start(
+            self.options.clone(),
+            listener,
+            self.journal.clone(),
+            self.mailbox.clone(),
+        );
+        self.replica = Some(started.await?);
+        Ok(())
+    }
+
+    pub async fn start(&mut self) {
+        self.try_start().await.unwrap();
+    }
+
+    pub fn replica(&self) -> &Replica {
+        self.replica.as_ref().expect("the replica runs")
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.replica.is_some()
+    }
+
+    pub async fn crash(&mut self) {
+        if let Some(replica) = self.replica.take() {
+            replica.crash().await;
+        }
+    }
+
+    pub async fn shutdown(&mut self) {
+        if let Some(replica) = self.replica.take() {
+            replica.shutdown().await;
+        }
+    }
+
+    /// Waits until the status is as wished.
+    pub async fn wait(&self, what: &str, wish: impl Fn(&Status) -> bool) -> Status {
+        let mut status = self.replica().watch();
+        match tokio::time::timeout(PATIENCE, status.wait_for(|status| wish(status))).await {
+            Ok(Ok(status)) => status.clone(),
+            _ => panic!(
+                "replica {} never: {what}: {:#?}",
+                self.options.id,
+                self.replica().status()
+            ),
+        }
+    }
+
+    pub async fn propose(&self, command: &str) -> raft::Committed {
+        self.replica()
+            .propose(command.as_bytes().to_vec(), PATIENCE)
+            .await
+            .unwrap()
+    }
+}
+
+/// The port of a replica that has just gone may take a moment to be free.
+async fn bind(address: &str) -> TcpListener {
+    let deadline = std::time::Instant::now() + PATIENCE;
+    loop {
+        match TcpListener::bind(address).await {
+            Ok(listener) => return listener,
+            Err(error) => {
+                assert!(
+                    std::time::Instant::now() < deadline,
+                    "bind {address}: {error}"
+                );
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+}
+
+/// A cluster of replicas `1..=size`, founded.
+pub struct Cluster {
+    pub seats: Vec<Seat>,
+}
+
+impl Cluster {
+    pub async fn found(size: u8) -> Self {
+        Self::found_with(size, |_| {}).await
+    }
+
+    pub async fn found_with(size: u8, adjust: impl Fn(&mut Options)) -> Self {
+        let mut listeners = Vec::new();
+        for _ in 0..size {
+            listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
+        }
+        let addresses: Vec<String> = listeners
+            .iter()
+            .map(|listener| listener.local_addr().unwrap().to_string())
+            .collect();
+        let mut seats = Vec::new();
+        for (id, listener) in (1..).zip(listeners) {
+            let formation = Formation::Bootstrap {
+                peers: Peers::List(addresses.clone()),
+                expect: size.into(),
+                first_command: b"first".to_vec(),
+            };
+            let mut seat = Seat::new(id, formation).await;
+            adjust(&mut seat.options);
+            seat.start_on(listener).await.unwrap();
+            seats.push(seat);
+        }
+        let cluster = Self { seats };
+        for seat in &cluster.seats {
+            seat.wait("founded", |status| {
+                status.leader.is_some() && status.caught_up && status.has_quorum
+            })
+            .await;
+        }
+        cluster
+    }
+
+    pub fn seat(&mut self, id: u8) -> &mut Seat {
+        self.seats
+            .iter_mut()
+            .find(|seat| seat.options.id == id)
+            .expect("no such replica")
+    }
+
+    pub fn addresses(&self) -> Vec<String> {
+        self.seats
+            .iter()
+            .map(|seat| seat.options.advertise.clone())
+            .collect()
+    }
+
+    /// The leader as some running replica sees it.
+    pub async fn leader(&self) -> u8 {
+        let running = self
+            .seats
+            .iter()
+            .find(|seat| seat.is_running())
+            .expect("one runs");
+        let status = running
+            .wait("a leader", |s| s.leader.is_some() && s.has_quorum)
+            .await;
+        status.leader.unwrap()
+    }
+
+    /// Waits until all running replicas have applied an index; then they agree.
+    pub async fn agree(&self, index: u64) {
+        let mut all = Vec::new();
+        for seat in self.seats.iter().filter(|seat| seat.is_running()) {
+            seat.wait("applied", |status| status.applied >= index).await;
+            let mut commands = seat.journal.commands();
+            commands.split_off(&(index + 1));
+            all.push(commands);
+        }
+        for pair in all.windows(2) {
+            assert_eq!(pair[0], pair[1]);
+        }
+    }
+
+    pub async fn shutdown(&mut self) {
+        for seat in &mut self.seats {
+            seat.shutdown().await;
+        }
+    }
+}
