@@ -1,0 +1,107 @@
+//! `quorate replay`: the flags, the progress bar, and how it ends.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+
+use super::client::Client;
+use super::load::{Plan, Work, run as run_load};
+use super::print;
+use super::progress::{bar, show};
+use super::targets::Targets;
+use super::trace::{self, Scale, TraceOptions};
+
+/// Drive a recorded trace against running replicas or engines.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ReplayArgs {
+    /// Trace file: Mooncake's JSON lines, or Azure's or VTC's comma-separated values
+    #[arg(long, value_name = "FILE")]
+    trace: PathBuf,
+    /// Base URLs that requests are sent to in turn
+    #[arg(long, value_name = "URL", value_delimiter = ',', required = true)]
+    target: Vec<String>,
+    /// How many times faster than the trace's timestamps
+    #[arg(long, value_name = "X", default_value = "1", value_parser = speed)]
+    speed: f64,
+    /// What lengths and block size are multiplied with: 1/16
+    #[arg(long, value_name = "FRACTION", default_value = "1")]
+    scale: Scale,
+    /// Replay only so much of the trace: 10m
+    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    first: Option<Duration>,
+    /// Users that conversations are dealt to when the trace names none
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    users: u32,
+    /// Requests under way at most; beyond it requests are sent late
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=16_384))]
+    max_in_flight: u32,
+    /// Model to ask for; by default the first one the first target serves
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Longest a request may take
+    #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = humantime::parse_duration)]
+    timeout: Duration,
+    /// Seed of the texts
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn speed(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
+        _ => Err("expected a number above 0 and at most 1e6".to_owned()),
+    }
+}
+
+/// Replays the trace and prints the report; the exit code is 1 when requests failed.
+///
+/// # Errors
+/// When the trace cannot be read, a target is no URL, or the first target serves no model.
+pub async fn run(args: ReplayArgs) -> anyhow::Result<ExitCode> {
+    let options = TraceOptions {
+        scale: args.scale,
+        first: args.first,
+        users: args.users,
+        seed: args.seed,
+    };
+    let arrivals = trace::read(&args.trace, &options)?;
+    ensure!(
+        !arrivals.is_empty(),
+        "{}: no request to replay",
+        args.trace.display()
+    );
+    let targets = Targets::new(&args.target)?;
+    let model = match args.model {
+        Some(model) => model,
+        None => Client::new(args.timeout)
+            .first_model(targets.uri(0, "/v1/models"))
+            .await
+            .with_context(|| format!("ask {} for its models", targets.name(0)))?,
+    };
+    let bar = bar(arrivals.len() as u64)?;
+    let plan = Plan {
+        work: Work::Trace(arrivals),
+        model,
+        speed: args.speed,
+        in_flight_max: args.max_in_flight as usize,
+        timeout: args.timeout,
+    };
+    let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;
+    bar.finish_and_clear();
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        println!("{}", print::tables(&report));
+    }
+    let failed = report.total.failed + report.total.lost;
+    Ok(if failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}

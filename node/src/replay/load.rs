@@ -1,0 +1,279 @@
+//! The load generator: a plan sent to targets in turn, and a report of what came back.
+//!
+//! A trace is sent open loop: each request goes out when the trace says, whatever became of those
+//! before, up to a bound on how many are under way (how late that made requests is reported). Chats
+//! are sent closed loop: so many at a time, each turn after the answer to the last.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::HeaderValue;
+use serde_json::Value;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until};
+
+use super::chats::Chats;
+use super::client::{Answer, Ask, Client, Failure};
+use super::report::{Report, Tally};
+use super::targets::{Pick, Targets};
+use super::trace::Arrival;
+
+/// What is to be sent, and how.
+#[derive(Debug)]
+pub struct Plan<'a> {
+    /// The requests.
+    pub work: Work<'a>,
+    /// Model that is asked for.
+    pub model: String,
+    /// How many times faster than the trace's timestamps.
+    pub speed: f64,
+    /// Requests under way at most; chats keep so many under way.
+    pub in_flight_max: usize,
+    /// Longest a request may take.
+    pub timeout: Duration,
+}
+
+/// The requests of a plan.
+#[derive(Debug)]
+pub enum Work<'a> {
+    /// A trace, by its timestamps.
+    Trace(Vec<Arrival>),
+    /// Turns of chats, which are left where they have got to.
+    Chats {
+        /// The chats.
+        chats: &'a mut Chats,
+        /// How many turns.
+        requests: u64,
+    },
+}
+
+/// How far a load has got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Requests that will be sent in all.
+    pub planned: u64,
+    /// Requests that have ended.
+    pub ended: u64,
+    /// Of these, failed.
+    pub failed: u64,
+    /// Requests under way.
+    pub in_flight: u64,
+    /// Prompt tokens whose cached part the engines told.
+    pub prompt_tokens: u64,
+    /// That part.
+    pub cached_tokens: u64,
+}
+
+/// A request on its way.
+#[derive(Debug)]
+struct Job {
+    path: &'static str,
+    user: Arc<str>,
+    body: Bytes,
+    chat: Option<usize>,
+}
+
+/// A request that has ended.
+#[derive(Debug)]
+struct Ended {
+    pick: Pick,
+    user: Arc<str>,
+    chat: Option<usize>,
+    result: Result<Answer, Failure>,
+}
+
+/// What can be done next.
+#[derive(Debug)]
+enum Next {
+    /// Send, when this long has passed since the beginning.
+    Send(Duration),
+    /// Nothing until some request ends.
+    Wait,
+    /// Nothing more.
+    Over,
+}
+
+impl Work<'_> {
+    fn planned(&self) -> u64 {
+        match self {
+            Self::Trace(arrivals) => arrivals.len() as u64,
+            Self::Chats { requests, .. } => *requests,
+        }
+    }
+}
+
+/// A plan being carried out.
+struct Load<'a, 'b> {
+    work: Work<'a>,
+    model: String,
+    speed: f64,
+    in_flight_max: usize,
+    targets: &'b Targets,
+    client: Client,
+    tally: Tally,
+    planned: u64,
+    sent: u64,
+    running: JoinSet<Ended>,
+}
+
+/// Carries a plan out; `on_progress` is called whenever a request has ended.
+///
+/// # Panics
+/// When the plan's speed is not a positive number.
+pub async fn run(plan: Plan<'_>, targets: &Targets, on_progress: impl Fn(Progress)) -> Report {
+    assert!(
+        plan.speed.is_finite() && plan.speed > 0.0,
+        "load at speed {}",
+        plan.speed
+    );
+    let mut load = Load {
+        planned: plan.work.planned(),
+        work: plan.work,
+        model: plan.model,
+        speed: plan.speed,
+        in_flight_max: plan.in_flight_max.max(1),
+        targets,
+        client: Client::new(plan.timeout),
+        tally: Tally::new((0..targets.len()).map(|index| targets.name(index))),
+        sent: 0,
+        running: JoinSet::new(),
+    };
+    let started = Instant::now();
+    loop {
+        match load.next() {
+            Next::Over => break,
+            Next::Wait => {
+                load.end_one(&on_progress).await;
+            }
+            Next::Send(at) => {
+                let due = started + at;
+                tokio::select! {
+                    biased;
+                    () = sleep_until(due) => load.send(due).await,
+                    () = load.end_one(&on_progress) => {}
+                }
+            }
+        }
+    }
+    load.tally.report(started.elapsed())
+}
+
+impl Load<'_, '_> {
+    fn next(&self) -> Next {
+        if self.sent == self.planned {
+            return if self.running.is_empty() {
+                Next::Over
+            } else {
+                Next::Wait
+            };
+        }
+        if self.running.len() >= self.in_flight_max {
+            return Next::Wait;
+        }
+        match &self.work {
+            Work::Trace(arrivals) => {
+                let index = usize::try_from(self.sent).expect("a position in a list");
+                Next::Send(arrivals[index].at.div_f64(self.speed))
+            }
+            Work::Chats { chats, .. } if chats.has_idle() => Next::Send(Duration::ZERO),
+            Work::Chats { .. } if self.running.is_empty() => Next::Over,
+            Work::Chats { .. } => Next::Wait,
+        }
+    }
+
+    async fn send(&mut self, due: Instant) {
+        let pick = loop {
+            match self.targets.pick() {
+                Some(pick) => break pick,
+                None => self.targets.wait_for_one().await,
+            }
+        };
+        let Some(job) = self.job() else { return };
+        self.sent += 1;
+        if matches!(self.work, Work::Trace(_)) {
+            self.tally.sent(due.elapsed());
+        }
+        let client = self.client.clone();
+        let uri = self.targets.uri(pick.index, job.path);
+        self.running.spawn(async move {
+            let user = HeaderValue::from_str(&job.user).expect("user names are visible ascii");
+            let result = client
+                .stream(Ask {
+                    uri,
+                    user,
+                    body: job.body,
+                })
+                .await;
+            Ended {
+                pick,
+                user: job.user,
+                chat: job.chat,
+                result,
+            }
+        });
+    }
+
+    fn job(&mut self) -> Option<Job> {
+        match &mut self.work {
+            Work::Trace(arrivals) => {
+                let index = usize::try_from(self.sent).expect("a position in a list");
+                let arrival = &arrivals[index];
+                let body = format!(
+                    "{{\"model\":{},\"prompt\":\"{}\",\"max_tokens\":{},\"stream\":true,\
+                     \"stream_options\":{{\"include_usage\":true}}}}",
+                    Value::from(self.model.as_str()),
+                    arrival.prompt.text(),
+                    arrival.output_tokens.max(1),
+                );
+                Some(Job {
+                    path: "/v1/completions",
+                    user: arrival.user.clone(),
+                    body: Bytes::from(body),
+                    chat: None,
+                })
+            }
+            Work::Chats { chats, .. } => chats.next_turn(&self.model).map(|turn| Job {
+                path: "/v1/chat/completions",
+                user: turn.user,
+                body: turn.body,
+                chat: Some(turn.chat),
+            }),
+        }
+    }
+
+    /// Waits for a request to end; for ever when none is under way.
+    async fn end_one(&mut self, on_progress: &impl Fn(Progress)) {
+        let Some(ended) = self.running.join_next().await else {
+            return std::future::pending().await;
+        };
+        let Ended {
+            pick,
+            user,
+            chat,
+            result,
+        } = ended.expect("requests neither panic nor abort");
+        let target = self.targets.name(pick.index);
+        match &result {
+            Ok(answer) => self.tally.answered(target, &user, answer),
+            Err(_) if self.targets.went_down(pick) => self.tally.lost(target, &user),
+            Err(failure) => self.tally.failed(target, &user, failure),
+        }
+        if let (Work::Chats { chats, .. }, Some(chat)) = (&mut self.work, chat) {
+            match &result {
+                Ok(answer) => chats.answered(chat, &answer.text),
+                Err(_) => chats.failed(chat),
+            }
+        }
+        let (ended, failed) = self.tally.counts();
+        let (prompt_tokens, cached_tokens) = self.tally.hits();
+        on_progress(Progress {
+            planned: self.planned,
+            ended,
+            failed,
+            in_flight: self.running.len() as u64,
+            prompt_tokens,
+            cached_tokens,
+        });
+    }
+}

@@ -1,0 +1,394 @@
+//! What a load found: counts, times, and the hit rate as engines saw it beside the one the router
+//! predicted.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use super::client::{Answer, Failure};
+
+/// Longest time a histogram tells apart, in microseconds: an hour.
+const TIME_US_MAX: u64 = 3_600_000_000;
+/// Weights of a user's service: VTC's input and output prices.
+const INPUT_PRICE: u64 = 1;
+const OUTPUT_PRICE: u64 = 2;
+
+/// Collects outcomes.
+#[derive(Debug)]
+pub struct Tally {
+    all: Group,
+    targets: BTreeMap<String, Group>,
+    backends: BTreeMap<String, u64>,
+    users: BTreeMap<Arc<str>, UserReport>,
+    errors: BTreeMap<String, ErrorReport>,
+    late: Histogram<u64>,
+}
+
+/// Counts of one target, or of all.
+#[derive(Debug)]
+struct Group {
+    ok: u64,
+    failed: u64,
+    lost: u64,
+    /// Over the answers that told it.
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    /// Prompt tokens of the answers that told how many were cached, and these.
+    cached_of: u64,
+    cached_tokens: u64,
+    blocks_matched: u64,
+    blocks: u64,
+    ttft: Histogram<u64>,
+    latency: Histogram<u64>,
+}
+
+/// The result of a load.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// From the first request to the last answer, in seconds.
+    pub duration_s: f64,
+    /// All requests together.
+    pub total: GroupReport,
+    /// By target.
+    pub targets: BTreeMap<String, GroupReport>,
+    /// Answers by backend, as `x-quorate-backend` named them; empty without a router.
+    pub backends: BTreeMap<String, u64>,
+    /// By user.
+    pub users: BTreeMap<String, UserReport>,
+    /// Jain's index of the users' service: 1 is even, 1/n is all for one.
+    pub jain_index: Option<f64>,
+    /// Failures by kind.
+    pub errors: BTreeMap<String, ErrorReport>,
+    /// How late requests were sent, against the trace: the load generator's own fault.
+    pub late_ms: Times,
+}
+
+/// Counts, rates and times of one target, or of all.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GroupReport {
+    /// Requests sent.
+    pub requests: u64,
+    /// Answered in full.
+    pub ok: u64,
+    /// Failed.
+    pub failed: u64,
+    /// Lost with a target that was taken down on purpose while they ran.
+    pub lost: u64,
+    /// Answered requests per second.
+    pub requests_per_s: f64,
+    /// Tokens made per second.
+    pub output_tokens_per_s: f64,
+    /// Prompt tokens, by the engines' `usage`.
+    pub prompt_tokens: u64,
+    /// Of these, found in the engines' caches; `None` when no engine told.
+    pub cached_tokens: Option<u64>,
+    /// Tokens made, by `usage`.
+    pub completion_tokens: u64,
+    /// Cached by prompt tokens: the hit rate as the engines saw it.
+    pub hit_rate: Option<f64>,
+    /// Matched by all blocks: the hit rate as the router predicted it; `None` without a router.
+    pub predicted_hit_rate: Option<f64>,
+    /// Time to the first text, in milliseconds.
+    pub ttft_ms: Times,
+    /// Time to the end, in milliseconds.
+    pub latency_ms: Times,
+}
+
+/// A distribution of times, in milliseconds; zeros when there are none.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Times {
+    /// Mean.
+    pub mean: f64,
+    /// Median.
+    pub p50: f64,
+    /// 90th percentile.
+    pub p90: f64,
+    /// 99th percentile.
+    pub p99: f64,
+    /// Largest.
+    pub max: f64,
+}
+
+/// What one user got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct UserReport {
+    /// Requests answered.
+    pub ok: u64,
+    /// Requests that failed or were lost.
+    pub failed: u64,
+    /// Prompt tokens.
+    pub prompt_tokens: u64,
+    /// Tokens made.
+    pub completion_tokens: u64,
+    /// Prompt tokens plus twice the tokens made.
+    pub service: u64,
+}
+
+/// Failures of one kind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ErrorReport {
+    /// How many.
+    pub count: u64,
+    /// The first one's words.
+    pub example: String,
+}
+
+impl Tally {
+    /// Nothing so far, for targets of these names.
+    #[must_use]
+    pub fn new<'a>(targets: impl Iterator<Item = &'a str>) -> Self {
+        Self {
+            all: Group::new(),
+            targets: targets
+                .map(|name| (name.to_owned(), Group::new()))
+                .collect(),
+            backends: BTreeMap::new(),
+            users: BTreeMap::new(),
+            errors: BTreeMap::new(),
+            late: histogram(),
+        }
+    }
+
+    /// A request was sent so much after it was due.
+    pub fn sent(&mut self, late: Duration) {
+        record(&mut self.late, late);
+    }
+
+    /// A request was answered.
+    pub fn answered(&mut self, target: &str, user: &Arc<str>, answer: &Answer) {
+        self.all.answered(answer);
+        self.target(target).answered(answer);
+        if let Some(backend) = &answer.backend {
+            *self.backends.entry(backend.clone()).or_default() += 1;
+        }
+        let of_user = self.users.entry(user.clone()).or_default();
+        let prompt = answer.prompt_tokens.unwrap_or(0);
+        let completion = answer.completion_tokens.unwrap_or(0);
+        of_user.ok += 1;
+        of_user.prompt_tokens += prompt;
+        of_user.completion_tokens += completion;
+        of_user.service += INPUT_PRICE * prompt + OUTPUT_PRICE * completion;
+    }
+
+    /// A request failed.
+    pub fn failed(&mut self, target: &str, user: &Arc<str>, failure: &Failure) {
+        self.all.failed += 1;
+        self.target(target).failed += 1;
+        self.users.entry(user.clone()).or_default().failed += 1;
+        let first = ErrorReport {
+            count: 0,
+            example: failure.to_string(),
+        };
+        self.errors.entry(failure.kind()).or_insert(first).count += 1;
+    }
+
+    /// A request was lost with its target.
+    pub fn lost(&mut self, target: &str, user: &Arc<str>) {
+        self.all.lost += 1;
+        self.target(target).lost += 1;
+        self.users.entry(user.clone()).or_default().failed += 1;
+    }
+
+    /// Requests that have ended, and of these those that failed.
+    #[must_use]
+    pub fn counts(&self) -> (u64, u64) {
+        (
+            self.all.ok + self.all.failed + self.all.lost,
+            self.all.failed,
+        )
+    }
+
+    /// Prompt tokens whose cached part was told, and that part.
+    #[must_use]
+    pub fn hits(&self) -> (u64, u64) {
+        (self.all.cached_of, self.all.cached_tokens)
+    }
+
+    /// The result after `duration`.
+    #[must_use]
+    pub fn report(self, duration: Duration) -> Report {
+        let users: BTreeMap<String, UserReport> = self
+            .users
+            .into_iter()
+            .map(|(user, report)| (user.to_string(), report))
+            .collect();
+        let service: Vec<u64> = users.values().map(|user| user.service).collect();
+        Report {
+            duration_s: duration.as_secs_f64(),
+            total: self.all.report(duration),
+            targets: self
+                .targets
+                .into_iter()
+                .map(|(name, group)| (name, group.report(duration)))
+                .collect(),
+            backends: self.backends,
+            jain_index: jain_index(&service),
+            users,
+            errors: self.errors,
+            late_ms: Times::of(&self.late),
+        }
+    }
+
+    fn target(&mut self, name: &str) -> &mut Group {
+        self.targets
+            .get_mut(name)
+            .expect("every target is known from the start")
+    }
+}
+
+impl Group {
+    fn new() -> Self {
+        Self {
+            ok: 0,
+            failed: 0,
+            lost: 0,
+            prompt_tokens: 0,
+            completion_tokens: 0,
+            cached_of: 0,
+            cached_tokens: 0,
+            blocks_matched: 0,
+            blocks: 0,
+            ttft: histogram(),
+            latency: histogram(),
+        }
+    }
+
+    fn answered(&mut self, answer: &Answer) {
+        self.ok += 1;
+        let prompt_tokens = answer.prompt_tokens.unwrap_or(0);
+        self.prompt_tokens += prompt_tokens;
+        self.completion_tokens += answer.completion_tokens.unwrap_or(0);
+        if let Some(cached) = answer.cached_tokens {
+            self.cached_of += prompt_tokens;
+            self.cached_tokens += cached;
+        }
+        if let Some((matched, total)) = answer.prefix {
+            self.blocks_matched += matched;
+            self.blocks += total;
+        }
+        record(&mut self.ttft, answer.ttft);
+        record(&mut self.latency, answer.latency);
+    }
+
+    fn report(&self, duration: Duration) -> GroupReport {
+        let seconds = duration.as_secs_f64().max(f64::MIN_POSITIVE);
+        GroupReport {
+            requests: self.ok + self.failed + self.lost,
+            ok: self.ok,
+            failed: self.failed,
+            lost: self.lost,
+            requests_per_s: self.ok as f64 / seconds,
+            output_tokens_per_s: self.completion_tokens as f64 / seconds,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: (self.cached_of > 0).then_some(self.cached_tokens),
+            completion_tokens: self.completion_tokens,
+            hit_rate: ratio(self.cached_tokens, self.cached_of),
+            predicted_hit_rate: ratio(self.blocks_matched, self.blocks),
+            ttft_ms: Times::of(&self.ttft),
+            latency_ms: Times::of(&self.latency),
+        }
+    }
+}
+
+impl Times {
+    fn of(histogram: &Histogram<u64>) -> Self {
+        if histogram.is_empty() {
+            return Self {
+                mean: 0.0,
+                p50: 0.0,
+                p90: 0.0,
+                p99: 0.0,
+                max: 0.0,
+            };
+        }
+        let quantile = |at| histogram.value_at_quantile(at) as f64 / 1e3;
+        Self {
+            mean: histogram.mean() / 1e3,
+            p50: quantile(0.5),
+            p90: quantile(0.9),
+            p99: quantile(0.99),
+            max: histogram.max() as f64 / 1e3,
+        }
+    }
+}
+
+/// Jain's fairness index, `(sum x)^2 / (n * sum x^2)`; `None` when nobody got anything.
+fn jain_index(service: &[u64]) -> Option<f64> {
+    let sum: f64 = service.iter().map(|x| *x as f64).sum();
+    let squares: f64 = service.iter().map(|x| (*x as f64).powi(2)).sum();
+    (squares > 0.0).then(|| sum * sum / (service.len() as f64 * squares))
+}
+
+fn ratio(part: u64, whole: u64) -> Option<f64> {
+    (whole > 0).then(|| part as f64 / whole as f64)
+}
+
+fn histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, TIME_US_MAX, 3).expect("the bounds are valid")
+}
+
+fn record(histogram: &mut Histogram<u64>, time: Duration) {
+    histogram.saturating_record(u64::try_from(time.as_micros()).unwrap_or(u64::MAX));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_over_what_was_told() {
+        let mut tally = Tally::new(["a", "b"].into_iter());
+        let user: Arc<str> = Arc::from("u");
+        let answer = Answer {
+            prompt_tokens: Some(100),
+            cached_tokens: Some(25),
+            completion_tokens: Some(10),
+            prefix: Some((1, 3)),
+            backend: Some("gpu".to_owned()),
+            ttft: Duration::from_millis(5),
+            latency: Duration::from_millis(50),
+            ..Answer::default()
+        };
+        tally.answered("a", &user, &answer);
+        tally.answered(
+            "b",
+            &user,
+            &Answer {
+                cached_tokens: None,
+                prefix: None,
+                ..answer
+            },
+        );
+        tally.failed("b", &user, &Failure::TimedOut);
+        tally.lost("b", &user);
+        let report = tally.report(Duration::from_secs(2));
+        assert_eq!(report.total.hit_rate, Some(0.25));
+        assert_eq!(report.total.predicted_hit_rate, Some(1.0 / 3.0));
+        assert_eq!(report.total.prompt_tokens, 200);
+        assert_eq!(
+            (
+                report.total.requests,
+                report.total.failed,
+                report.total.lost
+            ),
+            (4, 1, 1)
+        );
+        assert_eq!(report.targets["b"].hit_rate, None);
+        assert_eq!(report.targets["b"].cached_tokens, None);
+        assert_eq!(report.users["u"].service, 240);
+        assert_eq!(report.backends["gpu"], 2);
+        assert_eq!(report.errors["timed out"].count, 1);
+        assert_eq!(report.total.output_tokens_per_s, 10.0);
+        assert!((report.total.ttft_ms.p50 - 5.0).abs() < 0.01);
+    }
+
+    #[test]
+    fn jains_index_tells_even_from_uneven() {
+        assert_eq!(jain_index(&[5, 5, 5]), Some(1.0));
+        assert_eq!(jain_index(&[9, 0, 0]), Some(1.0 / 3.0));
+        assert_eq!(jain_index(&[0]), None);
+    }
+}

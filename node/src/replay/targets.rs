@@ -1,0 +1,184 @@
+//! Where load is sent: base URLs taken in turn, those that are known to be down passed over.
+//!
+//! Whoever takes a target down on purpose says so *before* doing it ([`Targets::set_up`]); a request
+//! that was under way there is then counted as lost with it, not as failed.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::Uri;
+use tokio::sync::watch;
+
+/// Base URLs of what takes requests: replicas or engines.
+#[derive(Debug)]
+pub struct Targets {
+    list: Vec<Target>,
+    turn: AtomicUsize,
+    /// How often a target went down or came up: a target is up when its entry is even.
+    lives: watch::Sender<Vec<u64>>,
+}
+
+#[derive(Debug)]
+struct Target {
+    name: String,
+    authority: String,
+}
+
+/// A target as picked for one request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pick {
+    /// Its place in the list.
+    pub index: usize,
+    life: u64,
+}
+
+/// Why a URL cannot be a target.
+#[derive(Debug, thiserror::Error)]
+#[error("expected a target like http://host:port, found {0:?}")]
+pub struct BadTarget(String);
+
+impl Targets {
+    /// Targets that are all up.
+    ///
+    /// # Errors
+    /// When a URL is not of the form `http://host[:port]`, or there is none.
+    pub fn new<S: AsRef<str>>(urls: &[S]) -> Result<Self, BadTarget> {
+        let list: Vec<Target> = urls
+            .iter()
+            .map(|url| Target::new(url.as_ref()))
+            .collect::<Result<_, _>>()?;
+        if list.is_empty() {
+            return Err(BadTarget(String::new()));
+        }
+        let lives = watch::Sender::new(vec![0; list.len()]);
+        Ok(Self {
+            list,
+            turn: AtomicUsize::new(0),
+            lives,
+        })
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Never: there is at least one.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// The URL of a target.
+    #[must_use]
+    pub fn name(&self, index: usize) -> &str {
+        &self.list[index].name
+    }
+
+    /// Says that a target is about to go down, or has come up.
+    pub fn set_up(&self, index: usize, is_up: bool) {
+        self.lives.send_modify(|lives| {
+            if is_alive(lives[index]) != is_up {
+                lives[index] += 1;
+            }
+        });
+    }
+
+    /// The next target that is up; `None` when none is.
+    #[must_use]
+    pub fn pick(&self) -> Option<Pick> {
+        let lives = self.lives.borrow();
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        (0..self.list.len())
+            .map(|offset| (turn + offset) % self.list.len())
+            .find(|index| is_alive(lives[*index]))
+            .map(|index| Pick {
+                index,
+                life: lives[index],
+            })
+    }
+
+    /// Whether the target went down since it was picked.
+    #[must_use]
+    pub fn went_down(&self, pick: Pick) -> bool {
+        self.lives.borrow()[pick.index] != pick.life
+    }
+
+    /// Waits until one is up.
+    pub async fn wait_for_one(&self) {
+        let mut lives = self.lives.subscribe();
+        let some_alive = |lives: &Vec<u64>| lives.iter().any(|life| is_alive(*life));
+        // It cannot be closed: the sender is ours.
+        let _ = lives.wait_for(some_alive).await;
+    }
+
+    /// The address of `path` on a target.
+    pub(crate) fn uri(&self, index: usize, path: &str) -> Uri {
+        format!("http://{}{path}", self.list[index].authority)
+            .parse()
+            .expect("the authority was parsed and paths are our own")
+    }
+}
+
+fn is_alive(life: u64) -> bool {
+    life.is_multiple_of(2)
+}
+
+impl Target {
+    fn new(url: &str) -> Result<Self, BadTarget> {
+        let bad = || BadTarget(url.to_owned());
+        let uri: Uri = url.parse().map_err(|_| bad())?;
+        let is_bare = matches!(uri.path(), "" | "/") && uri.query().is_none();
+        if uri.scheme_str() != Some("http") || !is_bare {
+            return Err(bad());
+        }
+        let authority = uri.authority().ok_or_else(bad)?.to_string();
+        Ok(Self {
+            name: format!("http://{authority}"),
+            authority,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_take_turns_and_those_down_are_passed_over() {
+        let targets = Targets::new(&["http://a:1", "http://b:2/", "http://c"]).unwrap();
+        let turn = |count: usize| -> Vec<usize> {
+            (0..count).map(|_| targets.pick().unwrap().index).collect()
+        };
+        assert_eq!(turn(4), [0, 1, 2, 0]);
+        let before = targets.pick().unwrap();
+        assert_eq!(before.index, 1);
+        targets.set_up(1, false);
+        targets.set_up(1, false);
+        assert!(targets.went_down(before));
+        assert!(!turn(6).contains(&1));
+        targets.set_up(1, true);
+        assert!(targets.went_down(before), "it came up as another");
+        assert!(turn(3).contains(&1));
+        for index in 0..3 {
+            targets.set_up(index, false);
+        }
+        assert_eq!(targets.pick(), None);
+    }
+
+    #[test]
+    fn only_plain_base_urls_are_targets() {
+        for bad in [
+            "",
+            "localhost",
+            "https://a",
+            "http://a/v1",
+            "http://a?x",
+            "http://",
+            "ftp://a",
+        ] {
+            assert!(Targets::new(&[bad]).is_err(), "{bad}");
+        }
+        assert!(Targets::new::<&str>(&[]).is_err());
+    }
+}

@@ -1,0 +1,55 @@
+//! Mooncake's traces (kvcache-ai/Mooncake, FAST'25): one JSON object per line, `timestamp` in
+//! milliseconds rounded to three seconds, `input_length` and `output_length` in tokens, `hash_ids`
+//! naming the input's blocks of 512 tokens, the last of which may be partial.
+
+use std::time::Duration;
+
+use super::{BLOCK_TOKENS, Format, Record, tokens};
+
+pub(super) struct Mooncake;
+
+#[derive(serde::Deserialize)]
+struct Line {
+    timestamp: u64,
+    input_length: u64,
+    output_length: u64,
+    hash_ids: Vec<u64>,
+}
+
+impl Format for Mooncake {
+    fn begins_with(&self, first_line: &str) -> bool {
+        first_line.trim_start().starts_with('{')
+    }
+
+    fn heading_lines(&self) -> usize {
+        0
+    }
+
+    fn read(&self, line: &str) -> Result<Record, String> {
+        let line: Line = serde_json::from_str(line).map_err(|error| {
+            format!(
+                "expected {{\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \
+                 \"hash_ids\": [n, ..]}}: {error}"
+            )
+        })?;
+        let input_tokens = tokens("input_length", line.input_length)?;
+        let blocks = input_tokens.div_ceil(BLOCK_TOKENS) as usize;
+        if line.hash_ids.len() != blocks {
+            return Err(format!(
+                "expected {blocks} hash_ids for input_length {input_tokens}, found {}",
+                line.hash_ids.len()
+            ));
+        }
+        Ok(Record {
+            at: Duration::from_millis(line.timestamp),
+            user: None,
+            input_tokens,
+            output_tokens: tokens("output_length", line.output_length)?,
+            blocks: Some(line.hash_ids),
+        })
+    }
+
+    fn grain(&self) -> Duration {
+        Duration::from_secs(3)
+    }
+}
