@@ -33,7 +33,7 @@ const TOKENS_MAX: u64 = 1 << 24;
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be read.
-    #[error("{}: {source}", path.display())]
+    #[error("read {}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
