@@ -7,6 +7,8 @@ use crate::users::FairnessSettings;
 
 /// Most models or labels of one backend.
 const LIST_ENTRIES_MAX: usize = 256;
+/// Most models an engine lists of itself: adapters count as models there.
+const ENGINE_MODELS_MAX: usize = 4096;
 /// Highest price of a token.
 const PRICE_MAX: u32 = 1_000;
 
@@ -69,7 +71,7 @@ impl EngineFacts {
     /// Whether every field is within its bounds.
     pub(crate) fn is_valid(&self) -> bool {
         let is_list = |models: &Vec<String>| {
-            models.len() <= LIST_ENTRIES_MAX && models.iter().all(|model| is_name(model))
+            models.len() <= ENGINE_MODELS_MAX && models.iter().all(|model| is_name(model))
         };
         self.models.as_ref().is_none_or(is_list) && self.capacity_blocks != Some(0)
     }

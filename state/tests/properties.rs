@@ -274,7 +274,7 @@ impl Pair {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
     fn replicas_agree_and_invariants_hold(steps in prop::collection::vec(step(), 1..80)) {

@@ -9,7 +9,6 @@ mod replies;
 #[cfg(test)]
 mod tests;
 
-use bincode::config::Config;
 use bincode::{Decode, Encode};
 
 use crate::Undecodable;
@@ -23,6 +22,8 @@ pub const ENVELOPE_BYTES_MAX: usize = 1 << 20;
 /// What decoding may allocate, in bytes: well above what the densest envelope of
 /// [`ENVELOPE_BYTES_MAX`] takes in memory, so that whatever can be encoded can be decoded.
 const DECODE_BYTES_MAX: usize = 64 << 20;
+/// What decoding one section of a snapshot may allocate, in bytes.
+pub(crate) const SECTION_BYTES_MAX: usize = 256 << 20;
 
 /// Encodes a command as one log entry's payload.
 ///
@@ -69,13 +70,22 @@ pub fn decode_reply(bytes: &[u8]) -> Result<Reply, Undecodable> {
 
 /// Canonical bytes of a part of the state, for hashes and snapshots: no version byte.
 pub(crate) fn to_bytes<T: Encode>(value: &T) -> Vec<u8> {
-    bincode::encode_to_vec(value, config()).expect("encoding into memory cannot fail")
+    let mut bytes = Vec::new();
+    append_bytes(value, &mut bytes);
+    bytes
 }
 
-/// Reads what [`to_bytes`] wrote; says what is wrong otherwise.
-pub(crate) fn from_bytes<T: Decode<()>>(bytes: &[u8]) -> Result<T, String> {
+/// Appends what [`to_bytes`] gives to `bytes`, for callers that keep a buffer.
+pub(crate) fn append_bytes<T: Encode>(value: &T, bytes: &mut Vec<u8>) {
+    bincode::encode_into_std_write(value, bytes, bincode::config::standard())
+        .expect("encoding into memory cannot fail");
+}
+
+/// Reads what [`to_bytes`] wrote; says what is wrong otherwise. `LIMIT` is what may be allocated.
+pub(crate) fn from_bytes<T: Decode<()>, const LIMIT: usize>(bytes: &[u8]) -> Result<T, String> {
+    let config = bincode::config::standard().with_limit::<LIMIT>();
     let (value, read) =
-        bincode::decode_from_slice(bytes, config()).map_err(|error| error.to_string())?;
+        bincode::decode_from_slice(bytes, config).map_err(|error| error.to_string())?;
     if read == bytes.len() {
         return Ok(value);
     }
@@ -87,21 +97,18 @@ pub(crate) fn from_bytes<T: Decode<()>>(bytes: &[u8]) -> Result<T, String> {
 
 fn encode<T: Encode>(value: &T) -> Vec<u8> {
     let mut bytes = vec![FORMAT_VERSION];
-    bincode::encode_into_std_write(value, &mut bytes, config())
-        .expect("encoding into memory cannot fail");
+    append_bytes(value, &mut bytes);
     bytes
 }
 
 fn decode<T: Decode<()>>(bytes: &[u8]) -> Result<T, Undecodable> {
     match bytes.split_first() {
-        Some((&FORMAT_VERSION, payload)) => from_bytes(payload).map_err(Undecodable),
+        Some((&FORMAT_VERSION, payload)) => {
+            from_bytes::<T, DECODE_BYTES_MAX>(payload).map_err(Undecodable)
+        }
         Some((version, _)) => Err(Undecodable(format!(
             "format version {version}, {FORMAT_VERSION} expected"
         ))),
         None => Err(Undecodable("no bytes".to_owned())),
     }
-}
-
-fn config() -> impl Config {
-    bincode::config::standard().with_limit::<DECODE_BYTES_MAX>()
 }

@@ -201,7 +201,7 @@ fn items_have_their_bytes() {
     let mut golden = String::new();
     for item in items() {
         let bytes = to_bytes(&item);
-        assert_eq!(from_bytes::<Item>(&bytes).unwrap(), item);
+        assert_eq!(from_bytes::<Item, DECODE_BYTES_MAX>(&bytes).unwrap(), item);
         golden += &format!("{}\n", hex(&bytes));
     }
     expect![[r#"
@@ -247,7 +247,8 @@ fn replies_have_their_bytes() {
         010304
         010305
         0103060375726c05612075726c
-    "#]].assert_eq(&golden);
+    "#]]
+    .assert_eq(&golden);
 }
 
 #[test]
@@ -294,24 +295,28 @@ fn what_is_no_command_is_refused_with_its_reason() {
         decode log entry: format version 2, 1 expected
         decode log entry: 1 trailing bytes after byte 28
         decode log entry: UnexpectedEnd { additional: 1 }
-        decode log entry: 1048577 bytes, at most 1048576 expected"#]].assert_eq(&reasons.join("\n"));
+        decode log entry: 1048577 bytes, at most 1048576 expected"#]]
+    .assert_eq(&reasons.join("\n"));
 }
 
 #[test]
 fn bits_without_a_meaning_are_refused() {
     for tag in [1 | 8, 2 | 16, 3 | 8, 5 | 8, 6, 7, 255] {
         let bytes = [&[tag][..], &[0; 64]].concat();
-        assert!(from_bytes::<Item>(&bytes).is_err(), "{tag:#04x}");
+        assert!(
+            from_bytes::<Item, DECODE_BYTES_MAX>(&bytes).is_err(),
+            "{tag:#04x}"
+        );
     }
     let endless = [&[2][..], &[0xff; 20]].concat();
-    assert!(from_bytes::<Item>(&endless).is_err());
+    assert!(from_bytes::<Item, DECODE_BYTES_MAX>(&endless).is_err());
 }
 
 #[test]
 fn a_forged_length_allocates_nothing() {
     // An acquire of 2^40 blocks, and a batch of 2^60 items.
     let acquire = [0xf0, 0, 0, 0, 0x80, 0x80, 0x80, 0x80, 0x80, 0x20];
-    assert!(from_bytes::<Item>(&acquire).is_err());
+    assert!(from_bytes::<Item, DECODE_BYTES_MAX>(&acquire).is_err());
     let empty = encode_envelope(&envelope(Lane::Outbox, commands().remove(1)));
     let mut forged = empty[..empty.len() - 1].to_vec();
     forged.push(253);
@@ -368,7 +373,7 @@ proptest! {
         bytes[0] = FORMAT_VERSION;
         let _ = decode_reply(&bytes);
         let _ = decode_envelope(&bytes);
-        let _ = from_bytes::<Vec<Item>>(&bytes[1..]);
+        let _ = from_bytes::<Vec<Item>, DECODE_BYTES_MAX>(&bytes[1..]);
     }
 
     #[test]
@@ -391,6 +396,6 @@ proptest! {
         let user = UserKey(user);
         let item =
             Item::Charge(Charge { user, input_uncached, input_cached, output, started, ended });
-        prop_assert_eq!(from_bytes::<Item>(&to_bytes(&item)).unwrap(), item);
+        prop_assert_eq!(from_bytes::<Item, DECODE_BYTES_MAX>(&to_bytes(&item)).unwrap(), item);
     }
 }

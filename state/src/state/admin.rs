@@ -114,7 +114,7 @@ impl RouterState {
             action,
             subject,
         });
-        self.cold_changed();
+        self.is_cold_changed = true;
     }
 }
 

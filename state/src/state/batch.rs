@@ -142,7 +142,7 @@ impl RouterState {
         self.follow(effect);
         // Engines are asked again and again: only news is worth a new registry.
         if self.backends.in_slot(backend.slot).map(|it| &it.facts) != before.as_ref() {
-            self.cold_changed();
+            self.is_cold_changed = true;
         }
         true
     }

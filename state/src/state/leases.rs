@@ -167,7 +167,9 @@ impl Leases {
 
     /// Takes the leases of one piece; answers what is wrong with it.
     pub(super) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
-        for (holder, lease) in codec::from_bytes::<Vec<(Holder, OpenLease)>>(bytes)? {
+        for (holder, lease) in
+            codec::from_bytes::<Vec<(Holder, OpenLease)>, { codec::SECTION_BYTES_MAX }>(bytes)?
+        {
             if !self.open(holder, lease) {
                 return Err(format!("{holder:?} stands twice"));
             }

@@ -54,6 +54,9 @@ pub struct RouterState {
     audit: Audit,
     /// Hash of config, backends and audit: they change rarely.
     cold_digest: u128,
+    /// Whether a command changed any of these, so that their hash and the published registry follow
+    /// once it is applied: one batch may tell of a thousand engines.
+    is_cold_changed: bool,
     view: Arc<View>,
 }
 
@@ -105,6 +108,7 @@ impl RouterState {
             users: Users::new(),
             audit: Audit::default(),
             cold_digest: 0,
+            is_cold_changed: false,
             view,
         };
         state.cold_digest = state.hash_cold();
@@ -127,6 +131,9 @@ impl RouterState {
                 reply
             }
         };
+        if std::mem::take(&mut self.is_cold_changed) {
+            self.cold_changed();
+        }
         self.view.publish_applied(index);
         reply
     }
@@ -248,7 +255,9 @@ impl RouterState {
     }
 
     fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
-        self.backends.in_slot(slot).and_then(Backend::capacity_blocks)
+        self.backends
+            .in_slot(slot)
+            .and_then(Backend::capacity_blocks)
     }
 
     /// After every change of config, backends or audit.

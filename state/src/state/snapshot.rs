@@ -28,7 +28,7 @@ pub const SNAPSHOT_VERSION: u16 = 1;
 const MAGIC: [u8; 8] = *b"QUORATES";
 const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
 /// Longest payload of one section.
-const SECTION_BYTES_MAX: u32 = 64 << 20;
+const SECTION_BYTES_MAX: u32 = codec::SECTION_BYTES_MAX as u32;
 
 mod tag {
     //! What a section holds.
@@ -186,13 +186,13 @@ impl RouterState {
 
     fn restore_section(&mut self, tag: u8, payload: &[u8]) -> Result<(), String> {
         match tag {
-            tag::CONFIG => (self.config, self.now_ms) = codec::from_bytes(payload)?,
+            tag::CONFIG => (self.config, self.now_ms) = section(payload)?,
             tag::BACKENDS => {
-                self.backends = codec::from_bytes(payload)?;
+                self.backends = section(payload)?;
                 self.backends.check()?;
             }
-            tag::SESSIONS => self.sessions = codec::from_bytes(payload)?,
-            tag::AUDIT => self.audit = codec::from_bytes(payload)?,
+            tag::SESSIONS => self.sessions = section(payload)?,
+            tag::AUDIT => self.audit = section(payload)?,
             tag::LEASES => self.leases.restore_piece(payload)?,
             tag::USERS_TOTALS => self.users.restore_totals(payload)?,
             tag::USERS => self.users.restore_piece(payload)?,
@@ -200,6 +200,11 @@ impl RouterState {
         }
         Ok(())
     }
+}
+
+/// Decodes a section's payload.
+fn section<T: bincode::Decode<()>>(payload: &[u8]) -> Result<T, String> {
+    codec::from_bytes::<T, { codec::SECTION_BYTES_MAX }>(payload)
 }
 
 fn write_section(out: &mut dyn Write, tag: u8, payload: &[u8]) -> std::io::Result<()> {

@@ -42,6 +42,8 @@ pub(crate) struct Users {
     /// Wrapping sum over the users' hashes.
     digest: u128,
     users_max: usize,
+    /// For hashing.
+    scratch: Vec<u8>,
 }
 
 /// A frozen copy.
@@ -64,6 +66,7 @@ impl Users {
             forgettable: BTreeSet::new(),
             digest: 0,
             users_max,
+            scratch: Vec::new(),
         }
     }
 
@@ -198,16 +201,17 @@ impl Users {
             .map
             .get_mut(&key)
             .expect("the user was there or has just been admitted");
-        let digest_before = hash(key, user);
+        let digest_before = hash(&mut self.scratch, key, user);
         let counter_before = user.counter();
         let was_backlogged = !user.is_idle();
         let was_forgettable = is_forgettable(user);
         let was_active = change(user) || was_backlogged;
         let counter = user.counter();
-        self.digest = self
-            .digest
-            .wrapping_sub(digest_before)
-            .wrapping_add(hash(key, user));
+        self.digest = self.digest.wrapping_sub(digest_before).wrapping_add(hash(
+            &mut self.scratch,
+            key,
+            user,
+        ));
         if was_backlogged {
             self.backlogged.remove(&(counter_before, key));
         }
@@ -242,14 +246,16 @@ impl Users {
             .map
             .remove(&key)
             .expect("who can be forgotten is known");
-        self.digest = self.digest.wrapping_sub(hash(key, &user));
+        self.digest = self
+            .digest
+            .wrapping_sub(hash(&mut self.scratch, key, &user));
         self.totals.forgotten = self.totals.forgotten.wrapping_add(user.charged_ever);
         true
     }
 
     /// Takes a user into digest and orders.
     fn index(&mut self, key: UserKey, user: &User) {
-        self.digest = self.digest.wrapping_add(hash(key, user));
+        self.digest = self.digest.wrapping_add(hash(&mut self.scratch, key, user));
         if !user.is_idle() {
             self.backlogged.insert((user.counter(), key));
         }
@@ -316,8 +322,11 @@ fn is_forgettable(user: &User) -> bool {
     user.is_idle() && !user.is_configured
 }
 
-fn hash(key: UserKey, user: &User) -> u128 {
-    xxh3_128(&codec::to_bytes(&(key, user)))
+/// `scratch` spares an allocation.
+fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
+    scratch.clear();
+    codec::append_bytes(&(key, user), scratch);
+    xxh3_128(scratch)
 }
 
 impl UsersImage {
@@ -341,7 +350,8 @@ impl UsersImage {
 impl Users {
     /// Takes the users of one piece; answers what is wrong with it.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
-        for (key, user) in codec::from_bytes::<Vec<(UserKey, User)>>(bytes)? {
+        type Piece = Vec<(UserKey, User)>;
+        for (key, user) in codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
             let in_flight = &user.in_flight;
             let is_valid = user.weight_milli > 0
                 && in_flight.is_sorted_by(|a, b| a.0 < b.0)
@@ -358,7 +368,7 @@ impl Users {
     }
 
     pub(crate) fn restore_totals(&mut self, bytes: &[u8]) -> Result<(), String> {
-        self.totals = codec::from_bytes(bytes)?;
+        self.totals = codec::from_bytes::<_, { codec::SECTION_BYTES_MAX }>(bytes)?;
         Ok(())
     }
 }
