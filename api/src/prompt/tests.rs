@@ -189,38 +189,44 @@ fn other_surfaces_have_their_own_fields() {
     );
 }
 
+const BAD_CHATS: &[&str] = &[
+    "[]",
+    "\"model\"",
+    "{",
+    r#"{"model":"m""#,
+    r#"{"model":"m"} x"#,
+    r#"{"model":"m",}"#,
+    r#"{"stream":true}"#,
+    r#"{"model":""}"#,
+    r#"{"model":7}"#,
+    r#"{"model":null}"#,
+    r#"{"model":"m","stream":"yes"}"#,
+    r#"{"model":"m","stream_options":[]}"#,
+    r#"{"model":"m","stream_options":{"include_usage":1}}"#,
+    r#"{"model":"m","max_tokens":-1}"#,
+    r#"{"model":"m","max_tokens":1.5}"#,
+    r#"{"model":"m","user":{}}"#,
+    r#"{"model":"m","messages":"hi"}"#,
+    r#"{"model":"m","messages":["hi"]}"#,
+    r#"{"model":"m","messages":[{"role":1}]}"#,
+    r#"{"model":"m","messages":[{"role":"user","content":5}]}"#,
+    r#"{"model":"m","messages":[{"role":"user","content":[5]}]}"#,
+    r#"{"model":"m","temperature":NaN}"#,
+];
+
 #[test]
 fn bad_bodies_say_what_and_where() {
     let chat = "/v1/chat/completions";
     let mut seen = String::new();
     let long = format!(r#"{{"model":"m","stream":"{}"}}"#, "é".repeat(10_000));
     assert!(refused(chat, &long).len() < 400);
-    for body in [
-        "",
-        " \n",
-        "[]",
-        "\"model\"",
-        "{",
-        r#"{"model":"m""#,
-        r#"{"model":"m"} x"#,
-        r#"{"model":"m",}"#,
-        r#"{"stream":true}"#,
-        r#"{"model":""}"#,
-        r#"{"model":7}"#,
-        r#"{"model":null}"#,
-        r#"{"model":"m","stream":"yes"}"#,
-        r#"{"model":"m","stream_options":[]}"#,
-        r#"{"model":"m","stream_options":{"include_usage":1}}"#,
-        r#"{"model":"m","max_tokens":-1}"#,
-        r#"{"model":"m","max_tokens":1.5}"#,
-        r#"{"model":"m","user":{}}"#,
-        r#"{"model":"m","messages":"hi"}"#,
-        r#"{"model":"m","messages":["hi"]}"#,
-        r#"{"model":"m","messages":[{"role":1}]}"#,
-        r#"{"model":"m","messages":[{"role":"user","content":5}]}"#,
-        r#"{"model":"m","messages":[{"role":"user","content":[5]}]}"#,
-        r#"{"model":"m","temperature":NaN}"#,
-    ] {
+    for empty in ["", " \n"] {
+        assert_eq!(
+            refused(chat, empty),
+            "\"-\": body is empty, expected a JSON object"
+        );
+    }
+    for body in BAD_CHATS {
         seen.push_str(&format!("{body:<58} {}\n", refused(chat, body)));
     }
     seen.push_str(&format!("{}\n", refused(chat, b"{\"model\":\"\xff\"}")));
@@ -231,9 +237,6 @@ fn bad_bodies_say_what_and_where() {
     let prompt = refused("/v1/completions", r#"{"model":"m","prompt":true}"#);
     seen.push_str(&format!("{prompt}\n"));
     expect![[r#"
-                                                                   "-": body is empty, expected a JSON object
- 
-                                                                 "-": body is empty, expected a JSON object
         []                                                         "-": invalid type: sequence, expected a JSON object at line 1 column 0
         "model"                                                    "-": invalid type: string "model", expected a JSON object at line 1 column 7
         {                                                          "-": body is not valid JSON: EOF while parsing an object at line 1 column 1

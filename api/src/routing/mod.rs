@@ -10,6 +10,8 @@
 mod attempt;
 mod decide;
 mod explain;
+#[cfg(test)]
+mod fixture;
 mod identify;
 mod load;
 mod metrics;

@@ -1,1 +1,549 @@
-//! x
+//! Requests through a whole router over the real state: identity, choice, books, and that nothing
+//! is left behind however an attempt ends.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use state::command::{Command, EngineFacts};
+use state::ids::{ReplicaId, Slot};
+use state::policy::{PolicyConfig, Reason};
+use tokio_util::sync::CancellationToken;
+
+use super::fixture::{HEALTHY, Log, Port, router};
+use super::{Ask, Attempt, Decision, End, NoBackend, OutboxSettings, Router, Usage, Verdict};
+use crate::backends::Health;
+use crate::prompt::{Identity, Parsed, parse};
+
+struct Bench {
+    port: Port,
+    router: Arc<Router>,
+}
+
+impl Bench {
+    fn new(backends: usize) -> Self {
+        let port = Port::new(Log::new(&vec![None; backends]));
+        let router = router(&port, OutboxSettings::default());
+        Self { port, router }
+    }
+
+    fn identify(&self, text: &str) -> Identity {
+        self.router.identify(&completion(text))
+    }
+
+    fn decide(&self, identity: &Identity, excluded: &[Slot]) -> Result<Decision, NoBackend> {
+        self.router.decide(&ask(identity, excluded))
+    }
+
+    fn start(&self, identity: &Identity) -> (Decision, Attempt) {
+        let decision = self.decide(identity, &[]).unwrap();
+        let attempt = self.router.dispatch(&decision, identity, "ada");
+        (decision, attempt)
+    }
+
+    /// Carries all that is known to the log.
+    fn flush(&self) {
+        let stop = CancellationToken::new();
+        stop.cancel();
+        let port = Arc::new(self.port.clone());
+        let run = self.router.run_outbox(port, stop, Duration::from_secs(60));
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .unwrap();
+        assert_eq!(runtime.block_on(run).queued_items, 0);
+    }
+
+    fn admin(&self, command: Command) {
+        self.port.log.lock().unwrap().admin(command);
+    }
+
+    /// Asserts that nothing is under way, here or in the state.
+    fn assert_quiet(&self) {
+        self.flush();
+        let log = self.port.log.lock().unwrap();
+        for backend in &log.state.view().registry().backends {
+            assert!(self.router.load.here(backend.handle).running == 0);
+        }
+        assert_eq!(log.state.open_leases(), 0);
+        assert_eq!(log.state.check(), Ok(()));
+        assert!(self.router.overlay.is_empty());
+        assert!(
+            log.state
+                .user_named("ada")
+                .is_none_or(|user| user.in_flight == 0)
+        );
+    }
+
+    fn charged(&self) -> [u64; 3] {
+        self.flush();
+        let log = self.port.log.lock().unwrap();
+        let total = log.state.user_named("ada").unwrap().total;
+        [total.input_uncached, total.input_cached, total.output]
+    }
+}
+
+fn ask<'a>(identity: &'a Identity, excluded: &'a [Slot]) -> Ask<'a> {
+    Ask {
+        model: "m",
+        identity,
+        request_id: "r-1",
+        excluded,
+    }
+}
+
+fn completion(text: &str) -> Parsed {
+    body("/v1/completions", &json!({"model": "m", "prompt": text}))
+}
+
+fn body(path: &str, body: &Value) -> Parsed {
+    parse(path, &Bytes::from(body.to_string())).unwrap()
+}
+
+fn usage(prompt_tokens: u64, cached_tokens: Option<u64>, completion_tokens: u64) -> Usage {
+    Usage {
+        prompt_tokens,
+        cached_tokens,
+        completion_tokens,
+    }
+}
+
+#[test]
+fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
+    let bench = Bench::new(1);
+    let long = bench.identify(&"x".repeat(16 * 4));
+    assert_eq!((long.chain.len(), long.matchable, long.tokens), (4, 3, 16));
+    assert_eq!(long.tail.tokens_per_block, 4);
+    let longer = bench.identify(&"x".repeat(16 * 4 + 5));
+    assert_eq!(
+        (longer.chain.len(), longer.matchable, longer.tokens),
+        (4, 4, 18)
+    );
+    assert_eq!(longer.chain, long.chain);
+    assert_eq!(longer.tail.bytes, b"xxxxx");
+    let mut salted = completion(&"x".repeat(64));
+    salted.cache_salt = Some("s".to_owned());
+    assert_ne!(bench.router.identify(&salted).chain[0], long.chain[0]);
+    let empty = bench.identify("");
+    assert_eq!(
+        (empty.chain.len(), empty.matchable, empty.tokens),
+        (0, 0, 0)
+    );
+    let ids = body(
+        "/v1/completions",
+        &json!({"model": "m", "prompt": [1, 2, 3, 4, 5, 6, 7, 8, 9]}),
+    );
+    let ids = bench.router.identify(&ids);
+    assert_eq!((ids.chain.len(), ids.matchable, ids.tokens), (2, 2, 9));
+    assert_eq!((ids.tail.tokens_per_block, ids.tail.block_bytes), (4, 0));
+    assert!((bench.router.tokens_per_block("m") - 4.0).abs() < 1e-9);
+}
+
+#[test]
+fn a_backend_is_refused_for_the_right_reason() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("hello");
+    let other = Ask {
+        model: "other",
+        ..ask(&identity, &[])
+    };
+    assert_eq!(
+        bench.router.decide(&other).unwrap_err(),
+        NoBackend::UnknownModel
+    );
+    let both = [Slot(0), Slot(1)];
+    assert_eq!(
+        bench.decide(&identity, &both).unwrap_err(),
+        NoBackend::AllTried
+    );
+    assert_eq!(
+        bench.decide(&identity, &both[..1]).unwrap().backend.slot,
+        Slot(1)
+    );
+    let sick = Health {
+        is_healthy: false,
+        ..HEALTHY
+    };
+    bench.router.backends.assume(Slot(0), &sick);
+    let only = bench.decide(&identity, &[]).unwrap();
+    assert_eq!(
+        (only.backend.slot, only.reason, &*only.name),
+        (Slot(1), Reason::OnlyCandidate, "b1")
+    );
+    bench.admin(Command::SetDraining {
+        name: "b1".to_owned(),
+        draining: true,
+    });
+    assert_eq!(
+        bench.decide(&identity, &[]).unwrap_err(),
+        NoBackend::NoneHealthy
+    );
+    assert_eq!(
+        bench.decide(&identity, &both[1..]).unwrap_err(),
+        NoBackend::AllTried
+    );
+    let verdicts: Vec<_> = bench
+        .router
+        .explain(&ask(&identity, &[]))
+        .backends
+        .iter()
+        .map(|it| it.verdict)
+        .collect();
+    assert_eq!(verdicts, [Verdict::Unhealthy, Verdict::Draining]);
+}
+
+#[test]
+fn a_star_stands_for_what_the_engine_lists() {
+    let bench = Bench::new(0);
+    let mut spec = super::fixture::spec(0, None);
+    spec.models = vec!["*".to_owned()];
+    bench.admin(Command::PutBackend(spec));
+    bench.router.backends.assume(Slot(0), &HEALTHY);
+    let identity = bench.identify("hello");
+    assert!(bench.decide(&identity, &[]).is_ok(), "it was not asked yet");
+    let handle = bench.port.log.lock().unwrap().handle(0);
+    let models = Some(vec!["n".to_owned()]);
+    bench.router.observe(
+        handle,
+        EngineFacts {
+            models,
+            ..EngineFacts::default()
+        },
+    );
+    bench.flush();
+    assert_eq!(
+        bench.decide(&identity, &[]).unwrap_err(),
+        NoBackend::UnknownModel
+    );
+    assert!(
+        bench
+            .router
+            .decide(&Ask {
+                model: "n",
+                ..ask(&identity, &[])
+            })
+            .is_ok()
+    );
+}
+
+#[test]
+fn a_routed_prefix_is_seen_before_and_after_it_commits() {
+    let bench = Bench::new(4);
+    let first = bench.identify(&"a".repeat(1000));
+    let (chosen, attempt) = bench.start(&first);
+    assert_eq!((chosen.matched, chosen.total), (0, 62));
+    attempt.end(End::Finished);
+    let again = bench.decide(&first, &[]).unwrap();
+    assert_eq!((again.backend, again.matched), (chosen.backend, 62));
+    assert_eq!(again.index, chosen.index, "nothing was applied meanwhile");
+    let explained = bench.router.explain(&ask(&first, &[]));
+    let row = &explained.backends[usize::from(chosen.backend.slot.0)];
+    assert_eq!((row.matched_applied, row.matched), (0, 62));
+    assert_eq!(
+        (explained.overlay_runs, explained.outbox.queued_items),
+        (1, 4)
+    );
+    bench.flush();
+    let applied = bench.decide(&first, &[]).unwrap();
+    assert_eq!((applied.backend, applied.matched), (chosen.backend, 62));
+    assert!(applied.index > chosen.index);
+    let row = &bench.router.explain(&ask(&first, &[])).backends[usize::from(chosen.backend.slot.0)];
+    assert_eq!((row.matched_applied, row.matched), (62, 62));
+    bench.assert_quiet();
+}
+
+#[test]
+fn a_failed_attempt_gives_its_blocks_back() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(100));
+    let (_, attempt) = bench.start(&identity);
+    bench.flush();
+    assert_eq!(bench.decide(&identity, &[]).unwrap().matched, 6);
+    attempt.end(End::NotRun);
+    bench.flush();
+    assert_eq!(bench.decide(&identity, &[]).unwrap().matched, 0);
+    assert_eq!(bench.charged(), [0, 0, 0]);
+    bench.assert_quiet();
+}
+
+#[test]
+fn load_here_and_elsewhere_moves_the_choice() {
+    let bench = Bench::new(2);
+    let identity = bench.identify(&"a".repeat(4000));
+    let (first, _attempt) = bench.start(&identity);
+    let stranger = bench.identify(&"b".repeat(4000));
+    let (second, _other) = bench.start(&stranger);
+    assert_ne!(first.backend, second.backend, "pending prefill counts");
+    let third = bench.identify(&"c".repeat(40));
+    bench.admin(Command::PutPolicy(PolicyConfig::LeastRequest));
+    let peer = Bench::new(2);
+    let busy: Vec<_> = (0..5)
+        .map(|_| peer.router.load.begin(first.backend, 1))
+        .collect();
+    let report = peer.router.load.local_report();
+    bench
+        .router
+        .load
+        .merge_report(ReplicaId(2), &report, Instant::now())
+        .unwrap();
+    let decision = bench.decide(&third, &[]).unwrap();
+    assert_eq!(
+        (decision.backend, decision.policy),
+        (second.backend, "least-request")
+    );
+    drop(busy);
+}
+
+#[test]
+fn explain_is_the_decision_and_changes_nothing() {
+    let bench = Bench::new(3);
+    let identity = bench.identify(&"a".repeat(500));
+    let (_, attempt) = bench.start(&identity);
+    attempt.end(End::Finished);
+    let before = bench.router.outbox_status();
+    let explanation = bench.router.explain(&ask(&identity, &[]));
+    assert_eq!(explanation, bench.router.explain(&ask(&identity, &[])));
+    assert_eq!(
+        bench.router.outbox_status().queued_items,
+        before.queued_items
+    );
+    let decision = bench.decide(&identity, &[]).unwrap();
+    assert_eq!(explanation.choice.as_deref(), Some(&*decision.name));
+    assert_eq!(explanation.matched, Some(decision.matched));
+    assert_eq!(explanation.reason, Some(decision.reason));
+    assert_eq!(explanation.blocks.len(), 31);
+    assert_eq!(explanation.blocks[0], identity.chain[0].to_string());
+    assert!(explanation.backends.iter().all(|it| it.score.is_some()));
+    let text = serde_json::to_value(&explanation).unwrap();
+    assert_eq!(text["policy"]["policy"], "cost");
+    assert_eq!(text["backends"][0]["verdict"], "candidate");
+    let refused = bench.router.explain(&Ask {
+        model: "x",
+        ..ask(&identity, &[])
+    });
+    assert_eq!(
+        (refused.refusal, refused.choice),
+        (Some(NoBackend::UnknownModel), None)
+    );
+}
+
+#[test]
+fn a_reply_is_recorded_as_the_next_turn_has_it() {
+    let bench = Bench::new(1);
+    let turn = |messages: &Value| {
+        body(
+            "/v1/chat/completions",
+            &json!({"model": "m", "messages": messages}),
+        )
+    };
+    let question = json!({"role": "user", "content": "q".repeat(50)});
+    let reply = "answer ".repeat(20);
+    let identity = bench.router.identify(&turn(&json!([question])));
+    let (_, mut attempt) = bench.start(&identity);
+    reply
+        .as_bytes()
+        .chunks(3)
+        .for_each(|part| attempt.output(std::str::from_utf8(part).unwrap()));
+    attempt.end(End::Finished);
+    let next = json!([question, {"role": "assistant", "content": reply},
+        {"role": "user", "content": "go on, and say more than one block of text"}]);
+    let next = bench.router.identify(&turn(&next));
+    let known = (9 + 50 + 1 + 14 + reply.len() + 1) / 16;
+    assert_eq!(bench.decide(&next, &[]).unwrap().matched as usize, known);
+    bench.flush();
+    assert_eq!(bench.decide(&next, &[]).unwrap().matched as usize, known);
+}
+
+#[test]
+fn tokens_are_charged_as_they_are_reported() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(400));
+    let (_, mut attempt) = bench.start(&identity);
+    attempt.first_byte();
+    attempt.usage(usage(100, Some(30), 1));
+    assert_eq!(
+        bench.charged(),
+        [70, 30, 1],
+        "the engine told its cache: input is due"
+    );
+    (2..30).for_each(|made| attempt.usage(usage(100, Some(30), made)));
+    assert_eq!(bench.charged(), [70, 30, 1]);
+    attempt.usage(usage(100, None, 40));
+    attempt.usage(usage(0, None, 35));
+    assert_eq!(bench.charged(), [70, 30, 40]);
+    drop(attempt);
+    assert_eq!(bench.charged(), [70, 30, 40]);
+    bench.assert_quiet();
+}
+
+#[test]
+fn without_a_word_on_the_cache_input_is_charged_at_the_end_as_believed() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(400));
+    bench.start(&identity).1.end(End::Finished);
+    assert_eq!(
+        bench.charged(),
+        [100, 0, 0],
+        "estimated: nothing was reported"
+    );
+    let (decision, mut attempt) = bench.start(&identity);
+    assert_eq!(decision.matched, 24);
+    attempt.usage(usage(100, None, 50));
+    assert_eq!(bench.charged(), [100, 0, 50]);
+    attempt.usage(usage(100, None, 60));
+    attempt.end(End::Finished);
+    assert_eq!(bench.charged(), [104, 96, 60]);
+}
+
+#[test]
+fn output_nobody_counted_is_estimated() {
+    let bench = Bench::new(1);
+    let identity = bench.identify("");
+    let (_, mut attempt) = bench.start(&identity);
+    attempt.output("four");
+    attempt.output("five5");
+    drop(attempt);
+    assert_eq!(bench.charged(), [0, 0, 3]);
+    bench.assert_quiet();
+}
+
+#[test]
+fn engines_teach_how_long_a_token_is() {
+    let bench = Bench::new(1);
+    let text = "a".repeat(1600);
+    let identity = bench.identify(&text);
+    assert_eq!((identity.tokens, identity.tail.tokens_per_block), (400, 4));
+    for _ in 0..200 {
+        let (_, mut attempt) = bench.start(&identity);
+        attempt.usage(usage(800, Some(0), 1));
+        attempt.end(End::Finished);
+    }
+    let identity = bench.identify(&text);
+    assert_eq!((identity.tokens, identity.tail.tokens_per_block), (800, 8));
+    assert!((bench.router.tokens_per_block("m") - 4.0).abs() < 1e-9);
+}
+
+#[test]
+fn a_panicking_request_leaves_nothing_behind() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(100));
+    let router = Arc::clone(&bench.router);
+    let decision = bench.decide(&identity, &[]).unwrap();
+    let panicked = std::thread::spawn(move || {
+        let _attempt = router.dispatch(&decision, &identity, "ada");
+        panic!("on purpose");
+    });
+    assert!(panicked.join().is_err());
+    bench.assert_quiet();
+}
+
+#[test]
+fn long_names_stay_apart_within_the_bound() {
+    assert_eq!(super::bounded_name("ada"), "ada");
+    let long = |end: &str| super::bounded_name(&format!("{}{end}", "é".repeat(200))).into_owned();
+    assert!(long("a").len() <= 256);
+    assert_ne!(long("a"), long("b"));
+}
+
+#[test]
+fn metrics_show_predictions_and_ends() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(400));
+    for _ in 0..2 {
+        let (_, mut attempt) = bench.start(&identity);
+        attempt.usage(usage(100, Some(90), 5));
+        attempt.end(End::Finished);
+    }
+    assert!(bench.decide(&identity, &[Slot(0)]).is_err());
+    let mut registry = prometheus_client::registry::Registry::default();
+    bench.router.metrics().register(&mut registry);
+    bench.router.refresh_metrics();
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+    for line in [
+        "quorate_route_decisions_total{policy=\"cost\",outcome=\"chosen\"} 2",
+        "quorate_route_decisions_total{policy=\"cost\",outcome=\"all-tried\"} 1",
+        "quorate_route_in_flight{backend=\"b0\"} 0",
+        "quorate_route_attempts_total{backend=\"b0\",outcome=\"finished\"} 2",
+        "quorate_prefix_prompt_tokens_total{backend=\"b0\"} 200",
+        "quorate_prefix_predicted_tokens_total{backend=\"b0\"} 96",
+        "quorate_prefix_cached_tokens_total{backend=\"b0\"} 180",
+        "quorate_state_outbox_items 6",
+        "quorate_state_outbox_dropped_total 0",
+    ] {
+        assert!(text.lines().any(|shown| shown == line), "{line} in\n{text}");
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Story {
+    prompt: usize,
+    shared: bool,
+    output: usize,
+    reported: Option<(u64, Option<u64>, u64)>,
+    end: Option<End>,
+    flush: bool,
+}
+
+fn story() -> impl Strategy<Value = Story> {
+    let end = prop_oneof![
+        Just(None),
+        Just(Some(End::Finished)),
+        Just(Some(End::Broken)),
+        Just(Some(End::ClientLeft)),
+        Just(Some(End::NotRun)),
+    ];
+    let reported = proptest::option::of((0_u64..500, proptest::option::of(0_u64..600), 0_u64..200));
+    (
+        0_usize..300,
+        any::<bool>(),
+        0_usize..100,
+        reported,
+        end,
+        any::<bool>(),
+    )
+        .prop_map(|(prompt, shared, output, reported, end, flush)| Story {
+            prompt,
+            shared,
+            output,
+            reported,
+            end,
+            flush,
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn however_attempts_end_everything_returns_to_zero(
+        stories in proptest::collection::vec(story(), 1..20)
+    ) {
+        let bench = Bench::new(3);
+        let mut held = Vec::new();
+        for (at, story) in stories.iter().enumerate() {
+            let mut text = "s".repeat(story.prompt);
+            if !story.shared {
+                text.insert_str(0, &at.to_string());
+            }
+            let identity = bench.identify(&text);
+            let (_, mut attempt) = bench.start(&identity);
+            attempt.output(&"o".repeat(story.output));
+            if let Some((prompt, cached, made)) = story.reported {
+                attempt.first_byte();
+                attempt.usage(usage(prompt, cached, made));
+            }
+            if story.flush {
+                bench.flush();
+            }
+            match story.end {
+                Some(end) => attempt.end(end),
+                None => held.push(attempt),
+            }
+        }
+        drop(held);
+        bench.assert_quiet();
+    }
+}

@@ -29,8 +29,8 @@ use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionI
 use super::overlay::{Overlay, Run};
 use crate::ports::ProposeFailure;
 
-/// Blocks of one lease step: longer chains are sent as several.
-const RUN_BLOCKS_MAX: usize = 4096;
+/// Blocks of one lease step: longer chains are sent as several. Two fit into one envelope.
+const RUN_BLOCKS_MAX: usize = 4000;
 /// Users with a charge queued. Beyond it (no quorum, and made-up names) further users ride free.
 const CHARGED_USERS_MAX: usize = 100_000;
 /// Users remembered as named in this session; then all are named anew, which is harmless.

@@ -1,1 +1,589 @@
-//! x
+//! The outbox against the real state machine: what leaves, in which order, and that nothing is lost
+//! or left open whatever becomes of a proposal.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use state::command::{Charge, Command, Committed, EngineFacts, Item, Outcome, Reject, Reply};
+use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Desk, Driver, DriverMetrics};
+use super::{Next, Outbox, OutboxSettings, RUN_BLOCKS_MAX};
+use crate::ports::ProposeFailure;
+use crate::routing::fixture::{Fault, Log, Port};
+use crate::routing::overlay::Overlay;
+
+const KEEP: Outcome = Outcome::Kept;
+
+fn outbox(settings: OutboxSettings) -> Outbox {
+    Outbox::new(
+        ReplicaId(1),
+        SessionId(1),
+        settings,
+        Arc::new(Overlay::default()),
+    )
+}
+
+fn chain(hashes: impl IntoIterator<Item = u64>) -> Arc<[BlockHash]> {
+    hashes.into_iter().map(BlockHash).collect()
+}
+
+fn user(name: &str) -> UserKey {
+    state::prefix::user_key(7, name)
+}
+
+/// The items that leave next, as text, with the envelope's number. The envelope stays outstanding.
+fn cut(outbox: &mut Outbox) -> Vec<String> {
+    let envelope = outbox
+        .cut(Instant::now(), 5)
+        .expect("something waits")
+        .clone();
+    let Command::Batch {
+        base_attempt,
+        items,
+    } = envelope.command
+    else {
+        unreachable!()
+    };
+    let name = |attempt: u32| base_attempt.0 + u64::from(attempt);
+    let show = |item: Item| match item {
+        Item::Acquire {
+            attempt, tip, new, ..
+        } => {
+            let tip = tip.map(|tip| tip.0);
+            format!("{} acquires {tip:?}+{}", name(attempt), new.len())
+        }
+        Item::Materialize { attempt, new } => format!("{} extends {}", name(attempt), new.len()),
+        Item::Release { attempt, outcome } => format!("{} ends {outcome:?}", name(attempt)),
+        Item::DefineUser { name, .. } => format!("user {name}"),
+        Item::Charge(it) => format!("charge {}+{}+{}", it.input_uncached, it.output, it.started),
+        Item::ObserveEngine { facts, .. } => format!("facts {:?}", facts.capacity_blocks),
+    };
+    items.into_iter().map(show).collect()
+}
+
+fn deliver(outbox: &mut Outbox, log: &mut Log) -> Reply {
+    let envelope = outbox
+        .outstanding()
+        .expect("an envelope is outstanding")
+        .clone();
+    let committed = log.apply(envelope);
+    let reply = committed.reply.clone();
+    assert_eq!(outbox.fate(Ok(committed), || unreachable!()), Next::GoOn);
+    outbox.settle(log.state.applied());
+    reply
+}
+
+#[test]
+fn what_was_learnt_leaves_in_order_and_once() {
+    let mut log = Log::new(&[None]);
+    let mut outbox = outbox(OutboxSettings::default());
+    assert!(outbox.cut(Instant::now(), 5).is_none());
+    let (at, blocks) = (log.handle(0), chain([1, 2, 3]));
+    outbox.name_user(user("ada"), "ada");
+    outbox.name_user(user("ada"), "ada");
+    outbox.charge(Charge {
+        user: user("ada"),
+        started: 1,
+        ..Charge::default()
+    });
+    outbox.charge(Charge {
+        user: user("ada"),
+        input_uncached: 5,
+        output: 2,
+        ..Charge::default()
+    });
+    outbox.acquire(AttemptId(9), at, &blocks, 0);
+    outbox.extend(AttemptId(9), vec![BlockHash(4)]);
+    outbox.extend(AttemptId(9), Vec::new());
+    outbox.observe(
+        at,
+        EngineFacts {
+            capacity_blocks: Some(10),
+            ..EngineFacts::default()
+        },
+    );
+    outbox.observe(
+        at,
+        EngineFacts {
+            started_at_s: Some(1),
+            ..EngineFacts::default()
+        },
+    );
+    assert_eq!(
+        cut(&mut outbox),
+        [
+            "user ada",
+            "charge 5+2+1",
+            "facts Some(10)",
+            "9 acquires None+3",
+            "9 extends 1"
+        ]
+    );
+    assert!(
+        outbox.cut(Instant::now(), 6).is_none(),
+        "one is outstanding"
+    );
+    outbox.release(AttemptId(9), KEEP);
+    deliver(&mut outbox, &mut log);
+    assert_eq!(log.state.open_leases(), 1);
+    assert_eq!(cut(&mut outbox), ["9 ends Kept"]);
+    deliver(&mut outbox, &mut log);
+    assert!(outbox.is_empty() && outbox.leases.is_empty() && outbox.overlay.is_empty());
+    assert_eq!(
+        outbox.status(Instant::now()),
+        super::OutboxStatus::default()
+    );
+    assert_eq!(
+        (log.state.open_leases(), log.state.owned_blocks(at.slot)),
+        (0, 4)
+    );
+}
+
+#[test]
+fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
+    let mut log = Log::new(&[None]);
+    let mut outbox = outbox(OutboxSettings::default());
+    outbox.charge(Charge {
+        user: user("ada"),
+        output: 3,
+        ..Charge::default()
+    });
+    cut(&mut outbox);
+    let first = outbox.outstanding().unwrap().clone();
+    for failure in [
+        ProposeFailure::Unavailable(String::new()),
+        ProposeFailure::Unknown(String::new()),
+    ] {
+        let next = outbox.fate(Err(failure), || unreachable!());
+        assert!(matches!(next, Next::Retry { .. }));
+        assert_eq!(outbox.outstanding(), Some(&first));
+    }
+    log.apply(first);
+    assert!(matches!(deliver(&mut outbox, &mut log), Reply::Repeated(_)));
+    assert_eq!(log.state.user(user("ada")).unwrap().total.output, 3);
+    outbox.charge(Charge {
+        user: user("ada"),
+        output: 4,
+        ..Charge::default()
+    });
+    cut(&mut outbox);
+    assert_eq!(outbox.outstanding().unwrap().origin.seq, 2);
+    assert_eq!(
+        outbox.fate(Err(ProposeFailure::Stopping), || unreachable!()),
+        Next::Stop
+    );
+}
+
+#[test]
+fn a_refused_number_is_not_used_again() {
+    let mut outbox = outbox(OutboxSettings::default());
+    outbox.charge(Charge {
+        user: user("ada"),
+        output: 3,
+        ..Charge::default()
+    });
+    cut(&mut outbox);
+    let reject = |reject| {
+        Ok(Committed {
+            index: LogIndex(1),
+            reply: Reply::Rejected(reject),
+        })
+    };
+    let next = outbox.fate(reject(Reject::NotInitialised), || unreachable!());
+    assert!(matches!(next, Next::Retry { .. }));
+    let origin = outbox.outstanding().unwrap().origin;
+    assert_eq!((origin.session, origin.seq), (SessionId(1), 2));
+    let stale = Reject::StaleSession {
+        replica: ReplicaId(1),
+    };
+    let next = outbox.fate(reject(stale), || SessionId(77));
+    assert!(matches!(next, Next::Retry { .. }));
+    let origin = outbox.outstanding().unwrap().origin;
+    assert_eq!((origin.session, origin.seq), (SessionId(77), 1));
+    let invalid = Reject::TooManyBackends;
+    assert_eq!(outbox.fate(reject(invalid), || unreachable!()), Next::GoOn);
+    assert_eq!(outbox.status(Instant::now()).dropped, 1);
+}
+
+#[test]
+fn long_prompts_leave_in_parts_that_fit() {
+    let mut log = Log::new(&[None]);
+    let mut outbox = outbox(OutboxSettings::default());
+    let blocks = chain(1..=20_000);
+    outbox.acquire(AttemptId(1), log.handle(0), &blocks, 0);
+    outbox.release(AttemptId(1), KEEP);
+    let mut envelopes = 0;
+    while outbox.cut(Instant::now(), 5).is_some() {
+        deliver(&mut outbox, &mut log);
+        envelopes += 1;
+    }
+    assert_eq!(
+        envelopes, 3,
+        "runs of {RUN_BLOCKS_MAX} blocks, two per envelope"
+    );
+    assert_eq!(log.state.owned_blocks(log.handle(0).slot), 20_000);
+    assert_eq!(log.state.open_leases(), 0);
+    assert!(outbox.overlay.is_empty());
+}
+
+#[test]
+fn full_envelopes_of_every_kind_fit() {
+    let mut log = Log::new(&[None]);
+    let mut outbox = outbox(OutboxSettings::default());
+    for i in 0..3000 {
+        let name = format!("{i}-{}", "n".repeat(250));
+        let key = user(&name);
+        outbox.name_user(key, &name);
+        outbox.charge(Charge {
+            user: key,
+            input_uncached: u64::MAX >> 20,
+            input_cached: u64::MAX >> 20,
+            output: u64::MAX >> 20,
+            started: 1,
+            ended: 1,
+        });
+        outbox.acquire(AttemptId(i), log.handle(0), &chain([i + 1]), 0);
+        outbox.release(AttemptId(i), KEEP);
+    }
+    let models = (0..200)
+        .map(|i| format!("{i}{}", "m".repeat(200)))
+        .collect();
+    let facts = EngineFacts {
+        models: Some(models),
+        ..EngineFacts::default()
+    };
+    outbox.observe(log.handle(0), facts.clone());
+    while outbox.cut(Instant::now(), 5).is_some() {
+        deliver(&mut outbox, &mut log);
+    }
+    assert_eq!(log.state.users_len(), 3000);
+    assert_eq!(log.state.open_leases(), 0);
+    assert_eq!(log.state.owned_blocks(log.handle(0).slot), 3000);
+    assert!(outbox.is_empty());
+}
+
+#[test]
+fn a_missing_tip_brings_the_whole_chain_in_front_of_the_rest() {
+    let mut log = Log::new(&[None]);
+    let mut outbox = outbox(OutboxSettings::default());
+    let (at, blocks) = (log.handle(0), chain([1, 2, 3, 4]));
+    outbox.acquire(AttemptId(1), at, &blocks, 2);
+    outbox.acquire(AttemptId(2), at, &blocks, 4);
+    outbox.extend(AttemptId(2), vec![BlockHash(5)]);
+    outbox.release(AttemptId(2), KEEP);
+    outbox.acquire(AttemptId(3), at, &blocks, 3);
+    outbox.release(AttemptId(3), Outcome::Discarded);
+    assert_eq!(cut(&mut outbox).len(), 6);
+    outbox.extend(AttemptId(1), vec![BlockHash(6)]);
+    outbox.acquire(AttemptId(4), at, &chain([9]), 0);
+    deliver(&mut outbox, &mut log);
+    assert_eq!(
+        cut(&mut outbox),
+        [
+            "1 acquires None+5",
+            "2 acquires None+5",
+            "2 ends Kept",
+            "4 acquires None+1"
+        ]
+    );
+    outbox.release(AttemptId(1), KEEP);
+    outbox.release(AttemptId(4), KEEP);
+    deliver(&mut outbox, &mut log);
+    assert_eq!(cut(&mut outbox), ["1 ends Kept", "4 ends Kept"]);
+    deliver(&mut outbox, &mut log);
+    assert!(outbox.overlay.is_empty() && outbox.leases.is_empty() && outbox.is_empty());
+    assert_eq!(
+        (log.state.open_leases(), log.state.owned_blocks(at.slot)),
+        (0, 7)
+    );
+}
+
+#[test]
+fn beyond_its_bound_the_oldest_unsent_attempts_are_forgotten() {
+    let mut log = Log::new(&[None]);
+    let settings = OutboxSettings {
+        queued_items_max: 6,
+        ..OutboxSettings::default()
+    };
+    let mut outbox = outbox(settings);
+    let at = log.handle(0);
+    outbox.acquire(AttemptId(1), at, &chain([1]), 0);
+    cut(&mut outbox);
+    for id in 2..=6 {
+        outbox.acquire(AttemptId(id), at, &chain([id]), 0);
+        outbox.release(AttemptId(id), KEEP);
+        outbox.charge(Charge {
+            user: user("ada"),
+            started: 1,
+            ended: 1,
+            ..Charge::default()
+        });
+    }
+    outbox.release(AttemptId(1), KEEP);
+    outbox.acquire(AttemptId(7), at, &chain([7]), 0);
+    assert_eq!(outbox.status(Instant::now()).dropped, 6);
+    deliver(&mut outbox, &mut log);
+    let left = [
+        "charge 0+0+5",
+        "5 acquires None+1",
+        "5 ends Kept",
+        "6 acquires None+1",
+        "6 ends Kept",
+        "1 ends Kept",
+        "7 acquires None+1",
+    ];
+    assert_eq!(cut(&mut outbox), left);
+    deliver(&mut outbox, &mut log);
+    // What was forgotten while open is not spoken of again.
+    let mut few = self::outbox(OutboxSettings {
+        queued_items_max: 0,
+        ..settings
+    });
+    few.acquire(AttemptId(8), at, &chain([8]), 0);
+    few.extend(AttemptId(8), vec![BlockHash(10)]);
+    few.release(AttemptId(8), KEEP);
+    assert!(few.is_empty() && few.cut(Instant::now(), 5).is_none());
+    few.sweep();
+    assert!(few.overlay.is_empty() && few.steps.is_empty());
+}
+
+/// One thing that happens in the property test below.
+#[derive(Debug, Clone)]
+enum Event {
+    Start {
+        prompt: Vec<u64>,
+        matched: usize,
+        backend: u16,
+    },
+    Output {
+        open: usize,
+        blocks: u64,
+    },
+    End {
+        open: usize,
+        is_kept: bool,
+    },
+    Flush(Option<Fault>),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let fault = prop_oneof![
+        4 => Just(None),
+        1 => Just(Some(Fault::Refused)),
+        1 => Just(Some(Fault::AnswerLost)),
+        1 => Just(Some(Fault::Lost)),
+    ];
+    prop_oneof![
+        4 => (proptest::collection::vec(0_u64..3, 0..6), 0_usize..7, 0_u16..2)
+            .prop_map(|(prompt, matched, backend)| Event::Start { prompt, matched, backend }),
+        2 => (0_usize..8, 1_u64..4).prop_map(|(open, blocks)| Event::Output { open, blocks }),
+        3 => (0_usize..8, any::<bool>()).prop_map(|(open, is_kept)| Event::End { open, is_kept }),
+        3 => fault.prop_map(Event::Flush),
+    ]
+}
+
+/// Chained hashes over small digits: prompts that begin alike share blocks.
+fn chained(prompt: &[u64]) -> Vec<BlockHash> {
+    let step = |link: &mut u64, digit: &u64| {
+        *link = xxhash_rust::xxh3::xxh3_64_with_seed(&digit.to_le_bytes(), *link);
+        Some(BlockHash(*link))
+    };
+    prompt.iter().scan(1, step).collect()
+}
+
+struct Run {
+    outbox: Outbox,
+    port: Port,
+    open: Vec<(AttemptId, BlockHash)>,
+    started: u64,
+}
+
+impl Run {
+    fn step(&mut self, event: Event) {
+        match event {
+            Event::Start {
+                prompt,
+                matched,
+                backend,
+            } => {
+                self.started += 1;
+                let id = AttemptId(self.started);
+                let chain: Arc<[BlockHash]> = chained(&prompt).into();
+                let at = self.port.log.lock().unwrap().handle(backend);
+                self.outbox
+                    .acquire(id, at, &chain, matched.min(chain.len()));
+                self.outbox.charge(Charge {
+                    user: user("u"),
+                    started: 1,
+                    ..Charge::default()
+                });
+                self.open
+                    .push((id, chain.last().copied().unwrap_or(BlockHash(1))));
+            }
+            Event::Output { open, blocks } => {
+                if let Some((id, last)) = self.open.get_mut(open) {
+                    let next = |n| BlockHash(last.0.wrapping_mul(31).wrapping_add(n));
+                    let blocks: Vec<_> = (0..blocks).map(next).collect();
+                    *last = blocks[blocks.len() - 1];
+                    self.outbox.extend(*id, blocks);
+                }
+            }
+            Event::End { open, is_kept } => {
+                if open < self.open.len() {
+                    let (id, _) = self.open.remove(open);
+                    let outcome = if is_kept { KEEP } else { Outcome::Discarded };
+                    self.outbox.release(id, outcome);
+                    self.outbox.charge(Charge {
+                        user: user("u"),
+                        ended: 1,
+                        ..Charge::default()
+                    });
+                }
+            }
+            Event::Flush(fault) => {
+                self.port.faults.lock().unwrap().extend(fault);
+                self.flush();
+            }
+        }
+    }
+
+    fn flush(&mut self) -> bool {
+        if self.outbox.outstanding().is_none() && self.outbox.cut(Instant::now(), 5).is_none() {
+            return false;
+        }
+        let fate = self.port.answer(self.outbox.outstanding().unwrap().clone());
+        self.outbox.fate(fate, || unreachable!());
+        self.outbox
+            .settle(self.port.log.lock().unwrap().state.applied());
+        true
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn whatever_happens_nothing_stays_open(
+        events in proptest::collection::vec(event(), 0..80),
+        capacity in prop_oneof![Just(None), (1_u32..8).prop_map(Some)],
+        queued_items_max in prop_oneof![Just(1_000_usize), 1_usize..12],
+    ) {
+        let settings = OutboxSettings { queued_items_max, ..OutboxSettings::default() };
+        let port = Port::new(Log::new(&[capacity, None]));
+        let mut run = Run { outbox: outbox(settings), port, open: Vec::new(), started: 0 };
+        for event in events {
+            run.step(event);
+            let status = run.outbox.status(Instant::now());
+            prop_assert!(run.outbox.queued.items <= run.outbox.steps.len(), "{status:?}");
+        }
+        while !run.open.is_empty() {
+            run.step(Event::End { open: 0, is_kept: true });
+        }
+        while run.flush() {}
+        prop_assert!(run.outbox.leases.is_empty() && run.outbox.steps.is_empty());
+        prop_assert!(run.outbox.overlay.is_empty() && run.outbox.unsent.is_empty());
+        prop_assert_eq!(run.outbox.queued, super::Size::default());
+        let log = run.port.log.lock().unwrap();
+        prop_assert_eq!(log.state.open_leases(), 0);
+        prop_assert_eq!(log.state.check(), Ok(()));
+        if let Some(user) = log.state.user(user("u")) {
+            prop_assert_eq!((user.in_flight, user.total.requests), (0, run.started));
+        }
+    }
+}
+
+fn driver<'a>(
+    desk: &'a Desk,
+    port: &'a Port,
+    applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
+) -> Driver<'a> {
+    let flush_interval = OutboxSettings::default().flush_interval;
+    Driver {
+        desk,
+        propose: port,
+        applied,
+        metrics: DriverMetrics::default(),
+        flush_interval,
+    }
+}
+
+fn charge(output: u64) -> Charge {
+    Charge {
+        user: user("ada"),
+        output,
+        ..Charge::default()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_driver_repeats_until_the_log_answers_and_drains_at_the_end() {
+    let port = Port::new(Log::new(&[None]));
+    let desk = Desk::new(outbox(OutboxSettings::default()));
+    let view = port.log.lock().unwrap().state.view();
+    let applied = || view.applied();
+    let driver = driver(&desk, &port, &applied);
+    let faults = [Fault::Lost, Fault::Refused, Fault::AnswerLost, Fault::Lost];
+    port.faults.lock().unwrap().extend(faults);
+    desk.with(|outbox| outbox.charge(charge(1)));
+    let stop = CancellationToken::new();
+    let later = async {
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(driver.metrics.retries.get(), 4);
+        assert_eq!(driver.metrics.flushes.get(), 1);
+        desk.with(|outbox| outbox.charge(charge(2)));
+        stop.cancel();
+    };
+    let (left, ()) = tokio::join!(driver.run(stop.clone(), Duration::from_secs(1)), later);
+    assert_eq!(left.queued_items, 0);
+    let seqs: Vec<_> = port
+        .proposed
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|origin| origin.seq)
+        .collect();
+    assert_eq!(seqs, [1, 1, 1, 1, 1, 2]);
+    assert_eq!(
+        port.log
+            .lock()
+            .unwrap()
+            .state
+            .user(user("ada"))
+            .unwrap()
+            .total
+            .output,
+        3
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_driver_gives_up_at_the_end_of_the_drain() {
+    let port = Port::new(Log::new(&[None]));
+    let desk = Desk::new(outbox(OutboxSettings::default()));
+    let applied = || LogIndex(0);
+    let driver = driver(&desk, &port, &applied);
+    port.faults.lock().unwrap().extend([Fault::Refused; 1000]);
+    desk.with(|outbox| outbox.charge(charge(1)));
+    let stop = CancellationToken::new();
+    stop.cancel();
+    let left = driver.run(stop, Duration::from_secs(3)).await;
+    assert_eq!(left.queued_items, 1);
+    let tries = port.proposed.lock().unwrap().len();
+    assert!((5..20).contains(&tries), "{tries} tries in three seconds");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_driver_ends_when_the_replica_stops() {
+    let port = Port::new(Log::new(&[None]));
+    let desk = Desk::new(outbox(OutboxSettings::default()));
+    let applied = || LogIndex(0);
+    port.faults.lock().unwrap().push(Fault::Stopping);
+    desk.with(|outbox| outbox.charge(charge(1)));
+    let left = driver(&desk, &port, &applied)
+        .run(CancellationToken::new(), Duration::ZERO)
+        .await;
+    assert_eq!(left.queued_items, 1);
+}

@@ -1,0 +1,242 @@
+//! What one request costs between its body and its backend: read, identify, decide, book.
+//!
+//! `cargo bench -p api --bench routing`. The fleet holds a million blocks in all; prompts are half
+//! known to one backend. Single-threaded; nothing else of a request is in these figures.
+
+// The macros of the bench harness make items that cannot be documented.
+#![allow(missing_docs)]
+
+use std::collections::BTreeMap;
+use std::hint::black_box;
+use std::sync::Arc;
+
+use api::backends::{Backends, Health, ProbeSettings};
+use api::prompt::{Identity, ModelSettings, Parsed, parse};
+use api::routing::{Ask, End, OutboxSettings, Parts, Router, Usage};
+use bytes::Bytes;
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use serde_json::json;
+use state::RouterState;
+use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Outcome};
+use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId};
+use state::policy::{CostSettings, PolicyConfig};
+
+const BLOCK_BYTES: u32 = 128;
+const BLOCKS_ALL: usize = 1_000_000;
+
+/// A chat of `bytes` bytes: turns of 400 bytes in lines of 80, as conversations look.
+fn chat(bytes: usize) -> Bytes {
+    let line = "The quick brown fox jumps over the lazy dog, and says \"hello\" to whoever sees.\n";
+    let turn = |i: usize| {
+        let role = if i % 2 == 0 { "user" } else { "assistant" };
+        json!({"role": role, "content": format!("{i} {}", line.repeat(5))})
+    };
+    let messages: Vec<_> = (0..bytes.div_ceil(440)).map(turn).collect();
+    let body = json!({"model": "m", "stream": true, "temperature": 0.7, "messages": messages});
+    body.to_string().into()
+}
+
+/// One prompt without a single escape.
+fn plain(bytes: usize) -> Bytes {
+    json!({"model": "m", "max_tokens": 16, "prompt": "plain text ".repeat(bytes / 11)})
+        .to_string()
+        .into()
+}
+
+fn read(c: &mut Criterion) {
+    let mut group = c.benchmark_group("parse");
+    for (name, path, body) in [
+        ("chat/1KB", "/v1/chat/completions", chat(1 << 10)),
+        ("chat/32KB", "/v1/chat/completions", chat(32 << 10)),
+        ("plain/1KB", "/v1/completions", plain(1 << 10)),
+        ("plain/32KB", "/v1/completions", plain(32 << 10)),
+    ] {
+        group.throughput(Throughput::Bytes(body.len() as u64));
+        group.bench_function(name, |b| b.iter(|| parse(path, black_box(&body)).is_ok()));
+    }
+    group.finish();
+}
+
+struct Fleet {
+    state: RouterState,
+    index: u64,
+    router: Arc<Router>,
+}
+
+impl Fleet {
+    fn new(backends: usize) -> Self {
+        let mut state = RouterState::new();
+        let mut index = 0;
+        let mut apply = |command| {
+            index += 1;
+            let origin = Origin {
+                replica: ReplicaId(1),
+                session: SessionId(1),
+                lane: Lane::Admin,
+                seq: index,
+            };
+            state.apply(
+                LogIndex(index),
+                Envelope {
+                    origin,
+                    proposed_at_ms: 0,
+                    command,
+                },
+            );
+        };
+        apply(Command::InitCluster {
+            hash_seed: 7,
+            policy: PolicyConfig::Cost(CostSettings::default()),
+            fairness: Default::default(),
+        });
+        for at in 0..backends {
+            apply(Command::PutBackend(BackendSpec {
+                id: format!("gpu-{at}"),
+                url: format!("http://127.0.0.1:{}", 9000 + at),
+                models: vec!["m".to_owned()],
+                labels: BTreeMap::new(),
+                capacity_blocks: None,
+                kv_events: None,
+                kv_replay: None,
+            }));
+        }
+        let view = state.view();
+        let health = Backends::new(ProbeSettings::default());
+        for backend in &view.registry().backends {
+            health.assume(
+                backend.handle.slot,
+                &Health {
+                    is_healthy: true,
+                    detail: None,
+                    waiting: 0,
+                    running: 0,
+                    kv_usage_permille: 0,
+                },
+            );
+        }
+        let router = Arc::new(Router::new(Parts {
+            view,
+            backends: Arc::new(health),
+            models: vec![ModelSettings {
+                name: "*".to_owned(),
+                tokenizer: "character".to_owned(),
+                block_size: BLOCK_BYTES,
+            }],
+            replica: ReplicaId(1),
+            session: SessionId(1),
+            outbox: OutboxSettings::default(),
+        }));
+        let mut fleet = Self {
+            state,
+            index,
+            router,
+        };
+        for at in 0..backends {
+            let blocks = (0..BLOCKS_ALL / backends).map(|i| {
+                BlockHash(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul((at * BLOCKS_ALL + i + 1) as u64))
+            });
+            let blocks: Vec<_> = blocks.collect();
+            for part in blocks.chunks(1000) {
+                fleet.own(at, part.to_vec());
+            }
+        }
+        fleet
+    }
+
+    /// Makes the backend in place `at` own `new`.
+    fn own(&mut self, at: usize, new: Vec<BlockHash>) {
+        let backend = self.state.view().registry().backends[at].handle;
+        self.index += 1;
+        let origin = Origin {
+            replica: ReplicaId(2),
+            session: SessionId(1),
+            lane: Lane::Outbox,
+            seq: self.index,
+        };
+        let command = Command::Batch {
+            base_attempt: AttemptId(self.index),
+            items: vec![
+                Item::Acquire {
+                    attempt: 0,
+                    backend,
+                    tip: None,
+                    new,
+                },
+                Item::Release {
+                    attempt: 0,
+                    outcome: Outcome::Kept,
+                },
+            ],
+        };
+        let envelope = Envelope {
+            origin,
+            proposed_at_ms: 0,
+            command,
+        };
+        self.state.apply(LogIndex(self.index), envelope);
+    }
+
+    /// A prompt of `blocks` blocks, half of them owned by the first backend.
+    fn prompt(&mut self, blocks: usize) -> (Parsed, Identity) {
+        let text = format!("{blocks} ").repeat(blocks * BLOCK_BYTES as usize / 2);
+        let text = &text[..blocks * BLOCK_BYTES as usize + 1];
+        let body = json!({"model": "m", "prompt": text}).to_string();
+        let parsed = parse("/v1/completions", &Bytes::from(body)).expect("the body is good");
+        let identity = self.router.identify(&parsed);
+        self.own(0, identity.chain[..blocks / 2].to_vec());
+        (parsed, identity)
+    }
+}
+
+fn ask(identity: &Identity) -> Ask<'_> {
+    Ask {
+        model: "m",
+        identity,
+        request_id: "0123456789abcdef",
+        excluded: &[],
+    }
+}
+
+fn route(c: &mut Criterion) {
+    for backends in [8, 64, 512] {
+        let mut fleet = Fleet::new(backends);
+        for blocks in [8, 512] {
+            let (parsed, identity) = fleet.prompt(blocks);
+            let id = |what: &str| BenchmarkId::new(what, format!("{backends}x{blocks}"));
+            if backends == 8 {
+                c.bench_function(&format!("identify/{blocks}"), |b| {
+                    b.iter(|| fleet.router.identify(black_box(&parsed)));
+                });
+            }
+            c.bench_with_input(id("decide"), &identity, |b, identity| {
+                b.iter(|| fleet.router.decide(&ask(black_box(identity))).is_ok());
+            });
+        }
+    }
+}
+
+/// Everything of one request: dispatch with lease, overlay and charge, a first byte, usage, its end.
+fn book(c: &mut Criterion) {
+    let mut fleet = Fleet::new(8);
+    let (_, identity) = fleet.prompt(512);
+    let decision = fleet
+        .router
+        .decide(&ask(&identity))
+        .expect("backends are healthy");
+    c.bench_function("dispatch and end/512 blocks", |b| {
+        b.iter(|| {
+            let mut attempt = fleet.router.dispatch(&decision, &identity, "ada");
+            attempt.first_byte();
+            attempt.output("some output text");
+            attempt.usage(Usage {
+                prompt_tokens: 16_384,
+                cached_tokens: Some(8192),
+                completion_tokens: 4,
+            });
+            attempt.end(End::Finished);
+        });
+    });
+}
+
+criterion_group!(benches, read, route, book);
+criterion_main!(benches);

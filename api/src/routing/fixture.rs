@@ -1,0 +1,176 @@
+//! A log of one replica for tests: the real state machine, applied to on the spot.
+
+use std::sync::{Arc, Mutex};
+
+use state::RouterState;
+use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Reply};
+use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
+use state::policy::PolicyConfig;
+
+use super::{OutboxSettings, Parts, Router};
+use crate::backends::{Backends, Health, ProbeSettings};
+use crate::ports::{BoxFuture, Propose, ProposeFailure};
+use crate::prompt::ModelSettings;
+
+/// The state with what it takes to apply to it.
+pub(super) struct Log {
+    pub(super) state: RouterState,
+    index: u64,
+    admin_seq: u64,
+}
+
+impl Log {
+    /// An initialised cluster with a backend `b0`, `b1`, ... per capacity.
+    pub(super) fn new(capacities: &[Option<u32>]) -> Self {
+        let mut log = Self {
+            state: RouterState::new(),
+            index: 0,
+            admin_seq: 0,
+        };
+        log.admin(Command::InitCluster {
+            hash_seed: 7,
+            policy: PolicyConfig::Cost(state::policy::CostSettings::default()),
+            fairness: Default::default(),
+        });
+        for (at, capacity) in capacities.iter().enumerate() {
+            log.admin(Command::PutBackend(spec(at, *capacity)));
+        }
+        log
+    }
+
+    pub(super) fn admin(&mut self, command: Command) {
+        self.admin_seq += 1;
+        let origin = Origin {
+            replica: ReplicaId(1),
+            session: SessionId(1),
+            lane: Lane::Admin,
+            seq: self.admin_seq,
+        };
+        let committed = self.apply(Envelope {
+            origin,
+            proposed_at_ms: 0,
+            command,
+        });
+        assert_eq!(committed.reply, Reply::Applied);
+    }
+
+    /// Applies what went through the wire form.
+    pub(super) fn apply(&mut self, envelope: Envelope) -> Committed {
+        let bytes = state::codec::encode_envelope(&envelope);
+        assert!(
+            bytes.len() <= 64 << 10,
+            "an envelope of {} bytes",
+            bytes.len()
+        );
+        assert_eq!(state::codec::decode_envelope(&bytes).unwrap(), envelope);
+        self.index += 1;
+        let index = LogIndex(self.index);
+        Committed {
+            index,
+            reply: self.state.apply(index, envelope),
+        }
+    }
+
+    pub(super) fn handle(&self, slot: u16) -> BackendRef {
+        let registry = self.state.view().registry();
+        let found = registry
+            .backends
+            .iter()
+            .find(|backend| backend.handle.slot == Slot(slot));
+        found.unwrap().handle
+    }
+}
+
+pub(super) fn spec(at: usize, capacity_blocks: Option<u32>) -> BackendSpec {
+    BackendSpec {
+        id: format!("b{at}"),
+        url: format!("http://127.0.0.1:{}", 9000 + at),
+        models: vec!["m".to_owned()],
+        labels: std::collections::BTreeMap::new(),
+        capacity_blocks,
+        kv_events: None,
+        kv_replay: None,
+    }
+}
+
+/// The log as a port; answers with the next of `faults` first, if there is one.
+#[derive(Clone)]
+pub(super) struct Port {
+    pub(super) log: Arc<Mutex<Log>>,
+    pub(super) faults: Arc<Mutex<Vec<Fault>>>,
+    pub(super) proposed: Arc<Mutex<Vec<Origin>>>,
+}
+
+/// What may become of a proposal beside its commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// Refused before it entered the log.
+    Refused,
+    /// Committed, but the answer is lost.
+    AnswerLost,
+    /// Not committed, and nobody can tell.
+    Lost,
+    /// The replica stops.
+    Stopping,
+}
+
+impl Port {
+    pub(super) fn new(log: Log) -> Self {
+        Self {
+            log: Arc::new(Mutex::new(log)),
+            faults: Arc::default(),
+            proposed: Arc::default(),
+        }
+    }
+
+    pub(super) fn answer(&self, envelope: Envelope) -> Result<Committed, ProposeFailure> {
+        self.proposed.lock().unwrap().push(envelope.origin);
+        let fault = self.faults.lock().unwrap().pop();
+        match fault {
+            None => Ok(self.log.lock().unwrap().apply(envelope)),
+            Some(Fault::Refused) => Err(ProposeFailure::Unavailable("no leader".to_owned())),
+            Some(Fault::AnswerLost) => {
+                self.log.lock().unwrap().apply(envelope);
+                Err(ProposeFailure::Unknown("connection lost".to_owned()))
+            }
+            Some(Fault::Lost) => Err(ProposeFailure::Unknown("timed out".to_owned())),
+            Some(Fault::Stopping) => Err(ProposeFailure::Stopping),
+        }
+    }
+}
+
+impl Propose for Port {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+        Box::pin(async move { self.answer(envelope) })
+    }
+}
+
+pub(super) const HEALTHY: Health = Health {
+    is_healthy: true,
+    detail: None,
+    waiting: 0,
+    running: 0,
+    kv_usage_permille: 0,
+};
+
+/// A router over `port`'s log, all its backends healthy, blocks of 16 bytes.
+pub(super) fn router(port: &Port, outbox: OutboxSettings) -> Arc<Router> {
+    let log = port.log.lock().unwrap();
+    let backends = Backends::new(ProbeSettings::default());
+    for backend in &log.state.view().registry().backends {
+        backends.assume(backend.handle.slot, &HEALTHY);
+    }
+    let model = ModelSettings {
+        name: "*".to_owned(),
+        tokenizer: "character".to_owned(),
+        block_size: 16,
+    };
+    Arc::new(Router::new(Parts {
+        view: log.state.view(),
+        backends: Arc::new(backends),
+        models: vec![model],
+        replica: ReplicaId(1),
+        session: SessionId(1),
+        outbox,
+    }))
+}
