@@ -54,7 +54,7 @@ async fn a_trace_is_answered_in_full_and_counted_as_the_engines_count() {
     let (engines, targets) = engines(2).await;
     let calls = Cell::new(0);
     let report = run(plan(Work::Trace(arrivals(40))), &targets, |_| {
-        calls.set(calls.get() + 1)
+        calls.set(calls.get() + 1);
     })
     .await;
     assert_eq!(
