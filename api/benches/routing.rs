@@ -28,7 +28,11 @@ const BLOCKS_ALL: usize = 1_000_000;
 fn chat(bytes: usize) -> Bytes {
     let line = "The quick brown fox jumps over the lazy dog, and says \"hello\" to whoever sees.\n";
     let turn = |i: usize| {
-        let role = if i % 2 == 0 { "user" } else { "assistant" };
+        let role = if i.is_multiple_of(2) {
+            "user"
+        } else {
+            "assistant"
+        };
         json!({"role": role, "content": format!("{i} {}", line.repeat(5))})
     };
     let messages: Vec<_> = (0..bytes.div_ceil(440)).map(turn).collect();
@@ -55,6 +59,36 @@ fn read(c: &mut Criterion) {
         group.bench_function(name, |b| b.iter(|| parse(path, black_box(&body)).is_ok()));
     }
     group.finish();
+}
+
+/// A router over `state`, all its backends healthy.
+fn router(state: &RouterState) -> Arc<Router> {
+    let view = state.view();
+    let health = Backends::new(ProbeSettings::default());
+    for backend in &view.registry().backends {
+        health.assume(
+            backend.handle.slot,
+            &Health {
+                is_healthy: true,
+                detail: None,
+                waiting: 0,
+                running: 0,
+                kv_usage_permille: 0,
+            },
+        );
+    }
+    Arc::new(Router::new(Parts {
+        view,
+        backends: Arc::new(health),
+        models: vec![ModelSettings {
+            name: "*".to_owned(),
+            tokenizer: "character".to_owned(),
+            block_size: BLOCK_BYTES,
+        }],
+        replica: ReplicaId(1),
+        session: SessionId(1),
+        outbox: OutboxSettings::default(),
+    }))
 }
 
 struct Fleet {
@@ -100,32 +134,7 @@ impl Fleet {
                 kv_replay: None,
             }));
         }
-        let view = state.view();
-        let health = Backends::new(ProbeSettings::default());
-        for backend in &view.registry().backends {
-            health.assume(
-                backend.handle.slot,
-                &Health {
-                    is_healthy: true,
-                    detail: None,
-                    waiting: 0,
-                    running: 0,
-                    kv_usage_permille: 0,
-                },
-            );
-        }
-        let router = Arc::new(Router::new(Parts {
-            view,
-            backends: Arc::new(health),
-            models: vec![ModelSettings {
-                name: "*".to_owned(),
-                tokenizer: "character".to_owned(),
-                block_size: BLOCK_BYTES,
-            }],
-            replica: ReplicaId(1),
-            session: SessionId(1),
-            outbox: OutboxSettings::default(),
-        }));
+        let router = router(&state);
         let mut fleet = Self {
             state,
             index,

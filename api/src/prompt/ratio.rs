@@ -41,6 +41,19 @@ impl TokenRatio {
         (bytes as f32 / self.get()).ceil() as u32
     }
 
+    /// Tokens of one block of `bytes` bytes: the nearest whole number, 1 at least. Rounded up, many
+    /// blocks would add up to more than their prompt.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "it saturates"
+    )]
+    pub fn block_tokens(&self, bytes: usize) -> u32 {
+        ((bytes as f32 / self.get()).round() as u32).max(1)
+    }
+
     /// Takes in that an engine counted `tokens` in `bytes` bytes. Racing samples may be lost.
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub fn learn(&self, bytes: u64, tokens: u64) {

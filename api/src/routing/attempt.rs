@@ -58,7 +58,10 @@ impl PromptSize {
     fn of(identity: &Identity, matched: usize) -> Self {
         let tail = &identity.tail;
         let tokens = u64::from(identity.tokens);
-        let predicted = matched as u64 * u64::from(tail.tokens_per_block);
+        let predicted = match tail.block_bytes {
+            0 => matched as u64 * u64::from(tail.tokens_per_block),
+            block_bytes => u64::from(tail.ratio.tokens(matched * block_bytes)),
+        };
         Self {
             bytes: (identity.chain.len() * tail.block_bytes + tail.bytes.len()) as u64,
             tokens,

@@ -121,7 +121,7 @@ fn text_identity(
             bytes: rest.to_vec(),
             block_bytes,
             reply: parsed.reply,
-            tokens_per_block: ratio.tokens(block_bytes).max(1),
+            tokens_per_block: ratio.block_tokens(block_bytes),
             ratio,
         },
         chain: chain.into(),

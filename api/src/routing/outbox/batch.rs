@@ -5,7 +5,8 @@ use std::time::Instant;
 use state::command::{Command, EngineFacts, Envelope, Item, Lane, Origin};
 use state::ids::AttemptId;
 
-use super::{Outbox, Outstanding, Size, Step, What};
+use super::steps::{Step, What};
+use super::{Outbox, Outstanding, Size};
 
 /// Largest batch as encoded. Sizes are summed up as upper bounds, what is left is for the envelope.
 pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;

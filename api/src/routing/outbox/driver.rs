@@ -8,7 +8,8 @@ use tokio::sync::Notify;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
-use super::{Next, Outbox, OutboxStatus};
+use super::fate::Next;
+use super::{Outbox, OutboxStatus};
 use crate::ports::Propose;
 
 /// First pause before an envelope is proposed again; each further one doubles.
@@ -140,18 +141,22 @@ impl Driver<'_> {
                     self.metrics.flushes.inc();
                     return Flushed::One;
                 }
+                Next::Refused(because) => {
+                    tracing::error!(seq, because, "outbox envelope refused");
+                    return Flushed::One;
+                }
                 Next::Stop => return Flushed::Stopped,
-                Next::Retry { because } => {
-                    self.metrics.retries.inc();
-                    if pause == PAUSE_MAX {
-                        tracing::warn!(seq, because, "outbox held up");
-                    } else {
-                        tracing::debug!(seq, because, "outbox envelope proposed again");
-                    }
-                    tokio::time::sleep(pause).await;
-                    pause = PAUSE_MAX.min(pause * 2);
+                Next::Renewed => tracing::error!(seq, "another run of this replica's id is known"),
+                Next::Retry(because) if pause == PAUSE_MAX => {
+                    tracing::warn!(seq, because, "outbox held up");
+                }
+                Next::Retry(because) => {
+                    tracing::debug!(seq, because, "outbox envelope proposed again");
                 }
             }
+            self.metrics.retries.inc();
+            tokio::time::sleep(pause).await;
+            pause = PAUSE_MAX.min(pause * 2);
         }
     }
 }

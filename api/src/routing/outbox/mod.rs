@@ -14,6 +14,8 @@
 
 mod batch;
 pub(super) mod driver;
+mod fate;
+mod steps;
 #[cfg(test)]
 mod tests;
 
@@ -21,16 +23,12 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use state::command::{
-    BatchReply, Charge, Committed, EngineFacts, Envelope, Outcome, Reject, Reply,
-};
+use state::command::{Charge, EngineFacts, Envelope, Outcome};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 
+use self::steps::{Step, What, acquire_steps, runs_of};
 use super::overlay::{Overlay, Run};
-use crate::ports::ProposeFailure;
 
-/// Blocks of one lease step: longer chains are sent as several. Two fit into one envelope.
-const RUN_BLOCKS_MAX: usize = 4000;
 /// Users with a charge queued. Beyond it (no quorum, and made-up names) further users ride free.
 const CHARGED_USERS_MAX: usize = 100_000;
 /// Users remembered as named in this session; then all are named anew, which is harmless.
@@ -76,35 +74,6 @@ pub struct OutboxStatus {
     pub is_degraded: bool,
 }
 
-/// One lease item to come.
-#[derive(Debug)]
-struct Step {
-    attempt: AttemptId,
-    backend: BackendRef,
-    what: What,
-}
-
-#[derive(Debug)]
-enum What {
-    Acquire { tip: Option<BlockHash>, run: Run },
-    Extend { run: Run },
-    Release { outcome: Outcome },
-}
-
-impl Step {
-    fn run(&self) -> Option<&Run> {
-        match &self.what {
-            What::Acquire { run, .. } | What::Extend { run } => Some(run),
-            What::Release { .. } => None,
-        }
-    }
-
-    /// Upper bound of the item's encoding.
-    fn bytes(&self) -> usize {
-        32 + 8 * self.run().map_or(0, Run::len)
-    }
-}
-
 /// An attempt that is open, or whose acquire is not confirmed.
 #[derive(Debug)]
 struct Lease {
@@ -146,20 +115,6 @@ struct Outstanding {
     /// What leaves the overlay when it is applied here.
     runs: Vec<(BackendRef, Run)>,
     since: Instant,
-}
-
-/// What to do after an envelope's fate was reported.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Next {
-    /// It is known: go on.
-    GoOn,
-    /// Propose again what [`Outbox::outstanding`] says, later.
-    Retry {
-        /// Why, for the log.
-        because: String,
-    },
-    /// The replica stops.
-    Stop,
 }
 
 /// Things learnt, waiting for the log. See the module's documentation.
@@ -405,148 +360,6 @@ impl Outbox {
         }
     }
 
-    /// Notes the fate of the outstanding envelope. `fresh` makes a session in case this one was
-    /// declared over while the replica was thought gone.
-    pub(super) fn fate(
-        &mut self,
-        fate: Result<Committed, ProposeFailure>,
-        fresh: impl FnOnce() -> SessionId,
-    ) -> Next {
-        let committed = match fate {
-            Ok(committed) => committed,
-            Err(ProposeFailure::Stopping) => return Next::Stop,
-            Err(failure @ (ProposeFailure::Unavailable(_) | ProposeFailure::Unknown(_))) => {
-                return Next::Retry {
-                    because: failure.to_string(),
-                };
-            }
-        };
-        match plain(committed.reply) {
-            Reply::Batch(reply) => self.confirmed(committed.index, &reply),
-            Reply::Applied | Reply::Repeated(_) => {
-                self.confirmed(committed.index, &BatchReply::default());
-            }
-            Reply::Rejected(reject @ Reject::NotInitialised) => {
-                self.renumber();
-                return Next::Retry {
-                    because: reject.to_string(),
-                };
-            }
-            Reply::Rejected(reject @ Reject::StaleSession { .. }) => {
-                (self.session, self.last_seq) = (fresh(), 0);
-                self.renumber();
-                return Next::Retry {
-                    because: reject.to_string(),
-                };
-            }
-            Reply::Rejected(_) => {
-                let items = self.outstanding.as_ref().map_or(0, |it| it.size.items);
-                self.dropped += items as u64;
-                self.confirmed(committed.index, &BatchReply::default());
-            }
-        }
-        Next::GoOn
-    }
-
-    /// Gives the outstanding envelope a new number: its last one was used up by a refusal.
-    fn renumber(&mut self) {
-        self.last_seq += 1;
-        if let Some(outstanding) = &mut self.outstanding {
-            outstanding.envelope.origin.session = self.session;
-            outstanding.envelope.origin.seq = self.last_seq;
-        }
-    }
-
-    fn confirmed(&mut self, index: LogIndex, reply: &BatchReply) {
-        let Some(outstanding) = self.outstanding.take() else {
-            return;
-        };
-        self.dropped += u64::from(reply.dropped);
-        self.settling.push_back((index, outstanding.runs));
-        let missing: HashSet<AttemptId> = reply.missing_tip.iter().copied().collect();
-        for attempt in &outstanding.acquires {
-            if missing.contains(attempt) {
-                continue;
-            }
-            if let Some(lease) = self.leases.get_mut(attempt) {
-                lease.unconfirmed = None;
-                if lease.end.is_some() {
-                    self.leases.remove(attempt);
-                }
-            }
-        }
-        self.acquire_whole(&missing);
-    }
-
-    /// Queues attempts anew whose tip was missing, at the front and in order, without a tip.
-    fn acquire_whole(&mut self, missing: &HashSet<AttemptId>) {
-        if missing.is_empty() {
-            return;
-        }
-        let void: Vec<AttemptId> = missing
-            .iter()
-            .copied()
-            .filter(|attempt| self.leases.contains_key(attempt))
-            .collect();
-        self.void_steps(missing);
-        let mut steps: VecDeque<Step> = VecDeque::new();
-        let mut ascending = void;
-        ascending.sort_unstable();
-        for attempt in ascending {
-            steps.extend(self.whole_steps(attempt));
-        }
-        for step in steps.into_iter().rev() {
-            if let Some(run) = step.run() {
-                self.overlay.add(step.backend, run);
-            }
-            self.queued.add(step.bytes());
-            self.steps.push_front(step);
-        }
-    }
-
-    /// Takes queued steps of `attempts` out: they lean on an acquire that did not happen.
-    fn void_steps(&mut self, attempts: &HashSet<AttemptId>) {
-        let Self {
-            steps,
-            queued,
-            overlay,
-            ..
-        } = self;
-        steps.retain(|step| {
-            if !attempts.contains(&step.attempt) {
-                return true;
-            }
-            queued.take(step.bytes());
-            if let Some(run) = step.run() {
-                overlay.remove(step.backend, run);
-            }
-            false
-        });
-    }
-
-    /// All steps of an attempt from the prompt's first block to its release. An attempt whose
-    /// blocks would be given back at once is let go instead.
-    fn whole_steps(&mut self, attempt: AttemptId) -> Vec<Step> {
-        let Some(lease) = self.leases.get_mut(&attempt) else {
-            return Vec::new();
-        };
-        if lease.end == Some(Outcome::Discarded) {
-            self.leases.remove(&attempt);
-            return Vec::new();
-        }
-        let runs = lease.unconfirmed.iter().flatten();
-        let chain: Arc<[BlockHash]> = runs.flat_map(Run::blocks).copied().collect();
-        lease.unconfirmed = Some(vec![Run::new(Arc::clone(&chain), 0..chain.len())]);
-        let backend = lease.backend;
-        let mut steps = acquire_steps(attempt, backend, None, &chain, 0);
-        steps.extend(lease.end.map(|outcome| Step {
-            attempt,
-            backend,
-            what: What::Release { outcome },
-        }));
-        steps
-    }
-
     pub(super) fn status(&self, now: Instant) -> OutboxStatus {
         let outstanding = self.outstanding.as_ref();
         let sent = outstanding.map_or(Size::default(), |outstanding| outstanding.size);
@@ -563,45 +376,4 @@ impl Outbox {
             is_degraded: oldest_ms >= DEGRADED_AFTER_MS,
         }
     }
-}
-
-fn plain(reply: Reply) -> Reply {
-    match reply {
-        Reply::Repeated(first) => plain(*first),
-        Reply::Applied | Reply::Batch(_) | Reply::Rejected(_) => reply,
-    }
-}
-
-/// The parts of `chain` from `from` on, none longer than one step carries.
-fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<Item = Run> {
-    let starts = (from..chain.len()).step_by(RUN_BLOCKS_MAX);
-    starts.map(|start| {
-        let end = chain.len().min(start + RUN_BLOCKS_MAX);
-        Run::new(Arc::clone(chain), start..end)
-    })
-}
-
-/// An acquire of `chain` from `from` on, behind `tip`, with as many extensions as its length asks.
-fn acquire_steps(
-    attempt: AttemptId,
-    backend: BackendRef,
-    tip: Option<BlockHash>,
-    chain: &Arc<[BlockHash]>,
-    from: usize,
-) -> Vec<Step> {
-    let mut runs = runs_of(chain, from);
-    let run = runs
-        .next()
-        .unwrap_or_else(|| Run::new(Arc::clone(chain), from..from));
-    let mut steps = vec![Step {
-        attempt,
-        backend,
-        what: What::Acquire { tip, run },
-    }];
-    steps.extend(runs.map(|run| Step {
-        attempt,
-        backend,
-        what: What::Extend { run },
-    }));
-    steps
 }

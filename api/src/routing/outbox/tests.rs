@@ -10,7 +10,9 @@ use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use tokio_util::sync::CancellationToken;
 
 use super::driver::{Desk, Driver, DriverMetrics};
-use super::{Next, Outbox, OutboxSettings, RUN_BLOCKS_MAX};
+use super::fate::Next;
+use super::steps::RUN_BLOCKS_MAX;
+use super::{Outbox, OutboxSettings};
 use crate::ports::ProposeFailure;
 use crate::routing::fixture::{Fault, Log, Port};
 use crate::routing::overlay::Overlay;
@@ -158,7 +160,7 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
         ProposeFailure::Unknown(String::new()),
     ] {
         let next = outbox.fate(Err(failure), || unreachable!());
-        assert!(matches!(next, Next::Retry { .. }));
+        assert!(matches!(next, Next::Retry(_)));
         assert_eq!(outbox.outstanding(), Some(&first));
     }
     log.apply(first);
@@ -193,18 +195,18 @@ fn a_refused_number_is_not_used_again() {
         })
     };
     let next = outbox.fate(reject(Reject::NotInitialised), || unreachable!());
-    assert!(matches!(next, Next::Retry { .. }));
+    assert!(matches!(next, Next::Retry(_)));
     let origin = outbox.outstanding().unwrap().origin;
     assert_eq!((origin.session, origin.seq), (SessionId(1), 2));
     let stale = Reject::StaleSession {
         replica: ReplicaId(1),
     };
-    let next = outbox.fate(reject(stale), || SessionId(77));
-    assert!(matches!(next, Next::Retry { .. }));
+    assert_eq!(outbox.fate(reject(stale), || SessionId(77)), Next::Renewed);
     let origin = outbox.outstanding().unwrap().origin;
     assert_eq!((origin.session, origin.seq), (SessionId(77), 1));
     let invalid = Reject::TooManyBackends;
-    assert_eq!(outbox.fate(reject(invalid), || unreachable!()), Next::GoOn);
+    let next = outbox.fate(reject(invalid), || unreachable!());
+    assert!(matches!(next, Next::Refused(_)));
     assert_eq!(outbox.status(Instant::now()).dropped, 1);
 }
 
