@@ -6,8 +6,9 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::Log;
 
-/// Dependencies that tell each step of their work at `info`; a filter that names them outranks this.
-const QUIET: &str = "openraft=warn,sled=warn,h2=warn,hyper=warn,tonic=warn";
+/// Dependencies that tell each step of their work, or each failed heartbeat of a peer that is known
+/// to be down; a filter that names them outranks this.
+const QUIET: &str = "openraft=error,sled=warn,h2=warn,hyper=warn,tonic=warn";
 
 /// Sets up logging for the whole process. Call once, from a program's `main`; a library or test
 /// that embeds a replica sets up its own, or none.

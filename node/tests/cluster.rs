@@ -1,5 +1,7 @@
 //! Whole replicas in one process: real raft, real sockets on loopback, emulated engines.
 
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
+
 use std::path::Path;
 use std::time::Duration;
 

@@ -1,6 +1,7 @@
-//! Writes what happens in the cluster to the log, as the admin API streams it.
+//! Writes to the log what happens in the cluster and nobody else writes there: changes of the
+//! registry, the policy and the quorum. Roles, members and health are told where they are found.
 
-use api::admin::Events;
+use api::admin::{Event, Events};
 use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 
@@ -13,12 +14,26 @@ pub(super) async fn log(events: Events, stop: CancellationToken) {
             event = events.recv() => event,
         };
         match event {
-            Ok(numbered) => {
+            Ok(numbered) if is_told_here(&numbered.event) => {
                 let detail = serde_json::to_string(&numbered.event).unwrap_or_default();
-                tracing::info!(event = numbered.event.name(), detail, "cluster event");
+                tracing::info!(event = numbered.event.name(), detail, "cluster changed");
             }
+            Ok(_) => {}
             Err(RecvError::Lagged(events)) => tracing::warn!(events, "cluster events passed over"),
             Err(RecvError::Closed) => return,
         }
+    }
+}
+
+fn is_told_here(event: &Event) -> bool {
+    match event {
+        Event::Backend { .. } | Event::Policy { .. } | Event::Quorum { .. } => true,
+        Event::Leader { .. }
+        | Event::Role { .. }
+        | Event::Member { .. }
+        | Event::Snapshot { .. }
+        | Event::Fault { .. }
+        | Event::BackendHealth { .. }
+        | Event::DigestMismatch { .. } => false,
     }
 }

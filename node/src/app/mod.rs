@@ -14,6 +14,7 @@ mod registration;
 mod running;
 mod shutdown;
 mod sockets;
+mod warmup;
 
 pub use running::Running;
 pub use shutdown::ShutdownHandle;

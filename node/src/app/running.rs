@@ -22,6 +22,7 @@ use super::machine::{RouterMachine, Shared};
 use super::ports::LogPort;
 use super::shutdown::ShutdownHandle;
 use super::sockets::{Addresses, Sockets};
+use super::warmup::warm_up;
 use super::{absence, events, formation, registration};
 use crate::config::{Config, Drain};
 
@@ -39,15 +40,21 @@ pub struct Running {
     replica: Replica,
     port: Arc<LogPort>,
     draining: Draining,
-    /// Cancelled when no more connections are to be accepted.
-    no_more: CancellationToken,
-    /// Cancelled when the background loops are to end.
-    stop: CancellationToken,
+    stops: Stops,
     tasks: TaskTracker,
-    /// Cancelled when nothing more will be learnt.
-    no_more_facts: CancellationToken,
     proxy: JoinHandle<Drained>,
     outbox: JoinHandle<OutboxStatus>,
+}
+
+/// What is told to end, in this order.
+#[derive(Default)]
+struct Stops {
+    /// No more connections are to be accepted.
+    no_more_requests: CancellationToken,
+    /// Nothing more will be learnt: the outbox is to empty itself and end.
+    no_more_facts: CancellationToken,
+    /// Everything else is to end.
+    all: CancellationToken,
 }
 
 /// What the data plane, the admin API and the loops share.
@@ -165,34 +172,37 @@ pub(super) async fn start(
         replica.clone(),
         shared,
     ));
-    let (no_more, stop) = (CancellationToken::new(), CancellationToken::new());
-    let (tasks, draining) = (TaskTracker::new(), Draining::default());
+    let (stops, tasks, draining) = (Stops::default(), TaskTracker::new(), Draining::default());
 
     let server = Server::new(sockets.data, parts.proxy(&config));
-    let proxy = tokio::spawn(server.run(no_more.clone(), config.drain.deadline));
-    let admin = parts.admin(&port, &draining);
-    tasks.spawn(serve_admin(sockets.admin, admin, stop.clone()));
-    spawn_loops(&tasks, &parts, &replica, &port, &stop);
-    let no_more_facts = CancellationToken::new();
-    let outbox = {
-        let (router, stop) = (Arc::clone(&parts.router), no_more_facts.clone());
-        let propose: Arc<dyn Propose> = Arc::clone(&port) as _;
-        tokio::spawn(async move { router.run_outbox(propose, stop, FLUSH_DEADLINE).await })
-    };
+    let deadline = config.drain.deadline;
+    let no_more = stops.no_more_requests.clone();
     let cluster: Arc<dyn Cluster> = Arc::clone(&port) as _;
+    let serving = serve_clients(
+        server,
+        Arc::clone(&cluster),
+        parts.clone(),
+        no_more,
+        deadline,
+    );
+    let proxy = tokio::spawn(serving);
+    let admin = parts.admin(&port, &draining);
+    tasks.spawn(serve_admin(sockets.admin, admin, stops.all.clone()));
+    let outbox = spawn_outbox(&parts, &port, &stops);
+    spawn_loops(&tasks, &parts, &replica, &port, &stops.all);
     let view = Arc::clone(&parts.view);
     tasks.spawn(registration::register(
         cluster,
         view,
         config.backends,
-        stop.clone(),
+        stops.all.clone(),
     ));
     tracing::info!(
         replica = config.node.id.0,
         data = %addresses.data,
         admin = %addresses.admin,
         peer = %addresses.peer,
-        "replica serves"
+        "replica started"
     );
     let drain = config.drain;
     Ok(Running {
@@ -201,13 +211,17 @@ pub(super) async fn start(
         replica,
         port,
         draining,
-        no_more,
-        no_more_facts,
-        stop,
+        stops,
         tasks,
         proxy,
         outbox,
     })
+}
+
+fn spawn_outbox(parts: &Parts, port: &Arc<LogPort>, stops: &Stops) -> JoinHandle<OutboxStatus> {
+    let (router, stop) = (Arc::clone(&parts.router), stops.no_more_facts.clone());
+    let propose: Arc<dyn Propose> = Arc::clone(port) as _;
+    tokio::spawn(async move { router.run_outbox(propose, stop, FLUSH_DEADLINE).await })
 }
 
 /// The loops that run beside requests until `stop`.
@@ -237,6 +251,21 @@ fn spawn_loops(
         parts.events.clone(),
         stop.clone(),
     ));
+}
+
+async fn serve_clients(
+    server: Server,
+    cluster: Arc<dyn Cluster>,
+    parts: Parts,
+    no_more: CancellationToken,
+    deadline: Duration,
+) -> Drained {
+    tokio::select! {
+        () = no_more.cancelled() => {}
+        () = warm_up(&*cluster, &parts.view, &parts.backends) => {}
+    }
+    drop((cluster, parts));
+    server.run(no_more, deadline).await
 }
 
 async fn serve_admin(listener: TcpListener, admin: Arc<Admin>, stop: CancellationToken) {
@@ -292,7 +321,7 @@ impl Running {
         self.proxy.abort();
         self.outbox.abort();
         self.draining.end_streams();
-        self.stop.cancel();
+        self.stops.all.cancel();
         self.tasks.close();
         if tokio::time::timeout(STOP_DEADLINE, self.tasks.wait())
             .await
@@ -310,14 +339,14 @@ impl Running {
     /// Brings to an end what clients and the cluster wait for.
     async fn finish(&mut self) {
         tokio::time::sleep(self.drain.dns_ttl).await;
-        self.no_more.cancel();
+        self.stops.no_more_requests.cancel();
         let (replica, proxy) = (&self.replica, &mut self.proxy);
         match tokio::join!(proxy, hand_over(replica)).0 {
             Ok(Drained { cut: 0 }) => {}
             Ok(Drained { cut }) => tracing::warn!(connections = cut, "connections cut off"),
             Err(error) => tracing::error!(%error, "data plane broke"),
         }
-        self.no_more_facts.cancel();
+        self.stops.no_more_facts.cancel();
         match (&mut self.outbox).await {
             Ok(OutboxStatus {
                 queued_items: 0, ..

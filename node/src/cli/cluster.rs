@@ -93,6 +93,6 @@ pub(super) async fn snapshot(args: Snapshot) -> anyhow::Result<ExitCode> {
 }
 
 fn show(answer: &Value) -> anyhow::Result<ExitCode> {
-    println!("{}", serde_json::to_string(answer)?);
+    super::print(serde_json::to_string(answer)?)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -41,10 +41,10 @@ pub(super) fn run(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Check(args) => {
             let loaded = args.load()?;
-            println!("{}: ok", loaded.file);
+            super::print(format_args!("{}: ok", loaded.file))?;
         }
-        Command::Print(args) => print!("{}", print(&args.load()?)),
-        Command::Schema => println!("{}", serde_json::to_string_pretty(&schema())?),
+        Command::Print(args) => super::print(print(&args.load()?).trim_end())?,
+        Command::Schema => super::print(serde_json::to_string_pretty(&schema())?)?,
     }
     Ok(ExitCode::SUCCESS)
 }

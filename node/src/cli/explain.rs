@@ -64,7 +64,7 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.json {
         return print_json(&answer);
     }
-    show(&answer);
+    show(&answer)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -79,48 +79,59 @@ fn read_body(path: Option<&std::path::Path>) -> anyhow::Result<String> {
     std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))
 }
 
-fn show(answer: &Value) {
-    let Some(fields) = answer.as_object() else {
-        println!("{answer}");
-        return;
+fn show(answer: &Value) -> anyhow::Result<()> {
+    let blocks = format!(
+        "{} of about {} tokens, {} of them can be cached",
+        cell(&answer["blocks_total"]),
+        cell(&answer["tokens_per_block"]),
+        cell(&answer["blocks_matchable"]),
+    );
+    let choice = match &answer["choice"] {
+        Value::Null => format!("none: {}", cell(&answer["refusal"])),
+        choice => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
     };
-    let is_rows = |value: &Value| {
-        value
-            .as_array()
-            .is_some_and(|rows| rows.iter().all(Value::is_object))
-    };
-    for (name, value) in fields.iter().filter(|(_, value)| !is_rows(value)) {
-        println!("{name:<12} {}", shortened(&cell(value)));
-    }
-    for (name, value) in fields.iter().filter(|(_, value)| is_rows(value)) {
-        println!("\n{name}");
-        rows(value.as_array().map_or(&[][..], Vec::as_slice));
-    }
-}
-
-/// A list of objects as a table: one column for each field that any of them has.
-fn rows(rows: &[Value]) {
-    let mut heads: Vec<&str> = Vec::new();
-    for name in rows
-        .iter()
-        .filter_map(Value::as_object)
-        .flat_map(|row| row.keys())
-    {
-        if !heads.contains(&name.as_str()) {
-            heads.push(name);
-        }
-    }
+    let lines = [
+        format!("model    {}", cell(&answer["model"])),
+        format!("prompt   about {} tokens", cell(&answer["tokens"])),
+        format!("blocks   {blocks}"),
+        format!("policy   {}", cell(&answer["policy"]["policy"])),
+        format!("choice   {choice}"),
+        format!(
+            "index    {} ({})",
+            cell(&answer["index"]),
+            cell(&answer["read"])
+        ),
+    ];
+    let heads = [
+        "backend",
+        "verdict",
+        "matched",
+        "(applied)",
+        "running",
+        "(here)",
+        "waiting",
+        "prefill",
+        "engine queue",
+        "kv permille",
+        "score",
+    ];
     let mut table = table(&heads);
-    for row in rows {
-        table.add_row(heads.iter().map(|head| cell(&row[*head])));
+    for backend in answer["backends"].as_array().map_or(&[][..], Vec::as_slice) {
+        let (here, cluster) = (&backend["here"], &backend["cluster"]);
+        let cells = [
+            &backend["id"],
+            &backend["verdict"],
+            &backend["matched"],
+            &backend["matched_applied"],
+            &cluster["running"],
+            &here["running"],
+            &cluster["waiting"],
+            &cluster["pending_prefill_tokens"],
+            &backend["engine_waiting"],
+            &backend["kv_usage_permille"],
+            &backend["score"],
+        ];
+        table.add_row(cells.map(cell));
     }
-    println!("{table}");
-}
-
-fn shortened(text: &str) -> String {
-    const CHARS_MAX: usize = 160;
-    match text.char_indices().nth(CHARS_MAX) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
+    super::print(format_args!("{}\n\n{table}", lines.join("\n")))
 }

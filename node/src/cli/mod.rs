@@ -10,7 +10,10 @@ mod recover;
 mod serve;
 mod table;
 
-use std::io::IsTerminal;
+pub(crate) use table::table;
+
+use std::fmt::Display;
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -33,10 +36,14 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Run a whole cluster on loopback: three replicas, emulated engines, a load
+    Dev(crate::dev::DevArgs),
     /// Run one replica
     Serve(serve::Args),
     /// Run an emulated vLLM engine
     Engine(crate::engine::EngineArgs),
+    /// Drive a recorded trace against running replicas and report what the engines saw
+    Replay(crate::replay::ReplayArgs),
     /// Check a config, print the effective one, or print the schema for editors
     #[command(subcommand)]
     Config(config::Command),
@@ -71,6 +78,7 @@ enum Command {
 pub fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(code) => code,
+        Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);
             if error.is::<Faults>() {
@@ -87,19 +95,26 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Config(command) => config::run(command),
         Command::Recover(args) => recover::run(args),
         Command::Completions { shell } => {
-            clap_complete::generate(
-                shell,
-                &mut Cli::command(),
-                "quorate",
-                &mut std::io::stdout(),
-            );
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "quorate", &mut script);
+            print(String::from_utf8_lossy(&script))?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Man => {
-            clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout())?;
+            let mut page = Vec::new();
+            clap_mangen::Man::new(Cli::command()).render(&mut page)?;
+            print(String::from_utf8_lossy(&page))?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Serve(args) => serve::run(args),
+        Command::Replay(args) => {
+            telemetry::init_for_command("warn")?;
+            block_on(crate::replay::run(args))
+        }
+        Command::Dev(args) => {
+            telemetry::init_for_command("warn")?;
+            block_on(crate::dev::run(args))
+        }
         Command::Engine(args) => {
             telemetry::init_for_command("info")?;
             block_on(crate::engine::run(args))
@@ -120,6 +135,19 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
         .enable_all()
         .build()?;
     runtime.block_on(command)
+}
+
+/// Writes a result to stdout. `println!` would panic when the reader has gone.
+fn print(result: impl Display) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{result}")?;
+    Ok(out.flush()?)
+}
+
+/// Whether a command ended because nobody reads its result any more, as below `head`.
+fn is_reader_gone(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
 }
 
 fn report(error: &anyhow::Error) {

@@ -27,33 +27,39 @@ pub(super) async fn status(args: Args) -> anyhow::Result<ExitCode> {
         let all = json!({ "cluster": cluster, "digest": digest, "readiness": readiness });
         return print_json(&all);
     }
-    println!(
-        "replica {} is {} in term {}, version {}",
-        cell(&cluster["id"]),
-        cell(&cluster["role"]),
-        cell(&cluster["term"]),
-        cell(&cluster["version"]),
-    );
-    println!("cluster  {}", cell(&cluster["cluster_id"]));
-    println!("leader   {}", cell(&cluster["leader"]));
-    println!("quorum   {}", cell(&cluster["has_quorum"]));
-    println!(
-        "index    committed {}, applied {}, snapshot {}",
-        cell(&cluster["committed_index"]),
-        cell(&cluster["applied_index"]),
-        cell(&cluster["snapshot_index"]),
-    );
-    println!(
-        "digest   {} at {}",
-        cell(&digest["digest"]),
-        cell(&digest["index"])
-    );
     let reasons = match readiness["reasons"].as_array() {
         Some(reasons) if !reasons.is_empty() => format!(": {}", cell(&readiness["reasons"])),
         _ => String::new(),
     };
-    println!("state    {}{reasons}\n", cell(&readiness["status"]));
-    println!("{}", members(&cluster));
+    let lines = [
+        format!(
+            "replica {} is {} in term {}, version {}",
+            cell(&cluster["id"]),
+            cell(&cluster["role"]),
+            cell(&cluster["term"]),
+            cell(&cluster["version"]),
+        ),
+        format!("state    {}{reasons}", cell(&readiness["status"])),
+        format!("cluster  {}", cell(&cluster["cluster_id"])),
+        format!("leader   {}", cell(&cluster["leader"])),
+        format!("quorum   {}", cell(&cluster["has_quorum"])),
+        format!(
+            "index    committed {}, applied {}, snapshot {}",
+            cell(&cluster["committed_index"]),
+            cell(&cluster["applied_index"]),
+            cell(&cluster["snapshot_index"]),
+        ),
+        format!(
+            "digest   {} at {}",
+            cell(&digest["digest"]),
+            cell(&digest["index"])
+        ),
+    ];
+    super::print(format_args!(
+        "{}\n\n{}",
+        lines.join("\n"),
+        members(&cluster)
+    ))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -135,7 +141,7 @@ pub(super) async fn backends(args: Args) -> anyhow::Result<ExitCode> {
             cell(&backend["state"]["detail"]),
         ]);
     }
-    println!("{table}");
+    super::print(table)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -177,7 +183,7 @@ pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
             cell(&window["output"]),
         ]);
     }
-    println!("{table}");
+    super::print(table)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -191,7 +197,7 @@ fn thousandths(value: &Value) -> String {
 }
 
 pub(super) fn print_json(value: &Value) -> anyhow::Result<ExitCode> {
-    println!("{}", serde_json::to_string_pretty(value)?);
+    super::print(serde_json::to_string_pretty(value)?)?;
     Ok(ExitCode::SUCCESS)
 }
 

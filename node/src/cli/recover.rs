@@ -20,11 +20,14 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let aside = raft::set_store_aside(data_dir)
         .with_context(|| format!("set the store below {} aside", data_dir.display()))?;
     let Some(aside) = aside else {
-        println!("no store below {}, nothing to do", data_dir.display());
+        super::print(format_args!(
+            "no store below {}, nothing to do",
+            data_dir.display()
+        ))?;
         return Ok(ExitCode::SUCCESS);
     };
     let id = config.node.id;
-    println!(
+    super::print(format_args!(
         "The store of replica {id} is now at {}. To rebuild the replica from its peers:\n\
          \n\
          1. quorate member remove {id} --admin URL-OF-ANOTHER-REPLICA\n\
@@ -32,6 +35,6 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
             addresses of the others in place of cluster.peers\n\
          3. quorate serve, then quorate member promote NEW-ID",
         aside.display()
-    );
+    ))?;
     Ok(ExitCode::SUCCESS)
 }

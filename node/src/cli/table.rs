@@ -6,7 +6,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
 
 /// An empty table with these column heads.
-pub(super) fn table(heads: &[&str]) -> Table {
+pub(crate) fn table(heads: &[&str]) -> Table {
     let mut table = Table::new();
     let is_terminal = std::io::stdout().is_terminal();
     table.load_preset(if is_terminal {

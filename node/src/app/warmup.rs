@@ -1,0 +1,38 @@
+//! The moment between start and the first request: connections wait in the listener's backlog until
+//! there is something to answer from, instead of being told that no backend is healthy.
+
+use std::time::Duration;
+
+use api::backends::Backends;
+use api::ports::Cluster;
+use state::View;
+
+/// Longest wait. Without a quorum, or with dead engines, a replica serves what it can after it.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Time between two looks.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// Waits until this replica has caught up and every registered backend was probed.
+pub(super) async fn warm_up(cluster: &dyn Cluster, view: &View, backends: &Backends) {
+    let warm = async {
+        let mut looks = tokio::time::interval(INTERVAL);
+        while !(cluster.status().caught_up && is_probed(view, backends)) {
+            looks.tick().await;
+        }
+    };
+    match tokio::time::timeout(PATIENCE, warm).await {
+        Ok(()) => tracing::info!("taking requests"),
+        Err(_) => tracing::warn!("taking requests without quorum or without probed backends"),
+    }
+}
+
+fn is_probed(view: &View, backends: &Backends) -> bool {
+    let registry = view.registry();
+    let mut registered = registry.backends.iter().map(|backend| backend.handle.slot);
+    let is_probed = |slot| {
+        backends
+            .record(slot)
+            .is_some_and(|record| record.probes_total > 0)
+    };
+    !registry.backends.is_empty() && registered.all(is_probed)
+}
