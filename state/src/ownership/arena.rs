@@ -20,7 +20,7 @@ pub(super) const RECORDS_MAX: u32 = (1 << 24) - 2;
 pub(super) const EPOCH_MAX: u64 = (1 << 40) - 1;
 /// Set in the parent column of a record that is free; the rest is the next free one.
 const FREE: u32 = 1 << 31;
-const FREE_END: u32 = FREE | (1 << 24) - 1;
+const FREE_END: u32 = FREE | ((1 << 24) - 1);
 
 const CHILDREN_BITS: u32 = 24;
 const CHILDREN: u64 = (1 << CHILDREN_BITS) - 1;
@@ -177,7 +177,7 @@ impl Arena {
                 Some(record) => chunk.set(at, *record),
                 None => {
                     chunk.parent[at] = self.free;
-                    self.free = FREE | self.len + at as u32;
+                    self.free = FREE | (self.len + at as u32);
                 }
             }
         }

@@ -22,6 +22,9 @@ use crate::ownership::digest;
 use crate::ownership::index::Index;
 use crate::view::ViewWriter;
 
+/// Blocks whose memory is loaded together before they are changed.
+pub(super) const GROUP_BLOCKS: usize = 32;
+
 /// What all backends share.
 pub(super) struct Common {
     /// The published index.
@@ -75,7 +78,8 @@ impl Backend {
         self.index.find(block, &self.arena)
     }
 
-    /// Follows and adds `chain` behind `from` (a record, or [`NO_RECORD`]).
+    /// Follows and adds `chain` behind `from` (a record, or [`NO_RECORD`]), then evicts what is more
+    /// than the capacity.
     ///
     /// Ends early at a block that is owned behind another parent: the hash of a block names all
     /// before it, so such a chain contradicts itself, and following it would break the rule that
@@ -86,20 +90,61 @@ impl Backend {
             tip: from,
             inserted: 0,
         };
-        for &block in chain {
-            match self.find(block) {
-                Some(record) if self.arena.get(record).parent == walk.tip => walk.tip = record,
-                Some(_) => break,
-                None if common.owned >= common.owned_max => break,
-                None => {
-                    walk.tip = self.insert(common, block, walk.tip);
-                    walk.inserted += 1;
-                    self.trim(common);
-                    while common.owned >= common.owned_max && self.evict(common) {}
-                }
+        for group in chain.chunks(GROUP_BLOCKS) {
+            self.warm(common, group);
+            let inserted = walk.inserted;
+            let is_whole = self.walk_group(common, &mut walk, group);
+            if walk.inserted > inserted {
+                self.trim(common);
+            }
+            if !is_whole {
+                break;
             }
         }
         walk
+    }
+
+    fn walk_group(&mut self, common: &mut Common, walk: &mut Walk, group: &[BlockHash]) -> bool {
+        for &block in group {
+            match self.find(block) {
+                Some(record) if self.arena.get(record).parent == walk.tip => walk.tip = record,
+                Some(_) => return false,
+                None if !self.make_room(common, walk.tip) => return false,
+                None => {
+                    walk.tip = self.insert(common, block, walk.tip);
+                    walk.inserted += 1;
+                }
+            }
+        }
+        true
+    }
+
+    /// Whether one more block fits among all backends' blocks, after evicting here if need be; but not
+    /// `tip`, which is to get a child.
+    fn make_room(&mut self, common: &mut Common, tip: u32) -> bool {
+        if common.owned < common.owned_max {
+            return true;
+        }
+        if tip != NO_RECORD {
+            self.unsettle(tip, &self.arena.get(tip));
+        }
+        self.trim(common);
+        while common.owned >= common.owned_max && self.evict(common) {}
+        let has_room = common.owned < common.owned_max;
+        if tip != NO_RECORD && !has_room && self.arena.get(tip).epoch > 0 {
+            self.settle(tip);
+        }
+        has_room
+    }
+
+    /// Loads the memory that `blocks` will touch. They are spread over all of it, so each would
+    /// wait for its own cache misses; together these overlap.
+    pub(super) fn warm(&self, common: &Common, blocks: &[BlockHash]) {
+        std::hint::black_box(
+            self.index
+                .warm(blocks)
+                .wrapping_add(common.view.warm(blocks)),
+        );
     }
 
     /// Counts one more lease that ends at `index`; `false` when there are too many to count.
@@ -149,7 +194,32 @@ impl Backend {
     /// Evicts while more is owned than the capacity allows and anything can go.
     pub(super) fn trim(&mut self, common: &mut Common) {
         let capacity = self.capacity.unwrap_or(u32::MAX);
-        while self.owned > capacity && self.evict(common) {}
+        while self.owned > capacity {
+            let group = (self.owned - capacity).min(GROUP_BLOCKS as u32);
+            self.warm_evictions(common, group as usize);
+            for _ in 0..group {
+                if !self.evict(common) {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// As [`Self::warm`], for the blocks that are likely to go next: the path of the first leaf.
+    fn warm_evictions(&self, common: &Common, count: usize) {
+        let Some(&first) = self.evictable.first() else {
+            return;
+        };
+        let mut path = [BlockHash(0); GROUP_BLOCKS];
+        let mut index = record_of(first);
+        let mut length = 0;
+        while length < count && index != NO_RECORD {
+            let record = self.arena.get(index);
+            path[length] = record.hash;
+            length += 1;
+            index = record.parent;
+        }
+        self.warm(common, &path[..length]);
     }
 
     /// Removes `block` and all that follows it, whoever holds it; answers how many.
@@ -215,7 +285,7 @@ impl Backend {
         let Some(key) = self.evictable.pop_first() else {
             return false;
         };
-        let index = (key & u64::from(u32::MAX >> 8)) as u32;
+        let index = record_of(key);
         let record = self.arena.get(index);
         self.remove_leaf(common, index, &record);
         if record.parent != NO_RECORD {
@@ -373,6 +443,11 @@ impl Backend {
     }
 }
 
+/// The place of a free leaf in the order of eviction.
 pub(super) fn key(index: u32, record: &Record) -> u64 {
     record.epoch << 24 | u64::from(index)
+}
+
+fn record_of(key: u64) -> u32 {
+    (key & u64::from(u32::MAX >> 8)) as u32
 }

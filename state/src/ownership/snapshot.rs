@@ -25,7 +25,8 @@ use crate::command::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
 use crate::ownership::arena::{CHUNK_RECORDS, Chunk, EPOCH_MAX, NO_RECORD, RECORDS_MAX, Record};
-use crate::ownership::backend::{Backend, Common, key};
+use crate::ownership::backend::{Backend, Common, GROUP_BLOCKS, key};
+use crate::ownership::index::Index;
 
 const MAGIC: &[u8; 8] = b"QUOROWNS";
 const FORMAT: u32 = 1;
@@ -156,19 +157,11 @@ impl Backend {
             return Err(format!("more than {} blocks", common.owned_max));
         }
         self.check_paths(&live)?;
-        for &index in &live {
-            let record = self.arena.get(index);
-            if record.parent != NO_RECORD {
-                let mut parent = self.arena.get(record.parent);
-                parent.children += 1;
-                self.arena.set(record.parent, parent);
-            }
-            if self.find(record.hash).is_some() {
-                return Err(format!("block {} is there twice", record.hash));
-            }
-            self.index.insert(record.hash, index, &self.arena);
-            common.view.insert(self.slot, record.hash);
-            common.sum = common.sum.wrapping_add(self.digest_of(&record));
+        self.index = Index::with_room(live.len());
+        for group in live.chunks(GROUP_BLOCKS) {
+            let blocks: Vec<_> = group.iter().map(|&index| self.arena.hash(index)).collect();
+            self.warm(common, &blocks);
+            self.link(common, group)?;
         }
         for &index in &live {
             let record = self.arena.get(index);
@@ -182,6 +175,25 @@ impl Backend {
         self.owned = live.len() as u32;
         common.owned += live.len() as u64;
         Ok(self.owned)
+    }
+
+    /// Enters records into the lookup, the view, the digest and their parents' counts.
+    fn link(&mut self, common: &mut Common, records: &[u32]) -> Result<(), String> {
+        for &index in records {
+            let record = self.arena.get(index);
+            if record.parent != NO_RECORD {
+                let mut parent = self.arena.get(record.parent);
+                parent.children += 1;
+                self.arena.set(record.parent, parent);
+            }
+            if self.find(record.hash).is_some() {
+                return Err(format!("block {} is there twice", record.hash));
+            }
+            self.index.insert(record.hash, index, &self.arena);
+            common.view.insert(self.slot, record.hash);
+            common.sum = common.sum.wrapping_add(self.digest_of(&record));
+        }
+        Ok(())
     }
 
     /// Whether every record leads to a first block.

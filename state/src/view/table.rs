@@ -146,13 +146,26 @@ impl Table {
         size_of::<Self>() + size_of_val(&*self.entries) + size_of_val(&*self.rows)
     }
 
+    /// Loads the entry a probe for `block` begins with.
+    #[inline]
+    pub(super) fn warm(&self, block: BlockHash) -> u32 {
+        self.entries[self.home(block)]
+            .owners
+            .load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    fn home(&self, block: BlockHash) -> usize {
+        spread((mix(block) << SHARD_BITS >> 32) as u32, self.entries.len())
+    }
+
     /// Place and `owners` of `block`, or the unused place where it would stand.
     ///
     /// Ends because the writer keeps at least one slot in eight unused.
     #[inline]
     fn probe(&self, block: BlockHash) -> (usize, u32) {
         let (low, high) = (block.0 as u32, (block.0 >> 32) as u32);
-        let mut at = spread((mix(block) << SHARD_BITS >> 32) as u32, self.entries.len());
+        let mut at = self.home(block);
         loop {
             let entry = &self.entries[at];
             // First of the three loads: with Acquire it makes the key of a used slot visible.
