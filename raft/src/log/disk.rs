@@ -27,7 +27,7 @@ pub(crate) enum Change {
 }
 
 /// What a disk holds when it is opened.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Contents {
     /// What was voted for.
     pub(crate) vote: Option<Vote>,

@@ -35,7 +35,7 @@ impl MemoryDisk {
     }
 
     pub(crate) fn contents(&self) -> Contents {
-        self.lock().contents.clone()
+        self.lock().contents
     }
 
     fn lock(&self) -> MutexGuard<'_, Memory> {

@@ -194,7 +194,9 @@ impl Memory {
             purged,
             last,
         } = contents;
+        let first = purged.map_or(0, |purged| purged.index + 1);
         let state = State {
+            first,
             vote,
             committed,
             purged,
@@ -251,7 +253,7 @@ impl State {
     }
 
     fn truncate(&mut self, last: Option<LogId>) {
-        self.last = last;
+        self.last = self.last.min(last).max(self.purged);
         self.first = self.first.min(self.next());
         for entry in self.cache.split_off(&self.next()).values() {
             self.cache_bytes -= weight(entry);

@@ -104,10 +104,7 @@ impl SledDisk {
         let contents = catch_unwind(AssertUnwindSafe(|| open.load(&data)))
             .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))??;
         mark.check(&contents, &data)?;
-        *open.writing.lock().unwrap_or_else(PoisonError::into_inner) = Writing {
-            contents: contents.clone(),
-            mark,
-        };
+        *open.writing.lock().unwrap_or_else(PoisonError::into_inner) = Writing { contents, mark };
         Ok((
             Self {
                 open: RwLock::new(Some(open)),
@@ -244,6 +241,7 @@ impl Open {
                     self.append(&run)?;
                     contents.last = run.last().map(|entry| entry.log_id).or(contents.last);
                 }
+                Change::Truncate { from } if contents.last.is_none_or(|l| l.index < *from) => {}
                 Change::Truncate { from } => {
                     self.truncate(*from)?;
                     contents.last = match from.checked_sub(1) {
@@ -292,7 +290,7 @@ impl Open {
         for range in above {
             self.db.drop_tree(tree_name(range))?;
         }
-        if from % RANGE != 0 {
+        if !from.is_multiple_of(RANGE) {
             let tree = self.tree(from / RANGE)?;
             let mut batch = sled::Batch::default();
             for key in tree.range(key(from, 0)..).keys().rev() {

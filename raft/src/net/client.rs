@@ -91,7 +91,7 @@ impl Client {
         let call = peer.call(Lane::Raft, limit, |mut client| async move {
             client.vote(request).await
         });
-        let answer = call.await.map_err(rpc_error)?;
+        let answer = call.await.map_err(|error| rpc_error(&error))?;
         let vote: Vote = answer.vote.ok_or_else(|| missing("vote"))?.into();
         Ok(VoteResponse::new(
             vote,
@@ -121,7 +121,7 @@ impl RaftNetworkV2<Config> for Client {
         let call = peer.call(Lane::Raft, APPEND_TIMEOUT, |mut client| async move {
             client.append(request).await
         });
-        let answer = call.await.map_err(rpc_error)?;
+        let answer = call.await.map_err(|error| rpc_error(&error))?;
         match answer.result.ok_or_else(|| missing("result"))? {
             proto::append_response::Result::Success(_) => Ok(AppendEntriesResponse::Success),
             proto::append_response::Result::Conflict(_) => Ok(AppendEntriesResponse::Conflict),
@@ -184,7 +184,7 @@ impl RaftNetworkV2<Config> for Client {
                 {
                     tracing::error!(error = %unread, "snapshot cannot be read for a peer");
                 }
-                Err(rpc_error(error).into())
+                Err(rpc_error(&error).into())
             }
         }
     }
@@ -204,7 +204,7 @@ impl RaftNetworkV2<Config> for Client {
         let call = peer.call(Lane::Raft, option.soft_ttl(), |mut client| async move {
             client.transfer_leader(request).await
         });
-        let answer = call.await.map_err(rpc_error)?;
+        let answer = call.await.map_err(|error| rpc_error(&error))?;
         if answer.refused.is_empty() {
             return Ok(Ok(()));
         }
@@ -224,7 +224,7 @@ impl RaftNetworkV2<Config> for Client {
 /// Reads a snapshot into parts. Blocks, at the pace of the network.
 fn read_parts(
     snapshot: &Snapshot,
-    start: proto::SnapshotStart,
+    mut start: proto::SnapshotStart,
     parts: &mpsc::Sender<proto::SnapshotPart>,
 ) -> io::Result<()> {
     let send = |part| {
@@ -240,10 +240,7 @@ fn read_parts(
         same.last_log_id, snapshot.meta.last_log_id,
         "a snapshot file changed its content"
     );
-    let start = proto::SnapshotStart {
-        meta: Some(meta),
-        ..start
-    };
+    start.meta = Some(meta);
     send(proto::snapshot_part::Part::Start(start))?;
     let (mut chunks, mut bytes) = (0, 0);
     loop {
@@ -266,11 +263,11 @@ fn read_parts(
     }))
 }
 
-fn rpc_error(error: CallError) -> RPCError<Config> {
-    match &error {
+fn rpc_error(error: &CallError) -> RPCError<Config> {
+    match error {
         // Backed off at once: it is away, or does not want us.
-        CallError::NotSent(_) | CallError::Failed(_) => Unreachable::new(&error).into(),
-        CallError::TimedOut(_) => NetworkError::new(&error).into(),
+        CallError::NotSent(_) | CallError::Failed(_) => Unreachable::new(error).into(),
+        CallError::TimedOut(_) => NetworkError::new(error).into(),
     }
 }
 

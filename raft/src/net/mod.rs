@@ -5,6 +5,8 @@ mod client;
 mod link;
 mod messages;
 mod service;
+#[cfg(test)]
+mod tests;
 
 use std::time::Duration;
 

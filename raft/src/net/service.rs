@@ -4,6 +4,7 @@
 //! refused when one of them is another: an old address may be somebody else's by now.
 
 use std::io::Write;
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -105,13 +106,13 @@ impl Service {
     /// Writes the parts of a snapshot into a file; a damaged or missing part refuses it.
     async fn receive(
         &self,
+        path: &Path,
         meta: proto::SnapshotMeta,
         mut parts: Streaming<proto::SnapshotPart>,
-    ) -> Result<SnapshotFile, Status> {
+    ) -> Result<(), Status> {
         let disk = |error: std::io::Error| Status::resource_exhausted(error.to_string());
         let refused = || Status::data_loss("snapshot parts are damaged or missing");
-        let path = self.0.host.unfinished_snapshot();
-        let mut writer = SnapshotWriter::create(&path, &meta).map_err(disk)?;
+        let mut writer = SnapshotWriter::create(path, &meta).map_err(disk)?;
         let (mut chunks, mut bytes) = (0, 0);
         while let Some(part) = parts.message().await? {
             match part.part.ok_or_else(refused)? {
@@ -138,7 +139,7 @@ impl Service {
                         .await
                         .map_err(|error| stopped(&error))?
                         .map_err(disk)?;
-                    return Ok(SnapshotFile { path });
+                    return Ok(());
                 }
                 proto::snapshot_part::Part::Start(_) => return Err(refused()),
             }
@@ -228,7 +229,13 @@ impl Peer for Service {
         let vote = vote_of(start.vote)?;
         let head = start.meta.ok_or(Malformed("a snapshot without meta"))?;
         let meta = SnapshotMeta::try_from(head.clone())?;
-        let snapshot = self.receive(head, parts).await?;
+        let path = self.0.host.unfinished_snapshot();
+        if let Err(refused) = self.receive(&path, head, parts).await {
+            // Left over at worst until the next start.
+            tokio::fs::remove_file(&path).await.ok();
+            return Err(refused);
+        }
+        let snapshot = SnapshotFile { path };
         let answer = self
             .0
             .raft

@@ -1,6 +1,11 @@
 //! Replicas on loopback with a machine that remembers every command.
 
-#![allow(dead_code, unreachable_pub, reason = "each test file uses its part of this")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::unwrap_used,
+    reason = "shared by the tests"
+)]
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

@@ -1,0 +1,186 @@
+//! Broken disks, dead peers, and founders that do not all come at once.
+
+mod common;
+
+use common::{Cluster, PATIENCE, Seat};
+use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, Storage};
+use tokio::net::TcpListener;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_whose_disk_fails_steps_aside() {
+    let mut cluster = Cluster::found_with(3, |options| {
+        options.storage = Storage::Memory(MemoryDisk::new());
+    })
+    .await;
+    cluster.seats[0].propose("before").await;
+    let leader = cluster.leader().await;
+    let Storage::Memory(disk) = cluster.seat(leader).options.storage.clone() else {
+        unreachable!("they were given memory")
+    };
+    disk.fail(Some("disk full".to_owned()));
+    let broken = cluster.seat(leader).replica().clone();
+    let error = broken
+        .propose(b"lost?".to_vec(), PATIENCE)
+        .await
+        .unwrap_err();
+    assert!(
+        matches!(error, ProposeError::Unknown(_) | ProposeError::Stopped(_)),
+        "{error}"
+    );
+    let status = cluster
+        .seat(leader)
+        .wait("a fault", |status| status.fault.is_some())
+        .await;
+    assert_eq!(status.role, Role::Stopped);
+    assert!(
+        cluster.seat(leader).journal.contains(b"before"),
+        "what was applied stays"
+    );
+
+    let other = cluster.seat(leader % 3 + 1);
+    other
+        .wait("another leader", |status| {
+            status.leader.is_some_and(|now| now != leader)
+        })
+        .await;
+    other.propose("without it").await;
+    // Repaired and started again it catches up.
+    disk.fail(None);
+    cluster.seat(leader).crash().await;
+    cluster.seat(leader).start().await;
+    let committed = cluster.seat(leader).propose("again").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_peer_costs_few_connection_attempts() {
+    let mut cluster = Cluster::found(3).await;
+    let leader = cluster.leader().await;
+    cluster.seat(leader % 3 + 1).crash().await;
+    let replica = cluster.seat(leader).replica().clone();
+    let before = replica.connect_attempts();
+    let began = std::time::Instant::now();
+    for number in 0..500 {
+        replica
+            .propose(format!("{number}").into_bytes(), PATIENCE)
+            .await
+            .unwrap();
+    }
+    let attempts = replica.connect_attempts() - before;
+    // Two links, at first 20 ms and later 500 ms apart: never one per append or heartbeat.
+    let allowed = 16 + 2 * u64::try_from(began.elapsed().as_millis() / 500).unwrap();
+    assert!(
+        attempts <= allowed,
+        "{attempts} attempts, at most {allowed}"
+    );
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn more_peers_than_founders_become_one_cluster() {
+    let mut listeners = Vec::new();
+    for _ in 0..5 {
+        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
+    }
+    let peers: Vec<String> = listeners
+        .iter()
+        .map(|listener| listener.local_addr().unwrap().to_string())
+        .collect();
+    let mut cluster = Cluster { seats: Vec::new() };
+    // The highest ids first: they see each other before the lowest comes.
+    for (id, listener) in (1..=5).zip(listeners).collect::<Vec<_>>().into_iter().rev() {
+        let formation = Formation::Bootstrap {
+            peers: Peers::List(peers.clone()),
+            expect: 3,
+            first_command: b"first".to_vec(),
+        };
+        let mut seat = Seat::new(id, formation).await;
+        seat.start_on(listener).await.unwrap();
+        cluster.seats.push(seat);
+    }
+    for seat in &cluster.seats {
+        let status = seat
+            .wait("five members", |status| {
+                status.members.len() == 5 && status.caught_up
+            })
+            .await;
+        assert_eq!(
+            status
+                .members
+                .values()
+                .filter(|member| member.is_voter)
+                .count(),
+            3
+        );
+    }
+    let committed = cluster.seats[4].propose("one").await;
+    cluster.agree(committed.index).await;
+    let commands = cluster.seats[0].journal.commands();
+    assert_eq!(
+        commands
+            .values()
+            .filter(|command| *command == b"first")
+            .count(),
+        1
+    );
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_founder_that_crashes_while_founding_founds_later() {
+    let mut listeners = Vec::new();
+    for _ in 0..3 {
+        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
+    }
+    let peers: Vec<String> = listeners
+        .iter()
+        .map(|listener| listener.local_addr().unwrap().to_string())
+        .collect();
+    let mut cluster = Cluster { seats: Vec::new() };
+    for (id, listener) in (1..=3).zip(listeners) {
+        let formation = Formation::Bootstrap {
+            peers: Peers::List(peers.clone()),
+            expect: 3,
+            first_command: b"first".to_vec(),
+        };
+        let mut seat = Seat::new(id, formation).await;
+        seat.start_on(listener).await.unwrap();
+        cluster.seats.push(seat);
+    }
+    // Whatever it had done by then, it comes back to the same cluster or founds it.
+    cluster.seat(1).crash().await;
+    cluster.seat(1).start().await;
+    for seat in &cluster.seats {
+        seat.wait("founded", |status| {
+            status.members.len() == 3 && status.caught_up
+        })
+        .await;
+    }
+    let committed = cluster.seat(1).propose("one").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_that_is_too_large_enters_no_log() {
+    let mut cluster = Cluster::found(1).await;
+    let before = cluster.seats[0].propose("small").await.index;
+    let command = vec![0; raft::COMMAND_BYTES_MAX + 1];
+    let bytes = command.len();
+    let error = cluster.seats[0]
+        .replica()
+        .propose(command, PATIENCE)
+        .await
+        .unwrap_err();
+    assert_eq!(error, ProposeError::TooLarge { bytes });
+    let largest = vec![0; raft::COMMAND_BYTES_MAX];
+    let index = cluster.seats[0]
+        .replica()
+        .propose(largest, PATIENCE)
+        .await
+        .unwrap()
+        .index;
+    assert_eq!(index, before + 1);
+    cluster.shutdown().await;
+}

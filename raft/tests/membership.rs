@@ -1,0 +1,184 @@
+//! Joining, promoting, removing, moving, and what is refused.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::{Cluster, Seat};
+use raft::{ChangeError, Formation, Peers, Role, StartError};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_joiner_learns_is_promoted_and_removed() {
+    let mut cluster = Cluster::found(3).await;
+    for number in 0..20 {
+        cluster.seats[0].propose(&number.to_string()).await;
+    }
+    let mut joiner = Seat::new(4, Formation::Join(Peers::List(cluster.addresses()))).await;
+    joiner.start().await;
+    let status = joiner
+        .wait("caught up as a learner", |status| status.caught_up)
+        .await;
+    assert_eq!(status.role, Role::Learner);
+    assert!(!status.members[&4].is_voter);
+    let committed = joiner.propose("through a learner").await;
+    cluster.seats.push(joiner);
+    cluster.agree(committed.index).await;
+
+    let asked = cluster.seats[1].replica().clone();
+    asked.promote(4).await.unwrap();
+    for seat in &cluster.seats {
+        seat.wait("four voters", |status| {
+            status.members.get(&4).is_some_and(|m| m.is_voter)
+        })
+        .await;
+    }
+    assert!(matches!(
+        asked.promote(4).await,
+        Err(ChangeError::Refused(_))
+    ));
+
+    asked.remove(4).await.unwrap();
+    cluster.seats[0]
+        .wait("gone", |status| !status.members.contains_key(&4))
+        .await;
+    assert!(matches!(
+        asked.remove(4).await,
+        Err(ChangeError::Refused(_))
+    ));
+    cluster.seats[0].propose("without it").await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_that_removes_itself_hands_over_first() {
+    let mut cluster = Cluster::found(3).await;
+    let leader = cluster.leader().await;
+    cluster.seat(leader).replica().remove(leader).await.unwrap();
+    let other = leader % 3 + 1;
+    let status = cluster
+        .seat(other)
+        .wait("removed", |status| {
+            !status.members.contains_key(&leader) && status.leader.is_some_and(|l| l != leader)
+        })
+        .await;
+    assert_eq!(status.members.len(), 2);
+    cluster.seat(other).propose("two are enough").await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_lost_its_store_is_refused_under_its_old_id() {
+    let mut cluster = Cluster::found(3).await;
+    let committed = cluster.seats[0].propose("kept").await;
+    cluster.agree(committed.index).await;
+    let leader = cluster.leader().await;
+    let lost = leader % 3 + 1;
+    cluster.seat(lost).crash().await;
+    let aside = raft::set_store_aside(cluster.seat(lost).folder.path()).unwrap();
+    assert!(aside.is_some());
+    cluster.seat(lost).start().await;
+    // The others go on without it, and it never becomes a member again by itself.
+    for number in 0..20 {
+        cluster.seat(leader).propose(&number.to_string()).await;
+    }
+    assert_eq!(cluster.seat(lost).replica().status().role, Role::Forming);
+    assert!(cluster.seat(lost).journal.commands().is_empty());
+
+    // Under a new id it is let in, and because a founder is missing it is given a vote.
+    cluster.seat(leader).replica().remove(lost).await.unwrap();
+    cluster.seat(lost).crash().await;
+    raft::set_store_aside(cluster.seat(lost).folder.path()).unwrap();
+    let seat = cluster.seat(lost);
+    seat.options.id = 9;
+    seat.start().await;
+    seat.wait("a voter", |status| {
+        status.members.get(&9).is_some_and(|m| m.is_voter)
+    })
+    .await;
+    let committed = cluster.seat(leader).propose("three again").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_moved_tells_its_new_address() {
+    let mut cluster = Cluster::found(3).await;
+    let moved = cluster.leader().await % 3 + 1;
+    cluster.seat(moved).crash().await;
+    let seat = cluster.seat(moved);
+    seat.options.advertise = String::new();
+    seat.options.labels = BTreeMap::from([("version".to_owned(), "2".to_owned())]);
+    seat.start().await;
+    let address = seat.options.advertise.clone();
+    for seat in &cluster.seats {
+        seat.wait("the new address", |status| {
+            let member = &status.members[&moved];
+            member.address == address && member.labels["version"] == "2"
+        })
+        .await;
+    }
+    let committed = cluster.seat(moved).propose("from there").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_cluster_and_a_taken_id_are_refused() {
+    let mut ours = Cluster::found(1).await;
+    let mut theirs = Cluster::found(1).await;
+    let address = theirs.addresses().remove(0);
+    let refused = ours.seats[0]
+        .replica()
+        .add_learner(2, address.clone())
+        .await;
+    assert!(
+        matches!(refused, Err(ChangeError::Refused(_))),
+        "{refused:?}"
+    );
+    let refused = ours.seats[0].replica().add_learner(1, address).await;
+    assert!(
+        matches!(refused, Err(ChangeError::Refused(_))),
+        "{refused:?}"
+    );
+    let refused = ours.seats[0].replica().remove(1).await;
+    assert!(
+        matches!(refused, Err(ChangeError::Refused(_))),
+        "{refused:?}"
+    );
+    ours.shutdown().await;
+    theirs.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_operator_adds_a_waiting_replica() {
+    let mut cluster = Cluster::found(1).await;
+    let mut waiting = Seat::new(2, Formation::Join(Peers::List(Vec::new()))).await;
+    waiting.start().await;
+    let address = waiting.options.advertise.clone();
+    cluster.seats[0]
+        .replica()
+        .add_learner(2, address)
+        .await
+        .unwrap();
+    waiting
+        .wait("a learner", |status| {
+            status.role == Role::Learner && status.caught_up
+        })
+        .await;
+    cluster.seats.push(waiting);
+    let committed = cluster.seats[1].propose("from the learner").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_serves_only_its_own_replica() {
+    let mut cluster = Cluster::found(1).await;
+    cluster.shutdown().await;
+    let seat = &mut cluster.seats[0];
+    seat.options.id = 2;
+    assert!(matches!(
+        seat.try_start().await,
+        Err(StartError::WrongStore(_))
+    ));
+}
