@@ -1,6 +1,9 @@
 //! What probing costs: reading an engine's metrics page, and looking at health in the candidate
 //! loop of a decision. `cargo bench -p api --bench probes`.
 
+// The macros of the bench harness make items that cannot be documented.
+#![allow(missing_docs)]
+
 use std::hint::black_box;
 
 use api::backends::{Backends, EngineMetrics, Health, ProbeSettings};

@@ -73,13 +73,14 @@ impl ProbeClient {
         if uri.scheme_str() != Some("http") || authority.host().is_empty() {
             return Err(bad());
         }
-        let address = format!(
-            "{}:{}",
-            authority.host(),
-            authority.port_u16().unwrap_or(80)
-        );
+        let port = authority.port_u16().unwrap_or(HTTP_PORT);
+        let address = format!("{}:{port}", authority.host());
+        let host = match port {
+            HTTP_PORT => authority.host(),
+            _ => address.as_str(),
+        };
         Ok(Self {
-            host: HeaderValue::from_str(authority.as_str()).map_err(|_| bad())?,
+            host: HeaderValue::from_str(host).map_err(|_| bad())?,
             address,
             authorization,
             timeout,
