@@ -79,11 +79,23 @@ impl Hasher for StartHasher {
 type Runs = HashMap<Start, Vec<Run>, BuildHasherDefault<StartHasher>>;
 
 /// The pending runs of all backends. Readers share; a writer holds it for one insertion.
-#[derive(Default)]
 pub(super) struct Overlay {
     /// Runs pending; lets readers pass without the lock when there is none.
     count: AtomicUsize,
     runs: RwLock<Runs>,
+}
+
+/// Starts of runs there is room for from the beginning: growing would hold readers up.
+const STARTS_EXPECTED: usize = 8192;
+
+impl Default for Overlay {
+    fn default() -> Self {
+        let runs = Runs::with_capacity_and_hasher(STARTS_EXPECTED, BuildHasherDefault::default());
+        Self {
+            count: AtomicUsize::new(0),
+            runs: RwLock::new(runs),
+        }
+    }
 }
 
 impl Overlay {

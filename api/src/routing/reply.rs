@@ -48,7 +48,9 @@ impl ReplyChain {
             self.is_open = true;
             self.rest.extend_from_slice(self.shape.opening().as_bytes());
         }
-        self.rest.extend_from_slice(text.as_bytes());
+        let room = (REPLY_BLOCKS_MAX - self.blocks.len()) * self.block_bytes;
+        self.rest
+            .extend_from_slice(&text.as_bytes()[..room.min(text.len())]);
         self.hash_full_blocks();
     }
 
@@ -77,5 +79,72 @@ impl ReplyChain {
         );
         self.last = self.blocks.last().copied();
         self.rest.drain(..full);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+    use crate::prompt::{Parsed, parse};
+    use crate::routing::OutboxSettings;
+    use crate::routing::fixture::{Log, Port, router};
+
+    fn chat(turns: &[(&str, &str)]) -> Parsed {
+        let message = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
+        let messages: Vec<_> = turns.iter().map(message).collect();
+        let body = json!({"model": "m", "messages": messages}).to_string();
+        parse("/v1/chat/completions", &Bytes::from(body)).unwrap()
+    }
+
+    fn completion(prompt: &str) -> Parsed {
+        let body = json!({"model": "m", "prompt": prompt}).to_string();
+        parse("/v1/completions", &Bytes::from(body)).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn prompt_and_reply_are_the_start_of_the_next_turn(
+            question in ".{0,60}",
+            parts in proptest::collection::vec(".{0,30}", 0..8),
+            is_chat in any::<bool>(),
+        ) {
+            let router = router(&Port::new(Log::new(&[])), OutboxSettings::default());
+            let reply = parts.concat();
+            let next = "and what comes next is longer than a block";
+            let (first, second) = if is_chat {
+                let turns = [("user", &*question), ("assistant", &*reply), ("user", next)];
+                (chat(&turns[..1]), chat(&turns))
+            } else {
+                (completion(&question), completion(&format!("{question}{reply}{next}")))
+            };
+            let (first, second) = (router.identify(&first), router.identify(&second));
+            let mut known = first.chain.to_vec();
+            let mut output = ReplyChain::of(&first).unwrap();
+            parts.iter().for_each(|part| output.push(part));
+            known.extend(output.finish(true));
+            let mut text = vec![0; first.chain.len() * 16];
+            text.extend(&first.tail.bytes);
+            if !reply.is_empty() {
+                first.tail.reply.append(&mut text, &reply);
+            }
+            prop_assert_eq!(known.len(), text.len() / 16);
+            prop_assert_eq!(&known[..], &second.chain[..known.len()]);
+        }
+    }
+
+    #[test]
+    fn an_answer_without_end_is_cut() {
+        let router = router(&Port::new(Log::new(&[])), OutboxSettings::default());
+        let mut output = ReplyChain::of(&router.identify(&completion(""))).unwrap();
+        let text = "x".repeat(16 * 1000);
+        (0..20).for_each(|_| output.push(&text));
+        assert!(output.rest.is_empty());
+        assert_eq!(output.finish(true).len(), REPLY_BLOCKS_MAX);
     }
 }
