@@ -339,3 +339,64 @@ async fn a_lone_replica_keeps_its_state_over_a_restart() {
     assert!(matched(&after) >= 2, "{after:?}");
     replica.leave().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_drains_finishes_what_it_began() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replica = cluster(1, &engines, &dir).remove(0);
+    let (http, at) = (Http::new(), replica.addresses);
+    http.ready(&[at]).await;
+
+    let body = json!({ "model": "emulated", "prompt": SYSTEM, "max_tokens": 400, "stream": true });
+    let request = Request::post(format!("http://{}/v1/completions", at.data))
+        .header("content-type", "application/json")
+        .body(Full::new(Bytes::from(body.to_string())))
+        .unwrap();
+    let mut stream = http.0.request(request).await.unwrap().into_body();
+    let first = stream.frame().await.unwrap().unwrap().into_data().unwrap();
+    assert!(first.starts_with(b"data: "), "{first:?}");
+
+    let leaving = tokio::spawn(replica.leave());
+    let rest = stream.collect().await.unwrap().to_bytes();
+    assert!(
+        rest.ends_with(b"data: [DONE]\n\n"),
+        "cut off after {} bytes",
+        rest.len()
+    );
+    leaving.await.unwrap();
+    let connect = tokio::net::TcpStream::connect(at.data).await;
+    assert!(connect.is_err(), "the listener is closed");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_without_quorum_serves_and_says_so() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    http.chat(&at[0], "ada", "Is the lamp lit?").await;
+    http.quiet(&at[0]).await;
+    http.agree(&at).await;
+    for replica in replicas.drain(1..) {
+        replica.shutdown.abort();
+        replica.leave().await;
+    }
+    let is_degraded = async || {
+        let (status, answer) = http.get(&format!("http://{}/readyz", at[0].admin)).await;
+        assert_eq!(status, StatusCode::OK, "{answer}");
+        answer["status"] == "degraded"
+    };
+    until("the replica says degraded", is_degraded).await;
+    // What it knew and what it learns both count, although nothing can be committed.
+    for user in ["ada", "bo", "bo"] {
+        let headers = http.chat(&at[0], user, "What is the time?").await;
+        assert_eq!(headers["x-quorate-replica"], "1");
+    }
+    let headers = http.chat(&at[0], "bo", "What is the time?").await;
+    assert!(matched(&headers) >= 2, "{headers:?}");
+    let lone = replicas.remove(0);
+    lone.shutdown.abort();
+    lone.leave().await;
+}

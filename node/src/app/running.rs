@@ -280,17 +280,14 @@ async fn serve_admin(listener: TcpListener, admin: Arc<Admin>, stop: Cancellatio
 
 /// Adds what to do to an error that has a remedy.
 fn explain_start(error: StartError) -> anyhow::Error {
-    let remedy = match &error {
-        StartError::Damaged { .. } => Some(
-            "the store is not used as it is; `quorate recover` sets it aside so that the replica \
-             can be rebuilt from its peers",
+    match error {
+        StartError::Damaged { .. } => anyhow::anyhow!(
+            "{error}; nothing was changed: `quorate recover` sets the store aside, so that the \
+             replica can be rebuilt from its peers"
         ),
-        StartError::WrongStore(_) | StartError::Io { .. } => None,
-    };
-    let error = anyhow::Error::new(error);
-    match remedy {
-        Some(remedy) => error.context(remedy),
-        None => error.context("start replica"),
+        StartError::WrongStore(_) | StartError::Io { .. } => {
+            anyhow::Error::new(error).context("start replica")
+        }
     }
 }
 
@@ -315,8 +312,9 @@ impl Running {
         self.draining.begin();
         tracing::info!("draining");
         tokio::select! {
-            () = self.finish() => {}
+            biased;
             () = shutdown.aborted() => {}
+            () = self.finish() => {}
         }
         self.proxy.abort();
         self.outbox.abort();
