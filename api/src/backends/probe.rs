@@ -191,7 +191,15 @@ impl Probe {
         });
         match read {
             Ok(metrics) => {
-                self.update(|record| record.scraped(metrics));
+                let mut is_healthy = true;
+                self.update(|record| {
+                    record.scraped(metrics);
+                    is_healthy = record.is_healthy;
+                });
+                if !is_healthy {
+                    // It answers again: do not leave it out until its next turn.
+                    self.backends.board.alarm(self.slot).notify_one();
+                }
                 metrics
             }
             Err(why) => {
