@@ -1,0 +1,190 @@
+//! Three replicas and four engines as real processes: the leader is killed under load and started
+//! again, then all replicas are killed and started again.
+//!
+//! What must hold: no request fails on a replica that is up; the replicas end with one digest;
+//! nothing stays in flight; and what the cluster knew about the engines' caches survives, so that
+//! the hit rate after the full restart is the one before it.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use chaos_tests::processes::{Cluster, ClusterOptions, until};
+use node::replay::chats::{Chats, ChatsOptions};
+use node::replay::load::{Plan, Progress, Work, run};
+use node::replay::report::Report;
+use node::replay::targets::Targets;
+
+/// Chats under way. With so many, a window of two turns each is over before an index that was lost
+/// could be learnt anew: the hit rate would show it.
+const CHATS: u32 = 120;
+/// Turns of a chat. After as many rounds of all chats the load is stationary.
+const TURNS: u32 = 4;
+/// Requests over which a hit rate is measured: two turns of every chat.
+const WINDOW: u64 = 2 * CHATS as u64;
+/// Requests sent at the same time.
+const IN_FLIGHT: usize = 12;
+/// How far the hit rate may fall over a full restart.
+const HIT_RATE_LOSS_MAX: f64 = 0.02;
+
+fn chats() -> Chats {
+    Chats::new(ChatsOptions {
+        users: 6,
+        chats: CHATS,
+        systems: 3,
+        system_bytes: 512,
+        message_bytes: 768,
+        reply_tokens: 32,
+        turns: TURNS,
+        seed: 1,
+    })
+}
+
+async fn load(
+    targets: &Targets,
+    chats: &mut Chats,
+    requests: u64,
+    on_progress: impl Fn(Progress),
+) -> Report {
+    let plan = Plan {
+        work: Work::Chats { chats, requests },
+        model: "emulated".to_owned(),
+        speed: 1.0,
+        in_flight_max: IN_FLIGHT,
+        timeout: Duration::from_secs(60),
+    };
+    run(plan, targets, on_progress).await
+}
+
+/// Load in rounds until it is told to stop; answers how many requests ended and were lost.
+async fn load_until(
+    targets: &Targets,
+    chats: &mut Chats,
+    ended: &Cell<u64>,
+    is_over: &Cell<bool>,
+) -> u64 {
+    let mut lost = 0;
+    while !is_over.get() {
+        let before = ended.get();
+        let report = load(targets, chats, 60, |progress| {
+            ended.set(before + progress.ended);
+        })
+        .await;
+        assert_eq!(report.total.failed, 0, "{:?}", report.errors);
+        lost += report.total.lost;
+    }
+    lost
+}
+
+/// Waits until so many more requests have ended.
+async fn after(ended: &Cell<u64>, more: u64) -> anyhow::Result<()> {
+    let goal = ended.get() + more;
+    until(&format!("{more} more requests end"), async || {
+        Ok(ended.get() >= goal)
+    })
+    .await
+}
+
+/// Two replicas carry the load while the leader is dead, and three once it is back.
+async fn kill_the_leader_under_load(
+    cluster: &mut Cluster,
+    chats: &mut Chats,
+) -> anyhow::Result<()> {
+    let targets = cluster.targets();
+    let (ended, is_over) = (Cell::new(0), Cell::new(false));
+    let faults = async {
+        after(&ended, 30).await?;
+        let leader = cluster.leader().await?;
+        cluster.kill(leader)?;
+        after(&ended, 60).await?;
+        assert_ne!(cluster.leader().await?, leader, "the dead lead");
+        cluster.restart(&[leader]).await?;
+        after(&ended, 60).await
+    };
+    let faults = async {
+        let outcome = faults.await;
+        is_over.set(true);
+        outcome
+    };
+    let (outcome, lost) = tokio::join!(faults, load_until(&targets, chats, &ended, &is_over));
+    outcome?;
+    assert!(
+        lost <= IN_FLIGHT as u64,
+        "{lost} requests lost with one replica"
+    );
+    Ok(())
+}
+
+/// Kills every replica in the middle of a load and starts them again; answers the hit rate of the
+/// load that comes after.
+async fn restart_all_under_load(cluster: &mut Cluster, chats: &mut Chats) -> anyhow::Result<f64> {
+    const BEFORE_THE_KILL: u64 = 60;
+    let targets = cluster.targets();
+    let latest = Cell::new(None::<Progress>);
+    let at_restart = Cell::new(None::<Progress>);
+    let faults = async {
+        until("the load runs", async || {
+            Ok(latest
+                .get()
+                .is_some_and(|progress| progress.ended >= BEFORE_THE_KILL))
+        })
+        .await?;
+        let all: Vec<usize> = (0..cluster.replicas()).collect();
+        for number in &all {
+            cluster.kill(*number)?;
+        }
+        at_restart.set(latest.get());
+        cluster.restart(&all).await
+    };
+    let load = load(&targets, chats, BEFORE_THE_KILL + WINDOW, |progress| {
+        latest.set(Some(progress));
+    });
+    let (outcome, report) = tokio::join!(faults, load);
+    outcome?;
+    assert_eq!(report.total.failed, 0, "{:?}", report.errors);
+    let from = at_restart.get().expect("the faults are through");
+    let to = latest.get().expect("the load is through");
+    let prompt_tokens = to.prompt_tokens - from.prompt_tokens;
+    Ok((to.cached_tokens - from.cached_tokens) as f64 / prompt_tokens as f64)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_replicas_fail_nobody_else_and_come_back_with_what_they_knew() -> anyhow::Result<()>
+{
+    let mut cluster = Cluster::start(ClusterOptions::default()).await?;
+    let mut chats = chats();
+    let warm_up = u64::from(TURNS) * u64::from(CHATS);
+    let report = load(&cluster.targets(), &mut chats, warm_up, |_| {}).await;
+    assert_eq!(
+        (report.total.failed, report.total.lost),
+        (0, 0),
+        "{:?}",
+        report.errors
+    );
+
+    kill_the_leader_under_load(&mut cluster, &mut chats).await?;
+    cluster.wait_idle().await?;
+    cluster.check_digests().await?;
+
+    let before = load(&cluster.targets(), &mut chats, WINDOW, |_| {}).await;
+    assert_eq!(
+        (before.total.failed, before.total.lost),
+        (0, 0),
+        "{:?}",
+        before.errors
+    );
+    let before = before
+        .total
+        .hit_rate
+        .expect("engines tell what they cached");
+    let after = restart_all_under_load(&mut cluster, &mut chats).await?;
+    assert!(
+        after >= before - HIT_RATE_LOSS_MAX,
+        "hit rate {before:.3}, then {after:.3}"
+    );
+
+    cluster.wait_idle().await?;
+    cluster.check_digests().await?;
+    cluster.stop();
+    println!("hit rate before the full restart {before:.4}, after it {after:.4}");
+    Ok(())
+}
