@@ -202,7 +202,7 @@ pub(super) async fn start(
         data = %addresses.data,
         admin = %addresses.admin,
         peer = %addresses.peer,
-        "replica started"
+        "replica listens"
     );
     let drain = config.drain;
     Ok(Running {

@@ -261,7 +261,7 @@ pub struct Loaded {
     pub config: Config,
     /// Where every value came from.
     pub settings: Settings,
-    /// The file's name, for [`print`].
+    /// The file's name, for [`print()`].
     pub file: String,
 }
 
