@@ -155,7 +155,7 @@ pub struct Endpoint {
     settings: PoolSettings,
     counters: PoolCounters,
     /// Oldest first.
-    idle: Mutex<Vec<Box<Link>>>,
+    idle: Mutex<Links>,
 }
 
 impl Pool {
@@ -360,10 +360,13 @@ impl Endpoint {
         }
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<Box<Link>>> {
+    fn idle(&self) -> MutexGuard<'_, Links> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// Boxed, because a connection is large and moves between the pool and requests all the time.
+type Links = Vec<Box<Link>>;
 
 /// A connection with both of its ends.
 struct Link {

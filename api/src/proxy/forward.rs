@@ -58,6 +58,10 @@ enum Last {
 }
 
 /// How one attempt went.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "made once a request and taken apart at once"
+)]
 enum Tried {
     Answered(Response<EngineBody>, Attempt),
     /// The next candidate may be tried.

@@ -223,6 +223,7 @@ impl Proxy {
         let (proxy, path, body) = (Arc::clone(self), path.to_owned(), body.clone());
         tokio::task::spawn_blocking(move || parse_and_identify(&proxy.router, &path, &body))
             .await
+            // The runtime is going down.
             .unwrap_or(Err(Failure::Overloaded))
     }
 

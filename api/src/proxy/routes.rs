@@ -137,10 +137,10 @@ mod tests {
 
     use super::*;
 
-    fn status(method: Method, path: &str) -> u16 {
+    fn status(method: &Method, path: &str) -> u16 {
         let mut settings = ProxySettings::new(ReplicaId(1));
         settings.extra_paths = vec!["/generate".to_owned(), "/flush_cache".to_owned()];
-        match route(&settings, &method, path) {
+        match route(&settings, method, path) {
             Ok(Route::Engine) => 0,
             Ok(Route::Models | Route::Model(_)) => 1,
             Err(failure) => crate::error::rescue(&failure).status.as_u16(),
@@ -156,8 +156,8 @@ mod tests {
             "/tokenize",
             "/generate",
         ] {
-            assert_eq!(status(Method::POST, path), 0, "{path}");
-            assert_eq!(status(Method::GET, path), 405, "{path}");
+            assert_eq!(status(&Method::POST, path), 0, "{path}");
+            assert_eq!(status(&Method::GET, path), 405, "{path}");
         }
         for path in [
             "/",
@@ -177,14 +177,14 @@ mod tests {
             "/health",
             "*",
         ] {
-            assert_eq!(status(Method::POST, path), 404, "{path}");
+            assert_eq!(status(&Method::POST, path), 404, "{path}");
         }
     }
 
     #[test]
     fn the_model_list_is_read_only() {
-        assert_eq!(status(Method::GET, "/v1/models"), 1);
-        assert_eq!(status(Method::GET, "/v1/models/org/name"), 1);
-        assert_eq!(status(Method::POST, "/v1/models"), 405);
+        assert_eq!(status(&Method::GET, "/v1/models"), 1);
+        assert_eq!(status(&Method::GET, "/v1/models/org/name"), 1);
+        assert_eq!(status(&Method::POST, "/v1/models"), 405);
     }
 }

@@ -177,7 +177,13 @@ impl fmt::Display for IdentifyBy {
 #[derive(Clone, Default)]
 pub struct ApiKeys {
     /// By hash: the hash only finds an entry, the key itself decides.
-    by_hash: BTreeMap<u64, Vec<(Box<[u8]>, String)>>,
+    by_hash: BTreeMap<u64, Vec<KnownKey>>,
+}
+
+#[derive(Clone)]
+struct KnownKey {
+    key: Box<[u8]>,
+    user: String,
 }
 
 impl ApiKeys {
@@ -185,17 +191,20 @@ impl ApiKeys {
     pub fn add(&mut self, key: &str, user: Option<String>) {
         let user = user.unwrap_or_else(|| key_user_name(key.as_bytes()));
         let entries = self.by_hash.entry(xxh3_64(key.as_bytes())).or_default();
-        entries.push((key.as_bytes().into(), user));
+        entries.push(KnownKey {
+            key: key.as_bytes().into(),
+            user,
+        });
     }
 
     /// Whom a key stands for; `None` when it is not known.
     #[must_use]
     pub fn user(&self, key: &[u8]) -> Option<&str> {
         let entries = self.by_hash.get(&xxh3_64(key))?;
-        let entry = entries
+        let known = entries
             .iter()
-            .find(|(known, _)| is_equal_in_constant_time(known, key));
-        entry.map(|(_, user)| user.as_str())
+            .find(|known| is_equal_in_constant_time(&known.key, key));
+        known.map(|known| known.user.as_str())
     }
 }
 

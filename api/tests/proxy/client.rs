@@ -159,7 +159,7 @@ impl Client {
     }
 
     async fn fill(&mut self) -> bool {
-        let mut buffer = [0; 64 * 1024];
+        let mut buffer = vec![0; 64 * 1024];
         match self.stream.read(&mut buffer).await {
             Ok(0) | Err(_) => false,
             Ok(length) => {

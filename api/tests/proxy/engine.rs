@@ -124,7 +124,7 @@ async fn serve(mut stream: TcpStream, script: Script, seen: Arc<Seen>) {
 
 async fn read_request(stream: &mut TcpStream) -> Option<String> {
     let mut bytes = Vec::new();
-    let mut buffer = [0; 64 * 1024];
+    let mut buffer = vec![0; 64 * 1024];
     loop {
         if let Some(head) = bytes.windows(4).position(|four| four == b"\r\n\r\n") {
             let text = String::from_utf8_lossy(&bytes[..head]).to_ascii_lowercase();

@@ -1,5 +1,7 @@
 //! The data plane over loopback: real clients, real connections, engines that misbehave on cue.
 
+#![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
+
 mod bad_input;
 mod client;
 mod drain;
