@@ -144,10 +144,10 @@ impl Fleet {
         text
     }
 
-    /// Ends all replicas in peace and removes what they need no more.
+    /// Ends all replicas at once, as nobody is left to serve, and removes what they need no more.
     pub(super) async fn leave(self) {
         for replica in &self.replicas {
-            replica.shutdown.drain();
+            replica.shutdown.abort();
         }
         for replica in self.replicas {
             if let Err(error) = replica.task.await {
@@ -211,8 +211,11 @@ fn config_of(
         file: None,
         flags: vec![
             format!("node.id={id}"),
-            format!("node.data_dir={:?}", data_dir.join(format!("n{id}"))),
-            "drain.dns_ttl=\"0ms\"".to_owned(),
+            format!(
+                "node.data_dir={}",
+                data_dir.join(format!("n{id}")).display()
+            ),
+            "drain.dns_ttl=0ms".to_owned(),
         ],
         variables: Vec::new(),
     };
