@@ -5,31 +5,31 @@ use std::net::SocketAddr;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-pub struct Client {
-    pub stream: TcpStream,
+pub(crate) struct Client {
+    pub(crate) stream: TcpStream,
     read: Vec<u8>,
 }
 
 /// An answer as it came.
 #[derive(Debug, Default)]
-pub struct Answer {
-    pub status: u16,
+pub(crate) struct Answer {
+    pub(crate) status: u16,
     /// Names in lower case.
-    pub headers: Vec<(String, String)>,
+    pub(crate) headers: Vec<(String, String)>,
     /// Without chunk framing.
-    pub body: String,
+    pub(crate) body: String,
     /// Whether the framing says that this is all.
-    pub is_complete: bool,
+    pub(crate) is_complete: bool,
 }
 
 impl Answer {
-    pub fn header(&self, name: &str) -> Option<&str> {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
         let found = self.headers.iter().find(|(known, _)| known == name);
         found.map(|(_, value)| value.as_str())
     }
 
     /// The `code` of an OpenAI-shaped error.
-    pub fn error_code(&self) -> String {
+    pub(crate) fn error_code(&self) -> String {
         let body: serde_json::Value = serde_json::from_str(&self.body).expect(&self.body);
         let error = body["error"].as_object().expect("an error object");
         let fields: Vec<_> = error.keys().map(String::as_str).collect();
@@ -39,7 +39,7 @@ impl Answer {
 }
 
 /// A POST with a body and further header lines, each ended by `\r\n`.
-pub fn post(path: &str, headers: &str, body: &str) -> String {
+pub(crate) fn post(path: &str, headers: &str, body: &str) -> String {
     let length = body.len();
     format!(
         "POST {path} HTTP/1.1\r\nhost: router\r\n{headers}content-length: {length}\r\n\r\n{body}"
@@ -47,7 +47,7 @@ pub fn post(path: &str, headers: &str, body: &str) -> String {
 }
 
 /// A chat request for the model `m`; `fields` follows the messages.
-pub fn chat(fields: &str) -> String {
+pub(crate) fn chat(fields: &str) -> String {
     let body =
         format!(r#"{{"model":"m","messages":[{{"role":"user","content":"hello"}}]{fields}}}"#);
     post(
@@ -58,32 +58,32 @@ pub fn chat(fields: &str) -> String {
 }
 
 impl Client {
-    pub async fn connect(address: SocketAddr) -> Self {
+    pub(crate) async fn connect(address: SocketAddr) -> Self {
         Self {
             stream: TcpStream::connect(address).await.unwrap(),
             read: Vec::new(),
         }
     }
 
-    pub async fn send(&mut self, bytes: impl AsRef<[u8]>) {
+    pub(crate) async fn send(&mut self, bytes: impl AsRef<[u8]>) {
         self.stream.write_all(bytes.as_ref()).await.unwrap();
     }
 
     /// Sends and reads one answer.
-    pub async fn ask(&mut self, request: impl AsRef<[u8]>) -> Answer {
+    pub(crate) async fn ask(&mut self, request: impl AsRef<[u8]>) -> Answer {
         self.send(request).await;
         self.answer().await
     }
 
     /// Reads until `text` has come.
-    pub async fn read_until(&mut self, text: &str) {
+    pub(crate) async fn read_until(&mut self, text: &str) {
         while !String::from_utf8_lossy(&self.read).contains(text) {
             assert!(self.fill().await, "the connection ended before {text:?}");
         }
     }
 
     /// Reads one answer, as much of it as comes.
-    pub async fn answer(&mut self) -> Answer {
+    pub(crate) async fn answer(&mut self) -> Answer {
         let head_end = loop {
             if let Some(at) = find(&self.read, b"\r\n\r\n") {
                 let head: Vec<u8> = self.read.drain(..at + 4).collect();
@@ -154,7 +154,7 @@ impl Client {
     }
 
     /// Whether the connection is closed, and nothing more came.
-    pub async fn is_closed(&mut self) -> bool {
+    pub(crate) async fn is_closed(&mut self) -> bool {
         !self.fill().await && self.read.is_empty()
     }
 

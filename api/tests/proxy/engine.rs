@@ -10,7 +10,7 @@ use tokio::sync::Semaphore;
 
 /// What the engine does next with a request.
 #[derive(Clone)]
-pub enum Step {
+pub(crate) enum Step {
     /// Writes bytes.
     Send(Vec<u8>),
     /// Writes bytes, each on its own.
@@ -24,8 +24,8 @@ pub enum Step {
 }
 
 /// A running engine; ends with its runtime.
-pub struct Engine {
-    pub address: SocketAddr,
+pub(crate) struct Engine {
+    pub(crate) address: SocketAddr,
     seen: Arc<Seen>,
 }
 
@@ -40,7 +40,7 @@ type Script = Arc<dyn Fn(usize) -> Vec<Step> + Send + Sync>;
 
 impl Engine {
     /// `script` is asked what to do with the n-th request, counted from 0.
-    pub async fn start(script: impl Fn(usize) -> Vec<Step> + Send + Sync + 'static) -> Self {
+    pub(crate) async fn start(script: impl Fn(usize) -> Vec<Step> + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let seen = Arc::new(Seen::default());
@@ -55,12 +55,12 @@ impl Engine {
     }
 
     /// Always the same.
-    pub async fn always(steps: Vec<Step>) -> Self {
+    pub(crate) async fn always(steps: Vec<Step>) -> Self {
         Self::start(move |_| steps.clone()).await
     }
 
     /// An address nobody listens at.
-    pub async fn dead() -> Self {
+    pub(crate) async fn dead() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         Self {
             address: listener.local_addr().unwrap(),
@@ -69,16 +69,16 @@ impl Engine {
     }
 
     /// All requests so far, head and body.
-    pub fn requests(&self) -> Vec<String> {
+    pub(crate) fn requests(&self) -> Vec<String> {
         self.seen.requests.lock().unwrap().clone()
     }
 
-    pub fn connections(&self) -> usize {
+    pub(crate) fn connections(&self) -> usize {
         self.seen.connections.load(Ordering::SeqCst)
     }
 
     /// Connections that the other side closed on a [`Step::Hang`].
-    pub fn abandoned(&self) -> usize {
+    pub(crate) fn abandoned(&self) -> usize {
         self.seen.abandoned.load(Ordering::SeqCst)
     }
 }
@@ -146,30 +146,30 @@ async fn read_request(stream: &mut TcpStream) -> Option<String> {
 }
 
 /// A whole answer with a JSON body.
-pub fn json(status: &str, body: &str) -> Step {
+pub(crate) fn json(status: &str, body: &str) -> Step {
     let length = body.len();
     let head = format!("HTTP/1.1 {status}\r\ncontent-type: application/json\r\n");
     Step::Send(format!("{head}content-length: {length}\r\n\r\n{body}").into_bytes())
 }
 
 /// The head of a chunked stream of events.
-pub fn stream_head() -> Step {
+pub(crate) fn stream_head() -> Step {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n";
     Step::Send(format!("{head}transfer-encoding: chunked\r\n\r\n").into_bytes())
 }
 
 /// One chunk.
-pub fn chunk(data: &str) -> Step {
+pub(crate) fn chunk(data: &str) -> Step {
     Step::Send(format!("{:x}\r\n{data}\r\n", data.len()).into_bytes())
 }
 
 /// The last chunk.
-pub fn last_chunk() -> Step {
+pub(crate) fn last_chunk() -> Step {
     Step::Send(b"0\r\n\r\n".to_vec())
 }
 
 /// A chat chunk with running usage, as an engine writes it.
-pub fn delta(text: &str, completion_tokens: u32) -> String {
+pub(crate) fn delta(text: &str, completion_tokens: u32) -> String {
     format!(
         "data: {{\"id\":\"c\",\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}}}}],\
          \"usage\":{{\"prompt_tokens\":7,\"completion_tokens\":{completion_tokens}}}}}\n\n"
@@ -177,8 +177,8 @@ pub fn delta(text: &str, completion_tokens: u32) -> String {
 }
 
 /// The usage-only chunk at the end of a stream.
-pub fn usage_chunk() -> &'static str {
+pub(crate) fn usage_chunk() -> &'static str {
     "data: {\"id\":\"c\",\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n"
 }
 
-pub const DONE: &str = "data: [DONE]\n\n";
+pub(crate) const DONE: &str = "data: [DONE]\n\n";

@@ -20,12 +20,12 @@ use tokio_util::sync::CancellationToken;
 use super::client::Client;
 use super::engine::Engine;
 
-pub struct Fleet {
-    pub address: SocketAddr,
-    pub metrics: Arc<ProxyMetrics>,
-    pub router: Arc<Router>,
-    pub drain: CancellationToken,
-    pub server: JoinHandle<Drained>,
+pub(crate) struct Fleet {
+    pub(crate) address: SocketAddr,
+    pub(crate) metrics: Arc<ProxyMetrics>,
+    pub(crate) router: Arc<Router>,
+    pub(crate) drain: CancellationToken,
+    pub(crate) server: JoinHandle<Drained>,
     state: RouterState,
     sequence: u64,
 }
@@ -34,11 +34,11 @@ pub struct Fleet {
 const PATIENT: Duration = Duration::from_secs(60);
 
 impl Fleet {
-    pub async fn start(engines: &[&Engine]) -> Self {
+    pub(crate) async fn start(engines: &[&Engine]) -> Self {
         Self::start_with(engines, PATIENT, |_| {}).await
     }
 
-    pub async fn start_with(
+    pub(crate) async fn start_with(
         engines: &[&Engine],
         drain_deadline: Duration,
         change: impl FnOnce(&mut ProxySettings),
@@ -133,12 +133,12 @@ impl Fleet {
         );
     }
 
-    pub async fn client(&self) -> Client {
+    pub(crate) async fn client(&self) -> Client {
         Client::connect(self.address).await
     }
 
     /// Requests running at all backends, as routing counts them.
-    pub fn running(&self) -> u32 {
+    pub(crate) fn running(&self) -> u32 {
         let registry = self.state.view().registry();
         registry
             .backends
@@ -147,7 +147,7 @@ impl Fleet {
             .sum()
     }
 
-    pub fn count(&self, outcome: Outcome, code: u16) -> u64 {
+    pub(crate) fn count(&self, outcome: Outcome, code: u16) -> u64 {
         self.metrics
             .requests
             .get_or_create(&RequestLabels { outcome, code })
@@ -155,7 +155,7 @@ impl Fleet {
     }
 
     /// Waits until nothing is under way, here and in routing's books.
-    pub async fn is_idle(&self) {
+    pub(crate) async fn is_idle(&self) {
         eventually("no request under way", || {
             self.running() == 0 && self.metrics.in_flight.get() == 0
         })
@@ -164,7 +164,7 @@ impl Fleet {
 }
 
 /// Waits for something that stays once it has come about.
-pub async fn eventually(what: &str, condition: impl Fn() -> bool) {
+pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) {
     let wait = async {
         let mut tick = tokio::time::interval(Duration::from_millis(1));
         while !condition() {

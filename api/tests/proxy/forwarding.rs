@@ -178,6 +178,50 @@ async fn connections_to_engines_are_kept() {
 }
 
 #[tokio::test]
+async fn idle_connections_are_not_used_beyond_their_time() {
+    let engine = Engine::always(vec![json("200 OK", ANSWER)]).await;
+    let fleet = Fleet::start_with(&[&engine], std::time::Duration::ZERO, |settings| {
+        settings.pool.idle_timeout = std::time::Duration::ZERO;
+    })
+    .await;
+    let mut client = fleet.client().await;
+    for _ in 0..3 {
+        assert_eq!(client.ask(chat("")).await.status, 200);
+    }
+    assert_eq!((engine.requests().len(), engine.connections()), (3, 3));
+}
+
+#[tokio::test]
+async fn an_answer_is_taken_from_the_engine_at_the_clients_pace() {
+    const MIB: usize = 1024 * 1024;
+    let long = format!("data: {}\n\n", "x".repeat(MIB));
+    let engine = Engine::start(move |number| {
+        if number > 0 {
+            return vec![json("200 OK", ANSWER)];
+        }
+        let mut steps = vec![stream_head()];
+        steps.extend((0..64).map(|_| chunk(&long)));
+        steps.extend([chunk(DONE), last_chunk()]);
+        steps
+    })
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut slow = fleet.client().await;
+    slow.send(chat(",\"stream\":true")).await;
+    slow.read_until("data: x").await;
+    // Meanwhile others are served, and the slow one's answer waits at the engine, apart from what
+    // the sockets' buffers hold.
+    let mut swift = fleet.client().await;
+    for _ in 0..50 {
+        assert_eq!(swift.ask(chat("")).await.status, 200);
+    }
+    assert!(fleet.metrics.answer_bytes.get() < 32 * MIB as u64);
+    let answer = slow.answer().await;
+    assert!(answer.is_complete && answer.body.len() > 64 * MIB);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
 async fn an_engines_own_error_passes_untouched() {
     let body = "{\"object\":\"error\",\"message\":\"bad  spaces\",\"code\":400}";
     let engine = Engine::always(vec![json("400 Bad Request", body)]).await;
