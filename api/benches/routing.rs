@@ -187,7 +187,7 @@ impl Fleet {
 
     /// A prompt of `blocks` blocks, half of them owned by the first backend.
     fn prompt(&mut self, blocks: usize) -> (Parsed, Identity) {
-        let text = format!("{blocks} ").repeat(blocks * BLOCK_BYTES as usize / 2);
+        let text = format!("{blocks} ").repeat(blocks * BLOCK_BYTES as usize);
         let text = &text[..blocks * BLOCK_BYTES as usize + 1];
         let body = json!({"model": "m", "prompt": text}).to_string();
         let parsed = parse("/v1/completions", &Bytes::from(body)).expect("the body is good");
