@@ -3,5 +3,7 @@
 pub mod app;
 pub mod cli;
 pub mod config;
+pub mod dev;
 pub mod engine;
+pub mod replay;
 pub mod telemetry;
