@@ -4,6 +4,7 @@
 //! table after it has what is counted rather than timed (log bytes) and what is about the longest
 //! pause rather than the mean (freezing, the first writes after it).
 
+#![allow(clippy::disallowed_types, reason = "a bench reads the clock")]
 #![allow(
     missing_docs,
     reason = "criterion's macros make undocumented functions"
