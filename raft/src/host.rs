@@ -70,6 +70,11 @@ impl Host {
         self.position().has_commands
     }
 
+    /// The last entry applied.
+    pub(crate) fn applied(&self) -> Option<LogId> {
+        self.position().applied
+    }
+
     /// Command bytes applied since the last snapshot was frozen.
     pub(crate) fn bytes_since_snapshot(&self) -> u64 {
         self.0.bytes_since_snapshot.load(Ordering::Relaxed)

@@ -1,6 +1,9 @@
 //! Snapshots: by entries and by bytes, installed on who lags, damaged.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, their helpers included")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "these are tests, their helpers included"
+)]
 
 mod common;
 
@@ -124,6 +127,33 @@ async fn a_damaged_snapshot_is_named_at_start() {
         .await;
     assert!(seat.journal.contains(b"after the snapshot"));
     cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_snapshot_is_noticed_at_start() {
+    let mut cluster = Cluster::found_with(1, |options| options.snapshot_every_entries = 10).await;
+    for number in 0..50 {
+        cluster.seats[0].propose(&number.to_string()).await;
+    }
+    cluster.seats[0]
+        .wait("purged", |status| status.purged > 30)
+        .await;
+    cluster.shutdown().await;
+    let seat = &mut cluster.seats[0];
+    for file in snapshot_files(seat) {
+        fs::remove_file(file).unwrap();
+    }
+    let started = seat.try_start().await;
+    assert!(
+        matches!(started, Err(StartError::Damaged { .. })),
+        "{started:?}"
+    );
+    // The store was let go of.
+    let started = seat.try_start().await;
+    assert!(
+        matches!(started, Err(StartError::Damaged { .. })),
+        "{started:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

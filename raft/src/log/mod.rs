@@ -115,13 +115,23 @@ impl LogStore {
         state.vote.is_none() && state.last.is_none()
     }
 
+    /// The last entry that was forgotten: a snapshot must reach it.
+    pub(crate) fn purged(&self) -> Option<LogId> {
+        self.memory.lock().purged
+    }
+
     /// Writes what waits and lets go of the disk.
     pub(crate) async fn close(&self) {
-        let writer = self.writer.clone();
-        let closed = tokio::task::spawn_blocking(move || writer.close()).await;
+        let log = self.clone();
+        let closed = tokio::task::spawn_blocking(move || log.close_blocking()).await;
         if let Err(error) = closed {
             tracing::error!(%error, "log could not be closed");
         }
+    }
+
+    /// As [`LogStore::close`]. Blocks.
+    pub(crate) fn close_blocking(&self) {
+        self.writer.close();
     }
 
     async fn submit(&self, change: Change, done: Done) -> io::Result<()> {

@@ -60,7 +60,8 @@ impl From<Malformed> for Status {
 }
 
 fn stopped(error: &impl std::fmt::Display) -> Status {
-    Status::unavailable(format!("replica stopped: {error}"))
+    // Not "unavailable", which would have the caller doubt its connection.
+    Status::aborted(format!("replica stopped: {error}"))
 }
 
 fn vote_of(vote: Option<proto::Vote>) -> Result<Vote, Status> {

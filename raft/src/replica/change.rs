@@ -25,6 +25,8 @@ use crate::wire::{self, proto};
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Longest a learner is waited for to catch up before it is promoted.
 const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest a voter is waited for to take leadership.
+const TRANSFER_TIMEOUT: Duration = Duration::from_secs(3);
 /// Longest wait for a call to one peer about itself.
 pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(20);
@@ -98,7 +100,9 @@ impl Inner {
         if self.leader() != Some(self.links.identity.id) || self.voters().len() < 2 {
             return;
         }
-        if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(0).await {
+        // A voter that takes it does so in far less; one that has just gone too never will.
+        let limit = self.options.election_timeout.end * 2;
+        if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(0, limit).await {
             tracing::warn!(why, "leadership was not handed over");
         }
     }
@@ -168,7 +172,7 @@ impl Inner {
 
     async fn change_here(&self, change: Change) -> Outcome {
         if let Change::Transfer(transfer) = &change {
-            return self.transfer_here(transfer.to).await;
+            return self.transfer_here(transfer.to, TRANSFER_TIMEOUT).await;
         }
         let _alone = self.changing.lock().await;
         match change {
@@ -275,7 +279,7 @@ impl Inner {
             return Outcome::Refused(format!("replica {id} is the last voter"));
         }
         if id == self.links.identity.id {
-            return match self.transfer_here(0).await {
+            return match self.transfer_here(0, TRANSFER_TIMEOUT).await {
                 // Whoever leads removes this one.
                 Outcome::Changed(changed) => Outcome::NotLeader(proto::NotLeader {
                     leader: changed.leader,
@@ -287,19 +291,18 @@ impl Inner {
             .await
     }
 
-    async fn transfer_here(&self, to: u64) -> Outcome {
+    async fn transfer_here(&self, to: u64, limit: Duration) -> Outcome {
         let me = self.links.identity.id;
         let target = match to {
             0 => self.furthest_voter(),
             id => Some(id).filter(|id| self.voters().contains(id)),
         };
         let Some(target) = target else {
-            return Outcome::Refused("there is no such voter".to_owned());
+            return Outcome::Refused("there is no such voter within hearing".to_owned());
         };
         if target != me && self.raft.trigger().transfer_leader(target).await.is_err() {
             return Outcome::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
         }
-        let limit = self.options.election_timeout.end * 4 + Duration::from_secs(1);
         let took = self
             .wait_for(Instant::now() + limit, |metrics| {
                 metrics
@@ -378,22 +381,22 @@ impl Inner {
         metrics.membership_config.voter_ids().collect()
     }
 
+    /// The other voter that is furthest, of those heard lately: a dead one cannot take anything.
     fn furthest_voter(&self) -> Option<u64> {
         let voters = self.voters();
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
-        let heard = |id: &u64| {
-            let acked = metrics
-                .heartbeat
-                .as_ref()
-                .and_then(|all| all.get(id).copied().flatten());
+        let acked = metrics.heartbeat.as_ref()?;
+        let is_heard = |id: &u64| {
+            let acked = acked.get(id).copied().flatten();
             acked.is_some_and(|acked| acked.elapsed() <= self.options.election_timeout.end)
         };
         let replication = metrics.replication.as_ref()?;
         replication
             .iter()
-            .filter(|(id, _)| **id != self.links.identity.id && voters.contains(id))
-            .max_by_key(|(id, matched)| (heard(id), **matched))
+            .filter(|(id, _)| **id != self.links.identity.id)
+            .filter(|(id, _)| voters.contains(id) && is_heard(id))
+            .max_by_key(|(_, matched)| **matched)
             .map(|(id, _)| *id)
     }
 

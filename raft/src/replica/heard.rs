@@ -1,7 +1,9 @@
 //! What this replica hears from the leader it follows.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use crate::types::{LogId, Vote};
 

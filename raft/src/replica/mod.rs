@@ -23,7 +23,7 @@ use tokio_util::task::TaskTracker;
 use self::heard::Heard;
 use crate::error::{ChangeError, Committed, ProposeError, StartError};
 use crate::fault::Fault;
-use crate::files::{Layout, io_error};
+use crate::files::{Layout, damaged, io_error};
 use crate::host::Host;
 use crate::identity::Identity;
 use crate::log::LogStore;
@@ -32,7 +32,7 @@ use crate::net::{self, Links, Network};
 use crate::options::Options;
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
-use crate::types::Raft;
+use crate::types::{Raft, shown};
 
 /// Longest wait for tasks and connections to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -301,6 +301,12 @@ fn open(
         SnapshotFolder::open(folder.clone()).map_err(|error| io_error(&folder, error))?;
     let host = Host::open(machine, snapshots, fault.clone())?;
     let log = LogStore::open(&options.storage, &layout, fault)?;
+    if log.purged() > host.applied() {
+        let (begin, reached) = (shown(log.purged().as_ref()), shown(host.applied().as_ref()));
+        log.close_blocking();
+        let what = format!("the newest snapshot reaches {reached}, the log begins after {begin}");
+        return Err(damaged(&folder, reached, what));
+    }
     Ok((identity, log, host))
 }
 
