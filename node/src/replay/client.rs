@@ -401,11 +401,13 @@ mod tests {
 
     #[test]
     fn an_error_in_the_stream_is_a_failure() {
-        let mut reader = EventReader::default();
         let event = b"data: {\"error\":{\"message\":\"engine left\"}}\n\n";
-        let failure = reader.read(event, &mut Answer::default()).unwrap_err();
+        let failure = EventReader::default()
+            .read(event, &mut Answer::default())
+            .unwrap_err();
         assert_eq!(failure.kind(), "error event");
-        let failure = reader
+        // A reader that failed is not used again.
+        let failure = EventReader::default()
             .read(b"data: {\n\n", &mut Answer::default())
             .unwrap_err();
         assert_eq!(failure.kind(), "not understood");
