@@ -7,6 +7,9 @@
 //! middle. `k` different boundaries in a chain of `n` blocks cost `2 + k log2 n` probes at most,
 //! a chain that is owned to its end or not at all costs two or one.
 //!
+//! Three probes at a time, a quarter apart and with their cache misses overlapped, were measured: no
+//! faster for a boundary in 512 blocks among 1 M or 8 M, and slower for whole hits and misses.
+//!
 //! Under a writer each probe sees its own moment. A backend found at block `i` owned it, and all
 //! before it, at the moment of that probe; so every answer was true at some moment during the call.
 
