@@ -129,10 +129,24 @@ impl Cluster {
         child.kill()
     }
 
-    /// Starts a replica that was killed; it takes load again once it is ready.
+    /// Deletes what a replica that was killed had on disk.
     ///
     /// # Errors
-    /// When it does not start, or does not get ready.
+    /// When it is up, or its folder cannot be deleted.
+    pub fn wipe(&self, number: usize) -> anyhow::Result<()> {
+        ensure!(
+            self.replicas[number].child.is_none(),
+            "replica {} is up",
+            number + 1
+        );
+        let data_dir = self.data_dir(number);
+        fs::remove_dir_all(&data_dir).with_context(|| format!("delete {}", data_dir.display()))
+    }
+
+    /// Starts replicas that were killed; each takes load again once it is ready.
+    ///
+    /// # Errors
+    /// When one does not start, or does not get ready.
     pub async fn restart(&mut self, numbers: &[usize]) -> anyhow::Result<()> {
         for number in numbers {
             self.start_replica(*number)?;
@@ -292,6 +306,10 @@ impl Cluster {
         Ok(())
     }
 
+    fn data_dir(&self, number: usize) -> PathBuf {
+        self.dir.path().join(format!("replica-{}", number + 1))
+    }
+
     /// Writes a replica's config file.
     fn configure(
         &self,
@@ -303,7 +321,7 @@ impl Cluster {
         let peers: Vec<String> = (0..replica_ports.len() / 3)
             .map(|other| format!("\"127.0.0.1:{}\"", ports_of(replica_ports, other)[2]))
             .collect();
-        let data_dir = self.dir.path().join(format!("replica-{}", number + 1));
+        let data_dir = self.data_dir(number);
         let mut text = format!(
             "[node]\nid = {}\ndata_dir = {:?}\n\n\
              [listen]\ndata = \"127.0.0.1:{data}\"\nadmin = \"127.0.0.1:{admin}\"\n\
