@@ -65,7 +65,7 @@ impl Default for Admin {
 /// Waits until `condition` holds.
 ///
 /// # Errors
-/// What the condition fails with, or that it did not hold within [`PATIENCE`].
+/// What the condition fails with, or that it did not hold within a minute.
 pub async fn until(
     what: &str,
     condition: impl AsyncFn() -> anyhow::Result<bool>,
