@@ -16,7 +16,8 @@ pub struct Options {
     pub data_dir: PathBuf,
     /// Host and port peers reach this replica's peer listener at.
     pub advertise: String,
-    /// Free `key=value` facts told to peers and shown in [`crate::Status`] (`admin`, `data`, `version`).
+    /// Free `key=value` facts told to peers and shown in [`crate::Status`] (`admin`, `data`,
+    /// `version`).
     pub labels: BTreeMap<String, String>,
     /// How a cluster comes to be.
     pub formation: Formation,
