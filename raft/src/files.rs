@@ -9,7 +9,7 @@
 //! | `log/` | sled: vote and entries |
 //! | `snapshots/` | snapshot files |
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -127,12 +127,13 @@ pub(crate) fn load_message<M: Message + Default>(path: &Path) -> Result<Option<M
 /// were none.
 ///
 /// # Errors
-/// Those of the file system.
+/// Those of the file system, and `ResourceBusy` while a replica runs on the store.
 pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
     let folder = data_dir.join(FOLDER);
     if !folder.try_exists()? {
         return Ok(None);
     }
+    refuse_if_in_use(&folder)?;
     for number in 1_u32.. {
         let aside = data_dir.join(format!("{FOLDER}.aside-{number}"));
         if !aside.try_exists()? {
@@ -142,6 +143,23 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
         }
     }
     unreachable!("more than 2^32 stores were set aside")
+}
+
+/// Refuses a store whose log a process has open: sled locks this file with `flock` while it runs.
+fn refuse_if_in_use(folder: &Path) -> io::Result<()> {
+    let file = match File::open(folder.join("log").join("db")) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    match file.try_lock_shared() {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => Err(io::Error::new(
+            io::ErrorKind::ResourceBusy,
+            "a replica runs on it, stop that first",
+        )),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
 }
 
 #[cfg(test)]

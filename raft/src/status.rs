@@ -29,6 +29,8 @@ pub struct Status {
     pub purged: u64,
     /// Whether what the leader had committed when this replica started is applied.
     pub caught_up: bool,
+    /// Whether it was removed from the cluster, as a member says that knows a newer membership.
+    pub is_removed: bool,
     /// Why the replica stopped or cannot vote (storage fault, disk full).
     pub fault: Option<String>,
     /// All members, this one included.

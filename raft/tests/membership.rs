@@ -41,6 +41,9 @@ async fn a_joiner_learns_is_promoted_and_removed() {
     cluster.seats[0]
         .wait("gone", |status| !status.members.contains_key(&4))
         .await;
+    let knows = |status: &raft::Status| status.is_removed;
+    cluster.seat(4).wait("it knows", knows).await;
+    assert!(!cluster.seats[0].replica().status().is_removed);
     assert!(matches!(
         asked.remove(4).await,
         Err(ChangeError::Refused(_))
@@ -73,6 +76,8 @@ async fn a_replica_that_lost_its_store_is_refused_under_its_old_id() {
     cluster.agree(committed.index).await;
     let leader = cluster.leader().await;
     let lost = leader % 3 + 1;
+    let in_use = raft::set_store_aside(cluster.seat(lost).folder.path()).unwrap_err();
+    assert_eq!(in_use.kind(), std::io::ErrorKind::ResourceBusy);
     cluster.seat(lost).crash().await;
     let aside = raft::set_store_aside(cluster.seat(lost).folder.path()).unwrap();
     assert!(aside.is_some());

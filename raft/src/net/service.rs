@@ -331,6 +331,7 @@ impl Peer for Service {
     ) -> Result<Response<proto::InfoResponse>, Status> {
         let identity = &self.0.links.identity;
         let (cluster_high, cluster_low) = wire::split(identity.cluster().unwrap_or(0));
+        let (membership_index, members) = self.0.membership();
         Ok(Response::new(proto::InfoResponse {
             id: identity.id,
             store: identity.store,
@@ -339,6 +340,8 @@ impl Peer for Service {
             cluster_low,
             address: self.0.options.advertise.clone(),
             labels: self.0.options.labels.clone().into_iter().collect(),
+            members: members.into_keys().collect(),
+            membership_index,
         }))
     }
 

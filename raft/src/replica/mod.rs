@@ -4,6 +4,7 @@ mod change;
 mod form;
 mod heard;
 mod propose;
+mod removal;
 mod upkeep;
 
 use std::collections::BTreeSet;
@@ -63,6 +64,8 @@ pub(crate) struct Inner {
     /// Held while the membership is changed from here.
     pub(crate) changing: Mutex<()>,
     pub(crate) is_stopping: AtomicBool,
+    /// Whether peers say that this replica is a member no more.
+    pub(crate) is_removed: AtomicBool,
     pub(crate) cancel: CancellationToken,
     pub(crate) tasks: TaskTracker,
     local_addr: SocketAddr,
@@ -122,6 +125,7 @@ impl Replica {
             connected: watch::Sender::default(),
             changing: Mutex::default(),
             is_stopping: AtomicBool::new(false),
+            is_removed: AtomicBool::new(false),
             cancel: CancellationToken::new(),
             tasks: TaskTracker::new(),
             local_addr,
@@ -133,6 +137,7 @@ impl Replica {
         inner.tasks.spawn(upkeep::keep_snapshots(inner.clone()));
         inner.tasks.spawn(net::keep_streams(inner.clone()));
         inner.tasks.spawn(form::keep_membership(inner.clone()));
+        inner.tasks.spawn(removal::notice(inner.clone()));
         inner
             .tasks
             .spawn(form::propose_first_command(inner.clone()));

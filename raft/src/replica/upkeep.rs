@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use openraft::Instant as _;
@@ -28,6 +29,7 @@ pub(super) fn first_status(options: &Options) -> Status {
         snapshot: None,
         purged: 1,
         caught_up: false,
+        is_removed: false,
         fault: None,
         members: BTreeMap::new(),
     }
@@ -147,6 +149,7 @@ impl Inner {
             snapshot: metrics.snapshot.as_ref().map(|id| shown(Some(id))),
             purged: shown(metrics.purged.as_ref()) + 1,
             caught_up: was_caught_up || self.is_caught_up(metrics),
+            is_removed: self.is_removed.load(Ordering::Acquire),
             fault,
             members: self.members(metrics),
         }
@@ -223,5 +226,8 @@ fn log_changes(old: &Status, new: &Status) {
     }
     if old.caught_up != new.caught_up {
         tracing::info!(applied = new.applied, "caught up with the cluster");
+    }
+    if new.is_removed && !old.is_removed {
+        tracing::error!("removed from the cluster: nothing new reaches this replica, stop it");
     }
 }
