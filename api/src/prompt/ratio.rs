@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 pub const BYTES_PER_TOKEN: f32 = 4.0;
 /// Weight of a new sample in the moving average.
 const SAMPLE_WEIGHT: f32 = 1.0 / 16.0;
-/// Fewest and most bytes per token believed.
-const RANGE: (f32, f32) = (0.25, 64.0);
+/// Fewest and most bytes per token believed. What is beyond is not text counted right: a batch of
+/// which only the first prompt is measured, or an image.
+const RANGE: (f32, f32) = (0.5, 16.0);
 
 /// Bytes per token of one model's prompts: a moving average over what engines reported. Shared by
 /// all who estimate; local to this replica.
@@ -60,7 +61,10 @@ impl TokenRatio {
         if bytes == 0 || tokens == 0 {
             return;
         }
-        let sample = (bytes as f32 / tokens as f32).clamp(RANGE.0, RANGE.1);
+        let sample = bytes as f32 / tokens as f32;
+        if !(RANGE.0..=RANGE.1).contains(&sample) {
+            return;
+        }
         let mean = self.get() + (sample - self.get()) * SAMPLE_WEIGHT;
         self.0.store(mean.to_bits(), Relaxed);
     }
@@ -82,9 +86,9 @@ mod tests {
         assert_eq!(ratio.tokens(400), 100);
         (0..200).for_each(|_| ratio.learn(200, 100));
         assert_eq!(ratio.tokens(200), 100);
-        (0..500).for_each(|_| ratio.learn(u64::MAX, 1));
-        assert!(ratio.get() <= 64.0);
-        (0..500).for_each(|_| ratio.learn(1, u64::MAX));
-        assert!(ratio.get() >= 0.25);
+        for (bytes, tokens) in [(u64::MAX, 1), (1, u64::MAX), (100, 1000)] {
+            (0..500).for_each(|_| ratio.learn(bytes, tokens));
+            assert_eq!(ratio.tokens(200), 100, "{bytes} bytes in {tokens} tokens");
+        }
     }
 }

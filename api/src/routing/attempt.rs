@@ -3,9 +3,9 @@
 //! Who pays what: prompt tokens are charged once the engine has told how many of them it had
 //! cached, at the latest at the end; output tokens as they are reported, in steps of
 //! [`OUTPUT_STEP_TOKENS`], so that a client that hangs up has paid for what was made. Counters never
-//! fall, so nothing is charged on a guess that may turn out too high: where an engine reports no
-//! usage, prompt and output are estimated from their bytes, and the believed prefix counts as
-//! cached, at the end. An attempt that never ran costs nothing.
+//! fall, so nothing is charged on a guess that may turn out too high: what no report covers when
+//! the attempt ends, all of it or what was made since the last report, is estimated from its bytes
+//! then, and the believed prefix counts as cached. An attempt that never ran costs nothing.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use state::command::{Charge, Outcome};
 use state::ids::{AttemptId, BackendRef, UserKey};
 
 use super::load::Underway;
-use super::metrics::Meter;
+use super::metrics::InFlight;
 use super::reply::ReplyChain;
 use super::{Decision, End, Router, Usage};
 use crate::prompt::{Identity, TokenRatio};
@@ -34,12 +34,13 @@ pub struct Attempt {
 /// What an attempt holds until its end.
 struct Open {
     underway: Underway,
-    meter: Arc<Meter>,
+    meter: InFlight,
     /// `None`: output cannot continue the prompt.
     reply: Option<ReplyChain>,
     prompt: PromptSize,
     usage: Option<Usage>,
-    output_bytes: usize,
+    /// Bytes of output that no report covers.
+    unreported_bytes: usize,
     /// Charged so far, without the counts of requests.
     charged: Charge,
 }
@@ -83,20 +84,20 @@ impl Router {
         let id = self.next_attempt();
         let backend = decision.backend;
         let name = super::bounded_name(user);
-        let user = state::prefix::user_key(self.view.registry().hash_seed, &name);
+        let hash_seed = self.view.registry().hash_seed;
         let prompt = PromptSize::of(identity, decision.matched as usize);
         let underway = self.load.begin(backend, prompt.tokens - prompt.predicted);
-        let meter = self.meter(backend, &decision.name);
-        meter.in_flight.inc();
+        let meter = InFlight::at(self.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
-        self.desk.with(|outbox| {
-            outbox.name_user(user, &name);
+        let user = self.desk.with(|outbox| {
+            let user = outbox.payer(hash_seed, &name);
             outbox.charge(Charge {
                 user,
                 started: 1,
                 ..Charge::default()
             });
             outbox.acquire(id, backend, &identity.chain, held);
+            user
         });
         let open = Open {
             underway,
@@ -104,7 +105,7 @@ impl Router {
             reply: ReplyChain::of(identity),
             prompt,
             usage: None,
-            output_bytes: 0,
+            unreported_bytes: 0,
             charged: Charge {
                 user,
                 ..Charge::default()
@@ -150,6 +151,9 @@ impl Attempt {
         known.cached_tokens = known.cached_tokens.max(usage.cached_tokens);
         known.completion_tokens = known.completion_tokens.max(usage.completion_tokens);
         open.usage = Some(known);
+        if usage.completion_tokens > 0 {
+            open.unreported_bytes = 0;
+        }
         let due = open.due(known);
         let is_input_due =
             known.cached_tokens.is_some() && due.input_uncached + due.input_cached > 0;
@@ -169,10 +173,18 @@ impl Attempt {
         self.router.desk.with(|outbox| outbox.charge(charge));
     }
 
-    /// Output text as it streams, so that blocks it completes can be recorded. Bounded inside.
+    /// Output that does not continue the prompt: other choices, reasoning, tool calls.
+    pub fn other_output(&mut self, bytes: usize) {
+        if let Some(open) = &mut self.open {
+            open.unreported_bytes = open.unreported_bytes.saturating_add(bytes);
+        }
+    }
+
+    /// Output text as it streams, so that blocks it completes can be recorded. Bounded inside. Comes
+    /// before the report that covers it.
     pub fn output(&mut self, text: &str) {
         let Some(open) = &mut self.open else { return };
-        open.output_bytes = open.output_bytes.saturating_add(text.len());
+        open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
         if let Some(reply) = &mut open.reply {
             reply.push(text);
         }
@@ -220,25 +232,33 @@ impl Drop for Attempt {
 
 impl Open {
     fn usage_or_estimate(&self) -> Usage {
-        self.usage.unwrap_or_else(|| Usage {
-            prompt_tokens: self.prompt.tokens,
-            cached_tokens: None,
-            completion_tokens: u64::from(self.prompt.ratio.tokens(self.output_bytes)),
-        })
+        let mut usage = self.usage.unwrap_or_default();
+        if usage.prompt_tokens == 0 {
+            usage.prompt_tokens = self.prompt.tokens;
+        }
+        let unreported = u64::from(self.prompt.ratio.tokens(self.unreported_bytes));
+        usage.completion_tokens = usage.completion_tokens.saturating_add(unreported);
+        usage
     }
 
     /// What of `usage` is not charged yet. Where the engine did not tell, what was believed cached
-    /// counts as cached.
+    /// counts as cached. A later word on the cache never makes the prompt longer.
     fn due(&self, usage: Usage) -> Charge {
         let cached = usage
             .cached_tokens
             .unwrap_or(self.prompt.predicted)
             .min(usage.prompt_tokens);
         let uncached = usage.prompt_tokens - cached;
+        let charged = &self.charged;
+        let room = usage
+            .prompt_tokens
+            .saturating_sub(charged.input_uncached + charged.input_cached);
+        let input_uncached = uncached.saturating_sub(charged.input_uncached).min(room);
+        let input_cached = cached.saturating_sub(charged.input_cached);
         Charge {
-            user: self.charged.user,
-            input_uncached: uncached.saturating_sub(self.charged.input_uncached),
-            input_cached: cached.saturating_sub(self.charged.input_cached),
+            user: charged.user,
+            input_uncached,
+            input_cached: input_cached.min(room - input_uncached),
             output: usage.completion_tokens.saturating_sub(self.charged.output),
             started: 0,
             ended: 0,
@@ -253,7 +273,6 @@ impl Open {
 
     /// Metrics, and what the engine's count teaches about bytes per token.
     fn report(&self, end: End) {
-        self.meter.in_flight.dec();
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
         self.prompt

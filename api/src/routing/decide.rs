@@ -244,7 +244,7 @@ fn verdict(backend: &Backend, glance: Option<Glance>, ask: &Ask<'_>) -> Verdict 
 
 /// Whether `backend` serves `model`: by its description or, under `"*"`, by what the engine lists.
 /// An engine that has not been asked yet may serve anything.
-fn serves(backend: &Backend, model: &str) -> bool {
+pub(super) fn serves(backend: &Backend, model: &str) -> bool {
     backend.spec.models.iter().any(|served| {
         served == model
             || served == "*"

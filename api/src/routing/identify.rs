@@ -3,16 +3,18 @@
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
+use state::command::NAME_BYTES_MAX;
 use state::prefix::{self, Scope};
 
 use super::Router;
+use super::decide::serves;
 use crate::prompt::{BYTES_PER_TOKEN, Identity, ModelSettings, Parsed, Prompt, Tail, TokenRatio};
 
 /// Bytes per block where no `[[models]]` entry applies.
 const BLOCK_BYTES: u32 = 128;
 /// Token ids per block relative to the bytes of a text block.
 const BLOCK_BYTES_PER_ID: u32 = 4;
-/// Models whose ratio is learnt; further ones share one.
+/// Models whose ratio is learnt; further ones, and those no backend serves, share one.
 const MODELS_MAX: usize = 1024;
 
 /// Ratios by model.
@@ -23,7 +25,17 @@ pub(super) struct Ratios {
 }
 
 impl Ratios {
-    fn of(&self, model: &str) -> TokenRatio {
+    /// Models with a ratio of their own.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.by_model
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .len()
+    }
+
+    /// `is_served` says whether the name is worth remembering: clients may ask for any.
+    fn of(&self, model: &str, is_served: impl FnOnce() -> bool) -> TokenRatio {
         let known = self.by_model.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(ratio) = known.get(model) {
             return ratio.clone();
@@ -32,6 +44,9 @@ impl Ratios {
             return self.others.clone();
         }
         drop(known);
+        if model.len() > NAME_BYTES_MAX || !is_served() {
+            return self.others.clone();
+        }
         let mut known = self
             .by_model
             .write()
@@ -62,7 +77,9 @@ impl Router {
         let hash_seed = self.view.registry().hash_seed;
         match &parsed.prompt {
             Prompt::Text(text) => {
-                let ratio = self.ratios.of(&parsed.model);
+                let ratio = self
+                    .ratios
+                    .of(&parsed.model, || self.is_served(&parsed.model));
                 text_identity(
                     prefix::root(hash_seed, &scope),
                     text,
@@ -92,6 +109,11 @@ impl Router {
             .map_or(BLOCK_BYTES, |it| it.block_size)
             .max(1);
         f64::from(block_size) / f64::from(BYTES_PER_TOKEN)
+    }
+
+    fn is_served(&self, model: &str) -> bool {
+        let registry = self.view.registry();
+        registry.backends.iter().any(|it| serves(it, model))
     }
 
     fn settings_of(&self, model: &str) -> Option<&ModelSettings> {

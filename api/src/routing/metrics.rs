@@ -1,7 +1,9 @@
 //! What routing counts.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::ops::Deref;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -40,6 +42,8 @@ pub struct RoutingMetrics {
     prompt_tokens: Family<Backend, Counter>,
     predicted_tokens: Family<Backend, Counter>,
     cached_tokens: Family<Backend, Counter>,
+    /// Backends with series above. Held while series come and go.
+    shown: Arc<Mutex<BTreeSet<String>>>,
     outbox_items: Gauge,
     outbox_bytes: Gauge,
     outbox_age_ms: Gauge,
@@ -47,10 +51,38 @@ pub struct RoutingMetrics {
     pub(super) driver: DriverMetrics,
 }
 
+/// All ends, in the order of [`Meter`]'s counters.
+const ENDS: [End; 4] = [End::Finished, End::Broken, End::ClientLeft, End::NotRun];
+
+/// One attempt in its backend's gauge: counted in when made, counted out when dropped.
+#[derive(Debug)]
+pub(super) struct InFlight(Arc<Meter>);
+
+impl InFlight {
+    pub(super) fn at(meter: Arc<Meter>) -> Self {
+        meter.in_flight.inc();
+        Self(meter)
+    }
+}
+
+impl Deref for InFlight {
+    type Target = Meter;
+
+    fn deref(&self) -> &Meter {
+        &self.0
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.in_flight.dec();
+    }
+}
+
 /// The metrics of one backend, looked up once.
 #[derive(Debug)]
 pub(super) struct Meter {
-    pub(super) in_flight: Gauge,
+    in_flight: Gauge,
     prompt_tokens: Counter,
     predicted_tokens: Counter,
     cached_tokens: Counter,
@@ -126,6 +158,8 @@ impl RoutingMetrics {
     }
 
     pub(super) fn meter(&self, backend: &str) -> Arc<Meter> {
+        let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
+        shown.insert(backend.to_owned());
         let labels = Backend {
             backend: backend.to_owned(),
         };
@@ -141,8 +175,43 @@ impl RoutingMetrics {
             prompt_tokens: self.prompt_tokens.get_or_create_owned(&labels),
             predicted_tokens: self.predicted_tokens.get_or_create_owned(&labels),
             cached_tokens: self.cached_tokens.get_or_create_owned(&labels),
-            ended: [End::Finished, End::Broken, End::ClientLeft, End::NotRun].map(ended),
+            ended: ENDS.map(ended),
         })
+    }
+
+    /// Takes out the series of backends that `registered` does not name. What still runs there
+    /// counts on unseen.
+    pub(super) fn forget_removed(&self, registered: impl FnOnce() -> Arc<state::Registry>) {
+        let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
+        // Asked under the lock: a backend that came back meanwhile keeps what it was just given.
+        let registry = registered();
+        shown.retain(|backend| {
+            let is_registered = registry.backends.iter().any(|it| it.spec.id == *backend);
+            if !is_registered {
+                self.remove(backend);
+            }
+            is_registered
+        });
+    }
+
+    fn remove(&self, backend: &str) {
+        let labels = Backend {
+            backend: backend.to_owned(),
+        };
+        self.in_flight.remove(&labels);
+        for family in [
+            &self.prompt_tokens,
+            &self.predicted_tokens,
+            &self.cached_tokens,
+        ] {
+            family.remove(&labels);
+        }
+        for end in ENDS {
+            self.ended.remove(&Ended {
+                backend: backend.to_owned(),
+                outcome: end.label(),
+            });
+        }
     }
 
     pub(super) fn decided(&self, policy: &'static str, refusal: Option<NoBackend>) {

@@ -210,9 +210,11 @@ impl Router {
         &self.metrics
     }
 
-    /// Brings the gauges up to date; call it before a scrape.
+    /// Brings the gauges up to date and drops the series of removed backends; call it before a
+    /// scrape.
     pub fn refresh_metrics(&self) {
         self.metrics.show_outbox(&self.outbox_status());
+        self.metrics.forget_removed(|| self.view.registry());
     }
 
     /// How far the log is behind.

@@ -404,8 +404,9 @@ fn output_nobody_counted_is_estimated() {
     let (_, mut attempt) = bench.start(&identity);
     attempt.output("four");
     attempt.output("five5");
+    attempt.other_output(8);
     drop(attempt);
-    assert_eq!(bench.charged(), [0, 0, 3]);
+    assert_eq!(bench.charged(), [0, 0, 5]);
     bench.assert_quiet();
 }
 
@@ -475,6 +476,63 @@ fn metrics_show_predictions_and_ends() {
     ] {
         assert!(text.lines().any(|shown| shown == line), "{line} in\n{text}");
     }
+}
+
+#[test]
+fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
+    let bench = Bench::new(2);
+    let shown = || {
+        let mut registry = prometheus_client::registry::Registry::default();
+        bench.router.metrics().register(&mut registry);
+        bench.router.refresh_metrics();
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        let of = |id: &str| text.lines().filter(|line| line.contains(id)).count();
+        [of("backend=\"b0\""), of("backend=\"b1\"")]
+    };
+    let identity = bench.identify("hello");
+    let decision = bench.decide(&identity, &[Slot(1)]).unwrap();
+    let attempt = bench.router.dispatch(&decision, &identity, "ada");
+    let [first, second] = shown();
+    assert!(first > 0 && first == second);
+    bench.admin(Command::DeleteBackend {
+        name: "b0".to_owned(),
+    });
+    assert_eq!(shown(), [0, second]);
+    let late = bench.router.dispatch(&decision, &identity, "ada");
+    drop((attempt, late));
+    assert_eq!(shown(), [0, second]);
+    bench.admin(Command::PutBackend(super::fixture::spec(0, None)));
+    bench.router.backends.assume(Slot(0), &HEALTHY);
+    let (_, attempt) = bench.start(&identity);
+    attempt.end(End::Finished);
+    assert_eq!(shown(), [first, second]);
+    bench.assert_quiet();
+}
+
+#[test]
+fn a_word_on_the_cache_that_changes_makes_no_prompt_longer() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(400));
+    let (_, mut attempt) = bench.start(&identity);
+    attempt.usage(usage(100, Some(0), 1));
+    attempt.usage(usage(100, Some(60), 1));
+    attempt.usage(usage(110, Some(60), 1));
+    attempt.end(End::Finished);
+    assert_eq!(bench.charged(), [100, 10, 1]);
+}
+
+#[test]
+fn a_model_nobody_serves_is_not_remembered() {
+    let bench = Bench::new(1);
+    for name in ["other".to_owned(), "x".repeat(1000), "m".to_owned()] {
+        let parsed = Parsed {
+            model: name,
+            ..completion("hello")
+        };
+        let _ = bench.router.identify(&parsed);
+    }
+    assert_eq!(bench.router.ratios.len(), 1);
 }
 
 #[derive(Debug, Clone)]

@@ -1,8 +1,9 @@
 //! Cutting one envelope from the queue.
 
+use std::ops::Bound;
 use std::time::Instant;
 
-use state::command::{Command, EngineFacts, Envelope, Item, Lane, Origin};
+use state::command::{Charge, Command, EngineFacts, Envelope, Item, Lane, Origin};
 use state::ids::AttemptId;
 
 use super::steps::{Step, What};
@@ -106,10 +107,18 @@ impl Outbox {
             cut.put(Item::DefineUser { key, name }, bytes);
         }
         while cut.size.bytes < half
-            && let Some((_, charge)) = self.charges.pop_first()
+            && let Some(charge) = self.next_charge()
         {
             cut.put(Item::Charge(charge), CHARGE_BYTES);
         }
+    }
+
+    fn next_charge(&mut self) -> Option<Charge> {
+        let after = (Bound::Excluded(self.last_charged), Bound::Unbounded);
+        let next = self.charges.range(after).next();
+        let (&user, _) = next.or_else(|| self.charges.first_key_value())?;
+        self.last_charged = user;
+        self.charges.remove(&user)
     }
 
     fn cut_steps(&mut self, cut: &mut Cut) -> Vec<Step> {

@@ -10,7 +10,9 @@
 //!   attempt, and all of it is queued again at the front, from the prompt's first block on; until
 //!   the acquire is confirmed the whole chain is kept for that.
 //! - Without a quorum the queue fills. Beyond its bound the oldest attempts whose acquire was never
-//!   sent are forgotten with all their steps. Charges are kept: they add up per user.
+//!   sent are forgotten with all their steps. Charges are kept: they add up per user. Beyond
+//!   [`CHARGED_USERS_MAX`] users with charges queued, the requests of further ones are charged,
+//!   from their start to their end, to the user [`OVERFLOW_USER`].
 
 mod batch;
 pub(super) mod driver;
@@ -29,8 +31,11 @@ use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionI
 use self::steps::{Step, What, acquire_steps, runs_of};
 use super::overlay::{Overlay, Run};
 
-/// Users with a charge queued. Beyond it (no quorum, and made-up names) further users ride free.
+/// Users with a charge queued when a request of a further one begins. Reached only without a
+/// quorum, or by made-up names. Requests under way may add their users to it.
 const CHARGED_USERS_MAX: usize = 100_000;
+/// Who pays for all users beyond.
+const OVERFLOW_USER: &str = "overflow";
 /// Users remembered as named in this session; then all are named anew, which is harmless.
 const NAMED_USERS_MAX: usize = 100_000;
 /// Forgotten attempts whose steps still stand in the queue before it is swept.
@@ -132,6 +137,8 @@ pub(super) struct Outbox {
     /// Attempts whose steps in `steps` are void.
     forgotten: HashSet<AttemptId>,
     charges: BTreeMap<UserKey, Charge>,
+    /// The user whose charge left last: the next one's goes next, so that none waits for ever.
+    last_charged: UserKey,
     names: VecDeque<(UserKey, String)>,
     named: HashSet<UserKey>,
     facts: BTreeMap<BackendRef, EngineFacts>,
@@ -160,6 +167,7 @@ impl Outbox {
             unsent: VecDeque::new(),
             forgotten: HashSet::new(),
             charges: BTreeMap::new(),
+            last_charged: UserKey::default(),
             names: VecDeque::new(),
             named: HashSet::new(),
             facts: BTreeMap::new(),
@@ -239,10 +247,6 @@ impl Outbox {
 
     /// Adds to what `charge.user` owes.
     pub(super) fn charge(&mut self, charge: Charge) {
-        if self.charges.len() >= CHARGED_USERS_MAX && !self.charges.contains_key(&charge.user) {
-            self.dropped += 1;
-            return;
-        }
         let sum = self.charges.entry(charge.user).or_default();
         sum.user = charge.user;
         sum.input_uncached = sum.input_uncached.saturating_add(charge.input_uncached);
@@ -252,16 +256,32 @@ impl Outbox {
         sum.ended = sum.ended.saturating_add(charge.ended);
     }
 
+    /// Whom a request of the user `name` is charged to; names that user.
+    pub(super) fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
+        let user = state::prefix::user_key(hash_seed, name);
+        let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&user);
+        let (user, name) = if has_room {
+            (user, name)
+        } else {
+            (
+                state::prefix::user_key(hash_seed, OVERFLOW_USER),
+                OVERFLOW_USER,
+            )
+        };
+        self.name_user(user, name);
+        user
+    }
+
     /// Names a user, once per session.
-    pub(super) fn name_user(&mut self, key: UserKey, name: &str) {
+    fn name_user(&mut self, key: UserKey, name: &str) {
         if self.named.contains(&key) {
             return;
         }
         if self.named.len() >= NAMED_USERS_MAX {
             self.named.clear();
         }
-        if self.names.len() >= CHARGED_USERS_MAX {
-            self.dropped += 1;
+        // One more, for the user who pays for those beyond. Others are named when they come again.
+        if self.names.len() > CHARGED_USERS_MAX {
             return;
         }
         self.named.insert(key);

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{Desk, Driver, DriverMetrics};
 use super::fate::Next;
 use super::steps::RUN_BLOCKS_MAX;
-use super::{Outbox, OutboxSettings};
+use super::{CHARGED_USERS_MAX, OVERFLOW_USER, Outbox, OutboxSettings};
 use crate::ports::ProposeFailure;
 use crate::routing::fixture::{Fault, Log, Port};
 use crate::routing::overlay::Overlay;
@@ -208,6 +208,60 @@ fn a_refused_number_is_not_used_again() {
     let next = outbox.fate(reject(invalid), || unreachable!());
     assert!(matches!(next, Next::Refused(_)));
     assert_eq!(outbox.status(Instant::now()).dropped, 1);
+}
+
+#[test]
+fn beyond_the_bound_of_users_others_pay_into_one_account() {
+    let mut outbox = outbox(OutboxSettings::default());
+    let started = |outbox: &mut Outbox, name: &str| {
+        let user = outbox.payer(7, name);
+        outbox.charge(Charge {
+            user,
+            started: 1,
+            ..Charge::default()
+        });
+        user
+    };
+    for i in 0..CHARGED_USERS_MAX {
+        assert_eq!(started(&mut outbox, &i.to_string()), user(&i.to_string()));
+    }
+    assert_eq!(started(&mut outbox, "new"), user(OVERFLOW_USER));
+    assert_eq!(started(&mut outbox, "newer"), user(OVERFLOW_USER));
+    assert_eq!(started(&mut outbox, "5"), user("5"));
+    // One that began before the others came is settled as itself.
+    outbox.charge(Charge {
+        user: user("earlier"),
+        ended: 1,
+        ..Charge::default()
+    });
+    assert_eq!(outbox.charges[&user(OVERFLOW_USER)].started, 2);
+    assert_eq!(outbox.charges[&user("earlier")].ended, 1);
+    assert_eq!(outbox.status(Instant::now()).dropped, 0);
+}
+
+#[test]
+fn no_users_charge_waits_for_ever() {
+    let mut log = Log::new(&[None]);
+    let mut outbox = outbox(OutboxSettings::default());
+    let users: Vec<UserKey> = (0..1000).map(|i| user(&i.to_string())).collect();
+    for _ in 0..3 {
+        for user in &users {
+            outbox.charge(Charge {
+                user: *user,
+                output: 1,
+                ..Charge::default()
+            });
+        }
+        outbox.cut(Instant::now(), 5).expect("something waits");
+        deliver(&mut outbox, &mut log);
+    }
+    for user in users {
+        assert!(
+            log.state
+                .user(user)
+                .is_some_and(|user| user.total.output > 0)
+        );
+    }
 }
 
 #[test]
