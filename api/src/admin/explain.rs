@@ -47,7 +47,7 @@ pub(super) async fn explain(
     }
     let body = body_bytes(&would_be.body)?;
     at_level(&admin, query.read).await?;
-    let parsed = prompt::parse(&would_be.path, &body).map_err(|bad| {
+    let parsed = prompt::parse_routed(&would_be.path, &body).map_err(|bad| {
         let field = match &bad.param {
             Some(param) => format!("body.{param}"),
             None => "body".to_owned(),

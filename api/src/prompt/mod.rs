@@ -25,7 +25,7 @@ use state::ids::BlockHash;
 
 pub use flatten::append_reply;
 pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
-pub use read::parse;
+pub use read::{parse, parse_routed};
 
 /// What is read of a JSON body. Spans are byte ranges of the body.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

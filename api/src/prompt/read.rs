@@ -51,6 +51,25 @@ pub fn parse(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
     found.finish(Surface::of(path), text)
 }
 
+/// Reads a body posted to `path` for routing: where the engine answers without running its model
+/// (counting and rendering tokens), the body has no prompt, so nothing is charged or held cached.
+///
+/// # Errors
+/// As [`parse`].
+pub fn parse_routed(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
+    let mut parsed = parse(path, body)?;
+    if is_uncomputed(path) {
+        parsed.prompt = Prompt::default();
+        parsed.reply = ReplyShape::None;
+    }
+    Ok(parsed)
+}
+
+fn is_uncomputed(path: &str) -> bool {
+    let path = path.split('?').next().unwrap_or(path);
+    path == "/tokenize" || path.ends_with("/render") || path.ends_with("/count_tokens")
+}
+
 /// Bytes of an error's text kept at either end: it may quote a whole prompt.
 const QUOTED_BYTES_MAX: usize = 160;
 
