@@ -27,6 +27,9 @@ pub enum UsageSplice {
 
 const CONTINUOUS: &[u8] =
     br#""stream_options":{"include_usage":true,"continuous_usage_stats":true},"#;
+/// Longest options object that is completed, in bytes: real ones have a few members, and building
+/// the values of a long one costs many times its size. A longer one is left alone.
+const OPTIONS_BYTES_MAX: usize = 4096;
 const FINAL: &[u8] = br#""stream_options":{"include_usage":true},"#;
 
 /// The body for the engine, and what of its usage reports the client asked for itself.
@@ -80,6 +83,9 @@ fn insert(mode: UsageSplice, body: &Bytes, at: usize) -> Option<Segments> {
 /// Completes the client's own options object, or puts one in the place of null. It alone is
 /// written anew, with its other members.
 fn replace(mode: UsageSplice, body: &Bytes, (start, end): (usize, usize)) -> Option<Segments> {
+    if end.saturating_sub(start) > OPTIONS_BYTES_MAX {
+        return None;
+    }
     let options: Option<Map<String, Value>> = serde_json::from_slice(body.get(start..end)?).ok()?;
     let mut options = options.unwrap_or_default();
     options.insert("include_usage".to_owned(), Value::Bool(true));
@@ -163,6 +169,14 @@ mod tests {
             assert_eq!(out, body.replace(options, expected));
             assert!(!wanted.final_chunk);
         }
+    }
+
+    #[test]
+    fn options_that_are_long_for_no_reason_are_left_alone() {
+        let zeros = "0,".repeat(OPTIONS_BYTES_MAX);
+        let body = format!(r#"{{"model":"m","stream":true,"stream_options":{{"x":[{zeros}0]}}}}"#);
+        let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, &body);
+        assert_eq!((out, wanted), (body, Wanted::ALL));
     }
 
     #[test]
