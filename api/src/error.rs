@@ -132,6 +132,9 @@ pub enum Failure {
     /// No engine could be connected to.
     #[error("no backend could be reached")]
     Unreachable,
+    /// Every engine that could be asked refused, the last one in more words than are passed on.
+    #[error("the backends refuse this request for now")]
+    Refused,
     /// The engine closed the connection or answered something that is not HTTP.
     #[error("the backend broke off before it answered")]
     EngineBroke,
@@ -171,12 +174,13 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
         Failure::NoneHealthy => (503, "server_error", "no_healthy_backend"),
         Failure::Unreachable => (503, "server_error", "backend_unreachable"),
+        Failure::Refused => (503, "server_error", "backends_refuse"),
         Failure::Overloaded => (503, "server_error", "overloaded"),
         Failure::EngineBroke | Failure::EngineBrokeOff => (502, "server_error", "backend_broke"),
         Failure::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
     let retry_after_s = match failure {
-        Failure::NoneHealthy | Failure::Unreachable | Failure::Overloaded => {
+        Failure::NoneHealthy | Failure::Unreachable | Failure::Refused | Failure::Overloaded => {
             Some(UNAVAILABLE_RETRY_AFTER_S)
         }
         _ => None,

@@ -25,6 +25,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use prometheus_client::metrics::counter::Counter;
+use socket2::{SockRef, TcpKeepalive};
 use state::ids::BackendRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -45,6 +46,12 @@ pub struct PoolSettings {
     pub idle_timeout: Duration,
     /// Most idle connections kept per backend.
     pub idle_per_backend_max: usize,
+    /// Between TCP keep-alive probes: an engine that vanished without a word is noticed after about
+    /// ten of them.
+    pub keep_alive: Duration,
+    /// A reused connection that breaks within this time of a request, before a byte of the answer,
+    /// counts as closed by the engine before the request came. Later the engine was at work on it.
+    pub stale_within: Duration,
 }
 
 impl Default for PoolSettings {
@@ -53,6 +60,8 @@ impl Default for PoolSettings {
             connect_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(4),
             idle_per_backend_max: 256,
+            keep_alive: Duration::from_secs(20),
+            stale_within: Duration::from_secs(1),
         }
     }
 }
@@ -68,6 +77,18 @@ pub struct PoolCounters {
     pub reset: Counter,
 }
 
+/// Readies a socket: no delay, and TCP keep-alive probes `keep_alive` apart.
+///
+/// # Errors
+/// What the operating system says: most likely the connection is gone already.
+pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let keep_alive = TcpKeepalive::new()
+        .with_time(keep_alive)
+        .with_interval(keep_alive);
+    SockRef::from(stream).set_tcp_keepalive(&keep_alive)
+}
+
 /// Why an engine gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum SendFailure {
@@ -80,6 +101,9 @@ pub enum SendFailure {
     /// The connection broke, or what came over it was not HTTP. The engine may have begun.
     #[error("exchange: {0}")]
     Broke(#[source] hyper::Error),
+    /// The backend was removed, or replaced by another, since it was chosen.
+    #[error("backend is gone")]
+    Gone,
     /// The connection ended without an answer or an error.
     #[error("exchange: connection ended")]
     Ended,
@@ -254,29 +278,39 @@ impl Endpoint {
         self.idle().len()
     }
 
-    /// Sends the request that `build` makes and waits for the head of its answer. When a connection
-    /// that had served another request breaks before one byte of the answer, the engine had most
-    /// likely closed it meanwhile, and the request is built and sent once more over a new one.
+    /// Sends the request that `build` makes and waits for the head of its answer. `build` is called
+    /// when there is a connection to send over. When one that had served another request breaks at
+    /// once and before a byte of the answer, the engine had most likely closed it meanwhile, and the
+    /// request is built and sent once more over a new one. If there is no new one, what broke the
+    /// first is answered: the request may have reached the engine, and may be what it died of.
     ///
     /// # Errors
-    /// [`SendFailure`]; only [`SendFailure::Url`] and [`SendFailure::Connect`] mean that nothing
-    /// reached the engine.
+    /// [`SendFailure`]; only [`SendFailure::Connect`] means that nothing reached the engine.
     pub async fn send(
         self: &Arc<Self>,
         build: &(impl Fn() -> Request<Segments> + Sync),
     ) -> Result<Response<EngineBody>, SendFailure> {
+        let mut broken = None;
         if let Some(link) = self.take_idle() {
             self.counters.reused.inc();
             let heard = Arc::clone(&link.heard);
+            let began = Instant::now();
             match self.exchange(link, build()).await {
-                Err(_) if !heard.load(Ordering::Relaxed) => {
+                Err(failure)
+                    if !heard.load(Ordering::Relaxed)
+                        && began.elapsed() < self.settings.stale_within =>
+                {
                     self.counters.reset.inc();
+                    broken = Some(failure);
                 }
                 done => return done,
             }
         }
-        let link = self.connect().await?;
-        self.exchange(link, build()).await
+        match (self.connect().await, broken) {
+            (Ok(link), _) => self.exchange(link, build()).await,
+            (Err(_), Some(broken)) => Err(broken),
+            (Err(failure), None) => Err(failure),
+        }
     }
 
     async fn connect(&self) -> Result<Box<Link>, SendFailure> {
@@ -285,7 +319,7 @@ impl Endpoint {
             .await
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
             .map_err(SendFailure::Connect)?;
-        stream.set_nodelay(true).map_err(SendFailure::Connect)?;
+        prepare(&stream, self.settings.keep_alive).map_err(SendFailure::Connect)?;
         self.counters.opened.inc();
         let heard = Arc::new(AtomicBool::new(false));
         let io = TokioIo::new(Listening {
@@ -510,5 +544,21 @@ impl Body for EngineBody {
 
     fn size_hint(&self) -> SizeHint {
         self.incoming.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn sockets_are_probed_and_not_delayed() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        prepare(&stream, Duration::from_secs(20)).unwrap();
+        assert!(stream.nodelay().unwrap());
+        assert!(SockRef::from(&stream).keepalive().unwrap());
     }
 }

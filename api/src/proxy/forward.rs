@@ -6,18 +6,19 @@
 //! repeated elsewhere, because the engine may have computed on it, or have died of it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::ids::Slot;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
 use super::headers::{Hop, add_decision, clean_answer, toward_engine};
-use super::relay::{Content, Relay, Source, Waits};
+use super::relay::{Content, ERROR_BYTES_MAX, Relay, Source, Waits};
 use super::splice::splice;
 use super::sse::{Events, Wanted};
 use crate::backends::pool::{EngineBody, Segments, SendFailure};
@@ -25,8 +26,6 @@ use crate::error::Failure;
 use crate::prompt::{Identity, Parsed};
 use crate::routing::{Ask, Attempt, Decision, End};
 
-/// Longest answer kept while another backend is tried, in bytes.
-const HELD_ANSWER_BYTES_MAX: usize = 64 * 1024;
 /// How long the rest of such an answer is waited for.
 const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -163,31 +162,77 @@ async fn attempt(
     let attempt = proxy
         .router
         .dispatch(decision, &asked.identity, &asked.user);
-    let sent = timeout_at(sending.first_byte_by, send(proxy, sending, decision)).await;
+    let pending = Pending::of(attempt);
+    let send = send(proxy, sending, decision, &pending.is_sent);
+    let sent = timeout_at(sending.first_byte_by, send).await;
+    let (attempt, is_sent) = pending.over();
     let failure = match sent {
+        Ok(Ok(response)) if response.status().is_informational() => {
+            // Nobody asked for another protocol.
+            SendFailure::Ended
+        }
         Ok(Ok(response)) => {
             let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
             if !is_refusal || is_last {
                 return Tried::Answered(response, attempt);
             }
             attempt.end(End::NotRun);
-            return Tried::NotRun(Last::Refused(hold(proxy, decision, response).await));
+            let held = hold(decision, response).await;
+            return Tried::NotRun(held.map_or(Last::Failed(Failure::Refused), Last::Refused));
         }
         Ok(Err(failure)) => failure,
         Err(_) => {
             // It may have computed all the while.
-            attempt.end(End::Broken);
+            attempt.end(if is_sent { End::Broken } else { End::NotRun });
             return Tried::Lost(Failure::EngineTimeout);
         }
     };
     attempt.end(End::NotRun);
-    proxy.backends.report_failure(decision.backend.slot);
+    if !matches!(failure, SendFailure::Gone) {
+        proxy.backends.report_failure(decision.backend.slot);
+    }
     tracing::debug!(backend = &*decision.name, error = %failure, "attempt failed");
     match failure {
-        SendFailure::Url(_) | SendFailure::Connect(_) => {
+        SendFailure::Url(_) | SendFailure::Gone | SendFailure::Connect(_) => {
             Tried::NotRun(Last::Failed(Failure::Unreachable))
         }
         SendFailure::Broke(_) | SendFailure::Ended => Tried::Lost(Failure::EngineBroke),
+    }
+}
+
+/// An attempt while its answer's head is waited for. A client that leaves then pays only if its
+/// request was sent.
+struct Pending {
+    attempt: Option<Attempt>,
+    is_sent: AtomicBool,
+}
+
+impl Pending {
+    fn of(attempt: Attempt) -> Self {
+        Self {
+            attempt: Some(attempt),
+            is_sent: AtomicBool::new(false),
+        }
+    }
+
+    /// The wait is over: the attempt, and whether its request was sent.
+    fn over(mut self) -> (Attempt, bool) {
+        let attempt = self.attempt.take();
+        let is_sent = self.is_sent.load(Ordering::Relaxed);
+        (attempt.expect("it is taken here only"), is_sent)
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if let Some(attempt) = self.attempt.take() {
+            let is_sent = self.is_sent.load(Ordering::Relaxed);
+            attempt.end(if is_sent {
+                End::ClientLeft
+            } else {
+                End::NotRun
+            });
+        }
     }
 }
 
@@ -195,15 +240,20 @@ async fn send(
     proxy: &Proxy,
     sending: &Sending<'_>,
     decision: &Decision,
+    is_sent: &AtomicBool,
 ) -> Result<Response<EngineBody>, SendFailure> {
     let asked = sending.asked;
     let registry = proxy.view.registry();
-    let slot = decision.backend.slot;
-    let url = registry
+    let backend = registry
         .backends
-        .binary_search_by_key(&slot, |backend| backend.handle.slot)
-        .map_or("", |at| registry.backends[at].spec.url.as_str());
-    let endpoint = proxy.pool.endpoint(decision.backend, url)?;
+        .binary_search_by_key(&decision.backend.slot, |backend| backend.handle.slot)
+        .map(|at| &registry.backends[at])
+        .ok()
+        .filter(|backend| backend.handle == decision.backend)
+        .ok_or(SendFailure::Gone)?;
+    let endpoint = proxy
+        .pool
+        .endpoint(decision.backend, backend.spec.url.as_str())?;
     drop(registry);
     let hop = Hop {
         peer: &asked.peer,
@@ -212,6 +262,7 @@ async fn send(
         forward_credentials: proxy.settings.forward_credentials,
     };
     let build = || {
+        is_sent.store(true, Ordering::Relaxed);
         let mut request = Request::new(sending.body.clone());
         *request.method_mut() = Method::POST;
         *request.uri_mut() = sending.uri.clone();
@@ -221,26 +272,18 @@ async fn send(
     endpoint.send(&build).await
 }
 
-/// Reads a refusal, so that it can be passed on should nobody else be found.
-async fn hold(
-    proxy: &Proxy,
-    decision: &Decision,
-    response: Response<EngineBody>,
-) -> Response<Bytes> {
+/// Reads a refusal, so that it can be passed on should nobody else be found. `None` when it is too
+/// long or does not come.
+async fn hold(decision: &Decision, response: Response<EngineBody>) -> Option<Response<Bytes>> {
     let (mut head, body) = response.into_parts();
-    let body = timeout(
-        HELD_ANSWER_TIMEOUT,
-        Limited::new(body, HELD_ANSWER_BYTES_MAX).collect(),
-    );
-    // The status says enough where the rest is too long or does not come.
-    let body = match body.await {
-        Ok(Ok(body)) => body.to_bytes(),
-        Ok(Err(_)) | Err(_) => Bytes::new(),
-    };
+    let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);
+    let body = timeout(HELD_ANSWER_TIMEOUT, Limited::new(body, bytes_max).collect());
+    let body = body.await.ok()?.ok()?.to_bytes();
     clean_answer(&mut head.headers);
     head.headers.remove(CONTENT_LENGTH);
-    add_decision(&mut head.headers, &proxy.replica, decision);
-    Response::from_parts(head, body)
+    head.version = Version::default();
+    add_decision(&mut head.headers, decision);
+    Some(Response::from_parts(head, body))
 }
 
 fn relay(
@@ -264,7 +307,9 @@ fn relay(
     if let Content::Events { .. } = content {
         head.headers.remove(CONTENT_LENGTH);
     }
-    add_decision(&mut head.headers, &proxy.replica, decision);
+    // A hop's own: with an engine's HTTP/1.0 the client's stream would lose its framing.
+    head.version = Version::default();
+    add_decision(&mut head.headers, decision);
     let source = Source {
         backends: Arc::clone(&proxy.backends),
         slot: decision.backend.slot,
@@ -281,7 +326,7 @@ fn relay(
 
 /// How the body of an answer is read.
 fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: Wanted) -> Content {
-    if status.is_client_error() || status.is_server_error() {
+    if !status.is_success() {
         return Content::error();
     }
     let is_encoded = headers

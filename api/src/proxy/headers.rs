@@ -19,7 +19,8 @@ pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
-const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
+/// The replica that answers.
+pub(super) const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
 const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
@@ -125,8 +126,7 @@ pub(super) fn clean_answer(headers: &mut HeaderMap) {
 }
 
 /// Adds what the client may know of a decision.
-pub(super) fn add_decision(headers: &mut HeaderMap, replica: &HeaderValue, decision: &Decision) {
-    headers.insert(REPLICA, replica.clone());
+pub(super) fn add_decision(headers: &mut HeaderMap, decision: &Decision) {
     if let Ok(name) = HeaderValue::from_str(&decision.name) {
         headers.insert(BACKEND, name);
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use serde::Deserialize;
 
-use super::scan::{first_element, members, string, value_of};
+use super::scan::{elements, members, string, value_of};
 use crate::routing::Usage;
 
 /// What one JSON document, an event's payload or a whole answer, tells.
@@ -14,8 +14,12 @@ use crate::routing::Usage;
 pub(super) struct Findings<'a> {
     /// Tokens so far, when the document reports them.
     pub(super) usage: Option<Usage>,
-    /// Text of the first choice.
+    /// Text that continues the prompt: of the first choice, or of the one answer.
     pub(super) text: Option<Cow<'a, str>>,
+    /// Bytes of what was made beside it: other choices, reasoning, arguments of tool calls.
+    pub(super) other_bytes: usize,
+    /// Index of the choice the document is about, when it is about one.
+    pub(super) choice: Option<u64>,
     /// The top-level `usage` member together with the comma that ties it to its neighbours.
     pub(super) usage_member: Option<Range<usize>>,
     /// Whether the top-level `usage` is there but null.
@@ -29,6 +33,7 @@ pub(super) fn inspect(json: &[u8]) -> Findings<'_> {
     let mut findings = Findings::default();
     let mut previous_end = None;
     let mut cut_to_next_member = None;
+    let (mut kind, mut delta) = (&b""[..], None);
     for member in members(json) {
         let key_start = member.key.start - 1;
         if let Some(start) = cut_to_next_member.take() {
@@ -47,10 +52,16 @@ pub(super) fn inspect(json: &[u8]) -> Findings<'_> {
                     }
                 }
             }
-            b"choices" => match first_element(value) {
-                Some(choice) => findings.text = choice_text(choice),
-                None => findings.has_no_choices = value.first() == Some(&b'['),
-            },
+            b"choices" => findings.read_choices(value),
+            b"type" => kind = value,
+            b"delta" => delta = Some(value),
+            // Whole answers of the messages and the responses endpoint.
+            b"content" => findings.read_parts(value),
+            b"output" => {
+                for content in elements(value).filter_map(|item| value_of(item, "content")) {
+                    findings.read_parts(content);
+                }
+            }
             // `response.completed` of the responses endpoint, `message_start` of messages.
             b"response" | b"message" if value.first() == Some(&b'{') => {
                 let nested = value_of(value, "usage").and_then(read_usage);
@@ -60,7 +71,74 @@ pub(super) fn inspect(json: &[u8]) -> Findings<'_> {
         }
         previous_end = Some(member.value.end);
     }
+    if let Some(delta) = delta {
+        findings.read_delta(kind, delta);
+    }
     findings
+}
+
+impl<'a> Findings<'a> {
+    fn read_choices(&mut self, choices: &'a [u8]) {
+        let mut count = 0_usize;
+        for choice in elements(choices) {
+            count += 1;
+            let made = Made::of(choice);
+            self.other_bytes += made.other_bytes;
+            match made.text {
+                Some(text) if made.index == 0 => self.add_text(text),
+                text => self.other_bytes += text.map_or(0, |text| text.len()),
+            }
+            self.choice = (count == 1).then_some(made.index);
+        }
+        self.has_no_choices = count == 0 && choices.first() == Some(&b'[');
+    }
+
+    /// Content parts of a whole answer.
+    fn read_parts(&mut self, parts: &'a [u8]) {
+        for part in elements(parts) {
+            let kind = value_of(part, "type").unwrap_or_default();
+            if matches!(kind, br#""text""# | br#""output_text""#)
+                && let Some(text) = value_of(part, "text").and_then(string)
+            {
+                self.add_text(text);
+            }
+        }
+    }
+
+    /// The `delta` of an event of the responses endpoint, a string, or of the messages endpoint, an
+    /// object.
+    fn read_delta(&mut self, kind: &[u8], delta: &'a [u8]) {
+        if delta.first() == Some(&b'"') {
+            if kind == br#""response.output_text.delta""# {
+                string(delta)
+                    .into_iter()
+                    .for_each(|text| self.add_text(text));
+            } else if memchr::memmem::find(kind, b"audio").is_none() {
+                self.other_bytes += literal_bytes(delta);
+            }
+            return;
+        }
+        for member in members(delta) {
+            let value = &delta[member.value];
+            match &delta[member.key] {
+                b"text" => string(value)
+                    .into_iter()
+                    .for_each(|text| self.add_text(text)),
+                b"thinking" | b"partial_json" => self.other_bytes += literal_bytes(value),
+                _ => {}
+            }
+        }
+    }
+
+    fn add_text(&mut self, text: Cow<'a, str>) {
+        if text.is_empty() {
+            return;
+        }
+        match &mut self.text {
+            Some(earlier) => earlier.to_mut().push_str(&text),
+            none => *none = Some(text),
+        }
+    }
 }
 
 /// Usage in a document whose beginning is missing: the last `"usage":` that holds an object.
@@ -73,20 +151,62 @@ pub(super) fn usage_in_tail(tail: &[u8]) -> Option<Usage> {
     value_of(&document, "usage").and_then(read_usage)
 }
 
-/// Text of a choice: a chunk's delta, a whole message or a completion. Only of the first choice:
-/// the others continue the prompt each in their own way.
-fn choice_text(choice: &[u8]) -> Option<Cow<'_, str>> {
-    let mut text = None;
-    for member in members(choice) {
-        let value = &choice[member.value];
-        match &choice[member.key] {
-            b"index" if value != b"0" => return None,
-            b"delta" | b"message" => text = value_of(value, "content").and_then(string),
-            b"text" => text = string(value),
-            _ => {}
+/// What a choice tells: a chunk's delta, a whole message or a completion.
+struct Made<'a> {
+    index: u64,
+    text: Option<Cow<'a, str>>,
+    other_bytes: usize,
+}
+
+impl<'a> Made<'a> {
+    fn of(choice: &'a [u8]) -> Self {
+        let mut made = Self {
+            index: 0,
+            text: None,
+            other_bytes: 0,
+        };
+        for member in members(choice) {
+            let value = &choice[member.value];
+            match &choice[member.key] {
+                b"index" => made.index = serde_json::from_slice(value).unwrap_or(0),
+                b"delta" | b"message" => made.read_message(value),
+                b"text" => made.text = string(value),
+                _ => {}
+            }
         }
+        made
     }
-    text.filter(|text| !text.is_empty())
+
+    fn read_message(&mut self, message: &'a [u8]) {
+        // Engines write reasoning under its old and its new name at once.
+        let mut reasoning_bytes = 0;
+        for member in members(message) {
+            let value = &message[member.value];
+            match &message[member.key] {
+                b"content" => self.text = string(value),
+                b"reasoning" | b"reasoning_content" => {
+                    reasoning_bytes = reasoning_bytes.max(literal_bytes(value));
+                }
+                b"refusal" => self.other_bytes += literal_bytes(value),
+                b"tool_calls" => {
+                    let functions = elements(value).filter_map(|call| value_of(call, "function"));
+                    let arguments = functions.filter_map(|it| value_of(it, "arguments"));
+                    self.other_bytes += arguments.map(literal_bytes).sum::<usize>();
+                }
+                _ => {}
+            }
+        }
+        self.other_bytes += reasoning_bytes;
+    }
+}
+
+/// Length of a string literal's text, escapes counted as written; 0 for other values.
+fn literal_bytes(literal: &[u8]) -> usize {
+    if literal.first() == Some(&b'"') {
+        literal.len().saturating_sub(2)
+    } else {
+        0
+    }
 }
 
 /// Token counts under the names of all endpoints.
@@ -115,8 +235,10 @@ fn read_usage(json: &[u8]) -> Option<Usage> {
     if reported.prompt_tokens.is_none() && reported.completion_tokens.is_none() {
         return None;
     }
-    let beside = reported.cache_read_input_tokens.unwrap_or(0)
-        + reported.cache_creation_input_tokens.unwrap_or(0);
+    let beside = reported
+        .cache_read_input_tokens
+        .unwrap_or(0)
+        .saturating_add(reported.cache_creation_input_tokens.unwrap_or(0));
     let details = reported
         .prompt_tokens_details
         .and_then(|details| details.cached_tokens);
@@ -199,6 +321,74 @@ mod tests {
         assert_eq!(inspect(json).text, None);
         let json = br#"{"choices":[{"text":"whole","index":0}]}"#;
         assert_eq!(inspect(json).text.as_deref(), Some("whole"));
+    }
+
+    #[test]
+    fn text_is_found_under_every_endpoints_names() {
+        for (json, text, other_bytes) in [
+            (
+                r#"{"delta":"a\nb","type":"response.output_text.delta"}"#,
+                Some("a\nb"),
+                0,
+            ),
+            (
+                r#"{"type":"response.reasoning_text.delta","delta":"hmm"}"#,
+                None,
+                3,
+            ),
+            (r#"{"type":"response.audio.delta","delta":"AAAA"}"#, None, 0),
+            (
+                r#"{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"hi"}}"#,
+                Some("hi"),
+                0,
+            ),
+            (
+                r#"{"type":"content_block_delta","delta":{"type":"input_json_delta","partial_json":"{\"a"}}"#,
+                None,
+                4,
+            ),
+            (
+                r#"{"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":6}}"#,
+                None,
+                0,
+            ),
+            (
+                r#"{"type":"message","content":[{"type":"thinking","thinking":"x"},{"type":"text","text":"a"},{"type":"text","text":"b"}]}"#,
+                Some("ab"),
+                0,
+            ),
+            (
+                r#"{"output":[{"type":"reasoning"},{"type":"message","content":[{"type":"output_text","text":"c"}]}]}"#,
+                Some("c"),
+                0,
+            ),
+        ] {
+            let found = inspect(json.as_bytes());
+            assert_eq!(
+                (found.text.as_deref(), found.other_bytes),
+                (text, other_bytes),
+                "{json}"
+            );
+        }
+    }
+
+    #[test]
+    fn all_that_was_made_is_counted() {
+        let json = br#"{"choices":[{"index":0,"delta":{"content":"ab","reasoning":"xyz","reasoning_content":"xyz","tool_calls":[{"function":{"arguments":"1234"}},{"function":{"arguments":"5"}}]}}]}"#;
+        let found = inspect(json);
+        assert_eq!((found.choice, found.other_bytes), (Some(0), 8));
+        let json = br#"{"choices":[{"index":0,"text":"a"},{"index":1,"text":"bcd"}]}"#;
+        let found = inspect(json);
+        assert_eq!(
+            (found.choice, found.text.as_deref(), found.other_bytes),
+            (None, Some("a"), 3)
+        );
+    }
+
+    #[test]
+    fn counts_beyond_all_measure_do_not_overflow() {
+        let json = br#"{"usage":{"input_tokens":1,"cache_read_input_tokens":18446744073709551615,"cache_creation_input_tokens":1}}"#;
+        assert_eq!(inspect(json).usage.unwrap().prompt_tokens, u64::MAX);
     }
 
     #[test]

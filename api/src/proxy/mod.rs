@@ -7,6 +7,8 @@
 //! future and then the body that hyper drops when the client's connection ends, whether that is
 //! during prefill or in mid-stream.
 //!
+//! So does one that stays and stops reading, after [`Timeouts::untaken`].
+//!
 //! A client that shuts down only its sending side counts as gone: engines' time is too dear to be
 //! spent on an answer that may have no reader, and no common HTTP client does this. The same goes
 //! for one that pipelines requests on a connection; its departure is noticed when the answer before
@@ -20,6 +22,7 @@ mod headers;
 mod inspect;
 mod metrics;
 mod models;
+mod pace;
 mod relay;
 mod request;
 mod routes;
@@ -35,10 +38,11 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
-use http::{HeaderValue, Request, Response};
+use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use state::View;
+use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
 pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
@@ -52,11 +56,12 @@ pub use splice::UsageSplice;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{Failure, openai_response};
-use crate::prompt::{Identity, Parsed};
+use crate::prompt::{self, Identity, Parsed, Prompt};
 use crate::routing::Router;
 use forward::{Asked, Forwarded, forward};
-use headers::{REQUEST_ID, request_id};
+use headers::{REPLICA, REQUEST_ID, request_id};
 use metrics::Ledger;
+use pace::{Handed, hand_over};
 use relay::Relay;
 use routes::Route;
 
@@ -73,6 +78,8 @@ pub struct Proxy {
     settings: ProxySettings,
     metrics: Arc<ProxyMetrics>,
     replica: HeaderValue,
+    /// Tasks beside those of the connections: h2 streams, and answers to them.
+    tasks: TaskTracker,
 }
 
 /// The body of an answer.
@@ -83,6 +90,8 @@ enum Kind {
     Local(Option<Bytes>),
     /// An engine's.
     Relay(Box<Relay>),
+    /// An engine's, made by another task.
+    Handed(Handed),
 }
 
 impl Proxy {
@@ -105,6 +114,7 @@ impl Proxy {
             settings,
             metrics,
             replica,
+            tasks: TaskTracker::new(),
         }
     }
 
@@ -122,6 +132,7 @@ impl Proxy {
             path = request.uri().path()
         );
         let (head, body) = request.into_parts();
+        let version = head.version;
         let handled = self
             .handle(peer, id.clone(), head, body)
             .instrument(span)
@@ -131,7 +142,7 @@ impl Proxy {
                 ledger.answered(response.status());
                 response.map(|mut relay| {
                     relay.account(ledger);
-                    AnswerBody(Kind::Relay(relay))
+                    AnswerBody(self.body(relay, version))
                 })
             }
             Ok(Forwarded::Held(response)) => {
@@ -155,8 +166,20 @@ impl Proxy {
                 local(response, outcome, ledger)
             }
         };
-        response.headers_mut().insert(REQUEST_ID, id);
+        let headers = response.headers_mut();
+        headers.insert(REQUEST_ID, id);
+        headers.insert(REPLICA, self.replica.clone());
         response
+    }
+
+    /// Over HTTP/1.1 the connection drives the answer; see [`pace`].
+    fn body(&self, relay: Box<Relay>, version: Version) -> Kind {
+        if version == Version::HTTP_2 && !relay.is_end_stream() {
+            let untaken = self.settings.timeouts.untaken;
+            Kind::Handed(hand_over(relay, untaken, &self.tasks))
+        } else {
+            Kind::Relay(relay)
+        }
     }
 
     async fn handle(
@@ -254,11 +277,13 @@ fn parse_and_identify(
     path: &str,
     body: &Bytes,
 ) -> Result<(Parsed, Identity), Failure> {
-    let parsed = crate::prompt::parse(path, body).map_err(|bad| Failure::BadRequest {
+    let mut parsed = prompt::parse_routed(path, body).map_err(|bad| Failure::BadRequest {
         message: bad.message,
         param: bad.param,
     })?;
     let identity = router.identify(&parsed);
+    // As long as the body, and not needed any more.
+    parsed.prompt = Prompt::default();
     Ok((parsed, identity))
 }
 
@@ -279,6 +304,7 @@ impl Body for AnswerBody {
         match &mut self.0 {
             Kind::Local(body) => Poll::Ready(body.take().map(|body| Ok(Frame::data(body)))),
             Kind::Relay(relay) => Pin::new(&mut **relay).poll_frame(cx),
+            Kind::Handed(handed) => Pin::new(handed).poll_frame(cx),
         }
     }
 
@@ -286,6 +312,7 @@ impl Body for AnswerBody {
         match &self.0 {
             Kind::Local(body) => body.is_none(),
             Kind::Relay(relay) => relay.is_end_stream(),
+            Kind::Handed(handed) => handed.is_end_stream(),
         }
     }
 
@@ -295,6 +322,7 @@ impl Body for AnswerBody {
                 SizeHint::with_exact(body.as_ref().map_or(0, |body| body.len() as u64))
             }
             Kind::Relay(relay) => relay.size_hint(),
+            Kind::Handed(handed) => handed.size_hint(),
         }
     }
 }

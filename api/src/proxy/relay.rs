@@ -2,7 +2,7 @@
 //! takes them; what they tell is noted; however it ends, the books are closed.
 
 use std::collections::VecDeque;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -25,7 +25,7 @@ use crate::routing::{Attempt, End};
 /// How much of the end of a document is kept to be read, in bytes.
 const TAIL_BYTES_MAX: usize = 256 * 1024;
 /// Longest error answer of an engine that is passed on, in bytes.
-const ERROR_BYTES_MAX: u64 = 1024 * 1024;
+pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
 
 /// Why an answer ends before its end. The connection to the client is then cut, so that nobody
 /// takes what came for the whole.
@@ -40,6 +40,9 @@ pub enum BrokenAnswer {
     /// The engine's connection ended in a way that leaves open whether the stream was complete.
     #[error("stream ended without its last event")]
     Unfinished,
+    /// The client took nothing of it for too long.
+    #[error("client does not take the answer")]
+    Untaken,
     /// An error answer beyond all measure.
     #[error("error answer is too long")]
     TooLong,
@@ -59,7 +62,7 @@ pub(super) enum Content {
     Document(Tail),
     /// Anything else.
     Opaque,
-    /// An engine's own error.
+    /// An engine's own error, or another answer that is no success.
     Error {
         /// How many bytes may still pass.
         bytes_left: u64,
@@ -159,6 +162,29 @@ struct Books {
     attempt: Option<Attempt>,
     ledger: Option<Ledger>,
     has_begun: bool,
+    choices: Choices,
+}
+
+/// Output tokens by choice. On a chunk about one choice, vLLM and SGLang report that choice's
+/// tokens only; the usage without choices at the end is the sum.
+#[derive(Default)]
+struct Choices(Vec<(u64, u64)>);
+
+/// Most choices counted apart.
+const CHOICES_MAX: usize = 1024;
+
+impl Choices {
+    /// Tokens of all choices when `choice` has `tokens`.
+    fn sum(&mut self, choice: u64, tokens: u64) -> u64 {
+        if let Some((_, known)) = self.0.iter_mut().find(|(index, _)| *index == choice) {
+            *known = tokens.max(*known);
+        } else if self.0.len() < CHOICES_MAX {
+            self.0.push((choice, tokens));
+        }
+        self.0
+            .iter()
+            .fold(0, |sum, (_, tokens)| sum.saturating_add(*tokens))
+    }
 }
 
 impl Books {
@@ -166,11 +192,16 @@ impl Books {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
-        if let Some(usage) = findings.usage {
-            attempt.usage(usage);
-        }
+        // The text first: a report covers the text it comes with.
         if let Some(text) = &findings.text {
             attempt.output(text);
+        }
+        attempt.other_output(findings.other_bytes);
+        if let Some(mut usage) = findings.usage {
+            if let Some(choice) = findings.choice {
+                usage.completion_tokens = self.choices.sum(choice, usage.completion_tokens);
+            }
+            attempt.usage(usage);
         }
     }
 
@@ -200,12 +231,18 @@ impl Relay {
                 attempt,
                 ledger: None,
                 has_begun: false,
+                choices: Choices::default(),
             },
             source,
             patience: Patience::until(waits.first_byte_by),
             answer_idle: waits.answer_idle,
             is_over: false,
         }
+    }
+
+    /// The next frame.
+    pub(super) async fn frame(&mut self) -> Option<Result<Frame<Bytes>, BrokenAnswer>> {
+        poll_fn(|cx| Pin::new(&mut *self).poll_frame(cx)).await
     }
 
     /// Hands over the request's account. An answer without a body is at its end with that.

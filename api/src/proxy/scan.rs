@@ -62,15 +62,36 @@ pub(super) fn value_of<'a>(json: &'a [u8], key: &str) -> Option<&'a [u8]> {
     Some(&json[member.value])
 }
 
-/// The first element of the array `json` begins with; `None` when it is empty or no array.
-pub(super) fn first_element(json: &[u8]) -> Option<&[u8]> {
+/// Goes through the elements of an array, in order.
+pub(super) struct Elements<'a> {
+    json: &'a [u8],
+    /// Where the next element, or the array's end, is looked for; `None` after the end.
+    at: Option<usize>,
+}
+
+/// The elements of the array that `json` begins with, after white space. None for other values.
+pub(super) fn elements(json: &[u8]) -> Elements<'_> {
     let start = skip_space(json, 0);
-    if json.get(start) != Some(&b'[') {
-        return None;
+    let at = (json.get(start) == Some(&b'[')).then_some(start + 1);
+    Elements { json, at }
+}
+
+impl<'a> Iterator for Elements<'a> {
+    type Item = &'a [u8];
+
+    fn next(&mut self) -> Option<&'a [u8]> {
+        let json = self.json;
+        let start = skip_space(json, self.at.take()?);
+        let end = skip_value(json, start)?;
+        if end == start {
+            return None;
+        }
+        let comma = skip_space(json, end);
+        if json.get(comma) == Some(&b',') {
+            self.at = Some(comma + 1);
+        }
+        Some(&json[start..end])
     }
-    let value = skip_space(json, start + 1);
-    let end = skip_value(json, value)?;
-    (end > value).then(|| &json[value..end])
 }
 
 /// The text of a string literal, quotes included.
@@ -172,7 +193,9 @@ mod tests {
         let whole = r#"{"a":{"b":"\"}"},"c":[1,2,"x"],"d":"\u00e9"}"#;
         for end in 0..whole.len() {
             let _ = members(&whole.as_bytes()[..end]).count();
-            let _ = first_element(&whole.as_bytes()[..end]);
+            let _ = elements(&whole.as_bytes()[..end]).count();
+            let array = value_of(whole.as_bytes(), "c").unwrap();
+            let _ = elements(&array[..end.min(array.len())]).count();
         }
     }
 
@@ -181,7 +204,15 @@ mod tests {
         assert_eq!(string(br#""abc""#).as_deref(), Some("abc"));
         assert_eq!(string(br#""a\n\u00e9""#).as_deref(), Some("a\né"));
         assert_eq!(string(b"1"), None);
-        assert_eq!(first_element(b" [ ]"), None);
-        assert_eq!(first_element(b"[{\"a\":1}, 2]"), Some(&b"{\"a\":1}"[..]));
+    }
+
+    #[test]
+    fn elements_keep_their_bytes() {
+        let read = |json: &'static str| -> Vec<&[u8]> { elements(json.as_bytes()).collect() };
+        assert!(read(" [ ]").is_empty() && read("{}").is_empty() && read("").is_empty());
+        assert_eq!(
+            read(r#"[{"a":[1,2]}, 2 ,"],"]"#),
+            [&br#"{"a":[1,2]}"#[..], b"2", br#""],""#]
+        );
     }
 }

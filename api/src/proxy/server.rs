@@ -1,6 +1,7 @@
 //! Accepts connections, speaks HTTP/1.1 and h2c on them, and drains.
 
 use std::convert::Infallible;
+use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -8,11 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::HeaderValue;
+use http::header::CONNECTION;
+use http::{HeaderValue, Request, Version};
+use hyper::body::Incoming;
+use hyper::rt::Executor;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use socket2::{SockRef, TcpKeepalive};
+use prometheus_client::metrics::gauge::Gauge;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
@@ -20,7 +24,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::Proxy;
-use super::settings::ProxySettings;
+use super::pace::Paced;
+use crate::backends::pool::prepare;
 
 /// How often idle connections to engines are looked through.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
@@ -33,6 +38,7 @@ const H2_WINDOW_BYTES: u32 = 1024 * 1024;
 pub struct Server {
     listener: TcpListener,
     proxy: Arc<Proxy>,
+    leaving: CancellationToken,
 }
 
 /// How draining went.
@@ -46,21 +52,38 @@ impl Server {
     /// Serves nothing before [`Server::run`]; connections wait in the listener's backlog.
     #[must_use]
     pub fn new(listener: TcpListener, proxy: Arc<Proxy>) -> Self {
-        Self { listener, proxy }
+        Self {
+            listener,
+            proxy,
+            leaving: CancellationToken::new(),
+        }
+    }
+
+    /// From when `leaving` is cancelled, every HTTP/1.1 answer says `connection: close`, so that
+    /// clients that ask again go elsewhere before the connection is closed under their hands.
+    /// Connections are accepted and served as before.
+    #[must_use]
+    pub fn leaving(self, leaving: CancellationToken) -> Self {
+        Self { leaving, ..self }
     }
 
     /// Serves until `drain` is cancelled. Then stops accepting, lets every connection finish what
     /// it has begun (`connection: close` and GOAWAY tell clients to go elsewhere), and cuts what is
     /// left after `deadline`.
     pub async fn run(self, drain: CancellationToken, deadline: Duration) -> Drained {
-        let Self { listener, proxy } = self;
+        let Self {
+            listener,
+            proxy,
+            leaving,
+        } = self;
         let tracker = TaskTracker::new();
         let stop = Stop {
+            leaving,
             drain,
             cut: CancellationToken::new(),
         };
         let connections = Arc::new(Semaphore::new(proxy.settings.limits.connections_max));
-        let builder = Arc::new(builder(&proxy.settings));
+        let builder = Arc::new(builder(&proxy));
         let mut reap = interval(REAP_INTERVAL);
         reap.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -90,6 +113,10 @@ impl Server {
         let cut = tracker.len();
         stop.cut.cancel();
         tracker.wait().await;
+        // Their connections are gone, which ends them; what they hold must be in the books before
+        // the outbox is emptied.
+        proxy.tasks.close();
+        proxy.tasks.wait().await;
         Drained { cut }
     }
 }
@@ -104,9 +131,22 @@ async fn accept(
     Ok((stream, peer, permit))
 }
 
-fn builder(settings: &ProxySettings) -> auto::Builder<TokioExecutor> {
-    let (limits, timeouts) = (&settings.limits, &settings.timeouts);
-    let mut builder = auto::Builder::new(TokioExecutor::new());
+/// Runs h2 streams where the drain can wait for them.
+#[derive(Clone)]
+struct Tracked(TaskTracker);
+
+impl<F> Executor<F> for Tracked
+where
+    F: Future<Output: Send> + Send + 'static,
+{
+    fn execute(&self, task: F) {
+        self.0.spawn(task);
+    }
+}
+
+fn builder(proxy: &Proxy) -> auto::Builder<Tracked> {
+    let (limits, timeouts) = (&proxy.settings.limits, &proxy.settings.timeouts);
+    let mut builder = auto::Builder::new(Tracked(proxy.tasks.clone()));
     builder
         .http1()
         .timer(TokioTimer::new())
@@ -126,9 +166,11 @@ fn builder(settings: &ProxySettings) -> auto::Builder<TokioExecutor> {
     builder
 }
 
-/// The two steps of stopping.
+/// The steps of stopping.
 #[derive(Clone)]
 struct Stop {
+    /// Tell clients to go elsewhere.
+    leaving: CancellationToken,
     /// Finish what has begun.
     drain: CancellationToken,
     /// Do not even do that.
@@ -138,7 +180,7 @@ struct Stop {
 /// What serving a connection takes.
 struct Context {
     proxy: Arc<Proxy>,
-    builder: Arc<auto::Builder<TokioExecutor>>,
+    builder: Arc<auto::Builder<Tracked>>,
     stop: Stop,
 }
 
@@ -154,18 +196,29 @@ impl Context {
             tracing::debug!(%error, "connection was gone before it was served");
             return;
         }
-        let metrics = Arc::clone(&proxy.metrics);
-        metrics.connections.inc();
+        let _open = Open::connection(&proxy.metrics.connections);
         let peer = HeaderValue::from_str(&peer.ip().to_canonical().to_string())
             .expect("an address is visible ascii");
         let has_asked = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&has_asked);
-        let service = service_fn(move |request| {
+        let leaving = stop.leaving.clone();
+        let service = service_fn(move |request: Request<Incoming>| {
             asked.store(true, Ordering::Relaxed);
+            // HTTP/2 has no such header; GOAWAY says it.
+            let can_close = request.version() <= Version::HTTP_11;
             let answer = Arc::clone(&proxy).answer(peer.clone(), request);
-            async move { Ok::<_, Infallible>(answer.await) }
+            let leaving = leaving.clone();
+            async move {
+                let mut response = answer.await;
+                if can_close && leaving.is_cancelled() {
+                    let close = HeaderValue::from_static("close");
+                    response.headers_mut().insert(CONNECTION, close);
+                }
+                Ok::<_, Infallible>(response)
+            }
         });
-        let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        let stream = TokioIo::new(Paced::new(stream, timeouts.untaken));
+        let mut connection = pin!(builder.serve_connection(stream, service));
         // hyper's own timer begins only when it knows which protocol is spoken.
         let mut first_request = pin!(sleep(timeouts.first_request));
         let mut is_waiting = true;
@@ -192,13 +245,22 @@ impl Context {
         if let Err(error) = ended {
             tracing::debug!(%error, "connection ended");
         }
-        metrics.connections.dec();
         drop(permit);
     }
 }
 
-fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    let keep_alive = TcpKeepalive::new().with_time(keep_alive);
-    SockRef::from(stream).set_tcp_keepalive(&keep_alive)
+/// A connection in its gauge, until it is dropped: also by a panic.
+struct Open(Gauge);
+
+impl Open {
+    fn connection(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
 }

@@ -88,8 +88,11 @@ pub struct Timeouts {
     pub first_byte: Duration,
     /// Between two pieces of an answer: the engine counts as broken.
     pub answer_idle: Duration,
-    /// Between keep-alive probes to clients and engines, TCP and h2: a peer that vanished without
-    /// a word is noticed after a few of them.
+    /// How long a client may take nothing of an answer that waits for it: it counts as gone then,
+    /// and the engine's request ends with it. What sockets buffer counts as taken.
+    pub untaken: Duration,
+    /// Between keep-alive probes to clients, TCP and h2: one that vanished without a word is noticed
+    /// after about ten of them (h2: after one). For engines see [`PoolSettings::keep_alive`].
     pub keep_alive: Duration,
 }
 
@@ -102,6 +105,7 @@ impl Default for Timeouts {
             body: Duration::from_secs(300),
             first_byte: Duration::from_secs(600),
             answer_idle: Duration::from_secs(300),
+            untaken: Duration::from_secs(60),
             keep_alive: Duration::from_secs(20),
         }
     }

@@ -4,6 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::proxy::Drained;
+use http_body_util::{BodyExt, Full};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
@@ -45,6 +48,74 @@ async fn draining_finishes_streams_closes_idle_connections_and_accepts_nothing()
     assert!(streaming.is_closed().await);
     fleet.is_idle().await;
     assert_eq!(fleet.server.await.unwrap(), Drained { cut: 0 });
+}
+
+#[tokio::test]
+async fn who_asks_again_while_the_replica_leaves_is_told_to_go_elsewhere() {
+    let stream = vec![stream_head(), chunk(DONE), last_chunk()];
+    let engine = Engine::start(move |n| match n {
+        2 => stream.clone(),
+        _ => vec![json("200 OK", "{}")],
+    })
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut known = fleet.client().await;
+    assert_eq!(known.ask(chat("")).await.header("connection"), None);
+    fleet.leaving.cancel();
+    // Requests are still taken, on connections old and new; each is the last of its connection.
+    let answer = known.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.header("connection")),
+        (200, Some("close"))
+    );
+    assert!(known.is_closed().await);
+    for request in [
+        chat(",\"stream\":true"),
+        "GET /v1/models HTTP/1.1\r\n\r\n".to_owned(),
+    ] {
+        let mut new = fleet.client().await;
+        let answer = new.ask(request).await;
+        assert_eq!(answer.header("connection"), Some("close"));
+        assert!(answer.is_complete);
+        assert!(new.is_closed().await);
+    }
+    fleet.drain.cancel();
+    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 0 });
+}
+
+#[tokio::test]
+async fn http2_streams_are_in_the_books_when_the_drain_is_over() {
+    let engine = Engine::start(|number| match number {
+        0 => vec![Step::Hang],
+        _ => vec![stream_head(), chunk(&delta("a", 1)), Step::Hang],
+    })
+    .await;
+    let fleet = Fleet::start_with(&[&engine], Duration::from_millis(20), |_| {}).await;
+    let stream = TokioIo::new(TcpStream::connect(fleet.address).await.unwrap());
+    let (mut sender, connection) = http2::handshake(TokioExecutor::new(), stream)
+        .await
+        .unwrap();
+    let connection = tokio::spawn(connection);
+    let request = || {
+        let body = chat(",\"stream\":true")
+            .split_once("\r\n\r\n")
+            .unwrap()
+            .1
+            .to_owned();
+        http::Request::post("http://router/v1/chat/completions")
+            .body(Full::new(bytes::Bytes::from(body)))
+            .unwrap()
+    };
+    let prefill = tokio::spawn(sender.clone().send_request(request()));
+    eventually("it is running", || engine.requests().len() == 1).await;
+    let streaming = sender.send_request(request()).await.unwrap();
+    fleet.drain.cancel();
+    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 1 });
+    assert_eq!(fleet.metrics.in_flight.get(), 0);
+    assert!(prefill.await.unwrap().is_err());
+    assert!(streaming.collect().await.is_err());
+    // How it ends depends on what was on its way.
+    let _ = connection.await.unwrap();
 }
 
 #[tokio::test]

@@ -62,8 +62,13 @@ impl Engine {
     /// An address nobody listens at.
     pub(crate) async fn dead() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::at(listener.local_addr().unwrap())
+    }
+
+    /// What listens at `address` already, or does not.
+    pub(crate) fn at(address: SocketAddr) -> Self {
         Self {
-            address: listener.local_addr().unwrap(),
+            address,
             seen: Arc::default(),
         }
     }

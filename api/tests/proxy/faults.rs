@@ -92,6 +92,30 @@ async fn an_engine_that_does_not_speak_http_is_a_502() {
 }
 
 #[tokio::test]
+async fn an_engine_that_wants_another_protocol_is_a_502() {
+    let switch = "HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n";
+    let engine = Engine::always(vec![Step::Send(switch.into()), Step::Hang]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!(answer.status, 502);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn an_old_engines_stream_is_framed_for_the_client() {
+    let head = "HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    let text = format!("{head}{}data: [DONE]\n\n", delta("a", 1));
+    let engine = Engine::always(vec![Step::Send(text.into_bytes()), Step::Close]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    for _ in 0..2 {
+        let answer = client.ask(chat(STREAM)).await;
+        assert!(answer.is_complete && answer.body.ends_with("[DONE]\n\n"));
+        assert_eq!(answer.header("transfer-encoding"), Some("chunked"));
+    }
+}
+
+#[tokio::test]
 async fn an_engine_that_never_answers_is_a_504() {
     let engine = Engine::always(vec![Step::Hang]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {

@@ -1,16 +1,19 @@
 //! A replica's data plane in front of scripted engines, with a real state and router.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use api::backends::{Backends, Health, ProbeSettings};
+use api::ports::{BoxFuture, Propose, ProposeFailure};
 use api::prompt::ModelSettings;
 use api::proxy::{Drained, Outcome, Proxy, ProxyMetrics, ProxySettings, RequestLabels, Server};
 use api::routing::{OutboxSettings, Parts, Router};
 use state::RouterState;
-use state::command::{BackendSpec, Command, Envelope, Lane, Origin};
-use state::ids::{LogIndex, ReplicaId, SessionId};
+use state::command::{
+    BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Reply,
+};
+use state::ids::{LogIndex, ReplicaId, SessionId, UserKey};
 use state::policy::PolicyConfig;
 use state::users::FairnessSettings;
 use tokio::net::TcpListener;
@@ -24,11 +27,20 @@ pub(crate) struct Fleet {
     pub(crate) address: SocketAddr,
     pub(crate) metrics: Arc<ProxyMetrics>,
     pub(crate) router: Arc<Router>,
+    pub(crate) leaving: CancellationToken,
     pub(crate) drain: CancellationToken,
     pub(crate) server: JoinHandle<Drained>,
     state: RouterState,
     sequence: u64,
 }
+
+const HEALTHY: Health = Health {
+    is_healthy: true,
+    detail: None,
+    waiting: 0,
+    running: 0,
+    kv_usage_permille: 0,
+};
 
 /// A drain that never cuts within a test.
 const PATIENT: Duration = Duration::from_secs(60);
@@ -71,13 +83,14 @@ impl Fleet {
             settings,
             metrics.clone(),
         );
-        let drain = CancellationToken::new();
-        let server = Server::new(listener, Arc::new(proxy)).run(drain.clone(), drain_deadline);
-        let server = tokio::spawn(server);
+        let (leaving, drain) = (CancellationToken::new(), CancellationToken::new());
+        let server = Server::new(listener, Arc::new(proxy)).leaving(leaving.clone());
+        let server = tokio::spawn(server.run(drain.clone(), drain_deadline));
         let mut fleet = Self {
             address,
             metrics,
             router,
+            leaving,
             drain,
             server,
             state,
@@ -101,14 +114,7 @@ impl Fleet {
             }));
         }
         for backend in &fleet.state.view().registry().backends {
-            let healthy = Health {
-                is_healthy: true,
-                detail: None,
-                waiting: 0,
-                running: 0,
-                kv_usage_permille: 0,
-            };
-            backends.assume(backend.handle.slot, &healthy);
+            backends.assume(backend.handle.slot, &HEALTHY);
         }
         fleet
     }
@@ -154,12 +160,50 @@ impl Fleet {
             .get()
     }
 
+    /// All that was charged. Ends the outbox: once per fleet.
+    pub(crate) async fn charged(&self) -> Charge {
+        let stop = CancellationToken::new();
+        stop.cancel();
+        let bill = Arc::new(Bill::default());
+        let left = self.router.run_outbox(bill.clone(), stop, PATIENT).await;
+        assert_eq!(left.queued_items, 0);
+        let bill = bill.0.lock().unwrap();
+        Charge {
+            user: UserKey::default(),
+            ..*bill
+        }
+    }
+
     /// Waits until nothing is under way, here and in routing's books.
     pub(crate) async fn is_idle(&self) {
         eventually("no request under way", || {
             self.running() == 0 && self.metrics.in_flight.get() == 0
         })
         .await;
+    }
+}
+
+/// A log that adds up charges.
+#[derive(Default)]
+struct Bill(Mutex<Charge>);
+
+impl Propose for Bill {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+        let Command::Batch { items, .. } = envelope.command else {
+            unreachable!("an outbox proposes batches")
+        };
+        let mut sum = self.0.lock().unwrap();
+        for item in items {
+            if let Item::Charge(charge) = item {
+                sum.input_uncached += charge.input_uncached;
+                sum.input_cached += charge.input_cached;
+                sum.output += charge.output;
+                sum.started += charge.started;
+                sum.ended += charge.ended;
+            }
+        }
+        let (index, reply) = (LogIndex(1), Reply::Applied);
+        Box::pin(async move { Ok(Committed { index, reply }) })
     }
 }
 

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod bad_input;
+mod charging;
 mod client;
 mod drain;
 mod engine;
@@ -11,3 +12,4 @@ mod fleet;
 mod forwarding;
 mod leaving;
 mod retries;
+mod stalls;

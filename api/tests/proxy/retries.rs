@@ -1,6 +1,10 @@
 //! When a request goes to another connection or another backend, and when it does not.
 
+use std::time::Duration;
+
 use api::proxy::Outcome;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
 
 use super::client::chat;
 use super::engine::{Engine, Step, json};
@@ -68,6 +72,64 @@ async fn a_kept_connection_that_breaks_before_a_byte_is_replaced_once() {
     assert_eq!((engine.requests().len(), engine.connections()), (3, 2));
     assert_eq!(fleet.metrics.pool.reset.get(), 1);
     fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_breaks_after_a_while_is_not_replaced() {
+    let engine = Engine::start(|number| match number {
+        1 => vec![Step::Close],
+        _ => vec![json("200 OK", "{}")],
+    })
+    .await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.pool.stale_within = Duration::ZERO;
+    })
+    .await;
+    let mut client = fleet.client().await;
+    assert_eq!(client.ask(chat("")).await.status, 200);
+    assert_eq!(client.ask(chat("")).await.status, 502);
+    assert_eq!(engine.requests().len(), 2);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_request_an_engine_died_of_is_not_tried_elsewhere() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mortal = Engine::at(listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut buffer = vec![0; 64 * 1024];
+        assert!(stream.read(&mut buffer).await.unwrap() > 0);
+        let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}";
+        stream.write_all(answer).await.unwrap();
+        assert!(stream.read(&mut buffer).await.unwrap() > 0);
+        drop(listener);
+    });
+    let fleet = Fleet::start(&[&mortal]).await;
+    let mut client = fleet.client().await;
+    assert_eq!(client.ask(chat("")).await.status, 200);
+    let answer = client.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (502, "backend_broke")
+    );
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_long_refusal_is_passed_on_and_one_without_end_is_put_in_our_words() {
+    let long = "x".repeat(300 * 1024);
+    for (body, expected) in [(long.clone(), Some(long)), ("x".repeat(2 << 20), None)] {
+        let full = Engine::always(vec![json("503 Service Unavailable", &body)]).await;
+        let fleet = Fleet::start(&[&full]).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.status, 503);
+        match expected {
+            Some(expected) => assert_eq!(answer.body, expected),
+            None => assert_eq!(answer.error_code(), "backends_refuse"),
+        }
+        fleet.is_idle().await;
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,162 @@
+//! Clients that stop taking their answer: bounds how long one may hold its connection, and with it
+//! an engine's request.
+//!
+//! hyper asks for the next piece of a body only when there is room for it, so an answer cannot time
+//! its own reader. Over HTTP/1.1 the socket tells: [`Paced`] fails a write that has waited for too
+//! long. An h2 stream can stand still while its connection lives: there a task of its own asks for
+//! the pieces and hands them over one by one ([`hand_over`]).
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::{Body, Frame};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, Sleep, sleep, timeout};
+use tokio_util::task::TaskTracker;
+
+use super::relay::{BrokenAnswer, Relay};
+
+/// A socket whose writes fail once its other side has taken nothing for `patience`.
+pub(super) struct Paced<S> {
+    stream: S,
+    patience: Duration,
+    /// Kept from one wait to the next.
+    timer: Option<Pin<Box<Sleep>>>,
+    is_waiting: bool,
+}
+
+impl<S> Paced<S> {
+    pub(super) fn new(stream: S, patience: Duration) -> Self {
+        Self {
+            stream,
+            patience,
+            timer: None,
+            is_waiting: false,
+        }
+    }
+
+    /// Gives a write's result on, or an error in place of a wait that is too long.
+    fn judge<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        written: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.is_waiting = false;
+            return written;
+        }
+        let patience = self.patience;
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(patience)));
+        if !std::mem::replace(&mut self.is_waiting, true) {
+            timer.as_mut().reset(Instant::now() + patience);
+        }
+        ready!(timer.as_mut().poll(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Paced<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Paced<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.judge(cx, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, buffers);
+        self.judge(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+type Piece = Result<Frame<Bytes>, BrokenAnswer>;
+
+/// An answer that another task makes: one piece waits here, at most.
+pub(super) struct Handed {
+    /// `None` is the answer's end; without it the channel's end is none.
+    pieces: mpsc::Receiver<Option<Piece>>,
+    is_over: bool,
+}
+
+/// Has `relay` driven by a task of its own, which gives it up when a piece is not taken for
+/// `patience`, and when the reader is dropped.
+pub(super) fn hand_over(relay: Box<Relay>, patience: Duration, tasks: &TaskTracker) -> Handed {
+    let (sender, pieces) = mpsc::channel(1);
+    tasks.spawn(drive(relay, sender, patience));
+    Handed {
+        pieces,
+        is_over: false,
+    }
+}
+
+async fn drive(mut relay: Box<Relay>, reader: mpsc::Sender<Option<Piece>>, patience: Duration) {
+    loop {
+        let Ok(Ok(place)) = timeout(patience, reader.reserve()).await else {
+            return;
+        };
+        let piece = tokio::select! {
+            biased;
+            () = reader.closed() => return,
+            piece = relay.frame() => piece,
+        };
+        let is_last = !matches!(piece, Some(Ok(_)));
+        place.send(piece);
+        if is_last {
+            return;
+        }
+    }
+}
+
+impl Body for Handed {
+    type Data = Bytes;
+    type Error = BrokenAnswer;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Piece>> {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        let piece = match ready!(self.pieces.poll_recv(cx)) {
+            Some(piece) => piece,
+            None => Some(Err(BrokenAnswer::Untaken)),
+        };
+        self.is_over = !matches!(piece, Some(Ok(_)));
+        Poll::Ready(piece)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over
+    }
+}

@@ -1,0 +1,152 @@
+//! Who pays what, above all for answers that nobody waited for.
+
+use state::command::Charge;
+
+use super::client::{chat, post};
+use super::engine::{DONE, Engine, Step, chunk, delta, json, last_chunk, stream_head};
+use super::fleet::{Fleet, eventually};
+
+const STREAM: &str = ",\"stream\":true";
+
+/// What a client pays that leaves when it has seen all of `chunks`.
+async fn left_after(request: &str, chunks: &[String]) -> Charge {
+    let mut steps = vec![stream_head()];
+    steps.extend(chunks.iter().map(|text| chunk(text)));
+    steps.extend([chunk(": seen\n\n"), Step::Hang]);
+    let engine = Engine::always(steps).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    client.send(request).await;
+    client.read_until(": seen").await;
+    drop(client);
+    fleet.is_idle().await;
+    let charge = fleet.charged().await;
+    assert_eq!((charge.started, charge.ended), (1, 1));
+    charge
+}
+
+/// A chunk of one of several choices without usage.
+fn silent(choice: u32, text: &str) -> String {
+    format!(
+        "data: {{\"choices\":[{{\"index\":{choice},\"delta\":{{\"content\":\"{text}\"}}}}]}}\n\n"
+    )
+}
+
+fn counted(choice: u32, completion_tokens: u32) -> String {
+    delta("abcdefgh", completion_tokens).replace("\"index\":0", &format!("\"index\":{choice}"))
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_pays_what_the_engine_counted() {
+    let charge = left_after(&chat(STREAM), &[delta("a", 1), delta("b", 5)]).await;
+    assert_eq!((charge.input_uncached, charge.output), (7, 5));
+}
+
+#[tokio::test]
+async fn every_choice_is_paid_for() {
+    let chunks = [counted(0, 1), counted(1, 3), counted(0, 5), counted(1, 7)];
+    let charge = left_after(&chat(",\"stream\":true,\"n\":2"), &chunks).await;
+    assert_eq!((charge.input_uncached, charge.output), (7, 12));
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_pays_an_estimate_where_nothing_was_counted() {
+    let chunks = [silent(0, "12345678"), silent(1, "1234"), silent(0, "1234")];
+    let charge = left_after(&chat(STREAM), &chunks).await;
+    assert_eq!(charge.output, 4);
+    assert!(charge.input_uncached > 0);
+}
+
+#[tokio::test]
+async fn what_was_made_after_the_last_count_is_estimated() {
+    let start = "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"content\":[],\
+                 \"usage\":{\"input_tokens\":9,\"output_tokens\":1}}}\n\n";
+    let text = "event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"index\":0,\
+                \"delta\":{\"type\":\"text_delta\",\"text\":\"12345678\"}}\n\n";
+    let body = r#"{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":"hello"}]}"#;
+    let chunks = [start, text, text].map(str::to_owned);
+    let charge = left_after(&post("/v1/messages", "", body), &chunks).await;
+    assert_eq!((charge.input_uncached, charge.output), (9, 5));
+
+    let delta = "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\
+                 \"delta\":\"12345678\"}\n\n";
+    let body = r#"{"model":"m","stream":true,"input":"hello"}"#;
+    let charge = left_after(&post("/v1/responses", "", body), &[delta.to_owned()]).await;
+    assert_eq!(charge.output, 2);
+}
+
+#[tokio::test]
+async fn the_count_at_the_end_stands_over_every_estimate() {
+    let usage = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":20,\"completion_tokens\":3,\
+                 \"prompt_tokens_details\":{\"cached_tokens\":16}}}\n\n";
+    let steps = vec![
+        stream_head(),
+        chunk(&silent(
+            0,
+            "a long text that is three tokens to this engine",
+        )),
+        chunk(usage),
+        chunk(DONE),
+        last_chunk(),
+    ];
+    let engine = Engine::always(steps).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    assert!(fleet.client().await.ask(chat(STREAM)).await.is_complete);
+    fleet.is_idle().await;
+    let charge = fleet.charged().await;
+    assert_eq!(
+        (charge.input_uncached, charge.input_cached, charge.output),
+        (4, 16, 3)
+    );
+}
+
+#[tokio::test]
+async fn what_the_engine_did_not_compute_costs_nothing() {
+    for (path, status) in [
+        ("/tokenize", "200 OK"),
+        ("/v1/messages/count_tokens", "200 OK"),
+        ("/v1/chat/completions", "307 Temporary Redirect"),
+        ("/v1/chat/completions", "400 Bad Request"),
+    ] {
+        let engine = Engine::always(vec![json(status, "{\"count\":5}")]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let body = r#"{"model":"m","prompt":"hello","messages":[{"role":"user","content":"hello, hello, hello"}]}"#;
+        let answer = fleet.client().await.ask(post(path, "", body)).await;
+        assert!(status.starts_with(&answer.status.to_string()));
+        let charge = fleet.charged().await;
+        let only_counted = Charge {
+            started: 1,
+            ended: 1,
+            ..Charge::default()
+        };
+        assert_eq!(charge, only_counted, "{path} {status}");
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_there_is_a_connection_pays_nothing() {
+    // A listener whose queue is full: the system answers no further connection.
+    let full = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    let any: std::net::SocketAddr = ([127, 0, 0, 1], 0).into();
+    full.bind(&any.into()).unwrap();
+    full.listen(0).unwrap();
+    let address = full.local_addr().unwrap().as_socket().unwrap();
+    let mut filling = Vec::new();
+    loop {
+        let connect = tokio::net::TcpStream::connect(address);
+        let wait = std::time::Duration::from_millis(200);
+        match tokio::time::timeout(wait, connect).await {
+            Ok(connected) => filling.push(connected.unwrap()),
+            Err(_) => break,
+        }
+    }
+    let fleet = Fleet::start(&[&Engine::at(address)]).await;
+    let mut client = fleet.client().await;
+    client.send(chat("")).await;
+    eventually("it is dispatched", || fleet.running() == 1).await;
+    drop(client);
+    fleet.is_idle().await;
+    let charge = fleet.charged().await;
+    assert_eq!((charge.started, charge.ended), (1, 1));
+    assert_eq!((charge.input_uncached, charge.output), (0, 0));
+}
