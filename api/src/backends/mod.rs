@@ -54,7 +54,8 @@ pub struct ProbeSettings {
     pub timeout: Duration,
     /// From one model list to the next.
     pub models_interval: Duration,
-    /// How often the registry is looked at for new and removed backends.
+    /// How often the registry is looked at for new and removed backends. For so long a backend in
+    /// a slot used again can be taken for the one before.
     pub registry_interval: Duration,
     /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` the engine
     /// knows. (SGLang's `/health` generates a token when idle, which is why it is not the first.)
@@ -69,7 +70,7 @@ impl Default for ProbeSettings {
             interval: Duration::from_secs(1),
             timeout: Duration::from_secs(2),
             models_interval: Duration::from_secs(10),
-            registry_interval: Duration::from_millis(100),
+            registry_interval: Duration::from_millis(10),
             health_path: None,
             authorization: None,
         }

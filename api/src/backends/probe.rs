@@ -41,6 +41,7 @@ struct Probe {
 
 /// A running probe task; dropping it ends the task.
 struct Running {
+    id: String,
     url: String,
     task: AbortHandle,
 }
@@ -75,7 +76,8 @@ pub(super) async fn supervise(
             continue;
         }
         running.retain(|slot, probe| {
-            let is_there = backend_at(&registry, *slot, &probe.url).is_some();
+            let known = backend_at(&registry, *slot, &probe.url);
+            let is_there = known.is_some_and(|backend| backend.spec.id == probe.id);
             if !is_there {
                 backends.board.move_out(*slot);
                 backends.changes.send_modify(|changes| *changes += 1);
@@ -111,6 +113,7 @@ fn start(backends: &Arc<Backends>, view: &Arc<View>, hooks: &Hooks, backend: &Ba
         tenancy: backends.board.move_in(slot, &backend.spec.id),
     };
     Running {
+        id: backend.spec.id.clone(),
         url: probe.url.clone(),
         task: tokio::spawn(probe.run()).abort_handle(),
     }

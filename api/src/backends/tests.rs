@@ -455,3 +455,22 @@ async fn health_changes_are_announced() {
         ("gpu-1".to_owned(), Some("a request failed".to_owned()))
     );
 }
+
+#[tokio::test]
+async fn a_backend_that_takes_over_slot_and_engine_goes_by_its_own_name() {
+    let engine = Engine::start(vllm).await;
+    let mut bench = Bench::new(quick(), engine.addr);
+    bench.until_healthy(true).await;
+    // Between two looks at the registry: the slot is never seen empty.
+    bench.cluster.apply(Command::DeleteBackend {
+        name: "gpu-1".to_owned(),
+    });
+    bench.cluster.put("gpu-2", engine.addr);
+    bench
+        .until("the new name", |backends| {
+            backends
+                .record(Slot(0))
+                .is_some_and(|record| record.id == "gpu-2" && record.is_healthy)
+        })
+        .await;
+}
