@@ -247,6 +247,11 @@ impl Replica {
             "Comparisons in which a peer's state differed at the same log index",
             &self.digests.mismatches(),
         )?;
+        page.gauge(
+            "quorate_state_is_minority",
+            "1 when most members hold another state than this replica",
+            &i64::from(self.digests.minority().is_some()),
+        )?;
         page.gauges(
             "quorate_backend_owned_blocks",
             "Blocks the backend is believed to hold",

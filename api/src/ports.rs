@@ -86,7 +86,7 @@ pub struct ClusterStatus {
     pub session: SessionId,
     /// 32 hex digits; `None` before the cluster is formed.
     pub cluster_id: Option<String>,
-    /// `leader`, `follower`, `candidate`, `learner`, `forming` or `stopped`.
+    /// `leader`, `follower`, `candidate`, `learner`, `forming`, `removed` or `stopped`.
     pub role: &'static str,
     /// Raft term.
     pub term: u64,
@@ -102,6 +102,8 @@ pub struct ClusterStatus {
     pub snapshot_index: Option<u64>,
     /// Whether it has caught up with what the cluster had when it started.
     pub caught_up: bool,
+    /// Whether this replica was removed from the cluster, as a member told it.
+    pub is_removed: bool,
     /// A storage fault, in words.
     pub fault: Option<String>,
     /// `CARGO_PKG_VERSION` of this replica.

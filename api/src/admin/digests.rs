@@ -6,6 +6,11 @@
 //! about an index not reached here yet is kept until it is.
 //!
 //! A mismatch means that the same log gave different states: it is logged, counted and announced.
+//! Where most members of the cluster agree on another digest than this replica's, the fault is
+//! here ([`Digests::judge`]), for good: nothing says which part of the state is wrong.
+
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,6 +30,8 @@ pub const DIGESTS_KEPT_MAX: usize = 1024;
 pub const CLAIMS_PER_PEER_MAX: usize = 16;
 /// Indexes that may be waited for at one time.
 pub const WANTED_MAX: usize = 256;
+/// Indexes of which is kept what each peer said there.
+pub const COMPARED_MAX: usize = 16;
 /// Length of an exchanged message: version, index, digest.
 pub const MESSAGE_BYTES: usize = 1 + 8 + 16;
 
@@ -43,11 +50,26 @@ pub struct Mismatch {
     pub theirs: u128,
 }
 
+/// That most members hold another state than this replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Minority {
+    /// Where they were compared.
+    pub index: u64,
+    /// This replica's digest there.
+    pub ours: u128,
+    /// The majority's.
+    pub theirs: u128,
+    /// How many members hold it.
+    pub replicas: usize,
+}
+
 /// Digests by index and what peers claimed. Pure; [`Digests`] shares it between tasks.
 #[derive(Debug, Default)]
 pub struct DigestRing {
     recorded: VecDeque<(u64, u128)>,
     claims: BTreeMap<ReplicaId, VecDeque<(u64, u128)>>,
+    /// What each peer said of indexes recorded here, the last [`COMPARED_MAX`] of them.
+    compared: BTreeMap<u64, BTreeMap<ReplicaId, u128>>,
 }
 
 impl DigestRing {
@@ -60,33 +82,68 @@ impl DigestRing {
         while self.recorded.len() > DIGESTS_KEPT_MAX {
             self.recorded.pop_front();
         }
-        let mut mismatches = Vec::new();
+        let mut reached = Vec::new();
         for (&peer, claims) in &mut self.claims {
             claims.retain(|&(at, theirs)| {
-                if at == index && theirs != digest {
-                    mismatches.push(Mismatch {
-                        peer,
-                        index,
-                        ours: digest,
-                        theirs,
-                    });
+                if at == index {
+                    reached.push((peer, theirs));
                 }
                 at > index
             });
         }
-        mismatches
+        let reached = reached.into_iter();
+        reached
+            .filter_map(|(peer, theirs)| self.compare(peer, index, digest, theirs))
+            .collect()
+    }
+
+    /// Compares once: a peer says the same until it has something newer to say.
+    fn compare(
+        &mut self,
+        peer: ReplicaId,
+        index: u64,
+        ours: u128,
+        theirs: u128,
+    ) -> Option<Mismatch> {
+        let said = self.compared.entry(index).or_default();
+        let is_new = said.insert(peer, theirs) != Some(theirs);
+        while self.compared.len() > COMPARED_MAX {
+            self.compared.pop_first();
+        }
+        (is_new && ours != theirs).then_some(Mismatch {
+            peer,
+            index,
+            ours,
+            theirs,
+        })
+    }
+
+    /// Whether at some index more than half of `members` hold one and the same digest that is not
+    /// this replica's. `members` names all, this replica included.
+    #[must_use]
+    pub fn minority(&self, members: &[ReplicaId]) -> Option<Minority> {
+        self.compared.iter().rev().find_map(|(&index, said)| {
+            let ours = self.get(index)?;
+            let mut votes: BTreeMap<u128, usize> = BTreeMap::new();
+            for (_, theirs) in said.iter().filter(|(peer, _)| members.contains(peer)) {
+                *votes.entry(*theirs).or_default() += 1;
+            }
+            votes.remove(&ours);
+            let (theirs, replicas) = votes.into_iter().find(|(_, n)| n * 2 > members.len())?;
+            Some(Minority {
+                index,
+                ours,
+                theirs,
+                replicas,
+            })
+        })
     }
 
     /// Takes a peer's claim: compared at once when its index is recorded, kept when it is ahead of
     /// everything recorded, dropped when it is behind and unknown.
     pub fn claim(&mut self, peer: ReplicaId, index: u64, theirs: u128) -> Option<Mismatch> {
         if let Some(ours) = self.get(index) {
-            return (ours != theirs).then_some(Mismatch {
-                peer,
-                index,
-                ours,
-                theirs,
-            });
+            return self.compare(peer, index, ours, theirs);
         }
         if self.recorded.back().is_none_or(|(last, _)| *last < index) {
             let claims = self.claims.entry(peer).or_default();
@@ -127,6 +184,7 @@ pub struct Digests {
     /// Last index seen by [`Digests::applied`] that was recorded or passed a wanted one.
     progress: watch::Sender<u64>,
     mismatches: AtomicU64,
+    minority: OnceLock<Minority>,
     events: OnceLock<Events>,
 }
 
@@ -143,6 +201,7 @@ impl Default for Digests {
             wanted_from: AtomicU64::new(u64::MAX),
             progress: watch::Sender::new(0),
             mismatches: AtomicU64::new(0),
+            minority: OnceLock::new(),
             events: OnceLock::new(),
         }
     }
@@ -177,11 +236,15 @@ impl Digests {
         let is_wanted = inner.wanted.contains(&index);
         inner.wanted = inner.wanted.split_off(&index.saturating_add(1));
         self.publish_wanted(&inner);
-        if is_boundary || is_wanted {
-            let mismatches = inner.ring.record(index, digest());
-            drop(inner);
-            mismatches.iter().for_each(|mismatch| self.sound(mismatch));
-        }
+        let mismatches = if is_boundary || is_wanted {
+            inner.ring.record(index, digest())
+        } else {
+            Vec::new()
+        };
+        // Whoever waits looks into the ring while it holds the progress: never take that lock
+        // within this one.
+        drop(inner);
+        mismatches.iter().for_each(|mismatch| self.sound(mismatch));
         self.progress.send_replace(index);
     }
 
@@ -192,13 +255,17 @@ impl Digests {
     }
 
     /// Asks for an index that is not applied yet. Call between two applies, or it may be missed.
+    /// Where too many are asked for already, it takes the place of one further ahead.
     ///
     /// # Errors
     /// [`TooManyWanted`].
     pub fn want(&self, index: u64) -> Result<(), TooManyWanted> {
         let mut inner = self.lock();
         if inner.wanted.len() >= WANTED_MAX && !inner.wanted.contains(&index) {
-            return Err(TooManyWanted);
+            if inner.wanted.last().is_none_or(|last| *last < index) {
+                return Err(TooManyWanted);
+            }
+            inner.wanted.pop_last();
         }
         inner.wanted.insert(index);
         self.publish_wanted(&inner);
@@ -262,6 +329,23 @@ impl Digests {
         self.mismatches.load(Ordering::Relaxed)
     }
 
+    /// Decides whether this replica's state is the wrong one, seen from all `members` (this replica
+    /// included). Answers when that was found by this call; it stays so, see
+    /// [`Digests::minority`].
+    pub fn judge(&self, members: &[ReplicaId]) -> Option<Minority> {
+        if self.mismatches() == 0 || self.minority.get().is_some() {
+            return None;
+        }
+        let found = self.lock().ring.minority(members)?;
+        self.minority.set(found).ok().map(|()| found)
+    }
+
+    /// What [`Digests::judge`] found since the start.
+    #[must_use]
+    pub fn minority(&self) -> Option<Minority> {
+        self.minority.get().copied()
+    }
+
     fn sound(&self, mismatch: &Mismatch) {
         let Mismatch {
             peer,
@@ -303,162 +387,4 @@ impl Digests {
 #[must_use]
 pub fn hex(digest: u128) -> String {
     format!("{digest:032x}")
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    const PEER: ReplicaId = ReplicaId(2);
-
-    fn message(index: u64, digest: u128) -> Vec<u8> {
-        let other = Digests::default();
-        other.record(index, digest);
-        other.message().unwrap().to_vec()
-    }
-
-    #[test]
-    fn boundaries_are_recorded_and_others_are_not_even_computed() {
-        let digests = Digests::default();
-        for index in 1..=600 {
-            digests.applied(index, || {
-                assert_eq!(index % BOUNDARY_ENTRIES, 0);
-                u128::from(index)
-            });
-        }
-        assert_eq!(digests.get(512), Some(512));
-        assert_eq!(digests.get(511), None);
-        assert_eq!(digests.nearest(600), Some(512));
-        assert_eq!(digests.nearest(255), None);
-    }
-
-    #[test]
-    fn equal_claims_are_silent_and_different_ones_are_counted() {
-        let digests = Digests::default();
-        digests.applied(256, || 7);
-        digests.receive(PEER, &message(256, 7)).unwrap();
-        assert_eq!(digests.mismatches(), 0);
-        digests.receive(PEER, &message(256, 8)).unwrap();
-        assert_eq!(digests.mismatches(), 1);
-    }
-
-    #[test]
-    fn a_claim_ahead_is_compared_when_its_index_is_reached() {
-        let digests = Digests::default();
-        let events = Events::default();
-        let mut stream = events.subscribe();
-        digests.announce(events);
-        digests.receive(PEER, &message(512, 8)).unwrap();
-        digests.applied(256, || 1);
-        assert_eq!(digests.mismatches(), 0);
-        digests.applied(512, || 9);
-        assert_eq!(digests.mismatches(), 1);
-        assert_eq!(
-            stream.try_recv().unwrap().event,
-            Event::DigestMismatch {
-                peer: PEER,
-                index: 512,
-                ours: hex(9),
-                theirs: hex(8),
-            }
-        );
-        // Compared once.
-        digests.applied(768, || 9);
-        assert_eq!(digests.mismatches(), 1);
-    }
-
-    #[test]
-    fn garbage_is_refused() {
-        let digests = Digests::default();
-        for bad in [&[][..], &[1], &[2; MESSAGE_BYTES], &[1; MESSAGE_BYTES + 1]] {
-            assert_eq!(digests.receive(PEER, bad), Err(BadClaim));
-        }
-    }
-
-    #[test]
-    fn memory_is_bounded() {
-        let mut ring = DigestRing::default();
-        for index in 1..=3000 {
-            ring.claim(PEER, 10_000 + index, 0);
-            ring.record(index, 0);
-        }
-        assert_eq!(ring.indexes().count(), DIGESTS_KEPT_MAX);
-        assert_eq!(ring.claims[&PEER].len(), CLAIMS_PER_PEER_MAX);
-        let digests = Digests::default();
-        for index in 0..WANTED_MAX as u64 {
-            digests.want(index + 1).unwrap();
-        }
-        assert_eq!(digests.want(9999), Err(TooManyWanted));
-        assert_eq!(digests.want(1), Ok(()));
-    }
-
-    #[tokio::test]
-    async fn a_wanted_index_is_recorded_when_applied() {
-        let digests = Digests::default();
-        digests.want(5).unwrap();
-        let waiting = digests.wait(5, Duration::from_secs(60));
-        let applying = async {
-            digests.applied(4, || unreachable!("4 is not wanted"));
-            digests.applied(5, || 55);
-            digests.applied(6, || unreachable!("6 is not wanted"));
-        };
-        let (digest, ()) = tokio::join!(waiting, applying);
-        assert_eq!(digest, Some(55));
-    }
-
-    #[tokio::test]
-    async fn a_wanted_index_that_is_passed_over_is_answered() {
-        let digests = Digests::default();
-        digests.want(5).unwrap();
-        let waiting = digests.wait(5, Duration::from_secs(60));
-        // A snapshot moved the state from 3 to 9.
-        let applying = async { digests.applied(9, || unreachable!("9 is not wanted")) };
-        let (digest, ()) = tokio::join!(waiting, applying);
-        assert_eq!(digest, None);
-    }
-
-    proptest! {
-        #[test]
-        fn any_message_is_answered(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
-            let digests = Digests::default();
-            prop_assert_eq!(
-                digests.receive(PEER, &bytes).is_ok(),
-                bytes.len() == MESSAGE_BYTES && bytes[0] == MESSAGE_VERSION
-            );
-        }
-
-        #[test]
-        fn a_mismatch_is_found_in_whatever_order_both_sides_speak(
-            order in proptest::collection::vec((any::<bool>(), 1u64..20), 1..40)
-        ) {
-            // Claims and records at even indexes agree, at odd ones they do not. A claim that comes
-            // while it is ahead or recorded is compared; one that is behind is dropped.
-            let mut ring = DigestRing::default();
-            let mut found = 0;
-            let mut expected = 0;
-            let mut kept: Vec<u64> = Vec::new();
-            let mut last = 0;
-            for (is_claim, index) in order {
-                if is_claim {
-                    found += usize::from(ring.claim(PEER, index, u128::from(index % 2)).is_some());
-                    if ring.get(index).is_some() {
-                        expected += usize::from(index % 2 == 1);
-                    } else if index > last {
-                        kept.push(index);
-                        if kept.len() > CLAIMS_PER_PEER_MAX {
-                            kept.remove(0);
-                        }
-                    }
-                } else if index > last {
-                    last = index;
-                    found += ring.record(index, 0).len();
-                    expected += kept.iter().filter(|k| **k == index && index % 2 == 1).count();
-                    kept.retain(|k| *k > index);
-                }
-            }
-            prop_assert_eq!(found, expected);
-        }
-    }
 }

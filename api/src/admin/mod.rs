@@ -35,7 +35,7 @@ use state::View;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-pub use digests::{DigestRing, Digests};
+pub use digests::{DigestRing, Digests, Minority};
 pub use events::{Event, Events};
 pub use stream::STREAMS_MAX;
 
@@ -68,21 +68,27 @@ pub struct Admin {
     pub digests: Arc<Digests>,
     /// What `/admin/v1/events` streams.
     pub events: Events,
-    /// Set when the replica begins to drain; cancelled streams of events end with it.
-    pub draining: Draining,
+    /// Whether the replica takes requests, already and still.
+    pub lifecycle: Lifecycle,
 }
 
-/// Whether a replica is on its way out. Cheap to clone; cannot be taken back.
+/// Where a replica is on its way from start to end. Cheap to clone; no step can be taken back.
 #[derive(Clone, Default)]
-pub struct Draining {
-    begun: Arc<AtomicBool>,
+pub struct Lifecycle {
+    serving: Arc<AtomicBool>,
+    draining: Arc<AtomicBool>,
     ended: CancellationToken,
 }
 
-impl Draining {
-    /// From here on `/readyz` answers 503.
-    pub fn begin(&self) {
-        self.begun.store(true, Ordering::Release);
+impl Lifecycle {
+    /// The data plane takes requests. Before that `/readyz` answers 503.
+    pub fn serve(&self) {
+        self.serving.store(true, Ordering::Release);
+    }
+
+    /// The replica is leaving: from here on `/readyz` answers 503.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::Release);
     }
 
     /// Ends open event streams, so that the admin listener can close.
@@ -90,10 +96,16 @@ impl Draining {
         self.ended.cancel();
     }
 
-    /// Whether it has begun.
+    /// Whether the data plane takes requests.
     #[must_use]
-    pub fn has_begun(&self) -> bool {
-        self.begun.load(Ordering::Acquire)
+    pub fn is_serving(&self) -> bool {
+        self.serving.load(Ordering::Acquire)
+    }
+
+    /// Whether the replica is leaving.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
     }
 }
 

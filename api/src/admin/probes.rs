@@ -18,7 +18,7 @@ struct Alive {
 /// Whether a replica takes traffic, and what speaks against it.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Readiness {
-    /// `ready`, `degraded` (serves, but without a quorum or behind) or `not-ready`.
+    /// `ready`, `degraded` (serves what it knows, but nothing can be agreed) or `not-ready`.
     status: &'static str,
     /// Why it is not `ready`.
     reasons: Vec<String>,
@@ -39,24 +39,41 @@ pub(super) async fn readyz(State(admin): State<Shared>) -> Response {
     (status, answer::json(&readiness)).into_response()
 }
 
+/// Every reason with what to do about it stands in docs/READINESS.md.
 fn readiness(admin: &Admin) -> Readiness {
     let status = admin.cluster.status();
-    let mut against = Vec::new();
-    if admin.draining.has_begun() {
+    let (mut against, mut lacking) = (Vec::new(), Vec::new());
+    if admin.lifecycle.is_draining() {
         against.push("draining".to_owned());
+    } else if !admin.lifecycle.is_serving() {
+        against.push("warming up".to_owned());
+    }
+    if status.is_removed {
+        against.push("removed from the cluster".to_owned());
     }
     if let Some(fault) = &status.fault {
         against.push(format!("storage fault: {fault}"));
     }
-    if !status.caught_up {
-        against.push("not caught up with the cluster".to_owned());
+    if let Some(minority) = admin.digests.minority() {
+        against.push(format!(
+            "state differs from {} other replicas' at log index {}: `quorate recover`",
+            minority.replicas, minority.index
+        ));
     }
     if !has_healthy_backend(admin) {
         against.push("no healthy backend".to_owned());
     }
-    let mut lacking = Vec::new();
     if !status.has_quorum {
         lacking.push("no quorum".to_owned());
+    }
+    match (status.caught_up, status.has_quorum) {
+        (true, _) => {}
+        // After a restart without a quorum nobody can say how far the cluster was. What the disk
+        // held is served: it is worth more than no answer, and perhaps nobody has more.
+        (false, false) if admin.view.registry().initialised => {
+            lacking.push("not known to be caught up: serves the state it was stopped with".into());
+        }
+        (false, _) => against.push("not caught up with the cluster".to_owned()),
     }
     if admin.router.outbox_status().is_degraded {
         lacking.push("what is learnt here does not get into the log".to_owned());

@@ -60,7 +60,7 @@ pub(super) async fn events(State(admin): State<Shared>) -> Response {
     };
     let subscriber = Subscriber {
         receiver,
-        stop: admin.draining.ended.clone(),
+        stop: admin.lifecycle.ended.clone(),
         hello: Some(event("connected", &connected)),
         _permit: permit,
     };

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use api::backends::ProbeSettings;
 use api::proxy::{ApiKeys, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Options, Peers, Storage};
@@ -78,6 +79,20 @@ fn first_command(config: &Config, session: SessionId) -> Vec<u8> {
             fairness: state::users::FairnessSettings::default(),
         },
     })
+}
+
+/// How backends are probed.
+#[must_use]
+pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
+    let probes = config.probes.clone();
+    ProbeSettings {
+        interval: probes.interval,
+        timeout: probes.timeout,
+        models_interval: probes.models_interval,
+        health_path: probes.health_path,
+        authorization: probes.authorization,
+        ..ProbeSettings::default()
+    }
 }
 
 /// Settings of the data plane.

@@ -8,6 +8,7 @@ mod absence;
 mod events;
 mod exchange;
 mod formation;
+mod judge;
 mod machine;
 mod ports;
 mod registration;

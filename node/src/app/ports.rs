@@ -1,6 +1,6 @@
 //! What `api` asks of the log and the cluster, answered by a raft replica.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use api::ports::{
@@ -8,7 +8,7 @@ use api::ports::{
 };
 use raft::{ChangeError, ProposeError, Replica, Role};
 use state::RouterState;
-use state::command::{Command, Committed, Envelope, Lane, Origin};
+use state::command::{Command, Committed, Envelope, Lane, Origin, Reject, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
@@ -21,13 +21,17 @@ pub(super) const FIRST_COMMAND_SEQ: u64 = 1;
 const PROPOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Longest time an admin command is repeated while its fate is unknown.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Most sessions one admin command is proposed under.
+const SESSIONS_MAX: u32 = 3;
 /// Pause between two tries of an admin command.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A replica of the log as `api` sees it.
 pub(super) struct LogPort {
     id: ReplicaId,
-    session: SessionId,
+    /// The run that the cluster knows this process by. A new one is drawn when the cluster has seen
+    /// another run of this replica's id: by the outbox, or by an admin command.
+    session: Mutex<SessionId>,
     replica: Replica,
     shared: Arc<Shared>,
     /// Last sequence number given to an admin command; held while one is under way.
@@ -45,7 +49,7 @@ impl LogPort {
     ) -> Self {
         Self {
             id,
-            session,
+            session: Mutex::new(session),
             replica,
             shared,
             admin_seq: tokio::sync::Mutex::new(FIRST_COMMAND_SEQ),
@@ -57,19 +61,29 @@ impl LogPort {
         *seq += 1;
         let origin = Origin {
             replica: self.id,
-            session: self.session,
+            session: *self.session(),
             lane: Lane::Admin,
             seq: *seq,
         };
-        let envelope = Envelope {
+        let mut envelope = Envelope {
             origin,
             proposed_at_ms: unix_ms(),
             command,
         };
         let deadline = Instant::now() + SUBMIT_TIMEOUT;
         let mut may_be_logged = false;
+        let mut sessions = 1;
         loop {
             let failure = match self.propose(envelope.clone()).await {
+                Ok(committed) if is_stale(&committed.reply) && may_be_logged => {
+                    let why = "another run of this replica began meanwhile";
+                    return Err(ProposeFailure::Unknown(why.to_owned()));
+                }
+                Ok(committed) if is_stale(&committed.reply) && sessions < SESSIONS_MAX => {
+                    sessions += 1;
+                    envelope.origin.session = self.session_after(envelope.origin.session);
+                    continue;
+                }
                 Err(failure @ ProposeFailure::Unavailable(_)) => failure,
                 Err(failure @ ProposeFailure::Unknown(_)) => {
                     may_be_logged = true;
@@ -91,6 +105,35 @@ impl LogPort {
     }
 }
 
+impl LogPort {
+    fn session(&self) -> MutexGuard<'_, SessionId> {
+        // One number: nothing can be left half changed.
+        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The session to use after `stale` was refused.
+    fn session_after(&self, stale: SessionId) -> SessionId {
+        let mut session = self.session();
+        if *session == stale {
+            *session = SessionId(rand::random());
+            tracing::error!(
+                replica = self.id.0,
+                "the cluster knows another run of this replica's id: does a second process use it?"
+            );
+        }
+        *session
+    }
+}
+
+/// Whether a command was refused because its run is thought over.
+fn is_stale(reply: &Reply) -> bool {
+    match reply {
+        Reply::Rejected(Reject::StaleSession { .. }) => true,
+        Reply::Repeated(first) => is_stale(first),
+        Reply::Rejected(_) | Reply::Applied | Reply::Batch(_) => false,
+    }
+}
+
 /// Unix time in milliseconds by this machine's clock.
 pub(super) fn unix_ms() -> u64 {
     let since = SystemTime::now()
@@ -102,6 +145,7 @@ pub(super) fn unix_ms() -> u64 {
 impl Propose for LogPort {
     fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
         Box::pin(async move {
+            let origin = envelope.origin;
             let command = state::codec::encode_envelope(&envelope);
             let committed = self
                 .replica
@@ -110,6 +154,10 @@ impl Propose for LogPort {
                 .map_err(propose_failure)?;
             let reply = state::codec::decode_reply(&committed.reply)
                 .map_err(|error| ProposeFailure::Unknown(format!("decode reply: {error}")))?;
+            if origin.lane == Lane::Outbox && !is_stale(&reply) {
+                // The outbox draws a new session by itself; admin commands are to be of that run.
+                *self.session() = origin.session;
+            }
             Ok(Committed {
                 index: LogIndex(committed.index),
                 reply,
@@ -152,7 +200,7 @@ impl Cluster for LogPort {
     }
 
     fn status(&self) -> ClusterStatus {
-        cluster_status(&self.replica.status(), self.session)
+        cluster_status(&self.replica.status(), *self.session())
     }
 
     fn add_member(
@@ -213,6 +261,8 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
             Role::Candidate => "candidate",
             Role::Learner => "learner",
             Role::Forming => "forming",
+            Role::Removed => "removed",
+            Role::Removed => "removed",
             Role::Stopped => "stopped",
         },
         term: status.term,
@@ -222,8 +272,115 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
         applied_index: status.applied,
         snapshot_index: status.snapshot,
         caught_up: status.caught_up,
+        is_removed: status.is_removed,
         fault: status.fault.clone(),
         version: env!("CARGO_PKG_VERSION"),
         members: status.members.iter().map(member).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use raft::{Formation, MemoryDisk, Options, PeerHandler, Peers, Storage};
+    use state::command::UserSpec;
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::app::machine::RouterMachine;
+
+    struct Deaf;
+
+    impl PeerHandler for Deaf {
+        fn message(&self, _from: u8, _bytes: &[u8]) {}
+    }
+
+    fn envelope(session: u64, lane: Lane, seq: u64, command: Command) -> Envelope {
+        Envelope {
+            origin: Origin {
+                replica: ReplicaId(1),
+                session: SessionId(session),
+                lane,
+                seq,
+            },
+            proposed_at_ms: 1,
+            command,
+        }
+    }
+
+    fn batch(session: u64) -> Envelope {
+        let items = Vec::new();
+        let command = Command::Batch {
+            base_attempt: state::ids::AttemptId(1),
+            items,
+        };
+        envelope(session, Lane::Outbox, 1, command)
+    }
+
+    /// A cluster of one under session 1.
+    async fn port(data_dir: &std::path::Path) -> LogPort {
+        let init = Command::InitCluster {
+            hash_seed: 1,
+            policy: state::policy::PolicyConfig::LeastRequest,
+            fairness: state::users::FairnessSettings::default(),
+        };
+        let init = envelope(1, Lane::Admin, FIRST_COMMAND_SEQ, init);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let advertise = listener.local_addr().unwrap().to_string();
+        let options = Options {
+            id: 1,
+            data_dir: data_dir.to_path_buf(),
+            advertise: advertise.clone(),
+            labels: BTreeMap::new(),
+            formation: Formation::Bootstrap {
+                peers: Peers::List(vec![advertise]),
+                expect: 1,
+                first_command: state::codec::encode_envelope(&init),
+            },
+            heartbeat: Duration::from_millis(50),
+            election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
+            snapshot_every_entries: 1000,
+            snapshot_every_bytes: 1 << 20,
+            storage: Storage::Memory(MemoryDisk::default()),
+        };
+        let shared = Arc::new(Shared::default());
+        let machine = RouterMachine::new(Arc::clone(&shared));
+        let replica = Replica::start(options, listener, machine, Arc::new(Deaf));
+        let replica = replica.await.unwrap();
+        let view = shared.state().view();
+        let mut status = replica.watch();
+        status
+            .wait_for(|_| view.registry().initialised)
+            .await
+            .unwrap();
+        LogPort::new(ReplicaId(1), SessionId(1), replica, shared)
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn admin_commands_go_on_after_another_run_of_this_id_was_seen() {
+        let folder = tempfile::tempdir().unwrap();
+        let port = port(folder.path()).await;
+        let put = || {
+            Command::PutUser(UserSpec {
+                name: "ada".to_owned(),
+                weight_milli: 1000,
+            })
+        };
+        assert_eq!(port.submit(put()).await.unwrap().reply, Reply::Applied);
+
+        // Another process under the same id.
+        let theirs = state::codec::encode_envelope(&batch(2));
+        port.replica.propose(theirs, PROPOSE_TIMEOUT).await.unwrap();
+        assert_eq!(port.submit(put()).await.unwrap().reply, Reply::Applied);
+        let drawn = port.status().session;
+        assert!(![1, 2].map(SessionId).contains(&drawn), "{drawn:?}");
+
+        // The outbox finds its session over too and draws one of its own: both are one run again.
+        assert!(is_stale(&port.propose(batch(1)).await.unwrap().reply));
+        assert!(!is_stale(&port.propose(batch(3)).await.unwrap().reply));
+        assert_eq!(port.submit(put()).await.unwrap().reply, Reply::Applied);
+        assert_eq!(port.status().session, SessionId(3));
+        port.replica.shutdown().await;
     }
 }

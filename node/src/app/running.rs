@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::admin::{self, Admin, Draining, Events};
-use api::backends::{Backends, Hooks, ProbeSettings};
+use api::admin::{self, Admin, Events, Lifecycle};
+use api::backends::{Backends, Hooks};
 use api::metrics::{self, Metrics};
 use api::ports::{Cluster, Propose};
 use api::proxy::{Drained, Proxy, ProxyMetrics, Server};
@@ -23,7 +23,7 @@ use super::ports::LogPort;
 use super::shutdown::ShutdownHandle;
 use super::sockets::{Addresses, Sockets};
 use super::warmup::warm_up;
-use super::{absence, events, formation, registration};
+use super::{absence, events, formation, judge, registration};
 use crate::config::{Config, Drain};
 
 /// Longest wait for what was learnt last to get into the log when the replica leaves.
@@ -39,7 +39,7 @@ pub struct Running {
     drain: Drain,
     replica: Replica,
     port: Arc<LogPort>,
-    draining: Draining,
+    lifecycle: Lifecycle,
     stops: Stops,
     tasks: TaskTracker,
     proxy: JoinHandle<Drained>,
@@ -49,6 +49,8 @@ pub struct Running {
 /// What is told to end, in this order.
 #[derive(Default)]
 struct Stops {
+    /// Clients are to go elsewhere.
+    leaving: CancellationToken,
     /// No more connections are to be accepted.
     no_more_requests: CancellationToken,
     /// Nothing more will be learnt: the outbox is to empty itself and end.
@@ -66,6 +68,7 @@ struct Parts {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
     events: Events,
+    lifecycle: Lifecycle,
 }
 
 impl Parts {
@@ -74,7 +77,7 @@ impl Parts {
         let view = shared.state().view();
         let events = Events::default();
         shared.digests.announce(events.clone());
-        let backends = Arc::new(Backends::new(ProbeSettings::default()));
+        let backends = Arc::new(Backends::new(formation::probe_settings(config)));
         backends.announce(events.clone());
         let metrics = Arc::new(Metrics::default());
         let router = Arc::new(Router::new(routing::Parts {
@@ -96,6 +99,7 @@ impl Parts {
             router,
             metrics,
             events,
+            lifecycle: Lifecycle::default(),
         }
     }
 
@@ -113,7 +117,7 @@ impl Parts {
         ))
     }
 
-    fn admin(&self, port: &Arc<LogPort>, draining: &Draining) -> Arc<Admin> {
+    fn admin(&self, port: &Arc<LogPort>) -> Arc<Admin> {
         let cluster: Arc<dyn Cluster> = Arc::clone(port) as _;
         self.metrics.watch(metrics::Replica {
             cluster: Arc::clone(&cluster),
@@ -130,7 +134,7 @@ impl Parts {
             metrics: Arc::clone(&self.metrics),
             digests: Arc::clone(&self.shared.digests),
             events: self.events.clone(),
-            draining: draining.clone(),
+            lifecycle: self.lifecycle.clone(),
         })
     }
 
@@ -172,9 +176,10 @@ pub(super) async fn start(
         replica.clone(),
         shared,
     ));
-    let (stops, tasks, draining) = (Stops::default(), TaskTracker::new(), Draining::default());
+    let (stops, tasks) = (Stops::default(), TaskTracker::new());
+    let lifecycle = parts.lifecycle.clone();
 
-    let server = Server::new(sockets.data, parts.proxy(&config));
+    let server = Server::new(sockets.data, parts.proxy(&config)).leaving(stops.leaving.clone());
     let deadline = config.drain.deadline;
     let no_more = stops.no_more_requests.clone();
     let cluster: Arc<dyn Cluster> = Arc::clone(&port) as _;
@@ -186,7 +191,7 @@ pub(super) async fn start(
         deadline,
     );
     let proxy = tokio::spawn(serving);
-    let admin = parts.admin(&port, &draining);
+    let admin = parts.admin(&port);
     tasks.spawn(serve_admin(sockets.admin, admin, stops.all.clone()));
     let outbox = spawn_outbox(&parts, &port, &stops);
     spawn_loops(&tasks, &parts, &replica, &port, &stops.all);
@@ -210,7 +215,7 @@ pub(super) async fn start(
         drain,
         replica,
         port,
-        draining,
+        lifecycle,
         stops,
         tasks,
         proxy,
@@ -240,9 +245,10 @@ fn spawn_loops(
     tasks.spawn(exchange::tell(
         replica.clone(),
         Arc::clone(&router),
-        digests,
+        Arc::clone(&digests),
         stop.clone(),
     ));
+    tasks.spawn(judge::watch(replica.clone(), digests, stop.clone()));
     tasks.spawn(absence::watch(Arc::clone(&cluster), stop.clone()));
     tasks.spawn(events::log(parts.events.clone(), stop.clone()));
     tasks.spawn(admin::events::follow(
@@ -264,6 +270,7 @@ async fn serve_clients(
         () = no_more.cancelled() => {}
         () = warm_up(&*cluster, &parts.view, &parts.backends) => {}
     }
+    parts.lifecycle.serve();
     drop((cluster, parts));
     server.run(no_more, deadline).await
 }
@@ -285,7 +292,7 @@ fn explain_start(error: StartError) -> anyhow::Error {
             "{error}; nothing was changed: `quorate recover` sets the store aside, so that the \
              replica can be rebuilt from its peers"
         ),
-        StartError::WrongStore(_) | StartError::Io { .. } => {
+        StartError::Options(_) | StartError::WrongStore(_) | StartError::Io { .. } => {
             anyhow::Error::new(error).context("start replica")
         }
     }
@@ -305,11 +312,13 @@ impl Running {
     }
 
     /// Serves until `shutdown` says to leave, then leaves: not ready at once, new connections for
-    /// `drain.dns_ttl` more, leadership handed over, requests finished up to `drain.deadline`, what
-    /// was learnt flushed into the log, the store closed. An abort leaves out all but the last.
+    /// `drain.dns_ttl` more with every answer telling the client to go elsewhere, leadership handed
+    /// over, requests finished up to `drain.deadline`, what was learnt flushed into the log, the
+    /// store closed. An abort leaves out all but the last.
     pub async fn until(mut self, shutdown: &ShutdownHandle) {
         shutdown.draining().await;
-        self.draining.begin();
+        self.lifecycle.drain();
+        self.stops.leaving.cancel();
         tracing::info!("draining");
         tokio::select! {
             biased;
@@ -318,7 +327,7 @@ impl Running {
         }
         self.proxy.abort();
         self.outbox.abort();
-        self.draining.end_streams();
+        self.lifecycle.end_streams();
         self.stops.all.cancel();
         self.tasks.close();
         if tokio::time::timeout(STOP_DEADLINE, self.tasks.wait())
@@ -359,7 +368,7 @@ impl Running {
 }
 
 /// Gives leadership to another voter, if this replica has it and there is one.
-async fn hand_over(replica: &Replica) {
+pub(super) async fn hand_over(replica: &Replica) {
     let status = replica.status();
     let is_other_voter = |(id, member): (&u8, &Member)| *id != status.id && member.is_voter;
     if status.role != Role::Leader || !status.members.iter().any(is_other_voter) {

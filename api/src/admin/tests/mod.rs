@@ -157,6 +157,7 @@ fn status() -> ClusterStatus {
         applied_index: 0,
         snapshot_index: None,
         caught_up: true,
+        is_removed: false,
         fault: None,
         version: "0.0.0",
         members: BTreeMap::from([
@@ -222,8 +223,9 @@ impl Bench {
             metrics: Arc::new(Metrics::default()),
             digests,
             events: Events::default(),
-            draining: Draining::default(),
+            lifecycle: Lifecycle::default(),
         });
+        admin.lifecycle.serve();
         let bench = Self {
             api: super::router(Arc::clone(&admin)),
             cluster,

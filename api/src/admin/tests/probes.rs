@@ -34,23 +34,57 @@ async fn every_reason_against_readiness_is_named() {
     {
         let mut status = bench.cluster.status.lock().unwrap();
         status.fault = Some("no space left on device".to_owned());
+        status.is_removed = true;
         status.caught_up = false;
-        status.has_quorum = false;
     }
-    bench.admin.draining.begin();
+    for peer in [2, 3] {
+        let peer = ReplicaId(peer);
+        let mut claim = vec![1];
+        claim.extend(256_u64.to_le_bytes());
+        claim.extend(8_u128.to_le_bytes());
+        bench.admin.digests.receive(peer, &claim).unwrap();
+    }
+    bench.admin.digests.record(256, 7);
+    bench
+        .admin
+        .digests
+        .judge(&[1, 2, 3].map(ReplicaId))
+        .unwrap();
+    bench.admin.lifecycle.drain();
     bench.apply(Command::SetDraining {
         name: "gpu-1".to_owned(),
         draining: true,
     });
     let reasons = [
         "draining",
+        "removed from the cluster",
         "storage fault: no space left on device",
-        "not caught up with the cluster",
+        "state differs from 2 other replicas' at log index 256: `quorate recover`",
         "no healthy backend",
-        "no quorum",
+        "not caught up with the cluster",
     ];
     let not_ready = json!({"status": "not-ready", "reasons": reasons});
     assert_eq!(readiness(&bench).await, (503, not_ready));
+}
+
+#[tokio::test]
+async fn a_restart_without_a_quorum_serves_what_was_restored() {
+    let bench = Bench::with_backends();
+    {
+        let mut status = bench.cluster.status.lock().unwrap();
+        status.caught_up = false;
+        status.has_quorum = false;
+    }
+    let reasons = [
+        "no quorum",
+        "not known to be caught up: serves the state it was stopped with",
+    ];
+    let degraded = json!({"status": "degraded", "reasons": reasons});
+    assert_eq!(readiness(&bench).await, (200, degraded));
+    // Who hears a quorum learns soon how far behind it is: others should serve until then.
+    bench.cluster.status.lock().unwrap().has_quorum = true;
+    let behind = json!({"status": "not-ready", "reasons": ["not caught up with the cluster"]});
+    assert_eq!(readiness(&bench).await, (503, behind));
 }
 
 #[tokio::test]
@@ -89,6 +123,7 @@ async fn metrics_follow_the_text_format_and_tell_the_replica() {
         ("quorate_raft_member_lag_entries replica=2", 4.0),
         ("quorate_state_backends ", 2.0),
         ("quorate_state_digest_mismatch_total ", 0.0),
+        ("quorate_state_is_minority ", 0.0),
         ("quorate_backend_healthy backend=gpu-1", 1.0),
         ("quorate_backend_healthy backend=gpu-2", 0.0),
         ("quorate_backend_engine_kv_usage_ratio backend=gpu-1", 0.25),

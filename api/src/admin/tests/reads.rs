@@ -309,7 +309,7 @@ async fn events_are_streamed_until_the_replica_stops() {
     );
     assert!(event.contains("\"has_quorum\":false"), "{event}");
     assert!(event.ends_with("id: 1\n\n"), "{event}");
-    bench.admin.draining.end_streams();
+    bench.admin.lifecycle.end_streams();
     assert_eq!(next().await, None);
 }
 

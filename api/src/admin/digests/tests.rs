@@ -1,0 +1,239 @@
+//! What is recorded, compared, waited for and judged.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const PEER: ReplicaId = ReplicaId(2);
+
+fn message(index: u64, digest: u128) -> Vec<u8> {
+    let other = Digests::default();
+    other.record(index, digest);
+    other.message().unwrap().to_vec()
+}
+
+#[test]
+fn boundaries_are_recorded_and_others_are_not_even_computed() {
+    let digests = Digests::default();
+    for index in 1..=600 {
+        digests.applied(index, || {
+            assert_eq!(index % BOUNDARY_ENTRIES, 0);
+            u128::from(index)
+        });
+    }
+    assert_eq!(digests.get(512), Some(512));
+    assert_eq!(digests.get(511), None);
+    assert_eq!(digests.nearest(600), Some(512));
+    assert_eq!(digests.nearest(255), None);
+}
+
+#[test]
+fn equal_claims_are_silent_and_different_ones_are_counted() {
+    let digests = Digests::default();
+    digests.applied(256, || 7);
+    digests.receive(PEER, &message(256, 7)).unwrap();
+    assert_eq!(digests.mismatches(), 0);
+    digests.receive(PEER, &message(256, 8)).unwrap();
+    assert_eq!(digests.mismatches(), 1);
+    // A peer repeats its newest claim many times a second.
+    digests.receive(PEER, &message(256, 8)).unwrap();
+    assert_eq!(digests.mismatches(), 1);
+}
+
+#[test]
+fn who_differs_from_most_members_is_in_the_minority_for_good() {
+    let members = [1, 2, 3, 4, 5].map(ReplicaId);
+    let claim = |digests: &Digests, peer, index, digest| {
+        digests
+            .receive(ReplicaId(peer), &message(index, digest))
+            .unwrap();
+    };
+    let digests = Digests::default();
+    digests.applied(256, || 7);
+    claim(&digests, 2, 256, 8);
+    claim(&digests, 3, 256, 8);
+    claim(&digests, 4, 256, 7);
+    // Two of five say otherwise: that may be their fault. A stranger's word does not count.
+    claim(&digests, 9, 256, 8);
+    assert_eq!(digests.judge(&members), None);
+    claim(&digests, 5, 256, 8);
+    let minority = Minority {
+        index: 256,
+        ours: 7,
+        theirs: 8,
+        replicas: 3,
+    };
+    assert_eq!(digests.judge(&members), Some(minority));
+    assert_eq!(digests.judge(&members), None, "told once");
+    digests.applied(512, || 1);
+    claim(&digests, 2, 512, 1);
+    assert_eq!(digests.minority(), Some(minority));
+}
+
+#[test]
+fn nobody_is_in_the_minority_without_a_majority() {
+    let mut ring = DigestRing::default();
+    ring.record(256, 7);
+    ring.claim(ReplicaId(2), 256, 8);
+    assert_eq!(ring.minority(&[1, 2].map(ReplicaId)), None);
+    ring.claim(ReplicaId(3), 256, 9);
+    assert_eq!(ring.minority(&[1, 2, 3].map(ReplicaId)), None);
+    // The other side of a mismatch.
+    let mut ring = DigestRing::default();
+    ring.record(256, 8);
+    ring.claim(ReplicaId(2), 256, 8);
+    ring.claim(ReplicaId(3), 256, 7);
+    assert_eq!(ring.minority(&[1, 2, 3].map(ReplicaId)), None);
+}
+
+#[test]
+fn a_claim_ahead_is_compared_when_its_index_is_reached() {
+    let digests = Digests::default();
+    let events = Events::default();
+    let mut stream = events.subscribe();
+    digests.announce(events);
+    digests.receive(PEER, &message(512, 8)).unwrap();
+    digests.applied(256, || 1);
+    assert_eq!(digests.mismatches(), 0);
+    digests.applied(512, || 9);
+    assert_eq!(digests.mismatches(), 1);
+    assert_eq!(
+        stream.try_recv().unwrap().event,
+        Event::DigestMismatch {
+            peer: PEER,
+            index: 512,
+            ours: hex(9),
+            theirs: hex(8),
+        }
+    );
+    // Compared once.
+    digests.applied(768, || 9);
+    assert_eq!(digests.mismatches(), 1);
+}
+
+#[test]
+fn garbage_is_refused() {
+    let digests = Digests::default();
+    for bad in [&[][..], &[1], &[2; MESSAGE_BYTES], &[1; MESSAGE_BYTES + 1]] {
+        assert_eq!(digests.receive(PEER, bad), Err(BadClaim));
+    }
+}
+
+#[test]
+fn memory_is_bounded() {
+    let mut ring = DigestRing::default();
+    for index in 1..=3000 {
+        ring.claim(PEER, 10_000 + index, 0);
+        ring.record(index, 0);
+        ring.claim(PEER, index, 0);
+    }
+    assert_eq!(ring.compared.len(), COMPARED_MAX);
+    assert_eq!(ring.indexes().count(), DIGESTS_KEPT_MAX);
+    assert_eq!(ring.claims[&PEER].len(), CLAIMS_PER_PEER_MAX);
+    let digests = Digests::default();
+    for index in 0..WANTED_MAX as u64 {
+        digests.want(index + 1).unwrap();
+    }
+    assert_eq!(digests.want(9999), Err(TooManyWanted));
+    assert_eq!(digests.want(1), Ok(()));
+    // Indexes that will not be reached soon do not shut out those that will.
+    let digests = Digests::default();
+    for index in 0..WANTED_MAX as u64 {
+        digests.want(u64::MAX - index).unwrap();
+    }
+    assert_eq!(digests.want(1), Ok(()));
+}
+
+#[test]
+fn passing_a_wanted_index_does_not_wait_for_who_waits() {
+    let digests = std::sync::Arc::new(Digests::default());
+    let waiting = std::sync::Arc::clone(&digests);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .unwrap();
+    let waiter = std::thread::spawn(move || {
+        runtime.block_on(async {
+            for index in (1..60_001).step_by(3) {
+                waiting.wait(index, Duration::ZERO).await;
+            }
+        });
+    });
+    // As after a snapshot: the wanted index itself is never applied.
+    for index in (1..60_001).step_by(3) {
+        digests.want(index).unwrap();
+        digests.applied(index + 1, || 0);
+    }
+    waiter.join().unwrap();
+}
+
+#[tokio::test]
+async fn a_wanted_index_is_recorded_when_applied() {
+    let digests = Digests::default();
+    digests.want(5).unwrap();
+    let waiting = digests.wait(5, Duration::from_secs(60));
+    let applying = async {
+        digests.applied(4, || unreachable!("4 is not wanted"));
+        digests.applied(5, || 55);
+        digests.applied(6, || unreachable!("6 is not wanted"));
+    };
+    let (digest, ()) = tokio::join!(waiting, applying);
+    assert_eq!(digest, Some(55));
+}
+
+#[tokio::test]
+async fn a_wanted_index_that_is_passed_over_is_answered() {
+    let digests = Digests::default();
+    digests.want(5).unwrap();
+    let waiting = digests.wait(5, Duration::from_secs(60));
+    // A snapshot moved the state from 3 to 9.
+    let applying = async { digests.applied(9, || unreachable!("9 is not wanted")) };
+    let (digest, ()) = tokio::join!(waiting, applying);
+    assert_eq!(digest, None);
+}
+
+proptest! {
+    #[test]
+    fn any_message_is_answered(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+        let digests = Digests::default();
+        prop_assert_eq!(
+            digests.receive(PEER, &bytes).is_ok(),
+            bytes.len() == MESSAGE_BYTES && bytes[0] == MESSAGE_VERSION
+        );
+    }
+
+    #[test]
+    fn a_mismatch_is_found_in_whatever_order_both_sides_speak(
+        order in proptest::collection::vec((any::<bool>(), 1u64..20), 1..40)
+    ) {
+        // Claims and records at even indexes agree, at odd ones they do not. A claim that comes
+        // while it is ahead or recorded is compared; one that is behind is dropped.
+        let mut ring = DigestRing::default();
+        let mut found = 0;
+        let mut expected = 0;
+        let mut kept: Vec<u64> = Vec::new();
+        // Of one index a peer is heard once, however often it says the same.
+        let mut told = BTreeSet::new();
+        let mut last = 0;
+        for (is_claim, index) in order {
+            if is_claim {
+                found += usize::from(ring.claim(PEER, index, u128::from(index % 2)).is_some());
+                if ring.get(index).is_some() {
+                    expected += usize::from(index % 2 == 1 && told.insert(index));
+                } else if index > last {
+                    kept.push(index);
+                    if kept.len() > CLAIMS_PER_PEER_MAX {
+                        kept.remove(0);
+                    }
+                }
+            } else if index > last {
+                last = index;
+                found += ring.record(index, 0).len();
+                let is_told = kept.contains(&index) && index % 2 == 1 && told.insert(index);
+                expected += usize::from(is_told);
+                kept.retain(|k| *k > index);
+            }
+        }
+        prop_assert_eq!(found, expected);
+    }
+}
