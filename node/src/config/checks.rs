@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use api::prompt::ModelSettings;
 use api::proxy::UsageSplice;
-use state::command::{BACKENDS_MAX, BackendSpec, NAME_BYTES_MAX};
+use http::HeaderValue;
+use state::command::{BACKENDS_MAX, BackendSpec, Reject};
 use state::ids::ReplicaId;
 use state::policy::{CostSettings, PolicyConfig};
 use tracing_subscriber::EnvFilter;
@@ -18,8 +19,12 @@ use super::fault::{Fault, Place};
 use super::layers::{Entry, Setting, Settings, Source, Values};
 use super::value::{Value, is_host};
 use super::{
-    ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Retry, Timeouts, Users,
+    ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Probes, Retry, Timeouts,
+    Users,
 };
+
+/// Shortest interval of probes: every replica asks every engine.
+const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(50);
 
 /// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
 /// config needs is missing or unfit, which is then among the faults.
@@ -30,6 +35,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
     let cluster = cluster(values, &mut faults);
     let users = users(values, &mut faults);
     let log = log(values, &mut faults);
+    let probes = probes(values, &mut faults);
     let models = models(&settings.models, &mut faults);
     let backends = backends(&settings.backends, &mut faults);
     let config = (|| {
@@ -59,6 +65,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
                 first_byte: duration(values, "timeouts.first_byte")?,
                 idle: duration(values, "timeouts.idle")?,
             },
+            probes: probes?,
             retry: Retry {
                 attempts: count(values, "retry.attempts")?,
                 statuses: match &values.get("retry.statuses")?.value {
@@ -312,6 +319,11 @@ impl Finding {
         }
         let path = "cluster.bootstrap_expect";
         match self.expect {
+            Some(expect) if !peers.is_empty() && expect * 2 <= peers.len() => {
+                let message = format!("{path} is {expect}, cluster.peers names {}", peers.len());
+                let expected = "more than half of the peers, or two clusters could form";
+                refuse(values, path, message, expected, faults);
+            }
             Some(expect) if !peers.is_empty() && expect > peers.len() => {
                 let message = format!("{path} is {expect}, cluster.peers names {}", peers.len());
                 refuse(
@@ -417,6 +429,52 @@ fn api_key(line: &str) -> ApiKey {
     }
 }
 
+fn probes(values: &Values, faults: &mut Vec<Fault>) -> Option<Probes> {
+    let interval = duration(values, "probes.interval");
+    if let Some(interval) = interval.filter(|interval| *interval < PROBE_INTERVAL_MIN) {
+        let shown = humantime::format_duration(interval);
+        let message = format!("probes.interval is {shown}");
+        refuse(values, "probes.interval", message, "50ms or more", faults);
+    }
+    let path = "probes.api_key_file";
+    let authorization = match text(values, path).map(|file| authorization(&file)) {
+        None => None,
+        Some(Ok(authorization)) => Some(authorization),
+        Some(Err(why)) => {
+            let message = format!("{path}: {why}");
+            refuse(
+                values,
+                path,
+                message,
+                "a file with one key and no more",
+                faults,
+            );
+            return None;
+        }
+    };
+    Some(Probes {
+        interval: interval?,
+        timeout: duration(values, "probes.timeout")?,
+        models_interval: duration(values, "probes.models_interval")?,
+        health_path: text(values, "probes.health_path"),
+        authorization,
+    })
+}
+
+/// The header that carries the key in `file`.
+fn authorization(file: &str) -> Result<HeaderValue, String> {
+    let key = std::fs::read_to_string(file).map_err(|error| format!("read {file:?}: {error}"))?;
+    let key = key.trim();
+    let is_key = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
+    let value = HeaderValue::from_str(&format!("Bearer {key}"));
+    let mut value = value
+        .ok()
+        .filter(|_| is_key)
+        .ok_or_else(|| format!("{file:?} holds no key, or more than one"))?;
+    value.set_sensitive(true);
+    Ok(value)
+}
+
 fn log(values: &Values, faults: &mut Vec<Fault>) -> Option<Log> {
     let filter = text(values, "log.level")?;
     if EnvFilter::builder().parse(&filter).is_err() {
@@ -473,32 +531,31 @@ fn backends(entries: &[Entry], faults: &mut Vec<Fault>) -> Vec<BackendSpec> {
             place: Place::File(entries[BACKENDS_MAX].span.clone()),
         });
     }
-    for (nth, entry) in entries.iter().enumerate() {
-        let Some(id) = text(&entry.values, "id") else {
-            continue;
-        };
-        let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-        if id.len() > NAME_BYTES_MAX || !id.chars().all(is_allowed) {
-            let message = format!("backends[{nth}].id is {id:?}");
-            let expected =
-                format!("at most {NAME_BYTES_MAX} letters, digits, \".\", \"_\" or \"-\"");
-            refuse(&entry.values, "id", message, &expected, faults);
+    let backend = |(nth, entry): (usize, &Entry)| {
+        let spec = backend(entry)?;
+        // The cluster would refuse it.
+        if let Err(Reject::Invalid { field, expected }) = spec.validate() {
+            let message = format!("backends[{nth}].{field} is out of bounds");
+            let key = field.split(['.', '[']).next().unwrap_or(&field);
+            refuse(&entry.values, key, message, &expected, faults);
         }
-    }
-    let backend = |entry: &Entry| {
-        let labels = match entry.values.get("labels").map(|setting| &setting.value) {
-            Some(Value::Labels(labels)) => labels.clone(),
-            _ => BTreeMap::new(),
-        };
-        Some(BackendSpec {
-            id: text(&entry.values, "id")?,
-            url: text(&entry.values, "url")?.trim_end_matches('/').to_owned(),
-            models: texts(&entry.values, "models")?,
-            labels,
-            capacity_blocks: count(&entry.values, "capacity_blocks"),
-            kv_events: None,
-            kv_replay: None,
-        })
+        Some(spec)
     };
-    entries.iter().filter_map(backend).collect()
+    entries.iter().enumerate().filter_map(backend).collect()
+}
+
+fn backend(entry: &Entry) -> Option<BackendSpec> {
+    let labels = match entry.values.get("labels").map(|setting| &setting.value) {
+        Some(Value::Labels(labels)) => labels.clone(),
+        _ => BTreeMap::new(),
+    };
+    Some(BackendSpec {
+        id: text(&entry.values, "id")?,
+        url: text(&entry.values, "url")?.trim_end_matches('/').to_owned(),
+        models: texts(&entry.values, "models")?,
+        labels,
+        capacity_blocks: count(&entry.values, "capacity_blocks"),
+        kv_events: None,
+        kv_replay: None,
+    })
 }

@@ -20,9 +20,9 @@ pub(super) enum Kind {
         /// Words that are reserved; refused as not available.
         later: &'static [&'static str],
     },
-    /// A time span such as `"20ms"` or `"1m 30s"`, never zero.
+    /// A time span such as `"20ms"` or `"1m 30s"`, from a millisecond to a day.
     Duration,
-    /// A time span that may be zero.
+    /// A time span that may be zero, up to a day.
     DurationOrZero,
     /// Two time spans, the lesser first: `"150ms..300ms"`.
     DurationRange,
@@ -44,6 +44,8 @@ pub(super) enum Kind {
     Tokenizer,
     /// `http://host:port`.
     Url,
+    /// `/path` of a URL.
+    UrlPath,
     /// A table of texts by name.
     Labels,
     /// Reserved for a feature that this version does not have.
@@ -170,7 +172,7 @@ pub(super) const KEYS: &[Key] = &[
         "cluster.bootstrap_expect",
         Kind::Integer { min: 1, max: 255 },
         Unset,
-        "First start: form a cluster when so many replicas answer; unset: as many as `peers` names.",
+        "First start: form a cluster when so many replicas answer, more than half of `peers`; unset: as many as `peers` names.",
     ),
     key(
         "cluster.join",
@@ -335,6 +337,36 @@ pub(super) const KEYS: &[Key] = &[
         "Longest pause within a backend's answer.",
     ),
     key(
+        "probes.interval",
+        Kind::Duration,
+        By("1s"),
+        "Time from one health probe of a backend to the next; two failures in a row make it unhealthy, one success healthy.",
+    ),
+    key(
+        "probes.timeout",
+        Kind::Duration,
+        By("2s"),
+        "Longest time a probe takes.",
+    ),
+    key(
+        "probes.models_interval",
+        Kind::Duration,
+        By("10s"),
+        "Time from one question for a backend's models to the next.",
+    ),
+    key(
+        "probes.health_path",
+        Kind::UrlPath,
+        Unset,
+        "Path that is probed; unset: the first of `/ready`, `/health` and `/v1/models` that the engine knows.",
+    ),
+    key(
+        "probes.api_key_file",
+        Kind::Text,
+        Unset,
+        "File with the key that engines want from probes, sent as `authorization: Bearer KEY`; unset: none is sent.",
+    ),
+    key(
         "retry.attempts",
         Kind::Integer { min: 1, max: 16 },
         By("3"),
@@ -406,7 +438,7 @@ pub(super) const BACKEND_KEYS: &[Key] = &[
         "id",
         Kind::Text,
         Required,
-        "The backend's id: letters, digits, `.`, `_`, `-`.",
+        "The backend's id: letters, digits, `.`, `_`, `-`. One that is not registered is, at every start: what was deleted through the admin API must go from here too.",
     ),
     key(
         "url",

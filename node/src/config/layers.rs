@@ -234,6 +234,8 @@ impl Reader<'_> {
             match path.as_str() {
                 "models" => self.settings.models = self.entries(&path, MODEL_KEYS, value),
                 "backends" => self.settings.backends = self.entries(&path, BACKEND_KEYS, value),
+                // A quoted name with a dot in it would pass for a path.
+                _ if name.get_ref().contains('.') => self.unknown(prefix, &path, name),
                 _ => {
                     if let Some(key) = KEYS.iter().find(|key| key.path == path) {
                         self.seen.insert(key.path);
@@ -404,11 +406,20 @@ impl Reader<'_> {
         let Some(rest) = name.strip_prefix("QUORATE_") else {
             return;
         };
-        // One underscore names a variable of the command line, such as `QUORATE_ADMIN`.
+        let place = Place::Variable(name.to_owned());
+        // One underscore names a variable of the command line, such as `QUORATE_ADMIN`, or one of
+        // an orchestrator, such as `QUORATE_PORT`; but it may be a slip.
         if !rest.contains("__") {
+            let meant = KEYS.iter().map(Key::variable);
+            if let Some(meant) = meant.into_iter().find(|key| key.replace("__", "_") == name) {
+                self.settings.faults.push(Fault {
+                    message: "names no key".to_owned(),
+                    expected: meant,
+                    place,
+                });
+            }
             return;
         }
-        let place = Place::Variable(name.to_owned());
         let Some(key) = KEYS.iter().find(|key| key.variable() == name) else {
             let variables: Vec<_> = KEYS.iter().map(Key::variable).collect();
             let is_entry = rest.starts_with("MODELS__") || rest.starts_with("BACKENDS__");

@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use api::prompt::ModelSettings;
 use api::proxy::{IdentifyBy, UsageSplice};
+use http::HeaderValue;
 use state::command::BackendSpec;
 use state::ids::ReplicaId;
 use state::policy::PolicyConfig;
@@ -53,6 +54,8 @@ pub struct Config {
     pub usage_splice: UsageSplice,
     /// Patience with backends.
     pub timeouts: Timeouts,
+    /// How backends are probed.
+    pub probes: Probes,
     /// Second tries.
     pub retry: Retry,
     /// How the replica leaves.
@@ -171,6 +174,21 @@ pub struct Timeouts {
     pub idle: Duration,
 }
 
+/// `[probes]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Probes {
+    /// From one health probe to the next.
+    pub interval: Duration,
+    /// Of one probe.
+    pub timeout: Duration,
+    /// From one model list to the next.
+    pub models_interval: Duration,
+    /// What is probed; `None`: found out.
+    pub health_path: Option<String>,
+    /// Sent with every probe; shows itself nowhere.
+    pub authorization: Option<HeaderValue>,
+}
+
 /// `[retry]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Retry {
@@ -227,7 +245,8 @@ impl Origin {
 
     fn text(&self) -> Result<(String, String), Faults> {
         let Some(path) = &self.file else {
-            return Ok(("environment".to_owned(), String::new()));
+            let name = "environment and flags (no --config FILE)";
+            return Ok((name.to_owned(), String::new()));
         };
         let name = path.display().to_string();
         match read_file(path) {

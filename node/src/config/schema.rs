@@ -73,7 +73,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         Kind::Text | Kind::Later => json!({ "type": "string", "minLength": 1 }),
         Kind::Choice { now, .. } => json!({ "enum": now }),
         Kind::Duration | Kind::DurationOrZero => {
-            json!({ "type": "string", "pattern": r"^\d+(ns|us|ms|s|m|h|d)( *\d+(ns|us|ms|s|m|h|d))*$" })
+            json!({ "type": "string", "pattern": r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$" })
         }
         Kind::DurationRange => json!({ "type": "string", "pattern": r"^.+\.\..+$" }),
         Kind::Size => json!({
@@ -91,6 +91,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         Kind::Statuses => list(&json!({ "type": "integer", "minimum": 400, "maximum": 599 })),
         Kind::Tokenizer => json!({ "enum": ["character"] }),
         Kind::Url => json!({ "type": "string", "pattern": "^http://[^/]+/?$" }),
+        Kind::UrlPath => json!({ "type": "string", "pattern": "^/" }),
         Kind::Labels => json!({ "type": "object", "additionalProperties": { "type": "string" } }),
     };
     match value {

@@ -152,7 +152,7 @@ url = "https://10.0.1.1:8000"
               9 │ flush_intervall = "20ms"
              10 │ heartbeat = 50
                 ·             ─┬
-                ·              ╰── expected a time span above zero such as "20ms" or "1m 30s"
+                ·              ╰── expected a time span from 1ms to 1day such as "20ms" or "1m 30s"
              11 │ 
                 ╰────
               × backends[0].url is "https://10.0.1.1:8000"
@@ -233,7 +233,7 @@ listen = 5
             6:17: cluster.peers[1] is "b" (expected a host with a port such as "10.0.0.1:8082")
             6:22: cluster.peers[2] is 7 (expected a host with a port such as "10.0.0.1:8082")
             7:20: cluster.bootstrap_expect is 0 (expected an integer from 1 to 255)
-            8:20: cluster.election_timeout is "300ms..150ms" (expected two time spans, the lesser first, such as "150ms..300ms")
+            8:20: cluster.election_timeout is "300ms..150ms" (expected two time spans from 1ms to 1day, the lesser first, such as "150ms..300ms")
             10:12: limits.max_body is -1 (expected a number of bytes above zero such as "32MiB")
             12:18: retry.statuses[1] is 200 (expected an HTTP status from 400 to 599)
             14:27: users.identify_by[1] is "cookie:x" (expected "api_key", "body:user" or "header:NAME" with a header's name)
@@ -316,11 +316,65 @@ api_keys_file = "/nonexistent/keys"
             12:20: cluster.bootstrap_expect is 5, cluster.peers names 3 (expected at most as many as there are peers)
             13:13: cluster.election_timeout begins at 150ms with a cluster.heartbeat of 100ms (expected a least election timeout of two heartbeats or more)
             17:8: models[1].name is "m", as is models[0].name (expected each name once)
-            19:6: backends[0].id is "a/b" (expected at most 256 letters, digits, ".", "_" or "-")
+            19:6: backends[0].id is out of bounds (expected 1 to 256 characters of [A-Za-z0-9._-])
             21:1: backends[1].id is not set (expected a text that is not empty)
             24:17: users.api_keys_file: read "/nonexistent/keys": No such file or directory (os error 2) (expected a file with one key a line)
         "#]],
     );
+}
+
+#[test]
+fn what_would_fail_later_is_refused_now() {
+    let long = "x".repeat(300);
+    let empty = tempfile::NamedTempFile::new().unwrap();
+    let text = format!(
+        r#"
+"node.id" = 1
+[node]
+id = 1
+[cluster]
+peers = ["a:1", "b:1", "c:1", "d:1"]
+bootstrap_expect = 2
+heartbeat = "500000000000y"
+[probes]
+interval = "1ms"
+health_path = "health"
+api_key_file = {:?}
+[[backends]]
+id = "a"
+url = "http://a:1"
+models = ["m", "{long}"]
+[[backends]]
+id = "b"
+url = "http://b:1"
+labels = {{ zone = "{long}" }}
+"#,
+        empty.path()
+    );
+    let shown = brief(&layers(&text, &[], &[]).expect_err("the config must be refused"));
+    let shown = shown.replace(&empty.path().display().to_string(), "KEY");
+    expect![[r#"
+        2:1: unknown key node.id (expected one of admission, backends, cluster, drain, limits, listen, log, models, node, probes, retry, routing, timeouts, usage, users)
+        7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
+        8:13: cluster.heartbeat is "500000000000y" (expected a time span from 1ms to 1day such as "20ms" or "1m 30s")
+        10:12: probes.interval is 1ms (expected 50ms or more)
+        11:15: probes.health_path is "health" (expected a path such as "/health")
+        12:16: probes.api_key_file: "KEY" holds no key, or more than one (expected a file with one key and no more)
+        16:10: backends[0].models[1] is out of bounds (expected 1 to 256 bytes)
+        20:10: backends[1].labels.zone is out of bounds (expected at most 256 bytes)
+    "#]]
+    .assert_eq(&shown);
+}
+
+#[test]
+fn the_key_of_probes_is_read_and_not_shown() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "s3cret\n").unwrap();
+    let text = format!("node.id = 1\n[probes]\napi_key_file = {:?}", file.path());
+    let loaded = layers(&text, &[], &[]).unwrap();
+    let probes = &loaded.config.probes;
+    assert_eq!(probes.authorization.as_ref().unwrap(), "Bearer s3cret");
+    assert!(!format!("{:?} {}", loaded.config, print(&loaded)).contains("s3cret"));
 }
 
 #[test]
@@ -362,6 +416,8 @@ fn faults_of_variables_and_flags_name_them() {
     let variables = variables(&[
         ("QUORATE_NODE__ID", "0"),
         ("QUORATE_NODE__IDD", "1"),
+        ("QUORATE_NODE_ID", "1"),
+        ("QUORATE_SERVICE_HOST", "10.0.0.1"),
         ("QUORATE_BACKENDS__0__URL", "http://a:1"),
     ]);
     let flags = [
@@ -373,8 +429,9 @@ fn faults_of_variables_and_flags_name_them() {
     expect![[r#"
         QUORATE_NODE__ID: node.id is "0" (expected an integer from 1 to 255)
         QUORATE_NODE__IDD: names no key (expected QUORATE_NODE__ID)
+        QUORATE_NODE_ID: names no key (expected QUORATE_NODE__ID)
         QUORATE_BACKENDS__0__URL: names no key (expected lists of tables to stand in the file)
-        --set drain.deadline=soon: drain.deadline is "soon" (expected a time span such as "5s")
+        --set drain.deadline=soon: drain.deadline is "soon" (expected a time span up to 1day such as "5s")
         --set drain: has no value (expected section.key=value)
         --set drain.dedline=1s: names no key (expected drain.deadline)
     "#]]

@@ -14,7 +14,7 @@ use super::keys::Kind;
 pub enum Value {
     /// Of `Kind::Integer`.
     Integer(i64),
-    /// Of `Kind::Text`, `Choice`, `HostPort`, `Tokenizer` and `Url`.
+    /// Of `Kind::Text`, `Choice`, `HostPort`, `Tokenizer`, `Url` and `UrlPath`.
     Text(String),
     /// Of `Kind::Duration` and `DurationOrZero`.
     Duration(Duration),
@@ -83,10 +83,13 @@ impl Kind {
                 let words: Vec<_> = now.iter().map(|word| format!("{word:?}")).collect();
                 words.join(" or ")
             }
-            Self::Duration => "a time span above zero such as \"20ms\" or \"1m 30s\"".to_owned(),
-            Self::DurationOrZero => "a time span such as \"5s\"".to_owned(),
+            Self::Duration => {
+                "a time span from 1ms to 1day such as \"20ms\" or \"1m 30s\"".to_owned()
+            }
+            Self::DurationOrZero => "a time span up to 1day such as \"5s\"".to_owned(),
             Self::DurationRange => {
-                "two time spans, the lesser first, such as \"150ms..300ms\"".to_owned()
+                "two time spans from 1ms to 1day, the lesser first, such as \"150ms..300ms\""
+                    .to_owned()
             }
             Self::Size => "a number of bytes above zero such as \"32MiB\"".to_owned(),
             Self::Address => "an IP address with a port such as \"127.0.0.1:8080\"".to_owned(),
@@ -99,6 +102,7 @@ impl Kind {
             Self::Statuses => "an HTTP status from 400 to 599".to_owned(),
             Self::Tokenizer => "\"character\"".to_owned(),
             Self::Url => "a URL such as \"http://10.0.1.1:8000\", without a path".to_owned(),
+            Self::UrlPath => "a path such as \"/health\"".to_owned(),
             Self::Labels => "a table of texts".to_owned(),
             Self::Later => "no value: the key is reserved for a later version".to_owned(),
         }
@@ -147,7 +151,7 @@ impl Kind {
                 (text == "character").then(owned)
             }
             Self::Duration => duration(text)
-                .filter(|span| !span.is_zero())
+                .filter(|span| *span >= SPAN_MIN)
                 .map(Value::Duration),
             Self::DurationOrZero => duration(text).map(Value::Duration),
             Self::DurationRange => range(text).map(Value::Range),
@@ -156,6 +160,7 @@ impl Kind {
             Self::HostPorts => is_host_port(text).then(listed),
             Self::Identities => is_identity(text).then(listed),
             Self::Url => is_url(text).then(owned),
+            Self::UrlPath => is_url_path(text).then(owned),
             Self::Labels | Self::Later | Self::Integer { .. } | Self::Size | Self::Statuses => None,
         };
         Ok(value)
@@ -194,14 +199,20 @@ fn size(raw: &Raw) -> Option<u64> {
     }
 }
 
+/// Shorter ones would keep a core busy.
+const SPAN_MIN: Duration = Duration::from_millis(1);
+/// Longer ones are slips of the pen, and overflow in sums with others.
+const SPAN_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
 fn duration(text: &str) -> Option<Duration> {
-    humantime::parse_duration(text).ok()
+    let span = humantime::parse_duration(text).ok();
+    span.filter(|span| *span <= SPAN_MAX)
 }
 
 fn range(text: &str) -> Option<Range<Duration>> {
     let (from, to) = text.split_once("..")?;
     let (from, to) = (duration(from.trim())?, duration(to.trim())?);
-    (!from.is_zero() && from < to).then_some(from..to)
+    (from >= SPAN_MIN && from < to).then_some(from..to)
 }
 
 /// Whether the text is a host (a name, an IPv4 address or an IPv6 address in brackets) and a port.
@@ -238,6 +249,10 @@ fn is_url(text: &str) -> bool {
     };
     let authority = authority.strip_suffix('/').unwrap_or(authority);
     is_host_port(authority) || is_host(authority)
+}
+
+fn is_url_path(text: &str) -> bool {
+    text.starts_with('/') && text.parse::<http::uri::PathAndQuery>().is_ok()
 }
 
 /// Writes a time span the way it is read.
@@ -315,6 +330,8 @@ mod tests {
         for wrong in [
             "300ms..150ms",
             "0ms..1s",
+            "1us..2us",
+            "1s..9days",
             "1s..1s",
             "1s",
             "1s..",
@@ -326,6 +343,30 @@ mod tests {
                 Err(Misfit::Wrong),
                 "{wrong}"
             );
+        }
+    }
+
+    #[test]
+    fn time_spans_are_bounded() {
+        let day = Duration::from_secs(86_400);
+        for kind in [Kind::Duration, Kind::DurationOrZero] {
+            assert_eq!(kind.read(&text("1day")), Ok(Value::Duration(day)));
+            for wrong in ["25h", "584942417355y", "-1s", "1", "soon", ""] {
+                assert_eq!(kind.read(&text(wrong)), Err(Misfit::Wrong), "{wrong}");
+            }
+        }
+        assert_eq!(Kind::Duration.read(&text("999us")), Err(Misfit::Wrong));
+        let zero = Ok(Value::Duration(Duration::ZERO));
+        assert_eq!(Kind::DurationOrZero.read(&text("0s")), zero);
+    }
+
+    #[test]
+    fn paths_of_urls_begin_with_a_slash() {
+        for right in ["/", "/health", "/v1/models?limit=1"] {
+            assert!(is_url_path(right), "{right}");
+        }
+        for wrong in ["", "health", "http://a/health", "/a b", "/\n"] {
+            assert!(!is_url_path(wrong), "{wrong:?}");
         }
     }
 
