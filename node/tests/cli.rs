@@ -63,6 +63,8 @@ fn bad_usage_exits_2() {
         &["serve", "--nonsense"],
         &["no-such-command"],
         &["explain"],
+        &["status", "--admin", "https://127.0.0.1:1"],
+        &["member", "promote", "0"],
     ] {
         assert_eq!(quorate(args).status.code(), Some(2), "{args:?}");
     }
@@ -73,7 +75,9 @@ fn a_command_that_finds_nobody_exits_1() {
     // Port 1 is reserved and nobody listens there.
     let output = quorate(&["status", "--admin", "http://127.0.0.1:1"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output.stderr).starts_with("error: GET http://127.0.0.1:1/admin/v1/cluster"));
+    let told = text(&output.stderr);
+    assert!(told.starts_with("error: GET http://127.0.0.1:1/admin/v1/cluster: cannot connect"));
+    assert!(told.contains("QUORATE_ADMIN"), "{told}");
 }
 
 #[test]

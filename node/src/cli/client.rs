@@ -15,6 +15,8 @@ use serde_json::Value;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 /// Largest answer read.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// For whoever asked something that is no admin listener, or nobody.
+const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 /// Entries asked for at a time.
 const PAGE: usize = 1000;
 
@@ -26,9 +28,22 @@ pub(super) struct Target {
         long,
         value_name = "URL",
         env = "QUORATE_ADMIN",
-        default_value = "http://127.0.0.1:8081"
+        default_value = "http://127.0.0.1:8081",
+        value_parser = admin_url
     )]
     admin: Uri,
+}
+
+/// `http://host:port`, or `host:port` for short.
+fn admin_url(text: &str) -> Result<Uri, String> {
+    let whole = if text.contains("://") {
+        text.to_owned()
+    } else {
+        format!("http://{text}")
+    };
+    let uri: Option<Uri> = whole.trim_end_matches('/').parse().ok();
+    uri.filter(|uri| uri.scheme_str() == Some("http") && uri.path() == "/" && uri.query().is_none())
+        .ok_or_else(|| "expected http://host:port of an admin listener".to_owned())
 }
 
 impl Target {
@@ -93,10 +108,10 @@ impl Target {
         if status.is_success() {
             return Ok(answer);
         }
-        let title = answer["title"].as_str().unwrap_or("no title");
-        match answer["detail"].as_str() {
-            Some(detail) => bail!("answered {status}: {title}: {detail}"),
-            None => bail!("answered {status}: {title}"),
+        match (answer["title"].as_str(), answer["detail"].as_str()) {
+            (Some(title), Some(detail)) => bail!("answered {status}: {title}: {detail}"),
+            (Some(title), None) => bail!("answered {status}: {title}"),
+            (None, _) => bail!("answered {status}: {HINT}"),
         }
     }
 
@@ -120,7 +135,8 @@ impl Target {
         };
         let (head, body) = client
             .request(request.body(Full::new(bytes))?)
-            .await?
+            .await
+            .map_err(|error| no_answer(&error))?
             .into_parts();
         let collected = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
         let bytes = collected
@@ -128,7 +144,53 @@ impl Target {
             .to_bytes();
         match serde_json::from_slice(&bytes) {
             Ok(answer) => Ok((head.status, answer)),
-            Err(error) => bail!("answered {} with what is not JSON: {error}", head.status),
+            Err(_) => bail!("answered {} with what is not JSON: {HINT}", head.status),
+        }
+    }
+}
+
+/// The innermost cause in place of the layers around it.
+fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    let what = if error.is_connect() {
+        "cannot connect"
+    } else {
+        "no answer"
+    };
+    anyhow::anyhow!("{what}: {cause}: {HINT}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn admin_urls_are_taken_with_and_without_a_scheme() {
+        for right in [
+            "http://a:1",
+            "http://a:1/",
+            "a:1",
+            "127.0.0.1:8081",
+            "[::1]:8081",
+        ] {
+            assert_eq!(
+                admin_url(right).unwrap().scheme_str(),
+                Some("http"),
+                "{right}"
+            );
+        }
+        for wrong in [
+            "",
+            "https://a:1",
+            "http://a:1/admin",
+            "not a url",
+            "a:1?b",
+            "http://",
+        ] {
+            assert!(admin_url(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -8,12 +8,18 @@ use serde_json::{Value, json};
 
 use super::client::Target;
 
+/// What `node.id` can be.
+fn ids() -> clap::builder::RangedI64ValueParser<u8> {
+    clap::value_parser!(u8).range(1..)
+}
+
 /// Changes of membership.
 #[derive(Debug, Subcommand)]
 pub(super) enum Member {
     /// Add a running replica as a learner
     Add {
         /// Its `node.id`
+        #[arg(value_parser = ids())]
         id: u8,
         /// Host and port of its peer listener
         address: String,
@@ -23,6 +29,7 @@ pub(super) enum Member {
     /// Make a learner a voter
     Promote {
         /// Its `node.id`
+        #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]
         target: Target,
@@ -30,6 +37,7 @@ pub(super) enum Member {
     /// Remove a member
     Remove {
         /// Its `node.id`
+        #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]
         target: Target,
@@ -40,6 +48,7 @@ pub(super) enum Member {
 #[derive(Debug, clap::Args)]
 pub(super) struct TransferLeader {
     /// `node.id` of the voter to lead; default: the one that is furthest
+    #[arg(value_parser = ids())]
     to: Option<u8>,
     #[command(flatten)]
     target: Target,

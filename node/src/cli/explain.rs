@@ -14,12 +14,13 @@ use super::table::{cell, table};
 
 /// `quorate explain`.
 #[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("request").required(true).args(["body", "prompt"]))]
 pub(super) struct Args {
     /// File with the request's body, `-` for stdin
-    #[arg(value_name = "FILE", required_unless_present = "prompt")]
+    #[arg(value_name = "FILE")]
     body: Option<PathBuf>,
     /// Explain a request with this prompt in place of a body from a file
-    #[arg(long, conflicts_with = "body", requires = "model")]
+    #[arg(long, requires = "model")]
     prompt: Option<String>,
     /// Model of `--prompt`
     #[arg(long)]
@@ -40,13 +41,7 @@ pub(super) struct Args {
 /// Runs the command.
 pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let body = match &args.prompt {
-        Some(prompt) if args.path.ends_with("/completions") && !args.path.contains("chat") => {
-            json!({ "model": args.model, "prompt": prompt }).to_string()
-        }
-        Some(prompt) => {
-            let messages = json!([{ "role": "user", "content": prompt }]);
-            json!({ "model": args.model, "messages": messages }).to_string()
-        }
+        Some(prompt) => body_of(&args.path, args.model.as_deref(), prompt).to_string(),
         None => read_body(args.body.as_deref())?,
     };
     // The body goes as a text, byte for byte: blocks depend on its bytes.
@@ -66,6 +61,15 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     show(&answer)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The least body that carries a prompt to `path`.
+fn body_of(path: &str, model: Option<&str>, prompt: &str) -> Value {
+    match path {
+        "/v1/completions" | "/tokenize" => json!({ "model": model, "prompt": prompt }),
+        "/v1/responses" | "/v1/embeddings" => json!({ "model": model, "input": prompt }),
+        _ => json!({ "model": model, "messages": [{ "role": "user", "content": prompt }] }),
+    }
 }
 
 fn read_body(path: Option<&std::path::Path>) -> anyhow::Result<String> {

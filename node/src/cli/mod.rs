@@ -21,6 +21,9 @@ use clap::{CommandFactory, Parser, Subcommand};
 use crate::config::Faults;
 use crate::telemetry;
 
+/// Status of a process that a signal ended before it was done: 128 and the number of SIGINT.
+pub(crate) const INTERRUPTED: u8 = 130;
+
 /// A replicated router for LLM inference fleets.
 #[derive(Debug, Parser)]
 #[command(
@@ -138,7 +141,7 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
 }
 
 /// Writes a result to stdout. `println!` would panic when the reader has gone.
-fn print(result: impl Display) -> anyhow::Result<()> {
+pub(crate) fn print(result: impl Display) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{result}")?;
     Ok(out.flush()?)

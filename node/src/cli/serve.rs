@@ -15,9 +15,6 @@ pub(super) struct Args {
     config: config::ConfigSource,
 }
 
-/// Status of a process that a second signal ended: 128 and the number of SIGINT.
-const INTERRUPTED: u8 = 130;
-
 /// Runs the replica.
 pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let config = args.config.load()?.config;
@@ -41,7 +38,7 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
             }
             if signals > 1 {
                 tracing::warn!("second signal, leaving at once");
-                return Ok(ExitCode::from(INTERRUPTED));
+                return Ok(ExitCode::from(super::INTERRUPTED));
             }
             shutdown.drain();
         }

@@ -39,8 +39,21 @@ pub(super) struct Replica {
 pub(super) struct Fleet {
     /// By id, ascending from 1.
     pub(super) replicas: Vec<Replica>,
-    /// Removed when the fleet has left.
-    temporary: Option<PathBuf>,
+    /// Removed when the fleet has left, or could not start.
+    _temporary: Option<Temporary>,
+}
+
+/// A folder that goes with this value.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.0)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, dir = %self.0.display(), "remove temporary data");
+        }
+    }
 }
 
 impl Fleet {
@@ -50,7 +63,7 @@ impl Fleet {
             Some(dir) => (dir.clone(), None),
             None => {
                 let dir = std::env::temp_dir().join(format!("quorate-dev-{}", std::process::id()));
-                (dir.clone(), Some(dir))
+                (dir.clone(), Some(Temporary(dir)))
             }
         };
         let listens = ports(args)?;
@@ -60,7 +73,7 @@ impl Fleet {
             .collect();
         let mut fleet = Self {
             replicas: Vec::new(),
-            temporary,
+            _temporary: temporary,
         };
         for (id, (sockets, addresses)) in (1..).zip(listens) {
             let config = config_of(id, &data_dir, addresses, &peers, backends)?;
@@ -153,11 +166,6 @@ impl Fleet {
             if let Err(error) = replica.task.await {
                 tracing::error!(%error, "replica broke while leaving");
             }
-        }
-        if let Some(dir) = self.temporary
-            && let Err(error) = std::fs::remove_dir_all(&dir)
-        {
-            tracing::warn!(%error, dir = %dir.display(), "remove temporary data");
         }
     }
 }

@@ -15,6 +15,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::cli::INTERRUPTED;
 use crate::replay::chats::{Chats, ChatsOptions};
 use crate::replay::load::{Plan, Work, run as run_load};
 use crate::replay::progress::{bar, show};
@@ -76,13 +77,17 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     let mut terminations = signal(SignalKind::terminate())?;
     let mut told_to_leave = false;
     let engines = Engines::start(&args).await?;
-    let fleet = Fleet::start(&args, &engines.specs).await?;
+    let fleet = tokio::select! {
+        fleet = Fleet::start(&args, &engines.specs) => fleet?,
+        _ = interrupts.recv() => return Ok(ExitCode::from(INTERRUPTED)),
+        _ = terminations.recv() => return Ok(ExitCode::from(INTERRUPTED)),
+    };
     let mut code = ExitCode::SUCCESS;
     if args.requests > 0 {
         tokio::select! {
             report = drive(&args, &fleet) => {
                 let outcome = Outcome::of(report?, &fleet).await;
-                println!("{}", outcome.tables());
+                crate::cli::print(outcome.tables())?;
                 if !outcome.is_good() {
                     code = ExitCode::FAILURE;
                 }
@@ -91,8 +96,11 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
             _ = terminations.recv() => told_to_leave = true,
         }
     }
+    if told_to_leave {
+        code = ExitCode::from(INTERRUPTED);
+    }
     if !args.once && !told_to_leave {
-        println!("{}", fleet.urls());
+        crate::cli::print(fleet.urls())?;
         tokio::select! {
             _ = interrupts.recv() => {}
             _ = terminations.recv() => {}

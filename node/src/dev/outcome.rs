@@ -91,16 +91,16 @@ impl Outcome {
                 standing.users.to_string(),
             ]);
         }
-        let verdict = match (
-            self.agrees(),
-            self.report.total.failed + self.report.total.lost,
-        ) {
-            (true, 0) => "No request failed; all replicas hold the same state.".to_owned(),
-            (true, failed) => {
-                format!("{failed} requests FAILED; all replicas hold the same state.")
-            }
-            (false, failed) => format!("{failed} requests failed; the replicas DIFFER."),
+        let requests = match self.report.total.failed + self.report.total.lost {
+            0 => "No request failed".to_owned(),
+            failed => format!("{failed} requests FAILED"),
         };
+        let states = match (self.agrees(), self.is_at_rest()) {
+            (true, true) => "all replicas hold the same state",
+            (true, false) => "all replicas hold the same state, but leases are LEFT OPEN",
+            (false, _) => "the replicas DIFFER",
+        };
+        let verdict = format!("{requests}; {states}.");
         let fairness = match self.report.jain_index {
             Some(index) => format!("Jain's index of the users' service: {index:.4}"),
             None => String::new(),
