@@ -1,14 +1,14 @@
 //! The published read view of the block index: what many readers see without ever waiting for the
 //! one writer.
 //!
-//! The index is cut by hash into shards. Each shard is an immutable-in-shape [`table`] behind a
+//! The index is cut by hash into shards. Each shard is an immutable-in-shape `table` behind a
 //! pointer; the writer (the ownership arena, in `apply`) changes owners in place, one atomic word
 //! at a time, and replaces the table when it is full. Readers keep the table they hold alive. So
 //! reading is wait-free, needs no `unsafe`, and a reader that falls asleep blocks nobody.
 //!
 //! What a reader may see while the writer works: an ownership that ended a moment ago, or not yet
-//! one that just began. What it never sees: an owner that never held the block. [`matching`] says
-//! what that means for a prefix; loom models in [`loom_tests`] check it.
+//! one that just began. What it never sees: an owner that never held the block. `matching` says
+//! what that means for a prefix; loom models in `loom_tests` check it.
 //!
 //! A second index keyed by position (seed 002) would be a second set of shards with a wider entry
 //! beside this one; matching takes its probe as a function and would not change.
