@@ -361,6 +361,14 @@ fn restore(ownership: &Ownership) {
     let seconds = start.seconds();
     assert_eq!(other.digest(), ownership.digest());
     println!("  restore: {seconds:.2} s");
+    let owned = other.owned(Slot(0));
+    let start = CoreTime::start();
+    other.remove_backend(Slot(0));
+    let millis = start.seconds() * 1e3;
+    println!(
+        "  remove a backend of {:.2} M blocks: {millis:.1} ms",
+        owned as f64 / 1e6
+    );
 }
 
 /// Acquires and releases 16 new blocks at a time, at least 20,000 times and until `is_done`.

@@ -29,8 +29,6 @@ pub(super) const GROUP_BLOCKS: usize = 32;
 pub(super) struct Common {
     /// The published index.
     pub(super) view: ViewWriter,
-    /// Sum of the records' digests.
-    pub(super) sum: u128,
     /// Blocks owned, over all backends.
     pub(super) owned: u64,
     /// Most of them.
@@ -44,6 +42,8 @@ pub(super) struct Backend {
     pub(super) capacity: Option<u32>,
     /// Releases so far.
     pub(super) epoch: u64,
+    /// Sum of the records' digests: kept per backend, so that dropping one takes nothing apart.
+    pub(super) sum: u128,
     pub(super) arena: Arena,
     pub(super) index: Index,
     /// `epoch << 24 | record` of every free leaf.
@@ -66,6 +66,7 @@ impl Backend {
             slot,
             capacity,
             epoch: 0,
+            sum: 0,
             arena: Arena::new(),
             index: Index::new(),
             evictable: BTreeSet::new(),
@@ -148,33 +149,33 @@ impl Backend {
     }
 
     /// Counts one more lease that ends at `index`; `false` when there are too many to count.
-    pub(super) fn pin(&mut self, common: &mut Common, index: u32) -> bool {
+    pub(super) fn pin(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(leases) = record.leases.checked_add(1) else {
             return false;
         };
         self.unsettle(index, &record);
-        self.change(common, index, record, Record { leases, ..record });
+        self.change(index, record, Record { leases, ..record });
         true
     }
 
     /// Counts one lease less; `false` when there is none, as for a lease that outlived its blocks.
     /// The caller settles the record.
-    pub(super) fn unpin(&mut self, common: &mut Common, index: u32) -> bool {
+    pub(super) fn unpin(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(leases) = record.leases.checked_sub(1) else {
             return false;
         };
-        self.change(common, index, record, Record { leases, ..record });
+        self.change(index, record, Record { leases, ..record });
         true
     }
 
     /// Marks the path that ends in `index` as released now.
-    pub(super) fn touch(&mut self, common: &mut Common, index: u32) {
-        let epoch = self.next_epoch(common);
+    pub(super) fn touch(&mut self, index: u32) {
+        let epoch = self.next_epoch();
         let record = self.arena.get(index);
         self.unsettle(index, &record);
-        self.change(common, index, record, Record { epoch, ..record });
+        self.change(index, record, Record { epoch, ..record });
         self.settle(index);
     }
 
@@ -235,22 +236,50 @@ impl Backend {
             // What only the removed blocks were kept for may have nobody left to keep it.
             self.give_back(common, parent);
         }
-        before - self.owned
+        let removed = before - self.owned;
+        // What the removed blocks held may be too much now that it can go.
+        self.trim(common);
+        removed
     }
 
-    /// Removes everything.
+    /// Removes everything. Only readers are told block by block, children before parents; the rest
+    /// is dropped whole.
     pub(super) fn clear(&mut self, common: &mut Common) {
-        let leaves = self.arena.live().filter(|(_, record)| record.children == 0);
-        let leaves = leaves.map(|(index, _)| index).collect();
-        self.evictable.clear();
-        self.fell(common, leaves, NO_RECORD);
-        self.arena = Arena::new();
-        self.index = Index::new();
-        debug_assert_eq!(
-            (self.owned, self.evictable.len()),
-            (0, 0),
-            "blocks left after a clear"
-        );
+        let mut group = Vec::with_capacity(GROUP_BLOCKS);
+        let mut children: Vec<u32> = vec![0; self.arena.len() as usize];
+        for (index, record) in self.arena.live() {
+            children[index as usize] = record.children;
+        }
+        for (leaf, record) in self.arena.live() {
+            if record.children > 0 {
+                continue;
+            }
+            let mut index = leaf;
+            while index != NO_RECORD && children[index as usize] == 0 {
+                let record = self.arena.get(index);
+                group.push(record.hash);
+                if group.len() == GROUP_BLOCKS {
+                    self.hide(common, &mut group);
+                }
+                index = record.parent;
+                if index != NO_RECORD {
+                    children[index as usize] -= 1;
+                }
+            }
+        }
+        self.hide(common, &mut group);
+        common.owned -= u64::from(self.owned);
+        let (slot, capacity, epoch) = (self.slot, self.capacity, self.epoch);
+        *self = Self::new(slot, capacity);
+        self.epoch = epoch;
+    }
+
+    /// Takes a group of blocks from the readers, and empties it.
+    fn hide(&self, common: &mut Common, group: &mut Vec<BlockHash>) {
+        std::hint::black_box(common.view.warm(group));
+        for block in group.drain(..) {
+            common.view.remove(self.slot, block);
+        }
     }
 
     /// Adds a block behind `parent`; readers see it from here on.
@@ -271,9 +300,8 @@ impl Backend {
         };
         let index = self.arena.insert(record);
         self.index.insert(block, index, &self.arena);
-        common.sum = common
-            .sum
-            .wrapping_add(digest::of_record(self.slot, &record, parent_hash));
+        let added = digest::of_record(self.slot, &record, parent_hash);
+        self.sum = self.sum.wrapping_add(added);
         common.owned += 1;
         self.owned += 1;
         common.view.insert(self.slot, block);
@@ -299,7 +327,7 @@ impl Backend {
     fn remove_leaf(&mut self, common: &mut Common, index: u32, record: &Record) {
         common.view.remove(self.slot, record.hash);
         self.index.remove(record.hash, index);
-        common.sum = common.sum.wrapping_sub(self.digest_of(record));
+        self.sum = self.sum.wrapping_sub(self.digest_of(record));
         common.owned -= 1;
         self.owned -= 1;
         self.arena.remove(index);
@@ -308,7 +336,6 @@ impl Backend {
             let epoch = parent.epoch.max(record.epoch);
             let children = parent.children - 1;
             self.change(
-                common,
                 record.parent,
                 parent,
                 Record {
@@ -393,11 +420,11 @@ impl Backend {
         }
     }
 
-    fn change(&mut self, common: &mut Common, index: u32, old: Record, new: Record) {
+    fn change(&mut self, index: u32, old: Record, new: Record) {
         let parent = self.parent_hash(&old);
         let removed = digest::of_record(self.slot, &old, parent);
         let added = digest::of_record(self.slot, &new, parent);
-        common.sum = common.sum.wrapping_sub(removed).wrapping_add(added);
+        self.sum = self.sum.wrapping_sub(removed).wrapping_add(added);
         self.arena.set(index, new);
     }
 
@@ -410,9 +437,9 @@ impl Backend {
         (record.parent != NO_RECORD).then(|| self.arena.hash(record.parent))
     }
 
-    fn next_epoch(&mut self, common: &mut Common) -> u64 {
+    fn next_epoch(&mut self) -> u64 {
         if self.epoch >= EPOCH_MAX {
-            self.renumber(common);
+            self.renumber();
         }
         self.epoch += 1;
         self.epoch
@@ -420,7 +447,7 @@ impl Backend {
 
     /// Renumbers the epochs from 1 in their order: once in 35 years at a thousand releases a
     /// second, but the counter must not stick.
-    fn renumber(&mut self, common: &mut Common) {
+    fn renumber(&mut self) {
         let carriers = self.arena.live().filter(|(_, record)| record.epoch > 0);
         let mut carriers: Vec<_> = carriers
             .map(|(index, record)| (record.epoch, index))
@@ -430,7 +457,7 @@ impl Backend {
         self.epoch = carriers.len() as u64;
         for (epoch, (_, index)) in (1..).zip(carriers) {
             let record = self.arena.get(index);
-            self.change(common, index, record, Record { epoch, ..record });
+            self.change(index, record, Record { epoch, ..record });
             self.settle(index);
         }
     }

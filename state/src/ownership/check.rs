@@ -26,14 +26,19 @@ impl Ownership {
         for lease in leases {
             *open.entry(lease).or_default() += 1;
         }
-        let (mut sum, mut owned) = (0_u128, 0_u64);
+        let mut owned = 0_u64;
         for backend in self.backends.iter().flatten() {
+            let mut sum = 0_u128;
             for (index, record) in backend.arena.live() {
                 sum = sum.wrapping_add(backend.digest_of(&record));
                 self.check_record(backend, index, &record, &mut open)?;
             }
             owned += u64::from(backend.owned);
             check_backend(backend)?;
+            if sum != backend.sum {
+                let (slot, kept) = (backend.slot, backend.sum);
+                return broken("I8", format!("{slot}: kept {kept:032x}, is {sum:032x}"));
+            }
         }
         if let Some(((slot, tip), leases)) = open.first_key_value() {
             return broken(
@@ -44,12 +49,6 @@ impl Ownership {
         if (owned, self.common.view.pairs()) != (self.common.owned, owned) {
             let view = self.common.view.pairs();
             return broken("I2", format!("{owned} owned, {view} shown, {:?}", self));
-        }
-        if sum != self.common.sum {
-            return broken(
-                "I8",
-                format!("kept {:032x}, is {sum:032x}", self.common.sum),
-            );
         }
         Ok(())
     }

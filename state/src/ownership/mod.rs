@@ -78,7 +78,6 @@ impl Ownership {
             backends: Vec::new(),
             common: Common {
                 view,
-                sum: 0,
                 owned: 0,
                 owned_max,
             },
@@ -153,7 +152,7 @@ impl Ownership {
             None => NO_RECORD,
         };
         let walk = backend.walk(common, from, new);
-        if walk.tip != NO_RECORD && backend.pin(common, walk.tip) {
+        if walk.tip != NO_RECORD && backend.pin(walk.tip) {
             lease.tip = Some(backend.arena.hash(walk.tip));
             lease.inserted = walk.inserted;
         }
@@ -172,12 +171,12 @@ impl Ownership {
             None => NO_RECORD,
         };
         let walk = backend.walk(common, from, new);
-        if walk.tip == from || !backend.pin(common, walk.tip) {
+        if walk.tip == from || !backend.pin(walk.tip) {
             return;
         }
         if from != NO_RECORD {
             // It has a child now, so it stays whether or not this was the last lease on it.
-            backend.unpin(common, from);
+            backend.unpin(from);
         }
         lease.tip = Some(backend.arena.hash(walk.tip));
         lease.inserted = lease.inserted.saturating_add(walk.inserted);
@@ -194,11 +193,11 @@ impl Ownership {
         let Some(tip) = lease.tip.and_then(|tip| backend.find(tip)) else {
             return;
         };
-        if !backend.unpin(common, tip) {
+        if !backend.unpin(tip) {
             return;
         }
         if keep {
-            backend.touch(common, tip);
+            backend.touch(tip);
         } else {
             backend.give_back(common, tip);
         }
@@ -241,12 +240,9 @@ impl Ownership {
     #[must_use]
     pub fn digest(&self) -> u128 {
         let backends = self.backends.iter().flatten();
-        backends.fold(self.common.sum, |sum, backend| {
-            sum.wrapping_add(digest::of_backend(
-                backend.slot,
-                backend.capacity,
-                backend.epoch,
-            ))
+        backends.fold(0, |sum: u128, backend| {
+            let figures = digest::of_backend(backend.slot, backend.capacity, backend.epoch);
+            sum.wrapping_add(backend.sum).wrapping_add(figures)
         })
     }
 

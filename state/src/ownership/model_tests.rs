@@ -153,6 +153,7 @@ impl Naive {
             self.leases.remove(&hash);
         }
         self.give_back(block.parent);
+        self.trim(None);
     }
 }
 

@@ -91,7 +91,6 @@ impl Ownership {
             backends: Vec::new(),
             common: Common {
                 view: self.common.view.unpublished(),
-                sum: 0,
                 owned: 0,
                 owned_max: self.common.owned_max,
             },
@@ -108,7 +107,6 @@ impl Ownership {
             return sections.corrupt(what);
         }
         self.common.view.adopt(fresh.common.view);
-        self.common.sum = fresh.common.sum;
         self.common.owned = fresh.common.owned;
         self.backends = fresh.backends;
         Ok(())
@@ -191,7 +189,7 @@ impl Backend {
             }
             self.index.insert(record.hash, index, &self.arena);
             common.view.insert(self.slot, record.hash);
-            common.sum = common.sum.wrapping_add(self.digest_of(&record));
+            self.sum = self.sum.wrapping_add(self.digest_of(&record));
         }
         Ok(())
     }

@@ -319,6 +319,22 @@ fn removing_an_inner_block_takes_its_descendants_only() {
 }
 
 #[test]
+fn what_a_removal_sets_free_is_evicted_at_once_when_it_is_too_much() {
+    let mut ownership = one_backend(Some(1));
+    let outer = acquire(&mut ownership, None, &[1]);
+    let inner = acquire(&mut ownership, Some(1), &[2]);
+    let other = acquire(&mut ownership, None, &[3]);
+    ownership.release(outer, true);
+    assert_eq!(owned(&ownership), [1, 2, 3]);
+    assert_eq!(ownership.remove(GPU, BlockHash(2)), 1);
+    assert_eq!(owned(&ownership), [3]);
+    assert_eq!(ownership.check([(GPU, BlockHash(3))]), Ok(()));
+    ownership.release(inner, true);
+    ownership.release(other, true);
+    assert_eq!(ownership.check([]), Ok(()));
+}
+
+#[test]
 fn digests_depend_on_content_and_not_on_the_way_there() {
     let digest = |order: [u64; 3]| {
         let mut ownership = one_backend(None);
