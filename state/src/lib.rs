@@ -20,5 +20,5 @@ pub mod view;
 pub use backends::Backend;
 pub use state::{
     AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Broken, CorruptSnapshot, Frozen, Registry,
-    RouterState, SNAPSHOT_VERSION, SessionView, Undecodable, View,
+    RouterState, SNAPSHOT_VERSION, SessionView, TIME_STEP_MS_MAX, Undecodable, View,
 };

@@ -431,6 +431,64 @@ fn every_refusal_has_its_cause() {
 }
 
 #[test]
+fn a_clock_far_ahead_moves_the_time_by_one_step_a_command() {
+    let mut state = RouterState::new();
+    let mut apply = |session, seq, proposed_at_ms| {
+        let index = LogIndex(state.applied().0 + 1);
+        let command = Command::PutPolicy(PolicyConfig::LeastRequest);
+        let mut envelope = envelope(1, session, Lane::Admin, seq, command);
+        envelope.proposed_at_ms = proposed_at_ms;
+        state.apply(index, envelope);
+        (state.now_ms(), state.digest())
+    };
+    let day = 24 * 60 * 60 * 1000;
+    let start = 20_000 * day;
+    let times = [
+        apply(1, 1, start).0,
+        apply(1, 2, start - 1).0,
+        apply(1, 3, u64::MAX).0,
+        apply(1, 4, start + day).0,
+        apply(2, 5, start + day).0,
+    ];
+    let step = state::TIME_STEP_MS_MAX;
+    let expected = [0, 0, step, 2 * step, 3 * step].map(|passed| start + passed);
+    assert_eq!(times, expected);
+    // What is not applied moves nothing: no repeat, no ended run, no number 0.
+    let last = apply(2, 5, start + day);
+    assert_eq!(last.0, expected[4]);
+    for (session, seq) in [(2, 5), (1, 9), (2, 0)] {
+        assert_eq!(apply(session, seq, u64::MAX), last);
+    }
+}
+
+#[test]
+fn a_late_first_command_of_an_ended_run_takes_nothing_over() {
+    let mut driver = Driver::new();
+    driver.apply_in(1, 7, Command::PutBackend(spec("a", 1, None)));
+    let acquire = Item::Acquire {
+        attempt: 1,
+        backend: driver.state.backend("a").unwrap().handle,
+        tip: None,
+        new: chain(&[1, 2]),
+    };
+    driver.apply_in(1, 7, common::batch(vec![acquire]));
+    let digest = driver.state.digest();
+    // Stamped a second before the run's first command.
+    let mut late = envelope(1, 6, Lane::Outbox, 1, common::batch(Vec::new()));
+    late.proposed_at_ms = 1000;
+    let reply = driver.state.apply(LogIndex(100), late);
+    let replica = ReplicaId(1);
+    assert_eq!(
+        reply,
+        Reply::Rejected(state::command::Reject::StaleSession { replica })
+    );
+    assert_eq!(
+        (driver.state.open_leases(), driver.state.digest()),
+        (1, digest)
+    );
+}
+
+#[test]
 fn a_full_registry_refuses_one_more() {
     let mut driver = Driver::new();
     for number in 0..state::command::BACKENDS_MAX {

@@ -35,6 +35,11 @@ pub use report::SessionView;
 use sessions::{Admission, Sessions};
 pub use snapshot::{CorruptSnapshot, Frozen, SNAPSHOT_VERSION};
 
+/// Most that one command moves the replicated time, milliseconds. A clock that is far ahead then
+/// bends the time as long as it speaks, and not for good; an hour lets a cluster that idled over
+/// night catch up within some ten commands.
+pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
+
 /// A log entry that is not a command this build knows.
 #[derive(Debug, thiserror::Error)]
 #[error("decode log entry: {0}")]
@@ -43,7 +48,7 @@ pub struct Undecodable(pub String);
 /// The whole replicated state of a replica.
 pub struct RouterState {
     applied: LogIndex,
-    /// The greatest time any command was stamped with, unix milliseconds.
+    /// Unix milliseconds: see [`RouterState::now_ms`].
     now_ms: u64,
     config: Config,
     backends: Backends,
@@ -77,6 +82,16 @@ impl Default for Config {
             policy: PolicyConfig::Cost(CostSettings::default()),
             fairness: FairnessSettings::default(),
         }
+    }
+}
+
+impl Config {
+    /// Checks what `apply` relies on; says what is wrong.
+    fn validate(&self) -> Result<(), String> {
+        let settings = self.policy.validate();
+        settings
+            .and_then(|()| self.fairness.validate())
+            .map_err(|reject| reject.to_string())
     }
 }
 
@@ -121,11 +136,11 @@ impl RouterState {
     /// When `index` is not above the last one: the log is then broken, not the command.
     pub fn apply(&mut self, index: LogIndex, envelope: Envelope) -> Reply {
         self.advance(index);
-        self.now_ms = self.now_ms.max(envelope.proposed_at_ms);
         let origin = envelope.origin;
-        let reply = match self.admit(&origin) {
+        let reply = match self.admit(&origin, envelope.proposed_at_ms) {
             Some(answer) => answer,
             None => {
+                self.pass_time(envelope.proposed_at_ms);
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
                 reply
@@ -183,14 +198,23 @@ impl RouterState {
         self.applied = index;
     }
 
+    /// Moves the replicated time to a proposer's, forwards only. The first command sets it.
+    fn pass_time(&mut self, proposed_at_ms: u64) {
+        let latest = match self.now_ms {
+            0 => u64::MAX,
+            now_ms => now_ms.saturating_add(TIME_STEP_MS_MAX),
+        };
+        self.now_ms = self.now_ms.max(proposed_at_ms.min(latest));
+    }
+
     /// Answers a command that is not to be applied.
-    fn admit(&mut self, origin: &Origin) -> Option<Reply> {
+    fn admit(&mut self, origin: &Origin, proposed_at_ms: u64) -> Option<Reply> {
         let replica = origin.replica;
         if origin.seq == 0 {
             let (field, expected) = ("origin.seq".to_owned(), "at least 1".to_owned());
             return Some(Reply::Rejected(Reject::Invalid { field, expected }));
         }
-        match self.sessions.admit(origin) {
+        match self.sessions.admit(origin, proposed_at_ms) {
             Admission::Fresh => None,
             Admission::FreshRun => {
                 self.close_replica(replica);

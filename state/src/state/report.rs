@@ -30,7 +30,8 @@ impl RouterState {
         self.applied
     }
 
-    /// Replicated time, unix milliseconds: the greatest any command was stamped with.
+    /// Replicated time, unix milliseconds: the greatest that commands were stamped with, where none
+    /// of them moves it by more than [`TIME_STEP_MS_MAX`](super::TIME_STEP_MS_MAX) at once.
     #[must_use]
     pub fn now_ms(&self) -> u64 {
         self.now_ms

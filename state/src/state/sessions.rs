@@ -2,7 +2,8 @@
 //!
 //! One session is one run of a replica. A session id not seen before begins a new run and ends the
 //! one before; ids of ended runs are remembered (the last few), so that a command of theirs that
-//! was still under way is refused.
+//! was still under way is refused. The first command of a run that ended before it came is told by
+//! its stamp: made by the same machine a little before the present run began.
 
 use std::collections::BTreeMap;
 
@@ -13,6 +14,11 @@ use crate::ids::{ReplicaId, SessionId};
 
 /// Ended runs remembered per replica.
 const FORMER_SESSIONS_MAX: usize = 8;
+
+/// A command of an unknown run that is stamped up to so much before the present run's first one is a
+/// late one of a run before it. What is stamped earlier still comes from a clock that was set back,
+/// which must not lock the replica out.
+const LATE_COMMAND_MS: u64 = 60_000;
 
 /// What an origin says about a command.
 #[derive(Debug, PartialEq, Eq)]
@@ -30,6 +36,8 @@ pub(super) enum Admission {
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 struct Session {
     current: SessionId,
+    /// Stamp of its first command, by the replica's own clock.
+    begun_at_ms: u64,
     /// Oldest first.
     former: Vec<SessionId>,
     outbox: Option<Answered>,
@@ -47,9 +55,10 @@ struct Answered {
 pub(super) struct Sessions(BTreeMap<ReplicaId, Session>);
 
 impl Sessions {
-    pub(super) fn admit(&mut self, origin: &Origin) -> Admission {
+    pub(super) fn admit(&mut self, origin: &Origin, proposed_at_ms: u64) -> Admission {
         let begun = Session {
             current: origin.session,
+            begun_at_ms: proposed_at_ms,
             former: Vec::new(),
             outbox: None,
             admin: None,
@@ -62,6 +71,10 @@ impl Sessions {
             return Admission::Stale;
         }
         if session.current != origin.session {
+            let age_ms = session.begun_at_ms.saturating_sub(proposed_at_ms);
+            if (1..=LATE_COMMAND_MS).contains(&age_ms) {
+                return Admission::Stale;
+            }
             session.former.push(session.current);
             if session.former.len() > FORMER_SESSIONS_MAX {
                 session.former.remove(0);
@@ -132,23 +145,34 @@ mod tests {
         }
     }
 
+    /// Admits it at a time when nothing is late.
+    fn admit(sessions: &mut Sessions, origin: &Origin) -> Admission {
+        sessions.admit(origin, 0)
+    }
+
     #[test]
     fn a_repeat_gets_the_reply_of_its_time() {
         let mut sessions = Sessions::default();
         let first = origin(5, Lane::Outbox, 1);
-        assert_eq!(sessions.admit(&first), Admission::FreshRun);
+        assert_eq!(admit(&mut sessions, &first), Admission::FreshRun);
         let reply = Reply::Batch(crate::command::BatchReply {
             dropped: 3,
             ..Default::default()
         });
         sessions.answer(&first, reply.clone());
-        assert_eq!(sessions.admit(&first), Admission::Repeated(reply));
+        assert_eq!(admit(&mut sessions, &first), Admission::Repeated(reply));
 
         let third = origin(5, Lane::Outbox, 3);
-        assert_eq!(sessions.admit(&third), Admission::Fresh);
+        assert_eq!(admit(&mut sessions, &third), Admission::Fresh);
         sessions.answer(&third, Reply::Applied);
-        assert_eq!(sessions.admit(&first), Admission::Repeated(Reply::Applied));
-        assert_eq!(sessions.admit(&origin(5, Lane::Admin, 1)), Admission::Fresh);
+        assert_eq!(
+            admit(&mut sessions, &first),
+            Admission::Repeated(Reply::Applied)
+        );
+        assert_eq!(
+            admit(&mut sessions, &origin(5, Lane::Admin, 1)),
+            Admission::Fresh
+        );
     }
 
     #[test]
@@ -156,20 +180,33 @@ mod tests {
         let mut sessions = Sessions::default();
         for session in 1..=20 {
             assert_eq!(
-                sessions.admit(&origin(session, Lane::Admin, 1)),
+                admit(&mut sessions, &origin(session, Lane::Admin, 1)),
                 Admission::FreshRun
             );
             assert!(sessions.is_current(ReplicaId(1), SessionId(session)));
         }
         for session in 12..20 {
             assert_eq!(
-                sessions.admit(&origin(session, Lane::Admin, 9)),
+                admit(&mut sessions, &origin(session, Lane::Admin, 9)),
                 Admission::Stale
             );
         }
         assert_eq!(
-            sessions.admit(&origin(20, Lane::Admin, 2)),
+            admit(&mut sessions, &origin(20, Lane::Admin, 2)),
             Admission::Fresh
         );
+    }
+
+    #[test]
+    fn a_late_first_command_of_an_ended_run_begins_nothing() {
+        let mut sessions = Sessions::default();
+        let first = |session| origin(session, Lane::Outbox, 1);
+        assert_eq!(sessions.admit(&first(2), 100_000), Admission::FreshRun);
+        assert_eq!(sessions.admit(&first(1), 99_999), Admission::Stale);
+        assert_eq!(sessions.admit(&first(1), 40_000), Admission::Stale);
+        assert!(sessions.is_current(ReplicaId(1), SessionId(2)));
+        // A clock that was set back is no late command.
+        assert_eq!(sessions.admit(&first(3), 39_999), Admission::FreshRun);
+        assert_eq!(sessions.admit(&first(4), 39_999), Admission::FreshRun);
     }
 }

@@ -186,7 +186,10 @@ impl RouterState {
 
     fn restore_section(&mut self, tag: u8, payload: &[u8]) -> Result<(), String> {
         match tag {
-            tag::CONFIG => (self.config, self.now_ms) = section(payload)?,
+            tag::CONFIG => {
+                (self.config, self.now_ms) = section(payload)?;
+                self.config.validate()?;
+            }
             tag::BACKENDS => {
                 self.backends = section(payload)?;
                 self.backends.check()?;
@@ -316,5 +319,31 @@ impl Input<'_> {
             offset,
             what: what.to_string(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::Config;
+    use crate::users::FairnessSettings;
+
+    #[test]
+    fn settings_out_of_bounds_are_refused() {
+        // Prices are multiplied without a check wherever tokens are charged.
+        let fairness = FairnessSettings {
+            input_price: u32::MAX,
+            output_price: u32::MAX,
+        };
+        let config = Config {
+            fairness,
+            ..Config::default()
+        };
+        let payload = codec::to_bytes(&(&config, 0_u64));
+        let refused = RouterState::new().restore_section(tag::CONFIG, &payload);
+        assert_eq!(
+            refused,
+            Err("fairness.input_price: at most 1000".to_owned())
+        );
     }
 }
