@@ -16,6 +16,9 @@ use crate::users::FairnessSettings;
 pub const BACKENDS_MAX: usize = 1024;
 /// Most blocks one item may name.
 pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
+/// Most bytes that the names in one list of a backend take together: its models, its labels, and the
+/// models its engine lists.
+pub const LIST_BYTES_MAX: usize = 64 << 10;
 /// Longest name of a user, backend, model or label, in bytes.
 pub const NAME_BYTES_MAX: usize = 256;
 /// Most users kept; beyond it idle users at or below the virtual time are forgotten first.
@@ -26,7 +29,8 @@ pub const USERS_MAX: usize = 1_000_000;
 pub struct Envelope {
     /// Who proposed it. A repeated `(replica, lane, session, seq)` is answered, not applied again.
     pub origin: Origin,
-    /// Unix time in milliseconds at the proposer; `apply` makes it monotone.
+    /// Unix time in milliseconds at the proposer; `apply` makes it monotone and bounds its steps.
+    /// A repeat carries the stamp of the first try.
     pub proposed_at_ms: u64,
     /// What to do.
     pub command: Command,

@@ -1,7 +1,7 @@
 //! Bounds of what operators write: checked at the edge to answer early, and in `apply` because the
 //! log may carry anything.
 
-use crate::command::{BackendSpec, EngineFacts, NAME_BYTES_MAX, Reject, UserSpec};
+use crate::command::{BackendSpec, EngineFacts, LIST_BYTES_MAX, NAME_BYTES_MAX, Reject, UserSpec};
 use crate::policy::PolicyConfig;
 use crate::users::FairnessSettings;
 
@@ -42,6 +42,11 @@ impl BackendSpec {
             )?;
         }
         ensure(
+            is_short_list(&self.models),
+            "models",
+            "at most 64 KiB together",
+        )?;
+        ensure(
             self.labels.len() <= LIST_ENTRIES_MAX,
             "labels",
             "at most 256 labels",
@@ -51,6 +56,12 @@ impl BackendSpec {
             let field = format!("labels.{name}");
             ensure(value.len() <= NAME_BYTES_MAX, &field, "at most 256 bytes")?;
         }
+        let label_texts = self.labels.iter().flat_map(|(name, value)| [name, value]);
+        ensure(
+            is_short_list(label_texts),
+            "labels",
+            "at most 64 KiB together",
+        )?;
         ensure(
             self.capacity_blocks != Some(0),
             "capacity_blocks",
@@ -71,7 +82,9 @@ impl EngineFacts {
     /// Whether every field is within its bounds.
     pub(crate) fn is_valid(&self) -> bool {
         let is_list = |models: &Vec<String>| {
-            models.len() <= ENGINE_MODELS_MAX && models.iter().all(|model| is_name(model))
+            models.len() <= ENGINE_MODELS_MAX
+                && models.iter().all(|model| is_name(model))
+                && is_short_list(models)
         };
         self.models.as_ref().is_none_or(is_list) && self.capacity_blocks != Some(0)
     }
@@ -134,6 +147,12 @@ impl FairnessSettings {
 /// Whether `text` can name something: not empty, within [`NAME_BYTES_MAX`].
 pub(crate) fn is_name(text: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&text.len())
+}
+
+/// Whether all texts together keep within [`LIST_BYTES_MAX`], which bounds what a registry takes in
+/// a snapshot.
+fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
+    texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
 }
 
 fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Reject> {
@@ -278,6 +297,43 @@ mod tests {
             kv_events: an endpoint of 1 to 256 bytes"#]]
         .assert_eq(&faults);
         assert_eq!(spec().validate(), Ok(()));
+    }
+
+    #[test]
+    fn a_full_registry_of_the_longest_backends_fits_a_snapshot_and_each_a_command() {
+        use crate::codec;
+        use crate::command::BACKENDS_MAX;
+
+        let names = |count: usize, bytes: usize| (0..count).map(move |at| format!("{at:0>bytes$}"));
+        let half = NAME_BYTES_MAX / 2;
+        let longest = BackendSpec {
+            id: "x".repeat(NAME_BYTES_MAX),
+            url: format!("http://{}:1", "x".repeat(NAME_BYTES_MAX - 9)),
+            models: names(256, NAME_BYTES_MAX).collect(),
+            labels: names(256, half).zip(names(256, half)).collect(),
+            capacity_blocks: Some(u32::MAX),
+            kv_events: Some("x".repeat(NAME_BYTES_MAX)),
+            kv_replay: Some("x".repeat(NAME_BYTES_MAX)),
+        };
+        // Short names cost most beside themselves.
+        let facts = EngineFacts {
+            models: Some(names(ENGINE_MODELS_MAX, 16).collect()),
+            capacity_blocks: Some(u32::MAX),
+            started_at_s: Some(u64::MAX),
+        };
+        assert_eq!((longest.validate(), facts.is_valid()), (Ok(()), true));
+        let bytes = codec::to_bytes(&longest).len() + codec::to_bytes(&facts).len();
+        assert!((bytes + 64) * BACKENDS_MAX < codec::SECTION_BYTES_MAX);
+        assert!(bytes < codec::ENVELOPE_BYTES_MAX);
+
+        let mut more = longest.clone();
+        more.labels.insert("y".to_owned(), String::new());
+        assert!(more.validate().is_err());
+        let long_names = EngineFacts {
+            models: Some(names(257, NAME_BYTES_MAX).collect()),
+            ..facts
+        };
+        assert!(!long_names.is_valid());
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! fullest rank counts. An engine that does not export a figure leaves it `None`.
 
 use serde::{Deserialize, Serialize};
-use state::command::NAME_BYTES_MAX;
+use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 
 use super::text::{self, BadPage, Sample};
 
@@ -155,6 +155,12 @@ pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, BadModels> {
     }
     models.sort_unstable();
     models.dedup();
+    let bytes: usize = models.iter().map(String::len).sum();
+    if bytes > LIST_BYTES_MAX {
+        return Err(BadModels(format!(
+            "model ids of {bytes} bytes together, expected at most {LIST_BYTES_MAX}"
+        )));
+    }
     Ok(models)
 }
 
@@ -244,6 +250,12 @@ mod tests {
         assert_eq!(
             read_models(long.as_bytes()).unwrap_err().to_string(),
             "model list: a model id of 257 bytes, expected 1 to 256"
+        );
+        let many: Vec<String> = (0..257).map(|n| format!("{{\"id\":\"{n:0256}\"}}")).collect();
+        let many = format!("{{\"data\":[{}]}}", many.join(","));
+        assert_eq!(
+            read_models(many.as_bytes()).unwrap_err().to_string(),
+            "model list: model ids of 65792 bytes together, expected at most 65536"
         );
     }
 }
