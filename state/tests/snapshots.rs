@@ -2,63 +2,11 @@
 
 mod common;
 
-use common::{Driver, chain, restored, snapshot, spec};
+use common::{Driver, chain, restored, sample, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
-use state::command::{Charge, Command, Item, UserSpec};
-use state::ids::{BackendRef, Incarnation, LogIndex, Slot};
-use state::prefix::user_key;
-
-/// A state with something of everything.
-fn sample() -> RouterState {
-    let mut driver = Driver::new();
-    driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));
-    driver.apply(1, Command::PutBackend(spec("b", 2, None)));
-    driver.apply(
-        1,
-        Command::DeleteBackend {
-            name: "a".to_owned(),
-        },
-    );
-    driver.apply(1, Command::PutBackend(spec("c", 3, Some(5))));
-    driver.apply(
-        1,
-        Command::PutUser(UserSpec {
-            name: "bob".to_owned(),
-            weight_milli: 2000,
-        }),
-    );
-    for replica in 1..=2 {
-        let backend = BackendRef {
-            slot: Slot(0),
-            incarnation: Incarnation(2),
-        };
-        let new = chain(&[1, replica, 3]);
-        let user = user_key(common::HASH_SEED, "alice");
-        let charge = Charge {
-            user,
-            output: 7,
-            started: 1,
-            ..Charge::default()
-        };
-        let items = vec![
-            Item::DefineUser {
-                key: user,
-                name: "alice".to_owned(),
-            },
-            Item::Acquire {
-                attempt: 1,
-                backend,
-                tip: None,
-                new,
-            },
-            Item::Charge(charge),
-        ];
-        driver.apply(replica, common::batch(items));
-    }
-    assert_eq!(driver.state.check(), Ok(()));
-    driver.state
-}
+use state::command::{Charge, Command, Item};
+use state::ids::{LogIndex, Slot};
 
 #[test]
 fn a_restored_state_is_the_same_and_goes_on_the_same() {

@@ -5,9 +5,12 @@
 use std::collections::BTreeMap;
 
 use state::RouterState;
-use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Reply};
-use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId};
+use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Reply, UserSpec};
+use state::ids::{
+    AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
+};
 use state::policy::{CostSettings, PolicyConfig};
+use state::prefix::user_key;
 use state::users::FairnessSettings;
 
 /// Seed of all hashes in these tests.
@@ -131,4 +134,55 @@ pub(crate) fn restored(snapshot: &[u8]) -> RouterState {
         .restore(&mut &*snapshot)
         .expect("a snapshot just written can be read");
     state
+}
+
+/// A state with something of everything.
+pub(crate) fn sample() -> RouterState {
+    let mut driver = Driver::new();
+    driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));
+    driver.apply(1, Command::PutBackend(spec("b", 2, None)));
+    driver.apply(
+        1,
+        Command::DeleteBackend {
+            name: "a".to_owned(),
+        },
+    );
+    driver.apply(1, Command::PutBackend(spec("c", 3, Some(5))));
+    driver.apply(
+        1,
+        Command::PutUser(UserSpec {
+            name: "bob".to_owned(),
+            weight_milli: 2000,
+        }),
+    );
+    for replica in 1..=2 {
+        let backend = BackendRef {
+            slot: Slot(0),
+            incarnation: Incarnation(2),
+        };
+        let new = chain(&[1, replica, 3]);
+        let user = user_key(HASH_SEED, "alice");
+        let charge = Charge {
+            user,
+            output: 7,
+            started: 1,
+            ..Charge::default()
+        };
+        let items = vec![
+            Item::DefineUser {
+                key: user,
+                name: "alice".to_owned(),
+            },
+            Item::Acquire {
+                attempt: 1,
+                backend,
+                tip: None,
+                new,
+            },
+            Item::Charge(charge),
+        ];
+        driver.apply(replica, batch(items));
+    }
+    assert_eq!(driver.state.check(), Ok(()));
+    driver.state
 }
