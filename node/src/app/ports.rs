@@ -262,7 +262,6 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
             Role::Learner => "learner",
             Role::Forming => "forming",
             Role::Removed => "removed",
-            Role::Removed => "removed",
             Role::Stopped => "stopped",
         },
         term: status.term,
