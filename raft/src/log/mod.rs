@@ -59,11 +59,16 @@ struct State {
     last: Option<LogId>,
     /// Index of the first entry, or of the next one when there is none.
     first: u64,
-    /// The newest entries, without gaps up to the last.
-    cache: BTreeMap<u64, Entry>,
+    /// The newest entries, without gaps up to the last, each with its place among all that were
+    /// ever appended.
+    cache: BTreeMap<u64, (u64, Entry)>,
     cache_bytes: usize,
-    /// Last entry the disk has held. An entry that replaces it comes from a later leader and is
-    /// greater, so what is not greater is on disk.
+    /// Entries ever appended.
+    appended: u64,
+    /// How many of these the disk has held. An entry's index or id would not tell: what a later
+    /// leader puts in the place of a durable entry can come from an earlier leader than that.
+    written: u64,
+    /// The greatest entry the disk has held.
     durable: Option<LogId>,
 }
 
@@ -87,7 +92,7 @@ impl LogStore {
             Storage::Sled => {
                 let (disk, contents) = SledDisk::open(layout)?;
                 let disk: Arc<dyn Disk> = Arc::new(disk);
-                let memory = Memory::new(contents);
+                let memory = Memory::new(&*disk, contents);
                 let writer = Writer::threaded(disk.clone(), memory.clone(), fault)
                     .map_err(|error| io_error(&layout.log(), error))?;
                 Ok(Self {
@@ -97,7 +102,7 @@ impl LogStore {
                 })
             }
             Storage::Memory(disk) => {
-                let memory = Memory::new(disk.contents());
+                let memory = Memory::new(disk, disk.contents());
                 let disk: Arc<dyn Disk> = Arc::new(disk.clone());
                 let writer = Writer::inline(disk.clone(), memory.clone(), fault);
                 Ok(Self {
@@ -197,7 +202,7 @@ enum Found {
 }
 
 impl Memory {
-    fn new(contents: Contents) -> Arc<Self> {
+    fn new(disk: &dyn Disk, contents: Contents) -> Arc<Self> {
         let Contents {
             vote,
             committed,
@@ -208,7 +213,7 @@ impl Memory {
         let state = State {
             first,
             vote,
-            committed,
+            committed: committed.filter(|id| holds(disk, purged, *id)),
             purged,
             last,
             durable: last,
@@ -237,7 +242,7 @@ impl Memory {
         }
         let mut entries = Vec::new();
         let mut bytes = 0;
-        for (_, entry) in state.cache.range(range) {
+        for (_, entry) in state.cache.range(range).map(|(_, cached)| cached) {
             bytes += weight(entry);
             if bytes > bytes_max && !entries.is_empty() {
                 break;
@@ -259,13 +264,15 @@ impl State {
         }
         self.last = Some(entry.log_id);
         self.cache_bytes += weight(&entry);
-        self.cache.insert(entry.log_id.index, entry);
+        self.appended += 1;
+        self.cache
+            .insert(entry.log_id.index, (self.appended, entry));
     }
 
     fn truncate(&mut self, last: Option<LogId>) {
         self.last = self.last.min(last).max(self.purged);
         self.first = self.first.min(self.next());
-        for entry in self.cache.split_off(&self.next()).values() {
+        for (_, entry) in self.cache.split_off(&self.next()).values() {
             self.cache_bytes -= weight(entry);
         }
     }
@@ -275,7 +282,7 @@ impl State {
         self.last = self.last.max(Some(upto));
         self.first = upto.index + 1;
         let kept = self.cache.split_off(&(upto.index + 1));
-        for entry in std::mem::replace(&mut self.cache, kept).values() {
+        for (_, entry) in std::mem::replace(&mut self.cache, kept).values() {
             self.cache_bytes -= weight(entry);
         }
     }
@@ -284,16 +291,16 @@ impl State {
     fn evict(&mut self) {
         while self.cache_bytes > CACHE_BYTES_MAX
             && let Some(first) = self.cache.first_entry()
-            && Some(first.get().log_id) <= self.durable
+            && first.get().0 <= self.written
         {
-            self.cache_bytes -= weight(&first.remove());
+            self.cache_bytes -= weight(&first.remove().1);
         }
     }
 }
 
 impl Watch for Memory {
-    /// The committed index rides along with whatever is written next. It never runs ahead of the
-    /// entries on disk, so that a restart can apply up to it.
+    /// The committed index rides along with whatever is written next, unless it is ahead of the
+    /// entries on disk: a restart could not apply up to it.
     fn before(&self, changes: &mut Vec<Change>) {
         let state = self.lock();
         let appended = changes.iter().rev().find_map(|change| match change {
@@ -318,6 +325,7 @@ impl Watch for Memory {
                 Change::Append(entries) => {
                     let last = entries.last().map(|entry| entry.log_id);
                     state.durable = state.durable.max(last);
+                    state.written += entries.len() as u64;
                 }
                 Change::Purge { upto } => state.durable = state.durable.max(Some(*upto)),
                 Change::Vote(_) | Change::Committed(_) | Change::Truncate { .. } => {}
@@ -325,6 +333,17 @@ impl Watch for Memory {
         }
         state.evict();
     }
+}
+
+/// Whether the entry of exactly this id is on disk, or was. What is known committed may be written
+/// while another entry is still at its index, and that one must never be applied.
+fn holds(disk: &dyn Disk, purged: Option<LogId>, id: LogId) -> bool {
+    if purged.is_some_and(|purged| id.index <= purged.index) {
+        return true;
+    }
+    // Whatever else is wrong there is found when it is read.
+    let found = disk.read(id.index..id.index + 1, 0).unwrap_or_default();
+    found.first().is_some_and(|entry| entry.log_id == id)
 }
 
 fn bounds(range: impl RangeBounds<u64>) -> Range<u64> {

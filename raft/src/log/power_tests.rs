@@ -10,7 +10,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 
-use super::disk::{Change, Disk};
+use super::disk::{Change, Contents, Disk};
 use super::sled::SledDisk;
 use crate::files::Layout;
 use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
@@ -36,11 +36,16 @@ struct Coin(u64);
 
 impl Coin {
     fn toss(&mut self) -> bool {
+        self.below(2) == 1
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
         self.0 = self
             .0
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 63 == 1
+        // The lower bits of such a generator repeat soon.
+        ((self.0 >> 33) * limit) >> 31
     }
 }
 
@@ -143,6 +148,170 @@ fn a_power_cut_loses_no_acknowledged_entry_of_64_kib() {
     for seed in 0..4 {
         survive(64 * 1024, 40 + seed, seed);
     }
+}
+
+/// What a log must hold.
+#[derive(Debug, Clone, PartialEq, Default)]
+struct Model {
+    vote: Option<Vote>,
+    purged: Option<LogId>,
+    /// Those after the last that was purged.
+    entries: Vec<Entry>,
+}
+
+impl Model {
+    fn first(&self) -> u64 {
+        self.purged.map_or(0, |purged| purged.index + 1)
+    }
+
+    fn next(&self) -> u64 {
+        self.first() + self.entries.len() as u64
+    }
+
+    fn cut_to(&self, next: u64) -> Self {
+        let mut cut = self.clone();
+        cut.entries.truncate((next - self.first()) as usize);
+        cut
+    }
+
+    /// Every state on the way through `change`; the last is the one after it.
+    fn ways(&self, change: &Change) -> Vec<Self> {
+        let mut after = self.clone();
+        match change {
+            Change::Vote(vote) => after.vote = Some(*vote),
+            Change::Committed(_) => {}
+            Change::Append(entries) => {
+                return (0..=entries.len())
+                    .map(|count| {
+                        let mut some = self.clone();
+                        some.entries.extend_from_slice(&entries[..count]);
+                        some
+                    })
+                    .collect();
+            }
+            Change::Truncate { from } => {
+                let nexts = (*from..=self.next()).rev();
+                return nexts.map(|next| self.cut_to(next)).collect();
+            }
+            Change::Purge { upto } => {
+                after
+                    .entries
+                    .drain(..(upto.index + 1 - self.first()) as usize);
+                after.purged = Some(*upto);
+            }
+        }
+        vec![after]
+    }
+
+    fn read(disk: &SledDisk, contents: &Contents) -> Self {
+        Self {
+            vote: contents.vote,
+            purged: contents.purged,
+            entries: {
+                let first = contents.purged.map_or(0, |purged| purged.index + 1);
+                disk.read(first..u64::MAX >> 1, usize::MAX).unwrap()
+            },
+        }
+    }
+}
+
+/// A batch as Raft may ask for it: more entries, a new leader's in the place of some, or a purge.
+fn some_batch(model: &Model, term: &mut u64, coin: &mut Coin) -> Vec<Change> {
+    let append = |term: u64, from: u64, count: u64| {
+        let leader_id = LeaderId { term, node_id: 1 };
+        let entries = (from..from + count).map(|index| Entry {
+            log_id: LogId { leader_id, index },
+            ..entry(index, 40)
+        });
+        Change::Append(entries.collect())
+    };
+    let held = model.entries.len() as u64;
+    match coin.below(4) {
+        0 if held > 0 => {
+            *term += 1;
+            let from = model.next() - coin.below(held.min(3000)) - 1;
+            let vote = Change::Vote(Vote::new_committed(*term, 1));
+            let count = 1 + coin.below(400);
+            vec![vote, Change::Truncate { from }, append(*term, from, count)]
+        }
+        1 if held > 1500 => {
+            let upto = model.entries[coin.below(held) as usize].log_id;
+            let next = model.next();
+            vec![
+                Change::Purge { upto },
+                append(*term, next, 1 + coin.below(50)),
+            ]
+        }
+        _ => vec![append(*term, model.next(), 1 + coin.below(900))],
+    }
+}
+
+#[test]
+fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
+    for seed in 0..6 {
+        let folder = tempfile::tempdir().unwrap();
+        let layout = Layout::new(folder.path());
+        layout.create().unwrap();
+        let (disk, _) = SledDisk::open(&layout).unwrap();
+        let (mut model, mut term, mut coin) = (Model::default(), 1, Coin(seed));
+        let data = layout.log().join("db");
+        for _ in 0..12 {
+            let batch = some_batch(&model, &mut term, &mut coin);
+            disk.write(&batch).unwrap();
+            for change in &batch {
+                model = model.ways(change).pop().unwrap();
+            }
+        }
+        let acknowledged = fs::read(&data).unwrap();
+        let batch = some_batch(&model, &mut term, &mut coin);
+        disk.write_unsynced(&batch).unwrap();
+        let written = fs::read(&data).unwrap();
+        let mut ways = vec![model];
+        for change in &batch {
+            let more = ways.last().unwrap().ways(change);
+            ways.extend(more);
+        }
+        for _ in 0..4 {
+            let after = tempfile::tempdir().unwrap();
+            copy(folder.path(), after.path());
+            let after = Layout::new(after.path());
+            let content = cut(&acknowledged, &written, &mut coin);
+            fs::write(after.log().join("db"), content).unwrap();
+            let (left, contents) = SledDisk::open(&after).unwrap();
+            let found = Model::read(&left, &contents);
+            assert!(
+                ways.contains(&found),
+                "seed {seed}: none of the states on the way"
+            );
+            left.close();
+        }
+        disk.close();
+    }
+}
+
+/// sled never syncs the file that says how its data is laid out.
+#[test]
+fn everything_is_synced_before_it_is_believed() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = Layout::new(folder.path());
+    layout.create().unwrap();
+    let synced = || super::sled::SYNCED.with(|synced| std::mem::take(&mut *synced.borrow_mut()));
+    let (disk, _) = SledDisk::open(&layout).unwrap();
+    let files = synced();
+    for name in ["conf", "db"] {
+        assert!(files.contains(&layout.log().join(name)), "{name}");
+    }
+    disk.write_unsynced(&[Change::Append(vec![entry(0, 10)])])
+        .unwrap();
+    // As after a kill: what was written is there, and counts from now on.
+    std::mem::forget(disk);
+    let after = tempfile::tempdir().unwrap();
+    copy(folder.path(), after.path());
+    let after = Layout::new(after.path());
+    let (disk, contents) = SledDisk::open(&after).unwrap();
+    assert_eq!(contents.last.map(|last| last.index), Some(0));
+    assert!(synced().contains(&after.log().join("db")));
+    disk.close();
 }
 
 /// Damage somewhere in the data file is named, whatever sled makes of it.

@@ -7,6 +7,9 @@
 //!   32 KiB keep every leaf inside; that the folder stays empty is checked at every write.
 //! - Entries live in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once,
 //!   removing entries one by one costs as much as writing them.
+//! - What a process wrote and did not sync before it was killed is still there for the next one,
+//!   until the power is cut. Everything is therefore synced before it is read and believed; sled's
+//!   `conf`, which it never syncs, too.
 //! - On recovery sled takes damage for the end of its log and silently forgets what follows. The
 //!   file `log.mark` says what must at least be there, and records carry their own checksums.
 
@@ -61,6 +64,8 @@ struct Open {
 struct Writing {
     contents: Contents,
     mark: Mark,
+    /// A write is under way or has failed: what is on disk is not known.
+    is_unsure: bool,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -83,15 +88,14 @@ impl SledDisk {
             .segment_size(SEGMENT_BYTES)
             .cache_capacity(CACHE_BYTES)
             .flush_every_ms(None);
+        sync_left(&folder).map_err(|error| io_error(&folder, error))?;
         let db = catch_unwind(AssertUnwindSafe(|| config.open()))
             .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))?
             .map_err(|error| start_error(&data, error))?;
-        for made in [
-            folder.as_path(),
-            folder.parent().expect("the log lies below the root"),
-        ] {
-            files::sync_folder(made).map_err(|error| io_error(made, error))?;
-        }
+        // Recovery writes as well, and on the first start everything is new.
+        sync_left(&folder).map_err(|error| io_error(&folder, error))?;
+        let root = folder.parent().expect("the log lies below the root");
+        files::sync_folder(root).map_err(|error| io_error(root, error))?;
         let file = File::open(&data).map_err(|error| io_error(&data, error))?;
         let open = Open {
             trees: Mutex::new(BTreeMap::new()),
@@ -104,7 +108,11 @@ impl SledDisk {
         let contents = catch_unwind(AssertUnwindSafe(|| open.load(&data)))
             .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))??;
         mark.check(&contents, &data)?;
-        *open.writing.lock().unwrap_or_else(PoisonError::into_inner) = Writing { contents, mark };
+        *open.writing.lock().unwrap_or_else(PoisonError::into_inner) = Writing {
+            contents,
+            mark,
+            is_unsure: false,
+        };
         Ok((
             Self {
                 open: RwLock::new(Some(open)),
@@ -125,6 +133,7 @@ impl SledDisk {
     pub(crate) fn write_unsynced(&self, changes: &[Change]) -> io::Result<()> {
         self.with(|open| {
             let mut writing = open.writing.lock().unwrap_or_else(PoisonError::into_inner);
+            open.lower_mark(changes, &mut writing)?;
             open.apply(changes, &mut writing)?;
             open.db.flush()?;
             Ok(())
@@ -158,6 +167,8 @@ impl Disk for SledDisk {
 impl Open {
     fn write(&self, changes: &[Change]) -> io::Result<()> {
         let mut writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        // Taken back at the end only: neither an error nor a panic gets there.
+        writing.is_unsure = true;
         self.lower_mark(changes, &mut writing)?;
         let dropped = self.apply(changes, &mut writing)?;
         self.db.flush()?;
@@ -170,7 +181,9 @@ impl Open {
         for range in dropped {
             self.db.drop_tree(tree_name(range))?;
         }
-        self.raise_mark(&mut writing)
+        self.raise_mark(&mut writing)?;
+        writing.is_unsure = false;
+        Ok(())
     }
 
     /// Takes the mark back before entries it counts on go.
@@ -409,9 +422,13 @@ impl Open {
             .map_err(|error| wrong(&error.to_string()))
     }
 
-    /// Flushes all there is and moves the mark to the end.
+    /// Flushes all there is and moves the mark to the end; unless a write failed: a mark ahead of
+    /// the log would have the next start take it for damaged.
     fn settle(&self) -> io::Result<()> {
         let mut writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        if writing.is_unsure {
+            return Ok(());
+        }
         self.db.flush()?;
         self.file.sync_data()?;
         let Contents { vote, last, .. } = writing.contents;
@@ -451,6 +468,31 @@ impl From<&Mark> for proto::LogMark {
             last: mark.last.map(Into::into),
         }
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// What this thread has synced at opening a log: nothing else shows from outside that it did.
+    pub(super) static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const {
+        std::cell::RefCell::new(Vec::new())
+    };
+}
+
+/// Has everything in sled's folder on disk, if there is one.
+fn sync_left(folder: &Path) -> io::Result<()> {
+    let items = match std::fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        items => items?,
+    };
+    for item in items {
+        let item = item?;
+        if item.file_type()?.is_file() {
+            File::open(item.path())?.sync_all()?;
+            #[cfg(test)]
+            SYNCED.with(|synced| synced.borrow_mut().push(item.path()));
+        }
+    }
+    files::sync_folder(folder)
 }
 
 fn tree_name(range: u64) -> Vec<u8> {
