@@ -45,6 +45,9 @@ pub enum ChangeError {
 /// Why a replica did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
+    /// What it was told cannot work.
+    #[error("{0}")]
+    Options(String),
     /// A file of the store is damaged.
     #[error("{path} is damaged at byte {offset}: {what}")]
     Damaged {

@@ -4,6 +4,7 @@
 //!
 //! | path | what |
 //! | --- | --- |
+//! | `lock` | held by the process that runs on it |
 //! | `identity` | who the replica is and which cluster it belongs to |
 //! | `log.mark` | what the log has promised at least |
 //! | `log/` | sled: vote and entries |
@@ -18,8 +19,15 @@ use prost::Message;
 use crate::error::StartError;
 
 const FOLDER: &str = "raft";
+const LOCK: &str = "lock";
 const MAGIC: &[u8; 8] = b"quorate1";
 const HEAD_BYTES: usize = MAGIC.len() + 4;
+
+/// A store taken by this process, until it is dropped or the process ends.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: File,
+}
 
 /// Where a replica's files are.
 #[derive(Debug, Clone)]
@@ -43,6 +51,15 @@ impl Layout {
             sync_folder(folder).map_err(|source| io_error(folder, source))?;
         }
         Ok(())
+    }
+
+    /// Takes the store for this process.
+    pub(crate) fn lock(&self) -> Result<Lock, StartError> {
+        let path = self.root.join(LOCK);
+        let locked = File::create(&path).and_then(|file| lock(&file).map(|()| file));
+        locked
+            .map(|file| Lock { _file: file })
+            .map_err(|error| io_error(&path, error))
     }
 
     pub(crate) fn identity(&self) -> PathBuf {
@@ -145,14 +162,17 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
     unreachable!("more than 2^32 stores were set aside")
 }
 
-/// Refuses a store whose log a process has open: sled locks this file with `flock` while it runs.
+/// Refuses a store that a process runs on.
 fn refuse_if_in_use(folder: &Path) -> io::Result<()> {
-    let file = match File::open(folder.join("log").join("db")) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    match file.try_lock_shared() {
+    match File::open(folder.join(LOCK)) {
+        Ok(file) => lock(&file),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn lock(file: &File) -> io::Result<()> {
+    match file.try_lock() {
         Ok(()) => Ok(()),
         Err(TryLockError::WouldBlock) => Err(io::Error::new(
             io::ErrorKind::ResourceBusy,

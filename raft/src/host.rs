@@ -1,14 +1,21 @@
 //! Runs a [`Machine`] under openraft: applies what is committed, takes and restores snapshots.
 //!
-//! The machine is behind a lock only so that a snapshot can be restored on a blocking thread;
-//! nobody else takes it. A snapshot is frozen between two applies and written beside them.
+//! The machine is behind a lock so that a snapshot can be restored on a blocking thread, and frozen
+//! anew by a builder whose first try failed. A snapshot is frozen between two applies and written
+//! beside them.
+//!
+//! A snapshot that cannot be written (the disk is full) stops nothing: the log holds all of it. It
+//! is tried again until it can be.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 use crate::error::StartError;
 use crate::fault::Fault;
@@ -20,17 +27,26 @@ use crate::wire::{self, proto};
 
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
 
+/// Wait after a snapshot that could not be written; doubled each time up to the maximum.
+const WRITE_AGAIN_FIRST: Duration = Duration::from_millis(500);
+const WRITE_AGAIN_MAX: Duration = Duration::from_secs(30);
+
 /// The machine and how far it is. Clones share it.
 #[derive(Clone)]
 pub(crate) struct Host(Arc<Shared>);
 
 struct Shared {
+    /// Taken after `position` by whoever holds both.
     machine: Mutex<Box<dyn Machine>>,
     position: Mutex<Position>,
     folder: SnapshotFolder,
     fault: Fault,
     /// Command bytes applied since the last snapshot was frozen.
     bytes_since_snapshot: AtomicU64,
+    /// Why the last try to write a snapshot failed; `None` after one that did not.
+    unwritten: watch::Sender<Option<String>>,
+    /// The replica stops.
+    stop: CancellationToken,
 }
 
 /// How far the machine is, and what is part of the replicated state beside it.
@@ -47,6 +63,7 @@ impl Host {
         machine: Box<dyn Machine>,
         folder: SnapshotFolder,
         fault: Fault,
+        stop: CancellationToken,
     ) -> Result<Self, StartError> {
         let host = Self(Arc::new(Shared {
             machine: Mutex::new(machine),
@@ -54,6 +71,8 @@ impl Host {
             folder,
             fault,
             bytes_since_snapshot: AtomicU64::new(0),
+            unwritten: watch::Sender::new(None),
+            stop,
         }));
         let folder = &host.0.folder;
         let newest = folder
@@ -78,6 +97,11 @@ impl Host {
     /// Command bytes applied since the last snapshot was frozen.
     pub(crate) fn bytes_since_snapshot(&self) -> u64 {
         self.0.bytes_since_snapshot.load(Ordering::Relaxed)
+    }
+
+    /// Failures to write a snapshot, as they come.
+    pub(crate) fn unwritten(&self) -> watch::Receiver<Option<String>> {
+        self.0.unwritten.subscribe()
     }
 
     /// A path to receive a snapshot at.
@@ -157,21 +181,31 @@ impl Host {
         Ok(reply)
     }
 
-    fn freeze(&self) -> Builder {
+    fn freeze(&self) -> Frozen {
+        let position = self.position();
         let machine = self.machine();
         self.0.bytes_since_snapshot.store(0, Ordering::Relaxed);
-        let frozen = (machine.freeze(), self.position().clone());
-        Builder {
-            host: self.clone(),
-            frozen: Mutex::new(Some(frozen)),
-        }
+        (machine.freeze(), position.clone())
     }
 
     fn current(&self) -> Result<Option<Snapshot>, StartError> {
-        let newest = self.0.folder.newest();
-        let newest = newest.map_err(|error| io_error(std::path::Path::new("snapshots"), error))?;
-        let Some(file) = newest else { return Ok(None) };
-        let (_, head) = SnapshotReader::open(&file.path)?;
+        let newest = || {
+            let newest = self.0.folder.newest();
+            newest.map_err(|error| io_error(std::path::Path::new("snapshots"), error))
+        };
+        let Some(mut file) = newest()? else {
+            return Ok(None);
+        };
+        let (_, head) = loop {
+            match SnapshotReader::open(&file.path) {
+                // A newer one took its place just now.
+                Err(error) if is_gone(&error) => match newest()? {
+                    Some(newer) if newer != file => file = newer,
+                    Some(_) | None => return Err(error),
+                },
+                opened => break opened?,
+            }
+        };
         let meta = SnapshotMeta::try_from(head)
             .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
         Ok(Some(Snapshot {
@@ -181,27 +215,49 @@ impl Host {
     }
 }
 
-/// Writes one frozen state.
+fn is_gone(error: &StartError) -> bool {
+    matches!(error, StartError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+}
+
+type Frozen = (Box<dyn FrozenMachine>, Position);
+
+/// Writes one frozen state; if that fails, a newer one later.
 pub(crate) struct Builder {
     host: Host,
     /// Behind a lock only because openraft wants builders to be shareable.
-    frozen: Mutex<Option<(Box<dyn FrozenMachine>, Position)>>,
+    frozen: Mutex<Option<Frozen>>,
 }
 
 impl RaftSnapshotBuilder<Config> for Builder {
     type SnapshotData = SnapshotFile;
 
     async fn build_snapshot(&mut self) -> io::Result<Snapshot> {
-        let frozen = self
+        let mut frozen = self
             .frozen
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        let (machine, position) =
-            frozen.ok_or_else(|| io::Error::other("a builder builds once"))?;
-        let host = self.host.clone();
-        let built = blocking(move || write(&host.0.folder, &*machine, &position)).await;
-        built.inspect_err(|error| self.host.0.fault.set(format!("snapshot: {error}")))
+        let mut wait = WRITE_AGAIN_FIRST;
+        loop {
+            // Not kept over a wait: what is frozen costs memory as the machine moves on.
+            let (machine, position) = frozen.take().unwrap_or_else(|| self.host.freeze());
+            let host = self.host.clone();
+            let built = blocking(move || write(&host.0.folder, &*machine, &position)).await;
+            let error = match built {
+                Ok(snapshot) => {
+                    self.host.0.unwritten.send_replace(None);
+                    return Ok(snapshot);
+                }
+                Err(error) => error,
+            };
+            tracing::error!(%error, again_in = ?wait, "snapshot not written");
+            self.host.0.unwritten.send_replace(Some(error.to_string()));
+            tokio::select! {
+                () = self.host.0.stop.cancelled() => return Err(error),
+                () = tokio::time::sleep(wait) => {}
+            }
+            wait = (wait * 2).min(WRITE_AGAIN_MAX);
+        }
     }
 }
 
@@ -216,10 +272,16 @@ fn write(
     };
     let path = folder.unfinished();
     let head: proto::SnapshotMeta = wire::snapshot_meta(&meta, position.has_commands);
-    let mut writer = SnapshotWriter::create(&path, &head)?;
-    machine.write_to(&mut writer)?;
-    writer.finish()?;
-    let snapshot = folder.adopt(&path, meta.last_log_id)?;
+    let written = SnapshotWriter::create(&path, &head).and_then(|mut writer| {
+        machine.write_to(&mut writer)?;
+        writer.finish()?;
+        folder.adopt(&path, meta.last_log_id)
+    });
+    if written.is_err() {
+        // Half of it would take the space that the next try needs. There may be nothing to remove.
+        std::fs::remove_file(&path).ok();
+    }
+    let snapshot = written?;
     Ok(Snapshot { meta, snapshot })
 }
 
@@ -256,7 +318,10 @@ impl RaftStateMachine<Config> for Host {
     }
 
     async fn get_snapshot_builder(&mut self) -> Builder {
-        self.freeze()
+        Builder {
+            host: self.clone(),
+            frozen: Mutex::new(Some(self.freeze())),
+        }
     }
 
     async fn install_snapshot(

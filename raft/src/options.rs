@@ -41,7 +41,8 @@ pub enum Formation {
     Bootstrap {
         /// Where peers are looked for.
         peers: Peers,
-        /// How many voters begin.
+        /// How many voters begin: more than half of the peers, so that there cannot be two sets of
+        /// them that do not know of each other.
         expect: usize,
         /// Command proposed as the cluster's first, by whoever initialises.
         first_command: Vec<u8>,

@@ -50,6 +50,8 @@ pub enum Role {
     Learner,
     /// Not in a cluster yet.
     Forming,
+    /// Was a member and is one no more, see [`Status::is_removed`].
+    Removed,
     /// Over, see [`Status::fault`].
     Stopped,
 }

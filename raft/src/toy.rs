@@ -1,9 +1,50 @@
-//! A machine for tests: remembers every command it applied.
+//! A machine for tests: remembers every command it applied. And replicas that drive it.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use crate::machine::{CorruptSnapshot, FrozenMachine, Machine, StopReplica};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+
+use crate::log::MemoryDisk;
+use crate::machine::{CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica};
+use crate::options::{Formation, Options, Peers, Storage};
+use crate::replica::Replica;
+
+struct Deaf;
+
+impl PeerHandler for Deaf {
+    fn message(&self, _from: u8, _bytes: &[u8]) {}
+}
+
+/// A replica that founds a cluster with all `peers`, its log in memory.
+pub(crate) async fn replica(
+    id: u8,
+    listener: TcpListener,
+    peers: Vec<String>,
+) -> (Replica, TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let options = Options {
+        id,
+        data_dir: folder.path().to_path_buf(),
+        advertise: listener.local_addr().unwrap().to_string(),
+        labels: BTreeMap::new(),
+        formation: Formation::Bootstrap {
+            expect: peers.len(),
+            peers: Peers::List(peers),
+            first_command: Vec::new(),
+        },
+        heartbeat: Duration::from_millis(50),
+        election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
+        snapshot_every_entries: 1000,
+        snapshot_every_bytes: 1 << 20,
+        storage: Storage::Memory(MemoryDisk::new()),
+    };
+    let replica = Replica::start(options, listener, Toy::default(), Arc::new(Deaf));
+    (replica.await.unwrap(), folder)
+}
 
 /// Commands in the order they were applied. Clones share them.
 #[derive(Debug, Clone, Default)]

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Cluster, PATIENCE, Seat};
-use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, Storage};
+use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, StartError, Storage};
 use tokio::net::TcpListener;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -182,5 +182,69 @@ async fn a_command_that_is_too_large_enters_no_log() {
         .unwrap()
         .index;
     assert_eq!(index, before + 1);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_process_on_the_same_store_is_refused_and_harms_nothing() {
+    let mut cluster = Cluster::found(1).await;
+    cluster.seats[0].propose("before").await;
+    let seat = &cluster.seats[0];
+    // As if a snapshot were being written.
+    let unfinished = seat.folder.path().join("raft/snapshots/7.unfinished");
+    std::fs::write(&unfinished, b"half").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let second = raft::Replica::start(
+        seat.options.clone(),
+        listener,
+        common::Journal::default(),
+        seat.mailbox.clone(),
+    )
+    .await;
+    match second.map(|_| ()) {
+        Err(StartError::Io { path, source }) => {
+            assert_eq!(source.kind(), std::io::ErrorKind::ResourceBusy);
+            assert!(path.ends_with("raft/lock"), "{}", path.display());
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(unfinished.exists());
+    seat.propose("after").await;
+    cluster.shutdown().await;
+    // The first has let go of it, although a handle may be left.
+    cluster.seats[0].start().await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn founders_that_are_half_of_the_peers_or_less_are_refused() {
+    for (peers, expect, is_right) in [(1, 0, false), (4, 2, false), (3, 2, true), (1, 1, true)] {
+        let peers = (1..=peers).map(|port| format!("127.0.0.1:{port}"));
+        let formation = Formation::Bootstrap {
+            peers: Peers::List(peers.collect()),
+            expect,
+            first_command: Vec::new(),
+        };
+        let mut seat = Seat::new(1, formation).await;
+        match seat.try_start().await {
+            Ok(()) => assert!(is_right, "{expect} started"),
+            Err(StartError::Options(why)) => assert!(!is_right, "{why}"),
+            Err(other) => panic!("{other}"),
+        }
+        seat.crash().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_only_voter_is_its_own_quorum() {
+    let mut cluster = Cluster::found(1).await;
+    let seat = &cluster.seats[0];
+    // A lease starts to run when an election ends: by then a quorum of others would be lost.
+    let lease = seat.options.election_timeout.end;
+    let lost = tokio::time::timeout(lease * 3, async {
+        let mut status = seat.replica().watch();
+        status.wait_for(|status| !status.has_quorum).await.unwrap();
+    });
+    assert!(lost.await.is_err(), "quorum lost");
     cluster.shutdown().await;
 }

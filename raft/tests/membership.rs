@@ -41,7 +41,7 @@ async fn a_joiner_learns_is_promoted_and_removed() {
     cluster.seats[0]
         .wait("gone", |status| !status.members.contains_key(&4))
         .await;
-    let knows = |status: &raft::Status| status.is_removed;
+    let knows = |status: &raft::Status| status.is_removed && status.role == Role::Removed;
     cluster.seat(4).wait("it knows", knows).await;
     assert!(!cluster.seats[0].replica().status().is_removed);
     assert!(matches!(

@@ -11,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::{Cluster, PATIENCE, Seat};
-use raft::{Formation, Peers, ProposeError, Role, StartError};
+use raft::{ChangeError, Formation, Peers, ProposeError, Role, StartError};
 
 fn snapshot_files(seat: &Seat) -> Vec<PathBuf> {
     let folder = seat.folder.path().join("raft/snapshots");
@@ -180,5 +180,30 @@ async fn a_command_the_machine_cannot_read_stops_the_replica() {
         cluster.seats[0].journal.contains(b"good"),
         "what was applied stays"
     );
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_snapshot_that_cannot_be_written_is_written_later() {
+    let mut cluster = Cluster::found(1).await;
+    let seat = &cluster.seats[0];
+    seat.propose("before").await;
+    let folder = seat.folder.path().join("raft/snapshots");
+    let away = seat.folder.path().join("away");
+    fs::rename(&folder, &away).unwrap();
+    let refused = seat.replica().snapshot().await;
+    assert!(
+        matches!(refused, Err(ChangeError::Refused(_))),
+        "{refused:?}"
+    );
+    let committed = seat.propose("the log goes on").await;
+    assert_eq!(seat.replica().status().fault, None);
+    fs::rename(&away, &folder).unwrap();
+    let written = |status: &raft::Status| status.snapshot >= Some(committed.index);
+    seat.wait("a snapshot of now", written).await;
+    assert_eq!(snapshot_files(seat).len(), 1);
+    cluster.shutdown().await;
+    cluster.seats[0].start().await;
+    assert!(cluster.seats[0].journal.contains(b"the log goes on"));
     cluster.shutdown().await;
 }

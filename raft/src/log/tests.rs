@@ -4,6 +4,7 @@ use bytes::Bytes;
 use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 use openraft::testing::log::{StoreBuilder, Suite};
 use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::host::Host;
@@ -25,7 +26,13 @@ impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
         };
         let log = open(&folder, &storage).unwrap();
         let snapshots = SnapshotFolder::open(Layout::new(folder.path()).snapshots()).unwrap();
-        let host = Host::open(Box::new(Toy::default()), snapshots, Fault::new()).unwrap();
+        let host = Host::open(
+            Box::new(Toy::default()),
+            snapshots,
+            Fault::new(),
+            CancellationToken::new(),
+        )
+        .unwrap();
         Ok((folder, log, host))
     }
 }
@@ -172,4 +179,59 @@ async fn a_failed_disk_is_never_written_again() {
         log.try_get_log_entries(0..1).await.unwrap(),
         entries(1, 0..1, 1)
     );
+}
+
+#[tokio::test]
+async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = MemoryDisk::new();
+    let append = Change::Append(entries(5, 0..3, 1));
+    let committed = |term| Change::Committed(log_id(term, 2));
+    let storage = Storage::Memory(disk.clone());
+    disk.write(&[append, committed(3)]).unwrap();
+    let mut log = open(&folder, &storage).unwrap();
+    assert_eq!(log.read_committed().await.unwrap(), None);
+    disk.write(&[committed(5)]).unwrap();
+    let mut log = open(&folder, &storage).unwrap();
+    assert_eq!(log.read_committed().await.unwrap(), Some(log_id(5, 2)));
+}
+
+#[test]
+fn an_entry_of_an_earlier_leader_stays_in_memory_until_it_is_written() {
+    let memory = Memory::new(&MemoryDisk::new(), Contents::default());
+    let later = entries(5, 0..1, 1);
+    memory.lock().push(later[0].clone());
+    memory.after(&[Change::Append(later)]);
+    // Its leader was replaced by one that has an older entry there.
+    let older = entries(3, 0..1, CACHE_BYTES_MAX);
+    memory.lock().truncate(None);
+    memory.lock().push(older[0].clone());
+    memory.after(&[Change::Truncate { from: 0 }]);
+    let Found::All(found) = memory.read(0..1, usize::MAX) else {
+        panic!("not in memory before it is on disk")
+    };
+    assert!(found == older, "entries differ");
+    memory.after(&[Change::Append(older)]);
+    assert!(memory.lock().cache.is_empty(), "too large to stay");
+}
+
+#[tokio::test]
+async fn a_failed_write_leaves_the_mark_where_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut log = open(&folder, &Storage::Sled).unwrap();
+    log.save_vote(&Vote::new_committed(1, 1)).await.unwrap();
+    log.blocking_append(entries(1, 0..3, 10)).await.unwrap();
+    let layout = Layout::new(folder.path());
+    let mark = std::fs::read(layout.mark()).unwrap();
+    // What the disk takes for a value that was moved there.
+    let strange = layout.log().join("blobs").join("1");
+    std::fs::write(&strange, b"").unwrap();
+    assert!(log.blocking_append(entries(1, 3..6, 10)).await.is_err());
+    log.close().await;
+    assert_eq!(std::fs::read(layout.mark()).unwrap(), mark);
+    std::fs::remove_file(strange).unwrap();
+    let mut log = reopen(log, &folder).await;
+    let read = log.try_get_log_entries(0..3).await.unwrap();
+    assert_eq!(read, entries(1, 0..3, 10));
+    log.close().await;
 }

@@ -236,13 +236,16 @@ impl Peer for Service {
             tokio::fs::remove_file(&path).await.ok();
             return Err(refused);
         }
-        let snapshot = SnapshotFile { path };
+        let snapshot = SnapshotFile { path: path.clone() };
         let answer = self
             .0
             .raft
             .install_full_snapshot(vote, Snapshot { meta, snapshot })
             .await
             .map_err(|error| stopped(&error))?;
+        // An installed one has a name of its own by now. One that is older than what is here, or
+        // comes from a leader of the past, was not wanted.
+        tokio::fs::remove_file(&path).await.ok();
         Ok(Response::new(proto::SnapshotResponse {
             vote: Some(answer.vote.into()),
         }))
@@ -340,7 +343,7 @@ impl Peer for Service {
             cluster_low,
             address: self.0.options.advertise.clone(),
             labels: self.0.options.labels.clone().into_iter().collect(),
-            members: members.into_keys().collect(),
+            members,
             membership_index,
         }))
     }

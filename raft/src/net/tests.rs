@@ -1,50 +1,19 @@
 //! What the service refuses, said to it over real connections.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::time::Duration;
-
 use tokio::net::TcpListener;
 use tonic::Code;
 
 use super::connect_once;
-use crate::machine::PeerHandler;
-use crate::options::{Formation, Options, Peers, Storage};
+use crate::Role;
 use crate::replica::Replica;
-use crate::toy::Toy;
+use crate::toy;
 use crate::wire::{self, proto};
-use crate::{MemoryDisk, Role};
-
-struct Deaf;
-
-impl PeerHandler for Deaf {
-    fn message(&self, _from: u8, _bytes: &[u8]) {}
-}
 
 /// A cluster of one replica, and what a peer would say to be let through.
 async fn alone() -> (Replica, proto::Header, tempfile::TempDir) {
-    let folder = tempfile::tempdir().unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let options = Options {
-        id: 1,
-        data_dir: folder.path().to_path_buf(),
-        advertise: address.clone(),
-        labels: BTreeMap::new(),
-        formation: Formation::Bootstrap {
-            peers: Peers::List(vec![address.clone()]),
-            expect: 1,
-            first_command: Vec::new(),
-        },
-        heartbeat: Duration::from_millis(50),
-        election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
-        snapshot_every_entries: 1000,
-        snapshot_every_bytes: 1 << 20,
-        storage: Storage::Memory(MemoryDisk::new()),
-    };
-    let replica = Replica::start(options, listener, Toy::default(), Arc::new(Deaf))
-        .await
-        .unwrap();
+    let (replica, folder) = toy::replica(1, listener, vec![address.clone()]).await;
     let mut status = replica.watch();
     status
         .wait_for(|status| status.role == Role::Leader && status.caught_up)
@@ -125,20 +94,18 @@ async fn a_call_for_another_cluster_replica_or_store_is_refused() {
     replica.shutdown().await;
 }
 
-#[tokio::test]
-async fn a_damaged_snapshot_part_is_refused() {
-    let (replica, header, folder) = alone().await;
-    let before = replica.status();
-    let start = proto::snapshot_part::Part::Start(proto::SnapshotStart {
+/// Begins a snapshot of a leader in `term`.
+fn start(header: proto::Header, term: u64) -> proto::snapshot_part::Part {
+    proto::snapshot_part::Part::Start(proto::SnapshotStart {
         header: Some(header),
         vote: Some(proto::Vote {
-            term: 9,
+            term,
             node: 2,
             committed: true,
         }),
         meta: Some(proto::SnapshotMeta {
             last: Some(proto::LogId {
-                term: 9,
+                term,
                 node: 2,
                 index: 900,
             }),
@@ -148,7 +115,40 @@ async fn a_damaged_snapshot_part_is_refused() {
             }),
             has_commands: true,
         }),
-    });
+    })
+}
+
+fn snapshots_in(folder: &tempfile::TempDir) -> usize {
+    let folder = folder.path().join("raft/snapshots");
+    std::fs::read_dir(folder).unwrap().count()
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
+    let (replica, header, folder) = alone().await;
+    let before = replica.status();
+    let end = proto::SnapshotEnd {
+        chunks: 0,
+        bytes: 0,
+    };
+    // Of a leader of the past.
+    let parts = [start(header, 0), proto::snapshot_part::Part::End(end)];
+    let parts = parts.map(|part| proto::SnapshotPart { part: Some(part) });
+    let address = replica.local_addr().to_string();
+    let mut client = connect_once(&address).await.unwrap();
+    let answer = client.install_snapshot(tokio_stream::iter(parts)).await;
+    let vote = answer.unwrap().into_inner().vote.unwrap();
+    assert_eq!(vote.term, before.term);
+    assert_eq!(replica.status().applied, before.applied);
+    assert_eq!(snapshots_in(&folder), 0);
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_damaged_snapshot_part_is_refused() {
+    let (replica, header, folder) = alone().await;
+    let before = replica.status();
+    let start = start(header, 9);
     let chunk = |crc| {
         proto::snapshot_part::Part::Chunk(proto::SnapshotChunk {
             bytes: "state".into(),
@@ -173,9 +173,6 @@ async fn a_damaged_snapshot_part_is_refused() {
         assert_eq!(sent.unwrap_err().code(), Code::DataLoss);
     }
     assert_eq!(replica.status().applied, before.applied);
-    let left = std::fs::read_dir(folder.path().join("raft/snapshots"))
-        .unwrap()
-        .count();
-    assert_eq!(left, 0, "what was refused is removed");
+    assert_eq!(snapshots_in(&folder), 0, "what was refused is removed");
     replica.shutdown().await;
 }

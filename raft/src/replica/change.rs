@@ -5,12 +5,13 @@
 //! that store and no other.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
-use openraft::ChangeMembers;
 use openraft::Instant as _;
 use openraft::async_runtime::WatchReceiver;
 use openraft::errors::{ChangeMembershipError, ClientWriteError, RaftError};
+use openraft::{ChangeMembers, ServerState};
 use tokio::time::{Instant, timeout_at};
 
 use super::Inner;
@@ -30,6 +31,8 @@ const TRANSFER_TIMEOUT: Duration = Duration::from_secs(3);
 /// Longest wait for a call to one peer about itself.
 pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(20);
+/// Pause before a change that could not be finished is tried again.
+const FINISH_AGAIN: Duration = Duration::from_secs(1);
 /// Entries a learner may be behind to be promoted.
 const LAG_MAX: u64 = 64;
 /// A change passed on that often has met nobody who leads.
@@ -37,7 +40,51 @@ const HOPS_MAX: u32 = 2;
 
 type Members = ChangeMembers<u64, Node>;
 
+/// Ends changes of voters that a former leader began. Such a change is written in two steps, and a
+/// leader that goes between them leaves a membership in which both the old and the new voters must
+/// agree to everything.
+pub(super) async fn finish_changes(inner: Arc<Inner>) {
+    let mut metrics = inner.raft.metrics();
+    let work = async {
+        loop {
+            let is_halfway = is_halfway(&metrics.borrow_and_update());
+            if is_halfway && !inner.finish_change().await {
+                tokio::time::sleep(FINISH_AGAIN).await;
+            } else if metrics.changed().await.is_err() {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        () = inner.cancel.cancelled() => {}
+        () = work => {}
+    }
+}
+
+/// Whether this replica leads voters of whom the first step is committed, and nothing after it.
+fn is_halfway(metrics: &Metrics) -> bool {
+    let committed = &metrics.committed_membership_config;
+    metrics.state == ServerState::Leader
+        && committed.membership().get_joint_config().len() > 1
+        && committed.log_id() == metrics.membership_config.log_id()
+}
+
 impl Inner {
+    /// Takes the second step, unless whoever took the first here is about to.
+    async fn finish_change(&self) -> bool {
+        let _alone = self.changing.lock().await;
+        let is_halfway = is_halfway(&self.raft.metrics().borrow_watched());
+        if !is_halfway {
+            return true;
+        }
+        let outcome = self
+            .write(ChangeMembers::AddVoterIds(BTreeSet::new()), false)
+            .await;
+        let is_finished = matches!(outcome, Outcome::Changed(_));
+        tracing::info!(is_finished, "change of voters was left halfway");
+        is_finished
+    }
+
     pub(super) async fn add_learner(&self, id: u8, address: String) -> Result<u64, ChangeError> {
         let change = Change::AddLearner(proto::AddLearner {
             id: id.into(),
@@ -73,6 +120,8 @@ impl Inner {
     pub(super) async fn snapshot(&self) -> Result<u64, ChangeError> {
         let stopped = || ChangeError::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
         let mut status = self.status.subscribe();
+        let mut unwritten = self.host.unwritten();
+        unwritten.mark_unchanged();
         let wanted = status.borrow().applied;
         if wanted == 0 {
             return Err(ChangeError::Refused("nothing is applied yet".to_owned()));
@@ -84,10 +133,21 @@ impl Inner {
                 .await
                 .map_err(|_| stopped())?;
         }
-        let written = status
-            .wait_for(|status| status.snapshot >= Some(wanted) || status.fault.is_some())
-            .await
-            .map_err(|_| stopped())?;
+        let done =
+            status.wait_for(|status| status.snapshot >= Some(wanted) || status.fault.is_some());
+        let failed = async {
+            while unwritten.changed().await.is_ok() {
+                if let Some(why) = unwritten.borrow_and_update().clone() {
+                    return why;
+                }
+            }
+            std::future::pending().await
+        };
+        let written = tokio::select! {
+            written = done => written.map_err(|_| stopped())?,
+            why = failed => return Err(ChangeError::Refused(format!("not written yet: {why}"))),
+            () = self.cancel.cancelled() => return Err(stopped()),
+        };
         match (&written.fault, written.snapshot) {
             (None, Some(index)) => Ok(index),
             (Some(fault), _) => Err(ChangeError::Refused(fault.clone())),

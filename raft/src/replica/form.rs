@@ -6,8 +6,9 @@
 //! 2. Else, if with itself as many answer as a cluster shall begin with and its id is the lowest,
 //!    it founds one: it draws the cluster's number, *claims* each of the founders for it, and only
 //!    when all have granted makes them the voters. A replica grants one claim at a time and keeps
-//!    it on disk, so two overlapping sets of founders can never both become clusters. (Two sets
-//!    without a common replica could; `expect` must be more than half of the peers.)
+//!    it on disk, so two overlapping sets of founders can never both become clusters. Two sets
+//!    without a common replica could: nobody founds unless `expect` is more than half of the peers
+//!    it was told of.
 //! 3. A claim that was not granted by all is given up by the claimant, which never uses its number
 //!    again. Whoever granted it sees that the claimant has another number and is free again.
 //!
@@ -16,7 +17,7 @@
 //! counts without an operator. One that came in through [`Formation::Join`] stays a learner until
 //! an operator promotes it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,11 +40,29 @@ use crate::wire::{self, proto};
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Between two tries to be described or promoted.
 const TELL_EVERY: Duration = Duration::from_millis(500);
+/// Longest wait after a refusal.
+const TELL_AGAIN: Duration = Duration::from_secs(10);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Peers that answered, by id, at the address that was asked.
-type Found = BTreeMap<u64, proto::InfoResponse>;
+/// Who was looked for, and who answered.
+struct Found {
+    /// Peers by id, at the address that was asked. Itself and whoever uses its id are left out.
+    peers: BTreeMap<u64, proto::InfoResponse>,
+    /// How many replicas there may be, this one included.
+    replicas: usize,
+}
+
+/// Refuses founders that leave enough others to be founders too.
+pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), String> {
+    if expect * 2 > replicas {
+        return Ok(());
+    }
+    Err(format!(
+        "{expect} of {replicas} peers shall form a cluster: with half of them or less, two clusters \
+         could form"
+    ))
+}
 
 /// Gets the replica into a cluster, then keeps the cluster informed about it.
 pub(super) async fn keep_membership(inner: Arc<Inner>) {
@@ -122,19 +141,22 @@ impl Inner {
         match &self.options.formation {
             Formation::Join(peers) => {
                 let found = self.find(peers).await;
-                if found.is_empty() {
+                if found.peers.is_empty() {
                     return Err("no member answers".to_owned());
                 }
                 self.ask_in(&found).await
             }
             Formation::Bootstrap { peers, expect, .. } => {
+                // What peers answer must be newer than the claim it is held against.
+                let claim = self.links.identity.bond();
                 let found = self.find(peers).await;
-                self.drop_dead_claim(&found)?;
-                if found.values().any(|info| info.is_member) {
+                self.drop_dead_claim(claim, &found)?;
+                if found.peers.values().any(|info| info.is_member) {
                     return self.ask_in(&found).await;
                 }
-                let is_lowest = found.keys().all(|id| *id > self.links.identity.id);
-                if is_lowest && found.len() + 1 >= *expect {
+                check_majority(*expect, found.replicas)?;
+                let is_lowest = found.peers.keys().all(|id| *id > self.links.identity.id);
+                if is_lowest && found.peers.len() + 1 >= *expect {
                     return self.found(&found, *expect).await;
                 }
                 Ok(())
@@ -142,7 +164,7 @@ impl Inner {
         }
     }
 
-    /// Asks all addresses who is there. Itself and whoever uses its id are left out.
+    /// Asks all addresses who is there.
     async fn find(&self, peers: &Peers) -> Found {
         let addresses = match peers {
             Peers::List(addresses) => addresses.clone(),
@@ -159,28 +181,41 @@ impl Inner {
             info.address = address;
             Some(info)
         });
-        let answers = join_all(asked).await.into_iter().flatten();
-        let others = answers.filter(|info| info.id != self.links.identity.id);
-        others.map(|info| (info.id, info)).collect()
+        let answers = join_all(asked).await;
+        let identity = &self.links.identity;
+        let answered = answers.iter().flatten().map(|info| info.store);
+        let stores: BTreeSet<u64> = answered.chain([identity.store]).collect();
+        let silent = match peers {
+            Peers::List(_) => answers.iter().filter(|info| info.is_none()).count(),
+            // A name can resolve to several addresses of one replica, not all of them listened at.
+            Peers::Dns(_) => 0,
+        };
+        let peers = answers.into_iter().flatten();
+        Found {
+            peers: peers
+                .filter(|info| info.id != identity.id)
+                .map(|info| (info.id, info))
+                .collect(),
+            replicas: stores.len() + silent,
+        }
     }
 
     /// Is free again when the founder that claimed this replica has given the claim up.
-    fn drop_dead_claim(&self, found: &Found) -> Result<(), String> {
+    fn drop_dead_claim(&self, claim: Bond, found: &Found) -> Result<(), String> {
         let identity = &self.links.identity;
-        let bond = identity.bond();
-        let Bond::Claimed { cluster, by } = bond else {
+        let Bond::Claimed { cluster, by } = claim else {
             return Ok(());
         };
         let is_dead = if by == identity.id {
             // Its own, and another one is to found.
-            found.keys().any(|id| *id < identity.id)
+            found.peers.keys().any(|id| *id < identity.id)
         } else {
-            found.get(&by).is_some_and(|info| {
+            found.peers.get(&by).is_some_and(|info| {
                 wire::join_optional(info.cluster_high, info.cluster_low) != Some(cluster)
             })
         };
         if is_dead && self.log.is_pristine() {
-            identity.give_up(bond).map_err(|error| error.to_string())?;
+            identity.give_up(claim).map_err(|error| error.to_string())?;
         }
         Ok(())
     }
@@ -190,7 +225,11 @@ impl Inner {
         let identity = &self.links.identity;
         let disk = |error: std::io::Error| error.to_string();
         let cluster = match identity.bond() {
-            Bond::Claimed { by, .. } if by != identity.id => return Ok(()),
+            Bond::Claimed { by, .. } if by != identity.id => {
+                return Err(format!(
+                    "waits for replica {by}, which is founding a cluster"
+                ));
+            }
             bond => bond
                 .cluster()
                 .unwrap_or_else(|| rand::random_range(1..u128::MAX)),
@@ -198,7 +237,7 @@ impl Inner {
         if !identity.claim(cluster, identity.id).map_err(disk)? {
             return Ok(());
         }
-        let founders: Vec<&proto::InfoResponse> = found.values().take(expect - 1).collect();
+        let founders: Vec<&proto::InfoResponse> = found.peers.values().take(expect - 1).collect();
         let claims = founders.iter().map(|info| self.claim(info, cluster));
         if !join_all(claims).await.into_iter().all(|granted| granted) {
             identity.give_up(identity.bond()).map_err(disk)?;
@@ -248,7 +287,7 @@ impl Inner {
     async fn ask_in(&self, found: &Found) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
-        for info in found.values().filter(|info| info.is_member) {
+        for info in found.peers.values().filter(|info| info.is_member) {
             let join = proto::Join {
                 member: Some(member.clone()),
             };
@@ -337,7 +376,8 @@ impl Inner {
                     let changed = status.wait_for(|status| {
                         status.members != before.members || status.caught_up != before.caught_up
                     });
-                    if changed.await.is_err() {
+                    // What was refused may be granted later without any change that shows here.
+                    if let Ok(Err(_)) = tokio::time::timeout(TELL_AGAIN, changed).await {
                         return;
                     }
                 }

@@ -5,12 +5,14 @@ mod form;
 mod heard;
 mod propose;
 mod removal;
+#[cfg(test)]
+mod tests;
 mod upkeep;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -24,13 +26,13 @@ use tokio_util::task::TaskTracker;
 use self::heard::Heard;
 use crate::error::{ChangeError, Committed, ProposeError, StartError};
 use crate::fault::Fault;
-use crate::files::{Layout, damaged, io_error};
+use crate::files::{Layout, Lock, damaged, io_error};
 use crate::host::Host;
 use crate::identity::Identity;
 use crate::log::LogStore;
 use crate::machine::{Machine, PeerHandler};
 use crate::net::{self, Links, Network};
-use crate::options::Options;
+use crate::options::{Formation, Options, Peers};
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
 use crate::types::{Raft, shown};
@@ -69,6 +71,8 @@ pub(crate) struct Inner {
     pub(crate) cancel: CancellationToken,
     pub(crate) tasks: TaskTracker,
     local_addr: SocketAddr,
+    /// Held until the replica has stopped, whoever still has a handle.
+    lock: std::sync::Mutex<Option<Lock>>,
 }
 
 impl Replica {
@@ -82,18 +86,19 @@ impl Replica {
         machine: impl Machine,
         handler: Arc<dyn PeerHandler>,
     ) -> Result<Self, StartError> {
+        check(&options.formation)?;
         let config = raft_config(&options)?;
-        let fault = Fault::new();
+        let (fault, cancel) = (Fault::new(), CancellationToken::new());
         let opened = {
-            let (options, fault) = (options.clone(), fault.clone());
+            let (options, fault, stop) = (options.clone(), fault.clone(), cancel.clone());
             let machine = Box::new(machine);
-            tokio::task::spawn_blocking(move || open(&options, machine, fault)).await
+            tokio::task::spawn_blocking(move || open(&options, machine, fault, stop)).await
         };
         let failed = |what| StartError::Io {
             path: options.data_dir.clone(),
             source: std::io::Error::other(what),
         };
-        let (identity, log, host) = opened.map_err(|panic| failed(panic.to_string()))??;
+        let (lock, identity, log, host) = opened.map_err(|panic| failed(panic.to_string()))??;
 
         let local_addr = listener
             .local_addr()
@@ -126,9 +131,10 @@ impl Replica {
             changing: Mutex::default(),
             is_stopping: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
-            cancel: CancellationToken::new(),
+            cancel,
             tasks: TaskTracker::new(),
             local_addr,
+            lock: std::sync::Mutex::new(Some(lock)),
             options,
         });
         inner.refresh();
@@ -138,6 +144,7 @@ impl Replica {
         inner.tasks.spawn(net::keep_streams(inner.clone()));
         inner.tasks.spawn(form::keep_membership(inner.clone()));
         inner.tasks.spawn(removal::notice(inner.clone()));
+        inner.tasks.spawn(change::finish_changes(inner.clone()));
         inner
             .tasks
             .spawn(form::propose_first_command(inner.clone()));
@@ -286,6 +293,12 @@ impl Inner {
         {
             tracing::warn!("tasks outlive the replica");
         }
+        drop(
+            self.lock
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(),
+        );
         self.status
             .send_modify(|status| status.role = Role::Stopped);
         tracing::info!(id = self.options.id, "replica stopped");
@@ -297,14 +310,17 @@ fn open(
     options: &Options,
     machine: Box<dyn Machine>,
     fault: Fault,
-) -> Result<(Identity, LogStore, Host), StartError> {
+    stop: CancellationToken,
+) -> Result<(Lock, Identity, LogStore, Host), StartError> {
     let layout = Layout::new(&options.data_dir);
     layout.create()?;
+    // Before anything is read or tidied up: another process may be at work on it.
+    let lock = layout.lock()?;
     let identity = Identity::open(&layout, u64::from(options.id))?;
     let folder = layout.snapshots();
     let snapshots =
         SnapshotFolder::open(folder.clone()).map_err(|error| io_error(&folder, error))?;
-    let host = Host::open(machine, snapshots, fault.clone())?;
+    let host = Host::open(machine, snapshots, fault.clone(), stop)?;
     let log = LogStore::open(&options.storage, &layout, fault)?;
     if log.purged() > host.applied() {
         let (begin, reached) = (shown(log.purged().as_ref()), shown(host.applied().as_ref()));
@@ -312,7 +328,7 @@ fn open(
         let what = format!("the newest snapshot reaches {reached}, the log begins after {begin}");
         return Err(damaged(&folder, reached, what));
     }
-    Ok((identity, log, host))
+    Ok((lock, identity, log, host))
 }
 
 fn raft_config(options: &Options) -> Result<RaftConfig, StartError> {
@@ -336,5 +352,21 @@ fn raft_config(options: &Options) -> Result<RaftConfig, StartError> {
     };
     config
         .validate()
-        .map_err(|error| StartError::WrongStore(format!("timers: {error}")))
+        .map_err(|error| StartError::Options(format!("timers: {error}")))
+}
+
+/// Refuses what could make two clusters out of one: founders that are not more than half of those
+/// who may found. The list is taken to name this replica too; what it leaves out is noticed when a
+/// cluster is founded.
+fn check(formation: &Formation) -> Result<(), StartError> {
+    let Formation::Bootstrap { peers, expect, .. } = formation else {
+        return Ok(());
+    };
+    if *expect == 0 {
+        return Err(StartError::Options("a cluster of no replicas".to_owned()));
+    }
+    match peers {
+        Peers::List(list) => form::check_majority(*expect, list.len()).map_err(StartError::Options),
+        Peers::Dns(_) => Ok(()),
+    }
 }

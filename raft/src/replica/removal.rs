@@ -4,7 +4,6 @@
 //! member has learnt of it. A replica that hears no quorum therefore asks the members it knows of
 //! who they think the members are.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -20,8 +19,9 @@ use crate::wire;
 /// Between two looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Looks until the replica stops. What it finds shows in the status, and is taken back when a
-/// leader is heard again: the removal may have been seen before it was committed, and lost.
+/// Looks until the replica stops. What it finds shows in the status; a removed replica asks for no
+/// votes, which nobody would give it. Both are taken back when a leader is heard again: a removed
+/// replica may be added anew.
 pub(super) async fn notice(inner: Arc<Inner>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -34,30 +34,43 @@ pub(super) async fn notice(inner: Arc<Inner>) {
             () = inner.cancel.cancelled() => return,
             is_removed = inner.is_told_removed() => is_removed,
         };
-        inner.is_removed.store(is_removed, Ordering::Release);
+        if inner.is_removed.swap(is_removed, Ordering::AcqRel) != is_removed {
+            inner.raft.runtime_config().elect(!is_removed);
+            inner.refresh();
+        }
     }
 }
 
 impl Inner {
-    /// The members as they are known here with their addresses, and the log index that says so.
-    pub(crate) fn membership(&self) -> (u64, BTreeMap<u64, String>) {
+    /// The members that are agreed on, as far as is known here, and the log index that says so. What
+    /// is not committed yet may never be.
+    pub(crate) fn membership(&self) -> (u64, Vec<u64>) {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
-        let stored = &metrics.membership_config;
+        let stored = &metrics.committed_membership_config;
         let index = stored.log_id().map_or(0, |log_id| log_id.index + 1);
-        let nodes = stored.nodes();
-        let members = nodes.map(|(id, node)| (*id, node.address.clone()));
-        (index, members.collect())
+        (index, stored.nodes().map(|(id, _)| *id).collect())
+    }
+
+    /// Where the other members are, agreed on or not.
+    fn others(&self) -> Vec<String> {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        let nodes = metrics.membership_config.nodes();
+        nodes
+            .filter(|(id, _)| **id != self.links.identity.id)
+            .map(|(_, node)| node.address.clone())
+            .collect()
     }
 
     async fn is_told_removed(&self) -> bool {
-        let (index, members) = self.membership();
-        if members.is_empty() || self.status.borrow().has_quorum {
+        if self.status.borrow().has_quorum {
             return false;
         }
         let (id, cluster) = (self.links.identity.id, self.links.identity.cluster());
-        let others = members.iter().filter(|(other, _)| **other != id);
-        let answers = join_all(others.map(|(_, address)| ask(address))).await;
+        let (index, _) = self.membership();
+        let others = self.others();
+        let answers = join_all(others.iter().map(|address| ask(address))).await;
         let newest = answers
             .into_iter()
             .flatten()

@@ -117,18 +117,28 @@ impl Inner {
     }
 
     fn leads_with_quorum(&self, metrics: &Metrics) -> bool {
+        if metrics.state != ServerState::Leader {
+            return false;
+        }
+        // Nobody answers a leader that is the only voter: it is its own quorum.
+        let id = self.links.identity.id;
+        let is_alone = metrics
+            .membership_config
+            .voter_ids()
+            .all(|voter| voter == id);
         let acked = metrics.last_quorum_acked.as_ref();
-        metrics.state == ServerState::Leader
-            && acked.is_some_and(|acked| acked.elapsed() <= self.lease())
+        is_alone || acked.is_some_and(|acked| acked.elapsed() <= self.lease())
     }
 
     fn status_of(&self, metrics: &Metrics, leads: bool) -> Status {
         let fault = self.fault.get();
         let is_member = metrics.membership_config.nodes().next().is_some();
+        let is_removed = self.is_removed.load(Ordering::Acquire);
         let role = match metrics.state {
             _ if fault.is_some() => Role::Stopped,
             ServerState::Shutdown => Role::Stopped,
             _ if !is_member => Role::Forming,
+            _ if is_removed => Role::Removed,
             ServerState::Leader => Role::Leader,
             ServerState::Follower => Role::Follower,
             ServerState::Candidate => Role::Candidate,
@@ -149,7 +159,7 @@ impl Inner {
             snapshot: metrics.snapshot.as_ref().map(|id| shown(Some(id))),
             purged: shown(metrics.purged.as_ref()) + 1,
             caught_up: was_caught_up || self.is_caught_up(metrics),
-            is_removed: self.is_removed.load(Ordering::Acquire),
+            is_removed,
             fault,
             members: self.members(metrics),
         }
