@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Version};
 use hyper::body::Incoming;
@@ -29,6 +30,11 @@ use crate::backends::pool::prepare;
 
 /// How often idle connections to engines are looked through.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
+/// A request that is on its way when the drain begins finds its connection open for so long: its
+/// client could not know better. A quarter of the deadline if that is shorter.
+const LINGER: Duration = Duration::from_millis(250);
+/// Says that an answer is the last of its connection.
+const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// h2 flow-control window of a connection and of a stream, in bytes: prompts can be long.
@@ -80,24 +86,23 @@ impl Server {
         let stop = Stop {
             leaving,
             drain,
+            linger: LINGER.min(deadline / 4),
             cut: CancellationToken::new(),
         };
         let connections = Arc::new(Semaphore::new(proxy.settings.limits.connections_max));
         let builder = Arc::new(builder(&proxy));
         let mut reap = interval(REAP_INTERVAL);
         reap.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let context = || Context {
+            proxy: Arc::clone(&proxy),
+            builder: Arc::clone(&builder),
+            stop: stop.clone(),
+        };
         loop {
             tokio::select! {
                 () = stop.drain.cancelled() => break,
                 accepted = accept(&listener, &connections) => match accepted {
-                    Ok((stream, peer, permit)) => {
-                        let context = Context {
-                            proxy: Arc::clone(&proxy),
-                            builder: Arc::clone(&builder),
-                            stop: stop.clone(),
-                        };
-                        tracker.spawn(context.serve(stream, peer, permit));
-                    }
+                    Ok(accepted) => { tracker.spawn(context().serve(accepted)); }
                     Err(error) => {
                         tracing::warn!(%error, "accept failed");
                         sleep(ACCEPT_PAUSE).await;
@@ -105,6 +110,10 @@ impl Server {
                 },
                 _ = reap.tick() => proxy.pool.reap(),
             }
+        }
+        // Closing the listener resets those that are in its backlog.
+        while let Some(Ok(accepted)) = accept(&listener, &connections).now_or_never() {
+            tracker.spawn(context().serve(accepted));
         }
         drop(listener);
         tracker.close();
@@ -121,10 +130,10 @@ impl Server {
     }
 }
 
-async fn accept(
-    listener: &TcpListener,
-    connections: &Arc<Semaphore>,
-) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
+/// A client's connection and its share of those that may be open.
+type Accepted = (TcpStream, SocketAddr, OwnedSemaphorePermit);
+
+async fn accept(listener: &TcpListener, connections: &Arc<Semaphore>) -> io::Result<Accepted> {
     let permit = Arc::clone(connections).acquire_owned().await;
     let permit = permit.map_err(|_| io::Error::other("the semaphore is never closed"))?;
     let (stream, peer) = listener.accept().await?;
@@ -175,6 +184,15 @@ struct Stop {
     drain: CancellationToken,
     /// Do not even do that.
     cut: CancellationToken,
+    /// How long a connection without a request may still bring one when `drain` begins.
+    linger: Duration,
+}
+
+impl Stop {
+    /// Whether clients are to go elsewhere.
+    fn is_leaving(&self) -> bool {
+        self.leaving.is_cancelled() || self.drain.is_cancelled()
+    }
 }
 
 /// What serving a connection takes.
@@ -185,7 +203,7 @@ struct Context {
 }
 
 impl Context {
-    async fn serve(self, stream: TcpStream, peer: SocketAddr, permit: OwnedSemaphorePermit) {
+    async fn serve(self, (stream, peer, permit): Accepted) {
         let Self {
             proxy,
             builder,
@@ -201,18 +219,17 @@ impl Context {
             .expect("an address is visible ascii");
         let has_asked = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&has_asked);
-        let leaving = stop.leaving.clone();
+        let stopping = stop.clone();
         let service = service_fn(move |request: Request<Incoming>| {
             asked.store(true, Ordering::Relaxed);
             // HTTP/2 has no such header; GOAWAY says it.
             let can_close = request.version() <= Version::HTTP_11;
             let answer = Arc::clone(&proxy).answer(peer.clone(), request);
-            let leaving = leaving.clone();
+            let stopping = stopping.clone();
             async move {
                 let mut response = answer.await;
-                if can_close && leaving.is_cancelled() {
-                    let close = HeaderValue::from_static("close");
-                    response.headers_mut().insert(CONNECTION, close);
+                if can_close && stopping.is_leaving() {
+                    response.headers_mut().insert(CONNECTION, CLOSE);
                 }
                 Ok::<_, Infallible>(response)
             }
@@ -233,7 +250,12 @@ impl Context {
                     }
                 }
                 () = stop.drain.cancelled() => {
-                    connection.as_mut().graceful_shutdown();
+                    tokio::select! {
+                        biased;
+                        ended = connection.as_mut() => break ended,
+                        () = stop.cut.cancelled() => break Ok(()),
+                        () = sleep(stop.linger) => connection.as_mut().graceful_shutdown(),
+                    }
                     break tokio::select! {
                         biased;
                         ended = connection.as_mut() => ended,

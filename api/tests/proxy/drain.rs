@@ -119,6 +119,25 @@ async fn http2_streams_are_in_the_books_when_the_drain_is_over() {
 }
 
 #[tokio::test]
+async fn a_request_that_was_on_its_way_when_the_drain_began_is_answered() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut used = fleet.client().await;
+    assert_eq!(used.ask(chat("")).await.status, 200);
+    let mut new = fleet.client().await;
+    fleet.drain.cancel();
+    for client in [&mut used, &mut new] {
+        let answer = client.ask(chat("")).await;
+        assert_eq!(
+            (answer.status, answer.header("connection")),
+            (200, Some("close"))
+        );
+        assert!(client.is_closed().await);
+    }
+    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 0 });
+}
+
+#[tokio::test]
 async fn what_is_not_finished_at_the_deadline_is_cut() {
     let engine = Engine::always(vec![stream_head(), chunk(&delta("a", 1)), Step::Hang]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::from_millis(20), |_| {}).await;
