@@ -20,7 +20,7 @@ use hyper_util::server::conn::auto;
 use prometheus_client::metrics::gauge::Gauge;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -203,7 +203,7 @@ struct Context {
 }
 
 impl Context {
-    async fn serve(self, (stream, peer, permit): Accepted) {
+    async fn serve(self, (stream, peer, _permit): Accepted) {
         let Self {
             proxy,
             builder,
@@ -217,13 +217,13 @@ impl Context {
         let _open = Open::connection(&proxy.metrics.connections);
         let peer = HeaderValue::from_str(&peer.ip().to_canonical().to_string())
             .expect("an address is visible ascii");
-        let has_asked = Arc::new(AtomicBool::new(false));
-        let asked = Arc::clone(&has_asked);
+        let asked = Arc::new(Asked::default());
+        let asking = Arc::clone(&asked);
         let stopping = stop.clone();
         let service = service_fn(move |request: Request<Incoming>| {
-            asked.store(true, Ordering::Relaxed);
             // HTTP/2 has no such header; GOAWAY says it.
             let can_close = request.version() <= Version::HTTP_11;
+            asking.note(!can_close);
             let answer = Arc::clone(&proxy).answer(peer.clone(), request);
             let stopping = stopping.clone();
             async move {
@@ -236,17 +236,23 @@ impl Context {
         });
         let stream = TokioIo::new(Paced::new(stream, timeouts.untaken));
         let mut connection = pin!(builder.serve_connection(stream, service));
-        // hyper's own timer begins only when it knows which protocol is spoken.
-        let mut first_request = pin!(sleep(timeouts.first_request));
-        let mut is_waiting = true;
+        // hyper's own timer begins only when it knows which protocol is spoken, and is for HTTP/1.1.
+        let mut patience = pin!(sleep(timeouts.first_request));
+        let (mut is_first, mut is_waiting) = (true, true);
         let ended = loop {
             tokio::select! {
                 biased;
                 ended = connection.as_mut() => break ended,
-                () = &mut first_request, if is_waiting => {
-                    is_waiting = false;
-                    if !has_asked.load(Ordering::Relaxed) {
+                () = &mut patience, if is_waiting => {
+                    if asked.take() {
+                        is_first = false;
+                        is_waiting = asked.is_h2.load(Ordering::Relaxed);
+                        patience.as_mut().reset(Instant::now() + timeouts.next_request);
+                    } else if is_first {
                         break Ok(());
+                    } else {
+                        is_waiting = false;
+                        connection.as_mut().graceful_shutdown();
                     }
                 }
                 () = stop.drain.cancelled() => {
@@ -267,7 +273,26 @@ impl Context {
         if let Err(error) = ended {
             tracing::debug!(%error, "connection ended");
         }
-        drop(permit);
+    }
+}
+
+/// What the timer of a connection must know of its requests.
+#[derive(Default)]
+struct Asked {
+    has_asked: AtomicBool,
+    is_h2: AtomicBool,
+}
+
+impl Asked {
+    /// A request began.
+    fn note(&self, is_h2: bool) {
+        self.has_asked.store(true, Ordering::Relaxed);
+        self.is_h2.store(is_h2, Ordering::Relaxed);
+    }
+
+    /// Whether a request began since this was last asked.
+    fn take(&self) -> bool {
+        self.has_asked.swap(false, Ordering::Relaxed)
     }
 }
 
