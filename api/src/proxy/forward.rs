@@ -335,11 +335,10 @@ fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: Wanted) 
     let media_type = headers
         .get(CONTENT_TYPE)
         .map_or(&b""[..], HeaderValue::as_bytes);
+    let is_framed = headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH);
     if is_encoded {
         Content::Opaque
     } else if starts_with(media_type, b"text/event-stream") {
-        let is_framed =
-            headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH);
         let is_named = matches!(path, "/v1/messages" | "/v1/responses");
         Content::Events {
             events: Events::new(wanted),
@@ -348,7 +347,7 @@ fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: Wanted) 
             is_named,
         }
     } else if starts_with(media_type, b"application/json") {
-        Content::document()
+        Content::document(is_framed)
     } else {
         Content::Opaque
     }

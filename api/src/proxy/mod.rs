@@ -34,6 +34,7 @@ mod sse;
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -63,6 +64,7 @@ use headers::{REPLICA, REQUEST_ID, request_id};
 use metrics::Ledger;
 use pace::{Handed, hand_over};
 use relay::Relay;
+use request::Held;
 use routes::Route;
 
 /// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
@@ -78,6 +80,8 @@ pub struct Proxy {
     settings: ProxySettings,
     metrics: Arc<ProxyMetrics>,
     replica: HeaderValue,
+    /// Bytes of request bodies held at present.
+    held_bytes: Arc<AtomicU64>,
     /// Tasks beside those of the connections: h2 streams, and answers to them.
     tasks: TaskTracker,
 }
@@ -114,6 +118,7 @@ impl Proxy {
             settings,
             metrics,
             replica,
+            held_bytes: Arc::default(),
             tasks: TaskTracker::new(),
         }
     }
@@ -189,10 +194,13 @@ impl Proxy {
         head: http::request::Parts,
         mut body: Incoming,
     ) -> Result<Forwarded, Failure> {
-        let body_bytes = match self.take_in(&head, &mut body).await {
+        let held_bytes_max = self.settings.limits.held_bytes_max;
+        let mut held = Held::none(&self.held_bytes, held_bytes_max);
+        let body_bytes = match self.take_in(&head, &mut body, &mut held).await {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return self.models(head.uri.path()).map(Forwarded::Held),
             Err(failure) => {
+                drop(held);
                 if !body.is_end_stream() && failure != Failure::BodyTimeout {
                     request::discard(&self.settings, &head.headers, body).await;
                 }
@@ -219,6 +227,7 @@ impl Proxy {
         &self,
         head: &http::request::Parts,
         body: &mut Incoming,
+        held: &mut Held,
     ) -> Result<Option<Bytes>, Failure> {
         request::check_key(&self.settings, &head.headers)?;
         match routes::route(&self.settings, &head.method, head.uri.path())? {
@@ -228,7 +237,7 @@ impl Proxy {
                 if requests_max.is_ok_and(|max| self.metrics.in_flight.get() > max) {
                     return Err(Failure::Overloaded);
                 }
-                let bytes = request::read_body(&self.settings, &head.headers, body).await?;
+                let bytes = request::read_body(&self.settings, &head.headers, body, held).await?;
                 self.metrics.request_bytes.inc_by(bytes.len() as u64);
                 Ok(Some(bytes))
             }

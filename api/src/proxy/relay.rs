@@ -16,6 +16,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::inspect::{Findings, inspect, usage_in_tail};
 use super::metrics::{Ledger, Outcome};
+use super::scan::is_whole;
 use super::sse::Events;
 use crate::backends::Backends;
 use crate::backends::pool::{EngineBody, SendFailure};
@@ -37,8 +38,9 @@ pub enum BrokenAnswer {
     /// The engine fell silent.
     #[error("backend fell silent")]
     Silent,
-    /// The engine's connection ended in a way that leaves open whether the stream was complete.
-    #[error("stream ended without its last event")]
+    /// The engine's connection ended in a way that leaves open whether the answer was complete, and
+    /// the answer itself does not look so.
+    #[error("answer ended before its end")]
     Unfinished,
     /// The client took nothing of it for too long.
     #[error("client does not take the answer")]
@@ -59,7 +61,11 @@ pub(super) enum Content {
         is_named: bool,
     },
     /// One JSON document, of which the end is kept.
-    Document(Tail),
+    Document {
+        tail: Tail,
+        /// As for events.
+        has_clear_end: bool,
+    },
     /// Anything else.
     Opaque,
     /// An engine's own error, or another answer that is no success.
@@ -70,15 +76,26 @@ pub(super) enum Content {
 }
 
 impl Content {
-    pub(super) fn document() -> Self {
-        Self::Document(Tail::default())
+    pub(super) fn document(has_clear_end: bool) -> Self {
+        Self::Document {
+            tail: Tail::default(),
+            has_clear_end,
+        }
+    }
+
+    /// Whether a stream has said that nothing more comes.
+    fn is_done(&self) -> bool {
+        match self {
+            Self::Events { events, .. } => events.is_done(),
+            Self::Document { .. } | Self::Opaque | Self::Error { .. } => false,
+        }
     }
 
     /// How a request ends whose answer is complete.
     fn outcome(&self) -> Outcome {
         match self {
             Self::Error { .. } => Outcome::EngineError,
-            Self::Events { .. } | Self::Document(_) | Self::Opaque => Outcome::Finished,
+            Self::Events { .. } | Self::Document { .. } | Self::Opaque => Outcome::Finished,
         }
     }
 
@@ -110,10 +127,11 @@ impl Tail {
         }
     }
 
-    fn read(&self, note: impl FnOnce(&Findings<'_>)) {
+    /// Reads what is kept; answers whether it looks whole.
+    fn read(&self, note: impl FnOnce(&Findings<'_>)) -> bool {
         let joined;
         let bytes: &[u8] = match (self.frames.front(), self.frames.len()) {
-            (None, _) => return,
+            (None, _) => return false,
             (Some(only), 1) => only,
             _ => {
                 joined =
@@ -126,6 +144,12 @@ impl Tail {
                 &joined
             }
         };
+        // Of a document whose beginning is gone only the last bracket can be seen.
+        let is_whole = if self.is_cut {
+            bytes.trim_ascii_end().ends_with(b"}")
+        } else {
+            is_whole(bytes)
+        };
         if self.is_cut {
             note(&Findings {
                 usage: usage_in_tail(bytes),
@@ -134,6 +158,7 @@ impl Tail {
         } else {
             note(&inspect(bytes));
         }
+        is_whole
     }
 }
 
@@ -275,7 +300,7 @@ impl Relay {
             Content::Events { events, .. } => {
                 events.push(data, &mut |findings| books.note(findings))
             }
-            Content::Document(tail) => {
+            Content::Document { tail, .. } => {
                 tail.push(data.clone());
                 Some(data)
             }
@@ -307,13 +332,20 @@ impl Relay {
                 has_clear_end,
                 ..
             } => {
+                let rest = events.finish(&mut |findings| self.books.note(findings));
                 if !*has_clear_end && !events.is_done() {
                     return Err(BrokenAnswer::Unfinished);
                 }
-                events.finish()
+                rest
             }
-            Content::Document(tail) => {
-                tail.read(|findings| self.books.note(findings));
+            Content::Document {
+                tail,
+                has_clear_end,
+            } => {
+                let is_whole = tail.read(|findings| self.books.note(findings));
+                if !*has_clear_end && !is_whole {
+                    return Err(BrokenAnswer::Unfinished);
+                }
                 None
             }
             Content::Opaque | Content::Error { .. } => None,
@@ -400,8 +432,8 @@ impl Body for Relay {
                         Err(why) => break why,
                     }
                 }
-                Poll::Ready(Some(Err(error))) => break error.into(),
-                Poll::Ready(None) => match this.finish() {
+                Poll::Ready(Some(Err(error))) if !this.content.is_done() => break error.into(),
+                Poll::Ready(Some(Err(_)) | None) => match this.finish() {
                     Ok(rest) => return Poll::Ready(rest.map(|rest| Ok(Frame::data(rest)))),
                     Err(why) => break why,
                 },
@@ -422,7 +454,7 @@ impl Body for Relay {
     fn size_hint(&self) -> SizeHint {
         match self.content {
             Content::Events { .. } => SizeHint::default(),
-            Content::Document(_) | Content::Opaque | Content::Error { .. } => {
+            Content::Document { .. } | Content::Opaque | Content::Error { .. } => {
                 self.engine.size_hint()
             }
         }

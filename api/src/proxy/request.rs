@@ -1,6 +1,8 @@
 //! A request as it comes in: its body, and who sent it.
 
 use std::borrow::Cow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -25,11 +27,44 @@ const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
 /// How long a body that nobody wants is read on, so that its sender gets to see the answer.
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// A body's bytes in the sum of all that are held; taken out when dropped.
+pub(super) struct Held {
+    all: Arc<AtomicU64>,
+    bytes: u64,
+    bytes_max: u64,
+}
+
+impl Held {
+    pub(super) fn none(all: &Arc<AtomicU64>, bytes_max: u64) -> Self {
+        Self {
+            all: Arc::clone(all),
+            bytes: 0,
+            bytes_max,
+        }
+    }
+
+    fn add(&mut self, bytes: usize) -> Result<(), Failure> {
+        let bytes = bytes as u64;
+        self.bytes += bytes;
+        if self.all.fetch_add(bytes, Relaxed) + bytes > self.bytes_max {
+            return Err(Failure::Overloaded);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.all.fetch_sub(self.bytes, Relaxed);
+    }
+}
+
 /// Reads a body to its end, within the limits.
 pub(super) async fn read_body(
     settings: &ProxySettings,
     headers: &HeaderMap,
     body: &mut Incoming,
+    held: &mut Held,
 ) -> Result<Bytes, Failure> {
     if headers
         .get(CONTENT_ENCODING)
@@ -58,6 +93,7 @@ pub(super) async fn read_body(
         let Ok(data) = frame.into_data() else {
             continue;
         };
+        held.add(data.len())?;
         let length = whole.len() + first.len() + data.len();
         if length as u64 > bytes_max {
             return Err(Failure::BodyTooLarge { bytes_max });

@@ -94,6 +94,13 @@ impl<'a> Iterator for Elements<'a> {
     }
 }
 
+/// Whether `json` is one object or array to its end, as far as brackets and quotes tell.
+pub(super) fn is_whole(json: &[u8]) -> bool {
+    let start = skip_space(json, 0);
+    matches!(json.get(start), Some(b'{' | b'['))
+        && skip_nested(json, start).is_some_and(|end| skip_space(json, end) == json.len())
+}
+
 /// The text of a string literal, quotes included.
 pub(super) fn string(literal: &[u8]) -> Option<std::borrow::Cow<'_, str>> {
     let inner = literal.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
@@ -193,6 +200,7 @@ mod tests {
         let whole = r#"{"a":{"b":"\"}"},"c":[1,2,"x"],"d":"\u00e9"}"#;
         for end in 0..whole.len() {
             let _ = members(&whole.as_bytes()[..end]).count();
+            assert!(!is_whole(&whole.as_bytes()[..end]));
             let _ = elements(&whole.as_bytes()[..end]).count();
             let array = value_of(whole.as_bytes(), "c").unwrap();
             let _ = elements(&array[..end.min(array.len())]).count();
@@ -204,6 +212,12 @@ mod tests {
         assert_eq!(string(br#""abc""#).as_deref(), Some("abc"));
         assert_eq!(string(br#""a\n\u00e9""#).as_deref(), Some("a\né"));
         assert_eq!(string(b"1"), None);
+    }
+
+    #[test]
+    fn a_whole_document_is_known() {
+        assert!(is_whole(b" {\"a\":[\"}\"]}\n") && is_whole(b"[]"));
+        assert!(!is_whole(b"") && !is_whole(b"{}{") && !is_whole(b"1"));
     }
 
     #[test]

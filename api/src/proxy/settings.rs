@@ -46,6 +46,9 @@ pub struct ProxySettings {
 pub struct Limits {
     /// Longest request body, in bytes: 413 beyond.
     pub body_bytes_max: u64,
+    /// Most bytes of request bodies held at once, from their first byte to the head of the answer:
+    /// 503 beyond. A body takes up to three times its length meanwhile.
+    pub held_bytes_max: u64,
     /// Longest request head, in bytes: 431 beyond. At least 8192.
     pub head_bytes_max: usize,
     /// Most header fields: 431 beyond.
@@ -62,6 +65,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             body_bytes_max: 32 * 1024 * 1024,
+            held_bytes_max: 1024 * 1024 * 1024,
             head_bytes_max: 64 * 1024,
             headers_max: 100,
             connections_max: 16_384,
@@ -77,7 +81,8 @@ pub struct Timeouts {
     /// From a connection to its first request.
     pub first_request: Duration,
     /// For a connection's next request: its head must be complete when this is over. Covers idle
-    /// keep-alive connections too.
+    /// keep-alive connections too. An h2 connection without a new request for this to twice this
+    /// time gets a GOAWAY; its streams go on.
     pub next_request: Duration,
     /// Between two pieces of a request body: 408.
     pub body_idle: Duration,

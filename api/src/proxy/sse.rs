@@ -228,9 +228,17 @@ impl Events {
         (!is_kept).then(|| payload.start + member.start..payload.start + member.end)
     }
 
-    /// The stream ends: what was held back goes on as it is.
-    pub(super) fn finish(&mut self) -> Option<Bytes> {
+    /// The stream ends: what was held back goes on as it is. An event that lacks only its blank
+    /// line is read.
+    pub(super) fn finish(&mut self, observe: &mut impl FnMut(&Findings<'_>)) -> Option<Bytes> {
         let rest = self.held.split().freeze();
+        let mut ended = BytesMut::with_capacity(rest.len() + 2);
+        ended.extend_from_slice(&rest);
+        ended.extend_from_slice(b"\n\n");
+        let mut scan = Scan::default();
+        if let (Some(length), Some(payload)) = (scan.event_end(&ended), scan.payload()) {
+            self.judge(&ended[payload.clone()], payload, length, observe);
+        }
         (!rest.is_empty()).then_some(rest)
     }
 
@@ -298,8 +306,9 @@ mod tests {
             });
             out.extend_from_slice(&passed.unwrap_or_default());
         }
+        let last = events.finish(&mut |findings| usage = findings.usage.unwrap_or(usage));
+        out.extend_from_slice(&last.unwrap_or_default());
         let is_done = events.is_done();
-        out.extend_from_slice(&events.finish().unwrap_or_default());
         (out, text, usage, is_done)
     }
 
@@ -345,6 +354,19 @@ mod tests {
             let (short, ..) = run(NOTHING, STREAM.as_bytes(), &[]);
             assert_eq!(out, [long.as_bytes(), &short].concat());
             assert_eq!(text, "ab");
+        }
+    }
+
+    #[test]
+    fn a_last_event_without_its_blank_line_is_read() {
+        let (usage_chunk, done) = (STREAM.rfind("data: {").unwrap(), "data: [DONE]");
+        let cut = STREAM[..STREAM.find(done).unwrap()].trim_end();
+        assert!(cut.len() > usage_chunk);
+        let (_, _, usage, is_done) = run(Wanted::ALL, cut.as_bytes(), &[]);
+        assert_eq!((usage.completion_tokens, is_done), (2, false));
+        for end in ["", "\n", "\r"] {
+            let (.., is_done) = run(NOTHING, format!("{done}{end}").as_bytes(), &[]);
+            assert!(is_done);
         }
     }
 

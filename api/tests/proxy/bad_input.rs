@@ -277,3 +277,62 @@ async fn more_requests_than_allowed_are_turned_away() {
     );
     assert_eq!(answer.header("retry-after"), Some("1"));
 }
+
+#[tokio::test]
+async fn bodies_beyond_what_may_be_held_are_turned_away() {
+    let engine = Engine::start(|number| match number {
+        0 => vec![super::engine::Step::Hang],
+        _ => vec![json("200 OK", "{}")],
+    })
+    .await;
+    let request = chat("");
+    let body_bytes = request.split_once("\r\n\r\n").unwrap().1.len() as u64;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.limits.held_bytes_max = body_bytes;
+    })
+    .await;
+    let mut first = fleet.client().await;
+    first.send(&request).await;
+    super::fleet::eventually("it is under way", || fleet.running() == 1).await;
+    let mut second = fleet.client().await;
+    let answer = second.ask(&request).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "overloaded")
+    );
+    assert_eq!(answer.header("x-quorate-replica"), Some("1"));
+    drop(first);
+    fleet.is_idle().await;
+    for _ in 0..3 {
+        assert_eq!(fleet.client().await.ask(&request).await.status, 200);
+    }
+}
+
+#[tokio::test]
+async fn an_http2_connection_without_requests_is_let_go() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.timeouts.first_request = Duration::from_millis(500);
+        settings.timeouts.next_request = Duration::from_millis(20);
+    })
+    .await;
+    let stream = tokio::net::TcpStream::connect(fleet.address).await.unwrap();
+    let (mut sender, connection) = hyper::client::conn::http2::handshake(
+        hyper_util::rt::TokioExecutor::new(),
+        hyper_util::rt::TokioIo::new(stream),
+    )
+    .await
+    .unwrap();
+    let connection = tokio::spawn(connection);
+    let body = chat("").split_once("\r\n\r\n").unwrap().1.to_owned();
+    let request = http::Request::post("http://router/v1/chat/completions")
+        .body(http_body_util::Full::new(bytes::Bytes::from(body)))
+        .unwrap();
+    let response = sender.send_request(request).await.unwrap();
+    assert_eq!(response.status(), 200);
+    drop(response);
+    eventually_no_connections(&fleet).await;
+    connection.await.unwrap().unwrap();
+    // Not before: a client without a handle would close on its own.
+    drop(sender);
+}

@@ -56,6 +56,35 @@ async fn a_stream_without_framing_must_say_that_it_is_done() {
 }
 
 #[tokio::test]
+async fn a_stream_that_broke_after_its_last_event_is_whole() {
+    let engine = Engine::always(vec![
+        stream_head(),
+        chunk(&delta("a", 1)),
+        chunk("data: [DONE]\n\n"),
+        Step::Close,
+    ])
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let answer = fleet.client().await.ask(chat(STREAM)).await;
+    assert!(answer.is_complete && answer.body.ends_with("[DONE]\n\n"));
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::Finished, 200), 1);
+}
+
+#[tokio::test]
+async fn a_document_without_framing_must_look_whole() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n";
+    for (body, is_whole) in [("{\"a\":{\"b\":1}", false), ("{\"a\":{\"b\":1}}", true)] {
+        let text = format!("{head}{body}");
+        let engine = Engine::always(vec![Step::Send(text.into_bytes()), Step::Close]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.is_complete, is_whole, "{body}");
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
 async fn a_document_the_engine_breaks_off_never_looks_whole() {
     for head in [
         "content-length: 100\r\n\r\n{\"a\":",
