@@ -3,97 +3,16 @@
 
 #![allow(missing_docs, reason = "the macro makes a public function")]
 
-use std::collections::BTreeMap;
-use std::hint::black_box;
-use std::io::{Read, Write};
+mod common;
+
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use raft::{
-    CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers, Replica,
-    StopReplica, Storage,
-};
-use tempfile::TempDir;
-use tokio::net::TcpListener;
+use raft::Replica;
 use tokio::runtime::Runtime;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Applies at no cost.
-struct Nothing;
-
-impl Machine for Nothing {
-    fn apply(&mut self, _index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
-        black_box(command);
-        Ok(Vec::new())
-    }
-
-    fn skip(&mut self, _index: u64) {}
-
-    fn freeze(&self) -> Box<dyn FrozenMachine> {
-        Box::new(Nothing)
-    }
-
-    fn restore(&mut self, _snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
-        Ok(())
-    }
-}
-
-impl FrozenMachine for Nothing {
-    fn write_to(&self, _out: &mut dyn Write) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl PeerHandler for Nothing {
-    fn message(&self, _from: u8, _bytes: &[u8]) {}
-}
-
-/// A founded cluster; answers its leader. The folders live as long as the replicas.
-async fn cluster(size: u8) -> (Replica, Vec<Replica>, Vec<TempDir>) {
-    let mut listeners = Vec::new();
-    for _ in 0..size {
-        listeners.push(
-            TcpListener::bind("127.0.0.1:0")
-                .await
-                .expect("loopback has ports"),
-        );
-    }
-    let address = |listener: &TcpListener| listener.local_addr().expect("it is bound").to_string();
-    let peers: Vec<String> = listeners.iter().map(address).collect();
-    let (mut replicas, mut folders) = (Vec::new(), Vec::new());
-    for (id, listener) in (1..).zip(listeners) {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let options = Options {
-            id,
-            data_dir: folder.path().to_path_buf(),
-            advertise: address(&listener),
-            labels: BTreeMap::new(),
-            formation: Formation::Bootstrap {
-                peers: Peers::List(peers.clone()),
-                expect: size.into(),
-                first_command: Vec::new(),
-            },
-            heartbeat: Duration::from_millis(50),
-            election_timeout: Duration::from_millis(300)..Duration::from_millis(600),
-            snapshot_every_entries: 50_000,
-            snapshot_every_bytes: 256 << 20,
-            storage: Storage::Sled,
-        };
-        let replica = Replica::start(options, listener, Nothing, Arc::new(Nothing)).await;
-        replicas.push(replica.expect("a new replica starts"));
-        folders.push(folder);
-    }
-    let mut status = replicas[0].watch();
-    let led = status.wait_for(|status| status.leader.is_some() && status.has_quorum);
-    let leader = led
-        .await
-        .expect("the replica runs")
-        .leader
-        .expect("it was waited for");
-    (replicas[usize::from(leader) - 1].clone(), replicas, folders)
-}
 
 /// Has `clients` propose `commands` in all; answers the time and each latency.
 async fn load(
@@ -133,7 +52,10 @@ fn propose(criterion: &mut Criterion) {
         .measurement_time(Duration::from_secs(4))
         .throughput(Throughput::Elements(1));
     for size in [1_u8, 3] {
-        let (leader, replicas, _folders) = runtime.block_on(cluster(size));
+        let timeout = Duration::from_millis(300)..Duration::from_millis(600);
+        let seats = runtime.block_on(common::cluster(size, timeout));
+        let leader = runtime.block_on(common::leader(&seats));
+        let leader = seats[leader].replica.clone();
         for bytes in [1024, 16 * 1024] {
             for clients in [1, 64] {
                 let latencies = Arc::default();
@@ -155,8 +77,8 @@ fn propose(criterion: &mut Criterion) {
             }
         }
         runtime.block_on(async {
-            for replica in replicas {
-                replica.shutdown().await;
+            for seat in seats {
+                seat.replica.shutdown().await;
             }
         });
     }
