@@ -136,6 +136,8 @@ impl Router {
                         slot,
                         waiting: glance.waiting,
                         kv_usage_permille: glance.kv_usage_permille,
+                        owned_blocks: self.view.blocks.owned(slot),
+                        capacity_blocks: backend.capacity_blocks(),
                         ..Candidate::default()
                     });
                 }

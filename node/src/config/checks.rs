@@ -364,6 +364,7 @@ fn policy(values: &Values) -> Option<PolicyConfig> {
             waiting_ns_per_request: cost("waiting_ns_per_request")?,
             kv_pressure_from_permille: cost("kv_pressure_from_permille")?,
             kv_pressure_ns_per_permille: cost("kv_pressure_ns_per_permille")?,
+            eviction_permille: cost("eviction_permille")?,
             near_permille: cost("near_permille")?,
         })),
     }

@@ -247,6 +247,13 @@ pub(super) const KEYS: &[Key] = &[
         "Nanoseconds one thousandth of KV usage above that adds.",
     ),
     key(
+        "routing.cost.eviction_permille",
+        Kind::Integer { min: 0, max: 1000 },
+        By("300"),
+        "Share, in thousandths, of the price of computing them again that blocks count with which a \
+         request would evict from a full cache.",
+    ),
+    key(
         "routing.cost.near_permille",
         Kind::Integer { min: 0, max: 1000 },
         By("20"),

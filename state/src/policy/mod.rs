@@ -41,6 +41,9 @@ pub struct CostSettings {
     pub kv_pressure_from_permille: u32,
     /// Nanoseconds one thousandth of KV usage above that adds.
     pub kv_pressure_ns_per_permille: u32,
+    /// Thousandths of the price of computing them again that blocks count with which the request
+    /// would evict from a full cache: how likely they are to be asked for again.
+    pub eviction_permille: u32,
     /// Costs within this many thousandths of the least count as equal.
     pub near_permille: u32,
 }
@@ -53,6 +56,7 @@ impl Default for CostSettings {
             waiting_ns_per_request: 50_000_000,
             kv_pressure_from_permille: 900,
             kv_pressure_ns_per_permille: 5_000_000,
+            eviction_permille: 300,
             near_permille: 20,
         }
     }
@@ -78,6 +82,10 @@ pub struct Candidate {
     pub slot: Slot,
     /// Leading blocks of the prompt it is believed to hold.
     pub matched: u32,
+    /// Blocks it is believed to hold in all.
+    pub owned_blocks: u32,
+    /// Blocks its cache holds; `None` is unknown.
+    pub capacity_blocks: Option<u32>,
     /// Requests dispatched to it and not over, from all replicas.
     pub running: u32,
     /// Requests in the engine's own queue, as it last reported.

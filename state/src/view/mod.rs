@@ -24,6 +24,7 @@ mod loom_tests;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
+use crate::command::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
 use mask::{Mask, WORDS_MAX};
 use sync::{Arc, AtomicUsize, Ordering, Swap};
@@ -48,6 +49,8 @@ struct Shared {
     shards: Box<[Swap<Table>]>,
     /// Words a mask of every slot in use takes; only grows, except by a restore.
     width: AtomicUsize,
+    /// Blocks owned by slot: a figure for policies, no part of the index, so never loom's.
+    owned: Box<[std::sync::atomic::AtomicU32]>,
 }
 
 impl BlockView {
@@ -61,8 +64,16 @@ impl BlockView {
             shared: Arc::new(Shared {
                 shards,
                 width: AtomicUsize::new(1),
+                owned: (0..BACKENDS_MAX).map(|_| Default::default()).collect(),
             }),
         }
+    }
+
+    /// How many blocks `slot` is believed to own; 0 for a slot beyond [`BACKENDS_MAX`].
+    #[must_use]
+    pub fn owned(&self, slot: Slot) -> u32 {
+        let owned = self.shared.owned.get(usize::from(slot.0));
+        owned.map_or(0, |owned| owned.load(std::sync::atomic::Ordering::Relaxed))
     }
 
     /// Whether `slot` is believed to own `block`.

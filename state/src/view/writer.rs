@@ -3,6 +3,8 @@
 //! A rebuild touches one shard, a few thousand entries at the most, so that no change of the index
 //! ever waits long; the tables grow by a factor of 1.18 only, because their slack is memory.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use crate::ids::{BlockHash, Slot};
 use crate::view::mask::{Mask, WORDS_MAX};
 use crate::view::sync::{Arc, Ordering};
@@ -66,11 +68,20 @@ impl ViewWriter {
         if shard.insert(slot.0, block, self.width) {
             self.view.shared.shards[at].publish(Arc::clone(&shard.table));
         }
+        self.count(slot, |owned| owned.saturating_add(1));
     }
 
     /// Ends `slot`'s ownership of `block`.
     pub(crate) fn remove(&mut self, slot: Slot, block: BlockHash) {
         self.shards[self.view.shard_of(block)].remove(slot.0, block);
+        self.count(slot, |owned| owned.saturating_sub(1));
+    }
+
+    /// There is one writer, so a load and a store make an exact count.
+    fn count(&self, slot: Slot, change: impl Fn(u32) -> u32) {
+        if let Some(owned) = self.view.shared.owned.get(usize::from(slot.0)) {
+            owned.store(change(owned.load(Relaxed)), Relaxed);
+        }
     }
 
     /// An index with as many shards that no reader sees, to be filled for [`Self::adopt`].
@@ -84,6 +95,9 @@ impl ViewWriter {
         self.width = other.width;
         self.view.shared.width.store(self.width, Ordering::Release);
         self.shards = other.shards;
+        for (owned, fresh) in self.view.shared.owned.iter().zip(&other.view.shared.owned) {
+            owned.store(fresh.load(Relaxed), Relaxed);
+        }
         for (shard, published) in self.shards.iter().zip(&self.view.shared.shards) {
             published.publish(Arc::clone(&shard.table));
         }
