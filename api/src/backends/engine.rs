@@ -251,7 +251,9 @@ mod tests {
             read_models(long.as_bytes()).unwrap_err().to_string(),
             "model list: a model id of 257 bytes, expected 1 to 256"
         );
-        let many: Vec<String> = (0..257).map(|n| format!("{{\"id\":\"{n:0256}\"}}")).collect();
+        let many: Vec<String> = (0..257)
+            .map(|n| format!("{{\"id\":\"{n:0256}\"}}"))
+            .collect();
         let many = format!("{{\"data\":[{}]}}", many.join(","));
         assert_eq!(
             read_models(many.as_bytes()).unwrap_err().to_string(),

@@ -40,7 +40,10 @@ fn eviction_ns(settings: &CostSettings, request: &Request, candidate: &Candidate
         return 0;
     };
     let new = request.blocks.saturating_sub(candidate.matched);
-    let evicted = candidate.owned_blocks.saturating_add(new).saturating_sub(capacity);
+    let evicted = candidate
+        .owned_blocks
+        .saturating_add(new)
+        .saturating_sub(capacity);
     product(evicted.min(new), request.tokens_per_block)
         .saturating_mul(u64::from(settings.prefill_ns_per_token))
         .saturating_mul(u64::from(settings.eviction_permille))

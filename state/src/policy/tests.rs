@@ -22,6 +22,7 @@ fn policies() -> impl Strategy<Value = PolicyConfig> {
                 waiting_ns_per_request: prices[2],
                 kv_pressure_from_permille: prices[3],
                 kv_pressure_ns_per_permille: prices[4],
+                eviction_permille: near_permille,
                 near_permille,
             })
         }),
@@ -47,15 +48,20 @@ fn candidate() -> impl Strategy<Value = Candidate> {
         edge(),
         prop_oneof![0_u64..100_000, Just(u64::MAX)],
         0_u32..=1000,
+        (edge(), prop_oneof![Just(None), edge().prop_map(Some)]),
     )
         .prop_map(
-            |(matched, running, waiting, pending_prefill_tokens, kv_usage_permille)| Candidate {
-                slot: Slot(0),
-                matched,
-                running,
-                waiting,
-                pending_prefill_tokens,
-                kv_usage_permille,
+            |(matched, running, waiting, pending_prefill_tokens, kv_usage_permille, cache)| {
+                Candidate {
+                    slot: Slot(0),
+                    matched,
+                    owned_blocks: cache.0,
+                    capacity_blocks: cache.1,
+                    running,
+                    waiting,
+                    pending_prefill_tokens,
+                    kv_usage_permille,
+                }
             },
         )
 }
@@ -200,6 +206,52 @@ fn equal_candidates_share_simultaneous_arrivals() {
             "{shares:?}"
         );
     }
+}
+
+#[test]
+fn an_empty_cache_is_filled_before_a_full_one_loses_blocks() {
+    let shares_a_block = Candidate {
+        slot: Slot(0),
+        matched: 1,
+        owned_blocks: 950,
+        capacity_blocks: Some(1000),
+        ..Candidate::default()
+    };
+    let empty = Candidate {
+        slot: Slot(1),
+        capacity_blocks: Some(1000),
+        ..Candidate::default()
+    };
+    let cost = |eviction_permille| {
+        PolicyConfig::Cost(CostSettings {
+            eviction_permille,
+            ..CostSettings::default()
+        })
+    };
+    let chosen = |policy: &PolicyConfig, candidates: &[Candidate]| {
+        choose(policy, &REQUEST, candidates).map(|choice| choice.slot)
+    };
+    let both = [shares_a_block, empty];
+    assert_eq!(chosen(&cost(0), &both), Some(Slot(0)));
+    assert_eq!(chosen(&cost(300), &both), Some(Slot(1)));
+    // Half the prompt is worth more than what half a prompt evicts.
+    let holds_half = Candidate {
+        matched: 50,
+        owned_blocks: 1000,
+        ..shares_a_block
+    };
+    assert_eq!(chosen(&cost(300), &[holds_half, empty]), Some(Slot(0)));
+    // While there is room, and where the capacity is not known, nothing is lost.
+    let has_room = Candidate {
+        owned_blocks: 901,
+        ..shares_a_block
+    };
+    let unknown = Candidate {
+        capacity_blocks: None,
+        ..shares_a_block
+    };
+    assert_eq!(chosen(&cost(1000), &[has_room, empty]), Some(Slot(0)));
+    assert_eq!(chosen(&cost(1000), &[unknown, empty]), Some(Slot(0)));
 }
 
 #[test]
