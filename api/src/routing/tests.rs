@@ -17,6 +17,8 @@ use super::{Ask, Attempt, Decision, End, NoBackend, OutboxSettings, Router, Usag
 use crate::backends::Health;
 use crate::prompt::{Identity, Parsed, parse};
 
+mod stories;
+
 struct Bench {
     port: Port,
     router: Arc<Router>,
@@ -533,75 +535,4 @@ fn a_model_nobody_serves_is_not_remembered() {
         let _ = bench.router.identify(&parsed);
     }
     assert_eq!(bench.router.ratios.len(), 1);
-}
-
-#[derive(Debug, Clone)]
-struct Story {
-    prompt: usize,
-    shared: bool,
-    output: usize,
-    reported: Option<(u64, Option<u64>, u64)>,
-    end: Option<End>,
-    flush: bool,
-}
-
-fn story() -> impl Strategy<Value = Story> {
-    let end = prop_oneof![
-        Just(None),
-        Just(Some(End::Finished)),
-        Just(Some(End::Broken)),
-        Just(Some(End::ClientLeft)),
-        Just(Some(End::NotRun)),
-    ];
-    let reported = proptest::option::of((0_u64..500, proptest::option::of(0_u64..600), 0_u64..200));
-    (
-        0_usize..300,
-        any::<bool>(),
-        0_usize..100,
-        reported,
-        end,
-        any::<bool>(),
-    )
-        .prop_map(|(prompt, shared, output, reported, end, flush)| Story {
-            prompt,
-            shared,
-            output,
-            reported,
-            end,
-            flush,
-        })
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
-
-    #[test]
-    fn however_attempts_end_everything_returns_to_zero(
-        stories in proptest::collection::vec(story(), 1..20)
-    ) {
-        let bench = Bench::new(3);
-        let mut held = Vec::new();
-        for (at, story) in stories.iter().enumerate() {
-            let mut text = "s".repeat(story.prompt);
-            if !story.shared {
-                text.insert_str(0, &at.to_string());
-            }
-            let identity = bench.identify(&text);
-            let (_, mut attempt) = bench.start(&identity);
-            attempt.output(&"o".repeat(story.output));
-            if let Some((prompt, cached, made)) = story.reported {
-                attempt.first_byte();
-                attempt.usage(usage(prompt, cached, made));
-            }
-            if story.flush {
-                bench.flush();
-            }
-            match story.end {
-                Some(end) => attempt.end(end),
-                None => held.push(attempt),
-            }
-        }
-        drop(held);
-        bench.assert_quiet();
-    }
 }
