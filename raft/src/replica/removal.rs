@@ -52,15 +52,17 @@ impl Inner {
         (index, stored.nodes().map(|(id, _)| *id).collect())
     }
 
-    /// Where the other members are, agreed on or not.
-    fn others(&self) -> Vec<String> {
+    /// The log index of the newest membership here, agreed on or not, and where the others are.
+    fn others(&self) -> (u64, Vec<String>) {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
-        let nodes = metrics.membership_config.nodes();
-        nodes
+        let stored = &metrics.membership_config;
+        let index = stored.log_id().map_or(0, |log_id| log_id.index + 1);
+        let others = stored
+            .nodes()
             .filter(|(id, _)| **id != self.links.identity.id)
-            .map(|(_, node)| node.address.clone())
-            .collect()
+            .map(|(_, node)| node.address.clone());
+        (index, others.collect())
     }
 
     async fn is_told_removed(&self) -> bool {
@@ -68,14 +70,42 @@ impl Inner {
             return false;
         }
         let (id, cluster) = (self.links.identity.id, self.links.identity.cluster());
-        let (index, _) = self.membership();
-        let others = self.others();
+        // After a restart of all, what is agreed on is known to nobody for a while: a membership
+        // that came later counts against it.
+        let (index, others) = self.others();
         let answers = join_all(others.iter().map(|address| ask(address))).await;
-        let newest = answers
+        let answers = answers
             .into_iter()
             .flatten()
             .filter(|info| wire::join_optional(info.cluster_high, info.cluster_low) == cluster)
-            .max_by_key(|info| info.membership_index);
-        newest.is_some_and(|info| info.membership_index >= index && !info.members.contains(&id))
+            .map(|info| (info.membership_index, info.members));
+        lacks(id, index, answers)
+    }
+}
+
+/// Whether the newest membership among `answers` lacks `id`, and is not older than that of log index
+/// `known`. Where nothing is agreed on yet (index 0) nobody was removed: a cluster that is being
+/// founded could never elect its first leader.
+fn lacks(id: u64, known: u64, answers: impl Iterator<Item = (u64, Vec<u64>)>) -> bool {
+    let newest = answers.max_by_key(|(index, _)| *index);
+    newest.is_some_and(|(index, members)| index >= known.max(1) && !members.contains(&id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_agreed_and_newer_membership_removes() {
+        let lacks = |known, answers: &[(u64, Vec<u64>)]| lacks(3, known, answers.iter().cloned());
+        assert!(lacks(5, &[(9, vec![1, 2])]));
+        assert!(lacks(9, &[(9, vec![1, 2])]), "it knows so itself");
+        assert!(!lacks(5, &[]), "nobody answers");
+        assert!(!lacks(0, &[(0, vec![]), (0, vec![])]), "not founded yet");
+        assert!(!lacks(5, &[(4, vec![1, 2])]), "older than its own");
+        assert!(
+            !lacks(5, &[(7, vec![1, 2]), (8, vec![1, 2, 3])]),
+            "added again"
+        );
     }
 }
