@@ -36,7 +36,7 @@ const WRITE_AGAIN_MAX: Duration = Duration::from_secs(30);
 pub(crate) struct Host(Arc<Shared>);
 
 struct Shared {
-    /// Taken after `position` by whoever holds both.
+    /// Taken before `position` by whoever needs both, and held over both.
     machine: Mutex<Box<dyn Machine>>,
     position: Mutex<Position>,
     folder: SnapshotFolder,
@@ -129,8 +129,9 @@ impl Host {
         let has_commands = head.has_commands;
         let meta = SnapshotMeta::try_from(head)
             .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
-        let restored = self.machine().restore(&mut reader);
-        if let Err(error) = restored {
+        // Held until the position fits: a snapshot may be frozen at any time.
+        let mut machine = self.machine();
+        if let Err(error) = machine.restore(&mut reader) {
             return Err(match reader.damage() {
                 Some(damage) => damaged(&file.path, damage.offset, damage.what.clone()),
                 None => damaged(&file.path, 0, error.to_string()),
@@ -151,14 +152,15 @@ impl Host {
     fn apply_entry(&self, entry: &Entry) -> io::Result<Reply> {
         // Shown outside from 1 on.
         let index = entry.log_id.index + 1;
+        let mut machine = self.machine();
         let mut position = self.position();
         let reply = match &entry.payload {
             Payload::Blank => {
-                self.machine().skip(index);
+                machine.skip(index);
                 Reply::default()
             }
             Payload::Normal(command) => {
-                let reply = self.machine().apply(index, &command.0).map_err(|stop| {
+                let reply = machine.apply(index, &command.0).map_err(|stop| {
                     self.0
                         .fault
                         .set(format!("machine stopped at log index {index}: {stop}"));
@@ -173,7 +175,7 @@ impl Host {
             }
             Payload::Membership(membership) => {
                 position.membership = StoredMembership::new(Some(entry.log_id), membership.clone());
-                self.machine().skip(index);
+                machine.skip(index);
                 Reply::default()
             }
         };
@@ -182,8 +184,8 @@ impl Host {
     }
 
     fn freeze(&self) -> Frozen {
-        let position = self.position();
         let machine = self.machine();
+        let position = self.position();
         self.0.bytes_since_snapshot.store(0, Ordering::Relaxed);
         (machine.freeze(), position.clone())
     }
@@ -239,10 +241,13 @@ impl RaftSnapshotBuilder<Config> for Builder {
             .take();
         let mut wait = WRITE_AGAIN_FIRST;
         loop {
-            // Not kept over a wait: what is frozen costs memory as the machine moves on.
-            let (machine, position) = frozen.take().unwrap_or_else(|| self.host.freeze());
-            let host = self.host.clone();
-            let built = blocking(move || write(&host.0.folder, &*machine, &position)).await;
+            let (host, now) = (self.host.clone(), frozen.take());
+            let built = blocking(move || {
+                // Not kept over a wait: what is frozen costs memory as the machine moves on.
+                let (machine, position) = now.unwrap_or_else(|| host.freeze());
+                write(&host.0.folder, &*machine, &position)
+            })
+            .await;
             let error = match built {
                 Ok(snapshot) => {
                     self.host.0.unwritten.send_replace(None);
@@ -255,6 +260,9 @@ impl RaftSnapshotBuilder<Config> for Builder {
             tokio::select! {
                 () = self.host.0.stop.cancelled() => return Err(error),
                 () = tokio::time::sleep(wait) => {}
+            }
+            if self.host.0.fault.get().is_some() {
+                return Err(error);
             }
             wait = (wait * 2).min(WRITE_AGAIN_MAX);
         }
