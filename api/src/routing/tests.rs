@@ -90,6 +90,9 @@ fn ask<'a>(identity: &'a Identity, excluded: &'a [Slot]) -> Ask<'a> {
         model: "m",
         identity,
         request_id: "r-1",
+        user: "ada",
+        headers: None,
+        policy: None,
         excluded,
     }
 }

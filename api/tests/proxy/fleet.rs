@@ -60,6 +60,7 @@ impl Fleet {
             replica: ReplicaId(1),
             session: SessionId(1),
             outbox: OutboxSettings::default(),
+            overrides: PolicyConfig::defaults(),
         }));
         let metrics = Arc::new(ProxyMetrics::default());
         let mut settings = ProxySettings::new(ReplicaId(1));

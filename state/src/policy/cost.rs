@@ -5,13 +5,70 @@
 //! step, the engine's own queue, and preemption when its KV cache runs full. Each has a price in
 //! nanoseconds; the sum saturates.
 
-use super::{Candidate, CostSettings, Request};
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::rank::{ByScore, Near, Policy, Ranks, product};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::validate::at_most;
+
+/// Constants of the `cost` policy. Integers: the settings are replicated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CostSettings {
+    /// Nanoseconds an engine computes on one uncached prompt token.
+    pub prefill_ns_per_token: u32,
+    /// Nanoseconds each request already running adds to a new one's first token.
+    pub decode_ns_per_request: u32,
+    /// Nanoseconds each request waiting in the engine's own queue adds.
+    pub waiting_ns_per_request: u32,
+    /// KV usage, in thousandths, above which pressure counts.
+    pub kv_pressure_from_permille: u32,
+    /// Nanoseconds one thousandth of KV usage above that adds.
+    pub kv_pressure_ns_per_permille: u32,
+    /// Costs within this many thousandths of the least count as equal.
+    pub near_permille: u32,
+}
+
+impl Default for CostSettings {
+    fn default() -> Self {
+        Self {
+            prefill_ns_per_token: 100_000,
+            decode_ns_per_request: 1_000_000,
+            waiting_ns_per_request: 50_000_000,
+            kv_pressure_from_permille: 900,
+            kv_pressure_ns_per_permille: 5_000_000,
+            near_permille: 20,
+        }
+    }
+}
+
+impl Policy for CostSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        at_most("near_permille", self.near_permille, 1000)?;
+        at_most(
+            "kv_pressure_from_permille",
+            self.kv_pressure_from_permille,
+            1000,
+        )
+    }
+
+    fn ranks<'a>(&'a self, request: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+        ByScore {
+            score: |candidate: &Candidate| score(self, request, candidate),
+            near: Near::Permille(self.near_permille),
+            prefers_prefix: true,
+            reason: Reason::LeastCost,
+        }
+    }
+}
 
 /// Nanoseconds until the first token, as predicted.
 pub(super) fn score(settings: &CostSettings, request: &Request, candidate: &Candidate) -> u64 {
     let prefill_tokens = candidate
         .pending_prefill_tokens
-        .saturating_add(uncached_tokens(request, candidate));
+        .saturating_add(request.uncached_tokens(candidate.matched));
     let pressure_permille = candidate
         .kv_usage_permille
         .saturating_sub(settings.kv_pressure_from_permille);
@@ -23,15 +80,4 @@ pub(super) fn score(settings: &CostSettings, request: &Request, candidate: &Cand
     ]
     .into_iter()
     .fold(0, u64::saturating_add)
-}
-
-/// Prompt tokens the backend would have to compute.
-fn uncached_tokens(request: &Request, candidate: &Candidate) -> u64 {
-    let matched = candidate.matched.min(request.blocks);
-    u64::from(request.tokens).saturating_sub(product(matched, request.tokens_per_block))
-}
-
-/// Cannot overflow: both factors have 32 bits.
-fn product(count: u32, price: u32) -> u64 {
-    u64::from(count) * u64::from(price)
 }
