@@ -226,7 +226,8 @@ fn policies_have_their_bytes() {
         least-kv 0b14
         vtc-basic 0c0005fbe803fb401ffbe803fbd00764fbe803fbe803
         preble-e2 0dfbf401fbd007fbf401fca0860100fc40420f0014
-    "#]].assert_eq(&golden);
+    "#]]
+    .assert_eq(&golden);
 }
 
 #[test]
