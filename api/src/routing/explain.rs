@@ -4,12 +4,14 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use serde::Serialize;
+use state::Backend;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, LogIndex};
 use state::policy::{self, PolicyConfig, Reason, UserTokens};
 
 use super::decide::{Scratch, matchable, policy_of};
 use super::{Ask, Load, NoBackend, OutboxStatus, Router};
+use crate::backends::Glance;
 
 /// Most block hashes shown.
 const SHOWN_BLOCKS_MAX: usize = 64;
@@ -129,25 +131,7 @@ impl Router {
         let mut scratch = Scratch::default();
         let mut backends = Vec::with_capacity(fleet.registry.backends.len().min(BACKENDS_MAX));
         let admitted = self.admit(&fleet, ask, &mut scratch, |backend, verdict, glance| {
-            backends.push(Explained {
-                id: backend.spec.id.clone(),
-                backend: backend.handle,
-                facts: backend.facts.clone(),
-                verdict,
-                matched_applied: 0,
-                matched: 0,
-                here: self.load.here(backend.handle),
-                cluster: self.load.cluster(backend.handle, now),
-                engine_waiting: glance.map(|glance| glance.waiting),
-                engine_running: glance.map(|glance| glance.running),
-                kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
-                free_blocks: None,
-                is_model_listed: None,
-                tier: None,
-                score: None,
-                then: None,
-                would_be: None,
-            });
+            backends.push(self.seen(backend, verdict, glance, now));
         });
         self.match_applied(matchable(ask), &mut scratch);
         for (candidate, &at) in scratch.candidates.iter().zip(&scratch.places) {
@@ -195,6 +179,35 @@ impl Router {
             matched: choice.map(|choice| choice.matched),
             reason: choice.map(|choice| choice.reason),
             refusal: admitted.err(),
+        }
+    }
+
+    /// A backend before anything is known of its part in the decision.
+    fn seen(
+        &self,
+        backend: &Backend,
+        verdict: Verdict,
+        glance: Option<Glance>,
+        now: Instant,
+    ) -> Explained {
+        Explained {
+            id: backend.spec.id.clone(),
+            backend: backend.handle,
+            facts: backend.facts.clone(),
+            verdict,
+            matched_applied: 0,
+            matched: 0,
+            here: self.load.here(backend.handle),
+            cluster: self.load.cluster(backend.handle, now),
+            engine_waiting: glance.map(|glance| glance.waiting),
+            engine_running: glance.map(|glance| glance.running),
+            kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
+            free_blocks: None,
+            is_model_listed: None,
+            tier: None,
+            score: None,
+            then: None,
+            would_be: None,
         }
     }
 }

@@ -84,10 +84,9 @@ impl Fleet {
             state,
             sequence: 0,
         };
-        let policy = PolicyConfig::LeastRequest;
         fleet.apply(Command::InitCluster {
             hash_seed: 7,
-            policy,
+            policy: PolicyConfig::LeastRequest,
             fairness: FairnessSettings::default(),
         });
         for (number, engine) in engines.iter().enumerate() {

@@ -1,5 +1,6 @@
 //! What holds for every policy, and what each one is for.
 
+mod cases;
 mod herd;
 mod seeds;
 
