@@ -381,6 +381,7 @@ impl Fleet {
             replica: ReplicaId(1),
             session: SessionId(1),
             outbox: OutboxSettings::default(),
+            overrides: Vec::new(),
         }));
         for (seq, command) in (1..).zip(commands(engine)) {
             let origin = Origin {
@@ -470,6 +471,9 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         model: "m",
         identity: &identities[i],
         request_id: "0123456789abcdef0123456789abcdef",
+        user: "ada",
+        headers: None,
+        policy: None,
         excluded: &[],
     };
     let decisions: Vec<_> = (0..PROMPTS)

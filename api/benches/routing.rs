@@ -88,6 +88,7 @@ fn router(state: &RouterState) -> Arc<Router> {
         replica: ReplicaId(1),
         session: SessionId(1),
         outbox: OutboxSettings::default(),
+        overrides: Vec::new(),
     }))
 }
 
@@ -202,6 +203,9 @@ fn ask(identity: &Identity) -> Ask<'_> {
         model: "m",
         identity,
         request_id: "0123456789abcdef",
+        user: "ada",
+        headers: None,
+        policy: None,
         excluded: &[],
     }
 }

@@ -21,7 +21,7 @@ use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin,
 use state::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
-use state::policy::{Candidate, CostSettings, PolicyConfig, Request, choose};
+use state::policy::{Candidate, PolicyConfig, Request, choose};
 use state::prefix::{Scope, chain_bytes, chain_tokens, root};
 use state::users::FairnessSettings;
 
@@ -48,13 +48,12 @@ fn choosing(criterion: &mut Criterion) {
         blocks: 512,
         tokens: 16_384,
         tokens_per_block: 32,
+        session: Some(3),
+        turn: 5,
+        ..Request::default()
     };
-    let policies = [
-        PolicyConfig::Cost(CostSettings::default()),
-        PolicyConfig::LeastRequest,
-    ];
-    for policy in &policies {
-        for count in [8_u16, 64, 1024] {
+    for policy in &PolicyConfig::defaults() {
+        for count in [8_u16, 64, 512, 1024] {
             let candidates: Vec<Candidate> = (0..count).map(candidate).collect();
             let id = BenchmarkId::new(policy.name(), count);
             group.bench_with_input(id, &candidates, |bencher, candidates| {
@@ -76,6 +75,8 @@ fn candidate(slot: u16) -> Candidate {
         waiting: (noise >> 20) as u32 % 4,
         pending_prefill_tokens: (noise >> 30) % 50_000,
         kv_usage_permille: (noise >> 50) as u32 % 1000,
+        free_blocks: (noise >> 40) as u32 % 1000,
+        is_model_listed: false,
     }
 }
 

@@ -2,7 +2,6 @@
 //! log may carry anything.
 
 use crate::command::{BackendSpec, EngineFacts, LIST_BYTES_MAX, NAME_BYTES_MAX, Reject, UserSpec};
-use crate::policy::PolicyConfig;
 use crate::users::FairnessSettings;
 
 /// Most models or labels of one backend.
@@ -101,30 +100,6 @@ impl UserSpec {
     }
 }
 
-impl PolicyConfig {
-    /// Checks every setting.
-    ///
-    /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
-        match self {
-            Self::Cost(settings) => {
-                ensure(
-                    settings.near_permille <= 1000,
-                    "near_permille",
-                    "at most 1000",
-                )?;
-                ensure(
-                    settings.kv_pressure_from_permille <= 1000,
-                    "kv_pressure_from_permille",
-                    "at most 1000",
-                )
-            }
-            Self::LeastRequest => Ok(()),
-        }
-    }
-}
-
 impl FairnessSettings {
     /// Checks every setting.
     ///
@@ -155,7 +130,8 @@ fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
     texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
 }
 
-fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Reject> {
+/// Refuses `field` unless it `holds`.
+pub(crate) fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Reject> {
     if holds {
         return Ok(());
     }
@@ -163,6 +139,16 @@ fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Reject> {
         field: field.to_owned(),
         expected: expected.to_owned(),
     })
+}
+
+/// Refuses a value below `least`.
+pub(crate) fn at_least(field: &str, value: u32, least: u32) -> Result<(), Reject> {
+    ensure(value >= least, field, &format!("at least {least}"))
+}
+
+/// Refuses a value above `most`.
+pub(crate) fn at_most(field: &str, value: u32, most: u32) -> Result<(), Reject> {
+    ensure(value <= most, field, &format!("at most {most}"))
 }
 
 /// `http://host:port`; a host is a name, an IPv4 address, or an IPv6 address in brackets.
@@ -194,7 +180,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::policy::CostSettings;
+    use crate::policy::{CostSettings, PolicyConfig};
 
     fn spec() -> BackendSpec {
         BackendSpec {

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use axum::extract::State;
 use axum::response::Response;
 use bytes::Bytes;
-use http::StatusCode;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -14,7 +14,8 @@ use super::Shared;
 use super::answer::{Json, Params, ReadLevel, ReadQuery, at_level, invalid, json};
 use crate::error::Problem;
 use crate::prompt;
-use crate::routing::{Ask, Explanation};
+use crate::proxy::ANONYMOUS;
+use crate::routing::{Ask, Explanation, POLICY};
 
 /// A request as a client would send it.
 #[derive(Deserialize)]
@@ -24,6 +25,8 @@ pub(super) struct WouldBe {
     path: String,
     #[serde(default)]
     headers: BTreeMap<String, String>,
+    /// Whom the tokens would be charged to; `anonymous` where it is missing.
+    user: Option<String>,
     /// The body: JSON as it is, or a string that holds it byte for byte.
     body: Box<RawValue>,
 }
@@ -55,15 +58,19 @@ pub(super) async fn explain(
         invalid(&field, bad.message)
     })?;
     let identity = admin.router.identify(&parsed);
-    let request_id = would_be
-        .headers
-        .iter()
-        .find(|(name, _)| name.eq_ignore_ascii_case("x-request-id"))
-        .map_or("", |(_, value)| value.as_str());
+    let headers = headers(&would_be.headers)?;
+    let request_id = headers.get("x-request-id");
+    let policy = admin.router.asked_policy(&headers).map_err(|unknown| {
+        let field = format!("headers.{POLICY}");
+        invalid(&field, unknown.to_string())
+    })?;
     let explanation = admin.router.explain(&Ask {
         model: &parsed.model,
         identity: &identity,
-        request_id,
+        request_id: request_id.map_or("", |id| id.to_str().unwrap_or_default()),
+        user: would_be.user.as_deref().unwrap_or(ANONYMOUS),
+        headers: Some(&headers),
+        policy,
         excluded: &[],
     });
     Ok(json(&Explained {
@@ -74,6 +81,19 @@ pub(super) async fn explain(
         stream: parsed.stream,
         explanation,
     }))
+}
+
+fn headers(given: &BTreeMap<String, String>) -> Result<HeaderMap, Problem> {
+    let mut headers = HeaderMap::with_capacity(given.len());
+    for (name, value) in given {
+        let field = || format!("headers.{name}");
+        let key = HeaderName::try_from(name)
+            .map_err(|_| invalid(&field(), "expected a header's name".to_owned()))?;
+        let value = HeaderValue::try_from(value)
+            .map_err(|_| invalid(&field(), "expected a header's value".to_owned()))?;
+        headers.append(key, value);
+    }
+    Ok(headers)
 }
 
 /// The bytes an engine would get.

@@ -1,5 +1,5 @@
 //! The routing policy: replicated, replaced as a whole, in effect on every replica from one log
-//! index on.
+//! index on. docs/POLICIES.md has an example for each.
 
 use axum::extract::State;
 use axum::response::Response;

@@ -14,6 +14,7 @@ use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCO
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::ids::Slot;
+use state::policy::PolicyConfig;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
@@ -24,7 +25,7 @@ use super::sse::{Events, Wanted};
 use crate::backends::pool::{EngineBody, Segments, SendFailure};
 use crate::error::Failure;
 use crate::prompt::{Identity, Parsed};
-use crate::routing::{Ask, Attempt, Decision, End};
+use crate::routing::{Ask, Attempt, Decision, End, POLICY};
 
 /// How long the rest of such an answer is waited for.
 const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -98,10 +99,11 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Asked) -> Result<Forward
         body,
         first_byte_by,
     };
+    let policy = asked_policy(proxy, asked)?;
     let mut excluded: Vec<Slot> = Vec::new();
     let mut last = Last::None;
     loop {
-        let decision = match decide(proxy, asked, &excluded) {
+        let decision = match decide(proxy, asked, policy, &excluded) {
             Ok(decision) => decision,
             Err(failure) => return give_up(last, failure),
         };
@@ -122,12 +124,28 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Asked) -> Result<Forward
     }
 }
 
-fn decide(proxy: &Proxy, asked: &Asked, excluded: &[Slot]) -> Result<Decision, Failure> {
+fn asked_policy<'a>(proxy: &'a Proxy, asked: &Asked) -> Result<Option<&'a PolicyConfig>, Failure> {
+    let policy = proxy.router.asked_policy(&asked.head.headers);
+    policy.map_err(|unknown| Failure::BadRequest {
+        message: unknown.to_string(),
+        param: Some(POLICY.to_string()),
+    })
+}
+
+fn decide(
+    proxy: &Proxy,
+    asked: &Asked,
+    policy: Option<&PolicyConfig>,
+    excluded: &[Slot],
+) -> Result<Decision, Failure> {
     use crate::routing::NoBackend;
     let ask = Ask {
         model: &asked.parsed.model,
         identity: &asked.identity,
         request_id: asked.request_id.to_str().unwrap_or_default(),
+        user: &asked.user,
+        headers: Some(&asked.head.headers),
+        policy,
         excluded,
     };
     proxy.router.decide(&ask).map_err(|why| match why {

@@ -10,7 +10,7 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
-use crate::routing::Decision;
+use crate::routing::{Decision, POLICY};
 
 /// Names the request, here and at the engine.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -22,7 +22,6 @@ const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection")
 /// The replica that answers.
 pub(super) const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
-const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 

@@ -14,8 +14,9 @@
 //! for one that pipelines requests on a connection; its departure is noticed when the answer before
 //! has been written.
 //!
-//! `x-quorate-policy`, `x-quorate-priority` and `x-quorate-session` are passed on and have no
-//! effect.
+//! `x-quorate-policy` chooses the policy where the config allows it, `x-quorate-session` (or what
+//! the policy's settings name) the backend under `session`; both are passed on, as is
+//! `x-quorate-priority`, which has no effect.
 
 mod forward;
 mod headers;
@@ -64,6 +65,7 @@ use headers::{REPLICA, REQUEST_ID, request_id};
 use metrics::Ledger;
 use pace::{Handed, hand_over};
 use relay::Relay;
+pub(crate) use request::ANONYMOUS;
 use request::Held;
 use routes::Route;
 

@@ -20,7 +20,7 @@ use crate::error::Failure;
 use crate::prompt::Parsed;
 
 /// Who is charged when nobody can be told.
-const ANONYMOUS: &str = "anonymous";
+pub(crate) const ANONYMOUS: &str = "anonymous";
 /// What is set aside for a body before its bytes come, at most: its announced length is only a
 /// promise.
 const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;

@@ -2,15 +2,17 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use state::ids::{BackendRef, BlockHash, Slot};
-use state::policy::{self, Candidate, Choice, Request};
+use state::policy::{self, Candidate, Choice, Needs, PolicyConfig, Request};
+use state::prefix::user_key;
 use state::{Backend, Registry};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::metrics::{Meter, RoutingMetrics};
-use super::{Ask, Decision, NoBackend, Router, Verdict};
+use super::{Ask, Decision, NoBackend, Router, Verdict, session};
 use crate::backends::Glance;
 
 /// The registry with what decisions need beside it.
@@ -79,13 +81,21 @@ impl Router {
     pub fn decide(&self, ask: &Ask<'_>) -> Result<Decision, NoBackend> {
         let fleet = self.fleet();
         let index = self.view.applied();
-        let config = &fleet.registry.policy;
+        let config = policy_of(&fleet, ask);
+        let needs = config.needs();
+        let turn = if needs.turn {
+            self.turn.fetch_add(1, Relaxed)
+        } else {
+            0
+        };
+        let request = self.request(&fleet, ask, &needs, turn);
         let decided = SCRATCH.with_borrow_mut(|scratch| {
             self.admit(&fleet, ask, scratch, |_, _, _| {})?;
             self.match_applied(matchable(ask), scratch);
             self.match_overlay(&fleet, matchable(ask), scratch);
             self.weigh(&fleet, Instant::now(), scratch);
-            let choice = policy::choose(config, &request(ask), &scratch.candidates);
+            self.supplement(&fleet, ask, &needs, scratch);
+            let choice = policy::choose(config, &request, &scratch.candidates);
             let choice = choice.ok_or(NoBackend::NoneHealthy)?;
             Ok((choice, scratch.place(choice)))
         });
@@ -136,8 +146,7 @@ impl Router {
                         slot,
                         waiting: glance.waiting,
                         kv_usage_permille: glance.kv_usage_permille,
-                        owned_blocks: self.view.blocks.owned(slot),
-                        capacity_blocks: backend.capacity_blocks(),
+                        free_blocks: self.free_blocks(backend),
                         ..Candidate::default()
                     });
                 }
@@ -202,6 +211,79 @@ impl Router {
         );
         scratch.candidates = candidates;
     }
+
+    /// Blocks the backend can take before it evicts any; one of unknown capacity is taken to evict
+    /// nothing.
+    fn free_blocks(&self, backend: &Backend) -> u32 {
+        let owned = self.view.blocks.owned(backend.handle.slot);
+        backend
+            .capacity_blocks()
+            .map_or(u32::MAX, |capacity| capacity.saturating_sub(owned))
+    }
+
+    /// Adds what only some policies look at.
+    pub(super) fn supplement(
+        &self,
+        fleet: &Fleet,
+        ask: &Ask<'_>,
+        needs: &Needs<'_>,
+        scratch: &mut Scratch,
+    ) {
+        if !needs.listed_models {
+            return;
+        }
+        for (candidate, &at) in scratch.candidates.iter_mut().zip(&scratch.places) {
+            let backend = &fleet.registry.backends[at];
+            candidate.is_model_listed = lists(backend, ask.model);
+        }
+    }
+
+    /// The request as a policy sees it. `turn` is what round-robin counts by.
+    pub(super) fn request(
+        &self,
+        fleet: &Fleet,
+        ask: &Ask<'_>,
+        needs: &Needs<'_>,
+        turn: u64,
+    ) -> Request {
+        Request {
+            jitter: xxh3_64(ask.request_id.as_bytes()),
+            blocks: u32::try_from(matchable(ask).len()).unwrap_or(u32::MAX),
+            tokens: ask.identity.tokens,
+            tokens_per_block: ask.identity.tail.tokens_per_block,
+            prefix_key: needs
+                .prefix_blocks
+                .map_or(0, |blocks| prefix_key(ask, blocks)),
+            session: needs
+                .session
+                .zip(ask.headers)
+                .and_then(|(settings, headers)| session::hash(settings, headers)),
+            turn,
+            user: if needs.user_tokens {
+                let name = super::bounded_name(ask.user);
+                let key = user_key(fleet.registry.hash_seed, &name);
+                self.view.user_tokens(key)
+            } else {
+                policy::UserTokens::default()
+            },
+        }
+    }
+}
+
+/// The policy that decides: what the request asks for, else the live one.
+pub(super) fn policy_of<'a>(fleet: &'a Fleet, ask: &Ask<'a>) -> &'a PolicyConfig {
+    ask.policy.unwrap_or(&fleet.registry.policy)
+}
+
+/// Names the prompt's first `blocks` blocks, or as many as there are; a prompt shorter than a block
+/// by all its bytes.
+fn prefix_key(ask: &Ask<'_>, blocks: u32) -> u64 {
+    let identity = ask.identity;
+    let first = identity.chain.get(..blocks as usize);
+    match first.unwrap_or(&identity.chain).last() {
+        Some(last) => last.0,
+        None => xxh3_64_with_seed(&identity.tail.bytes, identity.root),
+    }
 }
 
 impl Scratch {
@@ -220,16 +302,6 @@ pub(super) fn matchable<'a>(ask: &Ask<'a>) -> &'a [BlockHash] {
     &chain[..chain.len().min(ask.identity.matchable as usize)]
 }
 
-/// The request as a policy sees it.
-pub(super) fn request(ask: &Ask<'_>) -> Request {
-    Request {
-        jitter: xxh3_64(ask.request_id.as_bytes()),
-        blocks: u32::try_from(matchable(ask).len()).unwrap_or(u32::MAX),
-        tokens: ask.identity.tokens,
-        tokens_per_block: ask.identity.tail.tokens_per_block,
-    }
-}
-
 fn verdict(backend: &Backend, glance: Option<Glance>, ask: &Ask<'_>) -> Verdict {
     if !serves(backend, ask.model) {
         Verdict::OtherModel
@@ -242,6 +314,12 @@ fn verdict(backend: &Backend, glance: Option<Glance>, ask: &Ask<'_>) -> Verdict 
     } else {
         Verdict::Unhealthy
     }
+}
+
+/// Whether the engine itself says that it has `model`, base model or adapter.
+fn lists(backend: &Backend, model: &str) -> bool {
+    let listed = backend.facts.models.as_ref();
+    listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
 }
 
 /// Whether `backend` serves `model`: by its description or, under `"*"`, by what the engine lists.

@@ -1,14 +1,17 @@
 //! A decision with all its reasons, made by the same steps and without consequences.
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use serde::Serialize;
+use state::Backend;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, LogIndex};
-use state::policy::{self, PolicyConfig, Reason};
+use state::policy::{self, PolicyConfig, Reason, UserTokens};
 
-use super::decide::{Scratch, matchable, request};
+use super::decide::{Scratch, matchable, policy_of};
 use super::{Ask, Load, NoBackend, OutboxStatus, Router};
+use crate::backends::Glance;
 
 /// Most block hashes shown.
 const SHOWN_BLOCKS_MAX: usize = 64;
@@ -50,8 +53,10 @@ pub struct Explanation {
     pub overlay_runs: usize,
     /// The outbox that carries them.
     pub outbox: OutboxStatus,
-    /// The policy with its settings.
+    /// The policy that decides, with its settings.
     pub policy: PolicyConfig,
+    /// What else the policy looks at of the request.
+    pub request: ExplainedRequest,
     /// Every registered backend, by slot.
     pub backends: Vec<Explained>,
     /// The chosen backend's id.
@@ -62,6 +67,19 @@ pub struct Explanation {
     pub reason: Option<Reason>,
     /// Why none was.
     pub refusal: Option<NoBackend>,
+}
+
+/// What only some policies look at of a request; `None`: this one does not, or there is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct ExplainedRequest {
+    /// Hash of the prompt's first blocks.
+    pub prefix_key: Option<u64>,
+    /// Hash of the session's name.
+    pub session: Option<u64>,
+    /// Requests that this replica's round-robin has decided, from an arbitrary start.
+    pub turn: Option<u64>,
+    /// Weighted tokens of the user and of all users within the window.
+    pub user_tokens: Option<UserTokens>,
 }
 
 /// One backend's part in a decision.
@@ -89,8 +107,19 @@ pub struct Explained {
     pub engine_running: Option<u32>,
     /// KV cache in use, thousandths.
     pub kv_usage_permille: Option<u32>,
-    /// What the policy compared, lower is better; candidates only.
+    /// Blocks it can take before it evicts any; `None` while its capacity is unknown; candidates
+    /// only.
+    pub free_blocks: Option<u32>,
+    /// Whether the engine lists the model itself, where the policy looks at it; candidates only.
+    pub is_model_listed: Option<bool>,
+    /// Which step of the policy it counts in, the first is 0; candidates only. Compared first.
+    pub tier: Option<u8>,
+    /// What the policy compared within the tier, lower is better; candidates only.
     pub score: Option<u64>,
+    /// What it compared among equal scores, lower is better; candidates only.
+    pub then: Option<u64>,
+    /// What a clear choice of it would be explained by; candidates only.
+    pub would_be: Option<Reason>,
 }
 
 impl Router {
@@ -103,20 +132,7 @@ impl Router {
         let mut scratch = Scratch::default();
         let mut backends = Vec::with_capacity(fleet.registry.backends.len().min(BACKENDS_MAX));
         let admitted = self.admit(&fleet, ask, &mut scratch, |backend, verdict, glance| {
-            backends.push(Explained {
-                id: backend.spec.id.clone(),
-                backend: backend.handle,
-                facts: backend.facts.clone(),
-                verdict,
-                matched_applied: 0,
-                matched: 0,
-                here: self.load.here(backend.handle),
-                cluster: self.load.cluster(backend.handle, now),
-                engine_waiting: glance.map(|glance| glance.waiting),
-                engine_running: glance.map(|glance| glance.running),
-                kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
-                score: None,
-            });
+            backends.push(self.seen(backend, verdict, glance, now));
         });
         self.match_applied(matchable(ask), &mut scratch);
         for (candidate, &at) in scratch.candidates.iter().zip(&scratch.places) {
@@ -124,14 +140,24 @@ impl Router {
         }
         self.match_overlay(&fleet, matchable(ask), &mut scratch);
         self.weigh(&fleet, now, &mut scratch);
-        let config = &fleet.registry.policy;
-        let scores = policy::scores(config, &request(ask), &scratch.candidates);
+        let config = policy_of(&fleet, ask);
+        let needs = config.needs();
+        self.supplement(&fleet, ask, &needs, &mut scratch);
+        let request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
+        let scores = policy::scores(config, &request, &scratch.candidates);
         for ((candidate, score), &at) in scratch.candidates.iter().zip(scores).zip(&scratch.places)
         {
-            backends[at].matched = candidate.matched;
-            backends[at].score = Some(score.score);
+            let explained = &mut backends[at];
+            explained.matched = candidate.matched;
+            explained.free_blocks =
+                (candidate.free_blocks != u32::MAX).then_some(candidate.free_blocks);
+            explained.is_model_listed = needs.listed_models.then_some(candidate.is_model_listed);
+            explained.tier = Some(score.tier);
+            explained.score = Some(score.score);
+            explained.then = Some(score.then);
+            explained.would_be = Some(score.reason);
         }
-        let choice = policy::choose(config, &request(ask), &scratch.candidates);
+        let choice = policy::choose(config, &request, &scratch.candidates);
         let shown = ask.identity.chain.iter().take(SHOWN_BLOCKS_MAX);
         Explanation {
             index,
@@ -144,11 +170,46 @@ impl Router {
             overlay_runs: self.overlay.len(),
             outbox: self.desk.status(now),
             policy: config.clone(),
+            request: ExplainedRequest {
+                prefix_key: needs.prefix_blocks.map(|_| request.prefix_key),
+                session: request.session,
+                turn: needs.turn.then_some(request.turn),
+                user_tokens: needs.user_tokens.then_some(request.user),
+            },
             backends,
             choice: choice.map(|choice| fleet.name(scratch.place(choice)).to_string()),
             matched: choice.map(|choice| choice.matched),
             reason: choice.map(|choice| choice.reason),
             refusal: admitted.err(),
+        }
+    }
+
+    /// A backend before anything is known of its part in the decision.
+    fn seen(
+        &self,
+        backend: &Backend,
+        verdict: Verdict,
+        glance: Option<Glance>,
+        now: Instant,
+    ) -> Explained {
+        Explained {
+            id: backend.spec.id.clone(),
+            backend: backend.handle,
+            facts: backend.facts.clone(),
+            verdict,
+            matched_applied: 0,
+            matched: 0,
+            here: self.load.here(backend.handle),
+            cluster: self.load.cluster(backend.handle, now),
+            engine_waiting: glance.map(|glance| glance.waiting),
+            engine_running: glance.map(|glance| glance.running),
+            kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
+            free_blocks: None,
+            is_model_listed: None,
+            tier: None,
+            score: None,
+            then: None,
+            would_be: None,
         }
     }
 }

@@ -172,5 +172,6 @@ pub(super) fn router(port: &Port, outbox: OutboxSettings) -> Arc<Router> {
         replica: ReplicaId(1),
         session: SessionId(1),
         outbox,
+        overrides: PolicyConfig::defaults(),
     }))
 }

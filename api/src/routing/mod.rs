@@ -18,6 +18,7 @@ mod metrics;
 mod outbox;
 mod overlay;
 mod reply;
+mod session;
 #[cfg(test)]
 mod tests;
 
@@ -27,10 +28,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use http::HeaderMap;
 use state::View;
 use state::command::{EngineFacts, NAME_BYTES_MAX};
 use state::ids::{AttemptId, BackendRef, LogIndex, ReplicaId, SessionId, Slot};
-use state::policy::Reason;
+use state::policy::{PolicyConfig, Reason};
 use tokio_util::sync::CancellationToken;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -45,10 +47,11 @@ use crate::ports::Propose;
 use crate::prompt::{Identity, ModelSettings};
 
 pub use attempt::Attempt;
-pub use explain::{Explained, Explanation, Verdict};
+pub use explain::{Explained, ExplainedRequest, Explanation, Verdict};
 pub use load::{BadReport, EXPIRY, KEEPALIVE, Load, LoadTable, Reporter};
 pub use metrics::RoutingMetrics;
 pub use outbox::{OutboxSettings, OutboxStatus};
+pub use session::{POLICY, UnknownPolicy};
 
 /// What a [`Router`] is made of.
 pub struct Parts {
@@ -64,6 +67,8 @@ pub struct Parts {
     pub session: SessionId,
     /// Bounds and pace of the outbox.
     pub outbox: OutboxSettings,
+    /// Policies that a request may ask for in place of the live one; none: requests may not ask.
+    pub overrides: Vec<PolicyConfig>,
 }
 
 /// Chooses backends and keeps the books of what was dispatched. One per replica.
@@ -77,6 +82,9 @@ pub struct Router {
     desk: Desk,
     flush_interval: Duration,
     last_attempt: AtomicU64,
+    /// What round-robin counts by.
+    turn: AtomicU64,
+    overrides: Vec<PolicyConfig>,
     metrics: RoutingMetrics,
     /// What is derived from the registry, as of the last decision.
     fleet: ArcSwap<Fleet>,
@@ -91,6 +99,12 @@ pub struct Ask<'a> {
     pub identity: &'a Identity,
     /// `x-request-id`: its hash breaks ties.
     pub request_id: &'a str,
+    /// The name that the tokens are charged to.
+    pub user: &'a str,
+    /// The request's headers, which may name its session.
+    pub headers: Option<&'a HeaderMap>,
+    /// From [`Router::asked_policy`]; `None`: the live one.
+    pub policy: Option<&'a PolicyConfig>,
     /// Backends tried already.
     pub excluded: &'a [Slot],
 }
@@ -183,6 +197,9 @@ impl Router {
             parts.outbox,
             Arc::clone(&overlay),
         );
+        if !parts.overrides.is_empty() {
+            parts.view.want_all();
+        }
         Self {
             fleet: ArcSwap::from_pointee(Fleet::of(parts.view.registry(), &metrics)),
             view: parts.view,
@@ -194,6 +211,9 @@ impl Router {
             desk: Desk::new(outbox),
             flush_interval: parts.outbox.flush_interval,
             last_attempt: AtomicU64::new(0),
+            // Replicas begin in different places.
+            turn: AtomicU64::new(parts.session.0),
+            overrides: parts.overrides,
             metrics,
         }
     }

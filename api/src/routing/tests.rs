@@ -1,6 +1,8 @@
 //! Requests through a whole router over the real state: identity, choice, books, and that nothing
 //! is left behind however an attempt ends.
 
+mod policies;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -92,6 +94,9 @@ fn ask<'a>(identity: &'a Identity, excluded: &'a [Slot]) -> Ask<'a> {
         model: "m",
         identity,
         request_id: "r-1",
+        user: "ada",
+        headers: None,
+        policy: None,
         excluded,
     }
 }

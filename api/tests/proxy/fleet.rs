@@ -72,6 +72,7 @@ impl Fleet {
             replica: ReplicaId(1),
             session: SessionId(1),
             outbox: OutboxSettings::default(),
+            overrides: PolicyConfig::defaults(),
         }));
         let metrics = Arc::new(ProxyMetrics::default());
         let mut settings = ProxySettings::new(ReplicaId(1));
@@ -96,10 +97,9 @@ impl Fleet {
             state,
             sequence: 0,
         };
-        let policy = PolicyConfig::LeastRequest;
         fleet.apply(Command::InitCluster {
             hash_seed: 7,
-            policy,
+            policy: PolicyConfig::LeastRequest,
             fairness: FairnessSettings::default(),
         });
         for (number, engine) in engines.iter().enumerate() {

@@ -304,3 +304,22 @@ async fn http2_without_tls_is_served_on_the_same_port() {
     assert!(engine.requests()[0].contains("via: 2 quorate"));
     fleet.is_idle().await;
 }
+
+#[tokio::test]
+async fn a_header_names_the_policy_where_requests_may_ask() {
+    let engine = Engine::always(vec![json("200 OK", ANSWER), json("200 OK", ANSWER)]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    let body = r#"{"model":"m","messages":[]}"#;
+    let ask = |policy: &str| {
+        let headers = format!("content-type: application/json\r\nx-quorate-policy: {policy}\r\n");
+        post("/v1/chat/completions", &headers, body)
+    };
+    let answer = client.ask(ask("chwbl")).await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.header("x-quorate-policy"), Some("chwbl"));
+    let answer = client.ask(ask("magic")).await;
+    assert_eq!(answer.status, 400);
+    assert!(answer.body.contains("x-quorate-policy"), "{}", answer.body);
+    assert!(answer.body.contains("vllm-cache-aware"), "{}", answer.body);
+}

@@ -90,6 +90,7 @@ impl Parts {
                 flush_interval: config.cluster.flush_interval,
                 ..OutboxSettings::default()
             },
+            overrides: config.policy_overrides.clone(),
         }));
         metrics.register(|registry| router.metrics().register(registry));
         Self {

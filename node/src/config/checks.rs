@@ -12,11 +12,11 @@ use api::proxy::UsageSplice;
 use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Reject};
 use state::ids::ReplicaId;
-use state::policy::{CostSettings, PolicyConfig};
 use tracing_subscriber::EnvFilter;
 
 use super::fault::{Fault, Place};
 use super::layers::{Entry, Setting, Settings, Source, Values};
+use super::policy;
 use super::value::{Value, is_host};
 use super::{
     ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Probes, Retry, Timeouts,
@@ -38,6 +38,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
     let probes = probes(values, &mut faults);
     let models = models(&settings.models, &mut faults);
     let backends = backends(&settings.backends, &mut faults);
+    let policies = policy::policies(values, &mut faults);
     let config = (|| {
         Some(Config {
             node: Node {
@@ -48,7 +49,12 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             cluster: cluster?,
             models,
             backends,
-            policy: policy(values)?,
+            policy: policy::named(&policies, &text(values, "routing.policy")?)?,
+            policy_overrides: if flag(values, "routing.allow_override")? {
+                policies
+            } else {
+                Vec::new()
+            },
             users: users?,
             limits: Limits {
                 body_bytes_max: size(values, "limits.max_body")?,
@@ -93,6 +99,13 @@ fn integer(values: &Values, path: &str) -> Option<i64> {
 
 fn count(values: &Values, path: &str) -> Option<u32> {
     u32::try_from(integer(values, path)?).ok()
+}
+
+fn flag(values: &Values, path: &str) -> Option<bool> {
+    match values.get(path)?.value {
+        Value::Flag(is_set) => Some(is_set),
+        _ => None,
+    }
 }
 
 fn text(values: &Values, path: &str) -> Option<String> {
@@ -148,7 +161,13 @@ fn place(setting: Option<&Setting>) -> Place {
 }
 
 /// Adds a fault at the value of `path`.
-fn refuse(values: &Values, path: &str, message: String, expected: &str, faults: &mut Vec<Fault>) {
+pub(super) fn refuse(
+    values: &Values,
+    path: &str,
+    message: String,
+    expected: &str,
+    faults: &mut Vec<Fault>,
+) {
     let place = place(values.get(path));
     faults.push(Fault {
         message,
@@ -351,22 +370,6 @@ impl Finding {
             }
             Some(_) | None => {}
         }
-    }
-}
-
-fn policy(values: &Values) -> Option<PolicyConfig> {
-    let cost = |name: &str| count(values, &format!("routing.cost.{name}"));
-    match text(values, "routing.policy")?.as_str() {
-        "least-request" => Some(PolicyConfig::LeastRequest),
-        _ => Some(PolicyConfig::Cost(CostSettings {
-            prefill_ns_per_token: cost("prefill_ns_per_token")?,
-            decode_ns_per_request: cost("decode_ns_per_request")?,
-            waiting_ns_per_request: cost("waiting_ns_per_request")?,
-            kv_pressure_from_permille: cost("kv_pressure_from_permille")?,
-            kv_pressure_ns_per_permille: cost("kv_pressure_ns_per_permille")?,
-            eviction_permille: cost("eviction_permille")?,
-            near_permille: cost("near_permille")?,
-        })),
     }
 }
 

@@ -1,6 +1,8 @@
 //! Every key a config file, an environment variable or `--set` can name: one table from which
 //! reading, checking, `config print` and `config schema` all follow, so that none can disagree.
 
+use super::policy_keys::POLICY_KEYS;
+
 /// What values a key takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -11,6 +13,8 @@ pub(super) enum Kind {
         /// Greatest value.
         max: i64,
     },
+    /// `true` or `false`.
+    Flag,
     /// Any text that is not empty.
     Text,
     /// One of a few words.
@@ -76,7 +80,12 @@ pub(super) struct Key {
     pub about: &'static str,
 }
 
-const fn key(path: &'static str, kind: Kind, absent: Absent, about: &'static str) -> Key {
+pub(super) const fn key(
+    path: &'static str,
+    kind: Kind,
+    absent: Absent,
+    about: &'static str,
+) -> Key {
     Key {
         path,
         kind,
@@ -85,31 +94,17 @@ const fn key(path: &'static str, kind: Kind, absent: Absent, about: &'static str
     }
 }
 
-const COUNT: Kind = Kind::Integer {
+pub(super) const COUNT: Kind = Kind::Integer {
     min: 1,
     max: u32::MAX as i64,
 };
-const COUNT_OR_ZERO: Kind = Kind::Integer {
+pub(super) const COUNT_OR_ZERO: Kind = Kind::Integer {
     min: 0,
     max: u32::MAX as i64,
 };
 const POLICIES: Kind = Kind::Choice {
-    now: &["cost", "least-request"],
-    later: &[
-        "lmetric",
-        "prefix-cache",
-        "vllm-cache-aware",
-        "epp",
-        "chwbl",
-        "session",
-        "power-of-two",
-        "round-robin",
-        "random",
-        "least-kv",
-        "vtc-basic",
-        "preble-e2",
-        "dlpm",
-    ],
+    now: state::policy::POLICY_NAMES,
+    later: &["dlpm"],
 };
 const ORDERS: Kind = Kind::Choice {
     now: &["fcfs"],
@@ -119,7 +114,26 @@ const ORDERS: Kind = Kind::Choice {
 use Absent::{Default as By, Required, Unset};
 
 /// All keys outside lists of tables, by section.
-pub(super) const KEYS: &[Key] = &[
+pub(super) const KEYS: &[Key] = &{
+    const COUNT: usize = BEFORE_POLICIES.len() + POLICY_KEYS.len() + AFTER_POLICIES.len();
+    let mut keys = [BEFORE_POLICIES[0]; COUNT];
+    let mut at = 0;
+    while at < COUNT {
+        let behind = at.saturating_sub(BEFORE_POLICIES.len());
+        keys[at] = if at < BEFORE_POLICIES.len() {
+            BEFORE_POLICIES[at]
+        } else if behind < POLICY_KEYS.len() {
+            POLICY_KEYS[behind]
+        } else {
+            AFTER_POLICIES[behind - POLICY_KEYS.len()]
+        };
+        at += 1;
+    }
+    keys
+};
+
+/// Before the policies' tables.
+const BEFORE_POLICIES: &[Key] = &[
     key(
         "node.id",
         Kind::Integer { min: 1, max: 255 },
@@ -217,48 +231,15 @@ pub(super) const KEYS: &[Key] = &[
         "Routing policy of a new cluster; a running one changes it by `PUT /admin/v1/policy`.",
     ),
     key(
-        "routing.cost.prefill_ns_per_token",
-        COUNT_OR_ZERO,
-        By("100000"),
-        "Nanoseconds an engine computes on one uncached prompt token.",
+        "routing.allow_override",
+        Kind::Flag,
+        By("false"),
+        "Whether a request may name another policy in `x-quorate-policy`; it decides with the settings below.",
     ),
-    key(
-        "routing.cost.decode_ns_per_request",
-        COUNT_OR_ZERO,
-        By("1000000"),
-        "Nanoseconds each running request adds to a new one's first token.",
-    ),
-    key(
-        "routing.cost.waiting_ns_per_request",
-        COUNT_OR_ZERO,
-        By("50000000"),
-        "Nanoseconds each request waiting in the engine adds.",
-    ),
-    key(
-        "routing.cost.kv_pressure_from_permille",
-        Kind::Integer { min: 0, max: 1000 },
-        By("900"),
-        "KV usage, in thousandths, above which pressure counts.",
-    ),
-    key(
-        "routing.cost.kv_pressure_ns_per_permille",
-        COUNT_OR_ZERO,
-        By("5000000"),
-        "Nanoseconds one thousandth of KV usage above that adds.",
-    ),
-    key(
-        "routing.cost.eviction_permille",
-        Kind::Integer { min: 0, max: 1000 },
-        By("300"),
-        "Share, in thousandths, of the price of computing them again that blocks count with which a \
-         request would evict from a full cache.",
-    ),
-    key(
-        "routing.cost.near_permille",
-        Kind::Integer { min: 0, max: 1000 },
-        By("20"),
-        "Costs within so many thousandths of the least count as equal.",
-    ),
+];
+
+/// Behind the policies' tables.
+const AFTER_POLICIES: &[Key] = &[
     key(
         "users.identify_by",
         Kind::Identities,

@@ -156,6 +156,7 @@ fn join(kind: Kind, elements: Vec<Value>) -> Option<Value> {
             Value::Texts(more) => texts.extend(more),
             Value::Statuses(more) => statuses.extend(more),
             Value::Integer(_)
+            | Value::Flag(_)
             | Value::Text(_)
             | Value::Duration(_)
             | Value::Range(_)
@@ -495,7 +496,7 @@ fn raw(value: &DeValue<'_>) -> Raw {
         DeValue::Integer(integer) => i64::from_str_radix(integer.as_str(), integer.radix())
             .map_or(Raw::Other("an integer beyond 64 bits"), Raw::Integer),
         DeValue::Float(_) => Raw::Other("a number with a fraction"),
-        DeValue::Boolean(_) => Raw::Other("a boolean"),
+        DeValue::Boolean(is_set) => Raw::Flag(*is_set),
         DeValue::Datetime(_) => Raw::Other("a date"),
         DeValue::Array(_) => Raw::Other("a list"),
         DeValue::Table(_) => Raw::Other("a table"),

@@ -5,6 +5,8 @@ mod checks;
 mod fault;
 mod keys;
 mod layers;
+mod policy;
+mod policy_keys;
 mod print;
 mod schema;
 mod value;
@@ -46,6 +48,8 @@ pub struct Config {
     pub backends: Vec<BackendSpec>,
     /// Policy of a new cluster.
     pub policy: PolicyConfig,
+    /// Policies that a request may ask for; none: requests may not ask.
+    pub policy_overrides: Vec<PolicyConfig>,
     /// How requests are charged.
     pub users: Users,
     /// Bounds on what clients send.

@@ -56,6 +56,9 @@ fn put(section: &mut Value, name: &str, key: &Key) {
 }
 
 fn default(kind: Kind, text: &str) -> Value {
+    if kind == Kind::Flag {
+        return json!(text == "true");
+    }
     let one = |text: &str| {
         text.parse::<i64>()
             .map_or_else(|_| json!(text), |number| json!(number))
@@ -70,6 +73,7 @@ fn default(kind: Kind, text: &str) -> Value {
 fn kind(kind: Kind) -> Map<String, Value> {
     let value = match kind {
         Kind::Integer { min, max } => json!({ "type": "integer", "minimum": min, "maximum": max }),
+        Kind::Flag => json!({ "type": "boolean" }),
         Kind::Text | Kind::Later => json!({ "type": "string", "minLength": 1 }),
         Kind::Choice { now, .. } => json!({ "enum": now }),
         Kind::Duration | Kind::DurationOrZero => {

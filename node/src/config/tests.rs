@@ -251,9 +251,12 @@ fn what_this_version_does_not_have_is_refused() {
 [node]
 id = 1
 [routing]
-policy = "prefix-cache"
-[routing.prefix-cache]
-imbalance_abs_count = 16
+policy = "dlpm"
+[routing.dlpm]
+quantum = 16
+[routing.vllm-cache-aware]
+hashing = "position"
+touch = "sampled"
 [admission]
 order = "vtc"
 max_queue = 10000
@@ -267,8 +270,6 @@ url = "http://a:1"
 kv_events = "tcp://a:5557"
 "#,
         expect![[r#"
-            5:10: routing.policy = "prefix-cache" is not available in this version (expected "cost" or "least-request")
-            6:10: [routing.prefix-cache] is not available in this version (expected the settings of an available policy)
             9:9: admission.order = "vtc" is not available in this version (expected "fcfs")
             10:13: admission.max_queue is not available in this version (expected no value: the key is reserved for a later version)
             11:15: admission.concurrency = "adaptive" is not available in this version (expected "unlimited")
@@ -471,9 +472,77 @@ fn the_schema_names_every_key() {
 }
 
 #[test]
-fn defaults_of_the_cost_policy_are_those_of_the_core() {
-    let PolicyConfig::Cost(settings) = config("node.id = 1").policy else {
-        panic!("not cost")
-    };
-    assert_eq!(settings, state::policy::CostSettings::default());
+fn tables_of_policies_are_the_settings_of_the_core() {
+    let asked = config("node.id = 1\nrouting.allow_override = true");
+    assert_eq!(asked.policy_overrides, PolicyConfig::defaults());
+    assert_eq!(config("node.id = 1").policy_overrides, []);
+    for policy in PolicyConfig::defaults() {
+        let file = format!("node.id = 1\nrouting.policy = {:?}", policy.name());
+        assert_eq!(config(&file).policy, policy);
+        // Every setting has a key, but for those that are absent by default.
+        let settings = serde_json::to_value(&policy).unwrap();
+        for field in settings.as_object().unwrap().keys() {
+            let path = format!("routing.{}.{field}", policy.name());
+            let has_key = keys::KEYS.iter().any(|key| key.path == path);
+            assert!(has_key || field == "policy", "{path}");
+        }
+    }
+    // The bounds of a key are bounds of the setting.
+    for key in policy_keys::POLICY_KEYS {
+        let keys::Kind::Integer { min, max } = key.kind else {
+            continue;
+        };
+        let (table, _) = key.split();
+        let policy = table.trim_start_matches("routing.");
+        for value in [min, max] {
+            let most = "routing.vtc-basic.token_tracker_max_tokens";
+            let most = if policy == "vtc-basic" && key.path != most {
+                format!("{most} = 4294967295")
+            } else {
+                String::new()
+            };
+            let least = "routing.vtc-basic.token_tracker_min_tokens";
+            let least = if policy == "vtc-basic" && key.path != least {
+                format!("{least} = 1")
+            } else {
+                String::new()
+            };
+            let path = key.path;
+            let file = format!("node.id = 1\n{least}\n{most}\n{path} = {value}");
+            assert_eq!(config(&file).policy.name(), "cost", "{path} = {value}");
+        }
+    }
+}
+
+#[test]
+fn settings_of_a_policy_are_checked_together() {
+    faults(
+        r#"
+node.id = 1
+routing.allow_override = 1
+[routing.vtc-basic]
+token_tracker_max_tokens = 999
+[routing.session]
+header = "a b"
+[routing.epp]
+prefix_weight = 0
+queue_weight = 0
+kv_weight = 0
+"#,
+        expect![[r#""#]],
+    );
+    let file = r#"
+node.id = 1
+routing.policy = "session"
+[routing.session]
+header = "x-chat"
+cookie = "sid"
+"#;
+    assert_eq!(
+        config(file).policy,
+        PolicyConfig::Session(state::policy::SessionSettings {
+            header: "x-chat".to_owned(),
+            cookie: Some("sid".to_owned()),
+        })
+    );
 }

@@ -14,6 +14,8 @@ use super::keys::Kind;
 pub enum Value {
     /// Of `Kind::Integer`.
     Integer(i64),
+    /// Of `Kind::Flag`.
+    Flag(bool),
     /// Of `Kind::Text`, `Choice`, `HostPort`, `Tokenizer`, `Url` and `UrlPath`.
     Text(String),
     /// Of `Kind::Duration` and `DurationOrZero`.
@@ -37,6 +39,8 @@ pub enum Value {
 pub(super) enum Raw {
     /// A TOML integer.
     Integer(i64),
+    /// A TOML boolean.
+    Flag(bool),
     /// A TOML string, or the text of a variable or flag.
     Text(String),
     /// Any other TOML type, by its name with an article.
@@ -47,6 +51,7 @@ impl fmt::Display for Raw {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Integer(number) => number.fmt(f),
+            Self::Flag(is_set) => is_set.fmt(f),
             Self::Text(text) if text.len() > 60 => f.write_str("a long text"),
             Self::Text(text) => write!(f, "{text:?}"),
             Self::Other(name) => f.write_str(name),
@@ -78,6 +83,7 @@ impl Kind {
     pub(super) fn expected(self) -> String {
         match self {
             Self::Integer { min, max } => format!("an integer from {min} to {max}"),
+            Self::Flag => "true or false".to_owned(),
             Self::Text | Self::Texts => "a text that is not empty".to_owned(),
             Self::Choice { now, .. } => {
                 let words: Vec<_> = now.iter().map(|word| format!("{word:?}")).collect();
@@ -123,7 +129,8 @@ impl Kind {
                 .and_then(|number| u16::try_from(number).ok())
                 .filter(|status| (400..=599).contains(status))
                 .map(|status| Value::Statuses(vec![status])),
-            (_, Raw::Integer(_) | Raw::Other(_)) => None,
+            (Self::Flag, raw) => flag(raw).map(Value::Flag),
+            (_, Raw::Integer(_) | Raw::Flag(_) | Raw::Other(_)) => None,
             (kind, Raw::Text(text)) => kind.read_text(text)?,
         };
         value.ok_or(Misfit::Wrong)
@@ -161,7 +168,12 @@ impl Kind {
             Self::Identities => is_identity(text).then(listed),
             Self::Url => is_url(text).then(owned),
             Self::UrlPath => is_url_path(text).then(owned),
-            Self::Labels | Self::Later | Self::Integer { .. } | Self::Size | Self::Statuses => None,
+            Self::Labels
+            | Self::Later
+            | Self::Integer { .. }
+            | Self::Flag
+            | Self::Size
+            | Self::Statuses => None,
         };
         Ok(value)
     }
@@ -171,7 +183,15 @@ fn integer(raw: &Raw) -> Option<i64> {
     match raw {
         Raw::Integer(number) => Some(*number),
         Raw::Text(text) => text.parse().ok(),
-        Raw::Other(_) => None,
+        Raw::Flag(_) | Raw::Other(_) => None,
+    }
+}
+
+fn flag(raw: &Raw) -> Option<bool> {
+    match raw {
+        Raw::Flag(is_set) => Some(*is_set),
+        Raw::Text(text) => text.parse().ok(),
+        Raw::Integer(_) | Raw::Other(_) => None,
     }
 }
 
@@ -195,7 +215,7 @@ fn size(raw: &Raw) -> Option<u64> {
             };
             number.parse::<u64>().ok()?.checked_mul(unit)
         }
-        Raw::Other(_) => None,
+        Raw::Flag(_) | Raw::Other(_) => None,
     }
 }
 
@@ -274,6 +294,7 @@ impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Integer(number) => number.fmt(f),
+            Self::Flag(is_set) => is_set.fmt(f),
             Self::Text(text) => quoted(text).fmt(f),
             Self::Duration(span) => quoted(&show_duration(*span)).fmt(f),
             Self::Range(range) => {

@@ -196,6 +196,40 @@ fn commands_have_their_bytes() {
     "#]].assert_eq(&golden);
 }
 
+/// By name: a settings struct that changes, or an entry that is not the last, shows here.
+#[test]
+fn policies_have_their_bytes() {
+    let mut golden = String::new();
+    for policy in PolicyConfig::defaults() {
+        let bytes = to_bytes(&policy);
+        let back = from_bytes::<PolicyConfig, DECODE_BYTES_MAX>(&bytes);
+        assert_eq!(back.as_ref(), Ok(&policy));
+        golden += &format!("{} {}\n", policy.name(), hex(&bytes));
+        let envelope = envelope(Lane::Admin, Command::PutPolicy(policy));
+        assert_eq!(
+            decode_envelope(&encode_envelope(&envelope)).unwrap(),
+            envelope
+        );
+    }
+    expect![[r#"
+        cost 00fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c0114
+        least-request 01
+        lmetric 02fb000114
+        prefix-cache 0310fbd00702
+        vllm-cache-aware 04fb2c01fbe2040000
+        epp 050302024000320a
+        chwbl 0601fb0001fbe204
+        session 0711782d71756f726174652d73657373696f6e00
+        power-of-two 08
+        round-robin 09
+        random 0a
+        least-kv 0b14
+        vtc-basic 0c0005fbe803fb401ffbe803fbd00764fbe803fbe803
+        preble-e2 0dfbf401fbd007fbf401fca0860100fc40420f0014
+    "#]]
+    .assert_eq(&golden);
+}
+
 #[test]
 fn items_have_their_bytes() {
     let mut golden = String::new();

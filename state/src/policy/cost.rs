@@ -5,13 +5,75 @@
 //! step, the engine's own queue, and preemption when its KV cache runs full. Each has a price in
 //! nanoseconds; the sum saturates.
 
-use super::{Candidate, CostSettings, Request};
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::rank::{ByScore, Near, Policy, Ranks, product};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::validate::at_most;
+
+/// Constants of the `cost` policy. Integers: the settings are replicated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CostSettings {
+    /// Nanoseconds an engine computes on one uncached prompt token.
+    pub prefill_ns_per_token: u32,
+    /// Nanoseconds each request already running adds to a new one's first token.
+    pub decode_ns_per_request: u32,
+    /// Nanoseconds each request waiting in the engine's own queue adds.
+    pub waiting_ns_per_request: u32,
+    /// KV usage, in thousandths, above which pressure counts.
+    pub kv_pressure_from_permille: u32,
+    /// Nanoseconds one thousandth of KV usage above that adds.
+    pub kv_pressure_ns_per_permille: u32,
+    /// Thousandths of the price of computing them again that blocks count with which the request
+    /// would evict from a full cache: how likely they are to be asked for again.
+    pub eviction_permille: u32,
+    /// Costs within this many thousandths of the least count as equal.
+    pub near_permille: u32,
+}
+
+impl Default for CostSettings {
+    fn default() -> Self {
+        Self {
+            prefill_ns_per_token: 100_000,
+            decode_ns_per_request: 1_000_000,
+            waiting_ns_per_request: 50_000_000,
+            kv_pressure_from_permille: 900,
+            kv_pressure_ns_per_permille: 5_000_000,
+            eviction_permille: 300,
+            near_permille: 20,
+        }
+    }
+}
+
+impl Policy for CostSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        at_most("eviction_permille", self.eviction_permille, 1000)?;
+        at_most("near_permille", self.near_permille, 1000)?;
+        at_most(
+            "kv_pressure_from_permille",
+            self.kv_pressure_from_permille,
+            1000,
+        )
+    }
+
+    fn ranks<'a>(&'a self, request: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+        ByScore {
+            score: |candidate: &Candidate| score(self, request, candidate),
+            near: Near::Permille(self.near_permille),
+            prefers_prefix: true,
+            reason: Reason::LeastCost,
+        }
+    }
+}
 
 /// Nanoseconds until the first token, as predicted.
 pub(super) fn score(settings: &CostSettings, request: &Request, candidate: &Candidate) -> u64 {
     let prefill_tokens = candidate
         .pending_prefill_tokens
-        .saturating_add(uncached_tokens(request, candidate));
+        .saturating_add(request.uncached_tokens(candidate.matched));
     let pressure_permille = candidate
         .kv_usage_permille
         .saturating_sub(settings.kv_pressure_from_permille);
@@ -26,31 +88,14 @@ pub(super) fn score(settings: &CostSettings, request: &Request, candidate: &Cand
     .fold(0, u64::saturating_add)
 }
 
-/// Prompt tokens the backend would have to compute.
-fn uncached_tokens(request: &Request, candidate: &Candidate) -> u64 {
-    let matched = candidate.matched.min(request.blocks);
-    u64::from(request.tokens).saturating_sub(product(matched, request.tokens_per_block))
-}
-
 /// What others lose: the blocks a full cache gives up for this request's new ones, at the price of
 /// computing them again, as far as they are likely to be asked for again. Without it a backend that
 /// holds the one block all prompts share would draw every request while others stand empty.
 fn eviction_ns(settings: &CostSettings, request: &Request, candidate: &Candidate) -> u64 {
-    let Some(capacity) = candidate.capacity_blocks else {
-        return 0;
-    };
     let new = request.blocks.saturating_sub(candidate.matched);
-    let evicted = candidate
-        .owned_blocks
-        .saturating_add(new)
-        .saturating_sub(capacity);
-    product(evicted.min(new), request.tokens_per_block)
+    let evicted = new.saturating_sub(candidate.free_blocks);
+    product(evicted, request.tokens_per_block)
         .saturating_mul(u64::from(settings.prefill_ns_per_token))
         .saturating_mul(u64::from(settings.eviction_permille))
         / 1000
-}
-
-/// Cannot overflow: both factors have 32 bits.
-fn product(count: u32, price: u32) -> u64 {
-    u64::from(count) * u64::from(price)
 }

@@ -1,8 +1,23 @@
 //! `least-request`: fewest requests running and waiting, whatever they hold. A baseline.
 
-use super::Candidate;
+use super::rank::{ByScore, Near, Policy, Ranks};
+use super::{Candidate, Reason, Request};
+
+/// The policy; it has no settings.
+pub(super) struct LeastRequest;
+
+impl Policy for LeastRequest {
+    fn ranks<'a>(&'a self, _: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+        ByScore {
+            score: requests,
+            near: Near::Equal,
+            prefers_prefix: false,
+            reason: Reason::LeastRequests,
+        }
+    }
+}
 
 /// Requests at the backend.
-pub(super) fn score(candidate: &Candidate) -> u64 {
+pub(super) fn requests(candidate: &Candidate) -> u64 {
     u64::from(candidate.running) + u64::from(candidate.waiting)
 }

@@ -1,69 +1,191 @@
 //! Routing policies: pure functions from (request, candidates) to a choice with its reasons.
 //!
 //! A policy sees only what stands in [`Request`] and [`Candidate`]; who gathers them (match, load,
-//! health) does so the same way for every policy. Ties among near-equal scores are broken by the
-//! request's `jitter`, a hash of its id: without it simultaneous arrivals herd.
+//! health) does so the same way for every policy, and what only some policies look at is gathered
+//! only for these ([`PolicyConfig::needs`]). Ties among near-equal scores are broken by the
+//! request's `jitter`, a hash of its id: without it simultaneous arrivals herd. Integers only, so
+//! that a decision repeats bit for bit anywhere.
 //!
-//! A policy is one file with its score and one arm of `with_ranking`; picking, near-equality and
-//! jitter are the same for all. Integers only, so that a decision repeats bit for bit anywhere.
+//! A policy is one file (settings, bounds, how it ranks a candidate), named by `mod` and by one
+//! entry of the table below; picking, near-equality and jitter are the same for all ([`rank`]).
+//! docs/POLICIES.md says what each one does and where it comes from.
 
+mod chwbl;
 mod cost;
+mod epp;
+mod least_kv;
 mod least_request;
+mod lmetric;
+mod power_of_two;
+mod preble_e2;
+mod prefix_cache;
+mod random;
+mod rank;
+mod round_robin;
+mod session;
 #[cfg(test)]
 mod tests;
+mod vllm_cache_aware;
+mod vtc_basic;
 
 use bincode::{Decode, Encode};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
+use self::rank::{Policy, Ranks, pick};
+use crate::command::Reject;
 use crate::ids::Slot;
 
-/// The live policy with its settings: replicated, changed by `PUT /admin/v1/policy`.
-#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize)]
-#[serde(tag = "policy", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum PolicyConfig {
+pub use chwbl::ChwblSettings;
+pub use cost::CostSettings;
+pub use epp::EppSettings;
+pub use least_kv::LeastKvSettings;
+pub use lmetric::LmetricSettings;
+pub use preble_e2::PrebleE2Settings;
+pub use prefix_cache::PrefixCacheSettings;
+pub use rank::Needs;
+pub use session::SessionSettings;
+pub use vllm_cache_aware::{Hashing, Touch, VllmCacheAwareSettings};
+pub use vtc_basic::{TimeUnit, VtcBasicSettings};
+
+/// Makes [`PolicyConfig`] and everything that must know all policies from one table. An entry is
+/// `Variant(settings: Type), "name", policy;`, where `policy` may use `settings`. The order of the
+/// entries is part of the log format: new ones come last.
+macro_rules! policies {
+    ($(
+        $(#[$attribute:meta])*
+        $variant:ident $(($settings:ident: $type:ty))?, $name:literal, $policy:expr;
+    )*) => {
+        /// The live policy with its settings: replicated, changed by `PUT /admin/v1/policy`.
+        #[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize)]
+        #[serde(tag = "policy", rename_all = "kebab-case", deny_unknown_fields)]
+        pub enum PolicyConfig {
+            $($(#[$attribute])* $variant $(($type))?,)*
+        }
+
+        /// Names of all policies, in the order of [`PolicyConfig::defaults`].
+        pub const POLICY_NAMES: &[&str] = &[$($name),*];
+
+        impl PolicyConfig {
+            /// Every policy with its default settings.
+            #[must_use]
+            pub fn defaults() -> Vec<Self> {
+                vec![$(Self::$variant $((<$type>::default()))?),*]
+            }
+
+            /// The policy's name, as config and response headers spell it.
+            #[must_use]
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Self::$variant { .. } => $name,)*
+                }
+            }
+
+            /// Checks every setting.
+            ///
+            /// # Errors
+            /// [`Reject::Invalid`] with the first field that is out of bounds.
+            pub fn validate(&self) -> Result<(), Reject> {
+                match self {
+                    $(Self::$variant $(($settings))? => Policy::validate($policy),)*
+                }
+            }
+
+            /// What of [`Request`] and [`Candidate`] the policy looks at beside what is always
+            /// there.
+            #[must_use]
+            pub fn needs(&self) -> Needs<'_> {
+                match self {
+                    $(Self::$variant $(($settings))? => Policy::needs($policy),)*
+                }
+            }
+        }
+
+        fn choose_among(
+            policy: &PolicyConfig,
+            request: &Request,
+            candidates: &[Candidate],
+        ) -> Option<Choice> {
+            match policy {
+                $(PolicyConfig::$variant $(($settings))? => pick(
+                    &Policy::ranks($policy, request, candidates),
+                    request,
+                    candidates,
+                ),)*
+            }
+        }
+
+        /// The scores [`choose`] compares, in the order of `candidates`.
+        #[must_use]
+        pub fn scores(
+            policy: &PolicyConfig,
+            request: &Request,
+            candidates: &[Candidate],
+        ) -> Vec<Score> {
+            match policy {
+                $(PolicyConfig::$variant $(($settings))? => {
+                    scored(&Policy::ranks($policy, request, candidates), candidates)
+                })*
+            }
+        }
+    };
+}
+
+policies! {
     /// Least predicted time to first token.
-    Cost(CostSettings),
+    Cost(settings: CostSettings), "cost", settings;
     /// Fewest requests running and waiting.
-    LeastRequest,
+    #[serde(deserialize_with = "no_settings")]
+    LeastRequest, "least-request", &least_request::LeastRequest;
+    /// Least product of prefill tokens and requests.
+    Lmetric(settings: LmetricSettings), "lmetric", settings;
+    /// AIBrix: longest prefix within one load deviation, unless the load is imbalanced.
+    PrefixCache(settings: PrefixCacheSettings), "prefix-cache", settings;
+    /// The vLLM cache-aware gateway: longest prefix above a threshold, with bounded load.
+    VllmCacheAware(settings: VllmCacheAwareSettings), "vllm-cache-aware", settings;
+    /// Gateway API endpoint picker: weighted scores of prefix, queue and KV usage.
+    Epp(settings: EppSettings), "epp", settings;
+    /// Consistent hashing with bounded loads over the first blocks.
+    Chwbl(settings: ChwblSettings), "chwbl", settings;
+    /// One backend per session.
+    Session(settings: SessionSettings), "session", settings;
+    /// The less loaded of two drawn at random.
+    #[serde(deserialize_with = "no_settings")]
+    PowerOfTwo, "power-of-two", &power_of_two::PowerOfTwo;
+    /// One after the other, per replica.
+    #[serde(deserialize_with = "no_settings")]
+    RoundRobin, "round-robin", &round_robin::RoundRobin;
+    /// Any.
+    #[serde(deserialize_with = "no_settings")]
+    Random, "random", &random::Random;
+    /// Least KV cache in use.
+    LeastKv(settings: LeastKvSettings), "least-kv", settings;
+    /// AIBrix: the user's windowed tokens spread users over backends, with utilisation.
+    VtcBasic(settings: VtcBasicSettings), "vtc-basic", settings;
+    /// Preble: exploit the longest prefix or explore by cost of load, eviction and prefill.
+    PrebleE2(settings: PrebleE2Settings), "preble-e2", settings;
 }
 
-/// Constants of the `cost` policy. Integers: the settings are replicated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct CostSettings {
-    /// Nanoseconds an engine computes on one uncached prompt token.
-    pub prefill_ns_per_token: u32,
-    /// Nanoseconds each request already running adds to a new one's first token.
-    pub decode_ns_per_request: u32,
-    /// Nanoseconds each request waiting in the engine's own queue adds.
-    pub waiting_ns_per_request: u32,
-    /// KV usage, in thousandths, above which pressure counts.
-    pub kv_pressure_from_permille: u32,
-    /// Nanoseconds one thousandth of KV usage above that adds.
-    pub kv_pressure_ns_per_permille: u32,
-    /// Thousandths of the price of computing them again that blocks count with which the request
-    /// would evict from a full cache: how likely they are to be asked for again.
-    pub eviction_permille: u32,
-    /// Costs within this many thousandths of the least count as equal.
-    pub near_permille: u32,
-}
-
-impl Default for CostSettings {
-    fn default() -> Self {
-        Self {
-            prefill_ns_per_token: 100_000,
-            decode_ns_per_request: 1_000_000,
-            waiting_ns_per_request: 50_000_000,
-            kv_pressure_from_permille: 900,
-            kv_pressure_ns_per_permille: 5_000_000,
-            eviction_permille: 300,
-            near_permille: 20,
+impl PolicyConfig {
+    /// The settings of `vtc-basic`, which say how long usage stays in the users' windows.
+    pub(crate) fn vtc_basic(&self) -> Option<VtcBasicSettings> {
+        if let Self::VtcBasic(settings) = self {
+            Some(*settings)
+        } else {
+            None
         }
     }
 }
 
+/// Reads the settings of a policy that has none, so that whatever else stands there is refused.
+fn no_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Error> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct NoSettings {}
+    NoSettings::deserialize(deserializer).map(|NoSettings {}| ())
+}
+
 /// What a policy knows of the request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Request {
     /// Hash of the request id: breaks ties.
     pub jitter: u64,
@@ -73,6 +195,25 @@ pub struct Request {
     pub tokens: u32,
     /// Estimated tokens of one block.
     pub tokens_per_block: u32,
+    /// Hash of the prompt's first blocks; for [`Needs::prefix_blocks`].
+    pub prefix_key: u64,
+    /// Hash of the session's name, `None` when the request names none; for [`Needs::session`].
+    pub session: Option<u64>,
+    /// Requests decided by this replica before, from any start; for [`Needs::turn`].
+    pub turn: u64,
+    /// What the user and all users used lately; for [`Needs::user_tokens`].
+    pub user: UserTokens,
+}
+
+/// Weighted tokens that users used within the window, in thousandths of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct UserTokens {
+    /// The request's user's.
+    pub own_milli: u64,
+    /// Least of all users who used any; `None` when nobody did.
+    pub least_milli: Option<u64>,
+    /// Most of all users; `None` when nobody used any.
+    pub most_milli: Option<u64>,
 }
 
 /// What a policy knows of one backend it may choose.
@@ -82,10 +223,6 @@ pub struct Candidate {
     pub slot: Slot,
     /// Leading blocks of the prompt it is believed to hold.
     pub matched: u32,
-    /// Blocks it is believed to hold in all.
-    pub owned_blocks: u32,
-    /// Blocks its cache holds; `None` is unknown.
-    pub capacity_blocks: Option<u32>,
     /// Requests dispatched to it and not over, from all replicas.
     pub running: u32,
     /// Requests in the engine's own queue, as it last reported.
@@ -94,6 +231,11 @@ pub struct Candidate {
     pub pending_prefill_tokens: u64,
     /// KV cache in use, in thousandths, as the engine last reported.
     pub kv_usage_permille: u32,
+    /// Blocks it can take before it evicts any; `u32::MAX` while its capacity is unknown.
+    pub free_blocks: u32,
+    /// Whether the engine itself lists the model, as it does a loaded LoRA adapter; for
+    /// [`Needs::listed_models`].
+    pub is_model_listed: bool,
 }
 
 /// A decision: which candidate, and why.
@@ -119,25 +261,55 @@ pub enum Reason {
     LeastRequests,
     /// Several were near-equal; the request's jitter decided.
     Jitter,
+    /// The load is imbalanced: fewest requests, whatever is held.
+    Imbalanced,
+    /// Longest prefix among those whose load is acceptable.
+    LongestPrefix,
+    /// Best weighted score.
+    BestScore,
+    /// First on the ring with room.
+    Ring,
+    /// The session's backend.
+    Session,
+    /// Its turn.
+    Turn,
+    /// Least KV cache in use.
+    LeastKv,
+    /// Nearest to the user's share of tokens, with utilisation.
+    UserShare,
+    /// Most of the prompt is held here.
+    Exploit,
+    /// Little of the prompt is held, or its holders are overloaded: least cost of load, eviction
+    /// and prefill.
+    Explore,
 }
 
-/// One candidate's score as `explain` shows it; lower is better.
+/// One candidate's score as `explain` shows it. Candidates are compared by tier, score and second
+/// score, in this order; lower is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Score {
     /// The candidate.
     pub slot: Slot,
-    /// What the policy compared. `cost`: nanoseconds; `least-request`: requests.
+    /// Step of the policy that the candidate counts in; the first is 0.
+    pub tier: u8,
+    /// What the policy compares within the tier; docs/POLICIES.md has the unit.
     pub score: u64,
+    /// What it compares among equal scores.
+    pub then: u64,
+    /// What a clear choice of this candidate would be explained by.
+    pub reason: Reason,
 }
 
-impl PolicyConfig {
-    /// The policy's name, as config and response headers spell it.
-    #[must_use]
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Cost(_) => "cost",
-            Self::LeastRequest => "least-request",
-        }
+impl Request {
+    /// Prompt tokens that a backend holding `matched` blocks would have to compute.
+    fn uncached_tokens(&self, matched: u32) -> u64 {
+        let cached = u64::from(matched.min(self.blocks)) * u64::from(self.tokens_per_block);
+        u64::from(self.tokens).saturating_sub(cached)
+    }
+
+    /// Blocks of the prompt that are not among `matched`.
+    fn missing_blocks(&self, matched: u32) -> u32 {
+        self.blocks.saturating_sub(matched)
     }
 }
 
@@ -157,110 +329,19 @@ pub fn choose(
             reason: Reason::OnlyCandidate,
         });
     }
-    with_ranking(policy, request, |ranking| ranking.pick(request, candidates))
+    choose_among(policy, request, candidates)
 }
 
-/// The scores [`choose`] compares, in the order of `candidates`.
-#[must_use]
-pub fn scores(policy: &PolicyConfig, request: &Request, candidates: &[Candidate]) -> Vec<Score> {
-    with_ranking(policy, request, |ranking| {
-        let score = |candidate: &Candidate| Score {
+fn scored(ranks: &impl Ranks, candidates: &[Candidate]) -> Vec<Score> {
+    let score = |(place, candidate): (usize, &Candidate)| {
+        let rank = ranks.rank(place, candidate);
+        Score {
             slot: candidate.slot,
-            score: (ranking.score)(candidate),
-        };
-        candidates.iter().map(score).collect()
-    })
-}
-
-/// How a policy orders candidates.
-struct Ranking<'a> {
-    /// Lower is better.
-    score: &'a dyn Fn(&Candidate) -> u64,
-    /// Scores within this many thousandths of the least count as equal.
-    near_permille: u32,
-    /// Whether, among near-equal scores, only those that hold most of the prompt stay in: under
-    /// load the window is wider than what a matched prefix saves.
-    prefers_prefix: bool,
-    /// What a clear choice is explained by.
-    reason: Reason,
-}
-
-/// The one place that knows every policy.
-fn with_ranking<R>(
-    policy: &PolicyConfig,
-    request: &Request,
-    read: impl FnOnce(&Ranking<'_>) -> R,
-) -> R {
-    match policy {
-        PolicyConfig::Cost(settings) => read(&Ranking {
-            score: &|candidate| cost::score(settings, request, candidate),
-            near_permille: settings.near_permille,
-            prefers_prefix: true,
-            reason: Reason::LeastCost,
-        }),
-        PolicyConfig::LeastRequest => read(&Ranking {
-            score: &least_request::score,
-            near_permille: 0,
-            prefers_prefix: false,
-            reason: Reason::LeastRequests,
-        }),
-    }
-}
-
-impl Ranking<'_> {
-    /// The least score; among near-equal ones the highest draw of the request's jitter.
-    fn pick(&self, request: &Request, candidates: &[Candidate]) -> Option<Choice> {
-        let best = candidates.iter().map(self.score).min()?;
-        let limit = near_limit(best, self.near_permille);
-        let is_near = |candidate: &&Candidate| (self.score)(candidate) <= limit;
-        let most_held = candidates
-            .iter()
-            .filter(is_near)
-            .map(|near| self.held(near))
-            .max()?;
-        let near = candidates
-            .iter()
-            .filter(is_near)
-            .filter(|candidate| self.held(candidate) == most_held);
-        let chosen = near.clone().max_by_key(|candidate| {
-            (
-                draw(request.jitter, candidate.slot),
-                std::cmp::Reverse(candidate.slot),
-            )
-        })?;
-        let reason = if near.take(2).count() > 1 {
-            Reason::Jitter
-        } else {
-            self.reason
-        };
-        Some(Choice {
-            slot: chosen.slot,
-            matched: chosen.matched,
-            reason,
-        })
-    }
-
-    /// What counts as held for the comparison of near-equal scores.
-    fn held(&self, candidate: &Candidate) -> u32 {
-        if self.prefers_prefix {
-            candidate.matched
-        } else {
-            0
+            tier: rank.tier,
+            score: rank.score,
+            then: rank.then,
+            reason: rank.reason,
         }
-    }
-}
-
-/// `best` and `near_permille` thousandths of it, rounded down.
-fn near_limit(best: u64, near_permille: u32) -> u64 {
-    let window = u128::from(best) * u128::from(near_permille) / 1000;
-    best.saturating_add(u64::try_from(window).unwrap_or(u64::MAX))
-}
-
-/// A request's draw for one slot: rendezvous hashing, so that the winner among a set does not
-/// depend on who else was near. The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
-fn draw(jitter: u64, slot: Slot) -> u64 {
-    let mut x = jitter ^ (u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
+    };
+    candidates.iter().enumerate().map(score).collect()
 }

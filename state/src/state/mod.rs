@@ -24,7 +24,7 @@ use crate::command::{Command, Envelope, Origin, Reject, Reply};
 use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::ownership::Ownership;
 use crate::policy::{CostSettings, PolicyConfig};
-use crate::users::{FairnessSettings, Users};
+use crate::users::{self, FairnessSettings, Users};
 
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
@@ -149,6 +149,7 @@ impl RouterState {
         if std::mem::take(&mut self.is_cold_changed) {
             self.cold_changed();
         }
+        self.publish_for_policies();
         self.view.publish_applied(index);
         reply
     }
@@ -284,8 +285,27 @@ impl RouterState {
             .and_then(Backend::capacity_blocks)
     }
 
+    /// Publishes what the live policy looks at beside registry and blocks.
+    fn publish_for_policies(&mut self) {
+        let needs = self.config.policy.needs();
+        let wants_all = self.view.wants_all();
+        if wants_all || needs.user_tokens {
+            let settings = self.config.policy.vtc_basic().unwrap_or_default();
+            let lately = self.users.lately(self.now_ms, &settings);
+            self.view.publish_lately(Some(lately));
+        } else if self.view.publishes_lately() {
+            self.users.forget_lately();
+            self.view.publish_lately(None);
+        }
+    }
+
     /// After every change of config, backends or audit.
     fn cold_changed(&mut self) {
+        let window_ms = self.config.policy.vtc_basic().map_or(
+            users::WINDOW_BUCKETS as u64 * users::WINDOW_BUCKET_MS,
+            |settings| settings.window_ms(),
+        );
+        self.users.set_window_ms(window_ms);
         self.cold_digest = self.hash_cold();
         self.view
             .publish_registry(Registry::of(&self.config, &self.backends));

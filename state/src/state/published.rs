@@ -1,15 +1,15 @@
 //! [`View`]: what the hot path reads of the state, from any thread.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 
 use super::Config;
 use crate::backends::{Backend, Backends};
-use crate::ids::LogIndex;
-use crate::policy::PolicyConfig;
-use crate::users::FairnessSettings;
+use crate::ids::{LogIndex, UserKey};
+use crate::policy::{PolicyConfig, UserTokens};
+use crate::users::{FairnessSettings, Lately};
 use crate::view::BlockView;
 
 /// What the hot path reads of the state, from any thread, without waiting for `apply`.
@@ -18,6 +18,10 @@ pub struct View {
     pub blocks: BlockView,
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
+    /// What users used lately; `None` while no policy looks at it.
+    lately: ArcSwapOption<Lately>,
+    /// Whether any policy may be asked for, live or not.
+    wants_all: AtomicBool,
 }
 
 impl View {
@@ -26,6 +30,8 @@ impl View {
             blocks,
             registry: ArcSwap::from_pointee(registry),
             applied: AtomicU64::new(0),
+            lately: ArcSwapOption::empty(),
+            wants_all: AtomicBool::new(false),
         }
     }
 
@@ -41,6 +47,34 @@ impl View {
     pub fn applied(&self) -> LogIndex {
         // Pairs with the Release in `publish_applied`.
         LogIndex(self.applied.load(Ordering::Acquire))
+    }
+
+    /// What a user used within the window; nothing while no policy looks at it.
+    #[must_use]
+    pub fn user_tokens(&self, user: UserKey) -> UserTokens {
+        let lately = self.lately.load();
+        lately
+            .as_deref()
+            .map(|lately| lately.tokens(user))
+            .unwrap_or_default()
+    }
+
+    /// From the next command on, has everything published that any policy looks at, whichever is
+    /// live: requests may ask for another one.
+    pub fn want_all(&self) {
+        self.wants_all.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn wants_all(&self) -> bool {
+        self.wants_all.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn publishes_lately(&self) -> bool {
+        self.lately.load().is_some()
+    }
+
+    pub(super) fn publish_lately(&self, lately: Option<Lately>) {
+        self.lately.store(lately.map(Arc::new));
     }
 
     pub(super) fn publish_registry(&self, registry: Registry) {

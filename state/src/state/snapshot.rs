@@ -170,6 +170,7 @@ impl RouterState {
         fresh.view = std::sync::Arc::clone(&self.view);
         *self = fresh;
         self.cold_changed();
+        self.publish_for_policies();
         self.view.publish_applied(applied);
         Ok(())
     }

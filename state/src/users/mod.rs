@@ -18,6 +18,7 @@
 //! forgotten, least counter first: at or below the virtual time nothing is lost, as the user would
 //! be lifted to it anyway; above it the least counter forgives least.
 
+mod lately;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{ReplicaId, UserKey};
 
+pub use lately::Lately;
 pub(crate) use table::{Users, UsersImage};
 use window::Window;
 pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};
@@ -100,7 +102,8 @@ pub struct UserView {
     pub in_flight: u64,
     /// Since the user is known.
     pub total: UserUsage,
-    /// Over the last [`WINDOW_BUCKETS`] buckets of [`WINDOW_BUCKET_MS`], the present one included.
+    /// Over the last [`WINDOW_BUCKETS`] buckets, the present one included. Of [`WINDOW_BUCKET_MS`]
+    /// each, or a fifth of the window that the live policy asks for.
     pub window: UserUsage,
     /// Unix time in milliseconds of the last charge; 0 before the first.
     pub last_charge_ms: u64,
@@ -194,7 +197,7 @@ impl User {
         }
     }
 
-    fn view(&self, key: UserKey, now_ms: u64) -> UserView {
+    fn view(&self, key: UserKey, now_ms: u64, bucket_ms: u64) -> UserView {
         UserView {
             key,
             name: Arc::clone(&self.name),
@@ -207,7 +210,7 @@ impl User {
                 .map(|(_, requests)| u64::from(*requests))
                 .sum(),
             total: self.total,
-            window: self.window.sum(now_ms),
+            window: self.window.sum(now_ms, bucket_ms),
             last_charge_ms: self.last_charge_ms,
         }
     }

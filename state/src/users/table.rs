@@ -5,10 +5,15 @@ use std::collections::BTreeSet;
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{CHARGE_TOKENS_MAX, FairnessSettings, User, UserUsage, UserView};
+use super::lately::Rounds;
+use super::{
+    CHARGE_TOKENS_MAX, FairnessSettings, Lately, User, UserUsage, UserView, WINDOW_BUCKET_MS,
+    WINDOW_BUCKETS,
+};
 use crate::command::{Charge, USERS_MAX};
 use crate::cow::{CowMap, ShardKey};
 use crate::ids::{ReplicaId, UserKey};
+use crate::policy::VtcBasicSettings;
 use crate::{Broken, codec};
 
 impl ShardKey for UserKey {
@@ -31,9 +36,12 @@ pub(crate) struct UsersTotals {
     last_idle_counter: u64,
 }
 
+/// Users by key.
+pub(super) type UserMap = CowMap<UserKey, User>;
+
 /// All users.
 pub(crate) struct Users {
-    map: CowMap<UserKey, User>,
+    map: UserMap,
     totals: UsersTotals,
     /// `(counter, key)` of everyone with requests in flight.
     backlogged: BTreeSet<(u64, UserKey)>,
@@ -42,13 +50,17 @@ pub(crate) struct Users {
     /// Wrapping sum over the users' hashes.
     digest: u128,
     users_max: usize,
+    /// Length of a window's bucket; follows from the live policy.
+    bucket_ms: u64,
+    /// Kept while somebody asks for [`Users::lately`].
+    rounds: Option<Rounds>,
     /// For hashing.
     scratch: Vec<u8>,
 }
 
 /// A frozen copy.
 pub(crate) struct UsersImage {
-    map: CowMap<UserKey, User>,
+    map: UserMap,
     totals: UsersTotals,
 }
 
@@ -66,8 +78,30 @@ impl Users {
             forgettable: BTreeSet::new(),
             digest: 0,
             users_max,
+            bucket_ms: WINDOW_BUCKET_MS,
+            rounds: None,
             scratch: Vec::new(),
         }
+    }
+
+    /// Sets how long usage stays in the users' windows.
+    pub(crate) fn set_window_ms(&mut self, window_ms: u64) {
+        self.bucket_ms = (window_ms / WINDOW_BUCKETS as u64).max(1);
+    }
+
+    /// What users used within their windows, for readers on other threads. Meant to be asked for
+    /// after every command; [`Users::forget_lately`] ends it.
+    pub(crate) fn lately(&mut self, now_ms: u64, settings: &VtcBasicSettings) -> Lately {
+        let mut lately = Lately::of(self.map.clone(), now_ms, self.bucket_ms, settings);
+        let rounds = self.rounds.get_or_insert_with(|| Rounds::over(&self.map));
+        rounds.go_on(&lately);
+        rounds.tell(&mut lately);
+        lately
+    }
+
+    /// Nobody asks for it any more.
+    pub(crate) fn forget_lately(&mut self) {
+        self.rounds = None;
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -87,7 +121,9 @@ impl Users {
     }
 
     pub(crate) fn get(&self, key: UserKey, now_ms: u64) -> Option<UserView> {
-        self.map.get(&key).map(|user| user.view(key, now_ms))
+        self.map
+            .get(&key)
+            .map(|user| user.view(key, now_ms, self.bucket_ms))
     }
 
     /// Users with keys after `after`, ascending by key.
@@ -100,7 +136,7 @@ impl Users {
         self.map
             .iter_from(from)
             .filter(move |(key, _)| after.is_none_or(|after| **key > after))
-            .map(move |(key, user)| user.view(*key, now_ms))
+            .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms))
     }
 
     /// Settles a charge. Answers whether it was: not when the table is full and nobody can be
@@ -122,6 +158,7 @@ impl Users {
         let priced = usage.input_uncached * u64::from(prices.input_price)
             + usage.output * u64::from(prices.output_price);
         let virtual_time = self.virtual_time();
+        let bucket_ms = self.bucket_ms;
         let is_settled = self.change(charge.user, |user| {
             if user.is_idle() && charge.started > 0 {
                 user.lift_to(virtual_time);
@@ -130,13 +167,16 @@ impl Users {
             user.charged = user.charged.saturating_add(priced);
             user.charged_ever = user.charged_ever.wrapping_add(u128::from(priced));
             user.total.add(&usage);
-            user.window.add(now_ms, &usage);
+            user.window.add(now_ms, bucket_ms, &usage);
             user.last_charge_ms = now_ms;
             user.end(replica, charge.ended);
             // A user who came and went within one charge was backlogged in between.
             charge.started > 0
         });
         if is_settled {
+            if let Some(rounds) = &mut self.rounds {
+                rounds.charged(charge.user);
+            }
             self.totals.charged = self.totals.charged.wrapping_add(u128::from(priced));
         }
         is_settled

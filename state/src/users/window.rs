@@ -6,10 +6,11 @@ use super::UserUsage;
 
 /// Buckets of the sliding window.
 pub const WINDOW_BUCKETS: usize = 5;
-/// Length of one bucket, milliseconds.
+/// Length of one bucket, milliseconds, unless the live policy asks for another.
 pub const WINDOW_BUCKET_MS: u64 = 60_000;
 
-/// Usage of the last `WINDOW_BUCKETS * WINDOW_BUCKET_MS`, to the precision of one bucket.
+/// Usage of the last [`WINDOW_BUCKETS`] buckets. Their length is given with each call, as it is one
+/// for all users; usage noted under another length counts nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct Window {
     buckets: [Bucket; WINDOW_BUCKETS],
@@ -23,8 +24,8 @@ struct Bucket {
 }
 
 impl Window {
-    pub(super) fn add(&mut self, now_ms: u64, usage: &UserUsage) {
-        let stretch = now_ms / WINDOW_BUCKET_MS;
+    pub(super) fn add(&mut self, now_ms: u64, bucket_ms: u64, usage: &UserUsage) {
+        let stretch = now_ms / bucket_ms;
         let place = usize::try_from(stretch % WINDOW_BUCKETS as u64)
             .expect("a remainder by the number of buckets is a place");
         let bucket = &mut self.buckets[place];
@@ -37,8 +38,8 @@ impl Window {
         bucket.usage.add(usage);
     }
 
-    pub(super) fn sum(&self, now_ms: u64) -> UserUsage {
-        let newest = now_ms / WINDOW_BUCKET_MS;
+    pub(super) fn sum(&self, now_ms: u64, bucket_ms: u64) -> UserUsage {
+        let newest = now_ms / bucket_ms;
         let mut sum = UserUsage::default();
         for bucket in &self.buckets {
             if newest
@@ -67,21 +68,32 @@ mod tests {
     fn buckets_leave_one_by_one() {
         let mut window = Window::default();
         for minute in 0..5 {
-            window.add(minute * WINDOW_BUCKET_MS, &output(10 + minute));
+            window.add(
+                minute * WINDOW_BUCKET_MS,
+                WINDOW_BUCKET_MS,
+                &output(10 + minute),
+            );
         }
         let sums: Vec<u64> = (4..11)
-            .map(|minute| window.sum(minute * WINDOW_BUCKET_MS).output)
+            .map(|minute| {
+                window
+                    .sum(minute * WINDOW_BUCKET_MS, WINDOW_BUCKET_MS)
+                    .output
+            })
             .collect();
         assert_eq!(sums, [60, 50, 39, 27, 14, 0, 0]);
-        window.add(7 * WINDOW_BUCKET_MS, &output(1));
-        assert_eq!(window.sum(7 * WINDOW_BUCKET_MS).output, 28);
+        window.add(7 * WINDOW_BUCKET_MS, WINDOW_BUCKET_MS, &output(1));
+        assert_eq!(
+            window.sum(7 * WINDOW_BUCKET_MS, WINDOW_BUCKET_MS).output,
+            28
+        );
     }
 
     #[test]
     fn the_end_of_time_is_a_time() {
         let mut window = Window::default();
-        window.add(u64::MAX, &output(u64::MAX));
-        window.add(u64::MAX, &output(1));
-        assert_eq!(window.sum(u64::MAX).output, u64::MAX);
+        window.add(u64::MAX, WINDOW_BUCKET_MS, &output(u64::MAX));
+        window.add(u64::MAX, WINDOW_BUCKET_MS, &output(1));
+        assert_eq!(window.sum(u64::MAX, WINDOW_BUCKET_MS).output, u64::MAX);
     }
 }

@@ -214,6 +214,7 @@ impl Bench {
             replica: ReplicaId(1),
             session: SessionId(1),
             outbox: OutboxSettings::default(),
+            overrides: PolicyConfig::defaults(),
         }));
         let admin = Arc::new(Admin {
             cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,

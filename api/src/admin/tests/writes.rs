@@ -81,6 +81,18 @@ const WRONG: &[(&str, &str, &str, &str)] = &[
         r#"{"policy":"fastest"}"#,
         "policy",
     ),
+    (
+        "POST",
+        EXPLAIN,
+        r#"{"path":"/v1/completions","headers":{"x-quorate-policy":"magic"},"body":{"model":"m"}}"#,
+        "headers.x-quorate-policy",
+    ),
+    (
+        "POST",
+        EXPLAIN,
+        r#"{"path":"/v1/completions","headers":{"a b":""},"body":{"model":"m"}}"#,
+        "headers.a b",
+    ),
     ("POST", EXPLAIN, r#"{"path":"x","body":{}}"#, "path"),
     (
         "POST",
@@ -116,6 +128,36 @@ async fn what_the_cluster_rejects_is_a_problem_that_names_the_field() {
     let put = ("PUT", "/admin/v1/users/u", r#"{"weight_milli":0}"#);
     let problem = bench.problem(put, 400, "invalid").await;
     assert_eq!(problem["field"], "weight_milli");
+    for (body, field) in [
+        (r#"{"policy":"epp","kv_weight":1001}"#, "kv_weight"),
+        (
+            r#"{"policy":"chwbl","load_factor_milli":1}"#,
+            "load_factor_milli",
+        ),
+        (r#"{"policy":"session","header":""}"#, "header"),
+        (
+            r#"{"policy":"vtc-basic","token_tracker_window_size":0}"#,
+            "token_tracker_window_size",
+        ),
+    ] {
+        let put = ("PUT", "/admin/v1/policy", body);
+        let problem = bench.problem(put, 400, "invalid").await;
+        assert_eq!(problem["outcome"], "rejected");
+        assert_eq!(problem["field"], field);
+    }
+}
+
+#[tokio::test]
+async fn every_policy_can_be_put_by_its_name() {
+    let bench = Bench::new();
+    for policy in PolicyConfig::defaults() {
+        let body = serde_json::json!({"policy": policy.name()}).to_string();
+        let put = bench.call("PUT", "/admin/v1/policy", &body).await;
+        assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+        let shown = bench.get("/admin/v1/policy").await;
+        assert_eq!(shown["config"], serde_json::to_value(&policy).unwrap());
+        assert_eq!(shown["index"], put.json()["index"]);
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,91 @@
+//! Where a request says which session it belongs to, and which policy it asks for.
+
+use http::header::COOKIE;
+use http::{HeaderMap, HeaderName};
+use state::policy::{PolicyConfig, SessionSettings};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::Router;
+
+/// Names the policy that decides the request, where the config allows it; in answers the policy
+/// that did.
+pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
+
+/// A request asks for a policy that there is not.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("x-quorate-policy names no policy, expected one of {}", state::policy::POLICY_NAMES.join(", "))]
+pub struct UnknownPolicy;
+
+impl Router {
+    /// The policy that a request with these headers asks for; `None`: the live one.
+    ///
+    /// # Errors
+    /// [`UnknownPolicy`], where requests may ask at all.
+    pub fn asked_policy(
+        &self,
+        headers: &HeaderMap,
+    ) -> Result<Option<&PolicyConfig>, UnknownPolicy> {
+        let Some(asked) = headers.get(POLICY) else {
+            return Ok(None);
+        };
+        if self.overrides.is_empty() || asked == self.view.registry().policy.name() {
+            return Ok(None);
+        }
+        let named = self.overrides.iter().find(|policy| asked == policy.name());
+        named.map(Some).ok_or(UnknownPolicy)
+    }
+}
+
+/// Hash of the session's name; `None` when the headers name none.
+pub(super) fn hash(settings: &SessionSettings, headers: &HeaderMap) -> Option<u64> {
+    let name = headers
+        .get(settings.header.as_str())
+        .map(|value| value.as_bytes().trim_ascii())
+        .filter(|name| !name.is_empty())
+        .or_else(|| cookie(settings.cookie.as_deref()?, headers))?;
+    Some(xxh3_64(name))
+}
+
+/// The value of a cookie, of the first where it stands twice (RFC 6265, section 5.4).
+fn cookie<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
+    let fields = headers.get_all(COOKIE).iter();
+    fields
+        .flat_map(|field| field.as_bytes().split(|byte| *byte == b';'))
+        .find_map(|pair| {
+            let value = pair
+                .trim_ascii()
+                .strip_prefix(name.as_bytes())?
+                .strip_prefix(b"=")?;
+            (!value.is_empty()).then_some(value)
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn a_session_is_named_by_header_or_cookie() {
+        let by_cookie = SessionSettings {
+            cookie: Some("sid".to_owned()),
+            ..SessionSettings::default()
+        };
+        let mut headers = HeaderMap::new();
+        assert_eq!(hash(&by_cookie, &headers), None);
+        headers.append(COOKIE, HeaderValue::from_static("a=1; xsid=no; sid=abc"));
+        headers.append(COOKIE, HeaderValue::from_static("sid=later"));
+        assert_eq!(hash(&by_cookie, &headers), Some(xxh3_64(b"abc")));
+        assert_eq!(hash(&SessionSettings::default(), &headers), None);
+        headers.insert("x-quorate-session", HeaderValue::from_static(" s1 "));
+        assert_eq!(hash(&by_cookie, &headers), Some(xxh3_64(b"s1")));
+        let renamed = SessionSettings {
+            header: "X-Chat-Id".to_owned(),
+            cookie: None,
+        };
+        assert_eq!(hash(&renamed, &headers), None);
+        headers.insert("x-chat-id", HeaderValue::from_static("s1"));
+        assert_eq!(hash(&renamed, &headers), Some(xxh3_64(b"s1")));
+    }
+}

@@ -1,0 +1,148 @@
+//! What is gathered for the policies that look at more than blocks and load, and which one decides.
+
+use super::super::{POLICY, UnknownPolicy};
+use super::*;
+
+#[test]
+fn a_session_keeps_its_backend_and_moves_with_nobody() {
+    let bench = Bench::new(3);
+    bench.admin(Command::PutPolicy(
+        PolicyConfig::Session(Default::default()),
+    ));
+    let identity = bench.identify("hello");
+    let mut seen = std::collections::BTreeSet::new();
+    for name in 0..32 {
+        let mut headers = http::HeaderMap::new();
+        headers.insert("x-quorate-session", http::HeaderValue::from(name));
+        let decide = |request_id| {
+            let ask = Ask {
+                headers: Some(&headers),
+                request_id,
+                ..ask(&identity, &[])
+            };
+            bench.router.decide(&ask).unwrap()
+        };
+        let home = decide("r-1");
+        assert_eq!(home.reason, Reason::Session);
+        assert_eq!(decide("r-2").backend, home.backend);
+        seen.insert(home.backend);
+    }
+    assert_eq!(seen.len(), 3);
+    let explanation = bench.router.explain(&ask(&identity, &[]));
+    assert_eq!(explanation.request.session, None);
+    assert_eq!(explanation.reason, Some(Reason::Jitter));
+}
+
+#[test]
+fn round_robin_takes_turns_and_explain_takes_none() {
+    let bench = Bench::new(3);
+    bench.admin(Command::PutPolicy(PolicyConfig::RoundRobin));
+    let identity = bench.identify("hello");
+    let mut turns = Vec::new();
+    for _ in 0..6 {
+        let explained = bench.router.explain(&ask(&identity, &[]));
+        let decision = bench.decide(&identity, &[]).unwrap();
+        assert_eq!(explained.choice.as_deref(), Some(&*decision.name));
+        assert_eq!(decision.reason, Reason::Turn);
+        turns.push(decision.backend.slot.0);
+    }
+    assert_eq!(turns[..3], turns[3..]);
+    turns.sort_unstable();
+    assert_eq!(turns, [0, 0, 1, 1, 2, 2]);
+}
+
+#[test]
+fn vtc_basic_sees_what_users_used_and_only_while_it_decides() {
+    let bench = Bench::new(4);
+    let identity = bench.identify(&"a".repeat(64));
+    bench.admin(Command::PutPolicy(PolicyConfig::VtcBasic(
+        Default::default(),
+    )));
+    let (_, mut attempt) = bench.start(&identity);
+    attempt.usage(usage(3000, Some(1000), 500));
+    attempt.end(End::Finished);
+    bench.flush();
+    let of = |user| {
+        let ask = Ask {
+            user,
+            ..ask(&identity, &[])
+        };
+        bench.router.explain(&ask)
+    };
+    // Cached prompt tokens count, output counts twice.
+    let ada = of("ada");
+    let tokens = ada.request.user_tokens.unwrap();
+    assert_eq!(tokens.own_milli, 4_000_000);
+    assert_eq!(tokens.most_milli, Some(4_000_000));
+    assert_eq!(
+        (ada.choice.as_deref(), ada.reason),
+        (Some("b1"), Some(Reason::UserShare))
+    );
+    let bob = of("bob");
+    assert_eq!(bob.request.user_tokens.unwrap().own_milli, 0);
+    assert_eq!(bob.choice.as_deref(), Some("b0"));
+    bench.admin(Command::PutPolicy(PolicyConfig::Cost(Default::default())));
+    assert_eq!(of("ada").request.user_tokens, None);
+}
+
+#[test]
+fn a_request_may_ask_for_another_policy() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("hello");
+    let headers = |name: &'static str| {
+        let value = http::HeaderValue::from_static(name);
+        http::HeaderMap::from_iter([(POLICY, value)])
+    };
+    for policy in PolicyConfig::defaults() {
+        let headers = headers(policy.name());
+        let asked = bench.router.asked_policy(&headers).unwrap();
+        // The live policy keeps its live settings.
+        assert_eq!(asked, Some(&policy).filter(|it| it.name() != "cost"));
+        let ask = Ask {
+            headers: Some(&headers),
+            policy: asked,
+            ..ask(&identity, &[])
+        };
+        assert_eq!(bench.router.decide(&ask).unwrap().policy, policy.name());
+        let explanation = bench.router.explain(&ask);
+        assert_eq!(explanation.policy, policy);
+        assert!(explanation.backends.iter().all(|it| it.would_be.is_some()));
+    }
+    assert_eq!(
+        bench.router.asked_policy(&headers("magic")),
+        Err(UnknownPolicy)
+    );
+    assert_eq!(bench.router.asked_policy(&http::HeaderMap::new()), Ok(None));
+}
+
+#[test]
+fn preble_e2_and_epp_see_what_only_they_look_at() {
+    let port = Port::new(Log::new(&[Some(100), Some(100)]));
+    let router = router(&port, OutboxSettings::default());
+    let bench = Bench { port, router };
+    let identity = bench.identify(&"a".repeat(640));
+    bench.admin(Command::PutPolicy(PolicyConfig::PrebleE2(
+        Default::default(),
+    )));
+    let (decision, attempt) = bench.start(&identity);
+    attempt.end(End::Finished);
+    bench.flush();
+    let explanation = bench.router.explain(&ask(&identity, &[]));
+    let at = usize::from(decision.backend.slot.0);
+    let free: Vec<_> = explanation
+        .backends
+        .iter()
+        .map(|it| it.free_blocks.unwrap())
+        .collect();
+    assert_eq!(free[1 - at] - free[at], 40, "{free:?}");
+    assert_eq!(explanation.reason, Some(Reason::Exploit));
+    bench.admin(Command::PutPolicy(PolicyConfig::Epp(Default::default())));
+    let explanation = bench.router.explain(&ask(&identity, &[]));
+    assert!(
+        explanation
+            .backends
+            .iter()
+            .all(|it| it.is_model_listed == Some(false))
+    );
+    assert_eq!(explanation.matched, Some(39));
+}

@@ -1,0 +1,140 @@
+//! `chwbl`: consistent hashing with bounded loads over the prompt's first blocks.
+//!
+//! Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018, as
+//! KubeAI uses it for prompts. The request goes to the first backend on the ring behind its key
+//! that has room: with it there, at most `ceil(factor * (total + 1) / n)` requests.
+//!
+//! The ring is not built. Each backend has one virtual node in each of `virtual_nodes` equal parts
+//! of the ring, at a place hashed from its slot and the part, so that its first one behind any key
+//! is found with two hashes. Against virtual nodes thrown anywhere this changes nothing about who
+//! moves when a backend comes or goes, and makes the shares more even.
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::rank::{Needs, Policy, Rank, Ranks, load_bound, mix};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::ids::Slot;
+use crate::validate::{at_least, at_most};
+
+/// Largest load factor, in thousandths.
+const FACTOR_MILLI_MAX: u32 = 1_000_000;
+/// Most virtual nodes of one backend.
+const VIRTUAL_NODES_MAX: u32 = 65_536;
+
+/// Settings of the `chwbl` policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ChwblSettings {
+    /// Leading blocks of the prompt that make the key; of a shorter prompt all.
+    pub prefix_blocks: u32,
+    /// Places of each backend on the ring.
+    pub virtual_nodes: u32,
+    /// How far above the average a backend's load may be, in thousandths; at least 1000.
+    pub load_factor_milli: u32,
+}
+
+impl Default for ChwblSettings {
+    fn default() -> Self {
+        Self {
+            prefix_blocks: 1,
+            virtual_nodes: 256,
+            load_factor_milli: 1250,
+        }
+    }
+}
+
+impl Policy for ChwblSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        at_least("prefix_blocks", self.prefix_blocks, 1)?;
+        at_least("virtual_nodes", self.virtual_nodes, 1)?;
+        at_most("virtual_nodes", self.virtual_nodes, VIRTUAL_NODES_MAX)?;
+        at_least("load_factor_milli", self.load_factor_milli, 1000)?;
+        at_most(
+            "load_factor_milli",
+            self.load_factor_milli,
+            FACTOR_MILLI_MAX,
+        )
+    }
+
+    fn needs(&self) -> Needs<'_> {
+        Needs {
+            prefix_blocks: Some(self.prefix_blocks),
+            ..Needs::default()
+        }
+    }
+
+    fn ranks<'a>(
+        &'a self,
+        request: &'a Request,
+        candidates: &'a [Candidate],
+    ) -> impl Ranks + use<'a> {
+        Chwbl {
+            key: Key::of(request.prefix_key, self.virtual_nodes),
+            load_max: load_bound(self.load_factor_milli, candidates),
+        }
+    }
+}
+
+/// A place on the ring.
+struct Key {
+    /// Parts of the ring.
+    parts: u64,
+    /// Which part, `0..parts`.
+    part: u64,
+    /// How far into the part, of 2^64.
+    offset: u64,
+}
+
+impl Key {
+    fn of(hash: u64, virtual_nodes: u32) -> Self {
+        let parts = u64::from(virtual_nodes.max(1));
+        // Prompt hashes and slots are mixed alike: a key must not fall on its own virtual node.
+        let place = u128::from(mix(hash ^ 0x5851_f42d_4c95_7f2d)) * u128::from(parts);
+        Self {
+            parts,
+            part: (place >> 64) as u64,
+            offset: place as u64,
+        }
+    }
+
+    /// How far behind the key the first virtual node of `slot` is, in units of 2^-63 parts.
+    fn distance(&self, slot: Slot) -> u64 {
+        let here = virtual_node(slot, self.part);
+        if here >= self.offset {
+            return (here - self.offset) >> 1;
+        }
+        let next = virtual_node(slot, (self.part + 1) % self.parts);
+        let distance = (1_u128 << 64) - u128::from(self.offset) + u128::from(next);
+        // Below 2^65, as `next` is below 2^64 and the offset above 0.
+        (distance >> 1) as u64
+    }
+}
+
+/// Where in a part of the ring `slot` stands.
+fn virtual_node(slot: Slot, part: u64) -> u64 {
+    let seed = mix((u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    mix(seed.wrapping_add(part.wrapping_mul(0xd1b5_4a32_d192_ed03)))
+}
+
+struct Chwbl {
+    key: Key,
+    load_max: u64,
+}
+
+impl Ranks for Chwbl {
+    fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
+        let has_room = u64::from(candidate.running) < self.load_max;
+        if has_room {
+            Rank::first(self.key.distance(candidate.slot), Reason::Ring)
+        } else {
+            Rank {
+                tier: 1,
+                score: u64::from(candidate.running),
+                then: 0,
+                reason: Reason::LeastRequests,
+            }
+        }
+    }
+}

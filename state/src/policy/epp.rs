@@ -1,0 +1,156 @@
+//! `epp`: the endpoint picker of the Gateway API inference extension.
+//!
+//! First the LoRA filter: engines that list the model themselves (a loaded adapter is listed as a
+//! model) and whose queue is not too long, if there are any. Then a weighted sum of three scores of
+//! 0 to 1: the share of the prompt that is held, `(longest - waiting) / (longest - shortest)` of
+//! the engines' queues, and what is free of the KV cache. A match that would save too little counts
+//! as none. Source: the extension's proposal 0602 (prefix cache) and `pkg/epp/scheduling`
+//! (`queue.go`, `kvcache-utilization`, `lora-affinity`).
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::rank::{Near, Needs, Policy, Rank, Ranks, product};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::validate::{at_most, ensure};
+
+/// Largest weight.
+const WEIGHT_MAX: u32 = 1000;
+/// Parts of one score.
+const PARTS: u64 = 1_000_000;
+
+/// Settings of the `epp` policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EppSettings {
+    /// Weight of the share of the prompt that is held.
+    pub prefix_weight: u32,
+    /// Weight of the queue.
+    pub queue_weight: u32,
+    /// Weight of what is free of the KV cache.
+    pub kv_weight: u32,
+    /// Fewest tokens a match must save to count.
+    pub min_match_tokens: u32,
+    /// Least share of the prompt, in thousandths of its blocks, that a match must have to count.
+    pub min_match_permille: u32,
+    /// Longest queue with which an engine that has the adapter loaded goes first.
+    pub lora_waiting_max: u32,
+    /// Sums within this many thousandths of the weights' sum count as equal.
+    pub near_permille: u32,
+}
+
+impl Default for EppSettings {
+    fn default() -> Self {
+        Self {
+            prefix_weight: 3,
+            queue_weight: 2,
+            kv_weight: 2,
+            min_match_tokens: 64,
+            min_match_permille: 0,
+            lora_waiting_max: 50,
+            near_permille: 10,
+        }
+    }
+}
+
+impl Policy for EppSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        at_most("prefix_weight", self.prefix_weight, WEIGHT_MAX)?;
+        at_most("queue_weight", self.queue_weight, WEIGHT_MAX)?;
+        at_most("kv_weight", self.kv_weight, WEIGHT_MAX)?;
+        ensure(
+            self.weights() > 0,
+            "prefix_weight",
+            "at least one of prefix_weight, queue_weight and kv_weight above 0",
+        )?;
+        at_most("min_match_permille", self.min_match_permille, 1000)?;
+        at_most("near_permille", self.near_permille, 1000)
+    }
+
+    fn needs(&self) -> Needs<'_> {
+        Needs {
+            listed_models: true,
+            ..Needs::default()
+        }
+    }
+
+    fn ranks<'a>(
+        &'a self,
+        request: &'a Request,
+        candidates: &'a [Candidate],
+    ) -> impl Ranks + use<'a> {
+        let waiting = || candidates.iter().map(|candidate| candidate.waiting);
+        Epp {
+            settings: self,
+            request,
+            shortest: waiting().min().unwrap_or(0),
+            longest: waiting().max().unwrap_or(0),
+        }
+    }
+}
+
+impl EppSettings {
+    fn weights(&self) -> u64 {
+        u64::from(self.prefix_weight) + u64::from(self.queue_weight) + u64::from(self.kv_weight)
+    }
+}
+
+struct Epp<'a> {
+    settings: &'a EppSettings,
+    request: &'a Request,
+    shortest: u32,
+    longest: u32,
+}
+
+impl Epp<'_> {
+    /// What `candidate` misses of the greatest possible sum, in millionths of a weight.
+    fn missing(&self, candidate: &Candidate) -> u64 {
+        let settings = self.settings;
+        let weigh = |weight: u32, parts: u64| u64::from(weight) * parts.min(PARTS);
+        weigh(settings.prefix_weight, self.missing_prefix(candidate))
+            + weigh(settings.queue_weight, self.missing_queue(candidate))
+            + weigh(
+                settings.kv_weight,
+                u64::from(candidate.kv_usage_permille) * 1000,
+            )
+    }
+
+    fn missing_prefix(&self, candidate: &Candidate) -> u64 {
+        let matched = candidate.matched.min(self.request.blocks);
+        let is_worth_it = product(matched, self.request.tokens_per_block)
+            >= u64::from(self.settings.min_match_tokens)
+            && u64::from(matched) * 1000
+                >= product(self.settings.min_match_permille, self.request.blocks);
+        if matched == 0 || !is_worth_it {
+            return PARTS;
+        }
+        u64::from(self.request.missing_blocks(matched)) * PARTS / u64::from(self.request.blocks)
+    }
+
+    fn missing_queue(&self, candidate: &Candidate) -> u64 {
+        let range = u64::from(self.longest - self.shortest);
+        (u64::from(candidate.waiting - self.shortest) * PARTS)
+            .checked_div(range)
+            .unwrap_or(0)
+    }
+}
+
+impl Ranks for Epp<'_> {
+    fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
+        let goes_first =
+            candidate.is_model_listed && candidate.waiting <= self.settings.lora_waiting_max;
+        Rank {
+            tier: u8::from(!goes_first),
+            score: self.missing(candidate),
+            then: 0,
+            reason: Reason::BestScore,
+        }
+    }
+
+    fn near_limit(&self, best: u64) -> u64 {
+        let sum = self.settings.weights() * PARTS / 1000;
+        let window = sum.saturating_mul(u64::from(self.settings.near_permille));
+        Near::Within(window).limit(best)
+    }
+}

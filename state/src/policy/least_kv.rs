@@ -1,0 +1,41 @@
+//! `least-kv`: least KV cache in use, as the engines last reported it. A baseline.
+//!
+//! Engines report about once a second. Between two reports a score does not move, so that usages
+//! close to the least share the requests.
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::rank::{ByScore, Near, Policy, Ranks};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::validate::at_most;
+
+/// Settings of the `least-kv` policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LeastKvSettings {
+    /// Usages at most so many thousandths of the cache above the least count as equal.
+    pub near_permille: u32,
+}
+
+impl Default for LeastKvSettings {
+    fn default() -> Self {
+        Self { near_permille: 20 }
+    }
+}
+
+impl Policy for LeastKvSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        at_most("near_permille", self.near_permille, 1000)
+    }
+
+    fn ranks<'a>(&'a self, _: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+        ByScore {
+            score: |candidate: &Candidate| u64::from(candidate.kv_usage_permille),
+            near: Near::Within(u64::from(self.near_permille)),
+            prefers_prefix: false,
+            reason: Reason::LeastKv,
+        }
+    }
+}

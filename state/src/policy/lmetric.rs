@@ -1,0 +1,53 @@
+//! `lmetric`: least product of the prefill to be done before the first token and the requests that
+//! share the engine. It has no price of either, so none can be wrong.
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::rank::{ByScore, Near, Policy, Ranks};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::validate::at_most;
+
+/// Settings of the `lmetric` policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LmetricSettings {
+    /// Tokens added to the prefill: what a wholly cached request still costs.
+    pub base_tokens: u32,
+    /// Scores within this many thousandths of the least count as equal.
+    pub near_permille: u32,
+}
+
+impl Default for LmetricSettings {
+    fn default() -> Self {
+        Self {
+            base_tokens: 256,
+            near_permille: 20,
+        }
+    }
+}
+
+impl Policy for LmetricSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        at_most("near_permille", self.near_permille, 1000)
+    }
+
+    fn ranks<'a>(&'a self, request: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+        ByScore {
+            score: |candidate: &Candidate| score(self, request, candidate),
+            near: Near::Permille(self.near_permille),
+            prefers_prefix: true,
+            reason: Reason::LeastCost,
+        }
+    }
+}
+
+/// Tokens times requests.
+fn score(settings: &LmetricSettings, request: &Request, candidate: &Candidate) -> u64 {
+    let prefill_tokens = candidate
+        .pending_prefill_tokens
+        .saturating_add(request.uncached_tokens(candidate.matched))
+        .saturating_add(u64::from(settings.base_tokens));
+    prefill_tokens.saturating_mul(u64::from(candidate.running) + 1)
+}

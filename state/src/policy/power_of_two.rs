@@ -1,0 +1,45 @@
+//! `power-of-two`: of two candidates drawn at random the one with fewer requests.
+//!
+//! Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 2001.
+//! The draw is that of the request's jitter, so that a repeated decision draws the same two.
+
+use super::least_request::requests;
+use super::rank::{Policy, Rank, Ranks, draw};
+use super::{Candidate, Reason, Request};
+use crate::ids::Slot;
+
+/// The policy; it has no settings.
+pub(super) struct PowerOfTwo;
+
+impl Policy for PowerOfTwo {
+    fn ranks<'a>(
+        &'a self,
+        request: &'a Request,
+        candidates: &'a [Candidate],
+    ) -> impl Ranks + use<'a> {
+        let mut drawn: [Option<(u64, Slot)>; 2] = [None; 2];
+        for candidate in candidates {
+            // Not the draw that breaks ties: the two would be tied in favour of the first.
+            let draw = Some((draw(!request.jitter, candidate.slot), candidate.slot));
+            if draw > drawn[0] {
+                drawn = [draw, drawn[0]];
+            } else if draw > drawn[1] {
+                drawn[1] = draw;
+            }
+        }
+        Drawn(drawn.map(|draw| draw.map(|(_, slot)| slot)))
+    }
+}
+
+struct Drawn([Option<Slot>; 2]);
+
+impl Ranks for Drawn {
+    fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
+        Rank {
+            tier: u8::from(!self.0.contains(&Some(candidate.slot))),
+            score: requests(candidate),
+            then: 0,
+            reason: Reason::LeastRequests,
+        }
+    }
+}

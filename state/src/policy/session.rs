@@ -1,0 +1,74 @@
+//! `session`: the backend of a session, found by rendezvous hashing of the session's name, so that
+//! only the sessions of a backend that goes away move. A request without a session goes where the
+//! fewest requests are.
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::least_request::requests;
+use super::rank::{Needs, Policy, Rank, Ranks, draw};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::validate::{ensure, is_name};
+
+/// Settings of the `session` policy.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SessionSettings {
+    /// Request header whose value names the session.
+    pub header: String,
+    /// Cookie whose value names it when the header is missing; `None`: cookies are not looked at.
+    pub cookie: Option<String>,
+}
+
+impl Default for SessionSettings {
+    fn default() -> Self {
+        Self {
+            header: "x-quorate-session".to_owned(),
+            cookie: None,
+        }
+    }
+}
+
+impl Policy for SessionSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        ensure(
+            is_token(&self.header),
+            "header",
+            "a header's name of at most 256 bytes",
+        )?;
+        ensure(
+            self.cookie.as_deref().is_none_or(is_token),
+            "cookie",
+            "a cookie's name of at most 256 bytes",
+        )
+    }
+
+    fn needs(&self) -> Needs<'_> {
+        Needs {
+            session: Some(self),
+            ..Needs::default()
+        }
+    }
+
+    fn ranks<'a>(&'a self, request: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+        Session(request.session)
+    }
+}
+
+/// Whether `text` is a token of RFC 9110, as names of headers and cookies are.
+fn is_token(text: &str) -> bool {
+    let is_token_byte = |c: u8| c.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&c);
+    is_name(text) && text.bytes().all(is_token_byte)
+}
+
+struct Session(Option<u64>);
+
+impl Ranks for Session {
+    fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
+        match self.0 {
+            Some(session) => Rank::first(!draw(session, candidate.slot), Reason::Session),
+            None => Rank::first(requests(candidate), Reason::LeastRequests),
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! `vllm-cache-aware`: the cache-aware policy designed for SGLang's gateway in front of vLLM.
+//!
+//! A backend that holds more than a share of the prompt is preferred as long as its load is
+//! bounded; the longest match first, and when that backend is full the next. Otherwise the least
+//! loaded. The design compares `load < average * factor`, which no idle fleet meets; here the load
+//! is held against `ceil(factor * (total + 1) / n)`.
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::rank::{Policy, Rank, Ranks, load_bound};
+use super::{Candidate, Reason, Request};
+use crate::command::Reject;
+use crate::validate::{at_least, at_most};
+
+/// Largest load factor, in thousandths.
+const FACTOR_MILLI_MAX: u32 = 1_000_000;
+
+/// Settings of the `vllm-cache-aware` policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct VllmCacheAwareSettings {
+    /// Share of the prompt's blocks above which a match counts, in thousandths.
+    pub cache_threshold_permille: u32,
+    /// How far above the average a holder's load may be, in thousandths; at least 1000.
+    pub load_factor_milli: u32,
+    /// How blocks are named.
+    pub hashing: Hashing,
+    /// When a match renews a block's age.
+    pub touch: Touch,
+}
+
+/// How blocks are named.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Hashing {
+    /// By their content and all before them.
+    Chained,
+}
+
+/// When a match renews a block's age.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Touch {
+    /// Every time the chosen backend takes the request.
+    Always,
+}
+
+impl Default for VllmCacheAwareSettings {
+    fn default() -> Self {
+        Self {
+            cache_threshold_permille: 300,
+            load_factor_milli: 1250,
+            hashing: Hashing::Chained,
+            touch: Touch::Always,
+        }
+    }
+}
+
+impl Policy for VllmCacheAwareSettings {
+    fn validate(&self) -> Result<(), Reject> {
+        at_most(
+            "cache_threshold_permille",
+            self.cache_threshold_permille,
+            1000,
+        )?;
+        at_least("load_factor_milli", self.load_factor_milli, 1000)?;
+        at_most(
+            "load_factor_milli",
+            self.load_factor_milli,
+            FACTOR_MILLI_MAX,
+        )
+    }
+
+    fn ranks<'a>(
+        &'a self,
+        request: &'a Request,
+        candidates: &'a [Candidate],
+    ) -> impl Ranks + use<'a> {
+        VllmCacheAware {
+            request,
+            threshold_permille: self.cache_threshold_permille,
+            load_max: load_bound(self.load_factor_milli, candidates),
+        }
+    }
+}
+
+struct VllmCacheAware<'a> {
+    request: &'a Request,
+    threshold_permille: u32,
+    load_max: u64,
+}
+
+impl Ranks for VllmCacheAware<'_> {
+    fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
+        let running = u64::from(candidate.running);
+        let matched = candidate.matched.min(self.request.blocks);
+        let is_hit = u64::from(matched) * 1000
+            > u64::from(self.threshold_permille) * u64::from(self.request.blocks);
+        if is_hit && running <= self.load_max {
+            Rank {
+                tier: 0,
+                score: u64::from(self.request.missing_blocks(matched)),
+                then: running,
+                reason: Reason::LongestPrefix,
+            }
+        } else {
+            Rank {
+                tier: 1,
+                score: running,
+                then: 0,
+                reason: Reason::LeastRequests,
+            }
+        }
+    }
+}
