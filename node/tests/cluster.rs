@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -58,6 +59,12 @@ impl Http {
             head.headers,
             serde_json::from_slice(&bytes).unwrap_or(Value::Null),
         )
+    }
+
+    async fn text(&self, url: &str) -> String {
+        let answer = self.0.get(url.parse().unwrap()).await.unwrap();
+        let bytes = answer.into_body().collect().await.unwrap().to_bytes();
+        String::from_utf8(bytes.to_vec()).unwrap()
     }
 
     async fn get(&self, url: &str) -> (StatusCode, Value) {
@@ -337,6 +344,31 @@ async fn a_lone_replica_keeps_its_state_over_a_restart() {
     http.ready(&[at]).await;
     let after = http.chat(&at, "ada", "Is the lamp lit?").await;
     assert!(matched(&after) >= 2, "{after:?}");
+    replica.leave().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_area_has_its_metrics_under_its_own_name() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replica = cluster(1, &engines, &dir).remove(0);
+    let (http, at) = (Http::new(), replica.addresses);
+    http.ready(&[at]).await;
+    http.chat(&at, "ada", "Is the lamp lit?").await;
+    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let areas: BTreeSet<&str> = page
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| line.split(['_', '{']).nth(1).unwrap_or(line))
+        .collect();
+    let expected = [
+        "backend", "build", "prefix", "proxy", "raft", "route", "state",
+    ];
+    let missing: Vec<_> = expected.iter().filter(|it| !areas.contains(*it)).collect();
+    assert!(missing.is_empty(), "{missing:?} of {areas:?}");
+    assert!(!areas.contains("quorate"), "{page}");
+    let line = r#"quorate_proxy_requests_total{outcome="finished",code="200"} 1"#;
+    assert!(page.contains(line), "{page}");
     replica.leave().await;
 }
 

@@ -25,7 +25,15 @@ use state::policy::{Candidate, PolicyConfig, Request, choose};
 use state::prefix::{Scope, chain_bytes, chain_tokens, root};
 use state::users::FairnessSettings;
 
-criterion_group!(benches, choosing, hashing);
+criterion_group! {
+    name = benches;
+    // Figures of nanoseconds settle soon; the whole should not take longer than a minute or so.
+    config = Criterion::default()
+        .sample_size(20)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2));
+    targets = choosing, hashing
+}
 
 fn main() {
     benches();

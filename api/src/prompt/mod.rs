@@ -14,6 +14,7 @@
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 
 mod flatten;
+mod lax;
 mod ratio;
 mod read;
 #[cfg(test)]
@@ -32,7 +33,7 @@ pub use read::{parse, parse_routed};
 pub struct Parsed {
     /// The `model` field.
     pub model: String,
-    /// The `stream` field.
+    /// The `stream` field; `false` when it is nothing that an engine takes for a flag.
     pub stream: bool,
     /// `stream_options.include_usage` as the client set it; `None` when absent.
     pub include_usage: Option<bool>,
@@ -42,6 +43,8 @@ pub struct Parsed {
     pub stream_options_span: Option<(usize, usize)>,
     /// Where the `null` of `"stream_options": null` stands: an object may be put in its place.
     pub stream_options_null_span: Option<(usize, usize)>,
+    /// Whether `stream_options` is nothing that can be read: it goes to an engine as it is.
+    pub are_options_unclear: bool,
     /// Right behind the body's opening brace: where `"stream_options":{...},` may be inserted when
     /// both spans are `None` (the object is never empty, it has a `model`).
     pub insert_at: usize,
@@ -49,7 +52,7 @@ pub struct Parsed {
     pub user: Option<String>,
     /// The `cache_salt` field.
     pub cache_salt: Option<String>,
-    /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`.
+    /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` when absent or unclear.
     pub max_tokens: Option<u32>,
     /// The prompt, flattened. Of a batch of prompts the first; empty when the path has none.
     pub prompt: Prompt,

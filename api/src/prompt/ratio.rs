@@ -11,6 +11,9 @@ const SAMPLE_WEIGHT: f32 = 1.0 / 16.0;
 /// Fewest and most bytes per token believed. What is beyond is not text counted right: a batch of
 /// which only the first prompt is measured, or an image.
 const RANGE: (f32, f32) = (0.5, 16.0);
+/// Shortest prompt that tells anything: what a chat template adds, some 30 tokens, counts for more
+/// than the text of a shorter one, and long prompts are what an estimate matters for.
+const SAMPLE_BYTES_MIN: u64 = 512;
 
 /// Bytes per token of one model's prompts: a moving average over what engines reported. Shared by
 /// all who estimate; local to this replica.
@@ -58,7 +61,7 @@ impl TokenRatio {
     /// Takes in that an engine counted `tokens` in `bytes` bytes. Racing samples may be lost.
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub fn learn(&self, bytes: u64, tokens: u64) {
-        if bytes == 0 || tokens == 0 {
+        if bytes < SAMPLE_BYTES_MIN || tokens == 0 {
             return;
         }
         let sample = bytes as f32 / tokens as f32;
@@ -84,11 +87,19 @@ mod tests {
         ratio.learn(0, 5);
         ratio.learn(5, 0);
         assert_eq!(ratio.tokens(400), 100);
-        (0..200).for_each(|_| ratio.learn(200, 100));
+        (0..200).for_each(|_| ratio.learn(2000, 1000));
         assert_eq!(ratio.tokens(200), 100);
-        for (bytes, tokens) in [(u64::MAX, 1), (1, u64::MAX), (100, 1000)] {
+        for (bytes, tokens) in [(u64::MAX, 1), (1, u64::MAX), (1000, 10_000)] {
             (0..500).for_each(|_| ratio.learn(bytes, tokens));
             assert_eq!(ratio.tokens(200), 100, "{bytes} bytes in {tokens} tokens");
         }
+    }
+
+    #[test]
+    fn short_prompts_do_not_teach_what_a_template_costs() {
+        let ratio = TokenRatio::default();
+        // "hello, how are you" in vLLM with Qwen's template.
+        (0..500).for_each(|_| ratio.learn(27, 34));
+        assert_eq!(ratio.tokens(4000), 1000);
     }
 }

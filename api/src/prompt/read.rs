@@ -1,8 +1,8 @@
 //! Reading a request body: one pass over the JSON, the known fields only.
 //!
 //! A visitor takes the known fields of the top-level object as they come. Strictness follows one
-//! rule: what the router itself uses must have the right type, everything else is the engine's to
-//! judge. Nesting cannot exhaust the stack: values that are skipped are skipped iteratively, the
+//! rule: what prefix identity and charging rest on must have the right type, everything else is the
+//! engine's to judge, see [`super::lax`]. Nesting cannot exhaust the stack: values that are skipped are skipped iteratively, the
 //! rest is bounded by `serde_json`'s recursion limit.
 
 use std::borrow::Cow;
@@ -16,6 +16,7 @@ use serde_json::error::Category;
 use serde_json::value::RawValue;
 
 use super::flatten::{Content, Input, Messages, push_framed};
+use super::lax::{Lax, Unclear};
 use super::{BadBody, Parsed, Prompt, ReplyShape};
 
 /// Reads a body posted to `path`.
@@ -145,6 +146,7 @@ struct Found<'de> {
     continuous_usage: Option<bool>,
     stream_options_span: Option<(usize, usize)>,
     stream_options_null_span: Option<(usize, usize)>,
+    are_options_unclear: bool,
     user: Option<String>,
     cache_salt: Option<String>,
     max_tokens: Option<u32>,
@@ -175,6 +177,7 @@ impl Found<'_> {
             continuous_usage: self.continuous_usage,
             stream_options_span: self.stream_options_span,
             stream_options_null_span: self.stream_options_null_span,
+            are_options_unclear: self.are_options_unclear,
             insert_at,
             user: self.user,
             cache_salt: self.cache_salt,
@@ -184,25 +187,25 @@ impl Found<'_> {
         })
     }
 
-    fn take_stream_options<E: Error>(&mut self, text: &str, raw: &RawValue) -> Result<(), E> {
+    fn take_stream_options(&mut self, text: &str, raw: &RawValue) {
         let start = raw.get().as_ptr().addr() - text.as_ptr().addr();
         let span = Some((start, start + raw.get().len()));
         (self.include_usage, self.continuous_usage) = (None, None);
         (self.stream_options_span, self.stream_options_null_span) = (None, None);
+        self.are_options_unclear = false;
         if raw.get() == "null" {
             self.stream_options_null_span = span;
-            return Ok(());
+            return;
         }
-        let options: StreamOptions = serde_json::from_str(raw.get()).map_err(|error| {
-            // The position is one inside the object; the outer reader appends that in the body.
-            let (mut what, at) = (error.to_string(), " at line ");
-            what.truncate(what.rfind(at).unwrap_or(what.len()));
-            E::custom(what)
-        })?;
-        self.include_usage = options.include_usage;
-        self.continuous_usage = options.continuous_usage;
-        self.stream_options_span = span;
-        Ok(())
+        let options = serde_json::from_str::<StreamOptions>(raw.get());
+        match options.map_err(|_| Unclear).and_then(StreamOptions::flags) {
+            Ok((include_usage, continuous_usage)) => {
+                self.include_usage = include_usage;
+                self.continuous_usage = continuous_usage;
+                self.stream_options_span = span;
+            }
+            Err(Unclear) => self.are_options_unclear = true,
+        }
     }
 }
 
@@ -300,17 +303,20 @@ impl<'de> Top<'_, 'de> {
         let found = &mut *self.found;
         match (field, self.surface) {
             ("model", _) => found.model = Some(map.next_value::<Str<'de>>()?.0),
-            ("stream", _) => found.stream = map.next_value::<Option<bool>>()?.unwrap_or(false),
+            ("stream", _) => {
+                let flag = map.next_value::<Lax>()?.flag();
+                found.stream = flag == Ok(Some(true));
+            }
             ("stream_options", _) => {
                 let raw = map.next_value::<&'de RawValue>()?;
-                found.take_stream_options(self.text, raw)?;
+                found.take_stream_options(self.text, raw);
             }
             ("user", _) => found.user = map.next_value()?,
             ("cache_salt", _) => found.cache_salt = map.next_value()?,
             ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
                 // A `null` beside a number of the other spelling does not undo it.
-                let tokens = map.next_value::<Option<Count>>()?;
-                found.max_tokens = tokens.map(|Count(tokens)| tokens).or(found.max_tokens);
+                let tokens = map.next_value::<Lax>()?.count();
+                found.max_tokens = tokens.ok().flatten().or(found.max_tokens);
             }
             ("tools", Surface::Chat | Surface::Responses | Surface::Pooling) => {
                 let raw = map.next_value::<&'de RawValue>()?;
@@ -379,32 +385,16 @@ impl<'de> Deserialize<'de> for Str<'de> {
     }
 }
 
-/// A number of tokens; what is beyond a `u32` is as good as its maximum.
-struct Count(u32);
-
-impl<'de> Deserialize<'de> for Count {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct CountVisitor;
-        impl Visitor<'_> for CountVisitor {
-            type Value = Count;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a non-negative integer")
-            }
-
-            fn visit_u64<E>(self, count: u64) -> Result<Count, E> {
-                Ok(Count(u32::try_from(count).unwrap_or(u32::MAX)))
-            }
-        }
-        deserializer.deserialize_u64(CountVisitor)
-    }
+/// The two known fields of `stream_options`.
+struct StreamOptions {
+    include_usage: Lax,
+    continuous_usage: Lax,
 }
 
-/// The two known fields of `stream_options`.
-#[derive(Default)]
-struct StreamOptions {
-    include_usage: Option<bool>,
-    continuous_usage: Option<bool>,
+impl StreamOptions {
+    fn flags(self) -> Result<(Option<bool>, Option<bool>), Unclear> {
+        Ok((self.include_usage.flag()?, self.continuous_usage.flag()?))
+    }
 }
 
 impl<'de> Deserialize<'de> for StreamOptions {
@@ -418,7 +408,10 @@ impl<'de> Deserialize<'de> for StreamOptions {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut options = StreamOptions::default();
+                let mut options = StreamOptions {
+                    include_usage: Lax::Null,
+                    continuous_usage: Lax::Null,
+                };
                 while let Some(Str(key)) = map.next_key()? {
                     match &*key {
                         "include_usage" => options.include_usage = map.next_value()?,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -20,7 +20,7 @@ const BUCKETS_S: [f64; 14] = [
 ];
 
 /// How a request ended, as `quorate_proxy_requests_total` tells it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {
     /// An engine's answer reached the client to its end.
     Finished,
@@ -36,6 +36,21 @@ pub enum Outcome {
     BrokenOff,
     /// The client left before the end.
     ClientLeft,
+}
+
+impl EncodeLabelValue for Outcome {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
+        let label = match self {
+            Self::Finished => "finished",
+            Self::Local => "local",
+            Self::Refused => "refused",
+            Self::Failed => "failed",
+            Self::EngineError => "engine-error",
+            Self::BrokenOff => "broken-off",
+            Self::ClientLeft => "client-left",
+        };
+        label.encode(encoder)
+    }
 }
 
 /// Labels of the request counter.
@@ -212,5 +227,22 @@ impl Drop for Ledger {
             code: *code,
         };
         metrics.requests.get_or_create(&labels).inc();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_counted_under_the_names_the_interface_promises() {
+        let metrics = Arc::new(ProxyMetrics::default());
+        let mut registry = Registry::default();
+        metrics.register(&mut registry);
+        drop(Ledger::open(&metrics));
+        let mut page = String::new();
+        prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
+        let line = "quorate_proxy_requests_total{outcome=\"client-left\",code=\"0\"} 1\n";
+        assert!(page.contains(line), "{page}");
     }
 }

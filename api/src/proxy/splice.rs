@@ -41,7 +41,8 @@ pub(super) fn splice(
 ) -> (Segments, Wanted) {
     let untouched = || (Segments::from(body.clone()), Wanted::ALL);
     let has_option = matches!(path, "/v1/chat/completions" | "/v1/completions");
-    if !parsed.stream || !has_option || mode == UsageSplice::Off {
+    let is_asked = parsed.stream && has_option && !parsed.are_options_unclear;
+    if !is_asked || mode == UsageSplice::Off {
         return untouched();
     }
     let final_chunk = parsed.include_usage == Some(true);
@@ -169,6 +170,20 @@ mod tests {
             assert_eq!(out, body.replace(options, expected));
             assert!(!wanted.final_chunk);
         }
+    }
+
+    #[test]
+    fn what_only_an_engine_can_judge_reaches_it_as_it_is() {
+        for options in ["5", "[]", r#"{"include_usage":"x"}"#] {
+            let body = format!(r#"{{"model":"m","stream":true,"stream_options":{options}}}"#);
+            let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, &body);
+            assert_eq!((out, wanted), (body, Wanted::ALL));
+        }
+        let body = r#"{"model":"m","stream":"true","stream_options":{"include_usage":1}}"#;
+        let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, body);
+        let options = r#"{"include_usage":true,"continuous_usage_stats":true}"#;
+        assert_eq!(out, body.replace(r#"{"include_usage":1}"#, options));
+        assert!(wanted.final_chunk && !wanted.running);
     }
 
     #[test]

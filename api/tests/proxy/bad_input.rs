@@ -30,11 +30,6 @@ async fn bodies_that_cannot_be_routed_are_refused_with_a_reason() {
         ("{\"model\":7,\"messages\":[]}", 400, "invalid_request"),
         ("{\"model\":\"m\",\"messages\":{}}", 400, "invalid_request"),
         (
-            "{\"model\":\"m\",\"messages\":[],\"stream\":\"yes\"}",
-            400,
-            "invalid_request",
-        ),
-        (
             "{\"model\":\"m\",\"messages\":[]} x",
             400,
             "invalid_request",

@@ -106,9 +106,7 @@ impl Parts {
 
     fn proxy(&self, config: &Config) -> Arc<Proxy> {
         let metrics = Arc::new(ProxyMetrics::default());
-        self.metrics.register(|registry| {
-            metrics.register(registry.sub_registry_with_prefix("quorate"));
-        });
+        self.metrics.register(|registry| metrics.register(registry));
         Arc::new(Proxy::new(
             Arc::clone(&self.router),
             Arc::clone(&self.backends),
