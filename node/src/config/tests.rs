@@ -270,11 +270,15 @@ url = "http://a:1"
 kv_events = "tcp://a:5557"
 "#,
         expect![[r#"
-            9:9: admission.order = "vtc" is not available in this version (expected "fcfs")
-            10:13: admission.max_queue is not available in this version (expected no value: the key is reserved for a later version)
-            11:15: admission.concurrency = "adaptive" is not available in this version (expected "unlimited")
-            14:13: models[0].tokenizer = "tiktoken:cl100k_base" is not available in this version (expected "character")
-            18:13: backends[0].kv_events is not available in this version (expected no value: the key is reserved for a later version)
+            5:10: routing.policy = "dlpm" is not available in this version (expected "cost" or "least-request" or "lmetric" or "prefix-cache" or "vllm-cache-aware" or "epp" or "chwbl" or "session" or "power-of-two" or "round-robin" or "random" or "least-kv" or "vtc-basic" or "preble-e2")
+            6:10: [routing.dlpm] is not available in this version (expected the settings of an available policy)
+            9:11: routing.vllm-cache-aware.hashing = "position" is not available in this version (expected "chained")
+            10:9: routing.vllm-cache-aware.touch = "sampled" is not available in this version (expected "always")
+            12:9: admission.order = "vtc" is not available in this version (expected "fcfs")
+            13:13: admission.max_queue is not available in this version (expected no value: the key is reserved for a later version)
+            14:15: admission.concurrency = "adaptive" is not available in this version (expected "unlimited")
+            17:13: models[0].tokenizer = "tiktoken:cl100k_base" is not available in this version (expected "character")
+            21:13: backends[0].kv_events is not available in this version (expected no value: the key is reserved for a later version)
         "#]],
     );
 }
@@ -529,7 +533,12 @@ prefix_weight = 0
 queue_weight = 0
 kv_weight = 0
 "#,
-        expect![[r#""#]],
+        expect![[r#"
+            3:26: routing.allow_override is 1 (expected true or false)
+            5:28: routing.vtc-basic.token_tracker_max_tokens is 999 (expected at least token_tracker_min_tokens)
+            7:10: routing.session.header is "a b" (expected a header's name of at most 256 bytes)
+            9:17: routing.epp.prefix_weight is 0 (expected at least one of prefix_weight, queue_weight and kv_weight above 0)
+        "#]],
     );
     let file = r#"
 node.id = 1

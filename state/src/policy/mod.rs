@@ -7,7 +7,7 @@
 //! that a decision repeats bit for bit anywhere.
 //!
 //! A policy is one file (settings, bounds, how it ranks a candidate), named by `mod` and by one
-//! entry of the table below; picking, near-equality and jitter are the same for all ([`rank`]).
+//! entry of the table below; picking, near-equality and jitter are the same for all (`rank`).
 //! docs/POLICIES.md says what each one does and where it comes from.
 
 mod chwbl;
