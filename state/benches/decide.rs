@@ -77,8 +77,6 @@ fn candidate(slot: u16) -> Candidate {
     Candidate {
         slot: Slot(slot),
         matched: (noise % 512) as u32,
-        owned_blocks: (noise >> 5) as u32 % 30_000,
-        capacity_blocks: Some(30_000),
         running: (noise >> 10) as u32 % 40,
         waiting: (noise >> 20) as u32 % 4,
         pending_prefill_tokens: (noise >> 30) % 50_000,
@@ -290,7 +288,6 @@ impl Driver {
                 url: "http://127.0.0.1:1".to_owned(),
                 models: vec!["*".to_owned()],
                 labels: BTreeMap::new(),
-                capacity_blocks: Some(30_000),
                 kv_events: None,
                 kv_replay: None,
             }));
