@@ -288,6 +288,7 @@ impl Driver {
                 url: "http://127.0.0.1:1".to_owned(),
                 models: vec!["*".to_owned()],
                 labels: BTreeMap::new(),
+                capacity_blocks: Some(30_000),
                 kv_events: None,
                 kv_replay: None,
             }));
