@@ -115,7 +115,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             block_on(crate::replay::run(args))
         }
         Command::Dev(args) => {
-            telemetry::init_for_command("warn")?;
+            telemetry::init_for_command("warn,raft::replica::change=error")?;
             block_on(crate::dev::run(args))
         }
         Command::Engine(args) => {
