@@ -101,11 +101,7 @@ impl Outcome {
             (false, _) => "the replicas DIFFER",
         };
         let verdict = format!("{requests}; {states}.");
-        let fairness = match self.report.jain_index {
-            Some(index) => format!("Jain's index of the users' service: {index:.4}"),
-            None => String::new(),
-        };
-        format!("{}\n{fairness}\n{table}\n{verdict}", tables(&self.report))
+        format!("{}\n{table}\n{verdict}", tables(&self.report))
     }
 }
 
