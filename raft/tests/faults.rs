@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Cluster, PATIENCE, Seat};
+use common::{Cluster, PATIENCE, Seat, listeners};
 use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, StartError, Storage};
 use tokio::net::TcpListener;
 
@@ -79,14 +79,7 @@ async fn a_dead_peer_costs_few_connection_attempts() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn more_peers_than_founders_become_one_cluster() {
-    let mut listeners = Vec::new();
-    for _ in 0..5 {
-        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
-    }
-    let peers: Vec<String> = listeners
-        .iter()
-        .map(|listener| listener.local_addr().unwrap().to_string())
-        .collect();
+    let (listeners, peers) = listeners(5).await;
     let mut cluster = Cluster { seats: Vec::new() };
     // The highest ids first: they see each other before the lowest comes.
     for (id, listener) in (1..=5).zip(listeners).collect::<Vec<_>>().into_iter().rev() {
@@ -129,14 +122,7 @@ async fn more_peers_than_founders_become_one_cluster() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_founder_that_crashes_while_founding_founds_later() {
-    let mut listeners = Vec::new();
-    for _ in 0..3 {
-        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
-    }
-    let peers: Vec<String> = listeners
-        .iter()
-        .map(|listener| listener.local_addr().unwrap().to_string())
-        .collect();
+    let (listeners, peers) = listeners(3).await;
     let mut cluster = Cluster { seats: Vec::new() };
     for (id, listener) in (1..=3).zip(listeners) {
         let formation = Formation::Bootstrap {

@@ -236,20 +236,26 @@ pub struct Cluster {
     pub seats: Vec<Seat>,
 }
 
+/// So many listeners on free ports, and their addresses.
+pub async fn listeners(count: usize) -> (Vec<TcpListener>, Vec<String>) {
+    let mut listeners = Vec::new();
+    for _ in 0..count {
+        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
+    }
+    let peers = listeners
+        .iter()
+        .map(|listener| listener.local_addr().unwrap().to_string())
+        .collect();
+    (listeners, peers)
+}
+
 impl Cluster {
     pub async fn found(size: u8) -> Self {
         Self::found_with(size, |_| {}).await
     }
 
     pub async fn found_with(size: u8, adjust: impl Fn(&mut Options)) -> Self {
-        let mut listeners = Vec::new();
-        for _ in 0..size {
-            listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
-        }
-        let addresses: Vec<String> = listeners
-            .iter()
-            .map(|listener| listener.local_addr().unwrap().to_string())
-            .collect();
+        let (listeners, addresses) = listeners(size.into()).await;
         let mut seats = Vec::new();
         for (id, listener) in (1..).zip(listeners) {
             let formation = Formation::Bootstrap {
