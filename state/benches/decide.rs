@@ -21,7 +21,7 @@ use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin,
 use state::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
-use state::policy::{Candidate, PolicyConfig, Request, choose};
+use state::policy::{Candidate, PolicyConfig, Prices, Request, choose};
 use state::prefix::{Scope, chain_bytes, chain_tokens, root};
 use state::users::FairnessSettings;
 
@@ -38,6 +38,7 @@ criterion_group! {
 fn main() {
     benches();
     let mut table = Vec::new();
+    deciding(&mut table);
     log_bytes(&mut table);
     applying(&mut table);
     freezing(&mut table);
@@ -51,15 +52,7 @@ type Table = Vec<(String, String)>;
 
 fn choosing(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("choose");
-    let request = Request {
-        jitter: 7,
-        blocks: 512,
-        tokens: 16_384,
-        tokens_per_block: 32,
-        session: Some(3),
-        turn: 5,
-        ..Request::default()
-    };
+    let request = request();
     for policy in &PolicyConfig::defaults() {
         for count in [8_u16, 64, 512, 1024] {
             let candidates: Vec<Candidate> = (0..count).map(candidate).collect();
@@ -72,12 +65,51 @@ fn choosing(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// The policies side by side, as `choosing` measures them one by one.
+fn deciding(table: &mut Table) {
+    let request = request();
+    let fleets = [8_u16, 64, 512].map(|count| (0..count).map(candidate).collect::<Vec<_>>());
+    for policy in &PolicyConfig::defaults() {
+        let ns = fleets.each_ref().map(|candidates| {
+            // The best of some runs: what else the machine does only adds to it.
+            let runs = (0..9).map(|_| {
+                let rounds = 40_000 / candidates.len();
+                let started = Instant::now();
+                for _ in 0..rounds {
+                    black_box(choose(policy, black_box(&request), black_box(candidates)));
+                }
+                started.elapsed().as_nanos() / rounds as u128
+            });
+            runs.min().unwrap_or(0).to_string()
+        });
+        let what = format!("choose by {}, ns at 8 / 64 / 512 backends", policy.name());
+        table.push((what, ns.join(" / ")));
+    }
+}
+
+fn request() -> Request {
+    Request {
+        jitter: 7,
+        blocks: 512,
+        tokens: 16_384,
+        tokens_per_block: 32,
+        session: Some(3),
+        turn: 5,
+        ..Request::default()
+    }
+}
+
 fn candidate(slot: u16) -> Candidate {
     let noise = mix(u64::from(slot));
     Candidate {
         slot: Slot(slot),
         matched: (noise % 512) as u32,
         running: (noise >> 10) as u32 % 40,
+        prices: (!noise.is_multiple_of(8)).then_some(Prices {
+            prefill_ns_per_token: 50_000 + (noise >> 40) as u32 % 50_000,
+            decode_ns_per_request: 500_000,
+            first_tokens: 1024,
+        }),
         waiting: (noise >> 20) as u32 % 4,
         pending_prefill_tokens: (noise >> 30) % 50_000,
         kv_usage_permille: (noise >> 50) as u32 % 1000,
@@ -396,6 +428,7 @@ fn charge(user: u64) -> Charge {
         output: 300,
         started: 1,
         ended: 1,
+        ..Charge::default()
     }
 }
 

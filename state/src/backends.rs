@@ -9,6 +9,7 @@ use bincode::{Decode, Encode};
 
 use crate::command::{BACKENDS_MAX, BackendSpec, EngineFacts};
 use crate::ids::{BackendRef, Incarnation, Slot};
+use crate::planted::{self, Bug};
 
 /// A registered backend.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
@@ -63,7 +64,7 @@ impl Backends {
     /// Whether `handle` names a present life.
     pub(crate) fn is_live(&self, handle: BackendRef) -> bool {
         self.in_slot(handle.slot)
-            .is_some_and(|backend| backend.handle == handle)
+            .is_some_and(|it| it.handle == handle || planted::is(Bug::IncarnationIgnored))
     }
 
     /// A scan: at most `BACKENDS_MAX` short comparisons, for administrative commands only.
@@ -175,6 +176,19 @@ impl Backends {
             backend.handle.incarnation = *last;
         }
         Effect::Begun(slot)
+    }
+
+    /// Begins new lives of all backends, other ones than any that this registry or `others` ever gave
+    /// out: what is still under way to those finds nobody.
+    pub(crate) fn outlive(&mut self, others: &Self) {
+        for (slot, last) in &others.incarnations {
+            let known = self.incarnations.entry(*slot).or_default();
+            *known = (*known).max(*last);
+        }
+        let slots: Vec<Slot> = self.by_slot.keys().copied().collect();
+        for slot in slots {
+            self.begin(slot);
+        }
     }
 
     /// I5's part: handles, names and bounds agree. Answers what does not.

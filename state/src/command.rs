@@ -8,8 +8,17 @@ use std::collections::BTreeMap;
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
-use crate::policy::PolicyConfig;
+use crate::admission::AdmissionSettings;
+use crate::exact::KvBatch;
+use crate::grants::Wait;
+use crate::ids::{
+    AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, RestoreId, SessionId, Ticket,
+    UserKey,
+};
+use crate::policy::{PolicyConfig, RoutingSettings};
+use crate::quotas::UserLimits;
+use crate::readers::Assignment;
+use crate::service::ServiceSample;
 use crate::users::FairnessSettings;
 
 /// Most backends one cluster holds.
@@ -21,6 +30,12 @@ pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
 pub const LIST_BYTES_MAX: usize = 64 << 10;
 /// Longest name of a user, backend, model or label, in bytes.
 pub const NAME_BYTES_MAX: usize = 256;
+/// Most output lengths one item may tell.
+pub const OUTPUTS_PER_ITEM_MAX: usize = 256;
+/// Bytes of one part of a backup; only the last part is shorter.
+pub const RESTORE_PART_BYTES: usize = 512 << 10;
+/// Most bytes of the state in a backup: more than the largest state there can be.
+pub const RESTORE_BYTES_MAX: u64 = 1 << 30;
 /// Most users kept; beyond it idle users at or below the virtual time are forgotten first.
 pub const USERS_MAX: usize = 1_000_000;
 
@@ -103,6 +118,48 @@ pub enum Command {
         /// Its run, as last seen; a newer one is left alone.
         session: SessionId,
     },
+    /// Replaces what routing follows beside the live policy, from this log index on.
+    PutRouting(RoutingSettings),
+    /// Replaces how requests are admitted, from this log index on.
+    PutAdmission(AdmissionSettings),
+    /// Sets what a user may use; `limits` without any bound removes what was set.
+    PutUserLimits {
+        /// The user's name.
+        name: String,
+        /// The bounds.
+        limits: UserLimits,
+    },
+    /// Replaces which replica reads which backend's KV events. What it does not name has no reader.
+    AssignReaders(Vec<Assignment>),
+    /// Begins to bring in a backup, see `state/src/state/restoring.rs`. Refused while another is being
+    /// brought in, and unless `force` is set when the cluster has users or blocks.
+    BeginRestore {
+        /// Names it.
+        restore: RestoreId,
+        /// Whether what the cluster has may go.
+        force: bool,
+    },
+    /// One part of the state in the backup. Parts may come in any order, and twice.
+    RestorePart {
+        /// Which restore.
+        restore: RestoreId,
+        /// Which part, from 0.
+        number: u32,
+        /// [`RESTORE_PART_BYTES`], or what is left of the last part.
+        bytes: Vec<u8>,
+    },
+    /// All parts are there: the state in the backup takes the place of the present one.
+    FinishRestore {
+        /// Which restore.
+        restore: RestoreId,
+        /// Length of all parts together.
+        bytes: u64,
+    },
+    /// Gives a restore up: its parts are forgotten.
+    AbortRestore {
+        /// Which restore; of another one nothing is forgotten.
+        restore: RestoreId,
+    },
 }
 
 /// One thing a replica learnt. Attempts are offsets from the batch's `base_attempt`.
@@ -154,6 +211,33 @@ pub enum Item {
         /// What it said.
         facts: EngineFacts,
     },
+    /// KV events of one engine, as one publisher numbered them.
+    KvEvents(KvBatch),
+    /// What a replica measured of a backend since its last report.
+    ObserveService(Box<ServiceSample>),
+    /// Output lengths of finished requests.
+    ObserveOutputs {
+        /// Whose requests.
+        user: UserKey,
+        /// Of which model.
+        model: ModelKey,
+        /// Output tokens of each, in the order they ended; at most [`OUTPUTS_PER_ITEM_MAX`].
+        tokens: Vec<u32>,
+    },
+    /// A request waits for a grant (`grants = "log"`).
+    Wait(Wait),
+    /// A waiting request of this replica left, or gave its grant back.
+    Leave {
+        /// Its ticket.
+        ticket: Ticket,
+    },
+    /// There is room: the next waiting requests of a model are granted, in fair order.
+    Grant {
+        /// Of which model.
+        model: ModelKey,
+        /// How many.
+        count: u32,
+    },
 }
 
 /// How an attempt ended, as far as the engine's cache is concerned.
@@ -164,6 +248,8 @@ pub enum Outcome {
     /// The engine never ran it (no connection, an error before the first byte): blocks that only
     /// this attempt brought are given back.
     Discarded,
+    /// As kept, but the age of blocks that the attempt found cached is not renewed.
+    KeptUntouched,
 }
 
 /// Tokens and requests of one user over one flush interval of one replica. All fields add up.
@@ -181,6 +267,30 @@ pub struct Charge {
     pub started: u32,
     /// Requests that ended, whichever way.
     pub ended: u32,
+    /// Requests that began to wait for admission.
+    pub queued: u32,
+    /// Requests that stopped waiting, whichever way.
+    pub dequeued: u32,
+    /// Priced tokens charged ahead of what is not known yet.
+    pub advance: u64,
+    /// Priced tokens of this charge's counts that were charged ahead before.
+    pub settled: u64,
+}
+
+impl Charge {
+    /// Adds another charge of the same user. Saturates.
+    pub fn add(&mut self, other: &Self) {
+        self.user = other.user;
+        self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
+        self.input_cached = self.input_cached.saturating_add(other.input_cached);
+        self.output = self.output.saturating_add(other.output);
+        self.started = self.started.saturating_add(other.started);
+        self.ended = self.ended.saturating_add(other.ended);
+        self.queued = self.queued.saturating_add(other.queued);
+        self.dequeued = self.dequeued.saturating_add(other.dequeued);
+        self.advance = self.advance.saturating_add(other.advance);
+        self.settled = self.settled.saturating_add(other.settled);
+    }
 }
 
 /// A backend as an operator describes it.

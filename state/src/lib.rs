@@ -4,14 +4,22 @@
 //! data in a [`command::Command`]; the same commands in the same order give the same state, the
 //! same replies and the same digest on every replica.
 
+pub mod admission;
 mod backends;
 pub mod codec;
 pub mod command;
 mod cow;
+pub mod exact;
+pub mod grants;
 pub mod ids;
+pub mod outputs;
 pub mod ownership;
+pub mod planted;
 pub mod policy;
 pub mod prefix;
+pub mod quotas;
+pub mod readers;
+pub mod service;
 mod state;
 pub mod users;
 mod validate;
@@ -19,6 +27,7 @@ pub mod view;
 
 pub use backends::Backend;
 pub use state::{
-    AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Broken, CorruptSnapshot, Frozen, Registry,
-    RouterState, SNAPSHOT_VERSION, SessionView, TIME_STEP_MS_MAX, Undecodable, View,
+    AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Broken, CorruptSnapshot, Frozen, LeaseView,
+    RESTORE_IDLE_MS_MAX, ReadBackup, Registry, RestoreView, RouterState, SNAPSHOT_VERSION,
+    SessionView, StagedBackup, TIME_STEP_MS_MAX, Undecodable, View,
 };

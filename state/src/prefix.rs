@@ -8,7 +8,7 @@
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
-use crate::ids::{BlockHash, UserKey};
+use crate::ids::{BlockHash, ModelKey, UserKey};
 
 /// Largest block, in bytes, that is hashed from the stack.
 const INLINE_BYTES: usize = 512;
@@ -47,6 +47,12 @@ pub fn root(hash_seed: u64, scope: &Scope<'_>) -> u64 {
 #[must_use]
 pub fn user_key(hash_seed: u64, name: &str) -> UserKey {
     UserKey(xxh3_64_with_seed(name.as_bytes(), hash_seed))
+}
+
+/// A model's key: as [`user_key`], of its name.
+#[must_use]
+pub fn model_key(hash_seed: u64, name: &str) -> ModelKey {
+    ModelKey(xxh3_64_with_seed(name.as_bytes(), hash_seed))
 }
 
 /// Appends the hashes of the full blocks of `bytes` to `out`.
@@ -97,9 +103,23 @@ pub fn continue_bytes(
 /// # Panics
 /// When `block_size` is 0.
 pub fn chain_tokens(root: u64, tokens: &[u32], block_size: usize, out: &mut Vec<BlockHash>) {
+    continue_tokens(root, None, tokens, block_size, out);
+}
+
+/// As [`chain_tokens`], for `tokens` that follow the block `last`; `None`: they are the first.
+///
+/// # Panics
+/// When `block_size` is 0.
+pub fn continue_tokens(
+    root: u64,
+    last: Option<BlockHash>,
+    tokens: &[u32],
+    block_size: usize,
+    out: &mut Vec<BlockHash>,
+) {
     assert!(block_size > 0, "block size is 0");
     out.reserve(tokens.len() / block_size);
-    let mut link = None;
+    let mut link = last.map(|last| last.0);
     let mut buffer = [0_u8; LINK_BYTES + INLINE_BYTES];
     for block in tokens.chunks_exact(block_size) {
         let hash = if block_size * 4 <= INLINE_BYTES {
@@ -203,7 +223,12 @@ mod tests {
             let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
             let mut hashes = Vec::new();
             chain_tokens(root, &tokens, block_size, &mut hashes);
-            prop_assert_eq!(hashes, chain_by_definition(root, &bytes, block_size * 4));
+            prop_assert_eq!(&hashes, &chain_by_definition(root, &bytes, block_size * 4));
+            let half = hashes.len() / 2;
+            let mut in_parts = hashes[..half].to_vec();
+            let last = in_parts.last().copied();
+            continue_tokens(root, last, &tokens[half * block_size..], block_size, &mut in_parts);
+            prop_assert_eq!(in_parts, hashes);
         }
 
         #[test]

@@ -4,10 +4,11 @@
 
 mod common;
 
-use common::{block, chain, envelope, sample, snapshot, spec};
+use common::{block, chain, envelope, measured, measured_sample, snapshot, spec};
 use state::RouterState;
+use state::admission::AdmissionSettings;
 use state::command::{Charge, Command, EngineFacts, Item, Lane, Outcome, UserSpec};
-use state::ids::{BackendRef, Incarnation, LogIndex, ReplicaId, SessionId, Slot};
+use state::ids::{BackendRef, Incarnation, LogIndex, ModelKey, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
@@ -152,6 +153,7 @@ fn batch(handle: BackendRef) -> Command {
         output: u64::MAX,
         started: u32::MAX,
         ended: 1,
+        ..Charge::default()
     }));
     let facts = EngineFacts {
         models: None,
@@ -172,9 +174,16 @@ fn exercise(mut state: RouterState) {
         slot: Slot(7),
         incarnation: Incarnation(1),
     };
+    let samples = handles.iter().map(|handle| measured(*handle, ModelKey(1)));
+    let heard = handles.iter().flat_map(|handle| {
+        let runs = [(1, 0), (1, 1), (2, 0)];
+        runs.map(|(publisher, seq)| common::heard(*handle, publisher, seq))
+    });
+    let samples: Vec<Command> = samples.chain(heard).collect();
     let batches = handles.into_iter().chain([other]).map(batch);
     let name = |name: &str| name.to_owned();
-    let commands = batches.chain([
+    let commands = samples.into_iter().chain(batches).chain([
+        Command::PutAdmission(AdmissionSettings::default()),
         Command::PutBackend(spec("c", 3, Some(1))),
         Command::PutBackend(spec("b", 9, Some(1))),
         Command::PutBackend(spec("d", 4, Some(1))),
@@ -205,7 +214,7 @@ fn exercise(mut state: RouterState) {
 
 #[test]
 fn a_forged_snapshot_is_refused_or_harmless() {
-    let original = snapshot(&sample());
+    let original = snapshot(&measured_sample());
     let mut numbers = Numbers(1);
     let mut taken = 0;
     for _ in 0..IMAGES {

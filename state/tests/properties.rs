@@ -7,15 +7,22 @@ use std::collections::BTreeMap;
 use common::{block, chain, envelope, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
+use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
 use state::codec;
 use state::command::{
-    BackendSpec, Charge, Command, EngineFacts, Envelope, Item, Lane, Outcome, Reply, UserSpec,
+    BackendSpec, Charge, Command, EngineFacts, Envelope, Item, Lane, Outcome, Reject, Reply,
+    UserSpec,
 };
+use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
+use state::grants::Wait;
 use state::ids::{
-    AttemptId, BackendRef, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
+    AttemptId, BackendRef, EngineHash, Incarnation, LogIndex, ModelKey, ReplicaId, RestoreId,
+    SessionId, Slot, Ticket, UserKey,
 };
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
+use state::quotas::UserLimits;
+use state::service::ServiceSample;
 
 /// One log entry, or a replica that is rebuilt from a snapshot.
 #[derive(Debug, Clone)]
@@ -29,6 +36,12 @@ enum Step {
     },
     Skip,
     Rebuild,
+    /// Keeps the state as it is.
+    Backup,
+    /// Brings back what was kept last; one of the replicas is rebuilt meanwhile, or reads ahead.
+    Restore {
+        is_rebuilt: bool,
+    },
 }
 
 fn path() -> impl Strategy<Value = Vec<u8>> {
@@ -85,21 +98,13 @@ fn item() -> impl Strategy<Value = Item> {
         attempt,
         new: chain(&path),
     });
-    let outcome = prop_oneof![Just(Outcome::Kept), Just(Outcome::Discarded)];
+    let outcome = prop_oneof![
+        Just(Outcome::Kept),
+        Just(Outcome::KeptUntouched),
+        Just(Outcome::Discarded),
+    ];
     let release =
         (attempt(), outcome).prop_map(|(attempt, outcome)| Item::Release { attempt, outcome });
-    let charge = (user(), count(), count(), count(), 0_u32..3, 0_u32..3).prop_map(
-        |((user, _), input_uncached, input_cached, output, started, ended)| {
-            Item::Charge(Charge {
-                user,
-                input_uncached,
-                input_cached,
-                output,
-                started,
-                ended,
-            })
-        },
-    );
     let define = (user(), user())
         .prop_map(|((key, own), (_, other))| {
             [
@@ -108,7 +113,118 @@ fn item() -> impl Strategy<Value = Item> {
             ]
         })
         .prop_flat_map(|names| (0_usize..2).prop_map(move |which| names[which].clone()));
-    let observe = (
+    let ticket = || (0_u64..6).prop_map(Ticket);
+    let wait = (ticket(), 0_u64..2, user(), 0_i16..2, 0_u32..500).prop_map(
+        |(ticket, model, (user, _), priority, tokens)| {
+            Item::Wait(Wait {
+                ticket,
+                model: ModelKey(model),
+                user,
+                priority,
+                tokens,
+            })
+        },
+    );
+    let leave = ticket().prop_map(|ticket| Item::Leave { ticket });
+    let grant = (0_u64..2, 0_u32..3).prop_map(|(model, count)| Item::Grant {
+        model: ModelKey(model),
+        count,
+    });
+    prop_oneof![
+        2 => wait, 1 => leave, 1 => grant,
+        8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
+        1 => observe(), 1 => service(), 1 => outputs(), 6 => kv(),
+    ]
+}
+
+/// Whatever a reader might tell, sound or not.
+fn kv() -> impl Strategy<Value = Item> {
+    let engine = |path: &[u8]| EngineHash(block(path).0 ^ 1);
+    let stored = (prop::option::weighted(0.5, path()), path(), any::<bool>()).prop_map(
+        move |(parent, path, is_honest)| {
+            let before = parent.clone().unwrap_or_default();
+            let whole: Vec<u8> = before.iter().chain(&path).copied().collect();
+            let blocks = (before.len() + 1..=whole.len()).map(|end| {
+                let engine = engine(&whole[..end]);
+                let router = if is_honest { &whole[..end] } else { &path[..] };
+                (engine, block(router))
+            });
+            KvEvent::Stored {
+                parent: parent.map(|path| engine(&path)),
+                blocks: blocks.collect(),
+            }
+        },
+    );
+    let removed = prop::collection::vec(path(), 0..4).prop_map(move |paths| KvEvent::Removed {
+        blocks: paths.iter().map(|path| engine(path)).collect(),
+    });
+    let event = prop_oneof![6 => stored, 4 => removed, 1 => Just(KvEvent::Cleared)];
+    let flags = (prop::bool::weighted(0.9), prop::bool::weighted(0.1));
+    let message = (
+        0_u64..5,
+        0_u16..2,
+        flags,
+        prop::collection::vec(event, 0..4),
+    )
+        .prop_map(|(seq, part, (is_last, is_after_loss), events)| {
+            KvNews::Message(KvMessage {
+                seq,
+                mark: 3,
+                part: if is_last { 0 } else { part },
+                is_last,
+                is_after_loss,
+                events,
+            })
+        });
+    let news = prop_oneof![
+        2 => Just(KvNews::Begin),
+        12 => message,
+        6 => prop::option::of(0_u64..5).prop_map(|seq| KvNews::Current { seq }),
+        1 => Just(KvNews::Doubt(KvDoubt::Behind)),
+        1 => Just(KvNews::Refuse(KvRefusal::Models)),
+    ];
+    (backend(), 0_u16..2, 0_u64..3, news).prop_map(|(backend, rank, publisher, news)| {
+        Item::KvEvents(KvBatch {
+            backend,
+            rank,
+            publisher,
+            news,
+        })
+    })
+}
+
+fn charge() -> impl Strategy<Value = Item> {
+    let few = || 0_u32..3;
+    let requests = (few(), few(), few(), few());
+    (
+        user(),
+        count(),
+        count(),
+        count(),
+        requests,
+        (count(), count()),
+    )
+        .prop_map(
+            |((user, _), input_uncached, input_cached, output, requests, (advance, settled))| {
+                let (started, ended, queued, dequeued) = requests;
+                Item::Charge(Charge {
+                    user,
+                    input_uncached,
+                    input_cached,
+                    output,
+                    started,
+                    ended,
+                    queued,
+                    dequeued,
+                    advance,
+                    settled,
+                })
+            },
+        )
+}
+
+fn observe() -> impl Strategy<Value = Item> {
+    (
         backend(),
         prop::option::of(0_u32..12),
         prop::option::of(1_u64..5),
@@ -120,11 +236,80 @@ fn item() -> impl Strategy<Value = Item> {
                 started_at_s,
             };
             Item::ObserveEngine { backend, facts }
-        });
-    prop_oneof![
-        8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge, 1 => define,
-        1 => observe,
-    ]
+        })
+}
+
+fn outputs() -> impl Strategy<Value = Item> {
+    (user(), 0_u64..3, prop::collection::vec(0_u32..2000, 0..90)).prop_map(
+        |((user, _), model, tokens)| Item::ObserveOutputs {
+            user,
+            model: ModelKey(model),
+            tokens,
+        },
+    )
+}
+
+fn service() -> impl Strategy<Value = Item> {
+    let requests = prop::collection::vec(0_u64..5000, 0..40);
+    let few = || prop_oneof![9 => 0_u64..500, 1 => any::<u64>()];
+    (backend(), requests, 0_u32..40, few(), few(), few()).prop_map(
+        |(backend, requests, block_tokens, gaps, gap_us, gaps_at_limit)| {
+            Item::ObserveService(Box::new(ServiceSample {
+                ended: requests.len() as u32,
+                added_tokens: requests.iter().sum(),
+                added_squared: requests.iter().map(|tokens| tokens * tokens).sum(),
+                block_tokens,
+                gaps,
+                gap_us: gap_us.saturating_mul(10_000),
+                gap_running: gaps.saturating_mul(30),
+                gaps_at_limit,
+                ..ServiceSample::empty(backend)
+            }))
+        },
+    )
+}
+
+fn user_limits() -> impl Strategy<Value = UserLimits> {
+    let of = |most: u32| prop::option::of(0..most);
+    (of(5), of(900), of(4), of(100_000)).prop_map(|(requests, tokens, concurrent, window_ms)| {
+        UserLimits {
+            requests,
+            tokens: tokens.map(u64::from),
+            concurrent,
+            window_ms,
+        }
+    })
+}
+
+fn admission() -> impl Strategy<Value = AdmissionSettings> {
+    let concurrency = prop_oneof![
+        3 => Just(Concurrency::Adaptive),
+        1 => Just(Concurrency::Unlimited),
+        1 => (0_u32..3).prop_map(Concurrency::Fixed),
+    ];
+    (
+        concurrency,
+        0_u16..6,
+        0_u32..80_000,
+        0_u32..3,
+        user_limits(),
+    )
+        .prop_map(
+            |(concurrency, bins, inter_token_us, batch_min, user_limits)| {
+                let sla = SlaSettings {
+                    inter_token_us,
+                    batch_min,
+                    ..SlaSettings::default()
+                };
+                AdmissionSettings {
+                    concurrency,
+                    bins,
+                    sla,
+                    user_limits,
+                    ..AdmissionSettings::default()
+                }
+            },
+        )
 }
 
 fn command() -> impl Strategy<Value = Command> {
@@ -151,7 +336,10 @@ fn command() -> impl Strategy<Value = Command> {
             Command::PutUser(UserSpec { name, weight_milli })
         }),
         1 => Just(Command::PutPolicy(PolicyConfig::LeastRequest)),
+        1 => (user(), user_limits())
+            .prop_map(|((_, name), limits)| Command::PutUserLimits { name, limits }),
         1 => expire,
+        1 => admission().prop_map(Command::PutAdmission),
         1 => Just(common::init()),
     ]
 }
@@ -168,7 +356,13 @@ fn step() -> impl Strategy<Value = Step> {
             command,
         },
     );
-    prop_oneof![30 => apply, 1 => Just(Step::Skip), 1 => Just(Step::Rebuild)]
+    prop_oneof![
+        30 => apply,
+        1 => Just(Step::Skip),
+        1 => Just(Step::Rebuild),
+        1 => Just(Step::Backup),
+        1 => any::<bool>().prop_map(|is_rebuilt| Step::Restore { is_rebuilt }),
+    ]
 }
 
 /// Two replicas of one log; one of them is rebuilt now and then.
@@ -178,6 +372,7 @@ struct Pair {
     /// Last of each sequence, to be able to repeat it.
     sent: BTreeMap<(u8, u64, u8), Envelope>,
     counters: BTreeMap<UserKey, u64>,
+    backup: Vec<u8>,
 }
 
 impl Pair {
@@ -188,7 +383,9 @@ impl Pair {
             rebuilt: RouterState::new(),
             sent,
             counters,
+            backup: Vec::new(),
         };
+        pair.steady.view().want_users();
         pair.apply(&envelope(1, 1, Lane::Admin, 1, common::init()));
         pair.apply(&envelope(
             1,
@@ -197,7 +394,48 @@ impl Pair {
             2,
             Command::PutBackend(spec("0", 1, Some(8))),
         ));
+        pair.backup = snapshot(&pair.steady);
         pair
+    }
+
+    /// Applies the next command of replica 1's first run.
+    fn apply_next(&mut self, command: Command) -> Reply {
+        let key = (1, 1, Lane::Admin as u8);
+        let seq = self.sent.get(&key).map_or(2, |last| last.origin.seq) + 1;
+        let envelope = envelope(1, 1, Lane::Admin, seq, command);
+        let reply = self.apply(&envelope);
+        self.sent.insert(key, envelope);
+        reply
+    }
+
+    /// Brings the backup in, if the run that asks for it is not over.
+    fn restore(&mut self, is_rebuilt: bool) {
+        let restore = RestoreId(7);
+        let begin = Command::BeginRestore {
+            restore,
+            force: true,
+        };
+        if let Reply::Rejected(Reject::StaleSession { .. }) = self.apply_next(begin) {
+            return;
+        }
+        let part = Command::RestorePart {
+            restore,
+            number: 0,
+            bytes: self.backup.clone(),
+        };
+        assert_eq!(self.apply_next(part), Reply::Applied);
+        let bytes = self.backup.len() as u64;
+        let finish = Command::FinishRestore { restore, bytes };
+        if is_rebuilt {
+            self.rebuilt = restored(&snapshot(&self.steady));
+        } else {
+            let staged = self.rebuilt.staged_backup(&finish);
+            let staged = staged.expect("all of it is there");
+            self.rebuilt.prepare(staged.read());
+        }
+        assert_eq!(self.apply_next(finish), Reply::Applied);
+        // What counters were is what the backup says.
+        self.counters.clear();
     }
 
     fn apply(&mut self, envelope: &Envelope) -> Reply {
@@ -250,6 +488,8 @@ impl Pair {
                 self.rebuilt.skip(index);
             }
             Step::Rebuild => self.rebuilt = restored(&snapshot(&self.steady)),
+            Step::Backup => self.backup = snapshot(&self.steady),
+            Step::Restore { is_rebuilt } => self.restore(is_rebuilt),
         }
         assert_eq!(
             self.steady.digest(),

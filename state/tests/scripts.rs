@@ -123,6 +123,7 @@ fn item(state: &RouterState, words: &[&str]) -> Item {
             output: u64::from(number(words[3])),
             started: number(words[4]),
             ended: number(words[5]),
+            ..Charge::default()
         }),
         "name" => Item::DefineUser {
             key,

@@ -12,6 +12,8 @@
 //! | 3 define user | 0 | 0 | key (8 bytes), name |
 //! | 4 charge | bits 3-7: which of its five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
+//! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Bits that say nothing are 0, and refused
 //! otherwise, so that a later version can give them a meaning.
@@ -23,8 +25,9 @@ use bincode::enc::write::Writer;
 use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 
+use super::kv;
 use crate::command::{Charge, Item, Outcome};
-use crate::ids::{BackendRef, BlockHash, Incarnation, Slot, UserKey};
+use crate::ids::{BackendRef, BlockHash, Incarnation, ModelKey, Slot, Ticket, UserKey};
 
 const ACQUIRE: u8 = 0;
 const MATERIALIZE: u8 = 1;
@@ -32,10 +35,24 @@ const RELEASE: u8 = 2;
 const DEFINE_USER: u8 = 3;
 const CHARGE: u8 = 4;
 const OBSERVE_ENGINE: u8 = 5;
+const KV_EVENTS: u8 = 6;
+const RARE: u8 = 7;
+
+/// Which of the rare kinds, above [`RARE`].
+mod rare {
+    pub(super) const SERVICE: u8 = 0;
+    pub(super) const OUTPUTS: u8 = 1;
+    pub(super) const WAIT: u8 = 2;
+    pub(super) const LEAVE: u8 = 3;
+    pub(super) const GRANT: u8 = 4;
+    pub(super) const CHARGE: u8 = 5;
+}
 
 const KIND_BITS: u32 = 3;
 const FLAG: u8 = 1 << KIND_BITS;
 const COUNT_SHIFT: u32 = 4;
+/// Of a release: kept without a touch. Releases name no blocks.
+const UNTOUCHED: u8 = 1 << COUNT_SHIFT;
 /// The count does not fit the tag and follows as an integer.
 const COUNT_FOLLOWS: u8 = 15;
 
@@ -62,14 +79,7 @@ impl Encode for Item {
                 put(encoder, u64::from(*attempt))?;
                 put_blocks(encoder, new)
             }
-            Self::Release { attempt, outcome } => {
-                let flag = match outcome {
-                    Outcome::Kept => 0,
-                    Outcome::Discarded => FLAG,
-                };
-                put_byte(encoder, RELEASE | flag)?;
-                put(encoder, u64::from(*attempt))
-            }
+            Self::Release { attempt, outcome } => put_release(encoder, *attempt, *outcome),
             Self::DefineUser { key, name } => {
                 put_byte(encoder, DEFINE_USER)?;
                 key.0.to_le_bytes().encode(encoder)?;
@@ -80,6 +90,37 @@ impl Encode for Item {
                 put_byte(encoder, OBSERVE_ENGINE)?;
                 put_backend(encoder, *backend)?;
                 facts.encode(encoder)
+            }
+            Self::KvEvents(batch) => {
+                put_byte(encoder, KV_EVENTS | kv::flags(batch) << KIND_BITS)?;
+                kv::put_batch(encoder, batch)
+            }
+            Self::ObserveService(sample) => {
+                put_rare(encoder, rare::SERVICE)?;
+                sample.encode(encoder)
+            }
+            Self::ObserveOutputs {
+                user,
+                model,
+                tokens,
+            } => {
+                put_rare(encoder, rare::OUTPUTS)?;
+                user.0.to_le_bytes().encode(encoder)?;
+                model.0.to_le_bytes().encode(encoder)?;
+                tokens.encode(encoder)
+            }
+            Self::Wait(wait) => {
+                put_rare(encoder, rare::WAIT)?;
+                wait.encode(encoder)
+            }
+            Self::Leave { ticket } => {
+                put_rare(encoder, rare::LEAVE)?;
+                put(encoder, ticket.0)
+            }
+            Self::Grant { model, count } => {
+                put_rare(encoder, rare::GRANT)?;
+                model.0.to_le_bytes().encode(encoder)?;
+                put(encoder, u64::from(*count))
             }
         }
     }
@@ -125,6 +166,10 @@ impl<C> Decode<C> for Item {
                     outcome,
                 })
             }
+            RELEASE if tag == RELEASE | UNTOUCHED => Ok(Self::Release {
+                attempt: get_u32(decoder)?,
+                outcome: Outcome::KeptUntouched,
+            }),
             DEFINE_USER if tag == DEFINE_USER => {
                 let key = get_user(decoder)?;
                 Ok(Self::DefineUser {
@@ -132,7 +177,7 @@ impl<C> Decode<C> for Item {
                     name: String::decode(decoder)?,
                 })
             }
-            CHARGE => get_charge(decoder, tag >> KIND_BITS),
+            CHARGE => get_charge(decoder, u16::from(tag >> KIND_BITS)),
             OBSERVE_ENGINE if tag == OBSERVE_ENGINE => {
                 let backend = get_backend(decoder)?;
                 Ok(Self::ObserveEngine {
@@ -140,14 +185,66 @@ impl<C> Decode<C> for Item {
                     facts: Decode::decode(decoder)?,
                 })
             }
-            _ => Err(DecodeError::OtherString(format!(
-                "no item has the tag {tag:#04x}"
-            ))),
+            KV_EVENTS => kv::get_batch(decoder, tag >> KIND_BITS).map(Self::KvEvents),
+            RARE => get_rare(decoder, tag),
+            _ => Err(no_item(tag)),
         }
     }
 }
 bincode::impl_borrow_decode!(Item);
 
+fn no_item(tag: u8) -> DecodeError {
+    DecodeError::OtherString(format!("no item has the tag {tag:#04x}"))
+}
+
+fn put_rare<E: Encoder>(encoder: &mut E, kind: u8) -> Result<(), EncodeError> {
+    put_byte(encoder, RARE | (kind << KIND_BITS))
+}
+
+fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
+    match tag >> KIND_BITS {
+        rare::SERVICE => Decode::decode(decoder).map(Item::ObserveService),
+        rare::OUTPUTS => Ok(Item::ObserveOutputs {
+            user: get_user(decoder)?,
+            model: get_model(decoder)?,
+            tokens: Decode::decode(decoder)?,
+        }),
+        rare::WAIT => Decode::decode(decoder).map(Item::Wait),
+        rare::LEAVE => Ok(Item::Leave {
+            ticket: Ticket(get(decoder)?),
+        }),
+        rare::GRANT => Ok(Item::Grant {
+            model: get_model(decoder)?,
+            count: get_u32(decoder)?,
+        }),
+        rare::CHARGE => get_long_charge(decoder),
+        _ => Err(no_item(tag)),
+    }
+}
+
+fn get_model<D: Decoder>(decoder: &mut D) -> Result<ModelKey, DecodeError> {
+    Ok(ModelKey(u64::from_le_bytes(<[u8; 8]>::decode(decoder)?)))
+}
+
+fn put_release<E: Encoder>(
+    encoder: &mut E,
+    attempt: u32,
+    outcome: Outcome,
+) -> Result<(), EncodeError> {
+    let flag = match outcome {
+        Outcome::Kept => 0,
+        Outcome::Discarded => FLAG,
+        Outcome::KeptUntouched => UNTOUCHED,
+    };
+    put_byte(encoder, RELEASE | flag)?;
+    put(encoder, u64::from(attempt))
+}
+
+/// Counts of a charge that the tag has room for.
+const COUNTS_SHORT: usize = 5;
+
+/// With a count beyond the first five, a rare item: which counts are not 0 as an integer, the user,
+/// these counts.
 fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
     let counts = [
         charge.input_uncached,
@@ -155,11 +252,27 @@ fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), Encode
         charge.output,
         u64::from(charge.started),
         u64::from(charge.ended),
+        u64::from(charge.queued),
+        u64::from(charge.dequeued),
+        charge.advance,
+        charge.settled,
     ];
-    let present = counts.iter().enumerate().fold(0, |bits, (place, count)| {
-        bits | (u8::from(*count != 0) << place)
-    });
-    put_byte(encoder, CHARGE | (present << KIND_BITS))?;
+    let present = counts
+        .iter()
+        .enumerate()
+        .fold(0_u16, |bits, (place, count)| {
+            bits | (u16::from(*count != 0) << place)
+        });
+    match u8::try_from(present)
+        .ok()
+        .filter(|it| it >> COUNTS_SHORT == 0)
+    {
+        Some(present) => put_byte(encoder, CHARGE | (present << KIND_BITS))?,
+        None => {
+            put_rare(encoder, rare::CHARGE)?;
+            put(encoder, u64::from(present))?;
+        }
+    }
     charge.user.0.to_le_bytes().encode(encoder)?;
     for count in counts.into_iter().filter(|count| *count != 0) {
         put(encoder, count)?;
@@ -167,32 +280,49 @@ fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), Encode
     Ok(())
 }
 
-fn get_charge<D: Decoder>(decoder: &mut D, present: u8) -> Result<Item, DecodeError> {
+fn get_long_charge<D: Decoder>(decoder: &mut D) -> Result<Item, DecodeError> {
+    let present = get(decoder)?;
+    if present >> COUNTS_SHORT == 0 || present >> 9 != 0 {
+        return Err(DecodeError::OtherString(format!(
+            "no charge has the counts {present:#b}"
+        )));
+    }
+    get_charge(decoder, narrow(present)?)
+}
+
+fn get_charge<D: Decoder>(decoder: &mut D, present: u16) -> Result<Item, DecodeError> {
     let user = get_user(decoder)?;
-    let mut counts = [0_u64; 5];
+    let mut counts = [0_u64; 9];
     for (place, count) in counts.iter_mut().enumerate() {
         if present & (1 << place) != 0 {
             *count = get(decoder)?;
         }
     }
-    let [input_uncached, input_cached, output, started, ended] = counts;
-    let (started, ended) = (narrow(started)?, narrow(ended)?);
+    let [input_uncached, input_cached, output, rest @ ..] = counts;
+    let [started, ended, queued, dequeued, advance, settled] = rest;
     Ok(Item::Charge(Charge {
         user,
         input_uncached,
         input_cached,
         output,
-        started,
-        ended,
+        started: narrow(started)?,
+        ended: narrow(ended)?,
+        queued: narrow(queued)?,
+        dequeued: narrow(dequeued)?,
+        advance,
+        settled,
     }))
 }
 
-fn put_backend<E: Encoder>(encoder: &mut E, backend: BackendRef) -> Result<(), EncodeError> {
+pub(super) fn put_backend<E: Encoder>(
+    encoder: &mut E,
+    backend: BackendRef,
+) -> Result<(), EncodeError> {
     put(encoder, u64::from(backend.slot.0))?;
     put(encoder, u64::from(backend.incarnation.0))
 }
 
-fn get_backend<D: Decoder>(decoder: &mut D) -> Result<BackendRef, DecodeError> {
+pub(super) fn get_backend<D: Decoder>(decoder: &mut D) -> Result<BackendRef, DecodeError> {
     let slot = Slot(narrow(get(decoder)?)?);
     Ok(BackendRef {
         slot,
@@ -234,11 +364,11 @@ fn get_blocks<D: Decoder>(decoder: &mut D, count: u8) -> Result<Vec<BlockHash>, 
     Ok(blocks)
 }
 
-fn put_byte<E: Encoder>(encoder: &mut E, byte: u8) -> Result<(), EncodeError> {
+pub(super) fn put_byte<E: Encoder>(encoder: &mut E, byte: u8) -> Result<(), EncodeError> {
     encoder.writer().write(&[byte])
 }
 
-fn get_byte<D: Decoder>(decoder: &mut D) -> Result<u8, DecodeError> {
+pub(super) fn get_byte<D: Decoder>(decoder: &mut D) -> Result<u8, DecodeError> {
     decoder.claim_bytes_read(1)?;
     let mut byte = [0];
     decoder.reader().read(&mut byte)?;
@@ -246,7 +376,7 @@ fn get_byte<D: Decoder>(decoder: &mut D) -> Result<u8, DecodeError> {
 }
 
 /// Writes LEB128.
-fn put<E: Encoder>(encoder: &mut E, mut value: u64) -> Result<(), EncodeError> {
+pub(super) fn put<E: Encoder>(encoder: &mut E, mut value: u64) -> Result<(), EncodeError> {
     let mut bytes = [0_u8; 10];
     let mut length = 0;
     loop {
@@ -261,7 +391,7 @@ fn put<E: Encoder>(encoder: &mut E, mut value: u64) -> Result<(), EncodeError> {
 }
 
 /// Reads LEB128 of at most 64 bits.
-fn get<D: Decoder>(decoder: &mut D) -> Result<u64, DecodeError> {
+pub(super) fn get<D: Decoder>(decoder: &mut D) -> Result<u64, DecodeError> {
     let mut value = 0_u64;
     for shift in (0..64).step_by(7) {
         let byte = get_byte(decoder)?;
@@ -277,10 +407,10 @@ fn get<D: Decoder>(decoder: &mut D) -> Result<u64, DecodeError> {
     Err(DecodeError::Other("an integer of more than 64 bits"))
 }
 
-fn get_u32<D: Decoder>(decoder: &mut D) -> Result<u32, DecodeError> {
+pub(super) fn get_u32<D: Decoder>(decoder: &mut D) -> Result<u32, DecodeError> {
     narrow(get(decoder)?)
 }
 
-fn narrow<T: TryFrom<u64>>(value: u64) -> Result<T, DecodeError> {
+pub(super) fn narrow<T: TryFrom<u64>>(value: u64) -> Result<T, DecodeError> {
     T::try_from(value).map_err(|_| DecodeError::OtherString(format!("{value} is out of range")))
 }

@@ -1,10 +1,13 @@
 //! The wire form of commands and replies: a version byte, then bincode with a limit.
 //!
 //! Log entries live as long as the log does, so every format version stays readable and has golden
-//! bytes. What comes in is foreign: lengths are bounded before anything is allocated, trailing
+//! bytes. Versions only add kinds of commands and items, so one decoder reads them all. A command is
+//! written with the version that brought its kind: a replica of an earlier build reads what it knows, and of
+//! the rest it can tell which version it would need. What comes in is foreign: lengths are bounded before anything is allocated, trailing
 //! bytes are refused, nothing recurses.
 
 mod items;
+mod kv;
 mod replies;
 #[cfg(test)]
 mod tests;
@@ -12,10 +15,14 @@ mod tests;
 use bincode::{Decode, Encode};
 
 use crate::Undecodable;
-use crate::command::{Envelope, Reply};
+use crate::command::{Command, Envelope, Item, Reply};
 
-/// First byte of every encoded command and reply.
-pub const FORMAT_VERSION: u8 = 1;
+/// The newest version of commands. Their first byte is that of their kind, see [`format_of`].
+pub const FORMAT_VERSION: u8 = 3;
+/// The version that every build knows which may stand in one cluster with this one. Replies have it.
+pub const FORMAT_VERSION_COMMON: u8 = 2;
+/// The first version, which is still read.
+const FORMAT_VERSION_FIRST: u8 = 1;
 /// Longest encoded command, in bytes. Proposers stay far below it: an outbox flushes at 64 KiB and
 /// the admin API bounds its bodies.
 pub const ENVELOPE_BYTES_MAX: usize = 1 << 20;
@@ -25,13 +32,37 @@ const DECODE_BYTES_MAX: usize = 64 << 20;
 /// What decoding one section of a snapshot may allocate, in bytes.
 pub(crate) const SECTION_BYTES_MAX: usize = 256 << 20;
 
+/// The format version that a replica must know to apply `command`. Above [`FORMAT_VERSION_COMMON`] it
+/// is to be proposed only when all members know it: a replica stops at a command it cannot read.
+#[must_use]
+pub fn format_of(command: &Command) -> u8 {
+    match command {
+        Command::BeginRestore { .. }
+        | Command::RestorePart { .. }
+        | Command::FinishRestore { .. }
+        | Command::AbortRestore { .. } => 3,
+        Command::InitCluster { .. }
+        | Command::Batch { .. }
+        | Command::PutBackend(_)
+        | Command::DeleteBackend { .. }
+        | Command::SetDraining { .. }
+        | Command::PutUser(_)
+        | Command::PutPolicy(_)
+        | Command::ExpireSession { .. }
+        | Command::PutRouting(_)
+        | Command::PutAdmission(_)
+        | Command::PutUserLimits { .. }
+        | Command::AssignReaders(_) => FORMAT_VERSION_COMMON,
+    }
+}
+
 /// Encodes a command as one log entry's payload.
 ///
 /// # Panics
 /// When it is longer than [`ENVELOPE_BYTES_MAX`]: proposed, it would stop every replica.
 #[must_use]
 pub fn encode_envelope(envelope: &Envelope) -> Vec<u8> {
-    let bytes = encode(envelope);
+    let bytes = encode(format_of(&envelope.command), envelope);
     assert!(
         bytes.len() <= ENVELOPE_BYTES_MAX,
         "a command of {} bytes is above the limit of {ENVELOPE_BYTES_MAX}",
@@ -54,10 +85,16 @@ pub fn decode_envelope(bytes: &[u8]) -> Result<Envelope, Undecodable> {
     decode(bytes)
 }
 
+/// Bytes that `item` takes in a batch.
+#[must_use]
+pub fn item_bytes(item: &Item) -> usize {
+    to_bytes(item).len()
+}
+
 /// Encodes what applying a command answered.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
-    encode(reply)
+    encode(FORMAT_VERSION_COMMON, reply)
 }
 
 /// Decodes what [`encode_reply`] wrote.
@@ -95,19 +132,19 @@ pub(crate) fn from_bytes<T: Decode<()>, const LIMIT: usize>(bytes: &[u8]) -> Res
     ))
 }
 
-fn encode<T: Encode>(value: &T) -> Vec<u8> {
-    let mut bytes = vec![FORMAT_VERSION];
+fn encode<T: Encode>(version: u8, value: &T) -> Vec<u8> {
+    let mut bytes = vec![version];
     append_bytes(value, &mut bytes);
     bytes
 }
 
 fn decode<T: Decode<()>>(bytes: &[u8]) -> Result<T, Undecodable> {
     match bytes.split_first() {
-        Some((&FORMAT_VERSION, payload)) => {
+        Some((FORMAT_VERSION_FIRST..=FORMAT_VERSION, payload)) => {
             from_bytes::<T, DECODE_BYTES_MAX>(payload).map_err(Undecodable)
         }
         Some((version, _)) => Err(Undecodable(format!(
-            "format version {version}, {FORMAT_VERSION} expected"
+            "format version {version}, {FORMAT_VERSION} or an earlier one expected"
         ))),
         None => Err(Undecodable("no bytes".to_owned())),
     }

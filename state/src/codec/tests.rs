@@ -1,4 +1,4 @@
-//! Golden bytes of format version 1, and what foreign bytes can do: nothing.
+//! Golden bytes of the format, and what foreign bytes can do: nothing.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::command::{
 use crate::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, ReplicaId, SessionId, Slot, UserKey,
 };
-use crate::policy::{CostSettings, PolicyConfig};
+use crate::policy::{CostSettings, Hashing, PolicyConfig, Touch, VllmCacheAwareSettings};
 use crate::users::FairnessSettings;
 
 fn envelope(lane: Lane, command: Command) -> Envelope {
@@ -96,6 +96,7 @@ fn items() -> Vec<Item> {
         output: 70,
         started: 1,
         ended: 2,
+        ..Charge::default()
     };
     let facts = EngineFacts {
         models: Some(vec!["m".to_owned()]),
@@ -184,15 +185,15 @@ fn commands_have_their_bytes() {
         golden += &format!("{}\n", hex(&bytes));
     }
     expect![[r#"
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000002a00fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c01140102
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000001fbbc0200
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000002056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000003056770752d31
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000004056770752d3101
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000505616c696365fbd007
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000601
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000600fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c0114
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000070209
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b010000002a00fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c01140102
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000001fbbc0200
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000002056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000003056770752d31
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000004056770752d3101
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000505616c696365fbd007
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000601
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000600fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c0114
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b010000070209
     "#]].assert_eq(&golden);
 }
 
@@ -270,19 +271,39 @@ fn replies_have_their_bytes() {
         golden += &format!("{}\n", hex(&bytes));
     }
     expect![[r#"
-        0100
-        01010205fbbc0201
-        010200
-        0102010205fbbc0201
-        010300
-        010301
-        01030202
-        010303056770752d31
-        010304
-        010305
-        0103060375726c05612075726c
+        0200
+        02010205fbbc0201
+        020200
+        0202010205fbbc0201
+        020300
+        020301
+        02030202
+        020303056770752d31
+        020304
+        020305
+        0203060375726c05612075726c
     "#]]
     .assert_eq(&golden);
+}
+
+#[test]
+fn an_untouched_release_has_its_bytes() {
+    let release = Item::Release {
+        attempt: 5,
+        outcome: Outcome::KeptUntouched,
+    };
+    assert_eq!(to_bytes(&release), [0x12, 5]);
+    let read: Item = from_bytes::<_, 64>(&[0x12, 5]).unwrap();
+    assert_eq!(read, release);
+    assert!(from_bytes::<Item, 64>(&[0x1a, 5]).is_err());
+    let position = PolicyConfig::VllmCacheAware(VllmCacheAwareSettings {
+        hashing: Hashing::Position,
+        touch: Touch::Sampled,
+        ..VllmCacheAwareSettings::default()
+    });
+    let bytes = to_bytes(&position);
+    assert_eq!(bytes[bytes.len() - 2..], [1, 1], "the new words come last");
+    assert_eq!(from_bytes::<PolicyConfig, 64>(&bytes).unwrap(), position);
 }
 
 #[test]
@@ -315,7 +336,7 @@ fn what_is_no_command_is_refused_with_its_reason() {
     let good = encode_envelope(&envelope(Lane::Outbox, commands().remove(1)));
     let reason = |bytes: &[u8]| decode_envelope(bytes).unwrap_err().to_string();
     let mut other_version = good.clone();
-    other_version[0] = 2;
+    other_version[0] = FORMAT_VERSION + 1;
     let trailing = [&good[..], &[0]].concat();
     let reasons = [
         reason(&[]),
@@ -326,7 +347,7 @@ fn what_is_no_command_is_refused_with_its_reason() {
     ];
     expect![[r#"
         decode log entry: no bytes
-        decode log entry: format version 2, 1 expected
+        decode log entry: format version 4, 3 or an earlier one expected
         decode log entry: 1 trailing bytes after byte 28
         decode log entry: UnexpectedEnd { additional: 1 }
         decode log entry: 1048577 bytes, at most 1048576 expected"#]]
@@ -334,8 +355,18 @@ fn what_is_no_command_is_refused_with_its_reason() {
 }
 
 #[test]
+fn commands_of_the_first_version_are_read() {
+    for command in commands() {
+        let envelope = envelope(Lane::Admin, command);
+        let mut bytes = encode_envelope(&envelope);
+        bytes[0] = FORMAT_VERSION_FIRST;
+        assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
+    }
+}
+
+#[test]
 fn bits_without_a_meaning_are_refused() {
-    for tag in [1 | 8, 2 | 16, 3 | 8, 5 | 8, 6, 7, 255] {
+    for tag in [1 | 8, 2 | 32, 3 | 8, 5 | 8, 6 | 8, 7 | 5 << 3, 255] {
         let bytes = [&[tag][..], &[0; 64]].concat();
         assert!(
             from_bytes::<Item, DECODE_BYTES_MAX>(&bytes).is_err(),
@@ -425,11 +456,20 @@ proptest! {
     }
 
     #[test]
-    fn charges_survive(user: u64, counts: [u64; 3], started: u32, ended: u32) {
+    fn charges_survive(
+        user: u64,
+        counts: [u64; 3],
+        started: u32,
+        ended: u32,
+        more in prop::option::of(any::<(u32, u32, u64, u64)>()),
+    ) {
         let [input_uncached, input_cached, output] = counts;
+        let (queued, dequeued, advance, settled) = more.unwrap_or_default();
         let user = UserKey(user);
         let item =
-            Item::Charge(Charge { user, input_uncached, input_cached, output, started, ended });
+            Item::Charge(Charge {
+            user, input_uncached, input_cached, output, started, ended, queued, dequeued, advance, settled,
+        });
         prop_assert_eq!(from_bytes::<Item, DECODE_BYTES_MAX>(&to_bytes(&item)).unwrap(), item);
     }
 }

@@ -1,13 +1,15 @@
 //! A backend's records, in chunks that a snapshot shares and the writer copies on first change.
 //!
-//! A record is a block with its parent, how many children and open leases hold it, and when it was
-//! last released. Columns, not structs: 22 bytes a record, and a snapshot reads them in runs.
+//! A record is a block with its parent, how many children, open leases and reports of its engine hold
+//! it, and when it was last released. Columns, not structs: 23 bytes a record, and a snapshot reads
+//! them in runs.
 //! Records are named by index; a freed one joins a list that runs through the `parent` column, so
 //! that a frozen chunk is complete in itself.
 
 use std::sync::Arc;
 
 use crate::ids::BlockHash;
+use crate::ownership::index::Hashes;
 
 /// Records of one chunk. Copying one takes about two microseconds: the price of the first change
 /// of each chunk after a snapshot began.
@@ -33,6 +35,7 @@ pub(super) struct Chunk {
     meta: [u64; CHUNK_RECORDS],
     parent: [u32; CHUNK_RECORDS],
     leases: [u16; CHUNK_RECORDS],
+    reports: [u8; CHUNK_RECORDS],
 }
 
 impl Chunk {
@@ -41,6 +44,7 @@ impl Chunk {
         meta: [0; CHUNK_RECORDS],
         parent: [FREE_END; CHUNK_RECORDS],
         leases: [0; CHUNK_RECORDS],
+        reports: [0; CHUNK_RECORDS],
     };
 
     /// The record at `at`, `None` when it is free.
@@ -51,6 +55,7 @@ impl Chunk {
             parent,
             children: (self.meta[at] & CHILDREN) as u32,
             leases: self.leases[at],
+            reports: self.reports[at],
             epoch: self.meta[at] >> CHILDREN_BITS,
         })
     }
@@ -60,6 +65,7 @@ impl Chunk {
         self.meta[at] = record.epoch << CHILDREN_BITS | u64::from(record.children);
         self.parent[at] = record.parent;
         self.leases[at] = record.leases;
+        self.reports[at] = record.reports;
     }
 }
 
@@ -73,15 +79,18 @@ pub(super) struct Record {
     pub(super) children: u32,
     /// Open leases whose tip it is.
     pub(super) leases: u16,
+    /// Ranks of the engine that report it cached. No part of the digest nor of an image: it follows
+    /// from [`crate::exact`], which is.
+    pub(super) reports: u8,
     /// The backend's release count when it was last released as a tip, or the highest such of the
     /// descendants evicted since. 0: no lease over it was ever kept.
     pub(super) epoch: u64,
 }
 
 impl Record {
-    /// Whether nothing holds it: no lease ends here, no owned block follows.
+    /// Whether nothing holds it: no lease ends here, no owned block follows, no engine reports it.
     pub(super) fn is_free_leaf(&self) -> bool {
-        self.children == 0 && self.leases == 0
+        self.children == 0 && self.leases == 0 && self.reports == 0
     }
 }
 
@@ -193,6 +202,13 @@ impl Arena {
     pub(super) fn memory_bytes(&self) -> usize {
         let chunk = size_of::<Chunk>() + 2 * size_of::<usize>();
         self.chunks.len() * chunk + self.chunks.capacity() * size_of::<Arc<Chunk>>()
+    }
+}
+
+impl Hashes for Arena {
+    #[inline]
+    fn hash(&self, record: u32) -> BlockHash {
+        Arena::hash(self, record)
     }
 }
 

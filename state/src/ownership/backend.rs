@@ -13,6 +13,9 @@
 //! tip, and passed on only by a record that ends. So the order has no ties, and the index of a record,
 //! which may differ between replicas, decides nothing. A free leaf of epoch 0 does not exist: nobody
 //! ever kept it, so it went with the last lease that was discarded over it.
+//!
+//! What the engine itself reports is held by its reports (`reported`): it leaves when the engine says
+//! so, whoever pins it, and counts towards no capacity.
 
 use std::collections::BTreeSet;
 
@@ -20,6 +23,7 @@ use crate::ids::{BlockHash, Slot};
 use crate::ownership::arena::{Arena, EPOCH_MAX, NO_RECORD, Record};
 use crate::ownership::digest;
 use crate::ownership::index::Index;
+use crate::planted::{self, Bug};
 use crate::view::ViewWriter;
 
 /// Blocks whose memory is loaded together before they are changed.
@@ -50,6 +54,8 @@ pub(super) struct Backend {
     pub(super) evictable: BTreeSet<u64>,
     /// Blocks owned.
     pub(super) owned: u32,
+    /// Of these, how many the engine reports.
+    pub(super) reported: u32,
 }
 
 /// Where a walk along a chain ended.
@@ -71,6 +77,7 @@ impl Backend {
             index: Index::new(),
             evictable: BTreeSet::new(),
             owned: 0,
+            reported: 0,
         }
     }
 
@@ -122,7 +129,7 @@ impl Backend {
 
     /// Whether one more block fits among all backends' blocks, after evicting here if need be; but not
     /// `tip`, which is to get a child.
-    fn make_room(&mut self, common: &mut Common, tip: u32) -> bool {
+    pub(super) fn make_room(&mut self, common: &mut Common, tip: u32) -> bool {
         if common.owned < common.owned_max {
             return true;
         }
@@ -192,11 +199,16 @@ impl Backend {
         }
     }
 
-    /// Evicts while more is owned than the capacity allows and anything can go.
+    /// Evicts while more is owned than the capacity allows and anything can go. What the engine
+    /// reports does not count: what leases bring comes on top of it, until the engine reports that,
+    /// too, or what left for it.
     pub(super) fn trim(&mut self, common: &mut Common) {
-        let capacity = self.capacity.unwrap_or(u32::MAX);
-        while self.owned > capacity {
-            let group = (self.owned - capacity).min(GROUP_BLOCKS as u32);
+        let mut capacity = self.capacity.unwrap_or(u32::MAX);
+        if planted::is(Bug::CapacityOffByOne) {
+            capacity = capacity.saturating_add(1);
+        }
+        while self.unreported() > capacity {
+            let group = (self.unreported() - capacity).min(GROUP_BLOCKS as u32);
             self.warm_evictions(common, group as usize);
             for _ in 0..group {
                 if !self.evict(common) {
@@ -204,6 +216,11 @@ impl Backend {
                 }
             }
         }
+    }
+
+    /// Blocks owned because of leases alone.
+    pub(super) fn unreported(&self) -> u32 {
+        self.owned - self.reported
     }
 
     /// As [`Self::warm`], for the blocks that are likely to go next: the path of the first leaf.
@@ -223,15 +240,21 @@ impl Backend {
         self.warm(common, &path[..length]);
     }
 
-    /// Removes `block` and all that follows it, whoever holds it; answers how many.
-    pub(super) fn remove(&mut self, common: &mut Common, block: BlockHash) -> u32 {
+    /// Removes `block` and all that follows it, whoever holds it; answers how many, and adds to
+    /// `outlived` the tips of leases among them.
+    pub(super) fn remove(
+        &mut self,
+        common: &mut Common,
+        block: BlockHash,
+        outlived: &mut Vec<BlockHash>,
+    ) -> u32 {
         let Some(index) = self.find(block) else {
             return 0;
         };
         let parent = self.arena.get(index).parent;
         let before = self.owned;
         let leaves = self.leaves_below(index);
-        self.fell(common, leaves, parent);
+        self.fell(common, leaves, parent, outlived);
         if parent != NO_RECORD {
             // What only the removed blocks were kept for may have nobody left to keep it.
             self.give_back(common, parent);
@@ -242,13 +265,16 @@ impl Backend {
         removed
     }
 
-    /// Removes everything. Only readers are told block by block, children before parents; the rest
-    /// is dropped whole.
-    pub(super) fn clear(&mut self, common: &mut Common) {
+    /// Removes everything; adds to `outlived` the tips of leases. Only readers are told block by block,
+    /// children before parents; the rest is dropped whole.
+    pub(super) fn clear(&mut self, common: &mut Common, outlived: &mut Vec<BlockHash>) {
         let mut group = Vec::with_capacity(GROUP_BLOCKS);
         let mut children: Vec<u32> = vec![0; self.arena.len() as usize];
         for (index, record) in self.arena.live() {
             children[index as usize] = record.children;
+            if record.leases > 0 {
+                outlived.push(record.hash);
+            }
         }
         for (leaf, record) in self.arena.live() {
             if record.children > 0 {
@@ -283,7 +309,7 @@ impl Backend {
     }
 
     /// Adds a block behind `parent`; readers see it from here on.
-    fn insert(&mut self, common: &mut Common, block: BlockHash, parent: u32) -> u32 {
+    pub(super) fn insert(&mut self, common: &mut Common, block: BlockHash, parent: u32) -> u32 {
         let parent_hash = (parent != NO_RECORD).then(|| {
             let mut record = self.arena.get(parent);
             self.unsettle(parent, &record);
@@ -296,6 +322,7 @@ impl Backend {
             parent,
             children: 0,
             leases: 0,
+            reports: 0,
             epoch: 0,
         };
         let index = self.arena.insert(record);
@@ -308,9 +335,18 @@ impl Backend {
         index
     }
 
+    /// The epoch of the free leaf that goes first.
+    pub(super) fn first_epoch(&self) -> Option<u64> {
+        self.evictable.first().map(|key| key >> 24)
+    }
+
     /// Evicts the first free leaf in order; `false` when there is none.
-    fn evict(&mut self, common: &mut Common) -> bool {
-        let Some(key) = self.evictable.pop_first() else {
+    pub(super) fn evict(&mut self, common: &mut Common) -> bool {
+        let key = match planted::is(Bug::EvictsByPlace) {
+            true => self.pop_by_place(),
+            false => self.evictable.pop_first(),
+        };
+        let Some(key) = key else {
             return false;
         };
         let index = record_of(key);
@@ -322,6 +358,13 @@ impl Backend {
         true
     }
 
+    /// As a planted bug would choose: where a record lies may differ between replicas.
+    fn pop_by_place(&mut self) -> Option<u64> {
+        let first = self.evictable.iter().min_by_key(|key| record_of(**key));
+        let first = first.copied()?;
+        self.evictable.take(&first)
+    }
+
     /// Removes a record without children that is not in `evictable`, and hands its epoch to its
     /// parent, which the caller settles.
     fn remove_leaf(&mut self, common: &mut Common, index: u32, record: &Record) {
@@ -330,6 +373,7 @@ impl Backend {
         self.sum = self.sum.wrapping_sub(self.digest_of(record));
         common.owned -= 1;
         self.owned -= 1;
+        self.reported -= u32::from(record.reports > 0);
         self.arena.remove(index);
         if record.parent != NO_RECORD {
             let parent = self.arena.get(record.parent);
@@ -349,13 +393,22 @@ impl Backend {
 
     /// Removes `leaves` and upwards from each as far as it leaves none behind, up to `end`. Children
     /// go before their parents, so that no reader finds a gap.
-    fn fell(&mut self, common: &mut Common, leaves: Vec<u32>, end: u32) {
+    fn fell(
+        &mut self,
+        common: &mut Common,
+        leaves: Vec<u32>,
+        end: u32,
+        outlived: &mut Vec<BlockHash>,
+    ) {
         for leaf in leaves {
             let mut index = leaf;
             while index != end {
                 let record = self.arena.get(index);
                 if record.children > 0 {
                     break;
+                }
+                if record.leases > 0 {
+                    outlived.push(record.hash);
                 }
                 self.unsettle(index, &record);
                 self.remove_leaf(common, index, &record);
@@ -405,15 +458,16 @@ impl Backend {
     }
 
     /// Puts a free leaf among those that may be evicted.
-    fn settle(&mut self, index: u32) {
+    pub(super) fn settle(&mut self, index: u32) {
         let record = self.arena.get(index);
-        if record.is_free_leaf() {
+        let is_pinned_leaf = record.children == 0 && record.leases > 0;
+        if record.is_free_leaf() || is_pinned_leaf && planted::is(Bug::EvictsPinned) {
             self.evictable.insert(key(index, &record));
         }
     }
 
     /// Takes a record that will not be a free leaf of this epoch any more out of the evictable ones.
-    fn unsettle(&mut self, index: u32, record: &Record) {
+    pub(super) fn unsettle(&mut self, index: u32, record: &Record) {
         // Fresh records are free leaves for a moment, but they are never in the set.
         if record.is_free_leaf() && record.epoch > 0 {
             self.evictable.remove(&key(index, record));

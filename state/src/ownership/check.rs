@@ -14,7 +14,8 @@ impl Ownership {
     /// - `I1` ownership is prefix-closed: every block's parent is owned, and no block is its own
     ///   ancestor.
     /// - `I2` the published view shows exactly the owned blocks.
-    /// - `I3` a backend owns more than its capacity only while nothing can be evicted; counts agree.
+    /// - `I3` a backend owns more than its capacity beside what its engine reports only while nothing
+    ///   can be evicted; counts agree.
     /// - `I6` pins are right: a record counts the children it has and the leases that end at it, the
     ///   evictable ones are exactly those nothing holds, and each of them was kept by some release.
     /// - `I8` the digest equals the one computed from scratch.
@@ -49,6 +50,30 @@ impl Ownership {
         if (owned, self.common.view.pairs()) != (self.common.owned, owned) {
             let view = self.common.view.pairs();
             return broken("I2", format!("{owned} owned, {view} shown, {:?}", self));
+        }
+        Ok(())
+    }
+
+    /// Checks `I23`, given what each slot's engine reports: once per rank and block.
+    pub(crate) fn check_reports(
+        &self,
+        reports: &dyn Fn(Slot) -> Vec<BlockHash>,
+    ) -> Result<(), String> {
+        for backend in self.backends.iter().flatten() {
+            let slot = backend.slot;
+            let mut expected = BTreeMap::<BlockHash, u8>::new();
+            for block in reports(slot) {
+                *expected.entry(block).or_default() += 1;
+            }
+            for (_, record) in backend.arena.live() {
+                let reports = expected.remove(&record.hash).unwrap_or(0);
+                if reports != record.reports {
+                    return Err(format!("{slot}: {reports} ranks report {record:?}"));
+                }
+            }
+            if let Some((block, _)) = expected.first_key_value() {
+                return Err(format!("{slot}: {block} is reported and not owned"));
+            }
         }
         Ok(())
     }
@@ -91,9 +116,10 @@ impl Ownership {
 fn check_backend(backend: &Backend) -> Result<(), Broken> {
     let slot = backend.slot;
     let mut children = vec![0_u32; backend.arena.len() as usize];
-    let (mut owned, mut free_leaves, mut leaves) = (0, 0, Vec::new());
+    let (mut owned, mut reported, mut free_leaves, mut leaves) = (0, 0, 0, Vec::new());
     for (index, record) in backend.arena.live() {
         owned += 1;
+        reported += u32::from(record.reports > 0);
         free_leaves += usize::from(record.is_free_leaf());
         if record.parent != NO_RECORD {
             children[record.parent as usize] += 1;
@@ -119,13 +145,20 @@ fn check_backend(backend: &Backend) -> Result<(), Broken> {
             format!("{slot}: {owned} records, counted {}", backend.owned),
         );
     }
+    if reported != backend.reported {
+        let counted = backend.reported;
+        return broken(
+            "I3",
+            format!("{slot}: {reported} reported, counted {counted}"),
+        );
+    }
     if backend.evictable.len() != free_leaves {
         return broken(
             "I6",
             format!("{slot}: {} evictable", backend.evictable.len()),
         );
     }
-    if backend.capacity.is_some_and(|most| owned > most) && free_leaves > 0 {
+    if backend.capacity.is_some_and(|most| owned - reported > most) && free_leaves > 0 {
         let capacity = backend.capacity;
         return broken(
             "I3",

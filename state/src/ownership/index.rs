@@ -2,13 +2,12 @@
 //!
 //! An entry is a record index with eight bits of the hash as a tag; the hash itself stands in the
 //! arena, which is asked only when the tag agrees. That makes 4.7 to 6.1 bytes a record. A table of
-//! `u32` that doubles (hashbrown) takes 5.7 to 11.4, which with the 22 of the arena and the 14 to 16
+//! `u32` that doubles (hashbrown) takes 5.7 to 11.4, which with the 23 of the arena and the 14 to 16
 //! of the view would break the bound of 48; and it would rehash a million entries in one go. Here a
 //! segment has at most [`SEGMENT_RECORDS_MAX`] records, then it splits, so that no insertion takes
 //! longer than rebuilding two of them.
 
 use crate::ids::BlockHash;
-use crate::ownership::arena::Arena;
 use crate::view::{mix, spread};
 
 /// Records of a segment; one more and it splits.
@@ -30,8 +29,14 @@ const UNUSED: u32 = u32::MAX;
 /// An entry whose record is gone.
 const REMOVED: u32 = u32::MAX - 1;
 
+/// Where the hash of a record is looked up.
+pub(crate) trait Hashes {
+    /// The hash of a record that the index holds.
+    fn hash(&self, record: u32) -> BlockHash;
+}
+
 /// See the module's text.
-pub(super) struct Index {
+pub(crate) struct Index {
     /// Bits of the hash that choose in `directory`.
     depth: u32,
     /// Segment by the upper `depth` bits of the mixed hash.
@@ -50,7 +55,7 @@ struct Segment {
 }
 
 impl Index {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             depth: 0,
             directory: vec![0],
@@ -59,7 +64,7 @@ impl Index {
     }
 
     /// An empty index that takes `records` of uniform hash without a split.
-    pub(super) fn with_room(records: usize) -> Self {
+    pub(crate) fn with_room(records: usize) -> Self {
         let segments = records
             .div_ceil(SEGMENT_RECORDS_MAX / 4 * 3)
             .next_power_of_two();
@@ -76,7 +81,7 @@ impl Index {
 
     /// The record of `block`.
     #[inline]
-    pub(super) fn find(&self, block: BlockHash, arena: &Arena) -> Option<u32> {
+    pub(crate) fn find(&self, block: BlockHash, records: &impl Hashes) -> Option<u32> {
         let mixed = mix(block);
         let entries = &self.segments[self.segment_of(mixed)].entries;
         let tag = tag(block);
@@ -86,7 +91,7 @@ impl Index {
             if entry == UNUSED {
                 return None;
             }
-            if entry & !RECORD == tag && entry != REMOVED && arena.hash(entry & RECORD) == block {
+            if entry & !RECORD == tag && entry != REMOVED && records.hash(entry & RECORD) == block {
                 return Some(entry & RECORD);
             }
             at = if at + 1 == entries.len() { 0 } else { at + 1 };
@@ -95,7 +100,7 @@ impl Index {
 
     /// Loads the entries that lookups of `blocks` begin with; the sum is for the compiler, that it may
     /// not leave the loads out.
-    pub(super) fn warm(&self, blocks: &[BlockHash]) -> u32 {
+    pub(crate) fn warm(&self, blocks: &[BlockHash]) -> u32 {
         let load = |&block: &BlockHash| {
             let mixed = mix(block);
             let entries = &self.segments[self.segment_of(mixed)].entries;
@@ -105,24 +110,24 @@ impl Index {
     }
 
     /// Adds a record that the arena holds and the index does not.
-    pub(super) fn insert(&mut self, block: BlockHash, record: u32, arena: &Arena) {
+    pub(crate) fn insert(&mut self, block: BlockHash, record: u32, records: &impl Hashes) {
         let mixed = mix(block);
         let mut id = self.segment_of(mixed);
         if self.segments[id].live as usize >= SEGMENT_RECORDS_MAX
             && self.segments[id].depth < DEPTH_MAX
         {
-            self.split(id, arena);
+            self.split(id, records);
             id = self.segment_of(mixed);
         }
         let segment = &mut self.segments[id];
         if (segment.used as usize + 1) * 100 > segment.entries.len() * LOAD_MAX {
-            segment.rebuild(arena);
+            segment.rebuild(records);
         }
         segment.put(mixed, tag(block) | record);
     }
 
     /// Removes a record; the arena need not hold it any more.
-    pub(super) fn remove(&mut self, block: BlockHash, record: u32) {
+    pub(crate) fn remove(&mut self, block: BlockHash, record: u32) {
         let mixed = mix(block);
         let id = self.segment_of(mixed);
         let segment = &mut self.segments[id];
@@ -146,14 +151,14 @@ impl Index {
     }
 
     /// Records in the index.
-    pub(super) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.segments
             .iter()
             .map(|segment| u64::from(segment.live))
             .sum()
     }
 
-    pub(super) fn memory_bytes(&self) -> usize {
+    pub(crate) fn memory_bytes(&self) -> usize {
         let entries: usize = self.segments.iter().map(|s| size_of_val(&*s.entries)).sum();
         entries
             + self.segments.capacity() * size_of::<Segment>()
@@ -167,7 +172,7 @@ impl Index {
     }
 
     /// Shares a segment's records out to two by the next bit of their hash.
-    fn split(&mut self, id: usize, arena: &Arena) {
+    fn split(&mut self, id: usize, records: &impl Hashes) {
         let depth = self.segments[id].depth;
         if depth == self.depth {
             self.directory = self.directory.iter().flat_map(|&id| [id, id]).collect();
@@ -178,14 +183,14 @@ impl Index {
         let is_upper = |mixed: u64| mixed >> (63 - depth) & 1 == 1;
         let upper = old
             .records()
-            .filter(|&entry| is_upper(mixed(entry, arena)))
+            .filter(|&entry| is_upper(mixed(entry, records)))
             .count();
         let mut halves = [
             Segment::new(old.live as usize - upper, depth + 1),
             Segment::new(upper, depth + 1),
         ];
         for entry in old.records() {
-            let mixed = mixed(entry, arena);
+            let mixed = mixed(entry, records);
             halves[usize::from(is_upper(mixed))].put(mixed, entry);
         }
         let [lower, upper] = halves;
@@ -230,10 +235,10 @@ impl Segment {
         self.entries[at] = entry;
     }
 
-    fn rebuild(&mut self, arena: &Arena) {
+    fn rebuild(&mut self, records: &impl Hashes) {
         let mut fresh = Self::new(self.live as usize, self.depth);
         for entry in self.records() {
-            fresh.put(mixed(entry, arena), entry);
+            fresh.put(mixed(entry, records), entry);
         }
         *self = fresh;
     }
@@ -244,8 +249,8 @@ fn tag(block: BlockHash) -> u32 {
     (block.0 as u32) << 24
 }
 
-fn mixed(entry: u32, arena: &Arena) -> u64 {
-    mix(arena.hash(entry & RECORD))
+fn mixed(entry: u32, records: &impl Hashes) -> u64 {
+    mix(records.hash(entry & RECORD))
 }
 
 #[inline]

@@ -12,7 +12,8 @@ mod arena;
 mod backend;
 mod check;
 mod digest;
-mod index;
+pub(crate) mod index;
+mod reports;
 mod snapshot;
 
 #[cfg(all(test, not(loom)))]
@@ -22,10 +23,12 @@ mod tests;
 
 use crate::command::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
+use crate::planted::{self, Bug};
 use crate::view::{BlockView, SHARDS, ViewWriter};
 use arena::NO_RECORD;
 use backend::{Backend, Common};
 
+pub(crate) use reports::Refused;
 pub use snapshot::FrozenOwnership;
 
 /// Most blocks owned over all backends. A backend that inserts beyond it evicts its own; what it
@@ -42,8 +45,9 @@ pub struct Ownership {
 /// A dispatch's hold on a backend's blocks: pins its deepest block, and through parent links all
 /// before it, until given to [`Ownership::release`].
 ///
-/// It is plain data, so that it can be stored. One that outlived its blocks (the backend was
-/// cleared) is harmless: extending or releasing it changes nothing.
+/// It is plain data, so that it can be stored. One whose tip was taken away under it
+/// ([`Ownership::remove`], [`Ownership::clear`] say which) must be forgotten by who keeps it: the block
+/// may come back, and another lease with it, which this one would release.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Lease {
     /// The backend.
@@ -52,6 +56,19 @@ pub struct Lease {
     pub tip: Option<BlockHash>,
     /// How many blocks this lease brought in itself.
     pub inserted: u32,
+}
+
+/// One owned block, as data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OwnedBlock {
+    /// The block.
+    pub block: BlockHash,
+    /// The block before it; `None`: it is a first one.
+    pub parent: Option<BlockHash>,
+    /// Open leases that end here.
+    pub leases: u16,
+    /// Ranks of the engine that report it.
+    pub reports: u8,
 }
 
 /// The tip an acquire names is not owned by that backend.
@@ -107,7 +124,7 @@ impl Ownership {
 
     /// Forgets the backend and all it owns. Leases on it must not be used any more.
     pub fn remove_backend(&mut self, slot: Slot) {
-        self.clear(slot);
+        self.clear(slot, &mut Vec::new());
         if let Some(place) = self.backends.get_mut(usize::from(slot.0)) {
             *place = None;
         }
@@ -148,7 +165,10 @@ impl Ownership {
             };
         };
         let from = match tip {
-            Some(tip) => backend.find(tip).ok_or(MissingTip)?,
+            Some(tip) => match backend.find(tip) {
+                None if planted::is(Bug::MissingTipIsFirst) => NO_RECORD,
+                found => found.ok_or(MissingTip)?,
+            },
             None => NO_RECORD,
         };
         let walk = backend.walk(common, from, new);
@@ -204,21 +224,43 @@ impl Ownership {
         backend.trim(common);
     }
 
+    /// As [`Self::release`] with `keep`, but the age of blocks that the lease found is not renewed:
+    /// they go when they would have gone without it. A lease that brought blocks touches the whole
+    /// path all the same, as does one whose tip nobody has released before: an age it must have.
+    #[allow(clippy::needless_pass_by_value)] // As above.
+    pub fn release_untouched(&mut self, lease: Lease) {
+        let Some((backend, common)) = self.backend_mut(lease.slot) else {
+            return;
+        };
+        let Some(tip) = lease.tip.and_then(|tip| backend.find(tip)) else {
+            return;
+        };
+        if !backend.unpin(tip) {
+            return;
+        }
+        if lease.inserted > 0 || backend.arena.get(tip).epoch == 0 {
+            backend.touch(tip);
+        } else {
+            backend.settle(tip);
+        }
+        backend.trim(common);
+    }
+
     /// Takes `block` and every block that follows it from `slot`, whoever pins them; answers how many
-    /// were owned. For an engine that says it dropped the block. A block that others follow costs a
-    /// look at every block of the backend, a leaf does not.
-    pub fn remove(&mut self, slot: Slot, block: BlockHash) -> u32 {
+    /// were owned, and adds to `outlived` those at which leases end: these leases are over. A block
+    /// that others follow costs a look at every block of the backend, a leaf does not.
+    pub fn remove(&mut self, slot: Slot, block: BlockHash, outlived: &mut Vec<BlockHash>) -> u32 {
         match self.backend_mut(slot) {
-            Some((backend, common)) => backend.remove(common, block),
+            Some((backend, common)) => backend.remove(common, block, outlived),
             None => 0,
         }
     }
 
-    /// Takes every block from `slot`, whoever pins them, and keeps the backend. For an engine that
-    /// says it dropped all.
-    pub fn clear(&mut self, slot: Slot) {
+    /// Takes every block from `slot`, whoever pins them, and keeps the backend. `outlived` as in
+    /// [`Self::remove`].
+    pub fn clear(&mut self, slot: Slot, outlived: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
-            backend.clear(common);
+            backend.clear(common, outlived);
         }
     }
 
@@ -227,6 +269,21 @@ impl Ownership {
     pub fn owned(&self, slot: Slot) -> u64 {
         self.backend(slot)
             .map_or(0, |backend| u64::from(backend.owned))
+    }
+
+    /// What `slot` owns, in no particular order.
+    pub fn blocks(&self, slot: Slot) -> impl Iterator<Item = OwnedBlock> {
+        let arena = self.backend(slot).map(|backend| &backend.arena);
+        let records = arena.into_iter().flat_map(|arena| {
+            let records = arena.live();
+            records.map(move |(_, record)| (arena, record))
+        });
+        records.map(|(arena, record)| OwnedBlock {
+            block: record.hash,
+            parent: (record.parent != NO_RECORD).then(|| arena.hash(record.parent)),
+            leases: record.leases,
+            reports: record.reports,
+        })
     }
 
     /// Blocks owned over all backends: a block that two own counts twice.

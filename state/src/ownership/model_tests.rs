@@ -322,6 +322,18 @@ impl Pair {
         self.real.release(lease, keep);
     }
 
+    /// Forgets the leases that are said to be over: exactly those whose tip is gone.
+    fn forget(&mut self, slot: u16, outlived: &[BlockHash]) {
+        let view = self.real.view();
+        self.leases.retain(|lease| {
+            let Some(tip) = lease.tip.filter(|_| lease.slot.0 == slot) else {
+                return true;
+            };
+            assert_ne!(view.owns(lease.slot, tip), outlived.contains(&tip));
+            !outlived.contains(&tip)
+        });
+    }
+
     fn apply(&mut self, op: &Op) {
         match op {
             Op::Acquire { slot, path, known } => {
@@ -345,12 +357,16 @@ impl Pair {
             Op::Remove { slot, path } => {
                 let (slot, chain) = (SLOTS[*slot], chain(path));
                 if let Some(&block) = chain.last() {
-                    self.real.remove(Slot(slot), block);
+                    let mut outlived = Vec::new();
+                    self.real.remove(Slot(slot), block, &mut outlived);
                     self.naive(slot).0.remove(block);
+                    self.forget(slot, &outlived);
                 }
             }
             Op::Clear { slot } => {
-                self.real.clear(Slot(SLOTS[*slot]));
+                let mut outlived = Vec::new();
+                self.real.clear(Slot(SLOTS[*slot]), &mut outlived);
+                self.forget(SLOTS[*slot], &outlived);
                 let naive = self.naive(SLOTS[*slot]).0;
                 naive.blocks.clear();
                 naive.leases.clear();
@@ -359,6 +375,7 @@ impl Pair {
                 let slot = SLOTS[*slot];
                 self.real.remove_backend(Slot(slot));
                 self.real.add_backend(Slot(slot), Some(8));
+                self.leases.retain(|lease| lease.slot != Slot(slot));
                 *self.naive(slot).0 = Naive {
                     capacity: Some(8),
                     ..Naive::default()
@@ -409,6 +426,8 @@ impl Pair {
                 .iter()
                 .take_while(|block| naive.blocks.contains_key(block));
             let owned = owned.count() as u32;
+            let by_position = self.real.view().match_by_position(&chain, Slot(slot));
+            assert_eq!(by_position, owned);
             (owned > 0).then_some((Slot(slot), owned))
         });
         let mut bisected = Vec::new();

@@ -27,6 +27,7 @@ use crate::ownership::Ownership;
 use crate::ownership::arena::{CHUNK_RECORDS, Chunk, EPOCH_MAX, NO_RECORD, RECORDS_MAX, Record};
 use crate::ownership::backend::{Backend, Common, GROUP_BLOCKS, key};
 use crate::ownership::index::Index;
+use crate::planted::{self, Bug};
 
 const MAGIC: &[u8; 8] = b"QUOROWNS";
 const FORMAT: u32 = 1;
@@ -75,6 +76,15 @@ impl Ownership {
     /// # Errors
     /// With the offset, from where `input` stood, of the section that is wrong; nothing changed then.
     pub fn restore(&mut self, input: &mut dyn Read) -> Result<(), CorruptSnapshot> {
+        self.restore_reported(input, &|_| Vec::new())
+    }
+
+    /// As [`Self::restore`], with what the engines report: by slot, once per rank and block.
+    pub(crate) fn restore_reported(
+        &mut self,
+        input: &mut dyn Read,
+        reports: &dyn Fn(Slot) -> Vec<BlockHash>,
+    ) -> Result<(), CorruptSnapshot> {
         let mut sections = Sections {
             input,
             section: 0,
@@ -96,7 +106,7 @@ impl Ownership {
             },
         };
         for _ in 0..backends {
-            fresh.read_backend(&mut sections)?;
+            fresh.read_backend(&mut sections, reports)?;
         }
         let digest = sections.next(16)?.u128();
         if digest != fresh.digest() {
@@ -106,13 +116,25 @@ impl Ownership {
             );
             return sections.corrupt(what);
         }
-        self.common.view.adopt(fresh.common.view);
-        self.common.owned = fresh.common.owned;
-        self.backends = fresh.backends;
+        self.adopt(fresh);
         Ok(())
     }
 
-    fn read_backend(&mut self, sections: &mut Sections<'_>) -> Result<(), CorruptSnapshot> {
+    /// Replaces the content by another one's. Readers keep their handles; until this returns they may
+    /// find parts of both.
+    pub(crate) fn adopt(&mut self, fresh: Self) {
+        if !planted::is(Bug::RestoreNotShown) {
+            self.common.view.adopt(fresh.common.view);
+        }
+        self.common.owned = fresh.common.owned;
+        self.backends = fresh.backends;
+    }
+
+    fn read_backend(
+        &mut self,
+        sections: &mut Sections<'_>,
+        reports: &dyn Fn(Slot) -> Vec<BlockHash>,
+    ) -> Result<(), CorruptSnapshot> {
         let head = sections.next(23)?;
         let slot = Slot(head.u16());
         let capacity = (head.u8() == 1, head.u32());
@@ -137,7 +159,7 @@ impl Ownership {
             rest -= count;
         }
         let read = backend
-            .rebuild(common)
+            .rebuild(common, &reports(slot))
             .map_err(|what| sections.fault(what))?;
         if read != owned {
             return sections.corrupt(format!("slot {slot} has {read} blocks, not {owned}"));
@@ -149,7 +171,7 @@ impl Ownership {
 impl Backend {
     /// Rebuilds from the records alone what an image leaves out; answers how many there are, or what
     /// is wrong with them.
-    fn rebuild(&mut self, common: &mut Common) -> Result<u32, String> {
+    fn rebuild(&mut self, common: &mut Common, reports: &[BlockHash]) -> Result<u32, String> {
         let live: Vec<u32> = self.arena.live().map(|(index, _)| index).collect();
         if common.owned + live.len() as u64 > common.owned_max {
             return Err(format!("more than {} blocks", common.owned_max));
@@ -160,6 +182,13 @@ impl Backend {
             let blocks: Vec<_> = group.iter().map(|&index| self.arena.hash(index)).collect();
             self.warm(common, &blocks);
             self.link(common, group)?;
+        }
+        for &block in reports {
+            let record = self.find(block);
+            let counted = record.is_some_and(|record| self.count_report(record));
+            if !counted {
+                return Err(format!("block {block} is reported and not owned"));
+            }
         }
         for &index in &live {
             let record = self.arena.get(index);
@@ -363,6 +392,7 @@ impl Sections<'_> {
                 parent: parents.u32(),
                 children: 0,
                 leases: leases.u16(),
+                reports: 0,
                 epoch: epochs.u40(),
             })
         });

@@ -8,8 +8,8 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{ByScore, Near, Policy, Ranks, product};
-use super::{Candidate, Reason, Request};
+use super::rank::{ByScore, Near, Needs, Policy, Ranks, product};
+use super::{Candidate, Prices, Reason, Request};
 use crate::command::Reject;
 use crate::validate::at_most;
 
@@ -59,9 +59,21 @@ impl Policy for CostSettings {
         )
     }
 
-    fn ranks<'a>(&'a self, request: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+    fn needs(&self) -> Needs<'_> {
+        Needs {
+            learnt: true,
+            ..Needs::default()
+        }
+    }
+
+    fn ranks<'a>(
+        &'a self,
+        request: &'a Request,
+        candidates: &'a [Candidate],
+    ) -> impl Ranks + use<'a> {
+        let usual = usual_prices(self, candidates);
         ByScore {
-            score: |candidate: &Candidate| score(self, request, candidate),
+            score: move |candidate: &Candidate| score(self, usual, request, candidate),
             near: Near::Permille(self.near_permille),
             prefers_prefix: true,
             reason: Reason::LeastCost,
@@ -69,8 +81,56 @@ impl Policy for CostSettings {
     }
 }
 
+/// What is taken for the prices of a candidate without any: the mean of the others', or the
+/// settings where nothing is learnt of anyone. A mix of learnt and set prices would send everything
+/// to one side, and what gets no requests is never learnt.
+pub(super) fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) -> Prices {
+    let (mut prefill_ns, mut decode_ns, mut count) = (0_u64, 0_u64, 0_u64);
+    for prices in candidates.iter().filter_map(|candidate| candidate.prices) {
+        prefill_ns += u64::from(prices.prefill_ns_per_token);
+        decode_ns += u64::from(prices.decode_ns_per_request);
+        count += 1;
+    }
+    let mean = |sum: u64, set: u32| {
+        let mean = sum.checked_div(count);
+        mean.map_or(set, |mean| u32::try_from(mean).unwrap_or(u32::MAX))
+    };
+    Prices {
+        prefill_ns_per_token: mean(prefill_ns, settings.prefill_ns_per_token),
+        decode_ns_per_request: mean(decode_ns, settings.decode_ns_per_request),
+        first_tokens: USUAL_FIRST_TOKENS,
+    }
+}
+
+/// First tokens that the usual prices count as: engines are more often alike than not, and the
+/// prices of like ones differ by noise, which would pull requests to the luckiest.
+const USUAL_FIRST_TOKENS: u32 = 64;
+
+/// A candidate's prices, drawn towards the usual ones as far as little is behind them.
+fn believed(own: Option<Prices>, usual: Prices) -> Prices {
+    let Some(own) = own else { return usual };
+    let all = (u64::from(own.first_tokens) + u64::from(usual.first_tokens)).max(1);
+    let mix = |own_ns: u32, usual_ns: u32| {
+        let sum = u64::from(own_ns)
+            .saturating_mul(u64::from(own.first_tokens))
+            .saturating_add(u64::from(usual_ns).saturating_mul(u64::from(usual.first_tokens)));
+        u32::try_from(sum / all).unwrap_or(u32::MAX)
+    };
+    Prices {
+        prefill_ns_per_token: mix(own.prefill_ns_per_token, usual.prefill_ns_per_token),
+        decode_ns_per_request: mix(own.decode_ns_per_request, usual.decode_ns_per_request),
+        first_tokens: own.first_tokens,
+    }
+}
+
 /// Nanoseconds until the first token, as predicted.
-pub(super) fn score(settings: &CostSettings, request: &Request, candidate: &Candidate) -> u64 {
+pub(super) fn score(
+    settings: &CostSettings,
+    usual: Prices,
+    request: &Request,
+    candidate: &Candidate,
+) -> u64 {
+    let prices = believed(candidate.prices, usual);
     let prefill_tokens = candidate
         .pending_prefill_tokens
         .saturating_add(request.uncached_tokens(candidate.matched));
@@ -78,11 +138,11 @@ pub(super) fn score(settings: &CostSettings, request: &Request, candidate: &Cand
         .kv_usage_permille
         .saturating_sub(settings.kv_pressure_from_permille);
     [
-        prefill_tokens.saturating_mul(u64::from(settings.prefill_ns_per_token)),
-        product(candidate.running, settings.decode_ns_per_request),
+        prefill_tokens.saturating_mul(u64::from(prices.prefill_ns_per_token)),
+        product(candidate.running, prices.decode_ns_per_request),
         product(candidate.waiting, settings.waiting_ns_per_request),
         product(pressure_permille, settings.kv_pressure_ns_per_permille),
-        eviction_ns(settings, request, candidate),
+        eviction_ns(settings, prices, request, candidate),
     ]
     .into_iter()
     .fold(0, u64::saturating_add)
@@ -91,11 +151,16 @@ pub(super) fn score(settings: &CostSettings, request: &Request, candidate: &Cand
 /// What others lose: the blocks a full cache gives up for this request's new ones, at the price of
 /// computing them again, as far as they are likely to be asked for again. Without it a backend that
 /// holds the one block all prompts share would draw every request while others stand empty.
-fn eviction_ns(settings: &CostSettings, request: &Request, candidate: &Candidate) -> u64 {
+fn eviction_ns(
+    settings: &CostSettings,
+    prices: Prices,
+    request: &Request,
+    candidate: &Candidate,
+) -> u64 {
     let new = request.blocks.saturating_sub(candidate.matched);
     let evicted = new.saturating_sub(candidate.free_blocks);
     product(evicted, request.tokens_per_block)
-        .saturating_mul(u64::from(settings.prefill_ns_per_token))
+        .saturating_mul(u64::from(prices.prefill_ns_per_token))
         .saturating_mul(u64::from(settings.eviction_permille))
         / 1000
 }

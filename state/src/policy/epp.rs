@@ -10,7 +10,7 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{Near, Needs, Policy, Rank, Ranks, product};
+use super::rank::{Near, Policy, Rank, Ranks, product};
 use super::{Candidate, Reason, Request};
 use crate::command::Reject;
 use crate::validate::{at_most, ensure};
@@ -66,13 +66,6 @@ impl Policy for EppSettings {
         )?;
         at_most("min_match_permille", self.min_match_permille, 1000)?;
         at_most("near_permille", self.near_permille, 1000)
-    }
-
-    fn needs(&self) -> Needs<'_> {
-        Needs {
-            listed_models: true,
-            ..Needs::default()
-        }
     }
 
     fn ranks<'a>(

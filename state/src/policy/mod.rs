@@ -28,12 +28,15 @@ mod tests;
 mod vllm_cache_aware;
 mod vtc_basic;
 
+use std::collections::BTreeMap;
+
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use self::rank::{Policy, Ranks, pick};
 use crate::command::Reject;
 use crate::ids::Slot;
+use crate::validate::{at_most, ensure, is_name};
 
 pub use chwbl::ChwblSettings;
 pub use cost::CostSettings;
@@ -42,7 +45,7 @@ pub use least_kv::LeastKvSettings;
 pub use lmetric::LmetricSettings;
 pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
-pub use rank::Needs;
+pub use rank::{MatchBy, Needs};
 pub use session::SessionSettings;
 pub use vllm_cache_aware::{Hashing, Touch, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
@@ -165,6 +168,58 @@ policies! {
     PrebleE2(settings: PrebleE2Settings), "preble-e2", settings;
 }
 
+/// Most models with a policy of their own.
+pub const MODEL_POLICIES_MAX: usize = 64;
+
+/// What routing follows beside the live policy: replicated, changed by `PUT /admin/v1/routing`.
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RoutingSettings {
+    /// Policies of models that do not follow the live one.
+    pub models: BTreeMap<String, PolicyConfig>,
+    /// Whether `cost` uses what it learnt of a backend in place of the constants in its settings.
+    pub learn: bool,
+    /// A backend whose prefix predictions are off by more than this, in thousandths of the prompt
+    /// tokens, is marked.
+    pub prediction_off_permille: u32,
+}
+
+impl Default for RoutingSettings {
+    fn default() -> Self {
+        Self {
+            models: BTreeMap::new(),
+            learn: true,
+            prediction_off_permille: 200,
+        }
+    }
+}
+
+impl RoutingSettings {
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        let is_few = self.models.len() <= MODEL_POLICIES_MAX;
+        ensure(is_few, "models", "at most 64 models")?;
+        for (model, policy) in &self.models {
+            ensure(is_name(model), "models", "model ids of 1 to 256 bytes")?;
+            policy.validate().map_err(|reject| match reject {
+                Reject::Invalid { field, expected } => Reject::Invalid {
+                    field: format!("models.{model}.{field}"),
+                    expected,
+                },
+                other => other,
+            })?;
+        }
+        at_most(
+            "prediction_off_permille",
+            self.prediction_off_permille,
+            1000,
+        )
+    }
+}
+
 impl PolicyConfig {
     /// The settings of `vtc-basic`, which say how long usage stays in the users' windows.
     pub(crate) fn vtc_basic(&self) -> Option<VtcBasicSettings> {
@@ -233,9 +288,21 @@ pub struct Candidate {
     pub kv_usage_permille: u32,
     /// Blocks it can take before it evicts any; `u32::MAX` while its capacity is unknown.
     pub free_blocks: u32,
-    /// Whether the engine itself lists the model, as it does a loaded LoRA adapter; for
-    /// [`Needs::listed_models`].
+    /// Whether the engine itself lists the model, as it does a loaded LoRA adapter.
     pub is_model_listed: bool,
+    /// What its work was learnt to cost; for [`Needs::learnt`], and `None` while that is not known.
+    pub prices: Option<Prices>,
+}
+
+/// What a backend's work costs before a first token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Prices {
+    /// Nanoseconds per uncached prompt token.
+    pub prefill_ns_per_token: u32,
+    /// Nanoseconds per request running.
+    pub decode_ns_per_request: u32,
+    /// First tokens behind them, faded: how much they count against those of others.
+    pub first_tokens: u32,
 }
 
 /// A decision: which candidate, and why.

@@ -3,7 +3,7 @@
 
 use std::cmp::Reverse;
 
-use super::{Candidate, Choice, Reason, Request, SessionSettings};
+use super::{Candidate, Choice, Reason, Request, SessionSettings, Touch};
 use crate::command::Reject;
 use crate::ids::Slot;
 
@@ -41,8 +41,22 @@ pub struct Needs<'a> {
     pub turn: bool,
     /// `Request::user`.
     pub user_tokens: bool,
-    /// `Candidate::is_model_listed`.
-    pub listed_models: bool,
+    /// `Candidate::prices`.
+    pub learnt: bool,
+    /// How leading blocks are to be found.
+    pub match_by: MatchBy,
+    /// When a request renews the age of blocks it finds cached.
+    pub touch: Touch,
+}
+
+/// How the leading blocks that a backend holds are found. The answer is the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MatchBy {
+    /// For all backends at once, by bisection over the sets of holders.
+    #[default]
+    Mask,
+    /// For each backend by itself, by binary search over positions.
+    Position,
 }
 
 /// A policy at work on one request.

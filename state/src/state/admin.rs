@@ -4,6 +4,7 @@
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::command::{BackendSpec, NAME_BYTES_MAX, Origin, Reject, UserSpec};
 use crate::ids::{ReplicaId, SessionId};
+use crate::planted::{self, Bug};
 use crate::policy::PolicyConfig;
 use crate::prefix::user_key;
 use crate::users::FairnessSettings;
@@ -46,7 +47,12 @@ impl RouterState {
             return Err(unknown_backend(name));
         };
         self.leases.forget_slot(slot);
-        self.ownership.remove_backend(slot);
+        self.service.forget(slot);
+        self.exact.forget(slot);
+        self.readers.forget(slot);
+        if !planted::is(Bug::RemovalStrandsBlocks) {
+            self.ownership.remove_backend(slot);
+        }
         self.note(origin, AuditAction::DeleteBackend, name);
         Ok(())
     }
@@ -105,7 +111,7 @@ impl RouterState {
         Ok(())
     }
 
-    fn note(&mut self, origin: &Origin, action: AuditAction, subject: String) {
+    pub(super) fn note(&mut self, origin: &Origin, action: AuditAction, subject: String) {
         let (index, at_ms, replica) = (self.applied, self.now_ms, origin.replica);
         self.audit.push(AuditEntry {
             index,
@@ -114,7 +120,7 @@ impl RouterState {
             action,
             subject,
         });
-        self.is_cold_changed = true;
+        self.is_cold_changed = !planted::is(Bug::RegistryNotFollowed);
     }
 }
 

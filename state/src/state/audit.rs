@@ -45,6 +45,16 @@ pub enum AuditAction {
     PutPolicy,
     /// What a replica had left open was closed.
     ExpireSession,
+    /// What routing follows beside the policy was replaced.
+    PutRouting,
+    /// How requests are admitted was replaced.
+    PutAdmission,
+    /// What a user may use was set.
+    PutUserLimits,
+    /// Backends' KV events were given other readers.
+    AssignReaders,
+    /// The state of a backup took the place of the one before.
+    Restore,
 }
 
 /// The ring of writes, oldest first.
@@ -57,6 +67,12 @@ impl Audit {
         if self.0.len() > AUDIT_ENTRIES_MAX {
             self.0.pop_front();
         }
+    }
+
+    /// Where the last restore stands, if the ring still knows of one.
+    pub(super) fn restored(&self) -> Option<LogIndex> {
+        let is_restore = |entry: &&AuditEntry| entry.action == AuditAction::Restore;
+        self.iter().rfind(is_restore).map(|entry| entry.index)
     }
 
     pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = &AuditEntry> {

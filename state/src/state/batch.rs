@@ -8,6 +8,7 @@ use super::RouterState;
 use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
 use crate::command::{BLOCKS_PER_ITEM_MAX, BatchReply, EngineFacts, Item, Outcome};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, UserKey};
+use crate::planted::{self, Bug};
 use crate::prefix::user_key;
 use crate::validate::is_name;
 
@@ -34,6 +35,7 @@ impl RouterState {
                 Fate::MissingTip(attempt) => reply.missing_tip.push(attempt),
             }
         }
+        self.exact.fade(&mut self.ownership, self.now_ms);
         reply
     }
 
@@ -61,10 +63,20 @@ impl RouterState {
             }
             Item::DefineUser { key, name } => self.define_user(key, &name),
             Item::Charge(charge) => {
-                self.users
-                    .charge(replica, &charge, &self.config.fairness, self.now_ms)
+                let terms = self.terms();
+                self.users.charge(replica, &charge, &terms, self.now_ms)
             }
             Item::ObserveEngine { backend, facts } => self.observe_engine(backend, facts),
+            Item::KvEvents(batch) => self.kv_events(&batch),
+            Item::ObserveService(sample) => self.observe_service(&sample),
+            Item::ObserveOutputs {
+                user,
+                model,
+                tokens,
+            } => self.observe_outputs(user, model, &tokens),
+            Item::Wait(wait) => self.wait_for_grant(replica, wait),
+            Item::Leave { ticket } => self.leave(replica, ticket),
+            Item::Grant { model, count } => self.grant(model, count),
         };
         if is_applied {
             Fate::Applied
@@ -113,11 +125,14 @@ impl RouterState {
         let Some(open) = self.leases.close(holder) else {
             return false;
         };
-        let keep = match outcome {
-            Outcome::Kept => true,
-            Outcome::Discarded => false,
-        };
-        self.ownership.release(open.lease(), keep);
+        match outcome {
+            Outcome::Kept => self.ownership.release(open.lease(), true),
+            Outcome::KeptUntouched => self.ownership.release_untouched(open.lease()),
+            Outcome::Discarded if planted::is(Bug::DiscardKeepsPin) => {}
+            Outcome::Discarded => self.ownership.release(open.lease(), false),
+        }
+        self.exact
+            .released(open.backend.slot, &self.ownership, self.now_ms);
         true
     }
 

@@ -2,21 +2,30 @@
 //!
 //! - **I1** Ownership is prefix-closed: a backend that owns a block owns every block before it.
 //! - **I2** The published read view shows exactly the owned blocks.
-//! - **I3** A backend owns at most its capacity, unless open leases pin more.
+//! - **I3** A backend owns, beside what its engine reports, at most its capacity, unless open leases
+//!   pin more.
 //! - **I4** Counters never fall, and what users were charged, forgotten ones included, adds up to
 //!   all charges applied.
 //! - **I5** No two backends share a slot, a name or a [`BackendRef`](crate::ids::BackendRef), and
 //!   every open lease is on a present life of a backend and of a replica that has a session.
 //! - **I6** A block's pins are the open leases that end in it plus the owned blocks right behind it.
-//! - **I7** A user's requests in flight are the sum over replicas that have a session, and who is
-//!   backlogged and who can be forgotten follows from it.
+//! - **I7** A user's requests in flight and waiting are the sum over replicas that have a session,
+//!   and who is backlogged, who waits and who can be forgotten follows from it.
 //! - **I8** The digest, kept as the state changes, equals one computed from scratch.
 //! - **I9** The published registry and index are those of the state.
+//! - **I20** Models and pairs whose output lengths are kept stay within their bounds, the pairs' order
+//!   and digest are those of the pairs, and the bins of every model ascend from above 0.
+//! - **I22** Of a backend whose KV events are followed exactly the blocks are reported that its ranks
+//!   hold, all of them known, and that lead to a first block over such blocks; counts, sums and bounds
+//!   agree.
+//! - **I23** A block counts as many reports as ranks report it, and no more than that.
+//!
+//! - **I18** Who waits for a grant stands in one place of one order and belongs to a replica with a
+//!   session; the published grants are those of the state.
 //!
 //! I4's "never fall" is about time: a check of one moment cannot see it; the property tests do.
 
 use super::RouterState;
-use super::published::Registry;
 
 /// An invariant of docs/ARCHITECTURE.md that does not hold.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -35,9 +44,14 @@ impl RouterState {
     /// The first broken one.
     pub fn check(&self) -> Result<(), Broken> {
         self.check_ownership()?;
+        self.check_exact()?;
         self.check_leases()?;
         self.users.check()?;
         self.check_users_in_flight()?;
+        self.check_waiting()?;
+        self.outputs
+            .check()
+            .map_err(|detail| broken("I20", detail))?;
         self.check_published()
     }
 
@@ -50,7 +64,20 @@ impl RouterState {
         self.ownership.check(tips)
     }
 
-    /// I5, and the leases' part of I8.
+    /// I22 and I23.
+    fn check_exact(&self) -> Result<(), Broken> {
+        let sound = self.exact.check();
+        sound.map_err(|detail| broken("I22", detail))?;
+        let mut followed = self.exact.conditions();
+        if let Some((backend, _)) = followed.find(|(it, _)| !self.backends.is_live(*it)) {
+            return Err(broken("I22", format!("{backend:?} is not there")));
+        }
+        let reports = |slot| self.exact.reports(slot);
+        let held = self.ownership.check_reports(&reports);
+        held.map_err(|detail| broken("I23", detail))
+    }
+
+    /// I5, and the leases' part of I8. What was measured is of present backends.
     fn check_leases(&self) -> Result<(), Broken> {
         self.backends
             .check()
@@ -59,6 +86,10 @@ impl RouterState {
             if !self.backends.is_live(lease.backend) || !self.sessions.contains(holder.replica) {
                 return Err(broken("I5", format!("{holder:?} holds {lease:?}")));
             }
+        }
+        let mut measured = self.service.slots();
+        if let Some(slot) = measured.find(|slot| self.backends.in_slot(*slot).is_none()) {
+            return Err(broken("I5", format!("slot {slot} is empty and measured")));
         }
         ensure(
             self.leases.is_consistent(),
@@ -71,13 +102,44 @@ impl RouterState {
     fn check_users_in_flight(&self) -> Result<(), Broken> {
         let stray = self
             .users
-            .replicas_in_flight()
+            .replicas_open()
             .find(|it| !self.sessions.contains(*it));
         match stray {
             None => Ok(()),
             Some(replica) => Err(broken(
                 "I7",
                 format!("replica {replica} has requests but no session"),
+            )),
+        }
+    }
+
+    /// I18, and the waiting list's part of I8.
+    fn check_waiting(&self) -> Result<(), Broken> {
+        ensure(
+            self.waiting.is_consistent(),
+            "I18",
+            "the orders of the waiting list differ from its entries",
+        )?;
+        let stray = self
+            .waiting
+            .replicas()
+            .find(|it| !self.sessions.contains(*it));
+        ensure(
+            *self.view.grants() == self.waiting.view(),
+            "I18",
+            "the published grants differ",
+        )?;
+        let users = self.view.users();
+        ensure(
+            users.is_none_or(|users| self.users.are(&users)),
+            "I9",
+            "the published users differ",
+        )?;
+        match stray {
+            None => Ok(()),
+            Some(replica) => Err(broken(
+                "I18",
+                format!("replica {replica} waits for grants but has no session"),
             )),
         }
     }
@@ -89,11 +151,21 @@ impl RouterState {
             "I8",
             "the digest of the registry differs",
         )?;
-        let registry = Registry::of(&self.config, &self.backends);
+        let registry = self.registry();
         ensure(
             *self.view.registry() == registry,
             "I9",
             "the published registry differs",
+        )?;
+        ensure(
+            **self.view.service() == self.service_view(),
+            "I9",
+            "the published service differs",
+        )?;
+        ensure(
+            self.view.outputs().is_of(&self.outputs),
+            "I9",
+            "the published output lengths differ",
         )?;
         ensure(
             self.view.applied() == self.applied,

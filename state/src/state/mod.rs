@@ -9,8 +9,10 @@ mod audit;
 mod batch;
 mod check;
 mod leases;
+mod live;
 mod published;
 mod report;
+mod restoring;
 mod sessions;
 mod snapshot;
 
@@ -18,20 +20,29 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::backends::{Backend, Backends, Effect};
+use crate::backends::{Backends, Effect};
 use crate::codec;
 use crate::command::{Command, Envelope, Origin, Reject, Reply};
 use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::ownership::Ownership;
-use crate::policy::{CostSettings, PolicyConfig};
+use crate::planted::{self, Bug};
+use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
 use crate::users::{self, FairnessSettings, Users};
 
+use crate::exact::Exact;
+use crate::grants::WaitingList;
+use crate::outputs::Outputs;
+use crate::readers::Readers;
+use crate::service::Service;
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 pub use check::Broken;
 use leases::Leases;
+use live::Settings;
 pub use published::{Registry, View};
-pub use report::SessionView;
+pub use report::{LeaseView, SessionView};
+use restoring::Staged;
+pub use restoring::{RESTORE_IDLE_MS_MAX, ReadBackup, RestoreView, StagedBackup};
 use sessions::{Admission, Sessions};
 pub use snapshot::{CorruptSnapshot, Frozen, SNAPSHOT_VERSION};
 
@@ -57,11 +68,28 @@ pub struct RouterState {
     leases: Leases,
     users: Users,
     audit: Audit,
-    /// Hash of config, backends and audit: they change rarely.
+    settings: Settings,
+    readers: Readers,
+    service: Service,
+    outputs: Outputs,
+    waiting: WaitingList,
+    exact: Exact,
+    /// A backup that is being brought in.
+    staged: Option<Staged>,
+    /// A backup that was read ahead of the command that switches to it. No part of the state: what
+    /// is in it follows from `staged`.
+    prepared: Option<ReadBackup>,
+    /// Hash of config, backends, audit, settings and readers: they change rarely.
     cold_digest: u128,
     /// Whether a command changed any of these, so that their hash and the published registry follow
     /// once it is applied: one batch may tell of a thousand engines.
     is_cold_changed: bool,
+    /// Whether a command changed what readers see of service.
+    is_service_changed: bool,
+    /// Whether a command changed what readers see of output lengths.
+    is_outputs_changed: bool,
+    /// Whether a command changed who waits for grants.
+    is_waiting_changed: bool,
     view: Arc<View>,
 }
 
@@ -110,7 +138,12 @@ impl RouterState {
         let backends = Backends::default();
         let view = Arc::new(View::new(
             ownership.view(),
-            Registry::of(&config, &backends),
+            Registry::of(
+                &config,
+                &backends,
+                &Settings::default(),
+                (&Exact::default(), &Readers::default()),
+            ),
         ));
         let mut state = Self {
             applied: LogIndex(0),
@@ -122,8 +155,19 @@ impl RouterState {
             leases: Leases::new(),
             users: Users::new(),
             audit: Audit::default(),
+            settings: Settings::default(),
+            readers: Readers::default(),
+            service: Service::default(),
+            outputs: Outputs::default(),
+            waiting: WaitingList::default(),
+            exact: Exact::default(),
+            staged: None,
+            prepared: None,
             cold_digest: 0,
             is_cold_changed: false,
+            is_service_changed: false,
+            is_outputs_changed: false,
+            is_waiting_changed: false,
             view,
         };
         state.cold_digest = state.hash_cold();
@@ -141,15 +185,24 @@ impl RouterState {
             Some(answer) => answer,
             None => {
                 self.pass_time(envelope.proposed_at_ms);
+                self.forget_idle_restore();
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
                 reply
             }
         };
-        if std::mem::take(&mut self.is_cold_changed) {
+        let is_cold_changed = std::mem::take(&mut self.is_cold_changed);
+        if is_cold_changed {
             self.cold_changed();
         }
+        if std::mem::take(&mut self.is_service_changed) {
+            self.view.publish_service(self.service_view());
+        }
+        if std::mem::take(&mut self.is_outputs_changed) {
+            self.view.publish_outputs(self.outputs.view());
+        }
         self.publish_for_policies();
+        self.publish_for_admission(is_cold_changed);
         self.view.publish_applied(index);
         reply
     }
@@ -174,6 +227,10 @@ impl RouterState {
     #[must_use]
     pub fn digest(&self) -> u128 {
         let [users, users_rest] = self.users.digest();
+        let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
+            true => 0,
+            false => xxh3_128(&codec::to_bytes(&self.sessions)),
+        };
         let parts = [
             u128::from(self.now_ms),
             self.cold_digest,
@@ -181,12 +238,13 @@ impl RouterState {
             self.leases.digest(),
             users,
             users_rest,
-            xxh3_128(&codec::to_bytes(&self.sessions)),
+            sessions,
         ];
-        let mut bytes = [0; 7 * 16];
-        for (place, part) in bytes.chunks_exact_mut(16).zip(parts) {
-            place.copy_from_slice(&part.to_le_bytes());
+        let mut bytes = Vec::with_capacity(16 * 16);
+        for part in parts {
+            bytes.extend(part.to_le_bytes());
         }
+        self.append_live_digest(&mut bytes);
         xxh3_128(&bytes)
     }
 
@@ -201,6 +259,13 @@ impl RouterState {
 
     /// Moves the replicated time to a proposer's, forwards only. The first command sets it.
     fn pass_time(&mut self, proposed_at_ms: u64) {
+        if planted::is(Bug::OwnClock) {
+            let ours_ms = proposed_at_ms.saturating_add(planted::own_clock_ms() % 8);
+            self.now_ms = self.now_ms.max(ours_ms);
+        }
+        if planted::is(Bug::TimeGoesBack) {
+            self.now_ms = self.now_ms.min(proposed_at_ms);
+        }
         let latest = match self.now_ms {
             0 => u64::MAX,
             now_ms => now_ms.saturating_add(TIME_STEP_MS_MAX),
@@ -249,17 +314,43 @@ impl RouterState {
             Command::ExpireSession { replica, session } => {
                 self.expire_session(origin, replica, session)
             }
+            Command::PutRouting(settings) => self.put_routing(origin, settings),
+            Command::PutAdmission(settings) => self.put_admission(origin, settings),
+            Command::PutUserLimits { name, limits } => self.put_user_limits(origin, name, limits),
+            Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
+            Command::BeginRestore { restore, force } => self.begin_restore(restore, force),
+            Command::RestorePart {
+                restore,
+                number,
+                bytes,
+            } => self.restore_part(restore, number, bytes),
+            Command::FinishRestore { restore, bytes } => {
+                self.finish_restore(origin, restore, bytes)
+            }
+            Command::AbortRestore { restore } => {
+                self.abort_restore(restore);
+                Ok(())
+            }
         };
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)
     }
 
     /// Ends what a replica has open: a run that is over keeps nothing.
     fn close_replica(&mut self, replica: ReplicaId) {
-        for lease in self.leases.close_replica(replica) {
+        let leases = match planted::is(Bug::ExpiryLeavesLeases) {
+            true => Vec::new(),
+            false => self.leases.close_replica(replica),
+        };
+        for lease in leases {
             // The engines went on without the replica: what they computed is cached.
             self.ownership.release(lease.lease(), true);
+            self.exact
+                .released(lease.backend.slot, &self.ownership, self.now_ms);
         }
-        self.users.close_replica(replica);
+        if !planted::is(Bug::ExpiryLeavesRequests) {
+            self.users.close_replica(replica);
+        }
+        self.close_waiting(replica);
     }
 
     /// Lets ownership and leases follow a change of a backend.
@@ -272,6 +363,8 @@ impl RouterState {
             }
             Effect::Begun(slot) => {
                 self.leases.forget_slot(slot);
+                self.service.forget(slot);
+                self.exact.forget(slot);
                 self.ownership.remove_backend(slot);
                 let capacity = self.capacity_blocks(slot);
                 self.ownership.add_backend(slot, capacity);
@@ -279,18 +372,23 @@ impl RouterState {
         }
     }
 
+    /// Blocks that the cache of the backend in `slot` is taken to hold: as the operator says, else
+    /// as the engine says, corrected by what its answers say.
     fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
-        self.backends
-            .in_slot(slot)
-            .and_then(Backend::capacity_blocks)
+        let backend = self.backends.in_slot(slot)?;
+        if backend.spec.capacity_blocks.is_some() {
+            return backend.spec.capacity_blocks;
+        }
+        let told = backend.facts.capacity_blocks?;
+        let figures = self.service.figures(slot);
+        Some(figures.map_or(told, |figures| figures.accuracy.corrected(told)))
     }
 
     /// Publishes what the live policy looks at beside registry and blocks.
     fn publish_for_policies(&mut self) {
-        let needs = self.config.policy.needs();
         let wants_all = self.view.wants_all();
-        if wants_all || needs.user_tokens {
-            let settings = self.config.policy.vtc_basic().unwrap_or_default();
+        if wants_all || self.vtc_basic().is_some() {
+            let settings = self.vtc_basic().unwrap_or_default();
             let lately = self.users.lately(self.now_ms, &settings);
             self.view.publish_lately(Some(lately));
         } else if self.view.publishes_lately() {
@@ -299,23 +397,41 @@ impl RouterState {
         }
     }
 
+    /// The settings that say how long usage stays in the users' windows, of which there is one: the
+    /// live policy's, else those of the first model by name with such a policy.
+    fn vtc_basic(&self) -> Option<VtcBasicSettings> {
+        let live = self.config.policy.vtc_basic();
+        let routing = self.settings.routing.iter();
+        let mut models = routing.flat_map(|routing| routing.models.values());
+        live.or_else(|| models.find_map(PolicyConfig::vtc_basic))
+    }
+
     /// After every change of config, backends or audit.
     fn cold_changed(&mut self) {
-        let window_ms = self.config.policy.vtc_basic().map_or(
+        let window_ms = self.vtc_basic().map_or(
             users::WINDOW_BUCKETS as u64 * users::WINDOW_BUCKET_MS,
             |settings| settings.window_ms(),
         );
         self.users.set_window_ms(window_ms);
         self.cold_digest = self.hash_cold();
-        self.view
-            .publish_registry(Registry::of(&self.config, &self.backends));
+        self.view.publish_registry(self.registry());
+        // Who stands where, limits and capacities follow from these.
+        self.is_service_changed = true;
+    }
+
+    /// What is published of the small part of the state.
+    fn registry(&self) -> Registry {
+        let kv = (&self.exact, &self.readers);
+        Registry {
+            restored: self.audit.restored(),
+            ..Registry::of(&self.config, &self.backends, &self.settings, kv)
+        }
     }
 
     fn hash_cold(&self) -> u128 {
-        xxh3_128(&codec::to_bytes(&(
-            &self.config,
-            &self.backends,
-            &self.audit,
-        )))
+        let mut bytes = codec::to_bytes(&(&self.config, &self.backends, &self.audit));
+        live::append_unless_default(&self.settings, &mut bytes);
+        live::append_unless_default(&self.readers, &mut bytes);
+        xxh3_128(&bytes)
     }
 }

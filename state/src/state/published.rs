@@ -3,13 +3,21 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use arc_swap::{ArcSwap, ArcSwapOption};
+use arc_swap::{ArcSwap, ArcSwapOption, Guard};
 
 use super::Config;
+use super::live::Settings;
+use crate::admission::{AdmissionSettings, UserFigures};
 use crate::backends::{Backend, Backends};
-use crate::ids::{LogIndex, UserKey};
-use crate::policy::{PolicyConfig, UserTokens};
-use crate::users::{FairnessSettings, Lately};
+use crate::exact::{Exact, KvCondition};
+use crate::grants::{GrantsView, WaitingList};
+use crate::ids::{BackendRef, LogIndex, ReplicaId, Slot, UserKey};
+use crate::outputs::OutputsView;
+use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
+use crate::quotas::Quota;
+use crate::readers::{Assignment, Readers};
+use crate::service::ServiceView;
+use crate::users::{FairnessSettings, Lately, UsersView};
 use crate::view::BlockView;
 
 /// What the hot path reads of the state, from any thread, without waiting for `apply`.
@@ -22,6 +30,12 @@ pub struct View {
     lately: ArcSwapOption<Lately>,
     /// Whether any policy may be asked for, live or not.
     wants_all: AtomicBool,
+    service: ArcSwap<ServiceView>,
+    outputs: ArcSwap<OutputsView>,
+    /// All users; `None` while nobody wants them.
+    users: ArcSwapOption<UsersView>,
+    wants_users: AtomicBool,
+    grants: ArcSwap<GrantsView>,
 }
 
 impl View {
@@ -32,6 +46,11 @@ impl View {
             applied: AtomicU64::new(0),
             lately: ArcSwapOption::empty(),
             wants_all: AtomicBool::new(false),
+            service: ArcSwap::default(),
+            outputs: ArcSwap::default(),
+            users: ArcSwapOption::empty(),
+            wants_users: AtomicBool::new(false),
+            grants: ArcSwap::default(),
         }
     }
 
@@ -39,6 +58,26 @@ impl View {
     #[must_use]
     pub fn registry(&self) -> Arc<Registry> {
         self.registry.load_full()
+    }
+
+    /// What was measured of the backends and what follows from it, as of the last change. Cheap:
+    /// meant for one decision, not to be kept.
+    #[must_use]
+    pub fn service(&self) -> Guard<Arc<ServiceView>> {
+        self.service.load()
+    }
+
+    /// Most requests that the backend in `slot` is given at once; `None`: as many as come.
+    #[must_use]
+    pub fn limit(&self, slot: Slot) -> Option<u32> {
+        self.service.load().limit(slot)
+    }
+
+    /// Output lengths, predictions and bins, as of the last change. Cheap: meant for one decision,
+    /// not to be kept.
+    #[must_use]
+    pub fn outputs(&self) -> Guard<Arc<OutputsView>> {
+        self.outputs.load()
     }
 
     /// Index up to which the state is applied. What that index brought can be read once this
@@ -65,6 +104,60 @@ impl View {
         self.wants_all.store(true, Ordering::Relaxed);
     }
 
+    /// From the next command on, has the users published: admission reads them for every request.
+    pub fn want_users(&self) {
+        self.wants_users.store(true, Ordering::Relaxed);
+    }
+
+    /// All users as of the last command that changed one; `None` before they are published. To be
+    /// held for one look only: while it is held, changing a user copies some more.
+    #[must_use]
+    pub fn users(&self) -> Option<Arc<UsersView>> {
+        self.users.load_full()
+    }
+
+    /// What orders of admission look at, of one user.
+    #[must_use]
+    pub fn user_figures(&self, user: UserKey) -> UserFigures {
+        let users = self.users.load();
+        users
+            .as_deref()
+            .map(|users| users.figures(user))
+            .unwrap_or_default()
+    }
+
+    /// A user's limits and what was used of them; without any bound before users are published.
+    #[must_use]
+    pub fn quota(&self, user: UserKey) -> Quota {
+        let users = self.users.load();
+        users
+            .as_deref()
+            .map(|users| users.quota(user))
+            .unwrap_or_default()
+    }
+
+    /// Grants that were made and not taken yet, and who waits for one.
+    #[must_use]
+    pub fn grants(&self) -> Arc<GrantsView> {
+        self.grants.load_full()
+    }
+
+    pub(super) fn wants_users(&self) -> bool {
+        self.wants_users.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn publishes_users(&self) -> bool {
+        self.users.load().is_some()
+    }
+
+    pub(super) fn publish_users(&self, users: UsersView) {
+        self.users.store(Some(Arc::new(users)));
+    }
+
+    pub(super) fn publish_grants(&self, waiting: &WaitingList) {
+        self.grants.store(Arc::new(waiting.view()));
+    }
+
     pub(super) fn wants_all(&self) -> bool {
         self.wants_all.load(Ordering::Relaxed)
     }
@@ -79,6 +172,14 @@ impl View {
 
     pub(super) fn publish_registry(&self, registry: Registry) {
         self.registry.store(Arc::new(registry));
+    }
+
+    pub(super) fn publish_service(&self, service: ServiceView) {
+        self.service.store(Arc::new(service));
+    }
+
+    pub(super) fn publish_outputs(&self, outputs: OutputsView) {
+        self.outputs.store(Arc::new(outputs));
     }
 
     pub(super) fn publish_applied(&self, index: LogIndex) {
@@ -99,16 +200,61 @@ pub struct Registry {
     pub fairness: FairnessSettings,
     /// By slot, ascending; free slots are absent.
     pub backends: Vec<Backend>,
+    /// What routing follows beside the policy; `None` while nobody has set it: the defaults.
+    pub routing: Option<RoutingSettings>,
+    /// How requests are admitted; `None` while nobody has set it: the defaults.
+    pub admission: Option<AdmissionSettings>,
+    /// How the ownership of backends is known whose KV events are read, by slot, ascending. Of the
+    /// others it is known by leases.
+    pub kv: Vec<(BackendRef, KvCondition)>,
+    /// Who reads which backend's KV events, by slot, ascending.
+    pub readers: Vec<Assignment>,
+    /// Where in the log the last restore stands, as far as the audit knows of one: what was told to the
+    /// state before has to be told again.
+    pub restored: Option<LogIndex>,
 }
 
 impl Registry {
-    pub(super) fn of(config: &Config, backends: &Backends) -> Self {
+    pub(super) fn of(
+        config: &Config,
+        backends: &Backends,
+        settings: &Settings,
+        (exact, readers): (&Exact, &Readers),
+    ) -> Self {
+        let reader = |backend: &Backend| {
+            Some(Assignment {
+                backend: backend.handle,
+                replica: readers.of(backend.handle.slot)?,
+            })
+        };
         Self {
             initialised: config.initialised,
             hash_seed: config.hash_seed,
             policy: config.policy.clone(),
             fairness: config.fairness,
             backends: backends.iter().cloned().collect(),
+            routing: settings.routing.clone(),
+            admission: settings.admission.clone(),
+            kv: exact.conditions().collect(),
+            readers: backends.iter().filter_map(reader).collect(),
+            restored: None,
         }
+    }
+
+    /// How the ownership of what stands in `slot` is known; `None`: by leases, as nobody reads its KV
+    /// events.
+    #[must_use]
+    pub fn kv(&self, slot: Slot) -> Option<KvCondition> {
+        let at = self.kv.binary_search_by_key(&slot, |(it, _)| it.slot);
+        at.ok().map(|at| self.kv[at].1)
+    }
+
+    /// Who reads the KV events of what stands in `slot`.
+    #[must_use]
+    pub fn reader(&self, slot: Slot) -> Option<ReplicaId> {
+        let at = self
+            .readers
+            .binary_search_by_key(&slot, |it| it.backend.slot);
+        at.ok().map(|at| self.readers[at].replica)
     }
 }

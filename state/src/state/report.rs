@@ -4,7 +4,11 @@ use serde::Serialize;
 
 use super::{AuditEntry, RouterState};
 use crate::backends::Backend;
-use crate::ids::{LogIndex, ReplicaId, SessionId, Slot, UserKey};
+use crate::exact::{KvMap, KvPosition, KvStatus};
+use crate::ids::{
+    AttemptId, BackendRef, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId, Slot, UserKey,
+};
+use crate::ownership::OwnedBlock;
 use crate::prefix::user_key;
 use crate::users::UserView;
 
@@ -21,6 +25,19 @@ pub struct SessionView {
     pub outbox_seq: u64,
     /// Last sequence number of its admin lane; 0 before the first.
     pub admin_seq: u64,
+}
+
+/// An open lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LeaseView {
+    /// Which replica holds it.
+    pub replica: ReplicaId,
+    /// For which dispatch.
+    pub attempt: AttemptId,
+    /// On which backend.
+    pub backend: BackendRef,
+    /// Deepest block it holds; `None`: none.
+    pub tip: Option<BlockHash>,
 }
 
 impl RouterState {
@@ -54,6 +71,11 @@ impl RouterState {
         self.ownership.owned(slot)
     }
 
+    /// What the backend in `slot` owns, in no particular order.
+    pub fn owned(&self, slot: Slot) -> impl Iterator<Item = OwnedBlock> {
+        self.ownership.blocks(slot)
+    }
+
     /// Blocks owned by all backends, each backend's counted.
     #[must_use]
     pub fn owned_blocks_all(&self) -> u64 {
@@ -63,16 +85,51 @@ impl RouterState {
             .sum()
     }
 
+    /// What is known of the cache in `slot` from its engine's KV events; `None`: nobody reads them.
+    #[must_use]
+    pub fn kv_status(&self, slot: Slot) -> Option<KvStatus> {
+        self.exact.status(slot, &self.ownership)
+    }
+
+    /// How far the streams of each rank of the engine in `slot` are applied: where a reader goes on.
+    #[must_use]
+    pub fn kv_positions(&self, slot: Slot) -> Vec<KvPosition> {
+        self.exact.positions(slot)
+    }
+
+    /// The router's hash of a block that a rank of the engine in `slot` stored.
+    #[must_use]
+    pub fn kv_router_hash(&self, slot: Slot, rank: u16, block: EngineHash) -> Option<BlockHash> {
+        self.exact.router_hash(slot, rank, block)
+    }
+
+    /// All blocks of a rank by both hashes, for a reader's mirror: an image that takes microseconds
+    /// and can be read elsewhere.
+    #[must_use]
+    pub fn kv_map(&self, slot: Slot, rank: u16) -> Option<KvMap> {
+        self.exact.map(slot, rank)
+    }
+
+    /// Heap bytes of what is known from KV events, without the owned blocks themselves.
+    #[must_use]
+    pub fn kv_memory_bytes(&self) -> u64 {
+        self.exact.memory_bytes()
+    }
+
     /// At most `limit` users with keys after `after`, ascending by key.
     #[must_use]
     pub fn users(&self, after: Option<UserKey>, limit: usize) -> Vec<UserView> {
-        self.users.views(after, self.now_ms).take(limit).collect()
+        let limits = self.terms().limits;
+        self.users
+            .views(after, self.now_ms, limits)
+            .take(limit)
+            .collect()
     }
 
     /// The user with this key.
     #[must_use]
     pub fn user(&self, key: UserKey) -> Option<UserView> {
-        self.users.get(key, self.now_ms)
+        self.users.get(key, self.now_ms, &self.terms().limits)
     }
 
     /// The user with this name.
@@ -93,8 +150,14 @@ impl RouterState {
         self.users.backlogged_len()
     }
 
-    /// Virtual time of the fair order, in milli-tokens: the least counter among users with requests
-    /// in flight; when there are none, the counter at which the last one fell idle.
+    /// How many users have requests that wait for admission.
+    #[must_use]
+    pub fn users_waiting(&self) -> usize {
+        self.users.waiting_len()
+    }
+
+    /// Virtual time of the fair order, in milli-tokens: what the counter of a user who comes is
+    /// lifted to. See [`crate::users`].
     #[must_use]
     pub fn virtual_time_milli_tokens(&self) -> u64 {
         self.users.virtual_time()
@@ -111,6 +174,16 @@ impl RouterState {
             admin_seq,
         };
         self.sessions.iter().map(view).collect()
+    }
+
+    /// Every open lease, in no particular order.
+    pub fn leases(&self) -> impl Iterator<Item = LeaseView> {
+        self.leases.iter().map(|(holder, lease)| LeaseView {
+            replica: holder.replica,
+            attempt: holder.attempt,
+            backend: lease.backend,
+            tip: lease.tip,
+        })
     }
 
     /// Leases open, all replicas.

@@ -11,6 +11,7 @@ use bincode::{Decode, Encode};
 
 use crate::command::{Lane, Origin, Reply};
 use crate::ids::{ReplicaId, SessionId};
+use crate::planted::{self, Bug};
 
 /// Ended runs remembered per replica.
 const FORMER_SESSIONS_MAX: usize = 8;
@@ -67,12 +68,13 @@ impl Sessions {
             self.0.insert(origin.replica, begun);
             return Admission::FreshRun;
         };
-        if session.former.contains(&origin.session) {
+        let comes_back = planted::is(Bug::EndedRunComesBack);
+        if session.former.contains(&origin.session) && !comes_back {
             return Admission::Stale;
         }
         if session.current != origin.session {
             let age_ms = session.begun_at_ms.saturating_sub(proposed_at_ms);
-            if (1..=LATE_COMMAND_MS).contains(&age_ms) {
+            if (1..=LATE_COMMAND_MS).contains(&age_ms) && !comes_back {
                 return Admission::Stale;
             }
             session.former.push(session.current);
@@ -84,8 +86,12 @@ impl Sessions {
             return Admission::FreshRun;
         }
         match session.lane(origin.lane) {
-            Some(last) if origin.seq == last.seq => Admission::Repeated(last.reply.clone()),
-            Some(last) if origin.seq < last.seq => Admission::Repeated(Reply::Applied),
+            Some(last) if origin.seq == last.seq && !planted::is(Bug::DedupDropped) => {
+                Admission::Repeated(last.reply.clone())
+            }
+            Some(last) if origin.seq < last.seq && !planted::is(Bug::DedupOfLastOnly) => {
+                Admission::Repeated(Reply::Applied)
+            }
             Some(_) | None => Admission::Fresh,
         }
     }

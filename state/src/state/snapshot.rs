@@ -1,12 +1,14 @@
 //! Snapshots: frozen in microseconds, written out beside a running `apply`, read back with every
 //! byte checked.
 //!
-//! # Format, version 1 (integers little-endian)
+//! # Format, version 3 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
-//! backends, sessions, audit and the users' totals stand once; users and leases come in pieces of a
-//! bounded number. The end section closes them, and ownership follows in its own format, to the end
-//! of the stream. Nothing is allocated for a length before its bytes are there.
+//! backends, sessions, audit and the users' totals stand once; users, leases and what is known from KV
+//! events come in pieces of a bounded size. The end section closes them, and ownership follows in its own format, to the end
+//! of the stream. Version 2 is this without a restore, under way or in the audit: what can be written
+//! as version 2 is. Version 1 is that without the sections from the settings on. Both are read, and
+//! what they lack is then empty. Nothing is allocated for a length before its bytes are there.
 //!
 //! A restored state must have the digest of the header: that catches a missing, doubled or swapped
 //! section as well as any fault in what was derived.
@@ -17,13 +19,22 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::RouterState;
 use super::leases::LeasesImage;
+use super::restoring::Staged;
+use super::sessions::Sessions;
 use crate::codec;
+use crate::exact::ExactImage;
+use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::ownership::FrozenOwnership;
+use crate::planted::{self, Bug};
 use crate::users::UsersImage;
 
-/// Version of the snapshot format that is written.
-pub const SNAPSHOT_VERSION: u16 = 1;
+/// Newest version of the snapshot format.
+pub const SNAPSHOT_VERSION: u16 = 3;
+/// The version of a state that holds nothing of a restore.
+const SNAPSHOT_VERSION_COMMON: u16 = 2;
+/// The first version, which is still read.
+const SNAPSHOT_VERSION_FIRST: u16 = 1;
 
 const MAGIC: [u8; 8] = *b"QUORATES";
 const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
@@ -39,6 +50,14 @@ mod tag {
     pub(super) const LEASES: u8 = 5;
     pub(super) const USERS_TOTALS: u8 = 6;
     pub(super) const USERS: u8 = 7;
+    pub(super) const SETTINGS: u8 = 8;
+    pub(super) const READERS: u8 = 9;
+    pub(super) const STANDINGS: u8 = 10;
+    pub(super) const SERVICE: u8 = 11;
+    pub(super) const OUTPUTS: u8 = 12;
+    pub(super) const WAITING: u8 = 13;
+    pub(super) const EXACT: u8 = 14;
+    pub(super) const RESTORE: u8 = 15;
     pub(super) const END: u8 = 255;
 }
 
@@ -54,12 +73,15 @@ pub struct CorruptSnapshot {
 
 /// A frozen image of a state, ready to be written.
 pub struct Frozen {
+    version: u16,
     applied: LogIndex,
     digest: u128,
     /// The sections that are small, encoded.
-    small: [(u8, Vec<u8>); 4],
+    small: Vec<(u8, Vec<u8>)>,
     leases: LeasesImage,
     users: UsersImage,
+    exact: ExactImage,
+    staged: Option<Staged>,
     ownership: FrozenOwnership,
 }
 
@@ -92,13 +114,22 @@ impl Frozen {
         for piece in self.users.pieces() {
             write_section(out, tag::USERS, &piece)?;
         }
+        for piece in self.users.standings() {
+            write_section(out, tag::STANDINGS, &piece)?;
+        }
+        for piece in self.exact.pieces() {
+            write_section(out, tag::EXACT, &piece)?;
+        }
+        for piece in self.staged.iter().flat_map(Staged::pieces) {
+            write_section(out, tag::RESTORE, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
 
     fn header(&self) -> Vec<u8> {
         let mut header = MAGIC.to_vec();
-        header.extend(SNAPSHOT_VERSION.to_le_bytes());
+        header.extend(self.version.to_le_bytes());
         header.extend(self.applied.0.to_le_bytes());
         header.extend(self.digest.to_le_bytes());
         header.extend(xxh3_64(&header).to_le_bytes());
@@ -111,17 +142,37 @@ impl RouterState {
     /// elsewhere while `apply` goes on.
     #[must_use]
     pub fn freeze(&self) -> Frozen {
+        let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
+            true => codec::to_bytes(&Sessions::default()),
+            false => codec::to_bytes(&self.sessions),
+        };
+        let is_common = self.staged.is_none() && self.audit.restored().is_none();
         Frozen {
+            version: if is_common {
+                SNAPSHOT_VERSION_COMMON
+            } else {
+                SNAPSHOT_VERSION
+            },
             applied: self.applied,
             digest: self.digest(),
-            small: [
+            small: vec![
                 (tag::CONFIG, codec::to_bytes(&(&self.config, self.now_ms))),
                 (tag::BACKENDS, codec::to_bytes(&self.backends)),
-                (tag::SESSIONS, codec::to_bytes(&self.sessions)),
+                (tag::SESSIONS, sessions),
                 (tag::AUDIT, codec::to_bytes(&self.audit)),
+                (tag::SETTINGS, codec::to_bytes(&self.settings)),
+                (tag::READERS, codec::to_bytes(&self.readers)),
+                (tag::SERVICE, codec::to_bytes(&self.service)),
+                (tag::OUTPUTS, codec::to_bytes(&self.outputs)),
+                (
+                    tag::WAITING,
+                    codec::to_bytes(&(self.users.last_left(), self.waiting.image())),
+                ),
             ],
             leases: self.leases.freeze(),
             users: self.users.freeze(),
+            exact: self.exact.freeze(),
+            staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
     }
@@ -139,13 +190,16 @@ impl RouterState {
         let mut fresh = Self::new();
         fresh.applied = applied;
         input.sections(&mut fresh)?;
+        fresh
+            .finish_exact()
+            .map_err(|what| input.fault(input.offset, what))?;
         fresh.cold_digest = fresh.hash_cold();
 
         let before = self.ownership.freeze();
         let base = input.offset;
         let read = self
             .ownership
-            .restore(&mut input)
+            .restore_reported(&mut input, &|slot| fresh.exact.reports(slot))
             .map_err(|fault| CorruptSnapshot {
                 offset: base + fault.offset,
                 what: fault.what,
@@ -163,16 +217,30 @@ impl RouterState {
                 .write_to(&mut bytes)
                 .expect("writing into memory cannot fail");
             self.ownership
-                .restore(&mut &*bytes)
+                .restore_reported(&mut &*bytes, &|slot| self.exact.reports(slot))
                 .expect("what was written can be read");
             return Err(fault);
         }
         fresh.view = std::sync::Arc::clone(&self.view);
         *self = fresh;
         self.cold_changed();
+        self.is_service_changed = false;
+        self.view.publish_service(self.service_view());
+        self.view.publish_outputs(self.outputs.view());
         self.publish_for_policies();
+        self.publish_for_admission(true);
         self.view.publish_applied(applied);
         Ok(())
+    }
+
+    /// Derives what an image leaves out of what is known from KV events.
+    fn finish_exact(&mut self) -> Result<(), String> {
+        self.exact.finish_restore()?;
+        let mut followed = self.exact.conditions();
+        match followed.find(|(backend, _)| !self.backends.is_live(*backend)) {
+            Some((backend, _)) => Err(format!("{backend:?} is followed and not there")),
+            None => Ok(()),
+        }
     }
 
     /// Whether this is the state that was frozen.
@@ -200,6 +268,21 @@ impl RouterState {
             tag::LEASES => self.leases.restore_piece(payload)?,
             tag::USERS_TOTALS => self.users.restore_totals(payload)?,
             tag::USERS => self.users.restore_piece(payload)?,
+            tag::SETTINGS => {
+                self.settings = section(payload)?;
+                self.settings.validate()?;
+            }
+            tag::READERS => self.readers = section(payload)?,
+            tag::STANDINGS => self.users.restore_standings(payload)?,
+            tag::SERVICE => self.service = section(payload)?,
+            tag::OUTPUTS => self.outputs = section(payload)?,
+            tag::WAITING => {
+                let (last_left, image) = section(payload)?;
+                self.users.restore_last_left(last_left);
+                self.waiting = WaitingList::restored(image)?;
+            }
+            tag::EXACT => self.exact.restore_piece(payload)?,
+            tag::RESTORE => Staged::restore_piece(&mut self.staged, payload)?,
             _ => return Err(format!("no section has the tag {tag}")),
         }
         Ok(())
@@ -255,8 +338,9 @@ impl Input<'_> {
             return Err(self.fault(0, "this is no snapshot of a router's state"));
         }
         let version = u16::from_le_bytes(version.try_into().expect("two bytes were split off"));
-        if version != SNAPSHOT_VERSION {
-            let expected = format!("format version {version}, {SNAPSHOT_VERSION} expected");
+        if !(SNAPSHOT_VERSION_FIRST..=SNAPSHOT_VERSION).contains(&version) {
+            let expected =
+                format!("format version {version}, {SNAPSHOT_VERSION} or an earlier one expected");
             return Err(self.fault(MAGIC.len() as u64, expected));
         }
         if xxh3_64(&header) != checksum {

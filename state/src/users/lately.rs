@@ -150,7 +150,7 @@ impl Lately {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{FairnessSettings, Users, WINDOW_BUCKET_MS};
+    use super::super::{Terms, Users, WINDOW_BUCKET_MS};
     use super::*;
     use crate::command::Charge;
     use crate::ids::ReplicaId;
@@ -162,7 +162,7 @@ mod tests {
             output,
             ..Charge::default()
         };
-        assert!(users.charge(ReplicaId(1), &charge, &FairnessSettings::default(), now_ms));
+        assert!(users.charge(ReplicaId(1), &charge, &Terms::default(), now_ms));
     }
 
     fn tokens(users: &mut Users, user: u64, now_ms: u64) -> [Option<u64>; 3] {

@@ -3,8 +3,13 @@
 //! Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (VTC); the lift is
 //! that of algorithm 2 there. A user's counter rises by `(input_price * uncached input tokens +
 //! output_price * output tokens) / weight`. A user coming back from idle is lifted to the least
-//! counter among users with requests in flight, or, when nobody has any, to the counter at which
-//! the last one fell idle: idling earns no credit.
+//! counter among users who wait for admission; while nobody does, to that of the user who last
+//! stopped waiting or was dispatched: idling earns no credit. Before anybody ever waited (and in all
+//! logs of format version 1) the least counter among users with requests in flight stands for that,
+//! or, when nobody has any, the counter at which the last one fell idle.
+//!
+//! Whether somebody waits is told by charges (`queued`, `dequeued`), so that users who wait at one
+//! replica count at all of them. docs/FAIRNESS.md says why waiting and not being in flight decides.
 //!
 //! # Fixed point
 //! A counter counts thousandths of a priced token at weight 1, in a `u64`. It is never summed up in
@@ -18,7 +23,10 @@
 //! forgotten, least counter first: at or below the virtual time nothing is lost, as the user would
 //! be lifted to it anyway; above it the least counter forgives least.
 
+mod image;
 mod lately;
+mod published;
+mod standing;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -26,13 +34,20 @@ mod window;
 
 use std::sync::Arc;
 
+use bincode::de::Decoder;
+use bincode::enc::Encoder;
+use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{ReplicaId, UserKey};
+use crate::planted::{self, Bug};
+use crate::quotas::{Left, Quota, UserLimits};
 
 pub use lately::Lately;
-pub(crate) use table::{Users, UsersImage};
+pub use published::UsersView;
+use standing::{Standing, add, sum, take};
+pub(crate) use table::{Terms, Users, UsersImage};
 use window::Window;
 pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
@@ -100,6 +115,12 @@ pub struct UserView {
     pub counter_milli_tokens: u64,
     /// Requests begun and not ended, all replicas.
     pub in_flight: u64,
+    /// Requests that wait for admission, all replicas.
+    pub waiting: u64,
+    /// Limits set for this user; `None`: those of all users hold.
+    pub limits: Option<UserLimits>,
+    /// What is left of the limits that hold.
+    pub left: Left,
     /// Since the user is known.
     pub total: UserUsage,
     /// Over the last [`WINDOW_BUCKETS`] buckets, the present one included. Of [`WINDOW_BUCKET_MS`]
@@ -110,7 +131,7 @@ pub struct UserView {
 }
 
 /// What is kept of one user.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct User {
     name: Arc<str>,
     weight_milli: u32,
@@ -126,7 +147,43 @@ struct User {
     total: UserUsage,
     window: Window,
     last_charge_ms: u64,
+    /// What admission keeps; no part of the encoding. `None`: nothing.
+    standing: Option<Box<Standing>>,
 }
+
+impl Encode for User {
+    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
+        self.name.encode(encoder)?;
+        self.weight_milli.encode(encoder)?;
+        self.is_configured.encode(encoder)?;
+        self.base.encode(encoder)?;
+        self.charged.encode(encoder)?;
+        self.charged_ever.encode(encoder)?;
+        self.in_flight.encode(encoder)?;
+        self.total.encode(encoder)?;
+        self.window.encode(encoder)?;
+        self.last_charge_ms.encode(encoder)
+    }
+}
+
+impl<C> Decode<C> for User {
+    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        Ok(Self {
+            name: Decode::decode(decoder)?,
+            weight_milli: Decode::decode(decoder)?,
+            is_configured: Decode::decode(decoder)?,
+            base: Decode::decode(decoder)?,
+            charged: Decode::decode(decoder)?,
+            charged_ever: Decode::decode(decoder)?,
+            in_flight: Decode::decode(decoder)?,
+            total: Decode::decode(decoder)?,
+            window: Decode::decode(decoder)?,
+            last_charge_ms: Decode::decode(decoder)?,
+            standing: None,
+        })
+    }
+}
+bincode::impl_borrow_decode!(User);
 
 impl User {
     fn new() -> Self {
@@ -141,6 +198,7 @@ impl User {
             total: UserUsage::default(),
             window: Window::default(),
             last_charge_ms: 0,
+            standing: None,
         }
     }
 
@@ -164,51 +222,63 @@ impl User {
     fn set_weight(&mut self, weight_milli: u32) {
         self.is_configured = true;
         if weight_milli != self.weight_milli {
-            self.base = self.counter();
-            self.charged = 0;
+            if !planted::is(Bug::WeightRewritesPast) {
+                self.base = self.counter();
+                self.charged = 0;
+            }
             self.weight_milli = weight_milli;
         }
     }
 
-    fn begin(&mut self, replica: ReplicaId, requests: u32) {
-        if requests == 0 {
-            return;
-        }
-        match self
-            .in_flight
-            .binary_search_by_key(&replica, |(replica, _)| *replica)
-        {
-            Ok(place) => {
-                self.in_flight[place].1 = self.in_flight[place].1.saturating_add(requests);
-            }
-            Err(place) => self.in_flight.insert(place, (replica, requests)),
+    fn in_flight(&self) -> u64 {
+        sum(&self.in_flight)
+    }
+
+    /// Requests that wait, all replicas.
+    fn waiting(&self) -> u64 {
+        self.standing.as_ref().map_or(0, |it| sum(&it.waiting))
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.standing
+            .as_ref()
+            .is_some_and(|it| !it.waiting.is_empty())
+    }
+
+    /// Changes what admission keeps.
+    fn stand(&mut self, change: impl FnOnce(&mut Standing)) {
+        let mut standing = self.standing.take().unwrap_or_default();
+        change(&mut standing);
+        self.standing = Some(standing).filter(|standing| **standing != Standing::default());
+    }
+
+    /// The limits that hold.
+    fn limits(&self, of_all: &UserLimits) -> UserLimits {
+        let own = self.standing.as_ref().and_then(|standing| standing.limits);
+        own.unwrap_or(*of_all)
+    }
+
+    fn quota(&self, of_all: &UserLimits) -> Quota {
+        let standing = self.standing.as_deref();
+        Quota {
+            limits: self.limits(of_all),
+            spent: standing.map(|it| it.spent).unwrap_or_default(),
+            in_flight: self.in_flight(),
+            waiting: self.waiting(),
         }
     }
 
-    fn end(&mut self, replica: ReplicaId, requests: u32) {
-        if let Ok(place) = self
-            .in_flight
-            .binary_search_by_key(&replica, |(replica, _)| *replica)
-        {
-            self.in_flight[place].1 = self.in_flight[place].1.saturating_sub(requests);
-            if self.in_flight[place].1 == 0 {
-                self.in_flight.remove(place);
-            }
-        }
-    }
-
-    fn view(&self, key: UserKey, now_ms: u64, bucket_ms: u64) -> UserView {
+    fn view(&self, key: UserKey, now_ms: u64, bucket_ms: u64, of_all: &UserLimits) -> UserView {
         UserView {
             key,
             name: Arc::clone(&self.name),
             weight_milli: self.weight_milli,
             is_configured: self.is_configured,
             counter_milli_tokens: self.counter(),
-            in_flight: self
-                .in_flight
-                .iter()
-                .map(|(_, requests)| u64::from(*requests))
-                .sum(),
+            in_flight: self.in_flight(),
+            waiting: self.waiting(),
+            limits: self.standing.as_ref().and_then(|it| it.limits),
+            left: self.quota(of_all).left(now_ms),
             total: self.total,
             window: self.window.sum(now_ms, bucket_ms),
             last_charge_ms: self.last_charge_ms,

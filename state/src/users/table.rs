@@ -7,13 +7,16 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::lately::Rounds;
 use super::{
-    CHARGE_TOKENS_MAX, FairnessSettings, Lately, User, UserUsage, UserView, WINDOW_BUCKET_MS,
-    WINDOW_BUCKETS,
+    CHARGE_TOKENS_MAX, Lately, Standing, User, UserUsage, UserView, UsersView, WINDOW_BUCKET_MS,
+    WINDOW_BUCKETS, add, take,
 };
+use crate::admission::Pricing;
 use crate::command::{Charge, USERS_MAX};
 use crate::cow::{CowMap, ShardKey};
 use crate::ids::{ReplicaId, UserKey};
+use crate::planted::{self, Bug};
 use crate::policy::VtcBasicSettings;
+use crate::quotas::UserLimits;
 use crate::{Broken, codec};
 
 impl ShardKey for UserKey {
@@ -36,22 +39,38 @@ pub(crate) struct UsersTotals {
     last_idle_counter: u64,
 }
 
+/// What charges are settled by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Terms {
+    /// What tokens cost.
+    pub(crate) pricing: Pricing,
+    /// Limits of users without any of their own.
+    pub(crate) limits: UserLimits,
+}
+
 /// Users by key.
 pub(super) type UserMap = CowMap<UserKey, User>;
 
 /// All users.
 pub(crate) struct Users {
-    map: UserMap,
-    totals: UsersTotals,
+    pub(super) map: UserMap,
+    pub(super) totals: UsersTotals,
     /// `(counter, key)` of everyone with requests in flight.
     backlogged: BTreeSet<(u64, UserKey)>,
+    /// `(counter, key)` of everyone who waits.
+    waiting: BTreeSet<(u64, UserKey)>,
+    /// Counter of the user who was the last to stop waiting, or since then to be dispatched while
+    /// nobody waits; `None`: nobody ever waited.
+    pub(super) last_left: Option<u64>,
     /// `(counter, key)` of everyone who can be forgotten.
     forgettable: BTreeSet<(u64, UserKey)>,
     /// Wrapping sum over the users' hashes.
     digest: u128,
-    users_max: usize,
+    pub(super) users_max: usize,
     /// Length of a window's bucket; follows from the live policy.
     bucket_ms: u64,
+    /// Whether a user changed since the last [`Users::publish`].
+    is_changed: bool,
     /// Kept while somebody asks for [`Users::lately`].
     rounds: Option<Rounds>,
     /// For hashing.
@@ -60,8 +79,8 @@ pub(crate) struct Users {
 
 /// A frozen copy.
 pub(crate) struct UsersImage {
-    map: UserMap,
-    totals: UsersTotals,
+    pub(super) map: UserMap,
+    pub(super) totals: UsersTotals,
 }
 
 impl Users {
@@ -75,10 +94,13 @@ impl Users {
             map: CowMap::new(),
             totals: UsersTotals::default(),
             backlogged: BTreeSet::new(),
+            waiting: BTreeSet::new(),
+            last_left: None,
             forgettable: BTreeSet::new(),
             digest: 0,
             users_max,
             bucket_ms: WINDOW_BUCKET_MS,
+            is_changed: true,
             rounds: None,
             scratch: Vec::new(),
         }
@@ -113,17 +135,50 @@ impl Users {
         self.backlogged.len()
     }
 
-    /// Least counter among users with requests in flight, else the last one's that had any.
-    pub(crate) fn virtual_time(&self) -> u64 {
-        self.backlogged
-            .first()
-            .map_or(self.totals.last_idle_counter, |(counter, _)| *counter)
+    /// How many users wait for admission.
+    pub(crate) fn waiting_len(&self) -> usize {
+        self.waiting.len()
     }
 
-    pub(crate) fn get(&self, key: UserKey, now_ms: u64) -> Option<UserView> {
+    /// What a user who comes is lifted to; see the module's documentation.
+    pub(crate) fn virtual_time(&self) -> u64 {
+        let least = |users: &BTreeSet<(u64, UserKey)>| users.first().map(|(counter, _)| *counter);
+        if planted::is(Bug::LiftOverAll) {
+            let counters = self.map.iter().map(|(_, user)| user.counter());
+            return counters.min().unwrap_or_default();
+        }
+        least(&self.waiting)
+            .or(self.last_left)
+            .or_else(|| least(&self.backlogged))
+            .unwrap_or(self.totals.last_idle_counter)
+    }
+
+    /// Whether anybody ever waited.
+    fn has_queued(&self) -> bool {
+        self.last_left.is_some() || !self.waiting.is_empty()
+    }
+
+    pub(crate) fn get(&self, key: UserKey, now_ms: u64, limits: &UserLimits) -> Option<UserView> {
         self.map
             .get(&key)
-            .map(|user| user.view(key, now_ms, self.bucket_ms))
+            .map(|user| user.view(key, now_ms, self.bucket_ms, limits))
+    }
+
+    /// The users as of now, for readers on other threads; `None`: as when last asked. `is_anew`:
+    /// what is given along has changed.
+    pub(crate) fn publish(
+        &mut self,
+        now_ms: u64,
+        limits: UserLimits,
+        is_anew: bool,
+    ) -> Option<UsersView> {
+        let is_changed = std::mem::take(&mut self.is_changed);
+        (is_changed || is_anew).then(|| UsersView {
+            map: self.map.clone(),
+            now_ms,
+            bucket_ms: self.bucket_ms,
+            limits,
+        })
     }
 
     /// Users with keys after `after`, ascending by key.
@@ -131,12 +186,13 @@ impl Users {
         &self,
         after: Option<UserKey>,
         now_ms: u64,
+        limits: UserLimits,
     ) -> impl Iterator<Item = UserView> {
         let from = after.unwrap_or_default();
         self.map
             .iter_from(from)
             .filter(move |(key, _)| after.is_none_or(|after| **key > after))
-            .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms))
+            .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms, &limits))
     }
 
     /// Settles a charge. Answers whether it was: not when the table is full and nobody can be
@@ -145,7 +201,7 @@ impl Users {
         &mut self,
         replica: ReplicaId,
         charge: &Charge,
-        prices: &FairnessSettings,
+        terms: &Terms,
         now_ms: u64,
     ) -> bool {
         let usage = UserUsage {
@@ -154,22 +210,26 @@ impl Users {
             output: charge.output.min(CHARGE_TOKENS_MAX),
             requests: u64::from(charge.started),
         };
-        // Both factors are bounded, so the sum stays far below 64 bits.
-        let priced = usage.input_uncached * u64::from(prices.input_price)
-            + usage.output * u64::from(prices.output_price);
+        let priced = terms.pricing.due(charge);
         let virtual_time = self.virtual_time();
+        let has_queued = self.has_queued();
         let bucket_ms = self.bucket_ms;
         let is_settled = self.change(charge.user, |user| {
-            if user.is_idle() && charge.started > 0 {
+            // VTC lifts whoever comes and has nothing waiting; before anybody waited, whoever comes
+            // back from idle.
+            let comes = charge.started > 0 || charge.queued > 0;
+            let is_lifted = !user.is_waiting() && (has_queued || user.is_idle());
+            if comes && is_lifted && !planted::is(Bug::LiftLost) {
                 user.lift_to(virtual_time);
             }
-            user.begin(replica, charge.started);
+            add(&mut user.in_flight, replica, charge.started);
             user.charged = user.charged.saturating_add(priced);
             user.charged_ever = user.charged_ever.wrapping_add(u128::from(priced));
             user.total.add(&usage);
             user.window.add(now_ms, bucket_ms, &usage);
             user.last_charge_ms = now_ms;
-            user.end(replica, charge.ended);
+            take(&mut user.in_flight, replica, charge.ended);
+            user.meet(replica, charge, &usage, &terms.limits, now_ms);
             // A user who came and went within one charge was backlogged in between.
             charge.started > 0
         });
@@ -178,8 +238,37 @@ impl Users {
                 rounds.charged(charge.user);
             }
             self.totals.charged = self.totals.charged.wrapping_add(u128::from(priced));
+            self.follow_last_left(charge);
         }
         is_settled
+    }
+
+    /// A user who waited within one charge has stopped waiting, one who was dispatched while nobody
+    /// waits passed an empty queue.
+    fn follow_last_left(&mut self, charge: &Charge) {
+        let passed = charge.started > 0 && self.waiting.is_empty() && self.last_left.is_some();
+        let user = self.map.get(&charge.user);
+        let left = user.filter(|user| !user.is_waiting() && (passed || charge.queued > 0));
+        if let Some(user) = left {
+            self.last_left = Some(user.counter());
+        }
+    }
+
+    /// Sets a user's own limits, or none. Answers whether there was room.
+    pub(crate) fn limit(&mut self, key: UserKey, name: &str, limits: Option<UserLimits>) -> bool {
+        if limits.is_none() && self.map.get(&key).is_none() {
+            return true;
+        }
+        self.change(key, |user| {
+            user.name = name.into();
+            user.stand(|standing| standing.limits = limits);
+            false
+        })
+    }
+
+    /// A user's counter.
+    pub(crate) fn counter(&self, key: UserKey) -> Option<u64> {
+        self.map.get(&key).map(User::counter)
     }
 
     /// Gives a user a name. Answers whether there was room.
@@ -202,20 +291,27 @@ impl Users {
         })
     }
 
-    /// Ends every request a replica has in flight.
+    /// Ends every request a replica has in flight or waiting.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) {
-        let backlogged: Vec<UserKey> = self.backlogged.iter().map(|(_, key)| *key).collect();
-        for key in backlogged {
-            let has_any = self
-                .map
-                .get(&key)
-                .is_some_and(|user| user.in_flight.iter().any(|(other, _)| *other == replica));
-            if has_any {
-                self.change(key, |user| {
-                    user.end(replica, u32::MAX);
-                    false
-                });
+        let open = self.backlogged.iter().chain(&self.waiting);
+        let users: BTreeSet<UserKey> = open.map(|(_, key)| *key).collect();
+        let is_its = |(other, _): &(ReplicaId, u32)| *other == replica;
+        for key in users {
+            let Some(user) = self.map.get(&key) else {
+                continue;
+            };
+            let waits = |standing: &Standing| standing.waiting.iter().any(is_its);
+            let waits = user.standing.as_deref().is_some_and(waits);
+            if !waits && !user.in_flight.iter().any(is_its) {
+                continue;
             }
+            self.change(key, |user| {
+                take(&mut user.in_flight, replica, u32::MAX);
+                if waits {
+                    user.stand(|standing| take(&mut standing.waiting, replica, u32::MAX));
+                }
+                false
+            });
         }
     }
 
@@ -233,10 +329,11 @@ impl Users {
 
     /// The one way a user changes: orders and digest follow. `change` answers whether the user had
     /// requests in flight meanwhile. Answers whether there was room for a new user.
-    fn change(&mut self, key: UserKey, change: impl FnOnce(&mut User) -> bool) -> bool {
+    pub(super) fn change(&mut self, key: UserKey, change: impl FnOnce(&mut User) -> bool) -> bool {
         if self.map.get(&key).is_none() && !self.admit(key) {
             return false;
         }
+        self.is_changed = true;
         let user = self
             .map
             .get_mut(&key)
@@ -244,6 +341,7 @@ impl Users {
         let digest_before = hash(&mut self.scratch, key, user);
         let counter_before = user.counter();
         let was_backlogged = !user.is_idle();
+        let was_waiting = user.is_waiting();
         let was_forgettable = is_forgettable(user);
         let was_active = change(user) || was_backlogged;
         let counter = user.counter();
@@ -262,6 +360,14 @@ impl Users {
             self.backlogged.insert((counter, key));
         } else if was_active {
             self.totals.last_idle_counter = counter;
+        }
+        if was_waiting {
+            self.waiting.remove(&(counter_before, key));
+        }
+        if user.is_waiting() {
+            self.waiting.insert((counter, key));
+        } else if was_waiting {
+            self.last_left = Some(counter);
         }
         if is_forgettable(user) {
             self.forgettable.insert((counter, key));
@@ -294,21 +400,31 @@ impl Users {
     }
 
     /// Takes a user into digest and orders.
-    fn index(&mut self, key: UserKey, user: &User) {
+    pub(super) fn index(&mut self, key: UserKey, user: &User) {
         self.digest = self.digest.wrapping_add(hash(&mut self.scratch, key, user));
         if !user.is_idle() {
             self.backlogged.insert((user.counter(), key));
+        }
+        if user.is_waiting() {
+            self.waiting.insert((user.counter(), key));
         }
         if is_forgettable(user) {
             self.forgettable.insert((user.counter(), key));
         }
     }
 
-    /// Every replica that has requests of a user in flight; some more than once.
-    pub(crate) fn replicas_in_flight(&self) -> impl Iterator<Item = ReplicaId> {
-        self.map
-            .iter()
-            .flat_map(|(_, user)| user.in_flight.iter().map(|(replica, _)| *replica))
+    /// Every replica that has requests of a user in flight or waiting; some more than once.
+    pub(crate) fn replicas_open(&self) -> impl Iterator<Item = ReplicaId> {
+        self.map.iter().flat_map(|(_, user)| {
+            let waiting = user.standing.iter().flat_map(|it| &it.waiting);
+            let open = user.in_flight.iter().chain(waiting);
+            open.map(|(replica, _)| *replica)
+        })
+    }
+
+    /// Whether an image shows the users as they are.
+    pub(crate) fn are(&self, view: &UsersView) -> bool {
+        self.map.iter().eq(view.map.iter())
     }
 
     /// I4, I7 and the table's part of I8.
@@ -328,6 +444,9 @@ impl Users {
                     format!("user {key} has in flight {:?}", user.in_flight),
                 );
             }
+            if user.standing.as_deref().is_some_and(|it| !it.is_valid()) {
+                return broken("I7", format!("user {key} stands {:?}", user.standing));
+            }
             if user.weight_milli == 0 {
                 return broken("I4", format!("user {key} has no weight"));
             }
@@ -345,7 +464,11 @@ impl Users {
                 format!("{users} users, counted as {}", self.map.len()),
             );
         }
-        if rebuilt.backlogged != self.backlogged || rebuilt.forgettable != self.forgettable {
+        let orders = |users: &Self| {
+            let (backlogged, waiting) = (users.backlogged.clone(), users.waiting.clone());
+            (backlogged, waiting, users.forgettable.clone())
+        };
+        if orders(&rebuilt) != orders(self) {
             return broken("I7", "the orders of users differ from the users".to_owned());
         }
         if rebuilt.digest != self.digest {
@@ -359,56 +482,46 @@ impl Users {
 }
 
 fn is_forgettable(user: &User) -> bool {
-    user.is_idle() && !user.is_configured
+    // What was used of the limits goes with the user: they begin anew with full buckets.
+    let is_needed = |standing: &Standing| !standing.waiting.is_empty() || standing.limits.is_some();
+    user.is_idle() && !user.is_configured && !user.standing.as_deref().is_some_and(is_needed)
+}
+
+impl User {
+    /// Follows a charge in what admission keeps.
+    fn meet(
+        &mut self,
+        replica: ReplicaId,
+        charge: &Charge,
+        usage: &UserUsage,
+        of_all: &UserLimits,
+        now_ms: u64,
+    ) {
+        let limits = self.limits(of_all);
+        let has_spent = |standing: &Standing| standing.spent != crate::quotas::Spent::default();
+        let is_counted = limits.has_rate() || self.standing.as_deref().is_some_and(has_spent);
+        if !is_counted && charge.queued == 0 && charge.dequeued == 0 {
+            return;
+        }
+        let tokens = usage.input_uncached.saturating_add(usage.output);
+        self.stand(|standing| {
+            add(&mut standing.waiting, replica, charge.queued);
+            take(&mut standing.waiting, replica, charge.dequeued);
+            if is_counted {
+                standing
+                    .spent
+                    .spend(&limits, now_ms, usage.requests, tokens);
+            }
+        });
+    }
 }
 
 /// `scratch` spares an allocation.
 fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     scratch.clear();
     codec::append_bytes(&(key, user), scratch);
+    if let Some(standing) = user.standing.as_deref() {
+        codec::append_bytes(standing, scratch);
+    }
     xxh3_128(scratch)
-}
-
-impl UsersImage {
-    /// What is kept beside the users, encoded.
-    pub(crate) fn totals(&self) -> Vec<u8> {
-        codec::to_bytes(&self.totals)
-    }
-
-    /// All users, encoded one after the other, in pieces of a bounded number of users.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        const USERS_PER_PIECE: usize = 4096;
-        let mut users = self.map.iter().peekable();
-        std::iter::from_fn(move || {
-            users.peek()?;
-            let piece: Vec<(&UserKey, &User)> = users.by_ref().take(USERS_PER_PIECE).collect();
-            Some(codec::to_bytes(&piece))
-        })
-    }
-}
-
-impl Users {
-    /// Takes the users of one piece; answers what is wrong with it.
-    pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
-        type Piece = Vec<(UserKey, User)>;
-        for (key, user) in codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
-            let in_flight = &user.in_flight;
-            let is_valid = user.weight_milli > 0
-                && in_flight.is_sorted_by(|a, b| a.0 < b.0)
-                && in_flight.iter().all(|(_, requests)| *requests > 0);
-            if !is_valid || self.map.len() >= self.users_max {
-                return Err(format!("user {key} is out of bounds"));
-            }
-            self.index(key, &user);
-            if !self.map.insert_new(key, user) {
-                return Err(format!("user {key} stands twice"));
-            }
-        }
-        Ok(())
-    }
-
-    pub(crate) fn restore_totals(&mut self, bytes: &[u8]) -> Result<(), String> {
-        self.totals = codec::from_bytes::<_, { codec::SECTION_BYTES_MAX }>(bytes)?;
-        Ok(())
-    }
 }

@@ -8,10 +8,17 @@ use super::*;
 use crate::command::Charge;
 use crate::prefix::user_key;
 
-const PRICES: FairnessSettings = FairnessSettings {
-    input_price: 1,
-    output_price: 2,
+const NO_LIMITS: UserLimits = UserLimits {
+    requests: None,
+    tokens: None,
+    concurrent: None,
+    window_ms: None,
 };
+
+/// One for input, two for output, no limits.
+fn terms() -> Terms {
+    Terms::default()
+}
 
 fn charge(user: u64, input: u64, output: u64, started: u32, ended: u32) -> Charge {
     Charge {
@@ -21,14 +28,19 @@ fn charge(user: u64, input: u64, output: u64, started: u32, ended: u32) -> Charg
         output,
         started,
         ended,
+        ..Charge::default()
     }
 }
 
 /// Applies charges of replica 1 and answers the user's counter, in whole tokens.
 fn settle(users: &mut Users, charge: &Charge) -> u64 {
-    assert!(users.charge(ReplicaId(1), charge, &PRICES, 1));
+    assert!(users.charge(ReplicaId(1), charge, &terms(), 1));
     assert_eq!(users.check(), Ok(()));
-    users.get(charge.user, 1).unwrap().counter_milli_tokens / 1000
+    users
+        .get(charge.user, 1, &NO_LIMITS)
+        .unwrap()
+        .counter_milli_tokens
+        / 1000
 }
 
 #[test]
@@ -37,7 +49,7 @@ fn output_costs_twice_and_weight_divides() {
     assert_eq!(settle(&mut users, &charge(1, 100, 50, 1, 0)), 200);
     assert!(users.configure(UserKey(1), "a", 2000));
     assert_eq!(settle(&mut users, &charge(1, 100, 50, 0, 1)), 300);
-    let view = users.get(UserKey(1), 1).unwrap();
+    let view = users.get(UserKey(1), 1, &NO_LIMITS).unwrap();
     assert_eq!(
         (view.in_flight, view.total.requests, view.total.output),
         (0, 1, 100)
@@ -66,21 +78,167 @@ fn idling_earns_no_credit() {
     assert_eq!(settle(&mut users, &charge(1, 0, 0, 1, 0)), 1501);
 }
 
+/// Requests of `user` that begin and stop waiting.
+fn queue(user: u64, queued: u32, dequeued: u32) -> Charge {
+    Charge {
+        user: UserKey(user),
+        queued,
+        dequeued,
+        ..Charge::default()
+    }
+}
+
+#[test]
+fn who_comes_is_lifted_to_the_least_who_waits() {
+    let mut users = Users::new();
+    // Both have a request in flight all the time; user 2 asks for little.
+    settle(&mut users, &charge(1, 0, 0, 1, 0));
+    settle(&mut users, &charge(2, 0, 0, 1, 0));
+    settle(&mut users, &charge(1, 900, 0, 0, 0));
+    settle(&mut users, &charge(2, 10, 0, 0, 0));
+    // Going by requests in flight, user 2 would have saved up 890.
+    assert_eq!(settle(&mut users, &queue(1, 1, 0)), 900);
+    assert_eq!(settle(&mut users, &queue(2, 1, 0)), 900);
+    assert_eq!(users.virtual_time(), 900_000);
+    // Who waits already is not lifted again, nor is who goes on from waiting to running.
+    settle(&mut users, &charge(1, 50, 0, 0, 0));
+    assert_eq!(settle(&mut users, &charge(2, 0, 0, 1, 0)), 900);
+    assert_eq!(settle(&mut users, &queue(2, 3, 1)), 900);
+    // A request that does not wait comes like any other.
+    settle(&mut users, &queue(2, 0, 3));
+    assert_eq!(settle(&mut users, &charge(3, 5, 0, 1, 0)), 955);
+    assert_eq!(settle(&mut users, &charge(2, 0, 0, 1, 0)), 950);
+    assert_eq!((users.waiting_len(), users.backlogged_len()), (1, 3));
+}
+
+#[test]
+fn with_nobody_waiting_who_left_last_is_the_level() {
+    let mut users = Users::new();
+    settle(&mut users, &charge(1, 700, 0, 1, 0));
+    settle(&mut users, &queue(1, 1, 0));
+    settle(&mut users, &queue(1, 0, 1));
+    assert_eq!(users.virtual_time(), 700_000);
+    // An empty queue is passed: who comes is level with who came before.
+    assert_eq!(settle(&mut users, &charge(2, 20, 0, 1, 0)), 720);
+    assert_eq!(settle(&mut users, &charge(3, 1, 0, 1, 1)), 721);
+    assert_eq!(settle(&mut users, &charge(1, 0, 0, 1, 0)), 721);
+    // Who waited and went within one flush interval left last, too.
+    assert_eq!(settle(&mut users, &queue(4, 2, 2)), 721);
+    let mut both = charge(4, 9, 0, 1, 0);
+    (both.queued, both.dequeued) = (1, 1);
+    assert_eq!(settle(&mut users, &both), 730);
+    assert_eq!((users.virtual_time(), users.waiting_len()), (730_000, 0));
+}
+
+#[test]
+fn a_replica_that_is_gone_waits_for_nothing() {
+    let mut users = Users::new();
+    users.charge(ReplicaId(1), &queue(1, 2, 0), &terms(), 1);
+    users.charge(ReplicaId(2), &queue(1, 1, 0), &terms(), 1);
+    users.charge(ReplicaId(1), &queue(2, 1, 0), &terms(), 1);
+    assert_eq!(users.get(UserKey(1), 1, &NO_LIMITS).unwrap().waiting, 3);
+    users.close_replica(ReplicaId(1));
+    assert_eq!(users.get(UserKey(1), 1, &NO_LIMITS).unwrap().waiting, 1);
+    assert_eq!((users.waiting_len(), users.check()), (1, Ok(())));
+    users.close_replica(ReplicaId(2));
+    assert_eq!(users.waiting_len(), 0);
+}
+
+#[test]
+fn what_was_charged_ahead_is_not_charged_again() {
+    let mut users = Users::new();
+    let ahead = Charge {
+        advance: 100,
+        ..charge(1, 0, 0, 1, 0)
+    };
+    assert_eq!(settle(&mut users, &ahead), 100);
+    let real = Charge {
+        settled: 100,
+        ..charge(1, 80, 20, 0, 1)
+    };
+    assert_eq!(settle(&mut users, &real), 120);
+    let total = users.get(UserKey(1), 1, &NO_LIMITS).unwrap().total;
+    assert_eq!((total.input_uncached, total.output), (80, 20));
+}
+
+#[test]
+fn limits_are_the_users_own_or_those_of_all() {
+    let mut users = Users::new();
+    let of_all = UserLimits {
+        requests: Some(10),
+        ..NO_LIMITS
+    };
+    let terms = Terms {
+        limits: of_all,
+        ..Terms::default()
+    };
+    assert!(users.charge(ReplicaId(1), &charge(1, 0, 0, 4, 4), &terms, 1));
+    assert!(users.charge(ReplicaId(1), &charge(2, 70, 3, 4, 4), &terms, 1));
+    let own = UserLimits {
+        tokens: Some(100),
+        ..NO_LIMITS
+    };
+    assert!(users.limit(UserKey(2), "b", Some(own)));
+    assert!(users.charge(ReplicaId(1), &charge(2, 20, 1, 1, 1), &terms, 1));
+    let left = |users: &Users, user| users.get(UserKey(user), 1, &of_all).unwrap().left;
+    assert_eq!(left(&users, 1).requests, Some(6));
+    assert_eq!(
+        (left(&users, 2).requests, left(&users, 2).tokens),
+        (None, Some(79))
+    );
+    // Removed: those of all again, from now on.
+    assert!(users.limit(UserKey(2), "b", None));
+    assert!(
+        users.limit(UserKey(3), "c", None),
+        "nobody to remove them from"
+    );
+    assert_eq!((users.len(), users.check()), (2, Ok(())));
+    let published = users.publish(1, of_all, false).unwrap();
+    assert_eq!(published.quota(UserKey(1)).limits, of_all);
+    assert_eq!(published.quota(UserKey(9)).limits, of_all);
+    assert!(users.publish(1, of_all, false).is_none(), "nothing changed");
+}
+
+#[test]
+fn the_last_minute_is_counted_to_the_second_as_far_as_it_can_be() {
+    let mut users = Users::new();
+    let at = |users: &mut Users, now_ms: u64, requests: u32| {
+        users.charge(
+            ReplicaId(1),
+            &charge(1, 0, 0, requests, requests),
+            &terms(),
+            now_ms,
+        );
+    };
+    at(&mut users, 60_000, 6);
+    at(&mut users, 120_000, 3);
+    let mut within = |now_ms| {
+        let view = users.publish(now_ms, NO_LIMITS, true).unwrap();
+        view.figures(UserKey(1)).requests_last_minute
+    };
+    // At 130 s five sixths of the bucket from 60 to 120 s are within the minute.
+    assert_eq!(
+        [120_000, 130_000, 179_999, 180_000, 210_000, 400_000].map(&mut within),
+        [9, 8, 3, 3, 1, 0]
+    );
+}
+
 #[test]
 fn a_closed_replica_has_nothing_in_flight() {
     let mut users = Users::new();
     for user in 1..=3 {
         for replica in 1..=2 {
-            users.charge(ReplicaId(replica), &charge(user, user, 0, 2, 0), &PRICES, 1);
+            users.charge(
+                ReplicaId(replica),
+                &charge(user, user, 0, 2, 0),
+                &terms(),
+                1,
+            );
         }
     }
     users.close_replica(ReplicaId(1));
-    assert_eq!(users.get(UserKey(1), 1).unwrap().in_flight, 2);
-    assert!(
-        users
-            .replicas_in_flight()
-            .all(|replica| replica == ReplicaId(2))
-    );
+    assert_eq!(users.get(UserKey(1), 1, &NO_LIMITS).unwrap().in_flight, 2);
+    assert!(users.replicas_open().all(|replica| replica == ReplicaId(2)));
     users.close_replica(ReplicaId(2));
     assert_eq!(users.backlogged_len(), 0);
     assert_eq!(users.check(), Ok(()));
@@ -94,12 +252,15 @@ fn a_full_table_forgets_who_loses_least_and_never_who_is_needed() {
     settle(&mut users, &charge(3, 0, 0, 1, 1));
     assert!(users.configure(UserKey(4), "configured", 500));
     settle(&mut users, &charge(5, 0, 0, 1, 0));
-    assert!(users.get(UserKey(3), 1).is_none(), "the least counter went");
+    assert!(
+        users.get(UserKey(3), 1, &NO_LIMITS).is_none(),
+        "the least counter went"
+    );
     settle(&mut users, &charge(6, 0, 0, 1, 0));
-    assert!(users.get(UserKey(2), 1).is_none());
+    assert!(users.get(UserKey(2), 1, &NO_LIMITS).is_none());
     let refused = charge(7, 1, 0, 1, 0);
     assert!(
-        !users.charge(ReplicaId(1), &refused, &PRICES, 1),
+        !users.charge(ReplicaId(1), &refused, &terms(), 1),
         "nobody can be forgotten"
     );
     assert_eq!((users.len(), users.check()), (4, Ok(())));
@@ -115,6 +276,7 @@ fn forged_counts_saturate() {
         output: u64::MAX,
         started: u32::MAX,
         ended: 0,
+        ..Charge::default()
     };
     for _ in 0..3 {
         settle(&mut users, &forged);
@@ -141,7 +303,11 @@ fn pages_follow_each_other() {
     let mut paged = Vec::new();
     let mut after = None;
     loop {
-        let page: Vec<UserKey> = users.views(after, 0).take(7).map(|view| view.key).collect();
+        let page: Vec<UserKey> = users
+            .views(after, 0, NO_LIMITS)
+            .take(7)
+            .map(|view| view.key)
+            .collect();
         let Some(last) = page.last() else { break };
         after = Some(*last);
         paged.extend(page);
@@ -186,7 +352,7 @@ proptest! {
             match step {
                 Step::Charge(replica, charge) => {
                     let user = charge.user.0;
-                    prop_assert!(users.charge(ReplicaId(replica), &charge, &PRICES, 1));
+                    prop_assert!(users.charge(ReplicaId(replica), &charge, &terms(), 1));
                     *priced.entry(user).or_default() += charge.input_uncached + 2 * charge.output;
                     let open = in_flight.entry((user, replica)).or_default();
                     *open = (*open + charge.started).saturating_sub(charge.ended);
@@ -200,7 +366,7 @@ proptest! {
                 }
             }
             prop_assert_eq!(users.check(), Ok(()));
-            for view in users.views(None, 1) {
+            for view in users.views(None, 1, NO_LIMITS) {
                 let key = view.key.0;
                 let used = view.total.input_uncached + 2 * view.total.output;
                 prop_assert_eq!(used, priced.get(&key).copied().unwrap_or(0));
@@ -222,10 +388,10 @@ proptest! {
             users.configure(UserKey(1), "name", weight);
         }
         for amount in &amounts {
-            piecewise.charge(ReplicaId(1), &charge(1, *amount, 0, 0, 0), &PRICES, 1);
+            piecewise.charge(ReplicaId(1), &charge(1, *amount, 0, 0, 0), &terms(), 1);
         }
-        at_once.charge(ReplicaId(1), &charge(1, amounts.iter().sum(), 0, 0, 0), &PRICES, 1);
-        let counter = |users: &Users| users.get(UserKey(1), 1).unwrap().counter_milli_tokens;
+        at_once.charge(ReplicaId(1), &charge(1, amounts.iter().sum(), 0, 0, 0), &terms(), 1);
+        let counter = |users: &Users| users.get(UserKey(1), 1, &NO_LIMITS).unwrap().counter_milli_tokens;
         prop_assert_eq!(counter(&piecewise), counter(&at_once));
         let exact = amounts.iter().sum::<u64>() * 1_000_000 / u64::from(weight);
         prop_assert_eq!(counter(&at_once), exact);

@@ -51,6 +51,26 @@ impl Window {
         }
         sum
     }
+
+    /// Requests within the last `span_ms`, as far as the window reaches. Of a bucket that began
+    /// before that the overlapping part is counted, as if its requests had come evenly.
+    pub(super) fn requests_within(&self, now_ms: u64, bucket_ms: u64, span_ms: u64) -> u64 {
+        let since_ms = now_ms.saturating_sub(span_ms);
+        let newest = now_ms / bucket_ms;
+        let counted = |bucket: &Bucket| {
+            let age = newest.checked_sub(bucket.stretch)?;
+            let end_ms = bucket.stretch.saturating_add(1).saturating_mul(bucket_ms);
+            let overlap_ms = match age {
+                0 => bucket_ms,
+                _ if age < WINDOW_BUCKETS as u64 => end_ms.saturating_sub(since_ms).min(bucket_ms),
+                _ => 0,
+            };
+            let part = u128::from(bucket.usage.requests) * u128::from(overlap_ms);
+            u64::try_from(part / u128::from(bucket_ms.max(1))).ok()
+        };
+        let counted = self.buckets.iter().filter_map(counted);
+        counted.fold(0, u64::saturating_add)
+    }
 }
 
 #[cfg(test)]

@@ -103,6 +103,14 @@ impl BlockView {
         }
     }
 
+    /// Longest owned prefix of `chain` at one backend, by binary search over positions: the answer
+    /// of [`BlockView::match_prefix`], found for each backend by itself.
+    #[must_use]
+    pub fn match_by_position(&self, chain: &[BlockHash], slot: Slot) -> u32 {
+        let matched = chain.partition_point(|block| self.owns(slot, *block));
+        u32::try_from(matched).unwrap_or(u32::MAX)
+    }
+
     #[inline]
     fn probe<const W: usize>(&self, block: BlockHash) -> Mask<W> {
         self.shared.shards[self.shard_of(block)].read(|table| table.owners(block))

@@ -5,12 +5,16 @@
 use std::collections::BTreeMap;
 
 use state::RouterState;
+use state::admission::{AdmissionSettings, SlaSettings};
 use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Reply, UserSpec};
+use state::exact::{KvBatch, KvEvent, KvMessage, KvNews};
 use state::ids::{
-    AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
+    AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ModelKey, ReplicaId,
+    SessionId, Slot,
 };
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::user_key;
+use state::service::ServiceSample;
 use state::users::FairnessSettings;
 
 /// Seed of all hashes in these tests.
@@ -101,6 +105,12 @@ impl Driver {
         driver
     }
 
+    /// Another replica of `log`'s cluster that has come as far.
+    pub(crate) fn over(state: RouterState, log: &Self) -> Self {
+        let seq = log.seq;
+        Self { state, seq }
+    }
+
     /// Applies the next command of replica `replica`'s first run.
     pub(crate) fn apply(&mut self, replica: u8, command: Command) -> Reply {
         self.apply_in(replica, 1, command)
@@ -136,7 +146,114 @@ pub(crate) fn restored(snapshot: &[u8]) -> RouterState {
     state
 }
 
-/// A state with something of everything.
+/// A sample of a backend on which 20 requests of 400 tokens ended, at 16 tokens a block, and which gave
+/// `gaps` tokens at so many microseconds each while 30 ran and it was at its limit.
+pub(crate) fn service(backend: BackendRef, gaps: u64, inter_token_us: u64) -> ServiceSample {
+    ServiceSample {
+        ended: 20,
+        added_tokens: 20 * 400,
+        added_squared: 20 * 400 * 400,
+        block_tokens: 16,
+        gaps,
+        gap_us: gaps * inter_token_us,
+        gap_running: gaps * 30,
+        gaps_at_limit: gaps,
+        ..ServiceSample::empty(backend)
+    }
+}
+
+/// What was measured of `backend` and how long the answers of `model` were.
+pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
+    let user = user_key(HASH_SEED, "alice");
+    let outputs = Item::ObserveOutputs {
+        user,
+        model,
+        tokens: (0..100).collect(),
+    };
+    let sample = service(backend, 90, 40_000);
+    batch(vec![Item::ObserveService(Box::new(sample)), outputs])
+}
+
+/// Four bins, and a service level.
+pub(crate) fn admission() -> AdmissionSettings {
+    AdmissionSettings {
+        bins: 4,
+        sla: SlaSettings {
+            inter_token_us: 50_000,
+            ..SlaSettings::default()
+        },
+        ..AdmissionSettings::default()
+    }
+}
+
+/// What the readers of two ranks of `backend` tell: blocks of this file's chains with copies, a stranded
+/// one and one that looks like another, and the end of what it tells in the first message `seq`.
+pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
+    let engine = |path: &[u8]| EngineHash(block(path).0 ^ 0xff);
+    let stored = |paths: &[&[u8]]| KvEvent::Stored {
+        parent: paths[0]
+            .split_last()
+            .and_then(|(_, before)| (!before.is_empty()).then(|| engine(before))),
+        blocks: paths
+            .iter()
+            .map(|path| (engine(path), block(path)))
+            .collect(),
+    };
+    let look_alike = KvEvent::Stored {
+        parent: None,
+        blocks: vec![(EngineHash(7), block(&[1]))],
+    };
+    let first = vec![
+        stored(&[&[1], &[1, 1], &[1, 1, 3], &[1, 1, 3, 4]]),
+        look_alike,
+        stored(&[&[1, 1, 3, 4]]),
+        KvEvent::Removed {
+            blocks: vec![engine(&[1, 1, 3])],
+        },
+    ];
+    let second = vec![stored(&[&[1], &[1, 2]])];
+    let messages = [first, second].into_iter().zip(0..).map(|(events, rank)| {
+        let news = KvNews::Message(KvMessage {
+            seq,
+            mark: 9,
+            part: 0,
+            is_last: true,
+            is_after_loss: false,
+            events,
+        });
+        (rank, news)
+    });
+    let current = KvNews::Current { seq: Some(seq) };
+    let items = messages.chain([(0, current)]).map(|(rank, news)| {
+        Item::KvEvents(KvBatch {
+            backend,
+            rank,
+            publisher,
+            news,
+        })
+    });
+    batch(items.collect())
+}
+
+/// As [`sample`], with limits, output lengths and KV events.
+pub(crate) fn measured_sample() -> RouterState {
+    let mut state = sample();
+    let handle = state.backends().next().expect("there are some").handle;
+    let commands = [
+        Command::PutAdmission(admission()),
+        measured(handle, ModelKey(1)),
+        measured(handle, ModelKey(2)),
+        heard(handle, 1, 0),
+    ];
+    for (command, seq) in commands.into_iter().zip(1000..) {
+        let index = LogIndex(state.applied().0 + 1);
+        state.apply(index, envelope(1, 1, Lane::Admin, seq, command));
+    }
+    assert_eq!(state.check(), Ok(()));
+    state
+}
+
+/// A state with something of everything that format version 1 knew.
 pub(crate) fn sample() -> RouterState {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));

@@ -2,6 +2,7 @@
 
 mod cases;
 mod herd;
+mod position;
 mod seeds;
 
 use proptest::prelude::*;
@@ -104,11 +105,14 @@ prop_compose! {
     fn candidate()(
         matched in edge(), running in edge(), waiting in edge(), free_blocks in edge(),
         pending_prefill_tokens in prop_oneof![0_u64..100_000, Just(u64::MAX)],
-        kv_usage_permille in 0_u32..=1000, is_model_listed: bool,
+        kv_usage_permille in 0_u32..=1000, is_model_listed: bool, prices: Option<[u32; 2]>,
     ) -> Candidate {
         Candidate {
             slot: Slot(0), matched, running, waiting, pending_prefill_tokens, kv_usage_permille,
             free_blocks, is_model_listed,
+            prices: prices.map(|[prefill_ns_per_token, decode_ns_per_request]| Prices {
+                prefill_ns_per_token, decode_ns_per_request, first_tokens: prefill_ns_per_token,
+            }),
         }
     }
 }
@@ -195,8 +199,9 @@ proptest! {
         let Some(choice) = choose(&policy, &request, &candidates) else { return Ok(()) };
         let chosen = chosen(&candidates, choice);
         for other in &candidates {
-            let is_better = cost::score(&settings, &request, other)
-                < cost::score(&settings, &request, &chosen);
+            let usual = cost::usual_prices(&settings, &candidates);
+            let score = |candidate| cost::score(&settings, usual, &request, candidate);
+            let is_better = score(other) < score(&chosen);
             prop_assert!(!(is_better && other.matched > chosen.matched));
         }
     }
@@ -313,8 +318,11 @@ fn settings_read_as_documented() {
         "least-request"
     );
     assert!(read(r#"{"policy":"magic"}"#).is_err());
-    assert!(read(r#"{"policy":"vllm-cache-aware","hashing":"position"}"#).is_err());
-    assert!(read(r#"{"policy":"vllm-cache-aware","touch":"sampled"}"#).is_err());
+    let by_position = read(r#"{"policy":"vllm-cache-aware","hashing":"position"}"#);
+    assert_eq!(by_position.unwrap().needs().match_by, MatchBy::Position);
+    let sampled = read(r#"{"policy":"vllm-cache-aware","touch":"sampled"}"#);
+    assert_eq!(sampled.unwrap().needs().touch, Touch::Sampled);
+    assert!(read(r#"{"policy":"vllm-cache-aware","touch":"never"}"#).is_err());
     for policy in PolicyConfig::defaults() {
         let name = policy.name();
         assert_eq!(read(&format!(r#"{{"policy":"{name}"}}"#)).unwrap(), policy);
@@ -386,6 +394,57 @@ fn what_must_be_gathered_is_known_by_policy() {
         .collect();
     assert_eq!(
         needs,
-        ["epp", "chwbl", "session", "round-robin", "vtc-basic"]
+        ["cost", "chwbl", "session", "round-robin", "vtc-basic"]
     );
+}
+
+#[test]
+fn cost_counts_with_what_was_learnt_and_with_the_mean_where_nothing_was() {
+    let policy = PolicyConfig::Cost(CostSettings::default());
+    let candidate = |slot, prefill_ns_per_token: Option<u32>| Candidate {
+        slot: Slot(slot),
+        free_blocks: 1000,
+        prices: prefill_ns_per_token.map(|prefill_ns_per_token| Prices {
+            prefill_ns_per_token,
+            decode_ns_per_request: 0,
+            first_tokens: 1024,
+        }),
+        ..Candidate::default()
+    };
+    let slow_and_fast = [candidate(0, Some(90_000)), candidate(1, Some(30_000))];
+    assert_eq!(decided(&policy, &slow_and_fast), [0, 64]);
+    // The settings say 100 microseconds: against these the newcomer would get no request, ever.
+    let fast_and_new = [candidate(0, Some(30_000)), candidate(1, None)];
+    let shares = decided(&policy, &fast_and_new);
+    assert!(shares.iter().all(|share| *share > 16), "{shares:?}");
+    // Busy for as long as the slow one would take.
+    let busy = Candidate {
+        pending_prefill_tokens: 3300,
+        ..slow_and_fast[1]
+    };
+    assert_eq!(decided(&policy, &[slow_and_fast[0], busy]), [64, 0]);
+}
+
+/// How often each of two candidates is chosen by 64 requests.
+fn decided(policy: &PolicyConfig, candidates: &[Candidate; 2]) -> [u32; 2] {
+    let mut shares = [0; 2];
+    for number in 0..64 {
+        let jitter = rank::mix(number);
+        let choice = choose(policy, &Request { jitter, ..REQUEST }, candidates).unwrap();
+        shares[usize::from(choice.slot.0)] += 1;
+    }
+    shares
+}
+
+#[test]
+fn one_request_in_eight_touches_when_touches_are_sampled() {
+    use crate::ids::{AttemptId, SessionId};
+    let due = |touch: Touch| {
+        let attempts = (0..80_000).map(AttemptId);
+        attempts
+            .filter(|attempt| touch.is_due(SessionId(9), *attempt))
+            .count()
+    };
+    assert_eq!(due(Touch::Always), 80_000);
+    assert!((9_600..10_400).contains(&due(Touch::Sampled)));
 }

@@ -1,0 +1,228 @@
+//! What admission knows of a user, and what of it the log does not know yet.
+//!
+//! Replicas read the users' figures from the published state. What a replica has charged and not
+//! seen applied stands in its [`Pending`] and is added on top, so that its own last dispatches count
+//! at once.
+
+use std::collections::BTreeMap;
+
+use super::ChargeInput;
+use crate::command::Charge;
+use crate::ids::UserKey;
+use crate::users::{CHARGE_TOKENS_MAX, FairnessSettings, WEIGHT_MILLI_DEFAULT};
+
+/// What orders of admission look at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UserFigures {
+    /// Virtual token counter, in thousandths of a priced token at weight 1.
+    pub counter_milli: u64,
+    /// The same without any lift: what the user was ever charged over the present weight.
+    pub served_milli: u64,
+    /// Share of service against others, in thousandths.
+    pub weight_milli: u32,
+    /// Requests dispatched and not ended, all replicas.
+    pub in_flight: u32,
+    /// Requests that wait, all replicas.
+    pub waiting: u32,
+    /// Requests begun within the last minute.
+    pub requests_last_minute: u32,
+    /// Whether the replicated state knows that the user waits, and so has lifted the counter.
+    pub is_lifted: bool,
+}
+
+impl Default for UserFigures {
+    /// A user nobody has seen.
+    fn default() -> Self {
+        Self {
+            counter_milli: 0,
+            served_milli: 0,
+            weight_milli: WEIGHT_MILLI_DEFAULT,
+            in_flight: 0,
+            waiting: 0,
+            requests_last_minute: 0,
+            is_lifted: false,
+        }
+    }
+}
+
+impl UserFigures {
+    /// What `tokens` priced tokens add to this user's counter, in its unit.
+    #[must_use]
+    pub fn milli_of(&self, tokens: u64) -> u64 {
+        milli_tokens(tokens, self.weight_milli)
+    }
+}
+
+/// `tokens` priced tokens in the unit of a counter of weight `weight_milli`. Saturates.
+pub(crate) fn milli_tokens(tokens: u64, weight_milli: u32) -> u64 {
+    let milli = u128::from(tokens) * 1_000_000 / u128::from(weight_milli.max(1));
+    u64::try_from(milli).unwrap_or(u64::MAX)
+}
+
+/// Where the queue reads the users' figures.
+pub trait Counters {
+    /// The user's figures as this replica knows them, its own charges included.
+    fn figures(&self, user: UserKey) -> UserFigures;
+}
+
+impl<F: Fn(UserKey) -> UserFigures> Counters for F {
+    fn figures(&self, user: UserKey) -> UserFigures {
+        self(user)
+    }
+}
+
+/// What tokens cost, as settings say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Pricing {
+    /// Prices per token.
+    pub prices: FairnessSettings,
+    /// Which prompt tokens count.
+    pub charge: ChargeInput,
+}
+
+impl Pricing {
+    /// Price of a prompt.
+    #[must_use]
+    pub fn input(&self, uncached: u64, cached: u64) -> u64 {
+        let (uncached, cached) = (
+            uncached.min(CHARGE_TOKENS_MAX),
+            cached.min(CHARGE_TOKENS_MAX),
+        );
+        let price = u64::from(self.prices.input_price);
+        // Both factors are bounded: sums stay far below 64 bits.
+        match self.charge {
+            ChargeInput::Uncached => uncached * price,
+            ChargeInput::Full => (uncached + cached) * price,
+            ChargeInput::Discounted => uncached * price + cached * price / 10,
+        }
+    }
+
+    /// Price of output.
+    #[must_use]
+    pub fn output(&self, tokens: u64) -> u64 {
+        tokens.min(CHARGE_TOKENS_MAX) * u64::from(self.prices.output_price)
+    }
+
+    /// What a charge adds to what its user has been charged, in priced tokens.
+    #[must_use]
+    pub fn due(&self, charge: &Charge) -> u64 {
+        let real =
+            self.input(charge.input_uncached, charge.input_cached) + self.output(charge.output);
+        let advance = charge.advance.min(CHARGE_TOKENS_MAX);
+        advance + real.saturating_sub(charge.settled)
+    }
+}
+
+/// What a replica has charged and not seen applied.
+#[derive(Debug, Clone, Default)]
+pub struct Pending {
+    users: BTreeMap<UserKey, Owed>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Owed {
+    priced: u64,
+    tokens: u64,
+    started: u64,
+    ended: u64,
+    queued: u64,
+    dequeued: u64,
+}
+
+impl Owed {
+    fn of(charge: &Charge, pricing: &Pricing) -> Self {
+        Self {
+            priced: pricing.due(charge),
+            tokens: charge.input_uncached.saturating_add(charge.output),
+            started: u64::from(charge.started),
+            ended: u64::from(charge.ended),
+            queued: u64::from(charge.queued),
+            dequeued: u64::from(charge.dequeued),
+        }
+    }
+
+    fn zip(&mut self, other: &Self, with: impl Fn(u64, u64) -> u64) {
+        self.priced = with(self.priced, other.priced);
+        self.tokens = with(self.tokens, other.tokens);
+        self.started = with(self.started, other.started);
+        self.ended = with(self.ended, other.ended);
+        self.queued = with(self.queued, other.queued);
+        self.dequeued = with(self.dequeued, other.dequeued);
+    }
+}
+
+impl Pending {
+    /// Takes a charge that goes into the outbox.
+    pub fn add(&mut self, charge: &Charge, pricing: &Pricing) {
+        let owed = self.users.entry(charge.user).or_default();
+        owed.zip(&Owed::of(charge, pricing), u64::saturating_add);
+    }
+
+    /// Forgets a charge that is applied here. Charges may be settled in other portions than they
+    /// were added in, under the same `pricing`.
+    pub fn settle(&mut self, charge: &Charge, pricing: &Pricing) {
+        let Some(owed) = self.users.get_mut(&charge.user) else {
+            return;
+        };
+        owed.zip(&Owed::of(charge, pricing), u64::saturating_sub);
+        if *owed == Owed::default() {
+            self.users.remove(&charge.user);
+        }
+    }
+
+    /// Whether nothing is pending.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.users.is_empty()
+    }
+
+    /// Published figures with what is pending on top.
+    #[must_use]
+    pub fn on_top(&self, user: UserKey, published: UserFigures) -> UserFigures {
+        let Some(owed) = self.users.get(&user) else {
+            return published;
+        };
+        let milli = published.milli_of(owed.priced);
+        let moved = |count: u32, more: u64, less: u64| {
+            let sum = u64::from(count).saturating_add(more).saturating_sub(less);
+            u32::try_from(sum).unwrap_or(u32::MAX)
+        };
+        UserFigures {
+            counter_milli: published.counter_milli.saturating_add(milli),
+            served_milli: published.served_milli.saturating_add(milli),
+            in_flight: moved(published.in_flight, owed.started, owed.ended),
+            waiting: moved(published.waiting, owed.queued, owed.dequeued),
+            requests_last_minute: moved(published.requests_last_minute, owed.started, 0),
+            ..published
+        }
+    }
+
+    /// Requests begun, queued and over and tokens used by `user`, not applied yet: what a quota is
+    /// checked with.
+    #[must_use]
+    pub fn used(&self, user: UserKey) -> PendingUse {
+        let Some(owed) = self.users.get(&user) else {
+            return PendingUse::default();
+        };
+        PendingUse {
+            requests: owed.started.saturating_add(owed.queued),
+            dequeued: owed.dequeued,
+            ended: owed.ended,
+            tokens: owed.tokens,
+        }
+    }
+}
+
+/// What a user used that the published state does not show yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PendingUse {
+    /// Requests that began, and requests that were queued: one that waited and was then dispatched
+    /// stands here twice, and once in `dequeued`.
+    pub requests: u64,
+    /// Requests that wait no more. They may be of those whom the published state shows waiting.
+    pub dequeued: u64,
+    /// Requests that are over. They may be of those whom the published state shows in flight.
+    pub ended: u64,
+    /// Tokens, cached ones not counted.
+    pub tokens: u64,
+}

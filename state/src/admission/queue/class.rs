@@ -1,0 +1,71 @@
+//! Lines of requests and the orders they stand in.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::ids::{Ticket, UserKey};
+
+/// Priority and bin.
+pub(super) type Place = (Reverse<i16>, u16);
+/// A line as sorted: key, first arrival, its ticket, user.
+pub(super) type Head = (u64, u64, Ticket, UserKey);
+
+/// Requests of one priority and bin.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Class {
+    /// By key, then by the line's first arrival.
+    pub(super) heads: BTreeSet<Head>,
+    /// By the line's longest match, of users who have deficit left; kept for `dlpm` only.
+    pub(super) solvent: BTreeSet<(Match, UserKey)>,
+    pub(super) lines: BTreeMap<UserKey, Line>,
+    pub(super) waiting: usize,
+}
+
+/// Longest match first, then first come.
+pub(super) type Match = (Reverse<u32>, u64, Ticket);
+
+/// One user's requests in one class; never empty.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Line {
+    /// As in `heads`.
+    pub(super) key: u64,
+    pub(super) arrivals: BTreeSet<(u64, Ticket)>,
+    pub(super) matches: BTreeSet<Match>,
+    pub(super) is_solvent: bool,
+}
+
+impl Line {
+    pub(super) fn head(&self) -> (u64, Ticket) {
+        *self.arrivals.first().expect("a line is never empty")
+    }
+
+    pub(super) fn best(&self) -> Match {
+        *self.matches.first().expect("a line is never empty")
+    }
+}
+
+impl Class {
+    /// Takes a line out of the orders, before it changes.
+    pub(super) fn unhook(&mut self, user: UserKey) {
+        if let Some(line) = self
+            .lines
+            .get(&user)
+            .filter(|line| !line.arrivals.is_empty())
+        {
+            let (arrived_ms, ticket) = line.head();
+            self.heads.remove(&(line.key, arrived_ms, ticket, user));
+            self.solvent.remove(&(line.best(), user));
+        }
+    }
+
+    /// Puts a line into the orders.
+    pub(super) fn hook(&mut self, user: UserKey) {
+        if let Some(line) = self.lines.get(&user) {
+            let (arrived_ms, ticket) = line.head();
+            self.heads.insert((line.key, arrived_ms, ticket, user));
+            if line.is_solvent {
+                self.solvent.insert((line.best(), user));
+            }
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The ledger: by example, and that in the end everybody has paid what was used.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::command::Charge;
+
+const ALICE: UserKey = UserKey(7);
+
+fn used(input_uncached: u64, input_cached: u64, output: u64) -> Used {
+    Used {
+        input_uncached,
+        input_cached,
+        output,
+    }
+}
+
+fn pricing(charge: ChargeInput) -> Pricing {
+    Pricing {
+        charge,
+        ..Pricing::default()
+    }
+}
+
+#[test]
+fn what_was_charged_ahead_and_not_used_pays_for_what_comes_next() {
+    let mut ledger = Ledger::default();
+    let pricing = Pricing::default();
+    // Estimated 100, really 70 uncached and 30 cached, then 10 tokens of output.
+    let (mut tab, ahead) = ledger.open(ALICE, &used(100, 0, 0), &pricing);
+    assert_eq!((pricing.due(&ahead), tab.left()), (100, 100));
+    let input = ledger.settle(ALICE, &mut tab, &used(70, 30, 0), &pricing);
+    assert_eq!((pricing.due(&input), input.settled), (0, 70));
+    let output = ledger.settle(ALICE, &mut tab, &used(0, 0, 10), &pricing);
+    assert_eq!(pricing.due(&output), 20, "input's advance is not output's");
+    ledger.close(ALICE, tab);
+    assert_eq!(ledger.credit_of(ALICE), 30);
+    let (tab, ahead) = ledger.open(ALICE, &used(50, 0, 0), &pricing);
+    assert_eq!((pricing.due(&ahead), tab.left()), (20, 50));
+    assert_eq!(ledger.credit_of(ALICE), 0);
+}
+
+#[test]
+fn a_prediction_that_was_too_low_is_made_up_for_and_a_high_one_refunded() {
+    let mut ledger = Ledger::default();
+    let pricing = Pricing::default();
+    let (mut tab, ahead) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
+    assert_eq!(pricing.due(&ahead), 20);
+    let more = ledger.settle(ALICE, &mut tab, &used(10, 0, 8), &pricing);
+    assert_eq!(pricing.due(&more), 6);
+    ledger.close(ALICE, tab);
+    assert_eq!(ledger.credit_of(ALICE), 0);
+    let (mut tab, _) = ledger.open(ALICE, &used(10, 0, 50), &pricing);
+    ledger.settle(ALICE, &mut tab, &used(10, 0, 8), &pricing);
+    ledger.close(ALICE, tab);
+    assert_eq!(ledger.credit_of(ALICE), 84);
+}
+
+#[test]
+fn a_prediction_can_be_raised() {
+    let mut ledger = Ledger::default();
+    let pricing = Pricing::default();
+    let (mut tab, _) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
+    ledger.settle(ALICE, &mut tab, &used(10, 0, 5), &pricing);
+    ledger.credit(ALICE, 3);
+    let more = ledger.raise(ALICE, &mut tab, 4, &pricing);
+    assert_eq!(
+        (pricing.due(&more), tab.left()),
+        (5, 8),
+        "credit pays first"
+    );
+    let output = ledger.settle(ALICE, &mut tab, &used(0, 0, 3), &pricing);
+    assert_eq!(pricing.due(&output), 0);
+    ledger.close(ALICE, tab);
+    assert_eq!(ledger.credit_of(ALICE), 2);
+}
+
+#[test]
+fn a_grant_has_paid_already() {
+    let mut ledger = Ledger::default();
+    let pricing = Pricing::default();
+    let mut tab = Ledger::open_granted(100, &used(60, 0, 0), &pricing);
+    let charge = ledger.settle(ALICE, &mut tab, &used(60, 0, 30), &pricing);
+    assert_eq!(pricing.due(&charge), 20);
+    ledger.credit(ALICE, 11);
+    assert_eq!(ledger.credit_of(ALICE), 11);
+}
+
+#[test]
+fn settings_say_which_prompt_tokens_count() {
+    let table = [
+        (ChargeInput::Uncached, 30),
+        (ChargeInput::Full, 130),
+        (ChargeInput::Discounted, 40),
+    ];
+    for (charge, price) in table {
+        assert_eq!(pricing(charge).input(30, 100), price, "{charge:?}");
+    }
+    let forged = Charge {
+        input_uncached: u64::MAX,
+        input_cached: u64::MAX,
+        output: u64::MAX,
+        advance: u64::MAX,
+        settled: u64::MAX,
+        ..Charge::default()
+    };
+    let costly = Pricing {
+        prices: crate::users::FairnessSettings {
+            input_price: 1000,
+            output_price: 1000,
+        },
+        charge: ChargeInput::Full,
+    };
+    assert_eq!(costly.due(&forged), crate::users::CHARGE_TOKENS_MAX);
+}
+
+#[test]
+fn what_is_pending_counts_until_it_is_applied() {
+    let pricing = Pricing::default();
+    let mut pending = Pending::default();
+    let first = Charge {
+        user: ALICE,
+        started: 2,
+        queued: 3,
+        dequeued: 1,
+        advance: 50,
+        ..Charge::default()
+    };
+    let second = Charge {
+        user: ALICE,
+        output: 10,
+        ended: 1,
+        ..Charge::default()
+    };
+    pending.add(&first, &pricing);
+    pending.add(&second, &pricing);
+    let published = UserFigures {
+        counter_milli: 5000,
+        weight_milli: 2000,
+        in_flight: 1,
+        ..UserFigures::default()
+    };
+    let figures = pending.on_top(ALICE, published);
+    assert_eq!(figures.counter_milli, 5000 + 35_000);
+    assert_eq!((figures.in_flight, figures.waiting), (2, 2));
+    assert_eq!(
+        pending.used(ALICE),
+        PendingUse {
+            requests: 5,
+            dequeued: 1,
+            ended: 1,
+            tokens: 10,
+        }
+    );
+    let mut both = first;
+    both.add(&second);
+    pending.settle(&both, &pricing);
+    assert!(pending.is_empty());
+    assert_eq!(pending.on_top(ALICE, published), published);
+}
+
+proptest! {
+    /// Whatever is estimated and however it comes: what was charged is what was used, plus what the
+    /// ledger still owes.
+    #[test]
+    fn everybody_pays_what_was_used(
+        requests in prop::collection::vec(
+            (0_u64..200, 0_u64..200, 0_u64..200, prop::collection::vec((0_u64..80, 0_u64..80, 0_u64..80), 0..4), any::<bool>()),
+            1..40,
+        ),
+        is_full: bool,
+    ) {
+        let pricing = pricing(if is_full { ChargeInput::Full } else { ChargeInput::Uncached });
+        let mut ledger = Ledger::default();
+        let (mut charged, mut real, mut open) = (0, 0, 0);
+        let mut all = Charge::default();
+        let mut last = 0;
+        for (uncached, cached, output, comes, is_closed) in requests {
+            let (mut tab, charge) = ledger.open(ALICE, &used(uncached, cached, output), &pricing);
+            all.add(&charge);
+            charged += pricing.due(&charge);
+            for (uncached, cached, output) in comes {
+                let used = used(uncached, cached, output);
+                let charge = ledger.settle(ALICE, &mut tab, &used, &pricing);
+                real += pricing.input(uncached, cached) + pricing.output(output);
+                charged += pricing.due(&charge);
+                all.add(&charge);
+            }
+            if is_closed {
+                ledger.close(ALICE, tab);
+            } else {
+                open += tab.left();
+            }
+            prop_assert!(charged >= last, "a counter fell");
+            last = charged;
+        }
+        prop_assert_eq!(charged, real + open + ledger.credit_of(ALICE));
+        // Added up over a flush interval the charges cost the same.
+        prop_assert_eq!(pricing.due(&all), charged);
+    }
+}

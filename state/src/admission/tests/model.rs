@@ -1,0 +1,143 @@
+//! The queue against a model that looks at everything each time.
+
+use proptest::prelude::*;
+
+use super::*;
+
+#[derive(Debug, Clone)]
+enum Step {
+    Push { user: u64, priority: i16, bin: u16 },
+    Remove(prop::sample::Index),
+    Charge { user: u64, tokens: u64 },
+    Next { skipped: u64 },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let user = || 1_u64..7;
+    let step = prop_oneof![
+        4 => (user(), 0_i16..2, 0_u16..1)
+            .prop_map(|(user, priority, bin)| Step::Push { user, priority, bin }),
+        1 => any::<prop::sample::Index>().prop_map(Step::Remove),
+        3 => (user(), 0_u64..50).prop_map(|(user, tokens)| Step::Charge { user, tokens }),
+        // 0 skips nobody.
+        3 => (0_u64..4).prop_map(|skipped| Step::Next { skipped }),
+    ];
+    prop::collection::vec(step, 0..120)
+}
+
+/// Who goes, by the definition.
+fn naive(
+    requests: &BTreeMap<u64, Waiting>,
+    users: &Users,
+    order: Order,
+    skipped: u64,
+) -> Option<u64> {
+    let head = |it: &Waiting| {
+        let same = |other: &&Waiting| (other.user, other.priority) == (it.user, it.priority);
+        requests.values().filter(same).map(|it| it.ticket).min() == Some(it.ticket)
+    };
+    let key = |it: &Waiting| {
+        let figures = users.figures(it.user);
+        match order {
+            Order::Lcf => figures.served_milli,
+            Order::Rpm => u64::from(figures.requests_last_minute),
+            Order::Fcfs => 0,
+            _ => figures.counter_milli,
+        }
+    };
+    let heads = requests
+        .values()
+        .filter(|it| it.user.0 != skipped && head(it));
+    let first = heads.min_by_key(|it| (std::cmp::Reverse(it.priority), key(it), it.ticket));
+    first.map(|it| it.ticket.0)
+}
+
+proptest! {
+    #[test]
+    fn it_takes_whom_the_definition_says(
+        steps in steps(),
+        order in prop::sample::select(vec![Order::Vtc, Order::VtcPred, Order::Lcf, Order::Rpm, Order::Fcfs]),
+    ) {
+        let mut users = Users::with(&[0; 7]);
+        let mut queue = Queue::new(rules(order));
+        let mut requests = BTreeMap::new();
+        let mut gate = Gate::default();
+        for (ticket, step) in (1..).zip(steps) {
+            match step {
+                Step::Push { user, priority, bin } => {
+                    let request = Waiting { priority, bin, ..waiting(user, ticket) };
+                    queue.push(request, 0, &users, &gate).unwrap();
+                    requests.insert(ticket, request);
+                }
+                Step::Remove(index) if !requests.is_empty() => {
+                    let ticket = *requests.keys().nth(index.index(requests.len())).unwrap();
+                    prop_assert_eq!(queue.remove(Ticket(ticket)), requests.remove(&ticket));
+                }
+                Step::Remove(_) => {}
+                Step::Charge { user, tokens } => {
+                    let figures = users.figures_mut(user);
+                    figures.counter_milli += tokens * 1000;
+                    figures.served_milli += tokens * 999;
+                    figures.requests_last_minute += tokens as u32;
+                }
+                Step::Next { skipped } => {
+                    let expected = naive(&requests, &users, order, skipped);
+                    let verdict = |it: &Waiting| {
+                        if it.user.0 == skipped { Verdict::Skip } else { Verdict::Go }
+                    };
+                    let next = match queue.next(0, &users, &mut gate, verdict) {
+                        Next::Go(request) => Some(request.ticket.0),
+                        _ => None,
+                    };
+                    prop_assert_eq!(next, expected);
+                    if let Some(ticket) = next {
+                        requests.remove(&ticket);
+                    }
+                }
+            }
+            prop_assert_eq!(queue.len(), requests.len());
+            prop_assert_eq!(queue.users_len(), requests.values().map(|it| it.user).collect::<std::collections::BTreeSet<_>>().len());
+        }
+    }
+
+    /// Whatever the order, the bins, the slack and who cannot go: everything goes in the end, once.
+    #[test]
+    fn nothing_is_lost_and_nothing_starves(
+        pushes in prop::collection::vec((1_u64..5, 0_u16..4, 0_i16..3, 0_u32..9), 1..60),
+        order in prop::sample::select(vec![
+            Order::Vtc, Order::VtcMaxFair, Order::VtcPred, Order::Dlpm, Order::Lcf, Order::Rpm, Order::Fcfs,
+        ]),
+        slack in 0_u64..100,
+        odd: u64,
+    ) {
+        let mut users = Users::default();
+        let mut gate = Gate::default();
+        gate.set_slack(slack);
+        let mut queue = Queue::new(rules(order));
+        for (ticket, (user, bin, priority, matched_blocks)) in (0..).zip(&pushes) {
+            let request = Waiting {
+                bin: *bin,
+                priority: *priority,
+                matched_blocks: *matched_blocks,
+                ..waiting(*user, ticket)
+            };
+            queue.push(request, 0, &users, &gate).unwrap();
+        }
+        let mut gone = std::collections::BTreeSet::new();
+        let mut now_ms = 0;
+        while !queue.is_empty() {
+            now_ms += 1;
+            let stubborn = |it: &Waiting| {
+                if (it.ticket.0 + now_ms + odd % 7).is_multiple_of(3) { Verdict::Skip } else { Verdict::Go }
+            };
+            if let Next::Go(request) = queue.next(now_ms, &users, &mut gate, stubborn) {
+                prop_assert!(gone.insert(request.ticket));
+                let figures = users.figures_mut(request.user.0);
+                figures.counter_milli += 10_000;
+                figures.requests_last_minute += 1;
+            }
+            prop_assert!(now_ms < 10_000, "{} starve", queue.len());
+        }
+        prop_assert_eq!(gone.len(), pushes.len());
+    }
+}

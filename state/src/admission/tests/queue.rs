@@ -1,0 +1,253 @@
+//! Bounds, leaving, bins, and what a request that cannot go means for others.
+
+use super::*;
+use crate::ids::ReplicaId;
+
+fn tickets(waiting: &[Waiting]) -> Vec<u64> {
+    waiting.iter().map(|it| it.ticket.0).collect()
+}
+
+#[test]
+fn a_full_queue_refuses_and_what_leaves_makes_room() {
+    let users = Users::default();
+    let mut queue = Queue::new(Rules {
+        queue_max: 2,
+        ..rules(Order::Vtc)
+    });
+    let gate = Gate::default();
+    let push = |queue: &mut Queue, ticket| queue.push(waiting(1, ticket), 0, &users, &gate);
+    assert_eq!(push(&mut queue, 1), Ok(()));
+    assert_eq!(push(&mut queue, 2), Ok(()));
+    assert_eq!(push(&mut queue, 3), Err(Refused::Full));
+    assert_eq!(queue.remove(Ticket(1)), Some(waiting(1, 1)));
+    assert_eq!(queue.remove(Ticket(1)), None);
+    assert_eq!(push(&mut queue, 3), Ok(()));
+    assert_eq!(
+        (queue.len(), queue.len_of(UserKey(1)), queue.users_len()),
+        (2, 2, 1)
+    );
+    assert_eq!(drain(&mut queue, &users), [2, 3]);
+    assert!(queue.is_empty() && queue.users_len() == 0);
+    assert_eq!(
+        queue.next(0, &users, &mut Gate::default(), all),
+        Next::Nobody
+    );
+}
+
+#[test]
+fn who_waited_too_long_is_told_in_order() {
+    let users = Users::default();
+    let mut queue = queue(
+        Order::Vtc,
+        &users,
+        &[waiting(1, 30), waiting(2, 10), waiting(1, 20)],
+    );
+    assert_eq!(queue.next_expiry_ms(), Some(60_010));
+    assert_eq!(tickets(&queue.expire(60_009)), [] as [u64; 0]);
+    assert_eq!(tickets(&queue.expire(60_020)), [10, 20]);
+    assert_eq!(queue.next_expiry_ms(), Some(60_030));
+    assert_eq!(drain(&mut queue, &users), [30]);
+}
+
+#[test]
+fn a_user_who_comes_back_does_not_profit_from_the_time_away() {
+    let mut users = Users::with(&[5000]);
+    let mut queue = queue(Order::Vtc, &users, &[waiting(1, 1), waiting(1, 2)]);
+    // The state has not seen user 2 wait: the counter of 0 counts as 5000 here.
+    for ticket in [3, 4] {
+        queue
+            .push(waiting(2, ticket), 0, &users, &Gate::default())
+            .unwrap();
+    }
+    assert_eq!(next(&mut queue, &users), Some(1));
+    users.set(1, 5010);
+    assert_eq!(next(&mut queue, &users), Some(3));
+    // Once it has, what it says counts.
+    users.set(2, 5020);
+    assert_eq!(next(&mut queue, &users), Some(2));
+}
+
+#[test]
+fn who_waits_elsewhere_is_the_level_too() {
+    let users = Users::with(&[9000]);
+    let mut gate = Gate::default();
+    let backlog = Backlog {
+        priority: 0,
+        least_milli: 7_000_000,
+        users: 1,
+        waiting: 1,
+    };
+    gate.tell(ReplicaId(2), Some(backlog), 0);
+    let mut queue = Queue::new(rules(Order::Vtc));
+    queue.push(waiting(2, 1), 0, &users, &gate).unwrap();
+    assert_eq!(queue.backlog(0, &users).unwrap().least_milli, 7_000_000);
+}
+
+#[test]
+fn one_that_cannot_go_lets_others_pass_and_stop_ends_it() {
+    let users = Users::with(&[1, 2, 3]);
+    let requests = [waiting(1, 1), waiting(2, 2), waiting(3, 3)];
+    let mut queue = queue(Order::Vtc, &users, &requests);
+    let mut gate = Gate::default();
+    let skip_first = |request: &Waiting| match request.user.0 {
+        1 => Verdict::Skip,
+        _ => Verdict::Go,
+    };
+    assert_eq!(
+        queue.next(0, &users, &mut gate, skip_first),
+        Next::Go(waiting(2, 2))
+    );
+    let mut asked = 0;
+    let stop = |_: &Waiting| {
+        asked += 1;
+        Verdict::Stop
+    };
+    assert_eq!(queue.next(0, &users, &mut gate, stop), Next::NoRoom);
+    assert_eq!(asked, 1);
+    let none = |_: &Waiting| Verdict::Skip;
+    assert_eq!(queue.next(0, &users, &mut gate, none), Next::NoRoom);
+    assert_eq!(drain(&mut queue, &users), [1, 3]);
+}
+
+fn binned(user: u64, ticket: u64, bin: u16) -> Waiting {
+    Waiting {
+        bin,
+        ..waiting(user, ticket)
+    }
+}
+
+#[test]
+fn bins_take_turns_within_the_slack() {
+    let users = Users::with(&[0]);
+    let requests = [
+        binned(1, 1, 0),
+        binned(1, 2, 0),
+        binned(1, 3, 2),
+        binned(1, 4, 2),
+        binned(1, 5, 1),
+        binned(1, 6, 2),
+    ];
+    let mut turns = queue(Order::Vtc, &users, &requests);
+    assert_eq!(
+        turns.bins().into_iter().collect::<Vec<_>>(),
+        [(0, 2), (1, 1), (2, 3)]
+    );
+    assert_eq!(drain(&mut turns, &users), [5, 3, 1, 4, 2, 6]);
+    let mut longest = Queue::new(Rules {
+        bin_selection: BinSelection::LongestQueue,
+        ..rules(Order::Vtc)
+    });
+    for request in requests {
+        longest.push(request, 0, &users, &Gate::default()).unwrap();
+    }
+    assert_eq!(drain(&mut longest, &users), [3, 1, 4, 2, 5, 6]);
+}
+
+#[test]
+fn a_bins_turn_does_not_carry_a_user_beyond_the_slack() {
+    let mut users = Users::with(&[0, 150]);
+    let requests = [binned(1, 1, 0), binned(2, 2, 1)];
+    let take = |slack: u64, users: &Users| {
+        let mut queue = queue(Order::Vtc, users, &requests);
+        let mut gate = Gate::default();
+        gate.set_slack(slack);
+        match queue.next(0, users, &mut gate, all) {
+            Next::Go(request) => request.ticket.0,
+            other => panic!("{other:?}"),
+        }
+    };
+    // It is bin 1's turn.
+    assert_eq!(take(150, &users), 2);
+    assert_eq!(take(149, &users), 1);
+    // Nobody else can go: the room is used.
+    users.set(1, 1000);
+    let mut queue = queue(Order::Vtc, &users, &requests);
+    let only_1 = |request: &Waiting| match request.user.0 {
+        1 => Verdict::Go,
+        _ => Verdict::Skip,
+    };
+    let next = queue.next(0, &users, &mut Gate::default(), only_1);
+    assert_eq!(next, Next::Go(requests[0]));
+}
+
+#[test]
+fn an_old_request_goes_before_its_bins_turn() {
+    let users = Users::with(&[0, 0]);
+    let requests = [binned(1, 1, 0), binned(2, 4000, 1)];
+    for (now_ms, first) in [(5000, 4000), (5001, 1)] {
+        let mut queue = queue(Order::Vtc, &users, &requests);
+        let next = queue.next(now_ms, &users, &mut Gate::default(), all);
+        let Next::Go(request) = next else {
+            panic!("{next:?}");
+        };
+        assert_eq!(request.ticket.0, first);
+    }
+}
+
+#[test]
+fn the_backlog_is_that_of_the_highest_priority() {
+    let users = Users::with(&[5, 3, 9]);
+    let urgent = Waiting {
+        priority: 1,
+        ..waiting(3, 3)
+    };
+    let requests = [waiting(1, 1), waiting(2, 2), urgent];
+    let mut vtc = queue(Order::Vtc, &users, &requests);
+    let expected = Backlog {
+        priority: 1,
+        least_milli: 9000,
+        users: 3,
+        waiting: 3,
+    };
+    assert_eq!(vtc.backlog(0, &users), Some(expected));
+    vtc.remove(Ticket(3));
+    let least = vtc.backlog(0, &users).unwrap();
+    assert_eq!((least.priority, least.least_milli), (0, 3000));
+    // Orders without counters know no precedence over replicas.
+    assert_eq!(
+        queue(Order::Fcfs, &users, &requests).backlog(0, &users),
+        None
+    );
+    assert_eq!(queue(Order::Vtc, &users, &[]).backlog(0, &users), None);
+}
+
+#[test]
+fn a_held_queue_says_when_to_ask_again_and_goes_when_the_peer_is_silent() {
+    let users = Users::with(&[100]);
+    let mut queue = queue(Order::Vtc, &users, &[waiting(1, 1)]);
+    let mut gate = Gate::default();
+    let backlog = Backlog {
+        priority: 0,
+        least_milli: 99_999,
+        users: 1,
+        waiting: 1,
+    };
+    gate.tell(ReplicaId(3), Some(backlog), 10);
+    let retry_ms = GATE_RETRY_MS;
+    assert_eq!(
+        queue.next(10, &users, &mut gate, all),
+        Next::Held { retry_ms }
+    );
+    assert_eq!(
+        queue.next(10 + PEER_SILENT_MS, &users, &mut gate, all),
+        Next::Go(waiting(1, 1))
+    );
+}
+
+#[test]
+fn who_has_no_room_keeps_nobody_behind_from_going() {
+    // All requests are of one user, as where users are not told apart.
+    let users = Users::with(&[0]);
+    for order in [Order::Vtc, Order::Dlpm, Order::Fcfs] {
+        let requests = [1, 2, 3, 4].map(|ticket| waiting(1, ticket));
+        let mut queue = queue(order, &users, &requests);
+        let verdict = |it: &Waiting| match it.ticket.0 {
+            1 | 2 => Verdict::Skip,
+            _ => Verdict::Go,
+        };
+        let mut next = || queue.next(0, &users, &mut Gate::default(), verdict);
+        assert_eq!(next(), Next::Go(waiting(1, 3)), "{order:?}");
+        assert_eq!(next(), Next::Go(waiting(1, 4)), "{order:?}");
+        assert_eq!(next(), Next::NoRoom, "{order:?}");
+    }
+}

@@ -1,0 +1,316 @@
+//! [`Exact`]: all followed backends, and what a batch of news means for them.
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::exact::status::{KvMap, KvRankStatus, KvStatus};
+use crate::exact::stream::{Lapse, Show, Stream};
+use crate::exact::{
+    KV_BLOCKS_PER_BATCH_MAX, KV_CONFIRM_MS_MAX, KV_ENTRIES_MAX, KV_ENTRIES_PER_BACKEND_MAX,
+    KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvMode, KvNews, KvPosition,
+};
+use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
+use crate::ownership::Ownership;
+
+/// Releases are remembered in steps of so many milliseconds.
+const FADING_STEP_MS: u64 = 1_000;
+/// Most steps remembered; a step more is taken together with the last.
+pub(super) const FADING_STEPS_MAX: usize = 64;
+
+/// What news changed beside the blocks.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Changes {
+    /// Blocks that went and at which leases end.
+    pub(crate) outlived: Vec<BlockHash>,
+    /// Whether the backend's condition is another one.
+    pub(crate) is_condition_changed: bool,
+}
+
+/// All followed backends.
+pub(crate) struct Exact {
+    pub(super) followed: BTreeMap<Slot, Followed>,
+    /// Entries of all of them.
+    pub(super) entries: u64,
+    /// Most entries of one, and of all.
+    limits: (u64, u64),
+}
+
+/// One followed backend.
+pub(super) struct Followed {
+    pub(super) backend: BackendRef,
+    pub(super) ranks: BTreeMap<u16, Stream>,
+    /// Whether what the ranks hold is reported to the ownership: they all are known.
+    pub(super) is_shown: bool,
+    /// Releases that wait for their blocks to be confirmed: until when, and up to which epoch. Both
+    /// ascend.
+    pub(super) fading: VecDeque<(u64, u64)>,
+}
+
+impl Default for Exact {
+    fn default() -> Self {
+        Self::with_limits(KV_ENTRIES_PER_BACKEND_MAX, KV_ENTRIES_MAX)
+    }
+}
+
+impl Exact {
+    /// With at most so many entries of one backend, and of all.
+    pub(super) fn with_limits(per_backend: u64, all: u64) -> Self {
+        Self {
+            followed: BTreeMap::new(),
+            entries: 0,
+            limits: (per_backend, all),
+        }
+    }
+
+    /// Applies what a reader tells of a present life of a backend. `None`: it breaks a bound, and
+    /// changes nothing. What is old news changes nothing, too.
+    pub(crate) fn apply(&mut self, batch: &KvBatch, ownership: &mut Ownership) -> Option<Changes> {
+        if batch.blocks() > KV_BLOCKS_PER_BATCH_MAX {
+            return None;
+        }
+        let slot = batch.backend.slot;
+        let of_others = self.entries - self.followed.get(&slot).map_or(0, Followed::entries);
+        let is_first = !self.followed.contains_key(&slot);
+        let followed = self
+            .followed
+            .entry(slot)
+            .or_insert_with(|| Followed::new(batch.backend));
+        if followed.ranks.len() >= KV_RANKS_MAX && !followed.ranks.contains_key(&batch.rank) {
+            return None;
+        }
+        let (per_backend, all) = self.limits;
+        let room = per_backend.min(all.saturating_sub(of_others));
+        let mut changes = Changes::default();
+        let before = followed.condition();
+        followed.apply(batch, room, ownership, &mut changes.outlived);
+        changes.is_condition_changed = is_first || followed.condition() != before;
+        self.entries = of_others + followed.entries();
+        Some(changes)
+    }
+
+    /// What is known of a backend may be out of date, whoever says so.
+    pub(crate) fn doubt(&mut self, slot: Slot, doubt: KvDoubt) -> bool {
+        let Some(followed) = self.followed.get_mut(&slot) else {
+            return false;
+        };
+        let before = followed.condition();
+        followed.ranks.values_mut().for_each(|it| it.doubt(doubt));
+        followed.condition() != before
+    }
+
+    /// What is followed lives on under other handles; it may be out of date. What has no handle any
+    /// more is forgotten.
+    pub(crate) fn rename(&mut self, handle: impl Fn(Slot) -> Option<BackendRef>) {
+        let slots: Vec<Slot> = self.followed.keys().copied().collect();
+        for slot in slots {
+            match (handle(slot), self.followed.get_mut(&slot)) {
+                (Some(handle), Some(followed)) => {
+                    followed.backend = handle;
+                    self.doubt(slot, KvDoubt::Handover);
+                }
+                (Some(_) | None, _) => {
+                    self.forget(slot);
+                }
+            }
+        }
+    }
+
+    /// Forgets what stood in `slot`; answers whether anything was known of it.
+    pub(crate) fn forget(&mut self, slot: Slot) -> bool {
+        let gone = self.followed.remove(&slot);
+        self.entries -= gone.as_ref().map_or(0, Followed::entries);
+        gone.is_some()
+    }
+
+    /// Leases were released: what they brought fades unless it is confirmed.
+    pub(crate) fn released(&mut self, slot: Slot, ownership: &Ownership, now_ms: u64) {
+        if let Some(followed) = self.followed.get_mut(&slot).filter(|it| it.is_shown) {
+            let until_ms = now_ms.saturating_add(KV_CONFIRM_MS_MAX + FADING_STEP_MS - 1);
+            let until_ms = until_ms - until_ms % FADING_STEP_MS;
+            followed.fade_later(until_ms, ownership.epoch(slot));
+        }
+    }
+
+    /// Evicts what was not confirmed in time.
+    pub(crate) fn fade(&mut self, ownership: &mut Ownership, now_ms: u64) {
+        for (slot, followed) in &mut self.followed {
+            if followed.fading.is_empty() || followed.condition().mode != KvMode::Exact {
+                continue;
+            }
+            let mut due = None;
+            while let Some((_, epoch)) = followed.fading.pop_front_if(|it| it.0 <= now_ms) {
+                due = Some(epoch);
+            }
+            if let Some(epoch) = due {
+                ownership.evict_released(*slot, epoch);
+            }
+        }
+    }
+
+    /// Conditions of all followed backends, by slot.
+    pub(crate) fn conditions(&self) -> impl Iterator<Item = (BackendRef, KvCondition)> {
+        let followed = self.followed.values();
+        followed.map(|followed| (followed.backend, followed.condition()))
+    }
+
+    pub(crate) fn status(&self, slot: Slot, ownership: &Ownership) -> Option<KvStatus> {
+        let followed = self.followed.get(&slot)?;
+        let reported_blocks = ownership.reported(slot);
+        let ranks = followed.ranks.iter();
+        Some(KvStatus {
+            backend: followed.backend,
+            condition: followed.condition(),
+            reported_blocks,
+            unconfirmed_blocks: ownership.owned(slot) - reported_blocks,
+            ranks: ranks.map(|(rank, it)| it.status(*rank)).collect(),
+        })
+    }
+
+    pub(crate) fn positions(&self, slot: Slot) -> Vec<KvPosition> {
+        let ranks = self.followed.get(&slot).map(|followed| &followed.ranks);
+        let ranks = ranks.into_iter().flatten();
+        ranks.map(|(rank, it)| it.position(*rank)).collect()
+    }
+
+    pub(crate) fn router_hash(
+        &self,
+        slot: Slot,
+        rank: u16,
+        block: EngineHash,
+    ) -> Option<BlockHash> {
+        let tree = &self.followed.get(&slot)?.ranks.get(&rank)?.tree;
+        Some(tree.entries.get(tree.find(block)?).router)
+    }
+
+    pub(crate) fn map(&self, slot: Slot, rank: u16) -> Option<KvMap> {
+        let stream = self.followed.get(&slot)?.ranks.get(&rank)?;
+        let entries = stream.tree.entries.clone();
+        Some(KvMap { entries })
+    }
+
+    /// Heap bytes of the ranks' caches.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        let streams = self.followed.values().flat_map(|it| it.ranks.values());
+        streams.map(|it| it.tree.memory_bytes() as u64).sum()
+    }
+
+    /// What of a backend is reported to the ownership: once per rank and block.
+    pub(crate) fn reports(&self, slot: Slot) -> Vec<BlockHash> {
+        let ranks = self.followed.get(&slot).map(|followed| &followed.ranks);
+        let entries = ranks.into_iter().flatten();
+        let entries = entries.flat_map(|(_, it)| it.tree.entries.iter());
+        entries
+            .filter(|(_, entry)| entry.is_reported)
+            .map(|(_, entry)| entry.router)
+            .collect()
+    }
+}
+
+impl Followed {
+    pub(super) fn new(backend: BackendRef) -> Self {
+        Self {
+            backend,
+            ranks: BTreeMap::new(),
+            is_shown: false,
+            fading: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn entries(&self) -> u64 {
+        let ranks = self.ranks.values();
+        ranks.map(|it| u64::from(it.tree.len())).sum()
+    }
+
+    /// That of the worst rank.
+    pub(super) fn condition(&self) -> KvCondition {
+        let conditions = self.ranks.values().map(Stream::condition);
+        conditions
+            .reduce(|worst, it| if it.mode > worst.mode { it } else { worst })
+            .unwrap_or(KvCondition::EXACT)
+    }
+
+    fn apply(
+        &mut self,
+        batch: &KvBatch,
+        room: u64,
+        ownership: &mut Ownership,
+        outlived: &mut Vec<BlockHash>,
+    ) {
+        let (slot, rank) = (self.backend.slot, batch.rank);
+        let others = self.ranks.iter().filter(|(other, _)| **other != rank);
+        let of_others: u64 = others.map(|(_, it)| u64::from(it.tree.len())).sum();
+        let mut show = Show {
+            ownership,
+            slot,
+            is_shown: self.is_shown,
+            is_only_rank: self.ranks.keys().all(|other| *other == rank),
+            room: room.saturating_sub(of_others),
+            outlived,
+        };
+        let publisher = batch.publisher;
+        let begin = || Stream::new(slot, rank, publisher);
+        let stream = self.ranks.entry(rank).or_insert_with(begin);
+        match publisher.cmp(&stream.progress.publisher) {
+            Ordering::Less => return,
+            Ordering::Equal => {}
+            Ordering::Greater => {
+                stream.empty(&mut show);
+                *stream = begin();
+            }
+        }
+        match &batch.news {
+            KvNews::Begin => {}
+            KvNews::Message(message) => stream.message(message, &mut show),
+            KvNews::Current { seq } => stream.current(*seq),
+            KvNews::Doubt(doubt) => stream.doubt(*doubt),
+            KvNews::Refuse(refusal) => stream.refuse(*refusal, &mut show),
+        }
+        self.settle(&mut show);
+    }
+
+    /// Lets the reports follow what is known: all ranks' or none.
+    fn settle(&mut self, show: &mut Show<'_>) {
+        let is_known = self.ranks.values().all(Stream::is_known);
+        if is_known && !self.is_shown {
+            // What leases brought before stays in use until the engine's word is complete.
+            self.fading.clear();
+            self.fade_later(0, show.ownership.epoch(show.slot));
+            self.is_shown = true;
+            show.is_shown = true;
+            let mut ranks = self.ranks.values_mut();
+            if let Some(full) = ranks.find_map(|it| (!it.show_all(show)).then_some(it)) {
+                full.lapse(Lapse::TooManyBlocks, show);
+            }
+        }
+        if self.is_shown && !self.ranks.values().all(Stream::is_known) {
+            self.is_shown = false;
+            self.fading.clear();
+            show.ownership.clear(show.slot, show.outlived);
+            self.ranks.values_mut().for_each(Stream::hidden);
+        }
+    }
+
+    fn fade_later(&mut self, until_ms: u64, epoch: u64) {
+        let is_full = self.fading.len() >= FADING_STEPS_MAX;
+        match self.fading.back_mut() {
+            Some(last) if last.0 >= until_ms => last.1 = epoch,
+            Some(last) if is_full => *last = (until_ms, epoch),
+            Some(_) | None => self.fading.push_back((until_ms, epoch)),
+        }
+    }
+}
+
+impl Stream {
+    fn status(&self, rank: u16) -> KvRankStatus {
+        let position = self.position(rank);
+        KvRankStatus {
+            rank,
+            publisher: position.publisher,
+            condition: self.condition(),
+            last_seq: position.last.map(|(seq, _)| seq),
+            blocks: self.tree.live(),
+            unowned_blocks: self.tree.live() - self.tree.reported(),
+            unrooted_blocks: self.unrooted(),
+        }
+    }
+}

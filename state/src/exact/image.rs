@@ -1,0 +1,205 @@
+//! Digest and snapshot of what is followed, and its invariant.
+//!
+//! An image is taken by cloning a pointer per 1,024 blocks. It is written in pieces: first one with
+//! everything but the blocks, then of each rank its entries, a chunk a piece, in the order they are
+//! kept in; some 23 bytes a block. What can be derived is not written.
+
+use bincode::{Decode, Encode};
+
+use crate::codec;
+use crate::exact::entries::{CHUNK_ENTRIES, Entries, Entry, NONE};
+use crate::exact::followed::{Exact, FADING_STEPS_MAX, Followed};
+use crate::exact::stream::{Progress, Stream};
+use crate::exact::{KV_ENTRIES_MAX, KV_RANKS_MAX};
+use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
+
+/// What can be read of one piece.
+#[derive(Encode, Decode)]
+enum Piece {
+    Heads(Vec<Head>),
+    Entries(Slot, u16, Vec<Option<Saved>>),
+}
+
+/// A followed backend without its blocks.
+#[derive(Clone, Encode, Decode)]
+struct Head {
+    backend: BackendRef,
+    is_shown: bool,
+    fading: Vec<(u64, u64)>,
+    ranks: Vec<(u16, Progress)>,
+}
+
+/// An entry without what follows from the others.
+#[derive(Encode, Decode)]
+struct Saved {
+    engine: EngineHash,
+    router: BlockHash,
+    parent: Option<u32>,
+    copies: u32,
+    /// Bit 0: foreign, bit 1: reported.
+    flags: u8,
+}
+
+/// An image that later changes do not touch.
+pub(crate) struct ExactImage {
+    heads: Vec<Head>,
+    entries: Vec<(Slot, u16, Entries)>,
+}
+
+impl Exact {
+    /// Adds to the digest's bytes; nothing while no backend is followed.
+    pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
+        for followed in self.followed.values() {
+            codec::append_bytes(&followed.head(), bytes);
+            for stream in followed.ranks.values() {
+                bytes.extend(stream.tree.sum().to_le_bytes());
+            }
+        }
+    }
+
+    pub(crate) fn freeze(&self) -> ExactImage {
+        let trees = self.followed.iter().flat_map(|(slot, followed)| {
+            let ranks = followed.ranks.iter();
+            ranks.map(|(rank, stream)| (*slot, *rank, stream.tree.entries.clone()))
+        });
+        ExactImage {
+            heads: self.followed.values().map(Followed::head).collect(),
+            entries: trees.collect(),
+        }
+    }
+
+    /// Takes one piece; answers what is wrong with it.
+    pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
+        match codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
+            Piece::Heads(heads) => heads
+                .into_iter()
+                .try_for_each(|head| self.restore_head(head)),
+            Piece::Entries(slot, rank, saved) => {
+                let followed = self.followed.get_mut(&slot);
+                let stream = followed.and_then(|it| it.ranks.get_mut(&rank));
+                let tree = &mut stream
+                    .ok_or_else(|| format!("rank {rank} of slot {slot} is unknown"))?
+                    .tree;
+                self.entries += saved.len() as u64;
+                if self.entries > 2 * KV_ENTRIES_MAX {
+                    return Err(format!("more than {KV_ENTRIES_MAX} blocks"));
+                }
+                let mut saved = saved.into_iter();
+                if saved.all(|it| tree.entries.push(it.map(Saved::entry))) {
+                    return Ok(());
+                }
+                Err(format!("rank {rank} of slot {slot} has too many blocks"))
+            }
+        }
+    }
+
+    fn restore_head(&mut self, head: Head) -> Result<(), String> {
+        let slot = head.backend.slot;
+        let mut followed = Followed::new(head.backend);
+        followed.is_shown = head.is_shown;
+        followed.fading = head.fading.into();
+        for (rank, progress) in head.ranks {
+            followed
+                .ranks
+                .insert(rank, Stream::of(slot, rank, progress));
+        }
+        if self.followed.insert(slot, followed).is_some() {
+            return Err(format!("slot {slot} stands twice"));
+        }
+        Ok(())
+    }
+
+    /// Derives the rest once all pieces are there; answers what is wrong with them.
+    pub(crate) fn finish_restore(&mut self) -> Result<(), String> {
+        for followed in self.followed.values_mut() {
+            let mut ranks = followed.ranks.values_mut();
+            ranks.try_for_each(|stream| stream.tree.rebuild())?;
+        }
+        self.entries = self.followed.values().map(Followed::entries).sum();
+        self.check()
+    }
+
+    /// I22: of each followed backend exactly the blocks count as reported that its ranks, all of them
+    /// known, hold and that lead to a first block over such blocks; counts, sums and bounds agree.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let mut entries = 0;
+        for (slot, followed) in &self.followed {
+            entries += followed.entries();
+            let is_known = followed.ranks.values().all(Stream::is_known);
+            let is_bounded = (1..=KV_RANKS_MAX).contains(&followed.ranks.len())
+                && followed.fading.len() <= FADING_STEPS_MAX
+                && followed.fading.iter().is_sorted();
+            if *slot != followed.backend.slot || is_known != followed.is_shown || !is_bounded {
+                return Err(format!("slot {slot}: known {is_known}, or out of bounds"));
+            }
+            for (rank, stream) in &followed.ranks {
+                let is_sound = stream.tree.check(followed.is_shown);
+                is_sound.map_err(|what| format!("rank {rank} of slot {slot}: {what}"))?;
+                if !stream.is_known() && stream.tree.len() > 0 {
+                    return Err(format!("rank {rank} of slot {slot} is unknown, not empty"));
+                }
+            }
+        }
+        if entries != self.entries || entries > KV_ENTRIES_MAX {
+            return Err(format!("{entries} entries, counted {}", self.entries));
+        }
+        Ok(())
+    }
+}
+
+impl Followed {
+    fn head(&self) -> Head {
+        let ranks = self.ranks.iter();
+        Head {
+            backend: self.backend,
+            is_shown: self.is_shown,
+            fading: self.fading.iter().copied().collect(),
+            ranks: ranks
+                .map(|(rank, stream)| (*rank, stream.progress.clone()))
+                .collect(),
+        }
+    }
+}
+
+impl Saved {
+    fn of(entry: &Entry) -> Self {
+        Self {
+            engine: entry.engine,
+            router: entry.router,
+            parent: (entry.parent != NONE).then_some(entry.parent),
+            copies: entry.copies,
+            flags: u8::from(entry.is_foreign) | u8::from(entry.is_reported) << 1,
+        }
+    }
+
+    fn entry(self) -> Entry {
+        Entry {
+            engine: self.engine,
+            router: self.router,
+            parent: self.parent.unwrap_or(NONE),
+            first_child: NONE,
+            next: NONE,
+            prev: NONE,
+            copies: self.copies,
+            is_foreign: self.flags & 1 != 0,
+            is_reported: self.flags & 2 != 0,
+        }
+    }
+}
+
+impl ExactImage {
+    /// Everything, encoded, in pieces of a bounded size; none while no backend is followed.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
+        let heads =
+            (!self.heads.is_empty()).then(|| codec::to_bytes(&Piece::Heads(self.heads.clone())));
+        let entries = self.entries.iter().flat_map(|(slot, rank, entries)| {
+            let starts = (0..entries.len()).step_by(CHUNK_ENTRIES);
+            starts.map(move |start| {
+                let end = entries.len().min(start + CHUNK_ENTRIES as u32);
+                let saved = (start..end).map(|index| entries.present(index).map(Saved::of));
+                codec::to_bytes(&Piece::Entries(*slot, *rank, saved.collect()))
+            })
+        });
+        heads.into_iter().chain(entries)
+    }
+}

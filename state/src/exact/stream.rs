@@ -1,0 +1,385 @@
+//! One rank's stream: how far it is applied, what is doubtful about it, and the cache it tells of.
+
+use bincode::{Decode, Encode};
+
+use crate::exact::entries::NONE;
+use crate::exact::tree::{Stored, Tree};
+use crate::exact::{
+    KvCondition, KvDoubt, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRefusal,
+};
+use crate::ids::{BlockHash, EngineHash, Slot};
+use crate::ownership::{Ownership, Refused};
+use crate::planted::{self, Bug};
+
+/// Where the blocks of one backend are shown.
+pub(super) struct Show<'a> {
+    pub(super) ownership: &'a mut Ownership,
+    pub(super) slot: Slot,
+    /// Whether owned blocks are reported there: not while any rank's cache is unknown.
+    pub(super) is_shown: bool,
+    /// Whether the backend has no other rank.
+    pub(super) is_only_rank: bool,
+    /// Entries the rank may have.
+    pub(super) room: u64,
+    /// Tips of leases whose blocks went.
+    pub(super) outlived: &'a mut Vec<BlockHash>,
+}
+
+/// Why a rank's cache is unknown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub(super) enum Lapse {
+    Lost,
+    Refused(KvRefusal),
+    TooManyBlocks,
+}
+
+/// Why more may be cached than is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub(super) enum Flaw {
+    UnknownParent,
+    Contradiction,
+}
+
+/// All of a stream but the cache.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub(super) struct Progress {
+    pub(super) publisher: u64,
+    /// The message, and the part of it, that is applied next.
+    next: (u64, u16),
+    /// Number and mark of the last message applied as a whole.
+    last: Option<(u64, u64)>,
+    /// Messages before this one exist.
+    awaited_seq: u64,
+    doubt: Option<KvDoubt>,
+    flaw: Option<Flaw>,
+    lapse: Option<Lapse>,
+    /// Blocks left out because the block before them is unknown.
+    unrooted: u64,
+}
+
+/// See the module's text.
+pub(super) struct Stream {
+    pub(super) progress: Progress,
+    pub(super) tree: Tree,
+}
+
+impl Stream {
+    /// A run of which nothing is applied. It is in doubt until its reader says that it caught up.
+    pub(super) fn new(slot: Slot, rank: u16, publisher: u64) -> Self {
+        let progress = Progress {
+            publisher,
+            next: (0, 0),
+            last: None,
+            awaited_seq: 0,
+            doubt: Some(KvDoubt::Gap),
+            flaw: None,
+            lapse: None,
+            unrooted: 0,
+        };
+        Self::of(slot, rank, progress)
+    }
+
+    /// A stream that got so far, with an empty cache.
+    pub(super) fn of(slot: Slot, rank: u16, progress: Progress) -> Self {
+        Self {
+            progress,
+            tree: Tree::new(slot, rank),
+        }
+    }
+
+    /// Whether the cache is known, as of the last message that is applied.
+    pub(super) fn is_known(&self) -> bool {
+        self.progress.lapse.is_none()
+    }
+
+    pub(super) fn condition(&self) -> KvCondition {
+        let it = &self.progress;
+        if let Some(lapse) = it.lapse {
+            let reason = match lapse {
+                Lapse::Lost => KvReason::Lost,
+                Lapse::Refused(refusal) => KvReason::Refused(refusal),
+                Lapse::TooManyBlocks => KvReason::TooManyBlocks,
+            };
+            return KvCondition::new(KvMode::Lease, reason);
+        }
+        let has_gap = it.next.1 > 0 || it.next.0 < it.awaited_seq;
+        let doubt = it.doubt.or(has_gap.then_some(KvDoubt::Gap));
+        let reason = match (doubt, it.flaw) {
+            (Some(doubt), _) => KvReason::Doubt(doubt),
+            (None, Some(Flaw::UnknownParent)) => KvReason::UnknownParent,
+            (None, Some(Flaw::Contradiction)) => KvReason::Contradiction,
+            (None, None) => return KvCondition::EXACT,
+        };
+        KvCondition::new(KvMode::Degraded, reason)
+    }
+
+    pub(super) fn position(&self, rank: u16) -> KvPosition {
+        KvPosition {
+            rank,
+            publisher: self.progress.publisher,
+            last: self.progress.last,
+        }
+    }
+
+    pub(super) fn unrooted(&self) -> u64 {
+        self.progress.unrooted
+    }
+
+    pub(super) fn doubt(&mut self, doubt: KvDoubt) {
+        self.progress.doubt = Some(doubt);
+    }
+
+    /// The newest message is `seq`.
+    pub(super) fn current(&mut self, seq: Option<u64>) {
+        let end = seq.map_or(0, |seq| seq.saturating_add(1));
+        let next = self.progress.next;
+        let is_complete = (end, 0) == next;
+        if is_complete || (end, 0) > next && planted::is(Bug::ExactAfterGap) {
+            self.progress.doubt = None;
+        } else if (end, 0) > next {
+            self.await_up_to(end);
+        }
+    }
+
+    pub(super) fn refuse(&mut self, refusal: KvRefusal, show: &mut Show<'_>) {
+        self.lapse(Lapse::Refused(refusal), show);
+    }
+
+    /// The cache is unknown from here on. What leases imply stays where nothing was reported.
+    pub(super) fn lapse(&mut self, lapse: Lapse, show: &mut Show<'_>) {
+        if show.is_shown {
+            self.empty(show);
+        }
+        self.tree = self.tree.emptied();
+        let it = &mut self.progress;
+        (it.lapse, it.flaw, it.unrooted) = (Some(lapse), None, 0);
+    }
+
+    /// Applies a message if it is the next one.
+    pub(super) fn message(&mut self, message: &KvMessage, show: &mut Show<'_>) {
+        let next = self.progress.next;
+        let at = (message.seq, message.part);
+        let is_loss = message.is_after_loss && message.part == 0 && message.seq > next.0;
+        if is_loss {
+            if self.is_known() && !planted::is(Bug::LossIgnored) {
+                self.lapse(Lapse::Lost, show);
+            }
+        } else if at > next && !planted::is(Bug::GapUnnoticed) {
+            self.await_up_to(message.seq.saturating_add(1));
+            return;
+        } else if at < next && !planted::is(Bug::EventsReadTwice) {
+            return;
+        }
+        for event in &message.events {
+            self.event(event, show);
+        }
+        let it = &mut self.progress;
+        if message.is_last {
+            it.last = Some((message.seq, message.mark));
+            it.next = (message.seq.saturating_add(1), 0);
+        } else {
+            it.next = (message.seq, message.part.saturating_add(1));
+        }
+    }
+
+    fn await_up_to(&mut self, seq: u64) {
+        let it = &mut self.progress;
+        it.awaited_seq = it.awaited_seq.max(seq);
+    }
+
+    fn event(&mut self, event: &KvEvent, show: &mut Show<'_>) {
+        match event {
+            KvEvent::Stored { parent, blocks } if self.is_known() => {
+                self.stored(*parent, blocks, show);
+            }
+            KvEvent::Removed { blocks } if self.is_known() => {
+                for group in blocks.chunks(GROUP_BLOCKS) {
+                    self.warm_removals(group, show);
+                    for block in group {
+                        self.removed(*block, show);
+                    }
+                }
+            }
+            KvEvent::Stored { .. } | KvEvent::Removed { .. } => {}
+            KvEvent::Cleared => self.cleared(show),
+        }
+    }
+
+    fn stored(
+        &mut self,
+        parent: Option<EngineHash>,
+        blocks: &[(EngineHash, BlockHash)],
+        show: &mut Show<'_>,
+    ) {
+        let mut behind = NONE;
+        if let Some(parent) = parent {
+            let Some(index) = self.tree.find(parent) else {
+                // Behind an unknown block these are unknown, too: never take them for first ones.
+                self.progress.flaw = Some(Flaw::UnknownParent);
+                self.progress.unrooted = self.progress.unrooted.saturating_add(blocks.len() as u64);
+                return;
+            };
+            behind = index;
+        }
+        for group in blocks.chunks(GROUP_BLOCKS) {
+            self.warm(group, show);
+            for (engine, router) in group {
+                let stored = self.tree.store(*engine, *router, behind);
+                if stored == Stored::Full || u64::from(self.tree.len()) > show.room {
+                    return self.lapse(Lapse::TooManyBlocks, show);
+                }
+                behind = match stored {
+                    Stored::Full => return,
+                    Stored::Copy(index) => index,
+                    Stored::Fresh(index) => {
+                        if !self.show(index, show) {
+                            return self.lapse(Lapse::TooManyBlocks, show);
+                        }
+                        index
+                    }
+                    Stored::Contradiction(index) => {
+                        self.progress.flaw = Some(Flaw::Contradiction);
+                        self.hide(index, show);
+                        self.tree.set_foreign(index);
+                        index
+                    }
+                };
+            }
+        }
+    }
+
+    fn removed(&mut self, block: EngineHash, show: &mut Show<'_>) {
+        if let Some(index) = self.tree.find(block)
+            && self.tree.take_copy(index) == 0
+        {
+            self.hide(index, show);
+            self.tree.prune(index);
+        }
+    }
+
+    /// An empty cache is a known one.
+    fn cleared(&mut self, show: &mut Show<'_>) {
+        if let Some(Lapse::Refused(_)) = self.progress.lapse {
+            return;
+        }
+        self.empty(show);
+        let it = &mut self.progress;
+        (it.lapse, it.flaw, it.unrooted) = (None, None, 0);
+    }
+
+    /// Takes away all blocks of this rank; of a backend without another one also what leases imply.
+    pub(super) fn empty(&mut self, show: &mut Show<'_>) {
+        if show.is_only_rank {
+            show.ownership.clear(show.slot, show.outlived);
+        } else if show.is_shown {
+            for root in self.tree.roots() {
+                self.hide(root, show);
+            }
+        }
+        self.tree = self.tree.emptied();
+    }
+
+    /// Reports what is owned of the whole cache; `false`: there is no room for it.
+    pub(super) fn show_all(&mut self, show: &mut Show<'_>) -> bool {
+        self.tree
+            .roots()
+            .into_iter()
+            .all(|root| self.show(root, show))
+    }
+
+    /// Nothing is reported any more: the backend's blocks were cleared.
+    pub(super) fn hidden(&mut self) {
+        for root in self.tree.roots() {
+            for index in self.tree.strand(root) {
+                self.tree.set_reported(index, false);
+            }
+        }
+    }
+
+    /// Reports what of `top` and behind it is owned and was not; `false`: there is no room for it.
+    fn show(&mut self, top: u32, show: &mut Show<'_>) -> bool {
+        if !show.is_shown {
+            return true;
+        }
+        let mut has_room = true;
+        let progress = &mut self.progress;
+        self.tree.revive(top, |tree, index| {
+            let entry = *tree.entries.get(index);
+            if !has_room || entry.is_reported || !tree.is_owned(&entry) {
+                return false;
+            }
+            let parent = (entry.parent != NONE).then(|| tree.entries.get(entry.parent).router);
+            let outlived = &mut *show.outlived;
+            match show
+                .ownership
+                .report(show.slot, parent, entry.router, outlived)
+            {
+                Ok(()) => tree.set_reported(index, true),
+                Err(Refused::Contradiction) => {
+                    progress.flaw = Some(Flaw::Contradiction);
+                    tree.set_foreign(index);
+                    return false;
+                }
+                Err(Refused::NoRoom) => has_room = false,
+            }
+            has_room
+        });
+        has_room
+    }
+
+    /// Ends the reports of `top` and all behind it, the deepest first.
+    fn hide(&mut self, top: u32, show: &mut Show<'_>) {
+        if self.tree.entries.get(top).first_child == NONE {
+            self.hide_one(top, show);
+            return;
+        }
+        for index in self.tree.strand(top) {
+            self.hide_one(index, show);
+        }
+    }
+
+    fn hide_one(&mut self, index: u32, show: &mut Show<'_>) {
+        let entry = *self.tree.entries.get(index);
+        if entry.is_reported {
+            self.tree.set_reported(index, false);
+            show.ownership
+                .unreport(show.slot, entry.router, show.outlived);
+        }
+    }
+
+    /// Loads the memory that storing these blocks will touch, so that its latencies overlap.
+    fn warm(&self, blocks: &[(EngineHash, BlockHash)], show: &Show<'_>) {
+        let mut engines = [BlockHash(0); GROUP_BLOCKS];
+        let mut routers = [BlockHash(0); GROUP_BLOCKS];
+        let places = engines.iter_mut().zip(&mut routers);
+        for ((to_engine, to_router), (engine, router)) in places.zip(blocks) {
+            (*to_engine, *to_router) = (BlockHash(engine.0), *router);
+        }
+        let count = blocks.len().min(GROUP_BLOCKS);
+        self.tree.warm(&engines[..count], &routers[..count]);
+        show.ownership.warm(show.slot, &routers[..count]);
+    }
+
+    /// As [`Self::warm`], for blocks that go.
+    fn warm_removals(&self, blocks: &[EngineHash], show: &Show<'_>) {
+        let mut engines = [BlockHash(0); GROUP_BLOCKS];
+        for (to, engine) in engines.iter_mut().zip(blocks) {
+            *to = BlockHash(engine.0);
+        }
+        let count = blocks.len().min(GROUP_BLOCKS);
+        self.tree.warm(&engines[..count], &[]);
+        let mut routers = [BlockHash(0); GROUP_BLOCKS];
+        let mut known = 0;
+        for block in &blocks[..count] {
+            if let Some(index) = self.tree.find(*block) {
+                routers[known] = self.tree.entries.get(index).router;
+                known += 1;
+            }
+        }
+        self.tree.warm(&[], &routers[..known]);
+        show.ownership.warm(show.slot, &routers[..known]);
+    }
+}
+
+/// Blocks whose memory is loaded together.
+const GROUP_BLOCKS: usize = 32;

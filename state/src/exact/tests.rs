@@ -1,0 +1,135 @@
+//! Bounds, which take small ones to be reached.
+
+use crate::exact::followed::Exact;
+use crate::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
+use crate::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
+use crate::ownership::{OWNED_BLOCKS_MAX, Ownership};
+
+struct Rig {
+    exact: Exact,
+    ownership: Ownership,
+    next_seq: u64,
+}
+
+impl Rig {
+    /// Two engines, of whose blocks so many are kept, and of all blocks so many owned.
+    fn new(per_backend: u64, all: u64, owned: u64) -> Self {
+        let mut rig = Self {
+            exact: Exact::with_limits(per_backend, all),
+            ownership: Ownership::with_limits(16, owned),
+            next_seq: 0,
+        };
+        for slot in 0..2 {
+            rig.ownership.add_backend(Slot(slot), None);
+            rig.tell(slot, KvNews::Current { seq: None });
+        }
+        rig
+    }
+
+    fn tell(&mut self, slot: u16, news: KvNews) {
+        let backend = BackendRef {
+            slot: Slot(slot),
+            incarnation: Incarnation(1),
+        };
+        let batch = KvBatch {
+            backend,
+            rank: 0,
+            publisher: 1,
+            news,
+        };
+        let changes = self.exact.apply(&batch, &mut self.ownership);
+        assert!(changes.is_some(), "no bound of a batch is broken");
+        assert_eq!(self.exact.check(), Ok(()));
+        assert_eq!(self.ownership.check([]), Ok(()));
+        let reports = |slot| self.exact.reports(slot);
+        assert_eq!(self.ownership.check_reports(&reports), Ok(()));
+    }
+
+    /// Stores first blocks of these names at the engine in slot 0, after clearing it if asked to.
+    fn store(&mut self, names: &[u64], clears: bool) {
+        let blocks = names.iter().map(|name| KvEvent::Stored {
+            parent: None,
+            blocks: vec![(EngineHash(*name), BlockHash(*name))],
+        });
+        let clear = clears.then_some(KvEvent::Cleared);
+        let events = clear.into_iter().chain(blocks).collect();
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let message = KvMessage {
+            seq,
+            mark: 0,
+            part: 0,
+            is_last: true,
+            is_after_loss: false,
+            events,
+        };
+        self.tell(0, KvNews::Message(message));
+        self.tell(0, KvNews::Current { seq: Some(seq) });
+    }
+
+    /// Mode, reason and owned blocks of slot 0.
+    fn shown(&self) -> (KvMode, Option<KvReason>, u64) {
+        let (_, it) = self.exact.conditions().next().expect("it is followed");
+        (it.mode, it.reason, self.ownership.owned(Slot(0)))
+    }
+}
+
+const FULL: (KvMode, Option<KvReason>, u64) = (KvMode::Lease, Some(KvReason::TooManyBlocks), 0);
+
+#[test]
+fn a_backend_of_too_many_blocks_goes_by_leases_until_it_is_cleared() {
+    let mut rig = Rig::new(3, 10, OWNED_BLOCKS_MAX);
+    rig.store(&[1, 2, 3], false);
+    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
+    rig.store(&[1, 2], false);
+    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
+    rig.store(&[4], false);
+    assert_eq!(rig.shown(), FULL);
+    rig.store(&[5], false);
+    assert_eq!(rig.shown(), FULL);
+    rig.store(&[6, 7], true);
+    assert_eq!(rig.shown(), (KvMode::Exact, None, 2));
+    // Too many, and empty again, within one message.
+    rig.store(&[8, 9, 10], false);
+    assert_eq!(rig.shown(), FULL);
+    rig.store(&[11, 12, 13], true);
+    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
+}
+
+#[test]
+fn what_others_keep_counts_against_the_bound_on_all() {
+    let mut rig = Rig::new(10, 4, OWNED_BLOCKS_MAX);
+    let blocks = vec![(EngineHash(1), BlockHash(1)), (EngineHash(2), BlockHash(2))];
+    let stored = KvEvent::Stored {
+        parent: None,
+        blocks,
+    };
+    let message = KvMessage {
+        seq: 0,
+        mark: 0,
+        part: 0,
+        is_last: true,
+        is_after_loss: false,
+        events: vec![stored],
+    };
+    rig.tell(1, KvNews::Message(message));
+    rig.store(&[1, 2], false);
+    assert_eq!(rig.shown(), (KvMode::Exact, None, 2));
+    rig.store(&[3], false);
+    assert_eq!(rig.shown(), FULL);
+    assert_eq!(rig.ownership.owned(Slot(1)), 2);
+}
+
+#[test]
+fn without_room_among_owned_blocks_a_backend_goes_by_leases() {
+    let mut rig = Rig::new(10, 10, 3);
+    let chain = [BlockHash(51), BlockHash(52)];
+    let lease = rig.ownership.acquire(Slot(0), None, &chain);
+    let lease = lease.expect("no tip is named");
+    rig.ownership.release(lease, true);
+    // What leases brought makes room for what the engine says.
+    rig.store(&[1, 2, 3], false);
+    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
+    rig.store(&[4], false);
+    assert_eq!(rig.shown(), FULL);
+}

@@ -1,0 +1,376 @@
+//! One rank's cache: what the engine holds, as a forest of entries that are found by either hash.
+//!
+//! Which entries count as owned follows from them alone, see [`Tree::is_owned`]; [`Tree::revive`] and
+//! [`Tree::strand`] say what begins or ceases to count when an entry comes or goes.
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::exact::entries::{ByEngine, ByRouter, Entries, Entry, NONE};
+use crate::ids::{BlockHash, EngineHash, Slot};
+use crate::ownership::index::Index;
+
+/// See the module's text.
+pub(super) struct Tree {
+    pub(super) entries: Entries,
+    by_engine: Index,
+    /// Without foreign entries: of those that look alike the first.
+    by_router: Index,
+    /// Present entries.
+    len: u32,
+    /// Of these, those that some physical block holds.
+    live: u32,
+    /// Entries that are reported.
+    reported: u32,
+    /// Wrapping sum over the entries' hashes.
+    sum: u128,
+    /// Slot and rank, which make these hashes this tree's.
+    place: [u8; 4],
+}
+
+/// What became of a block that the engine stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stored {
+    /// Another copy of a present block.
+    Copy(u32),
+    /// A block that was not there.
+    Fresh(u32),
+    /// The engine's hash stands for another block already; a copy of that was counted.
+    Contradiction(u32),
+    /// There are too many.
+    Full,
+}
+
+impl Tree {
+    pub(super) fn new(slot: Slot, rank: u16) -> Self {
+        let [slot_low, slot_high] = slot.0.to_le_bytes();
+        let [rank_low, rank_high] = rank.to_le_bytes();
+        Self {
+            entries: Entries::new(),
+            by_engine: Index::new(),
+            by_router: Index::new(),
+            len: 0,
+            live: 0,
+            reported: 0,
+            sum: 0,
+            place: [slot_low, slot_high, rank_low, rank_high],
+        }
+    }
+
+    /// The same rank's cache with nothing in it.
+    pub(super) fn emptied(&self) -> Self {
+        let [slot_low, slot_high, rank_low, rank_high] = self.place;
+        let slot = Slot(u16::from_le_bytes([slot_low, slot_high]));
+        Self::new(slot, u16::from_le_bytes([rank_low, rank_high]))
+    }
+
+    /// Present entries.
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Entries that some physical block holds.
+    pub(super) fn live(&self) -> u32 {
+        self.live
+    }
+
+    /// Entries that are reported.
+    pub(super) fn reported(&self) -> u32 {
+        self.reported
+    }
+
+    pub(super) fn sum(&self) -> u128 {
+        self.sum
+    }
+
+    pub(super) fn find(&self, block: EngineHash) -> Option<u32> {
+        let key = BlockHash(block.0);
+        self.by_engine.find(key, &ByEngine(&self.entries))
+    }
+
+    /// The entry that is owned under this hash if any is.
+    pub(super) fn find_router(&self, block: BlockHash) -> Option<u32> {
+        self.by_router.find(block, &ByRouter(&self.entries))
+    }
+
+    /// Loads the memory that lookups by these hashes begin with.
+    pub(super) fn warm(&self, engines: &[BlockHash], routers: &[BlockHash]) {
+        let engines = self.by_engine.warm(engines);
+        std::hint::black_box(engines.wrapping_add(self.by_router.warm(routers)));
+    }
+
+    /// Counts one more physical block behind `parent` (an entry, or [`NONE`]).
+    pub(super) fn store(&mut self, engine: EngineHash, router: BlockHash, parent: u32) -> Stored {
+        let Some(index) = self.find(engine) else {
+            return self.insert(engine, router, parent);
+        };
+        let entry = *self.entries.get(index);
+        let is_fresh = entry.copies == 0;
+        self.live += u32::from(is_fresh);
+        self.change(index, |entry| entry.copies = entry.copies.saturating_add(1));
+        if (entry.router, entry.parent) != (router, parent) {
+            Stored::Contradiction(index)
+        } else if is_fresh {
+            Stored::Fresh(index)
+        } else {
+            Stored::Copy(index)
+        }
+    }
+
+    fn insert(&mut self, engine: EngineHash, router: BlockHash, parent: u32) -> Stored {
+        let is_foreign = (parent != NONE && self.entries.get(parent).is_foreign)
+            || self.find_router(router).is_some();
+        let entry = Entry {
+            engine,
+            router,
+            parent,
+            first_child: NONE,
+            next: NONE,
+            prev: NONE,
+            copies: 1,
+            is_foreign,
+            is_reported: false,
+        };
+        let Some(index) = self.entries.insert(entry) else {
+            return Stored::Full;
+        };
+        self.enter(index);
+        Stored::Fresh(index)
+    }
+
+    /// Enters a present entry into its parent's list, the lookups and the counts.
+    fn enter(&mut self, index: u32) {
+        self.link(index);
+        let entry = *self.entries.get(index);
+        let key = BlockHash(entry.engine.0);
+        self.by_engine.insert(key, index, &ByEngine(&self.entries));
+        if !entry.is_foreign {
+            self.by_router
+                .insert(entry.router, index, &ByRouter(&self.entries));
+        }
+        self.len += 1;
+        self.live += u32::from(entry.copies > 0);
+        self.reported += u32::from(entry.is_reported);
+        self.sum = self.sum.wrapping_add(self.hash(&entry));
+    }
+
+    /// Counts one physical block less; answers how many are left.
+    pub(super) fn take_copy(&mut self, index: u32) -> u32 {
+        let copies = self.entries.get(index).copies;
+        if copies > 0 {
+            self.live -= u32::from(copies == 1);
+            self.change(index, |entry| entry.copies -= 1);
+        }
+        copies.saturating_sub(1)
+    }
+
+    /// Forgets an entry that is gone and that nothing follows, and those before it that were kept for
+    /// it alone.
+    pub(super) fn prune(&mut self, mut index: u32) {
+        while index != NONE {
+            let entry = *self.entries.get(index);
+            if entry.copies > 0 || entry.first_child != NONE {
+                return;
+            }
+            self.unlink(&entry);
+            self.by_engine.remove(BlockHash(entry.engine.0), index);
+            if !entry.is_foreign {
+                self.by_router.remove(entry.router, index);
+            }
+            self.sum = self.sum.wrapping_sub(self.hash(&entry));
+            self.len -= 1;
+            self.entries.remove(index);
+            index = entry.parent;
+        }
+    }
+
+    /// Whether the block counts as owned: it is there, nothing that only looks like it came before it,
+    /// and the block before it counts.
+    pub(super) fn is_owned(&self, entry: &Entry) -> bool {
+        let is_rooted = entry.parent == NONE || self.entries.get(entry.parent).is_reported;
+        entry.copies > 0 && !entry.is_foreign && is_rooted
+    }
+
+    /// Entries without a block before them.
+    pub(super) fn roots(&self) -> Vec<u32> {
+        let roots = self.entries.iter().filter(|(_, it)| it.parent == NONE);
+        roots.map(|(index, _)| index).collect()
+    }
+
+    /// Visits `top` and what follows it, parents first; `visit` says whether to go on behind an entry.
+    pub(super) fn revive(&mut self, top: u32, mut visit: impl FnMut(&mut Self, u32) -> bool) {
+        let mut next = vec![top];
+        while let Some(index) = next.pop() {
+            if visit(self, index) {
+                self.for_each_child(index, |child| next.push(child));
+            }
+        }
+    }
+
+    /// The reported entries among `top` and what follows it, the deepest first.
+    pub(super) fn strand(&self, top: u32) -> Vec<u32> {
+        let mut found = Vec::new();
+        let mut next = vec![top];
+        while let Some(index) = next.pop() {
+            if self.entries.get(index).is_reported {
+                found.push(index);
+                self.for_each_child(index, |child| next.push(child));
+            }
+        }
+        found.reverse();
+        found
+    }
+
+    pub(super) fn set_reported(&mut self, index: u32, is_reported: bool) {
+        let was_reported = self.entries.get(index).is_reported;
+        self.reported += u32::from(is_reported);
+        self.reported -= u32::from(was_reported);
+        self.change(index, |entry| entry.is_reported = is_reported);
+    }
+
+    /// Marks an entry as one that only looks like its block.
+    pub(super) fn set_foreign(&mut self, index: u32) {
+        let entry = *self.entries.get(index);
+        if !entry.is_foreign {
+            self.by_router.remove(entry.router, index);
+            self.change(index, |entry| entry.is_foreign = true);
+        }
+    }
+
+    fn for_each_child(&self, index: u32, mut visit: impl FnMut(u32)) {
+        let mut child = self.entries.get(index).first_child;
+        while child != NONE {
+            visit(child);
+            child = self.entries.get(child).next;
+        }
+    }
+
+    fn link(&mut self, index: u32) {
+        let parent = self.entries.get(index).parent;
+        if parent == NONE {
+            return;
+        }
+        let first = self.entries.get(parent).first_child;
+        self.entries.get_mut(index).next = first;
+        if first != NONE {
+            self.entries.get_mut(first).prev = index;
+        }
+        self.entries.get_mut(parent).first_child = index;
+    }
+
+    fn unlink(&mut self, entry: &Entry) {
+        if entry.prev != NONE {
+            self.entries.get_mut(entry.prev).next = entry.next;
+        } else if entry.parent != NONE {
+            self.entries.get_mut(entry.parent).first_child = entry.next;
+        }
+        if entry.next != NONE {
+            self.entries.get_mut(entry.next).prev = entry.prev;
+        }
+    }
+
+    fn change(&mut self, index: u32, change: impl FnOnce(&mut Entry)) {
+        let before = self.hash(self.entries.get(index));
+        change(self.entries.get_mut(index));
+        let after = self.hash(self.entries.get(index));
+        self.sum = self.sum.wrapping_sub(before).wrapping_add(after);
+    }
+
+    /// What an entry adds to the digest: nothing that depends on where it is kept.
+    fn hash(&self, entry: &Entry) -> u128 {
+        let parent = (entry.parent != NONE).then(|| self.entries.get(entry.parent).engine.0);
+        let mut bytes = [0_u8; 33];
+        bytes[..4].copy_from_slice(&self.place);
+        bytes[4..12].copy_from_slice(&entry.engine.0.to_le_bytes());
+        bytes[12..20].copy_from_slice(&entry.router.0.to_le_bytes());
+        bytes[20..28].copy_from_slice(&parent.unwrap_or(0).to_le_bytes());
+        bytes[28..32].copy_from_slice(&entry.copies.to_le_bytes());
+        let flags = [parent.is_some(), entry.is_foreign, entry.is_reported];
+        bytes[32] = flags
+            .iter()
+            .fold(0, |bits, flag| bits << 1 | u8::from(*flag));
+        xxh3_128(&bytes)
+    }
+
+    /// Rebuilds from entries alone what an image leaves out; says what is wrong with them.
+    pub(super) fn rebuild(&mut self) -> Result<(), String> {
+        self.check_paths()?;
+        let present: Vec<u32> = self.entries.iter().map(|(index, _)| index).collect();
+        self.by_engine = Index::with_room(present.len());
+        self.by_router = Index::with_room(present.len());
+        (self.len, self.live, self.reported, self.sum) = (0, 0, 0, 0);
+        for &index in &present {
+            let entry = *self.entries.get(index);
+            let is_known = self.find(entry.engine).is_some();
+            if is_known || !entry.is_foreign && self.find_router(entry.router).is_some() {
+                return Err(format!("{entry:?} stands twice"));
+            }
+            self.enter(index);
+        }
+        Ok(())
+    }
+
+    /// Whether every entry leads to a first block.
+    fn check_paths(&self) -> Result<(), String> {
+        const UNKNOWN: u8 = 0;
+        const ON_PATH: u8 = 1;
+        const GOOD: u8 = 2;
+        let mut marks = vec![UNKNOWN; self.entries.len() as usize];
+        for (start, _) in self.entries.iter() {
+            let mut at = start;
+            while at != NONE && marks[at as usize] == UNKNOWN {
+                marks[at as usize] = ON_PATH;
+                at = self.entries.get(at).parent;
+                if at != NONE && self.entries.present(at).is_none() {
+                    return Err(format!("entry {start} follows one that is not there"));
+                }
+            }
+            if at != NONE && marks[at as usize] == ON_PATH {
+                return Err(format!("entry {start} follows itself"));
+            }
+            let mut at = start;
+            while at != NONE && marks[at as usize] == ON_PATH {
+                marks[at as usize] = GOOD;
+                at = self.entries.get(at).parent;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.entries.memory_bytes() + self.by_engine.memory_bytes() + self.by_router.memory_bytes()
+    }
+
+    /// Checks counts, sum and lists from scratch, and that entries count as reported exactly when they
+    /// are owned, provided that `is_shown`.
+    pub(super) fn check(&self, is_shown: bool) -> Result<(), String> {
+        let (mut len, mut live, mut reported, mut sum, mut links) = (0, 0, 0, 0_u128, 0);
+        for (index, entry) in self.entries.iter() {
+            len += 1;
+            live += u32::from(entry.copies > 0);
+            reported += u32::from(entry.is_reported);
+            sum = sum.wrapping_add(self.hash(entry));
+            let mut children = 0;
+            self.for_each_child(index, |child| {
+                children += u32::from(self.entries.get(child).parent == index);
+            });
+            links += children + u32::from(entry.parent == NONE);
+            let is_found = self.find(entry.engine) == Some(index);
+            let is_claimed = self.find_router(entry.router) == Some(index);
+            if !is_found || is_claimed == entry.is_foreign {
+                return Err(format!("{entry:?} is not found"));
+            }
+            if entry.copies == 0 && entry.first_child == NONE {
+                return Err(format!("{entry:?} is gone and kept for nothing"));
+            }
+            if entry.is_reported != (is_shown && self.is_owned(entry)) {
+                return Err(format!("{entry:?} is wrongly reported or not"));
+            }
+        }
+        let counts = (len, live, reported, sum, links);
+        let kept = (self.len, self.live, self.reported, self.sum, len);
+        if counts != kept {
+            return Err(format!("counts are {counts:?}, kept {kept:?}"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,356 @@
+//! Grants through the log: the order of dispatches under backlog, decided once for all replicas.
+//!
+//! With `grants = "log"` a request that has to wait is entered here ([`Item::Wait`]); whoever learns
+//! of room proposes [`Item::Grant`], and applying that takes the next request by priority, then by
+//! its user's counter, then by log order. The user is charged the price of the request in the same
+//! step, so that the next grant already goes by it: a single queue for the whole cluster, with
+//! VTC's bound for one. The replica whose request it is finds the grant in [`GrantsView`] and
+//! dispatches; with [`Item::Leave`] it tells that it took the grant, or that it does not want it.
+//!
+//! [`Item::Wait`]: crate::command::Item::Wait
+//! [`Item::Grant`]: crate::command::Item::Grant
+//! [`Item::Leave`]: crate::command::Item::Leave
+//!
+//! # The protocol for replicas
+//! - A request ended here while requests wait: propose `Grant {model, 1}`.
+//! - Requests of this replica have waited a while with room for them (nobody's request ended, a
+//!   backend was added): propose `Grant` for as many as there is room. More grants than requests wait
+//!   are void, so that proposing too many costs no more than a request too many at an engine.
+//! - A granted request goes before everything that waits here, as soon as there is room for it, and
+//!   `Leave` is proposed. Its client is gone: `Leave` and `Grant {model, 1}`, so that the next one
+//!   goes; the price already charged becomes credit of the user (`Ledger::credit`).
+//! - A replica that is gone has its requests taken out and its open grants handed on.
+
+#[cfg(test)]
+mod tests;
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use bincode::{Decode, Encode};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::codec;
+use crate::ids::{ModelKey, ReplicaId, Ticket, UserKey};
+
+/// Requests that one replica may have waiting or granted.
+pub const WAITING_PER_REPLICA_MAX: usize = 16_384;
+/// Requests that all replicas may have waiting or granted.
+pub const WAITING_MAX: usize = 65_536;
+
+/// A request that waits for a grant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub struct Wait {
+    /// Names it, together with the replica that proposed it.
+    pub ticket: Ticket,
+    /// For which model.
+    pub model: ModelKey,
+    /// Who pays.
+    pub user: UserKey,
+    /// Higher goes first.
+    pub priority: i16,
+    /// Priced tokens charged when it is granted.
+    pub tokens: u32,
+}
+
+/// Grants that were made and not taken yet, as of one applied index.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct GrantsView {
+    granted: BTreeMap<(ReplicaId, Ticket), Wait>,
+    waiting: BTreeSet<(ReplicaId, Ticket)>,
+}
+
+impl GrantsView {
+    /// A replica's granted requests, by ticket.
+    pub fn granted(&self, replica: ReplicaId) -> impl Iterator<Item = &Wait> {
+        let all = (replica, Ticket(0))..=(replica, Ticket(u64::MAX));
+        self.granted.range(all).map(|(_, wait)| wait)
+    }
+
+    /// Whether a request is known, granted or not: one that is not was never applied, or is over.
+    #[must_use]
+    pub fn knows(&self, replica: ReplicaId, ticket: Ticket) -> bool {
+        let key = (replica, ticket);
+        self.waiting.contains(&key) || self.granted.contains_key(&key)
+    }
+
+    /// Requests that wait, all replicas and models.
+    #[must_use]
+    pub fn waiting_len(&self) -> usize {
+        self.waiting.len()
+    }
+}
+
+/// A request in the list, as it stands in snapshots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub(crate) struct Entry {
+    replica: ReplicaId,
+    wait: Wait,
+    /// Log order.
+    seq: u64,
+    is_granted: bool,
+}
+
+/// All waiting and granted requests.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct WaitingList {
+    entries: BTreeMap<(ReplicaId, Ticket), Entry>,
+    lanes: BTreeMap<Place, Lane>,
+    per_replica: BTreeMap<ReplicaId, usize>,
+    /// 0 whenever nothing waits.
+    last_seq: u64,
+    /// Wrapping sum over the entries' hashes.
+    digest: u128,
+}
+
+/// Model, and priority from high to low.
+type Place = (ModelKey, Reverse<i16>);
+
+/// Requests of one model and priority that wait.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct Lane {
+    /// `(counter, log order of the first request, user)`. Counters are as last seen; since they only
+    /// rise, a first one that is still what it was is the least.
+    order: BTreeSet<(u64, u64, UserKey)>,
+    lines: BTreeMap<UserKey, Line>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct Line {
+    counter: u64,
+    /// By log order; never empty.
+    tickets: BTreeMap<u64, (ReplicaId, Ticket)>,
+}
+
+impl Line {
+    fn first(&self) -> u64 {
+        let (seq, _) = self
+            .tickets
+            .first_key_value()
+            .expect("a line is never empty");
+        *seq
+    }
+}
+
+impl Lane {
+    fn insert(&mut self, entry: &Entry) {
+        let user = entry.wait.user;
+        let line = self.lines.entry(user).or_default();
+        line.tickets
+            .insert(entry.seq, (entry.replica, entry.wait.ticket));
+        // Log order rises: a line that was there keeps its first.
+        self.order.insert((line.counter, line.first(), user));
+    }
+
+    fn remove(&mut self, entry: &Entry) {
+        let user = entry.wait.user;
+        let Some(line) = self.lines.get_mut(&user) else {
+            return;
+        };
+        self.order.remove(&(line.counter, line.first(), user));
+        line.tickets.remove(&entry.seq);
+        if line.tickets.is_empty() {
+            self.lines.remove(&user);
+        } else {
+            self.order.insert((line.counter, line.first(), user));
+        }
+    }
+
+    /// Who is next, by the counters as they are.
+    fn next(&mut self, counter: impl Fn(UserKey) -> u64) -> Option<(ReplicaId, Ticket)> {
+        loop {
+            let &(seen, first, user) = self.order.first()?;
+            let line = self.lines.get_mut(&user)?;
+            let present = counter(user);
+            if present == seen {
+                return line.tickets.get(&first).copied();
+            }
+            line.counter = present;
+            self.order.remove(&(seen, first, user));
+            self.order.insert((present, first, user));
+        }
+    }
+}
+
+impl WaitingList {
+    /// Takes a request in. Answers whether it was: not a second time, and not beyond the bounds.
+    pub(crate) fn wait(&mut self, replica: ReplicaId, wait: Wait) -> bool {
+        let entry = Entry {
+            replica,
+            wait,
+            seq: self.last_seq + 1,
+            is_granted: false,
+        };
+        let is_taken = self.insert(entry);
+        if is_taken {
+            self.last_seq += 1;
+        }
+        is_taken
+    }
+
+    fn insert(&mut self, entry: Entry) -> bool {
+        let key = (entry.replica, entry.wait.ticket);
+        let of_replica = self.per_replica.get(&entry.replica).copied();
+        let is_welcome = of_replica.unwrap_or_default() < WAITING_PER_REPLICA_MAX
+            && self.entries.len() < WAITING_MAX
+            && !self.entries.contains_key(&key);
+        if !is_welcome {
+            return false;
+        }
+        // Only then: a replica without requests has no count.
+        *self.per_replica.entry(entry.replica).or_default() += 1;
+        self.digest = self.digest.wrapping_add(hash(&entry));
+        if !entry.is_granted {
+            self.lanes.entry(place(&entry)).or_default().insert(&entry);
+        }
+        self.entries.insert(key, entry);
+        true
+    }
+
+    /// A replica took a grant, or does not want it, or its request left. Answers whether it was
+    /// known.
+    pub(crate) fn leave(&mut self, replica: ReplicaId, ticket: Ticket) -> bool {
+        let Some(entry) = self.entries.remove(&(replica, ticket)) else {
+            return false;
+        };
+        self.digest = self.digest.wrapping_sub(hash(&entry));
+        self.unlist(&entry);
+        if let Some(count) = self.per_replica.get_mut(&replica) {
+            *count -= 1;
+            if *count == 0 {
+                self.per_replica.remove(&replica);
+            }
+        }
+        if self.entries.is_empty() {
+            self.last_seq = 0;
+        }
+        true
+    }
+
+    fn unlist(&mut self, entry: &Entry) {
+        if entry.is_granted {
+            return;
+        }
+        let place = place(entry);
+        if let Some(lane) = self.lanes.get_mut(&place) {
+            lane.remove(entry);
+            if lane.lines.is_empty() {
+                self.lanes.remove(&place);
+            }
+        }
+    }
+
+    /// Grants the next request of a model; answers whom to charge for it.
+    pub(crate) fn grant(
+        &mut self,
+        model: ModelKey,
+        counter: impl Fn(UserKey) -> u64,
+    ) -> Option<(ReplicaId, Wait)> {
+        let all = (model, Reverse(i16::MAX))..=(model, Reverse(i16::MIN));
+        let (_, lane) = self.lanes.range_mut(all).next()?;
+        let key = lane.next(counter)?;
+        let mut entry = *self.entries.get(&key)?;
+        self.unlist(&entry);
+        self.digest = self.digest.wrapping_sub(hash(&entry));
+        entry.is_granted = true;
+        self.digest = self.digest.wrapping_add(hash(&entry));
+        self.entries.insert(key, entry);
+        Some((key.0, entry.wait))
+    }
+
+    /// Takes out all of a replica's requests; answers the models of those that were granted.
+    pub(crate) fn close_replica(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
+        let all = (replica, Ticket(0))..=(replica, Ticket(u64::MAX));
+        let entries: Vec<Entry> = self.entries.range(all).map(|(_, entry)| *entry).collect();
+        for entry in &entries {
+            self.leave(replica, entry.wait.ticket);
+        }
+        let granted = entries.into_iter().filter(|entry| entry.is_granted);
+        granted.map(|entry| entry.wait.model).collect()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Of everything in it.
+    pub(crate) fn digest(&self) -> (u64, u128) {
+        (self.last_seq, self.digest)
+    }
+
+    /// What replicas are to see.
+    pub(crate) fn view(&self) -> GrantsView {
+        let mut view = GrantsView::default();
+        for (key, entry) in &self.entries {
+            if entry.is_granted {
+                view.granted.insert(*key, entry.wait);
+            } else {
+                view.waiting.insert(*key);
+            }
+        }
+        view
+    }
+
+    /// Everything in it, for snapshots.
+    pub(crate) fn image(&self) -> (u64, Vec<Entry>) {
+        (self.last_seq, self.entries.values().copied().collect())
+    }
+
+    /// The list that [`WaitingList::image`] told of; says what is wrong with it.
+    pub(crate) fn restored((last_seq, entries): (u64, Vec<Entry>)) -> Result<Self, String> {
+        let mut list = Self::default();
+        let mut by_log: Vec<Entry> = entries;
+        by_log.sort_by_key(|entry| entry.seq);
+        for entry in by_log {
+            let is_later = entry.seq > list.last_seq;
+            if !is_later || !list.insert(entry) {
+                return Err(format!("{entry:?} is out of bounds"));
+            }
+            list.last_seq = entry.seq;
+        }
+        if list.last_seq > last_seq || (list.entries.is_empty() && last_seq > 0) {
+            return Err(format!("log order {last_seq} is out of bounds"));
+        }
+        list.last_seq = last_seq;
+        Ok(list)
+    }
+
+    /// Replicas that have requests in it.
+    pub(crate) fn replicas(&self) -> impl Iterator<Item = ReplicaId> {
+        self.per_replica.keys().copied()
+    }
+
+    /// Whether orders, counts and digest follow from the entries.
+    pub(crate) fn is_consistent(&self) -> bool {
+        let Ok(rebuilt) = Self::restored(self.image()) else {
+            return false;
+        };
+        let lines = |list: &Self| -> Vec<(Place, UserKey, Vec<u64>)> {
+            let of_lane = |(place, lane): (&Place, &Lane)| {
+                let place = *place;
+                let line = |(user, line): (&UserKey, &Line)| {
+                    (place, *user, line.tickets.keys().copied().collect())
+                };
+                lane.lines.iter().map(line).collect::<Vec<_>>()
+            };
+            list.lanes.iter().flat_map(of_lane).collect()
+        };
+        let is_ordered = self.lanes.values().all(|lane| {
+            let first = |(user, line): (&UserKey, &Line)| (line.counter, line.first(), *user);
+            let order: BTreeSet<_> = lane.lines.iter().map(first).collect();
+            order == lane.order
+        });
+        is_ordered
+            && lines(&rebuilt) == lines(self)
+            && rebuilt.per_replica == self.per_replica
+            && rebuilt.digest == self.digest
+    }
+}
+
+fn place(entry: &Entry) -> Place {
+    (entry.wait.model, Reverse(entry.wait.priority))
+}
+
+fn hash(entry: &Entry) -> u128 {
+    xxh3_128(&codec::to_bytes(entry))
+}

@@ -1,0 +1,265 @@
+//! Output lengths: what requests of a user and a model are expected to produce, and the bins this
+//! gives.
+//!
+//! Replicas report the lengths of finished requests. `apply` keeps a faded histogram per model and
+//! the last few lengths per user and model; bins follow from the histogram. All of it is in the
+//! digest and in snapshots, so that every replica predicts the same at the same log index.
+//!
+//! - [`histogram`]: lengths of a model, and what a tail of them expects.
+//! - [`boundaries`]: bins of equal mass (Algorithm 6) and the bin of a request (Algorithm 4).
+//! - [`batch`]: which bin goes next and how many of it (Algorithms 5 and 3).
+//! - [`theory`]: what bins are worth where batches end together.
+
+pub mod batch;
+pub mod boundaries;
+pub mod histogram;
+#[cfg(test)]
+mod literal;
+mod model;
+mod recent;
+#[cfg(test)]
+mod tests;
+pub mod theory;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bincode::de::{BorrowDecoder, Decoder};
+use bincode::enc::Encoder;
+use bincode::error::{DecodeError, EncodeError};
+use bincode::{BorrowDecode, Decode, Encode};
+use serde::Serialize;
+
+use crate::codec;
+use crate::command::OUTPUTS_PER_ITEM_MAX;
+use crate::ids::{ModelKey, UserKey};
+pub use boundaries::Boundaries;
+pub use histogram::{Histogram, OUTPUT_TOKENS_MAX};
+pub use model::ModelOutputs;
+use recent::{Pairs, Recents};
+
+/// Models that lengths are kept of; beyond, the one not heard of for longest is forgotten.
+pub const MODELS_MAX: usize = 64;
+/// Pairs of user and model that lengths are kept of; beyond, the one not heard of for longest is
+/// forgotten.
+pub const PAIRS_MAX: usize = 16_384;
+/// Observations that are counted: what is beyond was never counted up to.
+const CLOCK_MAX: u64 = u64::MAX / 2;
+/// Predicted where nothing is known: no length was seen and the request names no bound.
+pub const TOKENS_UNKNOWN: u32 = 256;
+
+/// What is known of output lengths.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Outputs {
+    /// Counts observations; orders what was heard of last.
+    clock: u64,
+    models: BTreeMap<ModelKey, Arc<ModelOutputs>>,
+    recents: Recents,
+}
+
+/// What readers see of output lengths: the state's at one log index.
+#[derive(Debug, Clone, Default)]
+pub struct OutputsView {
+    models: BTreeMap<ModelKey, Arc<ModelOutputs>>,
+    pairs: Pairs,
+    /// Digest of what the pairs were.
+    pairs_digest: u128,
+}
+
+/// How long an answer is expected to become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Prediction {
+    /// Output tokens, at least 1.
+    pub tokens: u32,
+    /// What it goes by.
+    pub basis: Basis,
+}
+
+/// What a prediction goes by, best first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Basis {
+    /// The mean of the user's last five outputs of the model.
+    User,
+    /// The median of the model's outputs.
+    Model,
+    /// The request's own bound.
+    Bound,
+    /// Nothing.
+    Unknown,
+}
+
+impl Outputs {
+    /// Takes in lengths of finished requests, in the order they ended; `bins` is the number of bins
+    /// asked for. Answers whether they were taken.
+    pub(crate) fn observe(
+        &mut self,
+        user: UserKey,
+        model: ModelKey,
+        tokens: &[u32],
+        bins: u16,
+    ) -> bool {
+        if !(1..=OUTPUTS_PER_ITEM_MAX).contains(&tokens.len()) {
+            return false;
+        }
+        self.clock += 1;
+        if !self.models.contains_key(&model) && self.models.len() >= MODELS_MAX {
+            self.forget_a_model();
+        }
+        let outputs = Arc::make_mut(self.models.entry(model).or_default());
+        outputs.observe(tokens, bins, self.clock);
+        self.recents.observe(user, model, tokens, self.clock);
+        true
+    }
+
+    /// Makes the bins of every model anew: their number changed.
+    pub(crate) fn rebin(&mut self, bins: u16) {
+        for outputs in self.models.values_mut() {
+            Arc::make_mut(outputs).rebin(bins);
+        }
+    }
+
+    /// What readers are to see. Costs a clone of pointers.
+    pub(crate) fn view(&self) -> OutputsView {
+        OutputsView {
+            models: self.models.clone(),
+            pairs: self.recents.pairs().clone(),
+            pairs_digest: self.recents.digest(),
+        }
+    }
+
+    /// Appends canonical bytes to the digest's; nothing when nothing was ever observed.
+    pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
+        if self.clock > 0 {
+            let image = (self.clock, &self.models, self.recents.digest());
+            codec::append_bytes(&image, bytes);
+        }
+    }
+
+    /// Checks bounds and what is derived; says what is wrong.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.clock > CLOCK_MAX {
+            return Err(format!("{} observations were counted", self.clock));
+        }
+        if self.models.len() > MODELS_MAX {
+            return Err(format!("{} models are kept", self.models.len()));
+        }
+        for (model, outputs) in &self.models {
+            let is_sound = outputs.is_sound() && outputs.heard_at() <= self.clock;
+            is_sound
+                .then_some(())
+                .ok_or_else(|| format!("the outputs of model {model} are not sound"))?;
+        }
+        self.recents.check(self.clock)
+    }
+
+    fn forget_a_model(&mut self) {
+        let oldest = self.models.iter().map(|(key, it)| (it.heard_at(), *key));
+        if let Some((_, model)) = oldest.min() {
+            self.models.remove(&model);
+        }
+    }
+}
+
+impl OutputsView {
+    /// How many tokens `user`'s next request of `model` is expected to produce; `tokens_max` is
+    /// the bound it names itself.
+    #[must_use]
+    pub fn predict(&self, user: UserKey, model: ModelKey, tokens_max: Option<u32>) -> Prediction {
+        let bound = tokens_max.unwrap_or(OUTPUT_TOKENS_MAX).max(1);
+        let by = |basis, tokens: u32| Prediction {
+            tokens: tokens.clamp(1, bound),
+            basis,
+        };
+        let of_user = || self.pairs.mean(user, model);
+        let of_model = || self.models.get(&model)?.histogram().median();
+        of_user()
+            .map(|tokens| by(Basis::User, tokens))
+            .or_else(|| of_model().map(|tokens| by(Basis::Model, tokens)))
+            .or_else(|| tokens_max.map(|tokens| by(Basis::Bound, tokens)))
+            .unwrap_or_else(|| by(Basis::Unknown, TOKENS_UNKNOWN))
+    }
+
+    /// A prediction corrected by what has come: an answer longer than predicted is expected to
+    /// become as long as those of the model that were longer than it is, on the average.
+    #[must_use]
+    pub fn correct(
+        &self,
+        model: ModelKey,
+        predicted: u32,
+        produced: u32,
+        tokens_max: Option<u32>,
+    ) -> u32 {
+        if produced < predicted {
+            return predicted;
+        }
+        let outputs = self.models.get(&model);
+        let beyond = outputs.and_then(|it| it.histogram().mean_beyond(produced));
+        let bound = tokens_max.unwrap_or(u32::MAX).max(produced);
+        beyond.unwrap_or(produced.saturating_add(1)).min(bound)
+    }
+
+    /// The bins of `model`: one bin while there are no boundaries.
+    #[must_use]
+    pub fn bins(&self, model: ModelKey) -> Boundaries {
+        let outputs = self.models.get(&model);
+        outputs.map_or_else(Boundaries::default, |it| it.boundaries().clone())
+    }
+
+    /// The bin of an output of so many tokens of `model`.
+    #[must_use]
+    pub fn bin_of(&self, model: ModelKey, tokens: u32) -> u16 {
+        let outputs = self.models.get(&model);
+        outputs.map_or(0, |it| it.boundaries().bin_of(tokens))
+    }
+
+    /// What is known of `model`.
+    #[must_use]
+    pub fn model(&self, model: ModelKey) -> Option<&ModelOutputs> {
+        self.models.get(&model).map(Arc::as_ref)
+    }
+
+    /// All models, ascending by key.
+    pub fn models(&self) -> impl Iterator<Item = (ModelKey, &ModelOutputs)> {
+        self.models.iter().map(|(key, it)| (*key, &**it))
+    }
+
+    /// Whether this shows `outputs`; for tests.
+    pub(crate) fn is_of(&self, outputs: &Outputs) -> bool {
+        self.models == outputs.models && self.pairs_digest == outputs.recents.digest()
+    }
+
+    /// Pairs of user and model that lengths are kept of.
+    #[must_use]
+    pub fn pairs(&self) -> usize {
+        self.pairs.len()
+    }
+}
+
+impl Encode for Outputs {
+    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
+        self.clock.encode(encoder)?;
+        self.models.encode(encoder)?;
+        self.recents.encode(encoder)
+    }
+}
+
+impl<C> Decode<C> for Outputs {
+    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        let outputs = Self {
+            clock: Decode::decode(decoder)?,
+            models: Decode::decode(decoder)?,
+            recents: Decode::decode(decoder)?,
+        };
+        outputs.check().map_err(DecodeError::OtherString)?;
+        Ok(outputs)
+    }
+}
+
+impl<'de, C> BorrowDecode<'de, C> for Outputs {
+    fn borrow_decode<D: BorrowDecoder<'de, Context = C>>(
+        decoder: &mut D,
+    ) -> Result<Self, DecodeError> {
+        Decode::decode(decoder)
+    }
+}

@@ -1,0 +1,101 @@
+//! Position hashing as the cache-aware design writes it, beside the search by position over
+//! chained names that is built.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::ids::{BlockHash, Slot};
+use crate::ownership::Ownership;
+use crate::prefix::chain_bytes;
+
+const BLOCK_BYTES: usize = 16;
+const ROOT: u64 = 7;
+
+/// The design's tracker: a block's name is its position and content, who holds the last block of a
+/// prefix is taken to hold the whole, and there is no check of what is before it.
+#[derive(Default)]
+struct Literal(BTreeMap<(usize, Vec<u8>), BTreeSet<Slot>>);
+
+impl Literal {
+    fn record_request(&mut self, prompt: &str, backend: Slot) {
+        for named in blocks(prompt) {
+            self.0.entry(named).or_default().insert(backend);
+        }
+    }
+
+    /// `binary_search_backend_match`.
+    fn matched(&self, prompt: &str, backend: Slot) -> usize {
+        let names: Vec<_> = blocks(prompt).collect();
+        let (mut low, mut high) = (0, names.len());
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            let holders = self.0.get(&names[middle - 1]);
+            if holders.is_some_and(|holders| holders.contains(&backend)) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        low
+    }
+}
+
+fn blocks(prompt: &str) -> impl Iterator<Item = (usize, Vec<u8>)> {
+    let blocks = prompt.as_bytes().chunks_exact(BLOCK_BYTES);
+    blocks.map(<[u8]>::to_vec).enumerate()
+}
+
+fn chain(prompt: &str) -> Vec<BlockHash> {
+    let mut chain = Vec::new();
+    chain_bytes(ROOT, prompt.as_bytes(), BLOCK_BYTES, &mut chain);
+    chain
+}
+
+/// A system prompt, a field that changes with each request, and a long text all have in common.
+fn prompt(field: u32) -> String {
+    let system = "You are a helper".repeat(4);
+    format!(
+        "{system:<64}request {field:08}{:>640}",
+        "the same long text"
+    )
+}
+
+#[test]
+fn a_volatile_field_makes_literal_position_hashing_believe_what_is_not_there() {
+    let (first, second) = (prompt(1), prompt(2));
+    let backend = Slot(3);
+    let mut literal = Literal::default();
+    literal.record_request(&first, backend);
+    // All but the block of the field has another request's name: 45 blocks are believed held, of
+    // which an engine can use the four before the field.
+    assert_eq!(literal.matched(&second, backend), 45);
+    let mut ownership = Ownership::new();
+    ownership.add_backend(backend, None);
+    ownership.acquire(backend, None, &chain(&first)).unwrap();
+    let view = ownership.view();
+    assert_eq!(view.match_by_position(&chain(&second), backend), 4);
+    assert_eq!(view.match_by_position(&chain(&first), backend), 45);
+    let mut by_mask = Vec::new();
+    view.match_prefix(&chain(&second), |slot, blocks| by_mask.push((slot, blocks)));
+    assert_eq!(by_mask, [(backend, 4)]);
+}
+
+#[test]
+fn without_such_a_field_both_agree() {
+    let backend = Slot(3);
+    let (prompt, longer) = (prompt(1), format!("{}{:>64}", prompt(1), "and more"));
+    let mut literal = Literal::default();
+    literal.record_request(&prompt, backend);
+    let mut ownership = Ownership::new();
+    ownership.add_backend(backend, None);
+    ownership.acquire(backend, None, &chain(&prompt)).unwrap();
+    for asked in [
+        &prompt[..100],
+        &prompt,
+        &longer,
+        "another prompt altogether",
+    ] {
+        let literal = literal.matched(asked, backend);
+        let sound = ownership.view().match_by_position(&chain(asked), backend);
+        assert_eq!(sound as usize, literal, "{asked}");
+    }
+}

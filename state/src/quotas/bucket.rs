@@ -1,0 +1,124 @@
+//! The two buckets of a user: exact integers that drain with time.
+//!
+//! Use is counted in units times window length, and drains by the limit per millisecond: both are
+//! whole numbers, so nothing is ever rounded away.
+
+use bincode::{Decode, Encode};
+
+use super::{Left, UserLimits};
+
+/// Debt is forgiven beyond so many windows: one absurd report must not lock a user out for years.
+const DEBT_WINDOWS_MAX: u128 = 600;
+
+/// What was used and has not drained; all 0 when both buckets are full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+pub(crate) struct Spent {
+    /// Requests, times `window_ms`.
+    requests: u128,
+    /// Tokens, times `window_ms`.
+    tokens: u128,
+    /// The window when it was counted.
+    window_ms: u32,
+    /// As of when.
+    at_ms: u64,
+}
+
+/// Milliseconds until a request is allowed; 0: it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Waits {
+    pub(super) requests: u64,
+    pub(super) tokens: u64,
+}
+
+impl Spent {
+    /// As it is at `now_ms`, in the window of `limits`. What is not bounded counts nothing.
+    fn drained(&self, limits: &UserLimits, now_ms: u64) -> Self {
+        let window_ms = limits.window_ms();
+        let elapsed_ms = u128::from(now_ms.saturating_sub(self.at_ms));
+        let drain = |used: u128, limit: Option<u64>| {
+            let limit = u128::from(limit?);
+            let used = if self.window_ms == window_ms {
+                used
+            } else {
+                used * u128::from(window_ms) / u128::from(self.window_ms.max(1))
+            };
+            Some(used.saturating_sub(elapsed_ms.saturating_mul(limit)))
+        };
+        Self {
+            requests: drain(self.requests, limits.requests.map(u64::from)).unwrap_or_default(),
+            tokens: drain(self.tokens, limits.tokens).unwrap_or_default(),
+            window_ms,
+            at_ms: now_ms.max(self.at_ms),
+        }
+    }
+
+    /// Counts use.
+    pub(crate) fn spend(&mut self, limits: &UserLimits, now_ms: u64, requests: u64, tokens: u64) {
+        let mut spent = self.drained(limits, now_ms);
+        let window_ms = u128::from(spent.window_ms);
+        let add = |used: u128, more: u64, limit: Option<u64>| {
+            let capacity = u128::from(limit?) * window_ms;
+            let most = capacity.saturating_mul(DEBT_WINDOWS_MAX + 1);
+            Some((used + u128::from(more) * window_ms).min(most))
+        };
+        spent.requests =
+            add(spent.requests, requests, limits.requests.map(u64::from)).unwrap_or_default();
+        spent.tokens = add(spent.tokens, tokens, limits.tokens).unwrap_or_default();
+        *self = if (spent.requests, spent.tokens) == (0, 0) {
+            Self::default()
+        } else {
+            spent
+        };
+    }
+
+    /// Whether a restored value is one that could have been counted.
+    pub(crate) fn is_valid(&self) -> bool {
+        *self == Self::default()
+            || (self.requests, self.tokens) != (0, 0)
+                && (1..=super::WINDOW_MS_MAX).contains(&self.window_ms)
+                // The most debt at the highest limit; with another window's length as a factor it is
+                // still far from the end of 128 bits.
+                && self.requests.max(self.tokens) < 1 << 92
+    }
+
+    /// How long one more request has to wait, on top of `requests` and `tokens` not counted here.
+    pub(super) fn waits_ms(
+        &self,
+        limits: &UserLimits,
+        now_ms: u64,
+        requests: u64,
+        tokens: u64,
+    ) -> Waits {
+        let spent = self.drained(limits, now_ms);
+        let window_ms = u128::from(spent.window_ms);
+        let wait = |needed: u128, limit: Option<u64>| {
+            let limit = u128::from(limit?);
+            let over = needed.saturating_sub(limit * window_ms);
+            Some(u64::try_from(over.div_ceil(limit.max(1))).unwrap_or(u64::MAX))
+        };
+        // A request needs one of its kind, and any token.
+        let requests = spent.requests + (u128::from(requests) + 1) * window_ms;
+        let tokens = spent.tokens + u128::from(tokens) * window_ms + 1;
+        Waits {
+            requests: wait(requests, limits.requests.map(u64::from)).unwrap_or_default(),
+            tokens: wait(tokens, limits.tokens).unwrap_or_default(),
+        }
+    }
+
+    /// Whole units left.
+    pub(super) fn left(&self, limits: &UserLimits, now_ms: u64) -> Left {
+        let spent = self.drained(limits, now_ms);
+        let window_ms = u128::from(spent.window_ms);
+        let left = |used: u128, limit: u64| {
+            let left = (u128::from(limit) * window_ms).saturating_sub(used) / window_ms.max(1);
+            u64::try_from(left).unwrap_or(u64::MAX)
+        };
+        Left {
+            requests: limits
+                .requests
+                .map(|limit| left(spent.requests, u64::from(limit))),
+            tokens: limits.tokens.map(|limit| left(spent.tokens, limit)),
+            concurrent: None,
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! What users may use: bounds per window, kept over the whole cluster.
+//!
+//! Requests and tokens are bounded by a token bucket each: it holds one window's worth and refills
+//! evenly. What was used is counted in the replicated state, as charges are applied, and may exceed
+//! the bucket: replicas admit on what they knew some milliseconds ago, and tokens are known only once
+//! they are made. The bucket is then in *debt*, and nothing is admitted until that is refilled; so the
+//! long-run rate is the limit exactly, whatever the lag, and over any interval of `t` windows at most
+//! `limit * (1 + t)` is admitted, plus what all replicas admit within their lag. It is a leaky
+//! bucket as a meter (ITU-T I.371's generic cell rate algorithm is the same in another form).
+//!
+//! A replica checks a request against the published state and what it has admitted itself and not
+//! seen applied. It looks at its own clock: one that is ahead by some seconds refills the bucket that
+//! much early, once.
+
+mod bucket;
+#[cfg(test)]
+mod tests;
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use crate::admission::PendingUse;
+use crate::command::Reject;
+use crate::validate::{at_most, ensure};
+
+pub(crate) use bucket::Spent;
+
+/// Longest window: a day.
+pub const WINDOW_MS_MAX: u32 = 24 * 60 * 60 * 1000;
+/// Most tokens per window: what JSON numbers hold exactly.
+pub const TOKENS_MAX: u64 = 1 << 53;
+/// The window when none is set.
+pub const WINDOW_MS_DEFAULT: u32 = 1000;
+/// When to ask again when requests in flight are the limit: nobody knows when one ends.
+pub const CONCURRENT_RETRY_MS: u64 = 1000;
+
+/// Bounds on one user's use; `None`: unbounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct UserLimits {
+    /// Requests per window.
+    pub requests: Option<u32>,
+    /// Tokens per window, cached ones not counted.
+    pub tokens: Option<u64>,
+    /// Requests in flight at once.
+    pub concurrent: Option<u32>,
+    /// The window, milliseconds; `None`: one second.
+    pub window_ms: Option<u32>,
+}
+
+impl UserLimits {
+    /// Checks every bound.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        ensure(self.requests != Some(0), "limits.requests", "at least 1")?;
+        ensure(
+            self.tokens
+                .is_none_or(|tokens| (1..=TOKENS_MAX).contains(&tokens)),
+            "limits.tokens",
+            "1 to 2^53",
+        )?;
+        ensure(
+            self.concurrent != Some(0),
+            "limits.concurrent",
+            "at least 1",
+        )?;
+        ensure(self.window_ms != Some(0), "limits.window_ms", "at least 1")?;
+        at_most("limits.window_ms", self.window_ms(), WINDOW_MS_MAX)
+    }
+
+    /// Whether nothing is bounded.
+    #[must_use]
+    pub fn is_unbounded(&self) -> bool {
+        self.requests.is_none() && self.tokens.is_none() && self.concurrent.is_none()
+    }
+
+    /// The window, milliseconds.
+    #[must_use]
+    pub fn window_ms(&self) -> u32 {
+        self.window_ms.unwrap_or(WINDOW_MS_DEFAULT)
+    }
+
+    /// Whether something is bounded per window.
+    pub(crate) fn has_rate(&self) -> bool {
+        self.requests.is_some() || self.tokens.is_some()
+    }
+}
+
+/// Which bound a request would break.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Limit {
+    /// Requests per window.
+    Requests,
+    /// Tokens per window.
+    Tokens,
+    /// Requests in flight at once.
+    Concurrent,
+}
+
+/// A request that its user's limits do not allow at present.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OverLimit {
+    /// The bound it would break.
+    pub limit: Limit,
+    /// When it may be allowed, if nothing else is admitted until then. At least 1.
+    pub retry_after_ms: u64,
+}
+
+/// What is left of a user's limits; `None`: unbounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Left {
+    /// Requests that would be admitted at once.
+    pub requests: Option<u64>,
+    /// Tokens before requests are refused; 0 also in debt.
+    pub tokens: Option<u64>,
+    /// Requests that could begin beside those in flight.
+    pub concurrent: Option<u64>,
+}
+
+/// A user's limits and what was used of them, as of one applied index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Quota {
+    /// The user's own limits, or those of users without any.
+    pub limits: UserLimits,
+    pub(crate) spent: Spent,
+    /// Requests in flight, all replicas.
+    pub(crate) in_flight: u64,
+    /// Requests that wait, all replicas: admitted, and not counted in `spent` before they begin.
+    pub(crate) waiting: u64,
+}
+
+impl Quota {
+    /// Whether one more request is allowed at `now_ms`, the caller's own clock, when `pending` is
+    /// what the caller admitted and the state does not show yet.
+    ///
+    /// # Errors
+    /// With the bound it would break; of several the one that lasts longest.
+    pub fn check(&self, now_ms: u64, pending: &PendingUse) -> Result<(), OverLimit> {
+        if self.limits.is_unbounded() {
+            return Ok(());
+        }
+        let since = pending.requests.saturating_add(self.waiting);
+        let admitted = since.saturating_sub(pending.dequeued);
+        let waits = self
+            .spent
+            .waits_ms(&self.limits, now_ms, admitted, pending.tokens);
+        // What is over here gives its place back at once, not when the log has it: a client that
+        // asks again right after an answer is within its limit.
+        let open = admitted
+            .saturating_add(self.in_flight)
+            .saturating_sub(pending.ended);
+        let is_full = |most: u32| open >= u64::from(most);
+        let concurrent = match self.limits.concurrent {
+            Some(most) if is_full(most) => CONCURRENT_RETRY_MS,
+            Some(_) | None => 0,
+        };
+        let longest = [
+            (waits.requests, Limit::Requests),
+            (waits.tokens, Limit::Tokens),
+            (concurrent, Limit::Concurrent),
+        ]
+        .into_iter()
+        .max()
+        .filter(|(wait_ms, _)| *wait_ms > 0);
+        match longest {
+            None => Ok(()),
+            Some((retry_after_ms, limit)) => Err(OverLimit {
+                limit,
+                retry_after_ms,
+            }),
+        }
+    }
+
+    /// What is left at `now_ms`.
+    #[must_use]
+    pub fn left(&self, now_ms: u64) -> Left {
+        let left = self.spent.left(&self.limits, now_ms);
+        let open = self.open();
+        Left {
+            requests: left.requests.map(|it| it.saturating_sub(self.waiting)),
+            concurrent: self
+                .limits
+                .concurrent
+                .map(|most| u64::from(most).saturating_sub(open)),
+            ..left
+        }
+    }
+
+    fn open(&self) -> u64 {
+        self.in_flight.saturating_add(self.waiting)
+    }
+}

@@ -1,0 +1,214 @@
+//! The buckets by example; rates over replicas are tested in `tests/admission`.
+
+use super::*;
+
+fn limits(requests: Option<u32>, tokens: Option<u64>, window_ms: u32) -> UserLimits {
+    UserLimits {
+        requests,
+        tokens,
+        concurrent: None,
+        window_ms: Some(window_ms),
+    }
+}
+
+fn quota(limits: UserLimits, spent: Spent) -> Quota {
+    Quota {
+        limits,
+        spent,
+        ..Quota::default()
+    }
+}
+
+fn spent(limits: &UserLimits, uses: &[(u64, u64, u64)]) -> Spent {
+    let mut spent = Spent::default();
+    for (now_ms, requests, tokens) in uses {
+        spent.spend(limits, *now_ms, *requests, *tokens);
+        assert!(spent.is_valid());
+    }
+    spent
+}
+
+fn requests(requests: u64) -> PendingUse {
+    PendingUse {
+        requests,
+        ..PendingUse::default()
+    }
+}
+
+fn over(limit: Limit, retry_after_ms: u64) -> Result<(), OverLimit> {
+    Err(OverLimit {
+        limit,
+        retry_after_ms,
+    })
+}
+
+#[test]
+fn a_bucket_holds_one_window_and_refills_evenly() {
+    let limits = limits(Some(20), None, 1000);
+    let full = quota(limits, Spent::default());
+    assert_eq!(full.check(0, &requests(19)), Ok(()));
+    assert_eq!(full.check(0, &requests(20)), over(Limit::Requests, 50));
+    let empty = quota(limits, spent(&limits, &[(10_000, 20, 0)]));
+    assert_eq!(empty.check(10_000, &requests(0)), over(Limit::Requests, 50));
+    assert_eq!(empty.check(10_049, &requests(0)), over(Limit::Requests, 1));
+    assert_eq!(empty.check(10_050, &requests(0)), Ok(()));
+    assert_eq!(
+        empty.check(10_050, &requests(3)),
+        over(Limit::Requests, 150)
+    );
+    let left = |now_ms| empty.left(now_ms).requests;
+    assert_eq!(
+        [10_000, 10_500, 11_000, 99_000].map(left),
+        [0, 10, 20, 20].map(Some)
+    );
+    // A reader whose clock is behind sees what the state says.
+    assert_eq!(empty.check(0, &requests(0)), over(Limit::Requests, 50));
+}
+
+#[test]
+fn what_was_used_beyond_the_bucket_is_owed() {
+    let limits = limits(None, Some(1000), 60_000);
+    let spent = spent(&limits, &[(0, 1, 900), (0, 1, 2100)]);
+    let quota = quota(limits, spent);
+    assert_eq!(quota.left(0).tokens, Some(0));
+    // 2000 in debt at 1000 a minute, and one token more to go on.
+    assert_eq!(
+        quota.check(0, &PendingUse::default()),
+        over(Limit::Tokens, 120_001)
+    );
+    assert_eq!(
+        quota.check(120_000, &PendingUse::default()),
+        over(Limit::Tokens, 1)
+    );
+    assert_eq!(quota.check(120_001, &PendingUse::default()), Ok(()));
+    let pending = PendingUse {
+        tokens: 1000,
+        ..PendingUse::default()
+    };
+    assert_eq!(
+        quota.check(180_000, &pending),
+        over(Limit::Tokens, 1),
+        "what is on its way counts"
+    );
+}
+
+#[test]
+fn requests_in_flight_and_waiting_are_bounded_together() {
+    let limits = UserLimits {
+        concurrent: Some(4),
+        ..UserLimits::default()
+    };
+    let quota = Quota {
+        limits,
+        in_flight: 2,
+        waiting: 1,
+        ..Quota::default()
+    };
+    let full = over(Limit::Concurrent, CONCURRENT_RETRY_MS);
+    assert_eq!(quota.check(0, &requests(0)), Ok(()));
+    assert_eq!(quota.check(0, &requests(1)), full);
+    assert_eq!(quota.left(0).concurrent, Some(1));
+    // One of those the state shows is over, or waits no more: its place is free.
+    let over = PendingUse {
+        ended: 1,
+        ..requests(1)
+    };
+    let left = PendingUse {
+        dequeued: 1,
+        ..requests(1)
+    };
+    assert_eq!(
+        (quota.check(0, &over), quota.check(0, &left)),
+        (Ok(()), Ok(()))
+    );
+    // The one that waits goes: it is queued no more, and in flight.
+    let went = PendingUse {
+        dequeued: 1,
+        ..requests(2)
+    };
+    assert_eq!(quota.check(0, &went), full);
+}
+
+#[test]
+fn waiting_requests_are_admitted_ones() {
+    let limits = limits(Some(2), None, 1000);
+    let quota = Quota {
+        limits,
+        waiting: 1,
+        ..Quota::default()
+    };
+    assert_eq!(quota.check(0, &requests(0)), Ok(()));
+    assert_eq!(quota.check(0, &requests(1)), over(Limit::Requests, 500));
+    assert_eq!(quota.left(0).requests, Some(1));
+    let left = PendingUse {
+        dequeued: 1,
+        ..requests(1)
+    };
+    assert_eq!(quota.check(0, &left), Ok(()));
+}
+
+#[test]
+fn another_window_or_limit_goes_on_from_what_was_used() {
+    let second = limits(Some(10), Some(10), 1000);
+    let used = spent(&second, &[(0, 10, 10)]);
+    let minute = limits(Some(600), Some(600), 60_000);
+    assert_eq!(quota(minute, used).left(0).requests, Some(590));
+    let mut both = used;
+    both.spend(&minute, 0, 1, 1);
+    assert_eq!(quota(minute, both).left(0).tokens, Some(589));
+    // What is not bounded any more is not kept.
+    both.spend(&limits(Some(1), None, 60_000), 0, 0, 0);
+    assert_eq!(quota(minute, both).left(0).tokens, Some(600));
+}
+
+#[test]
+fn a_full_bucket_is_nothing() {
+    let limits = limits(Some(10), Some(10), 1000);
+    let spent = spent(&limits, &[(0, 5, 5), (500, 0, 0)]);
+    assert_eq!(spent, Spent::default());
+}
+
+#[test]
+fn forged_use_is_bounded() {
+    let most = limits(Some(u32::MAX), Some(TOKENS_MAX), WINDOW_MS_MAX);
+    assert_eq!(most.validate(), Ok(()));
+    let forged = (u64::MAX, u64::MAX, u64::MAX);
+    let used = spent(&most, &[forged, forged, forged]);
+    let least = limits(Some(1), Some(1), 1);
+    for now_ms in [0, u64::MAX] {
+        assert!(quota(least, used).left(now_ms).requests <= Some(1));
+        let _ = quota(least, used).check(now_ms, &requests(u64::MAX));
+    }
+    // At most 600 windows of debt.
+    let second = limits(Some(1), None, 1000);
+    let debt = quota(second, spent(&second, &[(0, u64::MAX, 0)]));
+    assert_eq!(
+        debt.check(600_000, &requests(0)),
+        over(Limit::Requests, 1000)
+    );
+}
+
+#[test]
+fn bounds_of_limits_are_named() {
+    let faults = [
+        limits(Some(0), None, 1),
+        limits(None, Some(0), 1),
+        limits(None, Some(TOKENS_MAX + 1), 1),
+        limits(None, None, 0),
+        limits(None, None, WINDOW_MS_MAX + 1),
+        UserLimits {
+            concurrent: Some(0),
+            ..UserLimits::default()
+        },
+    ]
+    .map(|limits| limits.validate().unwrap_err().to_string())
+    .join("\n");
+    expect_test::expect![[r#"
+        limits.requests: at least 1
+        limits.tokens: 1 to 2^53
+        limits.tokens: 1 to 2^53
+        limits.window_ms: at least 1
+        limits.window_ms: at most 86400000
+        limits.concurrent: at least 1"#]]
+    .assert_eq(&faults);
+}

@@ -1,0 +1,102 @@
+//! Readers: which replica reads which backend's KV events.
+//!
+//! The leader decides and everybody follows. Nothing depends on there being one reader at a time:
+//! what two of them tell of the same message is applied once.
+
+use std::collections::BTreeMap;
+
+use bincode::{Decode, Encode};
+use serde::Serialize;
+
+use crate::command::{BACKENDS_MAX, Reject};
+use crate::ids::{BackendRef, ReplicaId, Slot};
+use crate::validate::ensure;
+
+/// One backend's reader.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
+pub struct Assignment {
+    /// The backend, in the life that is read.
+    pub backend: BackendRef,
+    /// Who reads.
+    pub replica: ReplicaId,
+}
+
+/// All readers, by slot. A backend that begins a new life keeps its reader until the leader says
+/// otherwise.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub(crate) struct Readers(BTreeMap<Slot, ReplicaId>);
+
+impl Readers {
+    /// Who reads what stands in `slot`.
+    pub(crate) fn of(&self, slot: Slot) -> Option<ReplicaId> {
+        self.0.get(&slot).copied()
+    }
+
+    /// Replaces all readers; answers the slots whose reader is another one now, or none. Those of
+    /// lives that are over are passed over.
+    pub(crate) fn replace(
+        &mut self,
+        readers: &[Assignment],
+        is_live: impl Fn(BackendRef) -> bool,
+    ) -> Result<Vec<Slot>, Reject> {
+        ensure(
+            readers.len() <= BACKENDS_MAX,
+            "readers",
+            "at most one per backend",
+        )?;
+        let live = readers.iter().filter(|it| is_live(it.backend));
+        let new: BTreeMap<Slot, ReplicaId> = live.map(|it| (it.backend.slot, it.replica)).collect();
+        let old = std::mem::replace(&mut self.0, new);
+        let slots = old.keys().chain(self.0.keys());
+        let mut changed: Vec<Slot> = slots
+            .copied()
+            .filter(|slot| old.get(slot) != self.0.get(slot))
+            .collect();
+        changed.sort_unstable();
+        changed.dedup();
+        Ok(changed)
+    }
+
+    /// Nobody reads what stands in `slot`.
+    pub(crate) fn forget(&mut self, slot: Slot) {
+        self.0.remove(&slot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::Incarnation;
+
+    fn reads(slot: u16, replica: u8) -> Assignment {
+        Assignment {
+            backend: BackendRef {
+                slot: Slot(slot),
+                incarnation: Incarnation(1),
+            },
+            replica: ReplicaId(replica),
+        }
+    }
+
+    #[test]
+    fn changes_are_told_by_slot() {
+        let mut readers = Readers::default();
+        let all = |_: BackendRef| true;
+        let first = readers.replace(&[reads(0, 1), reads(1, 2)], all);
+        assert_eq!(first, Ok(vec![Slot(0), Slot(1)]));
+        let second = readers.replace(&[reads(1, 2), reads(2, 1)], all);
+        assert_eq!(second, Ok(vec![Slot(0), Slot(2)]));
+        assert_eq!(readers.of(Slot(1)), Some(ReplicaId(2)));
+        readers.forget(Slot(1));
+        assert_eq!(readers.of(Slot(1)), None);
+        let none_live = readers.replace(&[reads(2, 1)], |_| false);
+        assert_eq!(none_live, Ok(vec![Slot(2)]));
+    }
+
+    #[test]
+    fn more_readers_than_backends_are_refused() {
+        let mut readers = Readers::default();
+        let many = vec![reads(0, 1); BACKENDS_MAX + 1];
+        assert!(readers.replace(&many, |_| true).is_err());
+    }
+}

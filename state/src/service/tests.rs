@@ -1,0 +1,380 @@
+//! Prices against engines whose true ones are known, and against those who lie.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::ids::Incarnation;
+
+const BACKEND: BackendRef = BackendRef {
+    slot: Slot(0),
+    incarnation: Incarnation(1),
+};
+
+/// An engine whose first tokens and gaps cost exactly what the model says, but for noise.
+#[derive(Debug, Clone, Copy)]
+struct Engine {
+    base_us: u64,
+    prefill_ns: u64,
+    decode_ns: u64,
+    gap_base_us: u64,
+    gap_ns: u64,
+}
+
+impl Engine {
+    /// One replica's report of some seconds: `events` first tokens at a load that changes.
+    fn sample(&self, draw: &mut u64, events: u32) -> ServiceSample {
+        let mut next = |below: u64| {
+            *draw = draw
+                .wrapping_mul(0x5851_f42d_4c95_7f2d)
+                .wrapping_add(0x1405_7b7e_f767_814f);
+            (*draw >> 33) % below
+        };
+        let mut sample = ServiceSample::empty(BACKEND);
+        // The load of the interval, around which its requests lie.
+        let (busy, deep) = (next(24), next(4000));
+        for _ in 0..events {
+            let running = busy + next(4);
+            let prefill = deep + next(1000) + 16;
+            let us = self.base_us + (prefill * self.prefill_ns + running * self.decode_ns) / 1000;
+            // Up to a tenth above or below.
+            let noisy = us * (900 + next(201)) / 1000;
+            sample.first_tokens += 1;
+            sample.first_token_us += noisy;
+            sample.prefill_tokens += prefill;
+            sample.first_running += running;
+            let gaps = 50 + next(100);
+            let gap_us = self.gap_base_us + running * self.gap_ns / 1000;
+            sample.gaps += gaps;
+            sample.gap_us += gaps * gap_us * (950 + next(101)) / 1000;
+            sample.gap_running += gaps * running;
+        }
+        sample
+    }
+
+    fn taught(&self, samples: usize) -> Learning {
+        let (mut learning, mut draw) = (Learning::default(), 1);
+        for _ in 0..samples {
+            learning.observe(&self.sample(&mut draw, 8));
+        }
+        learning
+    }
+}
+
+/// Whether `found` is within so many percent of `wanted`.
+fn is_near(found: u32, wanted: u64, percent: u64) -> bool {
+    u64::from(found).abs_diff(wanted) * 100 <= wanted * percent
+}
+
+const ENGINES: [Engine; 3] = [
+    Engine {
+        base_us: 15_000,
+        prefill_ns: 60_000,
+        decode_ns: 800_000,
+        gap_base_us: 12_000,
+        gap_ns: 300_000,
+    },
+    Engine {
+        base_us: 5_000,
+        prefill_ns: 25_000,
+        decode_ns: 400_000,
+        gap_base_us: 7_000,
+        gap_ns: 150_000,
+    },
+    Engine {
+        base_us: 40_000,
+        prefill_ns: 400_000,
+        decode_ns: 5_000_000,
+        gap_base_us: 40_000,
+        gap_ns: 2_000_000,
+    },
+];
+
+#[test]
+fn prices_come_to_those_of_the_engine() {
+    for engine in ENGINES {
+        let learnt = engine.taught(300).learnt().unwrap();
+        let shown = format!("{engine:?}: {learnt:?}");
+        assert!(
+            is_near(learnt.prefill_ns_per_token, engine.prefill_ns, 10),
+            "{shown}"
+        );
+        assert!(
+            is_near(learnt.decode_ns_per_request, engine.decode_ns, 50),
+            "{shown}"
+        );
+        assert!(
+            is_near(learnt.gap_base_us, engine.gap_base_us, 10),
+            "{shown}"
+        );
+        assert!(
+            is_near(learnt.gap_ns_per_request, engine.gap_ns, 15),
+            "{shown}"
+        );
+        assert!(learnt.prices().is_some());
+    }
+}
+
+#[test]
+fn a_few_samples_tell_a_fast_engine_from_a_slow_one() {
+    let [_, fast, slow] = ENGINES.map(|engine| engine.taught(4).learnt().unwrap());
+    let (fast, slow) = (fast.prices().unwrap(), slow.prices().unwrap());
+    assert!(fast.prefill_ns_per_token * 5 < slow.prefill_ns_per_token);
+}
+
+#[test]
+fn nothing_is_chosen_by_before_enough_is_known() {
+    let (mut learning, mut draw) = (Learning::default(), 1);
+    assert_eq!(learning.learnt(), None);
+    learning.observe(&ENGINES[0].sample(&mut draw, LEARNT_FIRST_TOKENS_MIN - 1));
+    assert_eq!(learning.learnt().unwrap().prices(), None);
+    learning.observe(&ENGINES[0].sample(&mut draw, 1));
+    assert!(learning.learnt().unwrap().prices().is_some());
+}
+
+#[test]
+fn load_that_never_changes_is_explained_in_proportion() {
+    let mut learning = Learning::default();
+    let mut sample = ServiceSample::empty(BACKEND);
+    (sample.first_tokens, sample.first_token_us) = (8, 8 * 300_000);
+    (sample.prefill_tokens, sample.first_running) = (8 * 1000, 8 * 2);
+    for _ in 0..50 {
+        learning.observe(&sample);
+    }
+    // 300 ms for 1000 tokens: most of it is the tokens', however it is shared out.
+    let learnt = learning.learnt().unwrap();
+    assert!(
+        (150_000..=300_000).contains(&learnt.prefill_ns_per_token),
+        "{learnt:?}"
+    );
+}
+
+/// An engine and its host as they are in bursts of mostly cached requests: each waits for those
+/// before it, tokens or none, which the model has no price for.
+fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> Learnt {
+    let (mut learning, mut draw) = (Learning::default(), 1_u64);
+    let mut next = |below: u64| {
+        draw = draw
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
+        (draw >> 33) % below
+    };
+    for _ in 0..400 {
+        let mut sample = ServiceSample::empty(BACKEND);
+        let (busy, deep) = (next(40), 1 + next(12));
+        while sample.first_tokens < 16 {
+            let (running, mut pending) = (busy + next(4), 0);
+            for before in 0..=next(deep) {
+                // What a cached prompt leaves: its end.
+                pending += 16 + next(85);
+                let us = base_us + before * per_request_us + pending * prefill_ns / 1000;
+                sample.first_tokens += 1;
+                sample.first_token_us += us * (900 + next(201)) / 1000;
+                sample.prefill_tokens += pending;
+                sample.first_running += running + before;
+            }
+        }
+        learning.observe(&sample);
+    }
+    learning.learnt().unwrap()
+}
+
+#[test]
+fn cached_prompts_do_not_make_tokens_dear() {
+    for base_us in [5_000, 20_000, 50_000] {
+        for per_request_us in [0, 5_000, 10_000] {
+            let learnt = taught_by_bursts(base_us, per_request_us, 25_000);
+            let shown = format!("{base_us} {per_request_us}: {learnt:?}");
+            // Between the true price and where it began, give or take.
+            let credible = 25_000..=140_000;
+            assert!(credible.contains(&learnt.prefill_ns_per_token), "{shown}");
+        }
+    }
+}
+
+#[test]
+fn a_queue_beyond_what_is_looked_at_does_not_make_tokens_dear() {
+    let mut learning = ENGINES[1].taught(100);
+    let before = learning.learnt().unwrap();
+    let mut sample = ServiceSample::empty(BACKEND);
+    (sample.first_tokens, sample.first_running) = (8, 8 * 200);
+    // Four million tokens at 25 microseconds.
+    (sample.prefill_tokens, sample.first_token_us) = (8 * 4_000_000, 8 * 100_000_000);
+    assert!(sample.is_plausible());
+    for _ in 0..300 {
+        learning.observe(&sample);
+    }
+    assert_eq!(learning.learnt().unwrap(), before);
+}
+
+#[test]
+fn one_wild_sample_moves_prices_by_little_and_a_lasting_change_is_followed() {
+    let mut learning = ENGINES[0].taught(300);
+    let before = learning.learnt().unwrap();
+    let mut wild = ENGINES[0].sample(&mut 7, 1);
+    wild.first_token_us = FIRST_TOKEN_US_MAX;
+    assert!(wild.is_plausible());
+    learning.observe(&wild);
+    let after = learning.learnt().unwrap();
+    assert!(
+        is_near(
+            after.prefill_ns_per_token,
+            before.prefill_ns_per_token.into(),
+            20
+        ),
+        "{after:?}"
+    );
+    let mut draw = 3;
+    for _ in 0..300 {
+        learning.observe(&ENGINES[2].sample(&mut draw, 8));
+    }
+    let changed = learning.learnt().unwrap();
+    assert!(
+        is_near(changed.prefill_ns_per_token, ENGINES[2].prefill_ns, 15),
+        "{changed:?}"
+    );
+}
+
+#[test]
+fn absurd_sums_are_no_sample() {
+    let good = ENGINES[0].sample(&mut 1, 8);
+    assert!(good.is_plausible());
+    let spoilt: [fn(&mut ServiceSample); 8] = [
+        |it| it.first_token_us = u64::MAX,
+        |it| it.prefill_tokens = u64::MAX,
+        |it| it.first_running = u64::MAX,
+        |it| it.gap_us = it.gaps * GAP_US_MAX + 1,
+        |it| it.gaps_at_limit = it.gaps + 1,
+        |it| it.ended = u32::MAX,
+        |it| it.cached_tokens = it.predicted_prompt_tokens + 1,
+        |it| (it.first_tokens, it.first_token_us, it.first_running) = (0, 0, 0),
+    ];
+    for spoil in spoilt {
+        let mut sample = good;
+        spoil(&mut sample);
+        assert!(!sample.is_plausible(), "{sample:?}");
+    }
+}
+
+fn mixed(from: &[u64; 16]) -> ServiceSample {
+    let count = |at: usize| from[at] as u32;
+    ServiceSample {
+        ended: count(0),
+        first_tokens: count(1),
+        first_token_us: from[2],
+        prefill_tokens: from[3],
+        first_running: from[4],
+        gaps: from[5],
+        gap_us: from[6],
+        gap_running: from[7],
+        gaps_at_limit: from[8],
+        predicted: count(9),
+        predicted_prompt_tokens: from[10],
+        predicted_cached_tokens: from[11],
+        cached_tokens: from[12],
+        prompt_tokens: from[13],
+        output_tokens: from[14],
+        added_tokens: from[15],
+        ..ServiceSample::empty(BACKEND)
+    }
+}
+
+proptest! {
+    /// Whatever passes as plausible, prices stay within their bounds and nothing overflows.
+    #[test]
+    fn prices_stay_within_bounds(
+        samples in prop::collection::vec(
+            (prop::array::uniform16(prop_oneof![0_u64..1000, any::<u64>()]), any::<[u8; 16]>()),
+            1..30,
+        ),
+    ) {
+        let (mut learning, mut accuracy) = (Learning::default(), Accuracy::default());
+        for (numbers, shifts) in samples {
+            let mut at = 0;
+            let numbers = numbers.map(|number| {
+                at += 1;
+                number >> (shifts[at - 1] % 64)
+            });
+            let sample = mixed(&numbers);
+            if !sample.is_plausible() {
+                continue;
+            }
+            learning.observe(&sample);
+            accuracy.observe(&sample, 200, Holding { owned: 100, capacity: Some(100) });
+            if let Some(learnt) = learning.learnt() {
+                prop_assert!(learnt.prefill_ns_per_token <= 10_000_000);
+                prop_assert!(learnt.decode_ns_per_request <= 1_000_000_000);
+                prop_assert!(learnt.first_tokens <= 1024 && learnt.gaps <= 1024);
+            }
+            let corrected = accuracy.corrected(1000);
+            prop_assert!((500..=2000).contains(&corrected), "{}", corrected);
+        }
+    }
+}
+
+fn predicted(prompt: u64, predicted: u64, cached: u64) -> ServiceSample {
+    ServiceSample {
+        predicted: 1,
+        predicted_prompt_tokens: prompt,
+        predicted_cached_tokens: predicted,
+        cached_tokens: cached,
+        ..ServiceSample::empty(BACKEND)
+    }
+}
+
+#[test]
+fn a_mark_comes_with_evidence_and_goes_with_more() {
+    let unbounded = Holding {
+        owned: 10,
+        capacity: None,
+    };
+    let mut accuracy = Accuracy::default();
+    let mut see = |predicted_permille: u64, times: usize| {
+        for _ in 0..times {
+            let sample = predicted(8192, 8192 * predicted_permille / 1000, 4096);
+            accuracy.observe(&sample, 200, unbounded);
+        }
+        accuracy.view().is_off
+    };
+    assert!(!see(900, 3), "too few tokens to say");
+    assert!(see(900, 1));
+    assert!(
+        see(650, 60),
+        "off by 150: within the bound, not within half of it"
+    );
+    assert!(!see(590, 60));
+    assert!(!see(650, 60), "and not off again within the bound");
+    assert_eq!(
+        accuracy.view().correction_permille,
+        1000,
+        "nothing to correct"
+    );
+}
+
+#[test]
+fn a_capacity_is_corrected_where_it_bounds_the_belief_and_by_two_at_most() {
+    let full = Holding {
+        owned: 950,
+        capacity: Some(1000),
+    };
+    let half_full = Holding { owned: 500, ..full };
+    let run = |holding, predicted_permille: u64, cached_permille: u64| {
+        let mut accuracy = Accuracy::default();
+        for _ in 0..2000 {
+            let (believed, there) = (65_536 * predicted_permille, 65_536 * cached_permille);
+            accuracy.observe(
+                &predicted(65_536, believed / 1000, there / 1000),
+                200,
+                holding,
+            );
+        }
+        accuracy.corrected(1000)
+    };
+    assert_eq!(run(full, 900, 100), 500);
+    assert_eq!(run(full, 100, 900), 2000);
+    assert_eq!(
+        run(half_full, 900, 100),
+        1000,
+        "blocks go for other reasons there"
+    );
+    assert_eq!(run(full, 500, 450), 1000, "that is within the bound");
+}

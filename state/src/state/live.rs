@@ -1,0 +1,311 @@
+//! Applying what came with format version 2: settings beside the policy, readers, measured service,
+//! output lengths, limits of users, grants and KV events.
+//!
+//! What is empty takes no part in the digest, so that a state without any of it has the digest it
+//! had in version 1.
+
+use std::borrow::Cow;
+
+use bincode::{Decode, Encode};
+
+use super::{AuditAction, RouterState};
+use crate::admission::{AdmissionSettings, Pricing};
+use crate::backends::{Backend, Effect};
+use crate::codec;
+use crate::command::{Charge, Origin, Reject};
+use crate::exact::{KvBatch, KvDoubt};
+use crate::grants::Wait;
+use crate::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
+use crate::policy::RoutingSettings;
+use crate::prefix::user_key;
+use crate::quotas::UserLimits;
+use crate::readers::Assignment;
+use crate::service::{Holding, Limit, LimitFigures, Served, ServiceSample, ServiceView};
+use crate::users::Terms;
+use crate::validate::{ensure, is_name};
+
+/// Replicated settings that an operator may set; `None`: nobody has.
+#[derive(Debug, Clone, PartialEq, Default, Encode, Decode)]
+pub(super) struct Settings {
+    pub(super) routing: Option<RoutingSettings>,
+    pub(super) admission: Option<AdmissionSettings>,
+}
+
+impl Settings {
+    /// Checks what `apply` relies on; says what is wrong.
+    pub(super) fn validate(&self) -> Result<(), String> {
+        let routing = self
+            .routing
+            .as_ref()
+            .map_or(Ok(()), RoutingSettings::validate);
+        let admission = self
+            .admission
+            .as_ref()
+            .map_or(Ok(()), AdmissionSettings::validate);
+        routing.and(admission).map_err(|reject| reject.to_string())
+    }
+}
+
+/// Appends the canonical bytes of `part`, or nothing when it is empty.
+pub(super) fn append_unless_default<T: Encode + Default + PartialEq>(
+    part: &T,
+    bytes: &mut Vec<u8>,
+) {
+    if *part != T::default() {
+        codec::append_bytes(part, bytes);
+    }
+}
+
+impl RouterState {
+    /// Adds to the digest's bytes what changes too often to be part of the cold digest.
+    pub(super) fn append_live_digest(&self, bytes: &mut Vec<u8>) {
+        append_unless_default(&self.service, bytes);
+        self.outputs.append_digest(bytes);
+        if let Some(last_left) = self.users.last_left() {
+            codec::append_bytes(&last_left, bytes);
+        }
+        if !self.waiting.is_empty() {
+            codec::append_bytes(&self.waiting.digest(), bytes);
+        }
+        self.exact.append_digest(bytes);
+        if let Some(staged) = &self.staged {
+            staged.append_digest(bytes);
+        }
+    }
+
+    pub(super) fn put_routing(
+        &mut self,
+        origin: &Origin,
+        settings: RoutingSettings,
+    ) -> Result<(), Reject> {
+        settings.validate()?;
+        self.settings.routing = Some(settings);
+        self.note(origin, AuditAction::PutRouting, String::new());
+        Ok(())
+    }
+
+    pub(super) fn put_admission(
+        &mut self,
+        origin: &Origin,
+        settings: AdmissionSettings,
+    ) -> Result<(), Reject> {
+        settings.validate()?;
+        if settings.bins != self.admission_settings().bins {
+            self.outputs.rebin(settings.bins);
+            self.is_outputs_changed = true;
+        }
+        self.settings.admission = Some(settings);
+        self.note(origin, AuditAction::PutAdmission, String::new());
+        Ok(())
+    }
+
+    pub(super) fn put_user_limits(
+        &mut self,
+        origin: &Origin,
+        name: String,
+        limits: UserLimits,
+    ) -> Result<(), Reject> {
+        ensure(is_name(&name), "name", "1 to 256 bytes")?;
+        limits.validate()?;
+        let key = user_key(self.config.hash_seed, &name);
+        let limits = Some(limits).filter(|limits| !limits.is_unbounded());
+        if !self.users.limit(key, &name, limits) {
+            return Err(Reject::TooManyUsers);
+        }
+        self.note(origin, AuditAction::PutUserLimits, name);
+        Ok(())
+    }
+
+    pub(super) fn assign_readers(
+        &mut self,
+        origin: &Origin,
+        readers: &[Assignment],
+    ) -> Result<(), Reject> {
+        let backends = &self.backends;
+        let changed = self.readers.replace(readers, |it| backends.is_live(it))?;
+        for slot in changed {
+            let spec = self.backends.in_slot(slot).map(|backend| &backend.spec);
+            if spec.is_some_and(|spec| spec.kv_events.is_some()) {
+                self.exact.doubt(slot, KvDoubt::Handover);
+            } else if self.exact.forget(slot) {
+                // What events told is not kept up by anybody: begin anew with leases.
+                self.follow(Effect::Begun(slot));
+            }
+        }
+        self.note(origin, AuditAction::AssignReaders, String::new());
+        Ok(())
+    }
+
+    pub(super) fn kv_events(&mut self, batch: &KvBatch) -> bool {
+        if !self.backends.is_live(batch.backend) {
+            return false;
+        }
+        let Some(changes) = self.exact.apply(batch, &mut self.ownership) else {
+            return false;
+        };
+        self.leases
+            .forget_tips(batch.backend.slot, &changes.outlived);
+        self.is_cold_changed |= changes.is_condition_changed;
+        true
+    }
+
+    pub(super) fn observe_service(&mut self, sample: &ServiceSample) -> bool {
+        let slot = sample.backend.slot;
+        if !self.backends.is_live(sample.backend) || !sample.is_plausible() {
+            return false;
+        }
+        let holding = self.holding(slot);
+        let off_permille = self.routing_settings().prediction_off_permille;
+        let figures = self.service.figures_mut(slot);
+        figures.learning.observe(sample);
+        figures.accuracy.observe(sample, off_permille, holding);
+        let capacity = self.capacity_blocks(slot);
+        if holding.capacity.is_some() && capacity != holding.capacity {
+            self.ownership.set_capacity(slot, capacity);
+        }
+        let settings = self.admission_settings().into_owned();
+        let told = self.told_blocks(slot);
+        let limit = &mut self.service.figures_mut(slot).limit;
+        limit.observe(sample, &settings, told);
+        self.is_service_changed = true;
+        true
+    }
+
+    /// What a correction of the capacity in `slot` depends on. An operator's word is not corrected,
+    /// and where KV events say what is there nothing is predicted.
+    fn holding(&self, slot: Slot) -> Holding {
+        let is_told = |backend: &&Backend| {
+            backend.spec.capacity_blocks.is_none() && backend.spec.kv_events.is_none()
+        };
+        let backend = self.backends.in_slot(slot).filter(is_told);
+        Holding {
+            owned: self.ownership.owned(slot),
+            capacity: backend.and_then(|_| self.capacity_blocks(slot)),
+        }
+    }
+
+    /// What routing follows beside the live policy.
+    fn routing_settings(&self) -> Cow<'_, RoutingSettings> {
+        let settings = self.settings.routing.as_ref();
+        settings.map_or_else(|| Cow::Owned(RoutingSettings::default()), Cow::Borrowed)
+    }
+
+    /// How requests are admitted.
+    fn admission_settings(&self) -> Cow<'_, AdmissionSettings> {
+        let settings = self.settings.admission.as_ref();
+        settings.map_or_else(|| Cow::Owned(AdmissionSettings::default()), Cow::Borrowed)
+    }
+
+    /// Blocks of the backend in `slot` as the operator or the engine says. What requests need to run is
+    /// there, also where predictions of what stays cached are corrected.
+    fn told_blocks(&self, slot: Slot) -> Option<u32> {
+        self.backends
+            .in_slot(slot)
+            .and_then(Backend::capacity_blocks)
+    }
+
+    /// How many requests the backend in `slot` is given at once, and why.
+    fn limits(&self, slot: Slot, settings: &AdmissionSettings) -> LimitFigures {
+        let capacity = self.told_blocks(slot);
+        match self.service.figures(slot) {
+            Some(figures) => figures.limit.figures(settings, capacity),
+            None => Limit::default().figures(settings, capacity),
+        }
+    }
+
+    /// What readers are to see of service.
+    pub(super) fn service_view(&self) -> ServiceView {
+        let settings = self.admission_settings();
+        ServiceView::of(self.backends.iter().map(|backend| {
+            let slot = backend.handle.slot;
+            let figures = self.service.figures(slot);
+            let limits = self.limits(slot, &settings);
+            Served {
+                backend: backend.handle,
+                limit: limits.limit,
+                limits,
+                capacity_blocks: self.capacity_blocks(slot),
+                learnt: figures.and_then(|figures| figures.learning.learnt()),
+                accuracy: figures.map(|figures| figures.accuracy.view()),
+            }
+        }))
+    }
+
+    pub(super) fn observe_outputs(
+        &mut self,
+        user: UserKey,
+        model: ModelKey,
+        tokens: &[u32],
+    ) -> bool {
+        let bins = self.admission_settings().bins;
+        let is_taken = self.outputs.observe(user, model, tokens, bins);
+        self.is_outputs_changed |= is_taken;
+        is_taken
+    }
+
+    /// What charges are settled by.
+    pub(super) fn terms(&self) -> Terms {
+        let admission = self.settings.admission.as_ref();
+        Terms {
+            pricing: Pricing {
+                prices: self.config.fairness,
+                charge: admission.map(|it| it.charge).unwrap_or_default(),
+            },
+            limits: admission.map(|it| it.user_limits).unwrap_or_default(),
+        }
+    }
+
+    pub(super) fn wait_for_grant(&mut self, replica: ReplicaId, wait: Wait) -> bool {
+        self.is_waiting_changed = true;
+        self.waiting.wait(replica, wait)
+    }
+
+    pub(super) fn leave(&mut self, replica: ReplicaId, ticket: Ticket) -> bool {
+        self.is_waiting_changed = true;
+        self.waiting.leave(replica, ticket)
+    }
+
+    pub(super) fn grant(&mut self, model: ModelKey, count: u32) -> bool {
+        self.is_waiting_changed = true;
+        let terms = self.terms();
+        for _ in 0..count {
+            let users = &self.users;
+            let granted = self
+                .waiting
+                .grant(model, |user| users.counter(user).unwrap_or_default());
+            let Some((replica, wait)) = granted else {
+                break;
+            };
+            let price = Charge {
+                user: wait.user,
+                advance: u64::from(wait.tokens),
+                ..Charge::default()
+            };
+            self.users.charge(replica, &price, &terms, self.now_ms);
+        }
+        true
+    }
+
+    /// A replica is gone: what it was granted goes to others.
+    pub(super) fn close_waiting(&mut self, replica: ReplicaId) {
+        for model in self.waiting.close_replica(replica) {
+            self.grant(model, 1);
+        }
+        self.is_waiting_changed = true;
+    }
+
+    /// Publishes what admission looks at, as far as it changed.
+    pub(super) fn publish_for_admission(&mut self, is_anew: bool) {
+        if std::mem::take(&mut self.is_waiting_changed) || is_anew {
+            self.view.publish_grants(&self.waiting);
+        }
+        if !self.view.wants_users() {
+            return;
+        }
+        let is_anew = is_anew || !self.view.publishes_users();
+        let limits = self.terms().limits;
+        if let Some(users) = self.users.publish(self.now_ms, limits, is_anew) {
+            self.view.publish_users(users);
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! The user table in snapshots: written from a frozen copy, read back with every bound checked.
+
+use super::table::{Users, UsersImage};
+use super::{Standing, User};
+use crate::codec;
+use crate::ids::UserKey;
+
+/// Users in one section of a snapshot.
+const USERS_PER_PIECE: usize = 4096;
+
+impl UsersImage {
+    /// What is kept beside the users, encoded.
+    pub(crate) fn totals(&self) -> Vec<u8> {
+        codec::to_bytes(&self.totals)
+    }
+
+    /// What admission keeps of users, encoded as [`UsersImage::pieces`].
+    pub(crate) fn standings(&self) -> impl Iterator<Item = Vec<u8>> {
+        let standing = |(key, user): (&UserKey, &User)| Some((*key, user.standing.clone()?));
+        let mut standings = self.map.iter().filter_map(standing).peekable();
+        std::iter::from_fn(move || {
+            standings.peek()?;
+            let piece: Vec<_> = standings.by_ref().take(USERS_PER_PIECE).collect();
+            Some(codec::to_bytes(&piece))
+        })
+    }
+
+    /// All users, encoded one after the other, in pieces of a bounded number of users.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
+        let mut users = self.map.iter().peekable();
+        std::iter::from_fn(move || {
+            users.peek()?;
+            let piece: Vec<(&UserKey, &User)> = users.by_ref().take(USERS_PER_PIECE).collect();
+            Some(codec::to_bytes(&piece))
+        })
+    }
+}
+
+impl Users {
+    /// Takes the users of one piece; answers what is wrong with it.
+    pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Piece = Vec<(UserKey, User)>;
+        for (key, user) in codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
+            let in_flight = &user.in_flight;
+            let is_valid = user.weight_milli > 0
+                && in_flight.is_sorted_by(|a, b| a.0 < b.0)
+                && in_flight.iter().all(|(_, requests)| *requests > 0);
+            if !is_valid || self.map.len() >= self.users_max {
+                return Err(format!("user {key} is out of bounds"));
+            }
+            self.index(key, &user);
+            if !self.map.insert_new(key, user) {
+                return Err(format!("user {key} stands twice"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what admission keeps of the users of one piece, who are there already.
+    pub(crate) fn restore_standings(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Piece = Vec<(UserKey, Box<Standing>)>;
+        for (key, standing) in codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
+            let is_free = self.map.get(&key).is_some_and(|it| it.standing.is_none());
+            if !is_free || !standing.is_valid() {
+                return Err(format!(
+                    "what admission keeps of user {key} is out of bounds"
+                ));
+            }
+            self.change(key, |user| {
+                user.standing = Some(standing);
+                false
+            });
+        }
+        Ok(())
+    }
+
+    /// Counter of the user who last left the queues; see the field.
+    pub(crate) fn last_left(&self) -> Option<u64> {
+        self.last_left
+    }
+
+    pub(crate) fn restore_last_left(&mut self, last_left: Option<u64>) {
+        self.last_left = last_left;
+    }
+
+    pub(crate) fn restore_totals(&mut self, bytes: &[u8]) -> Result<(), String> {
+        self.totals = codec::from_bytes::<_, { codec::SECTION_BYTES_MAX }>(bytes)?;
+        Ok(())
+    }
+}

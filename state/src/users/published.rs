@@ -1,0 +1,66 @@
+//! [`UsersView`]: the users as admission reads them, from any thread.
+
+use super::User;
+use super::table::UserMap;
+use crate::admission::{Counters, UserFigures, milli_tokens};
+use crate::ids::UserKey;
+use crate::quotas::{Quota, UserLimits};
+
+/// The window of the `rpm` order.
+const MINUTE_MS: u64 = 60_000;
+
+/// A frozen image of all users, as of one applied index.
+pub struct UsersView {
+    pub(super) map: UserMap,
+    pub(super) now_ms: u64,
+    pub(super) bucket_ms: u64,
+    /// Limits of users without any of their own.
+    pub(super) limits: UserLimits,
+}
+
+impl UsersView {
+    /// What orders of admission look at; of a user nobody knows the default.
+    #[must_use]
+    pub fn figures(&self, user: UserKey) -> UserFigures {
+        let user = self.map.get(&user);
+        user.map_or_else(UserFigures::default, |it| {
+            it.figures(self.now_ms, self.bucket_ms)
+        })
+    }
+
+    /// A user's limits and what was used of them.
+    #[must_use]
+    pub fn quota(&self, user: UserKey) -> Quota {
+        let user = self.map.get(&user);
+        user.map_or_else(
+            || Quota {
+                limits: self.limits,
+                ..Quota::default()
+            },
+            |user| user.quota(&self.limits),
+        )
+    }
+}
+
+impl Counters for UsersView {
+    fn figures(&self, user: UserKey) -> UserFigures {
+        self.figures(user)
+    }
+}
+
+impl User {
+    fn figures(&self, now_ms: u64, bucket_ms: u64) -> UserFigures {
+        let few = |count: u64| u32::try_from(count).unwrap_or(u32::MAX);
+        let charged = u64::try_from(self.charged_ever).unwrap_or(u64::MAX);
+        let waiting = self.waiting();
+        UserFigures {
+            counter_milli: self.counter(),
+            served_milli: milli_tokens(charged, self.weight_milli),
+            weight_milli: self.weight_milli,
+            in_flight: few(self.in_flight()),
+            waiting: few(waiting),
+            requests_last_minute: few(self.window.requests_within(now_ms, bucket_ms, MINUTE_MS)),
+            is_lifted: waiting > 0,
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! What admission adds to the state: commands, snapshots, and that a state without it is as before.
+
+use state::admission::{AdmissionSettings, ChargeInput};
+use state::command::{Charge, Command, Item, Reject, Reply};
+use state::grants::Wait;
+use state::ids::{ModelKey, ReplicaId, Ticket};
+use state::prefix::user_key;
+use state::quotas::UserLimits;
+
+use crate::common::{self, Driver, restored, snapshot};
+
+fn limits(requests: u32) -> UserLimits {
+    UserLimits {
+        requests: Some(requests),
+        ..UserLimits::default()
+    }
+}
+
+fn put(name: &str, limits: UserLimits) -> Command {
+    Command::PutUserLimits {
+        name: name.to_owned(),
+        limits,
+    }
+}
+
+#[test]
+fn limits_are_set_checked_and_removed() {
+    let mut driver = Driver::new();
+    assert_eq!(driver.apply(1, put("bob", limits(5))), Reply::Applied);
+    let user = |driver: &Driver| driver.state.user_named("bob");
+    assert_eq!(user(&driver).unwrap().limits, Some(limits(5)));
+    assert_eq!(user(&driver).unwrap().left.requests, Some(5));
+    let refused = driver.apply(1, put("bob", limits(0)));
+    assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+    let refused = driver.apply(1, put("", limits(1)));
+    assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+    driver.apply(1, put("bob", UserLimits::default()));
+    assert_eq!(user(&driver).unwrap().limits, None);
+    let settings = AdmissionSettings {
+        user_limits: limits(0),
+        ..AdmissionSettings::default()
+    };
+    let refused = driver.apply(1, Command::PutAdmission(settings));
+    assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+    assert_eq!(driver.state.check(), Ok(()));
+}
+
+#[test]
+fn settings_say_what_of_a_prompt_is_charged() {
+    let table = [
+        (ChargeInput::Uncached, 100),
+        (ChargeInput::Full, 150),
+        (ChargeInput::Discounted, 105),
+    ];
+    for (charge, counter) in table {
+        let mut driver = Driver::new();
+        driver.apply(
+            1,
+            Command::PutAdmission(AdmissionSettings {
+                charge,
+                ..AdmissionSettings::default()
+            }),
+        );
+        let user = user_key(common::HASH_SEED, "bob");
+        let prompt = Charge {
+            user,
+            input_uncached: 100,
+            input_cached: 50,
+            ..Charge::default()
+        };
+        driver.apply(1, common::batch(vec![Item::Charge(prompt)]));
+        let view = driver.state.user(user).unwrap();
+        assert_eq!(view.counter_milli_tokens, counter * 1000, "{charge:?}");
+    }
+}
+
+#[test]
+fn a_snapshot_holds_who_waits_what_is_left_and_what_is_granted() {
+    let mut driver = Driver::new();
+    driver.apply(1, put("bob", limits(5)));
+    let user = user_key(common::HASH_SEED, "bob");
+    let charge = Charge {
+        user,
+        started: 3,
+        queued: 4,
+        dequeued: 3,
+        ..Charge::default()
+    };
+    let wait = |ticket| {
+        Item::Wait(Wait {
+            ticket: Ticket(ticket),
+            model: ModelKey(1),
+            user,
+            priority: -3,
+            tokens: 70,
+        })
+    };
+    let model = ModelKey(1);
+    let items = vec![
+        Item::Charge(charge),
+        wait(1),
+        wait(2),
+        Item::Leave { ticket: Ticket(2) },
+        wait(3),
+        Item::Grant { model, count: 1 },
+        // Void: nobody waits for it.
+        Item::Grant {
+            model: ModelKey(9),
+            count: u32::MAX,
+        },
+    ];
+    driver.apply(2, common::batch(items));
+    let mut copy = restored(&snapshot(&driver.state));
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_eq!(copy.check(), Ok(()));
+    let view = copy.user(user).unwrap();
+    assert_eq!((view.waiting, view.left.requests), (1, Some(1)));
+    assert_eq!(view.counter_milli_tokens, 70_000);
+    let grants = copy.view().grants();
+    let granted: Vec<u64> = grants.granted(ReplicaId(2)).map(|it| it.ticket.0).collect();
+    assert_eq!((granted, grants.waiting_len()), (vec![1], 1));
+    // Both go on alike: the next one in the list takes the next place in log order.
+    let more = || common::batch(vec![wait(8), Item::Grant { model, count: 2 }]);
+    let reply = driver.apply(2, more());
+    let index = driver.state.applied();
+    let envelope = common::envelope(2, 1, state::command::Lane::Admin, 3 + 1, more());
+    assert_eq!(copy.apply(index, envelope), reply);
+    assert_eq!(copy.digest(), driver.state.digest());
+}
+
+#[test]
+fn nobody_reads_users_before_somebody_wants_them() {
+    let mut driver = Driver::new();
+    let view = driver.state.view();
+    driver.apply(1, put("bob", limits(5)));
+    let bob = user_key(common::HASH_SEED, "bob");
+    assert!(view.users().is_none());
+    assert_eq!(view.quota(bob).limits, UserLimits::default());
+    view.want_users();
+    driver.apply(1, common::batch(Vec::new()));
+    assert_eq!(view.quota(bob).limits, limits(5));
+    let users = view.users().expect("they are published");
+    driver.apply(1, common::batch(Vec::new()));
+    let same = view.users().expect("they are published");
+    assert!(std::sync::Arc::ptr_eq(&users, &same), "nothing changed");
+    // Limits of all users change who reads them, although no user changed.
+    let settings = AdmissionSettings {
+        user_limits: limits(7),
+        ..AdmissionSettings::default()
+    };
+    driver.apply(1, Command::PutAdmission(settings));
+    assert_eq!(view.quota(state::ids::UserKey(1)).limits, limits(7));
+    assert_eq!(view.quota(bob).limits, limits(5));
+}

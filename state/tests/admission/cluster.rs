@@ -1,0 +1,157 @@
+//! Replicas with a state each, fed from one log that every one of them sees some time later.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use state::admission::{Ledger, Pending, Pricing, UserFigures};
+use state::command::{Charge, Command, Envelope, Item, Lane, Origin};
+use state::ids::{LogIndex, ReplicaId, SessionId, UserKey};
+use state::{RouterState, View};
+
+use crate::common;
+
+/// When everything begins.
+pub(crate) const START_MS: u64 = 1_700_000_000_000;
+/// Time between two batches of one replica.
+const FLUSH_MS: u64 = 20;
+
+/// One replica: its state, and what it has charged.
+pub(crate) struct Replica {
+    pub(crate) id: ReplicaId,
+    pub(crate) state: RouterState,
+    pub(crate) view: Arc<View>,
+    pub(crate) ledger: Ledger,
+    pending: Pending,
+    charges: BTreeMap<UserKey, Charge>,
+    /// Its batch in the log that it has not applied.
+    outstanding: Option<Vec<Charge>>,
+    seq: u64,
+    applied: usize,
+    /// How much later than its commit it applies an entry.
+    lag_ms: u64,
+}
+
+/// Some replicas and their log.
+pub(crate) struct Cluster {
+    pub(crate) now_ms: u64,
+    pub(crate) replicas: Vec<Replica>,
+    pub(crate) pricing: Pricing,
+    log: Vec<(u64, Envelope)>,
+}
+
+impl Replica {
+    fn new(id: u8, lag_ms: u64) -> Self {
+        let state = RouterState::new();
+        let view = state.view();
+        view.want_users();
+        Self {
+            id: ReplicaId(id),
+            state,
+            view,
+            ledger: Ledger::default(),
+            pending: Pending::default(),
+            charges: BTreeMap::new(),
+            outstanding: None,
+            seq: 0,
+            applied: 0,
+            lag_ms,
+        }
+    }
+
+    pub(crate) fn charge(&mut self, charge: &Charge, pricing: &Pricing) {
+        self.pending.add(charge, pricing);
+        self.charges.entry(charge.user).or_default().add(charge);
+    }
+
+    /// What this replica knows of a user.
+    pub(crate) fn figures(&self, user: UserKey) -> UserFigures {
+        self.pending.on_top(user, self.view.user_figures(user))
+    }
+
+    pub(crate) fn pending(&self) -> &Pending {
+        &self.pending
+    }
+
+    fn flush(&mut self, now_ms: u64) -> Option<Envelope> {
+        let is_due = now_ms.is_multiple_of(FLUSH_MS) && self.outstanding.is_none();
+        if !is_due || self.charges.is_empty() {
+            return None;
+        }
+        let charges: Vec<Charge> = std::mem::take(&mut self.charges).into_values().collect();
+        let items = charges.iter().copied().map(Item::Charge).collect();
+        self.outstanding = Some(charges);
+        self.seq += 1;
+        Some(Envelope {
+            origin: Origin {
+                replica: self.id,
+                session: SessionId(1),
+                lane: Lane::Outbox,
+                seq: self.seq,
+            },
+            proposed_at_ms: now_ms,
+            command: common::batch(items),
+        })
+    }
+}
+
+impl Cluster {
+    /// Replica `i` applies an entry `lags_ms[i]` after it was proposed.
+    pub(crate) fn new(lags_ms: &[u64], commands: Vec<Command>) -> Self {
+        let mut cluster = Self {
+            now_ms: START_MS,
+            replicas: (1..)
+                .zip(lags_ms)
+                .map(|(id, lag_ms)| Replica::new(id, *lag_ms))
+                .collect(),
+            pricing: Pricing::default(),
+            log: Vec::new(),
+        };
+        for (seq, command) in (1..).zip(commands) {
+            let mut envelope = common::envelope(9, 1, Lane::Admin, seq, command);
+            envelope.proposed_at_ms = START_MS;
+            cluster.log.push((START_MS - 1000, envelope));
+        }
+        cluster.deliver();
+        cluster
+    }
+
+    /// A millisecond passes.
+    pub(crate) fn tick(&mut self) {
+        self.now_ms += 1;
+        for replica in &mut self.replicas {
+            if let Some(envelope) = replica.flush(self.now_ms) {
+                self.log.push((self.now_ms, envelope));
+            }
+        }
+        self.deliver();
+    }
+
+    fn deliver(&mut self) {
+        for replica in &mut self.replicas {
+            while let Some((proposed_ms, envelope)) = self.log.get(replica.applied)
+                && proposed_ms + replica.lag_ms <= self.now_ms
+            {
+                replica.applied += 1;
+                let index = LogIndex(replica.applied as u64);
+                replica.state.apply(index, envelope.clone());
+                if envelope.origin.replica == replica.id {
+                    for charge in replica.outstanding.take().into_iter().flatten() {
+                        replica.pending.settle(&charge, &self.pricing);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Uniform numbers that are the same in every run (splitmix64).
+pub(crate) struct Numbers(pub(crate) u64);
+
+impl Numbers {
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (x ^ (x >> 31)) % end
+    }
+}

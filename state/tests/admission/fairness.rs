@@ -1,0 +1,435 @@
+//! The gate: users who wait all the time are served alike, wherever they wait.
+//!
+//! Replicas with a queue each share engines with a number of places. Counters come through the log,
+//! backlogs through the exchange, both late. What users were really served is counted beside it.
+
+use state::admission::{
+    AdmissionSettings, Backlog, Gate, Next, Order, Pricing, Queue, Rules, Tab, Used, Verdict,
+    Waiting, bound, slack_tokens,
+};
+use state::command::{Charge, Command, UserSpec};
+use state::ids::{ReplicaId, Ticket, UserKey};
+
+use crate::cluster::{Cluster, Numbers};
+use crate::common;
+
+/// Requests that the engines run at once.
+const PLACES: usize = 16;
+/// An engine makes one token of a request in this time.
+const TOKEN_MS: u64 = 2;
+/// Output tokens that are charged together.
+const STEP_TOKENS: u64 = 32;
+/// Backlogs are told this often, and arrive so much later.
+const TELL_MS: u64 = 20;
+/// Requests that each user has waiting at each of their replicas.
+const DEPTH: usize = 3;
+const INPUT_MAX: u64 = 300;
+const OUTPUT_MAX: u64 = 80;
+/// Price of the largest request.
+const LARGEST: u64 = INPUT_MAX + 2 * OUTPUT_MAX;
+
+struct User {
+    key: UserKey,
+    weight: u64,
+    /// Where their requests come in, by place in the cluster.
+    replicas: Vec<usize>,
+    is_active: bool,
+    /// Priced tokens.
+    served: u64,
+}
+
+struct Running {
+    user: usize,
+    replica: usize,
+    tab: Tab,
+    output_left: u64,
+    uncharged: u64,
+}
+
+struct Simulation {
+    cluster: Cluster,
+    queues: Vec<Queue>,
+    gates: Vec<Gate>,
+    users: Vec<User>,
+    running: Vec<Running>,
+    /// When, to which replica, from which.
+    told: Vec<(u64, usize, usize, Option<Backlog>)>,
+    numbers: Numbers,
+    next_ticket: u64,
+    /// Users whose requests fit nowhere.
+    stuck: Vec<usize>,
+    silent: Vec<usize>,
+    dispatched: u64,
+    /// Largest of what a user was served and a replica did not know, over the weight.
+    uncharged_most: u64,
+    /// For each pair of users, least and most of the difference of what they were served.
+    spans: Vec<(i64, i64)>,
+}
+
+fn weights(users: usize) -> Vec<u64> {
+    (0..users as u64).map(|user| user % 4 + 1).collect()
+}
+
+impl Simulation {
+    /// User `i` has weight `i % 4 + 1` and comes in at `homes[i]`.
+    fn new(homes: &[&[usize]], order: Order, slack: u64) -> Self {
+        let name = |user: usize| format!("user-{user}");
+        let weights = weights(homes.len());
+        let mut commands = vec![common::init()];
+        for (user, weight) in weights.iter().enumerate() {
+            commands.push(Command::PutUser(UserSpec {
+                name: name(user),
+                weight_milli: 1000 * *weight as u32,
+            }));
+        }
+        let cluster = Cluster::new(&[15, 30, 45], commands);
+        let settings = AdmissionSettings {
+            order,
+            ..AdmissionSettings::default()
+        };
+        let rules = Rules::of(&settings, Pricing::default());
+        let mut gate = Gate::default();
+        gate.set_slack(slack);
+        let users = homes.iter().zip(weights).enumerate();
+        let users = users.map(|(user, (homes, weight))| User {
+            key: state::prefix::user_key(common::HASH_SEED, &name(user)),
+            weight,
+            replicas: homes.to_vec(),
+            is_active: true,
+            served: 0,
+        });
+        Self {
+            cluster,
+            queues: vec![Queue::new(rules); 3],
+            gates: vec![gate; 3],
+            users: users.collect(),
+            running: Vec::new(),
+            told: Vec::new(),
+            numbers: Numbers(7),
+            next_ticket: 0,
+            stuck: Vec::new(),
+            silent: Vec::new(),
+            dispatched: 0,
+            uncharged_most: 0,
+            spans: vec![(i64::MAX, i64::MIN); homes.len() * homes.len()],
+        }
+    }
+
+    fn run(&mut self, seconds: u64) {
+        for _ in 0..seconds * 1000 {
+            self.cluster.tick();
+            self.come();
+            self.generate();
+            self.exchange();
+            self.dispatch();
+            self.measure();
+        }
+    }
+
+    /// Forgets what was measured.
+    fn measure_anew(&mut self) {
+        self.spans.fill((i64::MAX, i64::MIN));
+        self.dispatched = 0;
+        for user in &mut self.users {
+            user.served = 0;
+        }
+        // What replicas know is compared with what they knew then.
+        self.uncharged_most = u64::MAX;
+    }
+
+    fn come(&mut self) {
+        for at in 0..self.users.len() {
+            for replica in self.users[at].replicas.clone() {
+                let user = self.users[at].key;
+                if !self.users[at].is_active {
+                    continue;
+                }
+                while self.queues[replica].len_of(user) < DEPTH {
+                    self.push(user, replica);
+                }
+            }
+        }
+    }
+
+    fn push(&mut self, user: UserKey, at: usize) {
+        self.next_ticket += 1;
+        let waiting = Waiting {
+            ticket: Ticket(self.next_ticket),
+            user,
+            priority: 0,
+            arrived_ms: self.cluster.now_ms,
+            input_tokens: 20 + self.numbers.below(INPUT_MAX - 20) as u32,
+            predicted_output: 1 + self.numbers.below(OUTPUT_MAX) as u32,
+            bin: 0,
+            matched_blocks: self.numbers.below(30) as u32,
+        };
+        let now_ms = self.cluster.now_ms;
+        let pricing = self.cluster.pricing;
+        let replica = &mut self.cluster.replicas[at];
+        let figures = |user: UserKey| replica.figures(user);
+        self.queues[at]
+            .push(waiting, now_ms, &figures, &self.gates[at])
+            .expect("the queue has room");
+        let queued = Charge {
+            user,
+            queued: 1,
+            ..Charge::default()
+        };
+        replica.charge(&queued, &pricing);
+    }
+
+    fn generate(&mut self) {
+        if !self.cluster.now_ms.is_multiple_of(TOKEN_MS) {
+            return;
+        }
+        let pricing = self.cluster.pricing;
+        let (users, replicas) = (&mut self.users, &mut self.cluster.replicas);
+        self.running.retain_mut(|it| {
+            users[it.user].served += pricing.output(1);
+            it.output_left -= 1;
+            it.uncharged += 1;
+            let is_over = it.output_left == 0;
+            if is_over || it.uncharged == STEP_TOKENS {
+                let replica = &mut replicas[it.replica];
+                let used = Used {
+                    output: std::mem::take(&mut it.uncharged),
+                    ..Used::default()
+                };
+                let user = users[it.user].key;
+                let mut charge = replica.ledger.settle(user, &mut it.tab, &used, &pricing);
+                if is_over {
+                    charge.ended = 1;
+                    replica.ledger.close(user, it.tab);
+                }
+                replica.charge(&charge, &pricing);
+            }
+            !is_over
+        });
+    }
+
+    fn exchange(&mut self) {
+        let now_ms = self.cluster.now_ms;
+        if now_ms.is_multiple_of(TELL_MS) {
+            for from in 0..3 {
+                let replica = &self.cluster.replicas[from];
+                let figures = |user: UserKey| replica.figures(user);
+                let backlog = self.queues[from].backlog(now_ms, &figures);
+                if self.silent.contains(&from) {
+                    continue;
+                }
+                let others = (0..3).filter(|to| *to != from);
+                self.told
+                    .extend(others.map(|to| (now_ms + TELL_MS, to, from, backlog)));
+            }
+        }
+        let gates = &mut self.gates;
+        self.told.retain(|(at_ms, to, from, backlog)| {
+            let is_due = *at_ms <= now_ms;
+            if is_due {
+                gates[*to].tell(ReplicaId(*from as u8 + 1), *backlog, now_ms);
+            }
+            !is_due
+        });
+    }
+
+    /// Every free place goes to the first replica that has somebody for it, from any on.
+    fn dispatch(&mut self) {
+        while self.running.len() < PLACES {
+            let first = self.numbers.below(3) as usize;
+            let went = (0..3).any(|step| self.dispatch_at((first + step) % 3));
+            if !went {
+                return;
+            }
+        }
+    }
+
+    fn dispatch_at(&mut self, at: usize) -> bool {
+        let (now_ms, pricing) = (self.cluster.now_ms, self.cluster.pricing);
+        let replica = &mut self.cluster.replicas[at];
+        let stuck: Vec<UserKey> = self.stuck.iter().map(|it| self.users[*it].key).collect();
+        let verdict = |waiting: &Waiting| {
+            if stuck.contains(&waiting.user) {
+                Verdict::Skip
+            } else {
+                Verdict::Go
+            }
+        };
+        let figures = |user: UserKey| replica.figures(user);
+        let next = self.queues[at].next(now_ms, &figures, &mut self.gates[at], verdict);
+        let Next::Go(waiting) = next else {
+            return false;
+        };
+        let users = self.users.iter().position(|it| it.key == waiting.user);
+        let user = users.expect("only these wait");
+        let input = u64::from(waiting.input_tokens);
+        let estimate = Used {
+            input_uncached: input,
+            ..Used::default()
+        };
+        let (mut tab, mut charge) = replica.ledger.open(waiting.user, &estimate, &pricing);
+        let settled = replica
+            .ledger
+            .settle(waiting.user, &mut tab, &estimate, &pricing);
+        charge.add(&settled);
+        (charge.started, charge.dequeued) = (1, 1);
+        replica.charge(&charge, &pricing);
+        self.users[user].served += pricing.input(input, 0);
+        self.running.push(Running {
+            user,
+            replica: at,
+            tab,
+            output_left: u64::from(waiting.predicted_output),
+            uncharged: 0,
+        });
+        self.dispatched += 1;
+        true
+    }
+
+    fn measure(&mut self) {
+        let normal = |user: &User| (user.served / user.weight) as i64;
+        let count = self.users.len();
+        for a in 0..count {
+            for b in 0..a {
+                if self.users[a].is_active && self.users[b].is_active {
+                    let difference = normal(&self.users[a]) - normal(&self.users[b]);
+                    let (least, most) = &mut self.spans[a * count + b];
+                    *least = difference.min(*least);
+                    *most = difference.max(*most);
+                }
+            }
+        }
+        if self.uncharged_most == u64::MAX {
+            return;
+        }
+        for user in &self.users {
+            for replica in &self.cluster.replicas {
+                let known = replica.figures(user.key).served_milli / 1000;
+                let unknown = (user.served / user.weight).saturating_sub(known);
+                self.uncharged_most = self.uncharged_most.max(unknown);
+            }
+        }
+    }
+
+    /// Most that two users who waited all the time were served differently, over any interval.
+    fn gap(&self) -> u64 {
+        let spans = self.spans.iter().filter(|(least, most)| least <= most);
+        spans
+            .map(|(least, most)| (most - least) as u64)
+            .max()
+            .unwrap_or(0)
+    }
+
+    fn normal(&self) -> Vec<u64> {
+        let normal = |user: &User| user.served / user.weight;
+        self.users.iter().map(normal).collect()
+    }
+}
+
+/// `G` for eight users: 16 places at a token each 2 ms, 65 ms late.
+fn slack() -> u64 {
+    let rate = PLACES as u64 * 1000 / TOKEN_MS * 2;
+    slack_tokens(LARGEST, rate, 65, 8)
+}
+
+const SPREAD: [&[usize]; 8] = [&[0, 1, 2]; 8];
+/// One replica has five users, one two, one a single one.
+const PINNED: [&[usize]; 8] = [&[0], &[0], &[1], &[0], &[0], &[1], &[0], &[2]];
+
+#[test]
+fn users_who_wait_are_served_by_weight_wherever_they_wait() {
+    for (homes, order) in [
+        (SPREAD, Order::Vtc),
+        (PINNED, Order::Vtc),
+        (PINNED, Order::VtcMaxFair),
+        (PINNED, Order::Dlpm),
+    ] {
+        let mut simulation = Simulation::new(&homes, order, slack());
+        simulation.run(12);
+        let bound = bound(LARGEST, simulation.uncharged_most, slack());
+        let gap = simulation.gap();
+        assert!(gap <= bound, "{order:?}: {gap} of {bound}");
+        let normal = simulation.normal();
+        let (least, most) = (normal.iter().min().unwrap(), normal.iter().max().unwrap());
+        assert!(*least * 100 >= *most * 80, "{order:?}: {normal:?}");
+        assert!(
+            simulation.uncharged_most < 6 * LARGEST,
+            "{}",
+            simulation.uncharged_most
+        );
+    }
+}
+
+#[test]
+fn without_the_gate_who_is_alone_at_a_replica_gets_more() {
+    let mut simulation = Simulation::new(&PINNED, Order::Vtc, u64::MAX);
+    simulation.run(12);
+    let bound = bound(LARGEST, simulation.uncharged_most, slack());
+    assert!(simulation.gap() > 2 * bound, "{}", simulation.gap());
+}
+
+#[test]
+fn the_gate_costs_no_throughput() {
+    let dispatched = |order, slack| {
+        let mut simulation = Simulation::new(&PINNED, order, slack);
+        simulation.run(6);
+        simulation.dispatched
+    };
+    let free = dispatched(Order::Fcfs, u64::MAX);
+    let gated = dispatched(Order::Vtc, slack());
+    assert!(gated * 100 >= free * 95, "{gated} of {free}");
+}
+
+#[test]
+fn a_user_who_comes_back_gets_a_share_and_no_more() {
+    let mut simulation = Simulation::new(&PINNED, Order::Vtc, slack());
+    simulation.users[7].is_active = false;
+    simulation.users[2].is_active = false;
+    simulation.run(6);
+    let uncharged = simulation.uncharged_most;
+    simulation.users[7].is_active = true;
+    simulation.users[2].is_active = true;
+    simulation.measure_anew();
+    simulation.run(6);
+    let bound = bound(LARGEST, uncharged.max(LARGEST), slack());
+    let normal = simulation.normal();
+    for back in [2, 7] {
+        for other in [0, 1, 3, 4, 5, 6] {
+            let difference = normal[back].abs_diff(normal[other]);
+            assert!(
+                difference <= bound,
+                "{back} and {other}: {normal:?}, {bound}"
+            );
+        }
+    }
+}
+
+#[test]
+fn users_who_fit_nowhere_or_are_not_heard_of_stop_nobody() {
+    let free = {
+        let mut simulation = Simulation::new(&PINNED, Order::Vtc, slack());
+        simulation.run(6);
+        simulation.dispatched
+    };
+    // User 7 waits alone at a replica, for engines that others do not use.
+    let mut simulation = Simulation::new(&PINNED, Order::Vtc, slack());
+    simulation.stuck = vec![7];
+    simulation.run(6);
+    assert!(
+        simulation.dispatched * 100 >= free * 75,
+        "{}",
+        simulation.dispatched
+    );
+    assert_eq!(simulation.users[7].served, 0);
+    // A replica falls silent with its last word told.
+    let mut simulation = Simulation::new(&PINNED, Order::Vtc, slack());
+    simulation.run(1);
+    simulation.silent = vec![0];
+    simulation.stuck = vec![0, 1, 3, 4, 6];
+    simulation.dispatched = 0;
+    simulation.run(5);
+    assert!(
+        simulation.dispatched * 100 >= free * 5 / 6 * 75,
+        "{}",
+        simulation.dispatched
+    );
+}

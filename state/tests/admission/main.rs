@@ -1,0 +1,11 @@
+//! Admission over several replicas: limits and fairness of a whole cluster, with what each replica
+//! knows late, simulated to the millisecond.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod applying;
+mod cluster;
+mod fairness;
+mod grants;
+mod quotas;

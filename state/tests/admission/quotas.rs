@@ -1,0 +1,148 @@
+//! A user's limits hold for the cluster, not for each replica.
+
+use state::command::{Charge, Command};
+use state::ids::UserKey;
+use state::quotas::UserLimits;
+
+use crate::cluster::Cluster;
+use crate::common;
+
+const USER: &str = "alice";
+
+fn cluster(lags_ms: &[u64], limits: UserLimits) -> Cluster {
+    let name = USER.to_owned();
+    Cluster::new(
+        lags_ms,
+        vec![common::init(), Command::PutUserLimits { name, limits }],
+    )
+}
+
+fn user() -> UserKey {
+    state::prefix::user_key(common::HASH_SEED, USER)
+}
+
+/// Offers `replica` a request of `tokens`; answers whether it was admitted.
+fn offer(cluster: &mut Cluster, replica: usize, tokens: u64) -> bool {
+    let (now_ms, pricing) = (cluster.now_ms, cluster.pricing);
+    let replica = &mut cluster.replicas[replica];
+    let quota = replica.view.quota(user());
+    let is_admitted = quota.check(now_ms, &replica.pending().used(user())).is_ok();
+    if is_admitted {
+        let charge = Charge {
+            user: user(),
+            input_uncached: tokens,
+            started: 1,
+            ended: 1,
+            ..Charge::default()
+        };
+        replica.charge(&charge, &pricing);
+    }
+    is_admitted
+}
+
+/// Requests admitted of one per millisecond, spread over the replicas, in each second.
+fn admitted_per_s(cluster: &mut Cluster, seconds: usize) -> Vec<u64> {
+    let replicas = cluster.replicas.len();
+    let mut per_s = vec![0; seconds];
+    for second in &mut per_s {
+        for ms in 0..1000 {
+            cluster.tick();
+            *second += u64::from(offer(cluster, ms % replicas, 0));
+        }
+    }
+    per_s
+}
+
+#[test]
+fn twenty_requests_a_second_are_twenty_through_one_replica_or_three() {
+    let limits = UserLimits {
+        requests: Some(20),
+        ..UserLimits::default()
+    };
+    for lags_ms in [&[5][..], &[20, 35, 50]] {
+        let mut cluster = cluster(lags_ms, limits);
+        let per_s = admitted_per_s(&mut cluster, 60);
+        // The first second holds the bucket that each replica believes full, beside its own twenty.
+        let (first, rest) = (per_s[0], per_s[1..].iter().sum::<u64>());
+        let overshoot = 20 * (lags_ms.len() as u64 - 1);
+        assert!(
+            (39..=40 + overshoot).contains(&first),
+            "{lags_ms:?}: {first}"
+        );
+        assert!((59 * 18..=59 * 22).contains(&rest), "{lags_ms:?}: {rest}");
+        let total = first + rest;
+        assert!((1200 - 120..=1200 + 120).contains(&total), "{total}");
+        // Debt makes the rate exact: what one second had too much the next ones have less.
+        assert!(rest.abs_diff(59 * 20) <= overshoot + 2, "{rest}");
+    }
+}
+
+#[test]
+fn a_burst_after_idle_is_one_windows_worth() {
+    let limits = UserLimits {
+        requests: Some(50),
+        ..UserLimits::default()
+    };
+    let mut cluster = cluster(&[20, 35, 50], limits);
+    for _ in 0..5000 {
+        cluster.tick();
+    }
+    // All at once, more than any replica hears of before it has decided.
+    let burst: u64 = (0..300)
+        .map(|at| u64::from(offer(&mut cluster, at % 3, 0)))
+        .sum();
+    assert_eq!(burst, 3 * 50, "each admits a bucket it believes full");
+    // Two of the three were too many; that is made up for before the next one goes.
+    let per_s = admitted_per_s(&mut cluster, 6);
+    assert_eq!(per_s[0], 0, "{per_s:?}");
+    let total = burst + per_s.iter().sum::<u64>();
+    assert!((49 + 6 * 50..=50 + 6 * 50 + 9).contains(&total), "{total}");
+}
+
+#[test]
+fn tokens_are_bounded_although_they_are_known_late() {
+    let limits = UserLimits {
+        tokens: Some(10_000),
+        ..UserLimits::default()
+    };
+    let mut cluster = cluster(&[20, 35, 50], limits);
+    let mut tokens = 0;
+    for ms in 0..20_000 {
+        cluster.tick();
+        if offer(&mut cluster, ms % 3, 700) {
+            tokens += 700;
+        }
+    }
+    let expected = 10_000 + 20 * 10_000;
+    assert!(
+        (expected - 10_000..=expected + 10_000).contains(&tokens),
+        "{tokens}"
+    );
+}
+
+#[test]
+fn requests_at_once_are_bounded_up_to_the_lag() {
+    let limits = UserLimits {
+        concurrent: Some(6),
+        ..UserLimits::default()
+    };
+    let mut cluster = cluster(&[20, 35, 50], limits);
+    let mut open = 0;
+    for ms in 0..2000 {
+        cluster.tick();
+        let (now_ms, pricing) = (cluster.now_ms, cluster.pricing);
+        let replica = &mut cluster.replicas[ms % 3];
+        let quota = replica.view.quota(user());
+        if quota.check(now_ms, &replica.pending().used(user())).is_ok() {
+            open += 1;
+            let started = Charge {
+                user: user(),
+                started: 1,
+                ..Charge::default()
+            };
+            replica.charge(&started, &pricing);
+        }
+    }
+    // Once, each replica admits what it believes is left.
+    assert!((6..=18).contains(&open), "{open}");
+}

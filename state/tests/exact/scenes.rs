@@ -1,0 +1,369 @@
+//! One rule each, as scripts: what engines say and what is then owned.
+
+use state::command::{Command, Item, Outcome, Reply};
+use state::exact::{
+    KV_BLOCKS_PER_BATCH_MAX, KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvEvent, KvMessage,
+    KvMode, KvNews, KvReason, KvRefusal,
+};
+use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
+
+use crate::common::{Driver, batch, restored, snapshot, spec};
+
+/// A backend whose engine names block `n` by `1000 + n`.
+struct Scene {
+    driver: Driver,
+    backend: BackendRef,
+    /// By rank.
+    next_seq: [u64; 2],
+}
+
+fn hashes(names: &[u64]) -> Vec<BlockHash> {
+    names.iter().map(|name| BlockHash(*name)).collect()
+}
+
+fn stored(parent: Option<u64>, names: &[u64]) -> KvEvent {
+    let engine = |name: u64| EngineHash(1000 + name);
+    KvEvent::Stored {
+        parent: parent.map(engine),
+        blocks: names
+            .iter()
+            .map(|it| (engine(*it), BlockHash(*it)))
+            .collect(),
+    }
+}
+
+fn removed(names: &[u64]) -> KvEvent {
+    KvEvent::Removed {
+        blocks: names.iter().map(|name| EngineHash(1000 + name)).collect(),
+    }
+}
+
+fn because(mode: KvMode, reason: KvReason) -> KvCondition {
+    KvCondition {
+        mode,
+        reason: Some(reason),
+    }
+}
+
+impl Scene {
+    fn new(capacity: Option<u32>) -> Self {
+        let mut driver = Driver::new();
+        driver.apply(1, Command::PutBackend(spec("a", 1, capacity)));
+        let backend = driver.state.backend("a").expect("it was put").handle;
+        let next_seq = [0; 2];
+        Self {
+            driver,
+            backend,
+            next_seq,
+        }
+    }
+
+    /// Whose reader has caught up with a run that has just begun.
+    fn followed(capacity: Option<u32>) -> Self {
+        let mut scene = Self::new(capacity);
+        scene.tell(0, KvNews::Current { seq: None });
+        scene
+    }
+
+    fn apply(&mut self, item: Item) -> u32 {
+        let reply = self.driver.apply(1, batch(vec![item]));
+        assert_eq!(self.driver.state.check(), Ok(()));
+        // Replicas restored here go on alike.
+        let copy = restored(&snapshot(&self.driver.state));
+        assert_eq!(copy.digest(), self.driver.state.digest());
+        assert_eq!(copy.check(), Ok(()));
+        match reply {
+            Reply::Batch(reply) => reply.dropped + reply.missing_tip.len() as u32,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn tell(&mut self, rank: u16, news: KvNews) -> u32 {
+        self.tell_of(1, rank, news)
+    }
+
+    fn tell_of(&mut self, publisher: u64, rank: u16, news: KvNews) -> u32 {
+        let backend = self.backend;
+        self.apply(Item::KvEvents(KvBatch {
+            backend,
+            rank,
+            publisher,
+            news,
+        }))
+    }
+
+    /// The next message of a rank, and that it is the newest.
+    fn hear(&mut self, rank: u16, events: Vec<KvEvent>) {
+        let seq = self.next_seq[usize::from(rank)];
+        self.next_seq[usize::from(rank)] += 1;
+        self.tell(rank, message(seq, false, events));
+        self.tell(rank, KvNews::Current { seq: Some(seq) });
+    }
+
+    fn acquire(&mut self, attempt: u32, new: &[u64]) {
+        let (backend, new) = (self.backend, hashes(new));
+        let missed = self.apply(Item::Acquire {
+            attempt,
+            backend,
+            tip: None,
+            new,
+        });
+        assert_eq!(missed, 0);
+    }
+
+    fn release(&mut self, attempt: u32) -> u32 {
+        let outcome = Outcome::Kept;
+        self.apply(Item::Release { attempt, outcome })
+    }
+
+    fn owned(&self) -> Vec<u64> {
+        let view = self.driver.state.view();
+        let owns = |name: &u64| view.blocks.owns(Slot(0), BlockHash(*name));
+        (0..100).filter(owns).collect()
+    }
+
+    fn condition(&self) -> KvCondition {
+        let registry = self.driver.state.view().registry();
+        registry.kv(Slot(0)).expect("it is followed")
+    }
+}
+
+fn message(seq: u64, is_after_loss: bool, events: Vec<KvEvent>) -> KvNews {
+    KvNews::Message(KvMessage {
+        seq,
+        mark: 77,
+        part: 0,
+        is_last: true,
+        is_after_loss,
+        events,
+    })
+}
+
+#[test]
+fn every_copy_has_to_go_before_the_block_does() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.hear(0, vec![stored(Some(1), &[2])]);
+    scene.hear(0, vec![removed(&[2])]);
+    assert_eq!(scene.owned(), [1, 2]);
+    scene.hear(0, vec![removed(&[2])]);
+    assert_eq!(scene.owned(), [1]);
+    assert_eq!(scene.condition(), KvCondition::EXACT);
+}
+
+#[test]
+fn what_follows_a_missing_block_is_back_when_that_is() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1, 2, 3, 4]), stored(Some(2), &[5])]);
+    scene.hear(0, vec![removed(&[2])]);
+    assert_eq!(scene.owned(), [1]);
+    scene.hear(0, vec![removed(&[4]), stored(Some(5), &[6])]);
+    assert_eq!(scene.owned(), [1]);
+    scene.hear(0, vec![stored(Some(1), &[2])]);
+    assert_eq!(scene.owned(), [1, 2, 3, 5, 6]);
+    scene.hear(0, vec![removed(&[1, 2, 3, 5, 6])]);
+    assert_eq!(scene.owned(), Vec::<u64>::new());
+    let map = scene
+        .driver
+        .state
+        .kv_map(Slot(0), 0)
+        .expect("it is followed");
+    assert_eq!(map.iter().count(), 0);
+}
+
+#[test]
+fn a_block_that_only_looks_alike_is_never_owned() {
+    let mut scene = Scene::followed(None);
+    let salted = |blocks: &[(u64, u64)]| KvEvent::Stored {
+        parent: None,
+        blocks: blocks
+            .iter()
+            .map(|(engine, router)| (EngineHash(*engine), BlockHash(*router)))
+            .collect(),
+    };
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.hear(0, vec![salted(&[(501, 1), (502, 2), (503, 3)])]);
+    assert_eq!(scene.owned(), [1, 2]);
+    scene.hear(0, vec![removed(&[2])]);
+    assert_eq!(scene.owned(), [1]);
+    let ranks = scene
+        .driver
+        .state
+        .kv_status(Slot(0))
+        .expect("followed")
+        .ranks;
+    assert_eq!((ranks[0].blocks, ranks[0].unowned_blocks), (4, 3));
+    assert_eq!(
+        scene
+            .driver
+            .state
+            .kv_router_hash(Slot(0), 0, EngineHash(503)),
+        Some(BlockHash(3))
+    );
+}
+
+#[test]
+fn a_removal_wins_over_pins_and_its_leases_are_over() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.acquire(1, &[1, 2, 3]);
+    scene.hear(0, vec![removed(&[2])]);
+    assert_eq!(
+        (scene.owned(), scene.driver.state.open_leases()),
+        (vec![1], 0)
+    );
+    // The same blocks again: the first one's end must not release the second one's.
+    scene.acquire(2, &[1, 2, 3]);
+    assert_eq!(scene.release(1), 1);
+    assert_eq!(
+        (scene.owned(), scene.driver.state.open_leases()),
+        (vec![1, 2, 3], 1)
+    );
+    assert_eq!(scene.release(2), 0);
+}
+
+#[test]
+fn leases_stand_in_until_events_come_and_fade_when_none_do() {
+    let mut scene = Scene::followed(Some(1));
+    scene.acquire(1, &[1, 2, 3]);
+    assert_eq!(scene.owned(), [1, 2, 3]);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.release(1);
+    // Beside what the engine holds there is room for one; it was said to hold two already.
+    assert_eq!(scene.owned(), [1, 2, 3]);
+    let status = scene.driver.state.kv_status(Slot(0)).expect("followed");
+    assert_eq!((status.reported_blocks, status.unconfirmed_blocks), (2, 1));
+    for _ in 0..4 {
+        scene.driver.apply(1, batch(Vec::new()));
+        assert_eq!(scene.owned(), [1, 2, 3]);
+    }
+    // Nothing fades while the engine is not heard.
+    scene.tell(0, KvNews::Doubt(KvDoubt::Unreachable));
+    for _ in 0..4 {
+        scene.driver.apply(1, batch(Vec::new()));
+    }
+    assert_eq!(scene.owned(), [1, 2, 3]);
+    scene.tell(0, KvNews::Current { seq: Some(0) });
+    assert_eq!(scene.owned(), [1, 2]);
+}
+
+#[test]
+fn what_leases_said_before_the_first_event_fades_when_the_engine_is_known() {
+    let mut scene = Scene::new(None);
+    scene.acquire(1, &[1, 2]);
+    scene.release(1);
+    scene.tell(0, KvNews::Begin);
+    assert_eq!(scene.owned(), [1, 2]);
+    let gap = because(KvMode::Degraded, KvReason::Doubt(KvDoubt::Gap));
+    assert_eq!(scene.condition(), gap);
+    scene.hear(0, vec![stored(None, &[1])]);
+    assert_eq!(
+        (scene.owned(), scene.condition()),
+        (vec![1], KvCondition::EXACT)
+    );
+}
+
+#[test]
+fn a_block_stays_while_any_rank_holds_it() {
+    let mut scene = Scene::followed(None);
+    scene.tell(1, KvNews::Current { seq: None });
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.hear(1, vec![stored(None, &[1, 5])]);
+    scene.hear(0, vec![removed(&[1])]);
+    assert_eq!(scene.owned(), [1, 5]);
+    scene.hear(1, vec![KvEvent::Cleared]);
+    assert_eq!(scene.owned(), Vec::<u64>::new());
+    scene.hear(0, vec![stored(None, &[1])]);
+    assert_eq!(scene.owned(), [1, 2]);
+}
+
+#[test]
+fn a_gap_changes_nothing_until_it_is_filled() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1])]);
+    scene.tell(0, message(2, false, vec![stored(Some(2), &[3])]));
+    let gap = because(KvMode::Degraded, KvReason::Doubt(KvDoubt::Gap));
+    assert_eq!((scene.owned(), scene.condition()), (vec![1], gap));
+    scene.tell(0, message(1, false, vec![stored(Some(1), &[2])]));
+    assert_eq!((scene.owned(), scene.condition()), (vec![1, 2], gap));
+    scene.tell(0, message(2, false, vec![stored(Some(2), &[3])]));
+    scene.tell(0, message(1, false, vec![stored(Some(1), &[2])]));
+    assert_eq!(
+        (scene.owned(), scene.condition()),
+        (vec![1, 2, 3], KvCondition::EXACT)
+    );
+    let positions = scene.driver.state.kv_positions(Slot(0));
+    assert_eq!(positions[0].last, Some((2, 77)));
+}
+
+#[test]
+fn after_a_loss_leases_count_until_the_cache_is_empty_once() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.tell(0, message(9, true, vec![stored(None, &[5])]));
+    let lost = because(KvMode::Lease, KvReason::Lost);
+    assert_eq!((scene.owned(), scene.condition()), (Vec::new(), lost));
+    scene.acquire(1, &[7, 8]);
+    scene.release(1);
+    scene.next_seq[0] = 10;
+    scene.hear(0, vec![stored(None, &[5])]);
+    assert_eq!((scene.owned(), scene.condition()), (vec![7, 8], lost));
+    scene.hear(0, vec![KvEvent::Cleared, stored(None, &[6])]);
+    assert_eq!(
+        (scene.owned(), scene.condition()),
+        (vec![6], KvCondition::EXACT)
+    );
+}
+
+#[test]
+fn an_unknown_parent_roots_nothing() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(Some(40), &[41, 42]), stored(None, &[1])]);
+    let unknown = because(KvMode::Degraded, KvReason::UnknownParent);
+    assert_eq!((scene.owned(), scene.condition()), (vec![1], unknown));
+    scene.hear(0, vec![removed(&[41])]);
+    assert_eq!(scene.owned(), [1]);
+    scene.hear(0, vec![KvEvent::Cleared]);
+    assert_eq!(scene.condition(), KvCondition::EXACT);
+}
+
+#[test]
+fn a_hash_that_names_two_blocks_names_none() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.hear(0, vec![stored(Some(2), &[1])]);
+    let condition = because(KvMode::Degraded, KvReason::Contradiction);
+    assert_eq!((scene.owned(), scene.condition()), (Vec::new(), condition));
+}
+
+#[test]
+fn another_run_begins_with_nothing_and_an_earlier_one_is_old_news() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.tell_of(2, 0, message(0, false, vec![stored(None, &[3])]));
+    scene.tell_of(1, 0, message(1, false, vec![stored(None, &[4])]));
+    scene.tell_of(1, 0, KvNews::Begin);
+    assert_eq!(scene.owned(), [3]);
+    scene.tell_of(2, 0, KvNews::Current { seq: Some(0) });
+    assert_eq!(scene.condition(), KvCondition::EXACT);
+    scene.tell_of(2, 0, KvNews::Refuse(KvRefusal::Models));
+    scene.tell_of(2, 0, message(1, false, vec![KvEvent::Cleared]));
+    let refused = because(KvMode::Lease, KvReason::Refused(KvRefusal::Models));
+    assert_eq!((scene.owned(), scene.condition()), (Vec::new(), refused));
+    scene.tell_of(3, 0, KvNews::Current { seq: None });
+    assert_eq!(scene.condition(), KvCondition::EXACT);
+}
+
+#[test]
+fn what_breaks_a_bound_is_dropped() {
+    let mut scene = Scene::followed(None);
+    let many: Vec<u64> = (0..=KV_BLOCKS_PER_BATCH_MAX as u64).collect();
+    let news = message(0, false, vec![stored(None, &many)]);
+    assert_eq!(scene.tell(0, news), 1);
+    for rank in 1..KV_RANKS_MAX as u16 {
+        assert_eq!(scene.tell(rank, KvNews::Begin), 0);
+    }
+    assert_eq!(scene.tell(KV_RANKS_MAX as u16, KvNews::Begin), 1);
+    scene.backend.incarnation.0 += 1;
+    assert_eq!(scene.tell(0, KvNews::Begin), 1);
+}

@@ -1,0 +1,306 @@
+//! What replicas measure, through the log: prices and marks are the same on every replica, outlive
+//! snapshots but not the life of a backend, and correct what an engine says of its cache.
+
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use common::{Driver, batch, restored, snapshot, spec};
+use state::command::{BackendSpec, Command, EngineFacts, Item, Outcome, Reply};
+use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
+use state::policy::RoutingSettings;
+use state::service::{Served, ServiceSample};
+
+const BACKEND: BackendRef = BackendRef {
+    slot: Slot(0),
+    incarnation: Incarnation(1),
+};
+
+/// Tokens of one block.
+const BLOCK_TOKENS: u64 = 16;
+
+fn served(driver: &Driver) -> Served {
+    *driver.state.view().service().get(Slot(0)).unwrap()
+}
+
+fn observe(driver: &mut Driver, facts: EngineFacts) {
+    let backend = BACKEND;
+    driver.apply(1, batch(vec![Item::ObserveEngine { backend, facts }]));
+}
+
+/// A cluster with one backend whose engine says that it holds `told` blocks.
+fn cluster(told: Option<u32>, spec: BackendSpec) -> Driver {
+    let mut driver = Driver::new();
+    driver.apply(1, Command::PutBackend(spec));
+    let facts = EngineFacts {
+        capacity_blocks: told,
+        started_at_s: Some(100),
+        ..EngineFacts::default()
+    };
+    observe(&mut driver, facts);
+    driver
+}
+
+/// A cache of chains as an engine has it: least recently used goes first, the deepest first.
+struct Cache {
+    capacity: usize,
+    used: BTreeMap<BlockHash, (u64, usize)>,
+    order: BTreeSet<(u64, usize, BlockHash)>,
+    clock: u64,
+}
+
+impl Cache {
+    fn new(capacity: usize) -> Self {
+        Self {
+            capacity,
+            used: BTreeMap::new(),
+            order: BTreeSet::new(),
+            clock: 0,
+        }
+    }
+
+    /// Runs a prompt of these blocks; answers how many were there.
+    fn run(&mut self, chain: &[BlockHash]) -> usize {
+        let is_there = |block: &&BlockHash| self.used.contains_key(*block);
+        let cached = chain.iter().take_while(is_there).count();
+        self.clock += 1;
+        for (depth, &block) in chain.iter().enumerate() {
+            if let Some((clock, depth)) = self.used.insert(block, (self.clock, depth)) {
+                self.order.remove(&(clock, usize::MAX - depth, block));
+            }
+            self.order.insert((self.clock, usize::MAX - depth, block));
+        }
+        while self.used.len() > self.capacity {
+            let (_, _, block) = self.order.pop_first().unwrap();
+            self.used.remove(&block);
+        }
+        cached
+    }
+}
+
+fn chain(conversation: u64, blocks: u64) -> Vec<BlockHash> {
+    let block = |at: u64| (conversation << 32 | at).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..blocks).map(block).map(BlockHash).collect()
+}
+
+/// Sends requests of many conversations to an engine that really holds `holds` blocks, and tells
+/// the log what was predicted and what was there.
+fn drive(driver: &mut Driver, holds: usize, requests: u64) {
+    let mut cache = Cache::new(holds);
+    let mut draw = 1_u64;
+    let mut sample = ServiceSample::empty(BACKEND);
+    for request in 0..requests {
+        draw = draw
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
+        // Some conversations are asked for more often than others.
+        let (a, b) = ((draw >> 33) % 80, (draw >> 45) % 80);
+        let chain = chain(a.min(b), 40);
+        let mut matched = 0;
+        driver
+            .state
+            .view()
+            .blocks
+            .match_prefix(&chain, |_, blocks| matched = blocks);
+        let attempt = u32::try_from(request).unwrap();
+        driver.apply(
+            1,
+            batch(vec![
+                Item::Acquire {
+                    attempt,
+                    backend: BACKEND,
+                    tip: None,
+                    new: chain.clone(),
+                },
+                Item::Release {
+                    attempt,
+                    outcome: Outcome::Kept,
+                },
+            ]),
+        );
+        sample.predicted += 1;
+        sample.predicted_prompt_tokens += 40 * BLOCK_TOKENS;
+        sample.predicted_cached_tokens += u64::from(matched) * BLOCK_TOKENS;
+        sample.cached_tokens += cache.run(&chain) as u64 * BLOCK_TOKENS;
+        if request % 8 == 7 {
+            let item = Item::ObserveService(Box::new(sample));
+            driver.apply(1, batch(vec![item]));
+            sample = ServiceSample::empty(BACKEND);
+        }
+    }
+    assert_eq!(driver.state.check(), Ok(()));
+}
+
+fn off_beyond(permille: u32) -> Command {
+    Command::PutRouting(RoutingSettings {
+        prediction_off_permille: permille,
+        ..RoutingSettings::default()
+    })
+}
+
+#[test]
+fn an_engine_with_half_the_cache_it_told_of_is_found_out() {
+    let mut driver = cluster(Some(2000), spec("a", 1, None));
+    driver.apply(1, off_beyond(60));
+    drive(&mut driver, 1000, 6000);
+    let served = served(&driver);
+    let capacity = served.capacity_blocks.unwrap();
+    assert!((1000..=1250).contains(&capacity), "{served:?}");
+    let accuracy = served.accuracy.unwrap();
+    assert!(accuracy.error_permille < 60, "{accuracy:?}");
+    assert!(driver.state.owned_blocks(Slot(0)) <= u64::from(capacity));
+}
+
+#[test]
+fn an_engine_with_a_larger_cache_than_it_told_of_is_believed_more() {
+    let mut driver = cluster(Some(1000), spec("a", 1, None));
+    driver.apply(1, off_beyond(60));
+    drive(&mut driver, 2000, 6000);
+    let served = served(&driver);
+    assert!(
+        (1500..=2000).contains(&served.capacity_blocks.unwrap()),
+        "{served:?}"
+    );
+    assert!(served.accuracy.unwrap().error_permille > -60, "{served:?}");
+}
+
+#[test]
+fn an_engine_that_told_the_truth_is_left_alone() {
+    let mut driver = cluster(Some(1000), spec("a", 1, None));
+    drive(&mut driver, 1000, 3000);
+    let served = served(&driver);
+    let accuracy = served.accuracy.unwrap();
+    assert_eq!(served.capacity_blocks, Some(1000));
+    assert!(
+        !accuracy.is_off && accuracy.error_permille.abs() < 20,
+        "{accuracy:?}"
+    );
+}
+
+#[test]
+fn an_operators_word_is_not_corrected() {
+    let mut driver = cluster(None, spec("a", 1, Some(2000)));
+    driver.apply(1, off_beyond(60));
+    drive(&mut driver, 1000, 6000);
+    let served = served(&driver);
+    assert_eq!(served.capacity_blocks, Some(2000));
+    assert!(served.accuracy.unwrap().is_off, "but it is marked");
+}
+
+/// A sample with something in every part.
+fn sample(backend: BackendRef) -> ServiceSample {
+    ServiceSample {
+        ended: 8,
+        prompt_tokens: 8000,
+        output_tokens: 800,
+        first_tokens: 64,
+        first_token_us: 6_400_000,
+        prefill_tokens: 64_000,
+        first_running: 128,
+        gaps: 800,
+        gap_us: 16_000_000,
+        gap_running: 1600,
+        predicted: 8,
+        predicted_prompt_tokens: 8000,
+        predicted_cached_tokens: 4000,
+        cached_tokens: 4000,
+        ..ServiceSample::empty(backend)
+    }
+}
+
+#[test]
+fn what_was_learnt_outlives_a_snapshot_and_not_the_engine() {
+    let mut driver = cluster(Some(100), spec("a", 1, None));
+    let empty = driver.state.digest();
+    driver.apply(
+        1,
+        batch(vec![Item::ObserveService(Box::new(sample(BACKEND)))]),
+    );
+    assert_ne!(driver.state.digest(), empty);
+    let learnt = served(&driver);
+    assert!(learnt.learnt.unwrap().prices().is_some());
+    let copy = restored(&snapshot(&driver.state));
+    assert_eq!(copy.check(), Ok(()));
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_eq!(copy.view().service().get(Slot(0)), Some(&learnt));
+    observe(
+        &mut driver,
+        EngineFacts {
+            started_at_s: Some(200),
+            ..EngineFacts::default()
+        },
+    );
+    assert_eq!(served(&driver).learnt, None);
+    assert_eq!(served(&driver).backend.incarnation, Incarnation(2));
+    let late = driver.apply(
+        1,
+        batch(vec![Item::ObserveService(Box::new(sample(BACKEND)))]),
+    );
+    let Reply::Batch(reply) = late else {
+        panic!("{late:?}");
+    };
+    assert_eq!(reply.dropped, 1, "a report of the earlier life");
+    driver.apply(
+        1,
+        Command::DeleteBackend {
+            name: "a".to_owned(),
+        },
+    );
+    assert_eq!(driver.state.view().service().get(Slot(0)), None);
+    assert_eq!(driver.state.check(), Ok(()));
+}
+
+#[test]
+fn reports_in_one_order_give_one_state() {
+    let reports = [(1, 30_000_u64), (2, 90_000), (3, 60_000), (1, 45_000)];
+    let run = || {
+        let mut driver = cluster(Some(100), spec("a", 1, None));
+        for (replica, us) in reports {
+            let report = ServiceSample {
+                first_token_us: 64 * us,
+                ..sample(BACKEND)
+            };
+            driver.apply(replica, batch(vec![Item::ObserveService(Box::new(report))]));
+        }
+        driver.state.digest()
+    };
+    assert_eq!(run(), run());
+}
+
+#[test]
+fn an_untouched_release_lets_blocks_go_when_they_would_have_gone() {
+    let mut driver = cluster(None, spec("a", 1, Some(8)));
+    let mut attempt = 0;
+    let mut send = |driver: &mut Driver, conversation: u64, outcome: Outcome| {
+        attempt += 1;
+        let acquire = Item::Acquire {
+            attempt,
+            backend: BACKEND,
+            tip: None,
+            new: chain(conversation, 4),
+        };
+        let release = Item::Release { attempt, outcome };
+        driver.apply(1, batch(vec![acquire, release]));
+        assert_eq!(driver.state.check(), Ok(()));
+    };
+    let owns = |driver: &Driver, conversation: u64| {
+        driver
+            .state
+            .view()
+            .blocks
+            .owns(Slot(0), chain(conversation, 4)[3])
+    };
+    send(&mut driver, 1, Outcome::Kept);
+    send(&mut driver, 2, Outcome::KeptUntouched);
+    // The first is asked for again: with a touch the second would go, without it the first does.
+    send(&mut driver, 1, Outcome::KeptUntouched);
+    send(&mut driver, 3, Outcome::KeptUntouched);
+    assert_eq!([1, 2, 3].map(|it| owns(&driver, it)), [false, true, true]);
+    send(&mut driver, 2, Outcome::Kept);
+    send(&mut driver, 4, Outcome::Kept);
+    assert_eq!([2, 3, 4].map(|it| owns(&driver, it)), [true, false, true]);
+    let copy = restored(&snapshot(&driver.state));
+    assert_eq!(copy.digest(), driver.state.digest());
+}
