@@ -6,6 +6,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = protox::compile(["proto/peer.proto"], ["proto"])?;
     tonic_prost_build::configure()
         .bytes(".")
+        // Of equal messages the bytes are equal.
+        .btree_map(".")
         .compile_fds(files)?;
     Ok(())
 }

@@ -6,6 +6,11 @@
 //!
 //! A snapshot that cannot be written (the disk is full) stops nothing: the log holds all of it. It
 //! is tried again until it can be.
+//!
+//! A machine that cannot be trusted takes over the state of another replica's ([`Host::take_over`]),
+//! beside Raft: its log was never in doubt. The machine is then ahead of what Raft has handed over
+//! and passes over the entries it has; until Raft has caught up no snapshot is taken, as Raft would
+//! drop entries that it has yet to hand over.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,15 +19,17 @@ use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::blocking::Blocking;
 use crate::error::StartError;
 use crate::fault::Fault;
 use crate::files::{damaged, io_error};
 use crate::machine::{FrozenMachine, Machine};
+use crate::planted::{self, Bug};
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
-use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership};
+use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, shown};
+use crate::watch;
 use crate::wire::{self, proto};
 
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
@@ -40,13 +47,25 @@ struct Shared {
     machine: Mutex<Box<dyn Machine>>,
     position: Mutex<Position>,
     folder: SnapshotFolder,
+    blocking: Blocking,
     fault: Fault,
     /// Command bytes applied since the last snapshot was frozen.
     bytes_since_snapshot: AtomicU64,
     /// Why the last try to write a snapshot failed; `None` after one that did not.
     unwritten: watch::Sender<Option<String>>,
+    /// Whether entries that are handed over wait, see [`Host::pause`].
+    is_paused: watch::Sender<bool>,
     /// The replica stops.
     stop: CancellationToken,
+}
+
+/// Lets entries be applied again when it goes.
+pub(crate) struct Paused(Arc<Shared>);
+
+impl Drop for Paused {
+    fn drop(&mut self) {
+        self.0.is_paused.send_replace(false);
+    }
 }
 
 /// How far the machine is, and what is part of the replicated state beside it.
@@ -55,6 +74,26 @@ struct Position {
     applied: Option<LogId>,
     membership: StoredMembership,
     has_commands: bool,
+    /// The last entry that Raft has handed over or knows from a snapshot: behind `applied` only
+    /// after another replica's state was taken over.
+    handed_over: Option<LogId>,
+}
+
+impl Position {
+    fn is_ahead(&self) -> bool {
+        self.applied > self.handed_over
+    }
+}
+
+/// Why another replica's state was not taken over.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NotTaken {
+    /// It stands before what is applied here: to be asked again.
+    #[error("the state reaches {theirs}, {ours} is applied here")]
+    Behind { theirs: u64, ours: u64 },
+    /// It cannot be read.
+    #[error(transparent)]
+    Unreadable(#[from] StartError),
 }
 
 impl Host {
@@ -62,6 +101,7 @@ impl Host {
     pub(crate) fn open(
         machine: Box<dyn Machine>,
         folder: SnapshotFolder,
+        blocking: Blocking,
         fault: Fault,
         stop: CancellationToken,
     ) -> Result<Self, StartError> {
@@ -69,9 +109,11 @@ impl Host {
             machine: Mutex::new(machine),
             position: Mutex::default(),
             folder,
+            blocking,
             fault,
             bytes_since_snapshot: AtomicU64::new(0),
             unwritten: watch::Sender::new(None),
+            is_paused: watch::Sender::new(false),
             stop,
         }));
         let folder = &host.0.folder;
@@ -104,8 +146,8 @@ impl Host {
         self.0.unwritten.subscribe()
     }
 
-    /// A path to receive a snapshot at.
-    pub(crate) fn unfinished_snapshot(&self) -> std::path::PathBuf {
+    /// Where to receive a snapshot.
+    pub(crate) fn unfinished_snapshot(&self) -> SnapshotFile {
         self.0.folder.unfinished()
     }
 
@@ -125,28 +167,90 @@ impl Host {
 
     /// Replaces the machine's state by a snapshot file. Blocks.
     fn restore(&self, file: &SnapshotFile) -> Result<(), StartError> {
-        let (mut reader, head) = SnapshotReader::open(&file.path)?;
+        let whole = |_: &Position, _: Option<LogId>| Ok(());
+        let restored = self.replace(file, whole)?;
+        let mut position = self.position();
+        // Unless a machine that was ahead of it has stayed so.
+        position.handed_over = position.handed_over.max(restored);
+        Ok(())
+    }
+
+    /// Has entries that are handed over wait until the answer goes: a state that is fetched meanwhile
+    /// is not outrun.
+    pub(crate) fn pause(&self) -> Paused {
+        self.0.is_paused.send_replace(true);
+        Paused(Arc::clone(&self.0))
+    }
+
+    /// Waits while paused.
+    async fn unpaused(&self) {
+        if !*self.0.is_paused.borrow() {
+            return;
+        }
+        let mut is_paused = self.0.is_paused.subscribe();
+        tokio::select! {
+            biased;
+            () = self.0.stop.cancelled() => {}
+            // The sender lives as long as the host.
+            _ = is_paused.wait_for(|is_paused| !is_paused) => {}
+        }
+    }
+
+    /// Replaces the machine's state by that of another replica, in a file that reaches as far as
+    /// this one or further; answers the index. The file becomes the newest snapshot, as the one
+    /// before may be of the state that is replaced. Blocks, and with it what Raft hands over
+    /// meanwhile.
+    pub(crate) fn take_over(&self, file: &SnapshotFile) -> Result<u64, NotTaken> {
+        let is_far_enough = |position: &Position, theirs: Option<LogId>| {
+            if theirs >= position.applied || planted::is(Bug::OlderStateTakenOver) {
+                return Ok(());
+            }
+            Err(NotTaken::Behind {
+                theirs: shown(theirs.as_ref()),
+                ours: shown(position.applied.as_ref()),
+            })
+        };
+        let last = self.replace(file, is_far_enough)?;
+        let adopted = self.0.folder.adopt(&file.path, last);
+        adopted.map_err(|error| io_error(&file.path, error))?;
+        Ok(shown(last.as_ref()))
+    }
+
+    /// Writes the machine's state as it is to `file`. Blocks.
+    pub(crate) fn write_state(&self, file: &SnapshotFile) -> io::Result<()> {
+        let (machine, position) = self.freeze_aside();
+        write_file(file, &*machine, &position)
+    }
+
+    /// Restores the machine from a file if `accept` has nothing against where it reaches.
+    fn replace<E: From<StartError>>(
+        &self,
+        file: &SnapshotFile,
+        accept: impl FnOnce(&Position, Option<LogId>) -> Result<(), E>,
+    ) -> Result<Option<LogId>, E> {
+        let (mut reader, head) = SnapshotReader::open(file)?;
         let has_commands = head.has_commands;
         let meta = SnapshotMeta::try_from(head)
             .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
         // Held until the position fits: a snapshot may be frozen at any time.
         let mut machine = self.machine();
+        accept(&self.position(), meta.last_log_id)?;
         if let Err(error) = machine.restore(&mut reader) {
             return Err(match reader.damage() {
                 Some(damage) => damaged(&file.path, damage.offset, damage.what.clone()),
                 None => damaged(&file.path, 0, error.to_string()),
-            });
+            }
+            .into());
         }
         reader
             .check_rest()
             .map_err(|error| reader.start_error(&error))?;
-        *self.position() = Position {
-            applied: meta.last_log_id,
-            membership: meta.last_membership,
-            has_commands,
-        };
+        let mut position = self.position();
+        position.applied = meta.last_log_id;
+        position.membership = meta.last_membership;
+        position.has_commands = has_commands;
         self.0.bytes_since_snapshot.store(0, Ordering::Relaxed);
-        Ok(())
+        Ok(meta.last_log_id)
     }
 
     fn apply_entry(&self, entry: &Entry) -> io::Result<Reply> {
@@ -154,6 +258,11 @@ impl Host {
         let index = entry.log_id.index + 1;
         let mut machine = self.machine();
         let mut position = self.position();
+        position.handed_over = Some(entry.log_id);
+        if position.applied >= Some(entry.log_id) {
+            // Part of a state that was taken over; who does that leads nobody, so none waits for it.
+            return Ok(Reply::default());
+        }
         let reply = match &entry.payload {
             Payload::Blank => {
                 machine.skip(index);
@@ -183,10 +292,21 @@ impl Host {
         Ok(reply)
     }
 
-    fn freeze(&self) -> Frozen {
+    /// Freezes the machine for a snapshot; `None` while it is ahead of Raft.
+    fn freeze(&self) -> Option<Frozen> {
         let machine = self.machine();
         let position = self.position();
+        if position.is_ahead() {
+            return None;
+        }
         self.0.bytes_since_snapshot.store(0, Ordering::Relaxed);
+        Some((machine.freeze(), position.clone()))
+    }
+
+    /// Freezes the machine for somebody else.
+    fn freeze_aside(&self) -> Frozen {
+        let machine = self.machine();
+        let position = self.position();
         (machine.freeze(), position.clone())
     }
 
@@ -199,10 +319,10 @@ impl Host {
             return Ok(None);
         };
         let (_, head) = loop {
-            match SnapshotReader::open(&file.path) {
+            match SnapshotReader::open(&file) {
                 // A newer one took its place just now.
                 Err(error) if is_gone(&error) => match newest()? {
-                    Some(newer) if newer != file => file = newer,
+                    Some(newer) if newer.path != file.path => file = newer,
                     Some(_) | None => return Err(error),
                 },
                 opened => break opened?,
@@ -242,13 +362,17 @@ impl RaftSnapshotBuilder<Config> for Builder {
         let mut wait = WRITE_AGAIN_FIRST;
         loop {
             let (host, now) = (self.host.clone(), frozen.take());
-            let built = blocking(move || {
+            let blocking = host.0.blocking;
+            let built = blocking.run(move || {
                 // Not kept over a wait: what is frozen costs memory as the machine moves on.
-                let (machine, position) = now.unwrap_or_else(|| host.freeze());
+                let Some((machine, position)) = now.or_else(|| host.freeze()) else {
+                    return Err(io::Error::other(
+                        "the machine is ahead of the log handed over",
+                    ));
+                };
                 write(&host.0.folder, &*machine, &position)
-            })
-            .await;
-            let error = match built {
+            });
+            let error = match built.await.and_then(|written| written) {
                 Ok(snapshot) => {
                     self.host.0.unwritten.send_replace(None);
                     return Ok(snapshot);
@@ -258,6 +382,7 @@ impl RaftSnapshotBuilder<Config> for Builder {
             tracing::error!(%error, again_in = ?wait, "snapshot not written");
             self.host.0.unwritten.send_replace(Some(error.to_string()));
             tokio::select! {
+                biased;
                 () = self.host.0.stop.cancelled() => return Err(error),
                 () = tokio::time::sleep(wait) => {}
             }
@@ -278,27 +403,32 @@ fn write(
         last_log_id: position.applied,
         last_membership: position.membership.clone(),
     };
-    let path = folder.unfinished();
-    let head: proto::SnapshotMeta = wire::snapshot_meta(&meta, position.has_commands);
-    let written = SnapshotWriter::create(&path, &head).and_then(|mut writer| {
-        machine.write_to(&mut writer)?;
-        writer.finish()?;
-        folder.adopt(&path, meta.last_log_id)
-    });
-    if written.is_err() {
-        // Half of it would take the space that the next try needs. There may be nothing to remove.
-        std::fs::remove_file(&path).ok();
-    }
-    let snapshot = written?;
+    let file = folder.unfinished();
+    let written = write_file(&file, machine, position);
+    let snapshot = written.and_then(|()| folder.adopt(&file.path, meta.last_log_id))?;
     Ok(Snapshot { meta, snapshot })
 }
 
-async fn blocking<T: Send + 'static>(
-    run: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> io::Result<T> {
-    tokio::task::spawn_blocking(run)
-        .await
-        .map_err(io::Error::other)?
+/// Writes a frozen state to a file of its own, whole or not at all.
+fn write_file(
+    file: &SnapshotFile,
+    machine: &dyn FrozenMachine,
+    position: &Position,
+) -> io::Result<()> {
+    let meta = SnapshotMeta {
+        last_log_id: position.applied,
+        last_membership: position.membership.clone(),
+    };
+    let head: proto::SnapshotMeta = wire::snapshot_meta(&meta, position.has_commands);
+    let written = SnapshotWriter::create(file, &head).and_then(|mut writer| {
+        machine.write_to(&mut writer)?;
+        writer.finish()
+    });
+    if written.is_err() {
+        // Half of it would take the space that the next try needs.
+        file.remove();
+    }
+    written
 }
 
 impl RaftStateMachine<Config> for Host {
@@ -317,6 +447,7 @@ impl RaftStateMachine<Config> for Host {
         while let Some(item) = entries.next().await {
             let (entry, responder) =
                 item.inspect_err(|error| self.0.fault.set(format!("log: {error}")))?;
+            self.unpaused().await;
             let reply = self.apply_entry(&entry)?;
             if let Some(responder) = responder {
                 responder.send(reply);
@@ -328,7 +459,7 @@ impl RaftStateMachine<Config> for Host {
     async fn get_snapshot_builder(&mut self) -> Builder {
         Builder {
             host: self.clone(),
-            frozen: Mutex::new(Some(self.freeze())),
+            frozen: Mutex::new(self.freeze()),
         }
     }
 
@@ -339,18 +470,22 @@ impl RaftStateMachine<Config> for Host {
     ) -> io::Result<()> {
         let host = self.clone();
         let last = meta.last_log_id;
-        let installed = blocking(move || {
+        let installed = self.0.blocking.run(move || {
             // The file is complete and synced. It takes its name only once the machine took it.
             host.restore(&snapshot).map_err(io::Error::other)?;
+            if planted::is(Bug::SnapshotNotAdopted) {
+                return Ok(snapshot);
+            }
             host.0.folder.adopt(&snapshot.path, last)
         });
-        let installed = installed.await;
+        let installed = installed.await.and_then(|installed| installed);
         installed.inspect_err(|error| self.0.fault.set(format!("snapshot: {error}")))?;
         Ok(())
     }
 
     async fn get_current_snapshot(&mut self) -> io::Result<Option<Snapshot>> {
         let host = self.clone();
-        blocking(move || host.current().map_err(io::Error::other)).await
+        let current = self.0.blocking.run(move || host.current());
+        current.await?.map_err(io::Error::other)
     }
 }

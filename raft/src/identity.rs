@@ -9,10 +9,11 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::chance;
 use crate::error::StartError;
-use crate::files::{self, Layout, damaged, io_error};
+use crate::files::{self, Files, Layout, damaged, io_error};
 use crate::wire::{self, proto};
 
 /// See the module.
@@ -20,6 +21,7 @@ use crate::wire::{self, proto};
 pub(crate) struct Identity {
     pub(crate) id: u64,
     pub(crate) store: u64,
+    files: Arc<dyn Files>,
     path: PathBuf,
     bond: Mutex<Bond>,
 }
@@ -53,8 +55,8 @@ impl Bond {
 impl Identity {
     /// Reads the identity below a data directory, or makes one.
     pub(crate) fn open(layout: &Layout, id: u64) -> Result<Self, StartError> {
-        let path = layout.identity();
-        let kept = files::load_message::<proto::Identity>(&path)?;
+        let (files, path) = (layout.files.clone(), layout.identity());
+        let kept = files::load_message::<proto::Identity>(&*files, &path)?;
         let identity = match kept {
             Some(kept) if kept.id != id => {
                 return Err(StartError::WrongStore(format!(
@@ -76,18 +78,20 @@ impl Identity {
                 Self {
                     id,
                     store: kept.store,
+                    files,
                     path,
                     bond: Mutex::new(bond),
                 }
             }
-            None if layout.mark().exists() || layout.log().exists() => {
+            None if files.exists(&layout.mark()) || files.exists(&layout.log()) => {
                 return Err(damaged(&path, 0, "missing beside a log"));
             }
             None => {
-                let store = rand::random_range(1..u64::MAX);
+                let store = chance::draw_id();
                 let new = Self {
                     id,
                     store,
+                    files,
                     path,
                     bond: Mutex::new(Bond::Free),
                 };
@@ -180,7 +184,7 @@ impl Identity {
             cluster_low,
             claimant,
         };
-        files::store_message(&self.path, &identity)
+        files::store_message(&*self.files, &self.path, &identity)
     }
 
     fn lock(&self) -> MutexGuard<'_, Bond> {

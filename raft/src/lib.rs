@@ -10,11 +10,14 @@
 //! | --- | --- |
 //! | `replica` | start, stop, propose, change the membership, form a cluster, status |
 //! | `host` | the machine under openraft: apply, snapshot, restore |
-//! | `log` | votes and entries: one writing thread over sled, or over memory |
+//! | `log` | votes and entries: one writing thread over sled, a task over memory |
 //! | `snapshot` | snapshot files |
-//! | `net` | links to peers, Raft's client, the service that answers, messages outside the log |
+//! | `net` | links to peers, Raft's client, the service that answers, messages outside the log, the port that carries it |
 //! | `identity` | who a replica is and the one cluster it belongs to |
-//! | `files` | small files, and the folders below a data directory |
+//! | `files` | the port to files, small ones, and the folders below a data directory |
+//! | `memory` | a disk in memory that forgets in a crash what was not synced |
+//! | `blocking` | work that blocks: on a pool, or in place over a disk in memory |
+//! | `chance`, `runtime`, `watch` | random numbers, timers and wake-ups, the same again in a simulation |
 //! | `wire`, `types` | the wire types and openraft's, and the way between |
 //!
 //! # What holds
@@ -27,19 +30,28 @@
 //!   machine it takes no further part ([`Status::fault`]); what it had applied stays readable.
 //! - A replica that lost its store is another replica: it is refused under its old id.
 
+mod blocking;
+pub mod chance;
 mod error;
 mod fault;
 mod files;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod host;
 mod identity;
 mod log;
 mod machine;
+mod memory;
 mod net;
 mod options;
+pub mod planted;
 mod replica;
+mod runtime;
 mod snapshot;
 mod status;
+mod sync;
 mod types;
+pub mod watch;
 mod wire;
 
 #[cfg(test)]
@@ -47,8 +59,9 @@ mod toy;
 
 pub use error::{ChangeError, Committed, ProposeError, StartError};
 pub use files::set_store_aside;
-pub use log::MemoryDisk;
 pub use machine::{CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica};
+pub use memory::MemoryDisk;
+pub use net::{PeerChannel, PeerRequest, PeerResponse, PeerService, Tcp, Transport};
 pub use options::{Formation, Options, Peers, Storage};
 pub use replica::Replica;
 pub use status::{Member, Role, Status};

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::log::MemoryDisk;
+use crate::memory::MemoryDisk;
 
 /// How a replica is started.
 #[derive(Debug, Clone)]
@@ -29,7 +29,7 @@ pub struct Options {
     pub snapshot_every_entries: u64,
     /// Log bytes between snapshots, whichever comes first.
     pub snapshot_every_bytes: u64,
-    /// Where the log is kept: [`Storage::Sled`] outside of tests.
+    /// Where log, identity and snapshots are kept: [`Storage::Sled`] outside of tests.
     pub storage: Storage,
 }
 
@@ -60,13 +60,14 @@ pub enum Peers {
     Dns(String),
 }
 
-/// Where the log is kept.
+/// Where log, identity and snapshots are kept.
 #[derive(Debug, Clone, Default)]
 pub enum Storage {
-    /// In sled, below the data directory, synced before anything is answered.
+    /// The log in sled, all of it below the data directory, synced before anything is answered.
     #[default]
     Sled,
-    /// In memory, for tests and simulation: it survives a restart of the replica that is given
-    /// the same disk. Identity and snapshots are still files below the data directory.
+    /// In memory, for tests and simulation, with identity and snapshots: it survives a restart of
+    /// the replica that is given the same disk. Nothing is written below the data directory, and
+    /// what blocks is done in place.
     Memory(MemoryDisk),
 }

@@ -5,11 +5,11 @@ use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tempfile::TempDir;
 use tokio::net::TcpListener;
 
-use crate::log::MemoryDisk;
 use crate::machine::{CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica};
+use crate::memory::MemoryDisk;
+use crate::net::Tcp;
 use crate::options::{Formation, Options, Peers, Storage};
 use crate::replica::Replica;
 
@@ -19,16 +19,16 @@ impl PeerHandler for Deaf {
     fn message(&self, _from: u8, _bytes: &[u8]) {}
 }
 
-/// A replica that founds a cluster with all `peers`, its log in memory.
+/// A replica that founds a cluster with all `peers`, and its disk in memory.
 pub(crate) async fn replica(
     id: u8,
     listener: TcpListener,
     peers: Vec<String>,
-) -> (Replica, TempDir) {
-    let folder = tempfile::tempdir().unwrap();
+) -> (Replica, MemoryDisk) {
+    let disk = MemoryDisk::new();
     let options = Options {
         id,
-        data_dir: folder.path().to_path_buf(),
+        data_dir: "/toy".into(),
         advertise: listener.local_addr().unwrap().to_string(),
         labels: BTreeMap::new(),
         formation: Formation::Bootstrap {
@@ -40,10 +40,11 @@ pub(crate) async fn replica(
         election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
         snapshot_every_entries: 1000,
         snapshot_every_bytes: 1 << 20,
-        storage: Storage::Memory(MemoryDisk::new()),
+        storage: Storage::Memory(disk.clone()),
     };
-    let replica = Replica::start(options, listener, Toy::default(), Arc::new(Deaf));
-    (replica.await.unwrap(), folder)
+    let transport = Arc::new(Tcp::new(listener).unwrap());
+    let replica = Replica::start(options, transport, Toy::default(), Arc::new(Deaf));
+    (replica.await.unwrap(), disk)
 }
 
 /// Commands in the order they were applied. Clones share them.

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::{Cluster, PATIENCE, Seat, listeners};
 use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, StartError, Storage};
 use tokio::net::TcpListener;
@@ -182,7 +184,7 @@ async fn a_second_process_on_the_same_store_is_refused_and_harms_nothing() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let second = raft::Replica::start(
         seat.options.clone(),
-        listener,
+        Arc::new(raft::Tcp::new(listener).unwrap()),
         common::Journal::default(),
         seat.mailbox.clone(),
     )

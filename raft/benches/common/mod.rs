@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use raft::{
     CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers, Replica,
-    Status, StopReplica, Storage,
+    Status, StopReplica, Storage, Tcp,
 };
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -73,7 +73,8 @@ impl Seat {
 }
 
 async fn start(options: Options, listener: TcpListener) -> Replica {
-    let started = Replica::start(options, listener, Nothing, Arc::new(Nothing)).await;
+    let transport = Arc::new(Tcp::new(listener).expect("it is bound"));
+    let started = Replica::start(options, transport, Nothing, Arc::new(Nothing)).await;
     started.expect("the replica starts")
 }
 

@@ -3,9 +3,9 @@
 //! What Raft appends is readable at once and durable when its callback runs. In between, and for a
 //! while after, entries stay in memory: applying and replicating fresh entries reads no disk.
 
-mod disk;
-mod memory;
-mod record;
+pub(crate) mod disk;
+pub(crate) mod record;
+mod release;
 mod sled;
 mod writer;
 
@@ -25,13 +25,14 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use tokio::sync::oneshot;
 
 use self::disk::{Change, Contents, Disk};
-pub use self::memory::MemoryDisk;
 use self::sled::SledDisk;
 use self::writer::{Done, Op, Watch, Writer};
+use crate::blocking::Blocking;
 use crate::error::StartError;
 use crate::fault::Fault;
 use crate::files::{Layout, io_error};
 use crate::options::Storage;
+use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
 
 /// Entries kept in memory, by their commands' bytes; those not yet durable come on top.
@@ -44,6 +45,7 @@ const READ_BYTES_MAX: usize = 1024 * 1024;
 pub(crate) struct LogStore {
     writer: Arc<Writer>,
     disk: Arc<dyn Disk>,
+    blocking: Blocking,
     memory: Arc<Memory>,
 }
 
@@ -73,7 +75,7 @@ struct State {
 }
 
 /// What an entry weighs in the cache and in a batch.
-fn weight(entry: &Entry) -> usize {
+pub(crate) fn weight(entry: &Entry) -> usize {
     const OVERHEAD: usize = 64;
     match &entry.payload {
         Payload::Normal(command) => OVERHEAD + command.0.len(),
@@ -88,30 +90,29 @@ impl LogStore {
         layout: &Layout,
         fault: Fault,
     ) -> Result<Self, StartError> {
-        match storage {
+        let blocking = Blocking::over(storage);
+        let opening = |error| io_error(&layout.log(), error);
+        let (writer, disk, memory): (_, Arc<dyn Disk>, _) = match storage {
             Storage::Sled => {
                 let (disk, contents) = SledDisk::open(layout)?;
-                let disk: Arc<dyn Disk> = Arc::new(disk);
+                let disk = Arc::new(disk);
                 let memory = Memory::new(&*disk, contents);
-                let writer = Writer::threaded(disk.clone(), memory.clone(), fault)
-                    .map_err(|error| io_error(&layout.log(), error))?;
-                Ok(Self {
-                    writer: Arc::new(writer),
-                    disk,
-                    memory,
-                })
+                let writer = Writer::on_thread(disk.clone(), memory.clone(), fault);
+                (writer.map_err(opening)?, disk, memory)
             }
             Storage::Memory(disk) => {
-                let memory = Memory::new(disk, disk.contents());
-                let disk: Arc<dyn Disk> = Arc::new(disk.clone());
-                let writer = Writer::inline(disk.clone(), memory.clone(), fault);
-                Ok(Self {
-                    writer: Arc::new(writer),
-                    disk,
-                    memory,
-                })
+                let disk = Arc::new(disk.open());
+                let memory = Memory::new(&*disk, disk.contents().map_err(opening)?);
+                let writer = Writer::on_task(disk.clone(), memory.clone(), fault);
+                (writer, disk, memory)
             }
-        }
+        };
+        Ok(Self {
+            writer: Arc::new(writer),
+            disk,
+            blocking,
+            memory,
+        })
     }
 
     /// Whether nothing was ever voted for or written.
@@ -127,8 +128,9 @@ impl LogStore {
 
     /// Writes what waits and lets go of the disk.
     pub(crate) async fn close(&self) {
+        self.writer.finish().await;
         let log = self.clone();
-        let closed = tokio::task::spawn_blocking(move || log.close_blocking()).await;
+        let closed = self.blocking.run(move || log.close_blocking()).await;
         if let Err(error) = closed {
             tracing::error!(%error, "log could not be closed");
         }
@@ -150,13 +152,8 @@ impl LogStore {
             Found::All(entries) => return Ok(entries),
             Found::OnDisk { disk, after } => {
                 let reader = self.disk.clone();
-                let task = move || reader.read(disk, bytes_max);
-                (
-                    tokio::task::spawn_blocking(task)
-                        .await
-                        .map_err(io::Error::other)??,
-                    after,
-                )
+                let read = self.blocking.run(move || reader.read(disk, bytes_max));
+                (read.await??, after)
             }
         };
         let first = entries.first().map(|first| first.log_id.index);
@@ -414,6 +411,9 @@ impl RaftLogStorage<Config> for LogStore {
 
     async fn save_vote(&mut self, vote: &Vote) -> io::Result<()> {
         self.memory.lock().vote = Some(*vote);
+        if planted::is(Bug::VoteNotKept) {
+            return Ok(());
+        }
         let (waiter, durable) = oneshot::channel();
         self.submit(Change::Vote(*vote), Done::Waiter(waiter))
             .await?;
@@ -453,6 +453,9 @@ impl RaftLogStorage<Config> for LogStore {
     async fn truncate_after(&mut self, last: Option<LogId>) -> io::Result<()> {
         let from = last.map_or(0, |last| last.index + 1);
         self.memory.lock().truncate(last);
+        if planted::is(Bug::TruncationNotKept) {
+            return Ok(());
+        }
         self.submit(Change::Truncate { from }, Done::Nobody).await
     }
 

@@ -16,7 +16,8 @@ use crate::types::Entry;
 use crate::wire::proto;
 
 const VERSION: u8 = 1;
-const HEAD_BYTES: usize = 9;
+/// Bytes before an entry's own.
+pub(crate) const HEAD_BYTES: usize = 9;
 
 fn checksum(index: u64, body: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
@@ -27,18 +28,22 @@ fn checksum(index: u64, body: &[u8]) -> u32 {
 
 /// The record of an entry.
 pub(crate) fn encode(entry: &Entry) -> Vec<u8> {
-    let index = entry.log_id.index;
     let wire = proto::Entry::from(entry.clone());
     let mut record = Vec::with_capacity(HEAD_BYTES + wire.encoded_len());
-    record.push(VERSION);
-    record.extend_from_slice(&[0; 8]);
+    record.extend_from_slice(&[0; HEAD_BYTES]);
     wire.encode(&mut record).expect("a vector grows as needed");
+    seal(entry.log_id.index, &mut record);
+    record
+}
+
+/// Fills in the head of a record whose body stands behind it.
+pub(crate) fn seal(index: u64, record: &mut [u8]) {
     let body = &record[HEAD_BYTES..];
     let length = u32::try_from(body.len()).expect("commands are bounded far below 4 GiB");
     let crc = checksum(index, body);
+    record[0] = VERSION;
     record[1..5].copy_from_slice(&crc.to_le_bytes());
     record[5..9].copy_from_slice(&length.to_le_bytes());
-    record
 }
 
 /// The entry of a record found under `index`, or what is wrong with it.

@@ -10,6 +10,8 @@
 //! - What a process wrote and did not sync before it was killed is still there for the next one,
 //!   until the power is cut. Everything is therefore synced before it is read and believed; sled's
 //!   `conf`, which it never syncs, too.
+//! - sled's pool may still hold the data file and its lock after the last `Db` is dropped: closing
+//!   waits for it.
 //! - On recovery sled takes damage for the end of its log and silently forgets what follows. The
 //!   file `log.mark` says what must at least be there, and records carry their own checksums.
 
@@ -24,9 +26,9 @@ use std::sync::{Mutex, PoisonError, RwLock};
 use prost::Message;
 
 use super::disk::{Change, Contents, Disk};
-use super::{record, weight};
+use super::{record, release, weight};
 use crate::error::StartError;
-use crate::files::{self, Layout, damaged, io_error};
+use crate::files::{self, Files, Layout, System, damaged, io_error};
 use crate::types::{Entry, LogId, Vote};
 use crate::wire::proto;
 
@@ -54,6 +56,7 @@ struct Open {
     trees: Mutex<BTreeMap<u64, sled::Tree>>,
     /// sled's data file, open a second time to sync it.
     file: File,
+    data: PathBuf,
     blobs: PathBuf,
     mark_path: PathBuf,
     writing: Mutex<Writing>,
@@ -80,7 +83,7 @@ impl SledDisk {
         let folder = layout.log();
         let data = folder.join("db");
         let mark_path = layout.mark();
-        let mark: Mark = files::load_message::<proto::LogMark>(&mark_path)?
+        let mark: Mark = files::load_message::<proto::LogMark>(&System, &mark_path)?
             .map(Mark::from)
             .unwrap_or_default();
         let config = sled::Config::new()
@@ -95,11 +98,14 @@ impl SledDisk {
         // Recovery writes as well, and on the first start everything is new.
         sync_left(&folder).map_err(|error| io_error(&folder, error))?;
         let root = folder.parent().expect("the log lies below the root");
-        files::sync_folder(root).map_err(|error| io_error(root, error))?;
+        System
+            .sync_folder(root)
+            .map_err(|error| io_error(root, error))?;
         let file = File::open(&data).map_err(|error| io_error(&data, error))?;
         let open = Open {
             trees: Mutex::new(BTreeMap::new()),
             file,
+            data: data.clone(),
             blobs: folder.join("blobs"),
             mark_path,
             writing: Mutex::default(),
@@ -156,10 +162,14 @@ impl Disk for SledDisk {
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(open) = open
-            && let Err(error) = open.settle()
-        {
+        let Some(open) = open else { return };
+        if let Err(error) = open.settle() {
             tracing::warn!(%error, "log was closed without its mark");
+        }
+        let data = open.data.clone();
+        drop(open);
+        if let Err(error) = release::wait(&data) {
+            tracing::warn!(%error, path = %data.display(), "closed log is still locked");
         }
     }
 }
@@ -223,7 +233,7 @@ impl Open {
     }
 
     fn store_mark(&self, writing: &mut Writing, mark: Mark) -> io::Result<()> {
-        files::store_message(&self.mark_path, &proto::LogMark::from(&mark))?;
+        files::store_message(&System, &self.mark_path, &proto::LogMark::from(&mark))?;
         writing.mark = mark;
         Ok(())
     }
@@ -492,7 +502,7 @@ fn sync_left(folder: &Path) -> io::Result<()> {
             SYNCED.with(|synced| synced.borrow_mut().push(item.path()));
         }
     }
-    files::sync_folder(folder)
+    System.sync_folder(folder)
 }
 
 fn tree_name(range: u64) -> Vec<u8> {

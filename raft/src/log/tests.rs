@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::host::Host;
+use crate::memory::MemoryDisk;
 use crate::snapshot::SnapshotFolder;
 use crate::toy::Toy;
 use crate::types::{Command, LeaderId};
@@ -25,10 +26,12 @@ impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
             Storage::Memory(MemoryDisk::new())
         };
         let log = open(&folder, &storage).unwrap();
-        let snapshots = SnapshotFolder::open(Layout::new(folder.path()).snapshots()).unwrap();
+        let layout = Layout::new(folder.path());
+        let snapshots = SnapshotFolder::open(layout.files.clone(), layout.snapshots()).unwrap();
         let host = Host::open(
             Box::new(Toy::default()),
             snapshots,
+            Blocking::over(&storage),
             Fault::new(),
             CancellationToken::new(),
         )
@@ -188,17 +191,17 @@ async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
     let append = Change::Append(entries(5, 0..3, 1));
     let committed = |term| Change::Committed(log_id(term, 2));
     let storage = Storage::Memory(disk.clone());
-    disk.write(&[append, committed(3)]).unwrap();
+    disk.open().write(&[append, committed(3)]).unwrap();
     let mut log = open(&folder, &storage).unwrap();
     assert_eq!(log.read_committed().await.unwrap(), None);
-    disk.write(&[committed(5)]).unwrap();
+    disk.open().write(&[committed(5)]).unwrap();
     let mut log = open(&folder, &storage).unwrap();
     assert_eq!(log.read_committed().await.unwrap(), Some(log_id(5, 2)));
 }
 
 #[test]
 fn an_entry_of_an_earlier_leader_stays_in_memory_until_it_is_written() {
-    let memory = Memory::new(&MemoryDisk::new(), Contents::default());
+    let memory = Memory::new(&MemoryDisk::new().open(), Contents::default());
     let later = entries(5, 0..1, 1);
     memory.lock().push(later[0].clone());
     memory.after(&[Change::Append(later)]);

@@ -1,25 +1,29 @@
-//! The one thread that writes the log.
+//! The one thread that writes the log; a task over a disk in memory.
 //!
 //! It takes everything that waits, writes it as one batch with one sync, and only then answers all
 //! of it: the disk's latency is paid once per batch however many wait, and never on a Raft task.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 
 use openraft::storage::IOFlushed;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task;
 
 use super::disk::{Change, Disk};
 use super::weight;
 use crate::fault::Fault;
+use crate::memory::MemoryHandle;
+use crate::planted::{self, Bug};
 use crate::types::Config;
 
 /// Waiting changes; a writer that is further behind makes Raft wait.
 const QUEUE_MAX: usize = 1024;
 /// Command bytes after which a batch is closed.
 const BATCH_BYTES_MAX: usize = 8 * 1024 * 1024;
+const PANICKED: &str = "the log's writer panicked";
 
 /// Told when a change is durable.
 pub(crate) enum Done {
@@ -47,18 +51,15 @@ pub(crate) trait Watch: Send + Sync + 'static {
 
 /// Hands changes to the disk, in order.
 pub(crate) struct Writer {
-    way: Way,
+    ops: Mutex<Option<mpsc::Sender<Op>>>,
+    /// Until it is waited for.
+    worker: Mutex<Option<Worker>>,
     run: Arc<Run>,
 }
 
-enum Way {
-    /// Through a thread of its own.
-    Thread {
-        ops: Mutex<Option<mpsc::Sender<Op>>>,
-        thread: Mutex<Option<JoinHandle<()>>>,
-    },
-    /// On the caller's task: for a disk that never blocks, and the same order in every run.
-    Inline,
+enum Worker {
+    Thread(thread::JoinHandle<()>),
+    Task(task::JoinHandle<()>),
 }
 
 struct Run {
@@ -68,34 +69,56 @@ struct Run {
 }
 
 impl Writer {
-    /// A writer with its own thread.
-    pub(crate) fn threaded(
+    /// A writer with a thread of its own.
+    pub(crate) fn on_thread(
         disk: Arc<dyn Disk>,
         watch: Arc<dyn Watch>,
         fault: Fault,
     ) -> io::Result<Self> {
         let run = Arc::new(Run { disk, watch, fault });
         let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
-        let thread = std::thread::Builder::new().name("raft-log".into()).spawn({
+        let thread = thread::Builder::new().name("raft-log".into()).spawn({
             let run = run.clone();
             move || {
                 while let Some(op) = queue.blocking_recv() {
-                    run.run(gather(op, &mut queue));
+                    let (mut changes, done) = gather(op, &mut queue);
+                    let result = run.write(&mut changes);
+                    run.answer(&result, done);
                 }
             }
         })?;
-        let way = Way::Thread {
-            ops: Mutex::new(Some(ops)),
-            thread: Mutex::new(Some(thread)),
-        };
-        Ok(Self { way, run })
+        Ok(Self::new(ops, Worker::Thread(thread), run))
     }
 
-    /// A writer without one.
-    pub(crate) fn inline(disk: Arc<dyn Disk>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
+    /// A writer with a task of its own, which waits as long as the disk takes.
+    pub(crate) fn on_task(disk: Arc<MemoryHandle>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
+        let run = Arc::new(Run {
+            disk: disk.clone(),
+            watch,
+            fault,
+        });
+        let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
+        let task = tokio::spawn({
+            let run = run.clone();
+            async move {
+                while let Some(op) = queue.recv().await {
+                    let (mut changes, mut done) = gather(op, &mut queue);
+                    if planted::is(Bug::AckBeforeFlush) {
+                        run.answer(&Ok(()), std::mem::take(&mut done));
+                    }
+                    let result = run.write_slowly(&disk, &mut changes).await;
+                    run.answer(&result, done);
+                }
+            }
+        });
+        Self::new(ops, Worker::Task(task), run)
+    }
+
+    fn new(ops: mpsc::Sender<Op>, worker: Worker, run: Arc<Run>) -> Self {
         Self {
-            way: Way::Inline,
-            run: Arc::new(Run { disk, watch, fault }),
+            ops: Mutex::new(Some(ops)),
+            worker: Mutex::new(Some(worker)),
+            run,
         }
     }
 
@@ -104,47 +127,86 @@ impl Writer {
     /// # Errors
     /// When the log is closed or has failed; `done` is then told as well.
     pub(crate) async fn submit(&self, op: Op) -> io::Result<()> {
-        match &self.way {
-            Way::Inline => {
-                self.run.run(vec![op]);
-                Ok(())
+        let ops = lock(&self.ops).clone();
+        let closed = || io::Error::other("the log is closed");
+        let Some(ops) = ops else {
+            op.done.tell(Err(closed()));
+            return Err(closed());
+        };
+        ops.send(op).await.map_err(|unsent| {
+            unsent.0.done.tell(Err(closed()));
+            closed()
+        })
+    }
+
+    /// Takes nothing more; a task that writes has ended afterwards.
+    pub(crate) async fn finish(&self) {
+        drop(lock(&self.ops).take());
+        let task = {
+            let mut worker = lock(&self.worker);
+            match worker.take() {
+                Some(Worker::Task(task)) => Some(task),
+                other => {
+                    *worker = other;
+                    None
+                }
             }
-            Way::Thread { ops, .. } => {
-                let ops = ops.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                let closed = || io::Error::other("the log is closed");
-                let Some(ops) = ops else {
-                    op.done.tell(Err(closed()));
-                    return Err(closed());
-                };
-                ops.send(op).await.map_err(|unsent| {
-                    unsent.0.done.tell(Err(closed()));
-                    closed()
-                })
-            }
+        };
+        if let Some(task) = task
+            && task.await.is_err()
+        {
+            self.run.fault.set(PANICKED);
         }
     }
 
     /// Writes what waits, stops the thread and closes the disk. Blocks.
     pub(crate) fn close(&self) {
-        if let Way::Thread { ops, thread } = &self.way {
-            drop(ops.lock().unwrap_or_else(PoisonError::into_inner).take());
-            let thread = thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-            if let Some(thread) = thread
-                && thread.join().is_err()
-            {
-                self.run.fault.set("the log's writer panicked");
-            }
+        drop(lock(&self.ops).take());
+        let worker = lock(&self.worker).take();
+        if let Some(Worker::Thread(thread)) = worker
+            && thread.join().is_err()
+        {
+            self.run.fault.set(PANICKED);
         }
         self.run.disk.close();
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Run {
-    fn run(&self, ops: Vec<Op>) {
-        let (mut changes, done): (Vec<Change>, Vec<Done>) =
-            ops.into_iter().map(|op| (op.change, op.done)).unzip();
-        let result = self.write(&mut changes);
-        if let Err(error) = &result {
+    fn write(&self, changes: &mut Vec<Change>) -> io::Result<()> {
+        self.begin(changes)?;
+        catch_unwind(AssertUnwindSafe(|| self.disk.write(changes)))
+            .unwrap_or_else(|_| Err(io::Error::other("the disk's writer panicked")))?;
+        self.watch.after(changes);
+        Ok(())
+    }
+
+    async fn write_slowly(&self, disk: &MemoryHandle, changes: &mut Vec<Change>) -> io::Result<()> {
+        self.begin(changes)?;
+        disk.write_unsynced(changes)?;
+        let time = disk.sync_time()?;
+        if !time.is_zero() {
+            tokio::time::sleep(time).await;
+        }
+        disk.sync_log()?;
+        self.watch.after(changes);
+        Ok(())
+    }
+
+    fn begin(&self, changes: &mut Vec<Change>) -> io::Result<()> {
+        if let Some(fault) = self.fault.get() {
+            return Err(io::Error::other(fault));
+        }
+        self.watch.before(changes);
+        Ok(())
+    }
+
+    fn answer(&self, result: &io::Result<()>, done: Vec<Done>) {
+        if let Err(error) = result {
             self.fault.set(format!("log: {error}"));
         }
         for done in done {
@@ -156,17 +218,6 @@ impl Run {
                     .map_err(|e| io::Error::new(e.kind(), e.to_string())),
             );
         }
-    }
-
-    fn write(&self, changes: &mut Vec<Change>) -> io::Result<()> {
-        if let Some(fault) = self.fault.get() {
-            return Err(io::Error::other(fault));
-        }
-        self.watch.before(changes);
-        catch_unwind(AssertUnwindSafe(|| self.disk.write(changes)))
-            .unwrap_or_else(|_| Err(io::Error::other("the disk's writer panicked")))?;
-        self.watch.after(changes);
-        Ok(())
     }
 }
 
@@ -183,16 +234,18 @@ impl Done {
     }
 }
 
-fn gather(first: Op, queue: &mut mpsc::Receiver<Op>) -> Vec<Op> {
+/// What waits, up to a batch.
+fn gather(first: Op, queue: &mut mpsc::Receiver<Op>) -> (Vec<Change>, Vec<Done>) {
     let mut bytes = bytes_of(&first.change);
-    let mut ops = vec![first];
+    let (mut changes, mut done) = (vec![first.change], vec![first.done]);
     while bytes < BATCH_BYTES_MAX
         && let Ok(op) = queue.try_recv()
     {
         bytes += bytes_of(&op.change);
-        ops.push(op);
+        changes.push(op.change);
+        done.push(op.done);
     }
-    ops
+    (changes, done)
 }
 
 fn bytes_of(change: &Change) -> usize {

@@ -5,7 +5,6 @@
 //! it took its first request would escape openraft's back-off; a call has taken it by definition.
 
 use std::future::Future;
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,22 +15,21 @@ use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderError,
     TransferLeaderRequest, TransferLeaderResponse, VoteRequest, VoteResponse,
 };
-use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
+use super::SNAPSHOT_TIMEOUT;
 use super::link::{CallError, Lane, Links, Peer};
-use crate::snapshot::{SnapshotFile, SnapshotReader};
-use crate::types::{Config, LeaderId, Node, SnapshotMeta, Vote};
+use super::parts::{self, PartReader};
+use crate::blocking::Blocking;
+use crate::snapshot::SnapshotFile;
+use crate::types::{Config, LeaderId, Node, Vote};
+use crate::watch;
 use crate::wire::proto;
 
 type Snapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
 
 /// An append waits for the peer's disk; a peer that is slower than that is as good as gone.
 const APPEND_TIMEOUT: Duration = Duration::from_secs(2);
-/// A snapshot that makes no progress is ended by pings; this only bounds one that never ends.
-const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
-/// Parts read ahead of the network.
-const PARTS_MAX: usize = 4;
 
 /// Makes the clients of Raft.
 #[derive(Clone)]
@@ -39,6 +37,7 @@ pub(crate) struct Network {
     links: Arc<Links>,
     /// Whether this replica hears a quorum, told to followers along with appends.
     has_quorum: watch::Receiver<bool>,
+    blocking: Blocking,
 }
 
 /// Raft's client of one peer.
@@ -48,8 +47,16 @@ pub(crate) struct Client {
 }
 
 impl Network {
-    pub(crate) fn new(links: Arc<Links>, has_quorum: watch::Receiver<bool>) -> Self {
-        Self { links, has_quorum }
+    pub(crate) fn new(
+        links: Arc<Links>,
+        has_quorum: watch::Receiver<bool>,
+        blocking: Blocking,
+    ) -> Self {
+        Self {
+            links,
+            has_quorum,
+            blocking,
+        }
     }
 }
 
@@ -158,13 +165,23 @@ impl RaftNetworkV2<Config> for Client {
         _option: RPCOption,
     ) -> Result<SnapshotResponse<Config>, StreamingError<Config>> {
         let peer = self.peer()?;
-        let (parts, stream) = mpsc::channel(PARTS_MAX);
+        let (parts, stream) = parts::channel();
         let start = proto::SnapshotStart {
             header: Some(peer.header()),
             vote: Some(vote.into()),
             meta: None,
         };
-        let reading = tokio::task::spawn_blocking(move || read_parts(&snapshot, start, &parts));
+        let blocking = self.network.blocking;
+        let reading = tokio::spawn(async move {
+            let last = snapshot.meta.last_log_id;
+            let opened = blocking.run(move || PartReader::open(&snapshot.snapshot, start));
+            let reader = opened.await??;
+            assert_eq!(
+                reader.meta.last_log_id, last,
+                "a snapshot file changed its content"
+            );
+            reader.send(&parts, |part| part, blocking).await
+        });
         let call = peer.call(Lane::Bulk, SNAPSHOT_TIMEOUT, |mut client| async move {
             client.install_snapshot(ReceiverStream::new(stream)).await
         });
@@ -178,9 +195,9 @@ impl RaftNetworkV2<Config> for Client {
                 Ok(SnapshotResponse::new(vote))
             }
             Err(error) => {
-                // Only the reader knows when the file was the reason.
-                if let Ok(Err(unread)) = reading.await
-                    && unread.kind() != io::ErrorKind::BrokenPipe
+                // Only the reader knows when the file was the reason; it has ended then.
+                if reading.is_finished()
+                    && let Ok(Err(unread)) = reading.await
                 {
                     tracing::error!(error = %unread, "snapshot cannot be read for a peer");
                 }
@@ -219,48 +236,6 @@ impl RaftNetworkV2<Config> for Client {
             },
         }))
     }
-}
-
-/// Reads a snapshot into parts. Blocks, at the pace of the network.
-fn read_parts(
-    snapshot: &Snapshot,
-    mut start: proto::SnapshotStart,
-    parts: &mpsc::Sender<proto::SnapshotPart>,
-) -> io::Result<()> {
-    let send = |part| {
-        let part = proto::SnapshotPart { part: Some(part) };
-        parts
-            .blocking_send(part)
-            .map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))
-    };
-    let (mut reader, meta) =
-        SnapshotReader::open(&snapshot.snapshot.path).map_err(io::Error::other)?;
-    let same: SnapshotMeta = meta.clone().try_into().map_err(io::Error::other)?;
-    assert_eq!(
-        same.last_log_id, snapshot.meta.last_log_id,
-        "a snapshot file changed its content"
-    );
-    start.meta = Some(meta);
-    send(proto::snapshot_part::Part::Start(start))?;
-    let (mut chunks, mut bytes) = (0, 0);
-    loop {
-        let chunk = reader.next_chunk()?;
-        if chunk.is_empty() {
-            break;
-        }
-        chunks += 1;
-        bytes += chunk.len() as u64;
-        let crc = crc32fast::hash(chunk);
-        let chunk = proto::SnapshotChunk {
-            bytes: chunk.to_vec().into(),
-            crc,
-        };
-        send(proto::snapshot_part::Part::Chunk(chunk))?;
-    }
-    send(proto::snapshot_part::Part::End(proto::SnapshotEnd {
-        chunks,
-        bytes,
-    }))
 }
 
 fn rpc_error(error: &CallError) -> RPCError<Config> {

@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
-use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
 
-use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
+use super::transport::{PeerChannel, Transport};
+use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX};
 use crate::identity::Identity;
 use crate::types::Node;
+use crate::watch;
 use crate::wire::proto;
 use crate::wire::proto::peer_client::PeerClient;
 
@@ -48,15 +48,14 @@ pub(crate) enum CallError {
 }
 
 /// All peers by id, at their newest known address.
-#[derive(Debug)]
 pub(crate) struct Links {
     pub(crate) identity: Arc<Identity>,
+    transport: Arc<dyn Transport>,
     peers: Mutex<BTreeMap<u64, Arc<Peer>>>,
     attempts: Arc<AtomicU64>,
 }
 
 /// One peer at one address.
-#[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) id: u64,
     pub(crate) address: String,
@@ -66,9 +65,9 @@ pub(crate) struct Peer {
     bulk: Arc<Link>,
 }
 
-#[derive(Debug)]
 struct Link {
     address: String,
+    transport: Arc<dyn Transport>,
     state: watch::Sender<State>,
     /// Connections begun, over all links.
     attempts: Arc<AtomicU64>,
@@ -81,7 +80,7 @@ enum State {
     /// A connection is being made.
     Connecting,
     /// Connected. The number tells one connection from the next.
-    Up { channel: Channel, number: u64 },
+    Up { channel: PeerChannel, number: u64 },
 }
 
 /// When a connection is tried again: at doubling intervals, up to a limit.
@@ -113,9 +112,10 @@ impl Retry {
 }
 
 impl Links {
-    pub(crate) fn new(identity: Arc<Identity>) -> Self {
+    pub(crate) fn new(identity: Arc<Identity>, transport: Arc<dyn Transport>) -> Self {
         Self {
             identity,
+            transport,
             peers: Mutex::default(),
             attempts: Arc::default(),
         }
@@ -135,7 +135,10 @@ impl Links {
         {
             return peer.clone();
         }
-        let link = || Arc::new(Link::new(&node.address, self.attempts.clone()));
+        let link = || {
+            let (transport, attempts) = (self.transport.clone(), self.attempts.clone());
+            Arc::new(Link::new(&node.address, transport, attempts))
+        };
         let peer = Arc::new(Peer {
             id,
             address: node.address.clone(),
@@ -164,6 +167,17 @@ impl Links {
             peer.bulk.retry_now();
         }
     }
+
+    /// A connection of its own to an address that no membership names yet.
+    ///
+    /// # Errors
+    /// Says why there is none.
+    pub(crate) async fn connect_once(
+        &self,
+        address: &str,
+    ) -> Result<PeerClient<PeerChannel>, String> {
+        connect(&*self.transport, address).await.map(client)
+    }
 }
 
 impl Peer {
@@ -180,7 +194,7 @@ impl Peer {
         &self,
         lane: Lane,
         limit: Duration,
-        call: impl FnOnce(PeerClient<Channel>) -> F,
+        call: impl FnOnce(PeerClient<PeerChannel>) -> F,
     ) -> Result<T, CallError>
     where
         F: Future<Output = Result<Response<T>, Status>>,
@@ -214,19 +228,20 @@ impl Peer {
 }
 
 impl Link {
-    fn new(address: &str, attempts: Arc<AtomicU64>) -> Self {
+    fn new(address: &str, transport: Arc<dyn Transport>, attempts: Arc<AtomicU64>) -> Self {
         let state = State::Down {
             retry: Retry::AT_ONCE,
             why: "not tried".into(),
         };
         Self {
             address: address.to_owned(),
+            transport,
             state: watch::Sender::new(state),
             attempts,
         }
     }
 
-    async fn channel(self: &Arc<Self>) -> Result<(Channel, u64), CallError> {
+    async fn channel(self: &Arc<Self>) -> Result<(PeerChannel, u64), CallError> {
         let mut changes = self.state.subscribe();
         loop {
             let state = changes.borrow_and_update().clone();
@@ -259,7 +274,7 @@ impl Link {
         let number = self.attempts.fetch_add(1, Ordering::Relaxed);
         let link = self.clone();
         tokio::spawn(async move {
-            let next = match connect(&link.address).await {
+            let next = match connect(&*link.transport, &link.address).await {
                 Ok(channel) => State::Up { channel, number },
                 Err(why) => State::Down {
                     retry: retry.after_failure(Instant::now()),
@@ -302,40 +317,23 @@ fn is_broken(status: &Status) -> bool {
     )
 }
 
-fn client(channel: Channel) -> PeerClient<Channel> {
+pub(super) fn client(channel: PeerChannel) -> PeerClient<PeerChannel> {
     PeerClient::new(channel)
         .max_decoding_message_size(MESSAGE_BYTES_MAX)
         .max_encoding_message_size(MESSAGE_BYTES_MAX)
 }
 
-async fn connect(address: &str) -> Result<Channel, String> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(|error| format!("address {address}: {error}"))?
-        .connect_timeout(CONNECT_TIMEOUT)
-        .tcp_nodelay(true)
-        .http2_keep_alive_interval(PING_EVERY)
-        .keep_alive_timeout(PING_TIMEOUT)
-        .keep_alive_while_idle(true)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES);
-    let connected = timeout(CONNECT_TIMEOUT, endpoint.connect()).await;
-    match connected {
-        Ok(Ok(channel)) => Ok(channel),
-        Ok(Err(error)) => Err(format!("connect to {address}: {error}")),
-        Err(_) => Err(format!("connect to {address}: no answer")),
-    }
-}
-
-/// A connection to an address that no membership names yet.
-///
-/// # Errors
-/// Says why there is none.
-pub(crate) async fn connect_once(address: &str) -> Result<PeerClient<Channel>, String> {
-    connect(address).await.map(client)
+async fn connect(transport: &dyn Transport, address: &str) -> Result<PeerChannel, String> {
+    timeout(CONNECT_TIMEOUT, transport.connect(address.to_owned()))
+        .await
+        .unwrap_or_else(|_| Err(format!("connect to {address}: no answer")))
 }
 
 #[cfg(test)]
 mod tests {
+    use tokio::net::TcpListener;
+
+    use super::super::Tcp;
     use super::*;
 
     #[test]
@@ -359,7 +357,9 @@ mod tests {
         let address = free.local_addr().unwrap().to_string();
         drop(free);
         let attempts = Arc::new(AtomicU64::new(0));
-        let link = Arc::new(Link::new(&address, attempts.clone()));
+        let here = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let tcp = Arc::new(Tcp::new(here).unwrap());
+        let link = Arc::new(Link::new(&address, tcp, attempts.clone()));
         assert!(link.channel().await.is_err());
         assert_eq!(attempts.load(Ordering::Relaxed), 1);
         // As long as the next try is not due, no number of calls makes one.

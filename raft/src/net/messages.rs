@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{Stream, stream};
-use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::link::{CallError, Lane};
 use crate::replica::Inner;
+use crate::watch;
 use crate::wire::proto;
 
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -41,6 +41,7 @@ pub(crate) async fn keep_streams(inner: Arc<Inner>) {
             }
         }
         let changed = tokio::select! {
+            biased;
             () = inner.cancel.cancelled() => return,
             changed = status.changed() => changed,
         };
@@ -53,6 +54,7 @@ pub(crate) async fn keep_streams(inner: Arc<Inner>) {
 async fn keep_stream(inner: Arc<Inner>, id: u64, stop: CancellationToken) {
     loop {
         let ended = tokio::select! {
+            biased;
             () = stop.cancelled() => None,
             ended = run_stream(&inner, id) => Some(ended),
         };
@@ -62,6 +64,7 @@ async fn keep_stream(inner: Arc<Inner>, id: u64, stop: CancellationToken) {
         let Some(ended) = ended else { return };
         tracing::debug!(peer = id, reason = ended, "peer stream ended");
         tokio::select! {
+            biased;
             () = stop.cancelled() => return,
             () = tokio::time::sleep(RETRY) => {}
         }

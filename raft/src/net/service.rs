@@ -3,8 +3,6 @@
 //! Every call between members names the cluster, the replica and the store it is meant for, and is
 //! refused when one of them is another: an old address may be somebody else's by now.
 
-use std::io::Write;
-use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,38 +12,30 @@ use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, TransferLeaderError, TransferLeaderRequest,
     VoteRequest,
 };
-use tokio::net::TcpListener;
-use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{MESSAGE_BYTES_MAX, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
+use super::MESSAGE_BYTES_MAX;
+use super::parts::{self, PartReader, first_part, write_parts};
+use super::transport::{PeerService, Transport};
 use crate::replica::Inner;
-use crate::snapshot::{SnapshotFile, SnapshotWriter};
+use crate::snapshot::SnapshotFile;
 use crate::types::{Config, LogId, SnapshotMeta, Vote};
 use crate::wire::proto::peer_server::{Peer, PeerServer};
 use crate::wire::{self, Malformed, proto};
 
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
+type Parts = Pin<Box<dyn Stream<Item = Result<proto::SnapshotPart, Status>> + Send>>;
 type Acks = Pin<Box<dyn Stream<Item = Result<proto::PeerMessageAck, Status>> + Send>>;
 
 /// Serves peers until the replica is cancelled.
-pub(crate) async fn serve(inner: Arc<Inner>, listener: TcpListener) {
+pub(crate) async fn serve(inner: Arc<Inner>, transport: Arc<dyn Transport>) {
     let stop = inner.cancel.clone();
     let service = PeerServer::new(Service(inner))
         .max_decoding_message_size(MESSAGE_BYTES_MAX)
         .max_encoding_message_size(MESSAGE_BYTES_MAX);
-    let served = Server::builder()
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
-        .http2_keepalive_interval(Some(PING_EVERY))
-        .http2_keepalive_timeout(Some(PING_TIMEOUT))
-        .add_service(service)
-        .serve_with_incoming_shutdown(
-            TcpIncoming::from(listener).with_nodelay(Some(true)),
-            stop.cancelled_owned(),
-        )
-        .await;
+    let served = transport.serve(PeerService::new(service), stop).await;
     if let Err(error) = served {
         tracing::error!(%error, "peer listener failed");
     }
@@ -103,49 +93,26 @@ impl Service {
         self.0.links.heard_from(header.from);
         Ok(header.from)
     }
+}
 
-    /// Writes the parts of a snapshot into a file; a damaged or missing part refuses it.
-    async fn receive(
-        &self,
-        path: &Path,
-        meta: proto::SnapshotMeta,
-        mut parts: Streaming<proto::SnapshotPart>,
-    ) -> Result<(), Status> {
-        let disk = |error: std::io::Error| Status::resource_exhausted(error.to_string());
-        let refused = || Status::data_loss("snapshot parts are damaged or missing");
-        let mut writer = SnapshotWriter::create(path, &meta).map_err(disk)?;
-        let (mut chunks, mut bytes) = (0, 0);
-        while let Some(part) = parts.message().await? {
-            match part.part.ok_or_else(refused)? {
-                proto::snapshot_part::Part::Chunk(chunk) => {
-                    if crc32fast::hash(&chunk.bytes) != chunk.crc {
-                        return Err(refused());
-                    }
-                    chunks += 1;
-                    bytes += chunk.bytes.len() as u64;
-                    let written = tokio::task::spawn_blocking(move || {
-                        writer.write_all(&chunk.bytes).map(|()| writer)
-                    });
-                    writer = written
-                        .await
-                        .map_err(|error| stopped(&error))?
-                        .map_err(disk)?;
-                }
-                proto::snapshot_part::Part::End(end) => {
-                    if (end.chunks, end.bytes) != (chunks, bytes) {
-                        return Err(refused());
-                    }
-                    let finished = tokio::task::spawn_blocking(move || writer.finish());
-                    finished
-                        .await
-                        .map_err(|error| stopped(&error))?
-                        .map_err(disk)?;
-                    return Ok(());
-                }
-                proto::snapshot_part::Part::Start(_) => return Err(refused()),
-            }
-        }
-        Err(refused())
+/// Writes the machine's state as it is to `file` and sends that; a failure ends the stream.
+async fn lend(
+    inner: &Inner,
+    file: &SnapshotFile,
+    parts: &mpsc::Sender<Result<proto::SnapshotPart, Status>>,
+) {
+    let (host, to) = (inner.host.clone(), file.clone());
+    let lent = async {
+        let opened = inner.blocking.run(move || {
+            host.write_state(&to)?;
+            PartReader::open(&to, proto::SnapshotStart::default())
+        });
+        opened.await??.send(parts, Ok, inner.blocking).await
+    };
+    if let Err(error) = lent.await {
+        tracing::warn!(%error, "state not lent to a peer");
+        // It may be gone.
+        drop(parts.send(Err(Status::aborted(error.to_string()))).await);
     }
 }
 
@@ -222,21 +189,15 @@ impl Peer for Service {
         request: Request<Streaming<proto::SnapshotPart>>,
     ) -> Result<Response<proto::SnapshotResponse>, Status> {
         let mut parts = request.into_inner();
-        let first = parts.message().await?.and_then(|part| part.part);
-        let Some(proto::snapshot_part::Part::Start(start)) = first else {
-            return Err(Malformed("a snapshot without start").into());
-        };
+        let start = first_part(&mut parts).await?;
         self.check(start.header.as_ref(), true)?;
         let vote = vote_of(start.vote)?;
         let head = start.meta.ok_or(Malformed("a snapshot without meta"))?;
         let meta = SnapshotMeta::try_from(head.clone())?;
-        let path = self.0.host.unfinished_snapshot();
-        if let Err(refused) = self.receive(&path, head, parts).await {
-            // Left over at worst until the next start.
-            tokio::fs::remove_file(&path).await.ok();
-            return Err(refused);
-        }
-        let snapshot = SnapshotFile { path: path.clone() };
+        let blocking = self.0.blocking;
+        let file = self.0.host.unfinished_snapshot();
+        write_parts(&file, head, parts, blocking).await?;
+        let snapshot = file.clone();
         let answer = self
             .0
             .raft
@@ -245,7 +206,7 @@ impl Peer for Service {
             .map_err(|error| stopped(&error))?;
         // An installed one has a name of its own by now. One that is older than what is here, or
         // comes from a leader of the past, was not wanted.
-        tokio::fs::remove_file(&path).await.ok();
+        parts::remove(&file, blocking).await;
         Ok(Response::new(proto::SnapshotResponse {
             vote: Some(answer.vote.into()),
         }))
@@ -365,6 +326,34 @@ impl Peer for Service {
         Ok(Response::new(proto::ClaimResponse { granted }))
     }
 
+    type FetchStateStream = Parts;
+
+    async fn fetch_state(
+        &self,
+        request: Request<proto::FetchStateRequest>,
+    ) -> Result<Response<Parts>, Status> {
+        self.check(request.into_inner().header.as_ref(), false)?;
+        // A state may take gigabytes on disk and minutes of a link: one at a time.
+        let Ok(turn) = self.0.lending.clone().try_acquire_owned() else {
+            return Err(Status::resource_exhausted(
+                "another replica fetches the state",
+            ));
+        };
+        let (parts, stream) = parts::channel();
+        let inner = self.0.clone();
+        self.0.tasks.spawn(async move {
+            let file = inner.host.unfinished_snapshot();
+            tokio::select! {
+                biased;
+                () = inner.cancel.cancelled() => {}
+                () = lend(&inner, &file, &parts) => {}
+            }
+            parts::remove(&file, inner.blocking).await;
+            drop(turn);
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+
     type MessagesStream = Acks;
 
     async fn messages(
@@ -385,6 +374,7 @@ impl Peer for Service {
             move |(inner, mut messages)| async move {
                 loop {
                     let message = tokio::select! {
+                        biased;
                         () = inner.cancel.cancelled() => return None,
                         message = messages.message() => message.ok()??,
                     };

@@ -1,25 +1,37 @@
 //! What the service refuses, said to it over real connections.
 
+use std::path::Path;
+
 use tokio::net::TcpListener;
 use tonic::Code;
 
-use super::connect_once;
+use super::link::client;
+use super::{PeerChannel, Tcp, Transport};
 use crate::Role;
+use crate::files::Files;
+use crate::memory::MemoryDisk;
 use crate::replica::Replica;
 use crate::toy;
+use crate::wire::proto::peer_client::PeerClient;
 use crate::wire::{self, proto};
 
+async fn connect(address: &str) -> PeerClient<PeerChannel> {
+    let own = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let connected = Tcp::new(own).unwrap().connect(address.to_owned()).await;
+    client(connected.unwrap())
+}
+
 /// A cluster of one replica, and what a peer would say to be let through.
-async fn alone() -> (Replica, proto::Header, tempfile::TempDir) {
+async fn alone() -> (Replica, proto::Header, MemoryDisk) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let (replica, folder) = toy::replica(1, listener, vec![address.clone()]).await;
+    let (replica, disk) = toy::replica(1, listener, vec![address.clone()]).await;
     let mut status = replica.watch();
     status
         .wait_for(|status| status.role == Role::Leader && status.caught_up)
         .await
         .unwrap();
-    let mut client = connect_once(&address).await.unwrap();
+    let mut client = connect(&address).await;
     let info = client
         .info(proto::InfoRequest {})
         .await
@@ -33,12 +45,12 @@ async fn alone() -> (Replica, proto::Header, tempfile::TempDir) {
         to: 1,
         to_store: info.store,
     };
-    (replica, header, folder)
+    (replica, header, disk)
 }
 
 #[tokio::test]
 async fn a_call_for_another_cluster_replica_or_store_is_refused() {
-    let (replica, right, _folder) = alone().await;
+    let (replica, right, _) = alone().await;
     let (cluster_high, cluster_low) =
         wire::split(wire::join(right.cluster_high, right.cluster_low) + 1);
     let wrong = [
@@ -54,7 +66,7 @@ async fn a_call_for_another_cluster_replica_or_store_is_refused() {
         },
     ];
     let address = replica.local_addr().to_string();
-    let mut client = connect_once(&address).await.unwrap();
+    let mut client = connect(&address).await;
     let propose = |header| proto::ProposeRequest {
         header: Some(header),
         command: "command".into(),
@@ -118,14 +130,14 @@ fn start(header: proto::Header, term: u64) -> proto::snapshot_part::Part {
     })
 }
 
-fn snapshots_in(folder: &tempfile::TempDir) -> usize {
-    let folder = folder.path().join("raft/snapshots");
-    std::fs::read_dir(folder).unwrap().count()
+fn snapshots_in(disk: &MemoryDisk) -> usize {
+    let folder = Path::new("/toy/raft/snapshots");
+    disk.open().list(folder).unwrap().len()
 }
 
 #[tokio::test]
 async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
-    let (replica, header, folder) = alone().await;
+    let (replica, header, disk) = alone().await;
     let before = replica.status();
     let end = proto::SnapshotEnd {
         chunks: 0,
@@ -135,18 +147,18 @@ async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
     let parts = [start(header, 0), proto::snapshot_part::Part::End(end)];
     let parts = parts.map(|part| proto::SnapshotPart { part: Some(part) });
     let address = replica.local_addr().to_string();
-    let mut client = connect_once(&address).await.unwrap();
+    let mut client = connect(&address).await;
     let answer = client.install_snapshot(tokio_stream::iter(parts)).await;
     let vote = answer.unwrap().into_inner().vote.unwrap();
     assert_eq!(vote.term, before.term);
     assert_eq!(replica.status().applied, before.applied);
-    assert_eq!(snapshots_in(&folder), 0);
+    assert_eq!(snapshots_in(&disk), 0);
     replica.shutdown().await;
 }
 
 #[tokio::test]
 async fn a_damaged_snapshot_part_is_refused() {
-    let (replica, header, folder) = alone().await;
+    let (replica, header, disk) = alone().await;
     let before = replica.status();
     let start = start(header, 9);
     let chunk = |crc| {
@@ -158,7 +170,7 @@ async fn a_damaged_snapshot_part_is_refused() {
     let whole = chunk(crc32fast::hash(b"state"));
     let end = |chunks| proto::snapshot_part::Part::End(proto::SnapshotEnd { chunks, bytes: 5 });
     let address = replica.local_addr().to_string();
-    let mut client = connect_once(&address).await.unwrap();
+    let mut client = connect(&address).await;
     for parts in [
         vec![start.clone(), chunk(1), end(1)],
         vec![start.clone(), whole.clone(), end(2)],
@@ -173,6 +185,6 @@ async fn a_damaged_snapshot_part_is_refused() {
         assert_eq!(sent.unwrap_err().code(), Code::DataLoss);
     }
     assert_eq!(replica.status().applied, before.applied);
-    assert_eq!(snapshots_in(&folder), 0, "what was refused is removed");
+    assert_eq!(snapshots_in(&disk), 0, "what was refused is removed");
     replica.shutdown().await;
 }

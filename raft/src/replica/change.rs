@@ -16,7 +16,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::Inner;
 use crate::error::ChangeError;
-use crate::net::{CallError, Lane, connect_once};
+use crate::net::{CallError, Lane, Links};
 use crate::types::{Metrics, Node};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
@@ -56,6 +56,7 @@ pub(super) async fn finish_changes(inner: Arc<Inner>) {
         }
     };
     tokio::select! {
+        biased;
         () = inner.cancel.cancelled() => {}
         () = work => {}
     }
@@ -144,6 +145,7 @@ impl Inner {
             std::future::pending().await
         };
         let written = tokio::select! {
+            biased;
             written = done => written.map_err(|_| stopped())?,
             why = failed => return Err(ChangeError::Refused(format!("not written yet: {why}"))),
             () = self.cancel.cancelled() => return Err(stopped()),
@@ -264,7 +266,7 @@ impl Inner {
         let Some(cluster) = self.links.identity.cluster() else {
             return Outcome::Refused("not in a cluster".to_owned());
         };
-        let info = match ask(address).await {
+        let info = match ask(&self.links, address).await {
             Ok(info) => info,
             Err(why) => return Outcome::Refused(format!("replica {id} does not answer: {why}")),
         };
@@ -487,9 +489,9 @@ impl Inner {
 }
 
 /// Asks who listens at an address.
-pub(super) async fn ask(address: &str) -> Result<proto::InfoResponse, String> {
+pub(super) async fn ask(links: &Links, address: &str) -> Result<proto::InfoResponse, String> {
     let asking = async {
-        let mut client = connect_once(address).await?;
+        let mut client = links.connect_once(address).await?;
         let answer = client.info(proto::InfoRequest {}).await;
         answer
             .map(tonic::Response::into_inner)

@@ -26,9 +26,9 @@ use futures_util::future::join_all;
 
 use super::Inner;
 use super::change::{INFO_TIMEOUT, ask};
+use crate::chance;
 use crate::error::ChangeError;
 use crate::identity::Bond;
-use crate::net::connect_once;
 use crate::options::{Formation, Peers};
 use crate::status::Role;
 use crate::types::Node;
@@ -67,6 +67,7 @@ pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), Strin
 /// Gets the replica into a cluster, then keeps the cluster informed about it.
 pub(super) async fn keep_membership(inner: Arc<Inner>) {
     tokio::select! {
+        biased;
         () = inner.cancel.cancelled() => {}
         () = async {
             inner.get_in().await;
@@ -97,6 +98,7 @@ pub(super) async fn propose_first_command(inner: Arc<Inner>) {
             inner.write_first(command.clone()).await;
         }
         let changed = tokio::select! {
+            biased;
             () = inner.cancel.cancelled() => return,
             changed = status.changed() => changed,
         };
@@ -177,7 +179,7 @@ impl Inner {
             },
         };
         let asked = addresses.into_iter().map(|address| async move {
-            let mut info = ask(&address).await.ok()?;
+            let mut info = ask(&self.links, &address).await.ok()?;
             info.address = address;
             Some(info)
         });
@@ -232,7 +234,7 @@ impl Inner {
             }
             bond => bond
                 .cluster()
-                .unwrap_or_else(|| rand::random_range(1..u128::MAX)),
+                .unwrap_or_else(|| wire::join(chance::draw_id(), chance::draw())),
         };
         if !identity.claim(cluster, identity.id).map_err(disk)? {
             return Ok(());
@@ -273,7 +275,7 @@ impl Inner {
             cluster_low,
         };
         let asking = async {
-            let mut client = connect_once(&info.address).await.ok()?;
+            let mut client = self.links.connect_once(&info.address).await.ok()?;
             client.claim(request).await.ok()
         };
         let answer = tokio::time::timeout(INFO_TIMEOUT, asking)
@@ -299,7 +301,7 @@ impl Inner {
                 hops: 0,
             };
             let asking = async {
-                let mut client = connect_once(&info.address).await?;
+                let mut client = self.links.connect_once(&info.address).await?;
                 let answer = client.change(request).await;
                 answer
                     .map(tonic::Response::into_inner)

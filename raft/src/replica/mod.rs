@@ -4,6 +4,7 @@ mod change;
 mod form;
 mod heard;
 mod propose;
+mod rebuild;
 mod removal;
 #[cfg(test)]
 mod tests;
@@ -18,12 +19,12 @@ use std::time::Duration;
 use bytes::Bytes;
 use openraft::async_runtime::WatchReceiver;
 use openraft::{Config as RaftConfig, SnapshotPolicy};
-use tokio::net::TcpListener;
-use tokio::sync::{Mutex, watch};
+use tokio::sync::{Mutex, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use self::heard::Heard;
+use crate::blocking::Blocking;
 use crate::error::{ChangeError, Committed, ProposeError, StartError};
 use crate::fault::Fault;
 use crate::files::{Layout, Lock, damaged, io_error};
@@ -31,11 +32,12 @@ use crate::host::Host;
 use crate::identity::Identity;
 use crate::log::LogStore;
 use crate::machine::{Machine, PeerHandler};
-use crate::net::{self, Links, Network};
-use crate::options::{Formation, Options, Peers};
+use crate::net::{self, Links, Network, Transport};
+use crate::options::{Formation, Options, Peers, Storage};
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
 use crate::types::{Raft, shown};
+use crate::watch;
 
 /// Longest wait for tasks and connections to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -49,6 +51,7 @@ pub struct Replica {
 /// What the tasks of a replica share.
 pub(crate) struct Inner {
     pub(crate) options: Options,
+    pub(crate) blocking: Blocking,
     pub(crate) raft: Raft,
     pub(crate) log: LogStore,
     pub(crate) host: Host,
@@ -65,6 +68,8 @@ pub(crate) struct Inner {
     pub(crate) connected: watch::Sender<BTreeSet<u64>>,
     /// Held while the membership is changed from here.
     pub(crate) changing: Mutex<()>,
+    /// Held while the machine's state is sent to a peer that has lost its own.
+    pub(crate) lending: Arc<Semaphore>,
     pub(crate) is_stopping: AtomicBool,
     /// Whether peers say that this replica is a member no more.
     pub(crate) is_removed: AtomicBool,
@@ -76,47 +81,47 @@ pub(crate) struct Inner {
 }
 
 impl Replica {
-    /// Opens the store, restores the machine and starts serving peers on `listener`.
+    /// Opens the store, restores the machine and starts serving peers over `transport`.
     ///
     /// # Errors
     /// When the store cannot be opened or is damaged: names file and offset.
     pub async fn start(
         options: Options,
-        listener: TcpListener,
+        transport: Arc<dyn Transport>,
         machine: impl Machine,
         handler: Arc<dyn PeerHandler>,
     ) -> Result<Self, StartError> {
         check(&options.formation)?;
         let config = raft_config(&options)?;
         let (fault, cancel) = (Fault::new(), CancellationToken::new());
+        let blocking = Blocking::over(&options.storage);
         let opened = {
             let (options, fault, stop) = (options.clone(), fault.clone(), cancel.clone());
             let machine = Box::new(machine);
-            tokio::task::spawn_blocking(move || open(&options, machine, fault, stop)).await
+            blocking
+                .run(move || open(&options, machine, fault, stop))
+                .await
         };
-        let failed = |what| StartError::Io {
-            path: options.data_dir.clone(),
-            source: std::io::Error::other(what),
-        };
-        let (lock, identity, log, host) = opened.map_err(|panic| failed(panic.to_string()))??;
+        let failed = |source| io_error(&options.data_dir, source);
+        let (lock, identity, log, host) = opened.map_err(failed)??;
 
-        let local_addr = listener
-            .local_addr()
-            .map_err(|e| io_error(&options.data_dir, e))?;
-        let links = Arc::new(Links::new(Arc::new(identity)));
+        let local_addr = transport.local_addr();
+        let links = Arc::new(Links::new(Arc::new(identity), transport.clone()));
         let has_quorum = watch::Sender::new(false);
-        let network = Network::new(links.clone(), has_quorum.subscribe());
+        let network = Network::new(links.clone(), has_quorum.subscribe(), blocking);
         let id = u64::from(options.id);
         let raft = Raft::new(id, Arc::new(config), network, log.clone(), host.clone()).await;
         let raft = match raft {
             Ok(raft) => raft,
             Err(fatal) => {
                 log.close().await;
-                return Err(failed(fault.get().unwrap_or_else(|| fatal.to_string())));
+                let why = fault.get().unwrap_or_else(|| fatal.to_string());
+                return Err(failed(std::io::Error::other(why)));
             }
         };
         let status = watch::Sender::new(upkeep::first_status(&options));
         let inner = Arc::new(Inner {
+            blocking,
             raft,
             log,
             host,
@@ -129,6 +134,7 @@ impl Replica {
             outgoing: watch::Sender::default(),
             connected: watch::Sender::default(),
             changing: Mutex::default(),
+            lending: Arc::new(Semaphore::new(1)),
             is_stopping: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             cancel,
@@ -138,7 +144,7 @@ impl Replica {
             options,
         });
         inner.refresh();
-        inner.tasks.spawn(net::serve(inner.clone(), listener));
+        inner.tasks.spawn(net::serve(inner.clone(), transport));
         inner.tasks.spawn(upkeep::keep_status(inner.clone()));
         inner.tasks.spawn(upkeep::keep_snapshots(inner.clone()));
         inner.tasks.spawn(net::keep_streams(inner.clone()));
@@ -233,6 +239,16 @@ impl Replica {
         self.inner.snapshot().await
     }
 
+    /// Replaces the machine's state by that of the replica `from`, for a machine that cannot be
+    /// trusted any more. The log goes on as it was. Answers the index that the state reaches.
+    ///
+    /// # Errors
+    /// When this replica leads, `from` does not answer, or what it sends is damaged or goes on
+    /// reaching less far than this machine: ask again then, the present state is kept.
+    pub async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
+        self.inner.rebuild(from).await
+    }
+
     /// Stops: hands leadership over if it has it, finishes what is being written, closes the store.
     pub async fn shutdown(&self) {
         if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
@@ -312,15 +328,19 @@ fn open(
     fault: Fault,
     stop: CancellationToken,
 ) -> Result<(Lock, Identity, LogStore, Host), StartError> {
-    let layout = Layout::new(&options.data_dir);
+    let layout = match &options.storage {
+        Storage::Sled => Layout::new(&options.data_dir),
+        Storage::Memory(disk) => Layout::over(Arc::new(disk.open()), &options.data_dir),
+    };
     layout.create()?;
     // Before anything is read or tidied up: another process may be at work on it.
     let lock = layout.lock()?;
     let identity = Identity::open(&layout, u64::from(options.id))?;
     let folder = layout.snapshots();
-    let snapshots =
-        SnapshotFolder::open(folder.clone()).map_err(|error| io_error(&folder, error))?;
-    let host = Host::open(machine, snapshots, fault.clone(), stop)?;
+    let snapshots = SnapshotFolder::open(layout.files.clone(), folder.clone())
+        .map_err(|error| io_error(&folder, error))?;
+    let blocking = Blocking::over(&options.storage);
+    let host = Host::open(machine, snapshots, blocking, fault.clone(), stop)?;
     let log = LogStore::open(&options.storage, &layout, fault)?;
     if log.purged() > host.applied() {
         let (begin, reached) = (shown(log.purged().as_ref()), shown(host.applied().as_ref()));

@@ -27,10 +27,12 @@ pub(super) async fn notice(inner: Arc<Inner>) {
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
+            biased;
             () = inner.cancel.cancelled() => return,
             _ = looks.tick() => {}
         }
         let is_removed = tokio::select! {
+            biased;
             () = inner.cancel.cancelled() => return,
             is_removed = inner.is_told_removed() => is_removed,
         };
@@ -73,7 +75,7 @@ impl Inner {
         // After a restart of all, what is agreed on is known to nobody for a while: a membership
         // that came later counts against it.
         let (index, others) = self.others();
-        let answers = join_all(others.iter().map(|address| ask(address))).await;
+        let answers = join_all(others.iter().map(|address| ask(&self.links, address))).await;
         let answers = answers
             .into_iter()
             .flatten()

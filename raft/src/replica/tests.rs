@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 
 use openraft::ChangeMembers;
-use openraft::async_runtime::WatchReceiver;
 use tokio::net::TcpListener;
 
 use crate::status::Role;

@@ -47,6 +47,7 @@ pub(super) async fn keep_status(inner: Arc<Inner>) {
     loop {
         inner.refresh();
         tokio::select! {
+            biased;
             () = inner.cancel.cancelled() => return,
             changed = metrics.changed(), if is_running => is_running = changed.is_ok(),
             _ = fault.changed() => {}
@@ -66,6 +67,7 @@ pub(super) async fn keep_snapshots(inner: Arc<Inner>) {
             return;
         }
         let changed = tokio::select! {
+            biased;
             () = inner.cancel.cancelled() => return,
             changed = status.changed() => changed,
         };

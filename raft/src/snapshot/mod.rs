@@ -13,14 +13,14 @@
 mod read;
 mod write;
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use self::read::SnapshotReader;
 pub(crate) use self::write::SnapshotWriter;
-use crate::files;
+use crate::files::Files;
 use crate::types::LogId;
 
 const MAGIC: &[u8; 8] = b"quosnap1";
@@ -35,31 +35,41 @@ const END_BYTES: usize = 16;
 const EXTENSION: &str = "snapshot";
 const UNFINISHED: &str = "unfinished";
 
-/// A finished snapshot file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A snapshot file, or where one is to be.
+#[derive(Debug, Clone)]
 pub(crate) struct SnapshotFile {
+    pub(crate) files: Arc<dyn Files>,
     pub(crate) path: PathBuf,
+}
+
+impl SnapshotFile {
+    /// Removes it, if it is there. What is left over is removed at the next start.
+    pub(crate) fn remove(&self) {
+        self.files.remove(&self.path).ok();
+    }
 }
 
 /// The folder of snapshots of one replica.
 #[derive(Debug)]
 pub(crate) struct SnapshotFolder {
+    files: Arc<dyn Files>,
     folder: PathBuf,
     unfinished: AtomicU64,
 }
 
 impl SnapshotFolder {
     /// Opens the folder and removes what was left unfinished.
-    pub(crate) fn open(folder: PathBuf) -> io::Result<Self> {
-        for path in listed(&folder)? {
+    pub(crate) fn open(files: Arc<dyn Files>, folder: PathBuf) -> io::Result<Self> {
+        for path in files.list(&folder)? {
             if path
                 .extension()
                 .is_some_and(|extension| extension == UNFINISHED)
             {
-                fs::remove_file(path)?;
+                files.remove(&path)?;
             }
         }
         Ok(Self {
+            files,
             folder,
             unfinished: AtomicU64::new(0),
         })
@@ -68,36 +78,37 @@ impl SnapshotFolder {
     /// The newest snapshot.
     pub(crate) fn newest(&self) -> io::Result<Option<SnapshotFile>> {
         // Names sort as log ids do.
-        Ok(self
-            .finished()?
-            .into_iter()
-            .max()
-            .map(|path| SnapshotFile { path }))
+        Ok(self.finished()?.into_iter().max().map(|path| self.at(path)))
     }
 
-    /// A path to write a new snapshot at.
-    pub(crate) fn unfinished(&self) -> PathBuf {
+    /// Where to write a new snapshot.
+    pub(crate) fn unfinished(&self) -> SnapshotFile {
         let number = self.unfinished.fetch_add(1, Ordering::Relaxed);
-        self.folder.join(format!("{number}.{UNFINISHED}"))
+        self.at(self.folder.join(format!("{number}.{UNFINISHED}")))
+    }
+
+    fn at(&self, path: PathBuf) -> SnapshotFile {
+        let files = self.files.clone();
+        SnapshotFile { files, path }
     }
 
     /// Gives a written and synced file its name, then removes every older snapshot.
     pub(crate) fn adopt(&self, unfinished: &Path, last: Option<LogId>) -> io::Result<SnapshotFile> {
         let path = self.folder.join(name(last));
         if unfinished != path {
-            fs::rename(unfinished, &path)?;
-            files::sync_folder(&self.folder)?;
+            self.files.rename(unfinished, &path)?;
+            self.files.sync_folder(&self.folder)?;
         }
         for other in self.finished()? {
             if other < path {
-                fs::remove_file(other)?;
+                self.files.remove(&other)?;
             }
         }
-        Ok(SnapshotFile { path })
+        Ok(self.at(path))
     }
 
     fn finished(&self) -> io::Result<Vec<PathBuf>> {
-        let mut paths = listed(&self.folder)?;
+        let mut paths = self.files.list(&self.folder)?;
         paths.retain(|path| {
             path.extension()
                 .is_some_and(|extension| extension == EXTENSION)
@@ -113,18 +124,14 @@ fn name(last: Option<LogId>) -> String {
     format!("{term:020}-{node:03}-{next:020}.{EXTENSION}")
 }
 
-fn listed(folder: &Path) -> io::Result<Vec<PathBuf>> {
-    fs::read_dir(folder)?
-        .map(|entry| Ok(entry?.path()))
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::io::{Read, Write};
 
     use super::*;
     use crate::error::StartError;
+    use crate::files::System;
     use crate::types::LeaderId;
     use crate::wire::proto;
 
@@ -156,15 +163,19 @@ mod tests {
     }
 
     fn write(folder: &SnapshotFolder, index: u64, bytes: &[u8]) -> SnapshotFile {
-        let path = folder.unfinished();
-        let mut writer = SnapshotWriter::create(&path, &meta(index)).unwrap();
+        let file = folder.unfinished();
+        let mut writer = SnapshotWriter::create(&file, &meta(index)).unwrap();
         writer.write_all(bytes).unwrap();
         writer.finish().unwrap();
-        folder.adopt(&path, Some(log_id(index))).unwrap()
+        folder.adopt(&file.path, Some(log_id(index))).unwrap()
+    }
+
+    fn opened(folder: &tempfile::TempDir) -> SnapshotFolder {
+        SnapshotFolder::open(Arc::new(System), folder.path().to_path_buf()).unwrap()
     }
 
     fn read(file: &SnapshotFile) -> Result<Vec<u8>, StartError> {
-        let (mut reader, _) = SnapshotReader::open(&file.path)?;
+        let (mut reader, _) = SnapshotReader::open(file)?;
         let mut bytes = Vec::new();
         reader
             .read_to_end(&mut bytes)
@@ -175,19 +186,16 @@ mod tests {
     #[test]
     fn a_snapshot_is_read_back_at_any_length() {
         let folder = tempfile::tempdir().unwrap();
-        let folder = SnapshotFolder::open(folder.path().to_path_buf()).unwrap();
+        let folder = opened(&folder);
         for (index, length) in [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1].into_iter().enumerate() {
             let bytes = vec![index as u8; length];
             let file = write(&folder, index as u64, &bytes);
-            assert_eq!(folder.newest().unwrap().as_ref(), Some(&file));
-            assert_eq!(
-                SnapshotReader::open(&file.path).unwrap().1,
-                meta(index as u64)
-            );
+            assert_eq!(folder.newest().unwrap().unwrap().path, file.path);
+            assert_eq!(SnapshotReader::open(&file).unwrap().1, meta(index as u64));
             assert!(read(&file).unwrap() == bytes, "{length} bytes differ");
         }
         assert_eq!(
-            listed(&folder.folder).unwrap().len(),
+            System.list(&folder.folder).unwrap().len(),
             1,
             "older ones are removed"
         );
@@ -196,7 +204,7 @@ mod tests {
     #[test]
     fn any_damage_is_found() {
         let folder = tempfile::tempdir().unwrap();
-        let folder = SnapshotFolder::open(folder.path().to_path_buf()).unwrap();
+        let folder = opened(&folder);
         let file = write(&folder, 1, b"the state of a machine");
         let whole = fs::read(&file.path).unwrap();
         for at in 0..whole.len() {
@@ -219,8 +227,8 @@ mod tests {
     fn what_was_left_unfinished_is_removed() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("7.unfinished"), b"half").unwrap();
-        let snapshots = SnapshotFolder::open(folder.path().to_path_buf()).unwrap();
-        assert_eq!(snapshots.newest().unwrap(), None);
-        assert!(listed(folder.path()).unwrap().is_empty());
+        let snapshots = opened(&folder);
+        assert!(snapshots.newest().unwrap().is_none());
+        assert!(System.list(folder.path()).unwrap().is_empty());
     }
 }

@@ -1,12 +1,11 @@
 //! Reads a snapshot file and checks every byte of it on the way.
 
-use std::fs::File;
 use std::io::{self, BufReader, Read};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use prost::Message;
 
-use super::{CHUNK_BYTES_MAX, END_BYTES, FRAME_HEAD_BYTES, HEAD_BYTES_MAX, MAGIC};
+use super::{CHUNK_BYTES_MAX, END_BYTES, FRAME_HEAD_BYTES, HEAD_BYTES_MAX, MAGIC, SnapshotFile};
 use crate::error::StartError;
 use crate::files::{damaged, io_error};
 use crate::wire::proto;
@@ -22,7 +21,7 @@ pub(crate) struct DamagedAt {
 /// Gives out a snapshot's bytes, chunk by checked chunk.
 pub(crate) struct SnapshotReader {
     path: PathBuf,
-    file: BufReader<File>,
+    file: BufReader<Box<dyn Read + Send>>,
     offset: u64,
     chunk: Vec<u8>,
     given: usize,
@@ -34,11 +33,12 @@ pub(crate) struct SnapshotReader {
 
 impl SnapshotReader {
     /// Opens a file and reads its head.
-    pub(crate) fn open(path: &Path) -> Result<(Self, proto::SnapshotMeta), StartError> {
-        let file = File::open(path).map_err(|error| io_error(path, error))?;
+    pub(crate) fn open(file: &SnapshotFile) -> Result<(Self, proto::SnapshotMeta), StartError> {
+        let path = &file.path;
+        let opened = file.files.open(path);
         let mut reader = Self {
-            path: path.to_path_buf(),
-            file: BufReader::new(file),
+            path: path.clone(),
+            file: BufReader::new(opened.map_err(|error| io_error(path, error))?),
             offset: 0,
             chunk: Vec::new(),
             given: 0,

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use raft::{
     CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers, Replica,
-    StartError, Status, StopReplica, Storage,
+    StartError, Status, StopReplica, Storage, Tcp,
 };
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -39,6 +39,13 @@ impl Journal {
             .unwrap()
             .values()
             .any(|known| known == command)
+    }
+}
+
+impl Journal {
+    /// Forgets what was applied at `index`, as no log says.
+    pub fn spoil(&self, index: u64) {
+        self.0.lock().unwrap().remove(&index);
     }
 }
 
@@ -161,7 +168,7 @@ impl Seat {
         self.journal = Journal::default();
         let started = Replica::start(
             self.options.clone(),
-            listener,
+            Arc::new(Tcp::new(listener).unwrap()),
             self.journal.clone(),
             self.mailbox.clone(),
         );

@@ -10,12 +10,16 @@
 //! | `log/` | sled: vote and entries |
 //! | `snapshots/` | snapshot files |
 
-use std::fs::{self, File, TryLockError};
-use std::io::{self, Write};
+mod port;
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use prost::Message;
 
+pub(crate) use self::port::{Files, Lock, NewFile, System, in_use};
 use crate::error::StartError;
 
 const FOLDER: &str = "raft";
@@ -23,43 +27,44 @@ const LOCK: &str = "lock";
 const MAGIC: &[u8; 8] = b"quorate1";
 const HEAD_BYTES: usize = MAGIC.len() + 4;
 
-/// A store taken by this process, until it is dropped or the process ends.
-#[derive(Debug)]
-pub(crate) struct Lock {
-    _file: File,
-}
-
 /// Where a replica's files are.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     root: PathBuf,
+    /// All but the log's.
+    pub(crate) files: Arc<dyn Files>,
 }
 
 impl Layout {
+    /// Files of the system.
     pub(crate) fn new(data_dir: &Path) -> Self {
-        Self {
-            root: data_dir.join(FOLDER),
-        }
+        Self::over(Arc::new(System), data_dir)
+    }
+
+    /// Files wherever they are.
+    pub(crate) fn over(files: Arc<dyn Files>, data_dir: &Path) -> Self {
+        let root = data_dir.join(FOLDER);
+        Self { root, files }
     }
 
     /// Makes the folders and has their names on disk.
     pub(crate) fn create(&self) -> Result<(), StartError> {
         for folder in [self.root.clone(), self.snapshots()] {
-            fs::create_dir_all(&folder).map_err(|source| io_error(&folder, source))?;
+            let created = self.files.create_folder(&folder);
+            created.map_err(|source| io_error(&folder, source))?;
         }
         for folder in self.root.ancestors().take(2) {
-            sync_folder(folder).map_err(|source| io_error(folder, source))?;
+            let synced = self.files.sync_folder(folder);
+            synced.map_err(|source| io_error(folder, source))?;
         }
         Ok(())
     }
 
-    /// Takes the store for this process.
+    /// Takes the store for one replica.
     pub(crate) fn lock(&self) -> Result<Lock, StartError> {
         let path = self.root.join(LOCK);
-        let locked = File::create(&path).and_then(|file| lock(&file).map(|()| file));
-        locked
-            .map(|file| Lock { _file: file })
-            .map_err(|error| io_error(&path, error))
+        let locked = self.files.lock(&path);
+        locked.map_err(|error| io_error(&path, error))
     }
 
     pub(crate) fn identity(&self) -> PathBuf {
@@ -96,13 +101,12 @@ pub(crate) fn damaged(path: &Path, offset: u64, what: impl Into<String>) -> Star
     }
 }
 
-/// Has a folder's entries on disk: a renamed or new file is only then sure to be found again.
-pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all()
-}
-
 /// Replaces a small file by a message: written beside, synced, renamed, folder synced.
-pub(crate) fn store_message(path: &Path, message: &impl Message) -> io::Result<()> {
+pub(crate) fn store_message(
+    files: &dyn Files,
+    path: &Path,
+    message: &impl Message,
+) -> io::Result<()> {
     let body = message.encode_to_vec();
     let mut bytes = Vec::with_capacity(HEAD_BYTES + body.len());
     bytes.extend_from_slice(MAGIC);
@@ -110,20 +114,27 @@ pub(crate) fn store_message(path: &Path, message: &impl Message) -> io::Result<(
     bytes.extend_from_slice(&body);
 
     let beside = path.with_extension("new");
-    let mut file = File::create(&beside)?;
+    let mut file = files.create(&beside)?;
     file.write_all(&bytes)?;
-    file.sync_all()?;
-    fs::rename(&beside, path)?;
-    sync_folder(path.parent().expect("a file of the layout has a folder"))
+    file.sync()?;
+    files.rename(&beside, path)?;
+    files.sync_folder(path.parent().expect("a file of the layout has a folder"))
 }
 
 /// Reads what [`store_message`] wrote; `None` when there is no such file.
-pub(crate) fn load_message<M: Message + Default>(path: &Path) -> Result<Option<M>, StartError> {
-    let bytes = match fs::read(path) {
-        Ok(bytes) => bytes,
+pub(crate) fn load_message<M: Message + Default>(
+    files: &dyn Files,
+    path: &Path,
+) -> Result<Option<M>, StartError> {
+    let mut bytes = Vec::new();
+    let read = files
+        .open(path)
+        .and_then(|mut file| file.read_to_end(&mut bytes));
+    match read {
+        Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(io_error(path, error)),
-    };
+    }
     let Some((head, body)) = bytes.split_at_checked(HEAD_BYTES) else {
         return Err(damaged(path, 0, "shorter than its head"));
     };
@@ -155,7 +166,7 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
         let aside = data_dir.join(format!("{FOLDER}.aside-{number}"));
         if !aside.try_exists()? {
             fs::rename(&folder, &aside)?;
-            sync_folder(data_dir)?;
+            System.sync_folder(data_dir)?;
             return Ok(Some(aside));
         }
     }
@@ -165,20 +176,9 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
 /// Refuses a store that a process runs on.
 fn refuse_if_in_use(folder: &Path) -> io::Result<()> {
     match File::open(folder.join(LOCK)) {
-        Ok(file) => lock(&file),
+        Ok(file) => port::lock(&file),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
-    }
-}
-
-fn lock(file: &File) -> io::Result<()> {
-    match file.try_lock() {
-        Ok(()) => Ok(()),
-        Err(TryLockError::WouldBlock) => Err(io::Error::new(
-            io::ErrorKind::ResourceBusy,
-            "a replica runs on it, stop that first",
-        )),
-        Err(TryLockError::Error(error)) => Err(error),
     }
 }
 
@@ -191,19 +191,22 @@ mod tests {
     fn a_message_is_read_back_and_damage_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("identity");
-        assert_eq!(load_message::<proto::Identity>(&path).unwrap(), None);
+        assert_eq!(
+            load_message::<proto::Identity>(&System, &path).unwrap(),
+            None
+        );
         let identity = proto::Identity {
             id: 3,
             store: 4,
             ..proto::Identity::default()
         };
-        store_message(&path, &identity).unwrap();
-        assert_eq!(load_message(&path).unwrap(), Some(identity));
+        store_message(&System, &path, &identity).unwrap();
+        assert_eq!(load_message(&System, &path).unwrap(), Some(identity));
 
         let mut bytes = fs::read(&path).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         fs::write(&path, bytes).unwrap();
-        let error = load_message::<proto::Identity>(&path).unwrap_err();
+        let error = load_message::<proto::Identity>(&System, &path).unwrap_err();
         assert!(
             matches!(error, StartError::Damaged { offset: 8, .. }),
             "{error}"

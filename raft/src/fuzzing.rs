@@ -1,0 +1,372 @@
+//! Readers of foreign bytes as functions that must not panic, whatever they are given: log records,
+//! messages of peers, files. For the fuzz targets of `chaos-tests`.
+
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use prost::Message;
+
+use crate::files::{load_message, store_message};
+use crate::log::record;
+use crate::memory::MemoryDisk;
+use crate::snapshot::{SnapshotFile, SnapshotReader, SnapshotWriter};
+use crate::types::{Command, Entry, LeaderId, LogId, Payload, SnapshotMeta, StoredMembership};
+use crate::wire::proto;
+
+const IN_MEMORY: &str = "a file in memory can be written and read";
+
+/// A log record behind its index (8 bytes, little-endian), as it is and with head and checksum made
+/// to fit. One that is taken is written as it was read.
+pub fn log_record(bytes: &[u8]) {
+    let Some((index, found)) = bytes.split_first_chunk() else {
+        return;
+    };
+    let index = u64::from_le_bytes(*index);
+    let mut sealed = found.to_vec();
+    if sealed.len() >= record::HEAD_BYTES {
+        record::seal(index, &mut sealed);
+    }
+    for found in [found.to_vec(), sealed] {
+        if let Ok(entry) = record::decode(index, &found) {
+            assert_eq!(record::decode(index, &record::encode(&entry)), Ok(entry));
+        }
+    }
+}
+
+/// A message of a peer: its kind in one byte, then its protobuf.
+pub fn peer_message(bytes: &[u8]) {
+    let Some((kind, bytes)) = bytes.split_first() else {
+        return;
+    };
+    match kind % 16 {
+        0 => {
+            for entry in again::<proto::AppendRequest>(bytes).entries {
+                taken(entry);
+            }
+        }
+        1 => drop(again::<proto::VoteRequest>(bytes)),
+        2 => {
+            let start = match again::<proto::SnapshotPart>(bytes).part {
+                Some(proto::snapshot_part::Part::Start(start)) => start,
+                _ => return,
+            };
+            drop(start.meta.map(SnapshotMeta::try_from));
+        }
+        3 => drop(again::<proto::TransferLeaderRequest>(bytes)),
+        4 => drop(again::<proto::ProposeRequest>(bytes)),
+        5 => drop(again::<proto::ReadBarrierRequest>(bytes)),
+        6 => drop(again::<proto::ChangeRequest>(bytes)),
+        7 => drop(again::<proto::ClaimRequest>(bytes)),
+        8 => drop(again::<proto::FetchStateRequest>(bytes)),
+        9 => drop(again::<proto::PeerMessage>(bytes)),
+        10 => drop(again::<proto::AppendResponse>(bytes)),
+        11 => drop(again::<proto::ProposeResponse>(bytes)),
+        12 => drop(again::<proto::ChangeResponse>(bytes)),
+        13 => drop(again::<proto::InfoResponse>(bytes)),
+        14 => taken(again::<proto::Entry>(bytes)),
+        _ => {
+            if let Ok(stored) = StoredMembership::try_from(again::<proto::StoredMembership>(bytes))
+            {
+                let wire = proto::StoredMembership::from(&stored);
+                assert_eq!(StoredMembership::try_from(wire), Ok(stored));
+            }
+        }
+    }
+}
+
+/// A snapshot file, as it is and with the lengths and checksums of its frames made to fit.
+pub fn snapshot_file(bytes: &[u8]) {
+    let scratch = scratch();
+    for bytes in [bytes.to_vec(), framed(bytes)] {
+        scratch.put(&bytes);
+        let Ok((mut reader, meta)) = SnapshotReader::open(&scratch) else {
+            continue;
+        };
+        // Of a whole file the machine gets what it was cut from.
+        drop(SnapshotMeta::try_from(meta));
+        let mut read = 0;
+        while let Ok(chunk) = reader.next_chunk()
+            && !chunk.is_empty()
+        {
+            read += chunk.len();
+        }
+        assert!(read <= bytes.len(), "{read} bytes of {}", bytes.len());
+    }
+}
+
+/// A small file: the identity or the log's mark.
+pub fn small_file(bytes: &[u8]) {
+    let scratch = scratch();
+    let sealed = bytes.get(12..).map(|body| {
+        let crc = crc32fast::hash(body).to_le_bytes();
+        [b"quorate1", &crc[..], body].concat()
+    });
+    for bytes in [Some(bytes.to_vec()), sealed].into_iter().flatten() {
+        scratch.put(&bytes);
+        if let Ok(Some(identity)) = load_message::<proto::Identity>(&*scratch.files, &scratch.path)
+        {
+            store_message(&*scratch.files, &scratch.path, &identity).expect(IN_MEMORY);
+            assert_eq!(
+                load_message(&*scratch.files, &scratch.path).ok(),
+                Some(Some(identity))
+            );
+        }
+        drop(load_message::<proto::LogMark>(
+            &*scratch.files,
+            &scratch.path,
+        ));
+    }
+}
+
+/// Real records.
+#[must_use]
+pub fn log_record_seeds() -> Vec<Vec<u8>> {
+    let record = |entry: &Entry| {
+        let index = entry.log_id.index.to_le_bytes();
+        [&index[..], &record::encode(entry)].concat()
+    };
+    entries().iter().map(record).collect()
+}
+
+/// Real messages of every kind.
+#[must_use]
+pub fn peer_message_seeds() -> Vec<Vec<u8>> {
+    let header = proto::Header {
+        cluster_high: 1,
+        cluster_low: 2,
+        from: 1,
+        to: 2,
+        to_store: 77,
+    };
+    let header = Some(header);
+    let vote = Some(proto::Vote {
+        term: 3,
+        node: 1,
+        committed: true,
+    });
+    let last = Some(log_id(7).into());
+    let entries = entries();
+    let wire: Vec<proto::Entry> = entries.iter().cloned().map(Into::into).collect();
+    let start = proto::SnapshotStart {
+        header,
+        vote,
+        meta: Some(meta()),
+    };
+    let chunk = proto::SnapshotChunk {
+        bytes: "state".into(),
+        crc: crc32fast::hash(b"state"),
+    };
+    let append = proto::AppendRequest {
+        header,
+        vote,
+        previous: last,
+        entries: wire.clone(),
+        committed: last,
+        has_quorum: true,
+    };
+    let vote_request = proto::VoteRequest {
+        header,
+        vote,
+        last,
+        leadership_transfer: true,
+        pre_vote: false,
+    };
+    let part = |part| proto::SnapshotPart { part: Some(part) };
+    let message = proto::PeerMessage {
+        header,
+        bytes: "\x01\x00".into(),
+    };
+    let mut seeds = vec![
+        kind(0, &append),
+        kind(1, &vote_request),
+        kind(2, &part(proto::snapshot_part::Part::Start(start))),
+        kind(2, &part(proto::snapshot_part::Part::Chunk(chunk))),
+        kind(9, &message),
+        kind(15, meta().membership.as_ref().expect("it was just set")),
+    ];
+    seeds.extend(wire.iter().map(|entry| kind(14, entry)));
+    seeds.extend(calls_to_leaders(header));
+    seeds
+}
+
+/// What replicas ask of the leader, and of whoever is there.
+fn calls_to_leaders(header: Option<proto::Header>) -> Vec<Vec<u8>> {
+    let change = proto::change_request::Change::AddLearner(proto::AddLearner {
+        id: 4,
+        address: "127.0.0.1:4".to_owned(),
+    });
+    let propose = proto::ProposeRequest {
+        header,
+        command: "command".into(),
+        timeout_ms: 5000,
+    };
+    let change = proto::ChangeRequest {
+        cluster_high: 1,
+        cluster_low: 2,
+        from: 1,
+        change: Some(change),
+        hops: 1,
+    };
+    let info = proto::InfoResponse {
+        id: 1,
+        store: 77,
+        address: "127.0.0.1:1".to_owned(),
+        labels: [("version".to_owned(), "1".to_owned())].into(),
+        members: vec![1, 2, 3],
+        ..proto::InfoResponse::default()
+    };
+    vec![kind(4, &propose), kind(6, &change), kind(13, &info)]
+}
+
+/// Real snapshot files.
+#[must_use]
+pub fn snapshot_file_seeds() -> Vec<Vec<u8>> {
+    let file = |content: &[u8]| {
+        let scratch = scratch();
+        let mut writer = SnapshotWriter::create(&scratch, &meta()).expect(IN_MEMORY);
+        let written = writer.write_all(content).and_then(|()| writer.finish());
+        written.expect(IN_MEMORY);
+        scratch.content()
+    };
+    vec![file(b""), file(b"state"), file(&[7; 3000])]
+}
+
+/// Real small files.
+#[must_use]
+pub fn small_file_seeds() -> Vec<Vec<u8>> {
+    let scratch = scratch();
+    let identity = proto::Identity {
+        id: 1,
+        store: 77,
+        cluster_high: 1,
+        cluster_low: 2,
+        claimant: 3,
+    };
+    let mark = proto::LogMark {
+        vote: None,
+        last: Some(log_id(7).into()),
+    };
+    let read = || scratch.content();
+    store_message(&*scratch.files, &scratch.path, &identity).expect(IN_MEMORY);
+    let identity = read();
+    store_message(&*scratch.files, &scratch.path, &mark).expect(IN_MEMORY);
+    vec![identity, read()]
+}
+
+/// Decodes and checks that what was read is written such that it is read alike; the default of what
+/// cannot be decoded.
+fn again<M: Message + Default + PartialEq>(bytes: &[u8]) -> M {
+    let Ok(message) = M::decode(bytes) else {
+        return M::default();
+    };
+    let again = M::decode(&message.encode_to_vec()[..]);
+    assert!(again.is_ok_and(|again| again == message));
+    message
+}
+
+fn taken(wire: proto::Entry) {
+    if let Ok(entry) = Entry::try_from(wire) {
+        assert_eq!(
+            Entry::try_from(proto::Entry::from(entry.clone())),
+            Ok(entry)
+        );
+    }
+}
+
+fn kind(kind: u8, message: &impl Message) -> Vec<u8> {
+    [&[kind][..], &message.encode_to_vec()].concat()
+}
+
+fn log_id(index: u64) -> LogId {
+    let leader_id = LeaderId {
+        term: 3,
+        node_id: 1,
+    };
+    LogId { leader_id, index }
+}
+
+fn meta() -> proto::SnapshotMeta {
+    let member = |id| proto::Member {
+        id,
+        address: format!("127.0.0.1:{id}"),
+        store: 77 + id,
+        cluster_high: 1,
+        cluster_low: 2,
+        ..proto::Member::default()
+    };
+    let membership = proto::Membership {
+        voters: vec![
+            proto::VoterSet { ids: vec![1, 2] },
+            proto::VoterSet { ids: vec![2, 3] },
+        ],
+        members: (1..=4).map(member).collect(),
+    };
+    proto::SnapshotMeta {
+        last: Some(log_id(7).into()),
+        membership: Some(proto::StoredMembership {
+            log_id: Some(log_id(5).into()),
+            membership: Some(membership),
+        }),
+        has_commands: true,
+    }
+}
+
+fn entries() -> Vec<Entry> {
+    let membership = SnapshotMeta::try_from(meta()).expect("its voters are members");
+    let membership = membership.last_membership.membership().clone();
+    let payloads = [
+        Payload::Blank,
+        Payload::Normal(Command("some command".into())),
+        Payload::Membership(membership),
+    ];
+    let entry = |(payload, index)| Entry {
+        log_id: log_id(index),
+        payload,
+    };
+    payloads.into_iter().zip(7..).map(entry).collect()
+}
+
+/// Takes bytes for a snapshot file's: magic, head and frames stay where they are, lengths are cut to
+/// what is there, and checksums set.
+fn framed(bytes: &[u8]) -> Vec<u8> {
+    const MAGIC_BYTES: usize = 8;
+    let mut file = bytes.to_vec();
+    let mut at = MAGIC_BYTES;
+    while let Some(head) = file.get(at..at + 8) {
+        let word = [head[0], head[1], head[2], head[3]];
+        let rest = file.len() - at - 8;
+        let length = (u32::from_le_bytes(word) as usize).min(rest);
+        let covered = if length == 0 { rest.min(16) } else { length };
+        let crc = crc32fast::hash(&file[at + 8..at + 8 + covered]);
+        let length = u32::try_from(length).expect("inputs are far below 4 GiB");
+        file[at..at + 4].copy_from_slice(&length.to_le_bytes());
+        file[at + 4..at + 8].copy_from_slice(&crc.to_le_bytes());
+        at += 8 + covered;
+    }
+    file
+}
+
+/// A file in memory.
+fn scratch() -> SnapshotFile {
+    SnapshotFile {
+        files: Arc::new(MemoryDisk::new().open()),
+        path: PathBuf::from("folder/file"),
+    }
+}
+
+impl SnapshotFile {
+    fn put(&self, bytes: &[u8]) {
+        let made = self.files.create(&self.path);
+        let written = made.and_then(|mut file| file.write_all(bytes));
+        written.expect(IN_MEMORY);
+    }
+
+    fn content(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let opened = self.files.open(&self.path);
+        let read = opened.and_then(|mut file| file.read_to_end(&mut bytes));
+        read.expect(IN_MEMORY);
+        bytes
+    }
+}

@@ -1,0 +1,206 @@
+//! Files in memory.
+//!
+//! Folders are not kept: there is a folder wherever there is a file. A new name is durable once its
+//! folder is synced, content once its file is.
+
+use std::collections::BTreeMap;
+use std::io::{self, Cursor, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{MemoryHandle, Step};
+use crate::files::{Files, Lock, NewFile, in_use};
+
+/// What files there are. A file has a number of its own, whatever it is called.
+#[derive(Clone, Default)]
+pub(super) struct FileImage {
+    names: BTreeMap<PathBuf, u64>,
+    contents: BTreeMap<u64, Vec<u8>>,
+}
+
+/// One change of files.
+#[derive(Clone)]
+pub(super) enum FileStep {
+    /// A new file, empty until it is written.
+    Create { path: PathBuf, file: u64 },
+    /// More content.
+    Write { file: u64, bytes: Arc<[u8]> },
+    /// Another name.
+    Rename { from: PathBuf, to: PathBuf },
+    /// A name less.
+    Remove { path: PathBuf },
+}
+
+impl FileImage {
+    pub(super) fn apply(&mut self, step: &FileStep) {
+        match step {
+            FileStep::Create { path, file } => self.name(path.clone(), *file),
+            FileStep::Write { file, bytes } => {
+                self.contents.entry(*file).or_default().extend(&bytes[..]);
+            }
+            FileStep::Rename { from, to } => {
+                if let Some(file) = self.names.remove(from) {
+                    self.name(to.clone(), file);
+                }
+            }
+            FileStep::Remove { path } => {
+                if let Some(file) = self.names.remove(path) {
+                    self.contents.remove(&file);
+                }
+            }
+        }
+    }
+
+    fn name(&mut self, path: PathBuf, file: u64) {
+        if let Some(before) = self.names.insert(path, file) {
+            self.contents.remove(&before);
+        }
+    }
+
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        let file = self.names.get(path).ok_or(io::ErrorKind::NotFound)?;
+        Ok(self.contents.get(file).cloned().unwrap_or_default())
+    }
+}
+
+impl FileStep {
+    /// Whether it changes which files are in this folder.
+    fn is_in(&self, folder: &Path) -> bool {
+        match self {
+            Self::Create { path, .. } | Self::Remove { path } | Self::Rename { to: path, .. } => {
+                path.parent() == Some(folder)
+            }
+            Self::Write { .. } => false,
+        }
+    }
+
+    fn writes(&self, to: u64) -> bool {
+        match self {
+            Self::Write { file, .. } => *file == to,
+            Self::Create { .. } | Self::Rename { .. } | Self::Remove { .. } => false,
+        }
+    }
+}
+
+impl MemoryHandle {
+    fn change(&self, step: FileStep) -> io::Result<()> {
+        self.with(|state| {
+            state.refuse_if_failed()?;
+            state.take(Step::File(step));
+            Ok(())
+        })
+    }
+
+    fn sync_files(&self, is_synced: impl Fn(&FileStep) -> bool) -> io::Result<()> {
+        self.with(|state| {
+            state.refuse_if_failed()?;
+            state.sync(|step| matches!(step, Step::File(step) if is_synced(step)));
+            Ok(())
+        })
+    }
+}
+
+impl Files for MemoryHandle {
+    fn create_folder(&self, _path: &Path) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        self.sync_files(|step| step.is_in(path))
+    }
+
+    fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>> {
+        self.with(|state| {
+            let names = state.seen.files.names.keys();
+            let inside = names.filter(|name| name.parent() == Some(folder));
+            Ok(inside.cloned().collect())
+        })
+    }
+
+    fn exists(&self, path: &Path) -> bool {
+        let found = self.with(|state| Ok(state.seen.files.names.contains_key(path)));
+        found.unwrap_or(false)
+    }
+
+    fn open(&self, path: &Path) -> io::Result<Box<dyn Read + Send>> {
+        let content = self.with(|state| state.seen.files.read(path))?;
+        Ok(Box::new(Cursor::new(content)))
+    }
+
+    fn create(&self, path: &Path) -> io::Result<Box<dyn NewFile>> {
+        let file = self.with(|state| {
+            state.files_made += 1;
+            Ok(state.files_made)
+        })?;
+        let path = path.to_path_buf();
+        self.change(FileStep::Create { path, file })?;
+        let disk = self.clone();
+        Ok(Box::new(MemoryFile { disk, file }))
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        if !self.exists(from) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        self.change(FileStep::Rename {
+            from: from.to_path_buf(),
+            to: to.to_path_buf(),
+        })
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        if !self.exists(path) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let path = path.to_path_buf();
+        self.change(FileStep::Remove { path })
+    }
+
+    fn lock(&self, _path: &Path) -> io::Result<Lock> {
+        self.with(|state| {
+            if std::mem::replace(&mut state.is_locked, true) {
+                return Err(in_use());
+            }
+            Ok(Lock::new(Held(self.clone())))
+        })
+    }
+}
+
+/// A file that is being written.
+struct MemoryFile {
+    disk: MemoryHandle,
+    file: u64,
+}
+
+impl Write for MemoryFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let (file, written) = (self.file, bytes.len());
+        let bytes = bytes.into();
+        self.disk.change(FileStep::Write { file, bytes })?;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl NewFile for MemoryFile {
+    fn sync(&mut self) -> io::Result<()> {
+        self.disk.sync_files(|step| step.writes(self.file))
+    }
+}
+
+/// The disk, taken by one replica.
+struct Held(MemoryHandle);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // After a crash it is somebody else's.
+        let freed = self.0.with(|state| {
+            state.is_locked = false;
+            Ok(())
+        });
+        freed.ok();
+    }
+}

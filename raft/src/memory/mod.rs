@@ -1,0 +1,175 @@
+//! A disk in memory, with the log, identity and snapshots of one replica, for tests and simulation.
+//!
+//! What is written is read back at once. It survives a crash when it was synced before; of what was
+//! not, a crash leaves a prefix, as a disk that is cut off in the middle does. The log's writes take
+//! a while to be synced, everything else is synced at once.
+
+mod files;
+mod log;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use self::files::{FileImage, FileStep};
+use self::log::LogImage;
+use crate::log::disk::Change;
+
+/// A disk in memory. Clones are the same disk: a replica that is started again with it finds what
+/// the one before has left.
+#[derive(Clone, Default)]
+pub struct MemoryDisk(Arc<Mutex<State>>);
+
+/// The disk as one start of a replica has it: until a crash.
+#[derive(Clone)]
+pub(crate) struct MemoryHandle {
+    disk: MemoryDisk,
+    era: u64,
+}
+
+#[derive(Default)]
+struct State {
+    /// What is read.
+    seen: Image,
+    /// What a crash leaves for sure.
+    durable: Image,
+    /// What leads from `durable` to `seen`, in the order in which it was written.
+    unsynced: VecDeque<Step>,
+    /// How long the log's next sync takes; at once if `None`.
+    sync_time: Option<Box<dyn FnMut() -> Duration + Send>>,
+    failure: Option<String>,
+    /// Counts crashes: who opened the disk before the last one has lost it.
+    era: u64,
+    is_locked: bool,
+    files_made: u64,
+}
+
+#[derive(Clone, Default)]
+struct Image {
+    log: LogImage,
+    files: FileImage,
+}
+
+/// One change that is made durable or not, never in part.
+enum Step {
+    Log(Change),
+    File(FileStep),
+}
+
+impl MemoryDisk {
+    /// An empty one.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// An empty one on which a write of the log is durable, and answered, after the time that
+    /// `sync_time` says, asked anew for each.
+    #[must_use]
+    pub fn with_sync(sync_time: impl FnMut() -> Duration + Send + 'static) -> Self {
+        let disk = Self::default();
+        disk.lock().sync_time = Some(Box::new(sync_time));
+        disk
+    }
+
+    /// Has every later write fail, as on a full or broken disk; `None` repairs it.
+    pub fn fail(&self, what: Option<String>) {
+        self.lock().failure = what;
+    }
+
+    /// Cuts the disk off from the replica that runs on it, which can neither read nor change it from
+    /// here on. Of the changes that were not synced, the oldest ones survive, as many as `keep`
+    /// answers when it is told how many there are; the others never were.
+    pub fn crash(&self, keep: impl FnOnce(usize) -> usize) {
+        let mut state = self.lock();
+        state.era += 1;
+        state.is_locked = false;
+        let unsynced = std::mem::take(&mut state.unsynced);
+        let kept = keep(unsynced.len());
+        for step in unsynced.iter().take(kept) {
+            state.durable.apply(step);
+        }
+        state.seen = state.durable.clone();
+    }
+
+    /// The disk for one start of a replica.
+    pub(crate) fn open(&self) -> MemoryHandle {
+        MemoryHandle {
+            era: self.lock().era,
+            disk: self.clone(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for MemoryDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryDisk").finish_non_exhaustive()
+    }
+}
+
+impl MemoryHandle {
+    /// How long the log's next sync takes.
+    pub(crate) fn sync_time(&self) -> io::Result<Duration> {
+        self.with(|state| {
+            Ok(state
+                .sync_time
+                .as_mut()
+                .map_or(Duration::ZERO, |time| time()))
+        })
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
+        let mut state = self.disk.lock();
+        if state.era != self.era {
+            return Err(io::Error::other("the disk was cut off"));
+        }
+        work(&mut state)
+    }
+}
+
+impl fmt::Debug for MemoryHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryHandle").finish_non_exhaustive()
+    }
+}
+
+impl State {
+    fn refuse_if_failed(&self) -> io::Result<()> {
+        match &self.failure {
+            Some(what) => Err(io::Error::other(what.clone())),
+            None => Ok(()),
+        }
+    }
+
+    fn take(&mut self, step: Step) {
+        self.seen.apply(&step);
+        self.unsynced.push_back(step);
+    }
+
+    fn sync(&mut self, is_synced: impl Fn(&Step) -> bool) {
+        for step in std::mem::take(&mut self.unsynced) {
+            if is_synced(&step) {
+                self.durable.apply(&step);
+            } else {
+                self.unsynced.push_back(step);
+            }
+        }
+    }
+}
+
+impl Image {
+    fn apply(&mut self, step: &Step) {
+        match step {
+            Step::Log(change) => self.log.apply(change),
+            Step::File(step) => self.files.apply(step),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! What a crash leaves of the disk in memory.
+
+use std::io::{Read, Write};
+use std::path::Path;
+
+use bytes::Bytes;
+
+use super::*;
+use crate::files::Files;
+use crate::log::disk::{Contents, Disk};
+use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
+
+fn entry(index: u64) -> Entry {
+    let leader_id = LeaderId {
+        term: 1,
+        node_id: 1,
+    };
+    Entry {
+        log_id: LogId { leader_id, index },
+        payload: Payload::Normal(Command(Bytes::from_static(b"command"))),
+    }
+}
+
+fn content(handle: &MemoryHandle, path: &str) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    handle.open(Path::new(path))?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[test]
+fn a_crash_keeps_what_was_synced_and_a_prefix_of_the_rest() {
+    for kept in 0..=4 {
+        let disk = MemoryDisk::new();
+        let handle = disk.open();
+        handle
+            .write(&[Change::Append(vec![entry(0), entry(1)])])
+            .unwrap();
+        let vote = Vote::new(2, 1);
+        let entries = vec![entry(2), entry(3)];
+        let changes = [
+            Change::Append(entries),
+            Change::Vote(vote),
+            Change::Truncate { from: 3 },
+        ];
+        handle.write_unsynced(&changes).unwrap();
+        disk.crash(|unsynced| {
+            assert_eq!(unsynced, 4, "an append is torn between its entries");
+            kept
+        });
+        let contents = disk.open().contents().unwrap();
+        let last = [1, 2, 3, 3, 2][kept];
+        let expected = Contents {
+            vote: (kept >= 3).then_some(vote),
+            last: Some(entry(last).log_id),
+            ..Contents::default()
+        };
+        assert_eq!(contents, expected, "{kept} kept");
+        let read = disk.open().read(0..9, usize::MAX).unwrap();
+        assert_eq!(read, (0..=last).map(entry).collect::<Vec<_>>());
+        disk.crash(|unsynced| unsynced);
+        assert_eq!(disk.open().contents().unwrap(), contents);
+    }
+}
+
+#[test]
+fn a_replica_from_before_a_crash_changes_nothing() {
+    let disk = MemoryDisk::new();
+    let (before, path) = (disk.open(), Path::new("/data/raft/lock"));
+    let lock = before.lock(path).unwrap();
+    assert!(disk.open().lock(path).is_err(), "one replica at a time");
+    let mut file = before.create(Path::new("/data/a")).unwrap();
+    disk.crash(|unsynced| unsynced);
+    assert!(before.write(&[Change::Vote(Vote::new(1, 1))]).is_err());
+    assert!(before.sync_log().is_err());
+    assert!(before.read(0..1, 1).is_err());
+    assert!(file.write(b"late").is_err());
+    let after = disk.open();
+    assert_eq!(content(&after, "/data/a").unwrap(), b"");
+    assert_eq!(after.contents().unwrap(), Contents::default());
+    let held = after.lock(path).unwrap();
+    drop(lock);
+    assert!(
+        after.lock(path).is_err(),
+        "it is not the first one's to free"
+    );
+    drop(held);
+    after.lock(path).unwrap();
+}
+
+#[test]
+fn a_file_is_there_after_its_folder_was_synced_and_whole_after_it_was() {
+    let disk = MemoryDisk::new();
+    let handle = disk.open();
+    let write = |path: &str, bytes: &[u8], sync: bool| {
+        let mut file = handle.create(Path::new(path)).unwrap();
+        file.write_all(bytes).unwrap();
+        if sync {
+            file.sync().unwrap();
+        }
+    };
+    write("/data/kept", b"1", true);
+    write("/data/empty", b"2", false);
+    write("/data/new", b"3", true);
+    handle
+        .rename(Path::new("/data/new"), Path::new("/data/kept"))
+        .unwrap();
+    handle.sync_folder(Path::new("/data")).unwrap();
+    write("/data/lost", b"4", true);
+    handle.remove(Path::new("/data/kept")).unwrap();
+    assert!(content(&handle, "/data/kept").is_err());
+    disk.crash(|_| 0);
+    let handle = disk.open();
+    assert_eq!(content(&handle, "/data/kept").unwrap(), b"3");
+    assert_eq!(content(&handle, "/data/empty").unwrap(), b"");
+    let mut listed = handle.list(Path::new("/data")).unwrap();
+    listed.sort();
+    assert_eq!(listed, [Path::new("/data/empty"), Path::new("/data/kept")]);
+}
+
+#[test]
+fn a_broken_disk_takes_nothing_until_it_is_repaired() {
+    let disk = MemoryDisk::new();
+    let handle = disk.open();
+    disk.fail(Some("disk full".to_owned()));
+    let change = [Change::Vote(Vote::new(1, 1))];
+    assert!(handle.write(&change).is_err());
+    assert!(handle.create(Path::new("/data/a")).is_err());
+    assert_eq!(handle.contents().unwrap(), Contents::default());
+    disk.fail(None);
+    handle.write(&change).unwrap();
+    assert_eq!(handle.contents().unwrap().vote, Some(Vote::new(1, 1)));
+}

@@ -1,0 +1,190 @@
+//! Snapshot files cut into parts for a stream, and put together again.
+
+use std::io::{self, Write};
+
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tonic::{Status, Streaming};
+
+use super::link::{CallError, Lane, Peer};
+use super::{PARTS_MAX, SNAPSHOT_TIMEOUT};
+use crate::blocking::Blocking;
+use crate::snapshot::{SnapshotFile, SnapshotReader, SnapshotWriter};
+use crate::types::SnapshotMeta;
+use crate::wire::{Malformed, proto};
+
+/// Has `peer` send its machine's state as it is into a file of its own.
+pub(crate) async fn fetch_state(
+    peer: &Peer,
+    file: &SnapshotFile,
+    blocking: Blocking,
+) -> Result<(), CallError> {
+    let request = proto::FetchStateRequest {
+        header: Some(peer.header()),
+    };
+    let call = peer.call(Lane::Bulk, SNAPSHOT_TIMEOUT, |mut client| async move {
+        client.fetch_state(request).await
+    });
+    let mut parts = call.await?;
+    let received = async {
+        let start = first_part(&mut parts).await?;
+        let meta = start.meta.ok_or(Malformed("a snapshot without meta"))?;
+        write_parts(file, meta, parts, blocking).await
+    };
+    match timeout(SNAPSHOT_TIMEOUT, received).await {
+        Ok(received) => received.map_err(CallError::Failed),
+        Err(_) => Err(CallError::TimedOut(SNAPSHOT_TIMEOUT)),
+    }
+}
+
+/// Cuts a file into parts, one after the other.
+pub(super) struct PartReader {
+    reader: SnapshotReader,
+    /// What the file stands for.
+    pub(super) meta: SnapshotMeta,
+    /// The first part, until it is given.
+    start: Option<proto::SnapshotStart>,
+    chunks: u64,
+    bytes: u64,
+    is_ended: bool,
+}
+
+impl PartReader {
+    /// Opens a file; `start` leads its parts. Blocks.
+    pub(super) fn open(file: &SnapshotFile, mut start: proto::SnapshotStart) -> io::Result<Self> {
+        let (reader, head) = SnapshotReader::open(file).map_err(io::Error::other)?;
+        let meta: SnapshotMeta = head.clone().try_into().map_err(io::Error::other)?;
+        start.meta = Some(head);
+        Ok(Self {
+            reader,
+            meta,
+            start: Some(start),
+            chunks: 0,
+            bytes: 0,
+            is_ended: false,
+        })
+    }
+
+    /// The next part; `None` after the last. Blocks.
+    fn next(&mut self) -> io::Result<Option<proto::SnapshotPart>> {
+        let some = |part| Ok(Some(proto::SnapshotPart { part: Some(part) }));
+        if let Some(start) = self.start.take() {
+            return some(proto::snapshot_part::Part::Start(start));
+        }
+        if self.is_ended {
+            return Ok(None);
+        }
+        let chunk = self.reader.next_chunk()?;
+        if chunk.is_empty() {
+            self.is_ended = true;
+            return some(proto::snapshot_part::Part::End(proto::SnapshotEnd {
+                chunks: self.chunks,
+                bytes: self.bytes,
+            }));
+        }
+        self.chunks += 1;
+        self.bytes += chunk.len() as u64;
+        let crc = crc32fast::hash(chunk);
+        let bytes = chunk.to_vec().into();
+        some(proto::snapshot_part::Part::Chunk(proto::SnapshotChunk {
+            bytes,
+            crc,
+        }))
+    }
+
+    /// Gives all parts to `parts`, reading at its pace and somewhat ahead of it. Ends early when
+    /// nobody takes them any more.
+    pub(super) async fn send<T>(
+        mut self,
+        parts: &mpsc::Sender<T>,
+        wrap: impl Fn(proto::SnapshotPart) -> T,
+        blocking: Blocking,
+    ) -> io::Result<()> {
+        loop {
+            let next = blocking.run(move || {
+                let part = self.next();
+                (self, part)
+            });
+            let (reader, part) = next.await?;
+            let Some(part) = part? else { return Ok(()) };
+            if parts.send(wrap(part)).await.is_err() {
+                return Ok(());
+            }
+            self = reader;
+        }
+    }
+}
+
+/// What parts are sent through, and what they are taken from.
+pub(super) fn channel<T>() -> (mpsc::Sender<T>, mpsc::Receiver<T>) {
+    mpsc::channel(PARTS_MAX)
+}
+
+/// The first part of a stream.
+pub(super) async fn first_part(
+    parts: &mut Streaming<proto::SnapshotPart>,
+) -> Result<proto::SnapshotStart, Status> {
+    match parts.message().await?.and_then(|part| part.part) {
+        Some(proto::snapshot_part::Part::Start(start)) => Ok(start),
+        _ => Err(Malformed("a snapshot without start").into()),
+    }
+}
+
+/// Writes the parts behind the first into a file; a damaged or missing part refuses it, and nothing
+/// is left of the file.
+pub(super) async fn write_parts(
+    file: &SnapshotFile,
+    meta: proto::SnapshotMeta,
+    parts: Streaming<proto::SnapshotPart>,
+    blocking: Blocking,
+) -> Result<(), Status> {
+    let written = write_all(file, meta, parts, blocking).await;
+    if written.is_err() {
+        remove(file, blocking).await;
+    }
+    written
+}
+
+/// Removes a file, if it is there.
+pub(super) async fn remove(file: &SnapshotFile, blocking: Blocking) {
+    let file = file.clone();
+    // Left over at worst until the next start.
+    blocking.run(move || file.remove()).await.ok();
+}
+
+async fn write_all(
+    file: &SnapshotFile,
+    meta: proto::SnapshotMeta,
+    mut parts: Streaming<proto::SnapshotPart>,
+    blocking: Blocking,
+) -> Result<(), Status> {
+    let disk = |error: io::Error| Status::resource_exhausted(error.to_string());
+    let refused = || Status::data_loss("snapshot parts are damaged or missing");
+    let panicked = |error: io::Error| Status::aborted(error.to_string());
+    let file = file.clone();
+    let created = blocking.run(move || SnapshotWriter::create(&file, &meta));
+    let mut writer = created.await.map_err(panicked)?.map_err(disk)?;
+    let (mut chunks, mut bytes) = (0, 0);
+    while let Some(part) = parts.message().await? {
+        match part.part.ok_or_else(refused)? {
+            proto::snapshot_part::Part::Chunk(chunk) => {
+                if crc32fast::hash(&chunk.bytes) != chunk.crc {
+                    return Err(refused());
+                }
+                chunks += 1;
+                bytes += chunk.bytes.len() as u64;
+                let written = blocking.run(move || writer.write_all(&chunk.bytes).map(|()| writer));
+                writer = written.await.map_err(panicked)?.map_err(disk)?;
+            }
+            proto::snapshot_part::Part::End(end) => {
+                if (end.chunks, end.bytes) != (chunks, bytes) {
+                    return Err(refused());
+                }
+                let finished = blocking.run(move || writer.finish());
+                return finished.await.map_err(panicked)?.map_err(disk);
+            }
+            proto::snapshot_part::Part::Start(_) => return Err(refused()),
+        }
+    }
+    Err(refused())
+}

@@ -1,0 +1,136 @@
+//! The runtime that openraft runs on: tokio, with random numbers and wake-ups that a simulation can
+//! repeat.
+
+use std::future::Future;
+use std::time::Duration;
+
+use openraft::async_runtime::AsyncRuntime;
+use openraft::async_runtime::watch::{RecvError, SendError, Watch, WatchReceiver, WatchSender};
+use openraft::impls::TokioRuntime;
+use openraft::{OptionalSend, OptionalSync};
+
+use crate::chance::Generator;
+use crate::watch::{Receiver, Ref, Sender};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Runtime(TokioRuntime);
+
+impl AsyncRuntime for Runtime {
+    type JoinError = <TokioRuntime as AsyncRuntime>::JoinError;
+    type JoinHandle<T: OptionalSend + 'static> = <TokioRuntime as AsyncRuntime>::JoinHandle<T>;
+    type Sleep = <TokioRuntime as AsyncRuntime>::Sleep;
+    type Instant = <TokioRuntime as AsyncRuntime>::Instant;
+    type TimeoutError = <TokioRuntime as AsyncRuntime>::TimeoutError;
+    type Timeout<R, T: Future<Output = R> + OptionalSend> =
+        <TokioRuntime as AsyncRuntime>::Timeout<R, T>;
+    type ThreadLocalRng = Generator;
+    type Mpsc = <TokioRuntime as AsyncRuntime>::Mpsc;
+    type Watch = Watched;
+    type Oneshot = <TokioRuntime as AsyncRuntime>::Oneshot;
+    type Mutex<T: OptionalSend + 'static> = <TokioRuntime as AsyncRuntime>::Mutex<T>;
+
+    fn spawn<T>(future: T) -> Self::JoinHandle<T::Output>
+    where
+        T: Future + OptionalSend + 'static,
+        T::Output: OptionalSend + 'static,
+    {
+        TokioRuntime::spawn(future)
+    }
+
+    fn sleep(duration: Duration) -> Self::Sleep {
+        TokioRuntime::sleep(duration)
+    }
+
+    fn sleep_until(deadline: Self::Instant) -> Self::Sleep {
+        TokioRuntime::sleep_until(deadline)
+    }
+
+    fn timeout<R, F: Future<Output = R> + OptionalSend>(
+        duration: Duration,
+        future: F,
+    ) -> Self::Timeout<R, F> {
+        TokioRuntime::timeout(duration, future)
+    }
+
+    fn timeout_at<R, F: Future<Output = R> + OptionalSend>(
+        deadline: Self::Instant,
+        future: F,
+    ) -> Self::Timeout<R, F> {
+        TokioRuntime::timeout_at(deadline, future)
+    }
+
+    fn is_panic(join_error: &Self::JoinError) -> bool {
+        TokioRuntime::is_panic(join_error)
+    }
+
+    fn thread_rng() -> Generator {
+        Generator
+    }
+
+    fn new(threads: usize) -> Self {
+        Self(TokioRuntime::new(threads))
+    }
+
+    fn block_on<F, T>(&mut self, future: F) -> T
+    where
+        F: Future<Output = T>,
+    {
+        self.0.block_on(future)
+    }
+}
+
+/// [`crate::watch`] as openraft wants it.
+#[derive(Debug)]
+pub(crate) struct Watched;
+
+impl Watch for Watched {
+    type Sender<T: OptionalSend + OptionalSync> = Sender<T>;
+    type Receiver<T: OptionalSend + OptionalSync> = Receiver<T>;
+    type Ref<'a, T: OptionalSend + 'a> = Ref<'a, T>;
+
+    fn channel<T: OptionalSend + OptionalSync>(init: T) -> (Sender<T>, Receiver<T>) {
+        let sender = Sender::new(init);
+        let receiver = sender.subscribe();
+        (sender, receiver)
+    }
+}
+
+impl<T: OptionalSend + OptionalSync> WatchSender<Watched, T> for Sender<T> {
+    fn send(&self, value: T) -> Result<(), SendError<T>> {
+        if !self.has_receivers() {
+            return Err(SendError(value));
+        }
+        self.send_replace(value);
+        Ok(())
+    }
+
+    fn send_if_modified<F>(&self, modify: F) -> bool
+    where
+        F: FnOnce(&mut T) -> bool,
+    {
+        Sender::send_if_modified(self, modify)
+    }
+
+    fn borrow_watched(&self) -> Ref<'_, T> {
+        self.borrow()
+    }
+
+    fn subscribe(&self) -> Receiver<T> {
+        Sender::subscribe(self)
+    }
+}
+
+impl<T: OptionalSend + OptionalSync> WatchReceiver<Watched, T> for Receiver<T> {
+    async fn changed(&mut self) -> Result<(), RecvError> {
+        Receiver::changed(self).await.map_err(|_| RecvError(()))
+    }
+
+    fn borrow_watched(&self) -> Ref<'_, T> {
+        self.borrow()
+    }
+
+    fn borrow_and_update(&mut self) -> Ref<'_, T> {
+        Receiver::borrow_and_update(self)
+    }
+}

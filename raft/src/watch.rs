@@ -1,0 +1,302 @@
+//! A value whose changes can be waited for.
+//!
+//! As tokio's of the same name, whose waiters wake in an order drawn from a generator that nobody
+//! can seed. These wake in the order in which they began to wait, so that a simulation runs as it
+//! ran before.
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::{Arc, PoisonError};
+
+use crate::sync::{AtomicUsize, Notify, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+struct Shared<T> {
+    current: RwLock<Versioned<T>>,
+    changed: Notify,
+    senders: AtomicUsize,
+    receivers: AtomicUsize,
+}
+
+struct Versioned<T> {
+    value: T,
+    version: u64,
+}
+
+/// Changes the value. Clones change the same one.
+pub struct Sender<T>(Arc<Shared<T>>);
+
+/// Reads the value and waits for changes. A clone has seen what the original has.
+pub struct Receiver<T> {
+    shared: Arc<Shared<T>>,
+    seen: u64,
+}
+
+/// The value, which does not change while this is held: not to be held for long.
+pub struct Ref<'a, T>(RwLockReadGuard<'a, Versioned<T>>);
+
+/// Whoever could change the value is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("nobody is left to change the value")]
+pub struct Closed;
+
+impl<T> Shared<T> {
+    fn read(&self) -> RwLockReadGuard<'_, Versioned<T>> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Versioned<T>> {
+        self.current.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a version other than `seen` and sees it.
+    async fn changed(&self, seen: &mut u64) -> Result<(), Closed> {
+        loop {
+            // Before the look: a change after the look wakes it even though it does not wait yet.
+            let notified = self.changed.notified();
+            // Before it too: the last value may come with the end.
+            let is_closed = self.senders.load(Ordering::Acquire) == 0;
+            let version = self.read().version;
+            if version != *seen {
+                *seen = version;
+                return Ok(());
+            }
+            if is_closed {
+                return Err(Closed);
+            }
+            notified.await;
+        }
+    }
+}
+
+impl<T> Sender<T> {
+    /// Begins with `value`.
+    pub fn new(value: T) -> Self {
+        Self(Arc::new(Shared {
+            current: RwLock::new(Versioned { value, version: 0 }),
+            changed: Notify::new(),
+            senders: AtomicUsize::new(1),
+            receivers: AtomicUsize::new(0),
+        }))
+    }
+
+    /// A receiver that has seen the present value.
+    #[must_use]
+    pub fn subscribe(&self) -> Receiver<T> {
+        self.0.receivers.fetch_add(1, Ordering::Relaxed);
+        Receiver {
+            seen: self.0.read().version,
+            shared: self.0.clone(),
+        }
+    }
+
+    /// The present value.
+    #[must_use]
+    pub fn borrow(&self) -> Ref<'_, T> {
+        Ref(self.0.read())
+    }
+
+    /// Puts `value` in place of the present one, which is answered.
+    pub fn send_replace(&self, value: T) -> T {
+        let mut value = value;
+        self.send_modify(|present| std::mem::swap(present, &mut value));
+        value
+    }
+
+    /// Changes the value.
+    pub fn send_modify(&self, change: impl FnOnce(&mut T)) {
+        self.send_if_modified(|value| {
+            change(value);
+            true
+        });
+    }
+
+    /// Changes the value; who waits is woken if `change` says that it did.
+    pub fn send_if_modified(&self, change: impl FnOnce(&mut T) -> bool) -> bool {
+        {
+            let mut current = self.0.write();
+            if !change(&mut current.value) {
+                return false;
+            }
+            current.version += 1;
+        }
+        self.0.changed.notify_waiters();
+        true
+    }
+
+    /// Whether anybody could see a change.
+    pub(crate) fn has_receivers(&self) -> bool {
+        self.0.receivers.load(Ordering::Relaxed) > 0
+    }
+}
+
+impl<T> Clone for Sender<T> {
+    fn clone(&self) -> Self {
+        self.0.senders.fetch_add(1, Ordering::Relaxed);
+        Self(self.0.clone())
+    }
+}
+
+impl<T> Drop for Sender<T> {
+    fn drop(&mut self) {
+        if self.0.senders.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.changed.notify_waiters();
+        }
+    }
+}
+
+impl<T: Default> Default for Sender<T> {
+    fn default() -> Self {
+        Self::new(T::default())
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Sender<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Sender").field(&*self.borrow()).finish()
+    }
+}
+
+impl<T> Receiver<T> {
+    /// The present value. Whether it was seen does not change.
+    #[must_use]
+    pub fn borrow(&self) -> Ref<'_, T> {
+        Ref(self.shared.read())
+    }
+
+    /// The present value, which is seen by this.
+    pub fn borrow_and_update(&mut self) -> Ref<'_, T> {
+        let current = self.shared.read();
+        self.seen = current.version;
+        Ref(current)
+    }
+
+    /// Whether there is a value that was not seen yet.
+    #[must_use]
+    pub fn has_changed(&self) -> bool {
+        self.shared.read().version != self.seen
+    }
+
+    /// Takes the present value for seen.
+    pub fn mark_unchanged(&mut self) {
+        self.seen = self.shared.read().version;
+    }
+
+    /// Waits for a value that was not seen yet; then it is.
+    ///
+    /// # Errors
+    /// [`Closed`] when there is none and never will be.
+    pub async fn changed(&mut self) -> Result<(), Closed> {
+        self.shared.changed(&mut self.seen).await
+    }
+
+    /// Waits for a value, beginning with the present one, that is as wished.
+    ///
+    /// # Errors
+    /// [`Closed`] when there is none and never will be.
+    pub async fn wait_for(
+        &mut self,
+        mut wish: impl FnMut(&T) -> bool,
+    ) -> Result<Ref<'_, T>, Closed> {
+        loop {
+            {
+                let current = self.shared.read();
+                self.seen = current.version;
+                if wish(&current.value) {
+                    return Ok(Ref(current));
+                }
+            }
+            self.shared.changed(&mut self.seen).await?;
+        }
+    }
+}
+
+impl<T> Clone for Receiver<T> {
+    fn clone(&self) -> Self {
+        self.shared.receivers.fetch_add(1, Ordering::Relaxed);
+        Self {
+            shared: self.shared.clone(),
+            seen: self.seen,
+        }
+    }
+}
+
+impl<T> Drop for Receiver<T> {
+    fn drop(&mut self) {
+        self.shared.receivers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Receiver<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Receiver").field(&*self.borrow()).finish()
+    }
+}
+
+impl<T> Deref for Ref<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0.value
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Ref<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&**self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn waiters_wake_in_the_order_in_which_they_began_to_wait() {
+        let sender = Sender::new(0);
+        let woken = Arc::new(Mutex::new(Vec::new()));
+        let mut waiting = Vec::new();
+        for number in 0..20 {
+            let (mut receiver, woken) = (sender.subscribe(), woken.clone());
+            waiting.push(tokio::spawn(async move {
+                receiver.changed().await.unwrap();
+                woken.lock().unwrap().push(number);
+            }));
+        }
+        tokio::task::yield_now().await;
+        sender.send_replace(1);
+        for waiter in waiting {
+            waiter.await.unwrap();
+        }
+        assert_eq!(*woken.lock().unwrap(), (0..20).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn a_change_is_seen_once_and_the_end_is_seen() {
+        let sender = Sender::new(0);
+        let mut receiver = sender.subscribe();
+        assert!(!sender.send_if_modified(|_| false));
+        assert!(!receiver.has_changed());
+        sender.send_modify(|value| *value += 1);
+        assert!(receiver.has_changed());
+        receiver.changed().await.unwrap();
+        assert_eq!(*receiver.borrow(), 1);
+        assert_eq!(sender.send_replace(5), 1);
+        assert_eq!(*receiver.borrow_and_update(), 5);
+        let later = tokio::spawn(async move {
+            assert_eq!(
+                receiver.wait_for(|value| *value > 6).await.map(|v| *v),
+                Ok(7)
+            );
+            receiver.changed().await
+        });
+        tokio::task::yield_now().await;
+        let other = sender.clone();
+        sender.send_replace(6);
+        drop(sender);
+        other.send_replace(7);
+        drop(other);
+        assert_eq!(later.await.unwrap(), Err(Closed));
+    }
+}

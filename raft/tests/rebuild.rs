@@ -1,0 +1,73 @@
+//! A machine that went wrong over a right log takes over another one's state.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "these are tests, their helpers included"
+)]
+
+mod common;
+
+use common::Cluster;
+use raft::ChangeError;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wrong_machine_takes_over_a_right_one_under_load() {
+    let mut cluster = Cluster::found(3).await;
+    let leader = cluster.leader().await;
+    let wrong = leader % 3 + 1;
+    for number in 0..50 {
+        cluster
+            .seat(leader)
+            .propose(&format!("before {number}"))
+            .await;
+    }
+    let last = cluster.seat(leader).propose("the last before").await.index;
+    cluster.agree(last).await;
+    // What it holds is wrong, and so is its newest snapshot.
+    cluster.seat(wrong).journal.spoil(last);
+    cluster.seat(wrong).replica().snapshot().await.unwrap();
+    assert!(!cluster.seat(wrong).journal.contains(b"the last before"));
+
+    let (writer, rebuilt) = (
+        cluster.seat(leader).replica().clone(),
+        cluster.seat(wrong).replica().clone(),
+    );
+    let load = async {
+        let mut last = 0;
+        for number in 0..100 {
+            let command = format!("beside {number}").into_bytes();
+            last = writer
+                .propose(command, common::PATIENCE)
+                .await
+                .unwrap()
+                .index;
+        }
+        last
+    };
+    let (reached, last) = tokio::join!(rebuilt.rebuild(leader), load);
+    assert!(reached.unwrap() > 50);
+    cluster.agree(last).await;
+
+    // Neither the old snapshot nor a replayed log bring the fault back.
+    cluster.seat(wrong).crash().await;
+    cluster.seat(wrong).start().await;
+    let last = cluster.seat(leader).propose("after").await.index;
+    cluster.agree(last).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_and_a_stranger_are_refused() {
+    let mut cluster = Cluster::found(2).await;
+    let leader = cluster.leader().await;
+    let follower = leader % 2 + 1;
+    let refused = |answer: Result<u64, ChangeError>| match answer {
+        Err(ChangeError::Refused(why)) => why,
+        other => panic!("{other:?}"),
+    };
+    let why = refused(cluster.seat(leader).replica().rebuild(follower).await);
+    assert_eq!(why, "a leader's state cannot be replaced");
+    let why = refused(cluster.seat(follower).replica().rebuild(9).await);
+    assert_eq!(why, "no replica has the id 9");
+    cluster.shutdown().await;
+}
