@@ -12,11 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use api::admission::Admission;
 use api::backends::{Backends, Health, ProbeSettings};
+use api::clock::Clock;
 use api::ports::{BoxFuture, Propose, ProposeFailure};
-use api::prompt::{ModelSettings, parse};
+use api::prompt::{ModelSettings, Tokenizer, parse};
 use api::proxy::{Proxy, ProxyMetrics, ProxySettings, Server};
-use api::routing::{Ask, End, OutboxSettings, Parts, Router};
+use api::routing::{Ask, End, OutboxSettings, Parts, Router, Terms};
 use bytes::Bytes;
 use state::RouterState;
 use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin};
@@ -330,7 +332,10 @@ fn spawn_proxy(fleet: &Fleet) -> (SocketAddr, String) {
     on_thread(move |tell| async move {
         let (listener, address) = listen().await;
         tell.send(address).expect("main waits for it");
-        let proxy = Arc::new(Proxy::new(router, backends, view, settings, metrics));
+        let admission = Arc::new(Admission::new(router));
+        let serving = Arc::clone(&admission);
+        tokio::spawn(async move { serving.run(CancellationToken::new()).await });
+        let proxy = Arc::new(Proxy::new(admission, backends, view, settings, metrics));
         Server::new(listener, proxy)
             .run(CancellationToken::new(), Duration::ZERO)
             .await;
@@ -371,7 +376,7 @@ impl Fleet {
         let name = "*".to_owned();
         let models = vec![ModelSettings {
             name,
-            tokenizer: "character".to_owned(),
+            tokenizer: Tokenizer::character(),
             block_size: 128,
         }];
         let router = Arc::new(Router::new(Parts {
@@ -382,6 +387,7 @@ impl Fleet {
             session: SessionId(1),
             outbox: OutboxSettings::default(),
             overrides: Vec::new(),
+            clock: Clock::default(),
         }));
         for (seq, command) in (1..).zip(commands(engine)) {
             let origin = Origin {
@@ -485,7 +491,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         time_us(|i| drop(router.decide(&ask(i)))),
         time_us(|i| {
             router
-                .dispatch(&decisions[i], &identities[i], "ada")
+                .dispatch(&decisions[i], &ask(i), Terms::default())
                 .end(End::Finished);
         }),
     ];

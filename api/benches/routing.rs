@@ -10,15 +10,18 @@ use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::Arc;
 
+use api::admission::{Admission, Candidate};
 use api::backends::{Backends, Health, ProbeSettings};
-use api::prompt::{Identity, ModelSettings, Parsed, parse};
-use api::routing::{Ask, End, OutboxSettings, Parts, Router, Usage};
+use api::clock::Clock;
+use api::prompt::{Identity, ModelSettings, Parsed, Tokenizer, parse};
+use api::routing::{Ask, End, OutboxSettings, Parts, Router, Terms, Usage};
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use futures_util::FutureExt as _;
 use serde_json::json;
 use state::RouterState;
 use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Outcome};
-use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId};
+use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{CostSettings, PolicyConfig};
 
 const BLOCK_BYTES: u32 = 128;
@@ -82,13 +85,14 @@ fn router(state: &RouterState) -> Arc<Router> {
         backends: Arc::new(health),
         models: vec![ModelSettings {
             name: "*".to_owned(),
-            tokenizer: "character".to_owned(),
+            tokenizer: Tokenizer::character(),
             block_size: BLOCK_BYTES,
         }],
         replica: ReplicaId(1),
         session: SessionId(1),
         outbox: OutboxSettings::default(),
         overrides: Vec::new(),
+        clock: Clock::default(),
     }))
 }
 
@@ -238,7 +242,9 @@ fn book(c: &mut Criterion) {
         .expect("backends are healthy");
     c.bench_function("dispatch and end/512 blocks", |b| {
         b.iter(|| {
-            let mut attempt = fleet.router.dispatch(&decision, &identity, "ada");
+            let mut attempt = fleet
+                .router
+                .dispatch(&decision, &ask(&identity), Terms::default());
             attempt.first_byte();
             attempt.output("some output text");
             attempt.usage(Usage {
@@ -251,5 +257,51 @@ fn book(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, read, route, book);
+/// A request as admission sees it.
+struct Request(Identity);
+
+impl Candidate for Request {
+    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> Ask<'a> {
+        Ask {
+            excluded,
+            ..ask(&self.0)
+        }
+    }
+
+    fn priority(&self) -> i16 {
+        0
+    }
+
+    fn tokens_max(&self) -> Option<u32> {
+        None
+    }
+
+    fn is_selective(&self) -> bool {
+        false
+    }
+}
+
+/// What admission adds while nothing waits: `admit` against its parts.
+fn admit(c: &mut Criterion) {
+    let mut fleet = Fleet::new(8);
+    let request = Arc::new(Request(fleet.prompt(8).1));
+    c.bench_function("decide, dispatch, end/8 blocks", |b| {
+        b.iter(|| {
+            let asked = ask(&request.0);
+            let decision = fleet.router.decide(&asked).expect("backends are healthy");
+            let attempt = fleet.router.dispatch(&decision, &asked, Terms::default());
+            attempt.end(End::NotRun);
+        });
+    });
+    let admission = Arc::new(Admission::new(Arc::clone(&fleet.router)));
+    c.bench_function("admit, end/8 blocks", |b| {
+        b.iter(|| {
+            let admitted = admission.admit(&request, &[]).now_or_never();
+            let admitted = admitted.and_then(Result::ok).expect("nothing waits");
+            admitted.into_parts().1.end(End::NotRun);
+        });
+    });
+}
+
+criterion_group!(benches, read, route, book, admit);
 criterion_main!(benches);

@@ -126,6 +126,26 @@ pub enum Failure {
     /// Backends serve the model, none of them is healthy.
     #[error("no healthy backend serves this model")]
     NoneHealthy,
+    /// The user has used what a window allows.
+    #[error("{limit}: the limit of this user is reached")]
+    OverLimit {
+        /// Which one.
+        limit: &'static str,
+        /// When there is room again, milliseconds from now.
+        retry_after_ms: u64,
+    },
+    /// As many requests wait for this model as may.
+    #[error("every backend is at its limit and the queue of this model is full")]
+    QueueFull,
+    /// The request waited for a backend as long as it may.
+    #[error("every backend is at its limit, and none had room in time")]
+    WaitedTooLong,
+    /// The replica stops before a backend has room.
+    #[error("this replica is leaving: ask another one")]
+    Leaving,
+    /// Backends are healthy, none of them has the labels asked for.
+    #[error("no healthy backend of this model has the labels asked for")]
+    NoneSelected,
     /// This replica holds as many requests as it may.
     #[error("this replica is at its limit of requests in flight")]
     Overloaded,
@@ -172,7 +192,12 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::UnknownModel { .. } => (404, "invalid_request_error", "model_not_found"),
         Failure::BodyTooLarge { .. } => (413, "invalid_request_error", "request_too_large"),
         Failure::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
+        Failure::OverLimit { .. } => (429, "rate_limit_error", "rate_limit_exceeded"),
+        Failure::QueueFull => (503, "server_error", "queue_full"),
+        Failure::WaitedTooLong => (503, "server_error", "queue_timeout"),
+        Failure::Leaving => (503, "server_error", "replica_leaving"),
         Failure::NoneHealthy => (503, "server_error", "no_healthy_backend"),
+        Failure::NoneSelected => (503, "server_error", "no_backend_selected"),
         Failure::Unreachable => (503, "server_error", "backend_unreachable"),
         Failure::Refused => (503, "server_error", "backends_refuse"),
         Failure::Overloaded => (503, "server_error", "overloaded"),
@@ -180,8 +205,17 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
     let retry_after_s = match failure {
-        Failure::NoneHealthy | Failure::Unreachable | Failure::Refused | Failure::Overloaded => {
-            Some(UNAVAILABLE_RETRY_AFTER_S)
+        Failure::NoneHealthy
+        | Failure::NoneSelected
+        | Failure::Unreachable
+        | Failure::Refused
+        | Failure::Overloaded
+        | Failure::QueueFull
+        | Failure::WaitedTooLong
+        | Failure::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
+        Failure::OverLimit { retry_after_ms, .. } => {
+            let seconds = u32::try_from(retry_after_ms.div_ceil(1000));
+            Some(seconds.unwrap_or(u32::MAX).max(1))
         }
         _ => None,
     };

@@ -1,10 +1,18 @@
 //! HTTP around the deterministic core: the data plane, the admin API and the clients of engines.
 
 pub mod admin;
+pub mod admission;
 pub mod backends;
+pub mod backup;
+pub mod clock;
 pub mod error;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+pub mod kv_events;
 pub mod metrics;
+pub mod planted;
 pub mod ports;
 pub mod prompt;
 pub mod proxy;
 pub mod routing;
+mod sync;

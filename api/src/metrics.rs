@@ -7,18 +7,24 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, MetricEncoder,
+};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
+use state::exact::KvMode;
+use state::service::Served;
 use state::{Backend, View};
+use tokio::time::Instant;
 
 use crate::admin::Digests;
 use crate::backends::{Backends, Record};
+use crate::kv_events::board::Standing;
+use crate::kv_events::stream::Counts;
 use crate::ports::Cluster;
 use crate::routing::Router;
 
@@ -124,14 +130,15 @@ impl Page<'_> {
         label: &str,
         values: impl Iterator<Item = (String, V)>,
     ) -> fmt::Result {
-        let mut family = self
-            .0
-            .encode_descriptor(name, help, None, MetricType::Gauge)?;
-        for (of, value) in values {
-            let labels = [(label, of)];
-            family.encode_family(&labels)?.encode_gauge(&value)?;
-        }
-        Ok(())
+        let family = Family {
+            name,
+            help,
+            label,
+            kind: MetricType::Gauge,
+        };
+        family.write(self, values, |mut encoder, value| {
+            encoder.encode_gauge(&value)
+        })
     }
 
     fn counters<V: EncodeCounterValue>(
@@ -141,14 +148,39 @@ impl Page<'_> {
         label: &str,
         values: impl Iterator<Item = (String, V)>,
     ) -> fmt::Result {
-        let mut family = self
+        let family = Family {
+            name,
+            help,
+            label,
+            kind: MetricType::Counter,
+        };
+        family.write(self, values, |mut encoder, value| {
+            encoder.encode_counter::<[(&str, &str); 0], _, u64>(&value, None)
+        })
+    }
+}
+
+/// Metrics of one name that one label tells apart.
+struct Family<'a> {
+    name: &'a str,
+    help: &'a str,
+    label: &'a str,
+    kind: MetricType,
+}
+
+impl Family<'_> {
+    fn write<V>(
+        &self,
+        page: &mut Page<'_>,
+        values: impl Iterator<Item = (String, V)>,
+        write: impl Fn(MetricEncoder<'_>, V) -> fmt::Result,
+    ) -> fmt::Result {
+        let mut family = page
             .0
-            .encode_descriptor(name, help, None, MetricType::Counter)?;
+            .encode_descriptor(self.name, self.help, None, self.kind)?;
         for (of, value) in values {
-            let labels = [(label, of)];
-            family
-                .encode_family(&labels)?
-                .encode_counter::<[(&str, &str); 0], _, u64>(&value, None)?;
+            let labels = [(self.label, of)];
+            write(family.encode_family(&labels)?, value)?;
         }
         Ok(())
     }
@@ -271,6 +303,8 @@ impl Replica {
                     .backends
                     .record(backend.handle.slot)
                     .unwrap_or_default(),
+                served: self.view.service().get(backend.handle.slot).copied(),
+                is_circuit_open: self.backends.circuit(backend.handle).is_open,
                 here: self.router.load().here(backend.handle).running,
                 cluster: self
                     .router
@@ -279,6 +313,15 @@ impl Replica {
                     .running,
             })
             .collect();
+        page.gauges(
+            "quorate_backend_prediction_error_ratio",
+            "Predicted less cached over prompt tokens, all replicas, lately",
+            "backend",
+            rows.iter().filter_map(|row| {
+                let permille = row.served?.accuracy?.error_permille;
+                Some((row.id(), f64::from(permille) / 1000.0))
+            }),
+        )?;
         for (name, help, value) in BACKEND_GAUGES {
             let of_rows = rows.iter().filter_map(|row| Some((row.id(), value(row)?)));
             page.gauges(name, help, "backend", of_rows)?;
@@ -292,6 +335,7 @@ impl Replica {
                 Some((row.id(), f64::from(permille) / 1000.0))
             }),
         )?;
+        self.kv_events(page)?;
         page.counters(
             "quorate_backend_probes",
             "Health probes",
@@ -307,10 +351,121 @@ impl Replica {
     }
 }
 
+impl Replica {
+    /// How backends' ownership is known, and the streams that are read here.
+    fn kv_events(&self, page: &mut Page<'_>) -> fmt::Result {
+        let registry = self.view.registry();
+        let modes = registry.backends.iter().filter_map(|backend| {
+            let condition = registry.kv(backend.handle.slot)?;
+            Some((backend.spec.id.clone(), condition.mode))
+        });
+        let modes: Vec<(String, KvMode)> = modes.collect();
+        for (name, help, mode) in [
+            (
+                "quorate_backend_kv_exact",
+                "1 while ownership is what KV events say",
+                KvMode::Exact,
+            ),
+            (
+                "quorate_backend_kv_degraded",
+                "1 while KV events may be out of date",
+                KvMode::Degraded,
+            ),
+        ] {
+            let of_modes = modes
+                .iter()
+                .map(|(id, it)| (id.clone(), i64::from(*it == mode)));
+            page.gauges(name, help, "backend", of_modes)?;
+        }
+        let read: Vec<(String, Standing)> = registry
+            .backends
+            .iter()
+            .filter_map(|backend| {
+                let standing = self.router.kv_board().standing(backend.handle.slot)?;
+                Some((backend.spec.id.clone(), standing))
+            })
+            .collect();
+        page.gauges(
+            "quorate_backend_kv_reading",
+            "1 while this replica reads its KV events and is connected for all ranks",
+            "backend",
+            read.iter().map(|(id, it)| {
+                let is_connected =
+                    !it.ranks.is_empty() && it.ranks.iter().all(|it| it.is_connected);
+                (id.clone(), i64::from(is_connected))
+            }),
+        )?;
+        page.gauges(
+            "quorate_backend_kv_lag_messages",
+            "KV event messages that came here and are not applied",
+            "backend",
+            read.iter().map(|(id, it)| {
+                (
+                    id.clone(),
+                    it.ranks.iter().map(|rank| rank.lag_messages).sum::<u64>(),
+                )
+            }),
+        )?;
+        for (name, help, count) in KV_COUNTERS {
+            let of_read = read.iter().map(|(id, it)| {
+                (
+                    id.clone(),
+                    it.ranks.iter().map(|rank| count(&rank.counts)).sum::<u64>(),
+                )
+            });
+            page.counters(name, help, "backend", of_read)?;
+        }
+        Ok(())
+    }
+}
+
+/// Name, help and value of a counter of the streams that are read here.
+type KvCounter = (&'static str, &'static str, fn(&Counts) -> u64);
+
+const KV_COUNTERS: [KvCounter; 7] = [
+    (
+        "quorate_backend_kv_messages",
+        "KV event messages told",
+        |it| it.messages,
+    ),
+    (
+        "quorate_backend_kv_stored_blocks",
+        "Blocks told as stored",
+        |it| it.stored,
+    ),
+    (
+        "quorate_backend_kv_removed_blocks",
+        "Blocks told as removed",
+        |it| it.removed,
+    ),
+    (
+        "quorate_backend_kv_gaps",
+        "Times that messages were missing",
+        |it| it.gaps,
+    ),
+    (
+        "quorate_backend_kv_losses",
+        "Times that missing messages could not be had",
+        |it| it.losses,
+    ),
+    (
+        "quorate_backend_kv_runs",
+        "Runs of the engine that began",
+        |it| it.runs,
+    ),
+    (
+        "quorate_backend_kv_unusable_blocks",
+        "Blocks that no prompt's hash can be given for",
+        |it| it.foreign + it.orphans,
+    ),
+];
+
 /// A backend as it is scraped.
 struct Row<'a> {
     backend: &'a Backend,
     record: Record,
+    served: Option<Served>,
+    is_circuit_open: bool,
     /// Requests in flight from here.
     here: u32,
     /// Requests in flight from all replicas heard from.
@@ -326,7 +481,7 @@ impl Row<'_> {
 /// Name, help and value of a gauge; a backend of which it is not known is left out.
 type BackendGauge = (&'static str, &'static str, fn(&Row<'_>) -> Option<u64>);
 
-const BACKEND_GAUGES: [BackendGauge; 7] = [
+const BACKEND_GAUGES: [BackendGauge; 13] = [
     (
         "quorate_backend_healthy",
         "1 while requests may go there, as seen from this replica",
@@ -350,7 +505,7 @@ const BACKEND_GAUGES: [BackendGauge; 7] = [
     (
         "quorate_backend_capacity_blocks",
         "Blocks its cache holds",
-        |row| row.backend.capacity_blocks().map(u64::from),
+        |row| row.served?.capacity_blocks.map(u64::from),
     ),
     (
         "quorate_backend_in_flight_here",
@@ -361,5 +516,35 @@ const BACKEND_GAUGES: [BackendGauge; 7] = [
         "quorate_backend_in_flight_cluster",
         "Requests dispatched by all replicas heard from and not over",
         |row| Some(row.cluster.into()),
+    ),
+    (
+        "quorate_backend_circuit_open",
+        "1 while requests pass it over because they failed there, as seen from this replica",
+        |row| Some(row.is_circuit_open.into()),
+    ),
+    (
+        "quorate_backend_limit_requests",
+        "Most requests it is given at once, where there is a limit",
+        |row| row.served?.limit.map(u64::from),
+    ),
+    (
+        "quorate_backend_prefill_nanoseconds_per_token",
+        "What one uncached prompt token adds to a first token, as learnt",
+        |row| Some(row.served?.learnt?.prefill_ns_per_token.into()),
+    ),
+    (
+        "quorate_backend_decode_nanoseconds_per_request",
+        "What each request running adds to a first token, as learnt",
+        |row| Some(row.served?.learnt?.decode_ns_per_request.into()),
+    ),
+    (
+        "quorate_backend_prediction_off",
+        "1 while predictions of its cache are off beyond the bound",
+        |row| Some(row.served?.accuracy?.is_off.into()),
+    ),
+    (
+        "quorate_backend_capacity_correction_permille",
+        "What the capacity that its engine told is taken times",
+        |row| Some(row.served?.accuracy?.correction_permille.into()),
     ),
 ];

@@ -116,7 +116,8 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for MaybeJson<T> {
     }
 }
 
-async fn read_body(body: Body) -> Result<Bytes, Problem> {
+/// A body as it is, within its bounds.
+pub(super) async fn read_body(body: Body) -> Result<Bytes, Problem> {
     let whole = Limited::new(body, BODY_BYTES_MAX).collect();
     match tokio::time::timeout(BODY_TIMEOUT, whole).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
@@ -135,7 +136,8 @@ async fn read_body(body: Body) -> Result<Bytes, Problem> {
     }
 }
 
-fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+/// Reads JSON; faults name the field.
+pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|fault| {
         // A fault of syntax has no field: its path ends in `?`, or is a lone dot.
@@ -206,13 +208,18 @@ pub(super) fn written(fate: Result<Committed, ProposeFailure>) -> Result<Respons
             None => Ok(written_at(index)),
             Some(reject) => Err(rejected(&reject).member("index", index.0)),
         },
-        Err(ProposeFailure::Unavailable(why)) => {
-            Err(unavailable(&why).member("outcome", "not-committed"))
+        Err(failure) => Err(unsettled(failure)),
+    }
+}
+
+/// A write that is not known to be in the log.
+pub(super) fn unsettled(failure: ProposeFailure) -> Problem {
+    match failure {
+        ProposeFailure::Unavailable(why) => unavailable(&why).member("outcome", "not-committed"),
+        ProposeFailure::Stopping => {
+            unavailable("this replica is stopping").member("outcome", "not-committed")
         }
-        Err(ProposeFailure::Stopping) => {
-            Err(unavailable("this replica is stopping").member("outcome", "not-committed"))
-        }
-        Err(ProposeFailure::Unknown(why)) => Err(unknown(&why)),
+        ProposeFailure::Unknown(why) => unknown(&why),
     }
 }
 
@@ -265,7 +272,8 @@ fn rejection(reply: Reply) -> Option<Reject> {
     }
 }
 
-fn rejected(reject: &Reject) -> Problem {
+/// Answers a write that the state refuses.
+pub(super) fn rejected(reject: &Reject) -> Problem {
     let (status, name) = match reject {
         Reject::NotInitialised => (StatusCode::CONFLICT, "not-initialised"),
         Reject::AlreadyInitialised => (StatusCode::CONFLICT, "already-initialised"),

@@ -1,21 +1,25 @@
 //! The registry of backends: replicated writes, and what this replica sees of each.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
 
 use axum::extract::State;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use state::Backend;
 use state::command::{BackendSpec, Command, EngineFacts};
-use state::ids::{Incarnation, LogIndex, Slot};
+use state::exact::{KvMode, KvStatus};
+use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
+use state::service::Served;
+use tokio::time::Instant;
 
 use super::answer::{
     At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, not_found, written,
 };
 use super::{Admin, Shared};
-use crate::backends::{EngineMetrics, Record};
+use crate::backends::{CircuitView, EngineMetrics, Record};
 use crate::error::Problem;
+use crate::kv_events::board::Standing;
+use crate::kv_events::endpoint;
 
 /// A backend with everything known of it.
 #[derive(Serialize)]
@@ -30,6 +34,11 @@ struct Shown {
     state: Condition,
     in_flight: InFlight,
     owned_blocks: u64,
+    /// Limit, learnt prices and accuracy, as replicated; `None` until they are published.
+    service: Option<Served>,
+    /// As this replica has it.
+    circuit: CircuitView,
+    ownership: Ownership,
     slot: Slot,
     incarnation: Incarnation,
     /// What the cluster agreed the engine said.
@@ -39,9 +48,43 @@ struct Shown {
     probes: Probes,
 }
 
+/// How it is known which blocks the engine holds.
+#[derive(Serialize)]
+struct Ownership {
+    mode: KvMode,
+    /// Why it is not exact; of a backend without KV events too.
+    reason: Option<String>,
+    /// Who reads its KV events.
+    reader: Option<ReplicaId>,
+    /// What the cluster was told of them.
+    events: Option<KvStatus>,
+    /// The streams as this replica sees them, where it is the reader.
+    reading: Option<Standing>,
+}
+
+impl Ownership {
+    fn of(admin: &Admin, backend: &Backend, events: Option<KvStatus>) -> Self {
+        let slot = backend.handle.slot;
+        let condition = events.as_ref().map(|events| events.condition);
+        let reason = match condition {
+            Some(condition) => condition.reason.map(|reason| reason.to_string()),
+            None if backend.spec.kv_events.is_none() => Some("kv_events is not set".to_owned()),
+            None => Some("its KV events are not read yet".to_owned()),
+        };
+        Self {
+            mode: condition.map_or(KvMode::Lease, |condition| condition.mode),
+            reason,
+            reader: admin.view.registry().reader(slot),
+            events,
+            reading: admin.router.kv_board().standing(slot),
+        }
+    }
+}
+
 /// Blocks the engine's cache holds; `None` is unknown, and counts as unbounded.
 #[derive(Serialize)]
 struct Capacity {
+    /// What is counted with: as configured, else as the engine said, corrected by its answers.
     blocks: Option<u32>,
     configured_blocks: Option<u32>,
     engine_blocks: Option<u32>,
@@ -136,15 +179,15 @@ pub(super) async fn show(
 fn shown(admin: &Admin, page: &[&Backend]) -> Vec<Shown> {
     let mut owned = Vec::with_capacity(page.len());
     admin.cluster.with_state(&mut |state| {
-        owned = page
-            .iter()
-            .map(|b| state.owned_blocks(b.handle.slot))
+        let slots = page.iter().map(|backend| backend.handle.slot);
+        owned = slots
+            .map(|slot| (state.owned_blocks(slot), state.kv_status(slot)))
             .collect();
     });
     let now = Instant::now();
     page.iter()
         .zip(owned)
-        .map(|(backend, owned_blocks)| {
+        .map(|(backend, (owned_blocks, events))| {
             let record = admin.backends.record(backend.handle.slot);
             let here = admin.router.load().here(backend.handle);
             let cluster = admin.router.load().cluster(backend.handle, now);
@@ -153,48 +196,79 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<Shown> {
                 cluster: cluster.running,
                 pending_prefill_tokens: cluster.pending_prefill_tokens,
             };
-            show_one(backend, record.unwrap_or_default(), in_flight, owned_blocks)
+            Known {
+                record: record.unwrap_or_default(),
+                in_flight,
+                owned_blocks,
+                ownership: Ownership::of(admin, backend, events),
+                service: admin.view.service().get(backend.handle.slot).copied(),
+                circuit: admin.backends.circuit(backend.handle),
+            }
+            .show(backend)
         })
         .collect()
 }
 
-fn show_one(backend: &Backend, record: Record, in_flight: InFlight, owned_blocks: u64) -> Shown {
-    let spec = backend.spec.clone();
-    Shown {
-        capacity: Capacity {
-            blocks: backend.capacity_blocks(),
-            configured_blocks: spec.capacity_blocks,
-            engine_blocks: backend.facts.capacity_blocks,
-            engine_tokens: record.metrics.cache_tokens,
-        },
-        state: Condition {
-            name: match (backend.draining, record.is_healthy) {
-                (true, _) => "draining",
-                (false, true) => "healthy",
-                (false, false) => "unhealthy",
+/// What is known of a backend beside the registry.
+struct Known {
+    record: Record,
+    in_flight: InFlight,
+    owned_blocks: u64,
+    ownership: Ownership,
+    service: Option<Served>,
+    circuit: CircuitView,
+}
+
+impl Known {
+    fn show(self, backend: &Backend) -> Shown {
+        let Self {
+            record,
+            in_flight,
+            owned_blocks,
+            ownership,
+            service,
+            circuit,
+        } = self;
+        let spec = backend.spec.clone();
+        Shown {
+            service,
+            circuit,
+            capacity: Capacity {
+                blocks: service.and_then(|service| service.capacity_blocks),
+                configured_blocks: spec.capacity_blocks,
+                engine_blocks: backend.facts.capacity_blocks,
+                engine_tokens: record.metrics.cache_tokens,
             },
-            is_healthy: record.is_healthy,
-            is_draining: backend.draining,
-            detail: record.detail,
-        },
-        id: spec.id,
-        url: spec.url,
-        models: spec.models,
-        labels: spec.labels,
-        kv_events: spec.kv_events,
-        kv_replay: spec.kv_replay,
-        in_flight,
-        owned_blocks,
-        slot: backend.handle.slot,
-        incarnation: backend.handle.incarnation,
-        facts: backend.facts.clone(),
-        engine: record.metrics,
-        probes: Probes {
-            total: record.probes_total,
-            failures_total: record.failures_total,
-            failures_in_row: record.failures_in_row,
-            metrics_detail: record.metrics_detail,
-        },
+            state: Condition {
+                name: match (backend.draining, record.is_healthy) {
+                    (true, _) => "draining",
+                    (false, true) => "healthy",
+                    (false, false) => "unhealthy",
+                },
+                is_healthy: record.is_healthy,
+                is_draining: backend.draining,
+                detail: record.detail,
+            },
+            id: spec.id,
+            url: spec.url,
+            models: spec.models,
+            labels: spec.labels,
+            kv_events: spec.kv_events,
+            kv_replay: spec.kv_replay,
+            in_flight,
+            owned_blocks,
+            ownership,
+            slot: backend.handle.slot,
+            incarnation: backend.handle.incarnation,
+            facts: backend.facts.clone(),
+            engine: record.metrics,
+            probes: Probes {
+                total: record.probes_total,
+                failures_total: record.failures_total,
+                failures_in_row: record.failures_in_row,
+                metrics_detail: record.metrics_detail,
+            },
+        }
     }
 }
 
@@ -233,6 +307,8 @@ pub(super) async fn put(
         kv_events: body.kv_events,
         kv_replay: body.kv_replay,
     };
+    endpoint::check(spec.kv_events.as_deref(), spec.kv_replay.as_deref())
+        .map_err(|(field, expected)| invalid(field, expected))?;
     written(admin.cluster.submit(Command::PutBackend(spec)).await)
 }
 

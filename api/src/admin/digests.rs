@@ -2,30 +2,42 @@
 //!
 //! Replicas are at different indexes at any moment, so a digest is only worth something where two
 //! of them recorded the same index. Every replica records each index divisible by
-//! [`BOUNDARY_ENTRIES`], and any index somebody asked for before it was applied. A peer's claim
-//! about an index not reached here yet is kept until it is.
+//! [`STEP_ENTRIES`], any index somebody asked for before it was applied, and one where the log
+//! stands still. Peers are told those divisible by [`BOUNDARY_ENTRIES`], which last long enough to
+//! be told by all; where the log moves slowly any that is recorded at a step, and where it stands
+//! still that one, so that a fault shows soon in a quiet cluster too: a leader with a wrong state
+//! may be why it is quiet. A peer's claim about an index not reached here yet is kept until it is.
 //!
 //! A mismatch means that the same log gave different states: it is logged, counted and announced.
 //! Where most members of the cluster agree on another digest than this replica's, the fault is
-//! here ([`Digests::judge`]), for good: nothing says which part of the state is wrong.
+//! here ([`Digests::judge`]), until the whole state is replaced: nothing says which part is wrong.
 
 #[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use arc_swap::ArcSwapOption;
 use state::ids::ReplicaId;
 use tokio::sync::watch;
 
 use super::events::{Event, Events};
+use crate::planted::{self, Bug};
 
-/// Every index divisible by this is recorded on every replica.
+/// Peers are told the digest at every index divisible by this.
 pub const BOUNDARY_ENTRIES: u64 = 256;
+/// Every index divisible by this is recorded on every replica.
+pub const STEP_ENTRIES: u64 = 16;
+/// The log moves slowly when it grew by fewer entries than this since it was last looked at. Looks are
+/// a second apart: a step of a slow log is the newest one for at least 250 ms, in which peers are told
+/// of it twice, as they hear every 100 ms.
+pub const SLOW_ENTRIES: u64 = 4 * STEP_ENTRIES;
 /// Digests kept.
-pub const DIGESTS_KEPT_MAX: usize = 1024;
+pub const DIGESTS_KEPT_MAX: usize = 4096;
+const _: () = assert!(BOUNDARY_ENTRIES.is_multiple_of(STEP_ENTRIES));
 /// Claims of one peer kept until their index is reached.
 pub const CLAIMS_PER_PEER_MAX: usize = 16;
 /// Indexes that may be waited for at one time.
@@ -61,6 +73,8 @@ pub struct Minority {
     pub theirs: u128,
     /// How many members hold it.
     pub replicas: usize,
+    /// One of them.
+    pub holder: ReplicaId,
 }
 
 /// Digests by index and what peers claimed. Pure; [`Digests`] shares it between tasks.
@@ -70,6 +84,10 @@ pub struct DigestRing {
     claims: BTreeMap<ReplicaId, VecDeque<(u64, u128)>>,
     /// What each peer said of indexes recorded here, the last [`COMPARED_MAX`] of them.
     compared: BTreeMap<u64, BTreeMap<ReplicaId, u128>>,
+    /// Where the log last stood still.
+    rested_at: u64,
+    /// Whether the log moves slowly.
+    is_slow: bool,
 }
 
 impl DigestRing {
@@ -95,6 +113,29 @@ impl DigestRing {
         reached
             .filter_map(|(peer, theirs)| self.compare(peer, index, digest, theirs))
             .collect()
+    }
+
+    /// Records the digest at `index`, where the log stands still; answers which peers hold another.
+    /// It takes the place of what was recorded there before: a state that changes without the log is
+    /// wrong from then on.
+    pub fn rest(&mut self, index: u64, digest: u128) -> Vec<Mismatch> {
+        self.rested_at = index;
+        if self.get(index).is_none_or(|before| before == digest) {
+            return self.record(index, digest);
+        }
+        self.recorded.retain(|(at, _)| *at != index);
+        let mut found = self.record(index, digest);
+        let said = self.compared.get(&index).into_iter().flatten();
+        found.extend(
+            said.filter(|(_, theirs)| **theirs != digest)
+                .map(|(&peer, &theirs)| Mismatch {
+                    peer,
+                    index,
+                    ours: digest,
+                    theirs,
+                }),
+        );
+        found
     }
 
     /// Compares once: a peer says the same until it has something newer to say.
@@ -130,11 +171,14 @@ impl DigestRing {
             }
             votes.remove(&ours);
             let (theirs, replicas) = votes.into_iter().find(|(_, n)| n * 2 > members.len())?;
+            let mut holders = said.iter().filter(|(peer, _)| members.contains(peer));
+            let (&holder, _) = holders.find(|(_, said)| **said == theirs)?;
             Some(Minority {
                 index,
                 ours,
                 theirs,
                 replicas,
+                holder,
             })
         })
     }
@@ -147,7 +191,10 @@ impl DigestRing {
         }
         if self.recorded.back().is_none_or(|(last, _)| *last < index) {
             let claims = self.claims.entry(peer).or_default();
-            claims.push_back((index, theirs));
+            // It is said again and again until there is something newer to say.
+            if claims.back() != Some(&(index, theirs)) {
+                claims.push_back((index, theirs));
+            }
             while claims.len() > CLAIMS_PER_PEER_MAX {
                 claims.pop_front();
             }
@@ -163,11 +210,28 @@ impl DigestRing {
         (*at == index).then_some(*digest)
     }
 
-    /// The newest digest at an index every replica records.
+    /// The newest digest that peers can hold theirs against.
     #[must_use]
-    pub fn newest_boundary(&self) -> Option<(u64, u128)> {
-        let is_boundary = |(index, _): &&(u64, u128)| index.is_multiple_of(BOUNDARY_ENTRIES);
-        self.recorded.iter().rev().find(is_boundary).copied()
+    pub fn to_tell(&self) -> Option<(u64, u128)> {
+        let rested = self.get(self.rested_at);
+        let rested = rested.map(|digest| (self.rested_at, digest));
+        let every = if self.is_slow {
+            STEP_ENTRIES
+        } else {
+            BOUNDARY_ENTRIES
+        };
+        rested.max(self.newest(every))
+    }
+
+    /// The newest digest at an index divisible by `every`.
+    fn newest(&self, every: u64) -> Option<(u64, u128)> {
+        let is_such = |(index, _): &&(u64, u128)| index.is_multiple_of(every);
+        self.recorded.iter().rev().find(is_such).copied()
+    }
+
+    /// Notes by how many entries the log grew since it was last looked at.
+    pub fn grew(&mut self, entries: u64) {
+        self.is_slow = entries < SLOW_ENTRIES;
     }
 
     /// Recorded indexes, ascending.
@@ -184,7 +248,7 @@ pub struct Digests {
     /// Last index seen by [`Digests::applied`] that was recorded or passed a wanted one.
     progress: watch::Sender<u64>,
     mismatches: AtomicU64,
-    minority: OnceLock<Minority>,
+    minority: ArcSwapOption<Minority>,
     events: OnceLock<Events>,
 }
 
@@ -201,7 +265,7 @@ impl Default for Digests {
             wanted_from: AtomicU64::new(u64::MAX),
             progress: watch::Sender::new(0),
             mismatches: AtomicU64::new(0),
-            minority: OnceLock::new(),
+            minority: ArcSwapOption::empty(),
             events: OnceLock::new(),
         }
     }
@@ -227,16 +291,16 @@ impl Digests {
     /// Call after every applied or skipped index, before the state can change again. `digest` is
     /// taken only where it is recorded; elsewhere this is one load and a mask.
     pub fn applied(&self, index: u64, digest: impl FnOnce() -> u128) {
-        let is_boundary = index.is_multiple_of(BOUNDARY_ENTRIES);
+        let is_step = index.is_multiple_of(STEP_ENTRIES);
         let passes_wanted = self.wanted_from.load(Ordering::Acquire) <= index;
-        if !is_boundary && !passes_wanted {
+        if !is_step && !passes_wanted {
             return;
         }
         let mut inner = self.lock();
         let is_wanted = inner.wanted.contains(&index);
         inner.wanted = inner.wanted.split_off(&index.saturating_add(1));
         self.publish_wanted(&inner);
-        let mismatches = if is_boundary || is_wanted {
+        let mismatches = if is_step || is_wanted {
             inner.ring.record(index, digest())
         } else {
             Vec::new()
@@ -294,10 +358,21 @@ impl Digests {
         self.lock().ring.indexes().rev().find(|at| *at <= index)
     }
 
-    /// This replica's claim for its peers; `None` before the first boundary.
+    /// The log stands still at `index`, where the state has this digest. Call between two applies.
+    pub fn rest(&self, index: u64, digest: u128) {
+        let mismatches = self.lock().ring.rest(index, digest);
+        mismatches.iter().for_each(|mismatch| self.sound(mismatch));
+    }
+
+    /// Notes by how many entries the log grew since it was last looked at.
+    pub fn grew(&self, entries: u64) {
+        self.lock().ring.grew(entries);
+    }
+
+    /// This replica's claim for its peers; `None` before there is anything to compare.
     #[must_use]
     pub fn message(&self) -> Option<[u8; MESSAGE_BYTES]> {
-        let (index, digest) = self.lock().ring.newest_boundary()?;
+        let (index, digest) = self.lock().ring.to_tell()?;
         let mut message = [0; MESSAGE_BYTES];
         message[0] = MESSAGE_VERSION;
         message[1..9].copy_from_slice(&index.to_le_bytes());
@@ -331,19 +406,29 @@ impl Digests {
 
     /// Decides whether this replica's state is the wrong one, seen from all `members` (this replica
     /// included). Answers when that was found by this call; it stays so, see
-    /// [`Digests::minority`].
+    /// [`Digests::minority`], until [`Digests::forget`].
     pub fn judge(&self, members: &[ReplicaId]) -> Option<Minority> {
-        if self.mismatches() == 0 || self.minority.get().is_some() {
+        if planted::is(Bug::MinorityUnnoticed) {
+            return None;
+        }
+        if self.mismatches() == 0 || self.minority.load().is_some() {
             return None;
         }
         let found = self.lock().ring.minority(members)?;
-        self.minority.set(found).ok().map(|()| found)
+        self.minority.store(Some(Arc::new(found)));
+        Some(found)
     }
 
-    /// What [`Digests::judge`] found since the start.
+    /// What [`Digests::judge`] found and was not mended since.
     #[must_use]
     pub fn minority(&self) -> Option<Minority> {
-        self.minority.get().copied()
+        self.minority.load().as_deref().copied()
+    }
+
+    /// The state was replaced: what was recorded and found of the one before counts no more.
+    pub fn forget(&self) {
+        self.lock().ring = DigestRing::default();
+        self.minority.store(None);
     }
 
     fn sound(&self, mismatch: &Mismatch) {

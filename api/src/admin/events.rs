@@ -5,17 +5,19 @@
 //! does not keep up loses the oldest events and is told how many.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use serde::Serialize;
-use state::ids::ReplicaId;
-use state::policy::PolicyConfig;
+use state::exact::{KvCondition, KvMode};
+use state::ids::{ReplicaId, Slot};
+use state::policy::{PolicyConfig, RoutingSettings};
+use state::service::ServiceView;
 use state::{Backend, Registry, View};
 use tokio::sync::broadcast;
 use tokio_util::sync::CancellationToken;
 
+use crate::clock::Clock;
 use crate::ports::{Cluster, ClusterStatus};
 
 /// Events kept for a subscriber that is behind.
@@ -76,6 +78,40 @@ pub enum Event {
         is_healthy: bool,
         /// Why not.
         detail: Option<String>,
+    },
+    /// A backend's circuit opened or closed, as seen from this replica.
+    BackendCircuit {
+        /// The backend's id.
+        id: String,
+        /// Whether requests pass it over.
+        is_open: bool,
+    },
+    /// Predictions of what a backend has cached are off beyond the bound, or no longer.
+    BackendAccuracy {
+        /// The backend's id.
+        id: String,
+        /// Whether they are off.
+        is_off: bool,
+        /// Predicted less cached, thousandths of the prompt tokens.
+        error_permille: i32,
+        /// What the capacity that its engine told is taken times, thousandths.
+        correction_permille: u32,
+    },
+    /// What routing follows beside the policy was replaced.
+    Routing {
+        /// The new settings.
+        config: RoutingSettings,
+    },
+    /// The ownership of a backend is known in another way, or another replica reads its KV events.
+    Ownership {
+        /// The backend's id.
+        id: String,
+        /// How it is known: `exact`, `degraded` or `lease`.
+        mode: KvMode,
+        /// Why it is not exact.
+        reason: Option<String>,
+        /// Who reads its KV events.
+        reader: Option<ReplicaId>,
     },
     /// The routing policy was replaced.
     Policy {
@@ -148,25 +184,34 @@ pub struct Numbered {
 #[derive(Clone)]
 pub struct Events {
     sender: broadcast::Sender<Arc<Numbered>>,
-    last: Arc<AtomicU64>,
+    /// The last number given; held until its event is sent, so that they come in order.
+    last: Arc<Mutex<u64>>,
+    clock: Clock,
 }
 
 impl Default for Events {
     fn default() -> Self {
-        Self {
-            sender: broadcast::Sender::new(EVENTS_KEPT_MAX),
-            last: Arc::default(),
-        }
+        Self::new(Clock::default())
     }
 }
 
 impl Events {
+    /// Nobody has subscribed; events are stamped by `clock`.
+    #[must_use]
+    pub fn new(clock: Clock) -> Self {
+        Self {
+            sender: broadcast::Sender::new(EVENTS_KEPT_MAX),
+            last: Arc::default(),
+            clock,
+        }
+    }
+
     /// Gives `event` to every subscriber.
     pub fn send(&self, event: Event) {
-        let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
-        let at_ms = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |since| since.as_millis() as u64);
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        *last += 1;
+        let number = *last;
+        let at_ms = self.clock.unix_ms();
         // Nobody listening is no fault.
         drop(self.sender.send(Arc::new(Numbered {
             number,
@@ -195,6 +240,10 @@ impl Event {
             Self::Fault { .. } => "fault",
             Self::Backend { .. } => "backend",
             Self::BackendHealth { .. } => "backend-health",
+            Self::BackendCircuit { .. } => "backend-circuit",
+            Self::BackendAccuracy { .. } => "backend-accuracy",
+            Self::Routing { .. } => "routing",
+            Self::Ownership { .. } => "ownership",
             Self::Policy { .. } => "policy",
             Self::DigestMismatch { .. } => "digest-mismatch",
         }
@@ -287,12 +336,70 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<Event> {
             (false, false) | (true, true) => {}
         }
     }
+    ownership_changes(before, after, &mut events);
     if before.policy != after.policy {
         events.push(Event::Policy {
             config: after.policy.clone(),
         });
     }
+    if let Some(config) = after
+        .routing
+        .clone()
+        .filter(|_| before.routing != after.routing)
+    {
+        events.push(Event::Routing { config });
+    }
     events
+}
+
+/// Whose predictions came to be off, or good again, between two looks, by slot.
+#[must_use]
+pub fn accuracy_changes(
+    registry: &Registry,
+    before: &ServiceView,
+    after: &ServiceView,
+) -> Vec<Event> {
+    let mut events = Vec::new();
+    for backend in &registry.backends {
+        let accuracy = |service: &ServiceView| {
+            let served = service.get(backend.handle.slot);
+            let served = served.filter(|served| served.backend == backend.handle);
+            served.and_then(|served| served.accuracy)
+        };
+        let was_off = accuracy(before).is_some_and(|accuracy| accuracy.is_off);
+        if let Some(now) = accuracy(after).filter(|now| now.is_off != was_off) {
+            events.push(Event::BackendAccuracy {
+                id: backend.spec.id.clone(),
+                is_off: now.is_off,
+                error_permille: now.error_permille,
+                correction_permille: now.correction_permille,
+            });
+        }
+    }
+    events
+}
+
+/// How a backend's ownership is known, and who reads its KV events.
+type Knowledge = (Option<KvCondition>, Option<ReplicaId>);
+
+fn ownership_changes(before: &Registry, after: &Registry, events: &mut Vec<Event>) {
+    let known = |registry: &Registry, slot: Slot| -> Knowledge {
+        (registry.kv(slot), registry.reader(slot))
+    };
+    let earlier = by_id(before);
+    for backend in &after.backends {
+        let old = earlier.get(backend.spec.id.as_str());
+        let old = old.map_or((None, None), |old| known(before, old.handle.slot));
+        let (condition, reader) = known(after, backend.handle.slot);
+        if old != (condition, reader) {
+            events.push(Event::Ownership {
+                id: backend.spec.id.clone(),
+                mode: condition.map_or(KvMode::Lease, |it| it.mode),
+                reason: condition.and_then(|it| it.reason).map(|it| it.to_string()),
+                reader,
+            });
+        }
+    }
 }
 
 fn by_id(registry: &Registry) -> BTreeMap<&str, &Backend> {
@@ -309,10 +416,12 @@ pub async fn follow(
 ) {
     let mut status = cluster.status();
     let mut registry = view.registry();
+    let mut service = Arc::clone(&view.service());
     let mut ticks = tokio::time::interval(LOOK_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {
+            biased;
             () = stop.cancelled() => return,
             _ = ticks.tick() => {}
         }
@@ -322,9 +431,15 @@ pub async fn follow(
         if !Arc::ptr_eq(&registry, &registry_after) {
             found.append(&mut registry_changes(&registry, &registry_after));
         }
+        let service_after = Arc::clone(&view.service());
+        if !Arc::ptr_eq(&service, &service_after) {
+            let mut changes = accuracy_changes(&registry_after, &service, &service_after);
+            found.append(&mut changes);
+        }
         for event in found {
             events.send(event);
         }
+        service = service_after;
         status = status_after;
         registry = registry_after;
     }

@@ -13,9 +13,9 @@ use serde_json::value::RawValue;
 use super::Shared;
 use super::answer::{Json, Params, ReadLevel, ReadQuery, at_level, invalid, json};
 use crate::error::Problem;
-use crate::prompt;
+use crate::prompt::Unit;
 use crate::proxy::ANONYMOUS;
-use crate::routing::{Ask, Explanation, POLICY};
+use crate::routing::{Ask, Explanation, POLICY, Read, ReadFailure, SELECT};
 
 /// A request as a client would send it.
 #[derive(Deserialize)]
@@ -24,17 +24,30 @@ pub(super) struct WouldBe {
     /// `/v1/chat/completions` and the like.
     path: String,
     #[serde(default)]
-    headers: BTreeMap<String, String>,
+    pub(super) headers: BTreeMap<String, String>,
     /// Whom the tokens would be charged to; `anonymous` where it is missing.
     user: Option<String>,
     /// The body: JSON as it is, or a string that holds it byte for byte.
-    body: Box<RawValue>,
+    pub(super) body: Box<RawValue>,
+    /// Whether the prompt's token ids are to be shown.
+    #[serde(default)]
+    token_ids: bool,
 }
+
+/// Most token ids shown.
+const SHOWN_IDS_MAX: usize = 4096;
 
 #[derive(Serialize)]
 struct Explained {
     read: &'static str,
     stream: bool,
+    /// What the model's prompts are cut by.
+    tokenizer: String,
+    /// What this prompt's blocks are made of.
+    unit: Unit,
+    /// The first ones, if asked for; none where they are not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
     #[serde(flatten)]
     explanation: Explanation,
 }
@@ -50,19 +63,22 @@ pub(super) async fn explain(
     }
     let body = body_bytes(&would_be.body)?;
     at_level(&admin, query.read).await?;
-    let parsed = prompt::parse_routed(&would_be.path, &body).map_err(|bad| {
-        let field = match &bad.param {
-            Some(param) => format!("body.{param}"),
-            None => "body".to_owned(),
-        };
-        invalid(&field, bad.message)
-    })?;
-    let identity = admin.router.identify(&parsed);
+    let read = admin.router.read(&would_be.path, &body).await;
+    let Read {
+        parsed,
+        identity,
+        mut ids,
+    } = read.map_err(refusal)?;
+    ids.truncate(SHOWN_IDS_MAX);
     let headers = headers(&would_be.headers)?;
     let request_id = headers.get("x-request-id");
     let policy = admin.router.asked_policy(&headers).map_err(|unknown| {
         let field = format!("headers.{POLICY}");
         invalid(&field, unknown.to_string())
+    })?;
+    admin.router.check_select(&headers).map_err(|bad| {
+        let field = format!("headers.{SELECT}");
+        invalid(&field, bad.to_string())
     })?;
     let explanation = admin.router.explain(&Ask {
         model: &parsed.model,
@@ -79,11 +95,31 @@ pub(super) async fn explain(
             ReadLevel::Linearizable => "linearizable",
         },
         stream: parsed.stream,
+        tokenizer: admin.router.tokenizer_name(&parsed.model),
+        unit: identity.unit,
+        token_ids: would_be.token_ids.then_some(ids),
         explanation,
     }))
 }
 
-fn headers(given: &BTreeMap<String, String>) -> Result<HeaderMap, Problem> {
+fn refusal(failure: ReadFailure) -> Problem {
+    match failure {
+        ReadFailure::Bad(bad) => {
+            let field = match &bad.param {
+                Some(param) => format!("body.{param}"),
+                None => "body".to_owned(),
+            };
+            invalid(&field, bad.message)
+        }
+        ReadFailure::Stopping => Problem::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "stopping",
+            "the replica is stopping",
+        ),
+    }
+}
+
+pub(super) fn headers(given: &BTreeMap<String, String>) -> Result<HeaderMap, Problem> {
     let mut headers = HeaderMap::with_capacity(given.len());
     for (name, value) in given {
         let field = || format!("headers.{name}");
@@ -97,7 +133,7 @@ fn headers(given: &BTreeMap<String, String>) -> Result<HeaderMap, Problem> {
 }
 
 /// The bytes an engine would get.
-fn body_bytes(body: &RawValue) -> Result<Bytes, Problem> {
+pub(super) fn body_bytes(body: &RawValue) -> Result<Bytes, Problem> {
     let text = body.get();
     if !text.starts_with('"') {
         return Ok(Bytes::copy_from_slice(text.as_bytes()));

@@ -7,15 +7,21 @@
 //! The listener carries no authentication of its own: it belongs on loopback or a private network.
 //! What a browser sends on behalf of another site is refused.
 
+mod admission;
 mod answer;
 mod backends;
+mod backup;
+mod bins;
 mod cluster;
 pub mod digests;
 pub mod events;
 mod explain;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod ownership;
 mod policy;
 mod probes;
+mod restore;
 mod stream;
 mod users;
 
@@ -39,6 +45,7 @@ pub use digests::{DigestRing, Digests, Minority};
 pub use events::{Event, Events};
 pub use stream::STREAMS_MAX;
 
+use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::error::Problem;
 use crate::metrics::{Metrics, Replica};
@@ -60,6 +67,8 @@ pub struct Admin {
     pub view: Arc<View>,
     /// For `explain` and requests in flight.
     pub router: Arc<routing::Router>,
+    /// What waits for a backend.
+    pub admission: Arc<Admission>,
     /// Health of the engines.
     pub backends: Arc<Backends>,
     /// What `/metrics` answers.
@@ -115,6 +124,8 @@ struct Shared {
     admin: Arc<Admin>,
     /// One permit per open event stream.
     streams: Arc<Semaphore>,
+    /// One permit: for a backup that is being sent.
+    backups: Arc<Semaphore>,
 }
 
 impl std::ops::Deref for Shared {
@@ -189,6 +200,18 @@ const ROUTES: &[Route] = &[
         handlers: || post(cluster::snapshot),
     },
     Route {
+        path: "/admin/v1/cluster/backup",
+        methods: "GET",
+        what: "the state as a file; ?read=local without a quorum",
+        handlers: || get(backup::backup),
+    },
+    Route {
+        path: "/admin/v1/cluster/restore",
+        methods: "POST",
+        what: "put a backup in the state's place; ?force=true if the cluster has users or blocks",
+        handlers: || post(restore::restore),
+    },
+    Route {
         path: "/admin/v1/digest",
         methods: "GET",
         what: "128-bit digest of the state; ?index=N",
@@ -231,7 +254,7 @@ const ROUTES: &[Route] = &[
     Route {
         path: "/admin/v1/users/{name}",
         methods: "GET PUT",
-        what: "one user; PUT {\"weight_milli\"}",
+        what: "one user; PUT {\"weight_milli\", \"limits\"}, either",
         handlers: || get(users::show).merge(put(users::put)),
     },
     Route {
@@ -254,9 +277,31 @@ const ROUTES: &[Route] = &[
     },
     Route {
         path: "/admin/v1/policy",
+        methods: "GET PUT DELETE",
+        what: "the routing policy; ?model: that of one model",
+        handlers: || {
+            get(policy::show)
+                .merge(put(policy::put))
+                .merge(delete(policy::remove))
+        },
+    },
+    Route {
+        path: "/admin/v1/routing",
         methods: "GET PUT",
-        what: "the routing policy",
-        handlers: || get(policy::show).merge(put(policy::put)),
+        what: "what routing follows beside the policy: models, learning, accuracy",
+        handlers: || get(policy::show_routing).merge(put(policy::put_routing)),
+    },
+    Route {
+        path: "/admin/v1/bins",
+        methods: "GET",
+        what: "output-length bins per model, queues here, limits per backend",
+        handlers: || get(bins::show),
+    },
+    Route {
+        path: "/admin/v1/admission",
+        methods: "GET PUT",
+        what: "how requests are admitted: order, limits, queue",
+        handlers: || get(admission::show).merge(put(admission::put)),
     },
     Route {
         path: "/admin/v1/audit",
@@ -285,6 +330,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
     let shared = Shared {
         admin,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+        backups: Arc::new(Semaphore::new(1)),
     };
     let mut router = Router::new().route("/", get(index));
     for route in ROUTES {

@@ -41,6 +41,7 @@ pub(super) async fn counts(
         counts.index = admin.view.applied();
         counts.leases = state.open_leases() as u64;
         let registry = admin.view.registry();
+        let service = admin.view.service();
         counts.backends = registry
             .backends
             .iter()
@@ -48,7 +49,9 @@ pub(super) async fn counts(
                 backend: backend.spec.id.clone(),
                 slot: backend.handle.slot,
                 owned_blocks: state.owned_blocks(backend.handle.slot),
-                capacity_blocks: backend.capacity_blocks(),
+                capacity_blocks: service
+                    .get(backend.handle.slot)
+                    .and_then(|served| served.capacity_blocks),
             })
             .collect();
     });

@@ -56,7 +56,7 @@ fn readiness(admin: &Admin) -> Readiness {
     }
     if let Some(minority) = admin.digests.minority() {
         against.push(format!(
-            "state differs from {} other replicas' at log index {}: `quorate recover`",
+            "state differs from {} other replicas' at log index {} and is being replaced by theirs",
             minority.replicas, minority.index
         ));
     }

@@ -75,6 +75,7 @@ fn follow(subscriber: Subscriber) -> impl Stream<Item = Result<SseEvent, Infalli
             return Some((Ok(hello), subscriber));
         }
         let received = tokio::select! {
+            biased;
             () = subscriber.stop.cancelled() => return None,
             received = subscriber.receiver.recv() => received,
         };

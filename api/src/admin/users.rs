@@ -1,16 +1,18 @@
-//! Users: counters, weights, windows.
+//! Users: counters, weights, windows, limits, and what of theirs waits.
 
 use axum::extract::State;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use state::command::{Command, UserSpec};
 use state::ids::{LogIndex, UserKey};
+use state::quotas::{Left, UserLimits};
 use state::users::{UserUsage, UserView};
 
 use super::Shared;
 use super::answer::{
-    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, not_found, written,
+    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, not_found, rejected, written,
 };
+use crate::admission::Admission;
 use crate::error::Problem;
 
 /// A user as the state keeps one.
@@ -23,13 +25,26 @@ struct Shown {
     is_configured: bool,
     counter_milli_tokens: u64,
     in_flight: u64,
+    waiting: Waits,
+    /// Set for this user; absent: those of all users hold.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    limits: Option<UserLimits>,
+    /// Of the limits that hold; `null`: unbounded.
+    left: Left,
     total: UserUsage,
     window: UserUsage,
     last_charge_ms: u64,
 }
 
-impl From<UserView> for Shown {
-    fn from(user: UserView) -> Self {
+/// Requests that wait for a backend below its limit.
+#[derive(Serialize)]
+struct Waits {
+    here: usize,
+    cluster: u64,
+}
+
+impl Shown {
+    fn of(user: &UserView, admission: &Admission) -> Self {
         Self {
             name: user.name.to_string(),
             key: key_text(user.key),
@@ -37,6 +52,12 @@ impl From<UserView> for Shown {
             is_configured: user.is_configured,
             counter_milli_tokens: user.counter_milli_tokens,
             in_flight: user.in_flight,
+            waiting: Waits {
+                here: admission.waiting_of(user.key),
+                cluster: user.waiting,
+            },
+            limits: user.limits,
+            left: user.left,
             total: user.total,
             window: user.window,
             last_charge_ms: user.last_charge_ms,
@@ -47,7 +68,7 @@ impl From<UserView> for Shown {
 #[derive(Serialize)]
 struct List {
     index: LogIndex,
-    /// Least counter of a user with requests in flight.
+    /// What the counter of a user who comes is lifted to.
     virtual_time_milli_tokens: u64,
     users: Vec<Shown>,
     /// Give it as `cursor` for what follows; absent at the end.
@@ -75,13 +96,16 @@ pub(super) async fn list(
         users: Vec::new(),
         next_cursor: None,
     };
+    let mut users = Vec::new();
     admin.cluster.with_state(&mut |state| {
         answer.index = admin.view.applied();
         answer.virtual_time_milli_tokens = state.virtual_time_milli_tokens();
         // One more than asked for tells whether there is more.
-        let users = state.users(after, limit + 1);
-        answer.users = users.into_iter().map(Shown::from).collect();
+        users = state.users(after, limit + 1);
     });
+    // Outside: the queues are not waited for while `apply` waits for us.
+    let shown = |user: &UserView| Shown::of(user, &admin.admission);
+    answer.users = users.iter().map(shown).collect();
     if answer.users.len() > limit {
         answer.users.truncate(limit);
         answer.next_cursor = answer.users.last().map(|user| user.key.clone());
@@ -104,33 +128,57 @@ pub(super) async fn show(
     let user = found.ok_or_else(|| not_found(format!("no user has the name {name:?}")))?;
     Ok(json(&One {
         index,
-        user: user.into(),
+        user: Shown::of(&user, &admin.admission),
     }))
 }
 
+/// What is absent stays as it is.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct PutBody {
-    weight_milli: u32,
+    weight_milli: Option<u32>,
+    /// Without any bound: none of the user's own, those of all users hold.
+    pub(super) limits: Option<UserLimits>,
 }
 
+/// Two commands when both are told: the answer is that of the second, once the first is known to be
+/// applied.
 pub(super) async fn put(
     State(admin): State<Shared>,
     At(name): At<String>,
     Json(body): Json<PutBody>,
 ) -> Result<Response, Problem> {
-    let spec = UserSpec {
-        name,
-        weight_milli: body.weight_milli,
-    };
-    written(admin.cluster.submit(Command::PutUser(spec)).await)
+    // Before the first: a fault of the second must not leave half of it done.
+    if let Some(limits) = &body.limits {
+        limits.validate().map_err(|reject| rejected(&reject))?;
+    }
+    let weight = body.weight_milli.map(|weight_milli| {
+        let name = name.clone();
+        Command::PutUser(UserSpec { name, weight_milli })
+    });
+    let limits = body
+        .limits
+        .map(|limits| Command::PutUserLimits { name, limits });
+    match (weight, limits) {
+        (None, None) => Err(invalid(
+            "body",
+            "neither weight_milli nor limits".to_owned(),
+        )),
+        (Some(command), None) | (None, Some(command)) => {
+            written(admin.cluster.submit(command).await)
+        }
+        (Some(weight), Some(limits)) => {
+            written(admin.cluster.submit(weight).await)?;
+            written(admin.cluster.submit(limits).await)
+        }
+    }
 }
 
 fn key_text(key: UserKey) -> String {
     format!("{:016x}", key.0)
 }
 
-fn key_of(cursor: &str) -> Result<UserKey, Problem> {
+pub(super) fn key_of(cursor: &str) -> Result<UserKey, Problem> {
     u64::from_str_radix(cursor, 16)
         .map(UserKey)
         .map_err(|_| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))

@@ -11,11 +11,12 @@
 //!   the leader, and only by more than a twentieth.
 //! - The same words are not proposed again within [`REPEAT_AFTER`].
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use state::Backend;
 use state::command::EngineFacts;
 use state::ids::BackendRef;
+use tokio::time::Instant;
 
 /// How long the same proposal is held back while the registry does not show it.
 pub const REPEAT_AFTER: Duration = Duration::from_secs(5);

@@ -5,16 +5,14 @@
 //! candidate loop of every request, side by side with the other slots' words, and as an
 //! [`Arc<Health>`] for whoever wants the words too.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
-use arc_swap::ArcSwapOption;
 use serde::Serialize;
 use state::command::EngineFacts;
 use state::ids::Slot;
-use tokio::sync::Notify;
 
 use super::engine::EngineMetrics;
+use crate::sync::{ArcSwapOption, AtomicU64, Mutex, MutexGuard, Notify, Ordering};
 
 /// Failed probes in a row after which a backend takes no more requests.
 pub const FAILURES_MAX: u32 = 2;

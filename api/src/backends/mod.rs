@@ -8,12 +8,16 @@
 //! A backend begins unhealthy and is probed at once; one success makes it healthy, two failures in
 //! a row unhealthy. The data plane reads health without waiting for anyone.
 
+mod circuit;
 mod client;
 mod engine;
 mod facts;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod health;
 pub mod pool;
 mod probe;
+mod roster;
 pub mod text;
 
 #[cfg(test)]
@@ -27,15 +31,22 @@ use state::View;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, Slot};
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+pub use circuit::{CircuitSettings, CircuitView};
+pub(crate) use circuit::{Passage, Trial};
+pub(crate) use client::ProbeClient;
 pub use engine::{EngineMetrics, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Glance, Health, Record, SCRAPE_FAILURES_MAX};
+pub use roster::{Roster, Stay};
 
+use circuit::Circuits;
 use health::Board;
 
 use crate::admin::{Event, Events};
+use crate::clock::Clock;
 
 /// What a replica knows of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {
@@ -43,6 +54,7 @@ pub struct Backends {
     settings: ProbeSettings,
     events: OnceLock<Events>,
     changes: watch::Sender<u64>,
+    circuits: Arc<Circuits>,
 }
 
 /// How backends are probed.
@@ -86,6 +98,8 @@ pub struct Hooks {
     pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
     /// Whether this replica leads: only the leader refines a known capacity.
     pub is_leader: Arc<dyn Fn() -> bool + Send + Sync>,
+    /// Dates restarts of engines that do not tell their start.
+    pub clock: Clock,
 }
 
 impl Backends {
@@ -97,7 +111,20 @@ impl Backends {
             settings,
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
+            circuits: Arc::new(Circuits::new(CircuitSettings::default())),
         }
+    }
+
+    /// With circuits that open and close by these settings.
+    #[must_use]
+    pub fn breaking(mut self, circuit: CircuitSettings) -> Self {
+        self.circuits = Arc::new(Circuits::new(circuit));
+        self
+    }
+
+    /// The `authorization` header for engines that want a key of the router itself.
+    pub(crate) fn authorization(&self) -> Option<&HeaderValue> {
+        self.settings.authorization.as_ref()
     }
 
     /// Tells health changes to `events`; only the first call counts.
@@ -146,11 +173,60 @@ impl Backends {
         let turned = self.board.update(slot, None, |record| {
             record.failed("a request failed".to_owned());
         });
-        self.changes.send_modify(|changes| *changes += 1);
+        self.changed();
         self.board.alarm(slot).notify_one();
         if turned.is_some() {
             self.tell(slot, false);
         }
+    }
+
+    /// Whether the circuit of `backend` lets a request through at `now`. One load when it is closed.
+    #[must_use]
+    pub fn is_let_through(&self, backend: BackendRef, now: Instant) -> bool {
+        self.circuits.allows(backend, now)
+    }
+
+    /// The circuit of `backend`, for display.
+    #[must_use]
+    pub fn circuit(&self, backend: BackendRef) -> CircuitView {
+        self.circuits.view(backend, Instant::now())
+    }
+
+    /// A request is to go there: whether its circuit lets it.
+    pub(crate) fn enter(&self, backend: BackendRef) -> Passage {
+        self.circuits.enter(backend, Instant::now())
+    }
+
+    /// A request to it was answered, whatever the answer says, short of a server error.
+    pub fn report_answer(&self, backend: BackendRef) {
+        if self.circuits.passed(backend) {
+            let id = self.name_of(backend);
+            tracing::info!(backend = id, "circuit is closed");
+            self.announce_circuit(id, false);
+        }
+    }
+
+    /// A request to it failed before its answer began, or was answered by a server error.
+    pub fn report_no_answer(&self, backend: BackendRef) {
+        if self.circuits.failed(backend, Instant::now()) {
+            let id = self.name_of(backend);
+            let openings = self.circuit(backend).openings_in_row;
+            tracing::warn!(backend = id, openings, "circuit is open");
+            if openings == 1 {
+                self.announce_circuit(id, true);
+            }
+        }
+    }
+
+    fn announce_circuit(&self, id: String, is_open: bool) {
+        if let Some(events) = self.events.get() {
+            events.send(Event::BackendCircuit { id, is_open });
+        }
+    }
+
+    fn name_of(&self, backend: BackendRef) -> String {
+        self.record(backend.slot)
+            .map_or_else(String::new, |it| it.id)
     }
 
     /// Takes `health` for what is known of `slot` without probing: for simulations and tests.
@@ -163,6 +239,10 @@ impl Backends {
             record.metrics.running = Some(health.running);
             record.metrics.kv_usage_permille = Some(health.kv_usage_permille);
         });
+        self.changed();
+    }
+
+    fn changed(&self) {
         self.changes.send_modify(|changes| *changes += 1);
     }
 

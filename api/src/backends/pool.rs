@@ -16,7 +16,7 @@ use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::task::{Context, Poll, Waker, ready};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response};
@@ -29,6 +29,7 @@ use socket2::{SockRef, TcpKeepalive};
 use state::ids::BackendRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 
 /// Longest head of an answer, in bytes; hyper reads bodies through the same buffer.
 const HEAD_BYTES_MAX: usize = 64 * 1024;

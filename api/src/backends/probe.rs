@@ -4,20 +4,19 @@
 //! engine says of itself. A metrics page that takes its time must not look like a dead engine.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use http::StatusCode;
-use state::ids::Slot;
-use state::{Backend, Registry, View};
+use state::View;
 use tokio::task::AbortHandle;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::client::{Answer, ProbeClient, ProbeFailure};
 use super::engine::{self, EngineMetrics};
 use super::facts::{Memory, Round, Saw};
-use super::health::{Record, Tenancy};
+use super::roster::{Roster, Stay, backend_at};
 use super::{Backends, Hooks, text};
 
 /// Health paths in the order they are tried; the first the engine knows is kept.
@@ -34,21 +33,16 @@ struct Probe {
     backends: Arc<Backends>,
     view: Arc<View>,
     hooks: Hooks,
-    slot: Slot,
+    stay: Stay,
     url: String,
-    tenancy: Tenancy,
 }
 
 /// A running probe task; dropping it ends the task.
-struct Running {
-    id: String,
-    url: String,
-    task: AbortHandle,
-}
+struct Running(AbortHandle);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.task.abort();
+        self.0.abort();
     }
 }
 
@@ -59,63 +53,25 @@ pub(super) async fn supervise(
     hooks: &Hooks,
     stop: &CancellationToken,
 ) {
-    let mut running: BTreeMap<Slot, Running> = BTreeMap::new();
-    let mut seen: Option<Arc<Registry>> = None;
+    let mut roster = Roster::new(Arc::clone(backends));
     let mut ticks = tokio::time::interval(backends.settings.registry_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {
+            biased;
             () = stop.cancelled() => return,
             _ = ticks.tick() => {}
         }
-        let registry = view.registry();
-        if seen
-            .as_ref()
-            .is_some_and(|seen| Arc::ptr_eq(seen, &registry))
-        {
-            continue;
-        }
-        running.retain(|slot, probe| {
-            let known = backend_at(&registry, *slot, &probe.url);
-            let is_there = known.is_some_and(|backend| backend.spec.id == probe.id);
-            if !is_there {
-                backends.board.move_out(*slot);
-                backends.changes.send_modify(|changes| *changes += 1);
-            }
-            is_there
+        roster.follow(view.registry(), |stay, backend| {
+            let probe = Probe {
+                backends: Arc::clone(backends),
+                view: Arc::clone(view),
+                hooks: hooks.clone(),
+                stay,
+                url: backend.spec.url.clone(),
+            };
+            Running(tokio::spawn(probe.run()).abort_handle())
         });
-        for backend in &registry.backends {
-            running
-                .entry(backend.handle.slot)
-                .or_insert_with(|| start(backends, view, hooks, backend));
-        }
-        seen = Some(registry);
-    }
-}
-
-/// The backend in `slot`, if it is the one at `url`.
-fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> Option<&'a Backend> {
-    let place = registry
-        .backends
-        .binary_search_by_key(&slot, |backend| backend.handle.slot)
-        .ok()?;
-    Some(&registry.backends[place]).filter(|backend| backend.spec.url == url)
-}
-
-fn start(backends: &Arc<Backends>, view: &Arc<View>, hooks: &Hooks, backend: &Backend) -> Running {
-    let slot = backend.handle.slot;
-    let probe = Probe {
-        backends: Arc::clone(backends),
-        view: Arc::clone(view),
-        hooks: hooks.clone(),
-        slot,
-        url: backend.spec.url.clone(),
-        tenancy: backends.board.move_in(slot, &backend.spec.id),
-    };
-    Running {
-        id: backend.spec.id.clone(),
-        url: probe.url.clone(),
-        task: tokio::spawn(probe.run()).abort_handle(),
     }
 }
 
@@ -129,17 +85,9 @@ impl Probe {
                 tokio::join!(self.watch_liveness(liveness), self.watch_words(words));
             }
             (Err(failure), _) | (_, Err(failure)) => {
-                self.update(|record| record.failed(failure.to_string()));
+                self.stay
+                    .update(|record| record.failed(failure.to_string()));
             }
-        }
-    }
-
-    fn update(&self, change: impl FnOnce(&mut Record)) {
-        let board = &self.backends.board;
-        let turned = board.update(self.slot, Some(self.tenancy), change);
-        self.backends.changes.send_modify(|changes| *changes += 1);
-        if let Some(is_healthy) = turned {
-            self.backends.tell(self.slot, is_healthy);
         }
     }
 
@@ -147,18 +95,16 @@ impl Probe {
         let mut path = Path::new(self.backends.settings.health_path.clone());
         loop {
             match path.probe(&mut client).await {
-                Ok(()) => self.update(Record::passed),
-                Err(why) => self.update(|record| {
-                    record.probes_total += 1;
-                    record.failed(why);
-                }),
+                Ok(()) => self.stay.passed(),
+                Err(why) => self.stay.failed(why),
             }
             let pause = jittered(self.backends.settings.interval);
             let gap = pause.min(ALARM_GAP);
             tokio::time::sleep(gap).await;
             tokio::select! {
+                biased;
                 () = tokio::time::sleep(pause - gap) => {}
-                () = self.backends.board.alarm(self.slot).notified() => {}
+                () = self.backends.board.alarm(self.stay.slot()).notified() => {}
             }
         }
     }
@@ -195,18 +141,18 @@ impl Probe {
         match read {
             Ok(metrics) => {
                 let mut is_healthy = true;
-                self.update(|record| {
+                self.stay.update(|record| {
                     record.scraped(metrics);
                     is_healthy = record.is_healthy;
                 });
                 if !is_healthy {
                     // It answers again: do not leave it out until its next turn.
-                    self.backends.board.alarm(self.slot).notify_one();
+                    self.backends.board.alarm(self.stay.slot()).notify_one();
                 }
                 metrics
             }
             Err(why) => {
-                self.update(|record| record.scrape_failed(why));
+                self.stay.update(|record| record.scrape_failed(why));
                 EngineMetrics::default()
             }
         }
@@ -219,11 +165,12 @@ impl Probe {
         });
         match read {
             Ok(models) => {
-                self.update(|record| record.models = Some(models.clone()));
+                self.stay
+                    .update(|record| record.models = Some(models.clone()));
                 Some(models)
             }
             Err(why) => {
-                tracing::debug!(slot = self.slot.0, why, "model list is not known");
+                tracing::debug!(slot = self.stay.slot().0, why, "model list is not known");
                 None
             }
         }
@@ -231,7 +178,7 @@ impl Probe {
 
     fn tell_news(&self, memory: &mut Memory, saw: &Saw) {
         let registry = self.view.registry();
-        let Some(known) = backend_at(&registry, self.slot, &self.url) else {
+        let Some(known) = backend_at(&registry, self.stay.slot(), &self.url) else {
             // Removed or moved meanwhile: these words are about another engine.
             return;
         };
@@ -246,11 +193,12 @@ impl Probe {
         let round = Round {
             tokens_per_block: (self.hooks.tokens_per_block)(model.map_or("*", String::as_str)),
             is_leader: (self.hooks.is_leader)(),
-            unix_s: unix_s(),
+            // A clock before 1970 tells no start time worth proposing.
+            unix_s: self.hooks.clock.unix_ms() / 1000,
             now: Instant::now(),
         };
         if let Some(facts) = memory.news(known, saw, &round) {
-            self.update(|record| record.told = Some(facts.clone()));
+            self.stay.update(|record| record.told = Some(facts.clone()));
             (self.hooks.observe)(known.handle, facts);
         }
     }
@@ -317,11 +265,4 @@ fn success(answer: Result<Answer, ProbeFailure>) -> Result<Answer, String> {
 /// `interval` less up to a tenth, so that replicas and backends fall out of step.
 fn jittered(interval: Duration) -> Duration {
     interval.mul_f64(1.0 - rand::random::<f64>() / 10.0)
-}
-
-fn unix_s() -> u64 {
-    // A clock before 1970 tells no start time worth proposing.
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs())
 }

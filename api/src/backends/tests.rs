@@ -105,6 +105,7 @@ impl Bench {
             tokens_per_block: Arc::new(|_| 32.0),
             observe: Arc::new(move |backend, facts| drop(tell.send((backend, facts)))),
             is_leader: Arc::new(|| true),
+            clock: crate::clock::Clock::default(),
         };
         let stop = CancellationToken::new();
         tokio::spawn(Arc::clone(&backends).run(cluster.state.view(), hooks, stop.clone()));

@@ -15,10 +15,13 @@
 
 mod flatten;
 mod lax;
+mod plain;
 mod ratio;
 mod read;
 #[cfg(test)]
 mod tests;
+mod tokenizer;
+mod tokens;
 
 use std::sync::Arc;
 
@@ -27,6 +30,14 @@ use state::ids::BlockHash;
 pub use flatten::append_reply;
 pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
 pub use read::{parse, parse_routed};
+pub use tokenizer::{
+    BadTokenizer, Fallback, LoadFailure, Seam, Tokenizer, TokenizerSpec, Vocabulary,
+};
+pub use tokens::{TokenScope, chain_of_tokens};
+
+#[cfg(feature = "fuzzing")]
+pub(crate) use tokenizer::fuzzing;
+pub(crate) use tokenizer::{Content, Encoded, Heard, NotEncoded, Question, Remote, question};
 
 /// What is read of a JSON body. Spans are byte ranges of the body.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -56,8 +67,20 @@ pub struct Parsed {
     pub max_tokens: Option<u32>,
     /// The prompt, flattened. Of a batch of prompts the first; empty when the path has none.
     pub prompt: Prompt,
+    /// The other prompts of a batch.
+    pub batch: Batch,
     /// How an answer continues the prompt.
     pub reply: ReplyShape,
+}
+
+/// How much a batch holds beside its first prompt. Only the first one's blocks are known, but all
+/// are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Batch {
+    /// Bytes of text.
+    pub bytes: u64,
+    /// Token ids.
+    pub ids: u64,
 }
 
 /// How the text of an answer stands in the prompt of the next request of a conversation.
@@ -129,10 +152,22 @@ pub struct BadBody {
 pub struct ModelSettings {
     /// A model id, or `"*"`.
     pub name: String,
-    /// `character` in this version.
-    pub tokenizer: String,
+    /// What cuts prompts into tokens.
+    pub tokenizer: Arc<Tokenizer>,
     /// Tokens (for `character`: bytes) per block.
     pub block_size: u32,
+}
+
+impl ModelSettings {
+    /// Settings of `name` without a tokenizer: blocks of `block_size` bytes.
+    #[must_use]
+    pub fn characters(name: &str, block_size: u32) -> Self {
+        Self {
+            name: name.to_owned(),
+            tokenizer: Tokenizer::character(),
+            block_size,
+        }
+    }
 }
 
 /// A prompt's identity.
@@ -142,25 +177,52 @@ pub struct Identity {
     pub root: u64,
     /// All full blocks, chained.
     pub chain: Arc<[BlockHash]>,
-    /// Estimated prompt tokens.
+    /// Prompt tokens, of a batch all prompts': counted where [`Unit::Tokens`], else estimated.
     pub tokens: u32,
     /// How many of `chain` an engine can have (last-token rule).
     pub matchable: u32,
+    /// What the blocks are made of.
+    pub unit: Unit,
     /// What is needed to go on with the chain when the answer is known.
     pub tail: Tail,
+}
+
+/// What blocks are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Unit {
+    /// Bytes of text: the model has no tokenizer.
+    Characters,
+    /// Token ids, as engines have them.
+    Tokens,
+    /// Bytes of text, in place of tokens that could not be had.
+    CharactersFor(Fallback),
 }
 
 /// Where a prompt's last full block ends, and how the chain goes on from there.
 #[derive(Debug, Clone, Default)]
 pub struct Tail {
-    /// Bytes behind the last full block.
+    /// What follows the last full block: bytes of text, or token ids of four bytes each.
     pub bytes: Vec<u8>,
-    /// Bytes per block; 0 when the prompt is of token ids, which text cannot continue.
+    /// Bytes per block; 0 when blocks are of token ids.
     pub block_bytes: usize,
     /// How an answer continues the prompt.
     pub reply: ReplyShape,
-    /// Tokens of one block, estimated.
+    /// Tokens of one block, estimated where blocks are of bytes.
     pub tokens_per_block: u32,
+    /// How an answer's tokens continue the prompt's; `None`: in no known way, or blocks are of bytes.
+    pub seam: Option<Seam>,
+    /// Whether the text measured is all that the engine counts.
+    pub is_partial: bool,
     /// The model's ratio, to estimate with and to teach.
     pub ratio: TokenRatio,
+}
+
+impl Tail {
+    /// The token ids behind the last full block, where blocks are of token ids.
+    #[must_use]
+    pub fn ids(&self) -> Vec<u32> {
+        let id = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().expect("chunks of four"));
+        self.bytes.chunks_exact(4).map(id).collect()
+    }
 }

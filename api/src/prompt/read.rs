@@ -11,13 +11,14 @@ use std::fmt;
 
 use bytes::Bytes;
 use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::error::Category;
 use serde_json::value::RawValue;
 
 use super::flatten::{Content, Input, Messages, push_framed};
 use super::lax::{Lax, Unclear};
-use super::{BadBody, Parsed, Prompt, ReplyShape};
+use super::plain::Plain;
+use super::{BadBody, Batch, Parsed, Prompt, ReplyShape};
 
 /// Reads a body posted to `path`.
 ///
@@ -61,6 +62,7 @@ pub fn parse_routed(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
     let mut parsed = parse(path, body)?;
     if is_uncomputed(path) {
         parsed.prompt = Prompt::default();
+        parsed.batch = Batch::default();
         parsed.reply = ReplyShape::None;
     }
     Ok(parsed)
@@ -100,7 +102,7 @@ fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BadBody {
 
 /// Where a path's prompt stands in its body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Surface {
+pub(super) enum Surface {
     /// `messages`, with `system` and `tools`.
     Chat,
     /// `prompt`.
@@ -114,7 +116,7 @@ enum Surface {
 }
 
 impl Surface {
-    fn of(path: &str) -> Self {
+    pub(super) fn of(path: &str) -> Self {
         match path.split('?').next().unwrap_or(path) {
             "/v1/chat/completions"
             | "/v1/chat/completions/render"
@@ -154,6 +156,7 @@ struct Found<'de> {
     system: Option<Vec<u8>>,
     messages: Option<Vec<u8>>,
     plain: Option<Prompt>,
+    batch: Batch,
 }
 
 impl Found<'_> {
@@ -183,6 +186,7 @@ impl Found<'_> {
             cache_salt: self.cache_salt,
             max_tokens: self.max_tokens,
             prompt,
+            batch: self.batch,
             reply: surface.reply(),
         })
     }
@@ -339,7 +343,10 @@ impl<'de> Top<'_, 'de> {
             }
             ("prompt", Surface::Completions)
             | ("prompt" | "input" | "query" | "queries" | "text_1" | "data_1", Surface::Pooling) => {
-                found.plain = map.next_value_seed(Plain)?;
+                found.batch = Batch::default();
+                found.plain = map.next_value_seed(Plain {
+                    batch: &mut found.batch,
+                })?;
             }
             _ => drop(map.next_value::<IgnoredAny>()?),
         }
@@ -423,103 +430,5 @@ impl<'de> Deserialize<'de> for StreamOptions {
             }
         }
         deserializer.deserialize_map(OptionsVisitor)
-    }
-}
-
-/// A `prompt`: a string, token ids, or an array of either, of which the first counts. `None` for
-/// `null` and for what has no text to hash, such as an image to embed.
-struct Plain;
-
-impl<'de> DeserializeSeed<'de> for Plain {
-    type Value = Option<Prompt>;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Plain {
-    type Value = Option<Prompt>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string, an array of strings, an array of token ids, or an array of those")
-    }
-
-    fn visit_unit<E>(self) -> Result<Self::Value, E> {
-        Ok(None)
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
-        Ok(Some(Prompt::Text(text.as_bytes().to_vec())))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(None)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-        match seq.next_element_seed(First)? {
-            None => Ok(None),
-            Some(Element::Prompt(first)) => {
-                while seq.next_element::<IgnoredAny>()?.is_some() {}
-                Ok(first)
-            }
-            Some(Element::Token(first)) => {
-                let mut tokens = vec![first];
-                while let Some(token) = seq.next_element()? {
-                    tokens.push(token);
-                }
-                Ok(Some(Prompt::Tokens(tokens)))
-            }
-        }
-    }
-}
-
-/// The first element of a `prompt` array, which tells what kind of array it is.
-struct First;
-
-enum Element {
-    Token(u32),
-    Prompt(Option<Prompt>),
-}
-
-impl<'de> DeserializeSeed<'de> for First {
-    type Value = Element;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for First {
-    type Value = Element;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string, a token id or an array of token ids")
-    }
-
-    fn visit_u64<E: Error>(self, token: u64) -> Result<Self::Value, E> {
-        u32::try_from(token)
-            .map(Element::Token)
-            .map_err(|_| E::custom(format_args!("token id {token} is above {}", u32::MAX)))
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
-        Ok(Element::Prompt(Some(Prompt::Text(
-            text.as_bytes().to_vec(),
-        ))))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
-        Plain.visit_map(map).map(Element::Prompt)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-        let mut tokens = Vec::new();
-        while let Some(token) = seq.next_element::<u32>()? {
-            tokens.push(token);
-        }
-        Ok(Element::Prompt(Some(Prompt::Tokens(tokens))))
     }
 }

@@ -1,5 +1,5 @@
-//! From a read request to the head of an engine's answer: decide, dispatch, send, and try the next
-//! candidate where that is safe.
+//! From a read request to the head of an engine's answer: admit, send, and try the next candidate
+//! where that is safe. Waiting for a backend below its limit is [`crate::admission`]'s part.
 //!
 //! A request goes to another backend only when the one before did not run it: no connection, or an
 //! answer whose status says so. A connection that breaks after the request was sent is not
@@ -13,8 +13,8 @@ use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
-use state::ids::Slot;
-use state::policy::PolicyConfig;
+use state::ids::{BackendRef, Slot};
+use state::quotas::Limit;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
@@ -22,10 +22,11 @@ use super::headers::{Hop, add_decision, clean_answer, toward_engine};
 use super::relay::{Content, ERROR_BYTES_MAX, Relay, Source, Waits};
 use super::splice::splice;
 use super::sse::{Events, Wanted};
+use crate::admission::{Candidate, NotAdmitted};
 use crate::backends::pool::{EngineBody, Segments, SendFailure};
 use crate::error::Failure;
 use crate::prompt::{Identity, Parsed};
-use crate::routing::{Ask, Attempt, Decision, End, POLICY};
+use crate::routing::{Ask, Attempt, Decision, End, NoBackend, POLICY, Router, SELECT};
 
 /// How long the rest of such an answer is waited for.
 const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -40,6 +41,35 @@ pub(super) struct Asked {
     pub(super) request_id: HeaderValue,
     /// The client's address.
     pub(super) peer: HeaderValue,
+    /// Among requests that wait.
+    pub(super) priority: i16,
+}
+
+impl Candidate for Asked {
+    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> Ask<'a> {
+        Ask {
+            model: &self.parsed.model,
+            identity: &self.identity,
+            request_id: self.request_id.to_str().unwrap_or_default(),
+            user: &self.user,
+            headers: Some(&self.head.headers),
+            // An unknown one was refused before.
+            policy: router.asked_policy(&self.head.headers).ok().flatten(),
+            excluded,
+        }
+    }
+
+    fn priority(&self) -> i16 {
+        self.priority
+    }
+
+    fn tokens_max(&self) -> Option<u32> {
+        self.parsed.max_tokens
+    }
+
+    fn is_selective(&self) -> bool {
+        self.head.headers.contains_key(SELECT)
+    }
 }
 
 /// What the client gets.
@@ -78,7 +108,7 @@ struct Sending<'a> {
     first_byte_by: Instant,
 }
 
-pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Asked) -> Result<Forwarded, Failure> {
+pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Arc<Asked>) -> Result<Forwarded, Failure> {
     let path = asked.head.uri.path();
     let (body, wanted) = splice(
         proxy.settings.usage_splice,
@@ -92,23 +122,25 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Asked) -> Result<Forward
         .path_and_query()
         .cloned()
         .map_or_else(Uri::default, Uri::from);
-    let first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
-    let sending = Sending {
+    let mut sending = Sending {
         asked,
         uri,
         body,
-        first_byte_by,
+        first_byte_by: Instant::now(),
     };
-    let policy = asked_policy(proxy, asked)?;
+    check_policy(proxy, asked)?;
+    check_select(proxy, asked)?;
     let mut excluded: Vec<Slot> = Vec::new();
     let mut last = Last::None;
     loop {
-        let decision = match decide(proxy, asked, policy, &excluded) {
-            Ok(decision) => decision,
-            Err(failure) => return give_up(last, failure),
+        let admitted = match proxy.admission.admit(asked, &excluded).await {
+            Ok(admitted) => admitted,
+            Err(why) => return give_up(last, refusal(why, asked)),
         };
+        let (decision, taken) = admitted.into_parts();
+        sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         let is_last = excluded.len() + 1 >= proxy.settings.attempts_max;
-        match attempt(proxy, &sending, &decision, is_last).await {
+        match attempt(proxy, &sending, &decision, taken, is_last).await {
             Tried::Answered(response, attempt) => {
                 let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
                 return Ok(Forwarded::Relayed(relayed));
@@ -124,37 +156,48 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Asked) -> Result<Forward
     }
 }
 
-fn asked_policy<'a>(proxy: &'a Proxy, asked: &Asked) -> Result<Option<&'a PolicyConfig>, Failure> {
+fn check_policy(proxy: &Proxy, asked: &Asked) -> Result<(), Failure> {
     let policy = proxy.router.asked_policy(&asked.head.headers);
-    policy.map_err(|unknown| Failure::BadRequest {
+    policy.map(|_| ()).map_err(|unknown| Failure::BadRequest {
         message: unknown.to_string(),
         param: Some(POLICY.to_string()),
     })
 }
 
-fn decide(
-    proxy: &Proxy,
-    asked: &Asked,
-    policy: Option<&PolicyConfig>,
-    excluded: &[Slot],
-) -> Result<Decision, Failure> {
-    use crate::routing::NoBackend;
-    let ask = Ask {
-        model: &asked.parsed.model,
-        identity: &asked.identity,
-        request_id: asked.request_id.to_str().unwrap_or_default(),
-        user: &asked.user,
-        headers: Some(&asked.head.headers),
-        policy,
-        excluded,
-    };
-    proxy.router.decide(&ask).map_err(|why| match why {
-        NoBackend::UnknownModel => Failure::UnknownModel {
+fn check_select(proxy: &Proxy, asked: &Asked) -> Result<(), Failure> {
+    let checked = proxy.router.check_select(&asked.head.headers);
+    checked.map_err(|bad| Failure::BadRequest {
+        message: bad.to_string(),
+        param: Some(SELECT.to_string()),
+    })
+}
+
+/// Why a request was not admitted, as its client is told.
+fn refusal(why: NotAdmitted, asked: &Asked) -> Failure {
+    match why {
+        NotAdmitted::NoBackend(NoBackend::UnknownModel) => Failure::UnknownModel {
             model: shown(&asked.parsed.model),
         },
-        NoBackend::NoneHealthy => Failure::NoneHealthy,
-        NoBackend::AllTried => Failure::Unreachable,
-    })
+        NotAdmitted::NoBackend(NoBackend::NoneHealthy) => Failure::NoneHealthy,
+        NotAdmitted::NoBackend(NoBackend::NoneSelected) => Failure::NoneSelected,
+        NotAdmitted::NoBackend(NoBackend::AllTried) => Failure::Unreachable,
+        NotAdmitted::NoBackend(NoBackend::TooLarge) => Failure::BadRequest {
+            message: "the prompt is larger than the cache of any backend".to_owned(),
+            param: None,
+        },
+        NotAdmitted::NoBackend(NoBackend::AtLimit) => Failure::Overloaded,
+        NotAdmitted::OverLimit(over) => Failure::OverLimit {
+            limit: match over.limit {
+                Limit::Requests => "requests per window",
+                Limit::Tokens => "tokens per window",
+                Limit::Concurrent => "requests at once",
+            },
+            retry_after_ms: over.retry_after_ms,
+        },
+        NotAdmitted::QueueFull => Failure::QueueFull,
+        NotAdmitted::WaitedTooLong => Failure::WaitedTooLong,
+        NotAdmitted::Leaving => Failure::Leaving,
+    }
 }
 
 /// A model's name as an error repeats it.
@@ -174,16 +217,18 @@ async fn attempt(
     proxy: &Arc<Proxy>,
     sending: &Sending<'_>,
     decision: &Decision,
+    attempt: Attempt,
     is_last: bool,
 ) -> Tried {
-    let asked = sending.asked;
-    let attempt = proxy
-        .router
-        .dispatch(decision, &asked.identity, &asked.user);
     let pending = Pending::of(attempt);
     let send = send(proxy, sending, decision, &pending.is_sent);
     let sent = timeout_at(sending.first_byte_by, send).await;
     let (attempt, is_sent) = pending.over();
+    if let Ok(sent) = &sent {
+        judge(proxy, decision.backend, sent);
+    } else if !is_sent {
+        proxy.backends.report_no_answer(decision.backend);
+    }
     let failure = match sent {
         Ok(Ok(response)) if response.status().is_informational() => {
             // Nobody asked for another protocol.
@@ -215,6 +260,19 @@ async fn attempt(
             Tried::NotRun(Last::Failed(Failure::Unreachable))
         }
         SendFailure::Broke(_) | SendFailure::Ended => Tried::Lost(Failure::EngineBroke),
+    }
+}
+
+/// What the backend's circuit hears of a head, or of none. A success is one once its body begins; a
+/// timeout after the request was sent is told by the attempt's end.
+fn judge(proxy: &Proxy, backend: BackendRef, sent: &Result<Response<EngineBody>, SendFailure>) {
+    match sent {
+        Ok(response) if response.status().is_success() => {}
+        Ok(response) if response.status().is_client_error() => {
+            proxy.backends.report_answer(backend);
+        }
+        Err(SendFailure::Gone) => {}
+        Ok(_) | Err(_) => proxy.backends.report_no_answer(backend),
     }
 }
 
@@ -278,6 +336,7 @@ async fn send(
         version: asked.head.version,
         request_id: &asked.request_id,
         forward_credentials: proxy.settings.forward_credentials,
+        forward_priority: proxy.settings.forward_priority,
     };
     let build = || {
         is_sent.store(true, Ordering::Relaxed);

@@ -19,6 +19,8 @@ pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+/// Who goes first among requests that wait.
+pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-priority");
 /// The replica that answers.
 pub(super) const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
@@ -55,6 +57,9 @@ fn is_named(headers: &HeaderMap, name: &HeaderName) -> bool {
     })
 }
 
+/// By which a client of vLLM asks to go past others.
+const ENGINE_PRIORITY: HeaderName = HeaderName::from_static("x-vllm-priority");
+
 /// What the engine is told about the way a request came.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Hop<'a> {
@@ -66,6 +71,8 @@ pub(super) struct Hop<'a> {
     pub(super) request_id: &'a HeaderValue,
     /// Whether the client's credentials go on.
     pub(super) forward_credentials: bool,
+    /// Whether the priority goes on that the client asks the engine for.
+    pub(super) forward_priority: bool,
 }
 
 /// The headers of the request to the engine. The body's length is left to whoever sends it.
@@ -76,6 +83,7 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
         let is_dropped = is_hop_by_hop(name)
             || [&HOST, &CONTENT_LENGTH, &EXPECT, &ACCEPT_ENCODING].contains(&name)
             || (!hop.forward_credentials && [&AUTHORIZATION, &API_KEY].contains(&name))
+            || (!hop.forward_priority && *name == ENGINE_PRIORITY)
             || (names_fields && is_named(client, name));
         if !is_dropped {
             headers.append(name.clone(), value.clone());
@@ -200,8 +208,24 @@ mod tests {
             version: Version::HTTP_11,
             request_id: &HeaderValue::from_static("r1"),
             forward_credentials,
+            forward_priority: false,
         };
         toward_engine(client, &HeaderValue::from_static("engine:8000"), &hop)
+    }
+
+    #[test]
+    fn nobody_goes_past_others_unless_the_config_says_so() {
+        let client = headers(&[("x-vllm-priority", "-9"), ("x-other", "1")]);
+        assert!(!forwarded(&client, true).contains_key(ENGINE_PRIORITY));
+        let hop = Hop {
+            peer: &HeaderValue::from_static("10.0.0.9"),
+            version: Version::HTTP_11,
+            request_id: &HeaderValue::from_static("r1"),
+            forward_credentials: true,
+            forward_priority: true,
+        };
+        let sent = toward_engine(&client, &HeaderValue::from_static("engine:8000"), &hop);
+        assert_eq!(sent[ENGINE_PRIORITY], "-9");
     }
 
     #[test]

@@ -15,10 +15,12 @@
 //! has been written.
 //!
 //! `x-quorate-policy` chooses the policy where the config allows it, `x-quorate-session` (or what
-//! the policy's settings name) the backend under `session`; both are passed on, as is
-//! `x-quorate-priority`, which has no effect.
+//! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first among
+//! requests that wait for a backend; all are passed on.
 
 mod forward;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod headers;
 mod inspect;
 mod metrics;
@@ -55,11 +57,12 @@ pub use settings::{
 };
 pub use splice::UsageSplice;
 
+use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{Failure, openai_response};
-use crate::prompt::{self, Identity, Parsed, Prompt};
-use crate::routing::Router;
+use crate::prompt::{Identity, Parsed};
+use crate::routing::{ReadFailure, Router};
 use forward::{Asked, Forwarded, forward};
 use headers::{REPLICA, REQUEST_ID, request_id};
 use metrics::Ledger;
@@ -69,12 +72,9 @@ pub(crate) use request::ANONYMOUS;
 use request::Held;
 use routes::Route;
 
-/// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
-/// connections of the same thread waiting and go to the blocking pool.
-const PARSED_INLINE_BYTES_MAX: usize = 256 * 1024;
-
 /// What all connections of a data plane share.
 pub struct Proxy {
+    admission: Arc<Admission>,
     router: Arc<Router>,
     backends: Arc<Backends>,
     view: Arc<View>,
@@ -104,7 +104,7 @@ impl Proxy {
     /// A data plane without connections.
     #[must_use]
     pub fn new(
-        router: Arc<Router>,
+        admission: Arc<Admission>,
         backends: Arc<Backends>,
         view: Arc<View>,
         settings: ProxySettings,
@@ -113,7 +113,8 @@ impl Proxy {
         let pool = Pool::new(settings.pool, metrics.pool.clone());
         let replica = HeaderValue::from(u16::from(settings.replica.0));
         Self {
-            router,
+            router: Arc::clone(admission.router()),
+            admission,
             backends,
             view,
             pool,
@@ -212,6 +213,7 @@ impl Proxy {
         drop(body);
         let (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
         let user = request::identify(&self.settings, &head.headers, &parsed).into_owned();
+        let priority = request::priority(&head.headers, self.settings.priority_max)?;
         let asked = Asked {
             head,
             body: body_bytes,
@@ -220,8 +222,9 @@ impl Proxy {
             user,
             request_id,
             peer,
+            priority,
         };
-        forward(self, &asked).await
+        forward(self, &Arc::new(asked)).await
     }
 
     /// The body of a request for an engine; `None` for one that has an answer here.
@@ -251,14 +254,14 @@ impl Proxy {
         path: &str,
         body: &Bytes,
     ) -> Result<(Parsed, Identity), Failure> {
-        if body.len() <= PARSED_INLINE_BYTES_MAX {
-            return parse_and_identify(&self.router, path, body);
+        match self.router.read(path, body).await {
+            Ok(read) => Ok((read.parsed, read.identity)),
+            Err(ReadFailure::Bad(bad)) => Err(Failure::BadRequest {
+                message: bad.message,
+                param: bad.param,
+            }),
+            Err(ReadFailure::Stopping) => Err(Failure::Overloaded),
         }
-        let (proxy, path, body) = (Arc::clone(self), path.to_owned(), body.clone());
-        tokio::task::spawn_blocking(move || parse_and_identify(&proxy.router, &path, &body))
-            .await
-            // The runtime is going down.
-            .unwrap_or(Err(Failure::Overloaded))
     }
 
     fn models(&self, path: &str) -> Result<Response<Bytes>, Failure> {
@@ -281,21 +284,6 @@ impl Proxy {
         response.headers_mut().insert(CONTENT_TYPE, json);
         Ok(response)
     }
-}
-
-fn parse_and_identify(
-    router: &Router,
-    path: &str,
-    body: &Bytes,
-) -> Result<(Parsed, Identity), Failure> {
-    let mut parsed = prompt::parse_routed(path, body).map_err(|bad| Failure::BadRequest {
-        message: bad.message,
-        param: bad.param,
-    })?;
-    let identity = router.identify(&parsed);
-    // As long as the body, and not needed any more.
-    parsed.prompt = Prompt::default();
-    Ok((parsed, identity))
 }
 
 fn local(response: Response<Bytes>, outcome: Outcome, mut ledger: Ledger) -> Response<AnswerBody> {

@@ -115,7 +115,7 @@ pub(super) struct Tail {
 }
 
 impl Tail {
-    fn push(&mut self, frame: Bytes) {
+    pub(super) fn push(&mut self, frame: Bytes) {
         self.bytes += frame.len();
         self.frames.push_back(frame);
         while let Some(first) = self.frames.front()
@@ -128,7 +128,7 @@ impl Tail {
     }
 
     /// Reads what is kept; answers whether it looks whole.
-    fn read(&self, note: impl FnOnce(&Findings<'_>)) -> bool {
+    pub(super) fn read(&self, note: impl FnOnce(&Findings<'_>)) -> bool {
         let joined;
         let bytes: &[u8] = match (self.frames.front(), self.frames.len()) {
             (None, _) => return false,
@@ -287,6 +287,9 @@ impl Relay {
             && let Some(attempt) = &mut books.attempt
         {
             attempt.first_byte();
+            if let Content::Events { .. } = self.content {
+                attempt.first_token();
+            }
             books.ledger.iter().for_each(Ledger::first_byte);
         }
     }

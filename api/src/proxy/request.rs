@@ -14,7 +14,7 @@ use state::command::NAME_BYTES_MAX;
 use tokio::time::{Instant, timeout_at};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::headers::API_KEY;
+use super::headers::{API_KEY, PRIORITY};
 use super::settings::{IdentifyBy, ProxySettings, key_user_name};
 use crate::error::Failure;
 use crate::prompt::Parsed;
@@ -197,6 +197,21 @@ pub(super) fn identify<'a>(
     found.unwrap_or(Cow::Borrowed(ANONYMOUS))
 }
 
+/// The priority that a request asks for, as far as it may.
+pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, Failure> {
+    let Some(value) = headers.get(PRIORITY) else {
+        return Ok(0);
+    };
+    let text = value.to_str().ok().map(str::trim);
+    let asked: Option<i64> = text.and_then(|text| text.parse().ok());
+    let asked = asked.ok_or_else(|| Failure::BadRequest {
+        message: "the priority is no integer".to_owned(),
+        param: Some(PRIORITY.to_string()),
+    })?;
+    let within = asked.clamp(i64::from(i16::MIN), i64::from(priority_max));
+    Ok(i16::try_from(within).expect("it was clamped between two of them"))
+}
+
 /// A name that fits the state's limit: a longer one is replaced by its hash.
 fn bounded(name: &str) -> Option<Cow<'_, str>> {
     if name.is_empty() {
@@ -215,6 +230,18 @@ mod tests {
 
     use super::super::settings::ApiKeys;
     use super::*;
+
+    #[test]
+    fn a_priority_is_an_integer_up_to_what_is_allowed() {
+        let asked = |text: &str| priority(&headers(&[("x-quorate-priority", text)]), 3);
+        assert_eq!(priority(&HeaderMap::new(), 3), Ok(0));
+        assert_eq!(asked("2"), Ok(2));
+        assert_eq!(asked(" 9000 "), Ok(3));
+        assert_eq!(asked("-9000000"), Ok(i16::MIN));
+        for text in ["", "high", "1.5", "99999999999999999999"] {
+            assert!(asked(text).is_err(), "{text}");
+        }
+    }
 
     fn headers(fields: &[(&'static str, &str)]) -> HeaderMap {
         let field = |(name, value): &(&'static str, &str)| {

@@ -100,7 +100,9 @@ impl Server {
         };
         loop {
             tokio::select! {
+                biased;
                 () = stop.drain.cancelled() => break,
+                _ = reap.tick() => proxy.pool.reap(),
                 accepted = accept(&listener, &connections) => match accepted {
                     Ok(accepted) => { tracker.spawn(context().serve(accepted)); }
                     Err(error) => {
@@ -108,7 +110,6 @@ impl Server {
                         sleep(ACCEPT_PAUSE).await;
                     }
                 },
-                _ = reap.tick() => proxy.pool.reap(),
             }
         }
         // Closing the listener resets those that are in its backlog.
@@ -117,8 +118,14 @@ impl Server {
         }
         drop(listener);
         tracker.close();
-        // What is left shows in the tracker.
-        let _: Result<(), _> = timeout(deadline, tracker.wait()).await;
+        // Who still waits for a backend then is told to ask another replica, not cut off.
+        let farewell = FAREWELL.min(deadline / 4);
+        let finished = timeout(deadline.saturating_sub(farewell), tracker.wait()).await;
+        if finished.is_err() {
+            proxy.admission.leave_all();
+            // What is left shows in the tracker.
+            let _: Result<(), _> = timeout(farewell, tracker.wait()).await;
+        }
         let cut = tracker.len();
         stop.cut.cancel();
         tracker.wait().await;
@@ -174,6 +181,9 @@ fn builder(proxy: &Proxy) -> auto::Builder<Tracked> {
         .keep_alive_timeout(timeouts.keep_alive);
     builder
 }
+
+/// How long before the deadline of a drain waiting requests are answered.
+const FAREWELL: Duration = Duration::from_millis(500);
 
 /// The steps of stopping.
 #[derive(Clone)]

@@ -27,11 +27,15 @@ pub struct ProxySettings {
     pub api_keys: Option<ApiKeys>,
     /// Whether `authorization` and `x-api-key` go on to the engine.
     pub forward_credentials: bool,
+    /// Whether `x-vllm-priority` goes on to the engine, where it goes past every other request.
+    pub forward_priority: bool,
     /// Engine answers that send a request to the next candidate: statuses by which an engine says
     /// that it did not run it.
     pub retry_statuses: Vec<StatusCode>,
     /// Most backends one request is tried on.
     pub attempts_max: usize,
+    /// Highest priority that a request may ask for; what is higher counts as this.
+    pub priority_max: i16,
     /// Which usage reports are asked for on a client's behalf.
     pub usage_splice: UsageSplice,
     /// Paths beyond the built-in ones to which a POST with a JSON `model` is routed. Exact, without
@@ -131,8 +135,10 @@ impl ProxySettings {
             ],
             api_keys: None,
             forward_credentials: true,
+            forward_priority: false,
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],
             attempts_max: 3,
+            priority_max: 0,
             usage_splice: UsageSplice::default(),
             extra_paths: Vec::new(),
             pool: PoolSettings::default(),

@@ -1,21 +1,33 @@
 //! One dispatch: what it holds from its start, and what it owes at its end.
 //!
-//! Who pays what: prompt tokens are charged once the engine has told how many of them it had
-//! cached, at the latest at the end; output tokens as they are reported, in steps of
-//! [`OUTPUT_STEP_TOKENS`], so that a client that hangs up has paid for what was made. Counters never
-//! fall, so nothing is charged on a guess that may turn out too high: what no report covers when
-//! the attempt ends, all of it or what was made since the last report, is estimated from its bytes
-//! then, and the believed prefix counts as cached. An attempt that never ran costs nothing.
+//! Who pays what: a dispatch is charged ahead for its prompt as estimated, under `vtc-pred` for its
+//! predicted output too, so that it counts at once for the order of those who wait. Prompt tokens are
+//! settled once the engine has told how many of them it had cached, at the latest at the end; output
+//! tokens as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that hangs up has
+//! paid for what was made. Counters never fall: what was charged ahead and not used is the user's
+//! credit ([`state::admission::Ledger`]). What no report covers when the attempt ends, all of it or
+//! what was made since the last report, is estimated from its bytes then, and the believed prefix
+//! counts as cached. An attempt that never ran costs nothing.
 
 use std::sync::Arc;
 
+use state::admission::{AdmissionSettings, Ledger, Order, Pricing, Tab, Used};
 use state::command::{Charge, Outcome};
-use state::ids::{AttemptId, BackendRef, UserKey};
+use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
+use state::prefix::{model_key, user_key};
+use tokio::runtime::Handle;
+use tokio::time::Instant;
 
+use super::lengths::Expected;
 use super::load::Underway;
 use super::metrics::InFlight;
+use super::outbox::Outbox;
 use super::reply::ReplyChain;
-use super::{Decision, End, Router, Usage};
+use super::room::Largest;
+use super::samples::{self, Ended, Running, Stopwatch};
+use super::{Ask, Decision, End, Router, Usage};
+use crate::backends::Trial;
+use crate::planted::{self, Bug};
 use crate::prompt::{Identity, TokenRatio};
 
 /// Output tokens reported but not charged at most, while the answer streams.
@@ -28,11 +40,19 @@ pub struct Attempt {
     id: AttemptId,
     user: UserKey,
     /// `None` once the attempt is over.
-    open: Option<Open>,
+    pub(super) open: Option<Open>,
 }
 
 /// What an attempt holds until its end.
-struct Open {
+pub(super) struct Open {
+    backend: BackendRef,
+    stopwatch: Stopwatch,
+    /// Keeps others away from a backend whose circuit is open, until there is a verdict.
+    trial: Option<Arc<Trial>>,
+    /// Whether the answer's body has begun.
+    has_begun: bool,
+    /// Whether the lease renews the age of blocks it found, not only of those it brought.
+    pub(super) is_touching: bool,
     underway: Underway,
     meter: InFlight,
     /// `None`: output cannot continue the prompt.
@@ -43,15 +63,32 @@ struct Open {
     unreported_bytes: usize,
     /// Charged so far, without the counts of requests.
     charged: Charge,
+    model: ModelKey,
+    pricing: Pricing,
+    /// What was charged ahead.
+    tab: Tab,
+    /// What output is expected; `None`: none is charged ahead.
+    expected: Option<Expected>,
+}
+
+/// On what terms a request is dispatched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Terms {
+    /// Output tokens it asks for at most.
+    pub tokens_max: Option<u32>,
+    /// Priced tokens that the log has charged for it with its grant; `None`: it was not granted.
+    pub granted_tokens: Option<u64>,
 }
 
 /// A prompt's size as far as known before an engine counts it.
 struct PromptSize {
-    /// 0 for token ids.
+    /// 0 where they tell nothing of the tokens: token ids, batches.
     bytes: u64,
     tokens: u64,
     /// Of these, believed cached.
     predicted: u64,
+    /// Of one block.
+    block_tokens: u32,
     ratio: TokenRatio,
 }
 
@@ -64,42 +101,94 @@ impl PromptSize {
             block_bytes => u64::from(tail.ratio.tokens(matched * block_bytes)),
         };
         Self {
-            bytes: (identity.chain.len() * tail.block_bytes + tail.bytes.len()) as u64,
+            bytes: match tail.is_partial {
+                true => 0,
+                false => (identity.chain.len() * tail.block_bytes + tail.bytes.len()) as u64,
+            },
             tokens,
             predicted: predicted.min(tokens),
+            block_tokens: tail.tokens_per_block,
             ratio: tail.ratio.clone(),
         }
+    }
+
+    /// The believed share of so many tokens, once they are counted: where a text's tokens were
+    /// estimated, the estimate's fault is not the prediction's.
+    fn predicted_of(&self, prompt_tokens: u64) -> u64 {
+        let predicted = match self.bytes {
+            0 => self.predicted,
+            _ => {
+                let share = u128::from(self.predicted) * u128::from(prompt_tokens);
+                let share = share / u128::from(self.tokens.max(1));
+                u64::try_from(share).unwrap_or(u64::MAX)
+            }
+        };
+        predicted.min(prompt_tokens)
+    }
+}
+
+/// What tokens cost, and which of them are charged.
+pub(crate) fn pricing_of(registry: &state::Registry) -> Pricing {
+    let settings = registry.admission.as_ref();
+    Pricing {
+        prices: registry.fairness,
+        charge: settings.map_or_else(Default::default, |settings| settings.charge),
     }
 }
 
 impl Router {
     /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
-    /// before this returns. `user` is the name the tokens are charged to.
-    pub fn dispatch(
-        self: &Arc<Self>,
-        decision: &Decision,
-        identity: &Identity,
-        user: &str,
-    ) -> Attempt {
+    /// before this returns.
+    pub fn dispatch(self: &Arc<Self>, decision: &Decision, ask: &Ask<'_>, terms: Terms) -> Attempt {
         let id = self.next_attempt();
-        let backend = decision.backend;
-        let name = super::bounded_name(user);
-        let hash_seed = self.view.registry().hash_seed;
+        let (backend, identity) = (decision.backend, ask.identity);
+        let name = super::bounded_name(ask.user);
+        let registry = self.view.registry();
+        let hash_seed = registry.hash_seed;
+        let pricing = pricing_of(&registry);
+        let model = model_key(hash_seed, ask.model);
         let prompt = PromptSize::of(identity, decision.matched as usize);
-        let underway = self.load.begin(backend, prompt.tokens - prompt.predicted);
+        let uncached_tokens = prompt.tokens - prompt.predicted;
+        let expected = is_predicted(registry.admission.as_ref()).then(|| {
+            let user = user_key(hash_seed, &name);
+            Expected::of(&self.view, user, model, terms.tokens_max)
+        });
+        let estimate = Used {
+            input_uncached: uncached_tokens,
+            input_cached: prompt.predicted,
+            output: expected.map_or(0, |expected| expected.tokens()),
+        };
+        let before = self.load.cluster(backend, Instant::now());
+        let stopwatch = Stopwatch::start(before, uncached_tokens);
+        let underway = self.load.begin(backend, uncached_tokens);
         let meter = InFlight::at(self.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
-        let user = self.desk.with(|outbox| {
+        let (user, tab) = self.desk.with(|outbox| {
+            outbox.follow_restore(registry.restored);
             let user = outbox.payer(hash_seed, &name);
-            outbox.charge(Charge {
+            let (tab, ahead) = match terms.granted_tokens {
+                Some(tokens) => {
+                    let tab = Ledger::open_granted(tokens, &estimate, &pricing);
+                    (tab, Charge::default())
+                }
+                None => outbox.ledger.open(user, &estimate, &pricing),
+            };
+            let charge = Charge {
                 user,
                 started: 1,
-                ..Charge::default()
-            });
+                ..ahead
+            };
+            self.priced.add(pricing.due(&charge));
+            outbox.charge(charge);
             outbox.acquire(id, backend, &identity.chain, held);
-            user
+            (user, tab)
         });
         let open = Open {
+            backend,
+            stopwatch,
+            trial: decision.trial.clone(),
+            has_begun: false,
+            is_touching: decision.touch.is_due(self.session, id),
             underway,
             meter,
             reply: ReplyChain::of(identity),
@@ -110,6 +199,10 @@ impl Router {
                 user,
                 ..Charge::default()
             },
+            model,
+            pricing,
+            tab,
+            expected,
         };
         Attempt {
             router: Arc::clone(self),
@@ -140,6 +233,18 @@ impl Attempt {
     pub fn first_byte(&mut self) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
+            open.has_begun = true;
+            self.router.backends.report_answer(open.backend);
+            open.trial = None;
+        }
+    }
+
+    /// The first byte of a stream came, and with it the first token: only streams are timed.
+    pub fn first_token(&mut self) {
+        if let Some(open) = &mut self.open {
+            let (stopwatch, now) = (&mut open.stopwatch, Instant::now());
+            let samples = &self.router.samples;
+            samples.add(open.backend, |sample| stopwatch.first_token(now, sample));
         }
     }
 
@@ -153,6 +258,13 @@ impl Attempt {
         open.usage = Some(known);
         if usage.completion_tokens > 0 {
             open.unreported_bytes = 0;
+            open.stopwatch.output(Instant::now());
+        }
+        if open
+            .stopwatch
+            .is_due(known.completion_tokens, OUTPUT_STEP_TOKENS)
+        {
+            open.count_gaps(&self.router, known.completion_tokens);
         }
         let due = open.due(known);
         let is_input_due =
@@ -170,13 +282,20 @@ impl Attempt {
             }
         };
         open.note_charged(charge);
-        self.router.desk.with(|outbox| outbox.charge(charge));
+        let router = &self.router;
+        router.desk.with(|outbox| {
+            open.charge(router, outbox, charge);
+            open.expect_more(router, outbox);
+        });
     }
 
     /// Output that does not continue the prompt: other choices, reasoning, tool calls.
     pub fn other_output(&mut self, bytes: usize) {
         if let Some(open) = &mut self.open {
             open.unreported_bytes = open.unreported_bytes.saturating_add(bytes);
+            if let Some(reply) = &mut open.reply {
+                reply.interrupt();
+            }
         }
     }
 
@@ -185,6 +304,7 @@ impl Attempt {
     pub fn output(&mut self, text: &str) {
         let Some(open) = &mut self.open else { return };
         open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
+        open.stopwatch.output(Instant::now());
         if let Some(reply) = &mut open.reply {
             reply.push(text);
         }
@@ -195,32 +315,64 @@ impl Attempt {
         self.close(end);
     }
 
+    /// A charge without tokens.
+    fn nothing(&self) -> Charge {
+        Charge {
+            user: self.user,
+            ..Charge::default()
+        }
+    }
+
     fn close(&mut self, end: End) {
         let Some(mut open) = self.open.take() else {
             return;
         };
         let mut charge = match end {
-            End::NotRun => Charge {
-                user: self.user,
-                ..Charge::default()
-            },
+            End::ClientLeft if planted::is(Bug::AbortNotCharged) => self.nothing(),
+            End::NotRun => self.nothing(),
             End::Finished | End::Broken | End::ClientLeft => open.due(open.usage_or_estimate()),
         };
         charge.ended = 1;
         let outcome = match end {
             End::NotRun => Outcome::Discarded,
-            End::Finished | End::Broken | End::ClientLeft => Outcome::Kept,
+            End::Finished | End::Broken | End::ClientLeft if open.is_touching => Outcome::Kept,
+            End::Finished | End::Broken | End::ClientLeft => Outcome::KeptUntouched,
         };
-        let blocks = match (outcome, open.reply.take()) {
-            (Outcome::Kept, Some(reply)) => reply.finish(end == End::Finished),
-            (Outcome::Kept | Outcome::Discarded, _) => Vec::new(),
+        let reply = open.reply.take().filter(|_| outcome != Outcome::Discarded);
+        if end == End::Broken && !open.has_begun {
+            self.router.backends.report_no_answer(open.backend);
+        }
+        let (router, id) = (Arc::clone(&self.router), self.id);
+        let release = move |reply: Option<ReplyChain>| {
+            if end == End::ClientLeft && planted::is(Bug::AbortNotReleased) {
+                return;
+            }
+            let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end == End::Finished));
+            router.desk.with(|outbox| {
+                outbox.extend(id, blocks);
+                outbox.release(id, outcome);
+            });
         };
+        match (reply, Handle::try_current()) {
+            (Some(reply), Ok(runtime)) if reply.is_long() => {
+                // A runtime that is going down leaves it undone: the lease ends with the session.
+                drop(runtime.spawn_blocking(move || release(Some(reply))));
+            }
+            (reply, _) => release(reply),
+        }
         self.router.desk.with(|outbox| {
-            outbox.extend(self.id, blocks);
-            outbox.release(self.id, outcome);
-            outbox.charge(charge);
+            open.charge(&self.router, outbox, charge);
+            outbox.ledger.close(self.user, open.tab);
         });
-        open.report(end);
+        if end != End::NotRun {
+            open.note_charged(charge);
+            self.router.priced.request(open.price());
+        }
+        if end == End::Finished {
+            let tokens = open.charged.output;
+            self.router.ended_with(self.user, open.model, tokens);
+        }
+        open.report(&self.router, end);
     }
 }
 
@@ -230,7 +382,57 @@ impl Drop for Attempt {
     }
 }
 
+/// Whether a dispatch is charged for its output ahead.
+fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
+    settings.is_some_and(|settings| settings.order == Order::VtcPred)
+}
+
 impl Open {
+    /// Charges tokens that came, from what was charged ahead as far as that goes.
+    fn charge(&mut self, router: &Router, outbox: &mut Outbox, counts: Charge) {
+        let used = Used {
+            input_uncached: counts.input_uncached,
+            input_cached: counts.input_cached,
+            output: counts.output,
+        };
+        let settled = outbox
+            .ledger
+            .settle(counts.user, &mut self.tab, &used, &self.pricing);
+        let charge = Charge {
+            started: counts.started,
+            ended: counts.ended,
+            ..settled
+        };
+        router.priced.add(self.pricing.due(&charge));
+        outbox.charge(charge);
+    }
+
+    /// Charges further output ahead when all that was expected has come.
+    fn expect_more(&mut self, router: &Router, outbox: &mut Outbox) {
+        let (user, produced) = (self.charged.user, self.charged.output);
+        let expected = self.expected.as_mut();
+        let more = expected.map_or(0, |expected| expected.outgrown(produced, &router.view));
+        if more > 0 {
+            let (ledger, pricing) = (&mut outbox.ledger, &self.pricing);
+            let charge = ledger.raise(user, &mut self.tab, more, pricing);
+            router.priced.add(pricing.due(&charge));
+            outbox.charge(charge);
+        }
+    }
+
+    /// Price of all that was charged.
+    fn price(&self) -> Largest {
+        let charged = &self.charged;
+        let input = self
+            .pricing
+            .input(charged.input_uncached, charged.input_cached);
+        let output = self.pricing.output(charged.output);
+        Largest {
+            request: input + output,
+            output,
+        }
+    }
+
     fn usage_or_estimate(&self) -> Usage {
         let mut usage = self.usage.unwrap_or_default();
         if usage.prompt_tokens == 0 {
@@ -262,6 +464,7 @@ impl Open {
             output: usage.completion_tokens.saturating_sub(self.charged.output),
             started: 0,
             ended: 0,
+            ..Charge::default()
         }
     }
 
@@ -271,17 +474,45 @@ impl Open {
         self.charged.output += charge.output;
     }
 
-    /// Metrics, and what the engine's count teaches about bytes per token.
-    fn report(&self, end: End) {
+    /// Counts the time between tokens up to the last of `tokens`.
+    fn count_gaps(&mut self, router: &Router, tokens: u64) {
+        let requests = router.load.cluster(self.backend, Instant::now()).running;
+        let limit = router.view.limit(self.backend.slot);
+        let running = Running {
+            requests,
+            is_at_limit: limit.is_some_and(|limit| requests >= limit),
+        };
+        let stopwatch = &mut self.stopwatch;
+        let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
+        router.samples.add(self.backend, count);
+    }
+
+    /// Metrics, samples, and what the engine's count teaches about bytes per token.
+    fn report(&mut self, router: &Router, end: End) {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
+        self.count_gaps(router, usage.completion_tokens);
+        if end != End::NotRun {
+            let ended = Ended {
+                prompt_tokens: usage.prompt_tokens,
+                cached_tokens: usage.cached_tokens.unwrap_or(self.prompt.predicted),
+                output_tokens: usage.completion_tokens,
+                block_tokens: self.prompt.block_tokens,
+            };
+            router
+                .samples
+                .add(self.backend, |sample| ended.count(sample));
+        }
         self.prompt
             .ratio
             .learn(self.prompt.bytes, usage.prompt_tokens);
         if let Some(cached) = usage.cached_tokens {
-            let predicted = self.prompt.predicted.min(usage.prompt_tokens);
+            let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             self.meter
                 .count_prefix(usage.prompt_tokens, predicted, cached);
+            router.samples.add(self.backend, |sample| {
+                samples::count_prediction(sample, usage.prompt_tokens, predicted, cached);
+            });
         }
     }
 }

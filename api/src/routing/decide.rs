@@ -3,17 +3,19 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
 
+use state::Registry;
 use state::ids::{BackendRef, BlockHash, Slot};
-use state::policy::{self, Candidate, Choice, Needs, PolicyConfig, Request};
+use state::policy::{self, Candidate, Choice, MatchBy, Needs, PolicyConfig, Request};
 use state::prefix::user_key;
-use state::{Backend, Registry};
+use tokio::time::Instant;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
+use super::explain::PolicySource;
+use super::filters::Tally;
 use super::metrics::{Meter, RoutingMetrics};
-use super::{Ask, Decision, NoBackend, Router, Verdict, session};
-use crate::backends::Glance;
+use super::{Ask, Decision, NoBackend, Router, session};
+use crate::backends::Passage;
 
 /// The registry with what decisions need beside it.
 pub(super) struct Fleet {
@@ -60,9 +62,19 @@ impl Fleet {
 pub(super) struct Scratch {
     pub(super) candidates: Vec<Candidate>,
     pub(super) places: Vec<usize>,
+    /// Who was taken out on the way.
+    pub(super) tally: Tally,
+    /// Whether backends with an open circuit were taken out.
+    pub(super) are_circuits_kept: bool,
 }
 
 impl Scratch {
+    pub(super) fn clear(&mut self) {
+        self.candidates.clear();
+        self.places.clear();
+        self.tally = Tally::default();
+    }
+
     fn handle(&self, fleet: &Fleet, i: usize) -> BackendRef {
         fleet.registry.backends[self.places[i]].handle
     }
@@ -70,7 +82,7 @@ impl Scratch {
 
 thread_local! {
     /// Keeps its capacity from one decision to the next, so that none allocates.
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    pub(super) static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 impl Router {
@@ -81,7 +93,7 @@ impl Router {
     pub fn decide(&self, ask: &Ask<'_>) -> Result<Decision, NoBackend> {
         let fleet = self.fleet();
         let index = self.view.applied();
-        let config = policy_of(&fleet, ask);
+        let (config, _) = policy_of(&fleet, ask);
         let needs = config.needs();
         let turn = if needs.turn {
             self.turn.fetch_add(1, Relaxed)
@@ -90,24 +102,34 @@ impl Router {
         };
         let request = self.request(&fleet, ask, &needs, turn);
         let decided = SCRATCH.with_borrow_mut(|scratch| {
-            self.admit(&fleet, ask, scratch, |_, _, _| {})?;
-            self.match_applied(matchable(ask), scratch);
-            self.match_overlay(&fleet, matchable(ask), scratch);
-            self.weigh(&fleet, Instant::now(), scratch);
-            self.supplement(&fleet, ask, &needs, scratch);
+            let admitted = self.admit(&fleet, ask, Instant::now(), scratch, |_, _| {});
+            self.metrics.filtered(&scratch.tally);
+            admitted?;
+            self.match_blocks(&fleet, ask, needs.match_by, scratch);
+            self.supplement(&fleet, &needs, scratch);
             let choice = policy::choose(config, &request, &scratch.candidates);
             let choice = choice.ok_or(NoBackend::NoneHealthy)?;
-            Ok((choice, scratch.place(choice)))
+            Ok((choice, scratch.place(choice), scratch.are_circuits_kept))
         });
         self.metrics.decided(config.name(), decided.err());
-        let (choice, at) = decided?;
+        let (choice, at, are_circuits_kept) = decided?;
+        let backend = fleet.registry.backends[at].handle;
+        let trial = match self.backends.enter(backend) {
+            Passage::Closed => None,
+            Passage::Trial(trial) => Some(Arc::new(trial)),
+            // Another request has become the trial meanwhile: it goes there alone.
+            Passage::Barred if are_circuits_kept => return self.decide(ask),
+            Passage::Barred => None,
+        };
         Ok(Decision {
-            backend: fleet.registry.backends[at].handle,
+            trial,
+            backend,
             name: Arc::clone(fleet.name(at)),
             matched: choice.matched,
             total: u32::try_from(ask.identity.chain.len()).unwrap_or(u32::MAX),
             reason: choice.reason,
             policy: config.name(),
+            touch: needs.touch,
             index,
         })
     }
@@ -124,59 +146,35 @@ impl Router {
         fleet
     }
 
-    /// Fills `scratch` with the backends that may take the request; `seen` hears of all of them.
-    pub(super) fn admit(
-        &self,
-        fleet: &Fleet,
-        ask: &Ask<'_>,
-        scratch: &mut Scratch,
-        mut seen: impl FnMut(&Backend, Verdict, Option<Glance>),
-    ) -> Result<(), NoBackend> {
-        scratch.candidates.clear();
-        scratch.places.clear();
-        let mut refusal = NoBackend::UnknownModel;
-        for (at, backend) in fleet.registry.backends.iter().enumerate() {
-            let slot = backend.handle.slot;
-            let glance = self.backends.glance(slot);
-            let verdict = verdict(backend, glance, ask);
-            match (verdict, glance) {
-                (Verdict::Candidate, Some(glance)) => {
-                    scratch.places.push(at);
-                    scratch.candidates.push(Candidate {
-                        slot,
-                        waiting: glance.waiting,
-                        kv_usage_permille: glance.kv_usage_permille,
-                        free_blocks: self.free_blocks(backend),
-                        ..Candidate::default()
-                    });
-                }
-                (Verdict::OtherModel, _) => {}
-                (Verdict::Tried, _) => refusal = NoBackend::AllTried,
-                (Verdict::Candidate | Verdict::Draining | Verdict::Unhealthy, _) => {
-                    if refusal == NoBackend::UnknownModel {
-                        refusal = NoBackend::NoneHealthy;
-                    }
-                }
-            }
-            seen(backend, verdict, glance);
-        }
-        if scratch.candidates.is_empty() {
-            Err(refusal)
-        } else {
-            Ok(())
-        }
+    /// Matches the prompt against what the log says, then goes on with what this replica has
+    /// routed and the log does not say yet.
+    fn match_blocks(&self, fleet: &Fleet, ask: &Ask<'_>, match_by: MatchBy, scratch: &mut Scratch) {
+        self.match_applied(matchable(ask), match_by, scratch);
+        self.match_overlay(fleet, matchable(ask), scratch);
     }
 
     /// Matches the prompt against what the log says.
-    pub(super) fn match_applied(&self, chain: &[BlockHash], scratch: &mut Scratch) {
+    pub(super) fn match_applied(
+        &self,
+        chain: &[BlockHash],
+        match_by: MatchBy,
+        scratch: &mut Scratch,
+    ) {
+        let blocks = &self.view.blocks;
+        if match_by == MatchBy::Position {
+            for candidate in &mut scratch.candidates {
+                candidate.matched = blocks.match_by_position(chain, candidate.slot);
+            }
+            return;
+        }
         let mut candidates = scratch.candidates.iter_mut().peekable();
-        self.view.blocks.match_prefix(chain, |slot, blocks| {
+        blocks.match_prefix(chain, |slot, matched| {
             while candidates
                 .next_if(|candidate| candidate.slot < slot)
                 .is_some()
             {}
             if let Some(candidate) = candidates.next_if(|candidate| candidate.slot == slot) {
-                candidate.matched = blocks;
+                candidate.matched = matched;
             }
         });
     }
@@ -212,29 +210,19 @@ impl Router {
         scratch.candidates = candidates;
     }
 
-    /// Blocks the backend can take before it evicts any; one of unknown capacity is taken to evict
-    /// nothing.
-    fn free_blocks(&self, backend: &Backend) -> u32 {
-        let owned = self.view.blocks.owned(backend.handle.slot);
-        backend
-            .capacity_blocks()
-            .map_or(u32::MAX, |capacity| capacity.saturating_sub(owned))
-    }
-
     /// Adds what only some policies look at.
-    pub(super) fn supplement(
-        &self,
-        fleet: &Fleet,
-        ask: &Ask<'_>,
-        needs: &Needs<'_>,
-        scratch: &mut Scratch,
-    ) {
-        if !needs.listed_models {
-            return;
-        }
-        for (candidate, &at) in scratch.candidates.iter_mut().zip(&scratch.places) {
-            let backend = &fleet.registry.backends[at];
-            candidate.is_model_listed = lists(backend, ask.model);
+    pub(super) fn supplement(&self, fleet: &Fleet, needs: &Needs<'_>, scratch: &mut Scratch) {
+        let service = self.view.service();
+        let learns = needs.learnt && learns(&fleet.registry);
+        for candidate in &mut scratch.candidates {
+            let served = service.get(candidate.slot);
+            let capacity = served.and_then(|served| served.capacity_blocks);
+            let owned = self.view.blocks.owned(candidate.slot);
+            candidate.free_blocks =
+                capacity.map_or(u32::MAX, |capacity| capacity.saturating_sub(owned));
+            if learns {
+                candidate.prices = served.and_then(|served| served.learnt?.prices());
+            }
         }
     }
 
@@ -270,9 +258,24 @@ impl Router {
     }
 }
 
-/// The policy that decides: what the request asks for, else the live one.
-pub(super) fn policy_of<'a>(fleet: &'a Fleet, ask: &Ask<'a>) -> &'a PolicyConfig {
-    ask.policy.unwrap_or(&fleet.registry.policy)
+/// The policy that decides, and who says so: the request, else the model, else the cluster.
+pub(super) fn policy_of<'a>(fleet: &'a Fleet, ask: &Ask<'a>) -> (&'a PolicyConfig, PolicySource) {
+    let live = &fleet.registry.policy;
+    let models = fleet.registry.routing.as_ref().map(|it| &it.models);
+    match (ask.policy, models.and_then(|models| models.get(ask.model))) {
+        (Some(asked), _) if asked.name() == live.name() => (live, PolicySource::Request),
+        (Some(asked), _) => (asked, PolicySource::Request),
+        (None, Some(of_model)) => (of_model, PolicySource::Model),
+        (None, None) => (live, PolicySource::Cluster),
+    }
+}
+
+/// Whether prices may be learnt; nobody said no.
+fn learns(registry: &Registry) -> bool {
+    registry
+        .routing
+        .as_ref()
+        .is_none_or(|routing| routing.learn)
 }
 
 /// Names the prompt's first `blocks` blocks, or as many as there are; a prompt shorter than a block
@@ -300,38 +303,4 @@ impl Scratch {
 pub(super) fn matchable<'a>(ask: &Ask<'a>) -> &'a [BlockHash] {
     let chain = &ask.identity.chain;
     &chain[..chain.len().min(ask.identity.matchable as usize)]
-}
-
-fn verdict(backend: &Backend, glance: Option<Glance>, ask: &Ask<'_>) -> Verdict {
-    if !serves(backend, ask.model) {
-        Verdict::OtherModel
-    } else if ask.excluded.contains(&backend.handle.slot) {
-        Verdict::Tried
-    } else if backend.draining {
-        Verdict::Draining
-    } else if glance.is_some_and(|glance| glance.is_healthy) {
-        Verdict::Candidate
-    } else {
-        Verdict::Unhealthy
-    }
-}
-
-/// Whether the engine itself says that it has `model`, base model or adapter.
-fn lists(backend: &Backend, model: &str) -> bool {
-    let listed = backend.facts.models.as_ref();
-    listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
-}
-
-/// Whether `backend` serves `model`: by its description or, under `"*"`, by what the engine lists.
-/// An engine that has not been asked yet may serve anything.
-pub(super) fn serves(backend: &Backend, model: &str) -> bool {
-    backend.spec.models.iter().any(|served| {
-        served == model
-            || served == "*"
-                && backend
-                    .facts
-                    .models
-                    .as_ref()
-                    .is_none_or(|listed| listed.iter().any(|listed| listed == model))
-    })
 }

@@ -1,35 +1,32 @@
 //! A decision with all its reasons, made by the same steps and without consequences.
 
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
 
 use serde::Serialize;
 use state::Backend;
-use state::command::{BACKENDS_MAX, EngineFacts};
+use state::command::EngineFacts;
 use state::ids::{BackendRef, LogIndex};
-use state::policy::{self, PolicyConfig, Reason, UserTokens};
+use state::policy::{self, PolicyConfig, Prices, Reason, UserTokens};
+use state::service::Served;
+use tokio::time::Instant;
 
 use super::decide::{Scratch, matchable, policy_of};
-use super::{Ask, Load, NoBackend, OutboxStatus, Router};
-use crate::backends::Glance;
+use super::{Ask, Load, NoBackend, OutboxStatus, Router, Verdict};
+use crate::backends::CircuitView;
 
 /// Most block hashes shown.
 const SHOWN_BLOCKS_MAX: usize = 64;
 
-/// Whether a backend may take a request, and if not, why.
+/// Who named the policy that decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
-    /// It may.
-    Candidate,
-    /// It serves other models.
-    OtherModel,
-    /// It takes no new requests.
-    Draining,
-    /// It does not answer, or was not asked yet.
-    Unhealthy,
-    /// It was tried for this request.
-    Tried,
+pub enum PolicySource {
+    /// The request.
+    Request,
+    /// The replicated settings, for its model.
+    Model,
+    /// The cluster: the live policy.
+    Cluster,
 }
 
 /// A decision as it would be made now, with everything that goes into it.
@@ -55,6 +52,8 @@ pub struct Explanation {
     pub outbox: OutboxStatus,
     /// The policy that decides, with its settings.
     pub policy: PolicyConfig,
+    /// Who named it.
+    pub policy_source: PolicySource,
     /// What else the policy looks at of the request.
     pub request: ExplainedRequest,
     /// Every registered backend, by slot.
@@ -110,8 +109,14 @@ pub struct Explained {
     /// Blocks it can take before it evicts any; `None` while its capacity is unknown; candidates
     /// only.
     pub free_blocks: Option<u32>,
-    /// Whether the engine lists the model itself, where the policy looks at it; candidates only.
+    /// Whether the engine lists the model itself; candidates only.
     pub is_model_listed: Option<bool>,
+    /// Its circuit, as this replica has it.
+    pub circuit: CircuitView,
+    /// Limit, capacity, learnt prices and accuracy, as replicated.
+    pub service: Option<Served>,
+    /// Learnt prices that the policy counts with; candidates only.
+    pub prices: Option<Prices>,
     /// Which step of the policy it counts in, the first is 0; candidates only. Compared first.
     pub tier: Option<u8>,
     /// What the policy compared within the tier, lower is better; candidates only.
@@ -130,19 +135,22 @@ impl Router {
         let index = self.view.applied();
         let now = Instant::now();
         let mut scratch = Scratch::default();
-        let mut backends = Vec::with_capacity(fleet.registry.backends.len().min(BACKENDS_MAX));
-        let admitted = self.admit(&fleet, ask, &mut scratch, |backend, verdict, glance| {
-            backends.push(self.seen(backend, verdict, glance, now));
+        let registered = fleet.registry.backends.iter();
+        let mut backends: Vec<_> = registered.map(|it| self.seen(it, now)).collect();
+        let admitted = self.admit(&fleet, ask, now, &mut scratch, |at, verdict| {
+            backends[at].verdict = verdict;
         });
-        self.match_applied(matchable(ask), &mut scratch);
+        if admitted.is_err() {
+            scratch.clear();
+        }
+        let (config, policy_source) = policy_of(&fleet, ask);
+        let needs = config.needs();
+        self.match_applied(matchable(ask), needs.match_by, &mut scratch);
         for (candidate, &at) in scratch.candidates.iter().zip(&scratch.places) {
             backends[at].matched_applied = candidate.matched;
         }
         self.match_overlay(&fleet, matchable(ask), &mut scratch);
-        self.weigh(&fleet, now, &mut scratch);
-        let config = policy_of(&fleet, ask);
-        let needs = config.needs();
-        self.supplement(&fleet, ask, &needs, &mut scratch);
+        self.supplement(&fleet, &needs, &mut scratch);
         let request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
         let scores = policy::scores(config, &request, &scratch.candidates);
         for ((candidate, score), &at) in scratch.candidates.iter().zip(scores).zip(&scratch.places)
@@ -151,7 +159,8 @@ impl Router {
             explained.matched = candidate.matched;
             explained.free_blocks =
                 (candidate.free_blocks != u32::MAX).then_some(candidate.free_blocks);
-            explained.is_model_listed = needs.listed_models.then_some(candidate.is_model_listed);
+            explained.is_model_listed = Some(candidate.is_model_listed);
+            explained.prices = candidate.prices;
             explained.tier = Some(score.tier);
             explained.score = Some(score.score);
             explained.then = Some(score.then);
@@ -170,6 +179,7 @@ impl Router {
             overlay_runs: self.overlay.len(),
             outbox: self.desk.status(now),
             policy: config.clone(),
+            policy_source,
             request: ExplainedRequest {
                 prefix_key: needs.prefix_blocks.map(|_| request.prefix_key),
                 session: request.session,
@@ -185,18 +195,13 @@ impl Router {
     }
 
     /// A backend before anything is known of its part in the decision.
-    fn seen(
-        &self,
-        backend: &Backend,
-        verdict: Verdict,
-        glance: Option<Glance>,
-        now: Instant,
-    ) -> Explained {
+    fn seen(&self, backend: &Backend, now: Instant) -> Explained {
+        let glance = self.backends.glance(backend.handle.slot);
         Explained {
             id: backend.spec.id.clone(),
             backend: backend.handle,
             facts: backend.facts.clone(),
-            verdict,
+            verdict: Verdict::Candidate,
             matched_applied: 0,
             matched: 0,
             here: self.load.here(backend.handle),
@@ -206,6 +211,9 @@ impl Router {
             kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
             free_blocks: None,
             is_model_listed: None,
+            circuit: self.backends.circuit(backend.handle),
+            service: self.view.service().get(backend.handle.slot).copied(),
+            prices: None,
             tier: None,
             score: None,
             then: None,

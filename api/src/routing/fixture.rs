@@ -9,6 +9,7 @@ use state::policy::PolicyConfig;
 
 use super::{OutboxSettings, Parts, Router};
 use crate::backends::{Backends, Health, ProbeSettings};
+use crate::clock::Clock;
 use crate::ports::{BoxFuture, Propose, ProposeFailure};
 use crate::prompt::ModelSettings;
 
@@ -155,16 +156,20 @@ pub(super) const HEALTHY: Health = Health {
 
 /// A router over `port`'s log, all its backends healthy, blocks of 16 bytes.
 pub(super) fn router(port: &Port, outbox: OutboxSettings) -> Arc<Router> {
+    router_with(port, outbox, ModelSettings::characters("*", 16))
+}
+
+/// As [`router`], with these settings of the models.
+pub(super) fn router_with(
+    port: &Port,
+    outbox: OutboxSettings,
+    model: ModelSettings,
+) -> Arc<Router> {
     let log = port.log.lock().unwrap();
     let backends = Backends::new(ProbeSettings::default());
     for backend in &log.state.view().registry().backends {
         backends.assume(backend.handle.slot, &HEALTHY);
     }
-    let model = ModelSettings {
-        name: "*".to_owned(),
-        tokenizer: "character".to_owned(),
-        block_size: 16,
-    };
     Arc::new(Router::new(Parts {
         view: log.state.view(),
         backends: Arc::new(backends),
@@ -173,5 +178,6 @@ pub(super) fn router(port: &Port, outbox: OutboxSettings) -> Arc<Router> {
         session: SessionId(1),
         outbox,
         overrides: PolicyConfig::defaults(),
+        clock: Clock::default(),
     }))
 }

@@ -1,14 +1,17 @@
 //! From a parsed body to block hashes and a token estimate.
 
 use std::collections::HashMap;
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use state::command::NAME_BYTES_MAX;
 use state::prefix::{self, Scope};
 
 use super::Router;
-use super::decide::serves;
-use crate::prompt::{BYTES_PER_TOKEN, Identity, ModelSettings, Parsed, Prompt, Tail, TokenRatio};
+use super::filters::serves;
+use crate::prompt::{
+    BYTES_PER_TOKEN, Batch, Identity, ModelSettings, Parsed, Prompt, ReplyShape, Seam, Tail,
+    TokenRatio, TokenScope, Tokenizer, Unit,
+};
 
 /// Bytes per block where no `[[models]]` entry applies.
 const BLOCK_BYTES: u32 = 128;
@@ -56,47 +59,96 @@ impl Ratios {
 }
 
 impl Router {
-    /// The prompt's identity under the model's settings and the cluster's seed.
+    /// The prompt's identity by its characters under the cluster's seed; of a prompt given as token
+    /// ids, by these. Text of a model with a tokenizer is tokenized by [`Router::read`].
     ///
-    /// Text is cut into blocks of `block_size` bytes. A prompt given as token ids is no text: it
-    /// gets blocks of a quarter as many ids, in a scope of its own, and output cannot continue it.
+    /// With `character` text is cut into blocks of `block_size` bytes, and token ids into blocks of
+    /// a quarter as many. With a tokenizer a block is `block_size` ids, and four bytes stand for one
+    /// where there are no ids.
     #[must_use]
     pub fn identify(&self, parsed: &Parsed) -> Identity {
-        let settings = self.settings_of(&parsed.model);
-        let block_size = settings
-            .map_or(BLOCK_BYTES, |settings| settings.block_size)
-            .max(1);
-        let tokenizer = settings.map_or("character", |settings| settings.tokenizer.as_str());
+        let cut = self.cut_of(&parsed.model);
+        match &parsed.prompt {
+            Prompt::Text(text) => self.characters(parsed, text, cut.bytes, Unit::Characters),
+            Prompt::Tokens(ids) => self.tokens(parsed, ids, cut.tokens, None),
+        }
+    }
+
+    /// Identity of a prompt whose token ids are known.
+    pub(super) fn identify_tokens(
+        &self,
+        parsed: &Parsed,
+        ids: &[u32],
+        seam: Option<Seam>,
+    ) -> Identity {
+        self.tokens(parsed, ids, self.cut_of(&parsed.model).tokens, seam)
+    }
+
+    fn characters(&self, parsed: &Parsed, text: &[u8], block_bytes: u32, unit: Unit) -> Identity {
         let scope = Scope {
             model: &parsed.model,
             adapter: "",
             salt: parsed.cache_salt.as_deref().unwrap_or(""),
-            tokenizer,
+            tokenizer: "character",
+            block_size: block_bytes,
+        };
+        let root = prefix::root(self.view.registry().hash_seed, &scope);
+        let ratio = self.ratio_of(&parsed.model);
+        let mut chain = Vec::new();
+        prefix::chain_bytes(root, text, block_bytes as usize, &mut chain);
+        let matchable = prefix::matchable_blocks(text.len() as u64, block_bytes);
+        let rest = &text[chain.len() * block_bytes as usize..];
+        Identity {
+            root,
+            tokens: with_batch(u64::from(ratio.tokens(text.len())), parsed, &ratio),
+            matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
+            unit,
+            tail: Tail {
+                bytes: rest.to_vec(),
+                block_bytes: block_bytes as usize,
+                reply: parsed.reply,
+                tokens_per_block: ratio.block_tokens(block_bytes as usize),
+                seam: None,
+                is_partial: parsed.batch != Batch::default(),
+                ratio,
+            },
+            chain: chain.into(),
+        }
+    }
+
+    fn tokens(
+        &self,
+        parsed: &Parsed,
+        ids: &[u32],
+        block_size: u32,
+        seam: Option<Seam>,
+    ) -> Identity {
+        let scope = TokenScope {
+            model: &parsed.model,
+            salt: parsed.cache_salt.as_deref().unwrap_or(""),
             block_size,
         };
-        let hash_seed = self.view.registry().hash_seed;
-        match &parsed.prompt {
-            Prompt::Text(text) => {
-                let ratio = self
-                    .ratios
-                    .of(&parsed.model, || self.is_served(&parsed.model));
-                text_identity(
-                    prefix::root(hash_seed, &scope),
-                    text,
-                    block_size,
-                    parsed,
-                    ratio,
-                )
-            }
-            Prompt::Tokens(ids) => {
-                let block_size = (block_size / BLOCK_BYTES_PER_ID).max(1);
-                let scope = Scope {
-                    tokenizer: "token-ids",
-                    block_size,
-                    ..scope
-                };
-                ids_identity(prefix::root(hash_seed, &scope), ids, block_size)
-            }
+        let root = scope.root(self.view.registry().hash_seed);
+        let ratio = self.ratio_of(&parsed.model);
+        let mut chain = Vec::new();
+        prefix::chain_tokens(root, ids, block_size as usize, &mut chain);
+        let matchable = prefix::matchable_blocks(ids.len() as u64, block_size);
+        let rest = &ids[chain.len() * block_size as usize..];
+        Identity {
+            root,
+            tokens: with_batch(ids.len() as u64, parsed, &ratio),
+            matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
+            unit: Unit::Tokens,
+            tail: Tail {
+                bytes: rest.iter().flat_map(|id| id.to_le_bytes()).collect(),
+                block_bytes: 0,
+                reply: parsed.reply,
+                tokens_per_block: block_size,
+                seam: seam.filter(|_| parsed.reply != ReplyShape::None),
+                is_partial: true,
+                ratio,
+            },
+            chain: chain.into(),
         }
     }
 
@@ -104,14 +156,56 @@ impl Router {
     /// backend's capacity: from the config alone, not from what this replica has learnt.
     #[must_use]
     pub fn tokens_per_block(&self, model: &str) -> f64 {
-        let block_size = self
-            .settings_of(model)
-            .map_or(BLOCK_BYTES, |it| it.block_size)
-            .max(1);
-        f64::from(block_size) / f64::from(BYTES_PER_TOKEN)
+        match self.settings_of(model) {
+            Some(settings) if !settings.tokenizer.is_character() => {
+                f64::from(settings.block_size.max(1))
+            }
+            _ => f64::from(self.cut_of(model).bytes) / f64::from(BYTES_PER_TOKEN),
+        }
     }
 
-    fn is_served(&self, model: &str) -> bool {
+    /// Tokens per block of `model`'s prompts where their ids are known, which is what blocks in KV
+    /// events can be hashed by. `None`: they are cut by characters.
+    #[must_use]
+    pub fn token_block_size(&self, model: &str) -> Option<u32> {
+        let settings = self.settings_of(model)?;
+        (!settings.tokenizer.is_character()).then_some(settings.block_size.max(1))
+    }
+
+    /// What cuts `model`'s prompts into tokens; `None`: nothing does.
+    pub(super) fn tokenizer_of(&self, model: &str) -> Option<&Arc<Tokenizer>> {
+        let settings = self.settings_of(model)?;
+        (!settings.tokenizer.is_character()).then_some(&settings.tokenizer)
+    }
+
+    /// The name of what cuts `model`'s prompts, as in the config.
+    #[must_use]
+    pub fn tokenizer_name(&self, model: &str) -> String {
+        let tokenizer = self.tokenizer_of(model);
+        tokenizer.map_or_else(|| "character".to_owned(), |it| it.spec().to_string())
+    }
+
+    fn cut_of(&self, model: &str) -> Cut {
+        let settings = self.settings_of(model);
+        let block_size = settings.map_or(BLOCK_BYTES, |it| it.block_size).max(1);
+        if settings.is_none_or(|it| it.tokenizer.is_character()) {
+            Cut {
+                bytes: block_size,
+                tokens: (block_size / BLOCK_BYTES_PER_ID).max(1),
+            }
+        } else {
+            Cut {
+                bytes: block_size.saturating_mul(BLOCK_BYTES_PER_ID),
+                tokens: block_size,
+            }
+        }
+    }
+
+    fn ratio_of(&self, model: &str) -> TokenRatio {
+        self.ratios.of(model, || self.is_served(model))
+    }
+
+    pub(crate) fn is_served(&self, model: &str) -> bool {
         let registry = self.view.registry();
         registry.backends.iter().any(|it| serves(it, model))
     }
@@ -123,45 +217,20 @@ impl Router {
     }
 }
 
-fn text_identity(
-    root: u64,
-    text: &[u8],
-    block_size: u32,
-    parsed: &Parsed,
-    ratio: TokenRatio,
-) -> Identity {
-    let block_bytes = block_size as usize;
-    let mut chain = Vec::new();
-    prefix::chain_bytes(root, text, block_bytes, &mut chain);
-    let matchable = prefix::matchable_blocks(text.len() as u64, block_size);
-    let rest = &text[chain.len() * block_bytes..];
-    Identity {
-        root,
-        tokens: ratio.tokens(text.len()),
-        matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
-        tail: Tail {
-            bytes: rest.to_vec(),
-            block_bytes,
-            reply: parsed.reply,
-            tokens_per_block: ratio.block_tokens(block_bytes),
-            ratio,
-        },
-        chain: chain.into(),
-    }
+/// How long a model's blocks are.
+struct Cut {
+    bytes: u32,
+    tokens: u32,
 }
 
-fn ids_identity(root: u64, ids: &[u32], block_size: u32) -> Identity {
-    let mut chain = Vec::new();
-    prefix::chain_tokens(root, ids, block_size as usize, &mut chain);
-    let matchable = prefix::matchable_blocks(ids.len() as u64, block_size);
-    Identity {
-        root,
-        tokens: u32::try_from(ids.len()).unwrap_or(u32::MAX),
-        matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
-        tail: Tail {
-            tokens_per_block: block_size,
-            ..Tail::default()
-        },
-        chain: chain.into(),
-    }
+/// Tokens of a prompt and of the further ones of its batch.
+fn with_batch(tokens: u64, parsed: &Parsed, ratio: &TokenRatio) -> u32 {
+    let Batch { bytes, ids } = parsed.batch;
+    let further = match usize::try_from(bytes) {
+        Ok(0) => 0,
+        Ok(bytes) => u64::from(ratio.tokens(bytes)),
+        Err(_) => u64::MAX,
+    };
+    let all = tokens.saturating_add(further).saturating_add(ids);
+    u32::try_from(all).unwrap_or(u32::MAX)
 }

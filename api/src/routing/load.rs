@@ -10,13 +10,16 @@
 //! zero, and the old life's numbers still end at zero.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
-use arc_swap::{ArcSwap, ArcSwapOption};
 use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
+use tokio::time::Instant;
+
+use crate::sync::{
+    ArcSwap, ArcSwapOption, AtomicU32, AtomicU64, Mutex, MutexGuard, Notify, Ordering::Relaxed,
+};
 
 /// How long a peer's report counts.
 pub const EXPIRY: Duration = Duration::from_millis(500);
@@ -57,12 +60,22 @@ pub(super) struct Gauge {
     running: AtomicU32,
     waiting: AtomicU32,
     pending_prefill_tokens: AtomicU64,
+    less: Arc<Less>,
+}
+
+/// Who is told when a backend may have become less busy.
+#[derive(Debug, Default)]
+struct Less {
+    told: Arc<Notify>,
+    /// Requests that ended here.
+    ended: AtomicU64,
 }
 
 impl Gauge {
-    fn new(backend: BackendRef) -> Self {
+    fn new(backend: BackendRef, less: Arc<Less>) -> Self {
         Self {
             backend,
+            less,
             running: AtomicU32::new(0),
             waiting: AtomicU32::new(0),
             pending_prefill_tokens: AtomicU64::new(0),
@@ -80,7 +93,7 @@ impl Gauge {
 
 /// One request under way: counted in when made, counted out when dropped.
 #[derive(Debug)]
-pub(super) struct Underway {
+pub struct Underway {
     gauge: Arc<Gauge>,
     /// What is still counted as pending; `None` once the first byte came.
     pending_prefill_tokens: Option<u64>,
@@ -88,7 +101,7 @@ pub(super) struct Underway {
 
 impl Underway {
     /// The prefill is done: the request counts as running only.
-    pub(super) fn first_byte(&mut self) {
+    pub fn first_byte(&mut self) {
         if let Some(tokens) = self.pending_prefill_tokens.take() {
             self.gauge.waiting.fetch_sub(1, Relaxed);
             self.gauge.pending_prefill_tokens.fetch_sub(tokens, Relaxed);
@@ -100,6 +113,8 @@ impl Drop for Underway {
     fn drop(&mut self) {
         self.first_byte();
         self.gauge.running.fetch_sub(1, Relaxed);
+        self.gauge.less.ended.fetch_add(1, Relaxed);
+        self.gauge.less.told.notify_one();
     }
 }
 
@@ -129,21 +144,27 @@ pub struct LoadTable {
     peers: ArcSwap<Vec<Arc<PeerLoad>>>,
     /// Held by those who replace `peers` or a gauge.
     writing: Mutex<()>,
+    less: Arc<Less>,
 }
 
 impl Default for LoadTable {
     fn default() -> Self {
-        Self {
-            gauges: (0..BACKENDS_MAX).map(|_| ArcSwapOption::empty()).collect(),
-            peers: ArcSwap::default(),
-            writing: Mutex::new(()),
-        }
+        Self::of_slots(BACKENDS_MAX)
     }
 }
 
 impl LoadTable {
+    pub(super) fn of_slots(slots: usize) -> Self {
+        Self {
+            gauges: (0..slots).map(|_| ArcSwapOption::empty()).collect(),
+            peers: ArcSwap::default(),
+            writing: Mutex::new(()),
+            less: Arc::default(),
+        }
+    }
+
     /// Counts in one request of `pending_prefill_tokens` at `backend`.
-    pub(super) fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> Underway {
+    pub fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> Underway {
         let gauge = self.gauge(backend);
         gauge.running.fetch_add(1, Relaxed);
         gauge.waiting.fetch_add(1, Relaxed);
@@ -158,12 +179,28 @@ impl LoadTable {
 
     fn gauge(&self, backend: BackendRef) -> Arc<Gauge> {
         let Some(place) = self.gauges.get(usize::from(backend.slot.0)) else {
-            return Arc::new(Gauge::new(backend));
+            return Arc::new(self.new_gauge(backend));
         };
         match place.load_full() {
             Some(gauge) if gauge.backend == backend => gauge,
             _ => self.replace_gauge(place, backend),
         }
+    }
+
+    fn new_gauge(&self, backend: BackendRef) -> Gauge {
+        Gauge::new(backend, Arc::clone(&self.less))
+    }
+
+    /// Told when a backend may have become less busy: a request ended here, or a peer reported.
+    #[must_use]
+    pub fn less(&self) -> &Arc<Notify> {
+        &self.less.told
+    }
+
+    /// Requests that ended here since the start.
+    #[must_use]
+    pub fn ended(&self) -> u64 {
+        self.less.ended.load(Relaxed)
     }
 
     /// A dispatch to a life that is over gets a gauge that nobody reads.
@@ -172,10 +209,10 @@ impl LoadTable {
         match place.load_full() {
             Some(gauge) if gauge.backend == backend => gauge,
             Some(gauge) if gauge.backend.incarnation > backend.incarnation => {
-                Arc::new(Gauge::new(backend))
+                Arc::new(self.new_gauge(backend))
             }
             _ => {
-                let gauge = Arc::new(Gauge::new(backend));
+                let gauge = Arc::new(self.new_gauge(backend));
                 place.store(Some(Arc::clone(&gauge)));
                 gauge
             }
@@ -209,7 +246,7 @@ impl LoadTable {
 
     /// Calls `add(i, load)` for what runs here and at each peer at the `i`th of `count` backends,
     /// which `backend` names in ascending order of slot. One merge, no search per backend.
-    pub(super) fn add_each(
+    pub fn add_each(
         &self,
         now: Instant,
         count: usize,
@@ -283,7 +320,15 @@ impl LoadTable {
             entries,
         }));
         self.peers.store(Arc::new(peers));
+        self.less.told.notify_one();
         Ok(())
+    }
+
+    /// Peers heard from lately.
+    #[must_use]
+    pub fn peers_heard(&self, now: Instant) -> usize {
+        let peers = self.peers.load();
+        peers.iter().filter(|peer| is_fresh(peer, now)).count()
     }
 
     /// Milliseconds since each known peer's last report, those that count as nothing included.
@@ -301,7 +346,7 @@ fn is_fresh(peer: &PeerLoad, now: Instant) -> bool {
     now.saturating_duration_since(peer.received) <= EXPIRY
 }
 
-fn put_number(out: &mut Vec<u8>, mut number: u64) {
+pub(crate) fn put_number(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         out.push(number.to_le_bytes()[0] | 0x80);
         number >>= 7;
@@ -309,7 +354,7 @@ fn put_number(out: &mut Vec<u8>, mut number: u64) {
     out.push(number.to_le_bytes()[0]);
 }
 
-fn take_number(bytes: &mut &[u8]) -> Result<u64, BadReport> {
+pub(crate) fn take_number(bytes: &mut &[u8]) -> Result<u64, BadReport> {
     let mut number = 0_u64;
     for shift in (0..64).step_by(7) {
         let (&byte, rest) = bytes.split_first().ok_or(BadReport::Malformed)?;

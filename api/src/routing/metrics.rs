@@ -11,9 +11,11 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use super::filters::Tally;
 use super::outbox::OutboxStatus;
 use super::outbox::driver::DriverMetrics;
-use super::{End, NoBackend};
+use super::read::TokenizingMetrics;
+use super::{End, NoBackend, Verdict};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Backend {
@@ -32,11 +34,34 @@ struct Decided {
     outcome: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Filter {
+    filter: &'static str,
+}
+
+/// Backends taken out by each filter, with the counters looked up once.
+#[derive(Debug, Clone)]
+struct Filtered {
+    family: Family<Filter, Counter>,
+    /// In the order of a [`Tally`]'s counts.
+    counters: [Counter; Verdict::FILTERS.len()],
+}
+
+impl Default for Filtered {
+    fn default() -> Self {
+        let family = Family::<Filter, Counter>::default();
+        let counter = |(_, filter)| family.get_or_create_owned(&Filter { filter });
+        let counters = Verdict::FILTERS.map(counter);
+        Self { family, counters }
+    }
+}
+
 /// Counters and gauges of routing, the prefix predictions and the outbox. Cheap to clone; clones
 /// count together.
 #[derive(Debug, Clone, Default)]
 pub struct RoutingMetrics {
     decisions: Family<Decided, Counter>,
+    filtered: Filtered,
     in_flight: Family<Backend, Gauge>,
     ended: Family<Ended, Counter>,
     prompt_tokens: Family<Backend, Counter>,
@@ -49,6 +74,7 @@ pub struct RoutingMetrics {
     outbox_age_ms: Gauge,
     outbox_dropped: Counter,
     pub(super) driver: DriverMetrics,
+    pub(super) tokenizing: TokenizingMetrics,
 }
 
 /// All ends, in the order of [`Meter`]'s counters.
@@ -92,6 +118,7 @@ pub(super) struct Meter {
 impl RoutingMetrics {
     /// Adds everything to the registry that `/metrics` shows.
     pub fn register(&self, registry: &mut Registry) {
+        self.tokenizing.register(registry);
         let mut add = |name: &str, help: &str, metric: &dyn Register| {
             metric.register(registry, name, help);
         };
@@ -99,6 +126,11 @@ impl RoutingMetrics {
             "quorate_route_decisions",
             "Decisions by policy and outcome",
             &self.decisions,
+        );
+        add(
+            "quorate_route_filtered",
+            "Backends taken out before a decision, by filter",
+            &self.filtered.family,
         );
         add(
             "quorate_route_in_flight",
@@ -219,6 +251,15 @@ impl RoutingMetrics {
         self.decisions
             .get_or_create(&Decided { policy, outcome })
             .inc();
+    }
+
+    /// Counts the backends that a decision's filters took out.
+    pub(super) fn filtered(&self, tally: &Tally) {
+        for (counter, &count) in self.filtered.counters.iter().zip(tally.counts()) {
+            if count > 0 {
+                counter.inc_by(u64::from(count));
+            }
+        }
     }
 
     /// Shows the outbox as it is: called before a scrape.

@@ -10,14 +10,22 @@
 mod attempt;
 mod decide;
 mod explain;
+mod filters;
 #[cfg(test)]
 mod fixture;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod identify;
+mod lengths;
 mod load;
 mod metrics;
 mod outbox;
 mod overlay;
+mod read;
 mod reply;
+mod room;
+mod samples;
+mod select;
 mod session;
 #[cfg(test)]
 mod tests;
@@ -25,32 +33,44 @@ mod tests;
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use http::HeaderMap;
 use state::View;
-use state::command::{EngineFacts, NAME_BYTES_MAX};
-use state::ids::{AttemptId, BackendRef, LogIndex, ReplicaId, SessionId, Slot};
-use state::policy::{PolicyConfig, Reason};
+use state::command::{Charge, EngineFacts, Item, NAME_BYTES_MAX};
+use state::ids::{AttemptId, BackendRef, LogIndex, ReplicaId, SessionId, Slot, UserKey};
+use state::policy::{PolicyConfig, Reason, Touch};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use xxhash_rust::xxh3::xxh3_64;
 
 use self::decide::Fleet;
 use self::identify::Ratios;
+use self::lengths::Lengths;
 use self::metrics::Meter;
-use self::outbox::Outbox;
 use self::outbox::driver::{Desk, Driver};
-use self::overlay::Overlay;
-use crate::backends::Backends;
+use self::read::Tokenizing;
+use self::room::Priced;
+use self::samples::Samples;
+use crate::backends::{Backends, Trial};
+use crate::clock::Clock;
+use crate::kv_events::board::Board;
 use crate::ports::Propose;
 use crate::prompt::{Identity, ModelSettings};
 
-pub use attempt::Attempt;
-pub use explain::{Explained, ExplainedRequest, Explanation, Verdict};
-pub use load::{BadReport, EXPIRY, KEEPALIVE, Load, LoadTable, Reporter};
+pub(crate) use attempt::pricing_of;
+pub use attempt::{Attempt, Terms};
+pub use explain::{Explained, ExplainedRequest, Explanation, PolicySource};
+pub use filters::Verdict;
+pub use load::{BadReport, EXPIRY, KEEPALIVE, Load, LoadTable, Reporter, Underway};
+pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
-pub use outbox::{OutboxSettings, OutboxStatus};
+pub use outbox::{Next, Outbox, OutboxSettings, OutboxStatus};
+pub use overlay::Overlay;
+pub use read::{Read, ReadFailure};
+pub use room::Largest;
+pub use select::{BadSelect, Labels, SELECT, SelectSettings};
 pub use session::{POLICY, UnknownPolicy};
 
 /// What a [`Router`] is made of.
@@ -69,6 +89,8 @@ pub struct Parts {
     pub outbox: OutboxSettings,
     /// Policies that a request may ask for in place of the live one; none: requests may not ask.
     pub overrides: Vec<PolicyConfig>,
+    /// Stamps what goes to the log, and tells what users' limits go by.
+    pub clock: Clock,
 }
 
 /// Chooses backends and keeps the books of what was dispatched. One per replica.
@@ -88,6 +110,16 @@ pub struct Router {
     metrics: RoutingMetrics,
     /// What is derived from the registry, as of the last decision.
     fleet: ArcSwap<Fleet>,
+    select: SelectSettings,
+    samples: Samples,
+    replica: ReplicaId,
+    lengths: Lengths,
+    priced: Priced,
+    /// This replica's run.
+    session: SessionId,
+    tokenizing: Tokenizing,
+    kv: Board,
+    clock: Clock,
 }
 
 /// A request as routing sees it.
@@ -124,8 +156,12 @@ pub struct Decision {
     pub reason: Reason,
     /// Name of the policy.
     pub policy: &'static str,
+    /// Whether the request renews the age of blocks that it finds cached.
+    pub touch: Touch,
     /// Applied index the decision was made at.
     pub index: LogIndex,
+    /// The backend's circuit is open: this request is the one that tries it.
+    pub(crate) trial: Option<Arc<Trial>>,
 }
 
 /// Why no backend can take a request.
@@ -138,6 +174,12 @@ pub enum NoBackend {
     NoneHealthy,
     /// All that could were tried: 502 or 503, as the last attempt ended.
     AllTried,
+    /// Some are healthy, none of them has the labels asked for: 503.
+    NoneSelected,
+    /// None of them has a cache that holds the prompt: 400.
+    TooLarge,
+    /// Some could, each has as many requests as it may: wait, or 503.
+    AtLimit,
 }
 
 impl NoBackend {
@@ -146,6 +188,9 @@ impl NoBackend {
             Self::UnknownModel => "unknown-model",
             Self::NoneHealthy => "none-healthy",
             Self::AllTried => "all-tried",
+            Self::NoneSelected => "none-selected",
+            Self::TooLarge => "too-large",
+            Self::AtLimit => "at-limit",
         }
     }
 }
@@ -215,13 +260,40 @@ impl Router {
             turn: AtomicU64::new(parts.session.0),
             overrides: parts.overrides,
             metrics,
+            select: SelectSettings::default(),
+            samples: Samples::default(),
+            replica: parts.replica,
+            lengths: Lengths::default(),
+            priced: Priced::default(),
+            session: parts.session,
+            tokenizing: Tokenizing::default(),
+            kv: Board::default(),
+            clock: parts.clock,
         }
+    }
+
+    /// This replica's wall clock.
+    #[must_use]
+    pub fn clock(&self) -> &Clock {
+        &self.clock
     }
 
     /// Requests and pending prefill per backend, here and elsewhere.
     #[must_use]
     pub fn load(&self) -> &LoadTable {
         &self.load
+    }
+
+    /// Whether nothing is believed here that the log has not told.
+    #[must_use]
+    pub fn is_overlay_empty(&self) -> bool {
+        self.overlay.is_empty()
+    }
+
+    /// How the KV event streams stand that this replica reads.
+    #[must_use]
+    pub fn kv_board(&self) -> &Board {
+        &self.kv
     }
 
     /// What routing counts, to be registered once.
@@ -248,6 +320,27 @@ impl Router {
         self.desk.with(|outbox| outbox.observe(backend, facts));
     }
 
+    /// Queues an item for the log that stands for itself, behind the earlier ones. `false`: the queue
+    /// is full, and it is as if nothing had been told.
+    pub fn note(&self, item: Item) -> bool {
+        self.desk.with(|outbox| outbox.note(item))
+    }
+
+    /// What `user` was charged here and the state does not show yet.
+    #[must_use]
+    pub fn unapplied(&self, user: UserKey) -> Charge {
+        self.desk.with(|outbox| {
+            outbox.settle(self.view.applied());
+            outbox.unapplied(user)
+        })
+    }
+
+    /// The replicated state's read side.
+    #[must_use]
+    pub fn view(&self) -> &Arc<View> {
+        &self.view
+    }
+
     /// Carries the outbox to the log until `stop`; then goes on until it is empty or `drain_max`
     /// has passed. Answers what is left. One call per router.
     pub async fn run_outbox(
@@ -262,6 +355,7 @@ impl Router {
             applied: &|| self.view.applied(),
             metrics: self.metrics.driver.clone(),
             flush_interval: self.flush_interval,
+            clock: self.clock.clone(),
         };
         driver.run(stop, drain_max).await
     }

@@ -10,11 +10,11 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use state::ids::{BackendRef, BlockHash};
+
+use crate::sync::{AtomicUsize, Ordering::Relaxed, RwLock};
 
 /// Blocks of a chain, in order; shares the chain it is a part of.
 #[derive(Debug, Clone)]
@@ -79,7 +79,7 @@ impl Hasher for StartHasher {
 type Runs = HashMap<Start, Vec<Run>, BuildHasherDefault<StartHasher>>;
 
 /// The pending runs of all backends. Readers share; a writer holds it for one insertion.
-pub(super) struct Overlay {
+pub struct Overlay {
     /// Runs pending; lets readers pass without the lock when there is none.
     count: AtomicUsize,
     runs: RwLock<Runs>,
@@ -133,7 +133,7 @@ impl Overlay {
 
     /// Extends, for each `(backend, matched)`, the leading blocks of `chain` that it holds by what
     /// is on its way there.
-    pub(super) fn extend<'a>(
+    pub fn extend<'a>(
         &self,
         chain: &[BlockHash],
         matches: impl Iterator<Item = (BackendRef, &'a mut u32)>,
@@ -161,7 +161,8 @@ impl Overlay {
     }
 
     /// Whether nothing is pending.
-    pub(super) fn is_empty(&self) -> bool {
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
         self.count.load(Relaxed) == 0
     }
 

@@ -3,14 +3,121 @@
 use state::ids::BlockHash;
 use state::prefix;
 
-use crate::prompt::{Identity, ReplyShape};
+use crate::prompt::{Identity, ReplyShape, Seam};
 
 /// Most blocks recorded of one answer; what is longer is cut there, which loses only locality.
 const REPLY_BLOCKS_MAX: usize = 8192;
 
+/// Longest answer that is tokenized, in bytes.
+const TOKENIZED_BYTES_MAX: usize = 256 * 1024;
+/// Longest answer that is tokenized where it ends; a longer one would keep other connections of the
+/// same thread waiting.
+const INLINE_BYTES_MAX: usize = 1024;
+
 /// The chain of one conversation, growing with the output.
 #[derive(Debug)]
-pub(super) struct ReplyChain {
+pub(super) enum ReplyChain {
+    /// Blocks of bytes, hashed as they come.
+    Bytes(ByteChain),
+    /// Blocks of token ids, which are known at the end.
+    Tokens(TokenChain),
+}
+
+impl ReplyChain {
+    /// `None` when output cannot continue this prompt.
+    pub(super) fn of(identity: &Identity) -> Option<Self> {
+        let tail = &identity.tail;
+        if tail.block_bytes > 0 && tail.reply != ReplyShape::None {
+            return Some(Self::Bytes(ByteChain::of(identity)));
+        }
+        let seam = tail.seam.clone()?;
+        Some(Self::Tokens(TokenChain {
+            root: identity.root,
+            block_size: tail.tokens_per_block,
+            last: identity.chain.last().copied(),
+            rest: tail.ids(),
+            seam,
+            text: Some(String::new()),
+        }))
+    }
+
+    /// Takes in output text.
+    pub(super) fn push(&mut self, text: &str) {
+        match self {
+            Self::Bytes(chain) => chain.push(text),
+            Self::Tokens(chain) => chain.push(text),
+        }
+    }
+
+    /// Takes in that there is output beside the text: the engine's tokens are not those of the text
+    /// alone. Blocks of bytes estimate anyway.
+    pub(super) fn interrupt(&mut self) {
+        if let Self::Tokens(chain) = self {
+            chain.text = None;
+        }
+    }
+
+    /// Whether [`ReplyChain::finish`] takes long.
+    pub(super) fn is_long(&self) -> bool {
+        match self {
+            Self::Bytes(_) => false,
+            Self::Tokens(chain) => {
+                let text = chain.text.as_ref();
+                text.is_some_and(|text| text.len() > INLINE_BYTES_MAX)
+            }
+        }
+    }
+
+    /// The blocks completed. `is_whole`: the answer came to its end, and what follows an answer in
+    /// the next turn's prompt follows here.
+    pub(super) fn finish(self, is_whole: bool) -> Vec<BlockHash> {
+        match self {
+            Self::Bytes(chain) => chain.finish(is_whole),
+            Self::Tokens(chain) => chain.finish(is_whole),
+        }
+    }
+}
+
+/// A chain of blocks of token ids.
+#[derive(Debug)]
+pub(super) struct TokenChain {
+    root: u64,
+    block_size: u32,
+    last: Option<BlockHash>,
+    /// Behind the last full block.
+    rest: Vec<u32>,
+    seam: Seam,
+    /// The answer; `None`: it is not all the output, or too long.
+    text: Option<String>,
+}
+
+impl TokenChain {
+    fn push(&mut self, text: &str) {
+        if let Some(known) = &mut self.text {
+            if known.len() + text.len() > TOKENIZED_BYTES_MAX {
+                self.text = None;
+            } else {
+                known.push_str(text);
+            }
+        }
+    }
+
+    fn finish(mut self, is_whole: bool) -> Vec<BlockHash> {
+        let mut blocks = Vec::new();
+        let text = self.text.take().filter(|text| !text.is_empty());
+        let ids = text.and_then(|text| self.seam.continuation(&text, is_whole));
+        let Some(ids) = ids else { return blocks };
+        self.rest.extend(ids);
+        let block_size = self.block_size as usize;
+        prefix::continue_tokens(self.root, self.last, &self.rest, block_size, &mut blocks);
+        blocks.truncate(REPLY_BLOCKS_MAX);
+        blocks
+    }
+}
+
+/// A chain of blocks of bytes.
+#[derive(Debug)]
+pub(super) struct ByteChain {
     root: u64,
     block_bytes: usize,
     shape: ReplyShape,
@@ -21,14 +128,10 @@ pub(super) struct ReplyChain {
     blocks: Vec<BlockHash>,
 }
 
-impl ReplyChain {
-    /// `None` when output cannot continue this prompt.
-    pub(super) fn of(identity: &Identity) -> Option<Self> {
+impl ByteChain {
+    fn of(identity: &Identity) -> Self {
         let tail = &identity.tail;
-        if tail.block_bytes == 0 || tail.reply == ReplyShape::None {
-            return None;
-        }
-        Some(Self {
+        Self {
             root: identity.root,
             block_bytes: tail.block_bytes,
             shape: tail.reply,
@@ -36,11 +139,10 @@ impl ReplyChain {
             rest: tail.bytes.clone(),
             is_open: false,
             blocks: Vec::new(),
-        })
+        }
     }
 
-    /// Takes in output text.
-    pub(super) fn push(&mut self, text: &str) {
+    fn push(&mut self, text: &str) {
         if text.is_empty() || self.blocks.len() >= REPLY_BLOCKS_MAX {
             return;
         }
@@ -54,9 +156,7 @@ impl ReplyChain {
         self.hash_full_blocks();
     }
 
-    /// The blocks completed. `is_whole`: the answer came to its end, and what follows an answer in
-    /// the next turn's prompt follows here.
-    pub(super) fn finish(mut self, is_whole: bool) -> Vec<BlockHash> {
+    fn finish(mut self, is_whole: bool) -> Vec<BlockHash> {
         if is_whole && self.is_open && self.blocks.len() < REPLY_BLOCKS_MAX {
             self.rest.extend_from_slice(self.shape.closing().as_bytes());
             self.hash_full_blocks();
@@ -144,7 +244,10 @@ mod tests {
         let mut output = ReplyChain::of(&router.identify(&completion(""))).unwrap();
         let text = "x".repeat(16 * 1000);
         (0..20).for_each(|_| output.push(&text));
-        assert!(output.rest.is_empty());
+        let ReplyChain::Bytes(bytes) = &output else {
+            panic!("{output:?}");
+        };
+        assert!(bytes.rest.is_empty());
         assert_eq!(output.finish(true).len(), REPLY_BLOCKS_MAX);
     }
 }

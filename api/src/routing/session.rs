@@ -17,7 +17,8 @@ pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 pub struct UnknownPolicy;
 
 impl Router {
-    /// The policy that a request with these headers asks for; `None`: the live one.
+    /// The policy that a request with these headers asks for; `None`: it leaves that to others.
+    /// Where the live one has the same name it decides, with its own settings.
     ///
     /// # Errors
     /// [`UnknownPolicy`], where requests may ask at all.
@@ -28,7 +29,7 @@ impl Router {
         let Some(asked) = headers.get(POLICY) else {
             return Ok(None);
         };
-        if self.overrides.is_empty() || asked == self.view.registry().policy.name() {
+        if self.overrides.is_empty() {
             return Ok(None);
         }
         let named = self.overrides.iter().find(|policy| asked == policy.name());

@@ -1,10 +1,13 @@
 //! Requests through a whole router over the real state: identity, choice, books, and that nothing
 //! is left behind however an attempt ends.
 
+mod filters;
 mod policies;
+mod samples;
+mod tokens;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use proptest::prelude::*;
@@ -12,10 +15,13 @@ use serde_json::{Value, json};
 use state::command::{Command, EngineFacts};
 use state::ids::{ReplicaId, Slot};
 use state::policy::{PolicyConfig, Reason};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::fixture::{HEALTHY, Log, Port, router};
-use super::{Ask, Attempt, Decision, End, NoBackend, OutboxSettings, Router, Usage, Verdict};
+use super::{
+    Ask, Attempt, Decision, End, NoBackend, OutboxSettings, Router, Terms, Usage, Verdict,
+};
 use crate::backends::Health;
 use crate::prompt::{Identity, Parsed, parse};
 
@@ -43,7 +49,9 @@ impl Bench {
 
     fn start(&self, identity: &Identity) -> (Decision, Attempt) {
         let decision = self.decide(identity, &[]).unwrap();
-        let attempt = self.router.dispatch(&decision, identity, "ada");
+        let attempt = self
+            .router
+            .dispatch(&decision, &ask(identity, &[]), Terms::default());
         (decision, attempt)
     }
 
@@ -440,7 +448,7 @@ fn a_panicking_request_leaves_nothing_behind() {
     let router = Arc::clone(&bench.router);
     let decision = bench.decide(&identity, &[]).unwrap();
     let panicked = std::thread::spawn(move || {
-        let _attempt = router.dispatch(&decision, &identity, "ada");
+        let _attempt = router.dispatch(&decision, &ask(&identity, &[]), Terms::default());
         panic!("on purpose");
     });
     assert!(panicked.join().is_err());
@@ -499,14 +507,18 @@ fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
     };
     let identity = bench.identify("hello");
     let decision = bench.decide(&identity, &[Slot(1)]).unwrap();
-    let attempt = bench.router.dispatch(&decision, &identity, "ada");
+    let attempt = bench
+        .router
+        .dispatch(&decision, &ask(&identity, &[]), Terms::default());
     let [first, second] = shown();
     assert!(first > 0 && first == second);
     bench.admin(Command::DeleteBackend {
         name: "b0".to_owned(),
     });
     assert_eq!(shown(), [0, second]);
-    let late = bench.router.dispatch(&decision, &identity, "ada");
+    let late = bench
+        .router
+        .dispatch(&decision, &ask(&identity, &[]), Terms::default());
     drop((attempt, late));
     assert_eq!(shown(), [0, second]);
     bench.admin(Command::PutBackend(super::fixture::spec(0, None)));

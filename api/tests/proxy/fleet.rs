@@ -4,18 +4,20 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use api::admission::Admission;
 use api::backends::{Backends, Health, ProbeSettings};
+use api::clock::Clock;
 use api::ports::{BoxFuture, Propose, ProposeFailure};
-use api::prompt::ModelSettings;
+use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{Drained, Outcome, Proxy, ProxyMetrics, ProxySettings, RequestLabels, Server};
 use api::routing::{OutboxSettings, Parts, Router};
-use state::RouterState;
 use state::command::{
     BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Reply,
 };
-use state::ids::{LogIndex, ReplicaId, SessionId, UserKey};
+use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, UserKey};
 use state::policy::PolicyConfig;
 use state::users::FairnessSettings;
+use state::{Registry, RouterState};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -27,11 +29,11 @@ pub(crate) struct Fleet {
     pub(crate) address: SocketAddr,
     pub(crate) metrics: Arc<ProxyMetrics>,
     pub(crate) router: Arc<Router>,
+    pub(crate) admission: Arc<Admission>,
     pub(crate) leaving: CancellationToken,
     pub(crate) drain: CancellationToken,
     pub(crate) server: JoinHandle<Drained>,
-    state: RouterState,
-    sequence: u64,
+    log: Arc<Log>,
 }
 
 const HEALTHY: Health = Health {
@@ -62,7 +64,7 @@ impl Fleet {
         let backends = Arc::new(Backends::new(ProbeSettings::default()));
         let models = ModelSettings {
             name: "*".to_owned(),
-            tokenizer: "character".to_owned(),
+            tokenizer: Tokenizer::character(),
             block_size: 16,
         };
         let router = Arc::new(Router::new(Parts {
@@ -73,12 +75,16 @@ impl Fleet {
             session: SessionId(1),
             outbox: OutboxSettings::default(),
             overrides: PolicyConfig::defaults(),
+            clock: Clock::default(),
         }));
         let metrics = Arc::new(ProxyMetrics::default());
         let mut settings = ProxySettings::new(ReplicaId(1));
         change(&mut settings);
+        let admission = Arc::new(Admission::new(Arc::clone(&router)));
+        let serving = Arc::clone(&admission);
+        tokio::spawn(async move { serving.run(CancellationToken::new()).await });
         let proxy = Proxy::new(
-            Arc::clone(&router),
+            Arc::clone(&admission),
             backends.clone(),
             view,
             settings,
@@ -91,11 +97,11 @@ impl Fleet {
             address,
             metrics,
             router,
+            admission,
             leaving,
             drain,
             server,
-            state,
-            sequence: 0,
+            log: Arc::new(Log(Mutex::new((state, 0)))),
         };
         fleet.apply(Command::InitCluster {
             hash_seed: 7,
@@ -108,29 +114,28 @@ impl Fleet {
                 url: format!("http://{}", engine.address),
                 models: vec!["m".to_owned()],
                 labels: [].into(),
-                capacity_blocks: Some(1000),
+                capacity_blocks: Some(100_000),
                 kv_events: None,
                 kv_replay: None,
             }));
         }
-        for backend in &fleet.state.view().registry().backends {
+        for backend in &fleet.registry().backends {
             backends.assume(backend.handle.slot, &HEALTHY);
         }
         fleet
     }
 
-    fn apply(&mut self, command: Command) {
-        self.sequence += 1;
-        let seq = self.sequence;
+    pub(crate) fn apply(&mut self, command: Command) {
+        let mut log = self.log.0.lock().unwrap();
         let (replica, session, lane) = (ReplicaId(1), SessionId(1), Lane::Admin);
         let origin = Origin {
             replica,
             session,
             lane,
-            seq,
+            seq: log.1 + 1,
         };
-        self.state.apply(
-            LogIndex(seq),
+        append(
+            &mut log,
             Envelope {
                 origin,
                 proposed_at_ms: 1,
@@ -139,13 +144,40 @@ impl Fleet {
         );
     }
 
+    fn registry(&self) -> Arc<Registry> {
+        self.router.view().registry()
+    }
+
+    /// From here on carries what is known to the state as it comes.
+    pub(crate) fn keep_flushing(&self) {
+        let (router, log) = (Arc::clone(&self.router), self.log.clone());
+        let never = CancellationToken::new();
+        tokio::spawn(async move { router.run_outbox(log, never, PATIENT).await });
+    }
+
+    /// Carries all that is known to the state.
+    pub(crate) async fn flush(&self) {
+        let stop = CancellationToken::new();
+        stop.cancel();
+        let left = self
+            .router
+            .run_outbox(self.log.clone(), stop, PATIENT)
+            .await;
+        assert_eq!(left.queued_items, 0);
+    }
+
     pub(crate) async fn client(&self) -> Client {
         Client::connect(self.address).await
     }
 
+    /// The backend of the engine with this number.
+    pub(crate) fn backend(&self, number: usize) -> BackendRef {
+        self.registry().backends[number].handle
+    }
+
     /// Requests running at all backends, as routing counts them.
     pub(crate) fn running(&self) -> u32 {
-        let registry = self.state.view().registry();
+        let registry = self.registry();
         registry
             .backends
             .iter()
@@ -183,6 +215,23 @@ impl Fleet {
     }
 }
 
+/// A log that commits at once, and the state it drives.
+struct Log(Mutex<(RouterState, u64)>);
+
+fn append(log: &mut (RouterState, u64), envelope: Envelope) -> Committed {
+    log.1 += 1;
+    let index = LogIndex(log.1);
+    let reply = log.0.apply(index, envelope);
+    Committed { index, reply }
+}
+
+impl Propose for Log {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+        let committed = append(&mut self.0.lock().unwrap(), envelope);
+        Box::pin(async move { Ok(committed) })
+    }
+}
+
 /// A log that adds up charges.
 #[derive(Default)]
 struct Bill(Mutex<Charge>);
@@ -200,6 +249,8 @@ impl Propose for Bill {
                 sum.output += charge.output;
                 sum.started += charge.started;
                 sum.ended += charge.ended;
+                sum.queued += charge.queued;
+                sum.dequeued += charge.dequeued;
             }
         }
         let (index, reply) = (LogIndex(1), Reply::Applied);

@@ -13,18 +13,42 @@ fn message(index: u64, digest: u128) -> Vec<u8> {
 }
 
 #[test]
-fn boundaries_are_recorded_and_others_are_not_even_computed() {
+fn steps_are_recorded_and_others_are_not_even_computed() {
     let digests = Digests::default();
     for index in 1..=600 {
         digests.applied(index, || {
-            assert_eq!(index % BOUNDARY_ENTRIES, 0);
+            assert_eq!(index % STEP_ENTRIES, 0);
             u128::from(index)
         });
     }
     assert_eq!(digests.get(512), Some(512));
     assert_eq!(digests.get(511), None);
-    assert_eq!(digests.nearest(600), Some(512));
-    assert_eq!(digests.nearest(255), None);
+    assert_eq!(digests.nearest(600), Some(592));
+    assert_eq!(digests.nearest(15), None);
+}
+
+#[test]
+fn the_slower_the_log_the_closer_peers_compare() {
+    let digests = Digests::default();
+    for index in 1..=300 {
+        digests.applied(index, || u128::from(index));
+    }
+    let told = |digests: &Digests| digests.message().unwrap().to_vec();
+    digests.grew(300);
+    assert_eq!(told(&digests), message(256, 256));
+    digests.grew(SLOW_ENTRIES);
+    assert_eq!(told(&digests), message(256, 256));
+    digests.grew(SLOW_ENTRIES - 1);
+    let slow = told(&digests);
+    let other = Digests::default();
+    other.applied(288, || 7);
+    other.receive(PEER, &slow).unwrap();
+    assert_eq!(other.mismatches(), 1);
+    digests.rest(300, 300);
+    let at_rest = Digests::default();
+    at_rest.record(300, 7);
+    at_rest.receive(PEER, &told(&digests)).unwrap();
+    assert_eq!(at_rest.mismatches(), 1);
 }
 
 #[test]
@@ -41,7 +65,7 @@ fn equal_claims_are_silent_and_different_ones_are_counted() {
 }
 
 #[test]
-fn who_differs_from_most_members_is_in_the_minority_for_good() {
+fn who_differs_from_most_members_is_in_the_minority_until_mended() {
     let members = [1, 2, 3, 4, 5].map(ReplicaId);
     let claim = |digests: &Digests, peer, index, digest| {
         digests
@@ -62,12 +86,22 @@ fn who_differs_from_most_members_is_in_the_minority_for_good() {
         ours: 7,
         theirs: 8,
         replicas: 3,
+        holder: ReplicaId(2),
     };
     assert_eq!(digests.judge(&members), Some(minority));
     assert_eq!(digests.judge(&members), None, "told once");
     digests.applied(512, || 1);
     claim(&digests, 2, 512, 1);
     assert_eq!(digests.minority(), Some(minority));
+
+    digests.forget();
+    assert_eq!(digests.minority(), None);
+    // What the peers go on to say of the time before does not count.
+    claim(&digests, 3, 256, 8);
+    claim(&digests, 4, 512, 8);
+    digests.applied(768, || 9);
+    claim(&digests, 3, 768, 9);
+    assert_eq!(digests.judge(&members), None);
 }
 
 #[test]
@@ -122,7 +156,7 @@ fn garbage_is_refused() {
 #[test]
 fn memory_is_bounded() {
     let mut ring = DigestRing::default();
-    for index in 1..=3000 {
+    for index in 1..=2 * DIGESTS_KEPT_MAX as u64 {
         ring.claim(PEER, 10_000 + index, 0);
         ring.record(index, 0);
         ring.claim(PEER, index, 0);
@@ -236,4 +270,36 @@ proptest! {
         }
         prop_assert_eq!(found, expected);
     }
+}
+
+#[test]
+fn a_state_that_is_lost_while_the_log_stands_still_is_found() {
+    let members = [1, 2, 3].map(ReplicaId);
+    let told_at_rest = |index, digest| {
+        let peer = Digests::default();
+        peer.rest(index, digest);
+        peer.message().unwrap()
+    };
+    let digests = Digests::default();
+    digests.applied(256, || 1);
+    digests.rest(300, 7);
+    assert_eq!(digests.message(), Some(told_at_rest(300, 7)));
+    for peer in [2, 3] {
+        let claim = told_at_rest(300, 7);
+        digests.receive(ReplicaId(peer), &claim).unwrap();
+    }
+    digests.rest(300, 7);
+    assert_eq!((digests.mismatches(), digests.judge(&members)), (0, None));
+    digests.rest(300, 8);
+    assert_eq!(digests.mismatches(), 2);
+    let found = digests.judge(&members).unwrap();
+    assert_eq!((found.index, found.ours, found.theirs), (300, 8, 7));
+    // Once mended, the same index is compared again.
+    digests.forget();
+    digests.rest(300, 7);
+    digests.receive(PEER, &told_at_rest(300, 7)).unwrap();
+    assert_eq!(digests.mismatches(), 2);
+    // A boundary further on is told in its place.
+    digests.applied(512, || 9);
+    assert_eq!(digests.message().unwrap().to_vec(), message(512, 9));
 }

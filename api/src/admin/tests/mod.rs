@@ -1,6 +1,7 @@
 //! The admin API, called without a socket, over a cluster that applies what it is given to a real
 //! state.
 
+mod backups;
 mod probes;
 mod reads;
 mod writes;
@@ -20,7 +21,9 @@ use state::users::FairnessSettings;
 use tower::ServiceExt;
 
 use super::*;
+use crate::admission::Admission;
 use crate::backends::{Health, ProbeSettings};
+use crate::clock::Clock;
 use crate::ports::{BoxFuture, ChangeFailure, ClusterStatus, MemberStatus, ProposeFailure};
 use crate::prompt::ModelSettings;
 use crate::routing::{OutboxSettings, Parts};
@@ -206,19 +209,17 @@ impl Bench {
         let router = Arc::new(routing::Router::new(Parts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
-            models: vec![ModelSettings {
-                name: "*".to_owned(),
-                tokenizer: "character".to_owned(),
-                block_size: 16,
-            }],
+            models: vec![ModelSettings::characters("*", 16)],
             replica: ReplicaId(1),
             session: SessionId(1),
             outbox: OutboxSettings::default(),
             overrides: PolicyConfig::defaults(),
+            clock: Clock::default(),
         }));
         let admin = Arc::new(Admin {
             cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,
             view,
+            admission: Arc::new(Admission::new(Arc::clone(&router))),
             router,
             backends,
             metrics: Arc::new(Metrics::default()),

@@ -59,7 +59,7 @@ async fn every_reason_against_readiness_is_named() {
         "draining",
         "removed from the cluster",
         "storage fault: no space left on device",
-        "state differs from 2 other replicas' at log index 256: `quorate recover`",
+        "state differs from 2 other replicas' at log index 256 and is being replaced by theirs",
         "no healthy backend",
         "not caught up with the cluster",
     ];

@@ -46,7 +46,16 @@ async fn backends_are_listed_with_all_that_is_known() {
     let engine = first["engine"].take();
     assert_eq!(engine["waiting"], 2);
     assert_eq!(engine["kv_usage_permille"], 250);
-    first.as_object_mut().unwrap().remove("engine");
+    // What is measured and what reads KV events have tests of their own.
+    assert_eq!(first["service"]["capacity_blocks"], 100);
+    assert_eq!(first["service"]["learnt"], json!(null));
+    assert_eq!(first["circuit"]["is_open"], false);
+    for part in ["engine", "service", "circuit", "ownership"] {
+        assert!(
+            first.as_object_mut().unwrap().remove(part).is_some(),
+            "{part}"
+        );
+    }
     assert_eq!(
         first,
         json!({
@@ -133,6 +142,7 @@ async fn a_user_shows_what_was_charged() {
         output: 10,
         started: 1,
         ended: 0,
+        ..Charge::default()
     });
     batch(&bench, vec![define, charge]);
     let user = bench.get("/admin/v1/users/ann").await;
@@ -281,8 +291,19 @@ async fn a_would_be_request_is_explained_and_changes_nothing() {
     assert_eq!(explained["choice"], "gpu-1");
     assert_eq!(explained["blocks_total"], 2);
     assert_eq!(explained["backends"][1]["verdict"], "unhealthy");
+    assert_eq!(explained["tokenizer"], "character");
+    assert_eq!(explained["unit"], "characters");
+    assert_eq!(explained.get("token_ids"), None);
     let text = bench.call("POST", "/admin/v1/explain", &as_text).await;
     assert_eq!(text.json()["blocks"], explained["blocks"]);
+    let ids = r#"{"path":"/v1/completions","token_ids":true,
+        "body":{"model":"m","prompt":[1,2,3,4,5]}}"#;
+    let ids = bench.call("POST", "/admin/v1/explain", ids).await.json();
+    assert_eq!(ids["token_ids"], json!([1, 2, 3, 4, 5]));
+    assert_eq!(
+        (&ids["unit"], &ids["tokens"]),
+        (&json!("tokens"), &json!(5))
+    );
     assert_eq!(bench.get("/admin/v1/digest").await, before);
 }
 

@@ -1,5 +1,7 @@
 //! Writes: what they change, and what they say when they do not or may not have.
 
+use serde_json::json;
+
 use super::*;
 
 #[tokio::test]
@@ -82,6 +84,24 @@ const WRONG: &[(&str, &str, &str, &str)] = &[
         "policy",
     ),
     (
+        "PUT",
+        "/admin/v1/policy",
+        r#"{"policy":"cost","near_permille":"many"}"#,
+        "near_permille",
+    ),
+    (
+        "PUT",
+        "/admin/v1/policy",
+        r#"{"policy":"cost","near_permille":7,"learning":1}"#,
+        "learning",
+    ),
+    (
+        "PUT",
+        "/admin/v1/policy",
+        r#"{"policy":"random","seed":1}"#,
+        "seed",
+    ),
+    (
         "POST",
         EXPLAIN,
         r#"{"path":"/v1/completions","headers":{"x-quorate-policy":"magic"},"body":{"model":"m"}}"#,
@@ -128,6 +148,13 @@ async fn what_the_cluster_rejects_is_a_problem_that_names_the_field() {
     let put = ("PUT", "/admin/v1/users/u", r#"{"weight_milli":0}"#);
     let problem = bench.problem(put, 400, "invalid").await;
     assert_eq!(problem["field"], "weight_milli");
+    // Neither half of it is done.
+    let body = r#"{"weight_milli":5,"limits":{"requests":0}}"#;
+    let put = ("PUT", "/admin/v1/users/half", body);
+    let problem = bench.problem(put, 400, "invalid").await;
+    assert_eq!(problem["field"], "limits.requests");
+    let get = ("GET", "/admin/v1/users/half", "");
+    bench.problem(get, 404, "not-found").await;
     for (body, field) in [
         (r#"{"policy":"epp","kv_weight":1001}"#, "kv_weight"),
         (
@@ -308,6 +335,46 @@ async fn a_body_over_the_limit_is_refused() {
 }
 
 #[tokio::test]
+async fn a_models_policy_is_written_beside_the_others_and_taken_away() {
+    let bench = Bench::new();
+    let of = async |model: &str| {
+        let policy = bench.get(&format!("/admin/v1/policy?model={model}")).await;
+        (
+            policy["config"]["policy"].clone(),
+            policy["is_of_model"].clone(),
+        )
+    };
+    assert_eq!(of("a").await, (json!("least-request"), json!(false)));
+    for (model, policy) in [("a", "session"), ("b", "random")] {
+        let path = format!("/admin/v1/policy?model={model}");
+        let body = format!("{{\"policy\":\"{policy}\"}}");
+        assert_eq!(bench.call("PUT", &path, &body).await.status, StatusCode::OK);
+    }
+    assert_eq!(of("a").await, (json!("session"), json!(true)));
+    let routing = bench.get("/admin/v1/routing").await;
+    assert_eq!(routing["is_set"], true);
+    assert_eq!(
+        routing["config"]["models"]["b"],
+        json!({"policy": "random"})
+    );
+    assert_eq!(
+        bench.get("/admin/v1/policy").await["config"]["policy"],
+        "least-request"
+    );
+    let remove = bench.call("DELETE", "/admin/v1/policy?model=a", "").await;
+    assert_eq!(remove.status, StatusCode::OK);
+    assert_eq!(of("a").await, (json!("least-request"), json!(false)));
+    bench
+        .problem(("DELETE", "/admin/v1/policy?model=a", ""), 404, "not-found")
+        .await;
+    let unfit = r#"{"models":{"m":{"policy":"lmetric","near_permille":2000}}}"#;
+    let problem = bench
+        .problem(("PUT", "/admin/v1/routing", unfit), 400, "invalid")
+        .await;
+    assert_eq!(problem["field"], "models.m.near_permille");
+}
+
+#[tokio::test]
 async fn unknown_paths_methods_and_other_sites_are_problems() {
     let bench = Bench::new();
     bench
@@ -317,7 +384,7 @@ async fn unknown_paths_methods_and_other_sites_are_problems() {
         .problem(("PATCH", "/admin/v1/policy", ""), 405, "wrong-method")
         .await;
     let answer = bench.call("PATCH", "/admin/v1/policy", "").await;
-    assert_eq!(answer.headers["allow"], "GET,HEAD,PUT");
+    assert_eq!(answer.headers["allow"], "GET,HEAD,PUT,DELETE");
     let mut request = Request::post("/admin/v1/cluster/snapshot")
         .body(Body::empty())
         .unwrap();

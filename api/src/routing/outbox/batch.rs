@@ -1,10 +1,10 @@
 //! Cutting one envelope from the queue.
 
 use std::ops::Bound;
-use std::time::Instant;
 
 use state::command::{Charge, Command, EngineFacts, Envelope, Item, Lane, Origin};
 use state::ids::AttemptId;
+use tokio::time::Instant;
 
 use super::steps::{Step, What};
 use super::{Outbox, Outstanding, Size};
@@ -12,7 +12,7 @@ use super::{Outbox, Outstanding, Size};
 /// Largest batch as encoded. Sizes are summed up as upper bounds, what is left is for the envelope.
 pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
 /// Upper bound of an encoded charge.
-pub(super) const CHARGE_BYTES: usize = 56;
+pub(super) const CHARGE_BYTES: usize = 112;
 /// Upper bound of an encoded user definition without the name, and of facts without the models.
 const FRAME_BYTES: usize = 48;
 
@@ -36,14 +36,15 @@ impl Cut {
 
 impl Outbox {
     /// Whether a full envelope's worth waits.
-    pub(in crate::routing) fn is_full(&self) -> bool {
-        self.queued.bytes + self.charges.len() * CHARGE_BYTES >= BATCH_BYTES_MAX
+    pub fn is_full(&self) -> bool {
+        let queued_bytes = self.queued.bytes + self.notes_bytes;
+        queued_bytes + self.charges.len() * CHARGE_BYTES >= BATCH_BYTES_MAX
     }
 
     /// Cuts the next envelope if none is outstanding and something waits. Users, their charges
     /// and facts come first and leave a good part of the room to lease steps. Facts go before steps on
     /// purpose: leases on an engine that has restarted meanwhile are void.
-    pub(in crate::routing) fn cut(&mut self, now: Instant, unix_ms: u64) -> Option<&Envelope> {
+    pub fn cut(&mut self, now: Instant, unix_ms: u64) -> Option<&Envelope> {
         if self.outstanding.is_some() || self.is_empty() {
             return None;
         }
@@ -51,6 +52,7 @@ impl Outbox {
         let mut cut = Cut::default();
         self.cut_users(&mut cut);
         self.cut_facts(&mut cut);
+        self.cut_notes(&mut cut);
         let steps = self.cut_steps(&mut cut);
         // Nothing fits only if what waited was given up.
         if cut.items.is_empty() && steps.is_empty() {
@@ -63,6 +65,11 @@ impl Outbox {
             lane: Lane::Outbox,
             seq: self.last_seq,
         };
+        let charges = cut.items.iter().filter_map(|item| match item {
+            Item::Charge(charge) => Some((charge.user, *charge)),
+            _ => None,
+        });
+        let charges = charges.collect();
         let base = steps
             .iter()
             .map(|step| step.attempt)
@@ -93,6 +100,7 @@ impl Outbox {
             size: cut.size,
             acquires,
             runs,
+            charges,
             since: now,
         };
         Some(&self.outstanding.insert(outstanding).envelope)
@@ -162,6 +170,20 @@ impl Outbox {
             }
             let (backend, facts) = entry.remove_entry();
             cut.put(Item::ObserveEngine { backend, facts }, bytes);
+        }
+    }
+}
+
+impl Outbox {
+    /// Notes take what room is left, but for a quarter that lease steps have for themselves.
+    fn cut_notes(&mut self, cut: &mut Cut) {
+        let most = BATCH_BYTES_MAX / 4 * 3;
+        while let Some((item, bytes)) = self
+            .notes
+            .pop_front_if(|(_, bytes)| cut.items.is_empty() || cut.size.bytes + *bytes <= most)
+        {
+            self.notes_bytes -= bytes;
+            cut.put(item, bytes);
         }
     }
 }

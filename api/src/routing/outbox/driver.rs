@@ -1,15 +1,16 @@
 //! Empties the outbox into the log: waits, proposes, waits longer when the log does not move.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
-use state::ids::{LogIndex, SessionId};
+use state::ids::LogIndex;
 use tokio::sync::Notify;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
 use super::fate::Next;
 use super::{Outbox, OutboxStatus};
+use crate::clock::Clock;
 use crate::ports::Propose;
 
 /// First pause before an envelope is proposed again; each further one doubles.
@@ -50,6 +51,11 @@ impl Desk {
         result
     }
 
+    /// Wakes the driver, whatever is queued.
+    pub(in crate::routing) fn hurry(&self) {
+        self.full.notify_one();
+    }
+
     fn lock(&self) -> MutexGuard<'_, Outbox> {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -67,6 +73,8 @@ pub(in crate::routing) struct Driver<'a> {
     pub(in crate::routing) applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
     pub(in crate::routing) metrics: DriverMetrics,
     pub(in crate::routing) flush_interval: Duration,
+    /// Stamps the envelopes.
+    pub(in crate::routing) clock: Clock,
 }
 
 impl Driver<'_> {
@@ -123,7 +131,7 @@ impl Driver<'_> {
                 outbox.settle((self.applied)());
                 match outbox.outstanding().cloned() {
                     Some(envelope) => envelope,
-                    None => match outbox.cut(Instant::now(), unix_ms()).cloned() {
+                    None => match outbox.cut(Instant::now(), self.clock.unix_ms()).cloned() {
                         Some(envelope) => envelope,
                         None => return Flushed::Nothing,
                     },
@@ -132,7 +140,10 @@ impl Driver<'_> {
             let seq = envelope.origin.seq;
             let fate = self.propose.propose(envelope).await;
             let next = self.desk.with(|outbox| {
-                let next = outbox.fate(fate, || SessionId(rand::random()));
+                let next = outbox.fate(fate);
+                if next == Next::Renewed {
+                    outbox.stamp(self.clock.unix_ms());
+                }
                 outbox.settle((self.applied)());
                 next
             });
@@ -166,11 +177,4 @@ enum Flushed {
     One,
     Nothing,
     Stopped,
-}
-
-fn unix_ms() -> u64 {
-    let since = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,19 +1,20 @@
 //! What becomes of an envelope, and what follows from it.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use state::command::{BatchReply, Committed, Outcome, Reject, Reply};
-use state::ids::{AttemptId, BlockHash, LogIndex, SessionId};
+use state::ids::{AttemptId, BlockHash, LogIndex};
 
-use super::Outbox;
 use super::steps::{Step, What, acquire_steps};
+use super::{Outbox, Settling};
+use crate::planted::{self, Bug};
 use crate::ports::ProposeFailure;
 use crate::routing::overlay::Run;
 
 /// What to do after an envelope's fate was reported.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::routing) enum Next {
+pub enum Next {
     /// It is applied: go on.
     GoOn,
     /// It was refused for good, says why: go on without it.
@@ -29,17 +30,26 @@ pub(in crate::routing) enum Next {
 }
 
 impl Outbox {
-    /// Notes the fate of the outstanding envelope. `fresh` makes a session in case this one was
-    /// declared over while the replica was thought gone.
-    pub(in crate::routing) fn fate(
-        &mut self,
-        fate: Result<Committed, ProposeFailure>,
-        fresh: impl FnOnce() -> SessionId,
-    ) -> Next {
+    /// Notes the fate of the outstanding envelope. Where its session was declared over while the
+    /// replica was thought gone, this run goes on under the next one: `Outbox::stamp` it then.
+    pub fn fate(&mut self, fate: Result<Committed, ProposeFailure>) -> Next {
         let committed = match fate {
             Ok(committed) => committed,
             Err(ProposeFailure::Stopping) => return Next::Stop,
+            Err(ProposeFailure::Unknown(_)) if planted::is(Bug::OutboxForgetsUnknown) => {
+                self.confirmed(LogIndex(0), &BatchReply::default());
+                return Next::GoOn;
+            }
             Err(failure @ (ProposeFailure::Unavailable(_) | ProposeFailure::Unknown(_))) => {
+                let is_unknown = matches!(failure, ProposeFailure::Unknown(_));
+                if is_unknown && planted::is(Bug::OutboxRenumbersUnknown) {
+                    self.renumber();
+                }
+                if is_unknown && planted::is(Bug::OutboxChargesUnknownAgain) {
+                    let outstanding = self.outstanding.iter().flat_map(|it| it.charges.values());
+                    let charges: Vec<_> = outstanding.copied().collect();
+                    charges.into_iter().for_each(|charge| self.charge(charge));
+                }
                 return Next::Retry(failure.to_string());
             }
         };
@@ -53,7 +63,7 @@ impl Outbox {
                 return Next::Retry(reject.to_string());
             }
             Reply::Rejected(Reject::StaleSession { .. }) => {
-                (self.session, self.last_seq) = (fresh(), 0);
+                (self.session, self.last_seq) = (self.session.successor(), 0);
                 self.renumber();
                 return Next::Renewed;
             }
@@ -76,13 +86,26 @@ impl Outbox {
         }
     }
 
+    /// Gives the outstanding envelope the time as it is. A session whose first command is stamped a
+    /// little before an earlier run's is refused: where the machine's clock was set back in between,
+    /// only a later stamp gets it through.
+    pub(super) fn stamp(&mut self, unix_ms: u64) {
+        if let Some(outstanding) = &mut self.outstanding {
+            outstanding.envelope.proposed_at_ms = unix_ms;
+        }
+    }
+
     fn confirmed(&mut self, index: LogIndex, reply: &BatchReply) {
         let Some(outstanding) = self.outstanding.take() else {
             return;
         };
         self.dropped += u64::from(reply.dropped);
-        self.settling.push_back((index, outstanding.runs));
-        let missing: HashSet<AttemptId> = reply.missing_tip.iter().copied().collect();
+        self.settling.push_back(Settling {
+            index,
+            runs: outstanding.runs,
+            charges: outstanding.charges,
+        });
+        let missing: BTreeSet<AttemptId> = reply.missing_tip.iter().copied().collect();
         for attempt in &outstanding.acquires {
             if missing.contains(attempt) {
                 continue;
@@ -98,7 +121,7 @@ impl Outbox {
     }
 
     /// Queues attempts anew whose tip was missing, at the front and in order, without a tip.
-    fn acquire_whole(&mut self, missing: &HashSet<AttemptId>) {
+    fn acquire_whole(&mut self, missing: &BTreeSet<AttemptId>) {
         if missing.is_empty() {
             return;
         }
@@ -124,7 +147,7 @@ impl Outbox {
     }
 
     /// Takes queued steps of `attempts` out: they lean on an acquire that did not happen.
-    fn void_steps(&mut self, attempts: &HashSet<AttemptId>) {
+    fn void_steps(&mut self, attempts: &BTreeSet<AttemptId>) {
         let Self {
             steps,
             queued,
@@ -136,7 +159,9 @@ impl Outbox {
                 return true;
             }
             queued.take(step.bytes());
-            if let Some(run) = step.run() {
+            if let Some(run) = step.run()
+                && !planted::is(Bug::OverlayKeepsVoided)
+            {
                 overlay.remove(step.backend, run);
             }
             false

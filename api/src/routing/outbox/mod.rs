@@ -23,13 +23,18 @@ mod tests;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use state::command::{Charge, EngineFacts, Envelope, Outcome};
+use state::admission::Ledger;
+use state::command::{Charge, EngineFacts, Envelope, Item, Outcome};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
+use tokio::time::Instant;
 
 use self::steps::{Step, What, acquire_steps, runs_of};
 use super::overlay::{Overlay, Run};
+use crate::planted::{self, Bug};
+
+pub use fate::Next;
 
 /// Users with a charge queued when a request of a further one begins. Reached only without a
 /// quorum, or by made-up names. Requests under way may add their users to it.
@@ -38,6 +43,8 @@ const CHARGED_USERS_MAX: usize = 100_000;
 const OVERFLOW_USER: &str = "overflow";
 /// Users remembered as named in this session; then all are named anew, which is harmless.
 const NAMED_USERS_MAX: usize = 100_000;
+/// Bytes of notes queued at most: KV events above all, which come back when they are lost.
+const NOTES_BYTES_MAX: usize = 4 << 20;
 /// Forgotten attempts whose steps still stand in the queue before it is swept.
 const FORGOTTEN_MAX: usize = 1024;
 /// A batch outstanding this long means that the log does not move: degraded.
@@ -119,11 +126,21 @@ struct Outstanding {
     acquires: Vec<AttemptId>,
     /// What leaves the overlay when it is applied here.
     runs: Vec<(BackendRef, Run)>,
+    /// What it charges.
+    charges: BTreeMap<UserKey, Charge>,
     since: Instant,
 }
 
+/// An envelope that is committed, but perhaps not applied here.
+#[derive(Debug)]
+struct Settling {
+    index: LogIndex,
+    runs: Vec<(BackendRef, Run)>,
+    charges: BTreeMap<UserKey, Charge>,
+}
+
 /// Things learnt, waiting for the log. See the module's documentation.
-pub(super) struct Outbox {
+pub struct Outbox {
     replica: ReplicaId,
     session: SessionId,
     last_seq: u64,
@@ -137,19 +154,28 @@ pub(super) struct Outbox {
     /// Attempts whose steps in `steps` are void.
     forgotten: HashSet<AttemptId>,
     charges: BTreeMap<UserKey, Charge>,
+    /// What users paid ahead and did not use.
+    pub ledger: Ledger,
     /// The user whose charge left last: the next one's goes next, so that none waits for ever.
     last_charged: UserKey,
     names: VecDeque<(UserKey, String)>,
     named: HashSet<UserKey>,
+    /// The restore after which they were named; `None`: before any.
+    restored: Option<LogIndex>,
     facts: BTreeMap<BackendRef, EngineFacts>,
+    /// Items that stand for themselves, each with its size, in order.
+    notes: VecDeque<(Item, usize)>,
+    notes_bytes: usize,
     outstanding: Option<Outstanding>,
-    /// Runs committed at an index that is perhaps not applied here yet.
-    settling: VecDeque<(LogIndex, Vec<(BackendRef, Run)>)>,
+    /// In the order of the log.
+    settling: VecDeque<Settling>,
     dropped: u64,
 }
 
 impl Outbox {
-    pub(super) fn new(
+    /// Holds nothing; what is queued shows in `overlay` until it is settled.
+    #[must_use]
+    pub fn new(
         replica: ReplicaId,
         session: SessionId,
         settings: OutboxSettings,
@@ -167,10 +193,14 @@ impl Outbox {
             unsent: VecDeque::new(),
             forgotten: HashSet::new(),
             charges: BTreeMap::new(),
+            ledger: Ledger::default(),
             last_charged: UserKey::default(),
             names: VecDeque::new(),
             named: HashSet::new(),
+            restored: None,
             facts: BTreeMap::new(),
+            notes: VecDeque::new(),
+            notes_bytes: 0,
             outstanding: None,
             settling: VecDeque::new(),
             dropped: 0,
@@ -178,7 +208,7 @@ impl Outbox {
     }
 
     /// A request goes to `backend`, which is believed to hold the first `matched` blocks of `chain`.
-    pub(super) fn acquire(
+    pub fn acquire(
         &mut self,
         attempt: AttemptId,
         backend: BackendRef,
@@ -203,7 +233,7 @@ impl Outbox {
     }
 
     /// Output completed `blocks` behind all that the attempt has acquired.
-    pub(super) fn extend(&mut self, attempt: AttemptId, blocks: Vec<BlockHash>) {
+    pub fn extend(&mut self, attempt: AttemptId, blocks: Vec<BlockHash>) {
         if blocks.is_empty() {
             return;
         }
@@ -226,7 +256,10 @@ impl Outbox {
     }
 
     /// The request is over.
-    pub(super) fn release(&mut self, attempt: AttemptId, outcome: Outcome) {
+    ///
+    /// # Panics
+    /// When it was released before.
+    pub fn release(&mut self, attempt: AttemptId, outcome: Outcome) {
         let Some(lease) = self.leases.get_mut(&attempt) else {
             return;
         };
@@ -246,18 +279,28 @@ impl Outbox {
     }
 
     /// Adds to what `charge.user` owes.
-    pub(super) fn charge(&mut self, charge: Charge) {
-        let sum = self.charges.entry(charge.user).or_default();
-        sum.user = charge.user;
-        sum.input_uncached = sum.input_uncached.saturating_add(charge.input_uncached);
-        sum.input_cached = sum.input_cached.saturating_add(charge.input_cached);
-        sum.output = sum.output.saturating_add(charge.output);
-        sum.started = sum.started.saturating_add(charge.started);
-        sum.ended = sum.ended.saturating_add(charge.ended);
+    pub fn charge(&mut self, charge: Charge) {
+        self.charges.entry(charge.user).or_default().add(&charge);
+    }
+
+    /// What `user` was charged here since what is applied; [`Outbox::settle`] first.
+    #[must_use]
+    pub fn unapplied(&self, user: UserKey) -> Charge {
+        let outstanding = self.outstanding.iter().map(|it| &it.charges);
+        let settling = self.settling.iter().map(|it| &it.charges);
+        let parts = outstanding.chain(settling).chain([&self.charges]);
+        let mut sum = Charge {
+            user,
+            ..Charge::default()
+        };
+        for charge in parts.filter_map(|charges| charges.get(&user)) {
+            sum.add(charge);
+        }
+        sum
     }
 
     /// Whom a request of the user `name` is charged to; names that user.
-    pub(super) fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
+    pub fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
         let user = state::prefix::user_key(hash_seed, name);
         let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&user);
         let (user, name) = if has_room {
@@ -272,7 +315,16 @@ impl Outbox {
         user
     }
 
-    /// Names a user, once per session.
+    /// The state is one that was restored at `restored`: who was named in the one before is not known
+    /// in it.
+    pub fn follow_restore(&mut self, restored: Option<LogIndex>) {
+        if restored != self.restored {
+            self.restored = restored;
+            self.named.clear();
+        }
+    }
+
+    /// Names a user, once per session and restore.
     fn name_user(&mut self, key: UserKey, name: &str) {
         if self.named.contains(&key) {
             return;
@@ -294,6 +346,18 @@ impl Outbox {
         noted.models = facts.models.or(noted.models.take());
         noted.capacity_blocks = facts.capacity_blocks.or(noted.capacity_blocks);
         noted.started_at_s = facts.started_at_s.or(noted.started_at_s);
+    }
+
+    /// Queues an item that stands for itself, behind the earlier ones. `false`: there is no room, or
+    /// no envelope could hold it; it is then as if it had not been told.
+    pub fn note(&mut self, item: Item) -> bool {
+        let bytes = state::codec::item_bytes(&item);
+        if bytes > batch::BATCH_BYTES_MAX || self.notes_bytes + bytes > NOTES_BYTES_MAX {
+            return false;
+        }
+        self.notes_bytes += bytes;
+        self.notes.push_back((item, bytes));
+        true
     }
 
     fn push(&mut self, step: Step) {
@@ -357,24 +421,28 @@ impl Outbox {
     }
 
     /// The envelope to propose (again), if any.
-    pub(super) fn outstanding(&self) -> Option<&Envelope> {
+    pub fn outstanding(&self) -> Option<&Envelope> {
         self.outstanding
             .as_ref()
             .map(|outstanding| &outstanding.envelope)
     }
 
     /// Whether nothing waits for an envelope.
-    pub(super) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.queued.items == 0
             && self.charges.is_empty()
             && self.names.is_empty()
             && self.facts.is_empty()
+            && self.notes.is_empty()
     }
 
     /// Takes out of the overlay what is applied up to `applied`.
-    pub(super) fn settle(&mut self, applied: LogIndex) {
-        while let Some((_, runs)) = self.settling.pop_front_if(|(index, _)| *index <= applied) {
-            for (backend, run) in runs {
+    pub fn settle(&mut self, applied: LogIndex) {
+        while let Some(settled) = self.settling.pop_front_if(|it| it.index <= applied) {
+            for (backend, run) in settled.runs {
+                if planted::is(Bug::OverlayKeepsApplied) {
+                    continue;
+                }
                 self.overlay.remove(backend, &run);
             }
         }
@@ -384,13 +452,17 @@ impl Outbox {
         let outstanding = self.outstanding.as_ref();
         let sent = outstanding.map_or(Size::default(), |outstanding| outstanding.size);
         let others = self.charges.len() + self.names.len() + self.facts.len();
+        let queued_items = self.queued.items + self.notes.len();
         let oldest_ms = outstanding.map_or(0, |outstanding| {
             let age = now.saturating_duration_since(outstanding.since).as_millis();
             u64::try_from(age).unwrap_or(u64::MAX)
         });
         OutboxStatus {
-            queued_items: self.queued.items + others + sent.items,
-            queued_bytes: self.queued.bytes + others * batch::CHARGE_BYTES + sent.bytes,
+            queued_items: queued_items + others + sent.items,
+            queued_bytes: self.queued.bytes
+                + self.notes_bytes
+                + others * batch::CHARGE_BYTES
+                + sent.bytes,
             dropped: self.dropped,
             oldest_ms,
             is_degraded: oldest_ms >= DEGRADED_AFTER_MS,

@@ -2,17 +2,21 @@
 //! or left open whatever becomes of a proposal.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use proptest::prelude::*;
-use state::command::{Charge, Command, Committed, EngineFacts, Item, Outcome, Reject, Reply};
+use state::command::{
+    Charge, Command, Committed, EngineFacts, Envelope, Item, Lane, Origin, Outcome, Reject, Reply,
+};
 use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::driver::{Desk, Driver, DriverMetrics};
 use super::fate::Next;
 use super::steps::RUN_BLOCKS_MAX;
 use super::{CHARGED_USERS_MAX, OVERFLOW_USER, Outbox, OutboxSettings};
+use crate::clock::Clock;
 use crate::ports::ProposeFailure;
 use crate::routing::fixture::{Fault, Log, Port};
 use crate::routing::overlay::Overlay;
@@ -64,6 +68,12 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         Item::DefineUser { name, .. } => format!("user {name}"),
         Item::Charge(it) => format!("charge {}+{}+{}", it.input_uncached, it.output, it.started),
         Item::ObserveEngine { facts, .. } => format!("facts {:?}", facts.capacity_blocks),
+        Item::KvEvents(_)
+        | Item::ObserveService(_)
+        | Item::ObserveOutputs { .. }
+        | Item::Wait(_)
+        | Item::Leave { .. }
+        | Item::Grant { .. } => format!("note {item:?}"),
     };
     items.into_iter().map(show).collect()
 }
@@ -75,7 +85,7 @@ fn deliver(outbox: &mut Outbox, log: &mut Log) -> Reply {
         .clone();
     let committed = log.apply(envelope);
     let reply = committed.reply.clone();
-    assert_eq!(outbox.fate(Ok(committed), || unreachable!()), Next::GoOn);
+    assert_eq!(outbox.fate(Ok(committed)), Next::GoOn);
     outbox.settle(log.state.applied());
     reply
 }
@@ -161,7 +171,7 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
         ProposeFailure::Unavailable(String::new()),
         ProposeFailure::Unknown(String::new()),
     ] {
-        let next = outbox.fate(Err(failure), || unreachable!());
+        let next = outbox.fate(Err(failure));
         assert!(matches!(next, Next::Retry(_)));
         assert_eq!(outbox.outstanding(), Some(&first));
     }
@@ -175,10 +185,7 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
     });
     cut(&mut outbox);
     assert_eq!(outbox.outstanding().unwrap().origin.seq, 2);
-    assert_eq!(
-        outbox.fate(Err(ProposeFailure::Stopping), || unreachable!()),
-        Next::Stop
-    );
+    assert_eq!(outbox.fate(Err(ProposeFailure::Stopping)), Next::Stop);
 }
 
 #[test]
@@ -196,20 +203,34 @@ fn a_refused_number_is_not_used_again() {
             reply: Reply::Rejected(reject),
         })
     };
-    let next = outbox.fate(reject(Reject::NotInitialised), || unreachable!());
+    let next = outbox.fate(reject(Reject::NotInitialised));
     assert!(matches!(next, Next::Retry(_)));
     let origin = outbox.outstanding().unwrap().origin;
     assert_eq!((origin.session, origin.seq), (SessionId(1), 2));
     let stale = Reject::StaleSession {
         replica: ReplicaId(1),
     };
-    assert_eq!(outbox.fate(reject(stale), || SessionId(77)), Next::Renewed);
+    assert_eq!(outbox.fate(reject(stale)), Next::Renewed);
     let origin = outbox.outstanding().unwrap().origin;
-    assert_eq!((origin.session, origin.seq), (SessionId(77), 1));
+    assert_eq!((origin.session, origin.seq), (SessionId(1).successor(), 1));
     let invalid = Reject::TooManyBackends;
-    let next = outbox.fate(reject(invalid), || unreachable!());
+    let next = outbox.fate(reject(invalid));
     assert!(matches!(next, Next::Refused(_)));
     assert_eq!(outbox.status(Instant::now()).dropped, 1);
+}
+
+#[test]
+fn users_are_named_anew_after_a_restore() {
+    let mut outbox = outbox(OutboxSettings::default());
+    let mut named = |restored: Option<u64>| {
+        outbox.follow_restore(restored.map(LogIndex));
+        outbox.payer(7, "ada");
+        let named = outbox.names.len();
+        outbox.names.clear();
+        named
+    };
+    let at = [None, None, Some(9), Some(9), Some(12), None];
+    assert_eq!(at.map(&mut named), [1, 0, 1, 0, 1, 1]);
 }
 
 #[test]
@@ -246,7 +267,7 @@ fn no_users_charge_waits_for_ever() {
     let mut log = Log::new(&[None]);
     let mut outbox = outbox(OutboxSettings::default());
     let users: Vec<UserKey> = (0..1000).map(|i| user(&i.to_string())).collect();
-    for _ in 0..3 {
+    for _ in 0..4 {
         for user in &users {
             outbox.charge(Charge {
                 user: *user,
@@ -302,6 +323,7 @@ fn full_envelopes_of_every_kind_fit() {
             output: u64::MAX >> 20,
             started: 1,
             ended: 1,
+            ..Charge::default()
         });
         outbox.acquire(AttemptId(i), log.handle(0), &chain([i + 1]), 0);
         outbox.release(AttemptId(i), KEEP);
@@ -513,7 +535,7 @@ impl Run {
             return false;
         }
         let fate = self.port.answer(self.outbox.outstanding().unwrap().clone());
-        self.outbox.fate(fate, || unreachable!());
+        self.outbox.fate(fate);
         self.outbox
             .settle(self.port.log.lock().unwrap().state.applied());
         true

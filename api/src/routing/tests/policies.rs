@@ -96,8 +96,7 @@ fn a_request_may_ask_for_another_policy() {
     for policy in PolicyConfig::defaults() {
         let headers = headers(policy.name());
         let asked = bench.router.asked_policy(&headers).unwrap();
-        // The live policy keeps its live settings.
-        assert_eq!(asked, Some(&policy).filter(|it| it.name() != "cost"));
+        assert_eq!(asked, Some(&policy));
         let ask = Ask {
             headers: Some(&headers),
             policy: asked,

@@ -1,0 +1,44 @@
+//! How requests are admitted: replicated, replaced as a whole, in effect on every replica from one
+//! log index on. docs/ADMISSION.md says what each setting does.
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
+use state::admission::AdmissionSettings;
+use state::command::Command;
+use state::ids::LogIndex;
+
+use super::Shared;
+use super::answer::{Json, Params, ReadQuery, at_level, json, written};
+use crate::error::Problem;
+
+#[derive(Serialize)]
+struct Admission {
+    index: LogIndex,
+    /// Whether an operator or the first replica's config set it; `false`: the defaults.
+    is_set: bool,
+    /// What `PUT` takes.
+    config: AdmissionSettings,
+}
+
+pub(super) async fn show(
+    State(admin): State<Shared>,
+    Params(query): Params<ReadQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    // The index first: the settings are at least as new as it.
+    let index = admin.view.applied();
+    let set = admin.view.registry().admission.clone();
+    Ok(json(&Admission {
+        index,
+        is_set: set.is_some(),
+        config: set.unwrap_or_default(),
+    }))
+}
+
+pub(super) async fn put(
+    State(admin): State<Shared>,
+    Json(config): Json<AdmissionSettings>,
+) -> Result<Response, Problem> {
+    written(admin.cluster.submit(Command::PutAdmission(config)).await)
+}

@@ -1,0 +1,175 @@
+//! `GET /admin/v1/cluster/backup`: the state as a file.
+//!
+//! The state is frozen behind a read barrier and written out beside whatever goes on; what is sent waits for
+//! the client in a few chunks. While it waits, each part of the state that changes is kept twice: a client
+//! that takes nothing for [`SEND_TIMEOUT`] is given up, and there is one backup at a time.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures_util::stream;
+use http::header::{CONTENT_DISPOSITION, CONTENT_LENGTH, CONTENT_TYPE};
+use http::{HeaderValue, StatusCode};
+use serde::Deserialize;
+use state::{Frozen, RestoreView};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+
+use super::answer::{Params, ReadLevel, at_level, retry_after};
+use super::digests::hex;
+use super::{Admin, Shared};
+use crate::backup::{Head, Length, Writer, file_bytes};
+use crate::error::Problem;
+
+/// Longest a client may take nothing.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+/// What waits for the client at most.
+const WAITING_MAX: usize = 2;
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct BackupQuery {
+    read: ReadLevel,
+}
+
+impl Default for BackupQuery {
+    /// Everything committed before the request belongs into a backup; `local` is for a cluster that has
+    /// lost its quorum.
+    fn default() -> Self {
+        let read = ReadLevel::Linearizable;
+        Self { read }
+    }
+}
+
+pub(super) async fn backup(
+    State(shared): State<Shared>,
+    Params(query): Params<BackupQuery>,
+) -> Result<Response, Problem> {
+    let Ok(turn) = Arc::clone(&shared.backups).try_acquire_owned() else {
+        let (status, title) = (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "another backup is under way",
+        );
+        return Ok(retry_after(Problem::new(status, "limit", title), 5));
+    };
+    at_level(&shared, query.read).await?;
+    let (frozen, mut head) = freeze(&shared)?;
+    // All of it is read once to know its length, which costs a tenth of a second for ten million blocks.
+    let measuring = tokio::task::spawn_blocking(move || {
+        let mut length = Length::default();
+        frozen.write_to(&mut length).map(|()| (frozen, length.0))
+    });
+    let measured = measuring.await.map_err(io::Error::other);
+    let (frozen, bytes) = measured.and_then(|it| it).map_err(|error| broken(&error))?;
+    head.bytes = bytes;
+    let length = file_bytes(&head).map_err(|error| broken(&error))?;
+    let name = format!("attachment; filename=\"quorate-{}.backup\"", head.index);
+    let headers = [
+        (
+            CONTENT_TYPE,
+            HeaderValue::from_static("application/octet-stream"),
+        ),
+        (CONTENT_LENGTH, HeaderValue::from(length)),
+        (
+            CONTENT_DISPOSITION,
+            HeaderValue::from_str(&name).expect("a number within plain text"),
+        ),
+    ];
+    tracing::info!(log_index = head.index, bytes = length, "backup begun");
+    Ok((headers, send(frozen, head, turn)).into_response())
+}
+
+/// The state between two applies. One that is being replaced is none to keep.
+fn freeze(admin: &Admin) -> Result<(Frozen, Head), Problem> {
+    let status = admin.cluster.status();
+    let mut found: Option<Result<(Frozen, Head), RestoreView>> = None;
+    admin.cluster.with_state(&mut |state| {
+        if let Some(restore) = state.restoring() {
+            found = Some(Err(restore));
+            return;
+        }
+        let frozen = state.freeze();
+        let head = Head {
+            made_at_ms: admin.router.clock().unix_ms(),
+            cluster: status.cluster_id.clone(),
+            replica: status.id.0,
+            version: status.version.to_owned(),
+            index: frozen.applied().0,
+            digest: hex(frozen.digest()),
+            bytes: 0,
+            backends: state.backends().count() as u64,
+            users: state.users_len() as u64,
+            blocks: state.owned_blocks_all(),
+        };
+        found = Some(Ok((frozen, head)));
+    });
+    let found = found.expect("the state was read");
+    found.map_err(|restore| {
+        Problem::new(
+            StatusCode::CONFLICT,
+            "restore-under-way",
+            "a restore is under way",
+        )
+        .detail(format!("{} bytes of it are there", restore.bytes))
+    })
+}
+
+fn broken(error: &io::Error) -> Problem {
+    let status = StatusCode::INTERNAL_SERVER_ERROR;
+    Problem::new(status, "backup", "the backup cannot be made").detail(error.to_string())
+}
+
+/// Writes the file beside, at the pace of the client.
+fn send(frozen: Frozen, head: Head, turn: OwnedSemaphorePermit) -> Body {
+    let (chunks, taken) = mpsc::channel::<io::Result<Bytes>>(WAITING_MAX);
+    let runtime = Handle::current();
+    tokio::task::spawn_blocking(move || {
+        let out = Sent {
+            chunks: chunks.clone(),
+            runtime: runtime.clone(),
+        };
+        let written = Writer::new(out, &head).and_then(|mut writer| {
+            frozen.write_to(&mut writer)?;
+            writer.finish()
+        });
+        if let Err(error) = written {
+            tracing::warn!(log_index = head.index, %error, "backup not sent");
+            // The client is to see that the file is not whole; it may have left.
+            let told = tokio::time::timeout(SEND_TIMEOUT, chunks.send(Err(error)));
+            drop(runtime.block_on(told));
+        }
+        drop(turn);
+    });
+    let stream = stream::unfold(taken, |mut taken| async move {
+        let chunk = taken.recv().await?;
+        Some((chunk, taken))
+    });
+    Body::from_stream(stream)
+}
+
+/// Hands what is written to the client.
+struct Sent {
+    chunks: mpsc::Sender<io::Result<Bytes>>,
+    runtime: Handle,
+}
+
+impl Write for Sent {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let chunk = Bytes::copy_from_slice(bytes);
+        let sent = async { tokio::time::timeout(SEND_TIMEOUT, self.chunks.send(Ok(chunk))).await };
+        match self.runtime.block_on(sent) {
+            Ok(Ok(())) => Ok(bytes.len()),
+            Ok(Err(_)) => Err(io::ErrorKind::BrokenPipe.into()),
+            Err(_) => Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,87 @@
+//! Output lengths and what follows from them: bins per model, what waits in them here, and how many
+//! requests each backend is given at once.
+
+use std::collections::BTreeMap;
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
+use state::ids::LogIndex;
+use state::outputs::Boundaries;
+use state::prefix::model_key;
+use state::service::LimitFigures;
+
+use super::Shared;
+use super::answer::{Params, ReadQuery, at_level, json};
+use crate::admission::LineView;
+use crate::error::Problem;
+
+#[derive(Serialize)]
+struct Bins {
+    index: LogIndex,
+    models: Vec<Model>,
+    /// What waits at this replica.
+    waiting: Vec<LineView>,
+    backends: Vec<Backend>,
+}
+
+#[derive(Serialize)]
+struct Model {
+    /// Hash of the name, 16 hex digits: the state keeps no names of models.
+    key: String,
+    /// Absent unless a backend is described with it or lists it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    /// Output tokens from which each bin but the first begins.
+    boundaries: Boundaries,
+    /// Outputs ever seen.
+    seen: u64,
+    /// What is predicted for a user of whom nothing is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    median: Option<u32>,
+}
+
+#[derive(Serialize)]
+struct Backend {
+    backend: String,
+    #[serde(flatten)]
+    limit: Option<LimitFigures>,
+}
+
+pub(super) async fn show(
+    State(admin): State<Shared>,
+    Params(query): Params<ReadQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    // The index first: what follows is at least as new as it.
+    let index = admin.view.applied();
+    let registry = admin.view.registry();
+    let described = registry.backends.iter().flat_map(|it| &it.spec.models);
+    let listed = registry
+        .backends
+        .iter()
+        .flat_map(|it| it.facts.models.iter().flatten());
+    let names: BTreeMap<_, _> = described
+        .chain(listed)
+        .map(|name| (model_key(registry.hash_seed, name), name.clone()))
+        .collect();
+    let outputs = admin.view.outputs();
+    let models = outputs.models().map(|(key, outputs)| Model {
+        key: format!("{:016x}", key.0),
+        name: names.get(&key).cloned(),
+        boundaries: outputs.boundaries().clone(),
+        seen: outputs.seen(),
+        median: outputs.histogram().median(),
+    });
+    let service = admin.view.service();
+    let backends = registry.backends.iter().map(|backend| Backend {
+        backend: backend.spec.id.clone(),
+        limit: service.get(backend.handle.slot).map(|served| served.limits),
+    });
+    Ok(json(&Bins {
+        index,
+        models: models.collect(),
+        waiting: admin.admission.lines(),
+        backends: backends.collect(),
+    }))
+}

@@ -1,0 +1,303 @@
+//! `POST /admin/v1/cluster/restore`: a backup takes the place of the state.
+//!
+//! The file is read as it comes, checked chunk by chunk and put into the log; nothing changes before the last
+//! part is there and the state in it was read as a whole. Any replica can be asked. A client that leaves or
+//! sends damaged bytes ends the restore; a replica that dies meanwhile leaves parts that are forgotten a
+//! minute later.
+
+use std::time::Duration;
+
+use axum::body::{Body, HttpBody};
+use axum::extract::{Request, State};
+use axum::response::Response;
+use bytes::Bytes;
+use http::StatusCode;
+use http_body_util::BodyExt;
+use serde::{Deserialize, Serialize};
+use state::command::{Command, Committed, RESTORE_BYTES_MAX, Reject, Reply};
+use state::ids::{LogIndex, RestoreId};
+use tokio::time::Instant;
+
+use super::answer::{Params, invalid, json, unsettled};
+use super::digests::hex;
+use super::{Admin, Shared};
+use crate::backup::{Damaged, Head, Piece, Reader};
+use crate::error::Problem;
+use crate::ports::ProposeFailure;
+
+/// Longest a client may send nothing.
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
+/// What is read of a body that is not wanted, so that its sender can read the answer.
+const UNWANTED_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest a command of a restore is tried again while its fate is unknown. All but the first can be
+/// repeated at will, and to start over would be dearer.
+const AGAIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Pause between two tries.
+const AGAIN_PAUSE: Duration = Duration::from_millis(200);
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct RestoreQuery {
+    /// Whether what the cluster has may go.
+    force: bool,
+}
+
+/// A restore that took place.
+#[derive(Serialize)]
+struct Restored {
+    /// Where in the log.
+    index: LogIndex,
+    outcome: &'static str,
+    /// What the file says of itself.
+    backup: Head,
+    /// As of which index the rest is, on this replica.
+    applied_index: u64,
+    digest: String,
+    backends: usize,
+    users: usize,
+    blocks: u64,
+}
+
+pub(super) async fn restore(
+    State(shared): State<Shared>,
+    Params(query): Params<RestoreQuery>,
+    request: Request,
+) -> Result<Response, Problem> {
+    // A task of its own: it gives the restore up when the client leaves, which drops this future.
+    let running = tokio::spawn(async move {
+        let mut body = Incoming {
+            body: request.into_body(),
+            reader: Reader::default(),
+        };
+        let restored = run(&shared, query.force, &mut body).await;
+        if restored.is_err() {
+            body.drain().await;
+        }
+        restored
+    });
+    running.await.map_err(|_| {
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        Problem::new(status, "restore", "the restore broke")
+    })?
+}
+
+async fn run(admin: &Admin, force: bool, body: &mut Incoming) -> Result<Response, Problem> {
+    let head = match body.next().await? {
+        Piece::Head(head) => head,
+        Piece::Chunk(_) | Piece::End => return Err(invalid("body", "a backup begins with a head")),
+    };
+    if !(1..=RESTORE_BYTES_MAX).contains(&head.bytes) {
+        let found = format!("a state of {} bytes", head.bytes);
+        return Err(invalid(
+            "body",
+            format!("{found}, expected 1 to {RESTORE_BYTES_MAX}"),
+        ));
+    }
+    let restore = RestoreId(rand::random());
+    let begin = Command::BeginRestore { restore, force };
+    committed(admin.cluster.submit(begin).await)?;
+    tracing::info!(bytes = head.bytes, "restore begun");
+    let finished = match send(admin, restore, body).await {
+        Ok(()) => finish(admin, restore, head).await,
+        Err(problem) => Err(problem),
+    };
+    if finished.is_err() {
+        // If it does not get through, what is there is forgotten in time.
+        drop(
+            admin
+                .cluster
+                .submit(Command::AbortRestore { restore })
+                .await,
+        );
+    }
+    finished
+}
+
+/// Puts all chunks into the log.
+async fn send(admin: &Admin, restore: RestoreId, body: &mut Incoming) -> Result<(), Problem> {
+    let mut number = 0;
+    loop {
+        match body.next().await? {
+            Piece::Chunk(chunk) => {
+                let part = Command::RestorePart {
+                    restore,
+                    number,
+                    bytes: chunk.to_vec(),
+                };
+                committed(again(admin, part).await)?;
+                number += 1;
+            }
+            Piece::End => return body.end().await,
+            Piece::Head(_) => return Err(invalid("body", "a second head")),
+        }
+    }
+}
+
+async fn finish(admin: &Admin, restore: RestoreId, backup: Head) -> Result<Response, Problem> {
+    let bytes = backup.bytes;
+    let finish = Command::FinishRestore { restore, bytes };
+    let fate = committed(again(admin, finish).await);
+    // It is in the log; should nobody confirm it just now, the answer is of what is applied here.
+    drop(admin.cluster.read_barrier().await);
+    let index = match fate {
+        Ok(index) => index,
+        // A try whose fate was not told may have been the one.
+        Err(problem) => restored_at(admin, restore).ok_or(problem)?,
+    };
+    tracing::info!(
+        log_index = index.0,
+        from_index = backup.index,
+        "state restored"
+    );
+    let mut restored = Restored {
+        index,
+        outcome: "committed",
+        backup,
+        applied_index: 0,
+        digest: String::new(),
+        backends: 0,
+        users: 0,
+        blocks: 0,
+    };
+    admin.cluster.with_state(&mut |state| {
+        restored.applied_index = state.applied().0;
+        restored.digest = hex(state.digest());
+        restored.backends = state.backends().count();
+        restored.users = state.users_len();
+        restored.blocks = state.owned_blocks_all();
+    });
+    Ok(json(&restored))
+}
+
+/// Submits a command that can be repeated until its fate is known.
+async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeFailure> {
+    let end = Instant::now() + AGAIN_TIMEOUT;
+    loop {
+        match admin.cluster.submit(command.clone()).await {
+            Err(ProposeFailure::Unknown(_) | ProposeFailure::Unavailable(_))
+                if Instant::now() < end =>
+            {
+                tokio::time::sleep(AGAIN_PAUSE).await;
+            }
+            settled => return settled,
+        }
+    }
+}
+
+/// Where in the log a restore took place.
+fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
+    let mut index = None;
+    admin
+        .cluster
+        .with_state(&mut |state| index = state.restored_at(restore));
+    index
+}
+
+/// The index of a command that took effect.
+fn committed(fate: Result<Committed, ProposeFailure>) -> Result<LogIndex, Problem> {
+    let Committed { index, reply } = fate.map_err(unsettled)?;
+    let mut reply = reply;
+    while let Reply::Repeated(first) = reply {
+        reply = *first;
+    }
+    match reply {
+        Reply::Rejected(Reject::Invalid { field, expected }) => {
+            Err(refused(&field, &expected).member("index", index.0))
+        }
+        Reply::Rejected(reject) => Err(super::answer::rejected(&reject)),
+        Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => Ok(index),
+    }
+}
+
+/// What the state has against it, by the field it names.
+fn refused(field: &str, expected: &str) -> Problem {
+    let (status, name, title) = match field {
+        "force" => (
+            StatusCode::CONFLICT,
+            "not-empty",
+            "the cluster is not empty",
+        ),
+        "restore" => (
+            StatusCode::CONFLICT,
+            "restore-under-way",
+            "the restore cannot go on",
+        ),
+        _ => (
+            StatusCode::BAD_REQUEST,
+            "invalid",
+            "the backup cannot be restored",
+        ),
+    };
+    let problem = Problem::new(status, name, title).detail(format!("{field}: {expected}"));
+    problem.member("outcome", "rejected").member("field", field)
+}
+
+/// The file as it comes.
+struct Incoming {
+    body: Body,
+    reader: Reader,
+}
+
+impl Incoming {
+    async fn next(&mut self) -> Result<Piece, Problem> {
+        loop {
+            if let Some(piece) = self.reader.piece().map_err(|fault| damaged(&fault))? {
+                return Ok(piece);
+            }
+            match self.receive().await? {
+                Some(bytes) => self.reader.push(&bytes),
+                None => {
+                    let fault = self.reader.end().expect_err("no end was read");
+                    return Err(damaged(&fault));
+                }
+            }
+        }
+    }
+
+    /// Nothing follows.
+    async fn end(&mut self) -> Result<(), Problem> {
+        while let Some(bytes) = self.receive().await? {
+            self.reader.push(&bytes);
+            self.reader.piece().map_err(|fault| damaged(&fault))?;
+        }
+        self.reader.end().map_err(|fault| damaged(&fault))
+    }
+
+    async fn receive(&mut self) -> Result<Option<Bytes>, Problem> {
+        loop {
+            match tokio::time::timeout(RECEIVE_TIMEOUT, self.body.frame()).await {
+                Ok(None) => return Ok(None),
+                Ok(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(bytes) => return Ok(Some(bytes)),
+                    // Trailers say nothing here.
+                    Err(_) => continue,
+                },
+                Ok(Some(Err(fault))) => return Err(invalid("body", fault.to_string())),
+                Err(_) => {
+                    return Err(Problem::new(
+                        StatusCode::REQUEST_TIMEOUT,
+                        "body-timeout",
+                        "the backup did not arrive in time",
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Reads what is not wanted: an answer before the end of the request would be lost with the connection.
+    async fn drain(&mut self) {
+        let all = async {
+            while !self.body.is_end_stream() {
+                if !matches!(self.body.frame().await, Some(Ok(_))) {
+                    return;
+                }
+            }
+        };
+        // Who sends for longer has to do without the answer.
+        drop(tokio::time::timeout(UNWANTED_TIMEOUT, all).await);
+    }
+}
+
+fn damaged(fault: &Damaged) -> Problem {
+    invalid("body", fault.to_string()).member("offset", fault.offset)
+}

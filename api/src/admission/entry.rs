@@ -1,0 +1,147 @@
+//! A request while it waits: what is kept of it, and what becomes of it.
+
+use std::sync::Arc;
+
+use state::ids::{ModelKey, Slot, Ticket, UserKey};
+use state::quotas::OverLimit;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::Admission;
+use crate::routing::{Ask, Attempt, Decision, End, NoBackend, Router};
+
+/// A request as admission sees it: it can be decided about at any time.
+pub trait Candidate: Send + Sync + 'static {
+    /// The request as routing sees it.
+    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> Ask<'a>;
+
+    /// Higher goes first.
+    fn priority(&self) -> i16;
+
+    /// Output tokens it asks for at most.
+    fn tokens_max(&self) -> Option<u32>;
+
+    /// Whether it goes to some of its model's backends only, so that others may go while it cannot.
+    fn is_selective(&self) -> bool;
+}
+
+/// A request that has its backend and counts as running there.
+pub struct Admitted {
+    decision: Decision,
+    /// `None` once it is taken over.
+    attempt: Option<Attempt>,
+}
+
+impl Admitted {
+    pub(super) fn new(decision: Decision, attempt: Attempt) -> Self {
+        Self {
+            decision,
+            attempt: Some(attempt),
+        }
+    }
+
+    /// The decision, and the attempt to be ended by whoever takes it.
+    #[must_use]
+    pub fn into_parts(mut self) -> (Decision, Attempt) {
+        let attempt = self.attempt.take();
+        let attempt = attempt.expect("it is taken here only, and this takes all");
+        (self.decision.clone(), attempt)
+    }
+}
+
+impl Drop for Admitted {
+    /// Nobody took it: the client left while it was told. Nothing was sent.
+    fn drop(&mut self) {
+        if let Some(attempt) = self.attempt.take() {
+            attempt.end(End::NotRun);
+        }
+    }
+}
+
+/// Why a request has no backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotAdmitted {
+    /// No backend can take it, now or soon.
+    NoBackend(NoBackend),
+    /// The user has used what the limits allow.
+    OverLimit(OverLimit),
+    /// Too many wait for the model.
+    QueueFull,
+    /// It has waited for as long as it may.
+    WaitedTooLong,
+    /// The replica leaves.
+    Leaving,
+}
+
+/// What is kept of a request that waits.
+pub(super) struct Entry {
+    pub(super) ticket: Ticket,
+    pub(super) candidate: Arc<dyn Candidate>,
+    /// Backends that were tried.
+    pub(super) excluded: Vec<Slot>,
+    pub(super) since: Instant,
+    /// `None`: it has had its turn before, and does not count as waiting.
+    pub(super) wait: Option<Wait>,
+    /// When the log was last told of it; `None`: never.
+    pub(super) told: Option<Instant>,
+    /// Priced tokens that the log has charged with its grant; `None`: it has none.
+    pub(super) granted: Option<u64>,
+    pub(super) answer: oneshot::Sender<Result<Admitted, NotAdmitted>>,
+}
+
+impl Entry {
+    pub(super) fn ask<'a>(&'a self, router: &'a Router) -> Ask<'a> {
+        self.candidate.ask(router, &self.excluded)
+    }
+
+    pub(super) fn model(&self, router: &Router) -> Arc<str> {
+        Arc::from(self.ask(router).model)
+    }
+
+    /// Whether others may go while it cannot.
+    pub(super) fn is_selective(&self) -> bool {
+        !self.excluded.is_empty() || self.candidate.is_selective()
+    }
+}
+
+/// A user's request counts as waiting, for everybody, until this is dropped.
+pub(super) struct Wait {
+    router: Arc<Router>,
+    user: UserKey,
+}
+
+impl Wait {
+    pub(super) fn begin(router: &Arc<Router>, user: &str) -> Self {
+        Self {
+            router: Arc::clone(router),
+            user: router.begin_wait(user),
+        }
+    }
+}
+
+impl Drop for Wait {
+    fn drop(&mut self) {
+        self.router.end_wait(self.user);
+    }
+}
+
+/// A place in the queue, given up when dropped.
+pub(super) struct Place {
+    pub(super) admission: Arc<Admission>,
+    pub(super) model: ModelKey,
+    pub(super) ticket: Ticket,
+    pub(super) turn: oneshot::Receiver<Result<Admitted, NotAdmitted>>,
+}
+
+impl Place {
+    pub(super) async fn turn(&mut self) -> Result<Admitted, NotAdmitted> {
+        // Answers go out before their sender is dropped; without one nobody serves any more.
+        (&mut self.turn).await.unwrap_or(Err(NotAdmitted::Leaving))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.admission.leave(self.model, self.ticket);
+    }
+}

@@ -1,0 +1,217 @@
+//! `grants = "log"`: who goes next is decided by the log, for all replicas together.
+//!
+//! A request that waits is told to the log; so is room. The grant that comes back charges the request
+//! and lets it go before everything else that waits here, as soon as there is room. What was granted
+//! to a request that is gone is handed on, and its price is the user's credit. The protocol stands in
+//! [`state::grants`].
+//!
+//! Who learns of room: the replica where a request ended asks for as many grants at once; room that
+//! stays unused for [`UNUSED_MAX`], because a peer's request ended or a backend was added, is asked for
+//! by every replica that has requests waiting. Grants beyond what there is room for wait at their
+//! replica.
+
+use std::collections::BTreeMap;
+use std::sync::{MutexGuard, PoisonError};
+use std::time::Duration;
+
+use state::admission::Waiting;
+use state::command::Item;
+use state::grants::{GrantsView, Wait};
+use state::ids::{ModelKey, Ticket, UserKey};
+use tokio::time::Instant;
+
+use super::entry::Entry;
+use super::line::Line;
+use super::serve::{Asked, Look};
+use super::{Admission, Lines};
+use crate::routing::NoBackend;
+
+/// How long room stays unused before it is asked for without a request having ended here.
+const UNUSED_MAX: Duration = Duration::from_millis(50);
+/// A request that the log does not know this long after it was told is told again.
+const TELL_AGAIN: Duration = Duration::from_secs(1);
+/// How long it is remembered that a ticket was given back.
+const REMEMBERED: Duration = Duration::from_secs(10);
+/// Most grants asked for at once.
+const GRANTS_MAX: u64 = 256;
+
+/// What was asked of the log.
+#[derive(Debug, Default)]
+pub(super) struct Asking {
+    /// Tickets that were given back: taken, or their requests are gone.
+    back: BTreeMap<Ticket, Back>,
+    /// Requests that had ended here at the last look.
+    ended: u64,
+    /// When grants of a model were last asked for.
+    asked: BTreeMap<ModelKey, Instant>,
+}
+
+#[derive(Debug)]
+struct Back {
+    at: Instant,
+    /// Whether its grant was used, or handed on.
+    is_settled: bool,
+}
+
+impl Admission {
+    /// Tells the log of a request that waits.
+    fn tell(&self, line: &mut Line, model: ModelKey, waiting: &Waiting, look: &Look) {
+        let input = u64::from(waiting.input_tokens);
+        let tokens = look.pricing.input(input, 0);
+        let wait = Wait {
+            ticket: waiting.ticket,
+            model,
+            user: waiting.user,
+            priority: waiting.priority,
+            tokens: u32::try_from(tokens).unwrap_or(u32::MAX),
+        };
+        if let Some(entry) = line.entries.get_mut(&waiting.ticket) {
+            // What there is no room for is told later.
+            self.router.note(Item::Wait(wait));
+            entry.told = Some(Instant::now());
+        }
+    }
+
+    /// A request waits no more: the log is told, if it was told of it. Without a grant that was used,
+    /// one that comes is handed on.
+    pub(super) fn tell_over(&self, entry: &Entry) {
+        if entry.told.is_none() {
+            return;
+        }
+        let ticket = entry.ticket;
+        self.router.note(Item::Leave { ticket });
+        let back = Back {
+            at: Instant::now(),
+            is_settled: entry.granted.is_some(),
+        };
+        self.asking().back.insert(ticket, back);
+    }
+
+    fn asking(&self) -> MutexGuard<'_, Asking> {
+        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets go whom the log has granted, tells it who waits and what room there is.
+    pub(super) fn serve_granted(&self, line: &mut Line, model: ModelKey, look: &Look) {
+        let grants = self.router.view().grants();
+        let now = Instant::now();
+        self.tell_all(line, model, &grants, look);
+        let open = self.use_grants(line, model, &grants, look);
+        let waiting = line.queue.len();
+        let Some(first) = line.entries.values().next().filter(|_| waiting > 0) else {
+            return;
+        };
+        let mut asking = self.asking();
+        let ended = self.router.load().ended().saturating_sub(asking.ended);
+        let since = asking.asked.get(&model);
+        let is_unused = since.is_none_or(|at| now.saturating_duration_since(*at) >= UNUSED_MAX);
+        let wanted = if is_unused {
+            GRANTS_MAX
+        } else {
+            ended.min(GRANTS_MAX)
+        };
+        let places = self.router.free_places(&first.ask(&self.router));
+        let count = wanted.min(places.saturating_sub(open)).min(waiting as u64);
+        if let Ok(count @ 1..) = u32::try_from(count) {
+            self.router.note(Item::Grant { model, count });
+            self.router.hurry();
+            asking.asked.insert(model, now);
+        }
+    }
+
+    /// Tells the log of those it was not told of, or does not know.
+    fn tell_all(&self, line: &mut Line, model: ModelKey, grants: &GrantsView, look: &Look) {
+        let (now, replica) = (Instant::now(), self.router.replica());
+        let is_due = |waiting: &&Waiting| {
+            let told = line.entries.get(&waiting.ticket).and_then(|it| it.told);
+            told.is_none_or(|at| {
+                let is_late = now.saturating_duration_since(at) >= TELL_AGAIN;
+                is_late && !grants.knows(replica, waiting.ticket)
+            })
+        };
+        let due: Vec<Waiting> = line.queue.iter().filter(is_due).copied().collect();
+        for waiting in &due {
+            self.tell(line, model, waiting, look);
+        }
+        if !due.is_empty() {
+            self.router.hurry();
+        }
+    }
+
+    /// Lets go those with a grant as far as there is room; answers how many are left.
+    fn use_grants(
+        &self,
+        line: &mut Line,
+        model: ModelKey,
+        grants: &GrantsView,
+        look: &Look,
+    ) -> u64 {
+        let mut open = 0;
+        let granted = grants.granted(self.router.replica());
+        for wait in granted.filter(|wait| wait.model == model) {
+            // Until this run's first command is applied there may be grants of the run before, whose
+            // tickets began at 1 too.
+            let is_its = |it: &Waiting| (it.user, it.priority) == (wait.user, wait.priority);
+            if !line.queue.get(wait.ticket).is_some_and(is_its) {
+                continue;
+            }
+            let Some(entry) = line.entries.get(&wait.ticket) else {
+                continue;
+            };
+            let asked = match self.ask(entry, look) {
+                Err(NoBackend::AtLimit) => {
+                    open += 1;
+                    continue;
+                }
+                Err(why) => Asked::Never(why),
+                Ok(decision) => Asked::Goes(decision),
+            };
+            line.queue.remove(wait.ticket);
+            if let Some(mut entry) = line.entries.remove(&wait.ticket) {
+                if matches!(asked, Asked::Goes(_)) && !entry.answer.is_closed() {
+                    entry.granted = Some(u64::from(wait.tokens));
+                    self.metrics.grants.inc();
+                }
+                self.settle(entry, asked);
+            }
+        }
+        open
+    }
+
+    /// Hands on what was granted to requests that are gone, and takes in what has ended.
+    pub(super) fn settle_grants(&self, lines: &Lines) {
+        let grants = self.router.view().grants();
+        let replica = self.router.replica();
+        let now = Instant::now();
+        let mut asking = self.asking();
+        for wait in grants.granted(replica) {
+            let line = lines.by_model.get(&wait.model);
+            if line.is_some_and(|line| line.entries.contains_key(&wait.ticket)) {
+                continue;
+            }
+            let is_known = asking.back.contains_key(&wait.ticket);
+            let back = asking.back.entry(wait.ticket).or_insert(Back {
+                at: now,
+                is_settled: false,
+            });
+            if !std::mem::replace(&mut back.is_settled, true) {
+                if !is_known {
+                    let ticket = wait.ticket;
+                    self.router.note(Item::Leave { ticket });
+                }
+                self.hand_on(wait.model, wait.user, u64::from(wait.tokens));
+            }
+        }
+        asking.back.retain(|ticket, back| {
+            let age = now.saturating_duration_since(back.at);
+            age < REMEMBERED || grants.knows(replica, *ticket)
+        });
+        asking.ended = self.router.load().ended();
+    }
+
+    fn hand_on(&self, model: ModelKey, user: UserKey, tokens: u64) {
+        self.router.credit(user, tokens);
+        self.router.note(Item::Grant { model, count: 1 });
+        self.router.hurry();
+    }
+}

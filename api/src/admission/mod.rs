@@ -1,0 +1,437 @@
+//! Admission: a request that finds every backend at its limit waits here, and nowhere else.
+//!
+//! Per model there is one [`Queue`](state::admission::Queue), ordered fairly over the whole cluster:
+//! by replicated counters, behind a gate that knows what waits at the other replicas
+//! (docs/FAIRNESS.md). While nothing waits for any model, here or elsewhere, a request costs one
+//! atomic load here and goes on.
+//!
+//! One loop, [`Admission::run`], serves the queues: whenever a request ends here, a peer reports its
+//! load or its backlog, a request begins to wait, and every 20 ms while something waits, which finds
+//! what has no signal of its own (a limit that changed, a backend that came back, a peer
+//! that went silent). It decides *and dispatches* for whoever is next, so that the room is taken
+//! before the next one is looked at: one request goes per place that becomes free, none is woken for
+//! nothing, and no signal can get lost between a decision and a dispatch.
+//!
+//! A request whose attempt was not run by its backend has had its turn. It does not queue again
+//! behind others but stands before them, in order of arrival, until another backend has room.
+//!
+//! With `batching = "static"` a backend is given requests only while it runs none, then a whole
+//! batch of one bin at once.
+
+pub mod backlog;
+mod entry;
+mod granting;
+mod line;
+mod metrics;
+mod quota;
+mod serve;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use state::admission::{Gate, Grants, Refused, Waiting};
+use state::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
+use state::prefix::model_key;
+use tokio::sync::{Notify, oneshot};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+pub use entry::{Admitted, Candidate, NotAdmitted};
+pub use line::LineView;
+pub use metrics::AdmissionMetrics;
+
+use crate::routing::{BadReport, Decision, NoBackend, Router, Terms};
+use entry::{Entry, Place, Wait};
+use granting::Asking;
+use line::Line;
+use metrics::Left;
+
+/// How often queues are looked at while something waits and nobody says that anything has changed.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// The same while grants are waited for, which have no signal of their own.
+const LOOK_FOR_GRANTS_EVERY: Duration = Duration::from_millis(2);
+
+/// The queues of one replica.
+pub struct Admission {
+    router: Arc<Router>,
+    lines: Mutex<Lines>,
+    /// Whether anything waits for any model, here or at a peer: what the fast path looks at.
+    is_contended: AtomicBool,
+    is_leaving: AtomicBool,
+    /// What was asked of the log; locked within `lines`.
+    asking: Mutex<Asking>,
+    last_ticket: AtomicU64,
+    /// The first request of a model waits, or the last one is gone.
+    turned: Notify,
+    /// What the queues' milliseconds count from.
+    epoch: Instant,
+    metrics: AdmissionMetrics,
+}
+
+#[derive(Default)]
+struct Lines {
+    /// Models something waits for here.
+    by_model: BTreeMap<ModelKey, Line>,
+    /// Models something waits for, here or at a peer.
+    gates: BTreeMap<ModelKey, Gate>,
+    /// The model that was served first last time: the next one begins.
+    served_first: ModelKey,
+    pace: serve::Pace,
+}
+
+impl Lines {
+    fn is_contended(&self, now_ms: u64) -> bool {
+        !self.by_model.is_empty() || self.gates.values().any(|gate| gate.users(now_ms) > 0)
+    }
+}
+
+impl Admission {
+    /// Queues in which nothing waits, in front of `router`.
+    #[must_use]
+    pub fn new(router: Arc<Router>) -> Self {
+        router.view().want_users();
+        Self {
+            router,
+            lines: Mutex::default(),
+            is_contended: AtomicBool::new(false),
+            is_leaving: AtomicBool::new(false),
+            asking: Mutex::default(),
+            last_ticket: AtomicU64::new(0),
+            turned: Notify::new(),
+            epoch: Instant::now(),
+            metrics: AdmissionMetrics::default(),
+        }
+    }
+
+    /// What requests are routed by once they are admitted.
+    #[must_use]
+    pub fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
+    /// What admission counts, to be registered once.
+    #[must_use]
+    pub fn metrics(&self) -> &AdmissionMetrics {
+        &self.metrics
+    }
+
+    /// Finds a backend for a request and dispatches it there, after a wait if there is no room.
+    /// `excluded` are backends that did not run it when they were tried: with any, it has waited its
+    /// turn before. Dropping the future takes the request out of the queue.
+    ///
+    /// # Errors
+    /// [`NotAdmitted`].
+    pub async fn admit<C: Candidate>(
+        self: &Arc<Self>,
+        candidate: &Arc<C>,
+        excluded: &[Slot],
+    ) -> Result<Admitted, NotAdmitted> {
+        if excluded.is_empty() {
+            let user = candidate.ask(&self.router, &[]).user;
+            self.check_quota(user).map_err(|over| {
+                self.metrics.left(Left::OverLimit);
+                NotAdmitted::OverLimit(over)
+            })?;
+        }
+        let may_go = !self.is_contended.load(Ordering::Acquire)
+            || !excluded.is_empty()
+            || self.is_free(candidate.ask(&self.router, &[]).model);
+        if may_go && !self.is_batching() {
+            let ask = candidate.ask(&self.router, excluded);
+            match self.router.decide(&ask) {
+                Ok(decision) => {
+                    return Ok(self.dispatch(decision, &**candidate, None));
+                }
+                Err(NoBackend::AtLimit) => {}
+                Err(why) => return Err(NotAdmitted::NoBackend(why)),
+            }
+        }
+        let mut place = self.queue(candidate, excluded)?;
+        place.turn().await
+    }
+
+    fn dispatch(
+        &self,
+        decision: Decision,
+        candidate: &dyn Candidate,
+        granted_tokens: Option<u64>,
+    ) -> Admitted {
+        let ask = candidate.ask(&self.router, &[]);
+        let terms = Terms {
+            tokens_max: candidate.tokens_max(),
+            granted_tokens,
+        };
+        let attempt = self.router.dispatch(&decision, &ask, terms);
+        Admitted::new(decision, attempt)
+    }
+
+    /// Whether nothing waits for `model`, here or elsewhere.
+    fn is_free(&self, model: &str) -> bool {
+        let key = self.model_key(model);
+        let lines = self.lock();
+        let users = |gate: &Gate| gate.users(self.now_ms());
+        !lines.by_model.contains_key(&key) && lines.gates.get(&key).map_or(0, users) == 0
+    }
+
+    fn model_key(&self, model: &str) -> ModelKey {
+        model_key(self.router.view().registry().hash_seed, model)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lines> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Milliseconds on the queues' clock.
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn queue<C: Candidate>(
+        self: &Arc<Self>,
+        candidate: &Arc<C>,
+        excluded: &[Slot],
+    ) -> Result<Place, NotAdmitted> {
+        let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        let ask = candidate.ask(&self.router, excluded);
+        // A model nobody serves must not get a line.
+        if !self.router.is_served(ask.model) {
+            return Err(NotAdmitted::NoBackend(NoBackend::UnknownModel));
+        }
+        let model = self.model_key(ask.model);
+        let (answer, turn) = oneshot::channel();
+        let entry = Entry {
+            ticket,
+            candidate: Arc::clone(candidate) as Arc<dyn Candidate>,
+            excluded: excluded.to_vec(),
+            since: Instant::now(),
+            wait: None,
+            told: None,
+            granted: None,
+            answer,
+        };
+        if excluded.is_empty() {
+            let waiting = self.waiting(ticket, model, candidate);
+            self.join(model, waiting, entry)?;
+        } else {
+            self.rejoin(model, ticket, entry)?;
+        }
+        self.is_contended.store(true, Ordering::Release);
+        self.router.load().less().notify_one();
+        Ok(Place {
+            admission: Arc::clone(self),
+            model,
+            ticket,
+            turn,
+        })
+    }
+
+    /// The request as the queue orders it.
+    fn waiting<C: Candidate>(
+        &self,
+        ticket: Ticket,
+        model: ModelKey,
+        candidate: &Arc<C>,
+    ) -> Waiting {
+        let ask = candidate.ask(&self.router, &[]);
+        let user = self.router.user_key(ask.user);
+        let matched_blocks = self.router.best_match(&ask);
+        let cached = matched_blocks.saturating_mul(ask.identity.tail.tokens_per_block);
+        let outputs = self.router.view().outputs();
+        let predicted = outputs.predict(user, model, candidate.tokens_max());
+        Waiting {
+            ticket,
+            user,
+            priority: candidate.priority(),
+            arrived_ms: self.now_ms(),
+            input_tokens: ask.identity.tokens.saturating_sub(cached),
+            predicted_output: predicted.tokens,
+            bin: outputs.bin_of(model, predicted.tokens),
+            matched_blocks,
+        }
+    }
+
+    fn join(&self, model: ModelKey, waiting: Waiting, mut entry: Entry) -> Result<(), NotAdmitted> {
+        let (rules, pricing) = self.rules();
+        let now_ms = self.now_ms();
+        let mut lines = self.lock();
+        if self.is_leaving.load(Ordering::Acquire) {
+            self.metrics.left(Left::Leaving);
+            return Err(NotAdmitted::Leaving);
+        }
+        let Lines {
+            by_model, gates, ..
+        } = &mut *lines;
+        let gate = gates.entry(model).or_default();
+        let line = by_model
+            .entry(model)
+            .or_insert_with(|| Line::new(entry.model(&self.router), rules));
+        let counters = self.counters(pricing);
+        match line.queue.push(waiting, now_ms, &counters, gate) {
+            Ok(()) => {
+                let user = entry.ask(&self.router).user.to_owned();
+                entry.wait = Some(Wait::begin(&self.router, &user));
+                line.entries.insert(waiting.ticket, entry);
+                self.metrics.waiting.inc();
+                if line.queue.len() == 1 {
+                    // In this order: who is woken reports nothing while nothing seems to wait.
+                    self.is_contended.store(true, Ordering::Release);
+                    self.turned.notify_one();
+                }
+                Ok(())
+            }
+            Err(Refused::Full) => {
+                self.metrics.left(Left::QueueFull);
+                Err(NotAdmitted::QueueFull)
+            }
+        }
+    }
+
+    /// Puts a request that has had its turn before those that have not.
+    fn rejoin(&self, model: ModelKey, ticket: Ticket, entry: Entry) -> Result<(), NotAdmitted> {
+        let (rules, _) = self.rules();
+        let mut lines = self.lock();
+        if self.is_leaving.load(Ordering::Acquire) {
+            self.metrics.left(Left::Leaving);
+            return Err(NotAdmitted::Leaving);
+        }
+        let line = lines
+            .by_model
+            .entry(model)
+            .or_insert_with(|| Line::new(entry.model(&self.router), rules));
+        line.again.push_back(ticket);
+        line.entries.insert(ticket, entry);
+        self.metrics.waiting.inc();
+        Ok(())
+    }
+
+    /// Takes a request out whose client has left; nothing when it has had its turn.
+    fn leave(&self, model: ModelKey, ticket: Ticket) {
+        let mut lines = self.lock();
+        let Some(line) = lines.by_model.get_mut(&model) else {
+            return;
+        };
+        if let Some(entry) = line.remove(ticket) {
+            self.tell_over(&entry);
+            self.metrics.waiting.dec();
+            self.metrics.left(Left::ClientGone);
+            if line.is_empty() {
+                lines.by_model.remove(&model);
+                self.turned.notify_one();
+            }
+        }
+    }
+
+    /// Answers everything that waits that this replica leaves; nothing waits from here on.
+    pub fn leave_all(&self) {
+        self.is_leaving.store(true, Ordering::Release);
+        let mut lines = self.lock();
+        for (_, mut line) in std::mem::take(&mut lines.by_model) {
+            for (_, entry) in std::mem::take(&mut line.entries) {
+                self.refuse(entry, NotAdmitted::Leaving, Left::Leaving);
+            }
+        }
+        self.turned.notify_one();
+    }
+
+    fn refuse(&self, entry: Entry, why: NotAdmitted, left: Left) {
+        self.metrics.waiting.dec();
+        self.metrics.left(left);
+        self.tell_over(&entry);
+        // Who is gone needs no answer.
+        let _gone = entry.answer.send(Err(why));
+    }
+
+    /// Serves the queues until `stop`. One call per admission.
+    pub async fn run(&self, stop: CancellationToken) {
+        let less = Arc::clone(self.router.load().less());
+        loop {
+            let is_contended = self.is_contended.load(Ordering::Acquire);
+            let look_every = match self.grants() {
+                Grants::Gate => LOOK_EVERY,
+                Grants::Log => LOOK_FOR_GRANTS_EVERY,
+            };
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                () = less.notified() => {}
+                () = tokio::time::sleep(look_every), if is_contended => {}
+            }
+            if self.is_contended.load(Ordering::Acquire) {
+                self.serve();
+            }
+        }
+    }
+
+    /// Takes in what a peer says waits there; see [`backlog::encode`].
+    ///
+    /// # Errors
+    /// [`BadReport`]; what it said before then stands.
+    pub fn heard(&self, peer: ReplicaId, report: &[u8]) -> Result<(), BadReport> {
+        if report.is_empty() && !self.is_contended.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let told = backlog::decode(report)?;
+        let now_ms = self.now_ms();
+        let mut lines = self.lock();
+        let mut is_news = false;
+        for (model, gate) in &mut lines.gates {
+            if told
+                .binary_search_by_key(model, |(model, _)| *model)
+                .is_err()
+            {
+                is_news |= gate.tell(peer, None, now_ms);
+            }
+        }
+        for (model, backlog) in told {
+            let gate = lines.gates.entry(model).or_default();
+            is_news |= gate.tell(peer, Some(backlog), now_ms);
+        }
+        if is_news {
+            let is_contended = lines.is_contended(now_ms);
+            self.is_contended.store(is_contended, Ordering::Release);
+            self.router.load().less().notify_one();
+        }
+        Ok(())
+    }
+
+    /// What waits here, for the peers; see [`backlog::encode`].
+    #[must_use]
+    pub fn report(&self) -> Vec<u8> {
+        if !self.is_contended.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        let (_, pricing) = self.rules();
+        let counters = self.counters(pricing);
+        let now_ms = self.now_ms();
+        let mut lines = self.lock();
+        let backlogs: Vec<_> = lines
+            .by_model
+            .iter_mut()
+            .filter_map(|(model, line)| Some((*model, line.queue.backlog(now_ms, &counters)?)))
+            .collect();
+        backlog::encode(&backlogs)
+    }
+
+    /// Waits until the first request of a model waits or the last one is gone.
+    pub async fn turned(&self) {
+        self.turned.notified().await;
+    }
+
+    /// What waits here, by model.
+    #[must_use]
+    pub fn lines(&self) -> Vec<LineView> {
+        let lines = self.lock();
+        lines.by_model.values().map(Line::view).collect()
+    }
+
+    /// Requests of a user that wait here, of all models.
+    #[must_use]
+    pub fn waiting_of(&self, user: UserKey) -> usize {
+        let lines = self.lock();
+        let waiting = lines.by_model.values().map(|line| line.queue.len_of(user));
+        waiting.sum()
+    }
+}

@@ -1,0 +1,31 @@
+//! What users may use, checked before a request is decided about or waits.
+//!
+//! The replicated state counts what was used, all replicas together; what this replica has let in
+//! since is added. Nothing is reserved between the check and the charge that follows at once: what
+//! requests on other threads slip in between is debt, as is what other replicas let in meanwhile.
+
+use state::admission::Pending;
+use state::quotas::OverLimit;
+
+use super::Admission;
+
+impl Admission {
+    /// Whether `user` may have one more request.
+    ///
+    /// # Errors
+    /// With the limit it would break.
+    pub(super) fn check_quota(&self, user: &str) -> Result<(), OverLimit> {
+        let user = self.router.user_key(user);
+        if self.router.view().quota(user).limits.is_unbounded() {
+            return Ok(());
+        }
+        // In this order: what is applied in between counts twice for a moment, never not at all. (Of
+        // requests that ended this lets in as many too many; limits at once hold up to the lag.)
+        let unapplied = self.router.unapplied(user);
+        let quota = self.router.view().quota(user);
+        let (_, pricing) = self.rules();
+        let mut pending = Pending::default();
+        pending.add(&unapplied, &pricing);
+        quota.check(self.router.clock().unix_ms(), &pending.used(user))
+    }
+}

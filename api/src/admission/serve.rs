@@ -1,0 +1,444 @@
+//! Serving the queues: who goes now, and where to.
+
+use std::time::Duration;
+
+use state::admission::{
+    AdmissionSettings, Batching, Counters, Gate, Grants, Next, Order, Pending, Pricing, Rules,
+    UserFigures, Verdict, Waiting, bound, slack_tokens,
+};
+use state::ids::{ModelKey, Slot, Ticket, UserKey};
+use tokio::time::Instant;
+
+use super::entry::{Entry, NotAdmitted};
+use super::line::Line;
+use super::metrics::Left;
+use super::{Admission, Lines};
+use crate::routing::{Decision, Largest, NoBackend, pricing_of};
+
+/// How old the replicas' knowledge of each other's dispatches is at most, in the ordinary case: what
+/// one learns waits 20 ms for its flush, and then for its commit; reports go out every 20 ms.
+const LAG_MS: u64 = 60;
+/// Time over which the rate of service is measured, and for which the largest request is remembered
+/// beyond its window.
+const PACE_WINDOW: Duration = Duration::from_secs(10);
+/// Shortest time that a rate is made from.
+const PACE_LEAST: Duration = Duration::from_millis(200);
+
+/// How fast this replica serves: what the gate's slack follows from.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    window: Option<Window>,
+    /// Of the window before.
+    largest_before: Largest,
+    rate_before: Option<u64>,
+    peak: Peak,
+}
+
+/// The most since something began to wait, here or at a peer.
+#[derive(Debug, Default)]
+struct Peak {
+    /// Requests in flight of a user who was served while others waited.
+    in_flight: u32,
+    /// Difference between the counters of one who was served and the least who waits.
+    gap_milli: u64,
+    /// What the difference may come to.
+    bound: u64,
+}
+
+#[derive(Debug)]
+struct Window {
+    since: Instant,
+    priced: u64,
+}
+
+impl Pace {
+    /// Takes in that `priced` tokens were charged here so far; answers the rate per second. At the end
+    /// of a window it keeps what `largest` answers, the largest request since it was last asked.
+    fn look(&mut self, priced: u64, largest: impl Fn() -> Largest, now: Instant) -> u64 {
+        let window = self.window.get_or_insert(Window { since: now, priced });
+        let age = now.saturating_duration_since(window.since);
+        let served = priced.saturating_sub(window.priced);
+        let age_ms = u64::try_from(age.as_millis()).unwrap_or(u64::MAX).max(1);
+        let rate = served.saturating_mul(1000) / age_ms;
+        if age >= PACE_WINDOW {
+            self.window = Some(Window { since: now, priced });
+            self.rate_before = Some(rate);
+            self.largest_before = largest();
+        }
+        if age < PACE_LEAST {
+            self.rate_before.unwrap_or_default()
+        } else {
+            rate
+        }
+    }
+}
+
+/// What one look at the queues goes by.
+pub(super) struct Look {
+    settings: AdmissionSettings,
+    rules: Rules,
+    pub(super) pricing: Pricing,
+    now_ms: u64,
+    /// `G`.
+    slack: u64,
+}
+
+impl Look {
+    fn is_static(&self) -> bool {
+        self.settings.batching == Batching::Static
+    }
+}
+
+/// What came of asking about one request.
+pub(super) enum Asked {
+    Goes(Decision),
+    Never(NoBackend),
+}
+
+impl Admission {
+    /// What the queues go by, and what tokens cost.
+    pub(super) fn rules(&self) -> (Rules, Pricing) {
+        let registry = self.router.view().registry();
+        let settings = registry.admission.clone().unwrap_or_default();
+        let pricing = pricing_of(&registry);
+        (Rules::of(&settings, pricing), pricing)
+    }
+
+    /// Whether backends are given batches only.
+    pub(super) fn is_batching(&self) -> bool {
+        let registry = self.router.view().registry();
+        let settings = registry.admission.as_ref();
+        settings.is_some_and(|settings| settings.batching == Batching::Static)
+    }
+
+    /// Who decides the order over replicas.
+    pub(super) fn grants(&self) -> Grants {
+        let registry = self.router.view().registry();
+        let settings = registry.admission.as_ref();
+        settings.map_or(Grants::Gate, |settings| settings.grants)
+    }
+
+    /// The users' figures, with what this replica has charged on top.
+    pub(super) fn counters(&self, pricing: Pricing) -> impl Counters {
+        move |user: UserKey| -> UserFigures {
+            // In this order: what is applied in between counts twice for a moment, never not at all.
+            let unapplied = self.router.unapplied(user);
+            let mut pending = Pending::default();
+            pending.add(&unapplied, &pricing);
+            pending.on_top(user, self.router.view().user_figures(user))
+        }
+    }
+
+    /// Lets go whoever can.
+    pub(super) fn serve(&self) {
+        let registry = self.router.view().registry();
+        let settings = registry.admission.clone().unwrap_or_default();
+        let pricing = pricing_of(&registry);
+        let now_ms = self.now_ms();
+        let mut lines = self.lock();
+        let slack = self.slack(&mut lines, &settings, now_ms);
+        let look = Look {
+            rules: Rules::of(&settings, pricing),
+            settings,
+            pricing,
+            now_ms,
+            slack,
+        };
+        let first = lines.served_first;
+        let later = lines.by_model.keys().filter(|model| **model > first);
+        let earlier = lines.by_model.keys().filter(|model| **model <= first);
+        let models: Vec<ModelKey> = later.chain(earlier).copied().collect();
+        lines.served_first = models.first().copied().unwrap_or_default();
+        for model in models {
+            self.serve_model(&mut lines, model, &look);
+        }
+        self.settle_grants(&lines);
+        self.tidy(&mut lines, &look);
+    }
+
+    /// `G`, from the settings and from what was served; shows it with the bound that follows.
+    fn slack(&self, lines: &mut Lines, settings: &AdmissionSettings, now_ms: u64) -> u64 {
+        let now = Instant::now();
+        let router = &self.router;
+        let rate = lines.pace.look(
+            router.priced_tokens(),
+            || router.take_largest_request(),
+            now,
+        );
+        let largest = router.largest_request().max(lines.pace.largest_before);
+        let replicas = router.load().peers_heard(now) as u64 + 1;
+        let rate = rate.saturating_mul(replicas);
+        let here = lines.by_model.values().map(|line| line.queue.users_len());
+        let elsewhere = lines.gates.values().map(|gate| gate.users(now_ms));
+        let users = u32::try_from(here.sum::<usize>()).unwrap_or(u32::MAX);
+        let users = elsewhere.fold(users, u32::saturating_add);
+        let least = match settings.gate_tokens {
+            0 => largest.request,
+            tokens => u64::from(tokens),
+        };
+        let slack = slack_tokens(least, rate, LAG_MS, users);
+        let lagging = rate.saturating_mul(LAG_MS) / 1000;
+        let peak = &mut lines.pace.peak;
+        let to_make = u64::from(peak.in_flight).saturating_mul(largest.output);
+        let uncharged = to_make.saturating_add(lagging);
+        peak.bound = peak.bound.max(bound(largest.request, uncharged, slack));
+        show(&self.metrics.slack_tokens, slack);
+        show(&self.metrics.bound_tokens, peak.bound);
+        slack
+    }
+
+    fn serve_model(&self, lines: &mut Lines, model: ModelKey, look: &Look) {
+        let Lines {
+            by_model,
+            gates,
+            pace,
+            ..
+        } = lines;
+        let Some(line) = by_model.get_mut(&model) else {
+            return;
+        };
+        line.queue.set_rules(look.rules);
+        self.expire(line, look);
+        self.serve_again(line, look);
+        if look.settings.grants == Grants::Log {
+            self.serve_granted(line, model, look);
+            return;
+        }
+        let gate = gates.entry(model).or_default();
+        gate.set_slack(look.slack);
+        loop {
+            let (next, asked) = self.next(line, gate, look);
+            match next {
+                Next::Go(waiting) => {
+                    let least = self.least(line, gate, &waiting, look);
+                    let figures = self.counters(look.pricing).figures(waiting.user);
+                    // In what the order goes by: `least` is that too.
+                    let own_milli = match look.rules.order {
+                        Order::Lcf => figures.served_milli,
+                        _ => figures.counter_milli,
+                    };
+                    let peak = &mut pace.peak;
+                    peak.gap_milli = peak.gap_milli.max(own_milli.saturating_sub(least));
+                    peak.in_flight = peak.in_flight.max(figures.in_flight);
+                    self.go(line, &waiting, asked, look);
+                }
+                Next::Held { .. } => {
+                    self.metrics.gate_closed.inc();
+                    return;
+                }
+                Next::NoRoom | Next::Nobody => return,
+            }
+        }
+    }
+
+    fn expire(&self, line: &mut Line, look: &Look) {
+        for waiting in line.queue.expire(look.now_ms) {
+            if let Some(entry) = line.entries.remove(&waiting.ticket) {
+                self.refuse(entry, NotAdmitted::WaitedTooLong, Left::WaitedTooLong);
+            }
+        }
+        let wait_max = Duration::from_millis(look.rules.wait_ms_max);
+        let is_over = |line: &Line, ticket: &Ticket| {
+            let entry = line.entries.get(ticket);
+            entry.is_none_or(|entry| entry.since.elapsed() >= wait_max)
+        };
+        while line
+            .again
+            .front()
+            .is_some_and(|ticket| is_over(line, ticket))
+        {
+            let entry = line.again.pop_front();
+            if let Some(entry) = entry.and_then(|ticket| line.entries.remove(&ticket)) {
+                self.refuse(entry, NotAdmitted::WaitedTooLong, Left::WaitedTooLong);
+            }
+        }
+    }
+
+    /// Those who have had their turn go first, whoever of them can.
+    fn serve_again(&self, line: &mut Line, look: &Look) {
+        let again = std::mem::take(&mut line.again);
+        for ticket in again {
+            let Some(entry) = line.entries.get(&ticket) else {
+                continue;
+            };
+            match self.ask(entry, look) {
+                Err(NoBackend::AtLimit) => line.again.push_back(ticket),
+                asked => {
+                    if let Some(entry) = line.entries.remove(&ticket) {
+                        self.settle(entry, asked.map_or_else(Asked::Never, Asked::Goes));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether there is room for this one, and where.
+    pub(super) fn ask(&self, entry: &Entry, look: &Look) -> Result<Decision, NoBackend> {
+        if !look.is_static() {
+            return self.router.decide(&entry.ask(&self.router));
+        }
+        let mut excluded = self.router.busy_slots(Instant::now());
+        excluded.extend(&entry.excluded);
+        let ask = entry.candidate.ask(&self.router, &excluded);
+        match self.router.decide(&ask) {
+            // Some of those excluded have room later.
+            Err(NoBackend::AllTried) => {
+                let alone = self.router.decide(&entry.ask(&self.router));
+                Err(alone.err().unwrap_or(NoBackend::AtLimit))
+            }
+            decided => decided,
+        }
+    }
+
+    /// Takes out of the queue who goes next, with where to.
+    fn next(&self, line: &mut Line, gate: &mut Gate, look: &Look) -> (Next, Option<Asked>) {
+        let Line { queue, entries, .. } = line;
+        let mut asked = None;
+        let counters = self.counters(look.pricing);
+        let next = queue.next(look.now_ms, &counters, gate, |waiting| {
+            let entry = entries.get(&waiting.ticket);
+            let entry = entry.expect("who stands in the queue has an entry");
+            match self.ask(entry, look) {
+                Ok(decision) => {
+                    asked = Some(Asked::Goes(decision));
+                    Verdict::Go
+                }
+                Err(NoBackend::AtLimit) if entry.is_selective() => Verdict::Skip,
+                Err(NoBackend::AtLimit) => Verdict::Stop,
+                Err(why) => {
+                    asked = Some(Asked::Never(why));
+                    Verdict::Go
+                }
+            }
+        });
+        (next, asked)
+    }
+
+    /// Least counter of who waits at the priority of the one who goes, here and elsewhere.
+    fn least(&self, line: &mut Line, gate: &Gate, going: &Waiting, look: &Look) -> u64 {
+        let here = line
+            .queue
+            .backlog(look.now_ms, &self.counters(look.pricing));
+        let here = here.filter(|backlog| backlog.priority == going.priority);
+        let here = here.map(|backlog| backlog.least_milli);
+        let elsewhere = gate.least(going.priority, look.now_ms);
+        here.into_iter().chain(elsewhere).min().unwrap_or(u64::MAX)
+    }
+
+    fn go(&self, line: &mut Line, waiting: &Waiting, asked: Option<Asked>, look: &Look) {
+        let asked = asked.expect("only who was asked about goes");
+        let backend = match &asked {
+            Asked::Goes(decision) if look.is_static() => Some(decision.backend),
+            Asked::Goes(_) | Asked::Never(_) => None,
+        };
+        let Some(entry) = line.entries.remove(&waiting.ticket) else {
+            return;
+        };
+        let tokens_per_block = entry.ask(&self.router).identity.tail.tokens_per_block;
+        self.settle(entry, asked);
+        if let Some(backend) = backend {
+            self.fill(line, waiting, backend.slot, tokens_per_block);
+        }
+    }
+
+    /// Sends more of a bin to the backend that its first request went to: as many as it has room
+    /// for, by arrival.
+    fn fill(&self, line: &mut Line, first: &Waiting, slot: Slot, tokens_per_block: u32) {
+        let tokens = |waiting: &Waiting| {
+            u64::from(waiting.input_tokens) + u64::from(waiting.predicted_output)
+        };
+        let is_like =
+            |waiting: &&Waiting| (waiting.priority, waiting.bin) == (first.priority, first.bin);
+        let mut alike: Vec<Waiting> = line.queue.iter().filter(is_like).copied().collect();
+        alike.sort_unstable_by_key(|waiting| (waiting.arrived_ms, waiting.ticket));
+        let room = self
+            .router
+            .batch_room(slot, tokens(first), tokens_per_block);
+        alike.truncate(room.take(alike.iter().map(tokens)));
+        let others = self.router.slots_but(slot);
+        for waiting in alike {
+            let Some(entry) = line.entries.get(&waiting.ticket) else {
+                continue;
+            };
+            let ask = entry.candidate.ask(&self.router, &others);
+            if let Ok(decision) = self.router.decide(&ask) {
+                line.queue.remove(waiting.ticket);
+                if let Some(entry) = line.entries.remove(&waiting.ticket) {
+                    self.settle(entry, Asked::Goes(decision));
+                }
+            }
+        }
+    }
+
+    pub(super) fn settle(&self, entry: Entry, asked: Asked) {
+        match asked {
+            Asked::Goes(decision) => {
+                self.tell_over(&entry);
+                let admitted = self.dispatch(decision, &*entry.candidate, entry.granted);
+                self.metrics.waiting.dec();
+                self.metrics.waited(entry.since.elapsed().as_secs_f64());
+                // Counted as dispatched before it counts as waiting no more: at no time is its user
+                // idle.
+                drop(entry.wait);
+                // Who is gone gives it back by dropping it.
+                let _gone = entry.answer.send(Ok(admitted));
+            }
+            Asked::Never(why) => self.refuse(entry, NotAdmitted::NoBackend(why), Left::NoBackend),
+        }
+    }
+
+    /// Drops what is empty, and says whether anything waits.
+    fn tidy(&self, lines: &mut Lines, look: &Look) {
+        let before = lines.by_model.len();
+        lines.by_model.retain(|_, line| !line.is_empty());
+        if lines.by_model.len() < before {
+            self.turned.notify_one();
+        }
+        let Lines {
+            by_model, gates, ..
+        } = lines;
+        gates.retain(|model, gate| by_model.contains_key(model) || gate.users(look.now_ms) > 0);
+        let users = lines.by_model.values().map(|line| line.queue.users_len());
+        show(&self.metrics.waiting_users, users.sum::<usize>() as u64);
+        show(&self.metrics.gap_tokens, lines.pace.peak.gap_milli / 1000);
+        let is_contended = lines.is_contended(look.now_ms);
+        if !is_contended {
+            // The gauges go on showing how it was.
+            lines.pace.peak = Peak::default();
+        }
+        self.is_contended
+            .store(is_contended, std::sync::atomic::Ordering::Release);
+    }
+}
+
+fn show(gauge: &prometheus_client::metrics::gauge::Gauge, number: u64) {
+    gauge.set(i64::try_from(number).unwrap_or(i64::MAX));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_is_what_was_served_within_a_window() {
+        let mut pace = Pace::default();
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let none = Largest::default;
+        let some = Largest {
+            request: 77,
+            output: 7,
+        };
+        assert_eq!(pace.look(500, none, at(0)), 0);
+        assert_eq!(pace.look(900, none, at(100)), 0, "too short to tell");
+        assert_eq!(pace.look(2500, none, at(1000)), 2000);
+        assert_eq!(pace.look(20_500, || some, at(10_000)), 2000);
+        assert_eq!(pace.largest_before, some, "of the window that is over");
+        assert_eq!(
+            pace.look(20_500, none, at(10_100)),
+            2000,
+            "of the one before"
+        );
+        assert_eq!(pace.look(20_500, none, at(11_000)), 0);
+    }
+}

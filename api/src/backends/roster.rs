@@ -1,0 +1,131 @@
+//! Who stands in which slot of the registry, and who watches it: probes, or a simulation in their
+//! place.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use state::ids::Slot;
+use state::{Backend, Registry};
+
+use super::Backends;
+use super::engine::EngineMetrics;
+use super::health::{Record, Tenancy};
+
+/// The backends of a registry, each with a watcher of its own, which is dropped when the backend
+/// leaves or moves to another address. Nothing that a watcher tells outlives the stay it tells of.
+pub struct Roster<W> {
+    backends: Arc<Backends>,
+    seen: Option<Arc<Registry>>,
+    entries: BTreeMap<Slot, Entry<W>>,
+}
+
+struct Entry<W> {
+    id: String,
+    url: String,
+    watcher: W,
+}
+
+impl<W> Roster<W> {
+    /// Nobody has moved in.
+    #[must_use]
+    pub fn new(backends: Arc<Backends>) -> Self {
+        Self {
+            backends,
+            seen: None,
+            entries: BTreeMap::new(),
+        }
+    }
+
+    /// Takes in who is registered: who is gone moves out, and `begin` makes the watcher of whoever
+    /// moves in.
+    pub fn follow(&mut self, registry: Arc<Registry>, mut begin: impl FnMut(Stay, &Backend) -> W) {
+        let is_known = |seen: &Arc<Registry>| Arc::ptr_eq(seen, &registry);
+        if self.seen.as_ref().is_some_and(is_known) {
+            return;
+        }
+        let backends = &self.backends;
+        self.entries.retain(|slot, entry| {
+            let known = backend_at(&registry, *slot, &entry.url);
+            let is_there = known.is_some_and(|backend| backend.spec.id == entry.id);
+            if !is_there {
+                backends.board.move_out(*slot);
+                backends.changed();
+            }
+            is_there
+        });
+        for backend in &registry.backends {
+            let slot = backend.handle.slot;
+            self.entries.entry(slot).or_insert_with(|| Entry {
+                id: backend.spec.id.clone(),
+                url: backend.spec.url.clone(),
+                watcher: begin(Stay::begin(backends, backend), backend),
+            });
+        }
+        self.seen = Some(registry);
+    }
+
+    /// The watchers, by slot.
+    pub fn watchers(&mut self) -> impl Iterator<Item = (Slot, &mut W)> {
+        let entries = self.entries.iter_mut();
+        entries.map(|(slot, entry)| (*slot, &mut entry.watcher))
+    }
+}
+
+/// The backend in `slot`, if it is the one at `url`.
+pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> Option<&'a Backend> {
+    let place = registry
+        .backends
+        .binary_search_by_key(&slot, |backend| backend.handle.slot)
+        .ok()?;
+    Some(&registry.backends[place]).filter(|backend| backend.spec.url == url)
+}
+
+/// One backend's stay in its slot. What is told through it after the backend has left counts for
+/// nothing.
+pub struct Stay {
+    backends: Arc<Backends>,
+    slot: Slot,
+    tenancy: Tenancy,
+}
+
+impl Stay {
+    fn begin(backends: &Arc<Backends>, backend: &Backend) -> Self {
+        let slot = backend.handle.slot;
+        Self {
+            backends: Arc::clone(backends),
+            slot,
+            tenancy: backends.board.move_in(slot, &backend.spec.id),
+        }
+    }
+
+    /// It answered a probe.
+    pub fn passed(&self) {
+        self.update(Record::passed);
+    }
+
+    /// It did not answer a probe, or not well; says why.
+    pub fn failed(&self, why: String) {
+        self.update(|record| {
+            record.probes_total += 1;
+            record.failed(why);
+        });
+    }
+
+    /// Its own figures, as it reports them.
+    pub fn scraped(&self, metrics: EngineMetrics) {
+        self.update(|record| record.scraped(metrics));
+    }
+
+    pub(super) fn update(&self, change: impl FnOnce(&mut Record)) {
+        let board = &self.backends.board;
+        let turned = board.update(self.slot, Some(self.tenancy), change);
+        self.backends.changed();
+        if let Some(is_healthy) = turned {
+            self.backends.tell(self.slot, is_healthy);
+        }
+    }
+
+    pub(super) fn slot(&self) -> Slot {
+        self.slot
+    }
+}

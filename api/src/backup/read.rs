@@ -1,0 +1,232 @@
+//! Reads a backup as it comes, and checks every byte of it.
+
+use std::io::{self, Read};
+
+use bytes::{Buf, Bytes, BytesMut};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use super::{
+    CHECKSUM_BYTES, CHUNK_BYTES, Damaged, END_BYTES, FORMAT, HEAD_BYTES_MAX, Head, LENGTH_BYTES,
+    MAGIC, PREFIX_BYTES,
+};
+
+/// What of a backup has come as a whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Piece {
+    /// What it says of itself; comes first.
+    Head(Head),
+    /// The next bytes of the state: [`CHUNK_BYTES`], or what is left.
+    Chunk(Bytes),
+    /// All of it was there.
+    End,
+}
+
+/// Takes bytes as they come and gives out what is whole. Keeps what was pushed and not given out: push
+/// what is at hand, then take pieces until there is none.
+#[derive(Debug, Default)]
+pub struct Reader {
+    buffer: BytesMut,
+    /// Place of the buffer in the file.
+    offset: u64,
+    head: Option<Head>,
+    chunks: u64,
+    bytes: u64,
+    is_ended: bool,
+}
+
+impl Reader {
+    /// Adds what comes next in the file.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The next piece; `None`: more is needed for it.
+    ///
+    /// # Errors
+    /// When what is there is no backup. Nothing after that means anything.
+    pub fn piece(&mut self) -> Result<Option<Piece>, Damaged> {
+        if self.is_ended {
+            return self.end().map(|()| None);
+        }
+        match self.head.as_ref().map(|head| head.bytes) {
+            None => self.read_head(),
+            Some(bytes) => self.read_chunk(bytes),
+        }
+    }
+
+    /// Nothing follows.
+    ///
+    /// # Errors
+    /// When the end is missing, or something follows it.
+    pub fn end(&self) -> Result<(), Damaged> {
+        match (self.is_ended, self.buffer.len()) {
+            (true, 0) => Ok(()),
+            (true, rest) => Err(self.damaged(0, format!("{rest} bytes follow the end"))),
+            (false, there) => Err(self.damaged(there, "the file ends early")),
+        }
+    }
+
+    fn read_head(&mut self) -> Result<Option<Piece>, Damaged> {
+        let given = &self.buffer[..self.buffer.len().min(MAGIC.len())];
+        if !MAGIC.starts_with(given) {
+            return Err(self.damaged(0, "this is no backup: another magic number"));
+        }
+        let Some(prefix) = self.buffer.first_chunk::<PREFIX_BYTES>() else {
+            return Ok(None);
+        };
+        let mut fields = &prefix[MAGIC.len()..];
+        let (format, length) = (fields.get_u16_le(), fields.get_u32_le() as usize);
+        if format != FORMAT {
+            let what = format!("format {format}, this build reads {FORMAT}");
+            return Err(self.damaged(MAGIC.len(), what));
+        }
+        if length > HEAD_BYTES_MAX {
+            let what = format!("a head of {length} bytes, {HEAD_BYTES_MAX} at most");
+            return Err(self.damaged(MAGIC.len() + 2, what));
+        }
+        let whole = PREFIX_BYTES + length;
+        if self.buffer.len() < whole + CHECKSUM_BYTES {
+            return Ok(None);
+        }
+        if (&self.buffer[whole..]).get_u64_le() != xxh3_64(&self.buffer[..whole]) {
+            return Err(self.damaged(0, "the head's checksum does not match"));
+        }
+        let head: Head = serde_json::from_slice(&self.buffer[PREFIX_BYTES..whole])
+            .map_err(|fault| self.damaged(PREFIX_BYTES, format!("head: {fault}")))?;
+        self.take(whole + CHECKSUM_BYTES);
+        self.head = Some(head.clone());
+        Ok(Some(Piece::Head(head)))
+    }
+
+    fn read_chunk(&mut self, bytes_all: u64) -> Result<Option<Piece>, Damaged> {
+        let Some(length) = self.buffer.first_chunk::<LENGTH_BYTES>() else {
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*length);
+        if length == 0 {
+            return self.read_end(bytes_all);
+        }
+        let expected = (bytes_all - self.bytes).min(CHUNK_BYTES as u64);
+        if u64::from(length) != expected {
+            let what = format!("a chunk of {length} bytes, {expected} expected");
+            return Err(self.damaged(0, what));
+        }
+        let whole = LENGTH_BYTES + length as usize;
+        if self.buffer.len() < whole + CHECKSUM_BYTES {
+            return Ok(None);
+        }
+        let checksum = (&self.buffer[whole..]).get_u64_le();
+        if checksum != xxh3_64_with_seed(&self.buffer[LENGTH_BYTES..whole], self.chunks) {
+            return Err(self.damaged(0, "the chunk's checksum does not match"));
+        }
+        self.take(LENGTH_BYTES);
+        let chunk = self.take(length as usize);
+        self.take(CHECKSUM_BYTES);
+        self.chunks += 1;
+        self.bytes += u64::from(length);
+        Ok(Some(Piece::Chunk(chunk)))
+    }
+
+    fn read_end(&mut self, bytes_all: u64) -> Result<Option<Piece>, Damaged> {
+        let whole = LENGTH_BYTES + END_BYTES + CHECKSUM_BYTES;
+        if self.buffer.len() < whole {
+            return Ok(None);
+        }
+        let end = &self.buffer[LENGTH_BYTES..LENGTH_BYTES + END_BYTES];
+        let checksum = (&self.buffer[LENGTH_BYTES + END_BYTES..]).get_u64_le();
+        if checksum != xxh3_64(end) {
+            return Err(self.damaged(0, "the end's checksum does not match"));
+        }
+        let mut end = end;
+        let (chunks, bytes) = (end.get_u64_le(), end.get_u64_le());
+        if (chunks, bytes) != (self.chunks, self.bytes) || bytes != bytes_all {
+            let found = format!("{} chunks of {} bytes", self.chunks, self.bytes);
+            let what = format!("{found}, {chunks} of {bytes} expected, {bytes_all} announced");
+            return Err(self.damaged(0, what));
+        }
+        self.take(whole);
+        self.is_ended = true;
+        Ok(Some(Piece::End))
+    }
+
+    fn take(&mut self, bytes: usize) -> Bytes {
+        self.offset += bytes as u64;
+        self.buffer.split_to(bytes).freeze()
+    }
+
+    fn damaged(&self, at: usize, what: impl Into<String>) -> Damaged {
+        Damaged {
+            offset: self.offset + at as u64,
+            what: what.into(),
+        }
+    }
+}
+
+/// Gives out the state in a backup file as one stream. Faults of the file are [`io::Error`]s that hold
+/// [`Damaged`].
+#[derive(Debug)]
+pub struct FileReader<R> {
+    file: R,
+    reader: Reader,
+    chunk: Bytes,
+    is_ended: bool,
+    scratch: Vec<u8>,
+}
+
+impl<R: Read> FileReader<R> {
+    /// Reads up to the head.
+    ///
+    /// # Errors
+    /// Those of the file, or that it is no backup.
+    pub fn open(file: R) -> io::Result<(Self, Head)> {
+        let mut opened = Self {
+            file,
+            reader: Reader::default(),
+            chunk: Bytes::new(),
+            is_ended: false,
+            scratch: vec![0; 64 << 10],
+        };
+        match opened.next()? {
+            Some(Piece::Head(head)) => Ok((opened, head)),
+            Some(Piece::Chunk(_) | Piece::End) | None => {
+                unreachable!("a head comes first, or a fault")
+            }
+        }
+    }
+
+    /// The next piece; `None` behind the end.
+    fn next(&mut self) -> io::Result<Option<Piece>> {
+        let damaged = |fault: Damaged| io::Error::new(io::ErrorKind::InvalidData, fault);
+        loop {
+            if let Some(piece) = self.reader.piece().map_err(damaged)? {
+                return Ok(Some(piece));
+            }
+            match self.file.read(&mut self.scratch) {
+                Ok(0) => {
+                    self.reader.end().map_err(damaged)?;
+                    return Ok(None);
+                }
+                Ok(read) => self.reader.push(&self.scratch[..read]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl<R: Read> Read for FileReader<R> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        while self.chunk.is_empty() && !self.is_ended {
+            match self.next()? {
+                Some(Piece::Chunk(chunk)) => self.chunk = chunk,
+                // What may follow the end is looked at, too.
+                Some(Piece::Head(_) | Piece::End) => {}
+                None => self.is_ended = true,
+            }
+        }
+        let taken = self.chunk.len().min(out.len());
+        out[..taken].copy_from_slice(&self.chunk[..taken]);
+        self.chunk.advance(taken);
+        Ok(taken)
+    }
+}

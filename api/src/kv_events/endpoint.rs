@@ -1,0 +1,252 @@
+//! Where an engine's KV events are had: `kv_events` and `kv_replay` of a backend.
+//!
+//! | value | meaning |
+//! | --- | --- |
+//! | `tcp://10.0.0.1:5557` | the engine listens there; `*` for the host: the host of the backend's URL |
+//! | `ipc:///run/vllm.sock` | the engine listens on this machine |
+//! | `bind:tcp://0.0.0.0:5557` | the engine dials: this replica listens there while it reads |
+//! | `auto` | asked from the engine (`kv_events` only) |
+//!
+//! `?ranks=4` behind any of them: so many data-parallel ranks, each on a port one higher.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Most data-parallel ranks of one engine.
+pub const RANKS_MAX: u16 = 64;
+
+/// `kv_events` of a backend.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Asked from the engine.
+    Auto,
+    /// Here.
+    At(Endpoint),
+}
+
+/// An endpoint, of the first rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Endpoint {
+    /// Who listens.
+    pub side: Side,
+    /// Where.
+    pub address: Address,
+    /// Data-parallel ranks.
+    pub ranks: u16,
+}
+
+/// Which side of a connection listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The engine.
+    Engine,
+    /// The reading replica.
+    Here,
+}
+
+/// Where it listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Address {
+    /// TCP.
+    Tcp {
+        /// Name or address; `None`: that of the backend's URL.
+        host: Option<String>,
+        /// Port of the first rank.
+        port: u16,
+    },
+    /// A Unix socket's path, to which ZeroMQ adds nothing for ranks.
+    Ipc(PathBuf),
+}
+
+/// What is no endpoint.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("expected {0}")]
+pub struct BadEndpoint(&'static str);
+
+const FORM: &str = "tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional \
+                    ?ranks=N, or auto";
+
+impl FromStr for Source {
+    type Err = BadEndpoint;
+
+    fn from_str(text: &str) -> Result<Self, BadEndpoint> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            _ => text.parse().map(Self::At),
+        }
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = BadEndpoint;
+
+    fn from_str(text: &str) -> Result<Self, BadEndpoint> {
+        let (text, ranks) = match text.split_once("?ranks=") {
+            Some((text, ranks)) => (text, ranks.parse().unwrap_or(0)),
+            None => (text, 1),
+        };
+        if ranks == 0 || ranks > RANKS_MAX {
+            return Err(BadEndpoint("1 to 64 ranks"));
+        }
+        let (text, side) = match text.strip_prefix("bind:") {
+            Some(text) => (text, Side::Here),
+            None => (text, Side::Engine),
+        };
+        let address = text.parse()?;
+        if matches!(address, Address::Ipc(_)) && ranks > 1 {
+            return Err(BadEndpoint("one rank per ipc:// endpoint"));
+        }
+        Ok(Self {
+            side,
+            address,
+            ranks,
+        })
+    }
+}
+
+impl FromStr for Address {
+    type Err = BadEndpoint;
+
+    fn from_str(text: &str) -> Result<Self, BadEndpoint> {
+        if let Some(path) = text.strip_prefix("ipc://")
+            && path.starts_with('/')
+        {
+            return Ok(Self::Ipc(PathBuf::from(path)));
+        }
+        let rest = text.strip_prefix("tcp://").ok_or(BadEndpoint(FORM))?;
+        let (host, port) = rest.rsplit_once(':').ok_or(BadEndpoint(FORM))?;
+        let port: u16 = port.parse().map_err(|_| BadEndpoint(FORM))?;
+        if host.is_empty() || host.contains(['/', '?', '@', ' ']) || port == 0 {
+            return Err(BadEndpoint(FORM));
+        }
+        let host = match host {
+            "*" => None,
+            _ => Some(host.to_owned()),
+        };
+        Ok(Self::Tcp { host, port })
+    }
+}
+
+impl Endpoint {
+    /// Where `rank` of an engine at `engine_host` is; `None` when there is no such port.
+    #[must_use]
+    pub fn of_rank(&self, rank: u16, engine_host: &str) -> Option<Address> {
+        match &self.address {
+            Address::Ipc(path) => Some(Address::Ipc(path.clone())),
+            Address::Tcp { host, port } => Some(Address::Tcp {
+                host: Some(match (host, self.side) {
+                    (Some(host), _) => host.clone(),
+                    (None, Side::Engine) => engine_host.to_owned(),
+                    (None, Side::Here) => "0.0.0.0".to_owned(),
+                }),
+                port: port.checked_add(rank)?,
+            }),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ipc(path) => write!(f, "ipc://{}", path.display()),
+            Self::Tcp { host, port } => {
+                write!(f, "tcp://{}:{port}", host.as_deref().unwrap_or("*"))
+            }
+        }
+    }
+}
+
+/// Checks a backend's `kv_events` and `kv_replay`; the faults name the field.
+///
+/// # Errors
+/// What would be right.
+pub fn check(
+    kv_events: Option<&str>,
+    kv_replay: Option<&str>,
+) -> Result<(), (&'static str, String)> {
+    let source = kv_events.map(str::parse::<Source>).transpose();
+    let source = source.map_err(|bad| ("kv_events", bad.to_string()))?;
+    let Some(replay) = kv_replay else {
+        return Ok(());
+    };
+    let fault = |expected: &str| Err(("kv_replay", format!("expected {expected}")));
+    match (source, replay.parse::<Endpoint>()) {
+        (None, _) => fault("kv_events beside it"),
+        (Some(Source::Auto), _) => {
+            fault("no endpoint: with kv_events = \"auto\" the engine names it")
+        }
+        (_, Err(bad)) => Err(("kv_replay", bad.to_string())),
+        (_, Ok(replay)) if replay.side == Side::Here => {
+            fault("an endpoint the engine listens at: replays are asked for by the reader")
+        }
+        (Some(Source::At(events)), Ok(replay)) if replay.ranks != events.ranks => {
+            fault("as many ranks as kv_events has")
+        }
+        (Some(Source::At(_)), Ok(_)) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(text: &str, rank: u16) -> String {
+        match text.parse::<Endpoint>() {
+            Ok(endpoint) => match endpoint.of_rank(rank, "gpu") {
+                Some(address) => format!("{:?} {address}", endpoint.side),
+                None => "no such port".to_owned(),
+            },
+            Err(bad) => bad.to_string(),
+        }
+    }
+
+    #[test]
+    fn endpoints_lead_where_they_say() {
+        assert_eq!(
+            shown("tcp://10.0.0.1:5557", 0),
+            "Engine tcp://10.0.0.1:5557"
+        );
+        assert_eq!(shown("tcp://*:5557?ranks=4", 3), "Engine tcp://gpu:5560");
+        assert_eq!(shown("tcp://[::1]:5557", 0), "Engine tcp://[::1]:5557");
+        assert_eq!(shown("bind:tcp://*:5557", 0), "Here tcp://0.0.0.0:5557");
+        assert_eq!(shown("ipc:///run/kv", 0), "Engine ipc:///run/kv");
+        assert_eq!(shown("tcp://a:65535?ranks=2", 1), "no such port");
+    }
+
+    #[test]
+    fn what_is_no_endpoint_is_refused() {
+        for text in [
+            "",
+            "10.0.0.1:5557",
+            "tcp://a",
+            "tcp://:1",
+            "tcp://a:0",
+            "tcp://a:1/x",
+            "ipc://x",
+        ] {
+            assert!(text.parse::<Source>().is_err(), "{text}");
+        }
+        for text in [
+            "tcp://a:1?ranks=0",
+            "tcp://a:1?ranks=65",
+            "ipc:///x?ranks=2",
+        ] {
+            assert!(text.parse::<Source>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn endpoints_must_fit_each_other() {
+        let fault = |events, replay| check(events, replay).map_err(|(field, _)| field);
+        let (at, other) = (Some("tcp://a:1"), Some("tcp://a:2"));
+        assert_eq!(fault(None, None), Ok(()));
+        assert_eq!(fault(Some("auto"), None), Ok(()));
+        assert_eq!(fault(at, other), Ok(()));
+        assert_eq!(fault(Some("no"), None), Err("kv_events"));
+        assert_eq!(fault(None, other), Err("kv_replay"));
+        assert_eq!(fault(Some("auto"), other), Err("kv_replay"));
+        assert_eq!(fault(at, Some("bind:tcp://a:2")), Err("kv_replay"));
+        assert_eq!(fault(at, Some("tcp://a:2?ranks=2")), Err("kv_replay"));
+    }
+}

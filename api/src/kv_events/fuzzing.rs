@@ -1,0 +1,384 @@
+//! What engines publish of their caches, as [`crate::fuzzing`] has it.
+
+use std::cell::LazyCell;
+use std::collections::{BTreeMap, HashMap};
+use std::io::Cursor;
+
+use bytes::{Bytes, BytesMut};
+use state::RouterState;
+use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Reply};
+use state::exact::{KvBatch, KvEvent, KvNews};
+use state::ids::{
+    AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
+};
+use state::policy::{CostSettings, PolicyConfig};
+use state::users::FairnessSettings;
+use tokio::runtime::Runtime;
+
+use super::endpoint::{Address, Endpoint, RANKS_MAX, Source, check};
+use super::stream::{Around, Effect, Identity, Stream};
+use super::wire;
+use super::zmtp::{Connection, Kind, greeting, put_frame, ready};
+
+/// A payload.
+pub fn kv_payload(bytes: &[u8]) {
+    let Ok(payload) = wire::decode(bytes) else {
+        return;
+    };
+    // Every hash, token and event took bytes.
+    let told: usize = payload
+        .events
+        .iter()
+        .map(|event| match event {
+            wire::Event::Stored(stored) => 1 + stored.hashes.len() + stored.tokens.len(),
+            wire::Event::Removed(removed) => 1 + removed.hashes.len(),
+            wire::Event::Cleared | wire::Event::Unknown => 1,
+        })
+        .sum();
+    assert!(told <= bytes.len(), "{told} of {} bytes", bytes.len());
+    assert_eq!(wire::decode(bytes), Ok(payload));
+}
+
+/// What happens to the reader of a stream, and what the log then makes of it: steps of what happens (1
+/// byte), a sequence number (1 byte), the length of a payload (2 bytes, little-endian), the payload.
+pub fn kv_stream(mut bytes: &[u8]) {
+    let mut rig = Rig::new();
+    let mut stream = Stream::new(identity(), true, None);
+    let mut now_ms = 1_000_000;
+    while let Some(([what, seq, low, high], rest)) = bytes.split_first_chunk() {
+        let length = usize::from(u16::from_le_bytes([*low, *high])).min(rest.len());
+        let (payload, rest) = rest.split_at(length);
+        bytes = rest;
+        now_ms += 20;
+        let known = |engine: EngineHash| rig.known(engine);
+        let around = Around {
+            now_ms,
+            known: &known,
+        };
+        let (seq, payload) = (u64::from(*seq), Bytes::copy_from_slice(payload));
+        match what % 10 {
+            0 => stream.connected(),
+            1 | 2 => stream.live(seq, payload, &around),
+            3 | 4 => stream.replayed(seq, &payload, &around),
+            5 => stream.replay_ended(&around),
+            6 => stream.replay_failed(&around),
+            7 => stream.disconnected(),
+            8 => stream.check(seq % 2 == 0),
+            _ => {
+                if seq % 2 == 0 {
+                    stream.object();
+                } else {
+                    stream.fall_behind();
+                }
+            }
+        }
+        rig.tell(stream.take_effects());
+    }
+    assert_eq!(rig.state.check(), Ok(()));
+}
+
+/// What a peer sends over a connection: the kind of this end in one byte, then its bytes.
+pub fn zmtp(bytes: &[u8]) {
+    thread_local! {
+        static RUNTIME: LazyCell<Runtime> = LazyCell::new(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+            runtime.expect("a runtime without I/O takes nothing that could be missing")
+        });
+    }
+    let Some((kind, bytes)) = bytes.split_first() else {
+        return;
+    };
+    let kind = [Kind::Pub, Kind::Sub, Kind::Dealer, Kind::Router][usize::from(kind % 4)];
+    for peer in [bytes.to_vec(), [&greeted(kind)[..], bytes].concat()] {
+        let sent = peer.len();
+        let stream = tokio::io::join(Cursor::new(peer), tokio::io::sink());
+        RUNTIME.with(|runtime| {
+            runtime.block_on(async {
+                let Ok(mut connection) = Connection::open(stream, kind).await else {
+                    return;
+                };
+                let mut received = 0;
+                while let Ok(frames) = connection.receive().await {
+                    received += frames.iter().map(Bytes::len).sum::<usize>();
+                    assert!(received <= sent, "{received} bytes of {sent}");
+                }
+            });
+        });
+    }
+}
+
+/// An endpoint, as operators write it and engines tell it.
+pub fn endpoint(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    if let Ok(endpoint) = text.parse::<Endpoint>() {
+        assert!((1..=RANKS_MAX).contains(&endpoint.ranks));
+        for rank in [0, 1, endpoint.ranks - 1, u16::MAX] {
+            let Some(address) = endpoint.of_rank(rank, "10.0.0.1") else {
+                continue;
+            };
+            assert_eq!(address.to_string().parse::<Address>(), Ok(address));
+        }
+    }
+    let source = text.parse::<Source>();
+    let pair = text.split_once(' ');
+    let (events, replay) = pair.map_or((Some(text), None), |(a, b)| (Some(a), Some(b)));
+    if check(events, replay).is_ok() && pair.is_none() {
+        assert!(source.is_ok(), "{text:?}");
+    }
+}
+
+/// Payloads in the form of released engines: events as arrays and as maps.
+#[must_use]
+pub fn kv_payload_seeds() -> Vec<Vec<u8>> {
+    let mut seeds = vec![payload(&[stored(1, None, 2), removed(2), cleared()])];
+    seeds.push(payload(&[stored(3, Some(2), 4)]));
+    // As newer engines have it: with adapter, medium, extra keys, group.
+    let mut long = Vec::new();
+    rmp::encode::write_map_len(&mut long, 6).expect(IN_MEMORY);
+    text(&mut long, "type");
+    text(&mut long, "BlockStored");
+    text(&mut long, "block_hashes");
+    rmp::encode::write_array_len(&mut long, 1).expect(IN_MEMORY);
+    rmp::encode::write_bin(&mut long, &[7; 32]).expect(IN_MEMORY);
+    text(&mut long, "parent_block_hash");
+    rmp::encode::write_nil(&mut long).expect(IN_MEMORY);
+    text(&mut long, "token_ids");
+    tokens(&mut long, 1);
+    text(&mut long, "block_size");
+    rmp::encode::write_uint(&mut long, 16).expect(IN_MEMORY);
+    text(&mut long, "medium");
+    text(&mut long, "GPU");
+    seeds.push(payload(&[long]));
+    seeds
+}
+
+/// Readers' lives: caught up, followed, lost and asked again.
+#[must_use]
+pub fn kv_stream_seeds() -> Vec<Vec<u8>> {
+    let message = |number: u64| payload(&[stored(number * 4 + 1, None, 3)]);
+    let step = |what: u8, seq: u8, payload: &[u8]| {
+        let length = u16::try_from(payload.len()).expect("payloads of this file are short");
+        [&[what, seq][..], &length.to_le_bytes(), payload].concat()
+    };
+    let replayed = [
+        step(0, 0, b""),
+        step(3, 0, &message(0)),
+        step(1, 2, &message(2)),
+        step(3, 1, &payload(&[stored(9, Some(3), 2), removed(1)])),
+        step(5, 0, b""),
+        step(1, 3, &payload(&[cleared()])),
+    ];
+    let lost = [
+        step(0, 0, b""),
+        step(5, 0, b""),
+        step(1, 0, &message(0)),
+        step(1, 5, &message(1)),
+        step(6, 0, b""),
+        step(3, 4, &message(4)),
+        step(5, 0, b""),
+        step(7, 0, b""),
+        step(0, 0, b""),
+        step(3, 0, &message(7)),
+        step(5, 0, b""),
+    ];
+    vec![replayed.concat(), lost.concat()]
+}
+
+/// What peers send: greeting, `READY`, messages and pings.
+#[must_use]
+pub fn zmtp_seeds() -> Vec<Vec<u8>> {
+    let mut message = BytesMut::new();
+    put_frame(&mut message, 1, b"topic");
+    put_frame(&mut message, 1, &7_u64.to_be_bytes());
+    put_frame(&mut message, 0, &kv_payload_seeds()[0]);
+    put_frame(&mut message, 4, b"\x04PING\x00\x0acontext");
+    put_frame(&mut message, 0, &[5; 300]);
+    vec![
+        [&[1][..], &greeted(Kind::Sub), &message].concat(),
+        [&[1][..], &message].concat(),
+        [&[2][..], &greeted(Kind::Dealer), &message].concat(),
+    ]
+}
+
+/// Endpoints of every form.
+#[must_use]
+pub fn endpoint_seeds() -> Vec<Vec<u8>> {
+    let forms = [
+        "auto",
+        "tcp://*:5557",
+        "tcp://[::1]:5557?ranks=8",
+        "bind:tcp://0.0.0.0:6000 tcp://engine:5558?ranks=2",
+        "ipc:///run/kv.sock",
+    ];
+    forms.map(|form| form.as_bytes().to_vec()).to_vec()
+}
+
+const IN_MEMORY: &str = "writing into memory cannot fail";
+
+/// What a peer that talks to `kind` sends before its first message.
+fn greeted(kind: Kind) -> Vec<u8> {
+    let peer = match kind {
+        Kind::Pub => Kind::Sub,
+        Kind::Sub => Kind::Pub,
+        Kind::Dealer => Kind::Router,
+        Kind::Router => Kind::Dealer,
+    };
+    [&greeting()[..], &ready(peer)].concat()
+}
+
+fn identity() -> Identity {
+    Identity {
+        hash_seed: 7,
+        model: "tiny".to_owned(),
+        block_size: 16,
+    }
+}
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    rmp::encode::write_str(out, text).expect(IN_MEMORY);
+}
+
+fn tokens(out: &mut Vec<u8>, blocks: u32) {
+    rmp::encode::write_array_len(out, blocks * 16).expect(IN_MEMORY);
+    for token in 0..blocks * 16 {
+        rmp::encode::write_uint(out, u64::from(token) * 3).expect(IN_MEMORY);
+    }
+}
+
+/// A payload: a time stamp, the events, a rank.
+fn payload(events: &[Vec<u8>]) -> Vec<u8> {
+    let mut out = Vec::new();
+    rmp::encode::write_array_len(&mut out, 3).expect(IN_MEMORY);
+    rmp::encode::write_f64(&mut out, 1.75e9).expect(IN_MEMORY);
+    let count = u32::try_from(events.len()).expect("payloads of this file are short");
+    rmp::encode::write_array_len(&mut out, count).expect(IN_MEMORY);
+    out.extend(events.concat());
+    rmp::encode::write_nil(&mut out).expect(IN_MEMORY);
+    out
+}
+
+fn stored(first: u64, parent: Option<u64>, blocks: u32) -> Vec<u8> {
+    let mut out = Vec::new();
+    rmp::encode::write_array_len(&mut out, 6).expect(IN_MEMORY);
+    text(&mut out, "BlockStored");
+    rmp::encode::write_array_len(&mut out, blocks).expect(IN_MEMORY);
+    for hash in first..first + u64::from(blocks) {
+        rmp::encode::write_uint(&mut out, hash).expect(IN_MEMORY);
+    }
+    match parent {
+        Some(parent) => drop(rmp::encode::write_uint(&mut out, parent).expect(IN_MEMORY)),
+        None => rmp::encode::write_nil(&mut out).expect(IN_MEMORY),
+    }
+    tokens(&mut out, blocks);
+    rmp::encode::write_uint(&mut out, 16).expect(IN_MEMORY);
+    rmp::encode::write_nil(&mut out).expect(IN_MEMORY);
+    out
+}
+
+fn removed(hash: u64) -> Vec<u8> {
+    let mut out = Vec::new();
+    rmp::encode::write_array_len(&mut out, 2).expect(IN_MEMORY);
+    text(&mut out, "BlockRemoved");
+    rmp::encode::write_array_len(&mut out, 1).expect(IN_MEMORY);
+    rmp::encode::write_uint(&mut out, hash).expect(IN_MEMORY);
+    out
+}
+
+fn cleared() -> Vec<u8> {
+    let mut out = Vec::new();
+    rmp::encode::write_array_len(&mut out, 1).expect(IN_MEMORY);
+    text(&mut out, "AllBlocksCleared");
+    out
+}
+
+/// A state that is told what a reader finds.
+struct Rig {
+    state: RouterState,
+    backend: BackendRef,
+    seq: u64,
+    /// What was told, as far as it matters for parents.
+    known: HashMap<EngineHash, BlockHash>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let mut rig = Self {
+            state: RouterState::new(),
+            backend: BackendRef {
+                slot: Slot(0),
+                incarnation: Incarnation(0),
+            },
+            seq: 0,
+            known: HashMap::new(),
+        };
+        rig.apply(Command::InitCluster {
+            hash_seed: 7,
+            policy: PolicyConfig::Cost(CostSettings::default()),
+            fairness: FairnessSettings::default(),
+        });
+        rig.apply(Command::PutBackend(BackendSpec {
+            id: "a".to_owned(),
+            url: "http://127.0.0.1:1".to_owned(),
+            models: vec!["*".to_owned()],
+            labels: BTreeMap::new(),
+            capacity_blocks: Some(100),
+            kv_events: Some("tcp://*:5557".to_owned()),
+            kv_replay: None,
+        }));
+        let backend = rig.state.backends().next().map(|backend| backend.handle);
+        rig.backend = backend.expect("it was just put");
+        rig
+    }
+
+    fn apply(&mut self, command: Command) {
+        self.seq += 1;
+        let envelope = Envelope {
+            origin: Origin {
+                replica: ReplicaId(1),
+                session: SessionId(1),
+                lane: Lane::Admin,
+                seq: self.seq,
+            },
+            proposed_at_ms: self.seq,
+            command,
+        };
+        let bytes = state::codec::encode_envelope(&envelope);
+        assert!(state::codec::decode_envelope(&bytes).is_ok());
+        let reply = self.state.apply(LogIndex(self.seq), envelope);
+        assert!(!matches!(reply, Reply::Rejected(_)), "{reply:?}");
+    }
+
+    fn known(&self, engine: EngineHash) -> Option<BlockHash> {
+        self.known.get(&engine).copied()
+    }
+
+    fn tell(&mut self, effects: Vec<Effect>) {
+        let mut items = Vec::new();
+        for effect in effects {
+            let Effect::Tell { publisher, news } = effect else {
+                continue;
+            };
+            if let KvNews::Message(message) = &news {
+                for event in &message.events {
+                    if let KvEvent::Stored { blocks, .. } = event {
+                        self.known.extend(blocks.iter().copied());
+                    }
+                }
+            }
+            items.push(Item::KvEvents(KvBatch {
+                backend: self.backend,
+                rank: 0,
+                publisher,
+                news,
+            }));
+        }
+        if !items.is_empty() {
+            self.apply(Command::Batch {
+                base_attempt: AttemptId(0),
+                items,
+            });
+        }
+    }
+}

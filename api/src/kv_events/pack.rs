@@ -1,0 +1,264 @@
+//! A reader of msgpack for bytes from elsewhere: nothing is allocated, no recursion, every length is
+//! checked against what is there.
+
+use rmp::Marker;
+
+/// Deepest nesting that is skipped.
+const DEPTH_MAX: u32 = 32;
+
+/// Bytes that are not the msgpack that was expected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("expected {expected} {left} bytes before the end")]
+pub struct BadPack {
+    /// What was expected.
+    pub expected: &'static str,
+    /// Bytes from there to the end.
+    pub left: usize,
+}
+
+/// What is still to be read.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pack<'a> {
+    rest: &'a [u8],
+}
+
+/// A value that has no parts, or the number of parts that follow.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Value<'a> {
+    /// `nil`.
+    Nil,
+    /// A truth value.
+    Flag,
+    /// A whole number, negative ones in two's complement.
+    Integer(u64),
+    /// A number with a fraction.
+    Float,
+    /// Text; not checked to be UTF-8.
+    Text(&'a [u8]),
+    /// Bytes.
+    Bytes(&'a [u8]),
+    /// So many values follow.
+    Array(u32),
+    /// So many keys, each with a value behind it, follow.
+    Map(u32),
+    /// An extension.
+    Extension,
+}
+
+impl<'a> Pack<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self { rest: bytes }
+    }
+
+    #[cfg(test)]
+    fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    fn bad(&self, expected: &'static str) -> BadPack {
+        BadPack {
+            expected,
+            left: self.rest.len(),
+        }
+    }
+
+    fn take(&mut self, bytes: usize) -> Result<&'a [u8], BadPack> {
+        match self.rest.split_at_checked(bytes) {
+            Some((taken, rest)) => {
+                self.rest = rest;
+                Ok(taken)
+            }
+            None => Err(self.bad("more bytes")),
+        }
+    }
+
+    /// A big-endian number of `bytes` bytes, at most eight.
+    fn number(&mut self, bytes: usize) -> Result<u64, BadPack> {
+        let digits = self.take(bytes)?;
+        Ok(digits
+            .iter()
+            .fold(0, |sum, digit| sum << 8 | u64::from(*digit)))
+    }
+
+    fn signed(&mut self, bytes: usize) -> Result<u64, BadPack> {
+        let shift = 64 - 8 * u32::try_from(bytes).unwrap_or(8);
+        let number = self.number(bytes)? << shift;
+        Ok((number.cast_signed() >> shift).cast_unsigned())
+    }
+
+    fn length(&mut self, bytes: usize) -> Result<u32, BadPack> {
+        Ok(u32::try_from(self.number(bytes)?).unwrap_or(u32::MAX))
+    }
+
+    fn run(&mut self, length: u32) -> Result<&'a [u8], BadPack> {
+        self.take(usize::try_from(length).unwrap_or(usize::MAX))
+    }
+
+    /// The next value, or the head of it.
+    pub(super) fn value(&mut self) -> Result<Value<'a>, BadPack> {
+        let marker = Marker::from_u8(self.take(1)?[0]);
+        Ok(match marker {
+            Marker::Null => Value::Nil,
+            Marker::True | Marker::False => Value::Flag,
+            Marker::FixPos(number) => Value::Integer(number.into()),
+            Marker::FixNeg(number) => Value::Integer(i64::from(number).cast_unsigned()),
+            Marker::U8 => Value::Integer(self.number(1)?),
+            Marker::U16 => Value::Integer(self.number(2)?),
+            Marker::U32 => Value::Integer(self.number(4)?),
+            Marker::U64 => Value::Integer(self.number(8)?),
+            Marker::I8 => Value::Integer(self.signed(1)?),
+            Marker::I16 => Value::Integer(self.signed(2)?),
+            Marker::I32 => Value::Integer(self.signed(4)?),
+            Marker::I64 => Value::Integer(self.signed(8)?),
+            Marker::F32 => self.take(4).map(|_| Value::Float)?,
+            Marker::F64 => self.take(8).map(|_| Value::Float)?,
+            Marker::FixStr(length) => Value::Text(self.run(length.into())?),
+            Marker::Str8 => self
+                .length(1)
+                .and_then(|it| self.run(it))
+                .map(Value::Text)?,
+            Marker::Str16 => self
+                .length(2)
+                .and_then(|it| self.run(it))
+                .map(Value::Text)?,
+            Marker::Str32 => self
+                .length(4)
+                .and_then(|it| self.run(it))
+                .map(Value::Text)?,
+            Marker::Bin8 => self
+                .length(1)
+                .and_then(|it| self.run(it))
+                .map(Value::Bytes)?,
+            Marker::Bin16 => self
+                .length(2)
+                .and_then(|it| self.run(it))
+                .map(Value::Bytes)?,
+            Marker::Bin32 => self
+                .length(4)
+                .and_then(|it| self.run(it))
+                .map(Value::Bytes)?,
+            Marker::FixArray(length) => Value::Array(length.into()),
+            Marker::Array16 => Value::Array(self.length(2)?),
+            Marker::Array32 => Value::Array(self.length(4)?),
+            Marker::FixMap(length) => Value::Map(length.into()),
+            Marker::Map16 => Value::Map(self.length(2)?),
+            Marker::Map32 => Value::Map(self.length(4)?),
+            Marker::FixExt1 => self.take(2).map(|_| Value::Extension)?,
+            Marker::FixExt2 => self.take(3).map(|_| Value::Extension)?,
+            Marker::FixExt4 => self.take(5).map(|_| Value::Extension)?,
+            Marker::FixExt8 => self.take(9).map(|_| Value::Extension)?,
+            Marker::FixExt16 => self.take(17).map(|_| Value::Extension)?,
+            Marker::Ext8 => self.extension(1)?,
+            Marker::Ext16 => self.extension(2)?,
+            Marker::Ext32 => self.extension(4)?,
+            Marker::Reserved => return Err(self.bad("a value")),
+        })
+    }
+
+    fn extension(&mut self, length_bytes: usize) -> Result<Value<'a>, BadPack> {
+        let length = self.length(length_bytes)?;
+        self.take(1)?;
+        self.run(length).map(|_| Value::Extension)
+    }
+
+    /// Passes over the next value with all its parts.
+    pub(super) fn skip(&mut self) -> Result<(), BadPack> {
+        // Values still to come at each level; a level is left when it has none.
+        let mut levels = [0_u64; DEPTH_MAX as usize];
+        let mut depth = 0;
+        levels[0] = 1;
+        loop {
+            while levels[depth] == 0 {
+                match depth.checked_sub(1) {
+                    Some(above) => depth = above,
+                    None => return Ok(()),
+                }
+            }
+            levels[depth] -= 1;
+            let parts = match self.value()? {
+                Value::Array(parts) => u64::from(parts),
+                Value::Map(pairs) => 2 * u64::from(pairs),
+                _ => 0,
+            };
+            if parts > 0 {
+                depth += 1;
+                *levels.get_mut(depth).ok_or(self.bad("fewer levels"))? = parts;
+            }
+        }
+    }
+
+    /// An array's length.
+    pub(super) fn array(&mut self) -> Result<u32, BadPack> {
+        let before = *self;
+        match self.value()? {
+            Value::Array(length) => Ok(length),
+            _ => Err(before.bad("an array")),
+        }
+    }
+
+    /// A number that fits 32 bits without a sign.
+    pub(super) fn small(&mut self) -> Result<u32, BadPack> {
+        let before = *self;
+        match self.value()? {
+            Value::Integer(number) => {
+                u32::try_from(number).map_err(|_| before.bad("a number of 32 bits"))
+            }
+            _ => Err(before.bad("a number of 32 bits")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn numbers_of_every_width_are_read() {
+        let mut bytes = Vec::new();
+        let numbers = [
+            0_i64,
+            1,
+            127,
+            128,
+            300,
+            70_000,
+            1 << 40,
+            -1,
+            -33,
+            -200,
+            -40_000,
+            -(1 << 40),
+        ];
+        for number in numbers {
+            rmp::encode::write_sint(&mut bytes, number).unwrap();
+        }
+        let mut pack = Pack::new(&bytes);
+        for number in numbers {
+            assert_eq!(pack.value(), Ok(Value::Integer(number.cast_unsigned())));
+        }
+        assert!(pack.is_empty());
+    }
+
+    #[test]
+    fn nested_values_are_skipped_as_one() {
+        // [{"a": [1, [2]]}, "b"], then 5.
+        let bytes = b"\x92\x81\xa1a\x92\x01\x91\x02\xa1b\x05";
+        let mut pack = Pack::new(bytes);
+        pack.skip().unwrap();
+        assert_eq!(pack.value(), Ok(Value::Integer(5)));
+        let deep = [0x91_u8; 100];
+        assert!(Pack::new(&deep).skip().is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let mut pack = Pack::new(&bytes);
+            while !pack.is_empty() && pack.value().is_ok() {}
+            let mut pack = Pack::new(&bytes);
+            while !pack.is_empty() && pack.skip().is_ok() {}
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! Reads the KV events of the backends that this replica is to read.
+//!
+//! One task per backend, which asks the engine what must be known (`source`), and one per
+//! data-parallel rank, which joins the sockets to a [`Stream`] and tells the cluster through the
+//! outbox. When the outbox has no room the task waits, and with it the engine's publisher, which
+//! then drops messages; they are replayed when there is room again. Nothing waits for a reader.
+
+mod rank;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use state::command::Item;
+use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRefusal};
+use state::ids::{BackendRef, Slot};
+use state::{Backend, Registry, View};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio_util::sync::CancellationToken;
+
+use super::board::Standing;
+use super::socket::Sockets;
+use super::source::{self, Found};
+use super::stream::{Identity, Stream};
+use crate::backends::Backends;
+use crate::ports::Cluster;
+use crate::routing::Router;
+use rank::RankReader;
+
+/// From one look at the assignments to the next.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+/// Between two tries to learn of an engine what must be known.
+const ASK_AGAIN: Duration = Duration::from_millis(500);
+
+/// What reading needs of a replica.
+#[derive(Clone)]
+pub struct Parts {
+    /// The replicated state.
+    pub cluster: Arc<dyn Cluster>,
+    /// Its published part.
+    pub view: Arc<View>,
+    /// Takes what is told.
+    pub router: Arc<Router>,
+    /// How engines are asked.
+    pub backends: Arc<Backends>,
+    /// How what they publish is reached.
+    pub sockets: Arc<dyn Sockets>,
+}
+
+/// A backend's task; dropping it ends the task.
+struct Reading {
+    backend: Backend,
+    task: AbortHandle,
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Reads what is assigned to this replica until `stop`.
+pub async fn run(parts: Parts, stop: CancellationToken) {
+    let mut readings: BTreeMap<Slot, Reading> = BTreeMap::new();
+    let mut seen: Option<Arc<Registry>> = None;
+    let mut ticks = tokio::time::interval(LOOK_INTERVAL);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            _ = ticks.tick() => {}
+        }
+        let registry = parts.view.registry();
+        if seen
+            .as_ref()
+            .is_some_and(|seen| Arc::ptr_eq(seen, &registry))
+        {
+            continue;
+        }
+        let us = parts.cluster.status().id;
+        let is_ours = |backend: &Backend| {
+            backend.spec.kv_events.is_some() && registry.reader(backend.handle.slot) == Some(us)
+        };
+        let ours: Vec<&Backend> = registry.backends.iter().filter(|it| is_ours(it)).collect();
+        readings.retain(|slot, reading| {
+            let is_kept = ours.iter().any(|backend| {
+                backend.handle == reading.backend.handle && backend.spec == reading.backend.spec
+            });
+            if !is_kept {
+                parts.router.kv_board().take_down(*slot);
+            }
+            is_kept
+        });
+        for backend in ours {
+            let start = || {
+                let reading = read_backend(parts.clone(), backend.clone());
+                Reading {
+                    backend: backend.clone(),
+                    task: tokio::spawn(reading).abort_handle(),
+                }
+            };
+            readings.entry(backend.handle.slot).or_insert_with(start);
+        }
+        seen = Some(registry);
+    }
+}
+
+/// Reads one backend for ever.
+async fn read_backend(parts: Parts, backend: Backend) {
+    loop {
+        read_while_sound(&parts, &backend).await;
+        tracing::error!(backend = %backend.spec.id, "a reader of KV events broke; it begins anew");
+        object(&parts, backend.handle);
+        tokio::time::sleep(ASK_AGAIN).await;
+    }
+}
+
+/// Reads one backend until the task of a rank breaks, which none should.
+async fn read_while_sound(parts: &Parts, backend: &Backend) {
+    let slot = backend.handle.slot;
+    parts.router.kv_board().show(slot, Standing::default());
+    let found = loop {
+        match source::find(backend, parts.backends.authorization().cloned()).await {
+            Ok(found) => break found,
+            Err(why) => {
+                let detail = Some(why);
+                parts.router.kv_board().show(
+                    slot,
+                    Standing {
+                        detail,
+                        ranks: Vec::new(),
+                    },
+                );
+                object(parts, backend.handle);
+                tokio::time::sleep(ASK_AGAIN).await;
+            }
+        }
+    };
+    let identity = match identify(parts, &found) {
+        Ok(identity) => identity,
+        Err(refusal) => {
+            refuse(parts, backend.handle, &found, refusal).await;
+            // Until the backend is another one.
+            return std::future::pending().await;
+        }
+    };
+    name_ranks(parts, backend.handle, &found).await;
+    parts.router.kv_board().show(slot, Standing::default());
+    let mut ranks = JoinSet::new();
+    for source in found.ranks {
+        let stream = Resume {
+            parts,
+            backend: backend.handle,
+            identity: &identity,
+        };
+        let stream = stream.stream(source.rank, source.replay.is_some());
+        let rank = RankReader::new(
+            parts.clone(),
+            backend.handle,
+            identity.clone(),
+            source,
+            stream,
+        );
+        ranks.spawn(rank.run());
+    }
+    ranks.join_next().await;
+}
+
+/// What the state knows of the ranks of this life.
+fn known_ranks(parts: &Parts, backend: BackendRef) -> Vec<KvRankStatus> {
+    let mut ranks = Vec::new();
+    parts.cluster.with_state(&mut |state| {
+        let status = state.kv_status(backend.slot);
+        let status = status.filter(|it| it.backend == backend);
+        ranks = status.map(|it| it.ranks).unwrap_or_default();
+    });
+    ranks
+}
+
+/// Nobody reads yet: what counts as exact is in doubt.
+fn object(parts: &Parts, backend: BackendRef) {
+    for rank in known_ranks(parts, backend) {
+        if rank.condition == KvCondition::EXACT {
+            // Without room it is told at the next try.
+            parts.router.note(Item::KvEvents(KvBatch {
+                backend,
+                rank: rank.rank,
+                publisher: rank.publisher,
+                news: KvNews::Doubt(KvDoubt::Unreachable),
+            }));
+        }
+    }
+}
+
+/// Has the state know of just the ranks there are: one of several that nobody has reached must not go
+/// unnoticed beside those that are exact, and one that is no more holds nothing.
+async fn name_ranks(parts: &Parts, backend: BackendRef, found: &Found) {
+    let known = known_ranks(parts, backend);
+    let is_known = |rank: u16| known.iter().any(|it| it.rank == rank);
+    let mut news = Vec::new();
+    if found.ranks.len() > 1 {
+        let unknown = found.ranks.iter().filter(|it| !is_known(it.rank));
+        // Any run that is found has a greater number.
+        news.extend(unknown.map(|it| (it.rank, 0, KvNews::Doubt(KvDoubt::Unreachable))));
+    }
+    for gone in &known {
+        if found.ranks.iter().all(|it| it.rank != gone.rank) {
+            let publisher = parts
+                .router
+                .clock()
+                .unix_ms()
+                .max(gone.publisher.saturating_add(1));
+            news.push((gone.rank, publisher, KvNews::Begin));
+            news.push((gone.rank, publisher, KvNews::Current { seq: None }));
+        }
+    }
+    for (rank, publisher, news) in news {
+        let batch = KvBatch {
+            backend,
+            rank,
+            publisher,
+            news,
+        };
+        tell(parts, batch).await;
+    }
+}
+
+/// Tells the cluster once there is room for it.
+async fn tell(parts: &Parts, batch: KvBatch) {
+    while !parts.router.note(Item::KvEvents(batch.clone())) {
+        tokio::time::sleep(ASK_AGAIN).await;
+    }
+}
+
+/// Under which model and block size this engine's blocks are hashed.
+fn identify(parts: &Parts, found: &Found) -> Result<Identity, KvRefusal> {
+    let model = found.model.clone().ok_or(KvRefusal::Models)?;
+    let block_size = parts.router.token_block_size(&model);
+    let block_size = block_size.ok_or(KvRefusal::Tokenizer)?;
+    Ok(Identity {
+        hash_seed: parts.view.registry().hash_seed,
+        model,
+        block_size,
+    })
+}
+
+/// Where a stream goes on.
+struct Resume<'a> {
+    parts: &'a Parts,
+    backend: BackendRef,
+    identity: &'a Identity,
+}
+
+impl Resume<'_> {
+    fn stream(&self, rank: u16, has_replay: bool) -> Stream {
+        let mut position = None;
+        self.parts.cluster.with_state(&mut |state| {
+            let positions = state.kv_positions(self.backend.slot);
+            position = positions.into_iter().find(|it| it.rank == rank);
+        });
+        let identity = self.identity.clone();
+        let known = known_ranks(self.parts, self.backend);
+        let known = known.iter().find(|it| it.rank == rank);
+        match known.and_then(|it| it.condition.reason) {
+            Some(KvReason::Refused(refusal)) if is_void(refusal, &identity) => {
+                Stream::anew(identity, has_replay, position.map_or(0, |it| it.publisher))
+            }
+            _ => Stream::new(identity, has_replay, position),
+        }
+    }
+}
+
+/// Whether what an engine was refused for is mended: a refusal lasts as long as the run it was said of.
+fn is_void(refusal: KvRefusal, identity: &Identity) -> bool {
+    match refusal {
+        KvRefusal::Tokenizer | KvRefusal::Models => true,
+        KvRefusal::BlockSize { router, .. } => router != identity.block_size,
+        KvRefusal::Unreadable => false,
+    }
+}
+
+/// Tells that this engine's events cannot be used, once there is room for it.
+async fn refuse(parts: &Parts, backend: BackendRef, found: &Found, refusal: KvRefusal) {
+    let detail = Some(format!("{refusal:?}"));
+    parts.router.kv_board().show(
+        backend.slot,
+        Standing {
+            detail,
+            ranks: Vec::new(),
+        },
+    );
+    let known = known_ranks(parts, backend);
+    let unix_ms = || parts.router.clock().unix_ms();
+    for source in &found.ranks {
+        // Of the run that is followed: another one would empty the cache, which leases are known of.
+        let followed = known.iter().find(|it| it.rank == source.rank);
+        let batch = KvBatch {
+            backend,
+            rank: source.rank,
+            publisher: followed.map_or_else(unix_ms, |it| it.publisher),
+            news: KvNews::Refuse(refusal),
+        };
+        tell(parts, batch).await;
+    }
+}

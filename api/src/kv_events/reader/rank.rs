@@ -1,0 +1,349 @@
+//! One rank's reader: sockets on one side, the outbox on the other, a [`Stream`] between them.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use state::command::Item;
+use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvPosition, KvReason};
+use state::ids::BackendRef;
+use tokio::time::{Instant, MissedTickBehavior};
+
+use super::Parts;
+use crate::kv_events::board::RankStanding;
+use crate::kv_events::socket::{Incoming, Socket};
+use crate::kv_events::source::RankSource;
+use crate::kv_events::stream::{Around, Effect, Identity, Stream};
+
+/// From one look at the state, the clock and the outbox to the next.
+const TICK: Duration = Duration::from_millis(50);
+/// How long a stream is quiet before the engine is asked for its newest number.
+const QUIET_MAX: Duration = Duration::from_secs(1);
+/// How long what was told may not be applied before it is told anew.
+const APPLIED_WITHIN: Duration = Duration::from_secs(5);
+/// How often at most it is told that what counts as exact is in doubt: more than the log takes.
+const OBJECTION_INTERVAL: Duration = Duration::from_millis(500);
+/// First and longest pause before a replay that failed is tried again.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
+
+/// See the module.
+pub(super) struct RankReader {
+    parts: Parts,
+    backend: BackendRef,
+    identity: Identity,
+    source: RankSource,
+    stream: Stream,
+    subscription: Socket,
+    replay: Option<Socket>,
+    /// A replay to be begun: when, from where.
+    due: Option<(Instant, u64)>,
+    pause: Duration,
+    /// Told, and not taken by the outbox yet.
+    pending: VecDeque<KvBatch>,
+    /// When a message last came.
+    last_sign: Instant,
+    /// When the newest number was last asked for.
+    last_check: Instant,
+    /// When it was last told that what counts as exact is in doubt.
+    last_objection: Option<Instant>,
+    /// While the state is behind what was told: where it stands, and since when.
+    behind: Option<(Option<KvPosition>, Instant)>,
+    shown: RankStanding,
+}
+
+/// What a reader waits for.
+enum Event {
+    Live(Incoming),
+    Replayed(Incoming),
+    Tick,
+}
+
+impl RankReader {
+    pub(super) fn new(
+        parts: Parts,
+        backend: BackendRef,
+        identity: Identity,
+        source: RankSource,
+        stream: Stream,
+    ) -> Self {
+        let subscription =
+            Socket::subscription(&*parts.sockets, source.side, source.events.clone());
+        let shown = RankStanding {
+            rank: source.rank,
+            endpoint: source.events.to_string(),
+            ..RankStanding::default()
+        };
+        Self {
+            parts,
+            backend,
+            identity,
+            source,
+            stream,
+            subscription,
+            replay: None,
+            due: None,
+            pause: PAUSES.0,
+            pending: VecDeque::new(),
+            last_sign: Instant::now(),
+            last_check: Instant::now(),
+            last_objection: None,
+            behind: None,
+            shown,
+        }
+    }
+
+    /// Reads for ever.
+    pub(super) async fn run(mut self) {
+        let mut ticks = tokio::time::interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            // While the outbox has no room, nothing more is fetched.
+            let has_room = self.pending.is_empty();
+            let event = tokio::select! {
+                biased;
+                _ = ticks.tick() => Event::Tick,
+                Some(incoming) = next(&mut self.replay), if has_room => Event::Replayed(incoming),
+                Some(incoming) = self.subscription.next(), if has_room => Event::Live(incoming),
+            };
+            match event {
+                Event::Live(incoming) => self.live(incoming),
+                Event::Replayed(incoming) => self.replayed(incoming),
+                Event::Tick => self.tick(),
+            }
+            self.act();
+        }
+    }
+
+    fn live(&mut self, incoming: Incoming) {
+        match incoming {
+            Incoming::Connected => {
+                self.shown.is_connected = true;
+                self.shown.detail = None;
+                self.stream.connected();
+            }
+            Incoming::Message(seq, payload) => {
+                self.sign(seq);
+                self.with_stream(|stream, around| stream.live(seq, payload, around));
+            }
+            Incoming::Broke(why) => {
+                self.shown.detail = Some(why);
+                if std::mem::take(&mut self.shown.is_connected) {
+                    self.replay = None;
+                    self.due = None;
+                    self.stream.disconnected();
+                }
+            }
+            // A subscription has no end.
+            Incoming::End => {}
+        }
+    }
+
+    fn replayed(&mut self, incoming: Incoming) {
+        match incoming {
+            Incoming::Message(seq, payload) => {
+                self.sign(seq);
+                self.with_stream(|stream, around| stream.replayed(seq, &payload, around));
+            }
+            Incoming::End => {
+                self.replay = None;
+                self.pause = PAUSES.0;
+                self.last_sign = Instant::now();
+                self.with_stream(Stream::replay_ended);
+            }
+            Incoming::Broke(why) => {
+                self.replay = None;
+                self.shown.detail = Some(format!("replay: {why}"));
+                self.pause = (self.pause * 2).min(PAUSES.1);
+                self.with_stream(Stream::replay_failed);
+            }
+            Incoming::Connected => {}
+        }
+    }
+
+    fn sign(&mut self, seq: u64) {
+        self.last_sign = Instant::now();
+        self.shown.newest_seq = Some(seq);
+    }
+
+    fn tick(&mut self) {
+        let now = Instant::now();
+        if let Some((_, from)) = self.due.take_if(|(at, _)| *at <= now) {
+            self.begin_replay(from);
+        }
+        let (position, condition, is_unconfirmed) = self.look();
+        let is_exact = condition == Some(KvCondition::EXACT);
+        let reason = condition.and_then(|it| it.reason);
+        let is_in_doubt = matches!(reason, Some(KvReason::Doubt(_)));
+        let has_objected = self.last_objection.map(|at| now.duration_since(at));
+        if self.is_overtaken(position) || self.is_stuck(position, now) {
+            self.start_over(position);
+        } else if is_exact
+            && self.stream.is_in_doubt()
+            && has_objected.is_none_or(|since| since >= OBJECTION_INTERVAL)
+        {
+            self.last_objection = Some(now);
+            self.stream.object();
+        } else if self.pending.is_empty()
+            && self.stream.is_following()
+            && now.duration_since(self.last_check) >= QUIET_MAX
+            && (is_in_doubt || now.duration_since(self.last_sign) >= QUIET_MAX)
+        {
+            self.last_check = now;
+            if is_unconfirmed {
+                self.say_again();
+            }
+            self.stream.check(is_in_doubt);
+        }
+        self.show(position);
+    }
+
+    /// What leases brought fades as time passes in the log. Where nothing else is told there, this is.
+    fn say_again(&mut self) {
+        if let Some((publisher, seq)) = self.stream.told()
+            && !self.stream.is_in_doubt()
+        {
+            let current = self.batch(publisher, KvNews::Current { seq });
+            self.pending.push_back(current);
+        }
+    }
+
+    /// How far the state is, how it takes this rank, and whether it waits for blocks to be confirmed.
+    fn look(&self) -> (Option<KvPosition>, Option<KvCondition>, bool) {
+        let (slot, rank) = (self.backend.slot, self.source.rank);
+        let mut seen = (None, None, false);
+        self.parts.cluster.with_state(&mut |state| {
+            let position = state
+                .kv_positions(slot)
+                .into_iter()
+                .find(|it| it.rank == rank);
+            let status = state.kv_status(slot);
+            let is_unconfirmed = status.as_ref().is_some_and(|it| it.unconfirmed_blocks > 0);
+            let rank = status.and_then(|it| it.ranks.into_iter().find(|it| it.rank == rank));
+            seen = (position, rank.map(|it| it.condition), is_unconfirmed);
+        });
+        seen
+    }
+
+    /// Whether another reader told of a later run than is followed here.
+    fn is_overtaken(&self, position: Option<KvPosition>) -> bool {
+        let told = self.stream.told();
+        let pair = told.zip(position);
+        pair.is_some_and(|((publisher, _), applied)| applied.publisher > publisher)
+    }
+
+    /// Whether the state has stood still for long behind what was told, though the log goes on: it got
+    /// lost on the way.
+    fn is_stuck(&mut self, position: Option<KvPosition>, now: Instant) -> bool {
+        let applied = position.map(|it| (it.publisher, it.last.map(|(seq, _)| seq)));
+        let is_behind = self.stream.told().is_some_and(|told| applied < Some(told))
+            && self.pending.is_empty()
+            && !self.stream.is_refused()
+            && !self.parts.router.outbox_status().is_degraded;
+        match self.behind {
+            Some((at, since)) if is_behind && at == position => {
+                now.duration_since(since) >= APPLIED_WITHIN
+            }
+            _ => {
+                self.behind = is_behind.then_some((position, now));
+                false
+            }
+        }
+    }
+
+    fn start_over(&mut self, position: Option<KvPosition>) {
+        self.replay = None;
+        self.due = None;
+        self.pending.clear();
+        self.behind = None;
+        let has_replay = self.source.replay.is_some();
+        self.stream = Stream::new(self.identity.clone(), has_replay, position);
+        if self.shown.is_connected {
+            self.stream.connected();
+        }
+    }
+
+    fn with_stream(&mut self, act: impl FnOnce(&mut Stream, &Around<'_>)) {
+        let (slot, rank) = (self.backend.slot, self.source.rank);
+        let cluster = &self.parts.cluster;
+        let around = Around {
+            now_ms: self.parts.router.clock().unix_ms(),
+            known: &|engine| {
+                let mut found = None;
+                cluster.with_state(&mut |state| found = state.kv_router_hash(slot, rank, engine));
+                found
+            },
+        };
+        act(&mut self.stream, &around);
+    }
+
+    /// Does what the stream wants done.
+    fn act(&mut self) {
+        for effect in self.stream.take_effects() {
+            match effect {
+                Effect::Tell { publisher, news } => {
+                    let batch = self.batch(publisher, news);
+                    self.pending.push_back(batch);
+                }
+                Effect::Replay { from } if self.pause > PAUSES.0 => {
+                    self.replay = None;
+                    self.due = Some((Instant::now() + self.pause, from));
+                }
+                Effect::Replay { from } => self.begin_replay(from),
+            }
+        }
+        while let Some(batch) = self.pending.front() {
+            if !self.parts.router.note(Item::KvEvents(batch.clone())) {
+                self.fall_behind();
+                return;
+            }
+            self.pending.pop_front();
+        }
+    }
+
+    /// The outbox has no room. Once it has, the first thing told is that this is not the newest.
+    fn fall_behind(&mut self) {
+        if self.stream.fall_behind()
+            && let Some((publisher, _)) = self.stream.told()
+        {
+            let doubt = self.batch(publisher, KvNews::Doubt(KvDoubt::Behind));
+            self.pending.push_front(doubt);
+        }
+    }
+
+    fn batch(&self, publisher: u64, news: KvNews) -> KvBatch {
+        KvBatch {
+            backend: self.backend,
+            rank: self.source.rank,
+            publisher,
+            news,
+        }
+    }
+
+    fn begin_replay(&mut self, from: u64) {
+        let address = self.source.replay.clone();
+        let sockets = &*self.parts.sockets;
+        self.replay = address.map(|address| Socket::replay(sockets, address, from));
+    }
+
+    fn show(&mut self, position: Option<KvPosition>) {
+        let told = self.stream.told();
+        self.shown.told_seq = told.and_then(|(_, seq)| seq);
+        let applied = position.and_then(|it| it.last).map(|(seq, _)| seq);
+        self.shown.lag_messages = match (self.shown.newest_seq, applied) {
+            (Some(newest), Some(applied)) => newest.saturating_sub(applied),
+            (Some(newest), None) => newest.saturating_add(1),
+            (None, _) => 0,
+        };
+        self.shown.counts = self.stream.counts();
+        self.parts
+            .router
+            .kv_board()
+            .show_rank(self.backend.slot, self.shown.clone());
+    }
+}
+
+async fn next(socket: &mut Option<Socket>) -> Option<Incoming> {
+    match socket {
+        Some(socket) => socket.next().await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,352 @@
+//! Readers over real sockets: a state, an engine that repeats what it published, and what goes wrong
+//! between them.
+
+use std::path::Path;
+use std::sync::Mutex;
+
+use bytes::Bytes;
+use state::RouterState;
+use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Outcome};
+use state::exact::{KvEvent, KvMessage, KvMode};
+use state::ids::{AttemptId, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId};
+use state::policy::{CostSettings, PolicyConfig};
+use state::readers::Assignment;
+use tokio::net::TcpListener;
+
+use super::*;
+use crate::backends::ProbeSettings;
+use crate::kv_events::zmtp::{Connection, Kind};
+use crate::ports::{BoxFuture, ChangeFailure, ClusterStatus, Propose, ProposeFailure};
+use crate::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
+use crate::routing::{self, OutboxSettings};
+
+const MODEL: &str = "tiny";
+/// Tokens of the engine's blocks.
+const BLOCK: u32 = 2;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A cluster of one; may lose what is told of a message once.
+struct Log {
+    state: Mutex<RouterState>,
+    view: Arc<View>,
+    to_lose: Mutex<Option<u64>>,
+}
+
+impl Log {
+    fn new() -> Arc<Self> {
+        let state = RouterState::new();
+        let log = Self {
+            view: state.view(),
+            state: Mutex::new(state),
+            to_lose: Mutex::new(None),
+        };
+        log.admin(Command::InitCluster {
+            hash_seed: 7,
+            policy: PolicyConfig::Cost(CostSettings::default()),
+            fairness: Default::default(),
+        });
+        Arc::new(log)
+    }
+
+    fn apply(&self, envelope: Envelope) -> Committed {
+        let mut state = self.state.lock().unwrap();
+        let index = LogIndex(state.applied().0 + 1);
+        let reply = state.apply(index, envelope);
+        Committed { index, reply }
+    }
+
+    fn admin(&self, command: Command) {
+        let seq = self.view.applied().0 + 1;
+        self.apply(Envelope {
+            origin: Origin {
+                replica: ReplicaId(1),
+                session: SessionId(1),
+                lane: Lane::Admin,
+                seq,
+            },
+            proposed_at_ms: 0,
+            command,
+        });
+    }
+
+    /// A backend that is read here, with its events and replays on these ports.
+    fn add(&self, events: u16, replay: u16) -> BackendRef {
+        self.admin(Command::PutBackend(BackendSpec {
+            id: "gpu".to_owned(),
+            url: "http://127.0.0.1:1".to_owned(),
+            models: vec![MODEL.to_owned()],
+            labels: BTreeMap::new(),
+            capacity_blocks: None,
+            kv_events: Some(format!("tcp://127.0.0.1:{events}")),
+            kv_replay: Some(format!("tcp://127.0.0.1:{replay}")),
+        }));
+        let backend = self.view.registry().backends[0].handle;
+        let replica = ReplicaId(1);
+        let reader = Assignment { backend, replica };
+        self.admin(Command::AssignReaders(vec![reader]));
+        backend
+    }
+
+    fn tell(&self, backend: BackendRef, news: KvNews) {
+        let batch = KvBatch {
+            backend,
+            rank: 0,
+            publisher: 5,
+            news,
+        };
+        self.admin(Command::Batch {
+            base_attempt: AttemptId(0),
+            items: vec![Item::KvEvents(batch)],
+        });
+    }
+
+    fn condition(&self) -> Option<KvCondition> {
+        self.view.registry().kv(Slot(0))
+    }
+
+    async fn until(&self, what: impl Fn(KvCondition) -> bool) {
+        let waiting = async {
+            let mut ticks = tokio::time::interval(Duration::from_millis(5));
+            while !self.condition().is_some_and(&what) {
+                ticks.tick().await;
+            }
+        };
+        let waited = tokio::time::timeout(PATIENCE, waiting).await;
+        assert!(waited.is_ok(), "it stays {:?}", self.condition());
+    }
+}
+
+impl Propose for Log {
+    fn propose(&self, mut envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+        if let Command::Batch { items, .. } = &mut envelope.command {
+            let mut to_lose = self.to_lose.lock().unwrap();
+            items.retain(|item| match item {
+                Item::KvEvents(batch) => match &batch.news {
+                    KvNews::Message(message) => to_lose.take_if(|it| *it == message.seq).is_none(),
+                    _ => true,
+                },
+                _ => true,
+            });
+        }
+        Box::pin(std::future::ready(Ok(self.apply(envelope))))
+    }
+}
+
+impl Cluster for Log {
+    fn submit(&self, _: Command) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+        unreachable!("readers use the outbox")
+    }
+
+    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeFailure>> {
+        unreachable!("readers read what is applied")
+    }
+
+    fn with_state(&self, read: &mut dyn FnMut(&RouterState)) {
+        read(&self.state.lock().unwrap());
+    }
+
+    fn status(&self) -> ClusterStatus {
+        ClusterStatus {
+            id: ReplicaId(1),
+            session: SessionId(1),
+            cluster_id: None,
+            role: "leader",
+            term: 1,
+            leader: Some(ReplicaId(1)),
+            has_quorum: true,
+            committed_index: 0,
+            applied_index: 0,
+            snapshot_index: None,
+            caught_up: true,
+            is_removed: false,
+            fault: None,
+            version: "0.0.0",
+            members: BTreeMap::new(),
+        }
+    }
+
+    fn add_member(&self, _: ReplicaId, _: String) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        unreachable!("readers change no members")
+    }
+
+    fn promote_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        unreachable!("readers change no members")
+    }
+
+    fn remove_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        unreachable!("readers change no members")
+    }
+
+    fn transfer_leader(
+        &self,
+        _: Option<ReplicaId>,
+    ) -> BoxFuture<'_, Result<ReplicaId, ChangeFailure>> {
+        unreachable!("readers change no leader")
+    }
+
+    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+        unreachable!("readers take no snapshots")
+    }
+}
+
+/// Reads in the background as long as the test's runtime is there.
+fn read(log: &Arc<Log>) {
+    let spec = TokenizerSpec::HuggingFace(
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/fixtures/tokenizers/chatml/tokenizer.json"),
+    );
+    let backends = Arc::new(Backends::new(ProbeSettings::default()));
+    let router = Arc::new(Router::new(routing::Parts {
+        view: log.view.clone(),
+        backends: backends.clone(),
+        models: vec![ModelSettings {
+            name: "*".to_owned(),
+            tokenizer: Tokenizer::load(spec, None).unwrap(),
+            block_size: BLOCK,
+        }],
+        replica: ReplicaId(1),
+        session: SessionId(1),
+        outbox: OutboxSettings::default(),
+        overrides: PolicyConfig::defaults(),
+        clock: crate::clock::Clock::default(),
+    }));
+    let parts = Parts {
+        cluster: log.clone(),
+        view: log.view.clone(),
+        router: router.clone(),
+        backends,
+        sockets: Arc::new(crate::kv_events::socket::Zmq),
+    };
+    tokio::spawn(run(parts, CancellationToken::new()));
+    let log: Arc<dyn Propose> = log.clone();
+    tokio::spawn(async move {
+        router
+            .run_outbox(log, CancellationToken::new(), Duration::ZERO)
+            .await
+    });
+}
+
+/// Message `seq`: one first block.
+fn message(seq: u8) -> Bytes {
+    let mut bytes = b"\x92\xa1a\x91\x95\xabBlockStored\x91".to_vec();
+    bytes.extend([100 + seq, 0xc0, 0x92, seq, seq, BLOCK as u8]);
+    bytes.into()
+}
+
+/// An engine that has published so many messages; answers the ports of its two sockets.
+async fn engine(messages: u8) -> (u16, u16) {
+    let events = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let replay = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let ports = [&events, &replay].map(|it| it.local_addr().unwrap().port());
+    tokio::spawn(async move {
+        loop {
+            let (socket, _) = events.accept().await.unwrap();
+            tokio::spawn(async move {
+                let mut peer = Connection::open(socket, Kind::Pub).await.unwrap();
+                while peer.receive().await.is_ok() {}
+            });
+        }
+    });
+    tokio::spawn(async move {
+        loop {
+            let (socket, _) = replay.accept().await.unwrap();
+            let mut peer = Connection::open(socket, Kind::Router).await.unwrap();
+            let asked = peer.receive().await.unwrap();
+            let from = u64::from_be_bytes(asked.last().unwrap()[..].try_into().unwrap());
+            for seq in (0..messages).filter(|seq| u64::from(*seq) >= from) {
+                let number = u64::from(seq).to_be_bytes();
+                peer.send(&[b"", b"", &number, &message(seq)])
+                    .await
+                    .unwrap();
+            }
+            peer.send(&[b"", b"", &[0xff; 8], b""]).await.unwrap();
+        }
+    });
+    (ports[0], ports[1])
+}
+
+fn stored(seq: u64) -> KvNews {
+    KvNews::Message(KvMessage {
+        seq,
+        mark: 1,
+        part: 0,
+        is_last: true,
+        is_after_loss: false,
+        events: vec![KvEvent::Stored {
+            parent: None,
+            blocks: vec![(EngineHash(seq), BlockHash(seq))],
+        }],
+    })
+}
+
+#[tokio::test]
+async fn what_was_exact_is_in_doubt_while_the_publisher_cannot_be_reached() {
+    let log = Log::new();
+    // Nobody listens there any more.
+    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = closed.local_addr().unwrap().port();
+    drop(closed);
+    let backend = log.add(port, port);
+    log.tell(backend, stored(0));
+    log.tell(backend, KvNews::Current { seq: Some(0) });
+    assert_eq!(log.condition(), Some(KvCondition::EXACT));
+    read(&log);
+    log.until(|it| matches!(it.reason, Some(KvReason::Doubt(_))))
+        .await;
+}
+
+#[tokio::test]
+async fn what_gets_lost_on_the_way_is_told_again() {
+    let log = Log::new();
+    *log.to_lose.lock().unwrap() = Some(1);
+    let (events, replay) = engine(3).await;
+    log.add(events, replay);
+    read(&log);
+    log.until(|it| it == KvCondition::EXACT).await;
+    assert_eq!(*log.to_lose.lock().unwrap(), None);
+    assert_eq!(log.state.lock().unwrap().owned_blocks(Slot(0)), 3);
+}
+
+#[tokio::test]
+async fn a_refusal_that_is_mended_ends_with_the_next_reader() {
+    let log = Log::new();
+    let (events, replay) = engine(2).await;
+    let backend = log.add(events, replay);
+    let refusal = KvRefusal::BlockSize {
+        engine: BLOCK,
+        router: BLOCK + 1,
+    };
+    log.tell(backend, KvNews::Refuse(refusal));
+    assert_eq!(log.condition().map(|it| it.mode), Some(KvMode::Lease));
+    read(&log);
+    log.until(|it| it == KvCondition::EXACT).await;
+    assert_eq!(log.state.lock().unwrap().owned_blocks(Slot(0)), 2);
+}
+
+#[tokio::test]
+async fn what_no_event_confirms_fades_in_a_quiet_cluster() {
+    let log = Log::new();
+    let (events, replay) = engine(1).await;
+    let backend = log.add(events, replay);
+    read(&log);
+    log.until(|it| it == KvCondition::EXACT).await;
+    let items = [
+        Item::Acquire {
+            attempt: 1,
+            backend,
+            tip: None,
+            new: vec![BlockHash(77)],
+        },
+        Item::Release {
+            attempt: 1,
+            outcome: Outcome::Kept,
+        },
+    ];
+    log.admin(Command::Batch {
+        base_attempt: AttemptId(0),
+        items: items.into(),
+    });
+    assert!(log.view.blocks.owns(Slot(0), BlockHash(77)));
+    log.until(|_| !log.view.blocks.owns(Slot(0), BlockHash(77)))
+        .await;
+}

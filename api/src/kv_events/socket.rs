@@ -1,0 +1,376 @@
+//! The two sockets of a reader as streams of what comes over them: the subscription, which goes on
+//! for ever, and a replay, which ends. Each runs in a task of its own behind a short queue, so that a
+//! reader that is held up holds up the peer, and not this replica's memory. Where they lead is a port,
+//! [`Sockets`]: [`Zmq`], or what a simulation plays.
+
+use std::io;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::sync::mpsc;
+use tokio::task::AbortHandle;
+use tokio::time::{sleep, timeout};
+
+use super::endpoint::{Address, Side};
+use super::zmtp::{Connection, Kind, ZmtpError};
+use crate::backends::pool::prepare;
+use crate::ports::BoxFuture;
+
+/// Messages waiting for the reader.
+const QUEUE_MESSAGES_MAX: usize = 256;
+/// Longest wait for a connection.
+const CONNECT_MAX: Duration = Duration::from_secs(2);
+/// Between TCP keep-alive probes.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// First and longest pause between two tries to connect.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+/// Longest silence of an engine that is asked to repeat messages: vLLM looks for such requests
+/// ten times a second.
+const REPLAY_SILENCE_MAX: Duration = Duration::from_secs(3);
+/// The number that ends a replay.
+const REPLAY_END: u64 = u64::MAX;
+
+/// What a socket brings.
+#[derive(Debug)]
+pub enum Incoming {
+    /// The subscription stands.
+    Connected,
+    /// A numbered message.
+    Message(u64, Bytes),
+    /// The replay is complete.
+    End,
+    /// The subscription broke and is tried again, or the replay ended too soon.
+    Broke(String),
+}
+
+/// How readers reach what engines publish.
+pub trait Sockets: Send + Sync + 'static {
+    /// Subscribes to everything an engine publishes at `address`, again whenever that breaks, until
+    /// nobody takes from `queue` any more.
+    fn subscribe(
+        &self,
+        side: Side,
+        address: Address,
+        queue: mpsc::Sender<Incoming>,
+    ) -> BoxFuture<'static, ()>;
+
+    /// Asks for all messages from `from` on, and queues them; says why when they are not complete.
+    fn replay(
+        &self,
+        address: Address,
+        from: u64,
+        queue: mpsc::Sender<Incoming>,
+    ) -> BoxFuture<'static, Result<(), String>>;
+}
+
+/// ZeroMQ's, over TCP and Unix sockets.
+#[derive(Debug, Clone, Copy)]
+pub struct Zmq;
+
+impl Sockets for Zmq {
+    fn subscribe(
+        &self,
+        side: Side,
+        address: Address,
+        queue: mpsc::Sender<Incoming>,
+    ) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            match side {
+                Side::Engine => subscribe_by_dialling(&address, &queue).await,
+                Side::Here => subscribe_by_listening(&address, &queue).await,
+            }
+        })
+    }
+
+    fn replay(
+        &self,
+        address: Address,
+        from: u64,
+        queue: mpsc::Sender<Incoming>,
+    ) -> BoxFuture<'static, Result<(), String>> {
+        Box::pin(async move {
+            let replayed = replay(&address, from, &queue).await;
+            replayed.map_err(|error| error.to_string())
+        })
+    }
+}
+
+/// A socket's task; dropping it closes the socket.
+pub(super) struct Socket {
+    incoming: mpsc::Receiver<Incoming>,
+    task: AbortHandle,
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Socket {
+    /// Subscribes to everything an engine publishes at `address`, again whenever that breaks.
+    pub(super) fn subscription(sockets: &dyn Sockets, side: Side, address: Address) -> Self {
+        let (queue, incoming) = mpsc::channel(QUEUE_MESSAGES_MAX);
+        let task = tokio::spawn(sockets.subscribe(side, address, queue));
+        Self {
+            incoming,
+            task: task.abort_handle(),
+        }
+    }
+
+    /// Asks for all messages from `from` on.
+    pub(super) fn replay(sockets: &dyn Sockets, address: Address, from: u64) -> Self {
+        let (queue, incoming) = mpsc::channel(QUEUE_MESSAGES_MAX);
+        let replayed = sockets.replay(address, from, queue.clone());
+        let task = tokio::spawn(async move {
+            let last = match replayed.await {
+                Ok(()) => Incoming::End,
+                Err(why) => Incoming::Broke(why),
+            };
+            // Nobody waits for it any more when this fails.
+            drop(queue.send(last).await);
+        });
+        Self {
+            incoming,
+            task: task.abort_handle(),
+        }
+    }
+
+    /// The next of what comes. `None`: its task is over.
+    pub(super) async fn next(&mut self) -> Option<Incoming> {
+        self.incoming.recv().await
+    }
+}
+
+async fn dial(address: &Address, kind: Kind) -> Result<Connection, ZmtpError> {
+    let connecting = async {
+        match address {
+            Address::Ipc(path) => Connection::open(UnixStream::connect(path).await?, kind).await,
+            Address::Tcp { host, port } => {
+                let host = host.as_deref().unwrap_or("localhost");
+                let host = host.trim_start_matches('[').trim_end_matches(']');
+                let stream = TcpStream::connect((host, *port)).await?;
+                prepare(&stream, KEEP_ALIVE)?;
+                Connection::open(stream, kind).await
+            }
+        }
+    };
+    match timeout(CONNECT_MAX, connecting).await {
+        Ok(connected) => connected,
+        Err(_) => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+    }
+}
+
+async fn subscribe_by_dialling(address: &Address, queue: &mpsc::Sender<Incoming>) {
+    let mut pause = PAUSES.0;
+    loop {
+        let error = match dial(address, Kind::Sub).await {
+            Ok(mut connection) => {
+                pause = PAUSES.0;
+                pass_on(&mut connection, queue).await
+            }
+            Err(error) => error,
+        };
+        if queue
+            .send(Incoming::Broke(error.to_string()))
+            .await
+            .is_err()
+        {
+            return;
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(PAUSES.1);
+    }
+}
+
+/// Takes the newest engine that dials: an older connection is that of a process before it.
+async fn subscribe_by_listening(address: &Address, queue: &mpsc::Sender<Incoming>) {
+    let Address::Tcp { host, port } = address else {
+        let why = "an engine can dial tcp:// only".to_owned();
+        drop(queue.send(Incoming::Broke(why)).await);
+        return;
+    };
+    let host = host.as_deref().unwrap_or("0.0.0.0");
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let listener = loop {
+        match TcpListener::bind((host, *port)).await {
+            Ok(listener) => break listener,
+            Err(error) => {
+                let why = format!("listen on {address}: {error}");
+                if queue.send(Incoming::Broke(why)).await.is_err() {
+                    return;
+                }
+                sleep(PAUSES.1).await;
+            }
+        }
+    };
+    let mut dialled: Option<Connection> = None;
+    let mut greeted: Option<Greeting> = None;
+    loop {
+        match served_until_newer(&listener, dialled.as_mut(), &mut greeted, queue).await {
+            Ok(newer) => dialled = Some(newer),
+            Err(error) => {
+                dialled = None;
+                if queue
+                    .send(Incoming::Broke(error.to_string()))
+                    .await
+                    .is_err()
+                {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// A connection whose handshake is under way.
+type Greeting = BoxFuture<'static, Result<Connection, ZmtpError>>;
+
+/// Passes on what comes over `dialled` until it breaks or a newer engine is connected. Who dials and
+/// says nothing holds nobody up.
+async fn served_until_newer(
+    listener: &TcpListener,
+    dialled: Option<&mut Connection>,
+    greeted: &mut Option<Greeting>,
+    queue: &mpsc::Sender<Incoming>,
+) -> Result<Connection, ZmtpError> {
+    let served = async {
+        match dialled {
+            Some(connection) => pass_on(connection, queue).await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::pin!(served);
+    loop {
+        let greeting = async {
+            match greeted.as_mut() {
+                Some(greeting) => greeting.await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            error = &mut served => return Err(error),
+            opened = greeting => {
+                *greeted = None;
+                if opened.is_ok() {
+                    return opened;
+                }
+            }
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) if prepare(&stream, KEEP_ALIVE).is_ok() => {
+                    *greeted = Some(Box::pin(Connection::open(stream, Kind::Sub)));
+                }
+                Ok(_) => {}
+                Err(_) => sleep(PAUSES.0).await,
+            }
+        }
+    }
+}
+
+/// Subscribes and queues what comes until the connection breaks.
+async fn pass_on(connection: &mut Connection, queue: &mpsc::Sender<Incoming>) -> ZmtpError {
+    if let Err(error) = connection.subscribe_to_all().await {
+        return error;
+    }
+    if queue.send(Incoming::Connected).await.is_err() {
+        return ZmtpError::Closed;
+    }
+    loop {
+        let message = match connection.receive().await {
+            Ok(frames) => read(&frames),
+            Err(error) => return error,
+        };
+        let Some((seq, payload)) = message else {
+            return ZmtpError::Message("it has no number");
+        };
+        if queue.send(Incoming::Message(seq, payload)).await.is_err() {
+            return ZmtpError::Closed;
+        }
+    }
+}
+
+async fn replay(
+    address: &Address,
+    from: u64,
+    queue: &mpsc::Sender<Incoming>,
+) -> Result<(), ZmtpError> {
+    let mut connection = dial(address, Kind::Dealer).await?;
+    connection.send(&[b"", &from.to_be_bytes()]).await?;
+    loop {
+        let frames = timeout(REPLAY_SILENCE_MAX, connection.receive()).await;
+        let frames = frames.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        match read(&frames) {
+            Some((REPLAY_END, _)) => return Ok(()),
+            Some((seq, payload)) => {
+                if queue.send(Incoming::Message(seq, payload)).await.is_err() {
+                    return Ok(());
+                }
+            }
+            None => return Err(ZmtpError::Message("it has no number")),
+        }
+    }
+}
+
+/// Number and payload: the last frames but one and the last. How many stand before them depends on
+/// the engine's version.
+fn read(frames: &[Bytes]) -> Option<(u64, Bytes)> {
+    let [.., seq, payload] = frames else {
+        return None;
+    };
+    let seq = u64::from_be_bytes(seq[..].try_into().ok()?);
+    Some((seq, payload.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn numbers(socket: &mut Socket, count: usize) -> Vec<u64> {
+        let mut numbers = Vec::new();
+        while numbers.len() < count {
+            if let Some(Incoming::Message(seq, _)) = socket.next().await {
+                numbers.push(seq);
+            }
+        }
+        numbers
+    }
+
+    async fn dial_in(port: u16) -> TcpStream {
+        loop {
+            match TcpStream::connect(("127.0.0.1", port)).await {
+                Ok(stream) => return stream,
+                Err(_) => tokio::task::yield_now().await,
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn an_engine_that_dials_is_heard_beside_a_silent_one() {
+        let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let host = Some("127.0.0.1".to_owned());
+        let mut socket = Socket::subscription(&Zmq, Side::Here, Address::Tcp { host, port });
+        let mut engine = Connection::open(dial_in(port).await, Kind::Pub)
+            .await
+            .unwrap();
+        assert_eq!(&engine.receive().await.unwrap()[0][..], b"\x01");
+        engine.send(&[b"", &[0; 8], b"a"]).await.unwrap();
+        assert_eq!(numbers(&mut socket, 1).await, [0]);
+        let _silent = dial_in(port).await;
+        engine
+            .send(&[b"", &1_u64.to_be_bytes(), b"b"])
+            .await
+            .unwrap();
+        assert_eq!(numbers(&mut socket, 1).await, [1]);
+        // An engine that restarted is heard in the place of the one before.
+        let mut next = Connection::open(dial_in(port).await, Kind::Pub)
+            .await
+            .unwrap();
+        next.receive().await.unwrap();
+        next.send(&[b"", &[0; 8], b"c"]).await.unwrap();
+        assert_eq!(numbers(&mut socket, 1).await, [0]);
+    }
+}

@@ -1,0 +1,294 @@
+//! What a reader asks an engine before it follows its events: which model blocks without an adapter
+//! are of, and, with `kv_events = "auto"`, where it publishes.
+
+use std::time::Duration;
+
+use http::{HeaderValue, StatusCode};
+use serde::Deserialize;
+use state::Backend;
+
+use super::endpoint::{Address, Endpoint, Side, Source};
+use crate::backends::ProbeClient;
+
+/// Longest answer read, in bytes.
+const BODY_BYTES_MAX: usize = 1 << 20;
+/// Longest wait for one answer.
+const ANSWER_MAX: Duration = Duration::from_secs(2);
+
+/// One data-parallel rank's sockets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RankSource {
+    pub(super) rank: u16,
+    pub(super) side: Side,
+    pub(super) events: Address,
+    pub(super) replay: Option<Address>,
+}
+
+/// What an engine answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Found {
+    /// The model that blocks without an adapter are of; `None`: there are several.
+    pub(super) model: Option<String>,
+    pub(super) ranks: Vec<RankSource>,
+}
+
+#[derive(Deserialize)]
+struct Models {
+    data: Vec<Model>,
+}
+
+/// vLLM lists adapters beside the models they are for, their `parent`.
+#[derive(Deserialize)]
+struct Model {
+    id: String,
+    #[serde(default)]
+    parent: Option<String>,
+}
+
+/// One publisher as vLLM's `/kv_event_sources` names it, and as SGLang's `kv_events_config` does.
+#[derive(Deserialize)]
+struct Publisher {
+    #[serde(default = "yes")]
+    enable_kv_cache_events: bool,
+    #[serde(default)]
+    publisher: Option<String>,
+    #[serde(default)]
+    endpoint: Option<String>,
+    #[serde(default)]
+    replay_endpoint: Option<String>,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// SGLang's `/server_info`: the flag is a text that holds JSON.
+#[derive(Deserialize)]
+struct ServerInfo {
+    #[serde(default)]
+    kv_events_config: Option<String>,
+    #[serde(default)]
+    dp_size: Option<u16>,
+}
+
+/// Asks the engine behind `backend`.
+pub(super) async fn find(
+    backend: &Backend,
+    authorization: Option<HeaderValue>,
+) -> Result<Found, String> {
+    let spec = &backend.spec;
+    let source = spec.kv_events.as_deref().unwrap_or_default();
+    let source: Source = source.parse().map_err(|bad| format!("kv_events: {bad}"))?;
+    let client = ProbeClient::new(&spec.url, authorization, ANSWER_MAX);
+    let mut client = client.map_err(|failure| failure.to_string())?;
+    let host = host(&spec.url);
+    let model = match &spec.models[..] {
+        [only] if only != "*" => Some(only.clone()),
+        _ => {
+            let answer = get(&mut client, "/v1/models").await?;
+            let answer = answer.ok_or("the engine lists no models")?;
+            base_model(&answer)?
+        }
+    };
+    let ranks = match source {
+        Source::At(events) => {
+            let replay = spec.kv_replay.as_deref().map(str::parse::<Endpoint>);
+            let replay = replay
+                .transpose()
+                .map_err(|bad| format!("kv_replay: {bad}"))?;
+            ranks_of(&events, replay.as_ref(), &host)?
+        }
+        Source::Auto => ask_where(&mut client, &host).await?,
+    };
+    Ok(Found { model, ranks })
+}
+
+async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSource>, String> {
+    if let Some(answer) = get(client, "/kv_event_sources").await? {
+        return read_sources(&answer, host);
+    }
+    match get(client, "/server_info").await? {
+        Some(answer) => read_server_info(&answer, host),
+        None => Err("the engine does not say where it publishes: name kv_events".to_owned()),
+    }
+}
+
+/// vLLM: by rank, each with its own endpoints.
+fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
+    let sources: std::collections::BTreeMap<String, Publisher> =
+        serde_json::from_slice(answer).map_err(|error| format!("/kv_event_sources: {error}"))?;
+    let mut ranks = Vec::new();
+    for (rank, publisher) in sources {
+        let rank = rank
+            .parse()
+            .map_err(|_| "/kv_event_sources: no rank".to_owned())?;
+        let (events, replay) = endpoints(&publisher)?;
+        // Here each rank is named with its own ports.
+        ranks.extend(
+            ranks_of(&events, replay.as_ref(), host)?
+                .into_iter()
+                .map(|source| RankSource { rank, ..source }),
+        );
+    }
+    match ranks.is_empty() {
+        true => Err("the engine publishes no KV events".to_owned()),
+        false => Ok(ranks),
+    }
+}
+
+fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
+    let bad = |error| format!("/server_info: {error}");
+    let info: ServerInfo = serde_json::from_slice(answer).map_err(bad)?;
+    let config = info.kv_events_config.filter(|config| !config.is_empty());
+    let config = config.ok_or("the engine publishes no KV events")?;
+    let publisher: Publisher = serde_json::from_str(&config).map_err(bad)?;
+    let (mut events, mut replay) = endpoints(&publisher)?;
+    events.ranks = info.dp_size.unwrap_or(1).max(1);
+    if let Some(replay) = &mut replay {
+        replay.ranks = events.ranks;
+    }
+    ranks_of(&events, replay.as_ref(), host)
+}
+
+fn endpoints(publisher: &Publisher) -> Result<(Endpoint, Option<Endpoint>), String> {
+    let is_zmq = publisher.publisher.as_deref().is_none_or(|it| it == "zmq");
+    if !publisher.enable_kv_cache_events || !is_zmq {
+        return Err("the engine publishes no KV events".to_owned());
+    }
+    let parse = |endpoint: &str| {
+        let endpoint: Endpoint = endpoint
+            .parse()
+            .map_err(|bad| format!("{endpoint}: {bad}"))?;
+        Ok::<_, String>(endpoint)
+    };
+    let events = publisher.endpoint.as_deref().unwrap_or("tcp://*:5557");
+    let parsed = parse(events)?;
+    let is_bound = matches!(
+        &parsed.address,
+        Address::Ipc(_) | Address::Tcp { host: None, .. }
+    ) || events.contains("::");
+    if !is_bound {
+        return Err(format!(
+            "the engine dials {events}: name kv_events = \"bind:{events}\""
+        ));
+    }
+    let replay = publisher
+        .replay_endpoint
+        .as_deref()
+        .filter(|it| !it.is_empty());
+    Ok((parsed, replay.map(parse).transpose()?))
+}
+
+fn ranks_of(
+    events: &Endpoint,
+    replay: Option<&Endpoint>,
+    host: &str,
+) -> Result<Vec<RankSource>, String> {
+    let of_rank = |rank| {
+        let replay = replay.map(|replay| replay.of_rank(rank, host));
+        Some(RankSource {
+            rank,
+            side: events.side,
+            events: events.of_rank(rank, host)?,
+            replay: match replay {
+                Some(address) => Some(address?),
+                None => None,
+            },
+        })
+    };
+    let ranks: Option<Vec<RankSource>> = (0..events.ranks).map(of_rank).collect();
+    ranks.ok_or("there are not so many ports".to_owned())
+}
+
+fn base_model(answer: &[u8]) -> Result<Option<String>, String> {
+    let models: Models =
+        serde_json::from_slice(answer).map_err(|error| format!("/v1/models: {error}"))?;
+    let mut bases = models
+        .data
+        .into_iter()
+        .filter(|model| model.parent.is_none());
+    let first = bases.next().ok_or("the engine lists no models")?;
+    Ok(bases.next().is_none().then_some(first.id))
+}
+
+/// The body of a good answer; `None` where the engine does not know the path.
+async fn get(client: &mut ProbeClient, path: &str) -> Result<Option<bytes::Bytes>, String> {
+    let answer = client.get(path, BODY_BYTES_MAX).await;
+    let answer = answer.map_err(|failure| format!("{path}: {failure}"))?;
+    match answer.status {
+        status if status.is_success() => Ok(Some(answer.body)),
+        StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED => Ok(None),
+        status => Err(format!("{path}: status {}", status.as_u16())),
+    }
+}
+
+/// The host of a backend's URL, which was checked when it was registered.
+fn host(url: &str) -> String {
+    let uri = url.parse::<http::Uri>().unwrap_or_default();
+    uri.host().unwrap_or("localhost").to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(found: Result<Vec<RankSource>, String>) -> String {
+        match found {
+            Ok(ranks) => ranks
+                .iter()
+                .map(|it| {
+                    let replay = it.replay.as_ref().map(ToString::to_string);
+                    format!("{} {} {}\n", it.rank, it.events, replay.unwrap_or_default())
+                })
+                .collect(),
+            Err(why) => why,
+        }
+    }
+
+    #[test]
+    fn vllm_names_its_publishers_by_rank() {
+        let answer = br#"{
+            "0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
+                  "replay_endpoint": "tcp://*:5600", "buffer_steps": 10000, "topic": ""},
+            "1": {"endpoint": "tcp://*:5558", "replay_endpoint": null}
+        }"#;
+        let found = shown(read_sources(answer, "gpu"));
+        assert_eq!(
+            found,
+            "0 tcp://gpu:5557 tcp://gpu:5600\n1 tcp://gpu:5558 \n"
+        );
+        let off = shown(read_sources(
+            br#"{"0": {"enable_kv_cache_events": false}}"#,
+            "gpu",
+        ));
+        assert_eq!(off, "the engine publishes no KV events");
+        let dials = shown(read_sources(
+            br#"{"0": {"endpoint": "tcp://10.0.0.9:5557"}}"#,
+            "gpu",
+        ));
+        assert!(dials.contains("bind:tcp://10.0.0.9:5557"), "{dials}");
+    }
+
+    #[test]
+    fn sglang_names_one_publisher_for_all_ranks() {
+        let answer = br#"{
+            "dp_size": 2,
+            "kv_events_config": "{\"publisher\": \"zmq\", \"endpoint\": \"tcp://*:5557\"}"
+        }"#;
+        let found = shown(read_server_info(answer, "gpu"));
+        assert_eq!(found, "0 tcp://gpu:5557 \n1 tcp://gpu:5558 \n");
+        let off = shown(read_server_info(b"{}", "gpu"));
+        assert_eq!(off, "the engine publishes no KV events");
+    }
+
+    #[test]
+    fn adapters_are_no_base_models() {
+        let one = br#"{"data": [{"id": "base", "parent": null}, {"id": "ada", "parent": "base"}]}"#;
+        assert_eq!(base_model(one), Ok(Some("base".to_owned())));
+        assert_eq!(
+            base_model(br#"{"data": [{"id": "a"}, {"id": "b"}]}"#),
+            Ok(None)
+        );
+        assert!(base_model(br#"{"data": []}"#).is_err());
+    }
+}

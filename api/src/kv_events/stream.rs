@@ -1,0 +1,532 @@
+//! One publisher's stream as its reader follows it: which messages count, what is missing, when the
+//! engine restarted. Pure: messages and ends of replays come in, [`Effect`]s come out.
+//!
+//! Messages are numbered from 0 by each run of an engine, and an engine repeats the last ten
+//! thousand when asked. Rules:
+//!
+//! - The next number is told; a message that was told is dropped; a missing one is asked for again,
+//!   from the last one told on. What comes meanwhile is held.
+//! - A replay begins with the last message told. If it is another one under that number, or numbers
+//!   end before it, the engine has restarted: its run is told from its beginning.
+//! - What the engine repeats no more is lost: that is told with the message after it, and the view
+//!   is a partial one from there on.
+//! - A connection may have broken without a trace, and a publisher drops what a slow subscriber does
+//!   not fetch. So the newest number is asked for after each connect and whenever it is quiet.
+
+mod blocks;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use bytes::Bytes;
+use state::exact::{KvDoubt, KvMessage, KvNews, KvPosition, KvRefusal};
+use state::ids::{BlockHash, EngineHash};
+use xxhash_rust::xxh3::xxh3_64;
+
+pub use blocks::Identity;
+use blocks::{Blocks, Unusable};
+
+use super::wire;
+
+/// Messages before the last one told that a first replay asks for too: they teach which groups of
+/// layers there are.
+const RECALL_MESSAGES: u64 = 64;
+/// Marks of told messages that are remembered.
+const MARKS_MAX: usize = 256;
+/// Bytes of messages held while earlier ones are replayed. Beyond it they are replayed themselves.
+const HELD_BYTES_MAX: usize = 16 << 20;
+/// Replays in a row that may fail before what they would bring counts as lost.
+const REPLAY_ATTEMPTS_MAX: u32 = 5;
+
+/// What is to be done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Effect {
+    /// Tell the cluster of this publisher's run.
+    Tell {
+        /// The run.
+        publisher: u64,
+        /// What of it.
+        news: KvNews,
+    },
+    /// Ask for all messages from this number on; answers go to [`Stream::replayed`], its end to
+    /// [`Stream::replay_ended`] or [`Stream::replay_failed`]. A replay under way is given up.
+    Replay {
+        /// First number.
+        from: u64,
+    },
+}
+
+/// What a stream needs of its surroundings at a call.
+pub struct Around<'a> {
+    /// Unix milliseconds: numbers runs.
+    pub now_ms: u64,
+    /// The router's hash of a block that the replicated state knows.
+    pub known: &'a dyn Fn(EngineHash) -> Option<BlockHash>,
+}
+
+/// What a stream met, to be shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Counts {
+    /// Messages told.
+    pub messages: u64,
+    /// Blocks told as stored, copies included.
+    pub stored: u64,
+    /// Blocks told as removed, copies included.
+    pub removed: u64,
+    /// Messages that had been told before.
+    pub repeats: u64,
+    /// Times that messages were found missing.
+    pub gaps: u64,
+    /// Times that missing messages could not be had.
+    pub losses: u64,
+    /// Runs of the engine that began.
+    pub runs: u64,
+    /// Replays asked for.
+    pub replays: u64,
+    /// Blocks that no prompt's hash can be given for: media, numbered adapters, odd events.
+    pub foreign: u64,
+    /// Blocks whose parent was not known.
+    pub orphans: u64,
+}
+
+/// The run that is followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Run {
+    publisher: u64,
+    /// Number and mark of the last message told.
+    last: Option<(u64, u64)>,
+}
+
+impl Run {
+    fn next(&self) -> u64 {
+        self.last.map_or(0, |(seq, _)| seq.saturating_add(1))
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Not connected.
+    Detached,
+    /// Waiting for what was asked for.
+    Replaying {
+        /// Whether the last message told has come again, or none was told.
+        is_verified: bool,
+        /// Failed tries so far.
+        attempts: u32,
+    },
+    /// Up to date, as far as is known.
+    Following,
+}
+
+/// A publisher's stream.
+pub struct Stream {
+    has_replay: bool,
+    /// Greatest number of a run so far.
+    newest_run: u64,
+    run: Option<Run>,
+    phase: Phase,
+    held: BTreeMap<u64, Bytes>,
+    held_bytes: usize,
+    marks: VecDeque<(u64, u64)>,
+    blocks: Blocks,
+    /// Told last; a stream begins in doubt.
+    doubt: Option<KvDoubt>,
+    /// Whether this run cannot be used.
+    refusal: Option<KvRefusal>,
+    counts: Counts,
+    effects: Vec<Effect>,
+}
+
+impl Stream {
+    /// A stream that goes on from `position`; `None`: nothing was told of this publisher.
+    /// `has_replay` says whether the engine can be asked to repeat messages.
+    #[must_use]
+    pub fn new(identity: Identity, has_replay: bool, position: Option<KvPosition>) -> Self {
+        let run = position.map(|position| Run {
+            publisher: position.publisher,
+            last: position.last,
+        });
+        Self {
+            has_replay,
+            newest_run: run.map_or(0, |run| run.publisher),
+            run,
+            phase: Phase::Detached,
+            held: BTreeMap::new(),
+            held_bytes: 0,
+            marks: run.and_then(|run| run.last).into_iter().collect(),
+            blocks: Blocks::new(identity),
+            doubt: Some(KvDoubt::Handover),
+            refusal: None,
+            counts: Counts::default(),
+            effects: Vec::new(),
+        }
+    }
+
+    /// A stream that begins a run later than `publisher`, whatever was told of that one.
+    #[must_use]
+    pub fn anew(identity: Identity, has_replay: bool, publisher: u64) -> Self {
+        let mut stream = Self::new(identity, has_replay, None);
+        stream.newest_run = publisher;
+        stream
+    }
+
+    /// What it met so far.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// The run that is followed and the number of its last message told.
+    #[must_use]
+    pub fn told(&self) -> Option<(u64, Option<u64>)> {
+        let run = self.run?;
+        Some((run.publisher, run.last.map(|(seq, _)| seq)))
+    }
+
+    /// Whether it is up to date, as far as is known.
+    #[must_use]
+    pub fn is_following(&self) -> bool {
+        self.phase == Phase::Following
+    }
+
+    /// Whether what was told is not known to be the newest.
+    #[must_use]
+    pub fn is_in_doubt(&self) -> bool {
+        self.doubt.is_some()
+    }
+
+    /// Whether this run cannot be used. Nothing more is told of it then.
+    #[must_use]
+    pub fn is_refused(&self) -> bool {
+        self.refusal.is_some()
+    }
+
+    /// What is to be done, in order.
+    pub fn take_effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.effects)
+    }
+
+    /// The subscription stands.
+    pub fn connected(&mut self) {
+        self.drop_held();
+        if self.has_replay {
+            self.ask(RECALL_MESSAGES);
+        } else {
+            self.phase = Phase::Following;
+        }
+    }
+
+    /// The subscription broke.
+    pub fn disconnected(&mut self) {
+        self.drop_held();
+        self.phase = Phase::Detached;
+        self.doubt(KvDoubt::Unreachable);
+    }
+
+    /// Nothing has come for a while, or the cluster holds what is followed in doubt: asks for the
+    /// newest number.
+    pub fn check(&mut self, is_in_doubt: bool) {
+        if is_in_doubt && self.doubt.is_none() {
+            self.doubt = Some(KvDoubt::Handover);
+        }
+        if self.phase == Phase::Following && self.has_replay {
+            self.ask(0);
+        }
+    }
+
+    /// The cluster takes for exact what is in doubt here: a reader's task began anew, or the word of
+    /// another reader came late.
+    pub fn object(&mut self) {
+        if let Some(doubt) = self.doubt {
+            self.tell(KvNews::Doubt(doubt));
+        }
+    }
+
+    /// What it told is not taken: from now on it is in doubt, until it has caught up. Answers whether
+    /// that is to be told.
+    pub fn fall_behind(&mut self) -> bool {
+        let is_news = self.doubt.is_none() && self.run.is_some();
+        self.doubt = self.doubt.or(Some(KvDoubt::Behind));
+        is_news
+    }
+
+    /// A message came by the subscription.
+    pub fn live(&mut self, seq: u64, payload: Bytes, around: &Around<'_>) {
+        match self.phase {
+            Phase::Detached => {}
+            Phase::Replaying { .. } => self.hold(seq, payload),
+            Phase::Following => self.follow(seq, payload, around),
+        }
+    }
+
+    /// A message came that was asked for.
+    pub fn replayed(&mut self, seq: u64, payload: &Bytes, around: &Around<'_>) {
+        let Phase::Replaying { is_verified, .. } = self.phase else {
+            return;
+        };
+        let mark = xxh3_64(payload);
+        let Some(run) = self.run else {
+            self.begin(seq, mark, payload, around);
+            return;
+        };
+        let Some((last, last_mark)) = run.last else {
+            match seq {
+                0 => self.tell_message(seq, mark, payload, false, around),
+                _ => self.begin(seq, mark, payload, around),
+            }
+            self.verified();
+            return;
+        };
+        if seq <= last {
+            if self.is_another(seq, mark) || (seq == last && mark != last_mark) {
+                self.start_over();
+            } else {
+                self.blocks.learn_groups(payload);
+                if seq == last {
+                    self.verified();
+                }
+            }
+        } else if !is_verified {
+            // The engine repeats only later messages: whether they are of this run cannot be told.
+            self.begin(seq, mark, payload, around);
+        } else {
+            let is_after_loss = seq > run.next();
+            self.tell_message(seq, mark, payload, is_after_loss, around);
+        }
+    }
+
+    /// Everything that was asked for has come.
+    pub fn replay_ended(&mut self, around: &Around<'_>) {
+        let Phase::Replaying { is_verified, .. } = self.phase else {
+            return;
+        };
+        match self.run {
+            None => self.begin_empty(around),
+            Some(_) if !is_verified => {
+                self.start_over();
+                return;
+            }
+            Some(_) => {}
+        }
+        self.phase = Phase::Following;
+        self.release_held(around);
+        self.confirm();
+    }
+
+    /// The replay broke off or could not be had; the next one is asked for, less eagerly each time.
+    pub fn replay_failed(&mut self, around: &Around<'_>) {
+        let Phase::Replaying { attempts, .. } = self.phase else {
+            return;
+        };
+        let attempts = attempts + 1;
+        if attempts >= REPLAY_ATTEMPTS_MAX {
+            self.doubt(KvDoubt::Unreachable);
+            if let Some((seq, payload)) = self.held.pop_first() {
+                self.held_bytes -= payload.len();
+                self.begin(seq, xxh3_64(&payload), &payload, around);
+                self.phase = Phase::Following;
+                self.release_held(around);
+                self.confirm();
+                return;
+            }
+        }
+        self.ask(0);
+        if let Phase::Replaying {
+            attempts: tried, ..
+        } = &mut self.phase
+        {
+            *tried = attempts;
+        }
+    }
+
+    fn ask(&mut self, recall: u64) {
+        let last = self.run.and_then(|run| run.last);
+        let from = last.map_or(0, |(seq, _)| seq.saturating_sub(recall));
+        self.phase = Phase::Replaying {
+            is_verified: last.is_none(),
+            attempts: 0,
+        };
+        self.counts.replays += 1;
+        self.effects.push(Effect::Replay { from });
+    }
+
+    fn verified(&mut self) {
+        if let Phase::Replaying { is_verified, .. } = &mut self.phase {
+            *is_verified = true;
+        }
+    }
+
+    /// The engine restarted: what was held may be of either run.
+    fn start_over(&mut self) {
+        self.drop_held();
+        self.run = None;
+        self.marks.clear();
+        self.ask(0);
+    }
+
+    fn follow(&mut self, seq: u64, payload: Bytes, around: &Around<'_>) {
+        let mark = xxh3_64(&payload);
+        let Some(run) = self.run else {
+            // Only without replays: others know their run before they follow.
+            self.begin(seq, mark, &payload, around);
+            self.confirm();
+            return;
+        };
+        let next = run.next();
+        if seq == next {
+            self.tell_message(seq, mark, &payload, false, around);
+            if !self.has_replay {
+                self.confirm();
+            }
+        } else if seq < next && self.marks.contains(&(seq, mark)) {
+            self.counts.repeats += 1;
+        } else if self.has_replay {
+            if seq > next {
+                self.counts.gaps += 1;
+            }
+            self.doubt(KvDoubt::Gap);
+            self.hold(seq, payload);
+            self.ask(0);
+        } else if seq > next || seq == 0 || self.is_another(seq, mark) {
+            self.counts.gaps += 1;
+            self.begin(seq, mark, &payload, around);
+            self.confirm();
+        } else {
+            self.counts.repeats += 1;
+        }
+    }
+
+    /// Whether another message was told under this number.
+    fn is_another(&self, seq: u64, mark: u64) -> bool {
+        let told = self.marks.iter().find(|(told, _)| *told == seq);
+        told.is_some_and(|(_, told)| *told != mark)
+    }
+
+    fn hold(&mut self, seq: u64, payload: Bytes) {
+        if self.held_bytes + payload.len() <= HELD_BYTES_MAX {
+            self.held_bytes += payload.len();
+            if let Some(before) = self.held.insert(seq, payload) {
+                self.held_bytes -= before.len();
+            }
+        }
+    }
+
+    fn drop_held(&mut self) {
+        self.held.clear();
+        self.held_bytes = 0;
+    }
+
+    fn release_held(&mut self, around: &Around<'_>) {
+        for (seq, payload) in std::mem::take(&mut self.held) {
+            self.held_bytes -= payload.len();
+            self.live(seq, payload, around);
+        }
+    }
+
+    /// A run whose first message at hand is `seq`.
+    fn begin(&mut self, seq: u64, mark: u64, payload: &Bytes, around: &Around<'_>) {
+        self.begin_run(around);
+        if seq == 0 {
+            self.tell(KvNews::Begin);
+        }
+        self.verified();
+        self.tell_message(seq, mark, payload, seq > 0, around);
+    }
+
+    fn begin_empty(&mut self, around: &Around<'_>) {
+        self.begin_run(around);
+        self.tell(KvNews::Begin);
+    }
+
+    fn begin_run(&mut self, around: &Around<'_>) {
+        let publisher = around.now_ms.max(self.newest_run.saturating_add(1));
+        self.newest_run = publisher;
+        self.run = Some(Run {
+            publisher,
+            last: None,
+        });
+        self.marks.clear();
+        self.blocks.forget();
+        self.refusal = None;
+        // A run counts as caught up with once that is said of it.
+        self.doubt = Some(KvDoubt::Gap);
+        self.counts.runs += 1;
+    }
+
+    fn tell_message(
+        &mut self,
+        seq: u64,
+        mark: u64,
+        payload: &Bytes,
+        is_after_loss: bool,
+        around: &Around<'_>,
+    ) {
+        if is_after_loss {
+            self.counts.losses += 1;
+            self.blocks.forget();
+        }
+        if let Some(run) = &mut self.run {
+            run.last = Some((seq, mark));
+        }
+        if self.marks.len() >= MARKS_MAX {
+            self.marks.pop_front();
+        }
+        self.marks.push_back((seq, mark));
+        if self.refusal.is_some() {
+            return;
+        }
+        let converted = wire::decode(payload)
+            .map_err(|_| Unusable(KvRefusal::Unreadable))
+            .and_then(|payload| {
+                self.blocks
+                    .convert(payload.events, around, &mut self.counts)
+            });
+        let parts = match converted {
+            Ok(parts) => parts,
+            Err(Unusable(why)) => {
+                self.refusal = Some(why);
+                self.tell(KvNews::Refuse(why));
+                return;
+            }
+        };
+        self.counts.messages += 1;
+        let last = parts.len() - 1;
+        for (part, events) in parts.into_iter().enumerate() {
+            self.tell(KvNews::Message(KvMessage {
+                seq,
+                mark,
+                part: u16::try_from(part).expect("a bounded message has few parts"),
+                is_last: part == last,
+                is_after_loss: is_after_loss && part == 0,
+                events,
+            }));
+        }
+    }
+
+    fn doubt(&mut self, why: KvDoubt) {
+        if self.doubt.is_none() && self.run.is_some() {
+            self.doubt = Some(why);
+            self.tell(KvNews::Doubt(why));
+        }
+    }
+
+    /// Lifts a doubt, when nothing is missing.
+    fn confirm(&mut self) {
+        if self.phase == Phase::Following
+            && self.refusal.is_none()
+            && let Some(run) = self.run
+            && self.doubt.take().is_some()
+        {
+            let seq = run.last.map(|(seq, _)| seq);
+            self.tell(KvNews::Current { seq });
+        }
+    }
+
+    fn tell(&mut self, news: KvNews) {
+        if let Some(run) = self.run {
+            let publisher = run.publisher;
+            self.effects.push(Effect::Tell { publisher, news });
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! From an engine's events to the router's block hashes.
+//!
+//! A block's hash here follows from its parent's and its tokens, so the engine's own hash function
+//! does not matter: its hashes are names. Left out are blocks outside the GPU, groups of layers
+//! without full attention (their blocks come and go by other rules, and a prompt's hit is bounded by
+//! the full ones), and blocks that further keys went into: media and the like. A block whose parent
+//! is not known is kept aside, within bounds, until the parent comes: it is never taken for the
+//! beginning of a prompt.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use bytes::Bytes;
+use state::exact::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRefusal};
+use state::ids::{BlockHash, EngineHash};
+
+use super::{Around, Counts};
+use crate::kv_events::wire::{self, Event, Place, Removed, Stored};
+use crate::prompt::{TokenScope, chain_of_tokens};
+
+/// Hashes remembered beside those that the replicated state knows: of messages not applied yet, and
+/// of blocks that are likely parents.
+const REMEMBERED_MAX: usize = 65_536;
+/// Blocks kept aside until their parent is known.
+const ORPHANS_MAX: usize = 2048;
+/// Groups of layers that are told apart.
+const GROUPS_MAX: usize = 64;
+
+/// What hashes depend on beside tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// The cluster's seed.
+    pub hash_seed: u64,
+    /// The model that blocks without an adapter are of.
+    pub model: String,
+    /// Tokens per block by which the router hashes it, and models served under adapters' names.
+    pub block_size: u32,
+}
+
+/// These events cannot be used.
+#[derive(Debug)]
+pub(super) struct Unusable(pub(super) KvRefusal);
+
+/// Blocks in a row behind a parent that is not known.
+#[derive(Debug)]
+struct Orphans {
+    parent: EngineHash,
+    hashes: Vec<EngineHash>,
+    tokens: Vec<u32>,
+}
+
+/// What is known of a publisher's blocks.
+#[derive(Debug)]
+pub(super) struct Blocks {
+    identity: Identity,
+    remembered: HashMap<EngineHash, BlockHash>,
+    /// In the order they came.
+    remembered_order: VecDeque<EngineHash>,
+    /// Oldest first.
+    orphans: VecDeque<Orphans>,
+    orphans_len: usize,
+    /// Whether a group's attention is full.
+    groups: BTreeMap<u32, bool>,
+}
+
+/// A message's events, cut into parts.
+struct Cut<'a> {
+    parts: Vec<Vec<KvEvent>>,
+    /// Blocks in the last one.
+    blocks: usize,
+    counts: &'a mut Counts,
+}
+
+impl<'a> Cut<'a> {
+    fn new(counts: &'a mut Counts) -> Self {
+        Self {
+            parts: vec![Vec::new()],
+            blocks: 0,
+            counts,
+        }
+    }
+
+    /// The part that the next block goes into, with its room.
+    fn open(&mut self) -> (&mut Vec<KvEvent>, usize) {
+        if self.blocks >= KV_BLOCKS_PER_BATCH_MAX {
+            self.parts.push(Vec::new());
+            self.blocks = 0;
+        }
+        let room = KV_BLOCKS_PER_BATCH_MAX - self.blocks;
+        let part = self.parts.last_mut().expect("a cut begins with one part");
+        (part, room)
+    }
+
+    fn store(&mut self, mut parent: Option<EngineHash>, mut blocks: &[(EngineHash, BlockHash)]) {
+        while !blocks.is_empty() {
+            let (part, room) = self.open();
+            let (now, later) = blocks.split_at(room.min(blocks.len()));
+            match part.last_mut() {
+                Some(KvEvent::Stored { blocks, .. })
+                    if parent.is_some() && blocks.last().map(|(last, _)| *last) == parent =>
+                {
+                    blocks.extend_from_slice(now);
+                }
+                _ => part.push(KvEvent::Stored {
+                    parent,
+                    blocks: now.to_vec(),
+                }),
+            }
+            parent = now.last().map(|(engine, _)| *engine);
+            self.blocks += now.len();
+            blocks = later;
+        }
+    }
+
+    fn remove(&mut self, hash: EngineHash) {
+        let (part, _) = self.open();
+        match part.last_mut() {
+            Some(KvEvent::Removed { blocks }) => blocks.push(hash),
+            _ => part.push(KvEvent::Removed { blocks: vec![hash] }),
+        }
+        self.blocks += 1;
+    }
+
+    fn clear(&mut self) {
+        self.open().0.push(KvEvent::Cleared);
+        self.blocks += 1;
+    }
+}
+
+impl Blocks {
+    pub(super) fn new(identity: Identity) -> Self {
+        Self {
+            identity,
+            remembered: HashMap::new(),
+            remembered_order: VecDeque::new(),
+            orphans: VecDeque::new(),
+            orphans_len: 0,
+            groups: BTreeMap::new(),
+        }
+    }
+
+    /// Forgets every block; groups stay, they are the model's.
+    pub(super) fn forget(&mut self) {
+        self.remembered.clear();
+        self.remembered_order.clear();
+        self.orphans.clear();
+        self.orphans_len = 0;
+    }
+
+    /// Looks at a message that was told before only for its groups.
+    pub(super) fn learn_groups(&mut self, payload: &Bytes) {
+        for event in wire::decode(payload).unwrap_or_default().events {
+            if let Event::Stored(stored) = event {
+                self.learn_group(&stored.place);
+            }
+        }
+    }
+
+    /// A message's events as the cluster is told them, in parts, at least one.
+    pub(super) fn convert(
+        &mut self,
+        events: Vec<Event>,
+        around: &Around<'_>,
+        counts: &mut Counts,
+    ) -> Result<Vec<Vec<KvEvent>>, Unusable> {
+        let mut cut = Cut::new(counts);
+        for event in events {
+            match event {
+                Event::Stored(stored) => self.store(&stored, around, &mut cut)?,
+                Event::Removed(removed) => self.remove(&removed, &mut cut),
+                Event::Cleared => {
+                    self.forget();
+                    cut.clear();
+                }
+                Event::Unknown => {}
+            }
+        }
+        Ok(cut.parts)
+    }
+
+    fn store(
+        &mut self,
+        stored: &Stored,
+        around: &Around<'_>,
+        cut: &mut Cut<'_>,
+    ) -> Result<(), Unusable> {
+        self.learn_group(&stored.place);
+        if stored.hashes.is_empty() || !self.is_indexed(&stored.place) {
+            return Ok(());
+        }
+        let router = self.identity.block_size;
+        if stored.block_size != router {
+            return Err(Unusable(KvRefusal::BlockSize {
+                engine: stored.block_size,
+                router,
+            }));
+        }
+        let blocks = stored.hashes.len();
+        let plain = stored.keys.foreign_from.unwrap_or(blocks).min(blocks);
+        let is_odd = stored.tokens.len() != blocks * router as usize;
+        let is_unnamed = stored.keys.has_adapter && stored.keys.adapter.is_none();
+        if is_odd || is_unnamed || plain == 0 {
+            cut.counts.foreign += blocks as u64;
+            return Ok(());
+        }
+        cut.counts.foreign += (blocks - plain) as u64;
+        let hashes = &stored.hashes[..plain];
+        let tokens = &stored.tokens[..plain * router as usize];
+        let parent = match stored.parent {
+            None => None,
+            Some(parent) => match self.router_hash(parent, around) {
+                Some(known) => Some((parent, known)),
+                None => {
+                    cut.counts.orphans += plain as u64;
+                    self.set_aside(parent, hashes, tokens);
+                    return Ok(());
+                }
+            },
+        };
+        let salt = stored.keys.salt.as_deref().unwrap_or_default();
+        let adapter = stored.keys.adapter.as_deref();
+        self.chain(parent, (adapter, salt), hashes, tokens, cut);
+        self.adopt(hashes, around, cut);
+        Ok(())
+    }
+
+    /// Tells blocks that follow `parent`; `None`: they begin a prompt of this adapter and salt.
+    fn chain(
+        &mut self,
+        parent: Option<(EngineHash, BlockHash)>,
+        (adapter, salt): (Option<&str>, &str),
+        hashes: &[EngineHash],
+        tokens: &[u32],
+        cut: &mut Cut<'_>,
+    ) {
+        let scope = TokenScope {
+            model: adapter.unwrap_or(&self.identity.model),
+            salt,
+            block_size: self.identity.block_size,
+        };
+        let seed = self.identity.hash_seed;
+        let chain = chain_of_tokens(seed, &scope, parent.map(|(_, hash)| hash), tokens, &[]);
+        let blocks: Vec<_> = hashes.iter().copied().zip(chain).collect();
+        for (engine, router) in &blocks {
+            self.remember(*engine, *router);
+        }
+        cut.counts.stored += blocks.len() as u64;
+        cut.store(parent.map(|(engine, _)| engine), &blocks);
+    }
+
+    /// Tells the blocks that waited for one of `parents`, and those that waited for these.
+    fn adopt(&mut self, parents: &[EngineHash], around: &Around<'_>, cut: &mut Cut<'_>) {
+        let mut parents = parents.to_vec();
+        while !self.orphans.is_empty()
+            && let Some(parent) = parents.pop()
+        {
+            while let Some(at) = self.orphans.iter().position(|it| it.parent == parent) {
+                let Some(orphans) = self.orphans.remove(at) else {
+                    break;
+                };
+                self.orphans_len -= orphans.hashes.len();
+                let Some(known) = self.router_hash(parent, around) else {
+                    break;
+                };
+                let Orphans { hashes, tokens, .. } = orphans;
+                self.chain(Some((parent, known)), (None, ""), &hashes, &tokens, cut);
+                parents.extend(hashes);
+            }
+        }
+    }
+
+    fn set_aside(&mut self, parent: EngineHash, hashes: &[EngineHash], tokens: &[u32]) {
+        if hashes.len() > ORPHANS_MAX {
+            return;
+        }
+        self.orphans_len += hashes.len();
+        self.orphans.push_back(Orphans {
+            parent,
+            hashes: hashes.to_vec(),
+            tokens: tokens.to_vec(),
+        });
+        while self.orphans_len > ORPHANS_MAX
+            && let Some(oldest) = self.orphans.pop_front()
+        {
+            self.orphans_len -= oldest.hashes.len();
+        }
+    }
+
+    fn remove(&mut self, removed: &Removed, cut: &mut Cut<'_>) {
+        if !self.is_indexed(&removed.place) {
+            return;
+        }
+        for &hash in &removed.hashes {
+            if !self.drop_orphan(hash) {
+                cut.counts.removed += 1;
+                cut.remove(hash);
+            }
+        }
+    }
+
+    /// Cuts off a block kept aside, with those behind it; answers whether there was one.
+    fn drop_orphan(&mut self, hash: EngineHash) -> bool {
+        for orphans in &mut self.orphans {
+            if let Some(at) = orphans.hashes.iter().position(|it| *it == hash) {
+                self.orphans_len -= orphans.hashes.len() - at;
+                orphans.hashes.truncate(at);
+                orphans
+                    .tokens
+                    .truncate(at * self.identity.block_size as usize);
+                return true;
+            }
+        }
+        false
+    }
+
+    fn router_hash(&self, engine: EngineHash, around: &Around<'_>) -> Option<BlockHash> {
+        let remembered = self.remembered.get(&engine).copied();
+        remembered.or_else(|| (around.known)(engine))
+    }
+
+    fn remember(&mut self, engine: EngineHash, router: BlockHash) {
+        if self.remembered.insert(engine, router).is_none() {
+            self.remembered_order.push_back(engine);
+            if self.remembered_order.len() > REMEMBERED_MAX
+                && let Some(oldest) = self.remembered_order.pop_front()
+            {
+                self.remembered.remove(&oldest);
+            }
+        }
+    }
+
+    fn learn_group(&mut self, place: &Place) {
+        if let (Some(group), Some(is_full)) = (place.group, place.is_full_attention)
+            && (self.groups.len() < GROUPS_MAX || self.groups.contains_key(&group))
+        {
+            self.groups.insert(group, is_full);
+        }
+    }
+
+    /// Whether the event is about the one cache that is followed: on the GPU, of the first group
+    /// with full attention.
+    fn is_indexed(&self, place: &Place) -> bool {
+        if place.is_offloaded || place.is_full_attention == Some(false) {
+            return false;
+        }
+        let Some(group) = place.group else {
+            return true;
+        };
+        let first_full = self.groups.iter().find(|(_, is_full)| **is_full);
+        match first_full {
+            Some((first, _)) => *first == group,
+            None => self.groups.get(&group) != Some(&false),
+        }
+    }
+}

@@ -1,0 +1,358 @@
+//! What vLLM and SGLang publish, decoded: both the positional form and the form by names, hashes as
+//! integers or as bytes, whatever fields a later version adds.
+//!
+//! Field names and their order follow vLLM's `distributed/kv_events.py` and streams recorded from
+//! released engines (`api/src/kv_events/fixtures`). Unknown kinds of events and unknown fields are
+//! passed over. Memory is bounded by a small multiple of the payload, which the transport bounds.
+
+use state::ids::EngineHash;
+
+use super::pack::{BadPack, Pack, Value};
+
+/// A payload.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Payload {
+    /// In order.
+    pub events: Vec<Event>,
+    /// Data-parallel rank, where it is told.
+    pub rank: Option<u32>,
+}
+
+/// One event.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// Blocks entered the cache.
+    Stored(Stored),
+    /// Physical copies of blocks left it.
+    Removed(Removed),
+    /// Everything left it.
+    Cleared,
+    /// One or more events in a row of kinds unknown here.
+    Unknown,
+}
+
+/// `BlockStored`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Stored {
+    /// The engine's names of the blocks, in prompt order.
+    pub hashes: Vec<EngineHash>,
+    /// The block before the first; `None` at the start of a prompt.
+    pub parent: Option<EngineHash>,
+    /// The blocks' tokens.
+    pub tokens: Vec<u32>,
+    /// Tokens per block.
+    pub block_size: u32,
+    /// Where the blocks are.
+    pub place: Place,
+    /// What beside the tokens went into the hashes.
+    pub keys: Keys,
+}
+
+/// `BlockRemoved`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Removed {
+    /// Which; one entry per physical copy.
+    pub hashes: Vec<EngineHash>,
+    /// Where they were.
+    pub place: Place,
+}
+
+/// Which of an engine's caches an event is about.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Place {
+    /// Whether it is outside the GPU's memory.
+    pub is_offloaded: bool,
+    /// Of hybrid models: which group of layers.
+    pub group: Option<u32>,
+    /// Whether the group's attention is full; `None` when it is not told.
+    pub is_full_attention: Option<bool>,
+}
+
+/// What beside tokens tells blocks apart.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Keys {
+    /// A LoRA adapter is at work, by number.
+    pub has_adapter: bool,
+    /// Its name.
+    pub adapter: Option<String>,
+    /// The salt of the first block.
+    pub salt: Option<String>,
+    /// The first of the event's blocks that has further keys: media, embeddings, or what is not
+    /// understood. No prompt's hashes here stand for it or for what follows it.
+    pub foreign_from: Option<usize>,
+}
+
+impl Keys {
+    fn foreign(&mut self, block: u32) {
+        let block = usize::try_from(block).unwrap_or(usize::MAX);
+        self.foreign_from = Some(self.foreign_from.map_or(block, |from| from.min(block)));
+    }
+}
+
+/// Decodes a payload.
+///
+/// # Errors
+/// [`BadPack`] when it is not of the shape engines publish.
+pub fn decode(bytes: &[u8]) -> Result<Payload, BadPack> {
+    let mut pack = Pack::new(bytes);
+    let parts = pack.array()?;
+    if parts < 2 {
+        return Err(BadPack {
+            expected: "a time and events",
+            left: bytes.len(),
+        });
+    }
+    pack.skip()?;
+    let mut payload = Payload::default();
+    for _ in 0..pack.array()? {
+        let event = event(&mut pack)?;
+        // An event here takes far more than the byte that an unknown one may have there.
+        if event != Event::Unknown || payload.events.last() != Some(&event) {
+            payload.events.push(event);
+        }
+    }
+    if parts > 2
+        && let Value::Integer(rank) = head(&mut pack)?
+    {
+        payload.rank = u32::try_from(rank).ok();
+    }
+    Ok(payload)
+}
+
+/// Reads a value without parts; one with parts is passed over as a whole.
+fn head<'a>(pack: &mut Pack<'a>) -> Result<Value<'a>, BadPack> {
+    let before = *pack;
+    let value = pack.value()?;
+    if matches!(value, Value::Array(_) | Value::Map(_)) {
+        *pack = before;
+        pack.skip()?;
+    }
+    Ok(value)
+}
+
+/// Names of fields in the order of the positional form, behind the tag.
+const STORED: [&[u8]; 10] = [
+    b"block_hashes",
+    b"parent_block_hash",
+    b"token_ids",
+    b"block_size",
+    b"lora_id",
+    b"medium",
+    b"lora_name",
+    b"extra_keys",
+    b"group_idx",
+    b"kv_cache_spec_kind",
+];
+const REMOVED: [&[u8]; 3] = [b"block_hashes", b"medium", b"group_idx"];
+
+fn event(pack: &mut Pack<'_>) -> Result<Event, BadPack> {
+    let before = *pack;
+    let (fields, by_name) = match pack.value()? {
+        Value::Array(fields) => (fields, false),
+        Value::Map(fields) => (fields, true),
+        _ => return Ok(Event::Unknown),
+    };
+    let tag = if by_name {
+        tag_by_name(*pack, fields)?
+    } else if fields > 0 {
+        match head(pack)? {
+            Value::Text(tag) => Some(tag),
+            _ => None,
+        }
+    } else {
+        None
+    };
+    let names: &[&[u8]] = match tag {
+        Some(b"BlockStored") => &STORED,
+        Some(b"BlockRemoved") => &REMOVED,
+        Some(b"AllBlocksCleared") => {
+            *pack = before;
+            pack.skip()?;
+            return Ok(Event::Cleared);
+        }
+        _ => {
+            *pack = before;
+            pack.skip()?;
+            return Ok(Event::Unknown);
+        }
+    };
+    let mut told = Told::default();
+    let values = if by_name { fields } else { fields - 1 };
+    for place in 0..values as usize {
+        let name = if by_name {
+            match head(pack)? {
+                Value::Text(name) => name,
+                _ => b"",
+            }
+        } else {
+            names.get(place).copied().unwrap_or_default()
+        };
+        told.field(name, pack)?;
+    }
+    Ok(told.into_event(tag == Some(b"BlockStored")))
+}
+
+/// The value of `type` in a map of so many fields.
+fn tag_by_name<'a>(mut pack: Pack<'a>, fields: u32) -> Result<Option<&'a [u8]>, BadPack> {
+    for _ in 0..fields {
+        let name = head(&mut pack)?;
+        if name == Value::Text(b"type") {
+            return Ok(match head(&mut pack)? {
+                Value::Text(tag) => Some(tag),
+                _ => None,
+            });
+        }
+        pack.skip()?;
+    }
+    Ok(None)
+}
+
+/// An event's fields as they are met.
+#[derive(Default)]
+struct Told {
+    stored: Stored,
+    first_keys: Vec<String>,
+}
+
+impl Told {
+    fn field(&mut self, name: &[u8], pack: &mut Pack<'_>) -> Result<(), BadPack> {
+        let Stored {
+            hashes,
+            parent,
+            tokens,
+            block_size,
+            place,
+            keys,
+        } = &mut self.stored;
+        match name {
+            b"block_hashes" => read_hashes(pack, hashes)?,
+            b"parent_block_hash" => match head(pack)? {
+                Value::Nil => *parent = None,
+                value => {
+                    *parent = hash(value);
+                    if parent.is_none() {
+                        // It has one, which cannot be named: it begins no prompt.
+                        keys.foreign(0);
+                    }
+                }
+            },
+            b"token_ids" => read_tokens(pack, tokens)?,
+            b"block_size" => *block_size = pack.small()?,
+            b"lora_id" => keys.has_adapter |= head(pack)? != Value::Nil,
+            b"lora_name" => {
+                keys.adapter = text(head(pack)?);
+                keys.has_adapter |= keys.adapter.is_some();
+            }
+            b"cache_salt" => keys.salt = text(head(pack)?).filter(|salt| !salt.is_empty()),
+            b"extra_keys" => self.read_extra_keys(pack)?,
+            b"medium" => {
+                let medium = head(pack)?;
+                place.is_offloaded = !matches!(medium, Value::Nil | Value::Text(b"GPU"));
+            }
+            b"group_idx" => {
+                if let Value::Integer(group) = head(pack)? {
+                    place.group = u32::try_from(group).ok();
+                }
+            }
+            b"kv_cache_spec_kind" => {
+                if let Value::Text(kind) = head(pack)? {
+                    let is_full = kind.starts_with(b"full_attention") || kind.starts_with(b"mla");
+                    place.is_full_attention = Some(is_full);
+                }
+            }
+            _ => pack.skip()?,
+        }
+        Ok(())
+    }
+
+    /// One entry per block: `nil`, or what beside the tokens went into its hash. The adapter's name
+    /// stands in every block, a salt only in a prompt's first; media stand where they are.
+    fn read_extra_keys(&mut self, pack: &mut Pack<'_>) -> Result<(), BadPack> {
+        let before = *pack;
+        let Value::Array(blocks) = pack.value()? else {
+            *pack = before;
+            return pack.skip();
+        };
+        for block in 0..blocks {
+            let before = *pack;
+            match pack.value()? {
+                Value::Nil => {}
+                Value::Array(keys) => {
+                    for _ in 0..keys {
+                        match text(head(pack)?) {
+                            Some(key) if block == 0 => self.first_keys.push(key),
+                            Some(key) if self.stored.keys.adapter.as_ref() == Some(&key) => {}
+                            Some(_) | None => self.stored.keys.foreign(block),
+                        }
+                    }
+                }
+                _ => {
+                    *pack = before;
+                    pack.skip()?;
+                    self.stored.keys.foreign(block);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn into_event(self, is_stored: bool) -> Event {
+        let Self {
+            mut stored,
+            mut first_keys,
+        } = self;
+        if !is_stored {
+            return Event::Removed(Removed {
+                hashes: stored.hashes,
+                place: stored.place,
+            });
+        }
+        let keys = &mut stored.keys;
+        if let Some(adapter) = &keys.adapter {
+            first_keys.retain(|key| key != adapter);
+        }
+        let is_salt = stored.parent.is_none() && first_keys.len() == 1;
+        if is_salt {
+            // A medium's name in the first block reads the same. It then roots a chain that no
+            // prompt asks for.
+            keys.salt = keys.salt.take().or(first_keys.pop());
+        } else if !first_keys.is_empty() {
+            keys.foreign(0);
+        }
+        Event::Stored(stored)
+    }
+}
+
+fn read_hashes(pack: &mut Pack<'_>, hashes: &mut Vec<EngineHash>) -> Result<(), BadPack> {
+    for _ in 0..pack.array()? {
+        // What is no hash names no block.
+        hashes.extend(hash(head(pack)?));
+    }
+    Ok(())
+}
+
+fn read_tokens(pack: &mut Pack<'_>, tokens: &mut Vec<u32>) -> Result<(), BadPack> {
+    for _ in 0..pack.array()? {
+        tokens.push(pack.small()?);
+    }
+    Ok(())
+}
+
+/// A hash as an integer, or the last eight bytes of it, which is what the integer would be.
+fn hash(value: Value<'_>) -> Option<EngineHash> {
+    match value {
+        Value::Integer(hash) => Some(EngineHash(hash)),
+        Value::Bytes(bytes) => Some(EngineHash(u64::from_be_bytes(*bytes.last_chunk()?))),
+        _ => None,
+    }
+}
+
+fn text(value: Value<'_>) -> Option<String> {
+    match value {
+        Value::Text(text) => Some(String::from_utf8_lossy(text).into_owned()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

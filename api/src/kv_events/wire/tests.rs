@@ -1,0 +1,195 @@
+//! Recorded payloads, made-up ones, and damaged ones.
+
+use proptest::prelude::*;
+use rmp::encode as pack;
+
+use super::*;
+use crate::kv_events::fixtures;
+
+/// A payload of one event, from pieces of msgpack.
+fn payload(event: &[u8]) -> Vec<u8> {
+    let mut bytes = b"\x93\xcb\x41\xda\xc0\x01\x41\x62\x63\xda\x91".to_vec();
+    bytes.extend(event);
+    bytes.push(0xc0);
+    bytes
+}
+
+fn one(event: &[u8]) -> Event {
+    let mut payload = decode(&payload(event)).unwrap();
+    assert_eq!(payload.events.len(), 1);
+    payload.events.remove(0)
+}
+
+fn text(bytes: &mut Vec<u8>, text: &str) {
+    pack::write_str(bytes, text).unwrap();
+}
+
+#[test]
+fn recorded_streams_decode_completely() {
+    for (name, block_size) in [("vllm012_bs16", 16), ("vllm032_bs32", 32)] {
+        let messages = fixtures::messages(name);
+        let mut events = 0;
+        for message in messages {
+            let payload = decode(&message.payload).unwrap();
+            assert_eq!(payload.rank, Some(0));
+            for event in payload.events {
+                match event {
+                    Event::Stored(stored) => {
+                        assert_eq!(stored.block_size, block_size);
+                        let tokens = stored.hashes.len() * block_size as usize;
+                        assert_eq!(stored.tokens.len(), tokens);
+                        assert!(!stored.place.is_offloaded && !stored.keys.has_adapter);
+                        assert_eq!(stored.keys.foreign_from, None);
+                    }
+                    Event::Removed(removed) => assert_eq!(removed.hashes.len(), 1),
+                    Event::Cleared => {}
+                    Event::Unknown => panic!("{name}: an event of message {}", message.seq),
+                }
+                events += 1;
+            }
+        }
+        assert!(events > messages.len());
+    }
+}
+
+#[test]
+fn a_recorded_salt_is_read_where_it_is_told() {
+    let salts: Vec<String> = fixtures::messages("vllm032_bs32")
+        .iter()
+        .flat_map(|message| decode(&message.payload).unwrap().events)
+        .filter_map(|event| match event {
+            Event::Stored(stored) => stored.keys.salt,
+            _ => None,
+        })
+        .collect();
+    assert_eq!(salts, ["tenant-42", "tenant-43"]);
+}
+
+#[test]
+fn hashes_are_integers_or_the_end_of_bytes() {
+    let mut event = vec![0x92];
+    text(&mut event, "BlockRemoved");
+    event.push(0x93);
+    pack::write_uint(&mut event, 7).unwrap();
+    pack::write_sint(&mut event, -1).unwrap();
+    let mut digest = [9_u8; 32];
+    digest[24..].copy_from_slice(&77_u64.to_be_bytes());
+    pack::write_bin(&mut event, &digest).unwrap();
+    let Event::Removed(removed) = one(&event) else {
+        panic!("a removal");
+    };
+    assert_eq!(removed.hashes, [7, u64::MAX, 77].map(EngineHash));
+}
+
+#[test]
+fn unknown_fields_and_kinds_are_passed_over() {
+    let mut event = vec![0x84];
+    for (name, value) in [
+        ("session", &b"\x81\xa1a\x91\x01"[..]),
+        ("type", b"\xacBlockRemoved"),
+        ("block_hashes", b"\x91\x05"),
+        ("medium", b"\xa3CPU"),
+    ] {
+        text(&mut event, name);
+        event.extend(value);
+    }
+    let Event::Removed(removed) = one(&event) else {
+        panic!("a removal");
+    };
+    assert_eq!(removed.hashes, [EngineHash(5)]);
+    assert!(removed.place.is_offloaded);
+    assert_eq!(one(b"\x92\xa3New\x01"), Event::Unknown);
+    assert_eq!(one(b"\x81\xa4type\xa3New"), Event::Unknown);
+    assert_eq!(one(b"\x91\xb0AllBlocksCleared"), Event::Cleared);
+    assert_eq!(one(b"\x07"), Event::Unknown);
+    assert_eq!(one(b"\x90"), Event::Unknown);
+}
+
+#[test]
+fn unknown_events_in_a_row_take_the_room_of_one() {
+    let mut bytes = b"\x92\x00\xdd\x00\x01\x00\x00".to_vec();
+    bytes.extend([0xc0; 1 << 16]);
+    assert_eq!(decode(&bytes).unwrap().events, [Event::Unknown]);
+}
+
+#[test]
+fn a_parent_that_cannot_be_named_is_no_first_block() {
+    for (parent, is_root) in [
+        (&b"\xc0"[..], true),
+        (b"\xc4\x02ab", false),
+        (b"\x91\x05", false),
+    ] {
+        let mut event = b"\x95\xabBlockStored\x91\x01".to_vec();
+        event.extend(parent);
+        event.extend(b"\x92\x07\x08\x02");
+        let Event::Stored(stored) = one(&event) else {
+            panic!("blocks are stored");
+        };
+        assert_eq!(stored.parent, None);
+        assert_eq!(stored.keys.foreign_from, (!is_root).then_some(0));
+    }
+}
+
+#[test]
+fn further_keys_end_what_can_be_hashed() {
+    let stored = |extra_keys: &[u8], parent: &[u8]| {
+        let mut event = vec![0x85];
+        text(&mut event, "type");
+        text(&mut event, "BlockStored");
+        text(&mut event, "block_hashes");
+        event.extend(b"\x93\x01\x02\x03");
+        text(&mut event, "parent_block_hash");
+        event.extend(parent);
+        text(&mut event, "lora_name");
+        text(&mut event, "ada");
+        text(&mut event, "extra_keys");
+        event.extend(extra_keys);
+        match one(&event) {
+            Event::Stored(stored) => stored.keys,
+            other => panic!("{other:?}"),
+        }
+    };
+    let nil = b"\xc0";
+    // The adapter's name stands in every block and is no salt.
+    let keys = stored(b"\x93\x91\xa3ada\x91\xa3ada\x91\xa3ada", nil);
+    assert_eq!((keys.salt, keys.foreign_from), (None, None));
+    let keys = stored(b"\x93\x92\xa3ada\xa4salt\xc0\xc0", nil);
+    assert_eq!(
+        (keys.salt.as_deref(), keys.foreign_from),
+        (Some("salt"), None)
+    );
+    // A medium: a name and a place, or a name in a later block, or in a block that begins nothing.
+    let keys = stored(b"\x93\xc0\x91\x92\xa1i\x05\xc0", nil);
+    assert_eq!(keys.foreign_from, Some(1));
+    let keys = stored(b"\x93\xc0\xc0\x91\xa1i", nil);
+    assert_eq!(keys.foreign_from, Some(2));
+    let keys = stored(b"\x93\x91\xa1i\xc0\xc0", b"\x07");
+    assert_eq!((keys.salt, keys.foreign_from), (None, Some(0)));
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_decoded_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        drop(decode(&bytes));
+        drop(decode(&payload(&bytes)));
+    }
+
+    #[test]
+    fn damaged_recordings_are_decoded_or_refused(
+        which in 0_usize..40,
+        at in any::<prop::sample::Index>(),
+        byte: u8,
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let messages = fixtures::messages("vllm032_bs32");
+        let mut bytes = messages[which % messages.len()].payload.to_vec();
+        let at = at.index(bytes.len());
+        bytes[at] = byte;
+        let decoded = decode(&bytes);
+        if let Ok(payload) = decoded {
+            prop_assert!(payload.events.len() <= bytes.len());
+        }
+        bytes.truncate(cut.index(bytes.len()));
+        drop(decode(&bytes));
+    }
+}

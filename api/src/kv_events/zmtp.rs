@@ -1,0 +1,420 @@
+//! ZMTP 3.0, as far as KV events need it: PUB, SUB, DEALER and ROUTER without security over one
+//! connection.
+//!
+//! Source: the ZeroMQ specification 23/ZMTP. A crate for it would keep reconnecting by itself, hide
+//! whether a connection broke in between, and make room for whatever length a peer announces; here a
+//! break is an error, and memory grows only with bytes that have come, up to [`MESSAGE_BYTES_MAX`].
+//! Receiving and sending can be cancelled at any await without losing or repeating a byte.
+
+use std::io;
+use std::time::Duration;
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// Largest message, all frames together.
+pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
+/// Most frames of one message.
+pub const FRAMES_MAX: usize = 16;
+/// Longest wait for a peer's greeting and its `READY`.
+pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
+
+const GREETING_BYTES: usize = 64;
+const READ_BYTES: usize = 16 << 10;
+const FLAG_MORE: u8 = 1;
+const FLAG_LONG: u8 = 2;
+const FLAG_COMMAND: u8 = 4;
+
+/// What a socket is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Sends to all who subscribed.
+    Pub,
+    /// Subscribes.
+    Sub,
+    /// Asks.
+    Dealer,
+    /// Answers.
+    Router,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Pub => "PUB",
+            Self::Sub => "SUB",
+            Self::Dealer => "DEALER",
+            Self::Router => "ROUTER",
+        }
+    }
+
+    fn talks_to(self, peer: &[u8]) -> bool {
+        let peers: &[&[u8]] = match self {
+            Self::Pub => &[b"SUB", b"XSUB"],
+            Self::Sub => &[b"PUB", b"XPUB"],
+            Self::Dealer => &[b"ROUTER", b"REP", b"DEALER"],
+            Self::Router => &[b"DEALER", b"REQ", b"ROUTER"],
+        };
+        peers.contains(&peer)
+    }
+}
+
+/// Why a connection is of no more use.
+#[derive(Debug, thiserror::Error)]
+pub enum ZmtpError {
+    /// The transport broke.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// The peer closed it.
+    #[error("connection closed")]
+    Closed,
+    /// The peer does not speak ZMTP 3 without security.
+    #[error("handshake: {0}")]
+    Handshake(&'static str),
+    /// The peer did not finish its handshake in time.
+    #[error("no handshake within {HANDSHAKE_MAX:?}")]
+    Slow,
+    /// A message that is larger than allowed, or not well formed.
+    #[error("message: {0}")]
+    Message(&'static str),
+}
+
+/// A byte stream that a connection runs over.
+pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+/// A connection after its handshake.
+pub struct Connection {
+    stream: Box<dyn Stream>,
+    input: BytesMut,
+    output: BytesMut,
+    /// Frames of the message that is being received.
+    frames: Vec<Bytes>,
+    frames_bytes: usize,
+}
+
+/// A frame as it stands on the wire.
+struct Frame {
+    is_command: bool,
+    has_more: bool,
+    body: Bytes,
+}
+
+impl Connection {
+    /// Greets the peer as a socket of `kind`.
+    ///
+    /// # Errors
+    /// When the peer is no ZMTP 3 socket that `kind` talks to.
+    pub async fn open(stream: impl Stream + 'static, kind: Kind) -> Result<Self, ZmtpError> {
+        let mut connection = Self {
+            stream: Box::new(stream),
+            input: BytesMut::new(),
+            output: BytesMut::new(),
+            frames: Vec::new(),
+            frames_bytes: 0,
+        };
+        match tokio::time::timeout(HANDSHAKE_MAX, connection.shake_hands(kind)).await {
+            Ok(done) => done.map(|()| connection),
+            Err(_) => Err(ZmtpError::Slow),
+        }
+    }
+
+    async fn shake_hands(&mut self, kind: Kind) -> Result<(), ZmtpError> {
+        self.output.put_slice(&greeting());
+        self.output.put_slice(&ready(kind));
+        self.flush().await?;
+        while self.input.len() < GREETING_BYTES {
+            self.read_some().await?;
+        }
+        check_greeting(&self.input.split_to(GREETING_BYTES))?;
+        let frame = self.read_frame().await?;
+        if !frame.is_command {
+            return Err(ZmtpError::Handshake("the peer sent no READY"));
+        }
+        check_ready(&frame.body, kind)
+    }
+
+    /// Subscribes to every topic.
+    ///
+    /// # Errors
+    /// When the connection broke.
+    pub async fn subscribe_to_all(&mut self) -> Result<(), ZmtpError> {
+        self.send(&[b"\x01"]).await
+    }
+
+    /// Sends one message.
+    ///
+    /// # Errors
+    /// When the connection broke.
+    pub async fn send(&mut self, frames: &[&[u8]]) -> Result<(), ZmtpError> {
+        let last = frames.len().saturating_sub(1);
+        for (place, body) in frames.iter().enumerate() {
+            let more = if place < last { FLAG_MORE } else { 0 };
+            put_frame(&mut self.output, more, body);
+        }
+        self.flush().await
+    }
+
+    /// The next message's frames.
+    ///
+    /// # Errors
+    /// When the connection broke or the peer breaks a bound.
+    pub async fn receive(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
+        loop {
+            self.flush().await?;
+            let frame = self.read_frame().await?;
+            if frame.is_command {
+                self.obey(&frame.body);
+                continue;
+            }
+            self.frames_bytes += frame.body.len();
+            if self.frames.len() >= FRAMES_MAX || self.frames_bytes > MESSAGE_BYTES_MAX {
+                return Err(ZmtpError::Message("it is too large"));
+            }
+            self.frames.push(frame.body);
+            if !frame.has_more {
+                self.frames_bytes = 0;
+                return Ok(std::mem::take(&mut self.frames));
+            }
+        }
+    }
+
+    /// Answers a ping; other commands ask for nothing.
+    fn obey(&mut self, body: &[u8]) {
+        const PING: &[u8] = b"\x04PING";
+        const TTL_BYTES: usize = 2;
+        const CONTEXT_BYTES_MAX: usize = 16;
+        if let Some(rest) = body.strip_prefix(PING) {
+            let context = rest.get(TTL_BYTES..).unwrap_or_default();
+            let context = &context[..context.len().min(CONTEXT_BYTES_MAX)];
+            let pong = [b"\x04PONG", context].concat();
+            put_frame(&mut self.output, FLAG_COMMAND, &pong);
+        }
+    }
+
+    async fn read_frame(&mut self) -> Result<Frame, ZmtpError> {
+        loop {
+            if let Some(frame) = take_frame(&mut self.input)? {
+                return Ok(frame);
+            }
+            self.read_some().await?;
+        }
+    }
+
+    async fn read_some(&mut self) -> Result<(), ZmtpError> {
+        self.input.reserve(READ_BYTES);
+        match self.stream.read_buf(&mut self.input).await? {
+            0 => Err(ZmtpError::Closed),
+            _ => Ok(()),
+        }
+    }
+
+    async fn flush(&mut self) -> Result<(), ZmtpError> {
+        while self.output.has_remaining() {
+            if self.stream.write_buf(&mut self.output).await? == 0 {
+                return Err(ZmtpError::Closed);
+            }
+        }
+        Ok(self.stream.flush().await?)
+    }
+}
+
+pub(super) fn greeting() -> [u8; GREETING_BYTES] {
+    let mut bytes = [0; GREETING_BYTES];
+    bytes[0] = 0xff;
+    bytes[9] = 0x7f;
+    bytes[10] = 3;
+    bytes[12..16].copy_from_slice(b"NULL");
+    bytes
+}
+
+fn check_greeting(bytes: &[u8]) -> Result<(), ZmtpError> {
+    if bytes[0] != 0xff || bytes[9] != 0x7f {
+        return Err(ZmtpError::Handshake("the peer does not speak ZMTP"));
+    }
+    if bytes[10] < 3 {
+        return Err(ZmtpError::Handshake("the peer speaks ZMTP before 3.0"));
+    }
+    if !bytes[12..32].starts_with(b"NULL\0") {
+        return Err(ZmtpError::Handshake("the peer wants security"));
+    }
+    Ok(())
+}
+
+pub(super) fn ready(kind: Kind) -> Vec<u8> {
+    let mut body = b"\x05READY".to_vec();
+    put_property(&mut body, b"Socket-Type", kind.name().as_bytes());
+    if kind == Kind::Dealer {
+        put_property(&mut body, b"Identity", b"");
+    }
+    let mut frame = BytesMut::new();
+    put_frame(&mut frame, FLAG_COMMAND, &body);
+    frame.to_vec()
+}
+
+fn put_property(body: &mut Vec<u8>, name: &[u8], value: &[u8]) {
+    body.put_u8(u8::try_from(name.len()).expect("property names are short"));
+    body.put_slice(name);
+    body.put_u32(u32::try_from(value.len()).expect("property values are short"));
+    body.put_slice(value);
+}
+
+fn check_ready(body: &[u8], kind: Kind) -> Result<(), ZmtpError> {
+    let Some(mut rest) = body.strip_prefix(b"\x05READY") else {
+        return Err(ZmtpError::Handshake("the peer sent no READY"));
+    };
+    while let Some((name, value, after)) = take_property(rest) {
+        if name.eq_ignore_ascii_case(b"Socket-Type") {
+            return match kind.talks_to(value) {
+                true => Ok(()),
+                false => Err(ZmtpError::Handshake("the peer is another kind of socket")),
+            };
+        }
+        rest = after;
+    }
+    Err(ZmtpError::Handshake("the peer does not say what it is"))
+}
+
+fn take_property(bytes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
+    let (length, rest) = bytes.split_first()?;
+    let (name, rest) = rest.split_at_checked(usize::from(*length))?;
+    let (length, rest) = rest.split_first_chunk::<4>()?;
+    let length = usize::try_from(u32::from_be_bytes(*length)).ok()?;
+    let (value, rest) = rest.split_at_checked(length)?;
+    Some((name, value, rest))
+}
+
+pub(super) fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
+    match u8::try_from(body.len()) {
+        Ok(length) => output.put_slice(&[flags, length]),
+        Err(_) => {
+            output.put_u8(flags | FLAG_LONG);
+            output.put_u64(body.len() as u64);
+        }
+    }
+    output.put_slice(body);
+}
+
+/// Takes a whole frame off the input; `None` when more bytes are needed.
+fn take_frame(input: &mut BytesMut) -> Result<Option<Frame>, ZmtpError> {
+    let Some(&flags) = input.first() else {
+        return Ok(None);
+    };
+    let (head, length) = if flags & FLAG_LONG == 0 {
+        match input.get(1) {
+            Some(length) => (2, u64::from(*length)),
+            None => return Ok(None),
+        }
+    } else {
+        match input[1..].first_chunk::<8>() {
+            Some(length) => (9, u64::from_be_bytes(*length)),
+            None => return Ok(None),
+        }
+    };
+    let length = usize::try_from(length).unwrap_or(usize::MAX);
+    if length > MESSAGE_BYTES_MAX {
+        return Err(ZmtpError::Message("it is too large"));
+    }
+    if input.len() < head + length {
+        return Ok(None);
+    }
+    input.advance(head);
+    Ok(Some(Frame {
+        is_command: flags & FLAG_COMMAND != 0,
+        has_more: flags & FLAG_MORE != 0,
+        body: input.split_to(length).freeze(),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tokio::io::duplex;
+
+    use super::*;
+
+    async fn pair(left: Kind, right: Kind) -> (Connection, Connection) {
+        let (one, other) = duplex(256);
+        let (one, other) =
+            tokio::join!(Connection::open(one, left), Connection::open(other, right));
+        (one.unwrap(), other.unwrap())
+    }
+
+    #[tokio::test]
+    async fn messages_arrive_as_they_were_sent() {
+        let (mut publisher, mut subscriber) = pair(Kind::Pub, Kind::Sub).await;
+        subscriber.subscribe_to_all().await.unwrap();
+        assert_eq!(publisher.receive().await.unwrap(), [&b"\x01"[..]]);
+        let long = vec![7; 100_000];
+        let frames: [&[u8]; 3] = [b"topic", b"", &long];
+        let (sent, got) = tokio::join!(publisher.send(&frames), subscriber.receive());
+        sent.unwrap();
+        assert_eq!(got.unwrap(), frames);
+    }
+
+    #[tokio::test]
+    async fn a_cancelled_receive_loses_nothing() {
+        let (mut dealer, mut router) = pair(Kind::Dealer, Kind::Router).await;
+        let body = vec![1; 10_000];
+        let frames: [&[u8]; 2] = [b"", &body];
+        let send = async { dealer.send(&frames).await.unwrap() };
+        let receive = async {
+            loop {
+                tokio::select! {
+                    biased;
+                    got = router.receive() => break got.unwrap(),
+                    () = tokio::task::yield_now() => {}
+                }
+            }
+        };
+        let ((), got) = tokio::join!(send, receive);
+        assert_eq!(got, frames);
+    }
+
+    #[tokio::test]
+    async fn a_socket_of_another_kind_is_refused() {
+        let (one, other) = duplex(256);
+        let (one, other) = tokio::join!(
+            Connection::open(one, Kind::Pub),
+            Connection::open(other, Kind::Router)
+        );
+        assert!(one.is_err() && other.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_ping_is_answered() {
+        let (mut subscriber, mut publisher) = pair(Kind::Sub, Kind::Pub).await;
+        put_frame(&mut publisher.output, FLAG_COMMAND, b"\x04PING\x00\x0aabc");
+        publisher.send(&[b"x"]).await.unwrap();
+        assert_eq!(subscriber.receive().await.unwrap(), [&b"x"[..]]);
+        subscriber.send(&[b"y"]).await.unwrap();
+        let pong = publisher.read_frame().await.unwrap();
+        assert_eq!(
+            (pong.is_command, &pong.body[..]),
+            (true, &b"\x04PONGabc"[..])
+        );
+    }
+
+    #[tokio::test]
+    async fn an_announced_length_takes_no_memory() {
+        let (one, mut other) = duplex(1024);
+        let opened = tokio::spawn(Connection::open(one, Kind::Sub));
+        other.write_all(&greeting()).await.unwrap();
+        other.write_all(&ready(Kind::Pub)).await.unwrap();
+        let mut connection = opened.await.unwrap().unwrap();
+        let mut frame = vec![FLAG_LONG];
+        frame.extend((1_u64 << 50).to_be_bytes());
+        other.write_all(&frame).await.unwrap();
+        let refused = connection.receive().await.unwrap_err();
+        assert_eq!(refused.to_string(), "message: it is too large");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_frames_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+            let mut input = BytesMut::from(&bytes[..]);
+            while let Ok(Some(_)) = take_frame(&mut input) {}
+            drop(check_ready(&bytes, Kind::Sub));
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Tokens of text met before, within a bound of bytes.
+//!
+//! Two generations: what is found moves to the young one, and when that is half the bound the old
+//! one is dropped. So what was used lately stays, without a list to keep in order at every look.
+
+use std::collections::HashMap;
+use std::hash::RandomState;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+/// What an entry costs beside its tokens, in bytes.
+const ENTRY_BYTES: usize = 64;
+
+/// A text's name in the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Key(u128);
+
+/// Tokens by text.
+#[derive(Debug)]
+pub(super) struct TokenCache {
+    bytes_max: usize,
+    /// Random, so that nobody outside can make two texts share a name.
+    seed: u64,
+    generations: Mutex<Generations>,
+}
+
+#[derive(Debug, Default)]
+struct Generations {
+    young: HashMap<Key, Arc<[u32]>>,
+    old: HashMap<Key, Arc<[u32]>>,
+    /// Of the young one.
+    bytes: usize,
+}
+
+impl TokenCache {
+    /// An empty cache of at most `bytes_max` bytes.
+    pub(super) fn new(bytes_max: usize) -> Self {
+        use std::hash::BuildHasher;
+        Self {
+            bytes_max,
+            seed: RandomState::new().hash_one(0_u64),
+            generations: Mutex::default(),
+        }
+    }
+
+    /// The name of `text`.
+    pub(super) fn key(&self, text: &[u8]) -> Key {
+        Key(xxh3_128_with_seed(text, self.seed))
+    }
+
+    /// The tokens kept under `key`.
+    pub(super) fn get(&self, key: Key) -> Option<Arc<[u32]>> {
+        let mut generations = self.generations();
+        if let Some(tokens) = generations.young.get(&key) {
+            return Some(Arc::clone(tokens));
+        }
+        let tokens = generations.old.remove(&key)?;
+        self.keep(&mut generations, key, &tokens);
+        Some(tokens)
+    }
+
+    /// Keeps `tokens` under `key`, unless they alone would fill the cache.
+    pub(super) fn insert(&self, key: Key, tokens: &Arc<[u32]>) {
+        self.keep(&mut self.generations(), key, tokens);
+    }
+
+    fn keep(&self, generations: &mut Generations, key: Key, tokens: &Arc<[u32]>) {
+        let bytes = tokens.len() * size_of::<u32>() + ENTRY_BYTES;
+        let young_max = self.bytes_max / 2;
+        if bytes > young_max {
+            return;
+        }
+        if generations.bytes + bytes > young_max {
+            generations.old = std::mem::take(&mut generations.young);
+            generations.bytes = 0;
+        }
+        if generations.young.insert(key, Arc::clone(tokens)).is_none() {
+            generations.bytes += bytes;
+        }
+    }
+
+    fn generations(&self) -> MutexGuard<'_, Generations> {
+        self.generations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl TokenCache {
+        fn bytes(&self) -> usize {
+            let generations = self.generations();
+            let entries = generations.young.values().chain(generations.old.values());
+            entries.map(|tokens| tokens.len() * 4 + ENTRY_BYTES).sum()
+        }
+    }
+
+    #[test]
+    fn what_is_used_stays_and_the_bound_holds() {
+        let cache = TokenCache::new(10_000);
+        let tokens: Arc<[u32]> = vec![7; 34].into();
+        let used = cache.key(b"used");
+        cache.insert(used, &tokens);
+        for number in 0..1000_u32 {
+            cache.insert(cache.key(&number.to_le_bytes()), &tokens);
+            assert_eq!(cache.get(used), Some(Arc::clone(&tokens)));
+            assert!(cache.bytes() <= 10_000);
+        }
+        assert_eq!(cache.get(cache.key(&0_u32.to_le_bytes())), None);
+        assert!(cache.get(cache.key(&999_u32.to_le_bytes())).is_some());
+    }
+
+    #[test]
+    fn what_would_fill_it_alone_is_not_kept() {
+        let cache = TokenCache::new(1000);
+        let key = cache.key(b"long");
+        cache.insert(key, &vec![1; 1000].into());
+        assert_eq!((cache.get(key), cache.bytes()), (None, 0));
+    }
+}

@@ -1,0 +1,517 @@
+//! What a body asks the model to read, in the one form that templates and engines take: chat
+//! messages as OpenAI's API has them, or a plain text, or token ids.
+//!
+//! The steps are vLLM's (`vllm/entrypoints/chat_utils.py`, 0.11 and later; behaviour re-told, not
+//! copied): text parts become text, arguments of tool calls become objects, system text of the
+//! other surfaces becomes a system message. Images and other media become a marker made of a hash
+//! of what names them, at their place in the text: how many tokens an engine makes of an image is
+//! not known here, that two images differ is.
+
+use serde_json::{Map, Value, json};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::super::read::Surface;
+
+/// Why a body has no text for a tokenizer; it is identified by its characters then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Unclear;
+
+/// What is read of a body.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Wanted {
+    /// A conversation.
+    Chat(Box<Chat>),
+    /// One text, of a batch the first.
+    Plain {
+        text: String,
+        add_special_tokens: bool,
+    },
+    /// Token ids, of a batch the first.
+    Ids(Vec<u32>),
+    /// No prompt.
+    Nothing,
+}
+
+/// A conversation and how it is to be rendered.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Chat {
+    /// As OpenAI's API has them, with markers in place of media.
+    pub(super) messages: Vec<Value>,
+    /// As OpenAI's API has them.
+    pub(super) tools: Option<Value>,
+    pub(super) documents: Option<Value>,
+    /// Further variables of the template.
+    pub(super) kwargs: Map<String, Value>,
+    pub(super) add_generation_prompt: bool,
+    pub(super) continue_final_message: bool,
+    pub(super) add_special_tokens: bool,
+}
+
+/// Reads the body of a request to `path`.
+pub(super) fn read(path: &str, body: &[u8]) -> Result<Wanted, Unclear> {
+    let mut body: Map<String, Value> = serde_json::from_slice(body).map_err(|_| Unclear)?;
+    let surface = Surface::of(path);
+    match surface {
+        Surface::Chat if path.starts_with("/v1/messages") => anthropic(body),
+        Surface::Chat => openai(body, true),
+        Surface::Responses => responses(body),
+        Surface::Completions => plain(body.remove("prompt"), &body),
+        Surface::Pooling => {
+            let text = ["prompt", "input", "query", "queries", "text_1", "data_1"]
+                .iter()
+                .find_map(|field| body.remove(*field).filter(|value| !value.is_null()));
+            match text {
+                Some(text) => plain(Some(text), &body),
+                None if body.contains_key("messages") => openai(body, path == "/tokenize"),
+                None => Ok(Wanted::Nothing),
+            }
+        }
+        Surface::Other => Ok(Wanted::Nothing),
+    }
+}
+
+fn flag(body: &Map<String, Value>, name: &str, default: bool) -> bool {
+    body.get(name).and_then(Value::as_bool).unwrap_or(default)
+}
+
+fn plain(prompt: Option<Value>, body: &Map<String, Value>) -> Result<Wanted, Unclear> {
+    let first = match prompt {
+        Some(Value::Array(items)) if items.iter().all(Value::is_number) => {
+            let ids = items.iter().map(token_id).collect::<Option<Vec<u32>>>();
+            return ids.map(Wanted::Ids).ok_or(Unclear);
+        }
+        Some(Value::Array(items)) => items.into_iter().next(),
+        other => other,
+    };
+    match first {
+        Some(Value::String(text)) => Ok(Wanted::Plain {
+            text,
+            add_special_tokens: flag(body, "add_special_tokens", true),
+        }),
+        Some(Value::Array(ids)) => {
+            let ids = ids.iter().map(token_id).collect::<Option<Vec<u32>>>();
+            ids.map(Wanted::Ids).ok_or(Unclear)
+        }
+        None | Some(Value::Null | Value::Object(_)) => Ok(Wanted::Nothing),
+        Some(_) => Err(Unclear),
+    }
+}
+
+fn token_id(value: &Value) -> Option<u32> {
+    value.as_u64().and_then(|id| u32::try_from(id).ok())
+}
+
+fn openai(mut body: Map<String, Value>, is_reply_wanted: bool) -> Result<Wanted, Unclear> {
+    let messages = array(body.remove("messages"))?;
+    let messages = messages.into_iter().map(message);
+    chat(messages.collect::<Result<_, _>>()?, body, is_reply_wanted)
+}
+
+/// The rest of a chat's body.
+fn chat(
+    messages: Vec<Value>,
+    mut body: Map<String, Value>,
+    is_reply_wanted: bool,
+) -> Result<Wanted, Unclear> {
+    let mut kwargs = match body.remove("chat_template_kwargs") {
+        Some(Value::Object(kwargs)) => kwargs,
+        None | Some(Value::Null) => Map::new(),
+        Some(_) => return Err(Unclear),
+    };
+    if let Some(effort @ Value::String(_)) = body.remove("reasoning_effort") {
+        kwargs.entry("reasoning_effort").or_insert(effort);
+    }
+    let is_list = |value: &Value| value.as_array().is_some_and(|items| !items.is_empty());
+    let tools = body.remove("tools").filter(is_list).map(tools);
+    Ok(Wanted::Chat(Box::new(Chat {
+        messages,
+        tools: tools.transpose()?,
+        documents: body.remove("documents").filter(is_list),
+        kwargs,
+        add_generation_prompt: flag(&body, "add_generation_prompt", is_reply_wanted),
+        continue_final_message: flag(&body, "continue_final_message", false),
+        add_special_tokens: flag(&body, "add_special_tokens", false),
+    })))
+}
+
+fn array(value: Option<Value>) -> Result<Vec<Value>, Unclear> {
+    match value {
+        Some(Value::Array(items)) => Ok(items),
+        _ => Err(Unclear),
+    }
+}
+
+/// Tools as vLLM's types dump them: fields in a fixed order, absent ones `null`.
+fn tools(tools: Value) -> Result<Value, Unclear> {
+    let tool = |tool: Value| {
+        let Value::Object(mut tool) = tool else {
+            return Err(Unclear);
+        };
+        let function = match tool.remove("function") {
+            Some(function) => function,
+            // `/v1/messages` and `/v1/responses` have no level of their own for it.
+            None => {
+                if let Some(schema) = tool.shift_remove("input_schema") {
+                    tool.insert("parameters".to_owned(), schema);
+                }
+                tool.retain(|field, _| !matches!(field.as_str(), "type" | "cache_control"));
+                Value::Object(std::mem::take(&mut tool))
+            }
+        };
+        let Value::Object(mut function) = function else {
+            return Err(Unclear);
+        };
+        let mut ordered = Map::new();
+        for field in ["name", "description", "parameters"] {
+            let value = function.shift_remove(field).unwrap_or(Value::Null);
+            ordered.insert(field.to_owned(), value);
+        }
+        ordered.extend(function);
+        Ok(json!({"type": "function", "function": ordered}))
+    };
+    array(Some(tools))?.into_iter().map(tool).collect()
+}
+
+/// A message with its content as text parts and markers.
+fn message(message: Value) -> Result<Value, Unclear> {
+    let Value::Object(mut message) = message else {
+        return Err(Unclear);
+    };
+    if !message.get("role").is_some_and(Value::is_string) {
+        return Err(Unclear);
+    }
+    if let Some(Value::Array(parts)) = message.get_mut("content") {
+        let whole = std::mem::take(parts).into_iter().filter_map(part);
+        *parts = whole.collect();
+    }
+    message.retain(|_, value| !value.is_null());
+    message.shift_remove("cache_control");
+    Ok(Value::Object(message))
+}
+
+fn text_part(text: &str) -> Value {
+    json!({"type": "text", "text": text})
+}
+
+/// One part of a content as a text part; `None`: it has no text.
+fn part(part: Value) -> Option<Value> {
+    let part = match part {
+        Value::String(text) => return Some(text_part(&text)),
+        Value::Object(part) => part,
+        other => return Some(text_part(&other.to_string())),
+    };
+    let kind = part.get("type").and_then(Value::as_str).unwrap_or("");
+    let field = match kind {
+        "text" | "input_text" | "output_text" => "text",
+        "refusal" => "refusal",
+        "thinking" => "thinking",
+        _ => return Some(text_part(&marker(&part))),
+    };
+    part.get(field).and_then(Value::as_str).map(text_part)
+}
+
+/// What stands in the text for an image or other media: its kind and a hash of its URL, of its
+/// content where the URL is the content, or of all that the part says.
+fn marker(part: &Map<String, Value>) -> String {
+    const KINDS: [&str; 4] = ["image", "audio", "video", "file"];
+    let names = || part.keys().map(String::as_str);
+    let kind = part.get("type").and_then(Value::as_str);
+    let is_of = |kind_of: &&&str| {
+        kind.into_iter()
+            .chain(names())
+            .any(|it| it.contains(**kind_of))
+    };
+    let kind = KINDS.iter().find(is_of).copied().or(kind);
+    let url = ["image_url", "audio_url", "video_url"]
+        .iter()
+        .find_map(|field| part.get(*field))
+        .and_then(|it| it.as_str().or_else(|| it.get("url")?.as_str()));
+    let hash = match url {
+        Some(url) => xxh3_64(url.as_bytes()),
+        None => {
+            let mut rest = part.clone();
+            rest.retain(|field, _| !matches!(field.as_str(), "type" | "cache_control"));
+            xxh3_64(Value::Object(rest).to_string().as_bytes())
+        }
+    };
+    format!("<|{}:{hash:016x}|>", kind.unwrap_or("part"))
+}
+
+/// `/v1/messages`: tool uses and tool results are parts there, and messages of their own here.
+fn anthropic(mut body: Map<String, Value>) -> Result<Wanted, Unclear> {
+    let mut messages = Vec::new();
+    match body.remove("system") {
+        None | Some(Value::Null) => {}
+        Some(content) => messages.push(message(json!({"role": "system", "content": content}))?),
+    }
+    for turn in array(body.remove("messages"))? {
+        let role = turn.get("role").and_then(Value::as_str).ok_or(Unclear)?;
+        let parts = match turn.get("content") {
+            Some(Value::Array(parts)) => parts,
+            _ => {
+                messages.push(message(turn)?);
+                continue;
+            }
+        };
+        let (mut content, mut calls) = (Vec::new(), Vec::new());
+        for part in parts {
+            match part.get("type").and_then(Value::as_str) {
+                Some("tool_use") => calls.push(json!({
+                    "id": part.get("id"),
+                    "type": "function",
+                    "function": {
+                        "name": part.get("name"),
+                        "arguments": part.get("input").unwrap_or(&Value::Null).to_string(),
+                    },
+                })),
+                Some("tool_result") => messages.push(message(json!({
+                    "role": "tool",
+                    "tool_call_id": part.get("tool_use_id"),
+                    "content": part.get("content").cloned().unwrap_or_default(),
+                }))?),
+                _ => content.push(part.clone()),
+            }
+        }
+        if content.is_empty() && calls.is_empty() {
+            continue;
+        }
+        let mut whole = json!({"role": role});
+        if !content.is_empty() {
+            whole["content"] = content.into();
+        }
+        if !calls.is_empty() {
+            whole["tool_calls"] = calls.into();
+        }
+        messages.push(message(whole)?);
+    }
+    chat(messages, body, true)
+}
+
+/// `/v1/responses`: calls and their outputs are items there, and messages here.
+fn responses(mut body: Map<String, Value>) -> Result<Wanted, Unclear> {
+    let mut messages = Vec::new();
+    match body.remove("instructions") {
+        None | Some(Value::Null) => {}
+        Some(text) => messages.push(message(json!({"role": "system", "content": text}))?),
+    }
+    match body.remove("input") {
+        Some(Value::String(text)) => messages.push(json!({"role": "user", "content": text})),
+        Some(Value::Array(items)) => {
+            for item in items {
+                match item.get("type").and_then(Value::as_str) {
+                    Some("function_call") => messages.push(json!({
+                        "role": "assistant",
+                        "tool_calls": [{
+                            "id": item.get("call_id"),
+                            "type": "function",
+                            "function": {
+                                "name": item.get("name"),
+                                "arguments": item.get("arguments"),
+                            },
+                        }],
+                    })),
+                    Some("function_call_output") => messages.push(message(json!({
+                        "role": "tool",
+                        "tool_call_id": item.get("call_id"),
+                        "content": item.get("output").cloned().unwrap_or_default(),
+                    }))?),
+                    // Templates drop earlier reasoning.
+                    Some("reasoning") => {}
+                    _ => messages.push(message(item)?),
+                }
+            }
+        }
+        _ => return Err(Unclear),
+    }
+    chat(messages, body, true)
+}
+
+impl Chat {
+    /// The messages as a template gets them. `has_parts`: contents are lists of parts there, else
+    /// texts with a line break between parts.
+    pub(super) fn for_template(&self, has_parts: bool) -> Vec<Value> {
+        let convert = |message: &Value| {
+            let mut message = message.as_object().cloned().unwrap_or_default();
+            let is_tool = message.get("role").is_some_and(|role| role == "tool");
+            let content = message.get("content");
+            let content = if has_parts && !is_tool {
+                as_parts(content)
+            } else {
+                Value::String(as_text(content))
+            };
+            message.insert("content".to_owned(), content);
+            parse_arguments(&mut message);
+            Value::Object(message)
+        };
+        self.messages.iter().map(convert).collect()
+    }
+}
+
+fn as_parts(content: Option<&Value>) -> Value {
+    match content {
+        Some(Value::String(text)) => Value::Array(vec![text_part(text)]),
+        Some(parts @ Value::Array(_)) => parts.clone(),
+        _ => Value::Array(Vec::new()),
+    }
+}
+
+/// A content's texts, a line break between parts.
+pub(super) fn as_text(content: Option<&Value>) -> String {
+    match content {
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(parts)) => {
+            let texts = parts.iter().filter_map(|part| part.get("text")?.as_str());
+            texts.collect::<Vec<_>>().join("\n")
+        }
+        _ => String::new(),
+    }
+}
+
+/// Arguments come as JSON in a string, and templates want the object.
+fn parse_arguments(message: &mut Map<String, Value>) {
+    if message.get("role").is_none_or(|role| role != "assistant") {
+        return;
+    }
+    let Some(Value::Array(calls)) = message.get_mut("tool_calls") else {
+        return;
+    };
+    if calls.is_empty() {
+        message.shift_remove("tool_calls");
+        return;
+    }
+    for call in calls {
+        let Some(Value::Object(function)) = call.get_mut("function") else {
+            continue;
+        };
+        let parsed = match function.get("arguments") {
+            Some(Value::String(text)) => serde_json::from_str(text).ok(),
+            Some(whole @ (Value::Object(_) | Value::Array(_))) => Some(whole.clone()),
+            _ => None,
+        };
+        let arguments = parsed.unwrap_or_else(|| json!({}));
+        function.insert("arguments".to_owned(), arguments);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn messages(path: &str, body: &Value) -> Value {
+        match read(path, body.to_string().as_bytes()).unwrap() {
+            Wanted::Chat(chat) => chat.messages.into(),
+            other => panic!("{other:?} is no chat"),
+        }
+    }
+
+    #[test]
+    fn the_three_surfaces_meet_in_the_same_messages() {
+        let expected = json!([
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function",
+                "function": {"name": "look", "arguments": "{\"at\":\"home\"}"}}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ]);
+        let openai = json!({"model": "m", "messages": expected});
+        assert_eq!(messages("/v1/chat/completions", &openai), expected);
+        let anthropic = json!({"model": "m", "system": "be brief", "messages": [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "home"}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "rain"}]},
+        ]});
+        assert_eq!(messages("/v1/messages", &anthropic), expected);
+        let responses = json!({"model": "m", "instructions": "be brief", "input": [
+            {"role": "user", "content": "weather?"},
+            {"type": "function_call", "call_id": "c1", "name": "look",
+                "arguments": "{\"at\":\"home\"}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        ]});
+        assert_eq!(messages("/v1/responses", &responses), expected);
+    }
+
+    #[test]
+    fn media_are_told_apart_by_what_names_them() {
+        let one = |part: Value| {
+            let body = json!({"messages": [{"role": "user", "content": [part]}]});
+            messages("/v1/chat/completions", &body)[0]["content"][0]["text"]
+                .as_str()
+                .unwrap()
+                .to_owned()
+        };
+        let image = |url: &str, detail: &str| json!({"type": "image_url", "image_url": {"url": url, "detail": detail}});
+        let data = one(image("data:image/png;base64,AAAA", "auto"));
+        assert!(data.starts_with("<|image:"), "{data}");
+        assert_eq!(data, one(image("data:image/png;base64,AAAA", "high")));
+        assert_ne!(data, one(image("data:image/png;base64,AAAB", "auto")));
+        let input = json!({"type": "input_image", "image_url": "data:image/png;base64,AAAA"});
+        assert_eq!(data, one(input));
+        let sound = json!({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}});
+        assert!(one(sound).starts_with("<|audio:"));
+    }
+
+    #[test]
+    fn arguments_become_objects_and_parts_become_lines() {
+        let body = json!({"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
+            {"role": "assistant", "content": null, "tool_calls": [
+                {"function": {"name": "f", "arguments": "{\"x\": 1}"}},
+                {"function": {"name": "g", "arguments": "broken"}},
+                {"function": {"name": "h"}}]},
+            {"role": "assistant", "content": "x", "tool_calls": []},
+        ]});
+        let wanted = read("/v1/chat/completions", body.to_string().as_bytes()).unwrap();
+        let Wanted::Chat(chat) = wanted else { panic!() };
+        let arguments =
+            |name: &str, value: Value| json!({"function": {"name": name, "arguments": value}});
+        let calls = [("f", json!({"x": 1})), ("g", json!({})), ("h", json!({}))];
+        let calls = calls.map(|(name, value)| arguments(name, value));
+        assert_eq!(
+            Value::from(chat.for_template(false)),
+            json!([
+                {"role": "user", "content": "a\nb"},
+                {"role": "assistant", "tool_calls": calls, "content": ""},
+                {"role": "assistant", "content": "x"},
+            ])
+        );
+        assert_eq!(
+            chat.for_template(true)[0]["content"],
+            json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+        );
+    }
+
+    #[test]
+    fn what_is_no_chat_is_unclear_and_never_panics() {
+        for body in [
+            json!([]),
+            json!({"messages": 3}),
+            json!({"messages": ["x"]}),
+            json!({"messages": [{"role": 1}]}),
+            json!({"messages": [], "chat_template_kwargs": 1}),
+            json!({"messages": [], "tools": [1]}),
+            json!({"messages": [], "tools": [{"function": 1}]}),
+        ] {
+            let read = read("/v1/chat/completions", body.to_string().as_bytes());
+            assert_eq!(read, Err(Unclear), "{body}");
+        }
+    }
+
+    #[test]
+    fn prompts_are_texts_or_ids_and_of_a_batch_the_first() {
+        let read = |prompt: Value| {
+            let body = json!({"prompt": prompt}).to_string();
+            read("/v1/completions", body.as_bytes()).unwrap()
+        };
+        let text = |text: &str| Wanted::Plain {
+            text: text.to_owned(),
+            add_special_tokens: true,
+        };
+        assert_eq!(read(json!("a")), text("a"));
+        assert_eq!(read(json!(["a", "b"])), text("a"));
+        assert_eq!(read(json!([1, 2])), Wanted::Ids(vec![1, 2]));
+        assert_eq!(read(json!([[1], [2]])), Wanted::Ids(vec![1]));
+        assert_eq!(read(json!(null)), Wanted::Nothing);
+    }
+}

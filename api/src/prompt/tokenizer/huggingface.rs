@@ -1,0 +1,234 @@
+//! A `tokenizer.json` with the chat template beside it.
+//!
+//! Tokenizing costs a millisecond per few kilobytes, and a conversation repeats all of itself at
+//! every turn. So text is cut at the special tokens, which is where the tokenizer cuts it first
+//! anyway, and every piece between two of them is looked up before it is tokenized. That is exact:
+//! a piece's tokens do not depend on what stands around it. It is not done for the few tokenizers
+//! of which this does not hold: special tokens that take white space from their neighbours, and
+//! pre-tokenizers that treat the first piece in their own way.
+
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use aho_corasick::{AhoCorasick, MatchKind};
+use serde_json::{Map, Value};
+
+use super::LoadFailure;
+use super::template::ChatTemplate;
+
+/// Longest file read, in bytes.
+const FILE_BYTES_MAX: u64 = 256 * 1024 * 1024;
+
+/// A tokenizer from files.
+pub(super) struct HuggingFace {
+    tokenizer: tokenizers::Tokenizer,
+    /// `None`: the model has none.
+    pub(super) template: Option<ChatTemplate>,
+    /// `None`: text is tokenized as a whole.
+    marks: Option<Marks>,
+    /// What stands before a text with special tokens, and behind it.
+    around: (Vec<u32>, Vec<u32>),
+}
+
+/// The special tokens that text is cut at.
+struct Marks {
+    /// `None`: there are none.
+    matcher: Option<AhoCorasick>,
+    /// By pattern.
+    ids: Vec<u32>,
+}
+
+/// What a text is cut into.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Piece {
+    Special(u32),
+    Text(Range<usize>),
+}
+
+impl HuggingFace {
+    /// Reads `file`, and the chat template from `chat_template` or from beside it.
+    pub(super) fn load(file: &Path, chat_template: Option<&Path>) -> Result<Self, LoadFailure> {
+        let bytes = read(file)?;
+        let json: Value =
+            serde_json::from_slice(&bytes).map_err(|error| LoadFailure::new(file, &error))?;
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes)
+            .map_err(|error| LoadFailure::new(file, &error))?;
+        if json["model"]["dropout"].as_f64().is_some_and(|it| it > 0.0) {
+            let what = "model.dropout is set: tokens would be drawn at random";
+            return Err(LoadFailure::new(file, &what));
+        }
+        tokenizer
+            .with_truncation(None)
+            .map_err(|error| LoadFailure::new(file, &error))?;
+        tokenizer.with_padding(None);
+        let marks = Marks::of(&tokenizer, &json).map_err(|error| LoadFailure::new(file, &error))?;
+        let around = around(&tokenizer).map_err(|error| LoadFailure::new(file, &error))?;
+        Ok(Self {
+            template: template(file, chat_template)?,
+            tokenizer,
+            marks,
+            around,
+        })
+    }
+
+    /// What stands before a text with special tokens, and behind it.
+    pub(super) fn around(&self) -> (&[u32], &[u32]) {
+        (&self.around.0, &self.around.1)
+    }
+
+    /// Cuts `text` into pieces whose tokens do not depend on each other.
+    pub(super) fn cut(&self, text: &str) -> Vec<Piece> {
+        let Some(Marks { matcher, ids }) = &self.marks else {
+            return vec![Piece::Text(0..text.len())];
+        };
+        let mut pieces = Vec::new();
+        let mut end = 0;
+        let push = |pieces: &mut Vec<Piece>, range: Range<usize>| {
+            if !range.is_empty() {
+                pieces.push(Piece::Text(range));
+            }
+        };
+        for found in matcher.iter().flat_map(|matcher| matcher.find_iter(text)) {
+            push(&mut pieces, end..found.start());
+            pieces.push(Piece::Special(ids[found.pattern().as_usize()]));
+            end = found.end();
+        }
+        push(&mut pieces, end..text.len());
+        pieces
+    }
+
+    /// The tokens of a piece.
+    pub(super) fn encode(&self, text: &str) -> Option<Vec<u32>> {
+        let encoding = self.tokenizer.encode_fast(text, false).ok()?;
+        Some(encoding.get_ids().to_vec())
+    }
+
+    /// The text of token ids, special tokens included.
+    pub(super) fn decode(&self, ids: &[u32]) -> Option<String> {
+        self.tokenizer.decode(ids, false).ok()
+    }
+}
+
+impl Marks {
+    /// `None`: text must not be cut.
+    fn of(
+        tokenizer: &tokenizers::Tokenizer,
+        json: &Value,
+    ) -> Result<Option<Self>, aho_corasick::BuildError> {
+        if is_first_treated_alone(&json["pre_tokenizer"]) {
+            return Ok(None);
+        }
+        let mut tokens: Vec<_> = tokenizer.get_added_tokens_decoder().into_iter().collect();
+        // Normalized ones are looked for within the pieces.
+        tokens.retain(|(_, token)| !token.normalized && !token.content.is_empty());
+        tokens.sort_unstable_by_key(|(id, _)| *id);
+        if tokens
+            .iter()
+            .any(|(_, token)| token.lstrip || token.rstrip || token.single_word)
+        {
+            return Ok(None);
+        }
+        let ids: Vec<u32> = tokens.iter().map(|(id, _)| *id).collect();
+        let contents = tokens.iter().map(|(_, token)| token.content.as_str());
+        let matcher = (!ids.is_empty()).then(|| {
+            AhoCorasick::builder()
+                .match_kind(MatchKind::LeftmostLongest)
+                .build(contents)
+        });
+        Ok(Some(Self {
+            matcher: matcher.transpose()?,
+            ids,
+        }))
+    }
+}
+
+/// Whether a pre-tokenizer puts a space before the first piece only.
+fn is_first_treated_alone(pre_tokenizer: &Value) -> bool {
+    let is_first = pre_tokenizer["prepend_scheme"] == "first";
+    let inner = pre_tokenizer["pretokenizers"].as_array();
+    is_first || inner.is_some_and(|inner| inner.iter().any(is_first_treated_alone))
+}
+
+/// What the post-processor puts around a text: found by trying.
+fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
+    let plain = tokenizer.encode_fast("a", false)?.get_ids().to_vec();
+    let whole = tokenizer.encode_fast("a", true)?.get_ids().to_vec();
+    let at = whole
+        .windows(plain.len().max(1))
+        .position(|run| run == plain)
+        .ok_or("the post-processor changes the tokens of a text")?;
+    Ok((whole[..at].to_vec(), whole[at + plain.len()..].to_vec()))
+}
+
+fn read(file: &Path) -> Result<Vec<u8>, LoadFailure> {
+    let length = fs::metadata(file)
+        .map_err(|error| LoadFailure::new(file, &error))?
+        .len();
+    if length > FILE_BYTES_MAX {
+        let what = format!("is longer than {FILE_BYTES_MAX} bytes");
+        return Err(LoadFailure::new(file, &what));
+    }
+    fs::read(file).map_err(|error| LoadFailure::new(file, &error))
+}
+
+fn read_if_any(file: &Path) -> Result<Option<Vec<u8>>, LoadFailure> {
+    match fs::metadata(file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        _ => read(file).map(Some),
+    }
+}
+
+/// The template of `chosen`, else of `chat_template.jinja`, else of `tokenizer_config.json`.
+fn template(tokenizer: &Path, chosen: Option<&Path>) -> Result<Option<ChatTemplate>, LoadFailure> {
+    let beside = |name: &str| tokenizer.with_file_name(name);
+    let config_file = beside("tokenizer_config.json");
+    let config: Value = match read_if_any(&config_file)? {
+        Some(bytes) => serde_json::from_slice(&bytes)
+            .map_err(|error| LoadFailure::new(&config_file, &error))?,
+        None => Value::Null,
+    };
+    let (file, source) = match chosen {
+        Some(chosen) => (chosen.to_owned(), Some(read(chosen)?)),
+        None => {
+            let jinja = beside("chat_template.jinja");
+            let source = read_if_any(&jinja)?;
+            (jinja, source)
+        }
+    };
+    let (file, source): (PathBuf, String) = match source {
+        Some(bytes) => {
+            let source =
+                String::from_utf8(bytes).map_err(|error| LoadFailure::new(&file, &error))?;
+            (file, source)
+        }
+        None => match config_template(&config["chat_template"]) {
+            Some(source) => (config_file, source.to_owned()),
+            None => return Ok(None),
+        },
+    };
+    ChatTemplate::new(&source, special_tokens(&config))
+        .map(Some)
+        .map_err(|error| LoadFailure::new(&file, &error))
+}
+
+/// One template, or of named ones the default.
+fn config_template(value: &Value) -> Option<&str> {
+    value.as_str().or_else(|| {
+        let named = value.as_array()?;
+        let default = named.iter().find(|it| it["name"] == "default")?;
+        default["template"].as_str()
+    })
+}
+
+/// `bos_token` and its like, which are texts or objects with a text.
+fn special_tokens(config: &Value) -> Map<String, Value> {
+    let fields = config.as_object().into_iter().flatten();
+    let tokens = fields.filter_map(|(name, value)| {
+        let text = value.as_str().or_else(|| value["content"].as_str())?;
+        name.ends_with("_token")
+            .then(|| (name.clone(), text.into()))
+    });
+    tokens.collect()
+}

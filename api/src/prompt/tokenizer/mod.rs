@@ -1,0 +1,550 @@
+//! Tokenizers: from a request to the token ids that its engine works on.
+//!
+//! `character` has none: prompts are flattened (see [`super`]) and cut into bytes. The others give
+//! token ids, so that blocks are the engine's own and a prompt meets what KV events tell:
+//! `tiktoken:NAME` with a vocabulary in the binary, `huggingface:FILE` with a `tokenizer.json` and
+//! the model's chat template, and `engine`, which asks the engine itself. What each makes of each
+//! kind of request stands in `docs/TOKENIZERS.md`.
+//!
+//! Where no ids can be had (a body that the engine will refuse, a template's own error, a text
+//! beyond a bound), a prompt is identified by its characters, in a scope of its own.
+
+mod cache;
+mod chat;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+mod huggingface;
+mod python;
+mod remote;
+mod template;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use tiktoken_rs::CoreBPE;
+
+use self::cache::TokenCache;
+use self::chat::{Chat, Unclear, Wanted};
+use self::huggingface::{HuggingFace, Piece};
+use self::template::Replies;
+
+pub(crate) use self::remote::{Heard, Question, Remote, question};
+
+/// What is kept of tokens met before, per tokenizer, in bytes.
+const CACHE_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// Longest text tokenized, in bytes: what is longer takes seconds, and a hundred times its length
+/// of memory.
+pub(crate) const TOKENIZED_BYTES_MAX: usize = 2 * 1024 * 1024;
+/// Longest text that is tokenized once more with the answer behind it.
+const SEAM_BYTES_MAX: usize = 8 * 1024;
+
+/// A tokenizer as the config names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TokenizerSpec {
+    /// `character`.
+    Character,
+    /// `tiktoken:NAME`.
+    Tiktoken(Vocabulary),
+    /// `huggingface:FILE`.
+    HuggingFace(PathBuf),
+    /// `engine`.
+    Engine,
+}
+
+/// A vocabulary in the binary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Vocabulary {
+    /// `cl100k_base`.
+    Cl100k,
+    /// `o200k_base`.
+    O200k,
+}
+
+/// A tokenizer's name that is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "expected \"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \
+     \"huggingface:FILE\" or \"engine\""
+)]
+pub struct BadTokenizer;
+
+impl FromStr for TokenizerSpec {
+    type Err = BadTokenizer;
+
+    fn from_str(text: &str) -> Result<Self, BadTokenizer> {
+        match (text, text.split_once(':')) {
+            ("character", _) => Ok(Self::Character),
+            ("engine", _) => Ok(Self::Engine),
+            (_, Some(("tiktoken", "cl100k_base"))) => Ok(Self::Tiktoken(Vocabulary::Cl100k)),
+            (_, Some(("tiktoken", "o200k_base"))) => Ok(Self::Tiktoken(Vocabulary::O200k)),
+            (_, Some(("huggingface", file))) if !file.is_empty() => {
+                Ok(Self::HuggingFace(file.into()))
+            }
+            _ => Err(BadTokenizer),
+        }
+    }
+}
+
+impl fmt::Display for TokenizerSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Character => f.write_str("character"),
+            Self::Tiktoken(Vocabulary::Cl100k) => f.write_str("tiktoken:cl100k_base"),
+            Self::Tiktoken(Vocabulary::O200k) => f.write_str("tiktoken:o200k_base"),
+            Self::HuggingFace(file) => write!(f, "huggingface:{}", file.display()),
+            Self::Engine => f.write_str("engine"),
+        }
+    }
+}
+
+/// A tokenizer's file that cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}: {what}", file.display())]
+pub struct LoadFailure {
+    /// The file.
+    pub file: PathBuf,
+    /// What is wrong with it.
+    pub what: String,
+}
+
+impl LoadFailure {
+    fn new(file: &Path, what: &dyn fmt::Display) -> Self {
+        Self {
+            file: file.to_owned(),
+            what: what.to_string(),
+        }
+    }
+}
+
+/// Why a prompt is identified by its characters although its model has a tokenizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fallback {
+    /// The body is not what its path takes.
+    Unclear,
+    /// The chat template refused the conversation.
+    Template,
+    /// The text is beyond the bound.
+    TooLong,
+    /// The tokenizer gave up on the text.
+    Tokenizer,
+    /// The engine did not answer, or not with tokens.
+    Engine,
+    /// Others' prompts kept the tokenizer busy for too long.
+    Busy,
+}
+
+impl Fallback {
+    /// The name in metrics.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Unclear => "unclear",
+            Self::Template => "template",
+            Self::TooLong => "too-long",
+            Self::Tokenizer => "tokenizer",
+            Self::Engine => "no-answer",
+            Self::Busy => "busy",
+        }
+    }
+}
+
+/// A loaded tokenizer. Shared by all requests of its model.
+pub struct Tokenizer {
+    spec: TokenizerSpec,
+    /// As the config has it.
+    chat_template: Option<PathBuf>,
+    kind: Kind,
+    cache: TokenCache,
+}
+
+enum Kind {
+    Character,
+    Tiktoken(&'static CoreBPE),
+    HuggingFace(Box<HuggingFace>),
+    Engine(Remote),
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("spec", &self.spec)
+            .field("chat_template", &self.chat_template)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Two are equal that were loaded from the same.
+impl PartialEq for Tokenizer {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.spec, &self.chat_template) == (&other.spec, &other.chat_template)
+    }
+}
+
+impl Eq for Tokenizer {}
+
+/// A prompt's text as a tokenizer takes it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Text {
+    /// Tokenized each by itself, one behind the other.
+    parts: Vec<String>,
+    adds_special: bool,
+    after: After,
+}
+
+/// How an answer stands behind a text in the next turn's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum After {
+    /// Not in a known way.
+    Unknown,
+    /// Right behind it.
+    Joined,
+    /// Right behind it, if a template leaves it as it is.
+    Rendered(Replies),
+    /// As a framed message.
+    Framed,
+}
+
+/// A prompt as a tokenizer sees it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Content {
+    Text(Text),
+    Ids(Vec<u32>),
+    Nothing,
+}
+
+/// A text's tokens.
+#[derive(Debug, Clone)]
+pub(crate) struct Encoded {
+    pub(crate) ids: Vec<u32>,
+    /// `None`: output does not continue it in a known way.
+    pub(crate) seam: Option<Seam>,
+}
+
+/// Why a text was not tokenized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NotEncoded {
+    /// There is more text to tokenize than was allowed for.
+    MoreThanAllowed,
+    /// It cannot be.
+    Never(Fallback),
+}
+
+/// Where an answer's tokens join those of its prompt.
+#[derive(Debug, Clone)]
+pub struct Seam {
+    tokenizer: Arc<Tokenizer>,
+    /// Text that is tokenized together with the answer: what follows the last special token.
+    opening: String,
+    /// Its tokens in the prompt.
+    ids: Vec<u32>,
+    closing: &'static str,
+    after: After,
+}
+
+impl Tokenizer {
+    /// Loads what `spec` names. `chat_template`: a file in place of the one beside the tokenizer.
+    ///
+    /// # Errors
+    /// [`LoadFailure`], which names the file.
+    pub fn load(
+        spec: TokenizerSpec,
+        chat_template: Option<&Path>,
+    ) -> Result<Arc<Self>, LoadFailure> {
+        let kind = match &spec {
+            TokenizerSpec::Character => Kind::Character,
+            TokenizerSpec::Tiktoken(Vocabulary::Cl100k) => {
+                Kind::Tiktoken(tiktoken_rs::cl100k_base_singleton())
+            }
+            TokenizerSpec::Tiktoken(Vocabulary::O200k) => {
+                Kind::Tiktoken(tiktoken_rs::o200k_base_singleton())
+            }
+            TokenizerSpec::HuggingFace(file) => {
+                Kind::HuggingFace(Box::new(HuggingFace::load(file, chat_template)?))
+            }
+            TokenizerSpec::Engine => Kind::Engine(Remote::default()),
+        };
+        Ok(Arc::new(Self {
+            spec,
+            chat_template: chat_template.map(Path::to_owned),
+            kind,
+            cache: TokenCache::new(CACHE_BYTES_MAX),
+        }))
+    }
+
+    /// The tokenizer without tokens.
+    #[must_use]
+    pub fn character() -> Arc<Self> {
+        Arc::new(Self {
+            spec: TokenizerSpec::Character,
+            chat_template: None,
+            kind: Kind::Character,
+            cache: TokenCache::new(0),
+        })
+    }
+
+    /// What it was loaded from.
+    #[must_use]
+    pub fn spec(&self) -> &TokenizerSpec {
+        &self.spec
+    }
+
+    /// Whether its blocks are of bytes, not of tokens.
+    #[must_use]
+    pub fn is_character(&self) -> bool {
+        matches!(self.kind, Kind::Character)
+    }
+
+    /// The token ids of a request, tokenized where it is called: for an engine's own side. `None`
+    /// when this tokenizer has none of its own, or the body no prompt it could read.
+    #[must_use]
+    pub fn encode_request(self: &Arc<Self>, path: &str, body: &[u8]) -> Option<Vec<u32>> {
+        match self.content(path, body).ok()? {
+            Content::Text(text) => Some(self.encode(&text, usize::MAX).ok()?.ids),
+            Content::Ids(ids) => Some(ids),
+            Content::Nothing => None,
+        }
+    }
+
+    /// The token ids of a text without special tokens around it. As [`Tokenizer::encode_request`].
+    #[must_use]
+    pub fn encode_text(&self, text: &str) -> Option<Vec<u32>> {
+        let (mut ids, mut no_limit) = (Vec::new(), usize::MAX);
+        self.encode_part(text, &mut no_limit, &mut ids).ok()?;
+        Some(ids)
+    }
+
+    /// The text of token ids; `None` when they are none of this tokenizer's.
+    #[must_use]
+    pub fn decode(&self, ids: &[u32]) -> Option<String> {
+        match &self.kind {
+            Kind::Character | Kind::Engine(_) => None,
+            Kind::Tiktoken(bpe) => {
+                let bytes = bpe.decode_bytes(ids).ok()?;
+                Some(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::HuggingFace(files) => files.decode(ids),
+        }
+    }
+
+    pub(crate) fn remote(&self) -> Option<&Remote> {
+        match &self.kind {
+            Kind::Engine(remote) => Some(remote),
+            Kind::Character | Kind::Tiktoken(_) | Kind::HuggingFace(_) => None,
+        }
+    }
+
+    /// Reads the prompt of a request to `path`.
+    pub(crate) fn content(&self, path: &str, body: &[u8]) -> Result<Content, Fallback> {
+        let wanted = chat::read(path, body).map_err(|Unclear| Fallback::Unclear)?;
+        match wanted {
+            Wanted::Nothing => Ok(Content::Nothing),
+            Wanted::Ids(ids) => Ok(Content::Ids(ids)),
+            Wanted::Plain {
+                text,
+                add_special_tokens,
+            } => Ok(Content::Text(Text {
+                parts: vec![text],
+                adds_special: add_special_tokens,
+                after: if path.starts_with("/v1/completions") {
+                    After::Joined
+                } else {
+                    After::Unknown
+                },
+            })),
+            Wanted::Chat(chat) => self.render(&chat).map(Content::Text),
+        }
+    }
+
+    fn render(&self, chat: &Chat) -> Result<Text, Fallback> {
+        let template = match &self.kind {
+            Kind::HuggingFace(files) => files.template.as_ref(),
+            Kind::Character | Kind::Tiktoken(_) | Kind::Engine(_) => None,
+        };
+        let Some(template) = template else {
+            return Ok(Text {
+                parts: framed(chat),
+                adds_special: chat.add_special_tokens,
+                after: After::Framed,
+            });
+        };
+        // As in `encode_piece`: a library meets foreign text.
+        let rendered = catch_unwind(AssertUnwindSafe(|| template.render(chat)));
+        let text = rendered.map_err(|_| Fallback::Template)?.map_err(|error| {
+            tracing::debug!(%error, "chat template refused a conversation");
+            Fallback::Template
+        })?;
+        let is_open = chat.add_generation_prompt && !chat.continue_final_message;
+        Ok(Text {
+            parts: vec![text],
+            adds_special: chat.add_special_tokens,
+            after: if is_open {
+                After::Rendered(template.replies())
+            } else {
+                After::Unknown
+            },
+        })
+    }
+
+    /// Tokenizes a text, of which `fresh_bytes_max` bytes at most may be new.
+    pub(crate) fn encode(
+        self: &Arc<Self>,
+        text: &Text,
+        mut fresh_bytes_max: usize,
+    ) -> Result<Encoded, NotEncoded> {
+        let bytes: usize = text.parts.iter().map(String::len).sum();
+        if bytes > TOKENIZED_BYTES_MAX {
+            return Err(NotEncoded::Never(Fallback::TooLong));
+        }
+        let around = match &self.kind {
+            Kind::HuggingFace(files) if text.adds_special => files.around(),
+            _ => (&[][..], &[][..]),
+        };
+        let mut ids = around.0.to_vec();
+        let mut last = 0..0;
+        for part in &text.parts {
+            last = self.encode_part(part, &mut fresh_bytes_max, &mut ids)?;
+        }
+        let seam = if around.1.is_empty() {
+            self.seam(text, last, &ids)
+        } else {
+            None
+        };
+        ids.extend_from_slice(around.1);
+        Ok(Encoded { ids, seam })
+    }
+
+    /// `tail`: what follows the last special token of the last part, whose tokens end `ids`.
+    fn seam(
+        self: &Arc<Self>,
+        text: &Text,
+        tail: std::ops::Range<usize>,
+        ids: &[u32],
+    ) -> Option<Seam> {
+        let seam = |opening: &str, ids: &[u32], closing| Seam {
+            tokenizer: Arc::clone(self),
+            opening: opening.to_owned(),
+            ids: ids.to_vec(),
+            closing,
+            after: text.after,
+        };
+        match text.after {
+            After::Unknown | After::Rendered(Replies::Changed) => None,
+            After::Framed => Some(seam("<|assistant|>\n", &[], "\n")),
+            After::Joined | After::Rendered(Replies::Kept | Replies::KeptTrimmed) => {
+                let opening = text.parts.last()?.get(tail)?;
+                if opening.len() > SEAM_BYTES_MAX {
+                    return None;
+                }
+                let (mut joined, mut no_limit) = (Vec::new(), usize::MAX);
+                self.encode_part(opening, &mut no_limit, &mut joined).ok()?;
+                ids.ends_with(&joined).then(|| seam(opening, &joined, ""))
+            }
+        }
+    }
+
+    /// Appends the tokens of `text`. Answers where the text behind its last special token stands.
+    fn encode_part(
+        &self,
+        text: &str,
+        fresh_bytes_max: &mut usize,
+        ids: &mut Vec<u32>,
+    ) -> Result<std::ops::Range<usize>, NotEncoded> {
+        let pieces = match &self.kind {
+            Kind::HuggingFace(files) => files.cut(text),
+            Kind::Character | Kind::Tiktoken(_) | Kind::Engine(_) => {
+                vec![Piece::Text(0..text.len())]
+            }
+        };
+        let mut tail = text.len()..text.len();
+        for piece in pieces {
+            match piece {
+                Piece::Special(id) => {
+                    ids.push(id);
+                    tail = text.len()..text.len();
+                }
+                Piece::Text(range) => {
+                    let piece = &text[range.clone()];
+                    ids.extend_from_slice(&self.encode_piece(piece, fresh_bytes_max)?);
+                    tail = range;
+                }
+            }
+        }
+        Ok(tail)
+    }
+
+    fn encode_piece(
+        &self,
+        piece: &str,
+        fresh_bytes_max: &mut usize,
+    ) -> Result<Arc<[u32]>, NotEncoded> {
+        let key = self.cache.key(piece.as_bytes());
+        if let Some(tokens) = self.cache.get(key) {
+            return Ok(tokens);
+        }
+        *fresh_bytes_max = fresh_bytes_max
+            .checked_sub(piece.len())
+            .ok_or(NotEncoded::MoreThanAllowed)?;
+        // Libraries that meet foreign text: what they do not expect must not end the replica.
+        let tokens = catch_unwind(AssertUnwindSafe(|| match &self.kind {
+            Kind::Character | Kind::Engine(_) => None,
+            Kind::Tiktoken(bpe) => {
+                let nothing_special = std::collections::HashSet::new();
+                bpe.encode(piece, &nothing_special).ok().map(|(ids, _)| ids)
+            }
+            Kind::HuggingFace(files) => files.encode(piece),
+        }));
+        let tokens: Arc<[u32]> = tokens
+            .ok()
+            .flatten()
+            .ok_or(NotEncoded::Never(Fallback::Tokenizer))?
+            .into();
+        self.cache.insert(key, &tokens);
+        Ok(tokens)
+    }
+}
+
+/// A conversation where no template is known: a frame per message, each tokenized by itself, so
+/// that what grows at its end keeps its tokens.
+fn framed(chat: &Chat) -> Vec<String> {
+    let tools = chat
+        .tools
+        .iter()
+        .map(|tools| format!("<|tools|>\n{tools}\n"));
+    let messages = chat.messages.iter().map(|message| {
+        let role = message["role"].as_str().unwrap_or_default();
+        let content = chat::as_text(message.get("content"));
+        let calls = message.get("tool_calls").map(ToString::to_string);
+        format!("<|{role}|>\n{content}{}\n", calls.unwrap_or_default())
+    });
+    tools.chain(messages).collect()
+}
+
+impl Seam {
+    /// The tokens that `reply` adds to its prompt's, if they are known exactly. `is_whole`: it came
+    /// to its end.
+    pub(crate) fn continuation(&self, reply: &str, is_whole: bool) -> Option<Vec<u32>> {
+        let is_same_later = match self.after {
+            After::Unknown | After::Rendered(Replies::Changed) => false,
+            After::Joined | After::Framed => true,
+            // Templates take earlier thoughts out.
+            After::Rendered(Replies::Kept) => !reply.contains("</think>"),
+            After::Rendered(Replies::KeptTrimmed) => {
+                !reply.contains("</think>") && reply.trim().len() == reply.len()
+            }
+        };
+        if !is_same_later {
+            return None;
+        }
+        let closing = if is_whole { self.closing } else { "" };
+        let text = format!("{}{reply}{closing}", self.opening);
+        let mut ids = self.tokenizer.encode_text(&text)?;
+        ids.starts_with(&self.ids)
+            .then(|| ids.split_off(self.ids.len()))
+    }
+}

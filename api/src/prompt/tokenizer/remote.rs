@@ -1,0 +1,301 @@
+//! Tokens that an engine is asked for: kept by the hash of what was asked, asked once at a time.
+//!
+//! One answer serves all who ask the same meanwhile. Who gets none within [`DEADLINE`] goes on
+//! without; after [`FAILURES_MAX`] failures in a row nobody asks for [`REST`], so that an engine
+//! that hangs costs a deadline now and then and not at every request. A question that an engine
+//! refuses is no failure: clients could stop all tokenizing with prompts that no engine takes.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde_json::{Value, json};
+use tokio::sync::OnceCell;
+use tokio::time::Instant;
+
+use super::CACHE_BYTES_MAX;
+use super::cache::{Key, TokenCache};
+use super::chat::{self, Wanted};
+use super::{Fallback, TOKENIZED_BYTES_MAX};
+
+/// Longest wait for an engine's tokens.
+pub(crate) const DEADLINE: Duration = Duration::from_millis(500);
+/// Failures in a row after which engines are left alone for a while.
+const FAILURES_MAX: u32 = 3;
+/// How long.
+const REST: Duration = Duration::from_secs(1);
+/// Most questions under way.
+const UNDER_WAY_MAX: usize = 1024;
+
+/// `None`: there was no answer.
+type Answer = Arc<OnceCell<Option<Arc<[u32]>>>>;
+
+/// What came of asking an engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Heard {
+    /// The prompt's tokens.
+    Tokens(Vec<u32>),
+    /// The engine does not take this prompt.
+    Refused,
+    /// Nothing that could be used.
+    Nothing,
+}
+
+/// What engines have answered, and what is being asked.
+#[derive(Debug)]
+pub(crate) struct Remote {
+    answers: TokenCache,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    under_way: HashMap<Key, Answer>,
+    failures: u32,
+    rests_until: Option<Instant>,
+}
+
+impl Default for Remote {
+    fn default() -> Self {
+        Self {
+            answers: TokenCache::new(CACHE_BYTES_MAX),
+            state: Mutex::default(),
+        }
+    }
+}
+
+/// What an engine is asked, and what needs no asking.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Question {
+    /// The body of a `POST /tokenize`.
+    Ask(Bytes),
+    /// The prompt is of these ids.
+    Ids(Vec<u32>),
+    /// There is no prompt.
+    Nothing,
+}
+
+/// What to ask an engine for the prompt of a request to `path`.
+pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<Question, Fallback> {
+    let wanted = chat::read(path, body).map_err(|chat::Unclear| Fallback::Unclear)?;
+    let asked = match wanted {
+        Wanted::Nothing => return Ok(Question::Nothing),
+        Wanted::Ids(ids) => return Ok(Question::Ids(ids)),
+        Wanted::Plain {
+            text,
+            add_special_tokens,
+        } => json!({"model": model, "prompt": text, "add_special_tokens": add_special_tokens}),
+        // Engines do not take documents there.
+        Wanted::Chat(chat) if chat.documents.is_some() => return Err(Fallback::Unclear),
+        Wanted::Chat(chat) => {
+            let mut asked = json!({
+                "model": model,
+                "messages": chat.messages,
+                "add_generation_prompt": chat.add_generation_prompt && !chat.continue_final_message,
+                "continue_final_message": chat.continue_final_message,
+                "add_special_tokens": chat.add_special_tokens,
+            });
+            if let Some(tools) = chat.tools {
+                asked["tools"] = tools;
+            }
+            if !chat.kwargs.is_empty() {
+                asked["chat_template_kwargs"] = Value::Object(chat.kwargs);
+            }
+            asked
+        }
+    };
+    let asked = asked.to_string();
+    if asked.len() > TOKENIZED_BYTES_MAX {
+        return Err(Fallback::TooLong);
+    }
+    Ok(Question::Ask(asked.into()))
+}
+
+impl Remote {
+    /// The answer to `question`: a kept one, else what `ask` gets. `None`: there is none in time.
+    pub(crate) async fn tokens<F>(
+        &self,
+        question: &Bytes,
+        ask: impl FnOnce() -> F,
+    ) -> Option<Arc<[u32]>>
+    where
+        F: Future<Output = Heard>,
+    {
+        let key = self.answers.key(question);
+        if let Some(tokens) = self.answers.get(key) {
+            return Some(tokens);
+        }
+        let place = Place {
+            remote: self,
+            key,
+            answer: self.join(key)?,
+        };
+        let asked = place.answer.get_or_init(|| async {
+            let heard = tokio::time::timeout(DEADLINE, ask()).await;
+            self.heard(key, heard.unwrap_or(Heard::Nothing))
+        });
+        // Whoever asks may have been at it for a while when this one joins: it waits no longer than
+        // one that asks itself.
+        let tokens = tokio::time::timeout(DEADLINE, asked).await.ok().cloned();
+        tokens.flatten()
+    }
+
+    /// The place where the answer to `key` is waited for. `None`: engines rest, or too much is
+    /// under way.
+    fn join(&self, key: Key) -> Option<Answer> {
+        let mut state = self.state();
+        if state
+            .rests_until
+            .is_some_and(|until| Instant::now() < until)
+        {
+            return None;
+        }
+        let is_full = state.under_way.len() >= UNDER_WAY_MAX;
+        match state.under_way.entry(key) {
+            Entry::Occupied(known) => Some(Arc::clone(known.get())),
+            Entry::Vacant(_) if is_full => None,
+            Entry::Vacant(free) => Some(Arc::clone(free.insert(Answer::default()))),
+        }
+    }
+
+    fn heard(&self, key: Key, heard: Heard) -> Option<Arc<[u32]>> {
+        let mut state = self.state();
+        match heard {
+            Heard::Tokens(tokens) => {
+                state.failures = 0;
+                state.rests_until = None;
+                let tokens: Arc<[u32]> = tokens.into();
+                self.answers.insert(key, &tokens);
+                Some(tokens)
+            }
+            Heard::Refused => {
+                state.failures = 0;
+                None
+            }
+            Heard::Nothing => {
+                state.failures = state.failures.saturating_add(1);
+                if state.failures >= FAILURES_MAX {
+                    state.rests_until = Some(Instant::now() + REST);
+                }
+                None
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Waits for the answer to a question. Whoever leaves, also a client that hung up, frees the place.
+struct Place<'a> {
+    remote: &'a Remote,
+    key: Key,
+    answer: Answer,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut state = self.remote.state();
+        // Those who still wait keep the answer and need no place for it.
+        let is_same = |known: &Answer| Arc::ptr_eq(known, &self.answer);
+        if state.under_way.get(&self.key).is_some_and(is_same) {
+            state.under_way.remove(&self.key);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_engine_that_hangs_costs_a_deadline_now_and_then() {
+        let remote = Remote::default();
+        let began = tokio::time::Instant::now();
+        for nth in 0..20_u32 {
+            let question = Bytes::from(nth.to_string());
+            assert_eq!(remote.tokens(&question, pending).await, None);
+        }
+        assert_eq!(began.elapsed(), DEADLINE * FAILURES_MAX);
+        assert!(remote.state().under_way.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn whoever_leaves_hands_the_question_on() {
+        let remote = Remote::default();
+        let question = Bytes::from_static(b"q");
+        let leaver = tokio::time::timeout(DEADLINE / 2, remote.tokens(&question, pending));
+        let stayer = async {
+            tokio::task::yield_now().await;
+            remote
+                .tokens(&question, || async { Heard::Tokens(vec![1]) })
+                .await
+        };
+        let (left, stayed) = tokio::join!(leaver, stayer);
+        assert!(left.is_err());
+        assert_eq!(stayed.as_deref(), Some(&[1][..]));
+        let kept = remote.tokens(&question, pending).await;
+        assert_eq!(kept.as_deref(), Some(&[1][..]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn whoever_hangs_up_frees_the_place() {
+        let remote = Remote::default();
+        for nth in 0..10_u32 {
+            let question = Bytes::from(nth.to_string());
+            let asked = remote.tokens(&question, pending);
+            assert!(tokio::time::timeout(DEADLINE / 2, asked).await.is_err());
+            assert!(remote.state().under_way.is_empty());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn refused_prompts_do_not_stop_the_asking() {
+        let remote = Remote::default();
+        for nth in 0..10_u32 {
+            let question = Bytes::from(nth.to_string());
+            let tokens = remote.tokens(&question, || async { Heard::Refused }).await;
+            assert_eq!(tokens, None);
+        }
+        let question = Bytes::from_static(b"q");
+        let good = remote.tokens(&question, || async { Heard::Tokens(vec![1]) });
+        assert_eq!(good.await.as_deref(), Some(&[1][..]));
+    }
+
+    #[test]
+    fn what_is_asked_is_what_the_engine_would_be_sent() {
+        let content = json!([
+            {"type": "text", "text": "a"},
+            {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+        ]);
+        let body = json!({
+            "model": "m",
+            "temperature": 1,
+            "messages": [{"role": "user", "content": content}],
+            "chat_template_kwargs": {"enable_thinking": false},
+        });
+        let asked = question("/v1/chat/completions", "m", body.to_string().as_bytes());
+        let Ok(Question::Ask(asked)) = asked else {
+            panic!("{asked:?}");
+        };
+        let asked: Value = serde_json::from_slice(&asked).unwrap();
+        assert_eq!(asked["add_generation_prompt"], true);
+        let kwargs = &asked["chat_template_kwargs"];
+        assert_eq!(kwargs, &json!({"enable_thinking": false}));
+        let image = asked["messages"][0]["content"][1]["text"].as_str();
+        assert!(image.unwrap().starts_with("<|image:"));
+        assert_eq!(asked.get("temperature"), None);
+        let ids = json!({"prompt": [1, 2]}).to_string();
+        let ids = question("/v1/completions", "m", ids.as_bytes());
+        assert_eq!(ids, Ok(Question::Ids(vec![1, 2])));
+        let documents = json!({"messages": [], "documents": [{"text": "x"}]}).to_string();
+        let documents = question("/v1/chat/completions", "m", documents.as_bytes());
+        assert_eq!(documents, Err(Fallback::Unclear));
+    }
+}

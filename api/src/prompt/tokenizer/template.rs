@@ -1,0 +1,297 @@
+//! A model's chat template, rendered as `transformers` and vLLM render it.
+//!
+//! The template is the operator's file, what it renders is foreign: a render may run so many
+//! instructions and write so many bytes, and an error of the template is an answer, not a fault.
+
+use std::io::{self, Write};
+
+use minijinja::value::{Kwargs, Serde};
+use minijinja::{Environment, Error, ErrorKind, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::{Map, json};
+
+use super::chat::Chat;
+use super::python;
+
+/// Most instructions of one render.
+const RENDER_FUEL_MAX: u64 = 4_000_000;
+/// Longest text rendered, in bytes.
+pub(super) const RENDERED_BYTES_MAX: usize = 8 * 1024 * 1024;
+/// The template's name, which error messages repeat.
+const NAME: &str = "chat_template";
+/// What marks the end of a final message that is to be continued.
+const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// A compiled chat template.
+pub(super) struct ChatTemplate {
+    environment: Environment<'static>,
+    /// `bos_token` and its like.
+    special_tokens: Map<String, serde_json::Value>,
+    /// Whether contents are lists of parts for it.
+    has_parts: bool,
+    /// How an answer stands in the next turn's prompt.
+    replies: Replies,
+}
+
+/// What a template makes of an answer when it comes back in the next turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Replies {
+    /// It stands right behind the generation prompt, as it was.
+    Kept,
+    /// So, if it has no white space at its ends.
+    KeptTrimmed,
+    /// It is written in another way.
+    Changed,
+}
+
+impl ChatTemplate {
+    /// Compiles `source`.
+    pub(super) fn new(
+        source: &str,
+        special_tokens: Map<String, serde_json::Value>,
+    ) -> Result<Self, Error> {
+        let mut environment = Environment::new();
+        let syntax = environment.syntax().to_builder();
+        environment.set_syntax({ syntax }.trim_blocks(true).lstrip_blocks(true).build()?);
+        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.set_fuel(Some(RENDER_FUEL_MAX));
+        environment.add_filter("tojson", |value: &Value, kwargs: Kwargs| {
+            python::tojson(value, &kwargs)
+        });
+        environment.add_function("raise_exception", |message: String| {
+            Err::<Value, Error>(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_function("strftime_now", |format: &str| {
+            python::strftime(python::today(), format)
+        });
+        environment.add_template_owned(NAME, without_generation_marks(source))?;
+        let mut template = Self {
+            environment,
+            special_tokens,
+            has_parts: false,
+            replies: Replies::Changed,
+        };
+        template.has_parts = template.takes_parts();
+        template.replies = template.try_replies();
+        Ok(template)
+    }
+
+    pub(super) fn replies(&self) -> Replies {
+        self.replies
+    }
+
+    /// The conversation's text.
+    pub(super) fn render(&self, chat: &Chat) -> Result<String, Error> {
+        self.render_messages(chat, chat.for_template(self.has_parts))
+    }
+
+    fn render_messages(
+        &self,
+        chat: &Chat,
+        mut messages: Vec<serde_json::Value>,
+    ) -> Result<String, Error> {
+        if chat.continue_final_message {
+            mark_end(&mut messages)?;
+        }
+        let mut variables = self.special_tokens.clone();
+        variables.extend(chat.kwargs.clone());
+        variables.insert("messages".to_owned(), messages.into());
+        let tools = chat.tools.clone().unwrap_or_default();
+        variables.insert("tools".to_owned(), tools);
+        let documents = chat.documents.clone().unwrap_or_default();
+        variables.insert("documents".to_owned(), documents);
+        let is_reply_wanted = chat.add_generation_prompt && !chat.continue_final_message;
+        variables.insert("add_generation_prompt".to_owned(), is_reply_wanted.into());
+        let template = self.environment.get_template(NAME)?;
+        let mut out = Bounded(Vec::new());
+        template.render_captured_to(Value::from(Serde(variables)), &mut out)?;
+        let text = String::from_utf8(out.0)
+            .map_err(|_| Error::new(ErrorKind::BadSerialization, "the text is not UTF-8"))?;
+        if chat.continue_final_message {
+            return cut_at_mark(text);
+        }
+        Ok(text)
+    }
+
+    /// Whether the template reads contents as lists of parts: what it makes of one.
+    fn takes_parts(&self) -> bool {
+        const PROBE: &str = "quorate-probe";
+        let content = json!([{"type": "text", "text": PROBE}]);
+        let messages = vec![json!({"role": "user", "content": content})];
+        let rendered = self.render_messages(&plain_chat(Vec::new(), true), messages);
+        rendered.is_ok_and(|text| {
+            // A list written as it is shows its keys.
+            let is_shown = text.contains("'type'") || text.contains("\"type\"");
+            text.contains(PROBE) && !is_shown
+        })
+    }
+
+    /// Tries what becomes of an answer in the next turn.
+    fn try_replies(&self) -> Replies {
+        let user = |text: &str| json!({"role": "user", "content": text});
+        let first = self.render(&plain_chat(vec![user("first")], true));
+        let Ok(first) = first else {
+            return Replies::Changed;
+        };
+        let is_kept = |reply: &str| {
+            let assistant = json!({"role": "assistant", "content": reply});
+            let turns = vec![user("first"), assistant, user("second")];
+            let next = self.render(&plain_chat(turns, true));
+            next.is_ok_and(|next| next.starts_with(&format!("{first}{reply}")))
+        };
+        if !is_kept("the reply") {
+            Replies::Changed
+        } else if is_kept(" \n the reply \n ") {
+            Replies::Kept
+        } else {
+            Replies::KeptTrimmed
+        }
+    }
+}
+
+fn plain_chat(messages: Vec<serde_json::Value>, add_generation_prompt: bool) -> Chat {
+    Chat {
+        messages,
+        tools: None,
+        documents: None,
+        kwargs: Map::new(),
+        add_generation_prompt,
+        continue_final_message: false,
+        add_special_tokens: false,
+    }
+}
+
+/// `{% generation %}` marks an assistant's text for training; it writes nothing.
+fn without_generation_marks(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let Some(length) = rest[at + 2..].find("%}").map(|length| length + 2) else {
+            break;
+        };
+        let (before, block) = (&rest[..at], &rest[at..at + length + 2]);
+        out.push_str(before);
+        let name = block[2..length].trim_matches(['-', '+', ' ', '\n', '\t']);
+        match name {
+            "generation" => out.push_str(&block.replace("generation", "if true")),
+            "endgeneration" => out.push_str(&block.replace("endgeneration", "endif")),
+            _ => out.push_str(block),
+        }
+        rest = &rest[at + length + 2..];
+    }
+    out.push_str(rest);
+    out
+}
+
+fn mark_end(messages: &mut [serde_json::Value]) -> Result<(), Error> {
+    let nothing = || Error::new(ErrorKind::InvalidOperation, "no final message to continue");
+    let content = messages
+        .last_mut()
+        .and_then(|message| message.get_mut("content"))
+        .ok_or_else(nothing)?;
+    let text = match content {
+        serde_json::Value::Array(parts) => {
+            let last = parts.iter_mut().rev().find_map(|part| part.get_mut("text"));
+            last.ok_or_else(nothing)?
+        }
+        text => text,
+    };
+    let marked = format!("{}{CONTINUE_TAG}", text.as_str().ok_or_else(nothing)?);
+    *text = marked.into();
+    Ok(())
+}
+
+fn cut_at_mark(mut text: String) -> Result<String, Error> {
+    let at = text.rfind(CONTINUE_TAG.trim_end()).ok_or_else(|| {
+        let what = "the template drops the final message that is to be continued";
+        Error::new(ErrorKind::InvalidOperation, what)
+    })?;
+    let is_exact = text[at..].starts_with(CONTINUE_TAG);
+    text.truncate(at);
+    if !is_exact {
+        text.truncate(text.trim_end().len());
+    }
+    Ok(text)
+}
+
+/// Takes so many bytes and no more.
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > RENDERED_BYTES_MAX {
+            return Err(io::Error::other("the rendered prompt is too long"));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn template(source: &str) -> ChatTemplate {
+        ChatTemplate::new(source, Map::new()).unwrap()
+    }
+
+    fn user(text: &str) -> Chat {
+        plain_chat(vec![json!({"role": "user", "content": text})], true)
+    }
+
+    #[test]
+    fn a_render_is_bounded_in_steps_and_bytes() {
+        const ENDLESS: &str = "{% for a in range(9999) %}{% for b in range(9999) %}{% set x = a %}{% endfor %}{% endfor %}";
+        let mut endless = template("");
+        assert_eq!(endless.environment.fuel(), Some(RENDER_FUEL_MAX));
+        endless.environment.set_fuel(Some(10_000));
+        let source = ENDLESS.to_owned();
+        endless
+            .environment
+            .add_template_owned(NAME, source)
+            .unwrap();
+        let error = endless.render(&user("x")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfFuel);
+        let long = "{% for a in range(9999) %}{{ messages[0].content }}{% endfor %}";
+        let error = template(long)
+            .render(&user(&"x".repeat(10_000)))
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WriteFailure);
+    }
+
+    #[test]
+    fn a_template_may_refuse_a_conversation() {
+        let source =
+            "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}yes";
+        let error = template(source).render(&user("no")).unwrap_err();
+        assert!(error.to_string().contains("not this"), "{error}");
+        assert_eq!(template(source).render(&user("x")).unwrap(), "yes");
+    }
+
+    #[test]
+    fn training_marks_write_nothing() {
+        let source =
+            "a\n{%- generation -%}\n b \n{%- endgeneration %}c{% if true %}d{% endif %}{% x";
+        let without = without_generation_marks(source);
+        assert_eq!(
+            without,
+            "a\n{%- if true -%}\n b \n{%- endif %}c{% if true %}d{% endif %}{% x"
+        );
+        assert_eq!(without_generation_marks("{%}"), "{%}");
+        assert!(ChatTemplate::new("{%}", Map::new()).is_err());
+    }
+
+    #[test]
+    fn what_becomes_of_a_reply_is_tried() {
+        let kept = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+        assert_eq!(template(kept).replies(), Replies::Kept);
+        let trimmed = kept.replace("m.content", "m.content | trim");
+        assert_eq!(template(&trimmed).replies(), Replies::KeptTrimmed);
+        let changed = kept.replace("{{ m.content", "-{{ m.content");
+        assert_eq!(template(&changed).replies(), Replies::Changed);
+    }
+}

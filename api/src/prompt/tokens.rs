@@ -1,0 +1,107 @@
+//! Identity of token ids: what a prompt's tokens and an engine's KV events are both hashed by.
+//!
+//! The scope of token blocks names the model, the salt and the block size, and in place of the
+//! tokenizer the word `tokens`: ids say by themselves what they are, so a prompt given as ids, one
+//! that was tokenized here and a block that an engine reports meet in the same hashes, whichever
+//! tokenizer made the ids. Blocks of text have the word `character` there and never meet them.
+//!
+//! An adapter is named by the model: engines serve a LoRA adapter as a model of its own name, so the
+//! scope's own adapter stays empty.
+
+use state::ids::BlockHash;
+use state::prefix::{self, Scope};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// What stands for the tokenizer in the scope of token blocks.
+const TOKENS: &str = "tokens";
+
+/// What a chain of token blocks is scoped to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenScope<'a> {
+    /// The model as requests name it: with a LoRA adapter the adapter's name.
+    pub model: &'a str,
+    /// The request's `cache_salt`; empty for none.
+    pub salt: &'a str,
+    /// Tokens per block.
+    pub block_size: u32,
+}
+
+impl TokenScope<'_> {
+    /// Seed of the first block.
+    #[must_use]
+    pub fn root(&self, hash_seed: u64) -> u64 {
+        let scope = Scope {
+            model: self.model,
+            adapter: "",
+            salt: self.salt,
+            tokenizer: TOKENS,
+            block_size: self.block_size,
+        };
+        prefix::root(hash_seed, &scope)
+    }
+}
+
+/// Hashes of the full blocks of `tokens`, which follow the block `parent` (`None`: they begin the
+/// prompt), exactly as routing hashes a prompt of these tokens.
+///
+/// `media` has an entry per block, missing ones are `None`: a key of the images or sounds whose
+/// placeholders the block holds. Equal placeholders of different media get different hashes; which
+/// media they are, only the engine that chose the keys can tell.
+///
+/// # Panics
+/// When the block size is 0.
+#[must_use]
+pub fn chain_of_tokens(
+    hash_seed: u64,
+    scope: &TokenScope<'_>,
+    parent: Option<BlockHash>,
+    tokens: &[u32],
+    media: &[Option<u64>],
+) -> Vec<BlockHash> {
+    let root = scope.root(hash_seed);
+    let block_size = scope.block_size as usize;
+    let mut chain = Vec::new();
+    if media.iter().all(Option::is_none) {
+        prefix::continue_tokens(root, parent, tokens, block_size, &mut chain);
+        return chain;
+    }
+    let mut last = parent;
+    for (at, block) in tokens.chunks_exact(block_size).enumerate() {
+        prefix::continue_tokens(root, last, block, block_size, &mut chain);
+        let hash = chain.last_mut().expect("the block is a full one");
+        if let Some(key) = media.get(at).copied().flatten() {
+            hash.0 = xxh3_64_with_seed(&hash.0.to_le_bytes(), key);
+        }
+        last = Some(*hash);
+    }
+    chain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SCOPE: TokenScope<'_> = TokenScope {
+        model: "m",
+        salt: "",
+        block_size: 2,
+    };
+
+    #[test]
+    fn a_chain_goes_on_from_its_parent() {
+        let whole = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5], &[]);
+        assert_eq!(whole.len(), 2);
+        let rest = chain_of_tokens(7, &SCOPE, Some(whole[0]), &[3, 4], &[]);
+        assert_eq!(rest, whole[1..]);
+    }
+
+    #[test]
+    fn media_change_their_block_and_all_behind_it() {
+        let plain = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[]);
+        let one = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[None, Some(1)]);
+        let other = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[None, Some(2)]);
+        assert_eq!(plain[0], one[0]);
+        assert_eq!(one[0], other[0]);
+        assert!((1..3).all(|at| plain[at] != one[at] && one[at] != other[at]));
+    }
+}

@@ -1,0 +1,293 @@
+//! Who may take a request: the filters before every policy, in a fixed order.
+//!
+//! A backend is out at the first filter that it does not pass: it serves other models, was tried,
+//! does not answer, drains, fails at its work (its circuit is open), has not loaded the adapter
+//! that others have, lacks a label, is too small, or has as many requests as it may. `explain` shows
+//! each one's verdict, the metrics count them.
+
+use serde::Serialize;
+use state::Backend;
+use state::ids::BackendRef;
+use state::outputs::batch::fits;
+use state::policy::Candidate;
+use tokio::time::Instant;
+
+use super::decide::{Fleet, Scratch};
+use super::{Ask, NoBackend, Router};
+use crate::backends::Glance;
+use crate::planted::{self, Bug};
+use crate::prompt::Unit;
+
+/// How far an estimate of a prompt's tokens may be off when it is held against a cache.
+const ESTIMATE_MARGIN: u64 = 2;
+
+/// Whether a backend may take a request, and if not, why: the first reason there is, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// It may.
+    Candidate,
+    /// It serves other models.
+    OtherModel,
+    /// It was tried for this request.
+    Tried,
+    /// It does not answer, or was not asked yet.
+    Unhealthy,
+    /// It takes no new requests.
+    Draining,
+    /// Requests to it failed one after the other.
+    CircuitOpen,
+    /// Other candidates have the model loaded, it has not.
+    NotLoaded,
+    /// It lacks a label that is asked for.
+    OtherLabels,
+    /// Its cache cannot hold the prompt.
+    TooSmall,
+    /// It has as many requests as it may.
+    AtLimit,
+}
+
+impl Verdict {
+    /// All that take a backend out.
+    pub(super) const FILTERS: [(Self, &'static str); 9] = [
+        (Self::OtherModel, "other-model"),
+        (Self::Tried, "tried"),
+        (Self::Unhealthy, "unhealthy"),
+        (Self::Draining, "draining"),
+        (Self::CircuitOpen, "circuit-open"),
+        (Self::NotLoaded, "not-loaded"),
+        (Self::OtherLabels, "other-labels"),
+        (Self::TooSmall, "too-small"),
+        (Self::AtLimit, "at-limit"),
+    ];
+}
+
+/// How many backends each filter took out, in the order of [`Verdict::FILTERS`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Tally([u32; Verdict::FILTERS.len()]);
+
+impl Tally {
+    fn add(&mut self, verdict: Verdict) {
+        if let Some(count) = (verdict as usize).checked_sub(1) {
+            self.0[count] += 1;
+        }
+    }
+
+    fn count(&self, verdict: Verdict) -> u32 {
+        (verdict as usize)
+            .checked_sub(1)
+            .map_or(0, |count| self.0[count])
+    }
+
+    /// In the order of [`Verdict::FILTERS`].
+    pub(super) fn counts(&self) -> &[u32] {
+        &self.0
+    }
+}
+
+/// A request on its way through the filters.
+struct Sieve<'a, S> {
+    router: &'a Router,
+    fleet: &'a Fleet,
+    ask: &'a Ask<'a>,
+    now: Instant,
+    scratch: &'a mut Scratch,
+    /// Hears the verdict on the backend at a place of the registry; a later one replaces it.
+    seen: S,
+}
+
+impl Router {
+    /// Fills `scratch` with the backends that may take the request, with their load; `seen` hears
+    /// the verdict on the one at each place of the registry, the last one counts.
+    ///
+    /// # Errors
+    /// [`NoBackend`].
+    pub(super) fn admit(
+        &self,
+        fleet: &Fleet,
+        ask: &Ask<'_>,
+        now: Instant,
+        scratch: &mut Scratch,
+        seen: impl FnMut(usize, Verdict),
+    ) -> Result<(), NoBackend> {
+        let mut sieve = Sieve {
+            router: self,
+            fleet,
+            ask,
+            now,
+            scratch,
+            seen,
+        };
+        let mut sifted = sieve.sift(true);
+        if sifted.is_err() && sieve.scratch.tally.count(Verdict::CircuitOpen) > 0 {
+            // When all that could take it fail, circuits do not tell the bad ones from the good.
+            sifted = sieve.sift(false);
+        }
+        sifted?;
+        self.weigh(fleet, now, sieve.scratch);
+        sieve.keep_below_limit()
+    }
+}
+
+impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
+    /// All filters but the last, which looks at the load.
+    fn sift(&mut self, are_circuits_kept: bool) -> Result<(), NoBackend> {
+        if let Some(refusal) = self.gather(are_circuits_kept) {
+            return Err(refusal);
+        }
+        self.keep_loaded();
+        self.keep_labelled()?;
+        self.keep_large_enough()
+    }
+
+    /// The filters that look at one backend by itself. Answers why there is no candidate.
+    fn gather(&mut self, are_circuits_kept: bool) -> Option<NoBackend> {
+        self.scratch.clear();
+        self.scratch.are_circuits_kept = are_circuits_kept;
+        let mut refusal = NoBackend::UnknownModel;
+        for (at, backend) in self.fleet.registry.backends.iter().enumerate() {
+            let glance = self.router.backends.glance(backend.handle.slot);
+            let verdict = self.verdict(backend, glance, are_circuits_kept);
+            (self.seen)(at, verdict);
+            self.scratch.tally.add(verdict);
+            match (verdict, glance) {
+                (Verdict::Candidate, Some(glance)) => {
+                    self.scratch.places.push(at);
+                    self.scratch.candidates.push(Candidate {
+                        slot: backend.handle.slot,
+                        waiting: glance.waiting,
+                        kv_usage_permille: glance.kv_usage_permille,
+                        is_model_listed: lists(backend, self.ask.model),
+                        ..Candidate::default()
+                    });
+                }
+                (Verdict::OtherModel, _) => {}
+                (Verdict::Tried, _) => refusal = NoBackend::AllTried,
+                _ if refusal == NoBackend::UnknownModel => refusal = NoBackend::NoneHealthy,
+                _ => {}
+            }
+        }
+        self.scratch.candidates.is_empty().then_some(refusal)
+    }
+
+    fn verdict(
+        &self,
+        backend: &Backend,
+        glance: Option<Glance>,
+        are_circuits_kept: bool,
+    ) -> Verdict {
+        let is_open = |handle: BackendRef| {
+            are_circuits_kept && !self.router.backends.is_let_through(handle, self.now)
+        };
+        if !serves(backend, self.ask.model) {
+            Verdict::OtherModel
+        } else if self.ask.excluded.contains(&backend.handle.slot) {
+            Verdict::Tried
+        } else if !glance.is_some_and(|glance| glance.is_healthy) {
+            Verdict::Unhealthy
+        } else if backend.draining && !planted::is(Bug::DrainingChosen) {
+            Verdict::Draining
+        } else if is_open(backend.handle) {
+            Verdict::CircuitOpen
+        } else {
+            Verdict::Candidate
+        }
+    }
+
+    /// Where some engines say that they have the model (an adapter is listed once it is loaded),
+    /// the others are out.
+    fn keep_loaded(&mut self) {
+        let mut candidates = self.scratch.candidates.iter();
+        if candidates.any(|candidate| candidate.is_model_listed) {
+            self.retain(Verdict::NotLoaded, |candidate, _| candidate.is_model_listed);
+        }
+    }
+
+    fn keep_labelled(&mut self) -> Result<(), NoBackend> {
+        let wanted = self.router.wanted(self.ask.model, self.ask.headers);
+        if wanted.is_any() {
+            return Ok(());
+        }
+        self.retain(Verdict::OtherLabels, |_, backend| wanted.has(backend));
+        if self.scratch.candidates.is_empty() {
+            return Err(NoBackend::NoneSelected);
+        }
+        Ok(())
+    }
+
+    /// A prompt that no cache holds would never run; where batches are formed it would stop those
+    /// behind it. What the engine or the operator says is what counts, not what was learnt.
+    fn keep_large_enough(&mut self) -> Result<(), NoBackend> {
+        let identity = self.ask.identity;
+        // Text has fewer tokens than estimated where they are long.
+        let margin = match identity.unit {
+            Unit::Tokens => 1,
+            Unit::Characters | Unit::CharactersFor(_) => ESTIMATE_MARGIN,
+        };
+        let blocks = identity.chain.len() as u64;
+        self.retain(Verdict::TooSmall, |_, backend| {
+            let capacity = backend.capacity_blocks();
+            fits(blocks, capacity.map(|blocks| u64::from(blocks) * margin))
+        });
+        if self.scratch.candidates.is_empty() {
+            return Err(NoBackend::TooLarge);
+        }
+        Ok(())
+    }
+
+    fn keep_below_limit(&mut self) -> Result<(), NoBackend> {
+        let service = self.router.view.service();
+        self.retain(Verdict::AtLimit, |candidate, _| {
+            let limit = service.limit(candidate.slot);
+            limit.is_none_or(|limit| candidate.running < limit)
+        });
+        if self.scratch.candidates.is_empty() {
+            return Err(NoBackend::AtLimit);
+        }
+        Ok(())
+    }
+
+    /// Keeps the candidates that `stays` says; the verdict on the others is `verdict`.
+    fn retain(&mut self, verdict: Verdict, stays: impl Fn(&Candidate, &Backend) -> bool) {
+        let Scratch {
+            candidates,
+            places,
+            tally,
+            ..
+        } = &mut *self.scratch;
+        let (mut looked_at, mut kept) = (0, 0);
+        candidates.retain(|candidate| {
+            let at = places[looked_at];
+            looked_at += 1;
+            if stays(candidate, &self.fleet.registry.backends[at]) {
+                places[kept] = at;
+                kept += 1;
+                return true;
+            }
+            (self.seen)(at, verdict);
+            tally.add(verdict);
+            false
+        });
+        places.truncate(kept);
+    }
+}
+
+/// Whether the engine itself says that it has `model`, base model or adapter.
+fn lists(backend: &Backend, model: &str) -> bool {
+    let listed = backend.facts.models.as_ref();
+    listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
+}
+
+/// Whether `backend` serves `model`: by its description or, under `"*"`, by what the engine lists.
+/// An engine that has not been asked yet may serve anything.
+pub(super) fn serves(backend: &Backend, model: &str) -> bool {
+    backend.spec.models.iter().any(|served| {
+        served == model
+            || served == "*"
+                && backend
+                    .facts
+                    .models
+                    .as_ref()
+                    .is_none_or(|listed| listed.iter().any(|listed| listed == model))
+    })
+}

@@ -1,0 +1,132 @@
+//! Output lengths: those of finished requests on their way to the log, told once a second and only
+//! while anybody asks for them; and what is expected of an answer under way.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use state::View;
+use state::command::{Item, OUTPUTS_PER_ITEM_MAX};
+use state::ids::{ModelKey, UserKey};
+
+use super::Router;
+
+/// Pairs of user and model of which lengths are held; what comes of others is left out.
+const PAIRS_MAX: usize = 4096;
+
+/// Lengths by user and model, in the order the requests ended.
+#[derive(Debug, Default)]
+pub(super) struct Lengths(Mutex<BTreeMap<(UserKey, ModelKey), Vec<u32>>>);
+
+impl Lengths {
+    /// Adds one; what exceeds an item's bound within a second is left out.
+    fn add(&self, user: UserKey, model: ModelKey, tokens: u32) {
+        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_room = held.len() < PAIRS_MAX || held.contains_key(&(user, model));
+        if has_room {
+            let lengths = held.entry((user, model)).or_default();
+            if lengths.len() < OUTPUTS_PER_ITEM_MAX {
+                lengths.push(tokens);
+            }
+        }
+    }
+
+    fn take(&self) -> BTreeMap<(UserKey, ModelKey), Vec<u32>> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Router {
+    /// A request ended with so many output tokens.
+    pub(super) fn ended_with(&self, user: UserKey, model: ModelKey, tokens: u64) {
+        let registry = self.view.registry();
+        let settings = registry.admission.as_ref();
+        if settings.is_some_and(state::admission::AdmissionSettings::wants_outputs) {
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            self.lengths.add(user, model, tokens);
+        }
+    }
+
+    /// Queues the lengths for the log. What there is no room for is lost: others like it will come.
+    pub fn tell_lengths(&self) {
+        for ((user, model), tokens) in self.lengths.take() {
+            self.note(Item::ObserveOutputs {
+                user,
+                model,
+                tokens,
+            });
+        }
+    }
+}
+
+/// How long an answer under way is expected to become, where that is charged ahead.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Expected {
+    model: ModelKey,
+    tokens: u32,
+    /// The request's own bound.
+    tokens_max: Option<u32>,
+}
+
+impl Expected {
+    pub(super) fn of(view: &View, user: UserKey, model: ModelKey, tokens_max: Option<u32>) -> Self {
+        let tokens = view.outputs().predict(user, model, tokens_max).tokens;
+        Self {
+            model,
+            tokens,
+            tokens_max,
+        }
+    }
+
+    /// Output tokens.
+    pub(super) fn tokens(&self) -> u64 {
+        self.tokens.into()
+    }
+
+    /// So many tokens came. When they are all that were expected: how many are expected to follow.
+    pub(super) fn outgrown(&mut self, produced: u64, view: &View) -> u64 {
+        let produced = u32::try_from(produced).unwrap_or(u32::MAX);
+        if produced < self.tokens {
+            return 0;
+        }
+        let outputs = view.outputs();
+        self.tokens = outputs.correct(self.model, self.tokens, produced, self.tokens_max);
+        self.tokens.saturating_sub(produced).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use state::RouterState;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_that_outgrows_its_prediction_is_expected_to_go_on() {
+        let view = RouterState::new().view();
+        let of = |tokens_max| Expected::of(&view, UserKey(1), ModelKey(1), tokens_max);
+        let mut expected = of(Some(64));
+        assert_eq!(expected.tokens(), 64, "nothing is known but its bound");
+        assert_eq!(expected.outgrown(63, &view), 0);
+        assert_eq!(expected.outgrown(64, &view), 0, "it may not go on");
+        let mut expected = of(None);
+        let unknown = expected.tokens();
+        assert_eq!(expected.outgrown(unknown - 1, &view), 0);
+        assert_eq!(expected.outgrown(unknown, &view), 1);
+        assert_eq!(expected.outgrown(unknown, &view), 0, "told once");
+    }
+
+    #[test]
+    fn lengths_are_kept_by_user_and_model_within_an_items_bound() {
+        let lengths = Lengths::default();
+        for tokens in 0..1000 {
+            lengths.add(UserKey(1), ModelKey(1), tokens);
+        }
+        lengths.add(UserKey(1), ModelKey(2), 7);
+        let taken = lengths.take();
+        assert_eq!(taken[&(UserKey(1), ModelKey(2))], [7]);
+        let first = &taken[&(UserKey(1), ModelKey(1))];
+        assert_eq!(first.len(), OUTPUTS_PER_ITEM_MAX);
+        assert_eq!(first[..3], [0, 1, 2]);
+        assert!(lengths.take().is_empty());
+    }
+}

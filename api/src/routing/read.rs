@@ -1,0 +1,353 @@
+//! From a request's body to its identity, by the tokenizer of its model.
+//!
+//! Reading a body and hashing its bytes takes microseconds and is done where the body arrives.
+//! Tokenizing takes a millisecond per few kilobytes: what a tokenizer has met before is looked up
+//! in place, a little that is new is tokenized in place, and the rest goes to the blocking pool, as
+//! many at a time as there are cores. An engine that tokenizes is asked over connections of their
+//! own. Whatever goes wrong, the prompt is identified by its characters.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Limited};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use serde::Deserialize;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::Router;
+use super::filters::serves;
+use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
+use crate::prompt::{
+    BadBody, Content, Encoded, Fallback, Heard, Identity, NotEncoded, Parsed, Prompt, Question,
+    Remote, Tokenizer, Unit, parse_routed, question,
+};
+
+/// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
+/// connections of the same thread waiting and go to the blocking pool.
+const PARSED_INLINE_BYTES_MAX: usize = 256 * 1024;
+/// Longest body whose text is prepared for a tokenizer where it arrives, in bytes.
+const RENDERED_INLINE_BYTES_MAX: usize = 32 * 1024;
+/// New text that is tokenized where it arrives, in bytes at most.
+const FRESH_INLINE_BYTES_MAX: usize = 512;
+/// Longest wait for a core to tokenize on: a prompt is better routed by its characters than late.
+const WORKER_WAIT_MAX: Duration = Duration::from_millis(500);
+/// Longest answer of an engine's tokenizer, in bytes.
+const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// A request that was read.
+#[derive(Debug)]
+pub struct Read {
+    /// Its body, less the prompt.
+    pub parsed: Parsed,
+    /// Its prompt.
+    pub identity: Identity,
+    /// The prompt's token ids, where they are known.
+    pub ids: Vec<u32>,
+}
+
+/// Why a request was not read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ReadFailure {
+    /// Its body cannot be routed.
+    Bad(BadBody),
+    /// The runtime is going down.
+    Stopping,
+}
+
+impl From<BadBody> for ReadFailure {
+    fn from(bad: BadBody) -> Self {
+        Self::Bad(bad)
+    }
+}
+
+/// What tokenizing shares between requests.
+pub(super) struct Tokenizing {
+    /// One per text that is tokenized in the blocking pool.
+    pub(super) workers: Arc<Semaphore>,
+    /// To engines' tokenizers.
+    pool: Pool,
+}
+
+impl Default for Tokenizing {
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            workers: Arc::new(Semaphore::new(cores)),
+            pool: Pool::new(PoolSettings::default(), PoolCounters::default()),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct How {
+    outcome: &'static str,
+}
+
+/// How prompts of models with a tokenizer were identified.
+#[derive(Debug, Clone)]
+pub(super) struct TokenizingMetrics {
+    prompts: Family<How, Counter>,
+    seconds: Histogram,
+}
+
+impl Default for TokenizingMetrics {
+    fn default() -> Self {
+        // 16 us to 1 s.
+        let bounds = (0..9).map(|step| 16e-6 * 4_f64.powi(step));
+        Self {
+            prompts: Family::default(),
+            seconds: Histogram::new(bounds),
+        }
+    }
+}
+
+impl TokenizingMetrics {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "quorate_prefix_tokenized",
+            "Prompts of models with a tokenizer, by where their tokens came from",
+            self.prompts.clone(),
+        );
+        registry.register(
+            "quorate_prefix_tokenize_seconds",
+            "Time from a read body to its tokens",
+            self.seconds.clone(),
+        );
+    }
+
+    fn count(&self, outcome: &'static str, began: Instant) {
+        self.prompts.get_or_create(&How { outcome }).inc();
+        self.seconds.observe(began.elapsed().as_secs_f64());
+    }
+}
+
+/// Token ids of a prompt.
+enum Tokens {
+    Encoded(Encoded),
+    Ids(Vec<u32>),
+    Nothing,
+}
+
+impl Router {
+    /// Reads the body of a request to `path` and identifies its prompt.
+    ///
+    /// # Errors
+    /// [`ReadFailure`].
+    pub async fn read(self: &Arc<Self>, path: &str, body: &Bytes) -> Result<Read, ReadFailure> {
+        let mut read = if body.len() <= PARSED_INLINE_BYTES_MAX {
+            self.parse(path, body)?
+        } else {
+            let (router, path, body) = (Arc::clone(self), path.to_owned(), body.clone());
+            blocking(move || router.parse(&path, &body)).await??
+        };
+        if let Some(tokenizer) = self.due_tokenizer(&read) {
+            self.tokenize(&tokenizer, path, body, &mut read).await?;
+        } else if let Prompt::Tokens(ids) = &mut read.parsed.prompt {
+            read.ids = std::mem::take(ids);
+        }
+        // As long as the body, and not needed any more.
+        read.parsed.prompt = Prompt::default();
+        Ok(read)
+    }
+
+    fn parse(&self, path: &str, body: &Bytes) -> Result<Read, BadBody> {
+        let parsed = parse_routed(path, body)?;
+        let identity = self.identify(&parsed);
+        Ok(Read {
+            parsed,
+            identity,
+            ids: Vec::new(),
+        })
+    }
+
+    /// What a prompt is still to be tokenized by.
+    fn due_tokenizer(&self, read: &Read) -> Option<Arc<Tokenizer>> {
+        match &read.parsed.prompt {
+            Prompt::Text(text) if !text.is_empty() => {
+                self.tokenizer_of(&read.parsed.model).cloned()
+            }
+            Prompt::Text(_) | Prompt::Tokens(_) => None,
+        }
+    }
+
+    async fn tokenize(
+        &self,
+        tokenizer: &Arc<Tokenizer>,
+        path: &str,
+        body: &Bytes,
+        read: &mut Read,
+    ) -> Result<(), ReadFailure> {
+        let began = Instant::now();
+        let (outcome, tokens) = match tokenizer.remote() {
+            Some(remote) => ("engine", self.ask(remote, path, body, read).await),
+            None => self.encode(tokenizer, path, body).await?,
+        };
+        let outcome = match tokens {
+            Ok(Tokens::Encoded(Encoded { ids, seam })) => {
+                read.identity = self.identify_tokens(&read.parsed, &ids, seam);
+                read.ids = ids;
+                outcome
+            }
+            Ok(Tokens::Ids(ids)) => {
+                read.identity = self.identify_tokens(&read.parsed, &ids, None);
+                read.ids = ids;
+                outcome
+            }
+            Ok(Tokens::Nothing) => "nothing",
+            Err(why) => {
+                read.identity.unit = Unit::CharactersFor(why);
+                why.label()
+            }
+        };
+        self.metrics.tokenizing.count(outcome, began);
+        Ok(())
+    }
+
+    /// Tokenizes here: in place what is short or known, else in the blocking pool.
+    async fn encode(
+        &self,
+        tokenizer: &Arc<Tokenizer>,
+        path: &str,
+        body: &Bytes,
+    ) -> Result<(&'static str, Result<Tokens, Fallback>), ReadFailure> {
+        let mut prepared = None;
+        if body.len() <= RENDERED_INLINE_BYTES_MAX {
+            match tokenizer.content(path, body) {
+                Ok(Content::Text(text)) => match tokenizer.encode(&text, FRESH_INLINE_BYTES_MAX) {
+                    Ok(encoded) => return Ok(("here", Ok(Tokens::Encoded(encoded)))),
+                    Err(NotEncoded::Never(why)) => return Ok(("here", Err(why))),
+                    Err(NotEncoded::MoreThanAllowed) => prepared = Some(text),
+                },
+                other => return Ok(("here", known(other))),
+            }
+        }
+        // The work keeps it to its end, also when the client has left.
+        let workers = Arc::clone(&self.tokenizing.workers);
+        let permit = tokio::time::timeout(WORKER_WAIT_MAX, workers.acquire_owned()).await;
+        let Ok(permit) = permit else {
+            return Ok(("worker", Err(Fallback::Busy)));
+        };
+        let (tokenizer, path, body) = (Arc::clone(tokenizer), path.to_owned(), body.clone());
+        let tokens = blocking(move || {
+            let _permit = permit;
+            let text = match prepared.map_or_else(
+                || tokenizer.content(&path, &body),
+                |text| Ok(Content::Text(text)),
+            ) {
+                Ok(Content::Text(text)) => text,
+                other => return known(other),
+            };
+            match tokenizer.encode(&text, usize::MAX) {
+                Ok(encoded) => Ok(Tokens::Encoded(encoded)),
+                Err(NotEncoded::Never(why)) => Err(why),
+                Err(NotEncoded::MoreThanAllowed) => Err(Fallback::TooLong),
+            }
+        })
+        .await?;
+        Ok(("worker", tokens))
+    }
+
+    /// Asks an engine.
+    async fn ask(
+        &self,
+        remote: &Remote,
+        path: &str,
+        body: &Bytes,
+        read: &Read,
+    ) -> Result<Tokens, Fallback> {
+        let model = &read.parsed.model;
+        let question = match question(path, model, body)? {
+            Question::Ask(question) => question,
+            Question::Ids(ids) => return Ok(Tokens::Ids(ids)),
+            Question::Nothing => return Ok(Tokens::Nothing),
+        };
+        let tokens = remote
+            .tokens(&question, || self.post_tokenize(model, question.clone()))
+            .await;
+        let ids = tokens.ok_or(Fallback::Engine)?;
+        Ok(Tokens::Ids(ids.to_vec()))
+    }
+
+    /// `POST /tokenize` to one of the healthy engines that serve `model`: which one, the question
+    /// says, so that they share the work.
+    async fn post_tokenize(&self, model: &str, question: Bytes) -> Heard {
+        let Some(response) = self.send_tokenize(model, question).await else {
+            return Heard::Nothing;
+        };
+        match response.status() {
+            StatusCode::OK => {}
+            // The template refuses the conversation, or the prompt is too long.
+            StatusCode::BAD_REQUEST
+            | StatusCode::PAYLOAD_TOO_LARGE
+            | StatusCode::UNPROCESSABLE_ENTITY => return Heard::Refused,
+            _ => return Heard::Nothing,
+        }
+        let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX);
+        let Ok(body) = body.collect().await else {
+            return Heard::Nothing;
+        };
+        let answer = serde_json::from_slice(&body.to_bytes());
+        answer.map_or(Heard::Nothing, |Tokenized { tokens }| Heard::Tokens(tokens))
+    }
+
+    async fn send_tokenize(&self, model: &str, question: Bytes) -> Option<Response<EngineBody>> {
+        let (handle, url) = {
+            let registry = self.view.registry();
+            let is_up = |slot| self.backends.glance(slot).is_some_and(|it| it.is_healthy);
+            let able: Vec<_> = registry
+                .backends
+                .iter()
+                .filter(|it| serves(it, model) && !it.draining && is_up(it.handle.slot))
+                .collect();
+            let count = u64::try_from(able.len()).ok().filter(|count| *count > 0)?;
+            let nth = usize::try_from(xxh3_64(&question) % count).ok()?;
+            (able[nth].handle, able[nth].spec.url.clone())
+        };
+        let endpoint = self.tokenizing.pool.endpoint(handle, &url).ok()?;
+        let build = || {
+            let mut request = Request::new(Segments::from(question.clone()));
+            *request.method_mut() = Method::POST;
+            *request.uri_mut() = http::Uri::from_static("/tokenize");
+            let headers = request.headers_mut();
+            headers.insert(HOST, endpoint.host().clone());
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            if let Some(authorization) = self.backends.authorization() {
+                headers.insert(AUTHORIZATION, authorization.clone());
+            }
+            request
+        };
+        endpoint.send(&build).await.ok()
+    }
+}
+
+/// What an engine answers to `/tokenize`.
+#[derive(Deserialize)]
+struct Tokenized {
+    tokens: Vec<u32>,
+}
+
+/// What needs no tokenizing.
+fn known(content: Result<Content, Fallback>) -> Result<Tokens, Fallback> {
+    match content? {
+        Content::Ids(ids) => Ok(Tokens::Ids(ids)),
+        Content::Nothing => Ok(Tokens::Nothing),
+        // Only asked of what has no text.
+        Content::Text(_) => Err(Fallback::Unclear),
+    }
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ReadFailure> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|_| ReadFailure::Stopping)
+}

@@ -1,0 +1,227 @@
+//! Samples: what attempts show of the backends' service, summed up per backend and told to the
+//! log about once a second.
+//!
+//! Only streams are timed: the first byte of an answer that comes as a whole says nothing about
+//! its first token. Each event is bounded where it is added, so that a clock that jumps or an
+//! engine that tells nonsense makes no sample that the log would refuse.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use state::command::{BACKENDS_MAX, Item};
+use state::ids::BackendRef;
+use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, RUNNING_MAX, ServiceSample};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::{Load, Router};
+
+/// How often samples are looked at.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Events (or gaps) that make a sample worth its place in the log.
+const EVENTS_MIN: u32 = 8;
+const GAPS_MIN: u64 = 256;
+/// A sample that is not goes this long after its first event.
+const AGE_MAX: Duration = Duration::from_secs(5);
+/// Most tokens that one request is taken to have.
+const TOKENS_MAX: u64 = 1 << 24;
+
+/// What is summed up, by slot.
+pub(super) struct Samples(Box<[Mutex<Option<Sum>>]>);
+
+struct Sum {
+    since: Instant,
+    sample: ServiceSample,
+}
+
+impl Default for Samples {
+    fn default() -> Self {
+        Self((0..BACKENDS_MAX).map(|_| Mutex::default()).collect())
+    }
+}
+
+impl Samples {
+    /// Adds to the sample of `backend`. What came of an earlier life is left out.
+    pub(super) fn add(&self, backend: BackendRef, event: impl FnOnce(&mut ServiceSample)) {
+        let Some(place) = self.0.get(usize::from(backend.slot.0)) else {
+            return;
+        };
+        let mut sum = lock(place);
+        let is_of_earlier = |sum: &Sum| sum.sample.backend.incarnation > backend.incarnation;
+        if sum.as_ref().is_some_and(is_of_earlier) {
+            return;
+        }
+        let is_of_other = |sum: &Sum| sum.sample.backend != backend;
+        if sum.as_ref().is_none_or(is_of_other) {
+            *sum = Some(Sum {
+                since: Instant::now(),
+                sample: ServiceSample::empty(backend),
+            });
+        }
+        if let Some(sum) = &mut *sum {
+            event(&mut sum.sample);
+        }
+    }
+
+    /// Takes out the samples that are worth it at `now`.
+    pub(super) fn take(&self, now: Instant) -> Vec<ServiceSample> {
+        let is_due = |sum: &mut Sum| {
+            let sample = &sum.sample;
+            let events = sample.ended.max(sample.first_tokens).max(sample.predicted);
+            events >= EVENTS_MIN
+                || sample.gaps >= GAPS_MIN
+                || now.saturating_duration_since(sum.since) >= AGE_MAX
+        };
+        let taken = self
+            .0
+            .iter()
+            .filter_map(|place| lock(place).take_if(is_due));
+        taken.map(|sum| sum.sample).collect()
+    }
+}
+
+fn lock(place: &Mutex<Option<Sum>>) -> MutexGuard<'_, Option<Sum>> {
+    // Sums: half an event is worth little and harms nothing.
+    place.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Router {
+    /// Tells the log what attempts show of the backends and of output lengths, until `stop`.
+    pub async fn run_samples(&self, stop: CancellationToken) {
+        let mut ticks = tokio::time::interval(INTERVAL);
+        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+            self.tell_samples(Instant::now());
+            self.tell_lengths();
+        }
+    }
+
+    /// Queues the samples that are worth it at `now`. One that there is no room for is lost: what
+    /// it says will be said again.
+    pub fn tell_samples(&self, now: Instant) {
+        for sample in self.samples.take(now) {
+            self.note(Item::ObserveService(Box::new(sample)));
+        }
+    }
+}
+
+/// One attempt's service as it is measured.
+pub(super) struct Stopwatch {
+    dispatched: Instant,
+    /// At the backend just before the dispatch, all replicas.
+    before: Load,
+    /// The attempt's own prompt tokens that were believed not cached.
+    uncached_tokens: u64,
+    /// When tokens were last counted, and how many had come by then; `None` before the first.
+    counted: Option<(Instant, u64)>,
+    /// When output last came.
+    last_output: Instant,
+}
+
+/// What ran at a backend while tokens came.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Running {
+    pub(super) requests: u32,
+    pub(super) is_at_limit: bool,
+}
+
+impl Stopwatch {
+    pub(super) fn start(before: Load, uncached_tokens: u64) -> Self {
+        let now = Instant::now();
+        Self {
+            dispatched: now,
+            before,
+            uncached_tokens,
+            counted: None,
+            last_output: now,
+        }
+    }
+
+    /// The first token of a stream came at `now`.
+    pub(super) fn first_token(&mut self, now: Instant, sample: &mut ServiceSample) {
+        if self.counted.is_some() {
+            return;
+        }
+        self.counted = Some((now, 1));
+        self.last_output = now;
+        sample.first_tokens += 1;
+        sample.first_token_us += micros(self.dispatched, now).min(FIRST_TOKEN_US_MAX);
+        sample.prefill_tokens += self
+            .uncached_tokens
+            .saturating_add(self.before.pending_prefill_tokens)
+            .min(TOKENS_MAX);
+        sample.first_running += u64::from(self.before.running).min(RUNNING_MAX);
+    }
+
+    /// Output came at `now`.
+    pub(super) fn output(&mut self, now: Instant) {
+        self.last_output = now;
+    }
+
+    /// Whether `tokens` are so many more than counted that it is time to count.
+    pub(super) fn is_due(&self, tokens: u64, step: u64) -> bool {
+        self.counted
+            .is_some_and(|(_, counted)| tokens.saturating_sub(counted) >= step)
+    }
+
+    /// Counts the gaps up to the last output, when there were `tokens` of it in all.
+    pub(super) fn count(&mut self, tokens: u64, running: Running, sample: &mut ServiceSample) {
+        let Some((at, counted)) = self.counted else {
+            return;
+        };
+        let gaps = tokens.saturating_sub(counted).min(TOKENS_MAX);
+        if gaps == 0 {
+            return;
+        }
+        self.counted = Some((self.last_output, tokens));
+        let requests = u64::from(running.requests).min(RUNNING_MAX);
+        sample.gaps += gaps;
+        sample.gap_us += micros(at, self.last_output).min(gaps * GAP_US_MAX);
+        sample.gap_running += gaps * requests;
+        sample.gaps_at_limit += if running.is_at_limit { gaps } else { 0 };
+    }
+}
+
+fn micros(from: Instant, to: Instant) -> u64 {
+    let span = to.saturating_duration_since(from).as_micros();
+    u64::try_from(span).unwrap_or(u64::MAX)
+}
+
+/// A request that ended, as the engine counted it.
+pub(super) struct Ended {
+    pub(super) prompt_tokens: u64,
+    /// As the engine says, else as predicted.
+    pub(super) cached_tokens: u64,
+    pub(super) output_tokens: u64,
+    /// Tokens of one block.
+    pub(super) block_tokens: u32,
+}
+
+impl Ended {
+    pub(super) fn count(&self, sample: &mut ServiceSample) {
+        let (prompt, output) = (
+            self.prompt_tokens.min(TOKENS_MAX),
+            self.output_tokens.min(TOKENS_MAX),
+        );
+        let added = prompt - self.cached_tokens.min(prompt) + output;
+        sample.ended += 1;
+        sample.prompt_tokens += prompt;
+        sample.output_tokens += output;
+        sample.added_tokens += added;
+        sample.added_squared = sample.added_squared.saturating_add(added * added);
+        sample.block_tokens = self.block_tokens;
+    }
+}
+
+/// Adds what was predicted to be cached against what was.
+pub(super) fn count_prediction(
+    sample: &mut ServiceSample,
+    prompt: u64,
+    predicted: u64,
+    cached: u64,
+) {
+    let prompt = prompt.min(TOKENS_MAX);
+    sample.predicted += 1;
+    sample.predicted_prompt_tokens += prompt;
+    sample.predicted_cached_tokens += predicted.min(prompt);
+    sample.cached_tokens += cached.min(prompt);
+}

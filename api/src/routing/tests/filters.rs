@@ -1,0 +1,344 @@
+//! The filters before every policy: each takes out whom it should, in its turn, and is counted.
+
+use std::collections::BTreeMap;
+
+use http::{HeaderMap, HeaderValue};
+use prometheus_client::encoding::text::encode;
+use prometheus_client::registry::Registry;
+use state::admission::{AdmissionSettings, Concurrency};
+use state::policy::RoutingSettings;
+
+use super::super::fixture::spec;
+use super::super::{BadSelect, PolicySource, SELECT, SelectSettings};
+use super::*;
+
+impl Bench {
+    fn verdicts(&self, ask: &Ask<'_>) -> Vec<Verdict> {
+        let explained = self.router.explain(ask);
+        explained.backends.iter().map(|it| it.verdict).collect()
+    }
+
+    fn fail(&self, slot: u16, times: usize) {
+        let handle = self.port.log.lock().unwrap().handle(slot);
+        for _ in 0..times {
+            self.router.backends.report_no_answer(handle);
+        }
+    }
+
+    fn lists(&self, slot: u16, models: &[&str]) {
+        let handle = self.port.log.lock().unwrap().handle(slot);
+        let facts = EngineFacts {
+            models: Some(models.iter().map(ToString::to_string).collect()),
+            ..EngineFacts::default()
+        };
+        self.router.observe(handle, facts);
+        self.flush();
+    }
+
+    /// With backends of which `b0` and `b2` are in zone a, `b1` in zone b.
+    fn labelled(select: SelectSettings) -> Self {
+        let mut bench = Self::new(3);
+        for (at, zone) in ["a", "b", "a"].into_iter().enumerate() {
+            let labels = [("zone", zone), ("tier", if at == 2 { "x" } else { "y" })];
+            let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
+            bench.admin(Command::PutBackend(state::command::BackendSpec {
+                labels: BTreeMap::from(labels),
+                ..spec(at, None)
+            }));
+        }
+        let router = Arc::try_unwrap(bench.router).ok().unwrap();
+        bench.router = Arc::new(router.selecting(select));
+        bench
+    }
+}
+
+fn select(value: &'static str) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    headers.append(SELECT, HeaderValue::from_static(value));
+    headers
+}
+
+#[test]
+fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("hello");
+    bench.fail(0, 4);
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        [Verdict::Candidate; 2]
+    );
+    bench.fail(0, 1);
+    let open = [Verdict::CircuitOpen, Verdict::Candidate];
+    assert_eq!(bench.verdicts(&ask(&identity, &[])), open);
+    for _ in 0..20 {
+        assert_eq!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(1));
+    }
+    let handle = bench.port.log.lock().unwrap().handle(0);
+    bench.router.backends.report_answer(handle);
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        [Verdict::Candidate; 2]
+    );
+}
+
+#[test]
+fn when_every_circuit_is_open_they_say_nothing() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("hello");
+    bench.fail(0, 5);
+    bench.fail(1, 5);
+    assert!(bench.decide(&identity, &[]).is_ok());
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        [Verdict::Candidate; 2]
+    );
+    // But a request that cannot go elsewhere still finds nobody it has not tried.
+    let tried = bench.decide(&identity, &[Slot(0), Slot(1)]);
+    assert_eq!(tried.unwrap_err(), NoBackend::AllTried);
+}
+
+#[test]
+fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
+    let bench = Bench::labelled(SelectSettings {
+        allow: true,
+        models: Vec::new(),
+    });
+    let identity = bench.identify("hello");
+    let headers = select("zone=b");
+    let asked = Ask {
+        headers: Some(&headers),
+        ..ask(&identity, &[])
+    };
+    bench.fail(1, 5);
+    assert_eq!(
+        bench.router.decide(&asked).unwrap().backend.slot,
+        Slot(1),
+        "nobody else may take it"
+    );
+    let headers = select("zone=a");
+    let asked = Ask {
+        headers: Some(&headers),
+        ..ask(&identity, &[])
+    };
+    bench.fail(0, 5);
+    for _ in 0..20 {
+        assert_eq!(bench.router.decide(&asked).unwrap().backend.slot, Slot(2));
+    }
+}
+
+#[test]
+fn attempts_tell_the_circuit_how_they_went() {
+    let bench = Bench::new(1);
+    let identity = bench.identify("hello");
+    let handle = bench.port.log.lock().unwrap().handle(0);
+    for _ in 0..5 {
+        let (_, attempt) = bench.start(&identity);
+        attempt.end(End::Broken);
+    }
+    assert!(bench.router.backends.circuit(handle).is_open);
+    for end in [End::ClientLeft, End::NotRun] {
+        let (_, attempt) = bench.start(&identity);
+        attempt.end(end);
+        assert!(bench.router.backends.circuit(handle).is_open, "no verdict");
+    }
+    let (_, mut attempt) = bench.start(&identity);
+    attempt.first_byte();
+    assert!(!bench.router.backends.circuit(handle).is_open);
+    attempt.end(End::Broken);
+    assert_eq!(bench.router.backends.circuit(handle).failures_in_row, 0);
+    bench.assert_quiet();
+}
+
+#[test]
+fn a_model_goes_to_those_who_have_it_loaded_if_any_has() {
+    let bench = Bench::new(3);
+    let identity = bench.identify("hello");
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        [Verdict::Candidate; 3]
+    );
+    bench.lists(0, &["base"]);
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        [Verdict::Candidate; 3]
+    );
+    bench.lists(1, &["base", "m"]);
+    let loaded = [Verdict::NotLoaded, Verdict::Candidate, Verdict::NotLoaded];
+    assert_eq!(bench.verdicts(&ask(&identity, &[])), loaded);
+    assert_eq!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(1));
+    // The one that has it was tried: the others may load it.
+    let elsewhere = bench.decide(&identity, &[Slot(1)]).unwrap();
+    assert_ne!(elsewhere.backend.slot, Slot(1));
+}
+
+#[test]
+fn labels_of_request_and_model_must_all_be_there() {
+    let labels = vec![("zone".to_owned(), "a".to_owned())];
+    let bench = Bench::labelled(SelectSettings {
+        allow: true,
+        models: vec![("m".to_owned(), labels), ("*".to_owned(), Vec::new())],
+    });
+    let identity = bench.identify("hello");
+    let only = |verdicts: [bool; 3]| {
+        verdicts.map(|is_in| {
+            if is_in {
+                Verdict::Candidate
+            } else {
+                Verdict::OtherLabels
+            }
+        })
+    };
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        only([true, false, true])
+    );
+    let headers = select("tier=x");
+    let asked = Ask {
+        headers: Some(&headers),
+        ..ask(&identity, &[])
+    };
+    assert_eq!(bench.verdicts(&asked), only([false, false, true]));
+    let headers = select("tier=x, zone = b");
+    let none = Ask {
+        headers: Some(&headers),
+        ..ask(&identity, &[])
+    };
+    assert_eq!(
+        bench.router.decide(&none).unwrap_err(),
+        NoBackend::NoneSelected
+    );
+    for bad in [
+        "",
+        "zone",
+        "=a",
+        "zone=a,,",
+        "a=1,b=2,c=3,d=4,e=5,f=6,g=7,h=8,i=9,j=1,k=2,l=3,m=4,n=5,o=6,p=7,q=8",
+    ] {
+        assert_eq!(
+            bench.router.check_select(&select(bad)),
+            Err(BadSelect),
+            "{bad}"
+        );
+    }
+    assert_eq!(bench.router.check_select(&select("zone=")), Ok(()));
+}
+
+#[test]
+fn a_header_has_no_say_where_the_config_gives_it_none() {
+    let bench = Bench::labelled(SelectSettings::default());
+    let identity = bench.identify("hello");
+    let headers = select("zone=c,nonsense");
+    assert_eq!(bench.router.check_select(&headers), Ok(()));
+    let asked = Ask {
+        headers: Some(&headers),
+        ..ask(&identity, &[])
+    };
+    assert_eq!(bench.verdicts(&asked), [Verdict::Candidate; 3]);
+}
+
+#[test]
+fn whoever_is_at_its_limit_is_held_back_until_it_has_room() {
+    let bench = Bench::new(2);
+    bench.admin(Command::PutAdmission(AdmissionSettings {
+        concurrency: Concurrency::Fixed(2),
+        ..AdmissionSettings::default()
+    }));
+    let identity = bench.identify("hello");
+    let mut attempts: Vec<_> = (0..4).map(|_| bench.start(&identity)).collect();
+    assert_eq!(
+        bench.decide(&identity, &[]).unwrap_err(),
+        NoBackend::AtLimit
+    );
+    assert_eq!(bench.verdicts(&ask(&identity, &[])), [Verdict::AtLimit; 2]);
+    let (decision, attempt) = attempts.pop().unwrap();
+    attempt.end(End::Finished);
+    let freed = bench.decide(&identity, &[]).unwrap();
+    assert_eq!(freed.backend, decision.backend);
+    // One tried and one at its limit: there is somebody to wait for.
+    let other = Slot(1 - freed.backend.slot.0);
+    let tried = bench.decide(&identity, &[freed.backend.slot]).unwrap_err();
+    assert_eq!(tried, NoBackend::AtLimit, "{other:?} may have room later");
+    drop(attempts);
+    bench.assert_quiet();
+}
+
+#[test]
+fn a_prompt_goes_only_where_it_fits() {
+    let bench = Bench::new(2);
+    let capacity = |at, blocks| bench.admin(Command::PutBackend(spec(at, Some(blocks))));
+    // 20 blocks of 16 bytes, whose tokens are estimated.
+    let identity = bench.identify(&"x".repeat(20 * 16));
+    let blocks = u32::try_from(identity.chain.len()).unwrap();
+    capacity(0, blocks / 2 - 1);
+    capacity(1, blocks / 2);
+    let chosen = bench.decide(&identity, &[]).unwrap();
+    assert_eq!(chosen.backend.slot, Slot(1), "half, rounded up");
+    capacity(1, blocks / 2 - 1);
+    let refused = bench.decide(&identity, &[]).unwrap_err();
+    assert_eq!(refused, NoBackend::TooLarge);
+    assert_eq!(bench.verdicts(&ask(&identity, &[])), [Verdict::TooSmall; 2]);
+    bench.decide(&bench.identify("hello"), &[]).unwrap();
+}
+
+#[test]
+fn filters_are_counted_by_name() {
+    let bench = Bench::new(3);
+    let identity = bench.identify("hello");
+    bench.admin(Command::SetDraining {
+        name: "b0".to_owned(),
+        draining: true,
+    });
+    bench.fail(1, 5);
+    bench.decide(&identity, &[]).unwrap();
+    let explained = bench.router.explain(&ask(&identity, &[]));
+    assert_eq!(explained.choice.as_deref(), Some("b2"));
+    let mut registry = Registry::default();
+    bench.router.metrics().register(&mut registry);
+    let mut page = String::new();
+    encode(&mut page, &registry).unwrap();
+    for line in [
+        "quorate_route_filtered_total{filter=\"draining\"} 1",
+        "quorate_route_filtered_total{filter=\"circuit-open\"} 1",
+        "quorate_route_filtered_total{filter=\"at-limit\"} 0",
+    ] {
+        assert!(page.contains(line), "{line} not in\n{page}");
+    }
+}
+
+#[test]
+fn a_model_has_its_own_policy_unless_the_request_names_one() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("hello");
+    let of = |ask: &Ask<'_>| {
+        let explained = bench.router.explain(ask);
+        (explained.policy.name(), explained.policy_source)
+    };
+    assert_eq!(of(&ask(&identity, &[])), ("cost", PolicySource::Cluster));
+    let models = [("m".to_owned(), PolicyConfig::RoundRobin)];
+    bench.admin(Command::PutRouting(RoutingSettings {
+        models: models.into(),
+        ..RoutingSettings::default()
+    }));
+    assert_eq!(
+        of(&ask(&identity, &[])),
+        ("round-robin", PolicySource::Model)
+    );
+    assert_eq!(bench.decide(&identity, &[]).unwrap().policy, "round-robin");
+    let live = PolicyConfig::Cost(state::policy::CostSettings {
+        near_permille: 77,
+        ..Default::default()
+    });
+    bench.admin(Command::PutPolicy(live.clone()));
+    let mut headers = HeaderMap::new();
+    headers.insert("x-quorate-policy", HeaderValue::from_static("cost"));
+    let asked = Ask {
+        policy: bench.router.asked_policy(&headers).unwrap(),
+        ..ask(&identity, &[])
+    };
+    let explained = bench.router.explain(&asked);
+    assert_eq!(
+        explained.policy, live,
+        "the live one with its live settings"
+    );
+    assert_eq!(explained.policy_source, PolicySource::Request);
+}

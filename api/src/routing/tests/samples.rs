@@ -1,0 +1,129 @@
+//! What attempts show of a backend comes to prices and a verdict on predictions, through the log.
+
+use super::*;
+
+impl Bench {
+    /// Tells what is summed up, worth it or not, and applies it.
+    fn tell(&self) {
+        self.router
+            .tell_samples(Instant::now() + Duration::from_secs(60));
+        self.flush();
+    }
+
+    fn served(&self, slot: u16) -> state::service::Served {
+        *self.router.view.service().get(Slot(slot)).unwrap()
+    }
+}
+
+#[test]
+fn streams_teach_prices_and_whole_answers_do_not() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(1000));
+    for _ in 0..10 {
+        let (_, mut attempt) = bench.start(&identity);
+        attempt.first_byte();
+        attempt.usage(usage(250, Some(0), 40));
+        attempt.end(End::Finished);
+    }
+    bench.tell();
+    let served = bench.served(0);
+    let prices = served.learnt.map(|learnt| learnt.first_tokens);
+    assert!(matches!(prices, None | Some(0)), "{served:?}");
+    for _ in 0..40 {
+        let (_, mut attempt) = bench.start(&identity);
+        attempt.first_byte();
+        attempt.first_token();
+        attempt.first_token();
+        for tokens in [1, 40, 80] {
+            attempt.usage(usage(250, Some(0), tokens));
+        }
+        attempt.end(End::Finished);
+        bench.tell();
+    }
+    let learnt = bench.served(0).learnt.unwrap();
+    assert_eq!(learnt.first_tokens, 40);
+    assert!(learnt.gaps > 0);
+    let explained = bench.router.explain(&ask(&identity, &[]));
+    assert_eq!(explained.backends[0].prices, learnt.prices());
+    assert!(explained.backends[0].prices.is_some());
+    bench.admin(Command::PutRouting(state::policy::RoutingSettings {
+        learn: false,
+        ..Default::default()
+    }));
+    let explained = bench.router.explain(&ask(&identity, &[]));
+    assert_eq!(explained.backends[0].prices, None);
+    bench.assert_quiet();
+}
+
+#[test]
+fn predictions_are_held_against_what_engines_tell() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(16 * 4096));
+    for _ in 0..4 {
+        let (decision, mut attempt) = bench.start(&identity);
+        let predicted = u64::from(decision.matched) * 4;
+        attempt.first_byte();
+        // The engine has nothing of what is believed to be there.
+        attempt.usage(usage(16_384, Some(0), 1));
+        attempt.end(End::Finished);
+        bench.tell();
+        let accuracy = bench.served(0).accuracy.unwrap();
+        assert!(accuracy.predicted_tokens >= predicted);
+    }
+    let accuracy = bench.served(0).accuracy.unwrap();
+    assert!(accuracy.is_off, "{accuracy:?}");
+    assert_eq!(accuracy.cached_tokens, 0);
+    assert_eq!(
+        accuracy.correction_permille, 1000,
+        "its capacity is unknown"
+    );
+}
+
+#[test]
+fn a_sample_waits_until_it_is_worth_its_place() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("hello");
+    let finish = |excluded: &[Slot]| {
+        let decision = bench.decide(&identity, excluded).unwrap();
+        let asked = ask(&identity, excluded);
+        let mut attempt = bench.router.dispatch(&decision, &asked, Terms::default());
+        attempt.usage(usage(3, Some(0), 2));
+        attempt.end(End::Finished);
+    };
+    for _ in 0..7 {
+        finish(&[Slot(1)]);
+    }
+    finish(&[Slot(0)]);
+    let now = Instant::now();
+    assert!(bench.router.samples.take(now).is_empty());
+    finish(&[Slot(1)]);
+    let taken = bench.router.samples.take(now);
+    assert_eq!(taken.len(), 1);
+    assert_eq!((taken[0].ended, taken[0].prompt_tokens), (8, 24));
+    assert_eq!(
+        (taken[0].added_tokens, taken[0].added_squared),
+        (8 * 5, 8 * 25)
+    );
+    let later = now + Duration::from_secs(6);
+    assert_eq!(bench.router.samples.take(later).len(), 1, "however few");
+}
+
+#[test]
+fn a_sampled_touch_is_told_to_the_log() {
+    let bench = Bench::new(1);
+    let sampled = state::policy::VllmCacheAwareSettings {
+        touch: state::policy::Touch::Sampled,
+        ..Default::default()
+    };
+    bench.admin(Command::PutPolicy(PolicyConfig::VllmCacheAware(sampled)));
+    let identity = bench.identify(&"a".repeat(160));
+    let is_touching = |_| {
+        let (_, attempt) = bench.start(&identity);
+        let is_touching = attempt.open.as_ref().unwrap().is_touching;
+        attempt.end(End::Finished);
+        is_touching
+    };
+    let touching = (0..400).map(is_touching).filter(|it| *it).count();
+    assert!((20..90).contains(&touching), "{touching} of 400");
+    bench.assert_quiet();
+}

@@ -1,0 +1,237 @@
+//! Prompts of models with a tokenizer: the blocks that engines have, from the first request to the
+//! next turn.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use futures_util::future::join_all;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+
+use super::super::fixture::{router_with, spec};
+use super::*;
+use crate::prompt::{
+    Fallback, ModelSettings, TokenScope, Tokenizer, TokenizerSpec, Unit, chain_of_tokens,
+};
+use crate::routing::{Read, ReadFailure};
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn fixture(name: &str) -> TokenizerSpec {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokenizers");
+    TokenizerSpec::HuggingFace(folder.join(name).join("tokenizer.json"))
+}
+
+fn settings(spec: TokenizerSpec) -> ModelSettings {
+    ModelSettings {
+        name: "*".to_owned(),
+        tokenizer: Tokenizer::load(spec, None).unwrap(),
+        block_size: 4,
+    }
+}
+
+fn bench(spec: TokenizerSpec) -> Bench {
+    let port = Port::new(Log::new(&[None, None]));
+    let router = router_with(&port, OutboxSettings::default(), settings(spec));
+    Bench { port, router }
+}
+
+fn chat(turns: &[(&str, &str)]) -> Value {
+    let message = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
+    let messages: Vec<_> = turns.iter().map(message).collect();
+    json!({"model": "m", "messages": messages})
+}
+
+async fn read(bench: &Bench, path: &str, body: &Value) -> Read {
+    let body = Bytes::from(body.to_string());
+    bench.router.read(path, &body).await.unwrap()
+}
+
+#[tokio::test]
+async fn ids_are_identified_alike_wherever_they_come_from() {
+    let bench = bench(fixture("chatml"));
+    let text = read(&bench, CHAT, &chat(&[("user", "How are you, and who?")])).await;
+    assert_eq!(text.identity.unit, Unit::Tokens);
+    assert_eq!(text.identity.tokens as usize, text.ids.len());
+    assert_eq!(text.identity.matchable as usize, (text.ids.len() - 1) / 4);
+    assert_eq!(text.identity.tail.tokens_per_block, 4);
+    assert!(text.identity.chain.len() > 3);
+    let scope = TokenScope {
+        model: "m",
+        salt: "",
+        block_size: 4,
+    };
+    let of_events = chain_of_tokens(7, &scope, None, &text.ids, &[]);
+    assert_eq!(text.identity.chain[..], of_events);
+    let ids = json!({"model": "m", "prompt": text.ids});
+    let ids = read(&bench, "/v1/completions", &ids).await;
+    assert_eq!(ids.identity.chain, text.identity.chain);
+    assert_eq!(ids.ids, text.ids);
+    let salted = json!({"model": "m", "prompt": text.ids, "cache_salt": "s"});
+    let salted = read(&bench, "/v1/completions", &salted).await;
+    assert_ne!(salted.identity.chain[0], text.identity.chain[0]);
+    assert!((bench.router.tokens_per_block("m") - 4.0).abs() < f64::EPSILON);
+    assert!(bench.router.tokenizer_name("m").starts_with("huggingface:"));
+}
+
+#[test]
+fn an_answer_is_known_in_the_next_turn() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap();
+    let read =
+        |bench: &Bench, turns: &[(&str, &str)]| runtime.block_on(read(bench, CHAT, &chat(turns)));
+    let question = ("user", "How are you?");
+    let reply = "I am well, thank you; and how are you yourself on this fine day?";
+    for spec in ["tiktoken:o200k_base".parse().unwrap(), fixture("chatml")] {
+        for is_interrupted in [false, true] {
+            let bench = bench(spec.clone());
+            let first = read(&bench, &[question]);
+            let (decision, mut attempt) = bench.start(&first.identity);
+            for part in reply.split_inclusive(' ') {
+                attempt.output(part);
+            }
+            if is_interrupted {
+                // A thought, which the next turn leaves out.
+                attempt.other_output(10);
+            }
+            attempt.end(End::Finished);
+            bench.flush();
+            let turns = [question, ("assistant", reply), ("user", "Well.")];
+            let next = read(&bench, &turns);
+            let again = bench.decide(&next.identity, &[]).unwrap();
+            assert_eq!(again.backend, decision.backend);
+            let common = first.ids.iter().zip(&next.ids).take_while(|(a, b)| a == b);
+            let reply_blocks = again.matched as usize - common.count() / 4;
+            assert_eq!(reply_blocks > 2, !is_interrupted, "{spec}: {reply_blocks}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_has_no_tokens_is_identified_by_its_characters() {
+    let bench = bench(fixture("mistral"));
+    let refused = [
+        ("assistant", "I begin, contrary to the template"),
+        ("user", "x"),
+    ];
+    let without = read(&bench, CHAT, &chat(&refused)).await;
+    let expected = Unit::CharactersFor(Fallback::Template);
+    assert_eq!((without.identity.unit, without.ids.len()), (expected, 0));
+    assert_eq!(without.identity.tail.block_bytes, 16);
+    assert!(!without.identity.chain.is_empty());
+    let tokens = read(&bench, CHAT, &chat(&[("user", "hello")])).await;
+    assert_ne!(without.identity.root, tokens.identity.root);
+    let bad = bench.router.read(CHAT, &Bytes::from_static(b"{")).await;
+    assert!(matches!(bad, Err(ReadFailure::Bad(_))));
+}
+
+#[tokio::test]
+async fn long_and_new_texts_are_tokenized_elsewhere_to_the_same_end() {
+    let bench = bench(fixture("llama3"));
+    for bytes in [100, 5_000, 80_000, 300_000] {
+        let content = "Some words, again. ".repeat(bytes / 19);
+        let body = chat(&[("user", &content)]);
+        let first = read(&bench, CHAT, &body).await;
+        let again = read(&bench, CHAT, &body).await;
+        assert_eq!(first.identity.unit, Unit::Tokens, "{bytes} bytes");
+        assert_eq!(first.ids, again.ids);
+        assert_eq!(first.identity.chain, again.identity.chain);
+    }
+}
+
+#[tokio::test]
+async fn a_batch_is_routed_by_its_first_prompt_and_counted_whole() {
+    let bench = bench("tiktoken:cl100k_base".parse().unwrap());
+    let prompt = |value: Value| json!({"model": "m", "prompt": value});
+    let path = "/v1/completions";
+    let text = "one two three four five six seven";
+    let one = read(&bench, path, &prompt(json!(text))).await.identity;
+    let many = prompt(json!([text, "x".repeat(400), text]));
+    let many = read(&bench, path, &many).await.identity;
+    assert_eq!(one.chain, many.chain);
+    assert!(many.tokens >= one.tokens + 100, "{}", many.tokens);
+    let ids = prompt(json!([[1, 2, 3, 4, 5], [1, 2, 3]]));
+    assert_eq!(read(&bench, path, &ids).await.identity.tokens, 8);
+}
+
+/// An engine whose `/tokenize` answers the ids 1 to 9, with `status`.
+async fn engine(status: &'static str) -> (String, Arc<AtomicUsize>) {
+    const BODY: &str = "{\"count\":9,\"tokens\":[1,2,3,4,5,6,7,8,9]}";
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    tokio::spawn(async move {
+        while let Ok((mut socket, _)) = listener.accept().await {
+            let mut request = Vec::new();
+            while !request.ends_with(b"}") {
+                socket.read_buf(&mut request).await.unwrap();
+            }
+            assert!(request.starts_with(b"POST /tokenize HTTP/1.1\r\n"));
+            count.fetch_add(1, Ordering::Relaxed);
+            let head = format!(
+                "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+                BODY.len()
+            );
+            let answer = head + BODY;
+            socket.write_all(answer.as_bytes()).await.unwrap();
+        }
+    });
+    (url, asked)
+}
+
+async fn asking(status: &'static str) -> (Bench, Arc<AtomicUsize>) {
+    let (url, asked) = engine(status).await;
+    let mut log = Log::new(&[]);
+    let backend = spec(0, None);
+    log.admin(Command::PutBackend(state::command::BackendSpec {
+        url,
+        ..backend
+    }));
+    let port = Port::new(log);
+    let settings = settings(TokenizerSpec::Engine);
+    let router = router_with(&port, OutboxSettings::default(), settings);
+    (Bench { port, router }, asked)
+}
+
+#[tokio::test]
+async fn an_engine_is_asked_once_for_what_many_ask() {
+    let (bench, asked) = asking("200 OK").await;
+    let body = chat(&[("user", "hello")]);
+    let reads = join_all((0..20).map(|_| read(&bench, CHAT, &body))).await;
+    for read in reads {
+        assert_eq!(read.identity.unit, Unit::Tokens);
+        assert_eq!(read.ids, [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(read.identity.chain.len(), 2);
+    }
+    read(&bench, CHAT, &body).await;
+    assert_eq!(asked.load(Ordering::Relaxed), 1);
+    read(&bench, CHAT, &chat(&[("user", "other")])).await;
+    assert_eq!(asked.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test]
+async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
+    let (bench, asked) = asking("404 Not Found").await;
+    for turn in 0..10 {
+        let read = read(&bench, CHAT, &chat(&[("user", &turn.to_string())])).await;
+        let expected = Unit::CharactersFor(Fallback::Engine);
+        assert_eq!(read.identity.unit, expected);
+    }
+    assert!(asked.load(Ordering::Relaxed) < 10);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prompt_does_not_wait_for_ever_for_others() {
+    let bench = bench(fixture("chatml"));
+    let workers = Arc::clone(&bench.router.tokenizing.workers);
+    let cores = u32::try_from(workers.available_permits()).unwrap();
+    let all = workers.acquire_many_owned(cores).await.unwrap();
+    let long = chat(&[("user", &"How are you, and who? ".repeat(200))]);
+    let late = read(&bench, CHAT, &long).await;
+    assert_eq!(late.identity.unit, Unit::CharactersFor(Fallback::Busy));
+    drop(all);
+    let read = read(&bench, CHAT, &long).await;
+    assert_eq!(read.identity.unit, Unit::Tokens);
+}

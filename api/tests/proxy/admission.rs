@@ -1,0 +1,443 @@
+//! Requests that wait for a backend below its limit: who goes first, who is refused, who leaves.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::proxy::Drained;
+use api::routing::LoadTable;
+use state::admission::{AdmissionSettings, Batching, Concurrency, Grants, Order};
+use state::command::Command;
+use state::ids::ReplicaId;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+use super::client::{Answer, Client, post};
+use super::engine::{Engine, Step, json};
+use super::fleet::{Fleet, eventually};
+
+/// One request at a time for each backend.
+fn one_at_a_time() -> AdmissionSettings {
+    AdmissionSettings {
+        concurrency: Concurrency::Fixed(1),
+        ..AdmissionSettings::default()
+    }
+}
+
+async fn fleet(engines: &[&Engine], settings: AdmissionSettings) -> Fleet {
+    let patient = Duration::from_secs(60);
+    let mut fleet = Fleet::start_with(engines, patient, |settings| settings.priority_max = 5).await;
+    fleet.apply(Command::PutAdmission(settings));
+    fleet
+}
+
+/// An engine that answers when `gate` lets it.
+async fn gated(gate: &Arc<Semaphore>) -> Engine {
+    let steps = vec![Step::Await(Arc::clone(gate)), json("200 OK", USAGE)];
+    Engine::always(steps).await
+}
+
+const USAGE: &str = r#"{"usage":{"prompt_tokens":10,"completion_tokens":5}}"#;
+
+/// A chat of a user; `headers` are further lines.
+fn chat_of(user: &str, headers: &str) -> String {
+    chat_about("more", user, headers)
+}
+
+/// A chat that begins with `topic`.
+fn chat_about(topic: &str, user: &str, headers: &str) -> String {
+    let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n{headers}");
+    let words = format!("tell me {topic} ").repeat(20);
+    let body = format!(r#"{{"model":"m","messages":[{{"role":"user","content":"{words}"}}]}}"#);
+    post("/v1/chat/completions", &headers, &body)
+}
+
+fn waiting(fleet: &Fleet) -> usize {
+    let lines = fleet.admission.lines();
+    lines.iter().map(|line| line.waiting).sum()
+}
+
+/// Sends a request that has to wait; answers its connection once it does.
+async fn wait(fleet: &Fleet, request: &str) -> Client {
+    let before = waiting(fleet);
+    let mut client = fleet.client().await;
+    client.send(request).await;
+    eventually("it waits", || waiting(fleet) == before + 1).await;
+    client
+}
+
+/// Sends a request that goes to an engine; answers its connection once it is there.
+async fn run(fleet: &Fleet, request: &str) -> Client {
+    let before = fleet.running();
+    let mut client = fleet.client().await;
+    client.send(request).await;
+    eventually("it runs", || fleet.running() == before + 1).await;
+    client
+}
+
+/// Users of the requests an engine saw, in order.
+fn users(engine: &Engine) -> String {
+    let user = |request: &String| {
+        let mut lines = request.lines().rev();
+        let user = lines.find_map(|line| line.strip_prefix("x-quorate-user: "));
+        user.unwrap_or("-").to_owned()
+    };
+    engine.requests().iter().map(user).collect()
+}
+
+async fn all_answered(clients: Vec<Client>, status: u16) {
+    for mut client in clients {
+        assert_eq!(client.answer().await.status, status);
+    }
+}
+
+/// User a has one request running and three waiting when b comes with two.
+async fn served_under(order: Order) -> String {
+    let gate = Arc::new(Semaphore::new(0));
+    // It tells no usage: what is charged is what was estimated.
+    let engine = Engine::always(vec![Step::Await(gate.clone()), json("200 OK", "{}")]).await;
+    let settings = AdmissionSettings {
+        order,
+        ..one_at_a_time()
+    };
+    let fleet = fleet(&[&engine], settings).await;
+    let mut clients = vec![run(&fleet, &chat_about("0", "a", "")).await];
+    for (topic, user) in [("1", "a"), ("2", "a"), ("3", "a"), ("4", "b"), ("5", "b")] {
+        clients.push(wait(&fleet, &chat_about(topic, user, "")).await);
+        // The state lifts who comes back.
+        fleet.flush().await;
+    }
+    gate.add_permits(6);
+    all_answered(clients, 200).await;
+    fleet.is_idle().await;
+    assert_eq!(waiting(&fleet), 0);
+    users(&engine)
+}
+
+#[tokio::test]
+async fn users_are_served_by_what_they_have_used() {
+    assert_eq!(served_under(Order::Fcfs).await, "aaaabb");
+    // b is lifted to a's counter, and a has come first; from then on they take turns.
+    assert_eq!(served_under(Order::Vtc).await, "aababa");
+}
+
+#[tokio::test]
+async fn a_higher_priority_goes_first_up_to_what_is_allowed() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
+    let mut clients = vec![run(&fleet, &chat_of("a", "")).await];
+    for (user, priority) in [("b", "-1"), ("c", "0"), ("d", "5"), ("e", "900")] {
+        let header = format!("x-quorate-priority: {priority}\r\n");
+        clients.push(wait(&fleet, &chat_of(user, &header)).await);
+    }
+    gate.add_permits(5);
+    all_answered(clients, 200).await;
+    assert_eq!(users(&engine), "adecb");
+    let mut client = fleet.client().await;
+    let bad = client
+        .ask(chat_of("a", "x-quorate-priority: high\r\n"))
+        .await;
+    assert_eq!(bad.status, 400);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_it_waits_leaves_the_queue() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let gone = wait(&fleet, &chat_of("b", "")).await;
+    let third = wait(&fleet, &chat_of("c", "")).await;
+    drop(gone);
+    eventually("it left", || waiting(&fleet) == 1).await;
+    gate.add_permits(2);
+    all_answered(vec![first, third], 200).await;
+    fleet.is_idle().await;
+    assert_eq!(users(&engine), "ac");
+    let charge = fleet.charged().await;
+    assert_eq!((charge.started, charge.ended), (2, 2));
+    assert_eq!((charge.queued, charge.dequeued), (2, 2));
+}
+
+fn assert_refused(answer: &Answer, status: u16, code: &str) {
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (status, code)
+    );
+    assert!(answer.header("retry-after").is_some());
+}
+
+#[tokio::test]
+async fn a_full_queue_and_a_long_wait_are_answered() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let settings = AdmissionSettings {
+        queue_max: 1,
+        wait_ms_max: 100,
+        ..one_at_a_time()
+    };
+    let fleet = fleet(&[&engine], settings).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let mut second = fleet.client().await;
+    second.send(chat_of("b", "")).await;
+    // Whichever of the two waits: the other finds the queue full, or the first wait is over by then.
+    let answer = second.answer().await;
+    assert_refused(&answer, 503, "queue_timeout");
+    gate.add_permits(1);
+    all_answered(vec![first], 200).await;
+}
+
+#[tokio::test]
+async fn the_queue_is_bounded() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let settings = AdmissionSettings {
+        queue_max: 1,
+        ..one_at_a_time()
+    };
+    let fleet = fleet(&[&engine], settings).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let second = wait(&fleet, &chat_of("b", "")).await;
+    let mut third = fleet.client().await;
+    assert_refused(&third.ask(chat_of("c", "")).await, 503, "queue_full");
+    gate.add_permits(2);
+    all_answered(vec![first, second], 200).await;
+}
+
+#[tokio::test]
+async fn a_user_over_a_limit_is_told_when_to_come_back() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let mut settings = AdmissionSettings::default();
+    settings.user_limits.concurrent = Some(1);
+    let fleet = fleet(&[&engine], settings).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let mut second = fleet.client().await;
+    let answer = second.ask(chat_of("a", "")).await;
+    assert_refused(&answer, 429, "rate_limit_exceeded");
+    let other = run(&fleet, &chat_of("b", "")).await;
+    // The state learns that they run; that they are over it need not know.
+    fleet.flush().await;
+    gate.add_permits(3);
+    all_answered(vec![first, other], 200).await;
+    fleet.is_idle().await;
+    assert_eq!(second.ask(chat_of("a", "")).await.status, 200);
+}
+
+#[tokio::test]
+async fn requests_per_window_are_bounded() {
+    let engine = Engine::always(vec![json("200 OK", USAGE)]).await;
+    let mut settings = AdmissionSettings::default();
+    settings.user_limits.requests = Some(2);
+    settings.user_limits.window_ms = Some(3_600_000);
+    let fleet = fleet(&[&engine], settings).await;
+    let mut client = fleet.client().await;
+    for _ in 0..2 {
+        assert_eq!(client.ask(chat_of("a", "")).await.status, 200);
+    }
+    let answer = client.ask(chat_of("a", "")).await;
+    assert_refused(&answer, 429, "rate_limit_exceeded");
+    let seconds: u32 = answer.header("retry-after").unwrap().parse().unwrap();
+    assert!((2..=1800).contains(&seconds), "{seconds}");
+}
+
+#[tokio::test]
+async fn room_at_a_peer_wakes_who_waits_here() {
+    let engine = Engine::always(vec![json("200 OK", USAGE)]).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
+    let peer = LoadTable::default();
+    let backend = fleet.backend(0);
+    let busy = peer.begin(backend, 1);
+    let told = |report: Vec<u8>| {
+        let load = fleet.router.load();
+        load.merge_report(ReplicaId(2), &report, Instant::now())
+            .unwrap();
+    };
+    told(peer.local_report());
+    let client = wait(&fleet, &chat_of("a", "")).await;
+    drop(busy);
+    told(peer.local_report());
+    all_answered(vec![client], 200).await;
+}
+
+#[tokio::test]
+async fn a_limit_that_is_lifted_lets_everybody_go() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let mut fleet = fleet(&[&engine], one_at_a_time()).await;
+    let mut clients = vec![run(&fleet, &chat_of("a", "")).await];
+    clients.push(wait(&fleet, &chat_of("b", "")).await);
+    clients.push(wait(&fleet, &chat_of("c", "")).await);
+    fleet.apply(Command::PutAdmission(AdmissionSettings {
+        concurrency: Concurrency::Unlimited,
+        ..AdmissionSettings::default()
+    }));
+    eventually("all run", || fleet.running() == 3).await;
+    gate.add_permits(3);
+    all_answered(clients, 200).await;
+}
+
+#[tokio::test]
+async fn who_was_not_run_does_not_queue_again_behind_others() {
+    let gates = [0; 3].map(|_| Arc::new(Semaphore::new(0)));
+    let [refuse, first, second] = gates.clone();
+    let engines = [
+        Engine::start(move |n| match n {
+            0 => vec![
+                Step::Await(refuse.clone()),
+                json("503 Service Unavailable", "{}"),
+            ],
+            _ => vec![Step::Await(first.clone()), json("200 OK", USAGE)],
+        })
+        .await,
+        gated(&second).await,
+    ];
+    let fleet = fleet(&[&engines[0], &engines[1]], one_at_a_time()).await;
+    // Least requests, ties by chance: whichever it is, the two fill both.
+    let mut clients = vec![run(&fleet, &chat_of("a", "")).await];
+    clients.push(run(&fleet, &chat_of("b", "")).await);
+    let refused = users(&engines[0]);
+    clients.push(wait(&fleet, &chat_of("c", "")).await);
+    clients.push(wait(&fleet, &chat_of("d", "")).await);
+    gates[0].add_permits(1);
+    // The refused one waits for the second engine, c has gone to the first.
+    eventually("c runs", || engines[0].requests().len() == 2).await;
+    eventually("two wait", || waiting(&fleet) == 2).await;
+    gates[2].add_permits(1);
+    eventually("one goes", || engines[1].requests().len() == 2).await;
+    let served = users(&engines[1]);
+    assert!(
+        served.ends_with(&refused),
+        "{served}: {refused} waited first"
+    );
+    gates[1].add_permits(9);
+    gates[2].add_permits(9);
+    all_answered(clients, 200).await;
+}
+
+#[tokio::test]
+async fn who_waits_when_the_replica_leaves_is_told_to_ask_another() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let mut fleet = Fleet::start_with(&[&engine], Duration::from_millis(400), |_| {}).await;
+    fleet.apply(Command::PutAdmission(one_at_a_time()));
+    let _running = run(&fleet, &chat_of("a", "")).await;
+    let mut second = wait(&fleet, &chat_of("b", "")).await;
+    fleet.drain.cancel();
+    assert_refused(&second.answer().await, 503, "replica_leaving");
+    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 1 });
+}
+
+#[tokio::test]
+async fn a_batch_goes_to_one_backend_together() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let settings = AdmissionSettings {
+        concurrency: Concurrency::Fixed(3),
+        batching: Batching::Static,
+        order: Order::Fcfs,
+        ..AdmissionSettings::default()
+    };
+    let fleet = fleet(&[&engine], settings).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let mut clients = Vec::new();
+    for _ in 0..5 {
+        clients.push(wait(&fleet, &chat_of("b", "")).await);
+    }
+    assert_eq!(fleet.running(), 1, "the batch is under way");
+    gate.add_permits(1);
+    all_answered(vec![first], 200).await;
+    eventually("three run together", || fleet.running() == 3).await;
+    assert_eq!(waiting(&fleet), 2);
+    gate.add_permits(1);
+    eventually("one has ended", || fleet.running() == 2).await;
+    assert_eq!(waiting(&fleet), 2, "the batch is under way");
+    gate.add_permits(4);
+    all_answered(clients, 200).await;
+}
+
+/// Waits until the log knows of nobody who waits or holds a grant.
+async fn nobody_is_left_in_the_log(fleet: &Fleet) {
+    let is_empty = || {
+        let grants = fleet.router.view().grants();
+        grants.waiting_len() == 0 && grants.granted(ReplicaId(1)).count() == 0
+    };
+    eventually("the log knows of nobody who waits", is_empty).await;
+}
+
+#[tokio::test]
+async fn the_log_grants_in_fair_order() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = Engine::always(vec![Step::Await(gate.clone()), json("200 OK", "{}")]).await;
+    let settings = AdmissionSettings {
+        grants: Grants::Log,
+        ..one_at_a_time()
+    };
+    let fleet = fleet(&[&engine], settings).await;
+    fleet.keep_flushing();
+    let mut clients = vec![run(&fleet, &chat_about("0", "a", "")).await];
+    for (number, (topic, user)) in [("1", "a"), ("2", "a"), ("3", "b")].into_iter().enumerate() {
+        clients.push(wait(&fleet, &chat_about(topic, user, "")).await);
+        let known = || fleet.router.view().grants().waiting_len() == number + 1;
+        eventually("the log knows of it", known).await;
+    }
+    gate.add_permits(4);
+    all_answered(clients, 200).await;
+    fleet.is_idle().await;
+    assert_eq!(users(&engine), "aaba");
+    nobody_is_left_in_the_log(&fleet).await;
+}
+
+#[tokio::test]
+async fn nothing_is_lost_under_churn() {
+    let fleet = churned(Grants::Gate).await;
+    let charge = fleet.charged().await;
+    assert_eq!(charge.started, charge.ended);
+    assert_eq!(charge.queued, charge.dequeued);
+    assert!(charge.queued > 0, "something waited");
+}
+
+#[tokio::test]
+async fn nothing_is_lost_under_churn_with_grants_through_the_log() {
+    let fleet = churned(Grants::Log).await;
+    nobody_is_left_in_the_log(&fleet).await;
+}
+
+/// Many clients of few places, a quarter of which leave at once.
+async fn churned(grants: Grants) -> Arc<Fleet> {
+    let engines = [
+        Engine::always(vec![json("200 OK", USAGE)]).await,
+        Engine::always(vec![json("200 OK", USAGE)]).await,
+    ];
+    let settings = AdmissionSettings {
+        grants,
+        ..one_at_a_time()
+    };
+    let fleet = Arc::new(fleet(&[&engines[0], &engines[1]], settings).await);
+    if grants == Grants::Log {
+        fleet.keep_flushing();
+    }
+    let clients: Vec<_> = (0..24)
+        .map(|number: usize| {
+            let fleet = Arc::clone(&fleet);
+            tokio::spawn(async move {
+                let user = ["a", "b", "c"][number % 3];
+                for round in 0..12 {
+                    let mut client = fleet.client().await;
+                    if (number + round).is_multiple_of(4) {
+                        client.send(chat_of(user, "")).await;
+                        drop(client);
+                    } else {
+                        assert_eq!(client.ask(chat_of(user, "")).await.status, 200);
+                    }
+                }
+            })
+        })
+        .collect();
+    for client in clients {
+        client.await.unwrap();
+    }
+    fleet.is_idle().await;
+    eventually("nothing waits", || waiting(&fleet) == 0).await;
+    fleet
+}
