@@ -5,5 +5,9 @@ pub mod cli;
 pub mod config;
 pub mod dev;
 pub mod engine;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+pub mod planted;
 pub mod replay;
+pub mod simulate;
 pub mod telemetry;

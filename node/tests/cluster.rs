@@ -2,8 +2,12 @@
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
+#[path = "cluster/backups.rs"]
+mod backups;
+
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -16,7 +20,9 @@ use node::app::{Addresses, App, ShutdownHandle, Sockets};
 use node::config::{Config, Listen, Origin, load};
 use node::engine::{Engine, EngineHandle, EngineOptions};
 use serde_json::{Value, json};
+use state::command::{Command, UserSpec};
 use tempfile::TempDir;
+use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 /// Bound of every wait: a broken cluster fails the test in this time.
@@ -195,18 +201,38 @@ struct Replica {
     config: Config,
     addresses: Addresses,
     shutdown: ShutdownHandle,
+    started: oneshot::Receiver<Started>,
     running: JoinHandle<anyhow::Result<()>>,
+}
+
+/// What can be done with a replica from inside its process.
+struct Started {
+    cluster: Arc<dyn api::ports::Cluster>,
+    lose_state: Box<dyn Fn() + Send + Sync>,
 }
 
 impl Replica {
     fn run(config: Config, sockets: Sockets) -> Self {
         let app = App::on(config.clone(), sockets).unwrap();
         let (addresses, shutdown) = (app.addresses(), ShutdownHandle::new());
-        let running = tokio::spawn(app.run(shutdown.clone()));
+        let (tell, started) = oneshot::channel();
+        let until = shutdown.clone();
+        let running = tokio::spawn(async move {
+            let running = app.start().await?;
+            let (cluster, lose_state) = (running.cluster(), Box::new(running.state_loss()));
+            // Few tests ask.
+            drop(tell.send(Started {
+                cluster,
+                lose_state,
+            }));
+            running.until(&until).await;
+            Ok(())
+        });
         Self {
             config,
             addresses,
             shutdown,
+            started,
             running,
         }
     }
@@ -348,6 +374,44 @@ async fn a_lone_replica_keeps_its_state_over_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_lost_its_state_takes_over_that_of_the_others() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    http.chat(&at[0], "ada", "Is the lamp lit?").await;
+    http.quiet(&at[0]).await;
+    http.agree(&at).await;
+
+    let spoiled = (&mut replicas[2].started).await.unwrap();
+    (spoiled.lose_state)();
+    let lost = http.digest(&at[2]).await;
+    assert_ne!(lost, http.digest(&at[0]).await);
+    // The replicas compare themselves every so many entries.
+    let writer = (&mut replicas[0].started).await.unwrap().cluster;
+    for weight_milli in 1..=2 * u32::try_from(api::admin::digests::BOUNDARY_ENTRIES).unwrap() {
+        let name = "bo".to_owned();
+        let put = Command::PutUser(UserSpec { name, weight_milli });
+        writer.submit(put).await.unwrap();
+    }
+    let is_mended = async || {
+        let page = http.text(&format!("http://{}/metrics", at[2].admin)).await;
+        page.contains("quorate_state_digest_mismatch_total")
+            && !page.contains("quorate_state_digest_mismatch_total 0")
+            && page.contains("quorate_state_is_minority 0")
+    };
+    until("the replica mends itself", is_mended).await;
+    http.ready(&at).await;
+    http.agree(&at).await;
+    let headers = http.chat(&at[2], "ada", "What is the time?").await;
+    assert!(matched(&headers) >= 2, "{headers:?}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_area_has_its_metrics_under_its_own_name() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
@@ -431,4 +495,100 @@ async fn a_replica_without_quorum_serves_and_says_so() {
     let lone = replicas.remove(0);
     lone.shutdown.abort();
     lone.leave().await;
+}
+
+/// What a replica says of a would-be request, without what is its own: what it has not told the
+/// others yet, and whose turn it is.
+async fn explained(http: &Http, at: &Addresses, request: &Value) -> Value {
+    let url = format!("http://{}/admin/v1/explain", at.admin);
+    let (status, _, mut answer) = http.send(Method::POST, &url, request).await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    let own = answer.as_object_mut().unwrap();
+    own.remove("overlay_runs");
+    own.remove("outbox");
+    for backend in own["backends"].as_array_mut().unwrap() {
+        backend.as_object_mut().unwrap().remove("here");
+    }
+    answer
+}
+
+/// The part of it that is not of the log: what each replica's probes and peers told it.
+fn seen(answer: &Value) -> Vec<Value> {
+    let of = |backend: &Value| {
+        let names = [
+            "engine_waiting",
+            "engine_running",
+            "kv_usage_permille",
+            "cluster",
+        ];
+        json!(names.map(|name| backend[name].clone()))
+    };
+    answer["backends"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(of)
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_replicas_explain_one_request_alike_under_every_policy() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(3).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    for (nth, user) in ["ada", "bo", "cy", "ada", "bo"].into_iter().enumerate() {
+        http.chat(&at[nth % 3], user, "Is the lamp lit?").await;
+    }
+    http.quiet(&at[0]).await;
+    let messages = json!([
+        { "role": "system", "content": format!("{SYSTEM} You talk to ada.") },
+        { "role": "user", "content": "Is the lamp lit? Say it again." },
+    ]);
+    let request = json!({
+        "path": "/v1/chat/completions",
+        "headers": { "x-request-id": "the-same", "x-quorate-session": "s-1" },
+        "user": "ada",
+        "body": { "model": "emulated", "messages": messages },
+    });
+    for policy in state::policy::POLICY_NAMES {
+        let url = format!("http://{}/admin/v1/policy", at[0].admin);
+        let (status, _, answer) = http
+            .send(Method::PUT, &url, &json!({ "policy": policy }))
+            .await;
+        assert_eq!(status, StatusCode::OK, "{policy}: {answer}");
+        let alike = async || {
+            let mut answers = Vec::new();
+            for replica in &at {
+                answers.push(explained(&http, replica, &request).await);
+            }
+            let first = &answers[0];
+            let is_same =
+                |answer: &Value| answer["index"] == first["index"] && seen(answer) == seen(first);
+            let is_live = first["policy"]["policy"] == *policy;
+            if !is_live || !answers.iter().all(is_same) {
+                return false;
+            }
+            // Each replica takes turns by itself.
+            if *policy != "round-robin" {
+                assert!(
+                    answers.iter().all(|answer| answer == first),
+                    "{policy}: {answers:#?}"
+                );
+            }
+            assert!(first["choice"].is_string(), "{first:#}");
+            true
+        };
+        until(&format!("all explain alike under {policy}"), alike).await;
+        let last = explained(&http, &at[2], &request).await;
+        let scored = last["backends"].as_array().unwrap();
+        assert!(
+            scored.iter().all(|backend| backend["score"].is_u64()),
+            "{last:#}"
+        );
+    }
+    for replica in replicas {
+        replica.leave().await;
+    }
 }

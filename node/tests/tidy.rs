@@ -83,6 +83,33 @@ fn nothing_is_left_for_later_without_a_word() {
     });
 }
 
+/// Where a replica's own code is: what a simulation runs, bit for bit the same at every run.
+const SIMULATED: &[&str] = &["state/src", "raft/src", "api/src", "node/src/app"];
+
+#[test]
+fn what_is_simulated_leaves_nothing_to_chance() {
+    // Put together here, so that this file does not hold what it looks for.
+    let select = ["select", "! {"].concat();
+    check("what may differ from run to run", |path, text| {
+        if !SIMULATED.iter().any(|folder| path.starts_with(folder)) {
+            return None;
+        }
+        let at_random = |after: &str| !after.trim_start().starts_with("biased;");
+        if text.split(&select).skip(1).any(at_random) {
+            return Some(format!(
+                "{select} without `biased;` polls in a random order"
+            ));
+        }
+        let mut lines = text.lines().map(str::trim_start);
+        let is_of_the_system = |line: &&str| {
+            line.starts_with("use std::time::") && line.contains("Instant")
+                || line.contains("std::time::Instant")
+        };
+        let found = lines.find(is_of_the_system)?;
+        Some(format!("`{found}`: time that stands still goes by tokio's"))
+    });
+}
+
 fn dependencies(package: &str) -> BTreeSet<String> {
     let manifest = root().join(package).join("Cargo.toml");
     let text = std::fs::read_to_string(manifest).expect("read a manifest");

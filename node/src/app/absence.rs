@@ -1,18 +1,23 @@
 //! Who is gone for good: the leader closes the sessions of replicas not heard from for long, so that
 //! leases and requests they left open do not count for ever.
+//!
+//! A replica that was killed and is back is heard from, and whatever it proposes first ends its former
+//! run. One that gets no requests proposes nothing: it ends that run here.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use api::ports::Cluster;
 use state::command::Command;
 use state::ids::{ReplicaId, SessionId};
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
-/// How long a replica may be silent before its session is ended.
-pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(60);
+/// How long a replica may be silent before its session is ended. Its requests are over once it is
+/// gone; one that is only cut off goes on with its session when it is back, with what was open
+/// closed.
+pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(10);
 
 /// Time between two looks at who is there.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -67,15 +72,22 @@ pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
+            biased;
             () = stop.cancelled() => return,
             _ = ticks.tick() => {}
         }
         let status = cluster.status();
+        let sessions = open_sessions(&*cluster);
+        if status.caught_up && status.has_quorum {
+            let own = (status.id, status.session);
+            if let Some(former) = former_run(own, &sessions) {
+                end_former_run(&*cluster, status.id, former).await;
+            }
+        }
         if status.leader != Some(status.id) {
             absences.clear();
             continue;
         }
-        let sessions = open_sessions(&*cluster);
         let is_present = |id: ReplicaId| {
             id == status.id
                 || status
@@ -101,11 +113,31 @@ pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     }
 }
 
+/// The run of this replica's id that the cluster still takes for the present one, if it is another.
+fn former_run(
+    (id, session): (ReplicaId, SessionId),
+    sessions: &[(ReplicaId, SessionId)],
+) -> Option<SessionId> {
+    sessions
+        .iter()
+        .find(|(replica, known)| *replica == id && *known != session)
+        .map(|(_, known)| *known)
+}
+
+/// Whatever is proposed under the new session ends the former run; this command changes nothing more.
+async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: SessionId) {
+    let command = Command::ExpireSession { replica, session };
+    match cluster.submit(command).await {
+        Ok(_) => tracing::info!("what the former run of this replica left open is closed"),
+        Err(error) => tracing::debug!(%error, "former run not ended yet"),
+    }
+}
+
 /// Sessions, as long as anything is open anywhere.
 fn open_sessions(cluster: &dyn Cluster) -> Vec<(ReplicaId, SessionId)> {
     let mut open = Vec::new();
     cluster.with_state(&mut |state| {
-        if state.open_leases() > 0 || state.users_backlogged() > 0 {
+        if state.open_leases() > 0 || state.users_backlogged() > 0 || state.users_waiting() > 0 {
             let sessions = state.sessions();
             open.extend(
                 sessions
@@ -125,7 +157,15 @@ mod tests {
         [(ReplicaId(1), SessionId(10)), (ReplicaId(2), SessionId(20))];
 
     #[test]
-    fn a_session_ends_after_a_minute_of_silence() {
+    fn a_run_that_the_cluster_does_not_know_yet_ends_the_one_before() {
+        let own = |session| (ReplicaId(2), SessionId(session));
+        assert_eq!(former_run(own(20), &SESSIONS), None);
+        assert_eq!(former_run(own(21), &SESSIONS), Some(SessionId(20)));
+        assert_eq!(former_run((ReplicaId(3), SessionId(1)), &SESSIONS), None);
+    }
+
+    #[test]
+    fn a_session_ends_after_enough_silence() {
         let mut absences = Absences::default();
         let start = Instant::now();
         let only_one = |id: ReplicaId| id == ReplicaId(1);
@@ -144,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sign_of_life_starts_the_minute_anew() {
+    fn a_sign_of_life_starts_the_silence_anew() {
         let mut absences = Absences::default();
         let start = Instant::now();
         let only_one = |id: ReplicaId| id == ReplicaId(1);

@@ -10,6 +10,7 @@ pub(super) async fn log(events: Events, stop: CancellationToken) {
     let mut events = events.subscribe();
     loop {
         let event = tokio::select! {
+            biased;
             () = stop.cancelled() => return,
             event = events.recv() => event,
         };
@@ -27,13 +28,19 @@ pub(super) async fn log(events: Events, stop: CancellationToken) {
 
 fn is_told_here(event: &Event) -> bool {
     match event {
-        Event::Backend { .. } | Event::Policy { .. } | Event::Quorum { .. } => true,
+        Event::Backend { .. }
+        | Event::Ownership { .. }
+        | Event::BackendAccuracy { .. }
+        | Event::Policy { .. }
+        | Event::Routing { .. }
+        | Event::Quorum { .. } => true,
         Event::Leader { .. }
         | Event::Role { .. }
         | Event::Member { .. }
         | Event::Snapshot { .. }
         | Event::Fault { .. }
         | Event::BackendHealth { .. }
+        | Event::BackendCircuit { .. }
         | Event::DigestMismatch { .. } => false,
     }
 }

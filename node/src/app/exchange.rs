@@ -1,94 +1,152 @@
-//! What replicas tell each other outside the log: how busy each is, and its digest at an index.
+//! What replicas tell each other outside the log: how busy each is, what waits there, and its digest
+//! at an index.
 //!
-//! Both travel in one message, as a peer that is behind gets only the newest one: neither can push
+//! All of it travels in one message, as a peer that is behind gets only the newest one: none can push
 //! the other out. Layout: a version byte, the digest claim's length in one byte, the claim (see
-//! [`Digests::message`]), the load report (see [`LoadTable::local_report`]) up to the end.
+//! [`Digests::message`]), from version 2 on the backlog's length in two bytes, little-endian, and the
+//! backlog (see [`backlog::encode`]), then the load report (see [`LoadTable::local_report`]) up to
+//! the end. While nothing waits a message has version 1, which every version reads; it says as much.
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use api::admin::Digests;
+use api::admission::{Admission, backlog};
 use api::routing::{Reporter, Router};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica};
 use state::ids::ReplicaId;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
-/// Time between two looks at this replica's load.
+/// Time between two looks at this replica's load and backlog.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// First byte of a message.
-const VERSION: u8 = 1;
+/// First byte of a message without a backlog.
+const VERSION_IDLE: u8 = 1;
+/// First byte of a message with one.
+const VERSION_BACKLOGGED: u8 = 2;
+/// Longest backlog in a message, in bytes.
+const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
+const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
 
 /// Takes in what peers tell.
 pub(super) struct Inbox {
     /// Keeps the peers' load.
     pub(super) router: Arc<Router>,
+    /// Keeps the peers' backlogs.
+    pub(super) admission: Arc<Admission>,
     /// Compares the peers' digests with ours.
     pub(super) digests: Arc<Digests>,
 }
 
 impl PeerHandler for Inbox {
     fn message(&self, from: u8, bytes: &[u8]) {
-        let Some((claim, report)) = split(bytes) else {
+        let Some(message) = Message::read(bytes) else {
             tracing::warn!(peer = from, "unreadable message of a peer");
             return;
         };
-        let peer = ReplicaId(from);
-        if !claim.is_empty()
-            && let Err(error) = self.digests.receive(peer, claim)
+        let (peer, now) = (ReplicaId(from), Instant::now());
+        if !message.claim.is_empty()
+            && let Err(error) = self.digests.receive(peer, message.claim)
         {
             tracing::warn!(peer = from, %error, "unreadable digest of a peer");
         }
-        if let Err(error) = self
-            .router
-            .load()
-            .merge_report(peer, report, Instant::now())
-        {
+        if let Err(error) = self.router.load().merge_report(peer, message.load, now) {
             tracing::warn!(peer = from, %error, "unreadable load report of a peer");
+        }
+        if let Err(error) = self.admission.heard(peer, message.backlog) {
+            tracing::warn!(peer = from, %error, "unreadable backlog of a peer");
         }
     }
 }
 
-fn split(message: &[u8]) -> Option<(&[u8], &[u8])> {
-    match message {
-        [VERSION, length, rest @ ..] => rest.split_at_checked(usize::from(*length)),
-        _ => None,
+/// A message, taken apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Message<'a> {
+    pub(super) claim: &'a [u8],
+    pub(super) backlog: &'a [u8],
+    pub(super) load: &'a [u8],
+}
+
+impl<'a> Message<'a> {
+    pub(super) fn read(bytes: &'a [u8]) -> Option<Self> {
+        let [version, length, rest @ ..] = bytes else {
+            return None;
+        };
+        let (claim, rest) = rest.split_at_checked(usize::from(*length))?;
+        let (backlog, load) = match *version {
+            VERSION_IDLE => (&[][..], rest),
+            VERSION_BACKLOGGED => {
+                let (length, rest) = rest.split_first_chunk()?;
+                rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?
+            }
+            _ => return None,
+        };
+        Some(Self {
+            claim,
+            backlog,
+            load,
+        })
+    }
+
+    pub(super) fn write(self) -> Bytes {
+        let length = |part: &[u8]| u8::try_from(part.len());
+        let claim_length = length(self.claim).expect("a digest claim has a fixed length below 256");
+        let lengths = 2 + 2;
+        let parts = self.claim.len() + self.backlog.len() + self.load.len();
+        let mut bytes = Vec::with_capacity(lengths + parts);
+        if self.backlog.is_empty() {
+            bytes.extend([VERSION_IDLE, claim_length]);
+            bytes.extend(self.claim);
+        } else {
+            let backlog_length =
+                u16::try_from(self.backlog.len()).expect("a backlog is bounded, as asserted above");
+            bytes.extend([VERSION_BACKLOGGED, claim_length]);
+            bytes.extend(self.claim);
+            bytes.extend(backlog_length.to_le_bytes());
+            bytes.extend(self.backlog);
+        }
+        bytes.extend(self.load);
+        Bytes::from(bytes)
     }
 }
 
-fn join(claim: &[u8], report: &[u8]) -> Bytes {
-    let length = u8::try_from(claim.len()).expect("a digest claim has a fixed length below 256");
-    let mut message = Vec::with_capacity(2 + claim.len() + report.len());
-    message.extend([VERSION, length]);
-    message.extend(claim);
-    message.extend(report);
-    Bytes::from(message)
-}
-
-/// Tells the peers until `stop`: a change of load within [`INTERVAL`], everything anew often enough
-/// to be counted as alive.
+/// Tells the peers until `stop`: a change of load or backlog within [`INTERVAL`], that the first
+/// request waits or the last one went at once, everything anew often enough to be counted as alive.
 pub(super) async fn tell(
     replica: Replica,
     router: Arc<Router>,
+    admission: Arc<Admission>,
     digests: Arc<Digests>,
     stop: CancellationToken,
 ) {
     let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut reporter = Reporter::default();
+    let mut told = Vec::new();
     loop {
         tokio::select! {
+            biased;
             () = stop.cancelled() => return,
+            () = admission.turned() => {}
             _ = ticks.tick() => {}
         }
-        if let Some(report) = reporter.due(router.load(), Instant::now()) {
-            let claim = digests.message();
-            let claim = claim.as_ref().map_or(&[][..], |claim| &claim[..]);
-            replica.broadcast(join(claim, &report));
-        }
+        let backlog = admission.report();
+        let load = match reporter.due(router.load(), Instant::now()) {
+            Some(load) => load,
+            None if backlog != told => router.load().local_report(),
+            None => continue,
+        };
+        let claim = digests.message();
+        let message = Message {
+            claim: claim.as_ref().map_or(&[][..], |claim| &claim[..]),
+            backlog: &backlog,
+            load: &load,
+        };
+        replica.broadcast(message.write());
+        told = backlog;
     }
 }
 
@@ -98,15 +156,42 @@ mod tests {
 
     #[test]
     fn a_message_is_taken_apart_as_it_was_put_together() {
-        for (claim, report) in [(&b""[..], &b""[..]), (b"claim", b"report"), (b"", b"r")] {
-            assert_eq!(split(&join(claim, report)), Some((claim, report)));
+        let parts = [&b""[..], b"a", b"several"];
+        for claim in parts {
+            for backlog in parts {
+                for load in parts {
+                    let message = Message {
+                        claim,
+                        backlog,
+                        load,
+                    };
+                    assert_eq!(Message::read(&message.write()), Some(message));
+                }
+            }
         }
     }
 
     #[test]
+    fn a_message_without_a_backlog_is_one_of_version_1() {
+        let message = Message {
+            claim: b"cl",
+            backlog: b"",
+            load: b"load",
+        };
+        assert_eq!(&message.write()[..], b"\x01\x02clload");
+    }
+
+    #[test]
     fn what_is_no_message_is_refused() {
-        for bytes in [&b""[..], b"\x01", b"\x02\x00", b"\x01\x05abc"] {
-            assert_eq!(split(bytes), None, "{bytes:?}");
+        for bytes in [
+            &b""[..],
+            b"\x01",
+            b"\x03\x00",
+            b"\x01\x05abc",
+            b"\x02\x00\x01",
+            b"\x02\x01c\x02\x00b",
+        ] {
+            assert_eq!(Message::read(bytes), None, "{bytes:?}");
         }
     }
 }

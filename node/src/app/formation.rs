@@ -1,50 +1,58 @@
 //! From config to what `raft` and the data plane are started with.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 use api::backends::ProbeSettings;
+use api::clock::Clock;
 use api::proxy::{ApiKeys, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Options, Peers, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
 use state::ids::SessionId;
 
-use super::ports::{FIRST_COMMAND_SEQ, unix_ms};
-use super::sockets::Addresses;
+use super::formats;
+use super::ports::FIRST_COMMAND_SEQ;
 use crate::config::{self, Config};
 
-/// How the raft replica of this config is started.
+/// How the raft replica of this config is started that peers reach at `peer` and that forms a
+/// cluster with the command `first`.
 #[must_use]
-pub(super) fn raft_options(config: &Config, addresses: &Addresses, session: SessionId) -> Options {
+pub(super) fn raft_options(
+    config: &Config,
+    peer: SocketAddr,
+    storage: Storage,
+    first: &[u8],
+) -> Options {
     let at = |port: u16| format!("{}:{port}", config.listen.advertise);
-    let advertise = at(addresses.peer.port());
+    let advertise = at(peer.port());
     let labels = BTreeMap::from([
         (
             "data".to_owned(),
-            format!("http://{}", at(addresses.data.port())),
+            format!("http://{}", at(config.listen.data.port())),
         ),
         (
             "admin".to_owned(),
-            format!("http://{}", at(addresses.admin.port())),
+            format!("http://{}", at(config.listen.admin.port())),
         ),
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+        formats::label(),
     ]);
-    let first_command = || first_command(config, session);
     let formation = match &config.cluster.formation {
         config::Formation::Alone => Formation::Bootstrap {
             peers: Peers::List(vec![advertise.clone()]),
             expect: 1,
-            first_command: first_command(),
+            first_command: first.to_vec(),
         },
         config::Formation::Peers { peers, expect } => Formation::Bootstrap {
             peers: Peers::List(peers.clone()),
             expect: *expect,
-            first_command: first_command(),
+            first_command: first.to_vec(),
         },
         config::Formation::Dns { name, expect } => Formation::Bootstrap {
             peers: Peers::Dns(name.clone()),
             expect: *expect,
-            first_command: first_command(),
+            first_command: first.to_vec(),
         },
         config::Formation::Join(members) => Formation::Join(Peers::List(members.clone())),
     };
@@ -58,13 +66,17 @@ pub(super) fn raft_options(config: &Config, addresses: &Addresses, session: Sess
         election_timeout: config.cluster.election_timeout.clone(),
         snapshot_every_entries: config.cluster.snapshot_every_entries,
         snapshot_every_bytes: config.cluster.snapshot_every_bytes,
-        storage: Storage::Sled,
+        storage,
     }
 }
 
-/// The command that makes a log a cluster. The seed of all hashes is drawn here: nobody outside can
-/// know it, so nobody can build collisions.
-fn first_command(config: &Config, session: SessionId) -> Vec<u8> {
+/// The command that makes a log a cluster.
+pub(super) fn first_command(
+    config: &Config,
+    session: SessionId,
+    hash_seed: u64,
+    clock: &Clock,
+) -> Vec<u8> {
     state::codec::encode_envelope(&Envelope {
         origin: Origin {
             replica: config.node.id,
@@ -72,9 +84,9 @@ fn first_command(config: &Config, session: SessionId) -> Vec<u8> {
             lane: Lane::Admin,
             seq: FIRST_COMMAND_SEQ,
         },
-        proposed_at_ms: unix_ms(),
+        proposed_at_ms: clock.unix_ms(),
         command: Command::InitCluster {
-            hash_seed: rand::random(),
+            hash_seed,
             policy: config.policy.clone(),
             fairness: state::users::FairnessSettings::default(),
         },
@@ -118,7 +130,9 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         .filter_map(|&status| StatusCode::from_u16(status).ok())
         .collect();
     settings.attempts_max = to_usize(config.retry.attempts);
+    settings.priority_max = config.priority_max;
     settings.usage_splice = config.usage_splice;
+    settings.forward_priority = config.forward_priority;
     settings
 }
 

@@ -1,46 +1,77 @@
-//! Whether this replica's own state is the wrong one, by what its peers say of theirs.
+//! Whether this replica's own state is the wrong one, by what its peers say of theirs; and its
+//! replacement by theirs.
 //!
 //! Replicas that applied the same log must hold the same state. One that differs from most members
 //! has lost that, to a fault of memory or of the program, and cannot tell where: it must not lead,
-//! lest others take its snapshots, and it says that it is not ready until it is rebuilt.
+//! lest others take its snapshots, and it says that it is not ready until it has taken over the
+//! state of one of the majority.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::admin::Digests;
 use raft::Replica;
-use state::ids::ReplicaId;
+use state::ids::{LogIndex, ReplicaId};
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
-use super::running::hand_over;
+use super::core::hand_over;
+use super::machine::Shared;
 
-/// Time between two looks.
+/// Time between two looks, and between two tries to replace the state.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Looks until `stop`, or until it is found out: that is said once and holds until the end.
-pub(super) async fn watch(replica: Replica, digests: Arc<Digests>, stop: CancellationToken) {
+/// Looks until `stop`.
+pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: CancellationToken) {
+    let digests = Arc::clone(&shared.digests);
+    let mut last_seen = LogIndex(0);
     let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
+            biased;
             () = stop.cancelled() => return,
             _ = ticks.tick() => {}
         }
+        last_seen = note_pace(&shared, last_seen);
         let status = replica.status();
         let members: Vec<ReplicaId> = status.members.keys().copied().map(ReplicaId).collect();
-        let Some(minority) = digests.judge(&members) else {
+        if let Some(minority) = digests.judge(&members) {
+            tracing::error!(
+                log_index = minority.index,
+                ours = api::admin::digests::hex(minority.ours),
+                theirs = api::admin::digests::hex(minority.theirs),
+                replicas = minority.replicas,
+                "this replica's state differs from the majority's: it is replaced by theirs"
+            );
+        }
+        let Some(minority) = digests.minority() else {
             continue;
         };
-        tracing::error!(
-            log_index = minority.index,
-            ours = api::admin::digests::hex(minority.ours),
-            theirs = api::admin::digests::hex(minority.theirs),
-            replicas = minority.replicas,
-            "this replica's state differs from the majority's and cannot be trusted: stop it, run \
-             `quorate recover` and let it join anew"
-        );
         hand_over(&replica).await;
-        return;
+        let rebuilt = tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            rebuilt = replica.rebuild(minority.holder.0) => rebuilt,
+        };
+        match rebuilt {
+            Ok(log_index) => {
+                digests.forget();
+                tracing::warn!(log_index, "this replica's state is the majority's again");
+            }
+            Err(error) => tracing::error!(%error, "state not replaced yet"),
+        }
     }
+}
+
+/// Has the digest compared at steps as close as the log is slow, and where it has stood still since
+/// it was `last_seen`: in a quiet cluster the next index that peers are told of may be far. Answers
+/// where the log stands.
+fn note_pace(shared: &Shared, last_seen: LogIndex) -> LogIndex {
+    let state = shared.state();
+    let applied = state.applied();
+    shared.digests.grew(applied.0.saturating_sub(last_seen.0));
+    if applied == last_seen && applied > LogIndex(0) {
+        shared.digests.rest(applied.0, state.digest());
+    }
+    applied
 }

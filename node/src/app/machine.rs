@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use api::admin::Digests;
 use raft::{CorruptSnapshot, FrozenMachine, Machine, StopReplica};
-use state::RouterState;
+use state::command::Command;
 use state::ids::LogIndex;
+use state::{RouterState, StagedBackup};
+use tokio::runtime::{Handle, RuntimeFlavor};
 
 /// The replicated state and the digests of its past, shared between the log that changes it and the
 /// admin API that reads it.
@@ -26,16 +28,50 @@ impl Shared {
     }
 }
 
+/// Sees every change of a replica's state, right behind it: for a simulation, which proves what must
+/// hold of it. `apply` waits meanwhile.
+pub trait Witness: Send + Sync + 'static {
+    /// The entry at `index` was applied; `None`: it carries no command.
+    fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>);
+
+    /// The state was replaced by a snapshot's.
+    fn restored(&self, state: &RouterState);
+}
+
 /// Drives the shared state from the log.
 pub(super) struct RouterMachine {
     shared: Arc<Shared>,
+    witness: Option<Arc<dyn Witness>>,
 }
 
 impl RouterMachine {
     /// A machine over `shared`; nothing else may apply to it.
     #[must_use]
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared }
+    pub(super) fn new(shared: Arc<Shared>, witness: Option<Arc<dyn Witness>>) -> Self {
+        Self { shared, witness }
+    }
+
+    /// Reads the backup that `command` switches to, if it does. It may be millions of blocks: meanwhile
+    /// nobody is to wait for the state, and nothing on this thread.
+    fn read_ahead(&self, command: &Command) {
+        if !matches!(command, Command::FinishRestore { .. }) {
+            return;
+        }
+        let Some(staged) = self.staged(command) else {
+            return;
+        };
+        let is_shared = Handle::try_current()
+            .is_ok_and(|runtime| runtime.runtime_flavor() == RuntimeFlavor::MultiThread);
+        let backup = if is_shared {
+            tokio::task::block_in_place(|| staged.read())
+        } else {
+            staged.read()
+        };
+        self.shared.state().prepare(backup);
+    }
+
+    fn staged(&self, command: &Command) -> Option<StagedBackup> {
+        self.shared.state().staged_backup(command)
     }
 }
 
@@ -43,9 +79,13 @@ impl Machine for RouterMachine {
     fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
         let envelope = state::codec::decode_envelope(command)
             .map_err(|error| StopReplica(format!("log index {index}: {error}")))?;
+        self.read_ahead(&envelope.command);
         let mut state = self.shared.state();
         let reply = state.apply(LogIndex(index), envelope);
         self.shared.digests.applied(index, || state.digest());
+        if let Some(witness) = &self.witness {
+            witness.applied(&state, index, Some(command));
+        }
         drop(state);
         Ok(state::codec::encode_reply(&reply))
     }
@@ -54,6 +94,9 @@ impl Machine for RouterMachine {
         let mut state = self.shared.state();
         state.skip(LogIndex(index));
         self.shared.digests.applied(index, || state.digest());
+        if let Some(witness) = &self.witness {
+            witness.applied(&state, index, None);
+        }
     }
 
     fn freeze(&self) -> Box<dyn FrozenMachine> {
@@ -61,8 +104,13 @@ impl Machine for RouterMachine {
     }
 
     fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
-        let restored = self.shared.state().restore(snapshot);
-        restored.map_err(|error| CorruptSnapshot(error.to_string()))
+        let mut state = self.shared.state();
+        let restored = state.restore(snapshot);
+        restored.map_err(|error| CorruptSnapshot(error.to_string()))?;
+        if let Some(witness) = &self.witness {
+            witness.restored(&state);
+        }
+        Ok(())
     }
 }
 

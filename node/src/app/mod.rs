@@ -5,12 +5,17 @@
 //! apps can live in one process; each has its own sockets, state and metrics.
 
 mod absence;
+pub mod core;
 mod events;
 mod exchange;
 mod formation;
+mod formats;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod judge;
 mod machine;
 mod ports;
+mod readers;
 mod registration;
 mod running;
 mod shutdown;

@@ -1,8 +1,9 @@
 //! What `api` asks of the log and the cluster, answered by a raft replica.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
+use api::clock::Clock;
 use api::ports::{
     BoxFuture, ChangeFailure, Cluster, ClusterStatus, MemberStatus, Propose, ProposeFailure,
 };
@@ -12,7 +13,9 @@ use state::command::{Command, Committed, Envelope, Lane, Origin, Reject, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
+use super::formats;
 use super::machine::Shared;
+use crate::planted::{self, Bug};
 
 /// Sequence number, in a run's admin lane, of the command that forms a cluster; only one replica
 /// proposes it, but all number their admin commands after it.
@@ -26,16 +29,22 @@ const SESSIONS_MAX: u32 = 3;
 /// Pause between two tries of an admin command.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 
+/// Why nothing is proposed yet.
+const NOT_FORMED: &str = "the state here is not that of a cluster yet";
+/// Why an answer is not believed.
+const LEADER_IS_WRONG: &str = "the leader has lost its state";
+
 /// A replica of the log as `api` sees it.
 pub(super) struct LogPort {
     id: ReplicaId,
-    /// The run that the cluster knows this process by. A new one is drawn when the cluster has seen
-    /// another run of this replica's id: by the outbox, or by an admin command.
+    /// The run that the cluster knows this process by. It goes on under its successor when the
+    /// cluster has seen another run of this replica's id: by the outbox, or by an admin command.
     session: Mutex<SessionId>,
     replica: Replica,
     shared: Arc<Shared>,
     /// Last sequence number given to an admin command; held while one is under way.
     admin_seq: tokio::sync::Mutex<u64>,
+    clock: Clock,
 }
 
 impl LogPort {
@@ -46,6 +55,7 @@ impl LogPort {
         session: SessionId,
         replica: Replica,
         shared: Arc<Shared>,
+        clock: Clock,
     ) -> Self {
         Self {
             id,
@@ -53,7 +63,20 @@ impl LogPort {
             replica,
             shared,
             admin_seq: tokio::sync::Mutex::new(FIRST_COMMAND_SEQ),
+            clock,
         }
+    }
+
+    /// See [`Core::state_loss`](super::core::Core::state_loss).
+    pub(super) fn lose_state(&self) {
+        let mut state = self.shared.state();
+        let mut empty = RouterState::new();
+        empty.skip(state.applied());
+        let mut bytes = Vec::new();
+        let written = empty.freeze().write_to(&mut bytes);
+        written.expect("writing into memory cannot fail");
+        let restored = state.restore(&mut &*bytes);
+        restored.expect("what was written can be read");
     }
 
     async fn submit(&self, command: Command) -> Result<Committed, ProposeFailure> {
@@ -67,7 +90,7 @@ impl LogPort {
         };
         let mut envelope = Envelope {
             origin,
-            proposed_at_ms: unix_ms(),
+            proposed_at_ms: self.clock.unix_ms(),
             command,
         };
         let deadline = Instant::now() + SUBMIT_TIMEOUT;
@@ -79,14 +102,28 @@ impl LogPort {
                     let why = "another run of this replica began meanwhile";
                     return Err(ProposeFailure::Unknown(why.to_owned()));
                 }
-                Ok(committed) if is_stale(&committed.reply) && sessions < SESSIONS_MAX => {
+                Ok(committed) if is_stale(&committed.reply) => {
+                    if sessions == SESSIONS_MAX {
+                        let why = "another process goes by this replica's id";
+                        return Err(ProposeFailure::Unavailable(why.to_owned()));
+                    }
                     sessions += 1;
                     envelope.origin.session = self.session_after(envelope.origin.session);
+                    // What is not applied here yet may be what the next try has to know.
+                    tokio::time::sleep(SUBMIT_PAUSE).await;
                     continue;
                 }
                 Err(failure @ ProposeFailure::Unavailable(_)) => failure,
+                Err(ProposeFailure::Unknown(_)) if planted::is(Bug::UnknownAcknowledged) => {
+                    let (index, reply) = (self.shared.state().applied(), Reply::Applied);
+                    return Ok(Committed { index, reply });
+                }
                 Err(failure @ ProposeFailure::Unknown(_)) => {
                     may_be_logged = true;
+                    if planted::is(Bug::UnknownRenumbered) {
+                        *seq += 1;
+                        envelope.origin.seq = *seq;
+                    }
                     failure
                 }
                 settled => return settled,
@@ -115,7 +152,7 @@ impl LogPort {
     fn session_after(&self, stale: SessionId) -> SessionId {
         let mut session = self.session();
         if *session == stale {
-            *session = SessionId(rand::random());
+            *session = stale.successor();
             tracing::error!(
                 replica = self.id.0,
                 "the cluster knows another run of this replica's id: does a second process use it?"
@@ -134,18 +171,37 @@ fn is_stale(reply: &Reply) -> bool {
     }
 }
 
-/// Unix time in milliseconds by this machine's clock.
-pub(super) fn unix_ms() -> u64 {
-    let since = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+/// Whether the command that forms the cluster is applied. Nothing is proposed before: what is
+/// proposed afterwards stands behind it in the log and is never refused for want of it.
+fn is_formed(state: &RouterState) -> bool {
+    state.view().registry().initialised
+}
+
+/// Whether a command was refused as one that came before the cluster was formed. Behind
+/// [`is_formed`] only a leader that has lost its state says so. The others may have applied the
+/// command: under another number they would apply it once more.
+fn is_not_formed(reply: &Reply) -> bool {
+    match reply {
+        Reply::Rejected(reject) => *reject == Reject::NotInitialised,
+        Reply::Repeated(first) => is_not_formed(first),
+        Reply::Applied | Reply::Batch(_) => false,
+    }
 }
 
 impl Propose for LogPort {
-    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn propose(&self, mut envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
         Box::pin(async move {
             let origin = envelope.origin;
+            if !is_formed(&self.shared.state()) {
+                return Err(ProposeFailure::Unavailable(NOT_FORMED.to_owned()));
+            }
+            let members = || self.replica.status().members;
+            formats::check(&envelope.command, self.id.0, members)
+                .map_err(ProposeFailure::Unavailable)?;
+            // A machine's clock may be set back between two runs: the first command of the second
+            // would be stamped before the first one's and taken for a late one of a run that is over.
+            let log_ms = self.shared.state().now_ms();
+            envelope.proposed_at_ms = envelope.proposed_at_ms.max(log_ms);
             let command = state::codec::encode_envelope(&envelope);
             let committed = self
                 .replica
@@ -154,8 +210,11 @@ impl Propose for LogPort {
                 .map_err(propose_failure)?;
             let reply = state::codec::decode_reply(&committed.reply)
                 .map_err(|error| ProposeFailure::Unknown(format!("decode reply: {error}")))?;
+            if is_not_formed(&reply) {
+                return Err(ProposeFailure::Unknown(LEADER_IS_WRONG.to_owned()));
+            }
             if origin.lane == Lane::Outbox && !is_stale(&reply) {
-                // The outbox draws a new session by itself; admin commands are to be of that run.
+                // The outbox finds its session over by itself; admin commands are to be of that run.
                 *self.session() = origin.session;
             }
             Ok(Committed {
@@ -289,6 +348,9 @@ mod tests {
     use super::*;
     use crate::app::machine::RouterMachine;
 
+    /// What the clock shows.
+    const NOW_MS: u64 = 1_000_000;
+
     struct Deaf;
 
     impl PeerHandler for Deaf {
@@ -303,7 +365,7 @@ mod tests {
                 lane,
                 seq,
             },
-            proposed_at_ms: 1,
+            proposed_at_ms: NOW_MS,
             command,
         }
     }
@@ -344,8 +406,9 @@ mod tests {
             storage: Storage::Memory(MemoryDisk::default()),
         };
         let shared = Arc::new(Shared::default());
-        let machine = RouterMachine::new(Arc::clone(&shared));
-        let replica = Replica::start(options, listener, machine, Arc::new(Deaf));
+        let machine = RouterMachine::new(Arc::clone(&shared), None);
+        let transport = Arc::new(raft::Tcp::new(listener).unwrap());
+        let replica = Replica::start(options, transport, machine, Arc::new(Deaf));
         let replica = replica.await.unwrap();
         let view = shared.state().view();
         let mut status = replica.watch();
@@ -353,7 +416,51 @@ mod tests {
             .wait_for(|_| view.registry().initialised)
             .await
             .unwrap();
-        LogPort::new(ReplicaId(1), SessionId(1), replica, shared)
+        LogPort::new(
+            ReplicaId(1),
+            SessionId(1),
+            replica,
+            shared,
+            Clock::of(|| NOW_MS),
+        )
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_clock_set_back_holds_no_command_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let port = port(folder.path()).await;
+        // The run before, when the clock was half a minute ahead.
+        let mut before = batch(2);
+        before.proposed_at_ms = NOW_MS + 30_000;
+        port.propose(before).await.unwrap();
+        let put = Command::PutUser(UserSpec {
+            name: "ada".to_owned(),
+            weight_milli: 1000,
+        });
+        assert_eq!(port.submit(put).await.unwrap().reply, Reply::Applied);
+        port.replica.shutdown().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_replica_that_lost_its_state_proposes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let port = port(folder.path()).await;
+        port.propose(batch(2)).await.unwrap();
+        port.lose_state();
+        let before = port.shared.state().applied();
+        let failure = port.propose(batch(2)).await.unwrap_err();
+        assert_eq!(failure, ProposeFailure::Unavailable(NOT_FORMED.to_owned()));
+        assert_eq!(port.shared.state().applied(), before);
+        port.replica.shutdown().await;
+    }
+
+    #[test]
+    fn a_leader_without_state_is_not_believed() {
+        let refused = Reply::Rejected(Reject::NotInitialised);
+        assert!(is_not_formed(&refused));
+        assert!(is_not_formed(&Reply::Repeated(Box::new(refused))));
+        assert!(!is_not_formed(&Reply::Rejected(Reject::TooManyUsers)));
+        assert!(!is_not_formed(&Reply::Applied));
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -372,14 +479,14 @@ mod tests {
         let theirs = state::codec::encode_envelope(&batch(2));
         port.replica.propose(theirs, PROPOSE_TIMEOUT).await.unwrap();
         assert_eq!(port.submit(put()).await.unwrap().reply, Reply::Applied);
-        let drawn = port.status().session;
-        assert!(![1, 2].map(SessionId).contains(&drawn), "{drawn:?}");
+        let next = SessionId(1).successor();
+        assert_eq!(port.status().session, next);
 
-        // The outbox finds its session over too and draws one of its own: both are one run again.
+        // The outbox finds its session over too, and the same one next: both are one run again.
         assert!(is_stale(&port.propose(batch(1)).await.unwrap().reply));
-        assert!(!is_stale(&port.propose(batch(3)).await.unwrap().reply));
+        assert!(!is_stale(&port.propose(batch(next.0)).await.unwrap().reply));
         assert_eq!(port.submit(put()).await.unwrap().reply, Reply::Applied);
-        assert_eq!(port.status().session, SessionId(3));
+        assert_eq!(port.status().session, next);
         port.replica.shutdown().await;
     }
 }

@@ -1,22 +1,32 @@
-//! Puts the config's backends into the replicated registry: those whose id it does not know yet.
-//! Later changes go through the admin API and are not undone here.
+//! Puts what the config says of a new cluster into the replicated registry: the backends whose id it
+//! does not know yet, and how requests are admitted and routed, unless somebody has said so. Later changes go
+//! through the admin API and are not undone here.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use api::ports::Cluster;
 use state::View;
+use state::admission::AdmissionSettings;
 use state::command::{BackendSpec, Command, Reply};
+use state::policy::RoutingSettings;
 use tokio_util::sync::CancellationToken;
 
 /// Pause before the registry is looked at again, and after a failed try.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// What a new cluster begins with.
+pub(super) struct First {
+    pub(super) backends: Vec<BackendSpec>,
+    pub(super) admission: AdmissionSettings,
+    pub(super) routing: RoutingSettings,
+}
+
 /// Registers what is missing, then ends; also ends at `stop`.
 pub(super) async fn register(
     cluster: Arc<dyn Cluster>,
     view: Arc<View>,
-    backends: Vec<BackendSpec>,
+    first: First,
     stop: CancellationToken,
 ) {
     let work = async {
@@ -24,13 +34,41 @@ pub(super) async fn register(
         while !(view.registry().initialised && cluster.status().caught_up) {
             tokio::time::sleep(PAUSE).await;
         }
-        for spec in backends {
+        // The defaults need no entry: they hold while nobody has set anything.
+        if first.admission != AdmissionSettings::default() {
+            let command = Command::PutAdmission(first.admission);
+            put_setting(&*cluster, command, || view.registry().admission.is_some()).await;
+        }
+        if first.routing != RoutingSettings::default() {
+            let command = Command::PutRouting(first.routing);
+            put_setting(&*cluster, command, || view.registry().routing.is_some()).await;
+        }
+        for spec in first.backends {
             put(&*cluster, &view, spec).await;
         }
     };
     tokio::select! {
+        biased;
         () = stop.cancelled() => {}
         () = work => {}
+    }
+}
+
+/// Has a setting set that nobody has set yet.
+async fn put_setting(cluster: &dyn Cluster, command: Command, is_set: impl Fn() -> bool) {
+    while !is_set() {
+        match cluster.submit(command.clone()).await {
+            Ok(committed) => {
+                if let Reply::Rejected(reject) = committed.reply {
+                    tracing::error!(%reject, "settings of the config refused");
+                }
+                return;
+            }
+            Err(failure) => {
+                tracing::debug!(%failure, "settings not registered yet");
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
     }
 }
 

@@ -35,7 +35,7 @@ pub(super) struct Target {
 }
 
 /// `http://host:port`, or `host:port` for short.
-fn admin_url(text: &str) -> Result<Uri, String> {
+pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
     let whole = if text.contains("://") {
         text.to_owned()
     } else {
@@ -94,6 +94,11 @@ impl Target {
         answer.and_then(|answer| answer).with_context(|| what)
     }
 
+    /// The URL of a path.
+    pub(super) fn url(&self, path: &str) -> String {
+        format!("{}{path}", self.base())
+    }
+
     fn base(&self) -> String {
         self.admin.to_string().trim_end_matches('/').to_owned()
     }
@@ -105,14 +110,7 @@ impl Target {
         body: Option<&Value>,
     ) -> anyhow::Result<Value> {
         let (status, answer) = self.fetch(method, path, body).await?;
-        if status.is_success() {
-            return Ok(answer);
-        }
-        match (answer["title"].as_str(), answer["detail"].as_str()) {
-            (Some(title), Some(detail)) => bail!("answered {status}: {title}: {detail}"),
-            (Some(title), None) => bail!("answered {status}: {title}"),
-            (None, _) => bail!("answered {status}: {HINT}"),
-        }
+        judged(status, answer)
     }
 
     async fn fetch(
@@ -149,8 +147,20 @@ impl Target {
     }
 }
 
+/// The answer, if its status says success; what is wrong otherwise.
+pub(super) fn judged(status: StatusCode, answer: Value) -> anyhow::Result<Value> {
+    if status.is_success() {
+        return Ok(answer);
+    }
+    match (answer["title"].as_str(), answer["detail"].as_str()) {
+        (Some(title), Some(detail)) => bail!("answered {status}: {title}: {detail}"),
+        (Some(title), None) => bail!("answered {status}: {title}"),
+        (None, _) => bail!("answered {status}: {HINT}"),
+    }
+}
+
 /// The innermost cause in place of the layers around it.
-fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
+pub(super) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {
         cause = inner;

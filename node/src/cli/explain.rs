@@ -31,6 +31,9 @@ pub(super) struct Args {
     /// Ask only after everything committed before is applied
     #[arg(long)]
     linearizable: bool,
+    /// Show the prompt's token ids, as far as the model's tokenizer knows them
+    #[arg(long)]
+    token_ids: bool,
     #[command(flatten)]
     target: Target,
     /// Print the answer as JSON
@@ -45,7 +48,12 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
         None => read_body(args.body.as_deref())?,
     };
     // The body goes as a text, byte for byte: blocks depend on its bytes.
-    let request = json!({ "path": args.path, "headers": {}, "body": body });
+    let request = json!({
+        "path": args.path,
+        "headers": {},
+        "body": body,
+        "token_ids": args.token_ids,
+    });
     let read = if args.linearizable {
         "linearizable"
     } else {
@@ -83,6 +91,23 @@ fn read_body(path: Option<&std::path::Path>) -> anyhow::Result<String> {
     std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))
 }
 
+pub(super) fn prompt_line(answer: &Value) -> String {
+    let unit = match &answer["unit"] {
+        Value::Object(fallback) => {
+            let why = fallback.values().next().map_or_else(String::new, cell);
+            format!("characters, as there are no tokens: {why}")
+        }
+        unit => cell(unit),
+    };
+    let is_counted = answer["unit"] == "tokens";
+    format!(
+        "prompt   {}{} tokens; tokenizer {}, blocks of {unit}",
+        if is_counted { "" } else { "about " },
+        cell(&answer["tokens"]),
+        cell(&answer["tokenizer"]),
+    )
+}
+
 fn show(answer: &Value) -> anyhow::Result<()> {
     let blocks = format!(
         "{} of about {} tokens, {} of them can be cached",
@@ -94,11 +119,15 @@ fn show(answer: &Value) -> anyhow::Result<()> {
         Value::Null => format!("none: {}", cell(&answer["refusal"])),
         choice => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
     };
-    let lines = [
+    let mut lines = vec![
         format!("model    {}", cell(&answer["model"])),
-        format!("prompt   about {} tokens", cell(&answer["tokens"])),
+        prompt_line(answer),
         format!("blocks   {blocks}"),
-        format!("policy   {}", cell(&answer["policy"]["policy"])),
+        format!(
+            "policy   {}, named by the {}",
+            cell(&answer["policy"]["policy"]),
+            cell(&answer["policy_source"])
+        ),
         format!("choice   {choice}"),
         format!(
             "index    {} ({})",
@@ -106,6 +135,9 @@ fn show(answer: &Value) -> anyhow::Result<()> {
             cell(&answer["read"])
         ),
     ];
+    if let Value::Array(_) = &answer["token_ids"] {
+        lines.push(format!("ids      {}", cell(&answer["token_ids"])));
+    }
     let heads = [
         "backend",
         "verdict",

@@ -1,10 +1,13 @@
 //! The command line: what each command is called, and how it ends (0 done, 1 failed, 2 bad usage or
 //! config). Results go to stdout, logs and errors to stderr.
 
+mod backup;
 mod client;
 mod cluster;
 mod config;
 mod explain;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod read;
 mod recover;
 mod serve;
@@ -47,6 +50,8 @@ enum Command {
     Engine(crate::engine::EngineArgs),
     /// Drive a recorded trace against running replicas and report what the engines saw
     Replay(crate::replay::ReplayArgs),
+    /// Simulate a cluster, its engines and its clients, and compare policies
+    Simulate(Box<crate::simulate::SimulateArgs>),
     /// Check a config, print the effective one, or print the schema for editors
     #[command(subcommand)]
     Config(config::Command),
@@ -65,6 +70,10 @@ enum Command {
     TransferLeader(cluster::TransferLeader),
     /// Take a snapshot now
     Snapshot(cluster::Snapshot),
+    /// Write the state of the cluster to a file
+    Backup(backup::Backup),
+    /// Put the state in a backup in the place of the cluster's
+    Restore(backup::Restore),
     /// Set a damaged store aside, so that the replica can join anew
     Recover(recover::Args),
     /// Print a completion script for a shell
@@ -84,7 +93,7 @@ pub fn main() -> ExitCode {
         Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);
-            if error.is::<Faults>() {
+            if error.is::<Faults>() || error.is::<crate::simulate::Unusable>() {
                 ExitCode::from(2)
             } else {
                 ExitCode::FAILURE
@@ -111,9 +120,12 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Serve(args) => serve::run(args),
         Command::Replay(args) => {
-            telemetry::init_for_command("warn")?;
+            // Clusters that come and go for a comparison have little to say about it.
+            let quiet = "warn,raft::replica=error,openraft=off";
+            telemetry::init_for_command(quiet)?;
             block_on(crate::replay::run(args))
         }
+        Command::Simulate(args) => crate::simulate::run(&args),
         Command::Dev(args) => {
             telemetry::init_for_command("warn,raft::replica::change=error")?;
             block_on(crate::dev::run(args))
@@ -129,6 +141,8 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Member(command) => block_on(cluster::member(command)),
         Command::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
         Command::Snapshot(args) => block_on(cluster::snapshot(args)),
+        Command::Backup(args) => block_on(backup::backup(args)),
+        Command::Restore(args) => block_on(backup::restore(args)),
     }
 }
 

@@ -63,7 +63,7 @@ pub(super) async fn status(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn members(cluster: &Value) -> comfy_table::Table {
+pub(super) fn members(cluster: &Value) -> comfy_table::Table {
     let heads = [
         "replica",
         "role",
@@ -112,14 +112,16 @@ pub(super) async fn backends(args: Args) -> anyhow::Result<ExitCode> {
         "models",
         "in flight",
         "(here)",
+        "limit",
         "waiting",
         "kv use",
         "owned",
         "capacity",
+        "us/token",
+        "off",
         "detail",
     ]);
     for backend in backends {
-        let kv_use = backend["engine"]["kv_usage_permille"].as_f64();
         let served = match &backend["facts"]["models"] {
             Value::Null => &backend["models"],
             asked => asked,
@@ -131,14 +133,17 @@ pub(super) async fn backends(args: Args) -> anyhow::Result<ExitCode> {
             cell(served),
             cell(&backend["in_flight"]["cluster"]),
             cell(&backend["in_flight"]["here"]),
+            cell(&backend["service"]["limit"]),
             cell(&backend["engine"]["waiting"]),
-            kv_use.map_or_else(
-                || "-".to_owned(),
-                |permille| format!("{:.1}%", permille / 10.0),
-            ),
+            per_cent(&backend["engine"]["kv_usage_permille"]),
             cell(&backend["owned_blocks"]),
             cell(&backend["capacity"]["blocks"]),
-            cell(&backend["state"]["detail"]),
+            thousandths(&backend["service"]["learnt"]["prefill_ns_per_token"]),
+            per_cent(&backend["service"]["accuracy"]["error_permille"]),
+            match &backend["circuit"]["is_open"] {
+                Value::Bool(true) => "its circuit is open".to_owned(),
+                _ => cell(&backend["state"]["detail"]),
+            },
         ]);
     }
     super::print(table)?;
@@ -157,6 +162,8 @@ pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
         "weight",
         "counter",
         "in flight",
+        "waiting",
+        "limits",
         "requests",
         "input",
         "cached",
@@ -164,7 +171,7 @@ pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
         "input 5m",
         "output 5m",
     ]);
-    for user in users {
+    for user in &users {
         let (total, window) = (&user["total"], &user["window"]);
         let name = match user["name"].as_str() {
             Some(name) if !name.is_empty() => name.to_owned(),
@@ -175,6 +182,8 @@ pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
             thousandths(&user["weight_milli"]),
             thousandths(&user["counter_milli_tokens"]),
             cell(&user["in_flight"]),
+            cell(&user["waiting"]["cluster"]),
+            limits(user),
             cell(&total["requests"]),
             cell(&total["input_uncached"]),
             cell(&total["input_cached"]),
@@ -187,8 +196,37 @@ pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What is left of the limits that hold for a user, `-` without any.
+pub(super) fn limits(user: &Value) -> String {
+    let left = &user["left"];
+    let parts = [
+        ("requests", "requests"),
+        ("tokens", "tokens"),
+        ("concurrent", "at once"),
+    ];
+    let shown: Vec<String> = parts
+        .iter()
+        .filter(|(name, _)| !left[name].is_null())
+        .map(|(name, words)| format!("{} {words} left", cell(&left[name])))
+        .collect();
+    if shown.is_empty() {
+        "-".to_owned()
+    } else {
+        shown.join(", ")
+    }
+}
+
+/// A number of thousandths in percent.
+pub(super) fn per_cent(value: &Value) -> String {
+    let permille = value.as_f64();
+    permille.map_or_else(
+        || cell(value),
+        |permille| format!("{:.1}%", permille / 10.0),
+    )
+}
+
 /// A number of thousandths as a decimal number.
-fn thousandths(value: &Value) -> String {
+pub(super) fn thousandths(value: &Value) -> String {
     match value.as_u64() {
         Some(milli) if milli % 1000 == 0 => (milli / 1000).to_string(),
         Some(milli) => format!("{}.{:03}", milli / 1000, milli % 1000),

@@ -7,7 +7,6 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use api::prompt::ModelSettings;
 use api::proxy::UsageSplice;
 use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Reject};
@@ -16,12 +15,12 @@ use tracing_subscriber::EnvFilter;
 
 use super::fault::{Fault, Place};
 use super::layers::{Entry, Setting, Settings, Source, Values};
-use super::policy;
 use super::value::{Value, is_host};
 use super::{
     ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Probes, Retry, Timeouts,
     Users,
 };
+use super::{admission, models, policy, routing};
 
 /// Shortest interval of probes: every replica asks every engine.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(50);
@@ -36,9 +35,14 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
     let users = users(values, &mut faults);
     let log = log(values, &mut faults);
     let probes = probes(values, &mut faults);
-    let models = models(&settings.models, &mut faults);
-    let backends = backends(&settings.backends, &mut faults);
+    let models = models::models(&settings.models, &mut faults);
+    let has_tokens = models.iter().any(|model| !model.tokenizer.is_character());
+    let backends = backends(&settings.backends, has_tokens, &mut faults);
+    let admission = admission::settings(values, &mut faults);
     let policies = policy::policies(values, &mut faults);
+    let entries = &settings.models;
+    let routing = routing::settings(values, entries, &policies, &mut faults);
+    let circuit = routing::circuit(values, &mut faults);
     let config = (|| {
         Some(Config {
             node: Node {
@@ -55,6 +59,12 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             } else {
                 Vec::new()
             },
+            routing: routing?,
+            select: routing::select(values, entries)?,
+            circuit: circuit?,
+            forward_priority: flag(values, "users.forward_priority")?,
+            admission: admission?,
+            priority_max: i16::try_from(integer(values, "admission.priority_max")?).ok()?,
             users: users?,
             limits: Limits {
                 body_bytes_max: size(values, "limits.max_body")?,
@@ -97,18 +107,18 @@ fn integer(values: &Values, path: &str) -> Option<i64> {
     }
 }
 
-fn count(values: &Values, path: &str) -> Option<u32> {
+pub(super) fn count(values: &Values, path: &str) -> Option<u32> {
     u32::try_from(integer(values, path)?).ok()
 }
 
-fn flag(values: &Values, path: &str) -> Option<bool> {
+pub(super) fn flag(values: &Values, path: &str) -> Option<bool> {
     match values.get(path)?.value {
         Value::Flag(is_set) => Some(is_set),
         _ => None,
     }
 }
 
-fn text(values: &Values, path: &str) -> Option<String> {
+pub(super) fn text(values: &Values, path: &str) -> Option<String> {
     match &values.get(path)?.value {
         Value::Text(text) => Some(text.clone()),
         _ => None,
@@ -122,7 +132,7 @@ fn texts(values: &Values, path: &str) -> Option<Vec<String>> {
     }
 }
 
-fn duration(values: &Values, path: &str) -> Option<Duration> {
+pub(super) fn duration(values: &Values, path: &str) -> Option<Duration> {
     match values.get(path)?.value {
         Value::Duration(span) => Some(span),
         _ => None,
@@ -493,7 +503,7 @@ fn log(values: &Values, faults: &mut Vec<Fault>) -> Option<Log> {
 }
 
 /// Refuses an entry whose `key` an earlier one has too.
-fn unique(list: &str, key: &str, entries: &[Entry], faults: &mut Vec<Fault>) {
+pub(super) fn unique(list: &str, key: &str, entries: &[Entry], faults: &mut Vec<Fault>) {
     let mut names = BTreeMap::new();
     for (nth, entry) in entries.iter().enumerate() {
         let Some(name) = text(&entry.values, key) else {
@@ -507,26 +517,7 @@ fn unique(list: &str, key: &str, entries: &[Entry], faults: &mut Vec<Fault>) {
     }
 }
 
-fn models(entries: &[Entry], faults: &mut Vec<Fault>) -> Vec<ModelSettings> {
-    unique("models", "name", entries, faults);
-    if entries.is_empty() {
-        return vec![ModelSettings {
-            name: "*".to_owned(),
-            tokenizer: "character".to_owned(),
-            block_size: 128,
-        }];
-    }
-    let model = |entry: &Entry| {
-        Some(ModelSettings {
-            name: text(&entry.values, "name")?,
-            tokenizer: text(&entry.values, "tokenizer")?,
-            block_size: count(&entry.values, "block_size")?,
-        })
-    };
-    entries.iter().filter_map(model).collect()
-}
-
-fn backends(entries: &[Entry], faults: &mut Vec<Fault>) -> Vec<BackendSpec> {
+fn backends(entries: &[Entry], has_tokens: bool, faults: &mut Vec<Fault>) -> Vec<BackendSpec> {
     unique("backends", "id", entries, faults);
     if entries.len() > BACKENDS_MAX {
         faults.push(Fault {
@@ -542,6 +533,19 @@ fn backends(entries: &[Entry], faults: &mut Vec<Fault>) -> Vec<BackendSpec> {
             let message = format!("backends[{nth}].{field} is out of bounds");
             let key = field.split(['.', '[']).next().unwrap_or(&field);
             refuse(&entry.values, key, message, &expected, faults);
+        }
+        let (events, replay) = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
+        if let Err((key, expected)) = api::kv_events::endpoint::check(events, replay) {
+            let message = format!("backends[{nth}].{key} is no endpoint that can be used");
+            // The report says `expected` itself.
+            let expected = expected.trim_start_matches("expected ");
+            refuse(&entry.values, key, message, expected, faults);
+        }
+        if events.is_some() && !has_tokens {
+            let message = format!("backends[{nth}].kv_events without a tokenizer");
+            let expected = "a [[models]] entry with another tokenizer than \"character\": KV \
+                            events tell token ids";
+            refuse(&entry.values, "kv_events", message, expected, faults);
         }
         Some(spec)
     };
@@ -559,7 +563,7 @@ fn backend(entry: &Entry) -> Option<BackendSpec> {
         models: texts(&entry.values, "models")?,
         labels,
         capacity_blocks: count(&entry.values, "capacity_blocks"),
-        kv_events: None,
-        kv_replay: None,
+        kv_events: text(&entry.values, "kv_events"),
+        kv_replay: text(&entry.values, "kv_replay"),
     })
 }

@@ -1,6 +1,7 @@
 //! Every key a config file, an environment variable or `--set` can name: one table from which
 //! reading, checking, `config print` and `config schema` all follow, so that none can disagree.
 
+use super::admission_keys::ADMISSION_KEYS;
 use super::policy_keys::POLICY_KEYS;
 
 /// What values a key takes.
@@ -13,6 +14,8 @@ pub(super) enum Kind {
         /// Greatest value.
         max: i64,
     },
+    /// A whole number from 1, `"adaptive"` or `"unlimited"`.
+    Concurrency,
     /// `true` or `false`.
     Flag,
     /// Any text that is not empty.
@@ -52,8 +55,6 @@ pub(super) enum Kind {
     UrlPath,
     /// A table of texts by name.
     Labels,
-    /// Reserved for a feature that this version does not have.
-    Later,
 }
 
 /// What stands for a key that is set nowhere.
@@ -106,27 +107,24 @@ const POLICIES: Kind = Kind::Choice {
     now: state::policy::POLICY_NAMES,
     later: &["dlpm"],
 };
-const ORDERS: Kind = Kind::Choice {
-    now: &["fcfs"],
-    later: &["vtc", "vtc-max-fair", "vtc-pred", "dlpm", "lcf", "rpm"],
-};
-
 use Absent::{Default as By, Required, Unset};
 
 /// All keys outside lists of tables, by section.
 pub(super) const KEYS: &[Key] = &{
-    const COUNT: usize = BEFORE_POLICIES.len() + POLICY_KEYS.len() + AFTER_POLICIES.len();
+    const PARTS: [&[Key]; 4] = [
+        BEFORE_POLICIES,
+        POLICY_KEYS,
+        ADMISSION_KEYS,
+        AFTER_ADMISSION,
+    ];
+    const COUNT: usize = PARTS[0].len() + PARTS[1].len() + PARTS[2].len() + PARTS[3].len();
     let mut keys = [BEFORE_POLICIES[0]; COUNT];
-    let mut at = 0;
+    let (mut part, mut from, mut at) = (0, 0, 0);
     while at < COUNT {
-        let behind = at.saturating_sub(BEFORE_POLICIES.len());
-        keys[at] = if at < BEFORE_POLICIES.len() {
-            BEFORE_POLICIES[at]
-        } else if behind < POLICY_KEYS.len() {
-            POLICY_KEYS[behind]
-        } else {
-            AFTER_POLICIES[behind - POLICY_KEYS.len()]
-        };
+        if at - from == PARTS[part].len() {
+            (part, from) = (part + 1, at);
+        }
+        keys[at] = PARTS[part][at - from];
         at += 1;
     }
     keys
@@ -236,10 +234,28 @@ const BEFORE_POLICIES: &[Key] = &[
         By("false"),
         "Whether a request may name another policy in `x-quorate-policy`; it decides with the settings below.",
     ),
+    key(
+        "routing.allow_select",
+        Kind::Flag,
+        By("false"),
+        "Whether a request may ask for a backend's labels in `x-quorate-select: key=value,...`.",
+    ),
+    key(
+        "routing.learn",
+        Kind::Flag,
+        By("true"),
+        "Whether `cost` uses what it learnt of a backend in place of its settings, in a new cluster; a running one changes it by `PUT /admin/v1/routing`.",
+    ),
+    key(
+        "routing.prediction_off_permille",
+        Kind::Integer { min: 0, max: 1000 },
+        By("200"),
+        "A backend whose predicted cached tokens are off by more, in thousandths of the prompt tokens, is marked, and the capacity its engine told is corrected; for a new cluster, as above.",
+    ),
 ];
 
-/// Behind the policies' tables.
-const AFTER_POLICIES: &[Key] = &[
+/// Behind the tables of admission.
+const AFTER_ADMISSION: &[Key] = &[
     key(
         "users.identify_by",
         Kind::Identities,
@@ -253,31 +269,10 @@ const AFTER_POLICIES: &[Key] = &[
         "File of accepted API keys, one a line, each with the user it stands for behind it if wanted; unset: any key is accepted.",
     ),
     key(
-        "admission.order",
-        ORDERS,
-        By("fcfs"),
-        "Order in which waiting requests are admitted.",
-    ),
-    key(
-        "admission.concurrency",
-        Kind::Choice {
-            now: &["unlimited"],
-            later: &["adaptive"],
-        },
-        By("unlimited"),
-        "Most requests a backend is given at a time.",
-    ),
-    key(
-        "admission.max_queue",
-        Kind::Later,
-        Unset,
-        "Most requests that wait for admission.",
-    ),
-    key(
-        "admission.max_wait",
-        Kind::Later,
-        Unset,
-        "Longest time a request waits for admission.",
+        "users.forward_priority",
+        Kind::Flag,
+        By("false"),
+        "Whether a client's `x-vllm-priority` header reaches engines: there it goes past every other request.",
     ),
     key(
         "limits.max_body",
@@ -355,6 +350,24 @@ const AFTER_POLICIES: &[Key] = &[
         "File with the key that engines want from probes, sent as `authorization: Bearer KEY`; unset: none is sent.",
     ),
     key(
+        "circuit.failures",
+        COUNT_OR_ZERO,
+        By("5"),
+        "Failed attempts in a row (no connection, broken or timed out before the first byte, a 5xx) after which a backend is passed over; 0: never.",
+    ),
+    key(
+        "circuit.backoff",
+        Kind::Duration,
+        By("1s"),
+        "How long it is, until single requests are let through; doubles with each that fails.",
+    ),
+    key(
+        "circuit.max_backoff",
+        Kind::Duration,
+        By("30s"),
+        "Longest such pause.",
+    ),
+    key(
         "retry.attempts",
         Kind::Integer { min: 1, max: 16 },
         By("3"),
@@ -407,7 +420,13 @@ pub(super) const MODEL_KEYS: &[Key] = &[
         "tokenizer",
         Kind::Tokenizer,
         By("character"),
-        "What prompts are cut into blocks by.",
+        "What prompts are cut into tokens by: `character` (not at all), `tiktoken:cl100k_base`, `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, or `engine`, which asks the engine's `/tokenize`. See docs/TOKENIZERS.md.",
+    ),
+    key(
+        "chat_template",
+        Kind::Text,
+        Unset,
+        "With `huggingface`: file of the chat template; unset: `chat_template.jinja`, else `tokenizer_config.json`, beside the tokenizer.",
     ),
     key(
         "block_size",
@@ -415,8 +434,20 @@ pub(super) const MODEL_KEYS: &[Key] = &[
             min: 1,
             max: 65_536,
         },
-        By("128"),
-        "Tokens of one block; with `character` bytes.",
+        Unset,
+        "Tokens of one block, with `character` bytes; unset: 16, with `character` 128. With `kv_events` it must be the engine's own.",
+    ),
+    key(
+        "policy",
+        POLICIES,
+        Unset,
+        "Routing policy of this model in a new cluster, with the settings of its `[routing.NAME]` table; unset: `routing.policy`. A running cluster changes it by `PUT /admin/v1/policy?model=NAME`.",
+    ),
+    key(
+        "select",
+        Kind::Labels,
+        Unset,
+        "Labels that a backend must have to get requests for this model.",
     ),
 ];
 
@@ -449,15 +480,15 @@ pub(super) const BACKEND_KEYS: &[Key] = &[
     ),
     key(
         "kv_events",
-        Kind::Later,
+        Kind::Text,
         Unset,
-        "ZMQ endpoint of its KV events.",
+        "Where its KV events are had: `tcp://host:port` or `ipc:///path` where the engine listens, `bind:tcp://address:port` where it dials, `auto`: asked from the engine; `?ranks=N` behind an endpoint for so many data-parallel ranks. Unset: ownership by leases.",
     ),
     key(
         "kv_replay",
-        Kind::Later,
+        Kind::Text,
         Unset,
-        "ZMQ endpoint that replays its KV events.",
+        "Where it repeats them: `tcp://host:port`. Without it every message that is missed ends exact ownership.",
     ),
 ];
 

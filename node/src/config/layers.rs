@@ -173,10 +173,9 @@ fn join(kind: Kind, elements: Vec<Value>) -> Option<Value> {
 }
 
 fn misfit_fault(path: &str, raw: &Raw, misfit: &Misfit, kind: Kind, place: Place) -> Fault {
-    let message = match (misfit, kind) {
-        (Misfit::NotAvailable, Kind::Later) => format!("{path} is not available in this version"),
-        (Misfit::NotAvailable, _) => format!("{path} = {raw} is not available in this version"),
-        (Misfit::Wrong, _) => format!("{path} is {raw}"),
+    let message = match misfit {
+        Misfit::NotAvailable => format!("{path} = {raw} is not available in this version"),
+        Misfit::Wrong => format!("{path} is {raw}"),
     };
     Fault {
         message,

@@ -1,13 +1,19 @@
 //! Config: read once from file, environment and flags into a checked [`Config`]; every fault is
 //! told at once.
 
+mod admission;
+mod admission_keys;
 mod checks;
 mod fault;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod keys;
 mod layers;
+mod models;
 mod policy;
 mod policy_keys;
 mod print;
+mod routing;
 mod schema;
 mod value;
 
@@ -21,12 +27,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use api::backends::CircuitSettings;
 use api::prompt::ModelSettings;
 use api::proxy::{IdentifyBy, UsageSplice};
+use api::routing::SelectSettings;
 use http::HeaderValue;
+use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
 use state::ids::ReplicaId;
-use state::policy::PolicyConfig;
+use state::policy::{PolicyConfig, RoutingSettings};
 
 pub use fault::{Fault, Faults, Place};
 pub use layers::{Layers, Settings};
@@ -50,6 +59,18 @@ pub struct Config {
     pub policy: PolicyConfig,
     /// Policies that a request may ask for; none: requests may not ask.
     pub policy_overrides: Vec<PolicyConfig>,
+    /// What routing of a new cluster follows beside its policy.
+    pub routing: RoutingSettings,
+    /// Labels that backends must have.
+    pub select: SelectSettings,
+    /// When backends that fail are passed over.
+    pub circuit: CircuitSettings,
+    /// Whether engines hear of the priority a client asks them for.
+    pub forward_priority: bool,
+    /// How a new cluster admits requests.
+    pub admission: AdmissionSettings,
+    /// Highest priority that a request may ask for.
+    pub priority_max: i16,
     /// How requests are charged.
     pub users: Users,
     /// Bounds on what clients send.
@@ -299,14 +320,19 @@ pub fn load(origin: &Origin) -> Result<Loaded, Faults> {
         variables: &origin.variables,
         flags: &origin.flags,
     };
-    let mut settings = Settings::read(&layers);
-    let config = checks::check(&mut settings);
-    match config {
+    read(&file, &layers)
+}
+
+/// Reads and checks the layers of a config in the file `name`.
+fn read(name: &str, layers: &Layers<'_>) -> Result<Loaded, Faults> {
+    let mut settings = Settings::read(layers);
+    let file = name.to_owned();
+    match checks::check(&mut settings) {
         Some(config) if settings.faults.is_empty() => Ok(Loaded {
             config,
             settings,
             file,
         }),
-        _ => Err(Faults::new(file, text, settings.faults)),
+        _ => Err(Faults::new(file, layers.file.to_owned(), settings.faults)),
     }
 }

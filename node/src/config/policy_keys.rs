@@ -105,20 +105,20 @@ pub(super) const POLICY_KEYS: &[Key] = &[
     key(
         "routing.vllm-cache-aware.hashing",
         Kind::Choice {
-            now: &["chained"],
-            later: &["position"],
+            now: &["chained", "position"],
+            later: &[],
         },
         By("chained"),
-        "How blocks are named.",
+        "How leading blocks are found: for all backends at once, or per backend by position.",
     ),
     key(
         "routing.vllm-cache-aware.touch",
         Kind::Choice {
-            now: &["always"],
-            later: &["sampled"],
+            now: &["always", "sampled"],
+            later: &[],
         },
         By("always"),
-        "When a match renews a block's age.",
+        "When a match renews a block's age: with every request, or with one in eight.",
     ),
     key(
         "routing.epp.prefix_weight",

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use expect_test::expect_file;
 
-use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, Kind, MODEL_KEYS};
+use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, MODEL_KEYS};
 
 const INTRODUCTION: &str = "# Config
 
@@ -39,27 +39,20 @@ fn rows(out: &mut String, keys: &[&Key]) {
 #[test]
 fn the_reference_says_what_the_key_table_says() {
     let mut page = INTRODUCTION.to_owned();
-    let is_available = |key: &&Key| key.kind != Kind::Later;
     let mut sections: Vec<&str> = Vec::new();
-    for (section, _) in KEYS.iter().filter(is_available).map(Key::split) {
+    for (section, _) in KEYS.iter().map(Key::split) {
         if !sections.contains(&section) {
             sections.push(section);
         }
     }
     for section in sections {
-        let keys = KEYS
-            .iter()
-            .filter(is_available)
-            .filter(|key| key.split().0 == section);
+        let keys = KEYS.iter().filter(|key| key.split().0 == section);
         writeln!(page, "\n## `[{section}]`").unwrap();
         rows(&mut page, &keys.collect::<Vec<_>>());
     }
     for (list, keys) in [("models", MODEL_KEYS), ("backends", BACKEND_KEYS)] {
         writeln!(page, "\n## `[[{list}]]`").unwrap();
-        rows(
-            &mut page,
-            &keys.iter().filter(is_available).collect::<Vec<_>>(),
-        );
+        rows(&mut page, &keys.iter().collect::<Vec<_>>());
     }
     expect_file!["../../../docs/CONFIG.md"].assert_eq(&page);
 }

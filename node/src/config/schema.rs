@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, Kind, MODEL_KEYS};
+use super::value::CONCURRENCY_MAX;
 
 /// The schema as one JSON document.
 #[must_use]
@@ -10,7 +11,7 @@ pub fn schema() -> Value {
     let mut root = object();
     root["$schema"] = json!("https://json-schema.org/draft/2020-12/schema");
     root["title"] = json!("Quorate config");
-    for key in KEYS.iter().filter(|key| key.kind != Kind::Later) {
+    for key in KEYS {
         let mut parts: Vec<_> = key.path.split('.').collect();
         let name = parts.pop().unwrap_or(key.path);
         let mut section = &mut root;
@@ -24,7 +25,7 @@ pub fn schema() -> Value {
     }
     for (list, keys) in [("models", MODEL_KEYS), ("backends", BACKEND_KEYS)] {
         let mut entry = object();
-        for key in keys.iter().filter(|key| key.kind != Kind::Later) {
+        for key in keys {
             put(&mut entry, key.path, key);
         }
         root["properties"][list] = json!({ "type": "array", "items": entry });
@@ -73,8 +74,14 @@ fn default(kind: Kind, text: &str) -> Value {
 fn kind(kind: Kind) -> Map<String, Value> {
     let value = match kind {
         Kind::Integer { min, max } => json!({ "type": "integer", "minimum": min, "maximum": max }),
+        Kind::Concurrency => json!({
+            "anyOf": [
+                { "type": "integer", "minimum": 1, "maximum": CONCURRENCY_MAX },
+                { "enum": ["adaptive", "unlimited"] },
+            ]
+        }),
         Kind::Flag => json!({ "type": "boolean" }),
-        Kind::Text | Kind::Later => json!({ "type": "string", "minLength": 1 }),
+        Kind::Text => json!({ "type": "string", "minLength": 1 }),
         Kind::Choice { now, .. } => json!({ "enum": now }),
         Kind::Duration | Kind::DurationOrZero => {
             json!({ "type": "string", "pattern": r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$" })
@@ -93,7 +100,10 @@ fn kind(kind: Kind) -> Map<String, Value> {
         }
         Kind::Texts => list(&json!({ "type": "string", "minLength": 1 })),
         Kind::Statuses => list(&json!({ "type": "integer", "minimum": 400, "maximum": 599 })),
-        Kind::Tokenizer => json!({ "enum": ["character"] }),
+        Kind::Tokenizer => json!({
+            "type": "string",
+            "pattern": "^(character|engine|tiktoken:(cl100k|o200k)_base|huggingface:.+)$",
+        }),
         Kind::Url => json!({ "type": "string", "pattern": "^http://[^/]+/?$" }),
         Kind::UrlPath => json!({ "type": "string", "pattern": "^/" }),
         Kind::Labels => json!({ "type": "object", "additionalProperties": { "type": "string" } }),

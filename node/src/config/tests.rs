@@ -3,31 +3,23 @@
 use std::time::Duration;
 
 use expect_test::{Expect, expect, expect_file};
+use state::admission::{Concurrency, Order};
 
 use super::*;
+
+mod policies;
 
 fn layers<'a>(
     file: &'a str,
     variables: &'a [(String, String)],
     flags: &'a [String],
 ) -> Result<Loaded, Faults> {
-    let mut settings = Settings::read(&Layers {
+    let layers = Layers {
         file,
         variables,
         flags,
-    });
-    match checks::check(&mut settings) {
-        Some(config) if settings.faults.is_empty() => Ok(Loaded {
-            config,
-            settings,
-            file: "n1.toml".to_owned(),
-        }),
-        _ => Err(Faults::new(
-            "n1.toml".to_owned(),
-            file.to_owned(),
-            settings.faults,
-        )),
-    }
+    };
+    read("n1.toml", &layers)
 }
 
 fn variables(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
@@ -257,28 +249,87 @@ quantum = 16
 [routing.vllm-cache-aware]
 hashing = "position"
 touch = "sampled"
-[admission]
-order = "vtc"
-max_queue = 10000
-concurrency = "adaptive"
 [[models]]
 name = "*"
 tokenizer = "tiktoken:cl100k_base"
 [[backends]]
 id = "a"
 url = "http://a:1"
-kv_events = "tcp://a:5557"
+kv_events = "http://a:5557"
 "#,
         expect![[r#"
             5:10: routing.policy = "dlpm" is not available in this version (expected "cost" or "least-request" or "lmetric" or "prefix-cache" or "vllm-cache-aware" or "epp" or "chwbl" or "session" or "power-of-two" or "round-robin" or "random" or "least-kv" or "vtc-basic" or "preble-e2")
             6:10: [routing.dlpm] is not available in this version (expected the settings of an available policy)
-            9:11: routing.vllm-cache-aware.hashing = "position" is not available in this version (expected "chained")
-            10:9: routing.vllm-cache-aware.touch = "sampled" is not available in this version (expected "always")
-            12:9: admission.order = "vtc" is not available in this version (expected "fcfs")
-            13:13: admission.max_queue is not available in this version (expected no value: the key is reserved for a later version)
-            14:15: admission.concurrency = "adaptive" is not available in this version (expected "unlimited")
-            17:13: models[0].tokenizer = "tiktoken:cl100k_base" is not available in this version (expected "character")
-            21:13: backends[0].kv_events is not available in this version (expected no value: the key is reserved for a later version)
+            17:13: backends[0].kv_events is no endpoint that can be used (expected tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional ?ranks=N, or auto)
+        "#]],
+    );
+}
+
+#[test]
+fn admission_is_set_by_the_names_of_the_reference() {
+    let config = config(
+        r#"
+[node]
+id = 1
+[admission]
+order = "vtc-max-fair"
+concurrency = 8
+max_wait = "2s"
+priority_max = 3
+[admission.sla]
+inter_token = "25ms"
+[admission.user_limits]
+requests = 20
+window = "10s"
+"#,
+    );
+    assert_eq!(config.priority_max, 3);
+    let mut expected = AdmissionSettings {
+        order: Order::VtcMaxFair,
+        concurrency: Concurrency::Fixed(8),
+        wait_ms_max: 2000,
+        ..AdmissionSettings::default()
+    };
+    expected.sla.inter_token_us = 25_000;
+    expected.user_limits.requests = Some(20);
+    expected.user_limits.window_ms = Some(10_000);
+    assert_eq!(config.admission, expected);
+}
+
+#[test]
+fn admission_without_settings_is_the_states_default() {
+    let config = config("[node]\nid = 1\n");
+    assert_eq!(config.admission, AdmissionSettings::default());
+}
+
+#[test]
+fn settings_of_admission_that_do_not_fit() {
+    faults(
+        r#"
+[node]
+id = 1
+[admission]
+concurrency = "some"
+order = "first"
+[admission.sla]
+min_batch = 9
+max_batch = 8
+"#,
+        expect![[r#"
+            5:15: admission.concurrency is "some" (expected an integer from 1 to 65536, "adaptive" or "unlimited")
+            6:9: admission.order is "first" (expected "vtc" or "vtc-max-fair" or "vtc-pred" or "dlpm" or "lcf" or "rpm" or "fcfs")
+        "#]],
+    );
+    faults(
+        r#"
+[node]
+id = 1
+[admission.sla]
+min_batch = 9
+max_batch = 8
+"#,
+        expect![[r#"
+            6:13: admission.sla.max_batch is 8 (expected at least sla.min_batch)
         "#]],
     );
 }
@@ -359,7 +410,7 @@ labels = {{ zone = "{long}" }}
     let shown = brief(&layers(&text, &[], &[]).expect_err("the config must be refused"));
     let shown = shown.replace(&empty.path().display().to_string(), "KEY");
     expect![[r#"
-        2:1: unknown key node.id (expected one of admission, backends, cluster, drain, limits, listen, log, models, node, probes, retry, routing, timeouts, usage, users)
+        2:1: unknown key node.id (expected one of admission, backends, circuit, cluster, drain, limits, listen, log, models, node, probes, retry, routing, timeouts, usage, users)
         7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
         8:13: cluster.heartbeat is "500000000000y" (expected a time span from 1ms to 1day such as "20ms" or "1m 30s")
         10:12: probes.interval is 1ms (expected 50ms or more)
@@ -473,85 +524,4 @@ fn the_schema_names_every_key() {
     );
     let nested = &schema["properties"]["routing"]["properties"]["cost"]["properties"];
     assert_eq!(nested["near_permille"]["default"], 20);
-}
-
-#[test]
-fn tables_of_policies_are_the_settings_of_the_core() {
-    let asked = config("node.id = 1\nrouting.allow_override = true");
-    assert_eq!(asked.policy_overrides, PolicyConfig::defaults());
-    assert_eq!(config("node.id = 1").policy_overrides, []);
-    for policy in PolicyConfig::defaults() {
-        let file = format!("node.id = 1\nrouting.policy = {:?}", policy.name());
-        assert_eq!(config(&file).policy, policy);
-        // Every setting has a key, but for those that are absent by default.
-        let settings = serde_json::to_value(&policy).unwrap();
-        for field in settings.as_object().unwrap().keys() {
-            let path = format!("routing.{}.{field}", policy.name());
-            let has_key = keys::KEYS.iter().any(|key| key.path == path);
-            assert!(has_key || field == "policy", "{path}");
-        }
-    }
-    // The bounds of a key are bounds of the setting.
-    for key in policy_keys::POLICY_KEYS {
-        let keys::Kind::Integer { min, max } = key.kind else {
-            continue;
-        };
-        let (table, _) = key.split();
-        let policy = table.trim_start_matches("routing.");
-        for value in [min, max] {
-            let most = "routing.vtc-basic.token_tracker_max_tokens";
-            let most = if policy == "vtc-basic" && key.path != most {
-                format!("{most} = 4294967295")
-            } else {
-                String::new()
-            };
-            let least = "routing.vtc-basic.token_tracker_min_tokens";
-            let least = if policy == "vtc-basic" && key.path != least {
-                format!("{least} = 1")
-            } else {
-                String::new()
-            };
-            let path = key.path;
-            let file = format!("node.id = 1\n{least}\n{most}\n{path} = {value}");
-            assert_eq!(config(&file).policy.name(), "cost", "{path} = {value}");
-        }
-    }
-}
-
-#[test]
-fn settings_of_a_policy_are_checked_together() {
-    faults(
-        r#"
-node.id = 1
-routing.allow_override = 1
-[routing.vtc-basic]
-token_tracker_max_tokens = 999
-[routing.session]
-header = "a b"
-[routing.epp]
-prefix_weight = 0
-queue_weight = 0
-kv_weight = 0
-"#,
-        expect![[r#"
-            3:26: routing.allow_override is 1 (expected true or false)
-            5:28: routing.vtc-basic.token_tracker_max_tokens is 999 (expected at least token_tracker_min_tokens)
-            7:10: routing.session.header is "a b" (expected a header's name of at most 256 bytes)
-            9:17: routing.epp.prefix_weight is 0 (expected at least one of prefix_weight, queue_weight and kv_weight above 0)
-        "#]],
-    );
-    let file = r#"
-node.id = 1
-routing.policy = "session"
-[routing.session]
-header = "x-chat"
-cookie = "sid"
-"#;
-    assert_eq!(
-        config(file).policy,
-        PolicyConfig::Session(state::policy::SessionSettings {
-            header: "x-chat".to_owned(),
-            cookie: Some("sid".to_owned()),
-        })
-    );
 }

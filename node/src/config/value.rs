@@ -7,16 +7,25 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
+use api::prompt::TokenizerSpec;
+
 use super::keys::Kind;
+
+/// Most requests one backend is given at once.
+pub(super) const CONCURRENCY_MAX: i64 = 65_536;
+
+/// The tokenizers there are.
+const TOKENIZERS: &str = "\"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \
+                          \"huggingface:FILE\" or \"engine\"";
 
 /// A value that its key's kind allows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
-    /// Of `Kind::Integer`.
+    /// Of `Kind::Integer` and `Concurrency`.
     Integer(i64),
     /// Of `Kind::Flag`.
     Flag(bool),
-    /// Of `Kind::Text`, `Choice`, `HostPort`, `Tokenizer`, `Url` and `UrlPath`.
+    /// Of `Kind::Text`, `Choice`, `Concurrency`, `HostPort`, `Tokenizer`, `Url` and `UrlPath`.
     Text(String),
     /// Of `Kind::Duration` and `DurationOrZero`.
     Duration(Duration),
@@ -83,6 +92,9 @@ impl Kind {
     pub(super) fn expected(self) -> String {
         match self {
             Self::Integer { min, max } => format!("an integer from {min} to {max}"),
+            Self::Concurrency => {
+                format!("an integer from 1 to {CONCURRENCY_MAX}, \"adaptive\" or \"unlimited\"")
+            }
             Self::Flag => "true or false".to_owned(),
             Self::Text | Self::Texts => "a text that is not empty".to_owned(),
             Self::Choice { now, .. } => {
@@ -106,11 +118,10 @@ impl Kind {
                 "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name".to_owned()
             }
             Self::Statuses => "an HTTP status from 400 to 599".to_owned(),
-            Self::Tokenizer => "\"character\"".to_owned(),
+            Self::Tokenizer => TOKENIZERS.to_owned(),
             Self::Url => "a URL such as \"http://10.0.1.1:8000\", without a path".to_owned(),
             Self::UrlPath => "a path such as \"/health\"".to_owned(),
             Self::Labels => "a table of texts".to_owned(),
-            Self::Later => "no value: the key is reserved for a later version".to_owned(),
         }
     }
 
@@ -120,9 +131,16 @@ impl Kind {
     /// [`Misfit`].
     pub(super) fn read(self, raw: &Raw) -> Result<Value, Misfit> {
         let value = match (self, raw) {
-            (Self::Later, _) => return Err(Misfit::NotAvailable),
             (Self::Integer { min, max }, raw) => integer(raw)
                 .filter(|number| (min..=max).contains(number))
+                .map(Value::Integer),
+            (Self::Concurrency, Raw::Text(text))
+                if matches!(text.as_str(), "adaptive" | "unlimited") =>
+            {
+                Some(Value::Text(text.clone()))
+            }
+            (Self::Concurrency, raw) => integer(raw)
+                .filter(|number| (1..=CONCURRENCY_MAX).contains(number))
                 .map(Value::Integer),
             (Self::Size, raw) => size(raw).filter(|&bytes| bytes > 0).map(Value::Size),
             (Self::Statuses, raw) => integer(raw)
@@ -148,15 +166,7 @@ impl Kind {
                 }
                 now.contains(&text).then(owned)
             }
-            Self::Tokenizer => {
-                let is_later = text == "engine"
-                    || text.starts_with("tiktoken:")
-                    || text.starts_with("huggingface:");
-                if is_later {
-                    return Err(Misfit::NotAvailable);
-                }
-                (text == "character").then(owned)
-            }
+            Self::Tokenizer => text.parse().ok().map(|_: TokenizerSpec| owned()),
             Self::Duration => duration(text)
                 .filter(|span| *span >= SPAN_MIN)
                 .map(Value::Duration),
@@ -169,8 +179,8 @@ impl Kind {
             Self::Url => is_url(text).then(owned),
             Self::UrlPath => is_url_path(text).then(owned),
             Self::Labels
-            | Self::Later
             | Self::Integer { .. }
+            | Self::Concurrency
             | Self::Flag
             | Self::Size
             | Self::Statuses => None,

@@ -6,49 +6,77 @@ use std::net::SocketAddr;
 use anyhow::Context as _;
 use state::command::BackendSpec;
 
-use super::DevArgs;
-use crate::engine::{Engine, EngineHandle, EngineOptions};
+use crate::engine::events::{Faults, Form};
+use crate::engine::{Engine, EngineHandle, EngineOptions, EventsOptions};
 
 /// First port of the emulated engines, if it and those after it are free.
 const FIRST_PORT: u16 = 9001;
 
+/// Which engines to put behind the replicas.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EnginesPlan<'a> {
+    /// Real ones; when there are any, none is emulated.
+    pub(crate) urls: &'a [String],
+    /// Emulated ones.
+    pub(crate) count: u8,
+    /// How many times faster than a small GPU these run.
+    pub(crate) speed: f64,
+    /// Blocks of each one's cache; `None`: as many as an emulated engine has by default.
+    pub(crate) blocks: Option<u32>,
+    /// Whether they publish KV events and the replicas read them.
+    pub(crate) has_events: bool,
+    /// What goes wrong with these events.
+    pub(crate) faults: Option<&'a Faults>,
+}
+
 /// Engines to put behind the replicas.
-pub(super) struct Engines {
+pub(crate) struct Engines {
     emulated: Vec<EngineHandle>,
     /// How they are registered.
-    pub(super) specs: Vec<BackendSpec>,
+    pub(crate) specs: Vec<BackendSpec>,
 }
 
 impl Engines {
     /// Starts the emulated engines, unless real ones are named.
-    pub(super) async fn start(args: &DevArgs) -> anyhow::Result<Self> {
+    pub(crate) async fn start(plan: EnginesPlan<'_>) -> anyhow::Result<Self> {
         let mut emulated = Vec::new();
-        if args.backend.is_empty() {
-            for number in 0..args.engines {
-                emulated.push(start_one(args, number).await?);
+        if plan.urls.is_empty() {
+            for number in 0..plan.count {
+                emulated.push(start_one(plan, number).await?);
             }
         }
-        let mut urls = args.backend.clone();
+        let mut urls = plan.urls.to_vec();
         urls.extend(emulated.iter().map(EngineHandle::url));
         let specs = urls.iter().enumerate();
-        let specs = specs.map(|(number, url)| spec(number + 1, url)).collect();
+        let specs = specs.map(|(number, url)| spec(number + 1, url, plan.has_events));
+        let specs = specs.collect();
         Ok(Self { emulated, specs })
     }
 
     /// Stops the emulated ones.
-    pub(super) async fn stop(self) {
+    pub(crate) async fn stop(self) {
         for engine in self.emulated {
             engine.stop().await;
         }
     }
 }
 
-async fn start_one(args: &DevArgs, number: u8) -> anyhow::Result<EngineHandle> {
-    let options = |port| EngineOptions {
-        listen: SocketAddr::from(([127, 0, 0, 1], port)),
-        speed: args.speed,
-        seed: u64::from(number),
-        ..EngineOptions::default()
+async fn start_one(plan: EnginesPlan<'_>, number: u8) -> anyhow::Result<EngineHandle> {
+    let options = |port| {
+        let mut options = EngineOptions {
+            listen: SocketAddr::from(([127, 0, 0, 1], port)),
+            speed: plan.speed,
+            seed: u64::from(number),
+            events: plan.has_events.then(|| EventsOptions {
+                events: SocketAddr::from(([127, 0, 0, 1], 0)),
+                replay: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
+                form: Form::default(),
+                faults: plan.faults.cloned().unwrap_or_default(),
+            }),
+            ..EngineOptions::default()
+        };
+        options.shape.num_gpu_blocks = plan.blocks.unwrap_or(options.shape.num_gpu_blocks);
+        options
     };
     match Engine::start(options(FIRST_PORT + u16::from(number))).await {
         Ok(engine) => Ok(engine),
@@ -58,14 +86,14 @@ async fn start_one(args: &DevArgs, number: u8) -> anyhow::Result<EngineHandle> {
     }
 }
 
-fn spec(number: usize, url: &str) -> BackendSpec {
+fn spec(number: usize, url: &str, has_events: bool) -> BackendSpec {
     BackendSpec {
         id: format!("engine-{number}"),
         url: url.trim_end_matches('/').to_owned(),
         models: vec!["*".to_owned()],
         labels: BTreeMap::new(),
         capacity_blocks: None,
-        kv_events: None,
+        kv_events: has_events.then(|| "auto".to_owned()),
         kv_replay: None,
     }
 }

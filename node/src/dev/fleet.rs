@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use api::ports::{Cluster, ClusterStatus};
+use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use state::command::{BackendSpec, Command, Reply};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
-use super::DevArgs;
 use crate::app::{Addresses, App, ShutdownHandle, Sockets};
 use crate::config::{self, Config, Formation, Listen, Origin};
+use crate::engine::EngineOptions;
 use crate::replay::client::Client;
 use crate::replay::targets::Targets;
 
@@ -25,8 +26,21 @@ const START_DEADLINE: Duration = Duration::from_secs(30);
 /// Time between two looks at something that is waited for.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
+/// How the replicas are brought up.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct FleetPlan<'a> {
+    /// Where their state is kept; `None`: in a folder that goes with them.
+    pub(crate) data_dir: Option<&'a Path>,
+    /// First port; `None`: known ones, or free ones when these are taken.
+    pub(crate) port: Option<u16>,
+    /// Settings of their config, `section.key=value` each.
+    pub(crate) settings: &'a [String],
+    /// Whether prompts are identified by the engines' tokens, in blocks of the engines' size.
+    pub(crate) has_tokens: bool,
+}
+
 /// A running replica.
-pub(super) struct Replica {
+pub(crate) struct Replica {
     /// Where it listens.
     pub(super) addresses: Addresses,
     /// Its log, members and state.
@@ -36,7 +50,7 @@ pub(super) struct Replica {
 }
 
 /// The running replicas.
-pub(super) struct Fleet {
+pub(crate) struct Fleet {
     /// By id, ascending from 1.
     pub(super) replicas: Vec<Replica>,
     /// Removed when the fleet has left, or could not start.
@@ -58,15 +72,18 @@ impl Drop for Temporary {
 
 impl Fleet {
     /// Starts the replicas, registers `backends` and waits until every replica can serve.
-    pub(super) async fn start(args: &DevArgs, backends: &[BackendSpec]) -> anyhow::Result<Self> {
-        let (data_dir, temporary) = match &args.data_dir {
-            Some(dir) => (dir.clone(), None),
+    pub(crate) async fn start(
+        plan: FleetPlan<'_>,
+        backends: &[BackendSpec],
+    ) -> anyhow::Result<Self> {
+        let (data_dir, temporary) = match plan.data_dir {
+            Some(dir) => (dir.to_owned(), None),
             None => {
                 let dir = std::env::temp_dir().join(format!("quorate-dev-{}", std::process::id()));
                 (dir.clone(), Some(Temporary(dir)))
             }
         };
-        let listens = ports(args)?;
+        let listens = ports(plan.port)?;
         let peers: Vec<String> = listens
             .iter()
             .map(|(_, addresses)| addresses.peer.to_string())
@@ -76,7 +93,11 @@ impl Fleet {
             _temporary: temporary,
         };
         for (id, (sockets, addresses)) in (1..).zip(listens) {
-            let config = config_of(id, &data_dir, addresses, &peers, backends)?;
+            let mut config = config_of(id, &data_dir, plan.settings)?;
+            if plan.has_tokens {
+                config.models = vec![tokens_of_engines()?];
+            }
+            lead_to(&mut config, addresses, &peers, backends);
             let running = App::on(config, sockets)?.start().await;
             let running = running.with_context(|| format!("start replica {id}"))?;
             let shutdown = ShutdownHandle::new();
@@ -127,7 +148,7 @@ impl Fleet {
     }
 
     /// The first model replica 1 lists.
-    pub(super) async fn first_model(&self) -> anyhow::Result<String> {
+    pub(crate) async fn first_model(&self) -> anyhow::Result<String> {
         self.model_at(0).await.context("ask for the models")
     }
 
@@ -138,7 +159,7 @@ impl Fleet {
     }
 
     /// Where clients go, in order of id.
-    pub(super) fn data_urls(&self) -> Vec<String> {
+    pub(crate) fn data_urls(&self) -> Vec<String> {
         self.replicas
             .iter()
             .map(|replica| format!("http://{}", replica.addresses.data))
@@ -158,7 +179,7 @@ impl Fleet {
     }
 
     /// Ends all replicas at once, as nobody is left to serve, and removes what they need no more.
-    pub(super) async fn leave(self) {
+    pub(crate) async fn leave(self) {
         for replica in &self.replicas {
             replica.shutdown.abort();
         }
@@ -181,10 +202,10 @@ pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyho
 
 /// Sockets of every replica: the known ports, or free ones when they are taken and nobody asked for
 /// the known ones.
-fn ports(args: &DevArgs) -> anyhow::Result<Vec<(Sockets, Addresses)>> {
-    let first = args.port.unwrap_or(FIRST_PORT);
+fn ports(port: Option<u16>) -> anyhow::Result<Vec<(Sockets, Addresses)>> {
+    let first = port.unwrap_or(FIRST_PORT);
     match (1..=REPLICAS).map(|id| bind(id, first)).collect() {
-        Err(_) if args.port.is_none() => (1..=REPLICAS).map(|id| bind(id, 0)).collect(),
+        Err(_) if port.is_none() => (1..=REPLICAS).map(|id| bind(id, 0)).collect(),
         bound => bound,
     }
 }
@@ -208,26 +229,33 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(Sockets, Addresses)> {
     Ok((sockets, addresses))
 }
 
-fn config_of(
-    id: u8,
-    data_dir: &Path,
-    addresses: Addresses,
-    peers: &[String],
-    backends: &[BackendSpec],
-) -> anyhow::Result<Config> {
+fn config_of(id: u8, data_dir: &Path, settings: &[String]) -> anyhow::Result<Config> {
+    let dir = data_dir.join(format!("n{id}"));
+    let mut flags = vec![
+        format!("node.id={id}"),
+        format!("node.data_dir={}", dir.display()),
+        "drain.dns_ttl=0ms".to_owned(),
+    ];
+    flags.extend_from_slice(settings);
     let origin = Origin {
         file: None,
-        flags: vec![
-            format!("node.id={id}"),
-            format!(
-                "node.data_dir={}",
-                data_dir.join(format!("n{id}")).display()
-            ),
-            "drain.dns_ttl=0ms".to_owned(),
-        ],
+        flags,
         variables: Vec::new(),
     };
-    let mut config = config::load(&origin)?.config;
+    Ok(config::load(&origin)?.config)
+}
+
+/// What an engine's own blocks are made of.
+fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
+    Ok(ModelSettings {
+        name: "*".to_owned(),
+        tokenizer: Tokenizer::load(TokenizerSpec::Engine, None)?,
+        block_size: EngineOptions::default().shape.block_size,
+    })
+}
+
+/// Tells a replica where it, its peers and the engines are.
+fn lead_to(config: &mut Config, addresses: Addresses, peers: &[String], backends: &[BackendSpec]) {
     config.listen = Listen {
         data: addresses.data,
         admin: addresses.admin,
@@ -239,5 +267,4 @@ fn config_of(
         expect: usize::from(REPLICAS),
     };
     config.backends = backends.to_vec();
-    Ok(config)
 }

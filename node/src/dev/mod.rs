@@ -4,8 +4,8 @@
 //! Nothing is simplified: the replicas are the ones `quorate serve` runs, with their own sockets,
 //! log and snapshots each; only the engines are emulated, unless real ones are named.
 
-mod engines;
-mod fleet;
+pub(crate) mod engines;
+pub(crate) mod fleet;
 mod outcome;
 
 use std::path::PathBuf;
@@ -16,13 +16,14 @@ use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::cli::INTERRUPTED;
+use crate::engine::events::Faults;
 use crate::replay::chats::{Chats, ChatsOptions};
 use crate::replay::load::{Plan, Work, run as run_load};
 use crate::replay::progress::{bar, show};
 use crate::replay::report::Report;
 use crate::replay::targets::Targets;
-use engines::Engines;
-use fleet::Fleet;
+use engines::{Engines, EnginesPlan};
+use fleet::{Fleet, FleetPlan};
 use outcome::Outcome;
 
 /// Requests of the load under way at a time; each is one chat.
@@ -45,6 +46,26 @@ pub struct DevArgs {
     /// Requests of the load; 0 starts the cluster and sends none
     #[arg(long, value_name = "N", default_value_t = 2400)]
     requests: u64,
+    /// KV cache blocks of each emulated engine; few of them make it evict hard
+    #[arg(long, value_name = "N", conflicts_with = "backend", value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
+    blocks: Option<u32>,
+    /// Identify prompts by the engines' own tokens
+    #[arg(long)]
+    tokens: bool,
+    /// Precise mode: know what engines hold by their KV events; implies --tokens
+    #[arg(long)]
+    exact: bool,
+    /// What goes wrong with the emulated engines' KV events, as in `quorate engine --fault`
+    #[arg(
+        long,
+        value_name = "FAULTS",
+        requires = "exact",
+        conflicts_with = "backend"
+    )]
+    fault: Option<Faults>,
+    /// A setting of every replica's config
+    #[arg(long, value_name = "SECTION.KEY=VALUE")]
+    set: Vec<String>,
     /// Model the load asks for; by default the first one the cluster lists
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
@@ -76,9 +97,23 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     let mut interrupts = signal(SignalKind::interrupt())?;
     let mut terminations = signal(SignalKind::terminate())?;
     let mut told_to_leave = false;
-    let engines = Engines::start(&args).await?;
+    let engines = Engines::start(EnginesPlan {
+        urls: &args.backend,
+        count: args.engines,
+        speed: args.speed,
+        blocks: args.blocks,
+        has_events: args.exact,
+        faults: args.fault.as_ref(),
+    });
+    let engines = engines.await?;
+    let plan = FleetPlan {
+        data_dir: args.data_dir.as_deref(),
+        port: args.port,
+        settings: &args.set,
+        has_tokens: args.exact || args.tokens,
+    };
     let fleet = tokio::select! {
-        fleet = Fleet::start(&args, &engines.specs) => fleet?,
+        fleet = Fleet::start(plan, &engines.specs) => fleet?,
         _ = interrupts.recv() => return Ok(ExitCode::from(INTERRUPTED)),
         _ = terminations.recv() => return Ok(ExitCode::from(INTERRUPTED)),
     };

@@ -7,8 +7,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 
+use super::events::{Faults, Form};
 use super::model::Shape;
-use super::{Engine, EngineOptions};
+use super::{Engine, EngineOptions, EventsOptions};
 
 /// Run an emulated vLLM engine.
 #[derive(Debug, Clone, clap::Args)]
@@ -43,6 +44,31 @@ pub struct EngineArgs {
     /// Seed of the words it says
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Publish KV events here, as in tcp://127.0.0.1:5557
+    #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
+    kv_events: Option<SocketAddr>,
+    /// Repeat KV events here
+    #[arg(long, value_name = "ENDPOINT", value_parser = endpoint, requires = "kv_events")]
+    kv_replay: Option<SocketAddr>,
+    /// How KV events are written
+    #[arg(
+        long,
+        value_name = "FORM",
+        default_value = "map",
+        requires = "kv_events"
+    )]
+    kv_format: Form,
+    /// What goes wrong with KV events: drop=SHARE, reorder=SHARE, duplicate=SHARE,
+    /// restart-after=MESSAGES, clear-after=MESSAGES, stall=TIME, seed=N, joined by commas
+    #[arg(long, value_name = "FAULTS", requires = "kv_events")]
+    fault: Option<Faults>,
+}
+
+fn endpoint(text: &str) -> Result<SocketAddr, String> {
+    let address = text.strip_prefix("tcp://").unwrap_or(text);
+    address
+        .parse()
+        .map_err(|_| "expected tcp://ADDRESS:PORT".to_owned())
 }
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -54,7 +80,14 @@ fn positive(text: &str) -> Result<f64, String> {
 
 impl From<EngineArgs> for EngineOptions {
     fn from(args: EngineArgs) -> Self {
+        let events = args.kv_events.map(|events| EventsOptions {
+            events,
+            replay: args.kv_replay,
+            form: args.kv_format,
+            faults: args.fault.clone().unwrap_or_default(),
+        });
         Self {
+            events,
             listen: args.listen,
             model: args.model,
             shape: Shape {
@@ -84,6 +117,12 @@ pub async fn run(args: EngineArgs) -> anyhow::Result<ExitCode> {
         .await
         .with_context(|| format!("listen on {listen}"))?;
     println!("engine listens on {}", engine.url());
+    if let Some(events) = engine.kv_events() {
+        println!("kv events at {events}");
+    }
+    if let Some(replay) = engine.kv_replay() {
+        println!("kv replays at {replay}");
+    }
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}

@@ -11,6 +11,7 @@
 //! What enters and leaves the cache is noted as [`BlockEvent`]s, in the order vLLM publishes them.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use super::text::EngineHash;
 
@@ -31,6 +32,8 @@ pub enum BlockEvent {
         /// What it held. Another copy may still be there.
         hash: EngineHash,
     },
+    /// Everything was forgotten.
+    Cleared,
 }
 
 /// A physical block.
@@ -191,13 +194,18 @@ impl BlockPool {
     }
 
     /// Registers those of a request's blocks that `tokens` scheduled tokens fill and whose content
-    /// is known (`hashes`).
-    pub fn register(&mut self, held: &mut Held, hashes: &[EngineHash], tokens: u32) {
+    /// is known (`hashes`). Answers which, when there are any: a [`BlockEvent::Stored`] tells them.
+    pub fn register(
+        &mut self,
+        held: &mut Held,
+        hashes: &[EngineHash],
+        tokens: u32,
+    ) -> Option<Range<usize>> {
         let full = ((tokens / self.block_tokens) as usize)
             .min(hashes.len())
             .min(held.len());
         if full <= held.registered {
-            return;
+            return None;
         }
         let new = held.registered..full;
         for index in new.clone() {
@@ -208,6 +216,26 @@ impl BlockPool {
             parent: new.start.checked_sub(1).map(|parent| hashes[parent]),
         });
         held.registered = full;
+        Some(new)
+    }
+
+    /// Forgets what is cached. Not while a request holds a block: answers whether it did.
+    pub fn reset(&mut self) -> bool {
+        if self.free != self.usable_blocks() {
+            return false;
+        }
+        for block in &mut self.blocks {
+            block.hash = None;
+            block.next_copy = NONE;
+        }
+        self.cached.clear();
+        self.events.push(BlockEvent::Cleared);
+        true
+    }
+
+    /// The findable hashes, in no order.
+    pub fn hashes(&self) -> impl Iterator<Item = EngineHash> {
+        self.cached.keys().copied()
     }
 
     /// Gives all blocks of a request back, deepest first. They stay cached until taken; those that

@@ -218,6 +218,7 @@ fn replay_events(stored: &mut Vec<EngineHash>, events: Vec<BlockEvent>) {
                 let copy = stored.iter().position(|held| *held == hash);
                 stored.swap_remove(copy.expect("removed what was never stored"));
             }
+            BlockEvent::Cleared => stored.clear(),
         }
     }
 }
@@ -318,6 +319,7 @@ fn a_recorded_vllm_stored_hit_and_evicted_the_same() {
             match event {
                 BlockEvent::Stored { hashes, .. } => stored += hashes.len(),
                 BlockEvent::Removed { .. } => removed += 1,
+                BlockEvent::Cleared => panic!("nobody resets the cache"),
             }
         }
         let expected = (recorded.stored, recorded.removed);

@@ -7,14 +7,16 @@
 
 use std::collections::HashMap;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::task::AtomicWaker;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
+use super::events::{Fate, Publisher};
 use super::model::{Finish, Job, Progress, RequestId, Scheduler, Stats};
 
 /// How far the model's time may be behind the clock before the difference is forgiven: an engine
@@ -30,12 +32,17 @@ pub(super) struct Core {
     /// Requests that have not ended.
     open: watch::Sender<u32>,
     speed: f64,
+    publisher: Option<Arc<Publisher>>,
+    /// When this life of the engine began, unix seconds, as the bits of a float.
+    started_s: AtomicU64,
 }
 
 #[derive(Debug)]
 struct Inner {
     scheduler: Scheduler,
     outlets: HashMap<RequestId, Arc<Outlet>>,
+    /// What befalls the engine when it is idle.
+    fate: Fate,
 }
 
 /// Where one request's progress is put and picked up.
@@ -68,16 +75,44 @@ pub(super) struct Ticket {
 impl Core {
     /// An idle engine whose model runs `speed` times as fast as its timing says.
     #[must_use]
-    pub(super) fn new(scheduler: Scheduler, speed: f64) -> Arc<Self> {
+    pub(super) fn new(
+        scheduler: Scheduler,
+        speed: f64,
+        publisher: Option<Arc<Publisher>>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             inner: Mutex::new(Inner {
                 scheduler,
                 outlets: HashMap::new(),
+                fate: Fate::Nothing,
             }),
             work: Notify::new(),
             open: watch::Sender::new(0),
             speed,
+            publisher,
+            started_s: AtomicU64::new(unix_time().as_secs_f64().to_bits()),
         })
+    }
+
+    /// What publishes its KV events.
+    pub(super) fn publisher(&self) -> Option<&Arc<Publisher>> {
+        self.publisher.as_ref()
+    }
+
+    /// When this life of the engine began, unix seconds.
+    #[must_use]
+    pub(super) fn started_s(&self) -> f64 {
+        f64::from_bits(self.started_s.load(Ordering::Relaxed))
+    }
+
+    /// Forgets the cache, unless a request holds a block of it.
+    pub(super) fn reset_cache(&self) -> bool {
+        self.lock().scheduler.reset_cache()
+    }
+
+    /// Runs `read` on the scheduler between two steps.
+    pub(super) fn look<T>(&self, read: impl FnOnce(&Scheduler) -> T) -> T {
+        read(&self.lock().scheduler)
     }
 
     /// Queues a request.
@@ -141,8 +176,14 @@ impl Core {
 
     fn finish_step(&self) {
         let mut inner = self.lock();
-        // Nobody subscribes to the events: counting them is all that becomes of them here.
-        drop(inner.scheduler.take_events());
+        let events = inner.scheduler.take_events();
+        let contents = inner.scheduler.take_contents();
+        if let Some(publisher) = &self.publisher {
+            let fate = publisher.publish(unix_time().as_secs_f64(), &events, contents);
+            if fate != Fate::Nothing {
+                inner.fate = fate;
+            }
+        }
         for progress in inner.scheduler.finish_step() {
             let outlet = if progress.finish.is_some() {
                 inner.outlets.remove(&progress.id)
@@ -154,6 +195,25 @@ impl Core {
             }
         }
         self.count_open(&inner);
+        if inner.fate != Fate::Nothing && inner.scheduler.is_idle() {
+            self.suffer(&mut inner);
+        }
+    }
+
+    /// What an injected fault does to an idle engine.
+    fn suffer(&self, inner: &mut Inner) {
+        let fate = std::mem::replace(&mut inner.fate, Fate::Nothing);
+        inner.scheduler.reset_cache();
+        if fate == Fate::Restart {
+            // The new process knows of no cache before it.
+            drop(inner.scheduler.take_events());
+            inner.scheduler.forget_events();
+            self.started_s
+                .store(unix_time().as_secs_f64().to_bits(), Ordering::Relaxed);
+            if let Some(publisher) = &self.publisher {
+                publisher.restart();
+            }
+        }
     }
 
     fn abort(&self, id: RequestId) {
@@ -221,4 +281,11 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         self.core.abort(self.id);
     }
+}
+
+/// Unix time.
+pub(super) fn unix_time() -> Duration {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
 }

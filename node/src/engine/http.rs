@@ -7,7 +7,7 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use api::prompt::{Parsed, ReplyShape};
 use bytes::Bytes;
@@ -22,7 +22,8 @@ use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
 use super::answer::{Answer, EventStream, Heading, Kind, UsageOptions, error_body};
-use super::driver::Core;
+use super::driver::{Core, unix_time};
+use super::events::{REPLAY_MESSAGES, TOPIC};
 use super::metrics::Page;
 use super::model::{Finish, Job, Shape};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
@@ -46,7 +47,6 @@ pub(super) struct Surface {
     model: String,
     shape: Shape,
     seed: u64,
-    started_s: f64,
     requests: AtomicU64,
 }
 
@@ -76,6 +76,13 @@ struct Extras {
     max_completion_tokens: Option<i64>,
 }
 
+/// Whether a question for tokens is one for a chat's prompt.
+#[derive(Debug, serde::Deserialize)]
+struct Tokenize {
+    messages: Option<serde_json::Value>,
+    add_generation_prompt: Option<bool>,
+}
+
 #[derive(Debug, serde::Deserialize)]
 struct Detokenize {
     tokens: Vec<u32>,
@@ -85,13 +92,11 @@ impl Surface {
     /// The surface of an engine that serves `model` on `core`.
     #[must_use]
     pub(super) fn new(core: Arc<Core>, model: String, shape: Shape, seed: u64) -> Self {
-        let started_s = unix_time().as_secs_f64();
         Self {
             core,
             model,
             shape,
             seed,
-            started_s,
             requests: AtomicU64::new(0),
         }
     }
@@ -132,6 +137,12 @@ impl Surface {
             (&Method::GET, "/v1/models") => Ok(respond_json(&self.models())),
             (&Method::POST, "/v1/chat/completions") => self.complete(request, Kind::Chat).await,
             (&Method::POST, "/v1/completions") => self.complete(request, Kind::Text).await,
+            (&Method::GET, "/kv_event_sources") => Ok(respond_json(&self.kv_event_sources())),
+            (&Method::POST, "/reset_prefix_cache") => Ok(match self.core.reset_cache() {
+                true => respond(JSON, Bytes::new()),
+                false => busy(),
+            }),
+            (&Method::POST, "/debug/prefix") => self.prefix(request).await,
             (&Method::POST, "/tokenize") => self.tokenize(request).await,
             (&Method::POST, "/detokenize") => Self::detokenize(request).await,
             (_, known) => return not_routed(known),
@@ -155,7 +166,7 @@ impl Surface {
         let prompt_tokens = token_count(bytes.len());
         let max_tokens = wanted.unwrap_or(DEFAULT_MAX_TOKENS);
         self.check_length(prompt_tokens, max_tokens)?;
-        let sequence = Sequence::new(&bytes, &salt, self.shape.block_size, self.seed);
+        let sequence = self.sequence(&bytes, &salt);
         let heading = Heading {
             kind,
             id,
@@ -189,12 +200,63 @@ impl Surface {
         Ok(respond(JSON, heading.whole(end)))
     }
 
+    /// A request's sequence. What it holds is remembered where somebody is told.
+    fn sequence(&self, bytes: &[u8], salt: &str) -> Sequence {
+        let new = match self.core.publisher() {
+            Some(_) => Sequence::remembering,
+            None => Sequence::new,
+        };
+        new(bytes, salt, self.shape.block_size, self.seed)
+    }
+
+    /// `POST /debug/prefix`, which vLLM does not have: what of a would-be request stands in the cache.
+    async fn prefix(&self, request: Request<Incoming>) -> Result<Response<Answer>, Refusal> {
+        let body = read_body(request).await?;
+        let asked: Tokenize = serde_json::from_slice(&body)
+            .map_err(|error| Refusal::bad_request(error.to_string(), None))?;
+        let path = match asked.messages {
+            Some(_) => "/v1/chat/completions",
+            None => "/v1/completions",
+        };
+        let parsed = parse(path, &body)?;
+        let salt = parsed.cache_salt.unwrap_or_default();
+        let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
+        let sequence = self.sequence(&bytes, &salt);
+        let (blocks, all) = self.core.look(|scheduler| {
+            (
+                scheduler.cached_prefix(&sequence),
+                scheduler.cached_hashes(),
+            )
+        });
+        Ok(respond_json(
+            &json!({ "blocks": blocks, "cached_hashes": all }),
+        ))
+    }
+
+    /// As vLLM's: which publishers there are, by data-parallel rank.
+    fn kv_event_sources(&self) -> serde_json::Value {
+        match self.core.publisher() {
+            Some(publisher) => json!({ "0": {
+                "enable_kv_cache_events": true,
+                "publisher": "zmq",
+                "endpoint": format!("tcp://*:{}", publisher.events_at().port()),
+                "replay_endpoint": publisher.replay_at().map(|at| format!("tcp://*:{}", at.port())),
+                "buffer_steps": REPLAY_MESSAGES,
+                "topic": TOPIC,
+            }}),
+            None => json!({ "0": { "enable_kv_cache_events": false } }),
+        }
+    }
+
     async fn tokenize(&self, request: Request<Incoming>) -> Result<Response<Answer>, Refusal> {
         let path = request.uri().path().to_owned();
         let body = read_body(request).await?;
         let parsed = parse(&path, &body)?;
         self.check_model(&parsed.model)?;
-        let tokens = token_ids(&sequence_bytes(parsed.prompt, false));
+        let asked: Tokenize = serde_json::from_slice(&body)
+            .map_err(|error| Refusal::bad_request(error.to_string(), None))?;
+        let is_chat = asked.messages.is_some() && asked.add_generation_prompt.unwrap_or(true);
+        let tokens = token_ids(&sequence_bytes(parsed.prompt, is_chat));
         Ok(respond_json(&json!({
             "count": tokens.len(),
             "max_model_len": self.core.tokens_max(),
@@ -283,7 +345,7 @@ impl Surface {
         Page {
             model: &self.model,
             shape: self.shape,
-            started_s: self.started_s,
+            started_s: self.core.started_s(),
             stats,
         }
         .render()
@@ -330,7 +392,8 @@ fn check_extras(body: &[u8]) -> Result<Option<u32>, Refusal> {
 
 fn not_routed(path: &str) -> Response<Answer> {
     let allow = match path {
-        "/health" | "/version" | "/load" | "/metrics" | "/v1/models" => "GET",
+        "/health" | "/version" | "/load" | "/metrics" | "/v1/models" | "/kv_event_sources" => "GET",
+        "/reset_prefix_cache" | "/debug/prefix" => "POST",
         "/ping" => "GET, POST",
         "/v1/chat/completions" | "/v1/completions" | "/tokenize" | "/detokenize" => "POST",
         _ => {
@@ -365,8 +428,9 @@ fn respond(content_type: HeaderValue, body: Bytes) -> Response<Answer> {
     response
 }
 
-fn unix_time() -> Duration {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
+/// A cache that is in use is not reset.
+fn busy() -> Response<Answer> {
+    let mut response = respond(JSON, Bytes::new());
+    *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+    response
 }

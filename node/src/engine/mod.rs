@@ -5,12 +5,15 @@
 //! and preemption follow vLLM v1 ([`cache`], [`model`]); only the arithmetic is replaced by its
 //! duration, and the words by random ones ([`text`]).
 //!
+//! What enters and leaves the cache it can publish as vLLM does ([`events`]).
+//!
 //! `quorate engine` runs one; several can run in one process.
 
 mod answer;
 mod args;
 pub mod cache;
 mod driver;
+pub mod events;
 mod http;
 mod metrics;
 pub mod model;
@@ -30,6 +33,8 @@ use tokio_util::task::TaskTracker;
 
 pub use args::{EngineArgs, run};
 use driver::Core;
+pub use events::EventsOptions;
+use events::Publisher;
 use http::Surface;
 use model::{Scheduler, Shape, Stats};
 
@@ -51,6 +56,8 @@ pub struct EngineOptions {
     pub seed: u64,
     /// How long an idle connection is kept. 5 s with vLLM.
     pub keep_alive: Duration,
+    /// KV events; `None`: not published.
+    pub events: Option<EventsOptions>,
 }
 
 impl Default for EngineOptions {
@@ -69,6 +76,7 @@ impl Default for EngineOptions {
             speed: 1.0,
             seed: 0,
             keep_alive: Duration::from_secs(5),
+            events: None,
         }
     }
 }
@@ -102,10 +110,17 @@ impl Engine {
         );
         let listener = TcpListener::bind(options.listen).await?;
         let addr = listener.local_addr()?;
-        let core = Core::new(Scheduler::new(options.shape), options.speed);
-        let surface = Surface::new(core.clone(), options.model, options.shape, options.seed);
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
+        let publisher = match &options.events {
+            Some(events) => {
+                let block_tokens = options.shape.block_size;
+                Some(Publisher::start(events, block_tokens, &stop, &tasks).await?)
+            }
+            None => None,
+        };
+        let core = Core::new(Scheduler::new(options.shape), options.speed, publisher);
+        let surface = Surface::new(core.clone(), options.model, options.shape, options.seed);
         tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
         let acceptor = accept(
             listener,
@@ -136,6 +151,20 @@ impl EngineHandle {
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
+    }
+
+    /// Endpoint of its KV events, as a backend's `kv_events` names it.
+    #[must_use]
+    pub fn kv_events(&self) -> Option<String> {
+        let publisher = self.core.publisher()?;
+        Some(format!("tcp://{}", publisher.events_at()))
+    }
+
+    /// Endpoint of its replays, as a backend's `kv_replay` names it.
+    #[must_use]
+    pub fn kv_replay(&self) -> Option<String> {
+        let replay = self.core.publisher()?.replay_at()?;
+        Some(format!("tcp://{replay}"))
     }
 
     /// Its counters.

@@ -14,7 +14,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use super::cache::{BlockEvent, BlockPool, Held};
-use super::text::Sequence;
+use super::text::{Content, Sequence};
 
 /// Requests that double the time of a decode step.
 const DECODE_BATCH_DOUBLING: u64 = 64;
@@ -134,6 +134,7 @@ pub struct Scheduler {
     next_id: u64,
     stats: Stats,
     events: Vec<BlockEvent>,
+    contents: Vec<Content>,
 }
 
 impl Scheduler {
@@ -159,6 +160,7 @@ impl Scheduler {
             next_id: 0,
             stats: Stats::default(),
             events: Vec::new(),
+            contents: Vec::new(),
         }
     }
 
@@ -271,6 +273,43 @@ impl Scheduler {
         std::mem::take(&mut self.events)
     }
 
+    /// What stands in the blocks of the [`BlockEvent::Stored`]s taken at the same time, in their
+    /// order. Nothing of sequences that do not remember it.
+    pub fn take_contents(&mut self) -> Vec<Content> {
+        std::mem::take(&mut self.contents)
+    }
+
+    /// Forgets the cache, unless a request holds a block of it. The event comes with the next step.
+    pub fn reset_cache(&mut self) -> bool {
+        self.pool.reset()
+    }
+
+    /// Forgets what has not been told of the cache.
+    pub fn forget_events(&mut self) {
+        drop(self.pool.take_events());
+        self.events.clear();
+        self.contents.clear();
+    }
+
+    /// Whether no request is under way.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Distinct hashes in the cache.
+    #[must_use]
+    pub fn cached_hashes(&self) -> usize {
+        self.pool.cached_hashes()
+    }
+
+    /// Leading blocks of a sequence that stand in the cache.
+    #[must_use]
+    pub fn cached_prefix(&self, sequence: &Sequence) -> u32 {
+        let hit = self.pool.find(sequence.hashes(), u32::MAX);
+        hit.tokens(&self.pool) / self.pool.block_tokens()
+    }
+
     /// Schedules the requests that run; answers whether one of them was preempted.
     fn schedule_running(&mut self, budget: &mut u32) -> bool {
         let mut preempted = false;
@@ -312,9 +351,12 @@ impl Scheduler {
                 return;
             }
             request.computed = hit_tokens;
-            let hashes = request.job.sequence.hashes();
-            self.pool
-                .register(&mut request.held, hashes, hit_tokens + new);
+            register(
+                &mut self.pool,
+                request,
+                hit_tokens + new,
+                &mut self.contents,
+            );
             if request.cached.is_none() {
                 request.cached = Some(hit_tokens);
                 self.stats.cache_queries += u64::from(tokens);
@@ -341,8 +383,7 @@ impl Scheduler {
         {
             return false;
         }
-        self.pool
-            .register(&mut request.held, request.job.sequence.hashes(), target);
+        register(&mut self.pool, request, target, &mut self.contents);
         self.step.push(Scheduled { id, tokens });
         true
     }
@@ -382,6 +423,7 @@ impl Scheduler {
                     self.stats.blocks_stored += hashes.len() as u64;
                 }
                 BlockEvent::Removed { .. } => self.stats.blocks_removed += 1,
+                BlockEvent::Cleared => {}
             }
             self.events.push(event);
         }
@@ -406,6 +448,13 @@ impl Scheduler {
         let shared = decode_ns.saturating_mul(decodes) / DECODE_BATCH_DOUBLING;
         prefill + Duration::from_nanos(decode_ns.saturating_add(shared))
     }
+}
+
+/// Registers what `tokens` scheduled tokens fill, and notes what stands in it.
+fn register(pool: &mut BlockPool, request: &mut Request, tokens: u32, contents: &mut Vec<Content>) {
+    let sequence = &request.job.sequence;
+    let new = pool.register(&mut request.held, sequence.hashes(), tokens);
+    contents.extend(new.and_then(|blocks| sequence.content(blocks)));
 }
 
 #[cfg(test)]

@@ -52,7 +52,12 @@ async fn send(
     sender.send_request(request).await.unwrap()
 }
 
-async fn ask(engine: &EngineHandle, method: &str, path: &str, body: Value) -> (StatusCode, Value) {
+pub(super) async fn ask(
+    engine: &EngineHandle,
+    method: &str,
+    path: &str,
+    body: Value,
+) -> (StatusCode, Value) {
     let mut sender = connect(engine).await;
     let response = send(&mut sender, method, path, &body).await;
     let status = response.status();

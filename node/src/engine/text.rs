@@ -8,8 +8,10 @@
 //! of four counts its last bytes as a token of their own; the words after it are not shifted, so a
 //! block is full when its *bytes* are there. Between the two counts there is less than one token.
 
-use api::prompt::Prompt;
+use std::ops::Range;
 use std::sync::OnceLock;
+
+use api::prompt::Prompt;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 /// Bytes of one token.
@@ -30,6 +32,17 @@ pub struct Sequence {
     voice: u64,
     prompt_tokens: u32,
     output_tokens: u32,
+    /// The bytes of the full blocks and the salt, of sequences that remember them.
+    remembered: Option<(Vec<u8>, String)>,
+}
+
+/// What stands in some blocks of a sequence, as KV events tell it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Content {
+    /// Their tokens.
+    pub tokens: Vec<u32>,
+    /// The sequence's salt; empty for none.
+    pub salt: String,
 }
 
 impl Sequence {
@@ -45,9 +58,30 @@ impl Sequence {
             voice: xxh3_64_with_seed(prompt, seed),
             prompt_tokens: token_count(prompt.len()),
             output_tokens: 0,
+            remembered: None,
         };
         sequence.extend(prompt);
         sequence
+    }
+
+    /// As [`Sequence::new`], for an engine that tells what stands in its blocks.
+    #[must_use]
+    pub fn remembering(prompt: &[u8], salt: &str, block_tokens: u32, seed: u64) -> Self {
+        let mut sequence = Self::new(prompt, salt, block_tokens, seed);
+        let full = sequence.hashes.len() * sequence.block_bytes;
+        sequence.remembered = Some((prompt[..full].to_vec(), salt.to_owned()));
+        sequence
+    }
+
+    /// What stands in some of the full blocks; `None` when it is not remembered.
+    #[must_use]
+    pub fn content(&self, blocks: Range<usize>) -> Option<Content> {
+        let (bytes, salt) = self.remembered.as_ref()?;
+        let bytes = &bytes[blocks.start * self.block_bytes..blocks.end * self.block_bytes];
+        Some(Content {
+            tokens: token_ids(bytes),
+            salt: salt.clone(),
+        })
     }
 
     /// Chained hashes of the full blocks.
@@ -109,6 +143,9 @@ impl Sequence {
     fn push_block(&mut self, block: &[u8]) {
         let parent = self.hashes.last().copied().unwrap_or(self.root);
         self.hashes.push(xxh3_64_with_seed(block, parent));
+        if let Some((bytes, _)) = &mut self.remembered {
+            bytes.extend_from_slice(block);
+        }
     }
 }
 

@@ -5,13 +5,16 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use state::policy::POLICY_NAMES;
 
 use super::client::Client;
 use super::load::{Plan, Work, run as run_load};
+use super::policies::{self, Comparison, EVERY_POLICY};
 use super::print;
 use super::progress::{bar, show};
 use super::targets::Targets;
 use super::trace::{self, Scale, TraceOptions};
+use crate::dev::engines::EnginesPlan;
 
 /// Drive a recorded trace against running replicas or engines.
 #[derive(Debug, Clone, clap::Args)]
@@ -20,8 +23,29 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "FILE")]
     trace: PathBuf,
     /// Base URLs that requests are sent to in turn
-    #[arg(long, value_name = "URL", value_delimiter = ',', required = true)]
+    #[arg(
+        long,
+        value_name = "URL",
+        value_delimiter = ',',
+        required_unless_present = "policies"
+    )]
     target: Vec<String>,
+    /// Compare routing policies: each, or all, gets the trace with three fresh replicas and fresh
+    /// emulated engines in this process
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = policy, conflicts_with_all = ["target", "model"])]
+    policies: Vec<String>,
+    /// Emulated engines of `--policies`
+    #[arg(long, value_name = "N", default_value_t = 4, requires = "policies", value_parser = clap::value_parser!(u8).range(1..=64))]
+    engines: u8,
+    /// How many times faster than a small GPU these run
+    #[arg(long, value_name = "X", default_value = "1", requires = "policies", value_parser = speed)]
+    engine_speed: f64,
+    /// Cache blocks of each of them; by default as many as `quorate engine` has
+    #[arg(long, value_name = "N", requires = "policies", value_parser = clap::value_parser!(u32).range(16..))]
+    engine_blocks: Option<u32>,
+    /// A setting of these replicas' config; may be repeated
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "policies")]
+    settings: Vec<String>,
     /// How many times faster than the trace's timestamps
     #[arg(long, value_name = "X", default_value = "1", value_parser = speed)]
     speed: f64,
@@ -58,6 +82,14 @@ fn speed(text: &str) -> Result<f64, String> {
     }
 }
 
+fn policy(text: &str) -> Result<String, String> {
+    if text == EVERY_POLICY || POLICY_NAMES.contains(&text) {
+        return Ok(text.to_owned());
+    }
+    let names = POLICY_NAMES.join(", ");
+    Err(format!("expected {EVERY_POLICY:?} or some of {names}"))
+}
+
 /// Replays the trace and prints the report; the exit code is 1 when requests failed.
 ///
 /// # Errors
@@ -75,6 +107,9 @@ pub async fn run(args: ReplayArgs) -> anyhow::Result<ExitCode> {
         "{}: no request to replay",
         args.trace.display()
     );
+    if !args.policies.is_empty() {
+        return policies::compare(&args.comparison(), &arrivals).await;
+    }
     let targets = Targets::new(&args.target)?;
     let model = match args.model {
         Some(model) => model,
@@ -104,4 +139,30 @@ pub async fn run(args: ReplayArgs) -> anyhow::Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+impl ReplayArgs {
+    fn comparison(&self) -> Comparison<'_> {
+        let asked = |name: &&&str| {
+            self.policies
+                .iter()
+                .any(|asked| asked == *name || asked == EVERY_POLICY)
+        };
+        Comparison {
+            policies: POLICY_NAMES.iter().filter(asked).copied().collect(),
+            engines: EnginesPlan {
+                has_events: false,
+                faults: None,
+                urls: &[],
+                count: self.engines,
+                speed: self.engine_speed,
+                blocks: self.engine_blocks,
+            },
+            settings: &self.settings,
+            speed: self.speed,
+            in_flight_max: self.max_in_flight as usize,
+            timeout: self.timeout,
+            is_json: self.json,
+        }
+    }
 }

@@ -8,6 +8,7 @@ mod args;
 pub mod chats;
 pub mod client;
 pub mod load;
+mod policies;
 mod print;
 pub(crate) mod progress;
 pub mod report;

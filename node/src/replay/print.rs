@@ -116,18 +116,18 @@ fn by_user(report: &Report) -> Table {
     table
 }
 
-fn table(heading: &[&str]) -> Table {
+pub(super) fn table(heading: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_preset(UTF8_HORIZONTAL_ONLY).set_header(heading);
     table
 }
 
-fn align_numbers(table: &mut Table) {
+pub(super) fn align_numbers(table: &mut Table) {
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
 }
 
-fn percent(rate: Option<f64>) -> String {
+pub(super) fn percent(rate: Option<f64>) -> String {
     rate.map_or_else(|| "-".to_owned(), |rate| format!("{:.2}", 100.0 * rate))
 }

@@ -13,7 +13,7 @@ pub(crate) fn bar(planned: u64) -> anyhow::Result<ProgressBar> {
     } else {
         ProgressDrawTarget::hidden()
     };
-    let style = "{elapsed_precise} {wide_bar} {pos}/{len} {msg}";
+    let style = "{prefix}{elapsed_precise} {wide_bar} {pos}/{len} {msg}";
     Ok(ProgressBar::with_draw_target(Some(planned), target)
         .with_style(ProgressStyle::with_template(style)?))
 }

@@ -170,7 +170,7 @@ pub fn read(path: &Path, options: &TraceOptions) -> Result<Vec<Arrival>, TraceEr
 }
 
 /// Reads a trace; errors carry their line, from 1.
-fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, (usize, String)> {
+pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, (usize, String)> {
     let first_line = text.lines().next().unwrap_or_default();
     let format = FORMATS.iter().find(|format| format.begins_with(first_line)).ok_or((
         1,

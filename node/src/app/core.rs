@@ -1,0 +1,369 @@
+//! A replica without sockets, HTTP and probes: the log with the state behind it, the router and the
+//! queues in front of it, and the loops between them.
+//!
+//! [`Running`](super::Running) is this with listeners, probes and readers of KV events around it. A
+//! simulation starts it alone, over a transport, a disk and a clock of its own, and plays what stands
+//! around it. On a current-thread runtime with paused time it is deterministic: the same calls in the
+//! same order make the same commands. What that asks of everything it runs stands in
+//! docs/adr/0018-core-without-sockets.md.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::admin::{Digests, Events};
+use api::admission::Admission;
+use api::backends::Backends;
+use api::clock::Clock;
+use api::ports::{Cluster, Propose};
+use api::routing::{OutboxSettings, OutboxStatus, Parts, Router};
+use raft::{Member, Replica, Role, StartError, Storage, Transport};
+use state::ids::SessionId;
+use state::{RouterState, View};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::exchange::{self, Inbox};
+pub use super::machine::Witness;
+use super::machine::{RouterMachine, Shared};
+use super::ports::LogPort;
+use super::{absence, formation, judge, readers, registration};
+use crate::config::Config;
+use crate::planted::{self, Bug};
+
+/// Longest wait for what was learnt last to get into the log when the replica leaves.
+const FLUSH_DEADLINE: Duration = Duration::from_secs(5);
+/// Longest wait for another replica to take over when the leader leaves.
+const HANDOVER_DEADLINE: Duration = Duration::from_secs(3);
+/// Longest wait for the background loops to end.
+const STOP_DEADLINE: Duration = Duration::from_secs(5);
+
+/// The world around a replica's core.
+pub struct CorePorts {
+    /// Carries calls between replicas. Its port is what peers are told, behind `listen.advertise`.
+    pub transport: Arc<dyn Transport>,
+    /// Keeps the log.
+    pub storage: Storage,
+    /// Names this run: drawn at random at every start, or by the seed of a simulation.
+    pub session: SessionId,
+    /// Seed of all hashes, should this replica form the cluster. Nobody outside may know it, lest
+    /// they build collisions.
+    pub hash_seed: u64,
+    /// The wall clock.
+    pub clock: Clock,
+    /// Sees every change of the state; nobody does in production.
+    pub witness: Option<Arc<dyn Witness>>,
+}
+
+impl CorePorts {
+    /// Real ones: sled, the system's clock, a run of its own.
+    #[must_use]
+    pub fn real(transport: Arc<dyn Transport>) -> Self {
+        Self {
+            transport,
+            storage: Storage::Sled,
+            session: SessionId(rand::random()),
+            hash_seed: rand::random(),
+            clock: Clock::default(),
+            witness: None,
+        }
+    }
+}
+
+/// A replica's core at work. Its tasks go on until [`Core::stop`], or until their runtime is dropped,
+/// which is what a crash looks like from inside.
+pub struct Core {
+    replica: Replica,
+    port: Arc<LogPort>,
+    parts: Shares,
+    clock: Clock,
+    stops: Stops,
+    tasks: TaskTracker,
+    outbox: JoinHandle<OutboxStatus>,
+}
+
+/// What is told to end, in this order.
+#[derive(Default)]
+struct Stops {
+    /// Nothing more will be learnt: the outbox is to empty itself and end.
+    no_more_facts: CancellationToken,
+    /// Everything else is to end.
+    all: CancellationToken,
+}
+
+/// What the parts of a core share.
+struct Shares {
+    shared: Arc<Shared>,
+    view: Arc<View>,
+    backends: Arc<Backends>,
+    router: Arc<Router>,
+    admission: Arc<Admission>,
+    events: Events,
+}
+
+impl Shares {
+    fn new(config: &Config, session: SessionId, clock: &Clock) -> Self {
+        let shared = Arc::new(Shared::default());
+        let view = shared.state().view();
+        let events = Events::new(clock.clone());
+        shared.digests.announce(events.clone());
+        let backends = Backends::new(formation::probe_settings(config)).breaking(config.circuit);
+        let backends = Arc::new(backends);
+        backends.announce(events.clone());
+        let router = Router::new(Parts {
+            replica: config.node.id,
+            session,
+            view: Arc::clone(&view),
+            backends: Arc::clone(&backends),
+            models: config.models.clone(),
+            outbox: OutboxSettings {
+                flush_interval: config.cluster.flush_interval,
+                ..OutboxSettings::default()
+            },
+            overrides: config.policy_overrides.clone(),
+            clock: clock.clone(),
+        });
+        let router = Arc::new(router.selecting(config.select.clone()));
+        let admission = Arc::new(Admission::new(Arc::clone(&router)));
+        Self {
+            shared,
+            view,
+            backends,
+            router,
+            admission,
+            events,
+        }
+    }
+
+    fn inbox(&self) -> Arc<Inbox> {
+        Arc::new(Inbox {
+            router: Arc::clone(&self.router),
+            admission: Arc::clone(&self.admission),
+            digests: Arc::clone(&self.shared.digests),
+        })
+    }
+}
+
+impl Core {
+    /// Puts a core together and sets it to work. Of the config it leaves alone what is about
+    /// listeners, clients and probes; the ports of `listen.data` and `listen.admin` are what members
+    /// are told.
+    ///
+    /// # Errors
+    /// When the store cannot be opened or is damaged.
+    pub async fn start(config: Config, ports: CorePorts) -> anyhow::Result<Self> {
+        let CorePorts {
+            transport,
+            storage,
+            session,
+            hash_seed,
+            clock,
+            witness,
+        } = ports;
+        let session = match planted::is(Bug::SessionKept) {
+            true => SessionId(1),
+            false => session,
+        };
+        let parts = Shares::new(&config, session, &clock);
+        let first = formation::first_command(&config, session, hash_seed, &clock);
+        let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
+        let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);
+        let replica = Replica::start(options, transport, machine, parts.inbox()).await;
+        let replica = replica.map_err(explain_start)?;
+        let port = Arc::new(LogPort::new(
+            config.node.id,
+            session,
+            replica.clone(),
+            Arc::clone(&parts.shared),
+            clock.clone(),
+        ));
+        let stops = Stops::default();
+        let (router, no_more) = (Arc::clone(&parts.router), stops.no_more_facts.clone());
+        let propose: Arc<dyn Propose> = Arc::clone(&port) as _;
+        let flushing = async move { router.run_outbox(propose, no_more, FLUSH_DEADLINE).await };
+        let core = Self {
+            outbox: tokio::spawn(flushing),
+            replica,
+            port,
+            parts,
+            clock,
+            stops,
+            tasks: TaskTracker::new(),
+        };
+        core.spawn_loops(config);
+        Ok(core)
+    }
+
+    /// The loops that run beside requests.
+    fn spawn_loops(&self, config: Config) {
+        let (tasks, parts) = (&self.tasks, &self.parts);
+        let stop = || self.stops.all.clone();
+        let (sampler, stopped) = (Arc::clone(&parts.router), stop());
+        tasks.spawn(async move { sampler.run_samples(stopped).await });
+        tasks.spawn(exchange::tell(
+            self.replica.clone(),
+            Arc::clone(&parts.router),
+            Arc::clone(&parts.admission),
+            Arc::clone(&parts.shared.digests),
+            stop(),
+        ));
+        let (admission, stopped) = (Arc::clone(&parts.admission), stop());
+        tasks.spawn(async move { admission.run(stopped).await });
+        let shared = Arc::clone(&parts.shared);
+        tasks.spawn(judge::watch(self.replica.clone(), shared, stop()));
+        tasks.spawn(absence::watch(self.cluster(), stop()));
+        let view = Arc::clone(&parts.view);
+        tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
+        let first = registration::First {
+            backends: config.backends,
+            admission: config.admission,
+            routing: config.routing,
+        };
+        tasks.spawn(registration::register(self.cluster(), view, first, stop()));
+    }
+
+    /// The log and its members.
+    #[must_use]
+    pub fn replica(&self) -> &Replica {
+        &self.replica
+    }
+
+    /// The same as `api` sees it.
+    #[must_use]
+    pub fn cluster(&self) -> Arc<dyn Cluster> {
+        Arc::clone(&self.port) as _
+    }
+
+    /// Decides where requests go, and keeps the books of them.
+    #[must_use]
+    pub fn router(&self) -> &Arc<Router> {
+        &self.parts.router
+    }
+
+    /// Where requests wait; in front of the router.
+    #[must_use]
+    pub fn admission(&self) -> &Arc<Admission> {
+        &self.parts.admission
+    }
+
+    /// What is known of the backends' health. Nothing, until somebody tells: see
+    /// [`api::backends::Roster`].
+    #[must_use]
+    pub fn backends(&self) -> &Arc<Backends> {
+        &self.parts.backends
+    }
+
+    /// The read side of the state.
+    #[must_use]
+    pub fn view(&self) -> &Arc<View> {
+        &self.parts.view
+    }
+
+    /// Digests of the state by log index.
+    #[must_use]
+    pub fn digests(&self) -> &Arc<Digests> {
+        &self.parts.shared.digests
+    }
+
+    /// What happens in the cluster, as far as it is told here.
+    #[must_use]
+    pub fn events(&self) -> &Events {
+        &self.parts.events
+    }
+
+    /// The wall clock.
+    #[must_use]
+    pub fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// Runs `read` on the state between two applies. Keep it short: `apply` waits meanwhile.
+    pub fn with_state<R>(&self, read: impl FnOnce(&RouterState) -> R) -> R {
+        read(&self.parts.shared.state())
+    }
+
+    /// Loses the replicated state of this replica when called, as a fault of memory might: what is
+    /// left is an empty one at the same log index. For tests and fault injection.
+    pub fn state_loss(&self) -> impl Fn() + Send + Sync + use<> {
+        let port = Arc::clone(&self.port);
+        move || port.lose_state()
+    }
+
+    /// Ends when the core does; for what runs beside its own loops.
+    pub(super) fn stopping(&self) -> CancellationToken {
+        self.stops.all.clone()
+    }
+
+    /// Takes part in the core's end: it waits until `task` has seen [`Core::stopping`].
+    pub(super) fn beside(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(task);
+    }
+
+    /// Leaves in peace: what waits is answered, leadership handed over, what was learnt flushed, the
+    /// store closed.
+    pub async fn stop(mut self) {
+        self.parts.admission.leave_all();
+        hand_over(&self.replica).await;
+        self.flush().await;
+        self.end().await;
+    }
+
+    /// Puts what was learnt into the log; nothing may be learnt any more.
+    pub(super) async fn flush(&mut self) {
+        self.stops.no_more_facts.cancel();
+        match (&mut self.outbox).await {
+            Ok(OutboxStatus {
+                queued_items: 0, ..
+            }) => {}
+            Ok(left) => {
+                let items = left.queued_items;
+                tracing::warn!(items, "left with facts that did not get into the log");
+            }
+            Err(error) => tracing::error!(%error, "outbox broke"),
+        }
+    }
+
+    /// Ends everything as it stands and closes the store.
+    pub(super) async fn end(self) {
+        self.outbox.abort();
+        self.stops.all.cancel();
+        self.tasks.close();
+        let ended = tokio::time::timeout(STOP_DEADLINE, self.tasks.wait()).await;
+        if ended.is_err() {
+            let tasks = self.tasks.len();
+            tracing::warn!(tasks, "background tasks did not end in time");
+        }
+        self.replica.shutdown().await;
+        tracing::info!("replica left");
+    }
+}
+
+/// Adds what to do to an error that has a remedy.
+fn explain_start(error: StartError) -> anyhow::Error {
+    match error {
+        StartError::Damaged { .. } => anyhow::anyhow!(
+            "{error}; nothing was changed: `quorate recover` sets the store aside, so that the \
+             replica can be rebuilt from its peers"
+        ),
+        StartError::Options(_) | StartError::WrongStore(_) | StartError::Io { .. } => {
+            anyhow::Error::new(error).context("start replica")
+        }
+    }
+}
+
+/// Gives leadership to another voter, if this replica has it and there is one.
+pub(super) async fn hand_over(replica: &Replica) {
+    let status = replica.status();
+    let is_other_voter = |(id, member): (&u8, &Member)| *id != status.id && member.is_voter;
+    if status.role != Role::Leader || !status.members.iter().any(is_other_voter) {
+        return;
+    }
+    match tokio::time::timeout(HANDOVER_DEADLINE, replica.transfer_leader(None)).await {
+        Ok(Ok(leader)) => tracing::info!(leader, "leadership handed over"),
+        Ok(Err(error)) => tracing::warn!(%error, "leadership not handed over"),
+        Err(_) => tracing::warn!("leadership not handed over in time"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

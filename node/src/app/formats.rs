@@ -1,0 +1,98 @@
+//! Which log format the members know, and what may be proposed to them.
+//!
+//! A replica stops at a command that it cannot read. Each tells the cluster the newest format it knows as a
+//! label of its membership, anew whenever it is started with another build; a command of a later kind than
+//! every build knows is proposed only when all members have told that they know it. One that is away
+//! counts as what it said last: it would stop when it comes back. What a member says may be some moments old:
+//! nobody should be put back to an earlier build while such commands are being given.
+
+use std::collections::BTreeMap;
+
+use raft::Member;
+use state::codec::{FORMAT_VERSION, FORMAT_VERSION_COMMON, format_of};
+use state::command::Command;
+
+/// Name of the label.
+const LABEL: &str = "format";
+
+/// What a replica of this build tells.
+pub(super) fn label() -> (String, String) {
+    (LABEL.to_owned(), FORMAT_VERSION.to_string())
+}
+
+/// Says who cannot read `command`, if anybody. This replica, `own`, can.
+pub(super) fn check(
+    command: &Command,
+    own: u8,
+    members: impl FnOnce() -> BTreeMap<u8, Member>,
+) -> Result<(), String> {
+    let needed = format_of(command);
+    if needed <= FORMAT_VERSION_COMMON {
+        return Ok(());
+    }
+    let members = members();
+    let others = members.iter().filter(|(id, _)| **id != own);
+    let lacking: Vec<String> = others
+        .filter(|(_, member)| known(member) < needed)
+        .map(|(id, _)| id.to_string())
+        .collect();
+    if lacking.is_empty() {
+        return Ok(());
+    }
+    Err(format!(
+        "replicas of an earlier build could not read it: log format {needed} is not known to {}",
+        lacking.join(", ")
+    ))
+}
+
+/// The newest format that a member knows.
+fn known(member: &Member) -> u8 {
+    let told = member.labels.get(LABEL).and_then(|it| it.parse().ok());
+    told.unwrap_or(FORMAT_VERSION_COMMON)
+}
+
+#[cfg(test)]
+mod tests {
+    use state::ids::RestoreId;
+
+    use super::*;
+
+    fn members(formats: &[Option<u8>]) -> BTreeMap<u8, Member> {
+        let member = |format: &Option<u8>| Member {
+            address: String::new(),
+            labels: format
+                .map(|it| (LABEL.to_owned(), it.to_string()))
+                .into_iter()
+                .collect(),
+            is_voter: true,
+            is_connected: true,
+            lag: None,
+        };
+        (1..).zip(formats.iter().map(member)).collect()
+    }
+
+    #[test]
+    fn a_command_waits_for_all_members_to_know_its_format() {
+        let restore = RestoreId(1);
+        let newer = Command::AbortRestore { restore };
+        let asked = |own: u8, formats: &[Option<u8>]| check(&newer, own, || members(formats));
+        assert_eq!(asked(1, &[Some(3), Some(3), Some(4)]), Ok(()));
+        assert_eq!(asked(1, &[None, Some(3)]), Ok(()), "this build knows it");
+        assert_eq!(asked(1, &[]), Ok(()));
+        let lacking = asked(1, &[Some(3), None, Some(2), Some(3)]).unwrap_err();
+        assert!(
+            lacking.ends_with("log format 3 is not known to 2, 3"),
+            "{lacking}"
+        );
+    }
+
+    #[test]
+    fn what_every_build_knows_waits_for_nobody() {
+        let command = Command::AssignReaders(Vec::new());
+        assert_eq!(
+            check(&command, 1, || unreachable!("nobody is asked")),
+            Ok(())
+        );
+        assert_eq!(label(), ("format".to_owned(), FORMAT_VERSION.to_string()));
+    }
+}

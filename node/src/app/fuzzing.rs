@@ -1,0 +1,32 @@
+//! What replicas tell each other, as [`crate::fuzzing`] has it.
+
+use super::exchange::Message;
+
+/// A message of a peer. One that can be taken apart is put together as it was, unless it has a form
+/// that is not written: a backlog that is told and empty.
+pub fn exchange(bytes: &[u8]) {
+    if let Some(message) = Message::read(bytes) {
+        assert_eq!(Message::read(&message.write()), Some(message));
+        if !(bytes[0] == 2 && message.backlog.is_empty()) {
+            assert_eq!(&message.write()[..], bytes);
+        }
+    }
+}
+
+/// Real messages.
+#[must_use]
+pub fn exchange_seeds() -> Vec<Vec<u8>> {
+    let message = |claim, backlog, load| {
+        let message = Message {
+            claim,
+            backlog,
+            load,
+        };
+        message.write().to_vec()
+    };
+    vec![
+        message(&[1; 25], &[], &[1, 0, 1, 1, 1, 1]),
+        message(&[], &[7; 40], &[1]),
+        message(&[1; 25], &[7; 300], &[]),
+    ]
+}

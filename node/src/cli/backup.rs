@@ -1,0 +1,320 @@
+//! `quorate backup` and `quorate restore`: the state of a cluster in a file, and back.
+//!
+//! A file takes its name only once all of it is on disk and was read as a state with the digest that its
+//! replica said; one that is to be restored is read the same way before the first byte is sent. That takes
+//! as much memory as a replica's state.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufReader, IsTerminal, Write, stderr};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, UNIX_EPOCH};
+
+use anyhow::{Context, bail};
+use api::backup::{FileReader, Head};
+use bytes::Bytes;
+use futures_util::stream;
+use http::{Method, Request, Response};
+use http_body_util::{BodyExt, Empty, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::Value;
+use state::RouterState;
+use tokio::io::AsyncReadExt;
+
+use super::client::{Target, judged, no_answer};
+
+/// Longest wait for the other side to send or take anything.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes read from the file at a time.
+const READ_BYTES: usize = 256 << 10;
+
+/// `quorate backup`.
+#[derive(Debug, clap::Args)]
+pub(super) struct Backup {
+    /// Where to write the backup
+    file: PathBuf,
+    /// Replace the file if it is there
+    #[arg(long)]
+    force: bool,
+    /// Take the state as this replica has it, without asking the others: when the quorum is lost
+    #[arg(long)]
+    local: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    target: Target,
+}
+
+/// `quorate restore`.
+#[derive(Debug, clap::Args)]
+pub(super) struct Restore {
+    /// The backup
+    file: PathBuf,
+    /// Restore although the cluster has users or blocks: they go
+    #[arg(long)]
+    force: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    target: Target,
+}
+
+/// Runs `quorate backup`.
+pub(super) async fn backup(args: Backup) -> anyhow::Result<ExitCode> {
+    let file = &args.file;
+    if !args.force && file.exists() {
+        bail!("{} is there already (--force replaces it)", file.display());
+    }
+    let unfinished = beside(file)?;
+    let made = fetch(&args, &unfinished).await;
+    let made = match made {
+        Ok(bytes) => verified(&unfinished).await.map(|head| (head, bytes)),
+        Err(error) => Err(error),
+    };
+    let kept = made.and_then(|made| {
+        std::fs::rename(&unfinished, file)
+            .and_then(|()| sync_folder_of(file))
+            .with_context(|| format!("name it {}", file.display()))?;
+        Ok(made)
+    });
+    if kept.is_err() {
+        // It may not have come into being.
+        std::fs::remove_file(&unfinished).ok();
+    }
+    let (head, bytes) = kept?;
+    if args.json {
+        super::print(serde_json::to_string(&head)?)?;
+    } else {
+        super::print(format_args!(
+            "{}: {bytes} bytes, checked\n{}",
+            file.display(),
+            told(&head)
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs `quorate restore`.
+pub(super) async fn restore(args: Restore) -> anyhow::Result<ExitCode> {
+    let head = verified(&args.file).await?;
+    let answer = send(&args).await?;
+    if args.json {
+        super::print(serde_json::to_string(&answer)?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let text = |field: &str| match &answer[field] {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    super::print(format_args!(
+        "restored at log index {}\n{}\nthe cluster has {} backends, {} users, {} blocks\n\
+         digest {} at index {}",
+        text("index"),
+        told(&head),
+        text("backends"),
+        text("users"),
+        text("blocks"),
+        text("digest"),
+        text("applied_index"),
+    ))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A backup in words.
+fn told(head: &Head) -> String {
+    let made_at = UNIX_EPOCH.checked_add(Duration::from_millis(head.made_at_ms));
+    let made_at = made_at.map_or_else(
+        || format!("{} ms", head.made_at_ms),
+        |at| humantime::format_rfc3339_seconds(at).to_string(),
+    );
+    let cluster = head.cluster.as_deref().unwrap_or("none");
+    format!(
+        "state of index {} of cluster {cluster}, made at {made_at} by replica {} ({})\n\
+         {} backends, {} users, {} blocks, digest {}",
+        head.index, head.replica, head.version, head.backends, head.users, head.blocks, head.digest
+    )
+}
+
+/// Where the file is written before it has its name: in the same folder, to be renamed.
+fn beside(file: &Path) -> anyhow::Result<PathBuf> {
+    let name = file.file_name();
+    let mut name = name
+        .with_context(|| format!("{} names no file", file.display()))?
+        .to_owned();
+    name.push(format!(".{}.unfinished", std::process::id()));
+    Ok(file.with_file_name(name))
+}
+
+/// Writes what the replica sends to `path` and has it on disk; answers its length.
+async fn fetch(args: &Backup, path: &Path) -> anyhow::Result<u64> {
+    let level = if args.local { "local" } else { "linearizable" };
+    let url = args
+        .target
+        .url(&format!("/admin/v1/cluster/backup?read={level}"));
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let request = Request::get(&url).body(Empty::<Bytes>::new())?;
+    let response = tokio::time::timeout(IDLE_TIMEOUT, client.request(request)).await;
+    let response = response
+        .with_context(|| format!("GET {url}: no answer in time"))?
+        .map_err(|error| no_answer(&error))
+        .with_context(|| format!("GET {url}"))?;
+    let length = response.headers().get(http::header::CONTENT_LENGTH);
+    let length: Option<u64> = length.and_then(|it| it.to_str().ok()?.parse().ok());
+    if !response.status().is_success() {
+        let problem = read(response)
+            .await
+            .and_then(|(status, answer)| judged(status, answer));
+        bail!(
+            "GET {url}: {:#}",
+            problem.expect_err("the status is no success")
+        );
+    }
+    let bar = bar("fetching", length.unwrap_or(0))?;
+    // What users are called and how prompts are hashed is in it.
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .with_context(|| format!("create {}", path.display()))?;
+    let mut body = response.into_body();
+    while let Some(bytes) = next_bytes(&mut body)
+        .await
+        .with_context(|| format!("GET {url}: the answer broke off"))?
+    {
+        let written = tokio::task::spawn_blocking(move || {
+            file.write_all(&bytes).map(|()| (file, bytes.len()))
+        });
+        let written = written
+            .await?
+            .with_context(|| format!("write {}", path.display()));
+        let (back, taken) = written?;
+        file = back;
+        bar.inc(taken as u64);
+    }
+    let synced = tokio::task::spawn_blocking(move || file.sync_all()).await?;
+    synced.with_context(|| format!("write {}", path.display()))?;
+    bar.finish_and_clear();
+    Ok(bar.position())
+}
+
+async fn next_bytes(body: &mut Incoming) -> anyhow::Result<Option<Bytes>> {
+    loop {
+        let frame = tokio::time::timeout(IDLE_TIMEOUT, body.frame()).await;
+        match frame.context("nothing more came in time")? {
+            None => return Ok(None),
+            Some(frame) => {
+                if let Ok(bytes) = frame?.into_data() {
+                    return Ok(Some(bytes));
+                }
+            }
+        }
+    }
+}
+
+/// Reads a backup as a whole, state and all; answers its head.
+async fn verified(path: &Path) -> anyhow::Result<Head> {
+    let opened = path.to_owned();
+    let read = tokio::task::spawn_blocking(move || read_whole(&opened));
+    read.await?.with_context(|| path.display().to_string())
+}
+
+fn read_whole(path: &Path) -> anyhow::Result<Head> {
+    let file = File::open(path)?;
+    let bar = bar("checking", file.metadata()?.len())?;
+    let file = bar.wrap_read(BufReader::with_capacity(READ_BYTES, file));
+    let (mut reader, head) = FileReader::open(file)?;
+    let mut state = RouterState::new();
+    state.restore(&mut reader)?;
+    let (index, digest) = (state.applied().0, format!("{:032x}", state.digest()));
+    if (index, &digest) != (head.index, &head.digest) {
+        let said = format!("index {} and digest {}", head.index, head.digest);
+        bail!("its state has index {index} and digest {digest}, its head says {said}");
+    }
+    bar.finish_and_clear();
+    Ok(head)
+}
+
+/// Sends the file and answers what the replica says.
+async fn send(args: &Restore) -> anyhow::Result<Value> {
+    let force = if args.force { "?force=true" } else { "" };
+    let url = args
+        .target
+        .url(&format!("/admin/v1/cluster/restore{force}"));
+    let file = tokio::fs::File::open(&args.file).await?;
+    let bar = bar("sending", file.metadata().await?.len())?;
+    let sent = bar.clone();
+    let frames = stream::try_unfold(file, move |mut file| {
+        let sent = sent.clone();
+        async move {
+            let mut bytes = vec![0; READ_BYTES];
+            let read = file.read(&mut bytes).await?;
+            bytes.truncate(read);
+            sent.inc(read as u64);
+            let frame = (read > 0).then(|| (Frame::data(Bytes::from(bytes)), file));
+            Ok::<_, io::Error>(frame)
+        }
+    });
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let request = Request::builder()
+        .method(Method::POST)
+        .uri(&url)
+        .header(http::header::CONTENT_TYPE, "application/octet-stream")
+        .body(StreamBody::new(Box::pin(frames)))?;
+    let answer = async {
+        let response = client
+            .request(request)
+            .await
+            .map_err(|error| no_answer(&error))?;
+        let (status, answer) = read(response).await?;
+        judged(status, answer)
+    };
+    let answer = tokio::select! {
+        answer = answer => answer,
+        () = stalled(&bar) => Err(anyhow::anyhow!("no answer in time")),
+    };
+    bar.finish_and_clear();
+    answer.with_context(|| format!("POST {url}"))
+}
+
+/// Returns when nothing was sent for a while: neither side moves.
+async fn stalled(bar: &ProgressBar) {
+    let mut position = None;
+    while position != Some(bar.position()) {
+        position = Some(bar.position());
+        tokio::time::sleep(IDLE_TIMEOUT).await;
+    }
+}
+
+/// Status and JSON of an answer.
+async fn read(response: Response<Incoming>) -> anyhow::Result<(http::StatusCode, Value)> {
+    let (head, body) = response.into_parts();
+    let bytes = body.collect().await?.to_bytes();
+    let answer = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    Ok((head.status, answer))
+}
+
+/// Has the name of a file on disk.
+fn sync_folder_of(file: &Path) -> io::Result<()> {
+    let folder = file.parent().filter(|it| !it.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+/// A progress bar over bytes: on a terminal only.
+fn bar(what: &'static str, bytes: u64) -> anyhow::Result<ProgressBar> {
+    let target = if stderr().is_terminal() {
+        ProgressDrawTarget::stderr()
+    } else {
+        ProgressDrawTarget::hidden()
+    };
+    let style = "{prefix} {elapsed_precise} {wide_bar} {bytes}/{total_bytes}";
+    Ok(ProgressBar::with_draw_target(Some(bytes), target)
+        .with_prefix(what)
+        .with_style(ProgressStyle::with_template(style)?))
+}

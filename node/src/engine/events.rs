@@ -1,0 +1,192 @@
+//! KV events as vLLM publishes them: who stands in the cache, told over ZeroMQ.
+//!
+//! Source: vLLM's `distributed/kv_events.py` and streams recorded from 0.12 and 0.32. A PUB socket
+//! sends topic, sequence number and payload; numbers begin at 0 with each run. A ROUTER socket repeats
+//! the last ten thousand from a number on. A subscriber that does not keep up loses what
+//! exceeds its queue. Faults ([`Faults`]) break the PUB side on purpose; replays are told the truth.
+
+mod encode;
+mod faults;
+mod serve;
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::cache::BlockEvent;
+use super::text::Content;
+pub use encode::Form;
+pub use faults::{Fate, Faults};
+
+/// Messages that are repeated on demand: vLLM's default.
+pub(super) const REPLAY_MESSAGES: usize = 10_000;
+/// Messages a subscriber may be behind: vLLM's default high-water mark.
+const QUEUE_MESSAGES_MAX: usize = 100_000;
+/// Topic of every message.
+pub(super) const TOPIC: &str = "kv-events";
+
+/// Where and how an engine publishes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EventsOptions {
+    /// The PUB socket; port 0 takes a free one.
+    pub events: SocketAddr,
+    /// The ROUTER socket; `None`: no replays.
+    pub replay: Option<SocketAddr>,
+    /// How events are written.
+    pub form: Form,
+    /// What goes wrong.
+    pub faults: Faults,
+}
+
+/// A numbered message.
+#[derive(Debug, Clone)]
+struct Message {
+    seq: u64,
+    payload: Bytes,
+}
+
+/// An engine's publisher.
+#[derive(Debug)]
+pub(super) struct Publisher {
+    form: Form,
+    block_tokens: u32,
+    events_at: SocketAddr,
+    replay_at: Option<SocketAddr>,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    next_seq: u64,
+    recent: VecDeque<Message>,
+    subscribers: Vec<mpsc::Sender<Message>>,
+    faults: Faults,
+    /// Messages over all runs.
+    published: u64,
+}
+
+impl Publisher {
+    /// Binds the sockets and serves them in the background until `stop`.
+    pub(super) async fn start(
+        options: &EventsOptions,
+        block_tokens: u32,
+        stop: &CancellationToken,
+        tasks: &TaskTracker,
+    ) -> io::Result<Arc<Self>> {
+        let events = TcpListener::bind(options.events).await?;
+        let replay = match options.replay {
+            Some(replay) => Some(TcpListener::bind(replay).await?),
+            None => None,
+        };
+        let publisher = Arc::new(Self {
+            form: options.form,
+            block_tokens,
+            events_at: events.local_addr()?,
+            replay_at: replay.as_ref().map(TcpListener::local_addr).transpose()?,
+            inner: Mutex::new(Inner {
+                next_seq: 0,
+                recent: VecDeque::new(),
+                subscribers: Vec::new(),
+                faults: options.faults.clone(),
+                published: 0,
+            }),
+        });
+        let serving = serve::subscribers(events, publisher.clone(), stop.clone(), tasks.clone());
+        tasks.spawn(stop.clone().run_until_cancelled_owned(serving));
+        if let Some(replay) = replay {
+            let serving = serve::replays(replay, publisher.clone(), stop.clone(), tasks.clone());
+            tasks.spawn(stop.clone().run_until_cancelled_owned(serving));
+        }
+        Ok(publisher)
+    }
+
+    /// Where the PUB socket listens.
+    pub(super) fn events_at(&self) -> SocketAddr {
+        self.events_at
+    }
+
+    /// Where the ROUTER socket listens.
+    pub(super) fn replay_at(&self) -> Option<SocketAddr> {
+        self.replay_at
+    }
+
+    /// Publishes a step's events as one message, if there are any; answers what is to befall the
+    /// engine for it.
+    pub(super) fn publish(&self, at_s: f64, events: &[BlockEvent], contents: Vec<Content>) -> Fate {
+        if events.is_empty() {
+            return Fate::Nothing;
+        }
+        let payload = encode::payload(self.form, self.block_tokens, at_s, events, contents);
+        let mut inner = self.lock();
+        let message = Message {
+            seq: inner.next_seq,
+            payload,
+        };
+        inner.next_seq += 1;
+        if inner.recent.len() >= REPLAY_MESSAGES {
+            inner.recent.pop_front();
+        }
+        inner.recent.push_back(message.clone());
+        let Inner {
+            subscribers,
+            faults,
+            ..
+        } = &mut *inner;
+        for sent in faults.send(message) {
+            // A full queue loses the message, as a PUB socket does beyond its high-water mark.
+            subscribers.retain(|queue| {
+                !matches!(
+                    queue.try_send(sent.clone()),
+                    Err(mpsc::error::TrySendError::Closed(_))
+                )
+            });
+        }
+        inner.published += 1;
+        inner.faults.fate(inner.published)
+    }
+
+    /// Begins a new run, as a restarted engine does: numbers from 0, nothing to repeat.
+    pub(super) fn restart(&self) {
+        let mut inner = self.lock();
+        inner.next_seq = 0;
+        inner.recent.clear();
+        inner.faults.forget();
+        // Connections of the old process break with it.
+        inner.subscribers.clear();
+    }
+
+    fn subscribe(&self) -> mpsc::Receiver<Message> {
+        let (queue, messages) = mpsc::channel(QUEUE_MESSAGES_MAX);
+        self.lock().subscribers.push(queue);
+        messages
+    }
+
+    /// What a replay from `from` repeats.
+    fn from(&self, from: u64) -> Vec<Message> {
+        let inner = self.lock();
+        let recent = inner.recent.iter();
+        recent
+            .filter(|message| message.seq >= from)
+            .cloned()
+            .collect()
+    }
+
+    fn stall(&self) -> Option<std::time::Duration> {
+        self.lock().faults.stall()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // What is behind it is whole between two statements.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests;

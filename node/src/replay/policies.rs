@@ -1,0 +1,161 @@
+//! `quorate replay --policies`: the same trace through one policy after the other, each with three
+//! fresh replicas and fresh emulated engines in this process, and one table of what came of it.
+//!
+//! Replicas and engines are those of `quorate dev`. What is compared is the policies, not the
+//! machine: engines only wait where a GPU would work, and as long as the load generator keeps up
+//! (`late`) so do they.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::load::{Plan, Work, run as run_load};
+use super::print::{align_numbers, percent, table};
+use super::progress::{bar, show};
+use super::report::Report;
+use super::targets::Targets;
+use super::trace::Arrival;
+use crate::cli::INTERRUPTED;
+use crate::dev::engines::{Engines, EnginesPlan};
+use crate::dev::fleet::{Fleet, FleetPlan};
+
+/// Stands for every policy there is.
+pub(super) const EVERY_POLICY: &str = "all";
+
+/// What is compared, and how.
+pub(super) struct Comparison<'a> {
+    /// In the order of the table.
+    pub(super) policies: Vec<&'static str>,
+    pub(super) engines: EnginesPlan<'a>,
+    pub(super) settings: &'a [String],
+    pub(super) speed: f64,
+    pub(super) in_flight_max: usize,
+    pub(super) timeout: Duration,
+    pub(super) is_json: bool,
+}
+
+/// What came of one policy.
+#[derive(Debug, Serialize)]
+struct Row {
+    policy: &'static str,
+    /// Answers of the busiest engine, times the mean: 1 is even.
+    load_spread: f64,
+    #[serde(flatten)]
+    report: Report,
+}
+
+/// Replays the trace through each policy and prints the table; the exit code is 1 when requests
+/// failed.
+pub(super) async fn compare(
+    comparison: &Comparison<'_>,
+    arrivals: &[Arrival],
+) -> anyhow::Result<ExitCode> {
+    let mut rows = Vec::new();
+    for policy in &comparison.policies {
+        let engines = Engines::start(comparison.engines).await?;
+        let row = tokio::select! {
+            row = with_policy(comparison, policy, &engines, arrivals) => Some(row),
+            interrupt = tokio::signal::ctrl_c() => interrupt.map(|()| None)?,
+        };
+        engines.stop().await;
+        match row {
+            Some(row) => rows.push(row?),
+            None => return Ok(ExitCode::from(INTERRUPTED)),
+        }
+    }
+    if comparison.is_json {
+        crate::cli::print(serde_json::to_string_pretty(&rows)?)?;
+    } else {
+        crate::cli::print(tabled(&rows))?;
+    }
+    let failed = |row: &Row| row.report.total.failed + row.report.total.lost > 0;
+    Ok(if rows.iter().any(failed) {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+async fn with_policy(
+    comparison: &Comparison<'_>,
+    policy: &'static str,
+    engines: &Engines,
+    arrivals: &[Arrival],
+) -> anyhow::Result<Row> {
+    let mut settings = comparison.settings.to_vec();
+    settings.push(format!("routing.policy={policy}"));
+    let plan = FleetPlan {
+        port: Some(0),
+        settings: &settings,
+        ..FleetPlan::default()
+    };
+    let fleet = Fleet::start(plan, &engines.specs).await?;
+    let model = fleet.first_model().await?;
+    let targets = Targets::new(&fleet.data_urls())?;
+    let bar = bar(arrivals.len() as u64)?;
+    bar.set_prefix(format!("{policy} "));
+    let plan = Plan {
+        work: Work::Trace(arrivals.to_vec()),
+        model,
+        speed: comparison.speed,
+        in_flight_max: comparison.in_flight_max,
+        timeout: comparison.timeout,
+    };
+    let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;
+    bar.finish_and_clear();
+    fleet.leave().await;
+    Ok(Row {
+        policy,
+        load_spread: spread(&report, engines.specs.len()),
+        report,
+    })
+}
+
+/// Answers of the busiest engine over the mean of all, those without any included.
+fn spread(report: &Report, engines: usize) -> f64 {
+    let all: u64 = report.backends.values().sum();
+    let most = report.backends.values().max().copied().unwrap_or(0);
+    if all == 0 {
+        return 1.0;
+    }
+    most as f64 * engines as f64 / all as f64
+}
+
+fn tabled(rows: &[Row]) -> comfy_table::Table {
+    let mut table = table(&[
+        "policy",
+        "cached %",
+        "predicted %",
+        "TTFT p50",
+        "p90",
+        "p99 ms",
+        "load max/mean",
+        "requests",
+        "errors",
+        "late p99 ms",
+    ]);
+    for Row {
+        policy,
+        load_spread,
+        report,
+    } in rows
+    {
+        let total = &report.total;
+        let ms = |value: f64| format!("{value:.1}");
+        table.add_row([
+            (*policy).to_owned(),
+            percent(total.hit_rate),
+            percent(total.predicted_hit_rate),
+            ms(total.ttft_ms.p50),
+            ms(total.ttft_ms.p90),
+            ms(total.ttft_ms.p99),
+            format!("{load_spread:.2}"),
+            total.requests.to_string(),
+            (total.failed + total.lost).to_string(),
+            ms(report.late_ms.p99),
+        ]);
+    }
+    align_numbers(&mut table);
+    table
+}

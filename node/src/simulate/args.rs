@@ -1,0 +1,538 @@
+//! `quorate simulate`: the flags, what they mean together, and how it ends.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use state::admission::{AdmissionSettings, Batching, Concurrency, Order};
+use state::policy::PolicyConfig;
+
+use super::compare::{Case, Cases, PROGRESS_PARTS, no_verdict};
+use super::events::Micros;
+use super::experiment::Experiment;
+use super::page;
+use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel, Plan, Restart, Who, micros};
+use super::print;
+use super::workload::{Lengths, Mix, User, Workload};
+use crate::engine::model::Shape;
+use crate::replay::progress::bar;
+use crate::replay::trace::{self, Scale, TraceOptions};
+
+/// Arguments that do not fit together, or a trace that cannot be read: exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Unusable(String);
+
+/// Simulate a cluster, its engines and its clients: seeded, repeatable, without network or clock.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SimulateArgs {
+    /// A recorded trace: Mooncake's JSON lines, or Azure's or VTC's comma-separated values
+    #[arg(long, value_name = "FILE", conflicts_with = "workload")]
+    trace: Option<PathBuf>,
+    /// A generated workload
+    #[arg(long, value_enum, conflicts_with = "experiment")]
+    workload: Option<Kind>,
+    /// A comparison with its own settings, and what it is to show
+    #[arg(long, value_enum)]
+    experiment: Option<Experiment>,
+    /// Policies to compare, one run each
+    #[arg(long, value_name = "P", value_delimiter = ',', default_value = "cost", value_parser = policy)]
+    policy: Vec<PolicyConfig>,
+    /// Orders of the admission queue to compare, one run each
+    #[arg(long, value_name = "O", value_delimiter = ',', default_value = "vtc", value_parser = order)]
+    order: Vec<Order>,
+    /// Numbers of output-length bins to compare, one run each
+    #[arg(long, value_name = "K", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    bins: Vec<u16>,
+    /// Engines
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=512))]
+    backends: u16,
+    /// Replicas
+    #[arg(long, value_name = "R", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=64))]
+    replicas: u8,
+    /// What replicas share: `nothing` stands for both lags at `never`
+    #[arg(long, value_enum, default_value = "all")]
+    share: Share,
+    /// From a proposal until it is applied everywhere: 20ms, or never
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
+    ownership_lag: Lag,
+    /// From a load report until peers have it: 20ms, or never
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
+    load_lag: Lag,
+    /// Least time between two batches of a replica
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
+    flush_interval: Duration,
+    /// When replicas crash and start again
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    restart_at: Option<Duration>,
+    /// Which replicas do
+    #[arg(long, value_enum, default_value = "all", requires = "restart_at")]
+    restart: Who,
+    /// They lose what they had on disk
+    #[arg(long, requires = "restart_at")]
+    wipe: bool,
+    /// Requests given to an engine at once: a number, `adaptive` or `unlimited`
+    #[arg(long, value_name = "N", default_value = "unlimited", value_parser = concurrency)]
+    concurrency: Concurrency,
+    /// Output lengths are known when a request comes, in place of predicted
+    #[arg(long)]
+    oracle: bool,
+    /// `cost` learns its constants from what is measured
+    #[arg(long)]
+    learn: bool,
+    #[command(flatten)]
+    demand: Demand,
+    #[command(flatten)]
+    engine: EngineArgs,
+    /// Seed of everything drawn
+    #[arg(long, value_name = "S", default_value_t = 1)]
+    seed: u64,
+    /// Print the results as JSON
+    #[arg(long)]
+    json: bool,
+    /// Write a page with plots
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+}
+
+/// What is asked for.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Workload")]
+struct Demand {
+    /// Requests per second on average; for a trace by default as recorded
+    #[arg(long, value_name = "R", value_parser = rate)]
+    rate: Option<f64>,
+    /// Until when requests come
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    duration: Option<Duration>,
+    /// Requests at most
+    #[arg(long, value_name = "N")]
+    requests: Option<u64>,
+    /// What a trace's lengths are multiplied with: 1/16
+    #[arg(long, value_name = "FRACTION", default_value = "1")]
+    scale: Scale,
+    /// Users
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    users: u32,
+    /// Each user has one replica
+    #[arg(long)]
+    pin: bool,
+    /// Weights of users, repeated until all have one: 1,2,3,4
+    #[arg(long, value_name = "W", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    weights: Vec<u32>,
+    /// How much users send of `fairness`, repeated until all have one: 1,2,3,4
+    #[arg(long, value_name = "R", value_delimiter = ',', default_value = "1,2,3,4", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rates: Vec<u32>,
+    /// Requests of `fairness` that a user of rate 1 keeps open: it always waits
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    backlog: u32,
+    /// The first user of `fairness` sends nothing in this time: 20s..40s
+    #[arg(long, value_name = "FROM..TO", value_parser = span)]
+    off: Option<(Micros, Micros)>,
+    /// Prompt tokens of a request's own: 64..192
+    #[arg(long, value_name = "A..B", value_parser = range)]
+    input_tokens: Option<(u32, u32)>,
+    /// Output tokens: 16..64
+    #[arg(long, value_name = "A..B", value_parser = range)]
+    output_tokens: Option<(u32, u32)>,
+    /// Groups of requests that begin alike
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    prefixes: Option<u32>,
+    /// Tokens of a group's beginning
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    prefix_tokens: Option<u32>,
+}
+
+/// How engines are.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Engines")]
+struct EngineArgs {
+    /// KV blocks of 32 tokens per engine
+    #[arg(long, value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(2..=10_000_000))]
+    blocks: u32,
+    /// Requests running at once
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    max_num_seqs: u32,
+    /// Tokens computed in one step
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_num_batched_tokens: u32,
+    /// Prompt tokens computed per second
+    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    prefill_rate: u32,
+    /// Time of a decode step for one request
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
+    decode: Duration,
+    /// Engines that batch with a barrier, of so many requests
+    #[arg(long, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    static_batch: Option<u32>,
+}
+
+/// Workloads that are generated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Kind {
+    /// Groups with a long beginning of their own
+    SharedPrefix,
+    /// Most requests in one group
+    OneHot,
+    /// One beginning before all groups
+    Templated,
+    /// Six times faster for five of every twenty seconds
+    Burst,
+    /// Users who always have requests waiting
+    Fairness,
+}
+
+/// What replicas share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Share {
+    /// Ownership, counters and load
+    All,
+    /// Nothing
+    Nothing,
+}
+
+/// How late news are; `Lag(None)`: they never come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Lag(Option<Micros>);
+
+fn policy(text: &str) -> Result<PolicyConfig, String> {
+    let all = PolicyConfig::defaults();
+    let found = all.into_iter().find(|policy| policy.name() == text);
+    found.ok_or_else(|| format!("expected one of {}", state::policy::POLICY_NAMES.join(", ")))
+}
+
+fn order(text: &str) -> Result<Order, String> {
+    serde_json::from_value(text.into())
+        .map_err(|_| "expected vtc, vtc-max-fair, vtc-pred, dlpm, lcf, rpm or fcfs".to_owned())
+}
+
+fn lag(text: &str) -> Result<Lag, String> {
+    if text == "never" {
+        return Ok(Lag(None));
+    }
+    let time = humantime::parse_duration(text);
+    time.map(|time| Lag(Some(micros(time))))
+        .map_err(|error| format!("expected a time like 20ms, or never: {error}"))
+}
+
+fn concurrency(text: &str) -> Result<Concurrency, String> {
+    match text {
+        "adaptive" => Ok(Concurrency::Adaptive),
+        "unlimited" => Ok(Concurrency::Unlimited),
+        number => match number.parse::<u32>() {
+            Ok(requests) if requests > 0 => Ok(Concurrency::Fixed(requests)),
+            _ => Err("expected a number from 1, adaptive or unlimited".to_owned()),
+        },
+    }
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
+        _ => Err("expected a number above 0 and at most 1e6".to_owned()),
+    }
+}
+
+fn range(text: &str) -> Result<(u32, u32), String> {
+    let (least, most) = text.split_once("..").unwrap_or((text, text));
+    let tokens = |part: &str| {
+        part.parse::<u32>()
+            .ok()
+            .filter(|n| (1..1 << 20).contains(n))
+    };
+    match (tokens(least), tokens(most)) {
+        (Some(least), Some(most)) if least <= most => Ok((least, most)),
+        _ => Err("expected tokens like 64..192".to_owned()),
+    }
+}
+
+fn span(text: &str) -> Result<(Micros, Micros), String> {
+    let expected = || "expected times like 20s..40s".to_owned();
+    let (from, until) = text.split_once("..").ok_or_else(expected)?;
+    let time = |part| humantime::parse_duration(part).map_err(|_| expected());
+    let (from, until) = (micros(time(from)?), micros(time(until)?));
+    if from < until {
+        Ok((from, until))
+    } else {
+        Err(expected())
+    }
+}
+
+/// Simulates and prints; the exit code is 1 when an experiment's claim fails or the books do not
+/// balance, 2 when the arguments make no sense together.
+///
+/// # Errors
+/// [`Unusable`], or when the page cannot be written.
+pub fn run(args: &SimulateArgs) -> anyhow::Result<ExitCode> {
+    let cases = args.cases()?;
+    let bar = bar(cases.cases.len() as u64 * PROGRESS_PARTS)?;
+    let comparison = cases.run(args.seed, command_line(), |parts| bar.set_position(parts));
+    bar.finish_and_clear();
+    if let Some(path) = &args.report {
+        fs::write(path, page::html(&comparison)?)
+            .with_context(|| format!("write {}", path.display()))?;
+    }
+    if args.json {
+        crate::cli::print(serde_json::to_string_pretty(&comparison)?)?;
+    } else {
+        crate::cli::print(print::tables(&comparison))?;
+    }
+    let is_sound = comparison.runs.iter().all(|run| run.faults.is_empty());
+    let has_shown = comparison.verdicts.iter().all(|verdict| verdict.holds);
+    Ok(if is_sound && has_shown {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// The arguments as they were given, for whoever reads the results.
+fn command_line() -> String {
+    let arguments = std::env::args().skip(1);
+    std::iter::once("quorate".to_owned())
+        .chain(arguments)
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+impl SimulateArgs {
+    fn cases(&self) -> Result<Cases, Unusable> {
+        if let Some(experiment) = self.experiment {
+            if self.trace.is_some() && experiment != Experiment::Sharing {
+                return Err(Unusable::new(
+                    "of the experiments only sharing takes a --trace",
+                ));
+            }
+            let workload = self.trace.is_some().then(|| self.workload());
+            return experiment.cases(self.seed, self.demand.duration, workload.transpose()?);
+        }
+        let workload = Arc::new(self.workload()?);
+        if workload.arrivals.is_empty() && !workload.is_backlogged() {
+            return Err(Unusable("no request to simulate".to_owned()));
+        }
+        let base = self.plan(&workload)?;
+        let mut cases = Vec::new();
+        for policy in &self.policy {
+            for order in &self.order {
+                for bins in &self.bins {
+                    cases.push(Case {
+                        plan: self.variant(&base, policy, *order, *bins),
+                        workload: Arc::clone(&workload),
+                    });
+                }
+            }
+        }
+        Ok(Cases {
+            title: format!(
+                "{} backends, {} replicas, seed {}",
+                self.backends, self.replicas, self.seed
+            ),
+            cases,
+            judge: no_verdict,
+        })
+    }
+
+    fn variant(&self, base: &Plan, policy: &PolicyConfig, order: Order, bins: u16) -> Plan {
+        let mut parts = Vec::new();
+        if self.policy.len() > 1 || self.order.len() * self.bins.len() == 1 {
+            parts.push(policy.name().to_owned());
+        }
+        if self.order.len() > 1 {
+            let name = serde_json::to_value(order).unwrap_or_default();
+            parts.push(name.as_str().unwrap_or_default().to_owned());
+        }
+        if self.bins.len() > 1 {
+            parts.push(format!("K={bins}"));
+        }
+        Plan {
+            label: parts.join(" "),
+            policy: policy.clone(),
+            admission: AdmissionSettings {
+                order,
+                bins,
+                ..base.admission.clone()
+            },
+            ..base.clone()
+        }
+    }
+
+    fn plan(&self, workload: &Workload) -> Result<Plan, Unusable> {
+        let last = workload.arrivals.last().map_or(0, |sent| sent.at);
+        let horizon = self.demand.duration.map_or(last.max(1), micros);
+        let horizon = if workload.is_backlogged() {
+            self.demand.duration.map_or(60_000_000, micros)
+        } else {
+            horizon.min(last.max(1))
+        };
+        let is_shared = self.share == Share::All;
+        let restart = self.restart_at.map(|at| Restart {
+            at: micros(at),
+            who: self.restart,
+            wipe: self.wipe,
+        });
+        if restart.is_some_and(|restart| restart.at >= horizon) {
+            return Err(Unusable(
+                "--restart-at is after the last request".to_owned(),
+            ));
+        }
+        let engine = &self.engine;
+        let plan = Plan {
+            label: String::new(),
+            policy: self.policy[0].clone(),
+            admission: AdmissionSettings {
+                concurrency: engine
+                    .static_batch
+                    .map_or(self.concurrency, Concurrency::Fixed),
+                batching: match engine.static_batch {
+                    Some(_) => Batching::Static,
+                    None => Batching::Continuous,
+                },
+                // Simulated clients are patient; what waits too long is seen in the times.
+                queue_max: u32::MAX,
+                wait_ms_max: u32::MAX,
+                ..AdmissionSettings::default()
+            },
+            oracle: self.oracle,
+            learn: self.learn,
+            backends: self.backends,
+            engine: engine.model(),
+            replicas: self.replicas,
+            ownership_lag: self.ownership_lag.0.filter(|_| is_shared),
+            load_lag: self.load_lag.0.filter(|_| is_shared),
+            flush: micros(self.flush_interval).max(1),
+            restart,
+            horizon,
+            seed: self.seed,
+            ..Plan::default()
+        };
+        plan.admission
+            .validate()
+            .map_err(|reject| Unusable(reject.to_string()))?;
+        Ok(plan)
+    }
+
+    fn workload(&self) -> Result<Workload, Unusable> {
+        let demand = &self.demand;
+        let mut workload = match (&self.trace, self.workload) {
+            (Some(path), _) => {
+                let options = TraceOptions {
+                    scale: demand.scale,
+                    first: None,
+                    users: demand.users,
+                    seed: self.seed,
+                };
+                let mut arrivals = trace::read(path, &options)
+                    .map_err(|error| Unusable(format!("{:#}", anyhow::Error::from(error))))?;
+                if let (Some(duration), None) = (demand.duration, demand.rate) {
+                    arrivals.retain(|arrival| arrival.at < duration);
+                }
+                if let Some(requests) = demand.requests {
+                    arrivals.truncate(usize::try_from(requests).unwrap_or(usize::MAX));
+                }
+                Workload::of_trace(&arrivals)
+            }
+            (None, Some(Kind::Fairness)) => return Ok(self.fairness()),
+            (None, Some(kind)) => self.mix(kind).generate(self.seed),
+            (None, None) => {
+                return Err(Unusable(
+                    "expected one of --trace, --workload and --experiment".to_owned(),
+                ));
+            }
+        };
+        if let (Some(per_s), true) = (demand.rate, self.trace.is_some()) {
+            workload.set_rate(per_s);
+            if let Some(duration) = demand.duration {
+                workload.arrivals.retain(|it| it.at < micros(duration));
+            }
+        }
+        self.dress(&mut workload);
+        Ok(workload)
+    }
+
+    /// Gives users their weights and replicas.
+    fn dress(&self, workload: &mut Workload) {
+        let weights = self.demand.weights.iter().cycle();
+        for (user, weight) in workload.users.iter_mut().zip(weights) {
+            user.weight_milli = weight * 1000;
+        }
+        if self.demand.pin {
+            workload.pin(self.replicas);
+        }
+    }
+
+    fn fairness(&self) -> Workload {
+        let demand = &self.demand;
+        let user = |(number, rate): (u32, &u32)| User {
+            backlog: rate * demand.backlog,
+            off: demand.off.filter(|_| number == 1),
+            ..User::named(&format!("user-{number}"))
+        };
+        let shape = Lengths::default();
+        let mut workload = Workload {
+            users: (1..=demand.users)
+                .zip(demand.rates.iter().cycle())
+                .map(user)
+                .collect(),
+            arrivals: Vec::new(),
+            shape: Lengths {
+                input: demand.input_tokens.unwrap_or(shape.input),
+                output: demand.output_tokens.unwrap_or(shape.output),
+            },
+        };
+        self.dress(&mut workload);
+        workload
+    }
+
+    fn mix(&self, kind: Kind) -> Mix {
+        let demand = &self.demand;
+        let mix = match kind {
+            Kind::SharedPrefix | Kind::Fairness => Mix::shared_prefix(),
+            Kind::OneHot => Mix::one_hot(),
+            Kind::Templated => Mix::templated(),
+            Kind::Burst => Mix::burst(),
+        };
+        Mix {
+            rate: demand.rate.unwrap_or(mix.rate),
+            duration: demand.duration.map_or(mix.duration, micros),
+            requests: demand.requests.unwrap_or(u64::MAX),
+            groups: demand.prefixes.unwrap_or(mix.groups),
+            group_tokens: demand.prefix_tokens.unwrap_or(mix.group_tokens),
+            lengths: Lengths {
+                input: demand.input_tokens.unwrap_or(mix.lengths.input),
+                output: demand.output_tokens.unwrap_or(mix.lengths.output),
+            },
+            users: demand.users,
+            ..mix
+        }
+    }
+}
+
+impl EngineArgs {
+    fn model(&self) -> EngineModel {
+        match self.static_batch {
+            Some(batch_max) => EngineModel::Static(BatchTimes {
+                batch_max,
+                ..BatchTimes::CALIBRATED
+            }),
+            None => EngineModel::Continuous(Shape {
+                num_gpu_blocks: self.blocks,
+                block_size: BLOCK_TOKENS,
+                max_num_seqs: self.max_num_seqs,
+                max_num_batched_tokens: self.max_num_batched_tokens,
+                prefill_tokens_per_s: self.prefill_rate,
+                decode: self.decode,
+            }),
+        }
+    }
+}
+
+impl Unusable {
+    /// With these words.
+    #[must_use]
+    pub(super) fn new(words: impl Into<String>) -> Self {
+        Self(words.into())
+    }
+}

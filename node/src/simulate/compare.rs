@@ -1,0 +1,95 @@
+//! Runs the cases of a comparison, as many at a time as there are cores. Each case is a simulation of
+//! its own, so which thread runs it when changes nothing.
+
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::events::Micros;
+use super::ideal::Ideal;
+use super::plan::Plan;
+use super::report::{Comparison, Run, Verdict};
+use super::workload::Workload;
+use super::world::World;
+
+/// What is to be compared.
+pub struct Cases {
+    /// In words.
+    pub title: String,
+    /// The cases, in the order of the table.
+    pub cases: Vec<Case>,
+    /// What is to be made of the results.
+    pub judge: fn(&[Run]) -> Vec<Verdict>,
+}
+
+/// One case.
+pub struct Case {
+    /// The cluster.
+    pub plan: Plan,
+    /// What is asked of it.
+    pub workload: Arc<Workload>,
+}
+
+/// Parts that a case's progress is told in.
+pub const PROGRESS_PARTS: u64 = 1000;
+
+impl Cases {
+    /// Runs all; `progress` hears how many parts of all cases are done.
+    #[must_use]
+    pub fn run(self, seed: u64, command: String, progress: impl Fn(u64) + Sync) -> Comparison {
+        let done: Vec<Mutex<Option<Run>>> = self.cases.iter().map(|_| Mutex::new(None)).collect();
+        let next = AtomicUsize::new(0);
+        let parts = Mutex::new(vec![0; self.cases.len()]);
+        let work = || {
+            while let Some((place, case)) = take(&self.cases, &next) {
+                let run = case.run(|part| {
+                    let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
+                    parts[place] = part;
+                    progress(parts.iter().sum());
+                });
+                *done[place].lock().unwrap_or_else(PoisonError::into_inner) = Some(run);
+            }
+        };
+        let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        std::thread::scope(|scope| {
+            for _ in 1..threads.min(self.cases.len()) {
+                scope.spawn(work);
+            }
+            work();
+        });
+        let runs: Vec<Run> = done
+            .into_iter()
+            .filter_map(|run| run.into_inner().unwrap_or_else(PoisonError::into_inner))
+            .collect();
+        Comparison {
+            title: self.title,
+            command,
+            seed,
+            verdicts: (self.judge)(&runs),
+            runs,
+        }
+    }
+}
+
+fn take<'a>(cases: &'a [Case], next: &AtomicUsize) -> Option<(usize, &'a Case)> {
+    let place = next.fetch_add(1, Relaxed);
+    cases.get(place).map(|case| (place, case))
+}
+
+impl Case {
+    /// Runs it; `progress` hears how many of [`PROGRESS_PARTS`] are done.
+    #[must_use]
+    pub fn run(&self, mut progress: impl FnMut(u64)) -> Run {
+        let horizon = self.plan.horizon.max(1);
+        let part = |now: Micros| (now.min(horizon) * PROGRESS_PARTS) / horizon;
+        let outcome = World::new(&self.plan, &self.workload).run(|now| progress(part(now)));
+        let ideal = Ideal::of(&self.plan, &outcome.asked);
+        Run::of(&self.plan, &self.workload, outcome, ideal)
+    }
+}
+
+/// No claim.
+#[must_use]
+pub fn no_verdict(_: &[Run]) -> Vec<Verdict> {
+    Vec::new()
+}

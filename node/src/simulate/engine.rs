@@ -1,0 +1,228 @@
+//! A modelled engine: vLLM's scheduler and block pool with modelled time, or a server that batches
+//! with a barrier.
+//!
+//! The first is what `quorate engine` runs behind HTTP ([`crate::engine::model`]), driven by events
+//! in place of a clock: chunked prefill, the limit of sequences, the free order of blocks and
+//! preemption are the same code. The second is the service-time model that multi-bin batching was
+//! described for: what starts together ends together.
+
+use std::collections::VecDeque;
+
+use super::events::Micros;
+use super::plan::{BatchTimes, EngineModel, micros};
+use super::workload::Prompt;
+use crate::engine::model::{Finish, Job, RequestId, Scheduler};
+
+/// What a request got by the end of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Served {
+    /// The request, as it was submitted.
+    pub request: usize,
+    /// Tokens made.
+    pub output_tokens: u32,
+    /// Prompt tokens found in the cache.
+    pub cached_tokens: u32,
+    /// Whether this was the last token.
+    pub is_done: bool,
+}
+
+/// What probes read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Figures {
+    /// In the batch.
+    pub running: u32,
+    /// In the engine's own queue.
+    pub waiting: u32,
+    /// KV cache in use, in thousandths.
+    pub kv_usage_permille: u32,
+    /// Requests whose blocks were taken from them, ever.
+    pub preemptions: u64,
+}
+
+/// One engine.
+#[derive(Debug)]
+pub struct Engine {
+    model: Model,
+    is_busy: bool,
+}
+
+#[derive(Debug)]
+enum Model {
+    Continuous {
+        scheduler: Box<Scheduler>,
+        /// By the engine's own id, which counts from 0.
+        names: Vec<usize>,
+        /// The engine's id of requests under way, ascending by request.
+        ids: Vec<(usize, RequestId)>,
+    },
+    Static {
+        times: BatchTimes,
+        waiting: VecDeque<(usize, u32)>,
+        batch: Vec<(usize, u32)>,
+    },
+}
+
+impl Engine {
+    /// An idle engine with an empty cache.
+    #[must_use]
+    pub fn new(model: &EngineModel) -> Self {
+        let model = match model {
+            EngineModel::Continuous(shape) => Model::Continuous {
+                scheduler: Box::new(Scheduler::new(*shape)),
+                names: Vec::new(),
+                ids: Vec::new(),
+            },
+            EngineModel::Static(times) => Model::Static {
+                times: *times,
+                waiting: VecDeque::new(),
+                batch: Vec::new(),
+            },
+        };
+        Self {
+            model,
+            is_busy: false,
+        }
+    }
+
+    /// Takes a request in. One that could never fit is the caller's to refuse ([`Engine::fits`]).
+    pub fn submit(&mut self, request: usize, prompt: &Prompt, output_tokens: u32) {
+        match &mut self.model {
+            Model::Continuous {
+                scheduler,
+                names,
+                ids,
+            } => {
+                let id = scheduler.submit(Job {
+                    sequence: prompt.sequence.clone(),
+                    max_tokens: output_tokens,
+                    ending: Finish::Length,
+                });
+                names.push(request);
+                let place = ids.partition_point(|(known, _)| *known < request);
+                ids.insert(place, (request, id));
+            }
+            Model::Static { waiting, .. } => waiting.push_back((request, output_tokens)),
+        }
+    }
+
+    /// Whether a request of so many tokens, output included, can be served at all.
+    #[must_use]
+    pub fn fits(&self, tokens: u32) -> bool {
+        match &self.model {
+            Model::Continuous { scheduler, .. } => tokens <= scheduler.tokens_max(),
+            Model::Static { .. } => true,
+        }
+    }
+
+    /// Drops a request.
+    pub fn abort(&mut self, request: usize) {
+        match &mut self.model {
+            Model::Continuous { scheduler, ids, .. } => {
+                if let Ok(place) = ids.binary_search_by_key(&request, |(known, _)| *known) {
+                    scheduler.abort(ids.remove(place).1);
+                }
+            }
+            Model::Static { waiting, batch, .. } => {
+                waiting.retain(|(known, _)| *known != request);
+                batch.retain(|(known, _)| *known != request);
+            }
+        }
+    }
+
+    /// Begins the next step unless one is under way; answers how long it takes.
+    pub fn begin_step(&mut self) -> Option<Micros> {
+        if self.is_busy {
+            return None;
+        }
+        let took = match &mut self.model {
+            Model::Continuous { scheduler, .. } => scheduler.begin_step().map(micros),
+            Model::Static {
+                times,
+                waiting,
+                batch,
+            } => {
+                let size = waiting.len().min(times.batch_max as usize);
+                batch.extend(waiting.drain(..size));
+                let longest = batch.iter().map(|(_, tokens)| *tokens).max();
+                longest.map(|tokens| times.service_us(count(batch.len()), tokens))
+            }
+        };
+        self.is_busy = took.is_some();
+        // No step is free: time must pass between two events of one engine.
+        took.map(|took| took.max(1))
+    }
+
+    /// Ends the step.
+    pub fn finish_step(&mut self) -> Vec<Served> {
+        self.is_busy = false;
+        match &mut self.model {
+            Model::Continuous {
+                scheduler,
+                names,
+                ids,
+            } => {
+                // What the cache tells goes unread here: replicas learn by leases.
+                drop(scheduler.take_events());
+                let progress = scheduler.finish_step();
+                let served = progress.into_iter().map(|progress| {
+                    let number = usize::try_from(progress.id.0).expect("ids count from 0");
+                    let request = names[number];
+                    let is_done = progress.finish.is_some();
+                    if is_done
+                        && let Ok(place) = ids.binary_search_by_key(&request, |(known, _)| *known)
+                    {
+                        ids.remove(place);
+                    }
+                    Served {
+                        request,
+                        output_tokens: progress.output_tokens,
+                        cached_tokens: progress.cached_tokens,
+                        is_done,
+                    }
+                });
+                served.collect()
+            }
+            Model::Static { batch, .. } => {
+                let served = batch.drain(..).map(|(request, output_tokens)| Served {
+                    request,
+                    output_tokens,
+                    cached_tokens: 0,
+                    is_done: true,
+                });
+                served.collect()
+            }
+        }
+    }
+
+    /// Whether nothing runs and nothing waits.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        let figures = self.figures();
+        !self.is_busy && figures.running + figures.waiting == 0
+    }
+
+    /// What a probe reads.
+    #[must_use]
+    pub fn figures(&self) -> Figures {
+        match &self.model {
+            Model::Continuous { scheduler, .. } => {
+                let stats = scheduler.stats();
+                Figures {
+                    running: stats.running,
+                    waiting: stats.waiting,
+                    kv_usage_permille: 1000 * stats.used_blocks / stats.usable_blocks.max(1),
+                    preemptions: stats.preemptions,
+                }
+            }
+            Model::Static { waiting, batch, .. } => Figures {
+                running: count(batch.len()),
+                waiting: count(waiting.len()),
+                ..Figures::default()
+            },
+        }
+    }
+}
+
+fn count(requests: usize) -> u32 {
+    u32::try_from(requests).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,90 @@
+//! The event heap: what happens next, in one order that never depends on anything but the order
+//! in which it was planned.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// Simulated time, microseconds since the beginning.
+pub type Micros = u64;
+
+/// Events by time; equal times in the order they were planned.
+#[derive(Debug)]
+pub struct Events<E> {
+    heap: BinaryHeap<Reverse<Planned<E>>>,
+    planned: u64,
+}
+
+#[derive(Debug)]
+struct Planned<E> {
+    at: Micros,
+    sequence: u64,
+    event: E,
+}
+
+impl<E> PartialEq for Planned<E> {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl<E> Eq for Planned<E> {}
+
+impl<E> PartialOrd for Planned<E> {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl<E> Ord for Planned<E> {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.key().cmp(&other.key())
+    }
+}
+
+impl<E> Planned<E> {
+    fn key(&self) -> (Micros, u64) {
+        (self.at, self.sequence)
+    }
+}
+
+impl<E> Default for Events<E> {
+    fn default() -> Self {
+        Self {
+            heap: BinaryHeap::new(),
+            planned: 0,
+        }
+    }
+}
+
+impl<E> Events<E> {
+    /// Plans `event`.
+    pub fn plan(&mut self, at: Micros, event: E) {
+        self.planned += 1;
+        self.heap.push(Reverse(Planned {
+            at,
+            sequence: self.planned,
+            event,
+        }));
+    }
+
+    /// Takes the next event out.
+    pub fn take_next(&mut self) -> Option<(Micros, E)> {
+        let Reverse(next) = self.heap.pop()?;
+        Some((next.at, next.event))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_times_come_as_planned() {
+        let mut events = Events::default();
+        for (at, name) in [(5, "c"), (1, "a"), (5, "d"), (1, "b")] {
+            events.plan(at, name);
+        }
+        let order: Vec<_> = std::iter::from_fn(|| events.take_next()).collect();
+        assert_eq!(order, [(1, "a"), (1, "b"), (5, "c"), (5, "d")]);
+    }
+}

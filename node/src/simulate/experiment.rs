@@ -1,0 +1,391 @@
+//! The experiments: comparisons with settings of their own and claims that their results are held
+//! against. docs/SIMULATOR.md says what each one shows.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use state::admission::{AdmissionSettings, Batching, BinSelection, Concurrency, Order};
+use state::outputs::theory::batch_time_mean;
+
+use super::args::Unusable;
+use super::compare::{Case, Cases};
+use super::plan::{BatchTimes, EngineModel, Plan, Restart, Who, micros};
+use super::report::{Run, Verdict};
+use super::workload::{Lengths, Mix, User, Workload};
+
+/// What can be asked for by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Experiment {
+    /// Eight users who always wait, on three replicas: how far apart they get
+    Fairness,
+    /// A user who comes back from a pause gets no more than its share
+    ReturningUser,
+    /// One replica against three, and three that share nothing, with and without restarts
+    Sharing,
+    /// Batches that end together, from 1 to 32 bins by output length, beside the theory
+    StaticBatching,
+}
+
+impl Experiment {
+    /// Its cases, for so long; `workload` takes the place of what `sharing` would generate.
+    ///
+    /// # Errors
+    /// When the duration makes no sense.
+    pub fn cases(
+        self,
+        seed: u64,
+        duration: Option<Duration>,
+        workload: Option<Workload>,
+    ) -> Result<Cases, Unusable> {
+        let horizon = duration.map(micros);
+        if horizon.is_some_and(|horizon| horizon < 1_000_000) {
+            return Err(Unusable::new("expected a --duration of at least 1s"));
+        }
+        Ok(match self {
+            Self::Fairness => fairness(seed, horizon.unwrap_or(600_000_000)),
+            Self::ReturningUser => returning_user(seed, horizon.unwrap_or(300_000_000)),
+            Self::Sharing => sharing(seed, horizon.unwrap_or(300_000_000), workload),
+            Self::StaticBatching => static_batching(seed, horizon.unwrap_or(10_000_000_000)),
+        })
+    }
+}
+
+/// Small engines, so that a queue forms, which never queue themselves.
+fn queueing(seed: u64, horizon: u64, order: Order) -> Plan {
+    let mut plan = Plan {
+        seed,
+        horizon,
+        admission: AdmissionSettings {
+            order,
+            concurrency: Concurrency::Fixed(16),
+            queue_max: u32::MAX,
+            wait_ms_max: u32::MAX,
+            ..AdmissionSettings::default()
+        },
+        ..Plan::default()
+    };
+    if let EngineModel::Continuous(shape) = &mut plan.engine {
+        shape.max_num_seqs = 24;
+    }
+    plan
+}
+
+/// Users who send 1, 2, 3 and 4 times as much as they could be served.
+fn backlogged(weights: &[u32]) -> Workload {
+    let user = |number: usize| User {
+        weight_milli: weights[number % weights.len()] * 1000,
+        backlog: 64 * (1 + u32::try_from(number % 4).expect("less than 4")),
+        ..User::named(&format!("user-{}", number + 1))
+    };
+    Workload {
+        users: (0..8).map(user).collect(),
+        arrivals: Vec::new(),
+        shape: Lengths::default(),
+    }
+}
+
+fn fairness(seed: u64, horizon: u64) -> Cases {
+    let mut cases = Vec::new();
+    for (weights, name) in [(&[1][..], "equal"), (&[1, 2, 3, 4][..], "1:2:3:4")] {
+        for is_pinned in [false, true] {
+            for order in [Order::Vtc, Order::Fcfs] {
+                let mut workload = backlogged(weights);
+                let mut plan = queueing(seed, horizon, order);
+                if is_pinned {
+                    workload.pin(plan.replicas);
+                }
+                let spread = if is_pinned { "pinned" } else { "spread" };
+                let order = if order == Order::Vtc { "vtc" } else { "fcfs" };
+                plan.label = format!("{order}, {spread}, weights {name}");
+                let workload = Arc::new(workload);
+                cases.push(Case { plan, workload });
+            }
+        }
+    }
+    Cases {
+        title: "Eight users who always wait, sending at 1:2:3:4, on 3 replicas and 4 engines"
+            .to_owned(),
+        cases,
+        judge: judge_fairness,
+    }
+}
+
+fn judge_fairness(runs: &[Run]) -> Vec<Verdict> {
+    let mut verdicts = Vec::new();
+    for pair in runs.chunks_exact(2) {
+        let [vtc, fcfs] = pair else { continue };
+        let name = &vtc.label;
+        if let (Some(gap), Some(bound)) = (vtc.gap, vtc.gap_bound) {
+            verdicts.push(Verdict {
+                claim: format!("{name}: largest gap {gap:.0} is within the bound {bound:.0}"),
+                holds: gap <= bound,
+            });
+        }
+        let ratio = vtc.service_ratio.unwrap_or(0.0);
+        verdicts.push(Verdict {
+            claim: format!("{name}: least over greatest service {ratio:.4} is at least 0.98"),
+            holds: ratio >= 0.98,
+        });
+        let throughput = vtc.tokens_per_s / fcfs.tokens_per_s;
+        verdicts.push(Verdict {
+            claim: format!("{name}: throughput is {throughput:.4} of FCFS's, at least 0.98"),
+            holds: throughput >= 0.98,
+        });
+    }
+    verdicts
+}
+
+fn returning_user(seed: u64, horizon: u64) -> Cases {
+    let mut workload = backlogged(&[1]);
+    workload.users[0].off = Some((horizon / 6, horizon / 2));
+    // What it has waiting when it pauses is soon served: it then is idle.
+    workload.users[0].backlog = 32;
+    let workload = Arc::new(workload);
+    let case = |(order, label): (Order, &str)| Case {
+        plan: Plan {
+            label: label.to_owned(),
+            ..queueing(seed, horizon, order)
+        },
+        workload: Arc::clone(&workload),
+    };
+    Cases {
+        title: "One of eight users pauses from 1/6 to 1/2 of the time and comes back".to_owned(),
+        cases: [
+            (Order::Vtc, "vtc"),
+            (Order::Lcf, "lcf"),
+            (Order::Fcfs, "fcfs"),
+        ]
+        .map(case)
+        .into(),
+        judge: judge_return,
+    }
+}
+
+/// What the first user was served after its pause over the mean of the others.
+fn share_after_pause(run: &Run) -> f64 {
+    let service = &run.curves.service;
+    let points = service[0].len();
+    // From a little after the return, when what it sent is served, to the end.
+    let (from, until) = (points / 2 + points / 60, points - 1);
+    let served = |user: &Vec<f64>| user[until] - user[from];
+    let others = service.len() - 1;
+    let mean = service[1..].iter().map(served).sum::<f64>() / others as f64;
+    served(&service[0]) / mean
+}
+
+fn judge_return(runs: &[Run]) -> Vec<Verdict> {
+    let share = runs.first().map_or(0.0, share_after_pause);
+    let without_lift = runs.get(1).map_or(0.0, share_after_pause);
+    vec![
+        Verdict {
+            claim: format!(
+                "vtc: after its pause the user is served {share:.3} of what others are on average, \
+                 from 0.95 to 1.05"
+            ),
+            holds: (0.95..=1.05).contains(&share),
+        },
+        Verdict {
+            claim: format!(
+                "lcf, which does not lift, serves it {without_lift:.2} times as much: more than 1.2"
+            ),
+            holds: without_lift > 1.2,
+        },
+    ]
+}
+
+/// Prefixes that all engines together can hold and none alone, at a rate that all engines can just
+/// serve when half of the requests miss.
+fn at_the_edge(horizon: u64) -> Mix {
+    Mix {
+        duration: horizon,
+        rate: 24.0,
+        groups: 320,
+        ..Mix::shared_prefix()
+    }
+}
+
+fn sharing(seed: u64, horizon: u64, workload: Option<Workload>) -> Cases {
+    let is_trace = workload.is_some();
+    let workload = Arc::new(workload.unwrap_or_else(|| at_the_edge(horizon).generate(seed)));
+    let horizon = match workload.arrivals.last() {
+        Some(last) if is_trace => last.at.max(1),
+        _ => horizon,
+    };
+    let restart = |wipe| Restart {
+        at: horizon / 2,
+        who: Who::All,
+        wipe,
+    };
+    let base = Plan {
+        seed,
+        horizon,
+        ..Plan::default()
+    };
+    let nothing = Plan {
+        ownership_lag: None,
+        load_lag: None,
+        ..base.clone()
+    };
+    let one = Plan {
+        replicas: 1,
+        ..base.clone()
+    };
+    let plans = [
+        ("1 replica", one.clone(), None),
+        ("3 replicas", base.clone(), None),
+        ("3 that share nothing", nothing.clone(), None),
+        ("1 replica, restart", one, Some(restart(false))),
+        (
+            "3 replicas, all restart",
+            base.clone(),
+            Some(restart(false)),
+        ),
+        ("3 replicas, all lose all", base, Some(restart(true))),
+        (
+            "3 that share nothing, restart",
+            nothing,
+            Some(restart(true)),
+        ),
+    ];
+    let case = |(label, plan, restart): (&str, Plan, Option<Restart>)| Case {
+        plan: Plan {
+            label: label.to_owned(),
+            restart,
+            ..plan
+        },
+        workload: Arc::clone(&workload),
+    };
+    Cases {
+        title: format!(
+            "What sharing is worth, on {} load",
+            if is_trace {
+                "a recorded"
+            } else {
+                "a shared-prefix"
+            }
+        ),
+        cases: plans.map(case).into(),
+        judge: judge_sharing,
+    }
+}
+
+fn judge_sharing(runs: &[Run]) -> Vec<Verdict> {
+    let [one, three, nothing, ..] = runs else {
+        return Vec::new();
+    };
+    let ratio = three.hit_rate / one.hit_rate;
+    vec![
+        Verdict {
+            claim: format!("3 replicas hit {ratio:.4} of what 1 does: at least 0.99"),
+            holds: ratio >= 0.99,
+        },
+        Verdict {
+            claim: format!(
+                "3 that share nothing hit less: {:.3} against {:.3}",
+                nothing.hit_rate, three.hit_rate
+            ),
+            holds: nothing.hit_rate < three.hit_rate,
+        },
+    ]
+}
+
+/// Bins that static batching is tried with.
+const BINS: [u16; 6] = [1, 2, 4, 8, 16, 32];
+/// Output tokens of its requests, uniform between these.
+const OUTPUT: (u32, u32) = (1, 1000);
+/// Bins of the case in which lengths are predicted rather than known.
+const BINS_PREDICTED: u16 = 8;
+/// Largest deviation from the theory.
+const DEVIATION_MAX: f64 = 0.03;
+
+fn static_batching(seed: u64, horizon: u64) -> Cases {
+    let user = User {
+        // Enough for every bin to fill a batch at any time.
+        backlog: 2048,
+        ..User::named("user-1")
+    };
+    let workload = Arc::new(Workload {
+        users: vec![user],
+        arrivals: Vec::new(),
+        shape: Lengths {
+            input: (32, 64),
+            output: OUTPUT,
+        },
+    });
+    let case = |bins: u16, oracle: bool| {
+        let known = if oracle { "known" } else { "predicted" };
+        let plan = Plan {
+            label: format!("{bins} bins, lengths {known}"),
+            seed,
+            horizon,
+            replicas: 1,
+            backends: 1,
+            oracle,
+            engine: EngineModel::Static(BatchTimes::CALIBRATED),
+            admission: AdmissionSettings {
+                order: Order::Fcfs,
+                concurrency: Concurrency::Fixed(BatchTimes::CALIBRATED.batch_max),
+                queue_max: u32::MAX,
+                wait_ms_max: u32::MAX,
+                bins,
+                // Round-robin has nothing that keeps queues of equal arrivals equal.
+                bin_selection: BinSelection::LongestQueue,
+                // All wait for long here, which must not decide.
+                bin_age_ms_max: u32::MAX,
+                batching: Batching::Static,
+                ..AdmissionSettings::default()
+            },
+            ..Plan::default()
+        };
+        let workload = Arc::clone(&workload);
+        Case { plan, workload }
+    };
+    let mut cases: Vec<Case> = BINS.map(|bins| case(bins, true)).into();
+    cases.push(case(BINS_PREDICTED, false));
+    Cases {
+        title: format!(
+            "Batches of {} that end together, outputs uniform over {} to {} tokens",
+            BatchTimes::CALIBRATED.batch_max,
+            OUTPUT.0,
+            OUTPUT.1
+        ),
+        cases,
+        judge: judge_static_batching,
+    }
+}
+
+/// Mean time of a batch by the theory, seconds.
+fn batch_s(bins: u16) -> f64 {
+    let times = BatchTimes::CALIBRATED;
+    let at = |tokens| times.service_us(times.batch_max, tokens) as f64 / 1e6;
+    batch_time_mean(at(OUTPUT.0), at(OUTPUT.1), bins, times.batch_max)
+}
+
+fn judge_static_batching(runs: &[Run]) -> Vec<Verdict> {
+    // The engine is never idle and its batches are full, so that their number says how long they are.
+    let measured = |run: &Run| f64::from(BatchTimes::CALIBRATED.batch_max) / run.requests_per_s;
+    let mut verdicts = Vec::new();
+    for (run, bins) in runs.iter().zip(BINS) {
+        let (batch, theory) = (measured(run), batch_s(bins));
+        verdicts.push(Verdict {
+            claim: format!(
+                "{bins} bins: a batch takes {batch:.3} s on average, in theory {theory:.3} s: within \
+                 {:.0} %",
+                DEVIATION_MAX * 100.0
+            ),
+            holds: (batch / theory - 1.0).abs() <= DEVIATION_MAX,
+        });
+    }
+    if let ([one, ..], Some(predicted)) = (runs, runs.get(BINS.len())) {
+        let ratio = predicted.requests_per_s / one.requests_per_s;
+        verdicts.push(Verdict {
+            claim: format!(
+                "lengths that cannot be predicted: {BINS_PREDICTED} bins serve {ratio:.3} times what \
+                 one does, within {:.0} %",
+                DEVIATION_MAX * 100.0
+            ),
+            holds: (ratio - 1.0).abs() <= DEVIATION_MAX,
+        });
+    }
+    verdicts
+}

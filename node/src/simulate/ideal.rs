@@ -1,0 +1,55 @@
+//! What could be had at best: the yardsticks that runs are measured against.
+//!
+//! *Pooled LRU*: one cache of all engines' blocks together, asked in the order of arrival, each
+//! request done before the next comes. No router can hit more often than about that, for no engine
+//! has all blocks. *Lower bound of TTFT*: the time to compute what even that cache lacked, on an
+//! engine with nothing else to do.
+
+use std::sync::Arc;
+
+use super::plan::{EngineModel, Plan};
+use super::workload::Prompt;
+use crate::engine::cache::{BlockPool, Held};
+
+/// The yardsticks of one workload.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Ideal {
+    /// Prompt tokens of the pooled cache's requests that it had, over all prompt tokens.
+    pub hit_rate: f64,
+    /// Mean lower bound of the time to first token, milliseconds.
+    pub ttft_ms: f64,
+}
+
+impl Ideal {
+    /// Of requests in the order of their arrival; `None` for engines without a prefix cache.
+    #[must_use]
+    pub fn of(plan: &Plan, asked: &[(Arc<Prompt>, u32)]) -> Option<Self> {
+        let EngineModel::Continuous(shape) = plan.engine else {
+            return None;
+        };
+        let blocks = shape.num_gpu_blocks.saturating_mul(plan.backends.into());
+        let mut pool = BlockPool::new(blocks, shape.block_size);
+        let (mut prompt_tokens, mut hit_tokens) = (0_u64, 0_u64);
+        for (prompt, output_tokens) in asked {
+            let mut sequence = prompt.sequence.clone();
+            let hit = pool.find(sequence.hashes(), prompt.tokens);
+            prompt_tokens += u64::from(prompt.tokens);
+            hit_tokens += u64::from(hit.tokens(&pool));
+            for _ in 0..*output_tokens {
+                sequence.push_token();
+            }
+            let mut held = Held::default();
+            if pool.allocate(&mut held, &hit, sequence.tokens()) {
+                pool.register(&mut held, sequence.hashes(), sequence.tokens());
+                pool.release(&mut held);
+            }
+            drop(pool.take_events());
+        }
+        let uncached = prompt_tokens - hit_tokens;
+        let seconds = uncached as f64 / f64::from(shape.prefill_tokens_per_s);
+        Some(Self {
+            hit_rate: hit_tokens as f64 / prompt_tokens.max(1) as f64,
+            ttft_ms: 1e3 * seconds / asked.len().max(1) as f64,
+        })
+    }
+}

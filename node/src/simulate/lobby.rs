@@ -1,0 +1,262 @@
+//! Requests that wait at one replica until an engine has room, in the order that production's queue
+//! gives them: its queue and gate for engines that batch continuously, its bins for engines that
+//! batch with a barrier.
+//!
+//! What stands here in place of `api::admission` is only what that does around those parts: naming
+//! requests by tickets, and measuring what the gate's slack follows from.
+
+use std::collections::BTreeMap;
+
+use state::admission::{
+    AdmissionSettings, Backlog, Batching, Counters, Gate, Next, Pricing, Queue, Rules, Verdict,
+    Waiting, slack_tokens,
+};
+use state::ids::{ReplicaId, Ticket};
+use state::outputs::batch::{Bins, Candidate, Room, Rule};
+
+use super::events::Micros;
+use super::replica::unix_ms;
+
+/// How old the replicas' knowledge of each other's dispatches is taken to be at most, beyond the
+/// lags: a flush interval and one between two reports.
+const LAG_MS: u64 = 40;
+/// Time over which the rate of service is measured.
+const RATE_WINDOW: Micros = 10_000_000;
+
+/// What waits.
+pub struct Lobby {
+    settings: AdmissionSettings,
+    lag_ms: u64,
+    replicas: u64,
+    line: Line,
+    gate: Gate,
+    last_ticket: u64,
+    /// Highest price of a request that came here.
+    largest: u64,
+    /// Start of the present window, and what was priced in it.
+    window: (Micros, u64),
+    /// Priced tokens per second in the window before.
+    rate: u64,
+    /// Highest slack so far.
+    slack_most: u64,
+    /// Whether the gate was closed when it was asked last.
+    is_held: bool,
+}
+
+enum Line {
+    Ordered {
+        queue: Box<Queue>,
+        /// Requests by ticket.
+        requests: BTreeMap<Ticket, usize>,
+    },
+    Batches(Bins<usize>),
+}
+
+/// A request as the lobby sees it.
+#[derive(Debug, Clone, Copy)]
+pub struct Guest {
+    /// The request.
+    pub request: usize,
+    /// What the queue orders by; its ticket is given here.
+    pub waiting: Waiting,
+    /// Prompt and output tokens as known at the arrival.
+    pub price: u64,
+}
+
+/// What came of asking for the next one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// This request goes.
+    Go(usize),
+    /// Somebody at another replica has precedence; ask again after so many microseconds.
+    Held(Micros),
+    /// Nobody goes.
+    Nobody,
+}
+
+impl Lobby {
+    /// Nobody waits.
+    #[must_use]
+    pub fn new(settings: &AdmissionSettings, pricing: Pricing, lag: Micros, replicas: u8) -> Self {
+        let line = match settings.batching {
+            Batching::Continuous => Line::Ordered {
+                queue: Box::new(Queue::new(Rules::of(settings, pricing))),
+                requests: BTreeMap::new(),
+            },
+            Batching::Static => Line::Batches(Bins::new(settings.bins)),
+        };
+        Self {
+            settings: settings.clone(),
+            lag_ms: LAG_MS + lag / 1000,
+            replicas: replicas.into(),
+            line,
+            gate: Gate::default(),
+            last_ticket: 0,
+            largest: 0,
+            window: (0, 0),
+            rate: 0,
+            slack_most: 0,
+            is_held: false,
+        }
+    }
+
+    /// A request waits. `false`: there is no room for it.
+    pub fn push(&mut self, guest: Guest, counters: &impl Counters) -> bool {
+        self.largest = self.largest.max(guest.price);
+        let now_ms = guest.waiting.arrived_ms;
+        match &mut self.line {
+            Line::Ordered { queue, requests } => {
+                self.last_ticket += 1;
+                let ticket = Ticket(self.last_ticket);
+                let waiting = Waiting {
+                    ticket,
+                    ..guest.waiting
+                };
+                let pushed = queue.push(waiting, now_ms, counters, &self.gate);
+                if pushed.is_ok() {
+                    requests.insert(ticket, guest.request);
+                }
+                pushed.is_ok()
+            }
+            Line::Batches(bins) => {
+                let Waiting {
+                    input_tokens,
+                    predicted_output,
+                    bin,
+                    ..
+                } = guest.waiting;
+                let candidate = Candidate {
+                    arrived_ms: now_ms,
+                    tokens: u64::from(input_tokens) + u64::from(predicted_output),
+                    item: guest.request,
+                };
+                bins.push(bin, candidate);
+                true
+            }
+        }
+    }
+
+    /// Whose turn it is, if there is room; only for engines that batch continuously.
+    pub fn next(&mut self, now: Micros, counters: &impl Counters, has_room: bool) -> Turn {
+        if !has_room && !self.is_held {
+            return Turn::Nobody; // Nothing to tell the gate either.
+        }
+        let slack = self.slack(now);
+        let Line::Ordered { queue, requests } = &mut self.line else {
+            return Turn::Nobody;
+        };
+        self.gate.set_slack(slack);
+        self.slack_most = self.slack_most.max(slack);
+        let verdict = if has_room { Verdict::Go } else { Verdict::Stop };
+        let next = queue.next(unix_ms(now), counters, &mut self.gate, |_| verdict);
+        self.is_held = matches!(next, Next::Held { .. });
+        match next {
+            Next::Go(waiting) => {
+                let request = requests.remove(&waiting.ticket);
+                Turn::Go(request.expect("who waits is known"))
+            }
+            Next::Held { retry_ms } => Turn::Held(retry_ms * 1000),
+            Next::NoRoom | Next::Nobody => Turn::Nobody,
+        }
+    }
+
+    /// Algorithms 5 and 3: a batch for an idle engine; only for engines that batch with a barrier.
+    pub fn form_batch(&mut self, now: Micros, requests: u32) -> Vec<usize> {
+        let Line::Batches(bins) = &mut self.line else {
+            return Vec::new();
+        };
+        let rule = Rule {
+            selection: self.settings.bin_selection,
+            age_ms_max: self.settings.bin_age_ms_max,
+        };
+        let room = Room {
+            requests,
+            tokens: None,
+        };
+        let batch = bins.form(unix_ms(now), &rule, &room);
+        let candidates = batch.into_iter().flat_map(|batch| batch.candidates);
+        candidates.map(|candidate| candidate.item).collect()
+    }
+
+    /// Spreads what waits over other bins.
+    pub fn rebin(&mut self, bin_of: impl Fn(&usize) -> u16) {
+        if let Line::Batches(bins) = &mut self.line {
+            bins.rebin(self.settings.bins, bin_of);
+        }
+    }
+
+    /// `G`: as production measures it, from what was priced here in the last window.
+    fn slack(&mut self, now: Micros) -> u64 {
+        let (since, priced) = self.window;
+        let age = now.saturating_sub(since);
+        if age >= RATE_WINDOW {
+            self.rate = priced * 1_000_000 / age;
+            self.window = (now, 0);
+        }
+        let here = match &self.line {
+            Line::Ordered { queue, .. } => queue.users_len(),
+            Line::Batches(_) => 0,
+        };
+        let users = u32::try_from(here).unwrap_or(u32::MAX);
+        let users = users.saturating_add(self.gate.users(unix_ms(now)));
+        let least = match self.settings.gate_tokens {
+            0 => self.largest,
+            tokens => u64::from(tokens),
+        };
+        slack_tokens(least, self.rate * self.replicas, self.lag_ms, users)
+    }
+
+    /// So much was charged here.
+    pub fn priced(&mut self, tokens: u64) {
+        self.window.1 += tokens;
+    }
+
+    /// Highest `G` so far.
+    #[must_use]
+    pub fn slack_most(&self) -> u64 {
+        self.slack_most
+    }
+
+    /// What peers are told.
+    pub fn backlog(&mut self, now: Micros, counters: &impl Counters) -> Option<Backlog> {
+        match &mut self.line {
+            Line::Ordered { queue, .. } => queue.backlog(unix_ms(now), counters),
+            Line::Batches(_) => None,
+        }
+    }
+
+    /// What a peer told.
+    pub fn told(&mut self, peer: ReplicaId, backlog: Option<Backlog>, now: Micros) {
+        self.gate.tell(peer, backlog, unix_ms(now));
+    }
+
+    /// Whether users wait at other replicas, who may have precedence.
+    #[must_use]
+    pub fn is_contended(&self, now: Micros) -> bool {
+        self.gate.users(unix_ms(now)) > 0
+    }
+
+    /// How many wait.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match &self.line {
+            Line::Ordered { queue, .. } => queue.len(),
+            Line::Batches(bins) => bins.waiting().iter().sum(),
+        }
+    }
+
+    /// Whether nothing waits.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many wait, by bin.
+    #[must_use]
+    pub fn by_bin(&self) -> Vec<usize> {
+        match &self.line {
+            Line::Ordered { queue, .. } => queue.bins().into_values().collect(),
+            Line::Batches(bins) => bins.waiting(),
+        }
+    }
+}

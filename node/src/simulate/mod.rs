@@ -1,0 +1,32 @@
+//! `quorate simulate`: a seeded discrete-event simulation of a cluster, its engines and its clients.
+//!
+//! What decides is production code: the replicated state with its log commands, the published view,
+//! the policies, the outbox and overlay of unapplied leases, the load table, the admission queue,
+//! and the block pool and scheduler of the emulated engine. What is simulated is everything around
+//! it: time, the log's order and lag, the network between replicas, and the clients. No thread, no
+//! clock and no unseeded draw has a part in a result, so a run repeats bit for bit.
+//!
+//! docs/SIMULATOR.md says what it models, what it leaves out, and what the experiments show.
+
+mod args;
+pub mod compare;
+pub mod engine;
+pub mod events;
+pub mod experiment;
+pub mod ideal;
+pub mod lobby;
+pub mod page;
+pub mod plan;
+pub mod print;
+pub mod replica;
+pub mod report;
+pub mod rng;
+pub mod samples;
+pub mod service;
+pub mod tally;
+#[cfg(test)]
+mod tests;
+pub mod workload;
+pub mod world;
+
+pub use args::{SimulateArgs, Unusable, run};

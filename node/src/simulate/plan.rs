@@ -1,0 +1,149 @@
+//! One run, as it is to be: the cluster, its lags, its engines, and what happens to them.
+
+use std::time::Duration;
+
+use state::admission::AdmissionSettings;
+use state::policy::{CostSettings, PolicyConfig};
+use state::users::FairnessSettings;
+
+use super::events::Micros;
+use crate::engine::model::Shape;
+
+/// Tokens of one block, in router and engine alike.
+pub const BLOCK_TOKENS: u32 = 32;
+
+/// Everything about a run but the requests.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Names the run in tables and plots.
+    pub label: String,
+    /// How backends are chosen.
+    pub policy: PolicyConfig,
+    /// How requests are admitted.
+    pub admission: AdmissionSettings,
+    /// What tokens cost.
+    pub prices: FairnessSettings,
+    /// Whether output lengths are known when a request comes, in place of predicted.
+    pub oracle: bool,
+    /// Whether `cost` learns its constants from what was measured.
+    pub learn: bool,
+    /// Engines.
+    pub backends: u16,
+    /// Each engine's sizes and speeds.
+    pub engine: EngineModel,
+    /// Replicas.
+    pub replicas: u8,
+    /// From a batch's proposal until it is applied, on every replica; `None`: what a replica learns
+    /// stays with it.
+    pub ownership_lag: Option<Micros>,
+    /// From a load report until peers have it; `None`: none is sent.
+    pub load_lag: Option<Micros>,
+    /// Least time between two batches of a replica.
+    pub flush: Micros,
+    /// Every replica sees the engines' own figures this often.
+    pub probe: Micros,
+    /// What breaks, and when.
+    pub restart: Option<Restart>,
+    /// Until when requests come, and until when service is counted for fairness.
+    pub horizon: Micros,
+    /// Seed of everything drawn.
+    pub seed: u64,
+}
+
+/// How an engine serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineModel {
+    /// vLLM's scheduler and block pool: continuous batching.
+    Continuous(Shape),
+    /// A batch starts together and ends with its longest request.
+    Static(BatchTimes),
+}
+
+/// The service time of a batch: `base + longest output * per_token * (1 + spread * (b - 1) / b)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchTimes {
+    /// Requests of a batch at most.
+    pub batch_max: u32,
+    /// Time of a batch besides its tokens, microseconds.
+    pub base_us: u64,
+    /// Time of one output token of a batch of one, microseconds.
+    pub token_us: u64,
+    /// What a large batch adds to it, in thousandths.
+    pub spread_permille: u64,
+}
+
+/// A crash in the middle, with an immediate new start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Restart {
+    /// When.
+    pub at: Micros,
+    /// Who.
+    pub who: Who,
+    /// Whether what they had on disk is lost.
+    pub wipe: bool,
+}
+
+/// Which replicas restart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Who {
+    /// All at once.
+    All,
+    /// The first.
+    One,
+}
+
+impl BatchTimes {
+    /// The seed's calibrated latency model: 5.74 ms a token, a spread of 0.316.
+    pub const CALIBRATED: Self = Self {
+        batch_max: 8,
+        base_us: 0,
+        token_us: 5_740,
+        spread_permille: 316,
+    };
+
+    /// Time of a batch of `requests` whose longest output has `tokens`.
+    #[must_use]
+    pub fn service_us(&self, requests: u32, tokens: u32) -> Micros {
+        let requests = u64::from(requests.max(1));
+        let slowed = 1000 * requests + self.spread_permille * (requests - 1);
+        let tokens = u64::from(tokens) * self.token_us * slowed / (1000 * requests);
+        self.base_us + tokens
+    }
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        let ms = |ms| micros(Duration::from_millis(ms));
+        Self {
+            label: String::new(),
+            policy: PolicyConfig::Cost(CostSettings::default()),
+            admission: AdmissionSettings::default(),
+            prices: FairnessSettings::default(),
+            oracle: false,
+            learn: false,
+            backends: 4,
+            engine: EngineModel::Continuous(Shape {
+                num_gpu_blocks: 8192,
+                block_size: BLOCK_TOKENS,
+                max_num_seqs: 256,
+                max_num_batched_tokens: 2048,
+                prefill_tokens_per_s: 10_000,
+                decode: Duration::from_millis(20),
+            }),
+            replicas: 3,
+            ownership_lag: Some(ms(20)),
+            load_lag: Some(ms(20)),
+            flush: ms(20),
+            probe: ms(1000),
+            restart: None,
+            horizon: ms(60_000),
+            seed: 1,
+        }
+    }
+}
+
+/// A duration as simulated time.
+#[must_use]
+pub fn micros(time: Duration) -> Micros {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,75 @@
+//! A small seeded generator: the same numbers for the same seed, on every build and machine.
+//!
+//! Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
+//! (SplitMix64). Streams for different purposes are split by a label, so that drawing more of one
+//! does not shift the others.
+
+/// A stream of numbers.
+#[derive(Debug, Clone)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// The stream of `label` under `seed`.
+    #[must_use]
+    pub fn new(seed: u64, label: u64) -> Self {
+        let mut rng = Self(seed ^ label.wrapping_mul(0xd6e8_feb8_6659_fd93));
+        rng.next_u64();
+        rng
+    }
+
+    /// The next 64 bits.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `bound`; 0 when the bound is 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        let wide = u128::from(self.next_u64()) * u128::from(bound);
+        u64::try_from(wide >> 64).expect("a 128-bit product has 64 high bits")
+    }
+
+    /// A number from `least` to `most`, both included.
+    pub fn within(&mut self, least: u32, most: u32) -> u32 {
+        let drawn = self.below(u64::from(most.saturating_sub(least)) + 1);
+        least + u32::try_from(drawn).expect("below a 32-bit bound")
+    }
+
+    /// A number in `0.0..1.0`.
+    pub fn unit(&mut self) -> f64 {
+        (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// Time to the next of events that come `per_s` times a second on average (a Poisson process).
+    pub fn gap_us(&mut self, per_s: f64) -> u64 {
+        let seconds = -(1.0 - self.unit()).ln() / per_s;
+        (seconds * 1e6) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streams_repeat_and_differ() {
+        let draw = |seed, label| {
+            let mut rng = Rng::new(seed, label);
+            [rng.next_u64(), rng.below(1000), u64::from(rng.within(5, 9))]
+        };
+        assert_eq!(draw(1, 2), draw(1, 2));
+        assert_ne!(draw(1, 2), draw(1, 3));
+        assert_ne!(draw(1, 2), draw(2, 2));
+        assert!((5..=9).contains(&draw(1, 2)[2]));
+    }
+
+    #[test]
+    fn gaps_have_their_mean() {
+        let mut rng = Rng::new(7, 0);
+        let mean = (0..20_000).map(|_| rng.gap_us(10.0)).sum::<u64>() / 20_000;
+        assert!((97_000..103_000).contains(&mean), "{mean} us");
+    }
+}

@@ -1,0 +1,255 @@
+//! Who was served how much, and how far apart users got while both had requests waiting.
+//!
+//! Service is VTC's: input price times computed prompt tokens plus output price times output tokens,
+//! over the user's weight, counted when the engine has done the work. The *gap* of two users is the
+//! largest difference between what each was served over any stretch of time in which both had
+//! requests waiting throughout (Sheng et al. 2024, definition 4.1): as a sum over time it is the
+//! range that the difference of their totals moves in, kept per pair as it grows.
+
+use state::users::FairnessSettings;
+
+/// Users that gaps are kept for; with more, none is kept.
+pub const GAP_USERS_MAX: usize = 64;
+
+/// The books of all users.
+#[derive(Debug, Clone)]
+pub struct Service {
+    prices: FairnessSettings,
+    accounts: Vec<Account>,
+    /// By pair, while both wait: least and greatest difference.
+    pairs: Vec<Option<(i64, i64)>>,
+    gap: i64,
+    /// Whether the time that counts is over.
+    is_closed: bool,
+}
+
+#[derive(Debug, Clone)]
+struct Account {
+    weight_milli: u32,
+    priced: u64,
+    waiting: u32,
+    /// Whether it always had a request waiting since the watch began.
+    was_always_waiting: bool,
+    /// What it had been served when the watch began.
+    before: i64,
+}
+
+impl Account {
+    /// Thousandths of a priced token at weight 1.
+    fn normalised(&self) -> i64 {
+        let milli = u128::from(self.priced) * 1_000_000 / u128::from(self.weight_milli.max(1));
+        i64::try_from(milli).unwrap_or(i64::MAX)
+    }
+}
+
+impl Service {
+    /// Nobody has got anything; users by weight.
+    #[must_use]
+    pub fn new(prices: FairnessSettings, weights_milli: impl Iterator<Item = u32>) -> Self {
+        let account = |weight_milli| Account {
+            weight_milli,
+            priced: 0,
+            waiting: 0,
+            was_always_waiting: false,
+            before: 0,
+        };
+        let accounts: Vec<Account> = weights_milli.map(account).collect();
+        let kept = if accounts.len() <= GAP_USERS_MAX {
+            accounts.len()
+        } else {
+            0
+        };
+        Self {
+            prices,
+            pairs: vec![None; kept * kept],
+            accounts,
+            gap: 0,
+            is_closed: false,
+        }
+    }
+
+    /// Watches from here on who always waits, and what they are served.
+    pub fn watch(&mut self) {
+        for account in &mut self.accounts {
+            account.was_always_waiting = account.waiting > 0;
+            account.before = account.normalised();
+        }
+    }
+
+    /// Ends the time that counts.
+    pub fn close(&mut self) {
+        self.is_closed = true;
+    }
+
+    /// How many users there are.
+    #[must_use]
+    pub fn users(&self) -> usize {
+        self.accounts.len()
+    }
+
+    /// Priced tokens over a user's weight, in thousandths at weight 1.
+    #[must_use]
+    pub fn weighed(&self, user: usize, priced: u64) -> u64 {
+        let weight_milli = self.accounts[user].weight_milli.max(1);
+        let milli = u128::from(priced) * 1_000_000 / u128::from(weight_milli);
+        u64::try_from(milli).unwrap_or(u64::MAX)
+    }
+
+    /// What so many tokens are worth.
+    #[must_use]
+    pub fn price(&self, uncached: u32, output: u32) -> u64 {
+        u64::from(uncached) * u64::from(self.prices.input_price)
+            + u64::from(output) * u64::from(self.prices.output_price)
+    }
+
+    /// A user was served.
+    pub fn served(&mut self, user: usize, uncached: u32, output: u32) {
+        if self.is_closed {
+            return;
+        }
+        let priced = self.price(uncached, output);
+        self.accounts[user].priced += priced;
+        if self.pairs.is_empty() || self.accounts[user].waiting == 0 {
+            return;
+        }
+        for other in 0..self.accounts.len() {
+            if other != user && self.accounts[other].waiting > 0 {
+                self.note(user, other);
+            }
+        }
+    }
+
+    /// One more request of a user waits.
+    pub fn waits(&mut self, user: usize) {
+        if self.is_closed {
+            return;
+        }
+        self.accounts[user].waiting += 1;
+        if self.accounts[user].waiting > 1 || self.pairs.is_empty() {
+            return;
+        }
+        for other in 0..self.accounts.len() {
+            if other != user && self.accounts[other].waiting > 0 {
+                self.note(user, other);
+            }
+        }
+    }
+
+    /// One fewer does.
+    pub fn waits_no_more(&mut self, user: usize) {
+        if self.is_closed {
+            return;
+        }
+        let account = &mut self.accounts[user];
+        account.waiting = account.waiting.saturating_sub(1);
+        if account.waiting > 0 {
+            return;
+        }
+        account.was_always_waiting = false;
+        for other in 0..self.kept() {
+            let pair = self.pair(user, other);
+            self.pairs[pair] = None;
+        }
+    }
+
+    fn note(&mut self, one: usize, other: usize) {
+        let (first, second) = (one.min(other), one.max(other));
+        let difference = self.accounts[first].normalised() - self.accounts[second].normalised();
+        let pair = self.pair(first, second);
+        let (least, greatest) = self.pairs[pair].unwrap_or((difference, difference));
+        let range = (least.min(difference), greatest.max(difference));
+        self.gap = self.gap.max(range.1 - range.0);
+        self.pairs[pair] = Some(range);
+    }
+
+    fn kept(&self) -> usize {
+        if self.pairs.is_empty() {
+            0
+        } else {
+            self.accounts.len()
+        }
+    }
+
+    fn pair(&self, one: usize, other: usize) -> usize {
+        one.min(other) * self.accounts.len() + one.max(other)
+    }
+
+    /// The largest gap of any two users so far, in priced tokens at weight 1; `None` with more than
+    /// [`GAP_USERS_MAX`] users.
+    #[must_use]
+    pub fn gap(&self) -> Option<f64> {
+        (!self.pairs.is_empty()).then(|| self.gap as f64 / 1000.0)
+    }
+
+    /// What each user was served so far, in priced tokens at weight 1.
+    #[must_use]
+    pub fn shares(&self) -> Vec<f64> {
+        let share = |account: &Account| account.normalised() as f64 / 1000.0;
+        self.accounts.iter().map(share).collect()
+    }
+
+    /// What a user was served, in thousandths of a priced token at weight 1.
+    #[must_use]
+    pub fn milli(&self, user: usize) -> u64 {
+        u64::try_from(self.accounts[user].normalised()).unwrap_or(0)
+    }
+
+    /// What each user who always waited was served under the watch, in priced tokens at weight 1.
+    #[must_use]
+    pub fn shares_of_always_waiting(&self) -> Vec<f64> {
+        let share = |account: &Account| (account.normalised() - account.before) as f64 / 1000.0;
+        let always = self.accounts.iter().filter(|it| it.was_always_waiting);
+        always.map(share).collect()
+    }
+}
+
+/// Jain's fairness index, `(sum x)^2 / (n * sum x^2)`; `None` when nobody got anything.
+#[must_use]
+pub fn jain_index(shares: &[f64]) -> Option<f64> {
+    let sum: f64 = shares.iter().sum();
+    let squares: f64 = shares.iter().map(|share| share * share).sum();
+    (squares > 0.0).then(|| sum * sum / (shares.len() as f64 * squares))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn service(weights: &[u32]) -> Service {
+        Service::new(FairnessSettings::default(), weights.iter().copied())
+    }
+
+    #[test]
+    fn a_gap_counts_while_both_wait() {
+        let mut books = service(&[1000, 1000]);
+        books.served(0, 1000, 0);
+        assert_eq!(books.gap(), Some(0.0), "nobody waits");
+        books.waits(0);
+        books.waits(1);
+        books.watch();
+        books.served(0, 10, 0);
+        books.served(1, 0, 15);
+        assert_eq!(books.gap(), Some(30.0), "up by 10, then down by 30");
+        books.waits_no_more(1);
+        books.served(0, 500, 0);
+        books.waits(1);
+        books.served(0, 20, 0);
+        assert_eq!(books.gap(), Some(30.0), "a new stretch begins at 0");
+        assert_eq!(books.shares_of_always_waiting(), [530.0]);
+        books.close();
+        books.served(0, 20, 0);
+        assert_eq!(books.shares(), [1530.0, 30.0], "the time is over");
+    }
+
+    #[test]
+    fn weights_divide() {
+        let mut books = service(&[1000, 4000]);
+        books.waits(0);
+        books.waits(1);
+        books.served(0, 100, 0);
+        books.served(1, 400, 0);
+        assert_eq!(books.shares(), [100.0, 100.0]);
+        assert_eq!(books.gap(), Some(100.0));
+        assert_eq!(jain_index(&books.shares()), Some(1.0));
+    }
+}

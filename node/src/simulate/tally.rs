@@ -1,0 +1,161 @@
+//! What a run is measured by: counts, times, and how they went over time.
+
+use super::events::Micros;
+use super::service::Service;
+
+/// Points of every curve over time.
+pub const POINTS: u64 = 120;
+
+/// Everything observed.
+#[derive(Debug, Clone)]
+pub struct Tally {
+    /// Until when service and throughput count.
+    pub horizon: Micros,
+    /// The users' books.
+    pub service: Service,
+    /// Requests that arrived.
+    pub arrived: u64,
+    /// Requests served to their end.
+    pub ended: u64,
+    /// Requests refused.
+    pub refused: u64,
+    /// Requests cut off by a restart and sent again.
+    pub resent: u64,
+    /// Time to first token of each, in the order they came.
+    pub ttft: Vec<Micros>,
+    /// Time to the end of each.
+    pub latency: Vec<Micros>,
+    /// Prompt tokens of requests whose first token came.
+    pub prompt_tokens: u64,
+    /// Of these, found in a cache.
+    pub cached_tokens: u64,
+    /// Of these, predicted to be.
+    pub predicted_tokens: u64,
+    /// Tokens made.
+    pub output_tokens: u64,
+    /// Tokens served before the horizon: computed prompt tokens and output tokens.
+    pub tokens_in_time: u64,
+    /// Requests that ended before the horizon.
+    pub ended_in_time: u64,
+    /// Highest price of one request.
+    pub largest_priced: u64,
+    /// Most that a user had used and not been charged in some replica's eyes, thousandths of a
+    /// priced token at weight 1.
+    pub uncharged_milli: u64,
+    /// Most that dispatched requests of a user had yet to make, in the same unit.
+    pub promised_milli: u64,
+    /// Requests per backend.
+    pub by_backend: Vec<u64>,
+    /// Priced output that dispatched requests have yet to make, by user.
+    promised: Vec<u64>,
+    /// Curves.
+    pub points: Points,
+    /// Bytes of the log.
+    pub log_bytes: u64,
+    /// Entries of the log.
+    pub log_entries: u64,
+    /// When the last request ended.
+    pub last_end: Micros,
+}
+
+/// Figures at equal distances of time.
+#[derive(Debug, Clone, Default)]
+pub struct Points {
+    /// Prompt tokens and, of these, cached ones, by the time of the first token.
+    pub hits: Vec<(u64, u64)>,
+    /// Requests at each backend.
+    pub load: Vec<Vec<u32>>,
+    /// What each user was served so far.
+    pub shares: Vec<Vec<f64>>,
+    /// Requests waiting for admission, in all.
+    pub waiting: Vec<u64>,
+    /// Requests waiting for admission, by bin.
+    pub bins: Vec<Vec<usize>>,
+}
+
+impl Tally {
+    /// Nothing so far.
+    #[must_use]
+    pub fn new(horizon: Micros, service: Service, backends: u16) -> Self {
+        Self {
+            horizon,
+            arrived: 0,
+            ended: 0,
+            refused: 0,
+            resent: 0,
+            ttft: Vec::new(),
+            latency: Vec::new(),
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            predicted_tokens: 0,
+            output_tokens: 0,
+            tokens_in_time: 0,
+            ended_in_time: 0,
+            largest_priced: 0,
+            uncharged_milli: 0,
+            promised_milli: 0,
+            promised: vec![0; service.users()],
+            by_backend: vec![0; usize::from(backends)],
+            points: Points {
+                hits: vec![(0, 0); usize::try_from(POINTS).expect("a small number")],
+                ..Points::default()
+            },
+            service,
+            log_bytes: 0,
+            log_entries: 0,
+            last_end: 0,
+        }
+    }
+
+    /// Time from one point to the next.
+    #[must_use]
+    pub fn step(&self) -> Micros {
+        (self.horizon / POINTS).max(1)
+    }
+
+    /// A request's first token came.
+    pub fn first_token(&mut self, now: Micros, waited: Micros, prompt: u32, cached: u32) {
+        self.ttft.push(waited);
+        self.prompt_tokens += u64::from(prompt);
+        self.cached_tokens += u64::from(cached);
+        // What comes after the horizon is of no curve.
+        let point = usize::try_from(now / self.step()).unwrap_or(usize::MAX);
+        if let Some((prompts, hits)) = self.points.hits.get_mut(point) {
+            *prompts += u64::from(prompt);
+            *hits += u64::from(cached);
+        }
+    }
+
+    /// A request that will make so many tokens was dispatched.
+    pub fn promised(&mut self, user: usize, output: u32) {
+        self.promised[user] += self.service.price(0, output);
+        let milli = self.service.weighed(user, self.promised[user]);
+        self.promised_milli = self.promised_milli.max(milli);
+    }
+
+    /// So many of them came, or will never.
+    pub fn kept(&mut self, user: usize, output: u32) {
+        let price = self.service.price(0, output);
+        self.promised[user] = self.promised[user].saturating_sub(price);
+    }
+
+    /// A user was served so many tokens.
+    pub fn served(&mut self, now: Micros, user: usize, uncached: u32, output: u32) {
+        self.output_tokens += u64::from(output);
+        if now <= self.horizon {
+            self.tokens_in_time += u64::from(uncached) + u64::from(output);
+        }
+        self.service.served(user, uncached, output);
+    }
+
+    /// A request ended.
+    pub fn ended(&mut self, now: Micros, took: Micros, backend: usize) {
+        self.ended += 1;
+        self.latency.push(took);
+        self.by_backend[backend] += 1;
+        self.last_end = now;
+        if now <= self.horizon {
+            self.ended_in_time += 1;
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Whole runs, small ones: that they repeat, that the books balance, and that what the experiments
+//! claim holds where it is cheap to see.
+
+use std::sync::Arc;
+
+use state::admission::{AdmissionSettings, Concurrency, Order};
+use state::policy::PolicyConfig;
+
+use super::compare::Case;
+use super::plan::{EngineModel, Plan, Restart, Who};
+use super::report::Run;
+use super::workload::{Lengths, Mix, User, Workload};
+
+const SECOND: u64 = 1_000_000;
+
+/// Short prompts in many groups, on engines that hold some of them.
+fn mix() -> Mix {
+    Mix {
+        rate: 40.0,
+        duration: 4 * SECOND,
+        groups: 40,
+        group_tokens: 256,
+        lengths: Lengths {
+            input: (16, 64),
+            output: (4, 16),
+        },
+        ..Mix::shared_prefix()
+    }
+}
+
+fn small() -> Plan {
+    let mut plan = Plan {
+        horizon: 4 * SECOND,
+        ..Plan::default()
+    };
+    if let EngineModel::Continuous(shape) = &mut plan.engine {
+        shape.num_gpu_blocks = 200;
+        shape.max_num_seqs = 32;
+    }
+    plan
+}
+
+fn run(plan: &Plan, workload: &Workload) -> Run {
+    let case = Case {
+        plan: plan.clone(),
+        workload: Arc::new(workload.clone()),
+    };
+    let run = case.run(|_| {});
+    assert_eq!(run.faults, Vec::<String>::new(), "{}", plan.label);
+    assert_eq!(run.ok + run.refused, run.requests);
+    run
+}
+
+fn json(run: &Run) -> String {
+    serde_json::to_string(run).unwrap()
+}
+
+#[test]
+fn one_seed_gives_the_same_bytes_and_another_one_others() {
+    let once = json(&run(&small(), &mix().generate(1)));
+    let again = json(&run(&small(), &mix().generate(1)));
+    let other = json(&run(&small(), &mix().generate(2)));
+    assert_eq!(once, again);
+    assert_ne!(once, other);
+}
+
+#[test]
+fn every_policy_serves_every_request_and_the_books_balance() {
+    let workload = mix().generate(3);
+    for policy in PolicyConfig::defaults() {
+        let plan = Plan {
+            label: policy.name().to_owned(),
+            policy,
+            ..small()
+        };
+        let run = run(&plan, &workload);
+        assert_eq!(run.refused, 0);
+        assert!(
+            run.hit_rate <= run.ideal_hit_rate.unwrap() + 0.05,
+            "{run:?}"
+        );
+    }
+}
+
+#[test]
+fn what_is_charged_is_what_was_served() {
+    let plan = small();
+    let workload = mix().generate(4);
+    let run = run(&plan, &workload);
+    let cached = (run.hit_rate * run.prompt_tokens as f64).round();
+    let served: f64 = run.service.values().sum();
+    let expected = run.prompt_tokens as f64 - cached + 2.0 * run.output_tokens as f64;
+    // Service counts until the horizon, the tokens are of the whole run.
+    assert!(
+        served <= expected && served > 0.9 * expected,
+        "{served} of {expected}"
+    );
+    assert_eq!(run.charged, served_at_the_end(&run), "{run:?}");
+}
+
+fn served_at_the_end(run: &Run) -> u64 {
+    let cached = (run.hit_rate * run.prompt_tokens as f64).round() as u64;
+    run.prompt_tokens - cached + 2 * run.output_tokens
+}
+
+#[test]
+fn sharing_beats_sharing_nothing() {
+    let workload = mix().generate(5);
+    let together = run(&small(), &workload);
+    let apart = run(
+        &Plan {
+            ownership_lag: None,
+            load_lag: None,
+            ..small()
+        },
+        &workload,
+    );
+    assert!(
+        together.hit_rate > apart.hit_rate,
+        "{} against {}",
+        together.hit_rate,
+        apart.hit_rate
+    );
+}
+
+#[test]
+fn a_restart_loses_no_request_and_no_knowledge_unless_wiped() {
+    let workload = mix().generate(6);
+    let restarted = |who, wipe| {
+        let restart = Some(Restart {
+            at: 2 * SECOND,
+            who,
+            wipe,
+        });
+        run(&Plan { restart, ..small() }, &workload)
+    };
+    let undisturbed = run(&small(), &workload);
+    for who in [Who::One, Who::All] {
+        for wipe in [false, true] {
+            let run = restarted(who, wipe);
+            assert!(run.resent > 0, "{who:?} {wipe}");
+            assert_eq!(run.ok, undisturbed.ok);
+        }
+    }
+}
+
+/// Users who always wait, on few slots.
+fn backlogged(pinned: bool) -> Workload {
+    let user = |number: u32| User {
+        backlog: 24 * number,
+        ..User::named(&format!("user-{number}"))
+    };
+    let mut workload = Workload {
+        users: (1..=4).map(user).collect(),
+        arrivals: Vec::new(),
+        shape: Lengths {
+            input: (32, 64),
+            output: (16, 48),
+        },
+    };
+    if pinned {
+        workload.pin(3);
+    }
+    workload
+}
+
+fn queueing(order: Order) -> Plan {
+    Plan {
+        backends: 2,
+        horizon: 16 * SECOND,
+        admission: AdmissionSettings {
+            order,
+            concurrency: Concurrency::Fixed(4),
+            queue_max: u32::MAX,
+            wait_ms_max: u32::MAX,
+            ..AdmissionSettings::default()
+        },
+        ..Plan::default()
+    }
+}
+
+#[test]
+fn the_gap_stays_within_the_bound_and_first_come_first_served_is_not_fair() {
+    for pinned in [false, true] {
+        let workload = backlogged(pinned);
+        let fair = run(&queueing(Order::Vtc), &workload);
+        let bound = fair.gap_bound.unwrap();
+        assert!(fair.gap.unwrap() <= bound, "{:?} over {bound}", fair.gap);
+        let unfair = run(&queueing(Order::Fcfs), &workload);
+        assert!(
+            fair.service_ratio.unwrap() > 0.8,
+            "{:?}",
+            fair.service_ratio
+        );
+        assert!(
+            unfair.service_ratio.unwrap() < 0.6,
+            "{:?}",
+            unfair.service_ratio
+        );
+        assert!(fair.tokens_per_s > 0.95 * unfair.tokens_per_s);
+    }
+}
+
+#[test]
+fn every_order_serves_everybody() {
+    let orders = [
+        Order::VtcMaxFair,
+        Order::VtcPred,
+        Order::Dlpm,
+        Order::Lcf,
+        Order::Rpm,
+    ];
+    for order in orders {
+        let plan = Plan {
+            horizon: 8 * SECOND,
+            ..queueing(order)
+        };
+        let run = run(&plan, &backlogged(false));
+        assert!(
+            run.service.values().all(|served| *served > 0.0),
+            "{order:?}"
+        );
+    }
+}
+
+#[test]
+fn limits_that_adapt_are_learnt_from_what_is_measured() {
+    let mut plan = Plan {
+        horizon: 10 * SECOND,
+        ..queueing(Order::Vtc)
+    };
+    plan.admission.concurrency = Concurrency::Adaptive;
+    plan.admission.sla.inter_token_us = 25_000;
+    let run = run(&plan, &backlogged(false));
+    assert!(
+        run.curves.waiting.iter().any(|waiting| *waiting > 0),
+        "no limit ever held"
+    );
+}
+
+#[test]
+fn a_page_is_one_file_that_asks_nobody() {
+    let comparison = super::report::Comparison {
+        title: "a </script> in a title".to_owned(),
+        command: "quorate simulate".to_owned(),
+        seed: 1,
+        runs: vec![run(&small(), &mix().generate(1))],
+        verdicts: Vec::new(),
+    };
+    let page = super::page::html(&comparison).unwrap();
+    assert_eq!(
+        page.matches("</script>").count(),
+        2,
+        "data cannot end its element"
+    );
+    assert!(!page.contains("src=") && !page.contains("@import") && !page.contains("/*DATA*/"));
+}

@@ -1,0 +1,215 @@
+//! What is asked for: who sends which prompt when.
+//!
+//! A workload is made once per seed and shared by all runs of a comparison, so that every policy
+//! sees the same requests. Requests come at times of their own ([`Workload::arrivals`]), or a user
+//! keeps so many under way that it always waits ([`User::backlog`]).
+
+mod mix;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use state::ids::BlockHash;
+use state::prefix::{Scope, chain_bytes, matchable_blocks, root};
+
+use super::events::Micros;
+use super::plan::BLOCK_TOKENS;
+use super::rng::Rng;
+use crate::engine::text::{Sequence, TOKEN_BYTES};
+use crate::replay::text::passage;
+use crate::replay::trace::Arrival;
+
+pub use mix::Mix;
+
+/// Seed of block and user hashes in every simulated cluster.
+pub const HASH_SEED: u64 = 0x5eed;
+/// The one model that is served.
+pub const MODEL: &str = "simulated";
+
+/// Requests to come, and who sends them.
+#[derive(Debug, Clone, Default)]
+pub struct Workload {
+    /// Who they are.
+    pub users: Vec<User>,
+    /// Requests with a time of their own, ascending.
+    pub arrivals: Vec<Sent>,
+    /// What users with a backlog send.
+    pub shape: Lengths,
+}
+
+/// A user.
+#[derive(Debug, Clone, PartialEq)]
+pub struct User {
+    /// Its name.
+    pub name: String,
+    /// Its share against others, in thousandths.
+    pub weight_milli: u32,
+    /// The replica that all its requests go to; `None`: any.
+    pub replica: Option<u8>,
+    /// Requests it keeps under way and waiting together; 0: it sends at times of its own.
+    pub backlog: u32,
+    /// When it sends nothing.
+    pub off: Option<(Micros, Micros)>,
+}
+
+/// A request as it arrives.
+#[derive(Debug, Clone)]
+pub struct Sent {
+    /// When.
+    pub at: Micros,
+    /// Whose; a place in [`Workload::users`].
+    pub user: usize,
+    /// Its prompt.
+    pub prompt: Arc<Prompt>,
+    /// Tokens the engine makes.
+    pub output_tokens: u32,
+}
+
+/// A prompt with its identity on both sides.
+#[derive(Debug, Clone)]
+pub struct Prompt {
+    /// The router's blocks.
+    pub chain: Arc<[BlockHash]>,
+    /// How many of them an engine can have.
+    pub matchable: u32,
+    /// Tokens.
+    pub tokens: u32,
+    /// Seed of the chain.
+    pub root: u64,
+    /// Bytes behind the last full block.
+    pub tail: Vec<u8>,
+    /// As the engine sees it.
+    pub sequence: Sequence,
+}
+
+/// Lengths that are drawn, both ends included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lengths {
+    /// Prompt tokens.
+    pub input: (u32, u32),
+    /// Output tokens.
+    pub output: (u32, u32),
+}
+
+impl Default for Lengths {
+    fn default() -> Self {
+        Self {
+            input: (128, 512),
+            output: (64, 256),
+        }
+    }
+}
+
+impl Prompt {
+    /// The identity of `text`, by the code that production uses for it.
+    #[must_use]
+    pub fn new(text: &[u8]) -> Self {
+        let block_bytes = BLOCK_TOKENS * TOKEN_BYTES as u32;
+        let scope = Scope {
+            model: MODEL,
+            adapter: "",
+            salt: "",
+            tokenizer: "character",
+            block_size: block_bytes,
+        };
+        let (root, block_bytes) = (root(HASH_SEED, &scope), block_bytes as usize);
+        let mut chain = Vec::new();
+        chain_bytes(root, text, block_bytes, &mut chain);
+        let matchable = matchable_blocks(text.len() as u64, scope.block_size);
+        let sequence = Sequence::new(text, "", BLOCK_TOKENS, 0);
+        Self {
+            matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
+            tokens: sequence.prompt_tokens(),
+            root,
+            tail: text[chain.len() * block_bytes..].to_vec(),
+            chain: chain.into(),
+            sequence,
+        }
+    }
+}
+
+impl Lengths {
+    fn draw(range: (u32, u32), rng: &mut Rng) -> u32 {
+        rng.within(range.0, range.1).max(1)
+    }
+
+    /// A prompt of its own, shared with nobody, and an output length.
+    #[must_use]
+    pub fn draw_request(&self, rng: &mut Rng) -> (Arc<Prompt>, u32) {
+        let tokens = Self::draw(self.input, rng) as usize;
+        let text = passage(rng.next_u64(), 0, tokens * TOKEN_BYTES);
+        let prompt = Arc::new(Prompt::new(text.as_bytes()));
+        (prompt, Self::draw(self.output, rng))
+    }
+}
+
+impl User {
+    /// One that sends at times of its own, to any replica, with an equal share.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            weight_milli: 1000,
+            replica: None,
+            backlog: 0,
+            off: None,
+        }
+    }
+
+    /// Whether it sends at this time.
+    #[must_use]
+    pub fn sends_at(&self, at: Micros) -> bool {
+        self.off
+            .is_none_or(|(from, until)| at < from || at >= until)
+    }
+}
+
+impl Workload {
+    /// The requests of a recorded trace.
+    #[must_use]
+    pub fn of_trace(arrivals: &[Arrival]) -> Self {
+        let mut workload = Self::default();
+        for arrival in arrivals {
+            let name: &str = &arrival.user;
+            let known = workload.users.iter().position(|user| user.name == name);
+            let user = known.unwrap_or_else(|| {
+                workload.users.push(User::named(name));
+                workload.users.len() - 1
+            });
+            workload.arrivals.push(Sent {
+                at: super::plan::micros(arrival.at),
+                user,
+                prompt: Arc::new(Prompt::new(arrival.prompt.text().as_bytes())),
+                output_tokens: arrival.output_tokens.max(1),
+            });
+        }
+        workload
+    }
+
+    /// Pins users to replicas in turn.
+    pub fn pin(&mut self, replicas: u8) {
+        for (place, user) in self.users.iter_mut().enumerate() {
+            let replica = place % usize::from(replicas.max(1));
+            user.replica = u8::try_from(replica).ok();
+        }
+    }
+
+    /// Multiplies all arrival times, so that `per_s` requests come each second on average.
+    pub fn set_rate(&mut self, per_s: f64) {
+        let last = self.arrivals.last().map_or(0, |sent| sent.at);
+        if last == 0 {
+            return;
+        }
+        let factor = self.arrivals.len() as f64 / per_s * 1e6 / last as f64;
+        for sent in &mut self.arrivals {
+            sent.at = (sent.at as f64 * factor) as u64;
+        }
+    }
+
+    /// Users that always have requests waiting.
+    #[must_use]
+    pub fn is_backlogged(&self) -> bool {
+        self.users.iter().any(|user| user.backlog > 0)
+    }
+}

@@ -1,0 +1,71 @@
+//! Workloads: that they have the shape they are named for.
+
+use super::*;
+
+fn second(mix: &Mix) -> Vec<usize> {
+    let workload = mix.generate(1);
+    let mut counts = vec![0; 60];
+    for sent in &workload.arrivals {
+        counts[usize::try_from(sent.at / 1_000_000).unwrap()] += 1;
+    }
+    counts
+}
+
+#[test]
+fn groups_share_their_beginning_and_nothing_behind_it() {
+    let workload = Mix::shared_prefix().generate(1);
+    let first = &workload.arrivals[0].prompt.chain;
+    let shared = |chain: &[BlockHash]| first.iter().zip(chain).take_while(|(a, b)| a == b).count();
+    let lengths: Vec<usize> = workload.arrivals[1..]
+        .iter()
+        .map(|sent| shared(&sent.prompt.chain))
+        .collect();
+    assert!(
+        lengths.iter().all(|length| *length == 0 || *length == 64),
+        "{lengths:?}"
+    );
+    assert!(lengths.contains(&0) && lengths.contains(&64));
+}
+
+#[test]
+fn templates_share_their_first_blocks_with_everybody() {
+    let workload = Mix::templated().generate(1);
+    let first = workload.arrivals[0].prompt.chain[7];
+    assert!(
+        workload
+            .arrivals
+            .iter()
+            .all(|sent| sent.prompt.chain[7] == first)
+    );
+}
+
+#[test]
+fn one_group_is_hot() {
+    let workload = Mix::one_hot().generate(1);
+    let first = |sent: &Sent| sent.prompt.chain[0];
+    let mut counts = std::collections::BTreeMap::new();
+    for sent in &workload.arrivals {
+        *counts.entry(first(sent)).or_insert(0_usize) += 1;
+    }
+    let most = *counts.values().max().unwrap();
+    assert!(most * 10 > workload.arrivals.len() * 7);
+}
+
+#[test]
+fn bursts_come_and_go_at_the_rate_asked_for() {
+    let counts = second(&Mix::burst());
+    let in_burst: usize = (0..60).filter(|at| at % 20 < 5).map(|at| counts[at]).sum();
+    let all: usize = counts.iter().sum();
+    assert!((1000..1400).contains(&all), "{all} for 1200");
+    assert!(in_burst * 10 > all * 6, "{in_burst} of {all}");
+}
+
+#[test]
+fn a_rate_stretches_a_trace() {
+    let mut workload = Mix::shared_prefix().generate(1);
+    let requests = workload.arrivals.len() as f64;
+    workload.set_rate(5.0);
+    let seconds = workload.arrivals.last().unwrap().at as f64 / 1e6;
+    assert!((requests / seconds - 5.0).abs() < 0.01);
+    assert!(workload.arrivals.is_sorted_by_key(|sent| sent.at));
+}

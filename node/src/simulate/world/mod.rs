@@ -1,0 +1,449 @@
+//! The simulated cluster: one event after the other until every request has ended.
+//!
+//! Everything that happens is an `Event` with a time; handling one plans others. Nothing else
+//! passes between replicas, log and engines, so that the order of events is all there is to a run.
+
+mod gossip;
+mod restart;
+mod serve;
+
+use std::sync::Arc;
+
+use state::RouterState;
+use state::admission::{Backlog, Concurrency, Pricing};
+use state::command::{BackendSpec, Command, Envelope, UserSpec};
+use state::ids::{LogIndex, UserKey};
+use state::policy::RoutingSettings;
+use state::prefix::user_key;
+
+use super::engine::{Engine, Figures};
+use super::events::{Events, Micros};
+use super::lobby::Lobby;
+use super::plan::{EngineModel, Plan};
+use super::replica::{self, Clock, Flight, Replica, setup, state_of};
+use super::rng::Rng;
+use super::service::Service;
+use super::tally::Tally;
+use super::workload::{HASH_SEED, MODEL, Prompt, Workload};
+
+/// Part of the horizon after which shares of those who always wait are compared: one in so many.
+const WARM_UP: Micros = 10;
+
+/// Something that happens.
+#[derive(Debug)]
+enum Event {
+    /// The next request with a time of its own arrives.
+    Arrive,
+    /// A user with a backlog may send another.
+    Return(usize),
+    /// An engine's step is over.
+    Step(usize),
+    /// A replica may cut a batch.
+    Flush(usize),
+    /// An entry of the log reaches a replica.
+    Apply {
+        replica: usize,
+        epoch: u32,
+        index: LogIndex,
+        envelope: Arc<Envelope>,
+    },
+    /// A replica may tell its load.
+    Report(usize),
+    /// A peer's load reaches a replica.
+    Heard {
+        replica: usize,
+        from: usize,
+        /// `None`: as told before.
+        report: Option<Arc<[u8]>>,
+        backlog: Option<Backlog>,
+    },
+    /// A replica may find that somebody can go.
+    Wake(usize),
+    /// Replicas read the engines' figures.
+    Probe,
+    /// The curves get a point.
+    Sample,
+    /// Shares of who always waits count from here on.
+    Watch,
+    /// What counts for fairness is over.
+    Close,
+    /// Replicas crash and start again.
+    Restart,
+}
+
+/// A request, from its arrival to its end.
+struct Request {
+    user: usize,
+    prompt: Arc<Prompt>,
+    output_tokens: u32,
+    arrived: Micros,
+    replica: usize,
+    /// Output tokens as predicted when it came.
+    predicted_output: u32,
+    stage: Stage,
+    has_first_token: bool,
+    /// Output tokens that its user was served: a request that is sent again is served again.
+    served_output: u32,
+}
+
+enum Stage {
+    Waiting,
+    Running(Box<Flight>),
+    Ended,
+}
+
+/// A replica with what the simulation keeps beside it.
+struct Place {
+    replica: Replica,
+    lobby: Lobby,
+    session: u64,
+    is_flush_planned: bool,
+    last_flush: Micros,
+    next_report: Micros,
+    next_wake: Micros,
+    /// What peers were told last.
+    last_backlog: Option<Backlog>,
+    /// Upper ends of the bins that requests were last spread over.
+    bin_edges: Vec<u32>,
+}
+
+impl Place {
+    fn new(id: u8, session: u64, state: RouterState, plan: &Plan, run: &replica::Run) -> Self {
+        let lags = [plan.ownership_lag, plan.load_lag];
+        let lag = lags.into_iter().flatten().max().unwrap_or_default();
+        Self {
+            replica: Replica::new(id, session, state, run),
+            lobby: Lobby::new(&plan.admission, run.pricing, lag, plan.replicas),
+            session,
+            is_flush_planned: false,
+            last_flush: 0,
+            next_report: Micros::MAX,
+            next_wake: Micros::MAX,
+            last_backlog: None,
+            bin_edges: Vec::new(),
+        }
+    }
+}
+
+/// The end of a run.
+pub struct Outcome {
+    /// What was measured.
+    pub tally: Tally,
+    /// Events handled.
+    pub events: u64,
+    /// Requests that engines preempted.
+    pub preemptions: u64,
+    /// Most that a user had used and not been charged in some replica's eyes, with the most that its
+    /// dispatched requests had yet to make; priced tokens at weight 1.
+    pub uncharged: u64,
+    /// The gate's highest slack, in the same unit.
+    pub slack: u64,
+    /// Upper ends of the bins at the end, but the last.
+    pub bin_edges: Vec<u32>,
+    /// The requests in the order they arrived: for the ideal.
+    pub asked: Vec<(Arc<Prompt>, u32)>,
+    /// Priced tokens that the first replica's state has charged.
+    pub charged: u64,
+    /// The state's digest, of the first replica.
+    pub digest: u128,
+    /// Faults of the books: empty in a correct run.
+    pub faults: Vec<String>,
+}
+
+/// The cluster and its time.
+pub struct World<'a> {
+    plan: &'a Plan,
+    workload: &'a Workload,
+    keys: Vec<UserKey>,
+    now: Micros,
+    events: Events<Event>,
+    engines: Vec<Engine>,
+    probed: Vec<Figures>,
+    places: Vec<Place>,
+    requests: Vec<Request>,
+    /// Of [`Workload::arrivals`], the next.
+    next_arrival: usize,
+    /// Requests each user has under way or waiting; for those with a backlog.
+    open_by_user: Vec<u32>,
+    open: u64,
+    rngs: Vec<Rng>,
+    spread: Rng,
+    /// The entries a log begins with.
+    setup: Vec<Envelope>,
+    /// Next index, of the one log or of each replica's own.
+    next_index: Vec<u64>,
+    /// How often each replica's log was lost.
+    epochs: Vec<u32>,
+    run: replica::Run,
+    tally: Tally,
+}
+
+impl<'a> World<'a> {
+    /// A cluster at its beginning.
+    #[must_use]
+    pub fn new(plan: &'a Plan, workload: &'a Workload) -> Self {
+        let setup = setup(commands(plan, workload));
+        let run = replica::Run {
+            clock: Clock::new(),
+            flush: plan.flush,
+            pricing: Pricing {
+                prices: plan.prices,
+                charge: plan.admission.charge,
+            },
+        };
+        let place = |id| Place::new(id, 1, state_of(&setup), plan, &run);
+        let weights = workload.users.iter().map(|user| user.weight_milli);
+        let service = Service::new(plan.prices, weights);
+        let names = workload.users.iter().map(|user| user.name.as_str());
+        Self {
+            keys: names.map(|name| user_key(HASH_SEED, name)).collect(),
+            now: 0,
+            events: Events::default(),
+            engines: (0..plan.backends)
+                .map(|_| Engine::new(&plan.engine))
+                .collect(),
+            probed: vec![Figures::default(); usize::from(plan.backends)],
+            places: (1..=plan.replicas).map(place).collect(),
+            requests: Vec::new(),
+            next_arrival: 0,
+            open_by_user: vec![0; workload.users.len()],
+            open: 0,
+            rngs: (0..workload.users.len() as u64)
+                .map(|user| Rng::new(plan.seed, 100 + user))
+                .collect(),
+            spread: Rng::new(plan.seed, 2),
+            next_index: vec![setup.len() as u64 + 1; usize::from(plan.replicas)],
+            setup,
+            epochs: vec![0; usize::from(plan.replicas)],
+            run,
+            tally: Tally::new(plan.horizon, service, plan.backends),
+            plan,
+            workload,
+        }
+    }
+
+    /// Runs to the end; `progress` hears of the simulated time, now and then.
+    #[must_use]
+    pub fn run(mut self, mut progress: impl FnMut(Micros)) -> Outcome {
+        self.begin();
+        let mut handled = 0_u64;
+        while let Some((at, event)) = self.events.take_next() {
+            assert!(at >= self.now, "event at {at} after {}", self.now);
+            self.now = at;
+            self.handle(event);
+            handled += 1;
+            if handled.is_multiple_of(16_384) {
+                progress(self.now);
+            }
+        }
+        progress(self.now);
+        self.finish(handled)
+    }
+
+    fn begin(&mut self) {
+        if !self.workload.arrivals.is_empty() {
+            self.events
+                .plan(self.workload.arrivals[0].at, Event::Arrive);
+        }
+        for (user, spec) in self.workload.users.iter().enumerate() {
+            if spec.backlog > 0 {
+                self.events.plan(0, Event::Return(user));
+                if let Some((_, until)) = spec.off {
+                    self.events.plan(until, Event::Return(user));
+                }
+            }
+        }
+        if let Some(restart) = self.plan.restart {
+            self.events.plan(restart.at, Event::Restart);
+        }
+        self.events.plan(self.plan.probe, Event::Probe);
+        self.events.plan(self.tally.step(), Event::Sample);
+        let horizon = self.plan.horizon;
+        self.events.plan(horizon / WARM_UP, Event::Watch);
+        self.events.plan(horizon, Event::Close);
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Arrive => self.arrive_next(),
+            Event::Return(user) => self.come_back(user),
+            Event::Step(engine) => self.step_over(engine),
+            Event::Flush(place) => self.flush(place),
+            Event::Apply {
+                replica,
+                epoch,
+                index,
+                envelope,
+            } => self.apply(replica, epoch, index, &envelope),
+            Event::Report(place) => self.report(place),
+            Event::Heard {
+                replica,
+                from,
+                report,
+                backlog,
+            } => self.heard(replica, from, report.as_deref(), backlog),
+            Event::Wake(place) => self.wake(place),
+            Event::Probe => self.probe(),
+            Event::Sample => self.sample(),
+            Event::Watch => self.tally.service.watch(),
+            Event::Close => self.tally.service.close(),
+            Event::Restart => self.restart(),
+        }
+    }
+
+    /// Whether requests are under way or to come: what repeats itself goes on while it is.
+    fn is_going_on(&self) -> bool {
+        self.open > 0
+            || self.next_arrival < self.workload.arrivals.len()
+            || (self.now < self.plan.horizon && self.workload.is_backlogged())
+    }
+
+    fn probe(&mut self) {
+        self.probed = self.engines.iter().map(Engine::figures).collect();
+        let adapts = self.plan.admission.concurrency == Concurrency::Adaptive;
+        if adapts || self.plan.learn {
+            for place in 0..self.places.len() {
+                self.places[place].replica.tell_samples();
+                self.changed(place);
+            }
+        }
+        if self.is_going_on() {
+            self.events.plan(self.now + self.plan.probe, Event::Probe);
+        }
+    }
+
+    fn sample(&mut self) {
+        if self.now > self.plan.horizon {
+            return;
+        }
+        let load = |engine: &Engine| {
+            let figures = engine.figures();
+            figures.running + figures.waiting
+        };
+        let points = &mut self.tally.points;
+        points.load.push(self.engines.iter().map(load).collect());
+        points.shares.push(self.tally.service.shares());
+        let waiting = self.places.iter().map(|place| place.lobby.len() as u64);
+        points.waiting.push(waiting.sum());
+        let mut bins = vec![0; usize::from(self.plan.admission.bins)];
+        for place in &self.places {
+            for (sum, waiting) in bins.iter_mut().zip(place.lobby.by_bin()) {
+                *sum += waiting;
+            }
+        }
+        points.bins.push(bins);
+        self.events
+            .plan(self.now + self.tally.step(), Event::Sample);
+    }
+
+    fn finish(self, events: u64) -> Outcome {
+        let faults = self.faults();
+        let figures = self.engines.iter().map(Engine::figures);
+        let slack = self.places.iter().map(|it| it.lobby.slack_most()).max();
+        Outcome {
+            uncharged: (self.tally.uncharged_milli + self.tally.promised_milli) / 1000,
+            slack: slack.unwrap_or_default(),
+            bin_edges: self.places[0].replica.bin_edges(),
+            preemptions: figures.map(|figures| figures.preemptions).sum(),
+            charged: self.charged(),
+            digest: self.places[0].replica.state.digest(),
+            asked: self
+                .requests
+                .into_iter()
+                .map(|request| (request.prompt, request.output_tokens))
+                .collect(),
+            tally: self.tally,
+            events,
+            faults,
+        }
+    }
+
+    fn charged(&self) -> u64 {
+        let state = &self.places[0].replica.state;
+        let users = self.keys.iter().filter_map(|key| state.user(*key));
+        let prices = self.plan.prices;
+        let priced = users.map(|user| {
+            user.total.input_uncached * u64::from(prices.input_price)
+                + user.total.output * u64::from(prices.output_price)
+        });
+        priced.sum()
+    }
+
+    /// What must hold when all is over, and does not.
+    fn faults(&self) -> Vec<String> {
+        let mut faults = Vec::new();
+        let tally = &self.tally;
+        if tally.arrived != tally.ended + tally.refused {
+            faults.push(format!(
+                "{} requests arrived, {} ended, {} were refused",
+                tally.arrived, tally.ended, tally.refused
+            ));
+        }
+        if !self.engines.iter().all(Engine::is_idle) {
+            faults.push("an engine has work left".to_owned());
+        }
+        for place in &self.places {
+            let Place { replica, lobby, .. } = place;
+            let id = replica.id;
+            if let Err(broken) = replica.state.check() {
+                faults.push(format!("replica {id}: {broken}"));
+            }
+            if !replica.outbox.is_empty() || replica.outbox.outstanding().is_some() {
+                faults.push(format!("replica {id}: outbox is not empty"));
+            }
+            if !lobby.is_empty() {
+                faults.push(format!("replica {id}: requests wait"));
+            }
+            let leases = replica.state.open_leases();
+            if leases > 0 {
+                faults.push(format!("replica {id}: {leases} leases are open"));
+            }
+            let is_shared = self.plan.ownership_lag.is_some();
+            if is_shared && replica.state.digest() != self.places[0].replica.state.digest() {
+                faults.push(format!("replica {id}: state differs from the first one's"));
+            }
+        }
+        faults
+    }
+}
+
+/// What a cluster is told before the first request.
+fn commands(plan: &Plan, workload: &Workload) -> Vec<Command> {
+    let mut commands = vec![
+        Command::InitCluster {
+            hash_seed: HASH_SEED,
+            policy: plan.policy.clone(),
+            fairness: plan.prices,
+        },
+        Command::PutRouting(RoutingSettings {
+            learn: plan.learn,
+            ..RoutingSettings::default()
+        }),
+        Command::PutAdmission(plan.admission.clone()),
+    ];
+    let capacity_blocks = match plan.engine {
+        // One block is vLLM's null block.
+        EngineModel::Continuous(shape) => Some(shape.num_gpu_blocks - 1),
+        EngineModel::Static(_) => None,
+    };
+    let backends = (0..plan.backends).map(|number| {
+        Command::PutBackend(BackendSpec {
+            id: format!("engine-{number:03}"),
+            url: format!("http://127.0.0.1:{}", 10_000 + number),
+            models: vec![MODEL.to_owned()],
+            labels: Default::default(),
+            capacity_blocks,
+            kv_events: None,
+            kv_replay: None,
+        })
+    });
+    commands.extend(backends);
+    let weighted = workload.users.iter().filter(|it| it.weight_milli != 1000);
+    commands.extend(weighted.map(|user| {
+        Command::PutUser(UserSpec {
+            name: user.name.clone(),
+            weight_milli: user.weight_milli,
+        })
+    }));
+    commands
+}

@@ -1,0 +1,89 @@
+//! A crash in the middle: what a replica had in memory is gone, what it had on disk is there unless
+//! that is lost too. Clients send anew what was cut off.
+
+use state::RouterState;
+
+use super::{Place, Stage, World};
+use crate::simulate::plan::Who;
+use crate::simulate::replica::{empty_state, state_of};
+
+impl World<'_> {
+    pub(super) fn restart(&mut self) {
+        let Some(restart) = self.plan.restart else {
+            return;
+        };
+        let down = match restart.who {
+            Who::All => self.places.len(),
+            Who::One => 1,
+        };
+        let is_log_lost = restart.wipe && (down == self.places.len() || !self.is_shared());
+        let cut_off = self.cut_off(down);
+        for place in 0..down {
+            let state = self.state_after(place, restart.wipe, is_log_lost);
+            if is_log_lost {
+                self.epochs[place] += 1;
+                self.next_index[place] = state.applied().0 + 1;
+            }
+            self.start_again(place, state);
+        }
+        self.tally.resent += cut_off.len() as u64;
+        for request in cut_off {
+            self.enter(request);
+        }
+    }
+
+    fn is_shared(&self) -> bool {
+        self.plan.ownership_lag.is_some()
+    }
+
+    /// Ends what the first `down` replicas have open, at the engines too: a connection that breaks
+    /// aborts its request.
+    fn cut_off(&mut self, down: usize) -> Vec<usize> {
+        let mut cut = Vec::new();
+        for (number, request) in self.requests.iter_mut().enumerate() {
+            if request.replica >= down {
+                continue;
+            }
+            match &request.stage {
+                Stage::Ended => continue,
+                Stage::Waiting => self.tally.service.waits_no_more(request.user),
+                Stage::Running(flight) => {
+                    let rest = request.output_tokens - request.served_output;
+                    self.tally.kept(request.user, rest);
+                    self.engines[usize::from(flight.backend.slot.0)].abort(number);
+                }
+            }
+            request.stage = Stage::Waiting;
+            cut.push(number);
+        }
+        cut
+    }
+
+    /// What a replica has when it is up again: through a snapshot's bytes, as in production.
+    fn state_after(&self, place: usize, wipe: bool, is_log_lost: bool) -> RouterState {
+        if is_log_lost {
+            return state_of(&self.setup);
+        }
+        // A wiped replica is sent a snapshot by one that was not.
+        let source = if wipe { self.places.len() - 1 } else { place };
+        let mut bytes = Vec::new();
+        let frozen = self.places[source].replica.state.freeze();
+        frozen
+            .write_to(&mut bytes)
+            .expect("a vector takes any bytes");
+        let mut state = empty_state();
+        state
+            .restore(&mut bytes.as_slice())
+            .expect("a snapshot that was just written");
+        state
+    }
+
+    fn start_again(&mut self, place: usize, state: RouterState) {
+        let session = self.places[place].session + 1;
+        let id = self.places[place].replica.id.0;
+        self.places[place] = Place {
+            last_flush: self.now,
+            ..Place::new(id, session, state, self.plan, &self.run)
+        };
+    }
+}

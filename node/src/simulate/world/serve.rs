@@ -1,0 +1,339 @@
+//! Requests: how they arrive, wait, go to an engine and end.
+
+use std::sync::Arc;
+
+use state::admission::{Batching, Waiting};
+
+use super::{Event, Micros, Place, Request, Stage, World};
+use crate::simulate::engine::Served;
+use crate::simulate::lobby::{Guest, Turn};
+use crate::simulate::plan::{BLOCK_TOKENS, EngineModel};
+use crate::simulate::replica::{Ask, Sending, Told, unix_ms};
+use crate::simulate::workload::Prompt;
+
+impl World<'_> {
+    pub(super) fn arrive_next(&mut self) {
+        let sent = &self.workload.arrivals[self.next_arrival];
+        self.next_arrival += 1;
+        if let Some(next) = self.workload.arrivals.get(self.next_arrival) {
+            self.events.plan(next.at, Event::Arrive);
+        }
+        self.arrive(sent.user, Arc::clone(&sent.prompt), sent.output_tokens);
+    }
+
+    /// A user with a backlog begins: its requests come evenly over a second, so that who happens to
+    /// be first does not take all engines.
+    pub(super) fn come_back(&mut self, user: usize) {
+        let backlog = self.workload.users[user].backlog;
+        if self.sends_one(user) {
+            let gap = self.rngs[user].gap_us(f64::from(backlog));
+            self.events.plan(self.now + gap, Event::Return(user));
+        }
+    }
+
+    /// Sends the next one of a user with a backlog. Answers whether there was one to send.
+    fn sends_one(&mut self, user: usize) -> bool {
+        let spec = &self.workload.users[user];
+        let is_due = self.now < self.plan.horizon
+            && spec.sends_at(self.now)
+            && self.open_by_user[user] < spec.backlog;
+        if is_due {
+            let rng = &mut self.rngs[user];
+            let (prompt, output_tokens) = self.workload.shape.draw_request(rng);
+            self.arrive(user, prompt, output_tokens);
+        }
+        is_due
+    }
+
+    fn arrive(&mut self, user: usize, prompt: Arc<Prompt>, output_tokens: u32) {
+        self.tally.arrived += 1;
+        self.open += 1;
+        self.open_by_user[user] += 1;
+        let request = self.requests.len();
+        let priced = self.tally.service.price(prompt.tokens, output_tokens);
+        self.tally.largest_priced = self.tally.largest_priced.max(priced);
+        let is_too_large = !self.engines[0].fits(prompt.tokens.saturating_add(output_tokens));
+        self.requests.push(Request {
+            user,
+            prompt,
+            output_tokens,
+            arrived: self.now,
+            replica: 0,
+            predicted_output: output_tokens,
+            stage: Stage::Waiting,
+            has_first_token: false,
+            served_output: 0,
+        });
+        if is_too_large {
+            self.refuse(request);
+        } else {
+            self.enter(request);
+        }
+    }
+
+    fn refuse(&mut self, request: usize) {
+        self.requests[request].stage = Stage::Ended;
+        self.tally.refused += 1;
+        self.close(self.requests[request].user);
+    }
+
+    /// A request comes to a replica, for the first time or again.
+    pub(super) fn enter(&mut self, request: usize) {
+        let user = self.requests[request].user;
+        let drawn = self.spread.below(self.places.len() as u64);
+        let place = match self.workload.users[user].replica {
+            Some(pinned) => usize::from(pinned) % self.places.len(),
+            None => usize::try_from(drawn).expect("below the number of replicas"),
+        };
+        let asked = &mut self.requests[request];
+        asked.replica = place;
+        asked.stage = Stage::Waiting;
+        if !self.plan.oracle {
+            asked.predicted_output = self.places[place].replica.predict(self.keys[user]);
+        }
+        let here = &self.places[place];
+        let goes_at_once = !self.is_batching()
+            && here.lobby.is_empty()
+            && !here.lobby.is_contended(self.now)
+            && self.has_room(place);
+        if goes_at_once {
+            self.send(place, request, false);
+        } else {
+            self.wait(place, request);
+        }
+    }
+
+    fn wait(&mut self, place: usize, request: usize) {
+        let user = self.requests[request].user;
+        let guest = self.guest(place, request);
+        self.places[place]
+            .replica
+            .queued(&self.workload.users[user].name);
+        self.tally.service.waits(user);
+        let Place { replica, lobby, .. } = &mut self.places[place];
+        let may_wait = lobby.push(guest, &replica.counters());
+        assert!(may_wait, "a simulated queue is as long as it gets");
+        self.changed(place);
+        self.pump(place);
+    }
+
+    fn guest(&self, place: usize, request: usize) -> Guest {
+        let asked = &self.requests[request];
+        let replica = &self.places[place].replica;
+        let matched_blocks = replica.longest_match(&asked.prompt);
+        let cached = matched_blocks * BLOCK_TOKENS;
+        Guest {
+            request,
+            waiting: Waiting {
+                ticket: Default::default(),
+                user: self.keys[asked.user],
+                priority: 0,
+                arrived_ms: unix_ms(self.now),
+                input_tokens: asked.prompt.tokens.saturating_sub(cached),
+                predicted_output: asked.predicted_output,
+                bin: replica.bin_of(asked.predicted_output),
+                matched_blocks,
+            },
+            price: self
+                .tally
+                .service
+                .price(asked.prompt.tokens, asked.output_tokens),
+        }
+    }
+
+    /// Sends on what may go.
+    pub(super) fn pump(&mut self, place: usize) {
+        if self.is_batching() {
+            self.pump_batches(place);
+            return;
+        }
+        while !self.places[place].lobby.is_empty() {
+            let has_room = self.has_room(place);
+            let Place { replica, lobby, .. } = &mut self.places[place];
+            let turn = lobby.next(self.now, &replica.counters(), has_room);
+            match turn {
+                Turn::Go(request) => self.send(place, request, true),
+                Turn::Held(after) => {
+                    self.wake_in(place, after);
+                    return;
+                }
+                Turn::Nobody => return,
+            }
+        }
+    }
+
+    /// Gives each idle engine a batch.
+    fn pump_batches(&mut self, place: usize) {
+        let EngineModel::Static(times) = self.plan.engine else {
+            return;
+        };
+        self.follow_bins(place);
+        let registry = self.places[place].replica.state.view().registry();
+        for backend in &registry.backends {
+            let here = &mut self.places[place];
+            let instant = here.replica.instant(self.now);
+            if here.replica.load.cluster(backend.handle, instant).running > 0 {
+                continue;
+            }
+            let engine = usize::from(backend.handle.slot.0);
+            for request in here.lobby.form_batch(self.now, times.batch_max) {
+                self.hand_over(place, request, true, Some(engine));
+            }
+            self.begin_step(engine);
+        }
+    }
+
+    /// Spreads what waits anew when the bins' boundaries have changed.
+    fn follow_bins(&mut self, place: usize) {
+        let Place {
+            replica,
+            lobby,
+            bin_edges,
+            ..
+        } = &mut self.places[place];
+        let edges = replica.bin_edges();
+        if edges != *bin_edges {
+            lobby.rebin(|request| replica.bin_of(self.requests[*request].predicted_output));
+            *bin_edges = edges;
+        }
+    }
+
+    fn is_batching(&self) -> bool {
+        self.plan.admission.batching == Batching::Static
+    }
+
+    fn has_room(&self, place: usize) -> bool {
+        let replica = &self.places[place].replica;
+        let instant = replica.instant(self.now);
+        let registry = replica.state.view().registry();
+        registry.backends.iter().any(|backend| {
+            replica
+                .limit(backend.handle)
+                .is_none_or(|limit| replica.load.cluster(backend.handle, instant).running < limit)
+        })
+    }
+
+    fn send(&mut self, place: usize, request: usize, was_queued: bool) {
+        let engine = self.hand_over(place, request, was_queued, None);
+        self.begin_step(engine);
+    }
+
+    /// Gives a request to the engine that the policy chooses, or to `only`; answers which.
+    fn hand_over(
+        &mut self,
+        place: usize,
+        request: usize,
+        was_queued: bool,
+        only: Option<usize>,
+    ) -> usize {
+        let asked = &mut self.requests[request];
+        let ask = Ask {
+            number: request,
+            prompt: &asked.prompt,
+            user: self.keys[asked.user],
+        };
+        let replica = &mut self.places[place].replica;
+        let view = replica.state.view();
+        let decision = replica
+            .decide(
+                &ask,
+                &self.probed,
+                self.now,
+                |backend, running| match only {
+                    Some(engine) => usize::from(backend.slot.0) == engine,
+                    None => view.limit(backend.slot).is_none_or(|limit| running < limit),
+                },
+            )
+            .expect("room was there a moment ago");
+        let sending = Sending {
+            user: &self.workload.users[asked.user].name,
+            order: self.plan.admission.order,
+            predicted_output: asked.predicted_output,
+            was_queued,
+            at: self.now,
+        };
+        let flight = replica.dispatch(&ask, decision, &sending);
+        let engine = usize::from(decision.backend.slot.0);
+        if was_queued {
+            self.tally.service.waits_no_more(asked.user);
+        }
+        self.tally.predicted_tokens += u64::from(decision.matched) * u64::from(BLOCK_TOKENS);
+        self.tally.promised(asked.user, asked.output_tokens);
+        self.engines[engine].submit(request, &asked.prompt, asked.output_tokens);
+        asked.stage = Stage::Running(Box::new(flight));
+        self.changed(place);
+        engine
+    }
+
+    pub(super) fn begin_step(&mut self, engine: usize) {
+        if let Some(took) = self.engines[engine].begin_step() {
+            self.events.plan(self.now + took, Event::Step(engine));
+        }
+    }
+
+    pub(super) fn step_over(&mut self, engine: usize) {
+        let mut touched = vec![false; self.places.len()];
+        for served in self.engines[engine].finish_step() {
+            let place = self.requests[served.request].replica;
+            touched[place] = true;
+            self.served(engine, place, &served);
+        }
+        self.begin_step(engine);
+        for (place, _) in touched.iter().enumerate().filter(|(_, is)| **is) {
+            self.changed(place);
+            self.pump(place);
+        }
+    }
+
+    fn served(&mut self, engine: usize, place: usize, served: &Served) {
+        let request = &mut self.requests[served.request];
+        let Stage::Running(flight) = &mut request.stage else {
+            return; // Cut off, and sent again since.
+        };
+        let Place { replica, lobby, .. } = &mut self.places[place];
+        let (user, prompt) = (request.user, Arc::clone(&request.prompt));
+        let told = Told {
+            at: self.now,
+            output: served.output_tokens,
+            cached: served.cached_tokens,
+        };
+        lobby.priced(replica.served(flight, &prompt, &told));
+        let mut uncached = 0;
+        if !request.has_first_token {
+            request.has_first_token = true;
+            uncached = prompt.tokens - served.cached_tokens.min(prompt.tokens);
+            let waited = self.now - request.arrived;
+            let cached = served.cached_tokens;
+            self.tally
+                .first_token(self.now, waited, prompt.tokens, cached);
+        }
+        let output = served.output_tokens.saturating_sub(request.served_output);
+        request.served_output += output;
+        self.tally.kept(user, output);
+        self.tally.served(self.now, user, uncached, output);
+        if served.is_done {
+            self.ended(engine, place, served.request, &told);
+        }
+    }
+
+    fn ended(&mut self, engine: usize, place: usize, request: usize, told: &Told) {
+        let asked = &mut self.requests[request];
+        let Stage::Running(flight) = std::mem::replace(&mut asked.stage, Stage::Ended) else {
+            return;
+        };
+        let (user, took): (usize, Micros) = (asked.user, self.now - asked.arrived);
+        let Place { replica, lobby, .. } = &mut self.places[place];
+        lobby.priced(replica.end(*flight, &asked.prompt, told));
+        if self.plan.admission.wants_outputs() {
+            replica.tell_length(self.keys[user], told.output);
+        }
+        self.tally.ended(self.now, took, engine);
+        self.close(user);
+        self.sends_one(user);
+    }
+
+    fn close(&mut self, user: usize) {
+        self.open -= 1;
+        self.open_by_user[user] -= 1;
+    }
+}
