@@ -15,21 +15,20 @@ use node::replay::load::{Plan, Progress, Work, run};
 use node::replay::report::Report;
 use node::replay::targets::Targets;
 
-/// Chats under way. Were the index lost, the first turn of each would go astray: with so many chats
-/// that is a quarter of all requests in a window, and the hit rate would show it.
+/// Chats under way.
 const CHATS: u32 = 120;
 /// Turns of a chat. After as many rounds of all chats the load is stationary.
 const TURNS: u32 = 4;
-/// Requests over which a hit rate is measured: every chat goes through all its turns once, so that
-/// any two windows ask for the same.
-const WINDOW: u64 = CHATS as u64 * TURNS as u64;
-/// Windows that are compared, before and after. One differs from the next by up to 1.7 points; were
-/// the index lost, the first would fall by some eight and the mean of two by four.
-const WINDOWS: u64 = 2;
+/// One turn of every chat: the requests over which a hit rate is measured after a restart. Were the
+/// index lost, most of exactly these would go astray; later ones profit from what was learnt since.
+const ROUND: u64 = CHATS as u64;
+/// Rounds over which the hit rate is measured before, each chat through all its turns twice.
+const ROUNDS_BEFORE: u64 = 2 * TURNS as u64;
 /// Requests sent at the same time. So few that affinity seldom yields to load.
 const IN_FLIGHT: usize = 4;
-/// How far the hit rate may fall over a full restart.
-const HIT_RATE_LOSS_MAX: f64 = 0.02;
+/// How far the hit rate may fall over a full restart. Rounds differ by a few points; with nothing
+/// known it falls by some thirty.
+const HIT_RATE_LOSS_MAX: f64 = 0.15;
 
 fn chats() -> Chats {
     Chats::new(ChatsOptions {
@@ -172,7 +171,7 @@ async fn killed_replicas_fail_nobody_else_and_come_back_with_what_they_knew() ->
 {
     let mut cluster = Cluster::start(ClusterOptions::default()).await?;
     let mut chats = chats();
-    let report = load(&cluster.targets(), &mut chats, WINDOW, |_| {}).await;
+    let report = load(&cluster.targets(), &mut chats, TURNS as u64 * ROUND, |_| {}).await;
     assert_eq!(
         (report.total.failed, report.total.lost),
         (0, 0),
@@ -184,7 +183,13 @@ async fn killed_replicas_fail_nobody_else_and_come_back_with_what_they_knew() ->
     cluster.wait_idle().await?;
     cluster.check_digests().await?;
 
-    let before = load(&cluster.targets(), &mut chats, WINDOWS * WINDOW, |_| {}).await;
+    let before = load(
+        &cluster.targets(),
+        &mut chats,
+        ROUNDS_BEFORE * ROUND,
+        |_| {},
+    )
+    .await;
     assert_eq!(
         (before.total.failed, before.total.lost),
         (0, 0),
@@ -195,8 +200,7 @@ async fn killed_replicas_fail_nobody_else_and_come_back_with_what_they_knew() ->
         .total
         .hit_rate
         .expect("engines tell what they cached");
-    let after =
-        restart_all_under_load(&mut cluster, &mut chats, Disk::Kept, WINDOWS * WINDOW).await?;
+    let after = restart_all_under_load(&mut cluster, &mut chats, Disk::Kept, ROUND).await?;
     assert!(
         after >= before - HIT_RATE_LOSS_MAX,
         "hit rate {before:.3}, then {after:.3}"
@@ -204,9 +208,9 @@ async fn killed_replicas_fail_nobody_else_and_come_back_with_what_they_knew() ->
     cluster.wait_idle().await?;
     cluster.check_digests().await?;
 
-    let lost = restart_all_under_load(&mut cluster, &mut chats, Disk::Wiped, WINDOW).await?;
+    let lost = restart_all_under_load(&mut cluster, &mut chats, Disk::Wiped, ROUND).await?;
     assert!(
-        lost < before - 2.0 * HIT_RATE_LOSS_MAX,
+        lost < before - HIT_RATE_LOSS_MAX,
         "nothing known, yet {before:.3}, then {lost:.3}"
     );
     cluster.stop();

@@ -3,8 +3,10 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use anyhow::Context as _;
-use http_body_util::{BodyExt, Empty};
+use anyhow::{Context as _, ensure};
+use http::header::CONTENT_TYPE;
+use http::{Method, StatusCode};
+use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Request, Uri};
 use hyper_util::client::legacy::Client;
@@ -23,7 +25,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// A client of admin APIs. A connection per question: the replicas come and go.
 #[derive(Debug)]
 pub struct Admin {
-    http: Client<HttpConnector, Empty<Bytes>>,
+    http: Client<HttpConnector, Full<Bytes>>,
 }
 
 impl Admin {
@@ -41,18 +43,54 @@ impl Admin {
     /// # Errors
     /// When it does not answer, or not in JSON.
     pub async fn get(&self, replica: SocketAddr, path: &str) -> anyhow::Result<Value> {
-        let uri: Uri = format!("http://{replica}{path}").parse()?;
-        let request = Request::get(&uri).body(Empty::new())?;
+        let (_, answer) = self.send(Method::GET, replica, path, None).await?;
+        serde_json::from_slice(&answer).with_context(|| format!("GET {replica}{path}: not JSON"))
+    }
+
+    /// Has a replica do something; the JSON it answers.
+    ///
+    /// # Errors
+    /// When it does not answer in JSON, or refuses.
+    pub async fn call(
+        &self,
+        method: Method,
+        replica: SocketAddr,
+        path: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<Value> {
+        let what = || format!("{method} {replica}{path}");
+        let (status, answer) = self.send(method.clone(), replica, path, body).await?;
+        ensure!(
+            status.is_success(),
+            "{}: {status}: {}",
+            what(),
+            String::from_utf8_lossy(&answer)
+        );
+        serde_json::from_slice(&answer).with_context(what)
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        at: SocketAddr,
+        path: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<(StatusCode, Bytes)> {
+        let uri: Uri = format!("http://{at}{path}").parse()?;
+        let what = || format!("{method} {uri}");
+        let mut request = Request::builder().method(&method).uri(&uri);
+        if body.is_some() {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        let body = body.map(Value::to_string).unwrap_or_default();
+        let request = request.body(Full::from(body))?;
         let answer = async {
             let response = self.http.request(request).await?;
-            let body = response.into_body().collect().await?.to_bytes();
-            anyhow::Ok(serde_json::from_slice(&body)?)
+            let status = response.status();
+            anyhow::Ok((status, response.into_body().collect().await?.to_bytes()))
         };
         let answer = timeout(ANSWER_TIMEOUT, answer).await;
-        answer
-            .context("timed out")
-            .flatten()
-            .with_context(|| format!("GET {uri}"))
+        answer.context("timed out").flatten().with_context(what)
     }
 }
 

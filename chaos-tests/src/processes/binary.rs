@@ -1,4 +1,4 @@
-//! Where the `quorate` program is: built by the cargo that runs the tests, into its target folder.
+//! Where the `quorate` program is: built by the cargo that runs these, into its target folder.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -27,9 +27,12 @@ fn find() -> anyhow::Result<PathBuf> {
         );
         return Ok(path);
     }
-    // Tests run from `<target>/<profile>/deps`.
+    // Programs lie in `<target>/<profile>`, tests in `deps` below it.
     let own = env::current_exe().context("find this program")?;
-    let profile_dir = own.ancestors().nth(2).context("find the target folder")?;
+    let mut profile_dir = own.parent().context("find the target folder")?;
+    if profile_dir.ends_with("deps") {
+        profile_dir = profile_dir.parent().context("find the target folder")?;
+    }
     build(profile_dir)?;
     let path = profile_dir.join(format!("quorate{}", env::consts::EXE_SUFFIX));
     ensure!(path.is_file(), "no program at {}", path.display());

@@ -2,9 +2,15 @@
 
 use std::fs::OpenOptions;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 use anyhow::Context as _;
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::time::{interval, timeout};
+
+/// How often an ending process is looked after.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// A running process whose output goes to a file.
 #[derive(Debug)]
@@ -13,15 +19,28 @@ pub(super) struct Child {
 }
 
 impl Child {
-    /// Starts `program`; what it prints is appended to `log`.
-    pub(super) fn spawn(program: &Path, args: &[&str], log: &Path) -> anyhow::Result<Self> {
+    /// Starts `program`; what it prints is appended to `log`. In a network namespace, if one is named.
+    pub(super) fn spawn(
+        namespace: Option<&str>,
+        program: &Path,
+        args: &[&str],
+        log: &Path,
+    ) -> anyhow::Result<Self> {
         let output = OpenOptions::new()
             .create(true)
             .append(true)
             .open(log)
             .with_context(|| format!("open {}", log.display()))?;
         let errors = output.try_clone().context("share the log file")?;
-        let mut command = Command::new(program);
+        let mut command = match namespace {
+            None => Command::new(program),
+            Some(namespace) => {
+                // It becomes the program: signals need not be passed on.
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", namespace]).arg(program);
+                command
+            }
+        };
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("QUORATE_") {
                 command.env_remove(name);
@@ -37,11 +56,42 @@ impl Child {
         Ok(Self { process })
     }
 
+    /// Its number.
+    pub(super) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// SIGKILL; returns when the process is gone.
     pub(super) fn kill(mut self) -> anyhow::Result<()> {
         self.process.kill().context("kill")?;
         self.process.wait().context("wait for the killed process")?;
         Ok(())
+    }
+
+    /// Sends a signal.
+    pub(super) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        let pid = i32::try_from(self.process.id())
+            .ok()
+            .and_then(Pid::from_raw);
+        let pid = pid.context("no process id")?;
+        kill_process(pid, signal).with_context(|| format!("send {signal:?}"))
+    }
+
+    /// Waits until it has ended by itself.
+    pub(super) async fn ended(&mut self, patience: Duration) -> anyhow::Result<ExitStatus> {
+        let ended = async {
+            let mut looks = interval(LOOK_EVERY);
+            loop {
+                looks.tick().await;
+                if let Some(status) = self.process.try_wait().context("wait for a process")? {
+                    return anyhow::Ok(status);
+                }
+            }
+        };
+        timeout(patience, ended)
+            .await
+            .with_context(|| format!("not ended within {} s", patience.as_secs()))
+            .flatten()
     }
 }
 

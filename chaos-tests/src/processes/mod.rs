@@ -1,72 +1,93 @@
-//! A cluster of real processes: replicas and engines on loopback, each with its own folder and log.
+//! A cluster of real processes: replicas and engines, each with its own folder and log, on loopback or
+//! on hosts of their own.
 //!
-//! Ports are chosen once and kept, for a replica that is started again must be found where it was.
+//! Addresses are chosen once and kept, for a replica that is started again must be found where it was.
 //! Everything a cluster started ends with it. One that is dropped without [`Cluster::stop`] belonged to
 //! a test that failed: the ends of its logs are printed.
 
 mod admin;
 mod binary;
+pub mod book;
+pub mod checks;
 mod child;
+pub mod failover;
+pub mod faults;
+mod layout;
+pub mod load;
+mod look;
+mod options;
 mod ports;
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::fs;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use node::replay::targets::Targets;
-use serde_json::Value;
+use rustix::process::Signal;
 use tempfile::TempDir;
 
 pub use admin::{Admin, until};
 use child::Child;
+use layout::{Layout, Origin};
+pub use options::{ClusterOptions, Site};
+
+use crate::command::run;
+use crate::netns::Network;
 
 /// Lines of a log that are printed when a test fails.
 const LOG_LINES_SHOWN: usize = 25;
+/// Longest a replica takes to leave in peace, or to refuse to start.
+const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Replicas and engines.
 #[derive(Debug)]
 pub struct Cluster {
-    dir: TempDir,
-    binary: PathBuf,
+    // The processes end before the folder and the hosts go.
     replicas: Vec<Replica>,
     engines: Vec<Child>,
+    options: ClusterOptions,
+    binary: PathBuf,
+    layout: Layout,
     /// Where load goes: the replicas in order.
     targets: Arc<Targets>,
     admin: Admin,
+    small_disk: Option<SmallDisk>,
+    dir: TempDir,
     /// Set by [`Cluster::stop`]: what ends otherwise has failed.
     has_passed: bool,
 }
 
 #[derive(Debug)]
 struct Replica {
-    admin: SocketAddr,
-    config: PathBuf,
+    id: u8,
+    origin: Origin,
     /// `None` while it is down.
     child: Option<Child>,
+    /// It runs, but nothing is heard of it: stopped by a signal, or without a link.
+    is_silent: bool,
 }
 
-/// How many of each, and how the engines behave.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ClusterOptions {
-    /// Replicas, all of them voters.
-    pub replicas: u8,
-    /// Engines.
-    pub engines: u8,
-    /// How many times faster than its timing an engine's model runs.
-    pub engine_speed: f64,
+/// A folder on a disk in memory, taken away when dropped.
+#[derive(Debug)]
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn mount(folder: &Path, megabytes: u32) -> anyhow::Result<Self> {
+        fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))?;
+        let size = format!("size={megabytes}m");
+        let path = folder.display().to_string();
+        run(&["mount", "-t", "tmpfs", "-o", &size, "tmpfs", &path])?;
+        Ok(Self(folder.to_owned()))
+    }
 }
 
-impl Default for ClusterOptions {
-    fn default() -> Self {
-        Self {
-            replicas: 3,
-            engines: 4,
-            engine_speed: 50.0,
-        }
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = run(&["umount", "-l", &self.0.display().to_string()]);
     }
 }
 
@@ -80,28 +101,52 @@ impl Cluster {
         let dir = tempfile::Builder::new()
             .prefix("quorate-chaos-")
             .tempdir()?;
-        let (replicas, engines) = (usize::from(options.replicas), usize::from(options.engines));
-        let ports = ports::free(3 * replicas + engines)?;
-        let (replica_ports, engine_ports) = ports.split_at(3 * replicas);
+        let layout = Layout::new(&options)?;
+        let urls: Vec<String> = layout
+            .replicas
+            .iter()
+            .map(|replica| format!("http://{}", replica.data))
+            .collect();
         let mut cluster = Self {
-            targets: Arc::new(Targets::new(&data_urls(replica_ports))?),
-            dir,
-            binary,
+            targets: Arc::new(Targets::new(&urls)?),
             replicas: Vec::new(),
             engines: Vec::new(),
+            options,
+            binary,
+            layout,
             admin: Admin::new(),
+            small_disk: None,
+            dir,
             has_passed: false,
         };
-        for (number, port) in engine_ports.iter().enumerate() {
-            cluster.start_engine(number, *port, options.engine_speed)?;
+        for number in 0..usize::from(options.engines) {
+            cluster.start_engine(number)?;
         }
-        for number in 0..replicas {
-            let replica = cluster.configure(number, replica_ports, engine_ports)?;
-            cluster.replicas.push(replica);
-            cluster.start_replica(number)?;
+        let founders = usize::from(options.replicas);
+        if let Some(megabytes) = options.small_disk_mb {
+            let folder = cluster.data_dir(founders - 1);
+            cluster.small_disk = Some(SmallDisk::mount(&folder, megabytes)?);
         }
-        for number in 0..replicas {
-            cluster.wait_ready(number, engines).await?;
+        for number in 0..founders + usize::from(options.spares) {
+            let is_spare = number >= founders;
+            cluster.replicas.push(Replica {
+                id: u8::try_from(number + 1).context("too many replicas")?,
+                origin: if is_spare {
+                    Origin::Joiner
+                } else {
+                    Origin::Founder(options.replicas)
+                },
+                child: None,
+                is_silent: false,
+            });
+            if is_spare {
+                cluster.targets.set_up(number, false);
+            } else {
+                cluster.start_replica(number)?;
+            }
+        }
+        for number in 0..founders {
+            cluster.wait_ready(number).await?;
         }
         Ok(cluster)
     }
@@ -112,10 +157,57 @@ impl Cluster {
         self.targets.clone()
     }
 
-    /// Replicas, up or down.
+    /// Where one replica serves clients.
+    #[must_use]
+    pub fn data_url(&self, number: usize) -> &str {
+        self.targets.name(number)
+    }
+
+    /// Where one replica serves its admin API.
+    #[must_use]
+    pub fn admin_addr(&self, number: usize) -> SocketAddr {
+        self.layout.replicas[number].admin
+    }
+
+    /// What one replica tells its peers about where it is.
+    #[must_use]
+    pub fn peer_name(&self, number: usize) -> String {
+        self.layout.replicas[number].peer_name()
+    }
+
+    /// Replicas, up or down, and places for more.
     #[must_use]
     pub fn replicas(&self) -> usize {
         self.replicas.len()
+    }
+
+    /// The number a replica has in its cluster.
+    #[must_use]
+    pub fn id(&self, number: usize) -> u8 {
+        self.replicas[number].id
+    }
+
+    /// The process of a replica that is up.
+    #[must_use]
+    pub fn process_id(&self, number: usize) -> Option<u32> {
+        self.replicas[number].child.as_ref().map(Child::id)
+    }
+
+    /// Hosts of the replicas, if they have such.
+    ///
+    /// # Errors
+    /// On loopback.
+    pub fn network(&mut self) -> anyhow::Result<&mut Network> {
+        let network = self.layout.network.as_mut();
+        network.context("this needs hosts in network namespaces")
+    }
+
+    /// Tells one replica's host where all replicas are to be found, as things stand.
+    ///
+    /// # Errors
+    /// When its file of names cannot be written.
+    pub fn tell_names(&self, number: usize) -> anyhow::Result<()> {
+        self.layout.tell_names(number)
     }
 
     /// Kills a replica with SIGKILL. What is under way there counts as lost, not as failed.
@@ -129,18 +221,61 @@ impl Cluster {
         child.kill()
     }
 
+    /// Sends a signal to a replica that is up.
+    ///
+    /// # Errors
+    /// When it is down.
+    pub fn signal(&self, number: usize, signal: Signal) -> anyhow::Result<()> {
+        let child = self.replicas[number].child.as_ref();
+        let child = child.with_context(|| format!("replica {} is down", number + 1))?;
+        child.signal(signal)
+    }
+
+    /// Says that nothing will be heard of a replica for a while, or that it is back and ready. No load
+    /// goes there meanwhile, and nobody waits for it.
+    ///
+    /// # Errors
+    /// When it does not get ready.
+    pub async fn set_silent(&mut self, number: usize, is_silent: bool) -> anyhow::Result<()> {
+        self.replicas[number].is_silent = is_silent;
+        if !is_silent {
+            self.wait_ready(number).await?;
+        }
+        self.targets.set_up(number, !is_silent);
+        Ok(())
+    }
+
+    /// Waits until a replica has ended by itself; answers how.
+    ///
+    /// # Errors
+    /// When it is down already, or does not end.
+    pub async fn ended(&mut self, number: usize) -> anyhow::Result<ExitStatus> {
+        let child = self.replicas[number].child.take();
+        let mut child = child.with_context(|| format!("replica {} is down", number + 1))?;
+        let what = format!("replica {} ends", number + 1);
+        let status = child.ended(ENDING_PATIENCE).await.context(what)?;
+        self.targets.set_up(number, false);
+        Ok(status)
+    }
+
     /// Deletes what a replica that was killed had on disk.
     ///
     /// # Errors
     /// When it is up, or its folder cannot be deleted.
     pub fn wipe(&self, number: usize) -> anyhow::Result<()> {
-        ensure!(
-            self.replicas[number].child.is_none(),
-            "replica {} is up",
-            number + 1
-        );
+        self.ensure_down(number)?;
         let data_dir = self.data_dir(number);
-        fs::remove_dir_all(&data_dir).with_context(|| format!("delete {}", data_dir.display()))
+        // The folder itself may be where a disk is mounted.
+        for entry in fs::read_dir(&data_dir)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                fs::remove_dir_all(&path)
+            } else {
+                fs::remove_file(&path)
+            }
+            .with_context(|| format!("delete {}", path.display()))?;
+        }
+        Ok(())
     }
 
     /// Starts replicas that were killed; each takes load again once it is ready.
@@ -152,107 +287,123 @@ impl Cluster {
             self.start_replica(*number)?;
         }
         for number in numbers {
-            self.wait_ready(*number, self.engines.len()).await?;
+            self.wait_ready(*number).await?;
             self.targets.set_up(*number, true);
         }
         Ok(())
     }
 
-    /// The replica that leads, as seen from one that is up; waits until there is one that is up
-    /// and followed.
+    /// Makes a replica that is down one that joins under a number that nobody had.
     ///
     /// # Errors
-    /// When none is elected.
-    pub async fn leader(&self) -> anyhow::Result<usize> {
-        let found = std::cell::Cell::new(0);
-        until("a live replica leads", async || {
-            for number in self.up() {
-                let cluster = self.ask(number, "/admin/v1/cluster").await?;
-                if cluster["role"] == "leader" && cluster["has_quorum"] == true {
-                    found.set(number);
-                    return Ok(true);
-                }
-            }
-            Ok(false)
-        })
-        .await?;
-        Ok(found.get())
-    }
-
-    /// Waits until nothing is in flight anywhere: no lease is open, no load is counted.
-    ///
-    /// # Errors
-    /// When something stays.
-    pub async fn wait_idle(&self) -> anyhow::Result<()> {
-        for number in self.up() {
-            let what = format!("replica {} counts nothing in flight", number + 1);
-            until(&what, async || {
-                let ownership = self.ask(number, "/admin/v1/ownership").await?;
-                let backends = self.ask(number, "/admin/v1/backends").await?;
-                let users = self.ask(number, "/admin/v1/users").await?;
-                let rests = |list: &Value, is_at_rest: fn(&Value) -> bool| {
-                    list.as_array()
-                        .is_some_and(|list| list.iter().all(is_at_rest))
-                };
-                Ok(ownership["leases"] == 0
-                    && rests(&backends["backends"], |backend| {
-                        backend["in_flight"]["here"] == 0 && backend["in_flight"]["cluster"] == 0
-                    })
-                    && rests(&users["users"], |user| user["in_flight"] == 0))
-            })
-            .await?;
-        }
+    /// When it is up, or numbers are used up.
+    pub fn renumber(&mut self, number: usize) -> anyhow::Result<()> {
+        self.ensure_down(number)?;
+        let highest = self.replicas.iter().map(|replica| replica.id).max();
+        let next = highest.and_then(|id| id.checked_add(1));
+        let replica = &mut self.replicas[number];
+        replica.id = next.context("every number is used up")?;
+        replica.origin = Origin::Joiner;
         Ok(())
     }
 
-    /// Waits until the live replicas told their digest at one log index, and checks that it is one.
+    /// Has replicas that are down, each with an empty disk, found a cluster together when they start.
     ///
     /// # Errors
-    /// When they differ, or never meet.
-    pub async fn check_digests(&self) -> anyhow::Result<()> {
-        let met = std::cell::RefCell::new(Vec::new());
-        until("all replicas tell the digest at one index", async || {
-            let mut index = 0;
-            for number in self.up() {
-                let cluster = self.ask(number, "/admin/v1/cluster").await?;
-                index = index.max(cluster["applied_index"].as_u64().unwrap_or(0));
-            }
-            let mut digests = Vec::new();
-            for number in self.up() {
-                let path = format!("/admin/v1/digest?index={index}");
-                let answer = self.ask(number, &path).await?;
-                match answer["digest"].as_str() {
-                    Some(digest) => digests.push((number, index, digest.to_owned())),
-                    None => return Ok(false), // Past that index already, or not there yet.
-                }
-            }
-            met.replace(digests);
-            Ok(true)
-        })
-        .await?;
-        let digests = met.into_inner();
+    /// When one is up.
+    pub fn refound(&mut self, numbers: &[usize]) -> anyhow::Result<()> {
+        let count = u8::try_from(numbers.len()).context("too many replicas")?;
+        for number in numbers {
+            self.ensure_down(*number)?;
+            self.replicas[*number].origin = Origin::Founder(count);
+        }
+        self.layout.founders = numbers.to_vec();
+        Ok(())
+    }
+
+    /// Gives a replica that is down another address for its peers. Names do not change by this.
+    ///
+    /// # Errors
+    /// When it is up, or on loopback.
+    pub fn move_replica(&mut self, number: usize) -> anyhow::Result<()> {
+        self.ensure_down(number)?;
+        self.layout.move_replica(number)
+    }
+
+    /// The replica with the small disk.
+    #[must_use]
+    pub fn small_disk(&self) -> Option<usize> {
+        let founders = usize::from(self.options.replicas);
+        self.small_disk.as_ref().map(|_| founders - 1)
+    }
+
+    /// Runs a replica's program to its end, with a command that takes its config: `recover`.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub async fn run_on(&self, number: usize, command: &str) -> anyhow::Result<()> {
+        let config = self.write_config(number)?;
+        let args = [command, "--config", &config];
+        let mut child = self.spawn_replica(number, &args)?;
+        let status = child.ended(ENDING_PATIENCE).await?;
+        ensure!(status.success(), "quorate {command} ended with {status}");
+        Ok(())
+    }
+
+    /// Runs the program to its end, with any command.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub async fn run(&self, args: &[&str]) -> anyhow::Result<()> {
+        let log = self.dir.path().join("commands.log");
+        let mut child = Child::spawn(None, &self.binary, args, &log)?;
+        let status = child.ended(ENDING_PATIENCE).await?;
+        let said = fs::read_to_string(&log).unwrap_or_default();
+        let last = said.lines().last().unwrap_or_default();
         ensure!(
-            digests.iter().all(|(_, _, digest)| *digest == digests[0].2),
-            "digests differ: {digests:?}"
+            status.success(),
+            "quorate {args:?} ended with {status}: {last}"
         );
         Ok(())
     }
 
-    /// Blocks owned by engine, as the replicas agreed.
+    /// Starts a replica without waiting for it: it may be expected to refuse.
     ///
     /// # Errors
-    /// When a replica does not answer.
-    pub async fn owned_blocks(&self) -> anyhow::Result<BTreeMap<String, u64>> {
-        let number = *self.up().first().context("no replica is up")?;
-        let ownership = self.ask(number, "/admin/v1/ownership").await?;
-        let backends = ownership["backends"]
-            .as_array()
-            .context("no list of backends")?;
-        let owned = |backend: &Value| {
-            let name = backend["backend"].as_str().unwrap_or_default().to_owned();
-            (name, backend["owned_blocks"].as_u64().unwrap_or(0))
-        };
-        Ok(backends.iter().map(owned).collect())
+    /// When it is up, or the program cannot be started.
+    pub fn start_replica(&mut self, number: usize) -> anyhow::Result<()> {
+        self.ensure_down(number)?;
+        let config = self.write_config(number)?;
+        let child = self.spawn_replica(number, &["serve", "--config", &config])?;
+        self.replicas[number].child = Some(child);
+        Ok(())
+    }
+
+    /// The folder of a replica's store.
+    #[must_use]
+    pub fn data_dir(&self, number: usize) -> PathBuf {
+        self.dir.path().join(format!("replica-{}", number + 1))
+    }
+
+    /// A folder for files of a test, which goes with the cluster.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Leaves the folder where it is when the cluster ends; answers where.
+    pub fn keep_folder(&mut self) -> PathBuf {
+        self.dir.disable_cleanup(true);
+        self.dir.path().to_owned()
+    }
+
+    /// What a replica has logged.
+    ///
+    /// # Errors
+    /// When its log cannot be read.
+    pub fn log(&self, number: usize) -> anyhow::Result<String> {
+        let path = self.log_path(number);
+        fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))
     }
 
     /// Ends everything: the test is passed.
@@ -260,92 +411,41 @@ impl Cluster {
         self.has_passed = true;
     }
 
-    fn up(&self) -> Vec<usize> {
-        (0..self.replicas.len())
-            .filter(|number| self.replicas[*number].child.is_some())
-            .collect()
-    }
-
-    async fn ask(&self, number: usize, path: &str) -> anyhow::Result<Value> {
-        self.admin.get(self.replicas[number].admin, path).await
-    }
-
-    async fn wait_ready(&self, number: usize, engines: usize) -> anyhow::Result<()> {
-        let what = format!("replica {} is ready and sees {engines} engines", number + 1);
-        until(&what, async || {
-            let Ok(ready) = self.ask(number, "/readyz").await else {
-                return Ok(false); // Its listener may not be bound yet.
-            };
-            if ready["status"] != "ready" {
-                return Ok(false);
-            }
-            let backends = self.ask(number, "/admin/v1/backends").await?;
-            let is_healthy = |backend: &&Value| backend["state"]["is_healthy"] == true;
-            let healthy = backends["backends"].as_array();
-            Ok(healthy.is_some_and(|list| list.iter().filter(is_healthy).count() == engines))
-        })
-        .await
-    }
-
-    fn start_engine(&mut self, number: usize, port: u16, speed: f64) -> anyhow::Result<()> {
-        let listen = format!("127.0.0.1:{port}");
-        let speed = speed.to_string();
-        let args = ["engine", "--listen", &listen, "--speed", &speed];
+    fn start_engine(&mut self, number: usize) -> anyhow::Result<()> {
+        let listen = self.layout.engines[number].to_string();
+        let speed = self.options.engine_speed.to_string();
+        let mut args = vec!["engine", "--listen", &listen, "--speed", &speed];
+        args.extend(self.options.engine_args);
         let log = self.dir.path().join(format!("engine-{}.log", number + 1));
-        self.engines.push(Child::spawn(&self.binary, &args, &log)?);
+        let namespace = self.layout.engine_namespace();
+        let engine = Child::spawn(namespace, &self.binary, &args, &log)?;
+        self.engines.push(engine);
         Ok(())
     }
 
-    fn start_replica(&mut self, number: usize) -> anyhow::Result<()> {
-        let log = self.dir.path().join(format!("replica-{}.log", number + 1));
-        let replica = &mut self.replicas[number];
-        ensure!(replica.child.is_none(), "replica {} is up", number + 1);
-        let config = replica.config.display().to_string();
-        let args = ["serve", "--config", &config];
-        replica.child = Some(Child::spawn(&self.binary, &args, &log)?);
-        Ok(())
+    fn spawn_replica(&self, number: usize, args: &[&str]) -> anyhow::Result<Child> {
+        let namespace = self.layout.namespace(number);
+        Child::spawn(namespace, &self.binary, args, &self.log_path(number))
     }
 
-    fn data_dir(&self, number: usize) -> PathBuf {
-        self.dir.path().join(format!("replica-{}", number + 1))
-    }
-
-    /// Writes a replica's config file.
-    fn configure(
-        &self,
-        number: usize,
-        replica_ports: &[u16],
-        engine_ports: &[u16],
-    ) -> anyhow::Result<Replica> {
-        let [data, admin, peer] = ports_of(replica_ports, number);
-        let peers: Vec<String> = (0..replica_ports.len() / 3)
-            .map(|other| format!("\"127.0.0.1:{}\"", ports_of(replica_ports, other)[2]))
-            .collect();
+    fn write_config(&self, number: usize) -> anyhow::Result<String> {
+        let replica = &self.replicas[number];
+        let who = (number, replica.id);
         let data_dir = self.data_dir(number);
-        let mut text = format!(
-            "[node]\nid = {}\ndata_dir = {:?}\n\n\
-             [listen]\ndata = \"127.0.0.1:{data}\"\nadmin = \"127.0.0.1:{admin}\"\n\
-             peer = \"127.0.0.1:{peer}\"\n\n\
-             [cluster]\npeers = [{}]\nbootstrap_expect = {}\n\n",
-            number + 1,
-            data_dir.display().to_string(),
-            peers.join(", "),
-            peers.len(),
-        );
-        for (engine, port) in engine_ports.iter().enumerate() {
-            let _ = write!(
-                text,
-                "[[backends]]\nid = \"engine-{}\"\nurl = \"http://127.0.0.1:{port}\"\n\n",
-                engine + 1
-            );
-        }
-        let config = self.dir.path().join(format!("replica-{}.toml", number + 1));
-        fs::write(&config, text).with_context(|| format!("write {}", config.display()))?;
-        Ok(Replica {
-            admin: SocketAddr::from(([127, 0, 0, 1], admin)),
-            config,
-            child: None,
-        })
+        let text = layout::config(&self.layout, who, replica.origin, &data_dir, &self.options);
+        let path = self.dir.path().join(format!("replica-{}.toml", number + 1));
+        fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+        Ok(path.display().to_string())
+    }
+
+    fn log_path(&self, number: usize) -> PathBuf {
+        self.dir.path().join(format!("replica-{}.log", number + 1))
+    }
+
+    fn ensure_down(&self, number: usize) -> anyhow::Result<()> {
+        let is_down = self.replicas[number].child.is_none();
+        ensure!(is_down, "replica {} is up", number + 1);
+        Ok(())
     }
 }
 
@@ -366,19 +466,4 @@ impl Drop for Cluster {
             }
         }
     }
-}
-
-/// Data, admin and peer port of a replica.
-fn ports_of(replica_ports: &[u16], number: usize) -> [u16; 3] {
-    [
-        replica_ports[3 * number],
-        replica_ports[3 * number + 1],
-        replica_ports[3 * number + 2],
-    ]
-}
-
-fn data_urls(replica_ports: &[u16]) -> Vec<String> {
-    (0..replica_ports.len() / 3)
-        .map(|number| format!("http://127.0.0.1:{}", ports_of(replica_ports, number)[0]))
-        .collect()
 }

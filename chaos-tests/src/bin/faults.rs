@@ -1,0 +1,353 @@
+//! Faults against a cluster of real processes, one after the other under load, and figures of what a
+//! failover costs. See docs/TESTING.md.
+//!
+//! A seed decides which fault comes when and whom it meets; what the processes make of it is up to the
+//! machine. A violation prints the line that runs the same fault again, on a fresh cluster.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use chaos_tests::processes::Cluster;
+use chaos_tests::processes::failover::{self, Failover, QuorumLoss};
+use chaos_tests::processes::faults::{Kind, Stage, cluster_options};
+use chaos_tests::processes::load::{Load, LoadOptions};
+use clap::Parser;
+use comfy_table::{CellAlignment, Table, presets::ASCII_MARKDOWN};
+use indicatif::{ProgressBar, ProgressStyle};
+use rand::rngs::SmallRng;
+use rand::seq::SliceRandom as _;
+use rand::{Rng as _, SeedableRng as _};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Requests answered before the first fault: there is something to be lost.
+const WARM_UP: u64 = 300;
+
+/// Do faults to a cluster of real processes and check what must hold
+#[derive(Debug, Parser)]
+struct Args {
+    /// Faults to do
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    faults: u64,
+    /// Kinds of faults, joined by commas; default: all that this machine allows
+    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = kind)]
+    kinds: Vec<Kind>,
+    /// Seed of the order of faults and of whom they meet
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Number of the first fault of the seed
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    from: u64,
+    /// Kill the leader so many times and measure
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    failover: u32,
+    /// Take the quorum away for so many seconds and measure
+    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
+    quorum_loss: u32,
+    /// List the kinds of faults and whether they can be had here
+    #[arg(long)]
+    list: bool,
+    /// Print every fault as it comes, with what it took
+    #[arg(long)]
+    verbose: bool,
+    /// Keep the logs and stores of a cluster that a violation was found in
+    #[arg(long)]
+    keep: bool,
+}
+
+fn kind(name: &str) -> Result<Kind, String> {
+    let names = || Kind::ALL.iter().map(|kind| kind.name()).collect::<Vec<_>>();
+    Kind::named(name).ok_or_else(|| format!("expected one of {}", names().join(", ")))
+}
+
+/// What came of one kind of fault.
+#[derive(Debug, Default)]
+struct Row {
+    faults: u64,
+    answered: u64,
+    lost: u64,
+    failed: u64,
+    violations: u64,
+    took: Duration,
+    longest: Duration,
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let args = Args::parse();
+    if args.list {
+        list()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?
+        .block_on(async {
+            let mut terminate = signal(SignalKind::terminate())?;
+            // Dropping what runs takes processes, hosts and folders away.
+            tokio::select! {
+                biased;
+                _ = terminate.recv() => Ok(ExitCode::from(143)),
+                _ = tokio::signal::ctrl_c() => Ok(ExitCode::from(130)),
+                outcome = run(&args) => outcome,
+            }
+        })
+}
+
+async fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let seed = args.seed.unwrap_or_else(rand::random);
+    let mut is_clean = true;
+    if args.faults > 0 {
+        is_clean &= faults(args, seed).await?;
+    }
+    if args.failover > 0 {
+        let outcomes = failovers(args.failover, seed).await?;
+        print_failovers(&outcomes)?;
+    }
+    if args.quorum_loss > 0 {
+        let length = Duration::from_secs(u64::from(args.quorum_loss));
+        let mut stage = stage(seed).await?;
+        let outcome = failover::lose_quorum(&mut stage, length).await?;
+        stage.cluster.stop();
+        print_quorum_loss(length, &outcome)?;
+    }
+    Ok(if is_clean {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// A cluster under load that knows something.
+async fn stage(seed: u64) -> anyhow::Result<Stage> {
+    let cluster = Cluster::start(cluster_options()).await?;
+    let load = Load::start(&cluster, LoadOptions::default());
+    load.after(WARM_UP).await?;
+    Ok(Stage {
+        cluster,
+        load,
+        random: SmallRng::seed_from_u64(seed),
+    })
+}
+
+/// Does the faults; answers whether everything held.
+async fn faults(args: &Args, seed: u64) -> anyhow::Result<bool> {
+    let (kinds, left_out) = allowed(&args.kinds);
+    for (kind, why) in &left_out {
+        say(format_args!("left out: {}: {why}", kind.name()))?;
+    }
+    anyhow::ensure!(!kinds.is_empty(), "no kind of fault is left");
+    let bar = ProgressBar::new(args.faults).with_style(ProgressStyle::with_template(
+        "{bar:30} {pos}/{len} {elapsed} (left {eta}) {msg}",
+    )?);
+    let mut rows: BTreeMap<Kind, Row> = BTreeMap::new();
+    let mut current: Option<Stage> = None;
+    for number in args.from..args.from + args.faults {
+        let kind = kind_of(&kinds, seed, number);
+        bar.set_message(kind.name());
+        let mut on = match current.take() {
+            Some(stage) => stage,
+            None => stage(seed).await.context("start a cluster")?,
+        };
+        on.random = SmallRng::seed_from_u64(seed ^ number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let row = rows.entry(kind).or_default();
+        if one(&mut on, kind, row, (&bar, args.verbose)).await {
+            current = Some(on);
+        } else {
+            let chosen = if args.kinds.is_empty() {
+                String::new()
+            } else {
+                let names: Vec<_> = kinds.iter().map(|kind| kind.name()).collect();
+                format!(" --kinds {}", names.join(","))
+            };
+            let line = format!("--seed {seed} --from {number} --faults 1{chosen}");
+            bar.suspend(|| {
+                eprintln!("reproduce: cargo run --release -p chaos-tests --bin faults -- {line}");
+            });
+            if args.keep {
+                let folder = on.cluster.keep_folder();
+                bar.suspend(|| eprintln!("kept: {}", folder.display()));
+            }
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    if let Some(stage) = current {
+        stage.cluster.stop();
+    }
+    print_rows(seed, &rows)
+}
+
+/// Does one fault; answers whether everything held.
+async fn one(
+    stage: &mut Stage,
+    kind: Kind,
+    row: &mut Row,
+    (bar, is_verbose): (&ProgressBar, bool),
+) -> bool {
+    let counts = |stage: &Stage| {
+        let book = stage.load.book();
+        (book.answered, book.lost, book.failed)
+    };
+    let (before, started) = (counts(stage), Instant::now());
+    let outcome = stage.run(kind).await;
+    let (after, took) = (counts(stage), started.elapsed());
+    row.faults += 1;
+    row.answered += after.0 - before.0;
+    row.lost += after.1 - before.1;
+    row.failed += after.2 - before.2;
+    row.took += took;
+    row.longest = row.longest.max(took);
+    if is_verbose {
+        bar.suspend(|| eprintln!("{} in {:.1} s", kind.name(), took.as_secs_f64()));
+    }
+    if let Err(error) = &outcome {
+        row.violations += 1;
+        bar.suspend(|| eprintln!("violation by {}: {error:#}", kind.name()));
+    }
+    outcome.is_ok()
+}
+
+/// The kinds that can be had of those asked for, and why the others cannot.
+fn allowed(asked: &[Kind]) -> (Vec<Kind>, Vec<(Kind, String)>) {
+    let asked = if asked.is_empty() { Kind::ALL } else { asked };
+    let (mut kinds, mut left_out) = (Vec::new(), Vec::new());
+    for kind in asked {
+        match kind.need().why_not() {
+            None => kinds.push(*kind),
+            Some(why) => left_out.push((*kind, why)),
+        }
+    }
+    (kinds, left_out)
+}
+
+/// Every kind comes as often as every other, in an order that changes from round to round.
+fn kind_of(kinds: &[Kind], seed: u64, number: u64) -> Kind {
+    let count = kinds.len() as u64;
+    let mut round = SmallRng::seed_from_u64(seed.wrapping_add(number / count));
+    let _: u64 = round.random();
+    let mut order = kinds.to_vec();
+    order.shuffle(&mut round);
+    order[usize::try_from(number % count).expect("a place in a short list")]
+}
+
+async fn failovers(count: u32, seed: u64) -> anyhow::Result<Vec<Failover>> {
+    let mut stage = stage(seed).await?;
+    let bar = ProgressBar::new(u64::from(count));
+    let mut outcomes = Vec::new();
+    for _ in 0..count {
+        outcomes.push(failover::kill_leader(&mut stage).await?);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    stage.cluster.stop();
+    Ok(outcomes)
+}
+
+fn list() -> anyhow::Result<()> {
+    let mut table = table(&["kind", "what", "here"]);
+    for kind in Kind::ALL {
+        let here = kind.need().why_not().unwrap_or_else(|| "yes".to_owned());
+        table.add_row([kind.name(), kind.what(), &here]);
+    }
+    say(table)
+}
+
+fn print_rows(seed: u64, rows: &BTreeMap<Kind, Row>) -> anyhow::Result<bool> {
+    let heads = [
+        "fault",
+        "faults",
+        "answered",
+        "lost with their replica",
+        "failed on replicas that were up",
+        "violations",
+        "mean s",
+        "longest s",
+    ];
+    let mut table = table(&heads);
+    let mut sum = Row::default();
+    for (kind, row) in rows {
+        table.add_row(cells(kind.name(), row));
+        sum.faults += row.faults;
+        sum.answered += row.answered;
+        sum.lost += row.lost;
+        sum.failed += row.failed;
+        sum.violations += row.violations;
+        sum.took += row.took;
+        sum.longest = sum.longest.max(row.longest);
+    }
+    table.add_row(cells("all", &sum));
+    for column in 1..heads.len() {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    say(format_args!(
+        "seed {seed}, {:.0} s\n{table}",
+        sum.took.as_secs_f64()
+    ))?;
+    Ok(sum.violations == 0)
+}
+
+fn cells(name: &str, row: &Row) -> [String; 8] {
+    let mean = row.took.as_secs_f64() / row.faults.max(1) as f64;
+    [
+        name.to_owned(),
+        row.faults.to_string(),
+        row.answered.to_string(),
+        row.lost.to_string(),
+        row.failed.to_string(),
+        row.violations.to_string(),
+        format!("{mean:.1}"),
+        format!("{:.1}", row.longest.as_secs_f64()),
+    ]
+}
+
+fn print_failovers(outcomes: &[Failover]) -> anyhow::Result<()> {
+    let mut table = table(&["of each leader killed", "median ms", "p95 ms", "worst ms"]);
+    let mut row = |name: &str, of: fn(&Failover) -> Duration| {
+        let mut times: Vec<Duration> = outcomes.iter().map(of).collect();
+        times.sort_unstable();
+        let at = |permille: usize| {
+            let rank = (times.len() - 1) * permille / 1000;
+            format!("{:.0}", times[rank].as_secs_f64() * 1e3)
+        };
+        table.add_row([name.to_owned(), at(500), at(950), at(1000)]);
+    };
+    row("time to a new leader with its quorum", |it| it.new_leader);
+    row("longest time without an answer", |it| it.stall.gap);
+    row("the same in the second before", |it| it.quiet.gap);
+    row("longest time to a first token", |it| it.stall.ttft);
+    row("the same in the second before", |it| it.quiet.ttft);
+    let answered: u64 = outcomes.iter().map(|outcome| outcome.answered).sum();
+    say(format_args!(
+        "{} leaders killed; {answered} requests answered by the others meanwhile, none failed\n{table}",
+        outcomes.len()
+    ))
+}
+
+fn print_quorum_loss(length: Duration, outcome: &QuorumLoss) -> anyhow::Result<()> {
+    say(format_args!(
+        "quorum lost for {} s: {} requests answered by the one that was left, none failed, at least {} \
+         in every second; longest time without an answer {} ms, to a first token {} ms; {:.1} s after \
+         the others' start all were ready and idle, digests one, every counter what the engines told",
+        length.as_secs(),
+        outcome.answered,
+        outcome.answered_per_s_min,
+        outcome.stall.gap.as_millis(),
+        outcome.stall.ttft.as_millis(),
+        outcome.healed.as_secs_f64(),
+    ))
+}
+
+fn table(heads: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(ASCII_MARKDOWN).set_header(heads);
+    table
+}
+
+fn say(what: impl std::fmt::Display) -> anyhow::Result<()> {
+    Ok(writeln!(io::stdout().lock(), "{what}")?)
+}

@@ -1,0 +1,59 @@
+//! The board of the backends' health: both of its faces show the last change, and a probe of a backend
+//! that moved out changes nothing.
+
+use std::sync::Arc;
+
+use loom::thread;
+use state::ids::Slot;
+
+use crate::health::{Board, Record};
+use crate::{Model, explore};
+
+pub(crate) const ALL: &[Model] = &[
+    (
+        "board: a late probe does not show on the next backend",
+        late_probe,
+    ),
+    ("board: both faces show the last change", both_faces),
+];
+
+const SLOT: Slot = Slot(0);
+
+fn is_healthy(board: &Board) -> (Option<bool>, Option<bool>) {
+    let glance = board.glance(SLOT).map(|glance| glance.is_healthy);
+    (glance, board.health(SLOT).map(|health| health.is_healthy))
+}
+
+fn late_probe() {
+    explore(|| {
+        let board = Arc::new(Board::new(1));
+        let first = board.move_in(SLOT, "a");
+        let probe = thread::spawn({
+            let board = Arc::clone(&board);
+            move || board.update(SLOT, Some(first), Record::passed)
+        });
+        board.move_out(SLOT);
+        board.move_in(SLOT, "b");
+        assert_eq!(is_healthy(&board), (Some(false), Some(false)));
+        probe.join().expect("the other does not panic");
+        assert_eq!(is_healthy(&board), (Some(false), Some(false)));
+    });
+}
+
+fn both_faces() {
+    explore(|| {
+        let board = Arc::new(Board::new(1));
+        let tenancy = Some(board.move_in(SLOT, "a"));
+        let probe = thread::spawn({
+            let board = Arc::clone(&board);
+            move || board.update(SLOT, tenancy, Record::passed)
+        });
+        for _ in 0..2 {
+            board.update(SLOT, None, |record| record.failed("no answer".into()));
+        }
+        probe.join().expect("the other does not panic");
+        let (glance, health) = is_healthy(&board);
+        assert_eq!(glance, health);
+        assert_eq!(glance, board.record(SLOT).map(|record| record.is_healthy));
+    });
+}

@@ -1,0 +1,142 @@
+//! Circuits: of requests that find one due at once, one tries it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use loom::thread;
+use state::ids::{BackendRef, Incarnation, Slot};
+use tokio::time::Instant;
+
+use crate::circuit::{CircuitSettings, CircuitView, Circuits, Passage, Trial};
+use crate::sync::{AtomicUsize, Ordering};
+use crate::{Model, explore};
+
+pub(crate) const ALL: &[Model] = &[
+    (
+        "circuit: one request at a time tries an open one",
+        one_at_a_time,
+    ),
+    (
+        "circuit: a trial without a verdict makes room for one",
+        without_a_verdict,
+    ),
+    (
+        "circuit: an answer closes it beside a late failure",
+        closed_or_paused,
+    ),
+    (
+        "circuit: a new life is not barred by trials of the old",
+        new_life,
+    ),
+];
+
+const BACKEND: BackendRef = BackendRef {
+    slot: Slot(0),
+    incarnation: Incarnation(1),
+};
+
+/// A circuit that is open, and when it may be tried.
+fn opened() -> (Arc<Circuits>, Instant) {
+    let settings = CircuitSettings {
+        failures: 1,
+        backoff: Duration::from_secs(1),
+        backoff_max: Duration::from_secs(4),
+    };
+    let (circuits, now) = (Arc::new(Circuits::of_slots(1, settings)), Instant::now());
+    assert!(circuits.failed(BACKEND, now));
+    (circuits, now + Duration::from_secs(1))
+}
+
+/// What a request does: asks, and goes if it may.
+fn attempt(circuits: &Arc<Circuits>, now: Instant) -> Option<Trial> {
+    if !circuits.allows(BACKEND, now) {
+        return None;
+    }
+    match circuits.enter(BACKEND, now) {
+        Passage::Trial(trial) => Some(trial),
+        Passage::Barred => None,
+        Passage::Closed => panic!("nobody has closed it"),
+    }
+}
+
+fn one_at_a_time() {
+    explore(|| {
+        let (circuits, due) = opened();
+        let under_way = Arc::new(AtomicUsize::new(0));
+        let run = move |circuits: Arc<Circuits>, under_way: Arc<AtomicUsize>| {
+            if let Some(trial) = attempt(&circuits, due) {
+                assert_eq!(under_way.fetch_add(1, Ordering::Relaxed), 0);
+                under_way.fetch_sub(1, Ordering::Relaxed);
+                drop(trial);
+            }
+        };
+        let other = thread::spawn({
+            let (circuits, under_way) = (circuits.clone(), under_way.clone());
+            move || run(circuits, under_way)
+        });
+        run(circuits.clone(), under_way);
+        other.join().expect("the other does not panic");
+        assert!(
+            attempt(&circuits, due).is_some(),
+            "neither came to a verdict"
+        );
+    });
+}
+
+fn without_a_verdict() {
+    explore(|| {
+        let (circuits, due) = opened();
+        let hanging = attempt(&circuits, due).expect("it is due");
+        let later = due + Duration::from_secs(4);
+        let gone = thread::spawn(move || drop(hanging));
+        let second = attempt(&circuits, later);
+        gone.join().expect("the other does not panic");
+        // The first was waited for long enough, or is gone; the second is nobody's to end.
+        assert!(second.is_some());
+        assert!(
+            attempt(&circuits, later).is_none(),
+            "the second is under way"
+        );
+        drop(second);
+        assert!(attempt(&circuits, later).is_some());
+    });
+}
+
+fn closed_or_paused() {
+    explore(|| {
+        let (circuits, due) = opened();
+        let trial = attempt(&circuits, due).expect("it is due");
+        let late = thread::spawn({
+            let circuits = circuits.clone();
+            move || circuits.failed(BACKEND, due)
+        });
+        circuits.passed(BACKEND);
+        drop(trial);
+        late.join().expect("the other does not panic");
+        let view = circuits.view(BACKEND, due);
+        if view == CircuitView::default() {
+            assert!(circuits.allows(BACKEND, due));
+        } else {
+            // The failure came last. It is open, and tried again once the pause is over.
+            assert!(view.is_open && !circuits.allows(BACKEND, due));
+            assert!(attempt(&circuits, due + Duration::from_secs(4)).is_some());
+        }
+    });
+}
+
+fn new_life() {
+    explore(|| {
+        let (circuits, due) = opened();
+        let old = attempt(&circuits, due).expect("it is due");
+        let next = BackendRef {
+            incarnation: Incarnation(2),
+            ..BACKEND
+        };
+        let gone = thread::spawn(move || drop(old));
+        circuits.failed(next, due);
+        assert!(!circuits.allows(next, due), "one failure opens it");
+        gone.join().expect("the other does not panic");
+        assert!(!circuits.allows(next, due));
+        assert!(circuits.allows(BACKEND, due), "whose life is over");
+    });
+}

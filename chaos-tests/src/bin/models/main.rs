@@ -1,0 +1,81 @@
+//! Hand-written concurrency under every interleaving that loom finds: `cargo run --release -p
+//! chaos-tests --bin models [NAME...]`. The models of the read view stand in `state`, as theirs is the
+//! one crate whose dependencies can be built for loom.
+//!
+//! A model compiles the production file itself, beside a module `sync` that has loom's twins in place of
+//! the standard library's, arc-swap's and tokio's. So nothing else of the crate, and no server or
+//! tokenizer under it, has to be built for loom, which tokio cannot be. docs/TESTING.md lists what is
+//! modelled and what is not.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "production files are compiled in whole, and used in part"
+)]
+
+mod sync;
+
+#[path = "../../../../api/src/backends/circuit.rs"]
+mod circuit;
+#[path = "../../../../api/src/backends/engine.rs"]
+mod engine;
+#[path = "../../../../api/src/backends/health.rs"]
+mod health;
+#[path = "../../../../api/src/routing/load.rs"]
+mod load;
+#[path = "../../../../api/src/routing/overlay.rs"]
+mod overlay;
+#[path = "../../../../api/src/backends/text.rs"]
+mod text;
+#[path = "../../../../raft/src/watch.rs"]
+mod watch;
+
+mod board_models;
+mod circuit_models;
+mod load_models;
+mod overlay_models;
+mod watch_models;
+
+use std::panic::catch_unwind;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// A name, and what is explored.
+type Model = (&'static str, fn());
+
+const MODELS: &[&[Model]] = &[
+    circuit_models::ALL,
+    load_models::ALL,
+    overlay_models::ALL,
+    board_models::ALL,
+    watch_models::ALL,
+];
+
+/// Preemptions explored in one execution: two find almost every fault there is, three take minutes.
+const PREEMPTIONS_MAX: usize = 3;
+
+/// Runs `body` under every interleaving.
+fn explore(body: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(PREEMPTIONS_MAX);
+    builder.check(body);
+}
+
+fn main() -> ExitCode {
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    let mut broken = 0;
+    for (name, model) in MODELS.iter().copied().flatten() {
+        if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {
+            continue;
+        }
+        let began = Instant::now();
+        let is_held = catch_unwind(model).is_ok();
+        broken += usize::from(!is_held);
+        let verdict = if is_held { "holds" } else { "BROKEN" };
+        println!(
+            "{verdict:7} {:6.1} s  {name}",
+            began.elapsed().as_secs_f64()
+        );
+    }
+    ExitCode::from(u8::from(broken > 0))
+}

@@ -1,0 +1,66 @@
+//! Raft's watched values: no change and no end is slept through, and the end comes after the last value.
+
+use loom::future::block_on;
+use loom::thread;
+
+use crate::watch::{Closed, Sender};
+use crate::{Model, explore};
+
+pub(crate) const ALL: &[Model] = &[
+    (
+        "watch: the last value is seen before the end",
+        last_before_the_end,
+    ),
+    ("watch: who waits for a value is woken by it", woken),
+    ("watch: the end comes with the last sender", the_last_of_two),
+];
+
+fn last_before_the_end() {
+    explore(|| {
+        let sender = Sender::new(0);
+        let mut receiver = sender.subscribe();
+        let other = thread::spawn(move || {
+            sender.send_replace(1);
+        });
+        block_on(async {
+            let mut seen = 0;
+            while receiver.changed().await.is_ok() {
+                seen = *receiver.borrow();
+            }
+            assert_eq!(seen, 1);
+        });
+        other.join().expect("the other does not panic");
+    });
+}
+
+fn woken() {
+    explore(|| {
+        let sender = Sender::new(0);
+        let waiters = [1, 2].map(|wanted| {
+            let mut receiver = sender.subscribe();
+            thread::spawn(move || {
+                block_on(async {
+                    let seen = receiver.wait_for(|value| *value >= wanted).await;
+                    assert!(seen.is_ok_and(|seen| *seen >= wanted));
+                });
+            })
+        });
+        sender.send_replace(1);
+        sender.send_modify(|value| *value += 1);
+        for waiter in waiters {
+            waiter.join().expect("the other does not panic");
+        }
+    });
+}
+
+fn the_last_of_two() {
+    explore(|| {
+        let sender = Sender::new(0);
+        let mut receiver = sender.subscribe();
+        let others = [sender.clone(), sender].map(|sender| thread::spawn(move || drop(sender)));
+        block_on(async { assert_eq!(receiver.changed().await, Err(Closed)) });
+        for other in others {
+            other.join().expect("the other does not panic");
+        }
+    });
+}

@@ -1,0 +1,226 @@
+//! Runs simulated clusters, one seed after the other, and says what did not hold.
+//!
+//! `cargo run --profile sim -p chaos-tests --bin seeds -- --seeds 10000`
+
+mod tally;
+
+use std::io::IsTerminal as _;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use chaos_tests::planted::Bug;
+use chaos_tests::sim::faults::Fault;
+use chaos_tests::sim::{self, Outcome, Report, Run};
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use tally::Tally;
+
+/// Runs simulated clusters, each from one seed, and says which promise did not hold.
+#[derive(Debug, Clone, Parser)]
+struct Args {
+    /// How many seeds.
+    #[arg(long, default_value_t = 100)]
+    seeds: u64,
+    /// The first seed.
+    #[arg(long, default_value_t = 1)]
+    from: u64,
+    /// Just this seed.
+    #[arg(long, conflicts_with_all = ["seeds", "from"])]
+    seed: Option<u64>,
+    /// Seeds at a time.
+    #[arg(long, default_value_t = 2)]
+    jobs: u64,
+    /// Seconds of simulated time in which things go wrong.
+    #[arg(long, default_value_t = 20)]
+    seconds_simulated: u64,
+    /// Plants this bug; see `--bugs`.
+    #[arg(long)]
+    bug: Option<String>,
+    /// Lists the bugs that can be planted.
+    #[arg(long)]
+    bugs: bool,
+    /// What may go wrong, separated by commas; everything when absent.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Nothing goes wrong.
+    #[arg(long)]
+    calm: bool,
+    /// Prints all that happens; for one seed.
+    #[arg(long)]
+    trace: bool,
+    /// Prints what replicas log, by a `tracing` filter such as `info,openraft=debug`; for one seed.
+    #[arg(long)]
+    log: Option<String>,
+    /// Runs each seed twice and compares.
+    #[arg(long)]
+    twice: bool,
+    /// Ends at the first seed that fails.
+    #[arg(long)]
+    fail_fast: bool,
+    /// Prints the result as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Args {
+    fn run_of(&self, seed: u64) -> anyhow::Result<Run> {
+        let bug = match &self.bug {
+            Some(name) => Some(Bug::named(name).with_context(|| format!("no bug {name:?}"))?),
+            None => None,
+        };
+        let only = self
+            .only
+            .iter()
+            .map(|name| Fault::named(name).with_context(|| format!("no fault {name:?}")));
+        Ok(Run {
+            seed,
+            faulty: Duration::from_secs(self.seconds_simulated),
+            only: only.collect::<anyhow::Result<_>>()?,
+            is_calm: self.calm,
+            is_traced: self.trace,
+            bug,
+        })
+    }
+
+    /// What runs this seed again, as it was run here.
+    fn reproduce(&self, seed: u64) -> String {
+        let mut line = format!(
+            "cargo run --profile sim -p chaos-tests --bin seeds -- --seed {seed} --seconds-simulated {}",
+            self.seconds_simulated
+        );
+        if !self.only.is_empty() {
+            line += &format!(" --only {}", self.only.join(","));
+        }
+        if let Some(bug) = &self.bug {
+            line += &format!(" --bug {bug}");
+        }
+        if self.calm {
+            line += " --calm";
+        }
+        line + " --trace"
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("seeds: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Answers whether everything held.
+fn run(args: &Args) -> anyhow::Result<bool> {
+    if args.bugs {
+        for bug in Bug::all() {
+            println!("{bug}");
+        }
+        return Ok(true);
+    }
+    // Whatever is wrong with the arguments is said before the first seed.
+    args.run_of(0)?;
+    let (from, seeds) = args.seed.map_or((args.from, args.seeds), |seed| (seed, 1));
+    if seeds > 1 && (args.trace || args.log.is_some()) {
+        bail!("--trace and --log are for one seed: say --seed");
+    }
+    if let Some(filter) = &args.log {
+        sim::log::print(filter)?;
+    }
+    let began = Instant::now();
+    let tally = all(args, from, seeds)?;
+    if args.json {
+        println!("{}", tally.json());
+    } else {
+        println!("{}", tally.table(began.elapsed()));
+    }
+    Ok(tally.failures.is_empty())
+}
+
+fn all(args: &Args, from: u64, seeds: u64) -> anyhow::Result<Tally> {
+    let bar = progress(seeds);
+    let (next, tally) = (AtomicU64::new(from), Mutex::new(Tally::default()));
+    let is_enough = AtomicBool::new(false);
+    let work = || -> anyhow::Result<()> {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= from + seeds || is_enough.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            let report = once(args, seed)?;
+            if let Outcome::Broke(what) = &report.outcome {
+                let line = format!("seed {seed}: {what}\n  reproduce: {}", args.reproduce(seed));
+                bar.suspend(|| eprintln!("{line}"));
+                is_enough.fetch_or(args.fail_fast, Ordering::Relaxed);
+            }
+            if args.trace {
+                print!("{}", report.text);
+            }
+            let mut tally = tally.lock().expect("adding up does not panic");
+            tally.add(&report);
+            bar.set_message(tally.failures.len().to_string());
+            bar.inc(1);
+        }
+    };
+    std::thread::scope(|scope| {
+        let jobs: Vec<_> = (0..args.jobs.clamp(1, seeds))
+            .map(|_| scope.spawn(work))
+            .collect();
+        for job in jobs {
+            job.join().expect("a worker does not panic")?;
+        }
+        Ok::<_, anyhow::Error>(())
+    })?;
+    bar.finish_and_clear();
+    Ok(tally.into_inner().expect("adding up does not panic"))
+}
+
+fn progress(seeds: u64) -> ProgressBar {
+    let target = if std::io::stderr().is_terminal() {
+        ProgressDrawTarget::stderr()
+    } else {
+        ProgressDrawTarget::hidden()
+    };
+    let bar = ProgressBar::with_draw_target(Some(seeds), target);
+    let style = "{bar:40} {pos}/{len} seeds, {msg} failed, {per_sec}, {eta} to go";
+    bar.set_style(ProgressStyle::with_template(style).expect("the template is well formed"));
+    bar.set_message("0");
+    bar
+}
+
+/// Runs a seed on a thread of its own, so that nothing of one is left to the next.
+fn once(args: &Args, seed: u64) -> anyhow::Result<Report> {
+    let run = args.run_of(seed)?;
+    let on_a_thread = || {
+        std::thread::scope(|scope| {
+            let ran = scope.spawn(|| sim::run(&run)).join();
+            ran.unwrap_or_else(|panic| {
+                let said = panic.downcast_ref::<String>().map(String::as_str);
+                let said = said.or_else(|| panic.downcast_ref::<&str>().copied());
+                bail!("the world panicked: {}", said.unwrap_or("no words"))
+            })
+        })
+        .with_context(|| format!("seed {seed}"))
+    };
+    let mut report = on_a_thread()?;
+    if args.twice {
+        let again = on_a_thread()?;
+        if (again.hash, again.events) != (report.hash, report.events) {
+            let lines = report.text.lines().zip(again.text.lines());
+            for (first, second) in lines.filter(|(first, second)| first != second).take(3) {
+                eprintln!("first:  {first}\nsecond: {second}");
+            }
+            report.outcome = Outcome::Broke(format!(
+                "the second run differs: {:016x} after {} events, then {:016x} after {}",
+                report.hash, report.events, again.hash, again.events
+            ));
+        }
+    }
+    Ok(report)
+}

@@ -1,0 +1,34 @@
+//! Commands of the system, run to their end.
+
+use std::io::Write as _;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, bail};
+
+/// Runs a command; what it says is the error when it fails.
+pub(crate) fn run(words: &[&str]) -> anyhow::Result<()> {
+    run_with_input(words, "")
+}
+
+/// As [`run`], with a text on its standard input.
+pub(crate) fn run_with_input(words: &[&str], input: &str) -> anyhow::Result<()> {
+    let what = || format!("run {}", words.join(" "));
+    let (program, args) = words.split_first().context("no command")?;
+    let mut child = Command::new(program)
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(what)?;
+    let mut stdin = child.stdin.take().expect("it is piped");
+    // A command that has ended without reading it tells why by its status.
+    let _ = stdin.write_all(input.as_bytes());
+    drop(stdin);
+    let output = child.wait_with_output().with_context(what)?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        bail!("{}: {}: {}", what(), output.status, said.trim());
+    }
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! What a client was told was written stands in the log, where it was told, as it asked for it, and had
+//! the effect it was told.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::{Action, Operation, Outcome};
+use crate::oracle::linear::effective;
+use crate::oracle::model::Effect;
+use crate::oracle::search::plain;
+use state::command::{Committed, Reply};
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I29";
+/// As a statement.
+pub const NAME: &str = "an acknowledged write stands in the log as it was asked for";
+
+/// Looks for every acknowledged write in the log.
+///
+/// # Errors
+/// When one is not there, is another one, or had another effect than the client was told.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut subjects = 0;
+    for operation in &record.history.operations {
+        if let Outcome::Written(committed) = &operation.outcome {
+            subjects += 1;
+            stands(record, operation, committed).map_err(|why| {
+                let detail = format!("{operation:?}: {why}");
+                super::violation(NUMBER, NAME, detail)
+            })?;
+        }
+    }
+    Ok(subjects)
+}
+
+fn stands(record: &Record, operation: &Operation, committed: &Committed) -> Result<(), String> {
+    let Action::Write(command) = &operation.action else {
+        return Err("a read was answered as a write".to_owned());
+    };
+    let comparison = record.comparison();
+    let index = committed.index.0;
+    let Some(found) = comparison.commands.get(&index) else {
+        let last = comparison.effects.keys().next_back().copied();
+        // Behind what cannot be replayed nothing is known.
+        let is_beyond = comparison.model.is_replaced && last.is_none_or(|last| index > last);
+        return match is_beyond {
+            true => Ok(()),
+            false => Err("no such command stands there".to_owned()),
+        };
+    };
+    if found.command != *command || found.origin.replica != operation.run.replica {
+        return Err(format!("what stands there is {found:?}"));
+    }
+    let Some(effect) = comparison.effects.get(&index) else {
+        return Err("its effect is not known".to_owned());
+    };
+    if *effect == Effect::Stale {
+        let is_told = matches!(plain(&committed.reply), Reply::Rejected(_));
+        return if is_told {
+            Ok(())
+        } else {
+            Err("its run was over, it had no effect".to_owned())
+        };
+    }
+    let Some(index) = effective(record, committed.index) else {
+        return Err("it had no effect".to_owned());
+    };
+    let entry = &record.observation.log[&index];
+    if entry.applied_at_us < operation.called_at_us {
+        return Err(format!(
+            "it had its effect at index {index}, before it was asked for"
+        ));
+    }
+    let told = plain(&committed.reply);
+    match comparison.effects.get(&index) {
+        Some(Effect::Done(reply)) if reply == told => Ok(()),
+        // Of a repeat before the last command only that it was applied is remembered.
+        Some(Effect::Done(_)) if *effect == Effect::Repeat && *told == Reply::Applied => Ok(()),
+        other => Err(format!("its effect was {other:?}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::{Story, drain, put};
+
+    #[test]
+    fn a_write_that_is_not_there_is_seen() {
+        let mut story = Story::begun();
+        let index = story.write(1, put("a", 1));
+        story.acknowledged(1, put("a", 1), index);
+        assert_eq!(check(&story.record), Ok(1));
+        story.acknowledged(1, put("b", 1), index);
+        assert!(check(&story.record).is_err());
+    }
+
+    #[test]
+    fn a_write_of_another_replica_or_of_the_future_is_seen() {
+        let mut story = Story::begun();
+        let index = story.write(1, put("a", 1));
+        story.acknowledged(2, put("a", 1), index);
+        assert!(check(&story.record).is_err());
+        let mut story = Story::begun();
+        let index = story.write(1, put("a", 1));
+        story.acknowledged(1, put("a", 1), index + 1);
+        assert!(check(&story.record).is_err());
+    }
+
+    #[test]
+    fn an_effect_that_was_not_told_is_seen() {
+        let mut story = Story::begun();
+        let index = story.write(1, drain("nobody", true));
+        story.acknowledged(1, drain("nobody", true), index);
+        assert!(check(&story.record).is_err());
+    }
+}

@@ -1,0 +1,114 @@
+//! What users pay ahead is used up by what they use: at no time a replica has charged a user more ahead,
+//! and not settled, than the prompts of the user's requests cost that were under way there at once.
+//!
+//! So much is what is held against requests under way, plus what is left of earlier ones: a dispatch uses
+//! that up before it charges anything ahead. Of admission that charges by predictions or through the log
+//! nothing is said.
+
+use std::collections::BTreeMap;
+
+use state::ids::{ReplicaId, UserKey};
+use state::users::FairnessSettings;
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::Tokens;
+use crate::oracle::observation::Run;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I44";
+/// As a statement.
+pub const NAME: &str = "what is charged ahead is used up";
+
+/// Holds what the log has charged ahead against the requests of every replica and user.
+///
+/// # Errors
+/// When more was charged ahead than prompts were under way for.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let comparison = record.comparison();
+    let model = &comparison.model;
+    if model.charges_otherwise || model.is_replaced {
+        return Ok(0);
+    }
+    let mut most: BTreeMap<(ReplicaId, UserKey), i128> = BTreeMap::new();
+    for ((run, user), worth) in most_at_once(record, model.prices()) {
+        let key = (run.replica, model.users.key(user));
+        *most.entry(key).or_default() += worth;
+    }
+    let mut subjects = 0;
+    for (key, ahead) in &model.ahead {
+        let most = most.get(key).copied().unwrap_or_default();
+        subjects += u64::from(most > 0);
+        if *ahead > most {
+            let (replica, user) = key;
+            let detail = format!(
+                "replica {replica} has charged user {user} {ahead} ahead, prompts that were under way \
+                 at once cost {most}"
+            );
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    Ok(subjects)
+}
+
+/// The most that the prompts of a user cost that were under way at once, run by run.
+fn most_at_once(record: &Record, prices: FairnessSettings) -> BTreeMap<(Run, &str), i128> {
+    let mut changes: BTreeMap<(Run, &str), Vec<(u64, i128)>> = BTreeMap::new();
+    for request in &record.history.requests {
+        let worth = worth(&request.most, prices);
+        let changes = changes.entry((request.run, &request.user)).or_default();
+        changes.push((request.called_at_us, worth));
+        // One that ends as another begins counts beside it.
+        let until_us = request.end.map_or(u64::MAX, |end| end.at_us + 1);
+        changes.push((until_us, -worth));
+    }
+    let most = |mut changes: Vec<(u64, i128)>| {
+        changes.sort_unstable();
+        let sums = changes.iter().scan(0, |sum, (_, change)| {
+            *sum += change;
+            Some(*sum)
+        });
+        sums.max().unwrap_or_default()
+    };
+    changes
+        .into_iter()
+        .map(|(key, changes)| (key, most(changes)))
+        .collect()
+}
+
+/// Price of a prompt: all that is charged ahead.
+fn worth(tokens: &Tokens, prices: FairnessSettings) -> i128 {
+    let input = i128::from(tokens.input_uncached) + i128::from(tokens.input_cached);
+    input * i128::from(prices.input_price)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::{Story, run};
+    use crate::oracle::history::End;
+
+    #[test]
+    fn an_advance_that_is_never_settled_is_seen() {
+        let mut story = Story::begun();
+        let most = Tokens {
+            input_uncached: 10,
+            ..Tokens::default()
+        };
+        let history = &mut story.record.history;
+        for at_us in [1, 100] {
+            let request = history.request(run(1, 1), "ann", at_us, most);
+            let end = End {
+                at_us: at_us + 50,
+                used: None,
+            };
+            history.ended(request, end);
+        }
+        story.charge_ahead(1, "ann", 10, 0);
+        assert_eq!(check(&story.record), Ok(1));
+        story.charge_ahead(1, "ann", 10, 10);
+        assert_eq!(check(&story.record), Ok(1));
+        story.charge_ahead(1, "ann", 1, 0);
+        assert!(check(&story.record).is_err());
+    }
+}

@@ -1,0 +1,88 @@
+//! Within one run, a state goes forwards: index after index, none left out, none twice; only a snapshot
+//! leaps, and never backwards, except where the world has taken the state: then it may take over that of
+//! another at an index it has passed.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::observation::Cause;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I27";
+/// As a statement.
+pub const NAME: &str = "a run applies every index once and in order";
+
+/// Looks at every pair of steps of every run.
+///
+/// # Errors
+/// When an index is applied twice, left out, or a snapshot brings a state back.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut subjects = 0;
+    for (run, steps) in &record.observation.steps {
+        let mut at = 0;
+        let mut at_us = 0;
+        for step in steps {
+            let spoiled = record.observation.spoiled.iter();
+            let is_its = |(when_us, whose): &&(u64, _)| {
+                whose == run && (at_us..=step.at_us).contains(when_us)
+            };
+            let was_spoiled = || spoiled.clone().any(|it| is_its(&it));
+            let is_in_order = match step.cause {
+                Cause::Applied(_) | Cause::Skipped => step.index == at + 1,
+                Cause::Restored => step.index >= at || was_spoiled(),
+            };
+            subjects += 1;
+            if !is_in_order {
+                let detail = format!("{run} was at index {at}, then {step:?}");
+                return Err(super::violation(NUMBER, NAME, detail));
+            }
+            at = step.index;
+            if step.digest.is_some() {
+                at_us = step.at_us;
+            }
+        }
+    }
+    Ok(subjects)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::run;
+
+    fn applied(indices: &[u64]) -> Record {
+        let mut record = Record::default();
+        for index in indices {
+            record
+                .observation
+                .applied(*index, run(1, 1), *index, None, Some(0));
+        }
+        record
+    }
+
+    #[test]
+    fn an_index_left_out_or_twice_is_seen() {
+        assert_eq!(check(&applied(&[1, 2, 3])), Ok(3));
+        assert!(check(&applied(&[1, 3])).is_err());
+        assert!(check(&applied(&[1, 2, 2])).is_err());
+        assert!(check(&applied(&[2])).is_err());
+    }
+
+    #[test]
+    fn only_a_snapshot_leaps_and_only_forwards() {
+        let mut record = applied(&[1, 2]);
+        record.observation.restored(9, run(1, 1), 9, Some(0));
+        record.observation.applied(10, run(1, 1), 10, None, Some(0));
+        assert_eq!(check(&record), Ok(4));
+        record.observation.restored(12, run(1, 1), 9, Some(0));
+        assert!(check(&record).is_err());
+        record.observation.spoiled(11, run(1, 1));
+        assert_eq!(check(&record), Ok(5));
+    }
+
+    #[test]
+    fn a_run_that_begins_anew_begins_where_it_can() {
+        let mut record = applied(&[1, 2]);
+        record.observation.applied(5, run(1, 2), 1, None, Some(0));
+        assert_eq!(check(&record), Ok(3));
+    }
+}

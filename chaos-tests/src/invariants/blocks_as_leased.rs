@@ -1,0 +1,37 @@
+//! Of a backend whose ownership goes by leases, exactly those blocks are owned that leases brought and no eviction took, least recently released first.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::comparison::Part;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I35";
+/// As a statement.
+pub const NAME: &str = "backends own what leases brought, less what had to go";
+
+/// Compares images of states with a naive replay of the log.
+///
+/// # Errors
+/// When a state holds something else.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    super::replayed(record, &[Part::Blocks], NUMBER, NAME)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::Story;
+
+    #[test]
+    fn another_block_than_the_one_that_had_to_go_is_seen() {
+        let mut story = Story::lively();
+        story.image(|_| {});
+        assert!(check(&story.record).is_ok_and(|subjects| subjects > 0));
+        story.image(|image| {
+            let mut backends = image.backends.values_mut();
+            let backend = backends.find(|it| !it.owned.is_empty()).unwrap();
+            backend.owned.pop_last();
+        });
+        assert!(check(&story.record).is_err());
+    }
+}

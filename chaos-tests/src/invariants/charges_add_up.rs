@@ -1,0 +1,158 @@
+//! What the state says users used is what their requests used: all of it that a replica handed to the log
+//! while it lived, at most all of it, and nothing twice.
+//!
+//! This is told from the clients' side: by the usage that engines reported, without a look at the log.
+
+use std::collections::BTreeMap;
+
+use state::users::UserUsage;
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::{Request, Tokens};
+use crate::oracle::image::Image;
+use crate::oracle::observation::{Observation, Run};
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I38";
+/// As a statement.
+pub const NAME: &str = "users are charged what their requests used, once";
+
+/// Compares the sums of all users: at any time with the most that can have been used, at rest with the
+/// least, too.
+///
+/// # Errors
+/// When somebody was charged too much, or too little.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let seen = &record.observation;
+    let mut subjects = 0;
+    for (at_us, run, image) in &seen.images {
+        for (user, [_, most]) in bounds(record, *at_us) {
+            let total = total(record, image, user);
+            subjects += u64::from(total != UserUsage::default());
+            if exceeds(&total, &most) {
+                return Err(wrong(*run, image, user, &total, "more than", &most));
+            }
+        }
+    }
+    for at_rest in seen.at_rest.values() {
+        let image = &at_rest.image;
+        for (user, [least, most]) in bounds(record, u64::MAX) {
+            let total = total(record, image, user);
+            subjects += u64::from(least != Tokens::default());
+            if exceeds(&total, &most) {
+                return Err(wrong(at_rest.run, image, user, &total, "more than", &most));
+            }
+            if falls_short(&total, &least) {
+                return Err(wrong(at_rest.run, image, user, &total, "less than", &least));
+            }
+        }
+    }
+    Ok(subjects)
+}
+
+/// The least and the most that each user can have been charged for requests before `at_us`.
+fn bounds(record: &Record, at_us: u64) -> BTreeMap<&str, [Tokens; 2]> {
+    let mut bounds: BTreeMap<&str, [Tokens; 2]> = BTreeMap::new();
+    for request in &record.history.requests {
+        if request.called_at_us > at_us {
+            continue;
+        }
+        let [least, most] = bounds.entry(&request.user).or_default();
+        let end = request.end.filter(|end| end.at_us <= at_us);
+        // What a request uses is told as it comes: before its end, up to all of it is charged.
+        let used = end.and_then(|end| end.used);
+        add(most, &used.unwrap_or(request.most));
+        if is_handed_over(&record.observation, request)
+            && let Some(used) = used
+        {
+            add(least, &used);
+        }
+    }
+    bounds
+}
+
+/// Whether the outbox of the request's replica was empty at some time after the request's end.
+fn is_handed_over(seen: &Observation, request: &Request) -> bool {
+    let Some(end) = request.end else {
+        return false;
+    };
+    let last_us = seen.outbox_empty.get(&request.run);
+    last_us.is_some_and(|last_us| *last_us > end.at_us)
+}
+
+fn total(record: &Record, image: &Image, user: &str) -> UserUsage {
+    let key = record.comparison().model.users.key(user);
+    image.users.get(&key).map(|it| it.total).unwrap_or_default()
+}
+
+fn add(sum: &mut Tokens, more: &Tokens) {
+    sum.input_uncached += more.input_uncached;
+    sum.input_cached += more.input_cached;
+    sum.output += more.output;
+}
+
+fn exceeds(total: &UserUsage, most: &Tokens) -> bool {
+    total.input_uncached > most.input_uncached
+        || total.input_cached > most.input_cached
+        || total.output > most.output
+}
+
+fn falls_short(total: &UserUsage, least: &Tokens) -> bool {
+    total.input_uncached < least.input_uncached
+        || total.input_cached < least.input_cached
+        || total.output < least.output
+}
+
+fn wrong(
+    run: Run,
+    image: &Image,
+    user: &str,
+    total: &UserUsage,
+    than: &str,
+    bound: &Tokens,
+) -> Violation {
+    let detail = format!(
+        "{run}, index {}: {user:?} was charged {total:?}, {than} {bound:?}",
+        image.index
+    );
+    super::violation(NUMBER, NAME, detail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::{Story, run};
+    use crate::oracle::history::End;
+
+    /// A user has used `output` tokens, and the state says `charged`.
+    fn used(output: u64, charged: u64, is_handed_over: bool) -> Result<Subjects, Violation> {
+        let mut story = Story::begun();
+        story.charge(1, "ann", charged);
+        let history = &mut story.record.history;
+        let most = Tokens {
+            output: 100,
+            ..Tokens::default()
+        };
+        let request = history.request(run(1, 1), "ann", 1, most);
+        let used = Some(Tokens {
+            output,
+            ..Tokens::default()
+        });
+        history.ended(request, End { at_us: 5, used });
+        if is_handed_over {
+            story.record.observation.outbox_is_empty(6, run(1, 1));
+        }
+        story.rest();
+        check(&story.record)
+    }
+
+    #[test]
+    fn too_much_and_too_little_are_seen() {
+        assert_eq!(used(10, 10, true), Ok(1));
+        assert!(used(10, 11, true).is_err());
+        assert!(used(10, 9, true).is_err());
+        assert_eq!(used(10, 9, false), Ok(0));
+        assert!(used(10, 11, false).is_err());
+    }
+}

@@ -1,0 +1,65 @@
+//! Healed and left alone, all members reach one state, with every acknowledged write in it.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::Outcome;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I42";
+/// As a statement.
+pub const NAME: &str = "healed and left alone, all members reach one state";
+
+/// Compares the states at rest.
+///
+/// # Errors
+/// When two differ, or one lacks an acknowledged write.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let at_rest = &record.observation.at_rest;
+    let operations = record.history.operations.iter();
+    let written = operations.filter_map(|operation| match &operation.outcome {
+        Outcome::Written(committed) => Some(committed.index.0),
+        Outcome::Read { .. } | Outcome::Refused | Outcome::Unknown => None,
+    });
+    let last = written.max().unwrap_or(0);
+    let place = |at: &crate::oracle::observation::AtRest| (at.image.index, at.image.digest);
+    let first = at_rest.values().next().map(place);
+    for at in at_rest.values() {
+        if Some(place(at)) != first || at.image.index < last {
+            let detail = format!(
+                "{} is at {:?}, another at {first:?}, the last acknowledged write at {last}",
+                at.run,
+                place(at)
+            );
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    Ok(at_rest.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::{Story, put};
+
+    #[test]
+    fn a_replica_that_stays_behind_is_seen() {
+        let mut story = Story::lively();
+        story.rest();
+        assert_eq!(check(&story.record), Ok(1));
+        let index = story.write(1, put("a", 1));
+        story.acknowledged(1, put("a", 1), index);
+        assert!(check(&story.record).is_err());
+    }
+
+    #[test]
+    fn another_state_is_seen() {
+        let mut story = Story::lively();
+        story.rest();
+        let at_rest = &mut story.record.observation.at_rest;
+        let mut other = at_rest.values().next().unwrap().clone();
+        let image = std::sync::Arc::make_mut(&mut other.image);
+        image.digest += 1;
+        at_rest.insert(state::ids::ReplicaId(9), other);
+        assert!(check(&story.record).is_err());
+    }
+}

@@ -1,0 +1,43 @@
+//! What users were charged, their counters with every lift, and their requests in flight and waiting are what the charges in the log make of them.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::comparison::Part;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I33";
+/// As a statement.
+pub const NAME: &str = "users have the counters, sums and requests that the log charged";
+
+/// Compares images of states with a naive replay of the log.
+///
+/// # Errors
+/// When a state holds something else.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    super::replayed(record, &[Part::Users], NUMBER, NAME)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::Story;
+
+    #[test]
+    fn a_charge_too_many_and_a_lift_too_few_are_seen() {
+        let mut story = Story::lively();
+        story.image(|_| {});
+        assert!(check(&story.record).is_ok_and(|subjects| subjects > 1));
+        let mut other = Story::lively();
+        other.image(|image| image.users.values_mut().next().unwrap().total.output += 1);
+        assert!(check(&other.record).is_err());
+        story.image(|image| {
+            image
+                .users
+                .values_mut()
+                .next()
+                .unwrap()
+                .counter_milli_tokens -= 1;
+        });
+        assert!(check(&story.record).is_err());
+    }
+}

@@ -1,0 +1,92 @@
+//! A backend that is called exact is: the blocks that count as reported are those that its engine held
+//! when it had published the last message that is applied, and no reader told of a later one.
+
+use std::collections::BTreeSet;
+
+use state::exact::KvMode;
+use state::ids::BlockHash;
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::comparison::Part;
+use crate::oracle::image::KvImage;
+use crate::oracle::observation::Observation;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I24";
+/// As a statement.
+pub const NAME: &str = "what is called exact is what the engine holds";
+
+/// Compares every backend of every image that is exact with its engine.
+///
+/// # Errors
+/// When a block is reported that the engine did not hold, or the other way round.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let seen = &record.observation;
+    let mut subjects = super::replayed(record, &[Part::Streams], NUMBER, NAME)?;
+    for (_, run, image) in &seen.images {
+        for (name, backend) in &image.backends {
+            let exact = backend.kv.as_ref().filter(|kv| kv.mode == KvMode::Exact);
+            let Some(held) = exact.and_then(|kv| held(seen, kv)) else {
+                continue;
+            };
+            subjects += u64::from(!held.is_empty());
+            let reported = backend.owned.iter().filter(|(_, it)| it.reports > 0);
+            let reported: BTreeSet<BlockHash> = reported.map(|(block, _)| *block).collect();
+            if reported != held {
+                let missing: Vec<_> = held.difference(&reported).collect();
+                let wrong: Vec<_> = reported.difference(&held).collect();
+                let detail = format!(
+                    "{run}, index {}: {name} is exact and lacks {missing:?}, has {wrong:?} too many",
+                    image.index
+                );
+                return Err(super::violation(NUMBER, NAME, detail));
+            }
+        }
+    }
+    Ok(subjects)
+}
+
+/// What the engine held, all ranks together, when it had published what is applied; `None`: the world does
+/// not know.
+fn held(seen: &Observation, kv: &KvImage) -> Option<BTreeSet<BlockHash>> {
+    let mut held = BTreeSet::new();
+    for position in &kv.positions {
+        if let Some(last) = position.last {
+            held.extend(seen.engines.get(&last)?.iter().copied());
+        }
+    }
+    Some(held)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::invariants::fixture::{Story, following};
+
+    #[test]
+    fn a_false_claim_is_seen() {
+        let mut story = Story::lively();
+        let cached = Arc::new(BTreeSet::from([BlockHash(1), BlockHash(2)]));
+        story.record.observation.published(3, 0, cached);
+        story.image(|image| {
+            following(image, KvMode::Degraded, 7, Some(3));
+        });
+        assert_eq!(check(&story.record), Ok(0));
+        story.image(|image| {
+            following(image, KvMode::Exact, 7, Some(3));
+            let owned = &mut image.backends.get_mut("a").unwrap().owned;
+            owned.retain(|block, _| *block <= BlockHash(2));
+            owned.values_mut().for_each(|it| it.reports = 1);
+        });
+        assert_eq!(check(&story.record), Ok(1));
+        story.image(|image| {
+            following(image, KvMode::Exact, 7, Some(3));
+            let owned = &mut image.backends.get_mut("a").unwrap().owned;
+            owned.values_mut().for_each(|it| it.reports = 1);
+        });
+        assert!(check(&story.record).is_err());
+    }
+}

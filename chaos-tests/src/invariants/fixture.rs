@@ -1,0 +1,261 @@
+//! What tests of invariants are told: small stories of a cluster, in which everything is as it should be
+//! until the test changes it.
+
+use std::collections::BTreeMap;
+
+use state::RouterState;
+use state::codec::{decode_envelope, encode_envelope};
+use state::command::{
+    BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Outcome as Ending,
+    Reply, UserSpec,
+};
+use state::exact::{KvMode, KvPosition};
+use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId};
+use state::policy::{CostSettings, PolicyConfig};
+use state::prefix::user_key;
+use state::users::FairnessSettings;
+
+use crate::oracle::Record;
+use crate::oracle::history::{Action, Outcome};
+use crate::oracle::image::{Image, KvImage};
+use crate::oracle::observation::{AtRest, Run};
+use crate::oracle::register::Key;
+
+const HASH_SEED: u64 = 5;
+
+/// A run of a replica.
+pub(crate) fn run(replica: u8, number: u32) -> Run {
+    let replica = ReplicaId(replica);
+    Run { replica, number }
+}
+
+/// Adds a backend, or moves it to another port.
+pub(crate) fn put(name: &str, port: u16) -> Command {
+    Command::PutBackend(BackendSpec {
+        id: name.to_owned(),
+        url: format!("http://127.0.0.1:{port}"),
+        models: vec!["*".to_owned()],
+        labels: BTreeMap::new(),
+        capacity_blocks: Some(8),
+        kv_events: None,
+        kv_replay: None,
+    })
+}
+
+/// Stops or resumes giving a backend requests.
+pub(crate) fn drain(name: &str, draining: bool) -> Command {
+    let name = name.to_owned();
+    Command::SetDraining { name, draining }
+}
+
+/// Has the backend `a` of an image followed by its KV events.
+pub(crate) fn following(image: &mut Image, mode: KvMode, publisher: u64, seq: Option<u64>) {
+    let backend = image.backends.get_mut("a").expect("the story has it");
+    backend.kv = Some(KvImage {
+        mode,
+        positions: vec![KvPosition {
+            rank: 0,
+            publisher,
+            last: seq.map(|seq| (seq, 0)),
+        }],
+    });
+}
+
+/// A cluster with its record.
+pub(crate) struct Story {
+    /// What its oracle knows.
+    pub(crate) record: Record,
+    state: RouterState,
+    seq: u64,
+    now_us: u64,
+}
+
+impl Story {
+    /// A cluster that was formed.
+    pub(crate) fn begun() -> Self {
+        let mut story = Self {
+            record: Record::default(),
+            state: RouterState::new(),
+            seq: 0,
+            now_us: 10,
+        };
+        let policy = PolicyConfig::Cost(CostSettings::default());
+        let fairness = FairnessSettings::default();
+        story.write(
+            1,
+            Command::InitCluster {
+                hash_seed: HASH_SEED,
+                policy,
+                fairness,
+            },
+        );
+        story
+    }
+
+    /// One with a backend `a`, with blocks, an open lease and a user who was charged.
+    pub(crate) fn lively() -> Self {
+        let mut story = Self::begun();
+        story.write(1, put("a", 1));
+        let weight_milli = 500;
+        let name = "ann".to_owned();
+        story.write(1, Command::PutUser(UserSpec { name, weight_milli }));
+        let backend = story.backend("a");
+        let acquire = |attempt: u32, blocks: &[u64]| Item::Acquire {
+            attempt,
+            backend,
+            tip: None,
+            new: blocks.iter().copied().map(BlockHash).collect(),
+        };
+        let release = Item::Release {
+            attempt: 2,
+            outcome: Ending::Kept,
+        };
+        let charge = Item::Charge(Charge {
+            user: user_key(HASH_SEED, "ann"),
+            output: 7,
+            started: 1,
+            ..Charge::default()
+        });
+        let items = vec![
+            acquire(1, &[1, 2, 3]),
+            acquire(2, &[10, 11]),
+            release,
+            charge,
+        ];
+        let base_attempt = AttemptId(0);
+        story.write(
+            1,
+            Command::Batch {
+                base_attempt,
+                items,
+            },
+        );
+        story
+    }
+
+    /// The time, which goes on with every step.
+    pub(crate) fn now_us(&self) -> u64 {
+        self.now_us
+    }
+
+    /// A command of a replica; answers its index.
+    pub(crate) fn write(&mut self, replica: u8, command: Command) -> u64 {
+        self.seq += 1;
+        let envelope = Envelope {
+            origin: Origin {
+                replica: ReplicaId(replica),
+                session: SessionId(u64::from(replica)),
+                lane: Lane::Admin,
+                seq: self.seq,
+            },
+            proposed_at_ms: 1000 + self.now_us,
+            command,
+        };
+        self.apply(envelope)
+    }
+
+    /// The command at `index`, once more.
+    pub(crate) fn write_again(&mut self, index: u64) -> u64 {
+        let command = self.record.observation.log[&index].command.clone();
+        let envelope = decode_envelope(&command.expect("a command stands there"));
+        self.apply(envelope.expect("it was encoded here"))
+    }
+
+    /// A charge of so many output tokens.
+    pub(crate) fn charge(&mut self, replica: u8, user: &str, output: u64) -> u64 {
+        let charge = Charge {
+            user: user_key(HASH_SEED, user),
+            output,
+            started: 1,
+            ended: 1,
+            ..Charge::default()
+        };
+        self.tell(replica, Item::Charge(charge))
+    }
+
+    /// A charge of so many priced tokens ahead, and of so many that were.
+    pub(crate) fn charge_ahead(&mut self, replica: u8, user: &str, advance: u64, settled: u64) {
+        let charge = Charge {
+            user: user_key(HASH_SEED, user),
+            advance,
+            settled,
+            ..Charge::default()
+        };
+        self.tell(replica, Item::Charge(charge));
+    }
+
+    fn tell(&mut self, replica: u8, item: Item) -> u64 {
+        let items = vec![item];
+        let base_attempt = AttemptId(0);
+        self.write(
+            replica,
+            Command::Batch {
+                base_attempt,
+                items,
+            },
+        )
+    }
+
+    fn apply(&mut self, envelope: Envelope) -> u64 {
+        self.now_us += 10;
+        let index = self.state.applied().0 + 1;
+        let bytes = encode_envelope(&envelope);
+        self.state.apply(LogIndex(index), envelope);
+        let digest = Some(self.state.digest());
+        let seen = &mut self.record.observation;
+        seen.applied(self.now_us, run(1, 1), index, Some(&bytes), digest);
+        index
+    }
+
+    /// A client asked a replica, from just before the last step until now.
+    pub(crate) fn asked(&mut self, replica: u8, action: Action, outcome: Outcome) {
+        self.now_us += 10;
+        let history = &mut self.record.history;
+        let ticket = history.call(1, run(replica, 1), self.now_us - 15, action);
+        history.answer(ticket, self.now_us, outcome);
+    }
+
+    /// A write was acknowledged.
+    pub(crate) fn acknowledged(&mut self, replica: u8, command: Command, index: u64) {
+        let committed = Committed {
+            index: LogIndex(index),
+            reply: Reply::Applied,
+        };
+        self.asked(replica, Action::Write(command), Outcome::Written(committed));
+    }
+
+    /// A backend's present life.
+    pub(crate) fn backend(&self, name: &str) -> BackendRef {
+        self.state.backend(name).expect("it is there").handle
+    }
+
+    fn taken(&self) -> Image {
+        let keys = [
+            Key::Backend("a".to_owned()),
+            Key::Policy,
+            Key::Weight("ann".to_owned()),
+        ];
+        Image::of(&self.state, &keys)
+    }
+
+    /// An image of the state, changed.
+    pub(crate) fn image(&mut self, change: impl FnOnce(&mut Image)) {
+        let mut image = self.taken();
+        change(&mut image);
+        let at_us = self.now_us;
+        self.record.observation.image(at_us, run(1, 1), image);
+    }
+
+    /// The replica at rest, with nothing left at all beside the state.
+    pub(crate) fn rest(&mut self) {
+        let at_rest = AtRest {
+            run: run(1, 1),
+            image: std::sync::Arc::new(self.taken()),
+            outbox_items: 0,
+            overlay_blocks: 0,
+            in_flight: 0,
+        };
+        let seen = &mut self.record.observation;
+        seen.at_rest.insert(ReplicaId(1), at_rest);
+    }
+}

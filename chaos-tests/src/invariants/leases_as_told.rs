@@ -1,0 +1,33 @@
+//! A lease that was opened is open until it is released, its session ends or its backend begins another life.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::comparison::Part;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I34";
+/// As a statement.
+pub const NAME: &str = "exactly those leases are open that the log opened and did not close";
+
+/// Compares images of states with a naive replay of the log.
+///
+/// # Errors
+/// When a state holds something else.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    super::replayed(record, &[Part::Leases], NUMBER, NAME)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::Story;
+
+    #[test]
+    fn a_lease_that_is_lost_is_seen() {
+        let mut story = Story::lively();
+        story.image(|_| {});
+        assert!(check(&story.record).is_ok_and(|subjects| subjects > 0));
+        story.image(|image| image.leases.clear());
+        assert!(check(&story.record).is_err());
+    }
+}

@@ -1,0 +1,19 @@
+//! What clients write and read behind barriers is one register per key: some order of all operations,
+//! true to real time, explains every answer. The log is that order.
+
+use super::{Subjects, Violation};
+use crate::oracle::{Record, linear};
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I31";
+/// As a statement.
+pub const NAME: &str =
+    "administrative writes and barrier reads are linearizable, in the log's order";
+
+/// See [`linear`].
+///
+/// # Errors
+/// When the log's order is not the one that the clients saw.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    linear::check(record).map_err(|detail| super::violation(NUMBER, NAME, detail))
+}

@@ -1,0 +1,53 @@
+//! The same property as [`super::linearizable`], judged without the log: an established checker looks for
+//! an order that explains what clients were told, key by key.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::{Action, Operation};
+use crate::oracle::register::{Key, Registers, Value};
+use crate::oracle::search::{self, Tally};
+use state::codec::decode_envelope;
+
+pub use super::linearizable::NUMBER;
+/// As a statement.
+pub const NAME: &str = "administrative writes and barrier reads are linearizable, in some order";
+
+/// See [`search`].
+///
+/// # Errors
+/// When no order explains what was seen of a key.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let tally = examine(record)?;
+    Ok(tally.explained)
+}
+
+/// As [`check`]; tells what was left undecided, too.
+///
+/// # Errors
+/// As [`check`].
+pub fn examine(record: &Record) -> Result<Tally, Violation> {
+    let told = search::check(&record.history, |key| before(record, key));
+    told.map_err(|detail| super::violation(NUMBER, NAME, detail))
+}
+
+/// What a key held before anybody asked for it: what a cluster begins with nobody is asked for, so that it
+/// is taken from the log.
+fn before(record: &Record, key: &Key) -> Value {
+    let is_its = |operation: &&Operation| match &operation.action {
+        Action::Read(its) => its == key,
+        Action::Write(command) => Key::of(command).as_ref() == Some(key),
+    };
+    let mut operations = record.history.operations.iter();
+    let from_us = operations.find(is_its)?.called_at_us;
+    let mut registers = Registers::default();
+    for entry in record.observation.log.values() {
+        if entry.applied_at_us >= from_us {
+            break;
+        }
+        let command = entry.command.as_deref();
+        if let Some(Ok(envelope)) = command.map(decode_envelope) {
+            registers.write(&envelope.command);
+        }
+    }
+    registers.value(key)
+}

@@ -1,0 +1,65 @@
+//! A replica that cannot reach a majority neither acknowledges a write nor answers a barrier read.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::Outcome;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I41";
+/// As a statement.
+pub const NAME: &str = "without a majority nothing is acknowledged";
+
+/// Looks at every operation that began and ended while its replica was cut off; those that were not
+/// acknowledged count as subjects, too.
+///
+/// # Errors
+/// When one was acknowledged.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut subjects = 0;
+    for cut in &record.observation.cut_off {
+        for operation in &record.history.operations {
+            if operation.run.replica != cut.replica {
+                continue;
+            }
+            let Some(returned_at_us) = operation.returned_at_us else {
+                continue;
+            };
+            if !cut.span.covers(operation.called_at_us, returned_at_us) {
+                continue;
+            }
+            subjects += 1;
+            match operation.outcome {
+                Outcome::Refused | Outcome::Unknown => {}
+                Outcome::Written(_) | Outcome::Read { .. } => {
+                    let detail = format!("{operation:?}, although {cut:?}");
+                    return Err(super::violation(NUMBER, NAME, detail));
+                }
+            }
+        }
+    }
+    Ok(subjects)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::{Story, put};
+    use crate::oracle::history::Action;
+    use state::ids::ReplicaId;
+
+    #[test]
+    fn an_acknowledgement_of_a_minority_is_seen() {
+        let mut story = Story::begun();
+        let seen = &mut story.record.observation;
+        seen.reaches_majority(0, ReplicaId(1), false);
+        story.asked(1, Action::Write(put("a", 1)), Outcome::Unknown);
+        assert_eq!(check(&story.record), Ok(1));
+        let index = story.write(1, put("a", 1));
+        story.acknowledged(1, put("a", 1), index);
+        assert!(check(&story.record).is_err());
+        let until = story.now_us() - 1;
+        let seen = &mut story.record.observation;
+        seen.reaches_majority(until, ReplicaId(1), true);
+        assert_eq!(check(&story.record), Ok(1));
+    }
+}

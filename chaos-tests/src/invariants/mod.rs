@@ -1,0 +1,153 @@
+//! What must hold of a run, one property per file, numbered as in docs/ARCHITECTURE.md.
+//!
+//! Each is a function over a [`Record`]. It answers how many things it looked at: a check that never
+//! had anything to look at has proved nothing, and the runner says so.
+
+pub mod acknowledged_writes_stay;
+pub mod advances_are_used;
+pub mod applied_in_order;
+pub mod blocks_as_leased;
+pub mod charges_add_up;
+pub mod converged;
+pub mod counters_as_charged;
+pub mod dispatched_to_registered;
+pub mod events_in_order;
+pub mod exact_is_true;
+#[cfg(test)]
+pub(crate) mod fixture;
+pub mod leases_as_told;
+pub mod linearizable;
+pub mod linearizable_by_search;
+pub mod majority_answers;
+pub mod nothing_left;
+pub mod one_leader;
+pub mod owned_from_outside;
+pub mod same_digest;
+pub mod same_log;
+pub mod settings_as_written;
+pub mod sound_state;
+pub mod time_as_stamped;
+pub mod writes_happen_once;
+
+use crate::oracle::Record;
+use crate::oracle::comparison::Part;
+
+/// What was looked at: how many things could have broken the property.
+pub type Subjects = u64;
+
+/// A property that does not hold.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{number} {name}: {detail}")]
+pub struct Violation {
+    /// Number as in docs/ARCHITECTURE.md, `"I25"`.
+    pub number: &'static str,
+    /// The property, as a statement.
+    pub name: &'static str,
+    /// With the values that break it.
+    pub detail: String,
+}
+
+/// One property.
+#[derive(Clone, Copy)]
+pub struct Invariant {
+    /// Number as in docs/ARCHITECTURE.md.
+    pub number: &'static str,
+    /// The property, as a statement.
+    pub name: &'static str,
+    /// Looks at a run so far.
+    pub check: fn(&Record) -> Result<Subjects, Violation>,
+}
+
+/// Lists a property's module.
+macro_rules! invariant {
+    ($module:ident) => {
+        Invariant {
+            number: $module::NUMBER,
+            name: $module::NAME,
+            check: $module::check,
+        }
+    };
+}
+
+/// All properties of a run. Each may be asked for at any time; those about what is healed have no
+/// subject before [`Record::observation`] says what is there then. [`sound_state`] is about one state
+/// and asked for where the state is.
+pub const ALL: &[Invariant] = &[
+    invariant!(same_log),
+    invariant!(same_digest),
+    invariant!(applied_in_order),
+    invariant!(one_leader),
+    invariant!(acknowledged_writes_stay),
+    invariant!(writes_happen_once),
+    invariant!(linearizable),
+    invariant!(linearizable_by_search),
+    invariant!(settings_as_written),
+    invariant!(counters_as_charged),
+    invariant!(leases_as_told),
+    invariant!(blocks_as_leased),
+    invariant!(time_as_stamped),
+    invariant!(owned_from_outside),
+    invariant!(charges_add_up),
+    invariant!(dispatched_to_registered),
+    invariant!(events_in_order),
+    invariant!(exact_is_true),
+    invariant!(majority_answers),
+    invariant!(converged),
+    invariant!(nothing_left),
+    invariant!(advances_are_used),
+];
+
+/// Those that need no replay of the log: cheap enough to be asked for again and again.
+const CHEAP: &[Invariant] = &[
+    invariant!(same_log),
+    invariant!(same_digest),
+    invariant!(applied_in_order),
+    invariant!(one_leader),
+    invariant!(owned_from_outside),
+    invariant!(events_in_order),
+    invariant!(exact_is_true),
+    invariant!(majority_answers),
+];
+
+/// Checks what can be checked in passing, so that a run that is broken ends early.
+///
+/// # Errors
+/// The first that does not hold.
+pub fn check_in_passing(record: &Record) -> Result<(), Violation> {
+    let mut looked_at = CHEAP.iter().map(|it| (it.check)(record));
+    looked_at.try_for_each(|it| it.map(drop))
+}
+
+/// Checks all of them; answers how many things each looked at, in the order of [`ALL`].
+///
+/// # Errors
+/// The first that does not hold.
+pub fn check_all(record: &Record) -> Result<Vec<Subjects>, Violation> {
+    ALL.iter().map(|it| (it.check)(record)).collect()
+}
+
+fn violation(number: &'static str, name: &'static str, detail: String) -> Violation {
+    Violation {
+        number,
+        name,
+        detail,
+    }
+}
+
+/// What a naive replay of the log says of some parts of the state.
+fn replayed(
+    record: &Record,
+    parts: &[Part],
+    number: &'static str,
+    name: &'static str,
+) -> Result<Subjects, Violation> {
+    let comparison = record.comparison();
+    let mut differences = comparison.differences.iter();
+    if let Some(difference) = differences.find(|it| parts.contains(&it.part)) {
+        return Err(violation(number, name, difference.detail.clone()));
+    }
+    let compared = parts
+        .iter()
+        .filter_map(|part| comparison.compared.get(part));
+    Ok(compared.sum())
+}

@@ -1,0 +1,74 @@
+//! When no request is under way nothing is left of any: no lease, no request in flight or waiting, nothing
+//! in an outbox, nothing that a replica believes before the log tells it.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::observation::AtRest;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I14";
+/// As a statement.
+pub const NAME: &str = "when no request is under way nothing is left of any";
+
+/// Looks at the replicas at rest.
+///
+/// # Errors
+/// When something is left.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let at_rest = &record.observation.at_rest;
+    for at in at_rest.values() {
+        let left = left(at);
+        if !left.is_empty() {
+            let detail = format!("{}, index {}: {}", at.run, at.image.index, left.join(", "));
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    Ok(at_rest.len() as u64)
+}
+
+fn left(at: &AtRest) -> Vec<String> {
+    let mut left: Vec<String> = Vec::new();
+    let image = &at.image;
+    for (holder, lease) in &image.leases {
+        left.push(format!("the lease {lease:?} of {holder:?}"));
+    }
+    for (user, it) in &image.users {
+        if it.in_flight > 0 || it.waiting > 0 {
+            left.push(format!(
+                "user {user} has {} in flight, {} waiting",
+                it.in_flight, it.waiting
+            ));
+        }
+    }
+    let counts = [
+        ("items in the outbox", at.outbox_items as u64),
+        ("blocks in the overlay", at.overlay_blocks as u64),
+        ("requests in flight", at.in_flight),
+    ];
+    let counts = counts.iter().filter(|(_, count)| *count > 0);
+    left.extend(counts.map(|(what, count)| format!("{count} {what}")));
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::Story;
+
+    #[test]
+    fn what_is_left_is_seen() {
+        let mut story = Story::lively();
+        story.rest();
+        assert!(check(&story.record).is_err());
+        let at_rest = story.record.observation.at_rest.values_mut();
+        for at in at_rest {
+            let image = std::sync::Arc::make_mut(&mut at.image);
+            image.leases.clear();
+            image.users.values_mut().for_each(|user| user.in_flight = 0);
+        }
+        assert_eq!(check(&story.record), Ok(1));
+        let mut at_rest = story.record.observation.at_rest.values_mut();
+        at_rest.next().unwrap().overlay_blocks = 1;
+        assert!(check(&story.record).is_err());
+    }
+}

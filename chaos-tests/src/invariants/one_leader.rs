@@ -1,0 +1,61 @@
+//! A replica leads a term in one run at most.
+//!
+//! A term itself can have several leaders: votes are ordered by term and then by candidate, so a
+//! voter may turn to a candidate with a higher id in the same term, whereby the former leader can
+//! commit nothing more. (openraft's `leader_id_adv`; fewer elections end without a leader.) Whether
+//! they agree shows in the log. What can never be is the same pair of term and leader twice: a
+//! replica that starts again has forgotten that it led, and campaigns in a later term than the one
+//! it has kept its vote of.
+
+use std::collections::BTreeMap;
+
+use state::ids::ReplicaId;
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::observation::Run;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I28";
+/// As a statement.
+pub const NAME: &str = "a replica leads a term in one run at most";
+
+/// Looks at everybody who ever led.
+///
+/// # Errors
+/// When two runs of a replica led in one term.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut leaders: BTreeMap<(u64, ReplicaId), Run> = BTreeMap::new();
+    for leading in &record.observation.leading {
+        let key = (leading.term, leading.run.replica);
+        let leader = leaders.entry(key).or_insert(leading.run);
+        if *leader != leading.run {
+            let detail = format!(
+                "term {} is led by {leader} and by {} ({} us)",
+                leading.term, leading.run, leading.at_us
+            );
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    Ok(leaders.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::run;
+
+    #[test]
+    fn two_runs_that_lead_one_term_are_seen() {
+        let mut record = Record::default();
+        let seen = &mut record.observation;
+        seen.leads(1, run(1, 1), 1);
+        seen.leads(2, run(1, 1), 1);
+        seen.leads(3, run(2, 1), 2);
+        seen.leads(4, run(3, 1), 2);
+        seen.leads(5, run(1, 2), 3);
+        assert_eq!(check(&record), Ok(4));
+        record.observation.leads(6, run(2, 2), 2);
+        assert!(check(&record).is_err());
+    }
+}

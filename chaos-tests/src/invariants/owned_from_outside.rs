@@ -1,0 +1,81 @@
+//! I1 and I3 again, looked at from outside in what a state tells of its blocks: a backend owns every
+//! block before one it owns, and more than its capacity only while nothing could go.
+
+use std::collections::BTreeSet;
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::image::BackendImage;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I37";
+/// As a statement.
+pub const NAME: &str = "ownership is prefix-closed and within capacity";
+
+/// Looks at every backend of every image.
+///
+/// # Errors
+/// When one owns what it cannot.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut subjects = 0;
+    for (_, run, image) in &record.observation.images {
+        for (name, backend) in &image.backends {
+            subjects += u64::from(!backend.owned.is_empty());
+            is_sound(backend).map_err(|why| {
+                let detail = format!("{run}, index {}, backend {name}: {why}", image.index);
+                super::violation(NUMBER, NAME, detail)
+            })?;
+        }
+    }
+    Ok(subjects)
+}
+
+fn is_sound(backend: &BackendImage) -> Result<(), String> {
+    let mut parents = BTreeSet::new();
+    for (block, it) in &backend.owned {
+        let Some(parent) = it.parent else {
+            continue;
+        };
+        parents.insert(parent);
+        if !backend.owned.contains_key(&parent) {
+            return Err(format!("{block} is owned, {parent} before it is not"));
+        }
+    }
+    let brought = backend.owned.values().filter(|it| it.reports == 0).count();
+    let can_go = |(block, it): (&_, &crate::oracle::image::OwnedImage)| {
+        it.leases == 0 && it.reports == 0 && !parents.contains(block)
+    };
+    let capacity = backend.capacity_blocks.map(|blocks| blocks as usize);
+    if capacity.is_some_and(|capacity| brought > capacity) && backend.owned.iter().any(can_go) {
+        return Err(format!(
+            "{brought} blocks are owned, {capacity:?} fit, and some could go"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::Story;
+
+    fn broken(change: impl FnOnce(&mut BackendImage)) -> Result<Subjects, Violation> {
+        let mut story = Story::lively();
+        story.image(|image| {
+            let mut backends = image.backends.values_mut();
+            change(backends.find(|it| it.owned.len() > 2).unwrap());
+        });
+        check(&story.record)
+    }
+
+    #[test]
+    fn a_gap_is_seen() {
+        assert!(broken(|_| {}).is_ok_and(|subjects| subjects > 0));
+        assert!(broken(|it| it.owned.retain(|_, block| block.parent.is_some())).is_err());
+    }
+
+    #[test]
+    fn a_block_too_many_is_seen() {
+        assert!(broken(|it| it.capacity_blocks = Some(1)).is_err());
+    }
+}

@@ -1,0 +1,66 @@
+//! States are equal wherever they are at the same index, however they came there.
+
+use std::collections::BTreeMap;
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::observation::{Run, Step};
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I26";
+/// As a statement.
+pub const NAME: &str = "states at the same index have the same digest";
+
+/// Compares the digests of all states, applied and restored, by index.
+///
+/// # Errors
+/// When two differ at one index.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut digests: BTreeMap<u64, (u128, Run, Step)> = BTreeMap::new();
+    let mut subjects = 0;
+    for (run, steps) in &record.observation.steps {
+        for step in steps {
+            let Some(digest) = step.digest else {
+                continue;
+            };
+            let (known, other, before) = digests.entry(step.index).or_insert((digest, *run, *step));
+            // A second look at an index is one that could differ.
+            subjects += u64::from(before != step || other != run);
+            if *known != digest {
+                let detail = format!(
+                    "at index {} the state of {run} is {digest:032x} ({:?}), that of {other} \
+                     {known:032x} ({:?})",
+                    step.index, step.cause, before.cause
+                );
+                return Err(super::violation(NUMBER, NAME, detail));
+            }
+        }
+    }
+    Ok(subjects)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::run;
+
+    #[test]
+    fn a_digest_that_differs_is_seen() {
+        let mut record = Record::default();
+        let seen = &mut record.observation;
+        seen.applied(1, run(1, 1), 1, Some(b"a"), Some(7));
+        seen.applied(2, run(2, 1), 1, Some(b"a"), Some(7));
+        assert_eq!(check(&record), Ok(1));
+        record.observation.restored(3, run(3, 1), 1, Some(8));
+        assert!(check(&record).is_err());
+    }
+
+    #[test]
+    fn a_state_that_is_spoiled_on_purpose_does_not_count() {
+        let mut record = Record::default();
+        let seen = &mut record.observation;
+        seen.applied(1, run(1, 1), 1, Some(b"a"), Some(7));
+        seen.applied(2, run(2, 1), 1, Some(b"a"), None);
+        assert_eq!(check(&record), Ok(0));
+    }
+}

@@ -1,0 +1,77 @@
+//! A write takes effect at most once, and one that was refused never does.
+//!
+//! That is told from outside: as often as one replica's command had an effect, so often somebody asked
+//! that replica for it and was not refused. Commands that nobody asked for are the replicas' own.
+
+use std::collections::BTreeMap;
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::{Action, Outcome};
+use crate::oracle::model::Effect;
+use state::ids::ReplicaId;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I30";
+/// As a statement.
+pub const NAME: &str = "a write happens at most once, and never when it was refused";
+
+/// Counts the effects of every command that a client asked for.
+///
+/// # Errors
+/// When one had more effects than were asked for.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut asked: BTreeMap<(ReplicaId, String), i64> = BTreeMap::new();
+    for operation in &record.history.operations {
+        if let Action::Write(command) = &operation.action {
+            let key = (operation.run.replica, format!("{command:?}"));
+            let may_happen = operation.outcome != Outcome::Refused;
+            *asked.entry(key).or_default() += i64::from(may_happen);
+        }
+    }
+    let comparison = record.comparison();
+    for (index, found) in &comparison.commands {
+        if !matches!(comparison.effects.get(index), Some(Effect::Done(_))) {
+            continue;
+        }
+        let key = (found.origin.replica, format!("{:?}", found.command));
+        let Some(left) = asked.get_mut(&key) else {
+            continue;
+        };
+        *left -= 1;
+        if *left < 0 {
+            let detail = format!("{found:?} had an effect at index {index} that nobody asked for");
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    Ok(asked.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::{Story, put};
+
+    #[test]
+    fn a_second_effect_is_seen() {
+        let mut story = Story::begun();
+        let index = story.write(1, put("a", 1));
+        story.acknowledged(1, put("a", 1), index);
+        story.write_again(index);
+        assert_eq!(check(&story.record), Ok(1));
+        story.write(1, put("a", 1));
+        assert!(check(&story.record).is_err());
+    }
+
+    #[test]
+    fn what_was_refused_and_happened_is_seen() {
+        let mut story = Story::begun();
+        story.write(1, put("a", 1));
+        story.asked(1, Action::Write(put("a", 1)), Outcome::Unknown);
+        assert_eq!(check(&story.record), Ok(1));
+        let mut story = Story::begun();
+        story.write(1, put("a", 1));
+        story.asked(1, Action::Write(put("a", 1)), Outcome::Refused);
+        assert!(check(&story.record).is_err());
+    }
+}

@@ -1,0 +1,286 @@
+//! Hosts of their own for processes: a network namespace each, joined by a bridge.
+//!
+//! The bridge stands in the namespace of this process, which thereby reaches every host. A host has two
+//! addresses on one interface, one that clients use and one that peers use, so that the traffic between
+//! peers can be cut while clients go on, and so that a host can move for its peers alone. Names on a
+//! host come from its own hosts file, which can be changed at any time.
+//!
+//! Everything carries the id of this process in its name and goes with the [`Network`]. What a killed
+//! process left behind is removed by the next one. Needs root, `ip` and `nft`. Netem is not used: many
+//! kernels come without, and nftables can lose packets by chance too.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::process;
+
+use anyhow::{Context as _, ensure};
+
+use crate::command::{run, run_with_input};
+
+/// Begins the name of every namespace.
+const NAME_PREFIX: &str = "quorate-";
+/// Where `ip netns exec` looks for files that a namespace sees in place of those below `/etc`.
+const ETC_NETNS: &str = "/etc/netns";
+/// Most hosts: their numbers are a part of their addresses.
+const HOSTS_MAX: usize = 40;
+/// Distance of the addresses for peers from those for clients.
+const PEER_OFFSET: u8 = 50;
+/// Distance of the addresses a host moves to.
+const MOVED_OFFSET: u8 = 100;
+const BRIDGE_HOST: u8 = 254;
+
+/// Hosts on a bridge.
+#[derive(Debug)]
+pub struct Network {
+    /// The third byte of all addresses.
+    subnet: u8,
+    hosts: Vec<Host>,
+}
+
+#[derive(Debug)]
+struct Host {
+    name: String,
+    has_moved: bool,
+}
+
+/// Which packets between hosts are lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loss {
+    /// All.
+    All,
+    /// So many in a hundred, by chance.
+    Percent(u8),
+}
+
+/// From one host to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Way {
+    /// The host that sends.
+    pub from: usize,
+    /// The host that receives, where they are dropped.
+    pub to: usize,
+}
+
+/// Why namespaces cannot be had here; `None` when they can.
+#[must_use]
+pub fn why_not() -> Option<String> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("network namespaces need root".to_owned());
+    }
+    for tool in [&["ip", "-V"], &["nft", "-v"]] {
+        if let Err(error) = run(tool) {
+            return Some(format!("{error:#}"));
+        }
+    }
+    None
+}
+
+impl Network {
+    /// Brings up so many hosts.
+    ///
+    /// # Errors
+    /// When a command fails; see [`why_not`].
+    pub fn start(hosts: usize) -> anyhow::Result<Self> {
+        ensure!(hosts <= HOSTS_MAX, "{hosts} hosts, at most {HOSTS_MAX}");
+        remove_leftovers();
+        let subnet = u8::try_from(process::id() % 256).expect("a remainder of 256");
+        let mut network = Self {
+            subnet,
+            hosts: Vec::new(),
+        };
+        let bridge = bridge_name();
+        run(&["ip", "link", "add", &bridge, "type", "bridge"])?;
+        let address = format!("{}/24", network.address(BRIDGE_HOST));
+        run(&["ip", "address", "add", &address, "dev", &bridge])?;
+        run(&["ip", "link", "set", &bridge, "up"])?;
+        for number in 0..hosts {
+            network.add_host(number)?;
+        }
+        Ok(network)
+    }
+
+    /// The namespace of a host, to run something in it by `ip netns exec`.
+    #[must_use]
+    pub fn namespace(&self, host: usize) -> &str {
+        &self.hosts[host].name
+    }
+
+    /// Where a host is reached by clients.
+    #[must_use]
+    pub fn client_address(&self, host: usize) -> Ipv4Addr {
+        self.address(host_byte(host))
+    }
+
+    /// Where a host is reached by its peers.
+    #[must_use]
+    pub fn peer_address(&self, host: usize) -> Ipv4Addr {
+        let moved = if self.hosts[host].has_moved {
+            MOVED_OFFSET
+        } else {
+            PEER_OFFSET
+        };
+        self.address(host_byte(host) + moved)
+    }
+
+    /// Drops packets between hosts; what was dropped before is let through.
+    ///
+    /// # Errors
+    /// When `nft` fails.
+    pub fn lose(&self, loss: Loss, ways: &[Way]) -> anyhow::Result<()> {
+        for host in 0..self.hosts.len() {
+            let mut rules = String::from("flush chain inet chaos input\n");
+            for way in ways.iter().filter(|way| way.to == host) {
+                let chance = match loss {
+                    Loss::All => String::new(),
+                    Loss::Percent(percent) => format!("numgen random mod 100 < {percent} "),
+                };
+                let _ = writeln!(
+                    rules,
+                    "add rule inet chaos input ip saddr {{ {}, {} }} {chance}drop",
+                    // A connection that it opened itself comes from either.
+                    self.client_address(way.from),
+                    self.peer_address(way.from)
+                );
+            }
+            self.nft(host, &rules)?;
+        }
+        Ok(())
+    }
+
+    /// Lets every packet through.
+    ///
+    /// # Errors
+    /// When `nft` fails.
+    pub fn heal(&self) -> anyhow::Result<()> {
+        self.lose(Loss::All, &[])
+    }
+
+    /// Takes a host's only link down, or up again.
+    ///
+    /// # Errors
+    /// When `ip` fails.
+    pub fn set_link(&self, host: usize, is_up: bool) -> anyhow::Result<()> {
+        let to = if is_up { "up" } else { "down" };
+        run(&["ip", "link", "set", &link_name(host), to])
+    }
+
+    /// Moves a host: its peers find nobody at the address they had, and it has another.
+    ///
+    /// # Errors
+    /// When `ip` fails.
+    pub fn move_host(&mut self, host: usize) -> anyhow::Result<()> {
+        let old = format!("{}/24", self.peer_address(host));
+        self.hosts[host].has_moved = !self.hosts[host].has_moved;
+        let new = format!("{}/24", self.peer_address(host));
+        let name = &self.hosts[host].name;
+        run(&["ip", "-n", name, "address", "del", &old, "dev", "eth0"])?;
+        run(&["ip", "-n", name, "address", "add", &new, "dev", "eth0"])
+    }
+
+    /// Writes the names a host knows. The file is changed in place: processes that run on the host
+    /// see it at once.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn set_names(&self, host: usize, names: &[(String, Ipv4Addr)]) -> anyhow::Result<()> {
+        let mut text = String::from("127.0.0.1 localhost\n");
+        for (name, address) in names {
+            let _ = writeln!(text, "{address} {name}");
+        }
+        let path = etc_folder(&self.hosts[host].name).join("hosts");
+        fs::write(&path, text).with_context(|| format!("write {}", path.display()))
+    }
+
+    fn add_host(&mut self, number: usize) -> anyhow::Result<()> {
+        let name = format!("{NAME_PREFIX}{}-{number}", process::id());
+        let folder = etc_folder(&name);
+        fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
+        self.hosts.push(Host {
+            name: name.clone(),
+            has_moved: false,
+        });
+        self.set_names(number, &[])?;
+        run(&["ip", "netns", "add", &name])?;
+        let link = link_name(number);
+        run(&[
+            "ip", "link", "add", &link, "type", "veth", "peer", "name", "eth0", "netns", &name,
+        ])?;
+        run(&["ip", "link", "set", &link, "master", &bridge_name(), "up"])?;
+        for address in [self.client_address(number), self.peer_address(number)] {
+            let address = format!("{address}/24");
+            run(&["ip", "-n", &name, "address", "add", &address, "dev", "eth0"])?;
+        }
+        run(&["ip", "-n", &name, "link", "set", "eth0", "up"])?;
+        run(&["ip", "-n", &name, "link", "set", "lo", "up"])?;
+        self.nft(
+            number,
+            "add table inet chaos\n\
+             add chain inet chaos input { type filter hook input priority 0; }\n",
+        )
+    }
+
+    fn nft(&self, host: usize, rules: &str) -> anyhow::Result<()> {
+        let name = &self.hosts[host].name;
+        run_with_input(&["ip", "netns", "exec", name, "nft", "-f", "-"], rules)
+    }
+
+    /// An address of the range that is set apart for tests of networks (RFC 2544).
+    fn address(&self, last: u8) -> Ipv4Addr {
+        Ipv4Addr::new(198, 18, self.subnet, last)
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for (number, host) in self.hosts.iter().enumerate() {
+            // The kernel takes a namespace away later, when it gets to it; the link goes at once.
+            let _ = run(&["ip", "link", "del", &link_name(number)]);
+            remove_namespace(&host.name);
+        }
+        let _ = run(&["ip", "link", "del", &bridge_name()]);
+    }
+}
+
+/// Removes the namespaces of processes that are no more.
+fn remove_leftovers() {
+    let Ok(folder) = fs::read_dir("/run/netns") else {
+        return;
+    };
+    for name in folder.flatten().map(|entry| entry.file_name()) {
+        let name = name.to_string_lossy().into_owned();
+        let owner = name
+            .strip_prefix(NAME_PREFIX)
+            .and_then(|rest| rest.split_once('-'))
+            .and_then(|(owner, _)| owner.parse::<u32>().ok());
+        let Some(owner) = owner else { continue };
+        if !Path::new(&format!("/proc/{owner}")).exists() {
+            remove_namespace(&name);
+            let _ = run(&["ip", "link", "del", &format!("qb{owner}")]);
+        }
+    }
+}
+
+/// Its end of the link goes with it, and thereby the other.
+fn remove_namespace(name: &str) {
+    let _ = run(&["ip", "netns", "del", name]);
+    let _ = fs::remove_dir_all(etc_folder(name));
+}
+
+fn etc_folder(name: &str) -> PathBuf {
+    Path::new(ETC_NETNS).join(name)
+}
+
+fn bridge_name() -> String {
+    format!("qb{}", process::id())
+}
+
+/// At most 15 bytes, as the kernel wants it.
+fn link_name(host: usize) -> String {
+    format!("qv{}-{host}", process::id())
+}
+
+fn host_byte(host: usize) -> u8 {
+    u8::try_from(host + 1).expect("hosts are few")
+}

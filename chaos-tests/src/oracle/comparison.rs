@@ -1,0 +1,280 @@
+//! The log replayed by the naive [`Model`], and every image of a state held against it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use state::codec::decode_envelope;
+use state::command::{Command, Envelope};
+use state::exact::KvMode;
+use state::ids::{BackendRef, LogIndex, UserKey};
+
+use super::image::{BackendImage, Image, UserImage};
+use super::model::users::User;
+use super::model::{Effect, Model};
+use super::observation::{Observation, Run};
+
+/// What came of replaying the log.
+#[derive(Debug)]
+pub struct Comparison {
+    /// What became of every command, by index; up to the first one that cannot be replayed.
+    pub effects: BTreeMap<u64, Effect>,
+    /// The commands that are no batches, by index: batches are most of the log, and nobody asks for one.
+    pub commands: BTreeMap<u64, Envelope>,
+    /// Which backends there were from an index on, and whether they drained.
+    pub backends: BTreeMap<u64, BTreeMap<BackendRef, bool>>,
+    /// What states hold and should not, or should and do not.
+    pub differences: Vec<Difference>,
+    /// How many things of each part were compared.
+    pub compared: BTreeMap<Part, u64>,
+    /// The model after all of it.
+    pub model: Model,
+}
+
+/// A part of the state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// Replicated time.
+    Time,
+    /// Runs and their sequence numbers.
+    Sessions,
+    /// What administrative writes set, and which backend stands where.
+    Settings,
+    /// Counters, sums and requests of users.
+    Users,
+    /// Open leases.
+    Leases,
+    /// Owned blocks.
+    Blocks,
+    /// Streams of KV events.
+    Streams,
+}
+
+/// Something that a state holds otherwise than the log says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// In which part.
+    pub part: Part,
+    /// Whose state, at which index, and what.
+    pub detail: String,
+}
+
+impl Comparison {
+    pub(super) fn of(seen: &Observation) -> Self {
+        let mut comparison = Self {
+            effects: BTreeMap::new(),
+            commands: BTreeMap::new(),
+            backends: BTreeMap::from([(0, BTreeMap::new())]),
+            differences: Vec::new(),
+            compared: BTreeMap::new(),
+            model: Model::default(),
+        };
+        let mut images: BTreeMap<u64, Vec<(Run, &Image)>> = BTreeMap::new();
+        let at_rest = seen.at_rest.values().map(|it| (it.run, &*it.image));
+        let images_seen = seen.images.iter().map(|(_, run, image)| (*run, &**image));
+        for (run, image) in images_seen.chain(at_rest) {
+            images.entry(image.index).or_default().push((run, image));
+        }
+        for (next, (index, entry)) in (1..).zip(&seen.log) {
+            let command = entry.command.as_deref();
+            let envelope = command.map(decode_envelope).transpose();
+            // What is missing or foreign is for others to find; nothing can be told behind it.
+            let (true, Ok(envelope)) = (*index == next, envelope) else {
+                break;
+            };
+            if let Some(envelope) = envelope {
+                let effect = comparison.model.apply(LogIndex(*index), &envelope);
+                comparison.effects.insert(*index, effect);
+                comparison.note_backends(*index);
+                if !matches!(envelope.command, Command::Batch { .. }) {
+                    comparison.commands.insert(*index, envelope);
+                }
+            }
+            if comparison.model.is_replaced {
+                break;
+            }
+            for (run, image) in images.remove(index).unwrap_or_default() {
+                comparison.compare(run, image);
+            }
+        }
+        comparison
+    }
+
+    /// The backends as they were with everything up to `index` applied.
+    #[must_use]
+    pub fn backends_at(&self, index: LogIndex) -> &BTreeMap<BackendRef, bool> {
+        let mut until = self.backends.range(..=index.0);
+        let (_, backends) = until.next_back().expect("an entry stands at index 0");
+        backends
+    }
+
+    fn note_backends(&mut self, index: u64) {
+        let present = self.model.registry.backends.values();
+        let present = present.map(|it| (it.handle, it.draining)).collect();
+        let last = self.backends.last_key_value();
+        if last.is_none_or(|(_, last)| *last != present) {
+            self.backends.insert(index, present);
+        }
+    }
+
+    fn compare(&mut self, run: Run, image: &Image) {
+        let mut look = Look {
+            at: format!("{run}, index {}", image.index),
+            image,
+            model: &self.model,
+            differences: &mut self.differences,
+            compared: &mut self.compared,
+        };
+        look.time_and_sessions();
+        look.settings();
+        look.users();
+        look.leases();
+        look.blocks();
+        look.streams();
+    }
+}
+
+/// One image held against the model.
+struct Look<'a> {
+    at: String,
+    image: &'a Image,
+    model: &'a Model,
+    differences: &'a mut Vec<Difference>,
+    compared: &'a mut BTreeMap<Part, u64>,
+}
+
+impl Look<'_> {
+    fn same<T: PartialEq + std::fmt::Debug>(&mut self, part: Part, what: &str, is: &T, must: &T) {
+        *self.compared.entry(part).or_default() += 1;
+        if is != must {
+            let detail = format!("{}: {what} is {is:?}, the log says {must:?}", self.at);
+            self.differences.push(Difference { part, detail });
+        }
+    }
+
+    fn time_and_sessions(&mut self) {
+        let (image, model) = (self.image, self.model);
+        self.same(Part::Time, "the time", &image.now_ms, &model.now_ms);
+        let must: BTreeMap<_, _> = model
+            .sessions
+            .iter()
+            .map(|(replica, session, seqs)| (replica, (session, seqs)))
+            .collect();
+        let replicas: BTreeSet<_> = must.keys().chain(image.sessions.keys()).collect();
+        for replica in replicas {
+            let what = format!("the run of replica {replica}");
+            let (is, must) = (image.sessions.get(replica), must.get(replica));
+            self.same(Part::Sessions, &what, &is, &must);
+        }
+    }
+
+    fn settings(&mut self) {
+        let (image, model) = (self.image, self.model);
+        for (key, is) in &image.registers {
+            let must = model.registers.value(key);
+            self.same(Part::Settings, &format!("{key:?}"), is, &must);
+        }
+        let is: BTreeMap<&String, _> = image
+            .backends
+            .iter()
+            .map(|(name, it)| (name, (it.handle, it.draining)))
+            .collect();
+        let must: BTreeMap<&String, _> = model
+            .registry
+            .backends
+            .iter()
+            .map(|(name, it)| (name, (it.handle, it.draining)))
+            .collect();
+        self.same(Part::Settings, "the registry", &is, &must);
+    }
+
+    fn users(&mut self) {
+        let (image, model) = (self.image, self.model);
+        let users: BTreeSet<&UserKey> =
+            image.users.keys().chain(model.users.users.keys()).collect();
+        for key in users {
+            let is = image.users.get(key).copied();
+            let must = model.users.users.get(key).map(image_of);
+            self.same(Part::Users, &format!("user {key}"), &is, &must);
+        }
+        let must = model.users.virtual_time();
+        self.same(Part::Users, "virtual time", &image.virtual_time, &must);
+    }
+
+    /// Of backends that are followed.
+    fn leases(&mut self) {
+        let (image, model) = (self.image, self.model);
+        let holders: BTreeSet<_> = image.leases.keys().chain(model.leases.keys()).collect();
+        for holder in holders {
+            let is = image.leases.get(holder).map(|it| (it.backend, it.tip));
+            let must = model.leases.get(holder).map(|it| (it.backend, it.tip));
+            let mut backends = is.iter().chain(&must).map(|(backend, _)| *backend);
+            if backends.all(|backend| model.follows(backend)) {
+                self.same(
+                    Part::Leases,
+                    &format!("the lease of {holder:?}"),
+                    &is,
+                    &must,
+                );
+            }
+        }
+    }
+
+    /// Of backends that are followed.
+    fn blocks(&mut self) {
+        for (name, backend) in &self.image.backends {
+            let Some(cache) = self.model.caches.get(&backend.handle.slot.0) else {
+                continue;
+            };
+            if cache.is_followed {
+                self.blocks_of(name, backend, cache);
+            }
+        }
+    }
+
+    /// Of backends that are called exact: nothing that was told of is missing.
+    fn streams(&mut self) {
+        for (name, backend) in &self.image.backends {
+            let exact = backend.kv.as_ref().filter(|kv| kv.mode == KvMode::Exact);
+            for position in exact.iter().flat_map(|kv| &kv.positions) {
+                let (rank, publisher) = (position.rank, position.publisher);
+                let streams = &self.model.streams;
+                let newest = streams.newest(backend.handle, rank, publisher);
+                let Some(newest) = newest else { continue };
+                let applied = position.last.map(|(seq, _)| seq);
+                let what = format!(
+                    "that rank {rank} of {name}, called exact at {applied:?}, has message {newest}"
+                );
+                self.same(Part::Streams, &what, &(applied >= Some(newest)), &true);
+            }
+        }
+    }
+
+    fn blocks_of(&mut self, name: &str, is: &BackendImage, must: &super::model::cache::Cache) {
+        let hashes: BTreeSet<_> = is.owned.keys().chain(must.blocks.keys()).collect();
+        *self.compared.entry(Part::Blocks).or_default() += 1;
+        for hash in hashes {
+            let is = is.owned.get(hash);
+            let is = is.map(|it| (it.parent, u32::from(it.leases)));
+            let must = must.blocks.get(hash).map(|it| (it.parent, it.leases));
+            if is != must {
+                let detail = format!(
+                    "{}: block {hash} of {name} (the one before it, leases) is {is:?}, the log says \
+                     {must:?}",
+                    self.at
+                );
+                let part = Part::Blocks;
+                self.differences.push(Difference { part, detail });
+                return;
+            }
+        }
+    }
+}
+
+fn image_of(user: &User) -> UserImage {
+    UserImage {
+        counter_milli_tokens: user.counter(),
+        weight_milli: user.weight_milli,
+        total: user.total,
+        in_flight: user.in_flight.values().sum(),
+        waiting: user.waiting.values().sum(),
+    }
+}

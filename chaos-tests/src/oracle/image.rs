@@ -1,0 +1,164 @@
+//! What a state holds, taken out as plain values.
+
+use std::collections::BTreeMap;
+
+use state::exact::{KvMode, KvPosition};
+use state::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, SessionId, UserKey};
+use state::users::UserUsage;
+use state::{Backend, RouterState};
+
+use super::register::{Key, Value};
+
+/// What a state holds at one index. Digests are equal at equal index, so one replica's image stands
+/// for all of them; taking one copies every owned block, which is dear: some ten per run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Image {
+    /// Up to where it is applied.
+    pub index: u64,
+    /// Its digest.
+    pub digest: u128,
+    /// Replicated time, unix milliseconds.
+    pub now_ms: u64,
+    /// By name.
+    pub backends: BTreeMap<String, BackendImage>,
+    /// By key.
+    pub users: BTreeMap<UserKey, UserImage>,
+    /// Leases that are open.
+    pub leases: BTreeMap<(ReplicaId, AttemptId), LeaseImage>,
+    /// The present run of every replica, with the last sequence numbers of its outbox and of its admin
+    /// lane.
+    pub sessions: BTreeMap<ReplicaId, (SessionId, [u64; 2])>,
+    /// Every key that was asked for, with what it holds.
+    pub registers: BTreeMap<Key, Value>,
+    /// Virtual time of the fair order.
+    pub virtual_time: u64,
+}
+
+/// A backend.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BackendImage {
+    /// How commands name it.
+    pub handle: BackendRef,
+    /// Whether it drains.
+    pub draining: bool,
+    /// Blocks its cache holds, as an operator says; `None`: what is known otherwise may be corrected.
+    pub capacity_blocks: Option<u32>,
+    /// What it owns.
+    pub owned: BTreeMap<BlockHash, OwnedImage>,
+    /// How its ownership is known from KV events; `None`: by leases.
+    pub kv: Option<KvImage>,
+}
+
+/// One owned block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OwnedImage {
+    /// The block before it; `None`: it is a first one.
+    pub parent: Option<BlockHash>,
+    /// Open leases that end here.
+    pub leases: u16,
+    /// Ranks that report it.
+    pub reports: u8,
+}
+
+/// What is known of a backend from KV events.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KvImage {
+    /// How its ownership is known.
+    pub mode: KvMode,
+    /// How far its streams are applied.
+    pub positions: Vec<KvPosition>,
+}
+
+/// An open lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LeaseImage {
+    /// On which backend.
+    pub backend: BackendRef,
+    /// Deepest block it holds.
+    pub tip: Option<BlockHash>,
+}
+
+/// A user.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UserImage {
+    /// Virtual token counter.
+    pub counter_milli_tokens: u64,
+    /// In thousandths.
+    pub weight_milli: u32,
+    /// Tokens and requests since the user is known.
+    pub total: UserUsage,
+    /// Requests begun and not ended.
+    pub in_flight: u64,
+    /// Requests that wait.
+    pub waiting: u64,
+}
+
+impl Image {
+    /// Takes it; of the registers those in `keys`.
+    #[must_use]
+    pub fn of<'a>(state: &RouterState, keys: impl IntoIterator<Item = &'a Key>) -> Self {
+        let backends = state.backends().map(|backend| {
+            let image = BackendImage::of(state, backend);
+            (backend.spec.id.clone(), image)
+        });
+        let users = state.users(None, usize::MAX).into_iter().map(|user| {
+            let image = UserImage {
+                counter_milli_tokens: user.counter_milli_tokens,
+                weight_milli: user.weight_milli,
+                total: user.total,
+                in_flight: user.in_flight,
+                waiting: user.waiting,
+            };
+            (user.key, image)
+        });
+        let leases = state.leases().map(|lease| {
+            let image = LeaseImage {
+                backend: lease.backend,
+                tip: lease.tip,
+            };
+            ((lease.replica, lease.attempt), image)
+        });
+        let sessions = state.sessions().into_iter().map(|it| {
+            let seqs = [it.outbox_seq, it.admin_seq];
+            (it.replica, (it.session, seqs))
+        });
+        let registers = keys.into_iter();
+        Self {
+            index: state.applied().0,
+            digest: state.digest(),
+            now_ms: state.now_ms(),
+            backends: backends.collect(),
+            users: users.collect(),
+            leases: leases.collect(),
+            sessions: sessions.collect(),
+            registers: registers
+                .map(|key| (key.clone(), key.value_in(state)))
+                .collect(),
+            virtual_time: state.virtual_time_milli_tokens(),
+        }
+    }
+}
+
+impl BackendImage {
+    fn of(state: &RouterState, backend: &Backend) -> Self {
+        let slot = backend.handle.slot;
+        let owned = state.owned(slot).map(|it| {
+            let image = OwnedImage {
+                parent: it.parent,
+                leases: it.leases,
+                reports: it.reports,
+            };
+            (it.block, image)
+        });
+        Self {
+            handle: backend.handle,
+            draining: backend.draining,
+            capacity_blocks: backend.spec.capacity_blocks,
+            owned: owned.collect(),
+            kv: state.kv_status(slot).map(|status| KvImage {
+                mode: status.condition.mode,
+                positions: state.kv_positions(slot),
+            }),
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Linearizability by witness: the log says when each operation took effect.
+//!
+//! A write took effect where it stands in the log, a read at the index it was read at. That this is one
+//! order is given; what is checked is that it is the one that the clients saw: an operation that ended
+//! before another began stands before it, and each read finds what the writes up to its index left. Done
+//! in one pass over the operations by time, and one over the log.
+
+use std::collections::BTreeMap;
+
+use state::ids::LogIndex;
+
+use super::Record;
+use super::history::{Action, Operation, Outcome};
+use super::model::Effect;
+use super::register::{Key, Registers, Value};
+
+/// An operation with the place in the log at which it took effect.
+struct Placed<'a> {
+    operation: &'a Operation,
+    index: u64,
+}
+
+/// Checks all operations whose place is known; answers how many there were.
+///
+/// # Errors
+/// What contradicts the log's order.
+pub fn check(record: &Record) -> Result<u64, String> {
+    let mut placed: Vec<Placed> = Vec::new();
+    for operation in &record.history.operations {
+        if let Some(index) = place(record, operation) {
+            placed.push(Placed { operation, index });
+        }
+    }
+    in_time(&placed)?;
+    reads_see_writes(record, &placed)?;
+    Ok(placed.len() as u64)
+}
+
+/// Where an operation took effect; `None`: not known, or nowhere.
+fn place(record: &Record, operation: &Operation) -> Option<u64> {
+    match &operation.outcome {
+        Outcome::Read { index, .. } => Some(index.0),
+        Outcome::Written(committed) => effective(record, committed.index),
+        Outcome::Refused | Outcome::Unknown => None,
+    }
+}
+
+/// Where the command that stands at `index` took effect: there, or where it came first.
+pub(crate) fn effective(record: &Record, index: LogIndex) -> Option<u64> {
+    let comparison = record.comparison();
+    match comparison.effects.get(&index.0)? {
+        Effect::Done(_) => Some(index.0),
+        Effect::Stale => None,
+        Effect::Repeat => {
+            let origin = comparison.commands.get(&index.0)?.origin;
+            comparison.model.sessions.effects.get(&origin).copied()
+        }
+    }
+}
+
+/// What ended before another thing began stands before it.
+fn in_time(placed: &[Placed]) -> Result<(), String> {
+    let mut by_call: Vec<&Placed> = placed.iter().collect();
+    by_call.sort_by_key(|it| it.operation.called_at_us);
+    let mut by_return = by_call.clone();
+    by_return.sort_by_key(|it| it.operation.returned_at_us);
+    let mut returned = by_return.into_iter().peekable();
+    let mut latest: Option<&Placed> = None;
+    for this in by_call {
+        while let Some(before) = returned.next_if(|it| {
+            let returned_at_us = it.operation.returned_at_us;
+            returned_at_us.is_some_and(|at_us| at_us < this.operation.called_at_us)
+        }) {
+            if latest.is_none_or(|latest| latest.index < before.index) {
+                latest = Some(before);
+            }
+        }
+        let Some(latest) = latest else {
+            continue;
+        };
+        // A read may see the state as it was left; a write comes behind whatever was seen.
+        let is_read = matches!(this.operation.action, Action::Read(_));
+        let is_behind = latest.index < this.index || is_read && latest.index == this.index;
+        if !is_behind {
+            return Err(format!(
+                "{:?} took effect at index {}, {:?} at {}, but ended before the other began",
+                this.operation, this.index, latest.operation, latest.index
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Each read finds what the writes up to its index left.
+fn reads_see_writes(record: &Record, placed: &[Placed]) -> Result<(), String> {
+    let mut reads: BTreeMap<u64, Vec<(&Key, &Value, &Operation)>> = BTreeMap::new();
+    for it in placed {
+        if let (Action::Read(key), Outcome::Read { value, .. }) =
+            (&it.operation.action, &it.operation.outcome)
+        {
+            let at = reads.entry(it.index).or_default();
+            at.push((key, value, it.operation));
+        }
+    }
+    let comparison = record.comparison();
+    let mut registers = Registers::default();
+    let mut commands = comparison.commands.iter().peekable();
+    for (index, reads) in reads {
+        while let Some((at, envelope)) = commands.next_if(|(at, _)| **at <= index) {
+            if let Some(Effect::Done(_)) = comparison.effects.get(at) {
+                registers.write(&envelope.command);
+            }
+        }
+        for (key, seen, operation) in reads {
+            let must = registers.value(key);
+            if *seen != must {
+                return Err(format!(
+                    "{operation:?} saw {seen:?}, the writes up to index {index} left {must:?}"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,341 @@
+//! Both checkers against random histories: those that are true are taken, those that are broken refused.
+
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+use state::RouterState;
+use state::codec::encode_envelope;
+use state::command::{Command, Committed, Envelope, Lane, Origin, UserSpec};
+use state::ids::{LogIndex, ReplicaId, SessionId};
+use state::policy::{CostSettings, PolicyConfig};
+use state::users::FairnessSettings;
+
+use crate::invariants::fixture::{drain, put, run};
+use crate::invariants::{linearizable, linearizable_by_search};
+use crate::oracle::Record;
+use crate::oracle::history::{Action, Outcome};
+use crate::oracle::register::Key;
+
+const CLIENTS: u32 = 4;
+
+/// A history that is linearizable: every operation has its effect at one moment between call and return.
+struct True {
+    rng: StdRng,
+    state: RouterState,
+    record: Record,
+    seq: u64,
+}
+
+impl True {
+    fn history(seed: u64, operations: u32) -> Record {
+        let mut history = Self {
+            rng: StdRng::seed_from_u64(seed),
+            state: RouterState::new(),
+            record: Record::default(),
+            seq: 0,
+        };
+        let policy = PolicyConfig::Cost(CostSettings::default());
+        let fairness = FairnessSettings::default();
+        history.commit(
+            1,
+            Command::InitCluster {
+                hash_seed: 1,
+                policy,
+                fairness,
+            },
+        );
+        let mut free_at_us = [100; CLIENTS as usize];
+        let mut plan: Vec<(u64, u64, u64, u32)> = (0..operations)
+            .map(|_| {
+                let client = history.rng.random_range(0..CLIENTS);
+                let free = &mut free_at_us[client as usize];
+                let called = *free + history.rng.random_range(1..40);
+                let effect = called + history.rng.random_range(1..60);
+                let returned = effect + history.rng.random_range(1..60);
+                *free = returned;
+                (effect, called, returned, client)
+            })
+            .collect();
+        plan.sort_unstable();
+        for (effect_us, called_us, returned_us, client) in plan {
+            history.operate(effect_us, called_us, returned_us, client);
+        }
+        history.record
+    }
+
+    fn commit(&mut self, at_us: u64, command: Command) -> Committed {
+        self.seq += 1;
+        let envelope = Envelope {
+            origin: Origin {
+                replica: ReplicaId(1),
+                session: SessionId(1),
+                lane: Lane::Admin,
+                seq: self.seq,
+            },
+            proposed_at_ms: at_us,
+            command,
+        };
+        let index = LogIndex(self.state.applied().0 + 1);
+        let bytes = encode_envelope(&envelope);
+        let seen = &mut self.record.observation;
+        seen.applied(at_us, run(1, 1), index.0, Some(&bytes), None);
+        let reply = self.state.apply(index, envelope);
+        Committed { index, reply }
+    }
+
+    fn operate(&mut self, effect_us: u64, called_us: u64, returned_us: u64, client: u32) {
+        let (action, key) = self.draw();
+        let outcome = match &action {
+            Action::Write(_) if self.rng.random_range(0..20) == 0 => Outcome::Refused,
+            Action::Write(command) => {
+                let is_lost = self.rng.random_range(0..12) == 0;
+                let happens = !is_lost || self.rng.random();
+                let command = command.clone();
+                let committed = happens.then(|| self.commit(effect_us, command));
+                match committed {
+                    Some(committed) if !is_lost => Outcome::Written(committed),
+                    _ => Outcome::Unknown,
+                }
+            }
+            Action::Read(_) => Outcome::Read {
+                index: self.state.applied(),
+                value: key.value_in(&self.state),
+            },
+        };
+        let history = &mut self.record.history;
+        let is_answered = outcome != Outcome::Unknown || self.rng.random();
+        let ticket = history.call(client, run(1, 1), called_us, action);
+        if is_answered {
+            history.answer(ticket, returned_us, outcome);
+        }
+    }
+
+    fn draw(&mut self) -> (Action, Key) {
+        let name = ["a", "b"][self.rng.random_range(0..2)];
+        let text = name.to_owned();
+        let (command, key) = match self.rng.random_range(0..4) {
+            0 => {
+                let weight_milli = self.rng.random_range(1..4);
+                let spec = UserSpec {
+                    name: text.clone(),
+                    weight_milli,
+                };
+                (Command::PutUser(spec), Key::Weight(text))
+            }
+            1 => {
+                let port = self.rng.random_range(1..4);
+                (put(name, port), Key::Backend(text))
+            }
+            2 => (drain(name, self.rng.random()), Key::Backend(text)),
+            _ => {
+                let name = text.clone();
+                (Command::DeleteBackend { name }, Key::Backend(text))
+            }
+        };
+        if self.rng.random() {
+            (Action::Read(key.clone()), key)
+        } else {
+            (Action::Write(command), key)
+        }
+    }
+}
+
+#[test]
+fn true_histories_are_taken() {
+    let mut explained = 0;
+    for seed in 0..40 {
+        let record = True::history(seed, 80);
+        let told = linearizable::check(&record);
+        assert!(told.is_ok(), "seed {seed}: {told:?}");
+        let tally = linearizable_by_search::examine(&record).unwrap();
+        explained += tally.explained;
+    }
+    assert!(explained > 40 * 40, "{explained}");
+}
+
+/// Breaks a true history in one place; `None`: it has no such place.
+fn broken(seed: u64, by: &str) -> Option<Record> {
+    let mut record = True::history(seed, 80);
+    let operations = &mut record.history.operations;
+    let reads = (0..operations.len())
+        .filter(|at| matches!(operations[*at].outcome, Outcome::Read { .. }))
+        .collect::<Vec<_>>();
+    let of = |at: &usize| match &operations[*at].action {
+        Action::Read(Key::Weight(name)) => Some(name.clone()),
+        _ => None,
+    };
+    let reads: Vec<usize> = reads.into_iter().filter(|at| of(at).is_some()).collect();
+    let saw = |at: usize| match &operations[at].outcome {
+        Outcome::Read { value, .. } => value.clone(),
+        _ => None,
+    };
+    let span = |at: usize| {
+        let it = &operations[at];
+        (it.called_at_us, it.returned_at_us.unwrap_or(u64::MAX))
+    };
+    // Two reads of a user's weight, one after the other, which saw different things.
+    let pair = reads.iter().find_map(|first| {
+        let later = |second: &&usize| {
+            of(second) == of(first)
+                && saw(**second) != saw(*first)
+                && span(**second).0 > span(*first).1
+        };
+        Some((*first, *reads.iter().find(later)?))
+    });
+    match by {
+        "a value that nobody wrote" => {
+            let at = *reads.first()?;
+            let Outcome::Read { value, .. } = &mut operations[at].outcome else {
+                return None;
+            };
+            *value = Some("77".to_owned());
+        }
+        "a stale read" => {
+            // What the first saw is seen again right after the second, by itself.
+            let (first, second) = pair?;
+            let mut stale = operations[first].clone();
+            let Outcome::Read { index, .. } = &operations[second].outcome else {
+                return None;
+            };
+            let (index, (_, after_us)) = (*index, span(second));
+            let value = saw(first);
+            stale.client = 99;
+            (stale.called_at_us, stale.returned_at_us) = (after_us + 1, Some(after_us + 2));
+            stale.outcome = Outcome::Read { index, value };
+            let is_written_again = operations.iter().any(|it| {
+                matches!(&it.action, Action::Write(Command::PutUser(spec))
+                    if Some(&spec.name) == of(&second).as_ref() && it.called_at_us < after_us + 2
+                        && (it.outcome == Outcome::Unknown
+                            || it.returned_at_us.is_none_or(|at_us| at_us > span(second).0)))
+            });
+            if is_written_again {
+                return None;
+            }
+            operations.push(stale);
+        }
+        _ => return None,
+    }
+    Some(record)
+}
+
+#[test]
+fn broken_reads_are_refused_by_both() {
+    for by in ["a value that nobody wrote", "a stale read"] {
+        let mut refused = 0;
+        for (seed, record) in (0..60).filter_map(|seed| Some((seed, broken(seed, by)?))) {
+            assert!(linearizable::check(&record).is_err(), "{by}, seed {seed}");
+            let told = linearizable_by_search::check(&record);
+            assert!(told.is_err(), "{by}, seed {seed}: {told:?}");
+            refused += 1;
+        }
+        assert!(refused > 5, "{by}: {refused}");
+    }
+}
+
+/// Writes and reads of one user's weight, one after the other, by `(weight, is_read)`.
+fn one_after_the_other(steps: &[(u32, bool)]) -> Record {
+    let mut history = True {
+        rng: StdRng::seed_from_u64(1),
+        state: RouterState::new(),
+        record: Record::default(),
+        seq: 0,
+    };
+    let policy = PolicyConfig::Cost(CostSettings::default());
+    let fairness = FairnessSettings::default();
+    history.commit(
+        1,
+        Command::InitCluster {
+            hash_seed: 1,
+            policy,
+            fairness,
+        },
+    );
+    for (step, (weight_milli, is_read)) in (1_u64..).zip(steps.iter().copied()) {
+        let name = "a".to_owned();
+        let (action, outcome) = if is_read {
+            let index = history.state.applied();
+            let value = Some(weight_milli.to_string());
+            (
+                Action::Read(Key::Weight(name)),
+                Outcome::Read { index, value },
+            )
+        } else {
+            let command = Command::PutUser(UserSpec { name, weight_milli });
+            let committed = history.commit(step * 100 + 5, command.clone());
+            (Action::Write(command), Outcome::Written(committed))
+        };
+        let ticket = history
+            .record
+            .history
+            .call(1, run(1, 1), step * 100, action);
+        history
+            .record
+            .history
+            .answer(ticket, step * 100 + 10, outcome);
+    }
+    history.record
+}
+
+#[test]
+fn a_lost_write_is_refused_by_both() {
+    let kept = one_after_the_other(&[(1, false), (2, false), (2, true)]);
+    assert_eq!(linearizable::check(&kept), Ok(3));
+    assert_eq!(linearizable_by_search::check(&kept), Ok(3));
+    let lost = one_after_the_other(&[(1, false), (2, false), (1, true)]);
+    assert!(linearizable::check(&lost).is_err());
+    assert!(linearizable_by_search::check(&lost).is_err());
+}
+
+#[test]
+fn reordered_writes_are_refused_by_both() {
+    let mut record = one_after_the_other(&[(1, false), (2, false), (2, true)]);
+    // The log has them the other way round than the clients saw them.
+    let operations = &mut record.history.operations;
+    let (first, second) = (operations[0].clone(), operations[1].clone());
+    operations[0].action = second.action;
+    operations[0].outcome = second.outcome;
+    operations[1].action = first.action;
+    operations[1].outcome = first.outcome;
+    assert!(linearizable::check(&record).is_err());
+    assert!(linearizable_by_search::check(&record).is_err());
+}
+
+#[test]
+fn a_write_of_unknown_outcome_may_come_late_or_never_but_not_come_and_go() {
+    let unknown = |reads: &[u32]| {
+        let mut steps = vec![(1, false)];
+        steps.extend(reads.iter().map(|weight| (*weight, true)));
+        let mut record = one_after_the_other(&steps);
+        let name = "a".to_owned();
+        let weight_milli = 9;
+        let action = Action::Write(Command::PutUser(UserSpec { name, weight_milli }));
+        record.history.call(2, run(1, 1), 150, action);
+        linearizable_by_search::check(&record)
+    };
+    assert!(unknown(&[1, 1]).is_ok());
+    assert!(unknown(&[1, 9]).is_ok());
+    assert!(unknown(&[9, 9]).is_ok());
+    assert!(unknown(&[8]).is_err());
+}
+
+#[test]
+fn a_search_that_is_too_dear_is_left_undecided() {
+    let mut record = one_after_the_other(&[(1, false)]);
+    for weight_milli in 10..20 {
+        let name = "a".to_owned();
+        let spec = UserSpec { name, weight_milli };
+        let action = Action::Write(Command::PutUser(spec));
+        let history = &mut record.history;
+        history.call(weight_milli, run(1, 1), 150, action);
+        let read = history.call(50, run(1, 1), u64::from(weight_milli) * 1000, {
+            Action::Read(Key::Weight("a".to_owned()))
+        });
+        let index = LogIndex(2);
+        let value = Some(weight_milli.to_string());
+        let at_us = 100_000;
+        let outcome = Outcome::Read { index, value };
+        history.operations.last_mut().unwrap().client = weight_milli + 100;
+        history.answer(read, at_us, outcome);
+    }
+    let tally = linearizable_by_search::examine(&record).unwrap();
+    assert_eq!((tally.pieces, tally.undecided), (0, 1));
+}

@@ -1,0 +1,221 @@
+//! One backend's cache as leases imply it: the least recently released path goes first, from its end.
+
+use std::collections::BTreeMap;
+
+use state::command::Outcome;
+use state::ids::BlockHash;
+
+/// A backend's blocks.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    /// By hash.
+    pub blocks: BTreeMap<BlockHash, Block>,
+    /// Most blocks it holds while any can go; `None`: as many as come.
+    pub capacity: Option<u32>,
+    /// `false`: what it holds does not follow from leases alone.
+    pub is_followed: bool,
+    releases: u64,
+}
+
+/// One block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Block {
+    /// The block before it.
+    pub parent: Option<BlockHash>,
+    /// Leases that end here.
+    pub leases: u32,
+    children: u32,
+    /// The last release that ended here, or at one of the blocks behind it that went since; 0: none.
+    released: u64,
+}
+
+impl Default for Cache {
+    fn default() -> Self {
+        Self::new(None)
+    }
+}
+
+impl Cache {
+    /// An empty one.
+    #[must_use]
+    pub fn new(capacity: Option<u32>) -> Self {
+        Self {
+            blocks: BTreeMap::new(),
+            capacity,
+            is_followed: true,
+            releases: 0,
+        }
+    }
+
+    pub(super) fn owns(&self, block: BlockHash) -> bool {
+        self.blocks.contains_key(&block)
+    }
+
+    pub(super) fn resize(&mut self, capacity: Option<u32>) {
+        self.capacity = capacity;
+        self.trim(None);
+    }
+
+    /// A lease on `tip` and `new` behind it; answers where it ends and how many blocks it brought.
+    pub(super) fn acquire(
+        &mut self,
+        tip: Option<BlockHash>,
+        new: &[BlockHash],
+    ) -> (Option<BlockHash>, u32) {
+        let (end, inserted) = self.walk(tip, new);
+        self.pin(end);
+        (end, inserted)
+    }
+
+    /// A lease goes on behind its `tip`.
+    pub(super) fn extend(
+        &mut self,
+        tip: Option<BlockHash>,
+        new: &[BlockHash],
+    ) -> (Option<BlockHash>, u32) {
+        let (end, inserted) = self.walk(tip, new);
+        if end != tip {
+            self.pin(end);
+            self.unpin(tip);
+        }
+        (end, inserted)
+    }
+
+    /// A lease ends. `is_bringer`: it brought blocks.
+    pub(super) fn release(&mut self, tip: BlockHash, outcome: Outcome, is_bringer: bool) {
+        self.unpin(Some(tip));
+        let Some(block) = self.blocks.get_mut(&tip) else {
+            return;
+        };
+        let is_touched = match outcome {
+            Outcome::Kept => true,
+            Outcome::KeptUntouched => is_bringer || block.released == 0,
+            Outcome::Discarded => false,
+        };
+        if is_touched {
+            self.releases += 1;
+            block.released = self.releases;
+        }
+        if outcome == Outcome::Discarded {
+            self.give_back(tip);
+        }
+        self.trim(None);
+    }
+
+    fn walk(&mut self, from: Option<BlockHash>, chain: &[BlockHash]) -> (Option<BlockHash>, u32) {
+        let (mut tip, mut inserted) = (from, 0);
+        for &hash in chain {
+            match self.blocks.get(&hash) {
+                Some(block) if block.parent == tip => {}
+                // Behind another block than here: such a chain contradicts itself.
+                Some(_) => break,
+                None => {
+                    if let Some(parent) = tip.and_then(|tip| self.blocks.get_mut(&tip)) {
+                        parent.children += 1;
+                    }
+                    let block = Block {
+                        parent: tip,
+                        leases: 0,
+                        children: 0,
+                        released: 0,
+                    };
+                    self.blocks.insert(hash, block);
+                    inserted += 1;
+                }
+            }
+            tip = Some(hash);
+        }
+        self.trim(tip);
+        (tip, inserted)
+    }
+
+    fn pin(&mut self, tip: Option<BlockHash>) {
+        if let Some(block) = tip.and_then(|tip| self.blocks.get_mut(&tip)) {
+            block.leases += 1;
+        }
+    }
+
+    fn unpin(&mut self, tip: Option<BlockHash>) {
+        if let Some(block) = tip.and_then(|tip| self.blocks.get_mut(&tip)) {
+            block.leases = block.leases.saturating_sub(1);
+        }
+    }
+
+    /// Evicts what is too much, but nothing on the way to `walking`.
+    fn trim(&mut self, walking: Option<BlockHash>) {
+        let capacity = self.capacity.map_or(usize::MAX, |blocks| blocks as usize);
+        while self.blocks.len() > capacity {
+            let free = self.blocks.iter().filter(|(hash, block)| {
+                block.children == 0 && block.leases == 0 && Some(**hash) != walking
+            });
+            let Some((&first, _)) = free.min_by_key(|(_, block)| block.released) else {
+                return;
+            };
+            self.take(first);
+        }
+    }
+
+    /// Takes out what nobody holds and nobody ever kept, from `tip` upwards.
+    fn give_back(&mut self, tip: BlockHash) {
+        let mut at = Some(tip);
+        while let Some(hash) = at {
+            let Some(block) = self.blocks.get(&hash) else {
+                return;
+            };
+            if block.children > 0 || block.leases > 0 || block.released > 0 {
+                return;
+            }
+            at = block.parent;
+            self.take(hash);
+        }
+    }
+
+    fn take(&mut self, hash: BlockHash) {
+        let Some(gone) = self.blocks.remove(&hash) else {
+            return;
+        };
+        if let Some(parent) = gone.parent.and_then(|parent| self.blocks.get_mut(&parent)) {
+            parent.children -= 1;
+            parent.released = parent.released.max(gone.released);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn blocks(hashes: &[u64]) -> Vec<BlockHash> {
+        hashes.iter().copied().map(BlockHash).collect()
+    }
+
+    fn owned(cache: &Cache) -> Vec<u64> {
+        cache.blocks.keys().map(|hash| hash.0).collect()
+    }
+
+    #[test]
+    fn the_least_recently_released_path_goes_from_its_end() {
+        let mut cache = Cache::new(Some(4));
+        for (first, second) in [(1, 2), (3, 4)] {
+            let (tip, inserted) = cache.acquire(None, &blocks(&[first, second]));
+            assert_eq!(inserted, 2);
+            cache.release(tip.unwrap(), Outcome::Kept, true);
+        }
+        let (tip, _) = cache.acquire(Some(BlockHash(1)), &[]);
+        cache.release(tip.unwrap(), Outcome::Kept, false);
+        let (_, inserted) = cache.acquire(None, &blocks(&[5]));
+        assert_eq!((owned(&cache), inserted), (vec![1, 3, 4, 5], 1));
+    }
+
+    #[test]
+    fn what_never_ran_is_given_back_and_what_is_held_stays() {
+        let mut cache = Cache::new(Some(2));
+        let (held, _) = cache.acquire(None, &blocks(&[1, 2, 3]));
+        assert_eq!(owned(&cache), [1, 2, 3]);
+        let (other, inserted) = cache.acquire(Some(BlockHash(1)), &blocks(&[9]));
+        cache.release(other.unwrap(), Outcome::Discarded, inserted > 0);
+        assert_eq!(owned(&cache), [1, 2, 3]);
+        cache.release(held.unwrap(), Outcome::Kept, true);
+        assert_eq!(owned(&cache), [1, 2]);
+    }
+}

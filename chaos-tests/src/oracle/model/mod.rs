@@ -1,0 +1,322 @@
+//! What the state must be, computed a second time: a naive replay of the log.
+//!
+//! Nothing here is shared with `state` but the words of the log. Caches are maps that are searched from
+//! end to end, users are sums, orders are found by looking at everybody. What is not followed is told
+//! apart ([`Cache::is_followed`]) rather than guessed: caches whose contents come from KV events, which
+//! are compared with the engines themselves, and those whose capacity is learnt.
+
+pub mod cache;
+pub mod registry;
+pub mod sessions;
+pub mod streams;
+#[cfg(test)]
+mod tests;
+pub mod users;
+pub mod waiting;
+
+use std::collections::BTreeMap;
+
+use state::admission::{AdmissionSettings, ChargeInput, Grants, Order};
+use state::command::{Charge, Command, Envelope, Item, Outcome, Reject, Reply};
+use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey};
+use state::users::FairnessSettings;
+
+use super::register::{Key, Registers};
+use cache::Cache;
+use registry::Registry;
+use sessions::{Sessions, Verdict};
+use streams::Streams;
+use users::{Users, price};
+use waiting::WaitingList;
+
+/// Most that one command moves the replicated time.
+const HOUR_MS: u64 = 3_600_000;
+
+/// What the replicas must all hold after the entries so far.
+#[derive(Debug, Default)]
+pub struct Model {
+    /// Replicated time.
+    pub now_ms: u64,
+    /// Who may say what once.
+    pub sessions: Sessions,
+    /// Keys that are written as a whole.
+    pub registers: Registers,
+    /// Which backend stands where.
+    pub registry: Registry,
+    /// What each of them owns, by slot.
+    pub caches: BTreeMap<u16, Cache>,
+    /// Open leases.
+    pub leases: BTreeMap<(ReplicaId, AttemptId), Lease>,
+    /// What was used.
+    pub users: Users,
+    /// How far streams of KV events go.
+    pub streams: Streams,
+    /// What replicas have charged users ahead, less what they settled of it, in priced tokens.
+    pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
+    /// Whether more than prompts was ever charged ahead, or that by the log.
+    pub charges_otherwise: bool,
+    waiting: WaitingList,
+    prices: FairnessSettings,
+    charged_input: ChargeInput,
+    /// A backup was put in place of it: what it holds is not in the log.
+    pub is_replaced: bool,
+}
+
+/// An open lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lease {
+    /// On which backend.
+    pub backend: BackendRef,
+    /// Deepest block it holds.
+    pub tip: Option<BlockHash>,
+    /// Blocks that it brought.
+    pub inserted: u32,
+}
+
+/// What became of an entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Effect {
+    /// It took effect, and was answered so; of a batch only that it was taken.
+    Done(Reply),
+    /// It came again: the first one of its origin had effect at this index, which is not known when
+    /// others came after it.
+    Repeat,
+    /// Its run is over.
+    Stale,
+}
+
+impl Model {
+    /// The next entry.
+    pub fn apply(&mut self, index: LogIndex, envelope: &Envelope) -> Effect {
+        match self.sessions.admit(envelope) {
+            Verdict::Repeat => return Effect::Repeat,
+            Verdict::Stale => return Effect::Stale,
+            Verdict::NewRun => self.close(envelope.origin.replica),
+            Verdict::Fresh => {}
+        }
+        let step_ms = if self.now_ms == 0 { u64::MAX } else { HOUR_MS };
+        let latest_ms = self.now_ms.saturating_add(step_ms);
+        self.now_ms = self.now_ms.max(envelope.proposed_at_ms.min(latest_ms));
+        self.sessions.took(&envelope.origin, index);
+        Effect::Done(self.run(envelope))
+    }
+
+    fn run(&mut self, envelope: &Envelope) -> Reply {
+        let replica = envelope.origin.replica;
+        let command = &envelope.command;
+        let is_first = matches!(command, Command::InitCluster { .. });
+        if !is_first && self.registers.value(&Key::Policy).is_none() {
+            return Reply::Rejected(Reject::NotInitialised);
+        }
+        let reply = self.registers.write(command);
+        if let Reply::Rejected(_) = reply {
+            return reply;
+        }
+        match command {
+            Command::InitCluster {
+                hash_seed,
+                fairness,
+                ..
+            } => {
+                self.prices = *fairness;
+                self.users.begin(*hash_seed);
+            }
+            Command::Batch {
+                base_attempt,
+                items,
+            } => {
+                for item in items {
+                    self.item(replica, *base_attempt, item);
+                }
+            }
+            Command::PutBackend(spec) => {
+                let change = self.registry.put(spec);
+                self.follow(change);
+            }
+            Command::DeleteBackend { name } => {
+                let change = self.registry.remove(name);
+                self.follow(change);
+            }
+            Command::SetDraining { name, draining } => self.registry.drain(name, *draining),
+            Command::PutUser(spec) => self.users.weigh(&spec.name, spec.weight_milli),
+            Command::ExpireSession { replica, session } => {
+                if self.sessions.is_current(*replica, *session) {
+                    self.close(*replica);
+                }
+            }
+            Command::PutAdmission(AdmissionSettings {
+                charge,
+                order,
+                grants,
+                ..
+            }) => {
+                self.charged_input = *charge;
+                self.charges_otherwise |= *order == Order::VtcPred || *grants == Grants::Log;
+            }
+            Command::PutUserLimits { name, limits } => {
+                if !limits.is_unbounded() {
+                    self.users.know(self.users.key(name));
+                }
+            }
+            Command::PutPolicy(_)
+            | Command::PutRouting(_)
+            | Command::AssignReaders(_)
+            | Command::BeginRestore { .. }
+            | Command::RestorePart { .. }
+            | Command::AbortRestore { .. } => {}
+            // What is in its parts is not looked at.
+            Command::FinishRestore { .. } => self.is_replaced = true,
+        }
+        reply
+    }
+
+    fn item(&mut self, replica: ReplicaId, base: AttemptId, item: &Item) {
+        let holder = |attempt: u32| (replica, AttemptId(base.0 + u64::from(attempt)));
+        match item {
+            Item::Acquire {
+                attempt,
+                backend,
+                tip,
+                new,
+            } => self.acquire(holder(*attempt), *backend, *tip, new),
+            Item::Materialize { attempt, new } => self.materialize(holder(*attempt), new),
+            Item::Release { attempt, outcome } => self.release(holder(*attempt), *outcome),
+            Item::DefineUser { key, .. } => self.users.know(*key),
+            Item::Charge(charge) => {
+                let ahead = self.ahead.entry((replica, charge.user)).or_default();
+                *ahead += i128::from(charge.advance) - i128::from(charge.settled);
+                self.charge(replica, charge);
+            }
+            Item::ObserveEngine { backend, facts } => {
+                let change = self.registry.observe(*backend, facts);
+                self.follow(change);
+            }
+            Item::KvEvents(batch) => {
+                self.streams.tell(batch);
+                self.unfollow(batch.backend);
+            }
+            Item::ObserveService(sample) => {
+                if self.registry.learns_capacity(sample.backend) {
+                    self.unfollow(sample.backend);
+                }
+            }
+            Item::ObserveOutputs { .. } => {}
+            Item::Wait(wait) => self.waiting.wait(replica, *wait),
+            Item::Leave { ticket } => self.waiting.leave(replica, *ticket),
+            Item::Grant { model, count } => {
+                for _ in 0..*count {
+                    self.grant(*model);
+                }
+            }
+        }
+    }
+
+    fn acquire(
+        &mut self,
+        holder: (ReplicaId, AttemptId),
+        backend: BackendRef,
+        tip: Option<BlockHash>,
+        new: &[BlockHash],
+    ) {
+        if !self.registry.is_live(backend) || self.leases.contains_key(&holder) {
+            return;
+        }
+        let cache = self.caches.entry(backend.slot.0).or_default();
+        if tip.is_some_and(|tip| !cache.owns(tip)) {
+            return;
+        }
+        let (tip, inserted) = cache.acquire(tip, new);
+        let lease = Lease {
+            backend,
+            tip,
+            inserted,
+        };
+        self.leases.insert(holder, lease);
+    }
+
+    fn materialize(&mut self, holder: (ReplicaId, AttemptId), new: &[BlockHash]) {
+        if let Some(lease) = self.leases.get_mut(&holder) {
+            let cache = self.caches.entry(lease.backend.slot.0).or_default();
+            let (tip, inserted) = cache.extend(lease.tip, new);
+            lease.tip = tip;
+            lease.inserted += inserted;
+        }
+    }
+
+    fn release(&mut self, holder: (ReplicaId, AttemptId), outcome: Outcome) {
+        let Some(lease) = self.leases.remove(&holder) else {
+            return;
+        };
+        let cache = self.caches.entry(lease.backend.slot.0).or_default();
+        if let Some(tip) = lease.tip {
+            cache.release(tip, outcome, lease.inserted > 0);
+        }
+    }
+
+    fn charge(&mut self, replica: ReplicaId, charge: &Charge) {
+        let due = price(&self.prices, self.charged_input, charge);
+        self.users.charge(replica, charge, due);
+    }
+
+    fn grant(&mut self, model: ModelKey) {
+        let users = &self.users;
+        let Some((replica, wait)) = self.waiting.grant(model, |user| users.counter(user)) else {
+            return;
+        };
+        let charge = Charge {
+            user: wait.user,
+            advance: u64::from(wait.tokens),
+            ..Charge::default()
+        };
+        self.charge(replica, &charge);
+    }
+
+    /// What a run left open is closed: its leases, its requests, what it waits for.
+    fn close(&mut self, replica: ReplicaId) {
+        let open: Vec<_> = self.leases.keys().copied().collect();
+        for holder in open.into_iter().filter(|(holder, _)| *holder == replica) {
+            self.release(holder, Outcome::Kept);
+        }
+        self.users.close(replica);
+        for model in self.waiting.close(replica) {
+            self.grant(model);
+        }
+    }
+
+    fn follow(&mut self, change: registry::Change) {
+        match change {
+            registry::Change::None => {}
+            registry::Change::Resized(slot, capacity) => {
+                self.caches.entry(slot).or_default().resize(capacity);
+            }
+            registry::Change::Begun(slot, capacity) => {
+                self.leases.retain(|_, lease| lease.backend.slot.0 != slot);
+                self.caches.insert(slot, Cache::new(capacity));
+            }
+            registry::Change::Gone(slot) => {
+                self.leases.retain(|_, lease| lease.backend.slot.0 != slot);
+                self.caches.remove(&slot);
+            }
+        }
+    }
+
+    fn unfollow(&mut self, backend: BackendRef) {
+        if self.registry.is_live(backend) {
+            self.caches.entry(backend.slot.0).or_default().is_followed = false;
+        }
+    }
+
+    /// What tokens cost.
+    #[must_use]
+    pub fn prices(&self) -> FairnessSettings {
+        self.prices
+    }
+
+    /// Whether leases and blocks of a backend are followed.
+    #[must_use]
+    pub fn follows(&self, backend: BackendRef) -> bool {
+        self.caches
+            .get(&backend.slot.0)
+            .is_none_or(|cache| cache.is_followed)
+    }
+}

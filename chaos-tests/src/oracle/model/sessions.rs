@@ -1,0 +1,115 @@
+//! Who may say what once: runs of replicas and their sequence numbers.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use state::command::{Envelope, Lane, Origin};
+use state::ids::{LogIndex, ReplicaId, SessionId};
+
+/// A command of a run that nobody knows, stamped up to so much before the present run's first one, is a
+/// late one of a run before it.
+const LATE_MS: u64 = 60_000;
+/// Runs that are over and remembered.
+const FORMER_MAX: usize = 8;
+
+/// The runs of all replicas.
+#[derive(Debug, Clone, Default)]
+pub struct Sessions {
+    runs: BTreeMap<ReplicaId, Runs>,
+    /// Where each origin had its effect.
+    pub effects: BTreeMap<Origin, u64>,
+}
+
+#[derive(Debug, Clone)]
+struct Runs {
+    /// The last one is the present one; before it those that are remembered.
+    sessions: Vec<SessionId>,
+    begun_at_ms: u64,
+    outbox: BTreeSet<u64>,
+    admin: BTreeSet<u64>,
+}
+
+/// Whether a command is to have effect.
+pub(super) enum Verdict {
+    Fresh,
+    /// It is, and what the run before it left open is closed first.
+    NewRun,
+    Repeat,
+    Stale,
+}
+
+impl Sessions {
+    pub(super) fn admit(&mut self, envelope: &Envelope) -> Verdict {
+        let origin = &envelope.origin;
+        let stamp_ms = envelope.proposed_at_ms;
+        if origin.seq == 0 {
+            return Verdict::Stale;
+        }
+        let Some(runs) = self.runs.get_mut(&origin.replica) else {
+            let begun = Runs::begin(vec![origin.session], stamp_ms);
+            self.runs.insert(origin.replica, begun);
+            return Verdict::NewRun;
+        };
+        if runs.present() != origin.session {
+            let age_ms = runs.begun_at_ms.saturating_sub(stamp_ms);
+            if runs.sessions.contains(&origin.session) || (1..=LATE_MS).contains(&age_ms) {
+                return Verdict::Stale;
+            }
+            let mut sessions = std::mem::take(&mut runs.sessions);
+            sessions.push(origin.session);
+            let forgotten = sessions.len().saturating_sub(FORMER_MAX + 1);
+            sessions.drain(..forgotten);
+            *runs = Runs::begin(sessions, stamp_ms);
+            return Verdict::NewRun;
+        }
+        let last = runs.lane(origin.lane).last();
+        if last.is_some_and(|last| origin.seq <= *last) {
+            Verdict::Repeat
+        } else {
+            Verdict::Fresh
+        }
+    }
+
+    /// The command had its effect.
+    pub(super) fn took(&mut self, origin: &Origin, index: LogIndex) {
+        if let Some(runs) = self.runs.get_mut(&origin.replica) {
+            runs.lane(origin.lane).insert(origin.seq);
+        }
+        self.effects.insert(*origin, index.0);
+    }
+
+    pub(super) fn is_current(&self, replica: ReplicaId, session: SessionId) -> bool {
+        let runs = self.runs.get(&replica);
+        runs.is_some_and(|runs| runs.present() == session)
+    }
+
+    /// Replica, present session, and the last sequence number of each lane, 0 before the first.
+    pub fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
+        let last = |seqs: &BTreeSet<u64>| seqs.last().copied().unwrap_or(0);
+        self.runs.iter().map(move |(replica, runs)| {
+            let seqs = [last(&runs.outbox), last(&runs.admin)];
+            (*replica, runs.present(), seqs)
+        })
+    }
+}
+
+impl Runs {
+    fn begin(sessions: Vec<SessionId>, begun_at_ms: u64) -> Self {
+        Self {
+            sessions,
+            begun_at_ms,
+            outbox: BTreeSet::new(),
+            admin: BTreeSet::new(),
+        }
+    }
+
+    fn present(&self) -> SessionId {
+        self.sessions.last().copied().unwrap_or_default()
+    }
+
+    fn lane(&mut self, lane: Lane) -> &mut BTreeSet<u64> {
+        match lane {
+            Lane::Outbox => &mut self.outbox,
+            Lane::Admin => &mut self.admin,
+        }
+    }
+}

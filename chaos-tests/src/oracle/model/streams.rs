@@ -1,0 +1,31 @@
+//! What readers told of engines' KV events: how far each stream is known to go.
+
+use std::collections::BTreeMap;
+
+use state::exact::{KvBatch, KvNews};
+use state::ids::BackendRef;
+
+/// All ranks' streams.
+#[derive(Debug, Clone, Default)]
+pub struct Streams(BTreeMap<(BackendRef, u16, u64), u64>);
+
+impl Streams {
+    pub(super) fn tell(&mut self, batch: &KvBatch) {
+        let newest = match &batch.news {
+            KvNews::Message(message) => Some(message.seq),
+            KvNews::Current { seq } => *seq,
+            KvNews::Begin | KvNews::Doubt(_) | KvNews::Refuse(_) => None,
+        };
+        if let Some(newest) = newest {
+            let key = (batch.backend, batch.rank, batch.publisher);
+            let known = self.0.entry(key).or_default();
+            *known = newest.max(*known);
+        }
+    }
+
+    /// The newest message that any reader told of.
+    #[must_use]
+    pub fn newest(&self, backend: BackendRef, rank: u16, publisher: u64) -> Option<u64> {
+        self.0.get(&(backend, rank, publisher)).copied()
+    }
+}

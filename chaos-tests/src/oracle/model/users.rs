@@ -1,0 +1,182 @@
+//! What users used, and their virtual counters, by looking at everybody each time.
+
+use std::collections::BTreeMap;
+
+use state::admission::ChargeInput;
+use state::command::Charge;
+use state::ids::{ReplicaId, UserKey};
+use state::prefix::user_key;
+use state::users::{FairnessSettings, UserUsage};
+
+/// More of any count in one charge is taken as this.
+const TOKENS_MAX: u64 = 1 << 40;
+
+/// All users.
+#[derive(Debug, Clone, Default)]
+pub struct Users {
+    /// By key.
+    pub users: BTreeMap<UserKey, User>,
+    hash_seed: u64,
+    /// Counter of whoever stopped waiting last, or since then was dispatched while nobody waits.
+    last_left: Option<u64>,
+    /// Counter at which the last one with requests in flight fell idle.
+    last_idle: u64,
+}
+
+/// One user.
+#[derive(Debug, Clone)]
+pub struct User {
+    /// In thousandths.
+    pub weight_milli: u32,
+    /// Tokens and requests so far.
+    pub total: UserUsage,
+    /// Requests in flight, by replica.
+    pub in_flight: BTreeMap<ReplicaId, u64>,
+    /// Requests that wait, by replica.
+    pub waiting: BTreeMap<ReplicaId, u64>,
+    /// Lifts, and what was charged under weights before this one, in milli-tokens.
+    base: u64,
+    /// Priced tokens charged under this weight.
+    charged: u128,
+}
+
+impl Default for User {
+    fn default() -> Self {
+        Self {
+            weight_milli: 1000,
+            total: UserUsage::default(),
+            in_flight: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            base: 0,
+            charged: 0,
+        }
+    }
+}
+
+/// What a charge costs.
+pub(super) fn price(prices: &FairnessSettings, input: ChargeInput, charge: &Charge) -> u64 {
+    let (uncached, cached) = (
+        charge.input_uncached.min(TOKENS_MAX),
+        charge.input_cached.min(TOKENS_MAX),
+    );
+    let per_token = u64::from(prices.input_price);
+    let input = match input {
+        ChargeInput::Uncached => uncached * per_token,
+        ChargeInput::Full => (uncached + cached) * per_token,
+        ChargeInput::Discounted => uncached * per_token + cached * per_token / 10,
+    };
+    let output = charge.output.min(TOKENS_MAX) * u64::from(prices.output_price);
+    let real = (input + output).saturating_sub(charge.settled);
+    charge.advance.min(TOKENS_MAX) + real
+}
+
+impl User {
+    /// The virtual token counter.
+    #[must_use]
+    pub fn counter(&self) -> u64 {
+        let charged = self.charged * 1_000_000 / u128::from(self.weight_milli);
+        self.base + u64::try_from(charged).unwrap_or(u64::MAX)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.in_flight.values().all(|requests| *requests == 0)
+    }
+
+    fn waits(&self) -> bool {
+        self.waiting.values().any(|requests| *requests > 0)
+    }
+}
+
+impl Users {
+    pub(super) fn begin(&mut self, hash_seed: u64) {
+        self.hash_seed = hash_seed;
+    }
+
+    pub(super) fn know(&mut self, user: UserKey) {
+        self.users.entry(user).or_default();
+    }
+
+    pub(super) fn counter(&self, user: UserKey) -> u64 {
+        self.users.get(&user).map_or(0, User::counter)
+    }
+
+    /// The key of a user's name.
+    #[must_use]
+    pub fn key(&self, name: &str) -> UserKey {
+        user_key(self.hash_seed, name)
+    }
+
+    pub(super) fn weigh(&mut self, name: &str, weight_milli: u32) {
+        let user = self.users.entry(self.key(name)).or_default();
+        if user.weight_milli != weight_milli {
+            user.base = user.counter();
+            user.charged = 0;
+            user.weight_milli = weight_milli;
+        }
+    }
+
+    /// What a user who comes is lifted to.
+    #[must_use]
+    pub fn virtual_time(&self) -> u64 {
+        let least = |is_among: fn(&User) -> bool| {
+            let users = self.users.values().filter(|user| is_among(user));
+            users.map(User::counter).min()
+        };
+        least(User::waits)
+            .or(self.last_left)
+            .or_else(|| least(|user| !user.is_idle()))
+            .unwrap_or(self.last_idle)
+    }
+
+    fn anybody_waits(&self) -> bool {
+        self.users.values().any(User::waits)
+    }
+
+    pub(super) fn charge(&mut self, replica: ReplicaId, charge: &Charge, due: u64) {
+        let virtual_time = self.virtual_time();
+        let has_queued = self.last_left.is_some() || self.anybody_waits();
+        let user = self.users.entry(charge.user).or_default();
+        let (was_waiting, was_idle) = (user.waits(), user.is_idle());
+        let comes = charge.started > 0 || charge.queued > 0;
+        if comes && !was_waiting && (has_queued || was_idle) {
+            user.base += virtual_time.saturating_sub(user.counter());
+        }
+        user.charged += u128::from(due);
+        user.total.input_uncached += charge.input_uncached.min(TOKENS_MAX);
+        user.total.input_cached += charge.input_cached.min(TOKENS_MAX);
+        user.total.output += charge.output.min(TOKENS_MAX);
+        user.total.requests += u64::from(charge.started);
+        meet(&mut user.in_flight, replica, charge.started, charge.ended);
+        meet(&mut user.waiting, replica, charge.queued, charge.dequeued);
+        let (counter, waits, is_idle) = (user.counter(), user.waits(), user.is_idle());
+        if is_idle && (!was_idle || charge.started > 0) {
+            self.last_idle = counter;
+        }
+        let has_left = was_waiting && !waits;
+        let passed =
+            charge.started > 0 && (self.last_left.is_some() || has_left) && !self.anybody_waits();
+        if has_left || !waits && (passed || charge.queued > 0) {
+            self.last_left = Some(counter);
+        }
+    }
+
+    pub(super) fn close(&mut self, replica: ReplicaId) {
+        for user in self.users.values_mut() {
+            let (was_idle, was_waiting) = (user.is_idle(), user.waits());
+            user.in_flight.remove(&replica);
+            user.waiting.remove(&replica);
+            if !was_idle && user.is_idle() {
+                self.last_idle = user.counter();
+            }
+            if was_waiting && !user.waits() {
+                self.last_left = Some(user.counter());
+            }
+        }
+    }
+}
+
+/// So many more, then so many less.
+fn meet(counts: &mut BTreeMap<ReplicaId, u64>, replica: ReplicaId, more: u32, less: u32) {
+    let count = counts.entry(replica).or_default();
+    *count = (*count + u64::from(more)).saturating_sub(u64::from(less));
+}

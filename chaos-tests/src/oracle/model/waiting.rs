@@ -1,0 +1,66 @@
+//! Who waits for grants through the log: a list that is searched from end to end.
+
+use state::grants::Wait;
+use state::ids::{ModelKey, ReplicaId, Ticket, UserKey};
+
+/// All waiting and granted requests, in log order.
+#[derive(Debug, Clone, Default)]
+pub struct WaitingList(Vec<Entry>);
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    replica: ReplicaId,
+    wait: Wait,
+    is_granted: bool,
+}
+
+impl WaitingList {
+    pub(super) fn wait(&mut self, replica: ReplicaId, wait: Wait) {
+        let is_known = |it: &Entry| it.replica == replica && it.wait.ticket == wait.ticket;
+        if !self.0.iter().any(is_known) {
+            self.0.push(Entry {
+                replica,
+                wait,
+                is_granted: false,
+            });
+        }
+    }
+
+    pub(super) fn leave(&mut self, replica: ReplicaId, ticket: Ticket) {
+        self.0
+            .retain(|it| it.replica != replica || it.wait.ticket != ticket);
+    }
+
+    /// Grants the next request of a model: highest priority, then least counter, then log order.
+    pub(super) fn grant(
+        &mut self,
+        model: ModelKey,
+        counter: impl Fn(UserKey) -> u64,
+    ) -> Option<(ReplicaId, Wait)> {
+        let waiting = self.0.iter().enumerate();
+        let waiting = waiting.filter(|(_, it)| !it.is_granted && it.wait.model == model);
+        let (at, _) = waiting.min_by_key(|(at, it)| {
+            let priority = -i32::from(it.wait.priority);
+            (priority, counter(it.wait.user), *at)
+        })?;
+        self.0[at].is_granted = true;
+        Some((self.0[at].replica, self.0[at].wait))
+    }
+
+    /// Takes out a replica's requests; answers the models of those that were granted, by ticket.
+    pub(super) fn close(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
+        let mut gone: Vec<Entry> = Vec::new();
+        self.0.retain(|it| {
+            let stays = it.replica != replica;
+            if !stays {
+                gone.push(*it);
+            }
+            stays
+        });
+        gone.sort_by_key(|it| it.wait.ticket);
+        gone.iter()
+            .filter(|it| it.is_granted)
+            .map(|it| it.wait.model)
+            .collect()
+    }
+}

@@ -1,0 +1,190 @@
+//! What administrative writes change and barrier reads see, as registers.
+//!
+//! Each [`Key`] names a part of the state that can be written and read as a whole. [`Registers`] is the
+//! sequential specification: what one write after the other leaves behind, written without a look at
+//! how `state` does it.
+
+use std::collections::BTreeMap;
+
+use state::RouterState;
+use state::command::{Command, Reject, Reply};
+
+/// A part of the state that is written and read as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Key {
+    /// A backend: whether it is there, how it is described, whether it drains.
+    Backend(String),
+    /// The routing policy.
+    Policy,
+    /// What routing follows beside the policy.
+    Routing,
+    /// How requests are admitted.
+    Admission,
+    /// A user's weight.
+    Weight(String),
+    /// A user's limits.
+    Limits(String),
+}
+
+/// What a key holds, in words; `None`: nothing was ever written, or it was removed.
+pub type Value = Option<String>;
+
+/// All keys with what they hold.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Registers(BTreeMap<Key, Register>);
+
+/// What one key holds.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Register {
+    text: String,
+    /// Of a backend.
+    draining: bool,
+}
+
+impl Key {
+    /// What a command writes; `None`: nothing that can be read as a whole.
+    #[must_use]
+    pub fn of(command: &Command) -> Option<Self> {
+        Some(match command {
+            Command::PutBackend(spec) => Self::Backend(spec.id.clone()),
+            Command::DeleteBackend { name } | Command::SetDraining { name, .. } => {
+                Self::Backend(name.clone())
+            }
+            Command::PutUser(spec) => Self::Weight(spec.name.clone()),
+            Command::PutPolicy(_) | Command::InitCluster { .. } => Self::Policy,
+            Command::PutRouting(_) => Self::Routing,
+            Command::PutAdmission(_) => Self::Admission,
+            Command::PutUserLimits { name, .. } => Self::Limits(name.clone()),
+            Command::Batch { .. }
+            | Command::ExpireSession { .. }
+            | Command::AssignReaders(_)
+            | Command::BeginRestore { .. }
+            | Command::RestorePart { .. }
+            | Command::FinishRestore { .. }
+            | Command::AbortRestore { .. } => return None,
+        })
+    }
+
+    /// What a state holds there.
+    #[must_use]
+    pub fn value_in(&self, state: &RouterState) -> Value {
+        let view = state.view();
+        match self {
+            Self::Backend(name) => state
+                .backend(name)
+                .map(|it| backend(&format!("{:?}", it.spec), it.draining)),
+            Self::Policy => {
+                let registry = view.registry();
+                registry
+                    .initialised
+                    .then(|| format!("{:?}", registry.policy))
+            }
+            Self::Routing => view.registry().routing.as_ref().map(|it| format!("{it:?}")),
+            Self::Admission => view
+                .registry()
+                .admission
+                .as_ref()
+                .map(|it| format!("{it:?}")),
+            Self::Weight(name) => state
+                .user_named(name)
+                .filter(|user| user.is_configured)
+                .map(|user| user.weight_milli.to_string()),
+            Self::Limits(name) => state
+                .user_named(name)?
+                .limits
+                .map(|limits| format!("{limits:?}")),
+        }
+    }
+}
+
+impl Registers {
+    /// What a key holds.
+    #[must_use]
+    pub fn value(&self, key: &Key) -> Value {
+        let register = self.0.get(key)?;
+        Some(match key {
+            Key::Backend(_) => backend(&register.text, register.draining),
+            Key::Policy | Key::Routing | Key::Admission | Key::Weight(_) | Key::Limits(_) => {
+                register.text.clone()
+            }
+        })
+    }
+
+    /// All keys that hold something, with it.
+    pub fn iter(&self) -> impl Iterator<Item = (&Key, Value)> {
+        self.0.keys().map(|key| (key, self.value(key)))
+    }
+
+    /// One write after what was written so far; answers what the writer is to be told. Commands that
+    /// write no key change nothing here.
+    pub fn write(&mut self, command: &Command) -> Reply {
+        let Some(key) = Key::of(command) else {
+            return Reply::Applied;
+        };
+        if let Err(reject) = validate(command) {
+            return Reply::Rejected(reject);
+        }
+        let text = match command {
+            Command::PutBackend(spec) => {
+                let draining = self.0.get(&key).is_some_and(|it| it.draining);
+                let text = format!("{spec:?}");
+                self.0.insert(key, Register { text, draining });
+                return Reply::Applied;
+            }
+            Command::DeleteBackend { name } => {
+                return match self.0.remove(&key) {
+                    Some(_) => Reply::Applied,
+                    None => unknown(name),
+                };
+            }
+            Command::SetDraining { name, draining } => {
+                let Some(register) = self.0.get_mut(&key) else {
+                    return unknown(name);
+                };
+                register.draining = *draining;
+                return Reply::Applied;
+            }
+            Command::PutUser(spec) => spec.weight_milli.to_string(),
+            Command::PutPolicy(policy) => format!("{policy:?}"),
+            Command::InitCluster { .. } if self.0.contains_key(&key) => {
+                return Reply::Rejected(Reject::AlreadyInitialised);
+            }
+            Command::InitCluster { policy, .. } => format!("{policy:?}"),
+            Command::PutRouting(settings) => format!("{settings:?}"),
+            Command::PutAdmission(settings) => format!("{settings:?}"),
+            Command::PutUserLimits { limits, .. } if limits.is_unbounded() => {
+                self.0.remove(&key);
+                return Reply::Applied;
+            }
+            Command::PutUserLimits { limits, .. } => format!("{limits:?}"),
+            // They have no key.
+            _ => return Reply::Applied,
+        };
+        let draining = false;
+        self.0.insert(key, Register { text, draining });
+        Reply::Applied
+    }
+}
+
+/// What no state takes.
+fn validate(command: &Command) -> Result<(), Reject> {
+    match command {
+        Command::PutBackend(spec) => spec.validate(),
+        Command::PutUser(spec) => spec.validate(),
+        Command::PutPolicy(policy) => policy.validate(),
+        Command::PutRouting(settings) => settings.validate(),
+        Command::PutAdmission(settings) => settings.validate(),
+        Command::PutUserLimits { limits, .. } => limits.validate(),
+        _ => Ok(()),
+    }
+}
+
+fn backend(spec: &str, draining: bool) -> String {
+    format!("draining: {draining}, {spec}")
+}
+
+fn unknown(name: &str) -> Reply {
+    Reply::Rejected(Reject::UnknownBackend {
+        name: name.to_owned(),
+    })
+}

@@ -1,0 +1,357 @@
+//! Linearizability by search: stateright's `LinearizabilityTester`, key by key.
+//!
+//! It looks at nothing but what the clients saw, neither log nor index: some order of the operations must
+//! explain every answer. A write whose outcome is unknown is one that was called and has not returned.
+//!
+//! The search is exponential at worst, so it is bounded. A key's history is cut where a read overlaps
+//! with nothing: what it saw is what the next piece begins with. Writes of unknown outcome go on into all
+//! further pieces (which allows them more than once: the witness check of [`super::linear`] does not).
+//! A piece of more than [`OPERATIONS_MAX`] operations is looked at up to there, which is sound, as every
+//! beginning of a linearizable history is one; a piece with more than [`UNKNOWN_MAX`] unknown outcomes,
+//! or whose search takes more than [`STEPS_MAX`] steps, is left undecided and counted.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use stateright::semantics::{ConsistencyTester, LinearizabilityTester, SequentialSpec};
+
+use super::history::{Action, History, Operation, Outcome};
+use super::register::{Key, Value};
+use state::command::{Command, Reject, Reply};
+
+/// Most operations of one piece.
+pub const OPERATIONS_MAX: usize = 48;
+/// Most operations of unknown outcome in one piece.
+pub const UNKNOWN_MAX: usize = 4;
+/// Most steps of one search.
+pub const STEPS_MAX: u64 = 50_000;
+
+/// What came of searching.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Tally {
+    /// Operations in histories that were explained.
+    pub explained: u64,
+    /// Pieces that were explained.
+    pub pieces: u64,
+    /// Pieces that were left undecided.
+    pub undecided: u64,
+    /// Operations behind the bound of their piece.
+    pub beyond: u64,
+}
+
+/// Looks for an order of the operations on each key.
+///
+/// # Errors
+/// The first key whose history no order explains. `first` tells what a key held before any operation on
+/// it, as nobody was asked then.
+pub fn check(history: &History, first: impl Fn(&Key) -> Value) -> Result<Tally, String> {
+    let mut tally = Tally::default();
+    for (key, operations) in by_key(history) {
+        let mut texts = Texts::default();
+        let mut holds = texts.held(&first(&key));
+        let mut unknown: Vec<Step> = Vec::new();
+        for piece in pieces(&operations, &mut texts) {
+            let verdict = piece.search(holds, &unknown, &mut tally);
+            if verdict == Some(false) {
+                let told: Vec<String> = operations.iter().map(|it| format!("  {it:?}")).collect();
+                let told = told.join("\n");
+                return Err(format!(
+                    "no order explains what was seen of {key:?}:\n{told}"
+                ));
+            }
+            unknown.extend(piece.unknown());
+            holds = piece.ends_with.unwrap_or(holds);
+        }
+    }
+    Ok(tally)
+}
+
+/// What a key holds: a text by number, and whether it drains.
+type Held = Option<(u32, bool)>;
+
+/// What is done to a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Op {
+    /// Sets the text; whether it drains stays.
+    Set(u32),
+    Clear,
+    /// Refused where there is nothing to clear.
+    Remove,
+    /// Refused where there is nothing to drain.
+    Drain(bool),
+    Read,
+}
+
+/// What it answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Done,
+    Refused,
+    Saw(Held),
+}
+
+/// One operation of a piece.
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    client: u32,
+    called_at_us: u64,
+    op: Op,
+    /// `None`: unknown.
+    returned: Option<(u64, Answer)>,
+}
+
+/// The sequential specification of one key.
+#[derive(Debug, Clone)]
+struct Register {
+    holds: Held,
+    steps: Rc<Cell<u64>>,
+}
+
+impl SequentialSpec for Register {
+    type Op = Op;
+    type Ret = Answer;
+
+    fn invoke(&mut self, op: &Op) -> Answer {
+        match (op, self.holds) {
+            (Op::Set(text), held) => {
+                self.holds = Some((*text, held.is_some_and(|(_, draining)| draining)));
+                Answer::Done
+            }
+            (Op::Clear, _) => {
+                self.holds = None;
+                Answer::Done
+            }
+            (Op::Remove | Op::Drain(_), None) => Answer::Refused,
+            (Op::Remove, Some(_)) => {
+                self.holds = None;
+                Answer::Done
+            }
+            (Op::Drain(draining), Some((text, _))) => {
+                self.holds = Some((text, *draining));
+                Answer::Done
+            }
+            (Op::Read, holds) => Answer::Saw(holds),
+        }
+    }
+
+    fn is_valid_step(&mut self, op: &Op, answer: &Answer) -> bool {
+        self.steps.set(self.steps.get() + 1);
+        self.steps.get() <= STEPS_MAX && self.invoke(op) == *answer
+    }
+}
+
+/// Texts by number.
+#[derive(Debug, Default)]
+struct Texts(BTreeMap<String, u32>);
+
+impl Texts {
+    fn number(&mut self, text: &str) -> u32 {
+        let next = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
+        *self.0.entry(text.to_owned()).or_insert(next)
+    }
+
+    /// What a read saw. Of a backend the text tells of draining, too.
+    fn held(&mut self, value: &Value) -> Held {
+        let value = value.as_deref()?;
+        for draining in [false, true] {
+            if let Some(spec) = value.strip_prefix(&format!("draining: {draining}, ")) {
+                return Some((self.number(spec), draining));
+            }
+        }
+        Some((self.number(value), false))
+    }
+
+    fn op(&mut self, action: &Action) -> Op {
+        let Action::Write(command) = action else {
+            return Op::Read;
+        };
+        match command {
+            Command::PutBackend(spec) => Op::Set(self.number(&format!("{spec:?}"))),
+            Command::DeleteBackend { .. } => Op::Remove,
+            Command::SetDraining { draining, .. } => Op::Drain(*draining),
+            Command::PutUser(spec) => Op::Set(self.number(&spec.weight_milli.to_string())),
+            Command::PutPolicy(policy) => Op::Set(self.number(&format!("{policy:?}"))),
+            Command::PutRouting(settings) => Op::Set(self.number(&format!("{settings:?}"))),
+            Command::PutAdmission(settings) => Op::Set(self.number(&format!("{settings:?}"))),
+            Command::PutUserLimits { limits, .. } if limits.is_unbounded() => Op::Clear,
+            Command::PutUserLimits { limits, .. } => Op::Set(self.number(&format!("{limits:?}"))),
+            // Of no key: nobody asks for it here.
+            _ => Op::Read,
+        }
+    }
+}
+
+/// Part of a key's history that begins with a known value.
+#[derive(Debug, Default)]
+struct Piece {
+    steps: Vec<Step>,
+    /// What it ends with, where that was read.
+    ends_with: Option<Held>,
+}
+
+impl Piece {
+    /// What goes on into the pieces behind it.
+    fn unknown(&self) -> impl Iterator<Item = Step> {
+        self.steps
+            .iter()
+            .filter(|it| it.returned.is_none())
+            .copied()
+    }
+
+    /// Whether some order explains it; `None`: not decided.
+    fn search(&self, holds: Held, before: &[Step], tally: &mut Tally) -> Option<bool> {
+        let mut steps: Vec<Step> = before.iter().chain(&self.steps).copied().collect();
+        // What nobody saw need not have happened: only a set that is read explains anything.
+        let seen: BTreeSet<u32> = steps.iter().filter_map(Step::saw).collect();
+        let keeps_answers = |op: Op| matches!(op, Op::Remove | Op::Drain(_));
+        let has_answers = steps.iter().any(|it| keeps_answers(it.op));
+        steps.retain(|it| match (it.op, it.returned) {
+            (Op::Set(text), None) => has_answers || seen.contains(&text),
+            (Op::Read, None) => false,
+            _ => true,
+        });
+        if steps.iter().filter(|it| it.returned.is_none()).count() > UNKNOWN_MAX {
+            tally.undecided += 1;
+            return None;
+        }
+        steps.sort_by_key(|it| it.called_at_us);
+        tally.beyond += steps.len().saturating_sub(OPERATIONS_MAX) as u64;
+        steps.truncate(OPERATIONS_MAX);
+        let counted = Rc::new(Cell::new(0));
+        let register = Register {
+            holds,
+            steps: Rc::clone(&counted),
+        };
+        let is_explained = played(register, &steps).is_consistent();
+        if is_explained {
+            tally.explained += steps.len() as u64;
+            tally.pieces += 1;
+        } else if counted.get() > STEPS_MAX {
+            tally.undecided += 1;
+            return None;
+        }
+        Some(is_explained)
+    }
+}
+
+impl Step {
+    fn saw(&self) -> Option<u32> {
+        match self.returned {
+            Some((_, Answer::Saw(Some((text, _))))) => Some(text),
+            _ => None,
+        }
+    }
+}
+
+/// Tells the tester of calls and returns in the order of time.
+fn played(register: Register, steps: &[Step]) -> LinearizabilityTester<(u32, u32), Register> {
+    let until_us = steps.last().map_or(0, |it| it.called_at_us);
+    let mut events: Vec<(u64, bool, usize)> = Vec::new();
+    for (at, step) in steps.iter().enumerate() {
+        // At one moment, calls come before returns: whoever may overlap does.
+        events.push((step.called_at_us, false, at));
+        if let Some((returned_at_us, _)) = step.returned
+            && returned_at_us <= until_us
+        {
+            events.push((returned_at_us, true, at));
+        }
+    }
+    // Behind the last call nothing begins, so that the order of returns says nothing.
+    let late = |step: &Step| step.returned.is_some_and(|(at_us, _)| at_us > until_us);
+    let late = steps.iter().enumerate().filter(|(_, step)| late(step));
+    events.extend(late.map(|(at, _)| (u64::MAX, true, at)));
+    events.sort_unstable();
+    let mut tester = LinearizabilityTester::new(register);
+    let mut threads: BTreeMap<u32, u32> = BTreeMap::new();
+    let mut names: BTreeMap<usize, (u32, u32)> = BTreeMap::new();
+    for (_, is_return, at) in events {
+        let step = &steps[at];
+        let told = match step.returned {
+            Some((_, answer)) if is_return => tester.on_return(names[&at], answer),
+            _ => {
+                // A client that was told nothing is another one from there on.
+                let thread = threads.entry(step.client).or_default();
+                let name = (step.client, *thread);
+                *thread += u32::from(step.returned.is_none());
+                names.insert(at, name);
+                tester.on_invoke(name, step.op)
+            }
+        };
+        told.expect("a client has one operation under way");
+    }
+    tester
+}
+
+/// The operations on each key, in the order of the calls.
+fn by_key(history: &History) -> BTreeMap<Key, Vec<&Operation>> {
+    let mut keys: BTreeMap<Key, Vec<&Operation>> = BTreeMap::new();
+    for operation in &history.operations {
+        let key = match &operation.action {
+            Action::Read(key) => Some(key.clone()),
+            Action::Write(command) => Key::of(command),
+        };
+        if let Some(key) = key {
+            keys.entry(key).or_default().push(operation);
+        }
+    }
+    for operations in keys.values_mut() {
+        operations.sort_by_key(|it| it.called_at_us);
+    }
+    keys
+}
+
+/// Cuts a key's history behind every read that overlaps with nothing whose outcome is known.
+fn pieces(operations: &[&Operation], texts: &mut Texts) -> Vec<Piece> {
+    let mut pieces = vec![Piece::default()];
+    let mut latest_us = 0;
+    for (at, operation) in operations.iter().enumerate() {
+        let op = texts.op(&operation.action);
+        let Some(answer) = answer(&operation.outcome, texts) else {
+            continue;
+        };
+        let returned = operation.returned_at_us.zip(answer);
+        let piece = pieces.last_mut().expect("there is a first piece");
+        piece.steps.push(Step {
+            client: operation.client,
+            called_at_us: operation.called_at_us,
+            op,
+            returned,
+        });
+        let is_after_all = latest_us < operation.called_at_us;
+        let Some((returned_at_us, answer)) = returned else {
+            continue;
+        };
+        latest_us = latest_us.max(returned_at_us);
+        let next = operations.get(at + 1);
+        let is_before_all = next.is_none_or(|next| next.called_at_us > returned_at_us);
+        if let (Answer::Saw(held), true, true) = (answer, is_after_all, is_before_all) {
+            piece.ends_with = Some(held);
+            pieces.push(Piece::default());
+        }
+    }
+    pieces
+}
+
+/// What a client was told; outer `None`: that it did not happen.
+#[allow(clippy::option_option)] // Not happened, happened with an unknown answer, answered.
+fn answer(outcome: &Outcome, texts: &mut Texts) -> Option<Option<Answer>> {
+    Some(match outcome {
+        Outcome::Refused => return None,
+        Outcome::Unknown => None,
+        Outcome::Read { value, .. } => Some(Answer::Saw(texts.held(value))),
+        Outcome::Written(committed) => match plain(&committed.reply) {
+            Reply::Rejected(Reject::UnknownBackend { .. }) => Some(Answer::Refused),
+            Reply::Rejected(_) => return None,
+            Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => Some(Answer::Done),
+        },
+    })
+}
+
+/// A reply as it was the first time.
+pub(crate) fn plain(reply: &Reply) -> &Reply {
+    match reply {
+        Reply::Repeated(first) => first,
+        first => first,
+    }
+}

@@ -1,0 +1,107 @@
+//! The bugs that can be planted in the product, under one name each.
+//!
+//! A harness that finds nothing proves nothing until it is known to find what it should. Every crate
+//! has its bugs at the places where people would make them (`state::planted` and so on); here they are
+//! planted one at a time, on this thread, for as long as a [`Plot`] lives. docs/TESTING.md lists which
+//! invariant catches which.
+
+use std::fmt;
+
+/// One bug of one crate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bug {
+    /// In the replicated state.
+    State(state::planted::Bug),
+    /// In the log.
+    Raft(raft::planted::Bug),
+    /// In what a replica learns, proposes and answers.
+    Api(api::planted::Bug),
+    /// In how a replica is put together.
+    Node(node::planted::Bug),
+}
+
+impl Bug {
+    /// All of them.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let state = state::planted::Bug::ALL.iter().copied().map(Self::State);
+        let raft = raft::planted::Bug::ALL.iter().copied().map(Self::Raft);
+        let api = api::planted::Bug::ALL.iter().copied().map(Self::Api);
+        let node = node::planted::Bug::ALL.iter().copied().map(Self::Node);
+        state.chain(raft).chain(api).chain(node)
+    }
+
+    /// The bug of this name, as [`Bug`] displays it.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::all().find(|bug| bug.to_string() == name)
+    }
+
+    /// Plants it on this thread, in place of any other.
+    #[must_use]
+    pub fn plant(self) -> Plot {
+        let plot = Plot(self);
+        clear();
+        match self {
+            Self::State(bug) => state::planted::plant(Some(bug)),
+            Self::Raft(bug) => raft::planted::plant(Some(bug)),
+            Self::Api(bug) => api::planted::plant(Some(bug)),
+            Self::Node(bug) => node::planted::plant(Some(bug)),
+        }
+        plot
+    }
+}
+
+impl fmt::Display for Bug {
+    /// `state.LiftLost`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::State(bug) => write!(f, "state.{bug:?}"),
+            Self::Raft(bug) => write!(f, "raft.{bug:?}"),
+            Self::Api(bug) => write!(f, "api.{bug:?}"),
+            Self::Node(bug) => write!(f, "node.{bug:?}"),
+        }
+    }
+}
+
+/// A planted bug; taken out when this goes. To be dropped on the thread that planted it.
+#[derive(Debug)]
+pub struct Plot(Bug);
+
+impl Plot {
+    /// How often the product came by it: a bug that is never met cannot be caught.
+    #[must_use]
+    pub fn met(&self) -> u64 {
+        match self.0 {
+            Bug::State(_) => state::planted::met(),
+            Bug::Raft(_) => raft::planted::met(),
+            Bug::Api(_) => api::planted::met(),
+            Bug::Node(_) => node::planted::met(),
+        }
+    }
+}
+
+impl Drop for Plot {
+    fn drop(&mut self) {
+        clear();
+    }
+}
+
+fn clear() {
+    state::planted::plant(None);
+    raft::planted::plant(None);
+    api::planted::plant(None);
+    node::planted::plant(None);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_bug_has_a_name_of_its_own() {
+        let names: std::collections::BTreeSet<_> = Bug::all().map(|bug| bug.to_string()).collect();
+        assert_eq!(names.len(), Bug::all().count());
+        assert!(Bug::all().all(|bug| Bug::named(&bug.to_string()) == Some(bug)));
+        assert_eq!(Bug::named("state.Nothing"), None);
+    }
+}

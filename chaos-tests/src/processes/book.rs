@@ -1,0 +1,367 @@
+//! What came of a load, and what its users' counters must therefore be.
+//!
+//! Every answer carries the usage that the engine told. A user's counters must grow by exactly the sum
+//! of these. Where a replica was killed, what it had not handed over yet went with it: of *its* users
+//! the charges lie between what was answered well before and that plus everything that may have been
+//! begun. What is found within such bounds is where the next account begins.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use anyhow::ensure;
+use hyper::body::Bytes;
+use node::replay::client::Answer;
+use tokio::time::Instant;
+
+/// Answers kept to ask for what is known of their prompts.
+const RECENT_MAX: usize = 64;
+/// Failures told in words.
+const FAILURES_SHOWN_MAX: usize = 20;
+/// Bytes of a prompt to a token, for a bound: the emulated engine counts four.
+const BYTES_PER_TOKEN_MIN: u64 = 2;
+
+/// What a user used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Requests.
+    pub requests: u64,
+    /// Prompt tokens computed.
+    pub uncached: u64,
+    /// Prompt tokens found in caches.
+    pub cached: u64,
+    /// Tokens made.
+    pub output: u64,
+}
+
+impl Usage {
+    fn add(&mut self, other: &Self) {
+        self.requests += other.requests;
+        self.uncached += other.uncached;
+        self.cached += other.cached;
+        self.output += other.output;
+    }
+
+    /// What it counts without telling how much of prompts was cached: an account that was not settled
+    /// holds what was predicted.
+    fn coarse(&self) -> [u64; 3] {
+        [self.requests, self.uncached + self.cached, self.output]
+    }
+}
+
+/// A request that was answered.
+#[derive(Debug, Clone)]
+pub struct Answered {
+    /// By which replica.
+    pub replica: usize,
+    /// Charged to whom.
+    pub user: String,
+    /// When it was sent.
+    pub sent: Instant,
+    /// When its answer was whole.
+    pub ended: Instant,
+    /// The answer.
+    pub answer: Answer,
+    /// What was asked.
+    pub body: Bytes,
+}
+
+/// A request that went down with its replica.
+#[derive(Debug)]
+pub(super) struct Lost {
+    pub(super) user: String,
+    pub(super) body_bytes: u64,
+    pub(super) output_max: u64,
+}
+
+/// A time without an answer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stall {
+    /// Longest time between two answers of any replica.
+    pub gap: Duration,
+    /// Longest time of a request to its first token.
+    pub ttft: Duration,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Book {
+    /// Requests answered.
+    pub answered: u64,
+    /// Requests lost with their replica.
+    pub lost: u64,
+    /// Requests failed on a replica that was up.
+    pub failed: u64,
+    /// The first failures, in words.
+    pub failures: Vec<String>,
+    /// Since [`Book::measure`].
+    pub stall: Stall,
+    by_replica: BTreeMap<usize, u64>,
+    last_answer: Option<Instant>,
+    recent: VecDeque<Answered>,
+    account: Account,
+}
+
+/// A time within which what a replica answered may be unknown to the others.
+#[derive(Debug, Clone, Copy)]
+struct Doubt {
+    since: Instant,
+    /// When it was killed.
+    until: Instant,
+}
+
+impl Doubt {
+    fn covers(&self, at: Instant) -> bool {
+        (self.since..=self.until).contains(&at)
+    }
+}
+
+/// What was used since counters were last compared.
+#[derive(Debug, Default)]
+struct Account {
+    /// Counters then.
+    before: BTreeMap<String, Usage>,
+    /// Answers: who, by which replica, when, how much.
+    answers: Vec<(String, usize, Instant, Usage)>,
+    /// At most what lost requests used.
+    lost: BTreeMap<String, Usage>,
+    /// Replicas that were killed, and since when what they answered may be unknown to the others.
+    doubts: BTreeMap<usize, Doubt>,
+}
+
+impl Book {
+    pub(super) fn note_answer(&mut self, answered: Answered) {
+        self.answered += 1;
+        *self.by_replica.entry(answered.replica).or_default() += 1;
+        if let Some(last) = self.last_answer.replace(answered.ended) {
+            self.stall.gap = self.stall.gap.max(answered.ended - last);
+        }
+        self.stall.ttft = self.stall.ttft.max(answered.answer.ttft);
+        let answer = &answered.answer;
+        let cached = answer.cached_tokens.unwrap_or(0);
+        let usage = Usage {
+            requests: 1,
+            uncached: answer.prompt_tokens.unwrap_or(0).saturating_sub(cached),
+            cached,
+            output: answer.completion_tokens.unwrap_or(0),
+        };
+        let user = answered.user.clone();
+        let entry = (user, answered.replica, answered.ended, usage);
+        self.account.answers.push(entry);
+        self.recent.push_front(answered);
+        self.recent.truncate(RECENT_MAX);
+    }
+
+    pub(super) fn note_lost(&mut self, lost: Lost) {
+        self.lost += 1;
+        let most = Usage {
+            requests: 1,
+            uncached: lost.body_bytes / BYTES_PER_TOKEN_MIN,
+            cached: 0,
+            output: lost.output_max,
+        };
+        self.account.lost.entry(lost.user).or_default().add(&most);
+    }
+
+    pub(super) fn note_failed(&mut self, words: String) {
+        self.failed += 1;
+        if self.failures.len() < FAILURES_SHOWN_MAX {
+            self.failures.push(words);
+        }
+    }
+
+    /// The load rested: the time since the last answer is nobody's fault.
+    pub(super) fn rested(&mut self) {
+        self.last_answer = None;
+    }
+
+    /// Begins to measure stalls.
+    pub fn measure(&mut self) {
+        self.stall = Stall::default();
+        self.last_answer = Some(Instant::now());
+    }
+
+    /// Requests answered by one replica.
+    #[must_use]
+    pub fn answered_by(&self, replica: usize) -> u64 {
+        self.by_replica.get(&replica).copied().unwrap_or(0)
+    }
+
+    /// What a replica answered between the two may be unknown to the others, for it was killed.
+    pub fn doubt(&mut self, replica: usize, since: Instant, until: Instant) {
+        let new = Doubt { since, until };
+        let doubt = self.account.doubts.entry(replica).or_insert(new);
+        doubt.since = doubt.since.min(since);
+        doubt.until = doubt.until.max(until);
+    }
+
+    /// The last requests that were answered, newest first, without those in doubt.
+    #[must_use]
+    pub fn recent(&self, count: usize) -> Vec<Answered> {
+        let doubts = &self.account.doubts;
+        self.recent
+            .iter()
+            .filter(|answered| is_known(answered, doubts))
+            .take(count)
+            .cloned()
+            .collect()
+    }
+
+    /// Compares the users' counters with what was used.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn compare(&self, charged: &BTreeMap<String, Usage>) -> anyhow::Result<()> {
+        let mut expected: BTreeMap<&str, Expected> = BTreeMap::new();
+        for (user, usage) in &self.account.before {
+            let entry = expected.entry(user).or_default();
+            entry.surely.add(usage);
+        }
+        for (user, replica, ended, usage) in &self.account.answers {
+            let entry = expected.entry(user).or_default();
+            match self.account.doubts.get(replica) {
+                None => entry.surely.add(usage),
+                Some(doubt) => {
+                    entry.is_coarse = true;
+                    if doubt.covers(*ended) {
+                        entry.perhaps.add(usage);
+                    } else {
+                        entry.surely.add(usage);
+                    }
+                }
+            }
+        }
+        for (user, usage) in &self.account.lost {
+            let entry = expected.entry(user).or_default();
+            entry.is_coarse = true;
+            entry.perhaps.add(usage);
+        }
+        for (user, expected) in expected {
+            let found = charged.get(user).copied().unwrap_or_default();
+            expected.check(user, &found)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the counters as found for the beginning of the next account.
+    pub fn begin_account(&mut self, charged: BTreeMap<String, Usage>) {
+        // What is in doubt stays unknown when the doubts of this account are forgotten.
+        let doubts = &self.account.doubts;
+        self.recent.retain(|answered| is_known(answered, doubts));
+        self.account = Account {
+            before: charged,
+            ..Account::default()
+        };
+    }
+}
+
+/// Whether all replicas must know of a request that was answered.
+fn is_known(answered: &Answered, doubts: &BTreeMap<usize, Doubt>) -> bool {
+    let doubt = doubts.get(&answered.replica);
+    doubt.is_none_or(|doubt| !doubt.covers(answered.ended))
+}
+
+/// What a user's counters may be.
+#[derive(Debug, Default)]
+struct Expected {
+    surely: Usage,
+    perhaps: Usage,
+    /// A replica of the user's was killed: accounts were left unsettled.
+    is_coarse: bool,
+}
+
+impl Expected {
+    fn check(&self, user: &str, found: &Usage) -> anyhow::Result<()> {
+        if !self.is_coarse {
+            let surely = &self.surely;
+            ensure!(
+                found == surely,
+                "{user} was charged {found:?}, the engines told {surely:?}"
+            );
+            return Ok(());
+        }
+        let (least, found) = (self.surely.coarse(), found.coarse());
+        let perhaps = self.perhaps.coarse();
+        for (field, least) in least.into_iter().enumerate() {
+            let most = least + perhaps[field];
+            ensure!(
+                (least..=most).contains(&found[field]),
+                "{user} was charged {found:?} (requests, prompt and output tokens), the engines told \
+                 {:?} and perhaps {perhaps:?} more",
+                self.surely.coarse(),
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answered(replica: usize, prompt: u64, cached: u64) -> Answered {
+        let answer = Answer {
+            prompt_tokens: Some(prompt),
+            cached_tokens: Some(cached),
+            completion_tokens: Some(2),
+            ..Answer::default()
+        };
+        Answered {
+            replica,
+            user: format!("of {replica}"),
+            sent: Instant::now(),
+            ended: Instant::now(),
+            answer,
+            body: Bytes::new(),
+        }
+    }
+
+    fn charged(list: &[(&str, u64, u64, u64, u64)]) -> BTreeMap<String, Usage> {
+        let usage = |(user, requests, uncached, cached, output): &(&str, u64, u64, u64, u64)| {
+            let usage = Usage {
+                requests: *requests,
+                uncached: *uncached,
+                cached: *cached,
+                output: *output,
+            };
+            ((*user).to_owned(), usage)
+        };
+        list.iter().map(usage).collect()
+    }
+
+    #[test]
+    fn users_of_a_replica_that_lived_are_charged_to_the_token() {
+        let mut book = Book::default();
+        book.begin_account(charged(&[("of 0", 5, 10, 0, 1)]));
+        book.note_answer(answered(0, 100, 30));
+        assert!(book.compare(&charged(&[("of 0", 6, 80, 30, 3)])).is_ok());
+        for wrong in [
+            ("of 0", 6, 79, 30, 3),
+            ("of 0", 7, 80, 30, 3),
+            ("of 0", 6, 80, 30, 5),
+            ("of 0", 6, 110, 0, 3),
+        ] {
+            assert!(book.compare(&charged(&[wrong])).is_err(), "{wrong:?}");
+        }
+        assert!(book.compare(&charged(&[])).is_err(), "it is forgotten");
+    }
+
+    #[test]
+    fn users_of_a_replica_that_was_killed_are_charged_within_bounds() {
+        let mut book = Book::default();
+        book.note_answer(answered(0, 100, 30));
+        let (before, now) = (Instant::now() - Duration::from_secs(9), Instant::now());
+        book.doubt(0, before, before);
+        book.note_lost(Lost {
+            user: "of 0".to_owned(),
+            body_bytes: 100,
+            output_max: 4,
+        });
+        assert!(book.compare(&charged(&[("of 0", 1, 70, 30, 2)])).is_ok());
+        assert!(book.compare(&charged(&[("of 0", 2, 120, 30, 6)])).is_ok());
+        assert!(book.compare(&charged(&[("of 0", 0, 0, 0, 0)])).is_err());
+        assert!(book.compare(&charged(&[("of 0", 3, 70, 30, 2)])).is_err());
+        book.doubt(0, before, now);
+        assert!(book.compare(&charged(&[("of 0", 0, 0, 0, 0)])).is_ok());
+        assert_eq!(book.recent(9).len(), 0, "it may be unknown");
+    }
+}

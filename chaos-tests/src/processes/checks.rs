@@ -1,0 +1,141 @@
+//! What must hold once a fault is over, seen from outside: the load rests, and then every replica that
+//! is up is ready, nothing is in flight, all digests are one, every counter is what the engines told,
+//! and every replica knows what the last requests put into the engines' caches.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use http::Method;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use super::book::Usage;
+use super::load::{Load, charged};
+use super::{Cluster, until};
+
+/// Recent prompts that every replica is asked about.
+const RECALLED: usize = 6;
+/// How long counters must stay as they are to be final.
+const SETTLED: Duration = Duration::from_millis(300);
+
+/// Checks everything; the load goes on afterwards.
+///
+/// # Errors
+/// What does not hold.
+pub async fn check(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
+    load.rest().await?;
+    for number in cluster.up() {
+        cluster.wait_ready(number).await?;
+    }
+    cluster.wait_idle().await?;
+    cluster.check_digests().await?;
+    check_counters(cluster, load).await.context("counters")?;
+    check_ownership(cluster).await.context("ownership")?;
+    check_knowledge(cluster, load).await.context("knowledge")?;
+    check_failures(load)?;
+    load.go_on();
+    Ok(())
+}
+
+/// Nothing failed on a replica that was up.
+///
+/// # Errors
+/// What failed.
+pub fn check_failures(load: &Load) -> anyhow::Result<()> {
+    let book = load.book();
+    ensure!(
+        book.failed == 0,
+        "{} requests failed on replicas that were up: {:#?}",
+        book.failed,
+        book.failures
+    );
+    Ok(())
+}
+
+/// Every user was charged what the engines told. The last charges may be on their way for a moment.
+async fn check_counters(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
+    for number in cluster.up() {
+        let last = RefCell::new(None);
+        let fits = until("counters are what the engines told", async || {
+            let charged = charged(cluster, number).await?;
+            let compared = load.book().compare(&charged);
+            let fits = compared.is_ok();
+            last.replace(compared.err());
+            Ok(fits)
+        });
+        if let Err(error) = fits.await {
+            let why = last.take().map(|why| why.to_string()).unwrap_or_default();
+            return Err(error.context(format!("replica {}: {why}", number + 1)));
+        }
+    }
+    let settled = settled_counters(cluster).await?;
+    load.book().compare(&settled)?;
+    load.book().begin_account(settled);
+    Ok(())
+}
+
+/// Counters that have not changed for many times the interval at which replicas tell what they learnt:
+/// bounds alone would take those for right that still grow.
+async fn settled_counters(cluster: &Cluster) -> anyhow::Result<BTreeMap<String, Usage>> {
+    let first = *cluster.up().first().context("no replica is up")?;
+    let last = RefCell::new(charged(cluster, first).await?);
+    let since = Cell::new(Instant::now());
+    until("counters are settled", async || {
+        let now = charged(cluster, first).await?;
+        if *last.borrow() != now {
+            last.replace(now);
+            since.set(Instant::now());
+        }
+        Ok(since.get().elapsed() >= SETTLED)
+    })
+    .await?;
+    Ok(last.into_inner())
+}
+
+/// No engine is believed to hold more than it can.
+async fn check_ownership(cluster: &Cluster) -> anyhow::Result<()> {
+    for number in cluster.up() {
+        let ownership = cluster.ask(number, "/admin/v1/ownership").await?;
+        let backends = ownership["backends"].as_array().context("no backends")?;
+        for backend in backends {
+            let owned = backend["owned_blocks"].as_u64().context("no count")?;
+            let capacity = backend["capacity_blocks"].as_u64().unwrap_or(u64::MAX);
+            ensure!(
+                owned <= capacity,
+                "replica {}: {backend} owns more than it can hold",
+                number + 1
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Of the prompts that were answered last every replica believes that the engine has them.
+async fn check_knowledge(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
+    for answered in load.recent(RECALLED) {
+        let engine = answered.answer.backend.as_deref().context("no backend")?;
+        let body: Value = serde_json::from_slice(&answered.body)?;
+        let asked = json!({ "path": "/v1/chat/completions", "headers": {}, "body": body });
+        for number in cluster.up() {
+            let explained = cluster
+                .tell(number, Method::POST, "/admin/v1/explain", Some(&asked))
+                .await?;
+            let all = explained["blocks_matchable"]
+                .as_u64()
+                .context("no blocks")?;
+            let backends = explained["backends"].as_array().context("no backends")?;
+            let named = backends.iter().find(|backend| backend["id"] == engine);
+            let matched = named.and_then(|backend| backend["matched"].as_u64());
+            ensure!(
+                matched == Some(all),
+                "replica {} believes {matched:?} of {all} blocks to be in {engine}, where replica {} \
+                 sent them",
+                number + 1,
+                answered.replica + 1,
+            );
+        }
+    }
+    Ok(())
+}

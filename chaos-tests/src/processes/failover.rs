@@ -1,0 +1,140 @@
+//! What losing the leader, or the quorum, costs those who are left.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tokio::time::{Instant, interval, sleep, timeout};
+
+use super::book::Stall;
+use super::faults::Stage;
+use super::{admin, checks};
+
+/// How often replicas are asked who leads.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// Load before a fault, to compare with.
+const QUIET: Duration = Duration::from_secs(1);
+/// Load after a fault that a stall may fall in.
+const AFTER: Duration = Duration::from_secs(1);
+
+/// One leader killed.
+#[derive(Debug, Clone, Copy)]
+pub struct Failover {
+    /// From the kill until another replica leads and has its quorum.
+    pub new_leader: Duration,
+    /// Stalls in a second before.
+    pub quiet: Stall,
+    /// Stalls from the kill on.
+    pub stall: Stall,
+    /// Requests answered by the others meanwhile.
+    pub answered: u64,
+}
+
+/// Two of three replicas gone for a while.
+#[derive(Debug, Clone, Copy)]
+pub struct QuorumLoss {
+    /// Requests answered by the one that was left.
+    pub answered: u64,
+    /// Fewest in any second.
+    pub answered_per_s_min: u64,
+    /// Stalls meanwhile.
+    pub stall: Stall,
+    /// From the others' start until everything was settled and checked.
+    pub healed: Duration,
+}
+
+/// Kills the leader under load, measures, and has it come back.
+///
+/// # Errors
+/// What does not hold.
+pub async fn kill_leader(stage: &mut Stage) -> anyhow::Result<Failover> {
+    let leader = stage.cluster.leader().await?;
+    stage.load.book().measure();
+    sleep(QUIET).await;
+    let quiet = stage.load.book().stall;
+
+    let others = stage.others(leader);
+    let before: u64 = answered(stage, &others);
+    stage.load.book().measure();
+    let killed = Instant::now();
+    stage.kill(leader)?;
+    wait_for_leader(stage, &others).await?;
+    let new_leader = killed.elapsed();
+    sleep(AFTER).await;
+    let stall = stage.load.book().stall;
+    let answered = answered(stage, &others) - before;
+    ensure!(answered > 0, "the others answered nothing");
+
+    stage.cluster.restart(&[leader]).await?;
+    checks::check(&stage.cluster, &stage.load).await?;
+    Ok(Failover {
+        new_leader,
+        quiet,
+        stall,
+        answered,
+    })
+}
+
+fn answered(stage: &Stage, replicas: &[usize]) -> u64 {
+    let book = stage.load.book();
+    replicas
+        .iter()
+        .map(|replica| book.answered_by(*replica))
+        .sum()
+}
+
+async fn wait_for_leader(stage: &Stage, others: &[usize]) -> anyhow::Result<()> {
+    let elected = async {
+        let mut looks = interval(LOOK_EVERY);
+        loop {
+            for number in others {
+                let status = stage.cluster.ask(*number, "/admin/v1/cluster").await?;
+                if status["role"] == "leader" && status["has_quorum"] == true {
+                    return anyhow::Ok(());
+                }
+            }
+            looks.tick().await;
+        }
+    };
+    timeout(admin::PATIENCE, elected)
+        .await
+        .context("nobody leads")
+        .flatten()
+}
+
+/// Kills two of three replicas, has the third serve alone for `length`, and heals.
+///
+/// # Errors
+/// What does not hold.
+pub async fn lose_quorum(stage: &mut Stage, length: Duration) -> anyhow::Result<QuorumLoss> {
+    let left = stage.any();
+    let victims = stage.others(left);
+    for victim in &victims {
+        stage.kill(*victim)?;
+    }
+    stage.load.book().measure();
+    let first = stage.load.book().answered_by(left);
+    let mut answered_per_s_min = u64::MAX;
+    let until = Instant::now() + length;
+    while Instant::now() < until {
+        let before = stage.load.book().answered_by(left);
+        sleep(Duration::from_secs(1)).await;
+        let in_second = stage.load.book().answered_by(left) - before;
+        answered_per_s_min = answered_per_s_min.min(in_second);
+    }
+    let ready = stage.cluster.ask(left, "/readyz").await?;
+    ensure!(
+        ready["status"] == "degraded",
+        "a replica without its quorum says {ready}"
+    );
+    let stall = stage.load.book().stall;
+    let answered = stage.load.book().answered_by(left) - first;
+    let healing = Instant::now();
+    stage.cluster.restart(&victims).await?;
+    checks::check(&stage.cluster, &stage.load).await?;
+    Ok(QuorumLoss {
+        answered,
+        answered_per_s_min,
+        stall,
+        healed: healing.elapsed(),
+    })
+}

@@ -1,0 +1,146 @@
+//! Disks that are full, or slow.
+//!
+//! Slowness is by the blkio controller of cgroup v1: the writes of the replica's process to the device
+//! below its folder are held back, and with them every sync of its log.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::linux::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tokio::time::Instant;
+
+use super::{Stage, last, members, system, until};
+
+/// Written at a time to fill a disk.
+const FILL_BYTES: usize = 64 * 1024;
+/// How long a disk is slow.
+const LENGTH: Duration = Duration::from_secs(4);
+/// Writes a slow disk takes in a second.
+const WRITES_PER_S: u32 = 10;
+const BLKIO: &str = "/sys/fs/cgroup/blkio";
+const WRITE_LIMIT: &str = "blkio.throttle.write_iops_device";
+
+/// The replica with the small disk: the last of the founders.
+fn small(stage: &Stage) -> anyhow::Result<usize> {
+    let small = stage.cluster.small_disk();
+    small.context("no replica has a disk of its own")
+}
+
+/// It says so and serves on; the others go on without it. When there is room again, it is restarted.
+/// It has no way into the log meanwhile: what it learnt goes with its process.
+pub(super) async fn full(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = small(stage)?;
+    if !stage.cluster.up().contains(&victim) {
+        // It was sent away; the only place that is free is its own.
+        members::join_and_remove(stage).await?;
+    }
+    let since = Instant::now();
+    let ballast = stage.cluster.data_dir(victim).join("ballast");
+    // What the log frees meanwhile is filled as well.
+    until("the replica finds its disk full", async || {
+        fill(&ballast)?;
+        let status = stage.status(victim).await?;
+        Ok(!status["fault"].is_null())
+    })
+    .await?;
+    let others = stage.others(victim);
+    stage.leader_among(&others).await?;
+    let all = stage.cluster.up();
+    stage.served_by(&all).await?;
+    fs::remove_file(&ballast).context("free the disk")?;
+    stage.leave(victim).await?;
+    stage.load.book().doubt(victim, since, Instant::now());
+    stage.cluster.restart(&[victim]).await
+}
+
+fn fill(ballast: &Path) -> anyhow::Result<()> {
+    let mut file = File::options().create(true).append(true).open(ballast)?;
+    let mut piece = vec![0_u8; FILL_BYTES];
+    while !piece.is_empty() {
+        if file.write_all(&piece).is_err() {
+            piece.truncate(piece.len() / 2);
+        }
+    }
+    Ok(())
+}
+
+/// Why disks cannot be slowed down here; `None` when they can.
+pub(super) fn why_not_slow() -> Option<String> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("limits of a disk need root".to_owned());
+    }
+    let limit = Path::new(BLKIO).join("blkio.throttle.write_iops_device");
+    (!limit.exists()).then(|| format!("no {}: cgroup v1 with blkio is used", limit.display()))
+}
+
+/// Processes whose writes are held back, until it is dropped.
+struct SlowGroup(PathBuf);
+
+impl SlowGroup {
+    fn new(process: u32, folder: &Path) -> anyhow::Result<Self> {
+        let group = Self(Path::new(BLKIO).join(format!("quorate-{}", std::process::id())));
+        fs::create_dir_all(&group.0).context("make a cgroup")?;
+        let device = whole_device(folder)?;
+        fs::write(
+            group.0.join(WRITE_LIMIT),
+            format!("{device} {WRITES_PER_S}"),
+        )
+        .with_context(|| format!("limit the writes to {device}"))?;
+        fs::write(group.0.join("cgroup.procs"), process.to_string()).context("slow it down")?;
+        Ok(group)
+    }
+}
+
+impl Drop for SlowGroup {
+    fn drop(&mut self) {
+        let processes = fs::read_to_string(self.0.join("cgroup.procs")).unwrap_or_default();
+        for process in processes.lines() {
+            let _ = fs::write(Path::new(BLKIO).join("cgroup.procs"), process);
+        }
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// The device that holds a folder, as `major:minor`; of a partition the disk it is on.
+fn whole_device(folder: &Path) -> anyhow::Result<String> {
+    let number = fs::metadata(folder)?.st_dev();
+    let (major, minor) = (number >> 8 & 0xfff, number & 0xff | number >> 12 & 0xfff00);
+    ensure!(major > 0, "{} is on no block device", folder.display());
+    let block = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
+    let block = fs::canonicalize(&block).with_context(|| block.display().to_string())?;
+    let disk = if block.join("partition").exists() {
+        block.parent().unwrap_or(&block)
+    } else {
+        &block
+    };
+    let text = fs::read_to_string(disk.join("dev")).context("read the disk's number")?;
+    Ok(text.trim().to_owned())
+}
+
+/// Everybody serves; who leads with such a disk may lose leadership or keep it.
+pub(super) async fn slow(stage: &mut Stage) -> anyhow::Result<()> {
+    let small = stage.cluster.small_disk();
+    let mut candidates = stage.cluster.up();
+    candidates.retain(|number| Some(*number) != small);
+    let leader = stage.cluster.leader().await?;
+    let victim = if candidates.contains(&leader) {
+        leader
+    } else {
+        candidates[0]
+    };
+    let process = stage.cluster.process_id(victim);
+    let process = process.context("it is up")?;
+    // What the others wrote is out of the way first.
+    system(&["sync"])?;
+    let group = SlowGroup::new(process, &stage.cluster.data_dir(victim))?;
+    let all = stage.cluster.up();
+    stage.served_by(&all).await?;
+    last(LENGTH).await;
+    stage.served_by(&all).await?;
+    drop(group);
+    stage.cluster.leader().await?;
+    Ok(())
+}

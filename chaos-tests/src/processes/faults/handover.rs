@@ -1,0 +1,34 @@
+//! What operators do on purpose, and clients must not notice.
+
+use anyhow::ensure;
+use http::Method;
+use serde_json::json;
+
+use super::{Stage, checks};
+
+pub(super) async fn transfer(stage: &mut Stage) -> anyhow::Result<()> {
+    for _ in 0..3 {
+        let leader = stage.cluster.leader().await?;
+        let to = stage.any_but(leader);
+        let body = json!({ "to": stage.cluster.id(to) });
+        let path = "/admin/v1/cluster/transfer-leader";
+        stage.operate(Method::POST, path, Some(body)).await?;
+        let all = stage.cluster.up();
+        stage.served_by(&all).await?;
+    }
+    Ok(())
+}
+
+/// Not one request may be lost: neither on those that stay nor on the one that goes.
+pub(super) async fn rolling_restart(stage: &mut Stage) -> anyhow::Result<()> {
+    let lost_before = stage.load.book().lost;
+    for number in stage.cluster.up() {
+        stage.leave(number).await?;
+        let others = stage.cluster.up();
+        stage.served_by(&others).await?;
+        stage.cluster.restart(&[number]).await?;
+    }
+    let lost = stage.load.book().lost - lost_before;
+    ensure!(lost == 0, "{lost} requests were lost in a rolling restart");
+    checks::check_failures(&stage.load)
+}

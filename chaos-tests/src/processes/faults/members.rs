@@ -1,0 +1,70 @@
+//! Members that come and go under load.
+
+use anyhow::Context as _;
+use http::Method;
+use serde_json::json;
+
+use super::{Stage, until};
+
+const MEMBERS: &str = "/admin/v1/cluster/members";
+
+/// A place that nobody has is taken by a replica, which takes load as a learner and then votes;
+/// somebody else, the leader perhaps, is sent away.
+pub(super) async fn join_and_remove(stage: &mut Stage) -> anyhow::Result<()> {
+    let up = stage.cluster.up();
+    let mut places = 0..stage.cluster.replicas();
+    let place = places.find(|number| !up.contains(number));
+    let place = place.context("no place for another replica")?;
+    let goes = stage.any();
+    stage.cluster.renumber(place)?;
+    join(stage, place).await?;
+    stage.served_by(&[place]).await?;
+    promote(stage, place).await?;
+    stage.leave(goes).await?;
+    remove(stage, goes).await?;
+    stage.cluster.wipe(goes)
+}
+
+/// What became of a member's store is set aside: another takes its place.
+pub(super) async fn replace(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+    remove(stage, number).await?;
+    stage.cluster.renumber(number)?;
+    join(stage, number).await?;
+    promote(stage, number).await
+}
+
+async fn join(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+    let member = json!({
+        "id": stage.cluster.id(number),
+        "address": stage.cluster.peer_name(number),
+    });
+    stage.cluster.start_replica(number)?;
+    let others = stage.others(number);
+    let what = format!("replica {} is let in", number + 1);
+    let last = std::cell::RefCell::new(None);
+    let added = until(&what, async || {
+        let told = stage
+            .cluster
+            .tell(others[0], Method::POST, MEMBERS, Some(&member));
+        let told = told.await;
+        let is_added = told.is_ok();
+        last.replace(told.err());
+        Ok(is_added)
+    });
+    added.await.with_context(|| format!("{:?}", last.take()))?;
+    stage.cluster.wait_ready(number).await?;
+    stage.cluster.targets().set_up(number, true);
+    Ok(())
+}
+
+async fn promote(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+    let path = format!("{MEMBERS}/{}/promote", stage.cluster.id(number));
+    stage.operate(Method::POST, &path, None).await?;
+    Ok(())
+}
+
+async fn remove(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+    let path = format!("{MEMBERS}/{}", stage.cluster.id(number));
+    stage.operate(Method::DELETE, &path, None).await?;
+    Ok(())
+}

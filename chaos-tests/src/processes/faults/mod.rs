@@ -1,0 +1,336 @@
+//! The faults: what machines, networks, disks and operators do to a cluster under load.
+//!
+//! Each runs on a [`Stage`] and leaves it whole again: every replica up, every link healed. What must
+//! hold afterwards is the same for all ([`super::checks`]); what must hold in the middle (others answer
+//! on, a damaged store is refused) stands with the fault.
+
+mod crash;
+mod damage;
+mod disk;
+mod handover;
+mod members;
+mod network;
+mod pause;
+mod restore;
+
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use http::Method;
+use rand::Rng;
+use rand::rngs::SmallRng;
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+use super::load::Load;
+use super::{Cluster, ClusterOptions, Site, checks, until};
+use crate::{command, netns};
+
+/// How long before its death a replica may have answered something that nobody else has heard of:
+/// many times the interval at which it tells.
+const DOUBT: Duration = Duration::from_secs(2);
+/// Requests that a replica must answer in the middle of a fault to count as serving.
+const SERVED_MIN: u64 = 10;
+
+/// Room for a log of some segments and a snapshot.
+const SMALL_DISK_MB: u32 = 96;
+
+/// What is needed beside processes on loopback.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    /// Nothing.
+    Nothing,
+    /// Hosts in network namespaces.
+    Hosts,
+    /// A disk in memory for one replica.
+    SmallDisk,
+    /// Limits for input and output by cgroup.
+    SlowDisk,
+}
+
+macro_rules! kinds {
+    ($($kind:ident $name:literal $need:ident $what:literal;)*) => {
+        /// A kind of fault.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Kind {
+            $(#[doc = $what] $kind,)*
+        }
+
+        impl Kind {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$kind,)*];
+
+            /// Its name.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$kind => $name,)* }
+            }
+
+            /// What happens.
+            #[must_use]
+            pub fn what(self) -> &'static str {
+                match self { $(Self::$kind => $what,)* }
+            }
+
+            /// What it needs.
+            #[must_use]
+            pub fn need(self) -> Need {
+                match self { $(Self::$kind => Need::$need,)* }
+            }
+        }
+    };
+}
+
+kinds! {
+    KillOne "kill-one" Nothing "SIGKILL of a replica, which is started again";
+    KillLeader "kill-leader" Nothing "SIGKILL of the leader";
+    KillMajority "kill-majority" Nothing "SIGKILL of two of three; the third serves alone";
+    KillAll "kill-all" Nothing "SIGKILL of all replicas at once";
+    PauseShort "pause-short" Nothing "SIGSTOP of the leader for less than an election timeout";
+    PauseLeader "pause-leader" Nothing "SIGSTOP of the leader for several election timeouts";
+    PauseLong "pause-long" Nothing "SIGSTOP of a replica for longer than its session is kept (10 s)";
+    TransferLeader "transfer-leader" Nothing "leadership handed over three times";
+    RollingRestart "rolling-restart" Nothing "SIGTERM and restart of every replica in turn";
+    AwayForSnapshot "away-for-snapshot" Nothing "a replica is down until only a snapshot brings it back";
+    JoinAndRemove "join-and-remove" Nothing "a replica joins and is promoted, another is removed";
+    CorruptLog "corrupt-log" Nothing "bytes of a stopped replica's log change";
+    TruncateLog "truncate-log" Nothing "a stopped replica's log loses its end";
+    CorruptSnapshot "corrupt-snapshot" Nothing "a byte of a stopped replica's snapshot changes";
+    TruncateSnapshot "truncate-snapshot" Nothing "a stopped replica's snapshot loses its end";
+    Restore "restore" Nothing "backup, loss of every disk, a cluster founded anew, restore";
+    IsolateOne "isolate-one" Hosts "a follower cut off from its peers, not from clients";
+    IsolateLeader "isolate-leader" Hosts "the leader cut off from its peers, not from clients";
+    SplitAll "split-all" Hosts "every replica cut off from every other";
+    DeafLeader "deaf-leader" Hosts "packets to the leader are lost, those from it arrive";
+    MuteLeader "mute-leader" Hosts "packets from the leader are lost, those to it arrive";
+    PacketLoss "packet-loss" Hosts "one in five packets between peers is lost";
+    LinkDown "link-down" Hosts "a replica's only link goes down, for clients too";
+    StaleDns "stale-dns" Hosts "a replica moves; its name leads to the old address for a while";
+    FullDisk "full-disk" SmallDisk "a replica's disk is full, later freed";
+    SlowDisk "slow-disk" SlowDisk "a replica's disk takes ten writes a second";
+}
+
+impl Kind {
+    /// The kind of a name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|kind| kind.name() == name)
+    }
+}
+
+impl Need {
+    /// Why it cannot be had here; `None` when it can.
+    #[must_use]
+    pub fn why_not(self) -> Option<String> {
+        match self {
+            Self::Nothing => None,
+            Self::Hosts => netns::why_not(),
+            Self::SmallDisk if rustix::process::geteuid().is_root() => None,
+            Self::SmallDisk => Some("a disk in memory needs root".to_owned()),
+            Self::SlowDisk => disk::why_not_slow(),
+        }
+    }
+}
+
+/// A cluster under load, and chance.
+#[derive(Debug)]
+pub struct Stage {
+    /// The cluster.
+    pub cluster: Cluster,
+    /// Its load.
+    pub load: Load,
+    /// Decides whom a fault meets.
+    pub random: SmallRng,
+}
+
+/// How a cluster for faults is set up: in namespaces if they can be had.
+#[must_use]
+pub fn cluster_options() -> ClusterOptions {
+    let has_hosts = Need::Hosts.why_not().is_none();
+    cluster_options_for(if has_hosts {
+        Site::Namespaces
+    } else {
+        Site::Loopback
+    })
+}
+
+/// How a cluster for faults is set up there.
+#[must_use]
+pub fn cluster_options_for(site: Site) -> ClusterOptions {
+    let has_small_disk = site == Site::Namespaces && Need::SmallDisk.why_not().is_none();
+    ClusterOptions {
+        site,
+        spares: 1,
+        small_disk_mb: has_small_disk.then_some(SMALL_DISK_MB),
+        config: "[drain]\ndns_ttl = \"500ms\"\n",
+        cluster_config: "snapshot_every = 400",
+        ..ClusterOptions::default()
+    }
+}
+
+impl Stage {
+    /// Does a fault to the cluster and checks what must hold afterwards.
+    ///
+    /// # Errors
+    /// What does not hold. The stage is of no more use then.
+    pub async fn run(&mut self, kind: Kind) -> anyhow::Result<()> {
+        self.inflict(kind).await?;
+        let Self { cluster, load, .. } = self;
+        let checked = checks::check(cluster, load).await;
+        checked.context("after the fault")
+    }
+
+    async fn inflict(&mut self, kind: Kind) -> anyhow::Result<()> {
+        match kind {
+            Kind::KillOne => crash::kill_one(self).await,
+            Kind::KillLeader => crash::kill_leader(self).await,
+            Kind::KillMajority => crash::kill_majority(self).await,
+            Kind::KillAll => crash::kill_all(self).await,
+            Kind::AwayForSnapshot => crash::away_for_snapshot(self).await,
+            Kind::PauseShort => pause::briefly(self).await,
+            Kind::PauseLeader => pause::leader(self).await,
+            Kind::PauseLong => pause::past_its_session(self).await,
+            Kind::TransferLeader => handover::transfer(self).await,
+            Kind::RollingRestart => handover::rolling_restart(self).await,
+            Kind::JoinAndRemove => members::join_and_remove(self).await,
+            Kind::CorruptLog => damage::corrupt_log(self).await,
+            Kind::TruncateLog => damage::truncate_log(self).await,
+            Kind::CorruptSnapshot => damage::corrupt_snapshot(self).await,
+            Kind::TruncateSnapshot => damage::truncate_snapshot(self).await,
+            Kind::Restore => restore::from_backup(self).await,
+            Kind::IsolateOne => network::isolate_one(self).await,
+            Kind::IsolateLeader => network::isolate_leader(self).await,
+            Kind::SplitAll => network::split_all(self).await,
+            Kind::DeafLeader => network::deaf_leader(self).await,
+            Kind::MuteLeader => network::mute_leader(self).await,
+            Kind::PacketLoss => network::lose_packets(self).await,
+            Kind::LinkDown => network::link_down(self).await,
+            Kind::StaleDns => network::stale_dns(self).await,
+            Kind::FullDisk => disk::full(self).await,
+            Kind::SlowDisk => disk::slow(self).await,
+        }
+    }
+
+    /// Any replica that is up.
+    pub(super) fn any(&mut self) -> usize {
+        let up = self.cluster.up();
+        up[self.random.random_range(0..up.len())]
+    }
+
+    /// Any replica that is up, but for one.
+    fn any_but(&mut self, other: usize) -> usize {
+        let mut up = self.cluster.up();
+        up.retain(|number| *number != other);
+        up[self.random.random_range(0..up.len())]
+    }
+
+    /// The replicas that are up, but for one.
+    pub(super) fn others(&self, one: usize) -> Vec<usize> {
+        let mut up = self.cluster.up();
+        up.retain(|number| *number != one);
+        up
+    }
+
+    /// Kills a replica. What it answered last may be known to nobody else.
+    pub(super) fn kill(&mut self, number: usize) -> anyhow::Result<()> {
+        let before = Instant::now().checked_sub(DOUBT);
+        let since = before.context("the clock has just begun")?;
+        let killed = self.cluster.kill(number);
+        self.load.book().doubt(number, since, Instant::now());
+        killed
+    }
+
+    /// Stops a replica by SIGTERM, as an orchestrator does: what goes on to it until it says that it
+    /// is not ready must be answered.
+    async fn leave(&mut self, number: usize) -> anyhow::Result<()> {
+        self.cluster.signal(number, rustix::process::Signal::TERM)?;
+        let what = format!("replica {} says that it is leaving", number + 1);
+        until(&what, async || {
+            let ready = self.cluster.ask(number, "/readyz").await;
+            Ok(ready.is_err() || ready.is_ok_and(|ready| ready["status"] == "not-ready"))
+        })
+        .await?;
+        self.load.set_closing(number, true);
+        let status = self.cluster.ended(number).await?;
+        self.load.set_closing(number, false);
+        ensure!(
+            status.success(),
+            "replica {} ended with {status}",
+            number + 1
+        );
+        Ok(())
+    }
+
+    /// Waits until one of these replicas leads and has its quorum; answers which.
+    async fn leader_among(&self, numbers: &[usize]) -> anyhow::Result<usize> {
+        let found = std::cell::Cell::new(None);
+        until("one of the others leads", async || {
+            for number in numbers {
+                let cluster = self.cluster.ask(*number, "/admin/v1/cluster").await?;
+                if cluster["role"] == "leader" && cluster["has_quorum"] == true {
+                    found.set(Some(*number));
+                }
+            }
+            Ok(found.get().is_some())
+        })
+        .await?;
+        found.get().context("nobody leads")
+    }
+
+    /// Waits until these replicas each serve clients in the middle of a fault.
+    async fn served_by(&self, numbers: &[usize]) -> anyhow::Result<()> {
+        let served = self.load.after_by_each(numbers, SERVED_MIN).await;
+        served?;
+        checks::check_failures(&self.load)
+    }
+
+    async fn status(&self, number: usize) -> anyhow::Result<Value> {
+        self.cluster.ask(number, "/admin/v1/cluster").await
+    }
+
+    /// Changes something of the cluster, through any replica that is up. While leaders change this may
+    /// be refused; an operator tries again.
+    async fn operate(
+        &mut self,
+        method: Method,
+        path: &str,
+        body: Option<Value>,
+    ) -> anyhow::Result<Value> {
+        let answer = std::cell::RefCell::new(None);
+        let last = std::cell::RefCell::new(None);
+        let up = self.cluster.up();
+        let turn = std::cell::Cell::new(self.random.random_range(0..up.len()));
+        let what = format!("{method} {path} is done");
+        let done = until(&what, async || {
+            let number = up[turn.get() % up.len()];
+            turn.set(turn.get() + 1);
+            let told = self
+                .cluster
+                .tell(number, method.clone(), path, body.as_ref());
+            match told.await {
+                Ok(value) => {
+                    answer.replace(Some(value));
+                    Ok(true)
+                }
+                Err(error) => {
+                    last.replace(Some(error));
+                    Ok(false)
+                }
+            }
+        });
+        if let Err(error) = done.await {
+            return Err(error.context(format!("{:?}", last.take())));
+        }
+        answer.take().context("no answer")
+    }
+}
+
+/// How long a fault lasts, where nothing tells its end.
+async fn last(duration: Duration) {
+    sleep(duration).await;
+}
+
+/// A command of the system.
+fn system(words: &[&str]) -> anyhow::Result<()> {
+    command::run(words)
+}

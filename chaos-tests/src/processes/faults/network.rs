@@ -1,0 +1,119 @@
+//! Links that lose packets, and names that lead nowhere. Only traffic between peers is met, unless said
+//! otherwise: a replica that is cut off from its peers serves its clients on, by what it knows.
+
+use std::time::Duration;
+
+use super::{Stage, last};
+use crate::netns::{Loss, Way};
+
+/// Longer than a follower waits for its leader, many times.
+const LENGTH: Duration = Duration::from_secs(2);
+const LOSS: Loss = Loss::Percent(20);
+
+pub(super) async fn isolate_one(stage: &mut Stage) -> anyhow::Result<()> {
+    let leader = stage.cluster.leader().await?;
+    let victim = stage.any_but(leader);
+    isolate(stage, victim).await
+}
+
+pub(super) async fn isolate_leader(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = stage.cluster.leader().await?;
+    isolate(stage, victim).await
+}
+
+async fn isolate(stage: &mut Stage, victim: usize) -> anyhow::Result<()> {
+    let others = stage.others(victim);
+    let ways: Vec<Way> = others
+        .iter()
+        .flat_map(|other| [way(victim, *other), way(*other, victim)])
+        .collect();
+    cut(stage, Loss::All, &ways, &others).await
+}
+
+pub(super) async fn split_all(stage: &mut Stage) -> anyhow::Result<()> {
+    cut(stage, Loss::All, &all_ways(stage), &[]).await
+}
+
+pub(super) async fn deaf_leader(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = stage.cluster.leader().await?;
+    let others = stage.others(victim);
+    let ways: Vec<Way> = others.iter().map(|other| way(*other, victim)).collect();
+    cut(stage, Loss::All, &ways, &others).await
+}
+
+pub(super) async fn mute_leader(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = stage.cluster.leader().await?;
+    let others = stage.others(victim);
+    let ways: Vec<Way> = others.iter().map(|other| way(victim, *other)).collect();
+    cut(stage, Loss::All, &ways, &others).await
+}
+
+pub(super) async fn lose_packets(stage: &mut Stage) -> anyhow::Result<()> {
+    cut(stage, LOSS, &all_ways(stage), &[]).await
+}
+
+/// Cuts, has everybody serve clients and one of the `majority` lead, and heals.
+async fn cut(
+    stage: &mut Stage,
+    loss: Loss,
+    ways: &[Way],
+    majority: &[usize],
+) -> anyhow::Result<()> {
+    stage.cluster.network()?.lose(loss, ways)?;
+    if !majority.is_empty() {
+        stage.leader_among(majority).await?;
+    }
+    let all = stage.cluster.up();
+    stage.served_by(&all).await?;
+    last(LENGTH).await;
+    stage.served_by(&all).await?;
+    stage.cluster.network()?.heal()?;
+    stage.cluster.leader().await?;
+    Ok(())
+}
+
+fn all_ways(stage: &Stage) -> Vec<Way> {
+    let up = stage.cluster.up();
+    let others = |from: usize| up.iter().filter(move |to| **to != from);
+    up.iter()
+        .flat_map(|from| others(*from).map(|to| way(*from, *to)))
+        .collect()
+}
+
+fn way(from: usize, to: usize) -> Way {
+    Way { from, to }
+}
+
+/// Clients and engines are out of reach, too: what is under way there may fail.
+pub(super) async fn link_down(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = stage.any();
+    stage.cluster.set_silent(victim, true).await?;
+    stage.cluster.network()?.set_link(victim, false)?;
+    let others = stage.cluster.up();
+    stage.leader_among(&others).await?;
+    stage.served_by(&others).await?;
+    last(LENGTH).await;
+    stage.cluster.network()?.set_link(victim, true)?;
+    stage.cluster.set_silent(victim, false).await
+}
+
+/// It is down, comes back elsewhere, and the others look for it at its old place until names change.
+/// It reaches them meanwhile: it may even lead them.
+pub(super) async fn stale_dns(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = stage.any();
+    stage.kill(victim)?;
+    stage.cluster.move_replica(victim)?;
+    stage.cluster.tell_names(victim)?;
+    stage.cluster.start_replica(victim)?;
+    let others = stage.others(victim);
+    stage.served_by(&others).await?;
+    last(LENGTH).await;
+    stage.served_by(&others).await?;
+    // The place of a replica that will join, too.
+    for place in 0..stage.cluster.replicas() {
+        stage.cluster.tell_names(place)?;
+    }
+    stage.cluster.wait_ready(victim).await?;
+    stage.cluster.targets().set_up(victim, true);
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! Processes that stand still: SIGSTOP, as a suspended machine or a long swap does.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use super::{Stage, last};
+
+/// Shorter than the shortest election timeout.
+const SHORT: Duration = Duration::from_millis(100);
+/// Several election timeouts.
+const LONG: Duration = Duration::from_millis(1500);
+/// Longer than a leader keeps the session of a replica that it does not hear (10 s).
+const PAST_SESSION: Duration = Duration::from_secs(12);
+
+/// Nothing fails, not even at the one that stands still.
+pub(super) async fn briefly(stage: &mut Stage) -> anyhow::Result<()> {
+    for _ in 0..5 {
+        let leader = stage.cluster.leader().await?;
+        stage.cluster.signal(leader, Signal::STOP)?;
+        last(SHORT).await;
+        stage.cluster.signal(leader, Signal::CONT)?;
+        stage.load.after(20).await?;
+    }
+    Ok(())
+}
+
+/// It wakes up believing that it leads.
+pub(super) async fn leader(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = stage.cluster.leader().await?;
+    pause(stage, victim, LONG).await
+}
+
+/// Its leases were released and its requests closed by the others when it wakes up.
+pub(super) async fn past_its_session(stage: &mut Stage) -> anyhow::Result<()> {
+    let victim = stage.any();
+    pause(stage, victim, PAST_SESSION).await
+}
+
+async fn pause(stage: &mut Stage, victim: usize, length: Duration) -> anyhow::Result<()> {
+    stage.cluster.set_silent(victim, true).await?;
+    stage.cluster.signal(victim, Signal::STOP)?;
+    let others = stage.cluster.up();
+    stage.leader_among(&others).await?;
+    stage.served_by(&others).await?;
+    last(length).await;
+    stage.cluster.signal(victim, Signal::CONT)?;
+    stage.cluster.set_silent(victim, false).await
+}

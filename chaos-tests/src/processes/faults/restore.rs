@@ -1,0 +1,44 @@
+//! Every disk is lost, and there is a backup.
+
+use anyhow::Context as _;
+
+use super::{Stage, until};
+use crate::processes::load::charged;
+
+/// What was known and charged at the backup is known and charged after the restore.
+pub(super) async fn from_backup(stage: &mut Stage) -> anyhow::Result<()> {
+    // What comes after a backup is lost with the disks; the account is closed at the backup.
+    stage.load.rest().await?;
+    stage.cluster.wait_idle().await?;
+    let file = stage.cluster.folder().join("backup");
+    let file = file.display().to_string();
+    let first = *stage.cluster.up().first().context("nobody is up")?;
+    let admin = format!("http://{}", stage.cluster.admin_addr(first));
+    stage
+        .cluster
+        .run(&["backup", &file, "--force", "--admin", &admin])
+        .await?;
+    let before = charged(&stage.cluster, first).await?;
+
+    let all = stage.cluster.up();
+    for number in &all {
+        stage.cluster.kill(*number)?;
+        stage.cluster.wipe(*number)?;
+    }
+    stage.cluster.refound(&all)?;
+    stage.cluster.restart(&all).await?;
+    let admin = format!("http://{}", stage.cluster.admin_addr(all[0]));
+    stage
+        .cluster
+        .run(&["restore", &file, "--force", "--admin", &admin])
+        .await?;
+    // A replica that did not do it itself has it a moment later.
+    for number in &all {
+        let what = format!("replica {} counts as at the backup", number + 1);
+        until(&what, async || {
+            Ok(charged(&stage.cluster, *number).await? == before)
+        })
+        .await?;
+    }
+    Ok(())
+}

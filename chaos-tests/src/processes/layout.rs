@@ -1,0 +1,180 @@
+//! Where the parts of a cluster listen, and the config files that tell them.
+
+use std::fmt::Write as _;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::Path;
+
+use anyhow::Context as _;
+
+use super::options::{Addresses, ClusterOptions, Site};
+use super::ports;
+use crate::netns::Network;
+
+/// Ports on hosts of their own.
+const DATA_PORT: u16 = 7080;
+const ADMIN_PORT: u16 = 7081;
+const PEER_PORT: u16 = 7082;
+const ENGINE_PORT: u16 = 7100;
+
+/// Addresses of everything.
+#[derive(Debug)]
+pub(super) struct Layout {
+    pub(super) replicas: Vec<Addresses>,
+    pub(super) engines: Vec<SocketAddr>,
+    /// Who founds the cluster.
+    pub(super) founders: Vec<usize>,
+    /// `None` on loopback.
+    pub(super) network: Option<Network>,
+}
+
+impl Layout {
+    /// Decides where everything goes, and brings up the hosts.
+    pub(super) fn new(options: &ClusterOptions) -> anyhow::Result<Self> {
+        let replicas = usize::from(options.replicas) + usize::from(options.spares);
+        let engines = usize::from(options.engines);
+        let mut layout = match options.site {
+            Site::Loopback => Self::on_loopback(replicas, engines)?,
+            Site::Namespaces => Self::on_hosts(replicas, engines)?,
+        };
+        layout.founders = (0..usize::from(options.replicas)).collect();
+        Ok(layout)
+    }
+
+    fn on_loopback(replicas: usize, engines: usize) -> anyhow::Result<Self> {
+        let ports = ports::free(3 * replicas + engines)?;
+        let at = |port: u16| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let (replica_ports, engine_ports) = ports.split_at(3 * replicas);
+        let of_replica = |ports: &[u16]| Addresses {
+            data: at(ports[0]),
+            admin: at(ports[1]),
+            peer: at(ports[2]),
+            peer_host: Ipv4Addr::LOCALHOST.to_string(),
+        };
+        Ok(Self {
+            replicas: replica_ports.chunks(3).map(of_replica).collect(),
+            engines: engine_ports.iter().map(|port| at(*port)).collect(),
+            founders: Vec::new(),
+            network: None,
+        })
+    }
+
+    /// A host for each replica, and the last one for the engines.
+    fn on_hosts(replicas: usize, engines: usize) -> anyhow::Result<Self> {
+        let network = Network::start(replicas + 1)?;
+        let of_replica = |number: usize| {
+            let clients = IpAddr::from(network.client_address(number));
+            Addresses {
+                data: (clients, DATA_PORT).into(),
+                admin: (clients, ADMIN_PORT).into(),
+                peer: (network.peer_address(number), PEER_PORT).into(),
+                peer_host: host_name(number),
+            }
+        };
+        let engine_host = IpAddr::from(network.client_address(replicas));
+        let of_engine = |port: u16| SocketAddr::from((engine_host, port));
+        let layout = Self {
+            replicas: (0..replicas).map(of_replica).collect(),
+            engines: (ENGINE_PORT..).map(of_engine).take(engines).collect(),
+            founders: Vec::new(),
+            network: Some(network),
+        };
+        for number in 0..replicas {
+            layout.tell_names(number)?;
+        }
+        Ok(layout)
+    }
+
+    /// Tells a replica's host where all replicas are to be found.
+    pub(super) fn tell_names(&self, number: usize) -> anyhow::Result<()> {
+        let Some(network) = &self.network else {
+            return Ok(());
+        };
+        let names: Vec<(String, Ipv4Addr)> = (0..self.replicas.len())
+            .map(|other| (host_name(other), network.peer_address(other)))
+            .collect();
+        network.set_names(number, &names)
+    }
+
+    /// Gives a replica's host another address for its peers.
+    pub(super) fn move_replica(&mut self, number: usize) -> anyhow::Result<()> {
+        let network = self.network.as_mut();
+        let network = network.context("this needs hosts in network namespaces")?;
+        network.move_host(number)?;
+        let address = network.peer_address(number);
+        self.replicas[number].peer.set_ip(address.into());
+        Ok(())
+    }
+
+    /// The namespace of a replica.
+    pub(super) fn namespace(&self, number: usize) -> Option<&str> {
+        let network = self.network.as_ref();
+        network.map(|network| network.namespace(number))
+    }
+
+    /// The namespace of the engines.
+    pub(super) fn engine_namespace(&self) -> Option<&str> {
+        self.namespace(self.replicas.len())
+    }
+}
+
+/// How a replica comes to belong to the cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// It founds it together with the others, so many from the first on.
+    Founder(u8),
+    /// It joins it through any of the others.
+    Joiner,
+}
+
+/// A replica's config file.
+pub(super) fn config(
+    layout: &Layout,
+    (number, id): (usize, u8),
+    origin: Origin,
+    data_dir: &Path,
+    options: &ClusterOptions,
+) -> String {
+    let own = &layout.replicas[number];
+    let quoted = |others: &mut dyn Iterator<Item = &Addresses>| {
+        let names: Vec<String> = others
+            .map(|other| format!("{:?}", other.peer_name()))
+            .collect();
+        names.join(", ")
+    };
+    let membership = match origin {
+        Origin::Founder(count) => {
+            let founders = layout.founders.iter();
+            let peers = quoted(&mut founders.map(|founder| &layout.replicas[*founder]));
+            format!("peers = [{peers}]\nbootstrap_expect = {count}")
+        }
+        Origin::Joiner => {
+            let mut others = layout.replicas.iter().filter(|other| *other != own);
+            format!("join = [{}]", quoted(&mut others))
+        }
+    };
+    let mut text = format!(
+        "[node]\nid = {id}\ndata_dir = {:?}\n\n\
+         [listen]\ndata = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
+         [cluster]\n{membership}\n{}\n\n",
+        data_dir.display().to_string(),
+        own.data,
+        own.admin,
+        own.peer,
+        own.peer_host,
+        options.cluster_config,
+    );
+    for (engine, address) in layout.engines.iter().enumerate() {
+        let _ = write!(
+            text,
+            "[[backends]]\nid = \"engine-{}\"\nurl = \"http://{address}\"\n{}\n\n",
+            engine + 1,
+            options.backend_config,
+        );
+    }
+    text.push_str(options.config);
+    text
+}
+
+fn host_name(number: usize) -> String {
+    format!("replica-{}.test", number + 1)
+}

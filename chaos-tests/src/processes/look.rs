@@ -1,0 +1,144 @@
+//! What is seen of a cluster from outside, and waiting for it.
+
+use anyhow::ensure;
+use http::Method;
+use serde_json::Value;
+
+use super::{Cluster, until};
+
+impl Cluster {
+    /// The replica that leads, as seen from one that is up; waits until there is one that is up
+    /// and followed.
+    ///
+    /// # Errors
+    /// When none is elected.
+    pub async fn leader(&self) -> anyhow::Result<usize> {
+        let found = std::cell::Cell::new(0);
+        until("a live replica leads", async || {
+            for number in self.up() {
+                let cluster = self.ask(number, "/admin/v1/cluster").await?;
+                if cluster["role"] == "leader" && cluster["has_quorum"] == true {
+                    found.set(number);
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        })
+        .await?;
+        Ok(found.get())
+    }
+
+    /// Waits until nothing is in flight anywhere: no lease is open, no load is counted.
+    ///
+    /// # Errors
+    /// When something stays.
+    pub async fn wait_idle(&self) -> anyhow::Result<()> {
+        for number in self.up() {
+            let what = format!("replica {} counts nothing in flight", number + 1);
+            until(&what, async || {
+                let ownership = self.ask(number, "/admin/v1/ownership").await?;
+                let backends = self.ask(number, "/admin/v1/backends").await?;
+                let users = self.ask(number, "/admin/v1/users").await?;
+                let rests = |list: &Value, is_at_rest: fn(&Value) -> bool| {
+                    list.as_array()
+                        .is_some_and(|list| list.iter().all(is_at_rest))
+                };
+                Ok(ownership["leases"] == 0
+                    && rests(&backends["backends"], |backend| {
+                        backend["in_flight"]["here"] == 0 && backend["in_flight"]["cluster"] == 0
+                    })
+                    && rests(&users["users"], |user| user["in_flight"] == 0))
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the live replicas told their digest at one log index, and checks that it is one.
+    ///
+    /// # Errors
+    /// When they differ, or never meet.
+    pub async fn check_digests(&self) -> anyhow::Result<()> {
+        let met = std::cell::RefCell::new(Vec::new());
+        until("all replicas tell the digest at one index", async || {
+            let mut index = 0;
+            for number in self.up() {
+                let cluster = self.ask(number, "/admin/v1/cluster").await?;
+                index = index.max(cluster["applied_index"].as_u64().unwrap_or(0));
+            }
+            let mut digests = Vec::new();
+            for number in self.up() {
+                let path = format!("/admin/v1/digest?index={index}");
+                let answer = self.ask(number, &path).await?;
+                match answer["digest"].as_str() {
+                    Some(digest) => digests.push((number, index, digest.to_owned())),
+                    None => return Ok(false), // Past that index already, or not there yet.
+                }
+            }
+            met.replace(digests);
+            Ok(true)
+        })
+        .await?;
+        let digests = met.into_inner();
+        ensure!(
+            digests.iter().all(|(_, _, digest)| *digest == digests[0].2),
+            "digests differ: {digests:?}"
+        );
+        Ok(())
+    }
+
+    /// Replicas that are up and heard of.
+    #[must_use]
+    pub fn up(&self) -> Vec<usize> {
+        let is_up = |number: &usize| {
+            let replica = &self.replicas[*number];
+            replica.child.is_some() && !replica.is_silent
+        };
+        (0..self.replicas.len()).filter(is_up).collect()
+    }
+
+    /// What a replica's admin API answers.
+    ///
+    /// # Errors
+    /// When it does not answer, or not in JSON.
+    pub async fn ask(&self, number: usize, path: &str) -> anyhow::Result<Value> {
+        self.admin.get(self.admin_addr(number), path).await
+    }
+
+    /// Has a replica do something through its admin API.
+    ///
+    /// # Errors
+    /// When it refuses or does not answer.
+    pub async fn tell(
+        &self,
+        number: usize,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<Value> {
+        let replica = self.admin_addr(number);
+        self.admin.call(method, replica, path, body).await
+    }
+
+    /// Waits until a replica is ready and sees every engine healthy.
+    ///
+    /// # Errors
+    /// When it does not get there.
+    pub async fn wait_ready(&self, number: usize) -> anyhow::Result<()> {
+        let engines = self.layout.engines.len();
+        let what = format!("replica {} is ready and sees {engines} engines", number + 1);
+        until(&what, async || {
+            let Ok(ready) = self.ask(number, "/readyz").await else {
+                return Ok(false); // Its listener may not be bound yet.
+            };
+            if ready["status"] != "ready" {
+                return Ok(false);
+            }
+            let backends = self.ask(number, "/admin/v1/backends").await?;
+            let is_healthy = |backend: &&Value| backend["state"]["is_healthy"] == true;
+            let healthy = backends["backends"].as_array();
+            Ok(healthy.is_some_and(|list| list.iter().filter(is_healthy).count() == engines))
+        })
+        .await
+    }
+}

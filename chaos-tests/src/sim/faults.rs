@@ -1,0 +1,158 @@
+//! What goes wrong, and when: a schedule drawn from the seed.
+
+use node::simulate::rng::Rng;
+
+/// One way for things to go wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fault {
+    /// A process is killed and its machine loses what was not synced; it starts again later.
+    Crash,
+    /// All of them at once.
+    CrashAll,
+    /// A process is killed and starts again at once.
+    Bounce,
+    /// A replica leaves in peace and comes back.
+    Leave,
+    /// A process is not scheduled for a while.
+    Pause,
+    /// A wall clock jumps, forth or back.
+    ClockJump,
+    /// The replicas fall into two halves.
+    Halves,
+    /// One replica is cut off.
+    Isolate,
+    /// The leader is cut off.
+    IsolateLeader,
+    /// Messages pass in one direction only.
+    OneWay,
+    /// What is sent over some links comes later, all at once.
+    Hold,
+    /// Some links lose and repeat messages.
+    BadLinks,
+    /// Some links are slow.
+    SlowLinks,
+    /// Connections break in the middle of what they carry.
+    CutStreams,
+    /// A disk takes long to sync.
+    SlowDisk,
+    /// A disk takes no writes; it is mended and its replica started again.
+    FailDisk,
+    /// A new replica joins as a learner.
+    Join,
+    /// A learner is made a voter.
+    Promote,
+    /// A replica is removed.
+    Remove,
+    /// Leadership is handed over.
+    Transfer,
+    /// A snapshot is taken.
+    Snapshot,
+    /// A replica loses its state to a fault of memory.
+    LoseState,
+}
+
+impl Fault {
+    /// All of them, with how often each is drawn.
+    pub const ALL: &[(Self, u32)] = &[
+        (Self::Crash, 16),
+        (Self::CrashAll, 3),
+        (Self::Bounce, 8),
+        (Self::Leave, 5),
+        (Self::Pause, 10),
+        (Self::ClockJump, 6),
+        (Self::Halves, 6),
+        (Self::Isolate, 6),
+        (Self::IsolateLeader, 8),
+        (Self::OneWay, 8),
+        (Self::Hold, 8),
+        (Self::BadLinks, 6),
+        (Self::SlowLinks, 6),
+        (Self::CutStreams, 8),
+        (Self::SlowDisk, 6),
+        (Self::FailDisk, 4),
+        (Self::Join, 5),
+        (Self::Promote, 8),
+        (Self::Remove, 4),
+        (Self::Transfer, 6),
+        (Self::Snapshot, 6),
+        (Self::LoseState, 3),
+    ];
+
+    /// The next one, of those that `only` names; of all when it is empty.
+    pub fn draw(rng: &mut Rng, only: &[Self]) -> Self {
+        let can = |fault: &Self| only.is_empty() || only.contains(fault);
+        let drawn = Self::ALL.iter().filter(|(fault, _)| can(fault));
+        let sum: u32 = drawn.clone().map(|(_, weight)| weight).sum();
+        let mut left = rng.below(sum.into());
+        for (fault, weight) in drawn {
+            match left.checked_sub(u64::from(*weight)) {
+                Some(rest) => left = rest,
+                None => return *fault,
+            }
+        }
+        unreachable!("what is below the sum of all weights falls on one of them")
+    }
+
+    /// The fault of this name, as it is displayed.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        let mut all = Self::ALL.iter().map(|(fault, _)| *fault);
+        all.find(|fault| fault.to_string() == name)
+    }
+}
+
+impl std::fmt::Display for Fault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = format!("{self:?}");
+        for (at, letter) in name.char_indices() {
+            if letter.is_uppercase() && at > 0 {
+                f.write_str("-")?;
+            }
+            write!(f, "{}", letter.to_ascii_lowercase())?;
+        }
+        Ok(())
+    }
+}
+
+/// What ends a fault.
+#[derive(Debug, Clone)]
+pub enum Remedy {
+    /// The machine's process starts.
+    Start(u8),
+    /// It is killed.
+    Kill(u8),
+    /// It is scheduled again.
+    Resume(u8),
+    /// The wall clock is right again.
+    RightClock(u8),
+    /// Links stand again.
+    Heal(Vec<(u8, u8)>),
+    /// Links are as good as they were drawn.
+    Soothe(Vec<(u8, u8)>),
+    /// The disk is as quick as it was.
+    QuickDisk(u8),
+    /// The disk is mended, and the replica that took itself out starts again.
+    MendDisk(u8),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_fault_is_drawn_and_has_a_name() {
+        let mut rng = Rng::new(1, 0);
+        let mut drawn = std::collections::BTreeSet::new();
+        for _ in 0..10_000 {
+            drawn.insert(Fault::draw(&mut rng, &[]));
+        }
+        assert_eq!(drawn.len(), Fault::ALL.len());
+        for fault in drawn {
+            assert_eq!(Fault::named(&fault.to_string()), Some(fault));
+        }
+        assert_eq!(Fault::IsolateLeader.to_string(), "isolate-leader");
+        let only = Fault::draw(&mut rng, &[Fault::Pause]);
+        assert_eq!(only, Fault::Pause);
+    }
+}

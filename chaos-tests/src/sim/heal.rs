@@ -1,0 +1,242 @@
+//! After the faults: everything is mended, and the cluster must find back to one state by itself.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use node::app::core::Core;
+use raft::Role;
+
+use super::faults::Remedy;
+use super::workload;
+use super::world::{Seat, World};
+use crate::oracle::image::Image;
+use crate::oracle::observation::AtRest;
+
+/// How long healing may take. Replicas that are gone for good are waited for 10 s before their leases
+/// end, and an admin write may be tried for as long; twice that, and the elections before.
+const HEAL_MS_MAX: u64 = 40_000;
+/// From one look at the cluster to the next.
+const LOOK_EVERY_MS: u64 = 50;
+
+impl World {
+    /// Mends everything and waits until the cluster is whole.
+    ///
+    /// # Errors
+    /// Says what it was waited for in vain.
+    pub(super) fn heal(&mut self) -> Result<(), String> {
+        self.mend_everything();
+        self.wait("the cluster is whole", |world| {
+            world.tend();
+            world.is_whole()
+        })?;
+        let mut asked = Vec::new();
+        for (id, seat) in &self.seats {
+            if let (false, Some(core), Some(handle)) =
+                (seat.is_gone, seat.machine.core(), seat.machine.handle())
+            {
+                asked.push((*id, self.stage.read_all(seat.run, core, handle)));
+            }
+        }
+        self.wait("every replica answers reads and a request", |_| {
+            unanswered(&asked)
+        })?;
+        self.wait("the cluster is at rest", Self::is_whole)?;
+        self.observe_healed();
+        Ok(())
+    }
+
+    fn mend_everything(&mut self) {
+        self.end_faults();
+        self.mend_all();
+        let links: Vec<_> = self.links_down.iter().copied().collect();
+        self.apply_remedy(Remedy::Heal(links));
+        self.soothe_all();
+        let ids: Vec<u8> = self.seats.keys().copied().collect();
+        for id in &ids {
+            self.apply_remedy(Remedy::Resume(*id));
+            self.apply_remedy(Remedy::RightClock(*id));
+            self.apply_remedy(Remedy::QuickDisk(*id));
+            self.start(*id);
+        }
+        self.stage.close();
+        self.trace
+            .event(self.now_us(), format_args!("all is mended"));
+    }
+
+    /// What an operator does in the end: takes replicas away that were removed, and starts the rest.
+    fn tend(&mut self) {
+        self.retire();
+        let ids: Vec<u8> = self.seats.keys().copied().collect();
+        for id in ids {
+            self.start(id);
+        }
+    }
+
+    /// Replicas that the others removed do not come back.
+    pub(super) fn retire(&mut self) {
+        for id in self.stage.take_removed() {
+            self.bury(id);
+        }
+        let removed = self.seats.iter().filter(|(_, seat)| {
+            let status = seat.status.as_ref();
+            !seat.is_gone && status.is_some_and(|it| it.borrow().role == Role::Removed)
+        });
+        for id in removed.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.bury(id);
+        }
+    }
+
+    fn bury(&mut self, id: u8) {
+        let Some(seat) = self.seats.get_mut(&id) else {
+            return;
+        };
+        seat.is_gone = true;
+        let wait_us = 1000 * self.rng.below(1500);
+        self.remedy_in(wait_us, Remedy::Kill(id));
+    }
+
+    fn wait(
+        &mut self,
+        what: &str,
+        mut is_so: impl FnMut(&mut Self) -> Result<(), String>,
+    ) -> Result<(), String> {
+        let until_us = self.now_us() + 1000 * HEAL_MS_MAX;
+        loop {
+            for _ in 0..LOOK_EVERY_MS {
+                self.step();
+            }
+            if let Some(wrong) = self.ledger.wrong() {
+                return Err(wrong);
+            }
+            match is_so(self) {
+                Ok(()) => return Ok(()),
+                Err(why) if self.now_us() >= until_us => {
+                    return Err(format!("heal: waited in vain until {what}: {why}"));
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Whether one leader leads, all have the same state, and nothing is under way any more.
+    fn is_whole(&mut self) -> Result<(), String> {
+        let leader = self.leader().ok_or("nobody leads")?;
+        let status = self.seats[&leader]
+            .status
+            .as_ref()
+            .map(|it| it.borrow().clone());
+        let status = status.ok_or("nobody leads")?;
+        let members: BTreeSet<u8> = status.members.keys().copied().collect();
+        let mut digests = BTreeSet::new();
+        for (id, seat) in &self.seats {
+            if seat.is_gone {
+                continue;
+            }
+            if !members.contains(id) {
+                return Err(format!("replica {id} is no member of {members:?}"));
+            }
+            let core = seat
+                .machine
+                .core()
+                .ok_or_else(|| format!("replica {id} is not up"))?;
+            let theirs = core.replica().status();
+            if theirs.leader != Some(leader) || !theirs.caught_up || !theirs.has_quorum {
+                return Err(format!("replica {id} does not follow {leader}: {theirs:?}"));
+            }
+            if theirs.applied != status.committed {
+                let (applied, committed) = (theirs.applied, status.committed);
+                return Err(format!("replica {id} applied {applied} of {committed}"));
+            }
+            let left = core.router().outbox_status();
+            if left.queued_items > 0 {
+                return Err(format!("the outbox of replica {id} holds {left:?}"));
+            }
+            if !core.router().is_overlay_empty() {
+                return Err(format!("replica {id} believes in what no log tells"));
+            }
+            // The last thing that ended here is still on its way to the others' counts.
+            let running = in_flight(seat, core);
+            if running > 0 {
+                return Err(format!("replica {id} counts {running} requests under way"));
+            }
+            if !core.admission().lines().is_empty() {
+                return Err(format!("requests wait at replica {id}"));
+            }
+            digests.insert(core.with_state(state::RouterState::digest));
+            core.with_state(at_rest)
+                .map_err(|why| format!("replica {id}: {why}"))?;
+        }
+        for id in members {
+            if self.seats.get(&id).is_none_or(|seat| seat.is_gone) {
+                return Err(format!("replica {id} is a member and gone"));
+            }
+        }
+        if digests.len() != 1 {
+            return Err(format!("{} different states", digests.len()));
+        }
+        Ok(())
+    }
+
+    fn observe_healed(&mut self) {
+        let keys = workload::keys();
+        let (now_us, ledger) = (self.now_us(), self.ledger.clone());
+        for (id, seat) in &self.seats {
+            let (false, Some(core)) = (seat.is_gone, seat.machine.core()) else {
+                continue;
+            };
+            let image = Arc::new(core.with_state(|state| Image::of(state, &keys)));
+            let router = core.router();
+            let at_rest = AtRest {
+                run: seat.run,
+                image: Arc::clone(&image),
+                outbox_items: router.outbox_status().queued_items,
+                overlay_blocks: usize::from(!router.is_overlay_empty()),
+                in_flight: in_flight(seat, core),
+            };
+            ledger.with(|record| {
+                let observation = &mut record.observation;
+                observation.images.push((now_us, seat.run, image));
+                observation
+                    .at_rest
+                    .insert(state::ids::ReplicaId(*id), at_rest);
+            });
+        }
+    }
+}
+
+fn unanswered(asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
+    match asked.iter().find(|(_, done)| !done.load(Ordering::Relaxed)) {
+        Some((id, _)) => Err(format!("replica {id} has not answered")),
+        None => Ok(()),
+    }
+}
+
+/// Requests that a replica counts at all backends, those of the others that it was told of included.
+fn in_flight(seat: &Seat, core: &Core) -> u64 {
+    let Some(handle) = seat.machine.handle() else {
+        return 0;
+    };
+    // The present of the replica's own clock.
+    let _within = handle.enter();
+    let now = tokio::time::Instant::now();
+    let registry = core.view().registry();
+    let load = core.router().load();
+    let running = registry.backends.iter();
+    let running = running.map(|it| u64::from(load.cluster(it.handle, now).running));
+    running.sum()
+}
+
+/// Whether nothing is under way, as far as a state knows.
+fn at_rest(state: &state::RouterState) -> Result<(), String> {
+    match (
+        state.open_leases(),
+        state.users_backlogged(),
+        state.users_waiting(),
+    ) {
+        (0, 0, 0) => Ok(()),
+        (leases, backlogged, waiting) => Err(format!(
+            "{leases} leases are open, {backlogged} users have requests in flight, {waiting} wait"
+        )),
+    }
+}

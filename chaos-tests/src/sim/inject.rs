@@ -1,0 +1,515 @@
+//! How each fault comes about.
+
+use std::sync::atomic::Ordering;
+
+use raft::Role;
+use state::ids::ReplicaId;
+
+use super::faults::{Fault, Remedy};
+use super::network::{Cut, LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
+use super::reach::{self, Ways};
+use super::workload::Change;
+use super::world::World;
+
+/// A slow disk's sync, microseconds, at least.
+const SLOW_SYNC_US: u64 = 50_000;
+
+impl World {
+    /// From now on things go wrong.
+    pub fn begin_faults(&mut self) {
+        self.next_fault_us = self.now_us() + 1;
+    }
+
+    /// No new faults from now on.
+    pub(super) fn end_faults(&mut self) {
+        self.next_fault_us = 0;
+    }
+
+    /// The next fault happens, and the one after it is planned.
+    pub(super) fn go_wrong(&mut self) {
+        let gap_us = 1000 * self.plan.fault_gap_ms;
+        self.next_fault_us = self.now_us() + gap_us / 4 + self.rng.below(2 * gap_us);
+        let only = self.options.only.clone();
+        let fault = Fault::draw(&mut self.rng, &only);
+        if self.inject(fault) {
+            *self.counts.faults.entry(fault).or_default() += 1;
+            self.trace
+                .event(self.now_us(), format_args!("fault {fault}"));
+        }
+    }
+
+    /// Answers whether it could happen.
+    fn inject(&mut self, fault: Fault) -> bool {
+        match fault {
+            Fault::Crash => self.crash_one(3000),
+            Fault::Bounce => self.crash_one(20),
+            Fault::CrashAll => self.crash_all(),
+            Fault::Leave => self.leave(),
+            Fault::Pause => self.pause(),
+            Fault::ClockJump => self.clock_jump(),
+            Fault::Halves => self.halves(),
+            Fault::Isolate => {
+                let id = self.any_running();
+                self.isolate(id)
+            }
+            Fault::IsolateLeader => {
+                let id = self.leader();
+                self.isolate(id)
+            }
+            Fault::OneWay => self.one_way(),
+            Fault::Hold => self.hold(),
+            Fault::BadLinks => self.change_links(|link| {
+                link.loss_permille = LOSS_PERMILLE_BAD;
+                link.repeats_permille = REPEATS_PERMILLE_BAD;
+            }),
+            Fault::SlowLinks => self.change_links(|link| {
+                link.base_us += 30_000;
+                link.jitter_us += 30_000;
+            }),
+            Fault::CutStreams => self.cut_streams(),
+            Fault::SlowDisk => self.slow_disk(),
+            Fault::FailDisk => self.fail_disk(),
+            Fault::Join => self.join(),
+            Fault::Promote => self.promote(),
+            Fault::Remove => self.remove(),
+            Fault::Transfer => self.transfer(),
+            Fault::Snapshot => self.snapshot(),
+            Fault::LoseState => self.lose_state(),
+        }
+    }
+
+    /// How long a fault lasts: mostly short, seldom long.
+    fn while_us(&mut self, longest_ms: u64) -> u64 {
+        let most = match self.rng.below(4) {
+            0 => longest_ms,
+            _ => longest_ms / 5,
+        };
+        1000 * (1 + self.rng.below(most.max(1)))
+    }
+
+    fn any_of<T: Copy>(&mut self, among: &[T]) -> Option<T> {
+        if among.is_empty() {
+            return None;
+        }
+        let at = self.rng.below(among.len() as u64) as usize;
+        Some(among[at])
+    }
+
+    fn any_running(&mut self) -> Option<u8> {
+        let running = self.running();
+        self.any_of(&running)
+    }
+
+    /// Somebody who is up and answers.
+    pub(super) fn any_up(&mut self) -> Option<u8> {
+        let up: Vec<u8> = self
+            .seats
+            .iter()
+            .filter(|(_, seat)| seat.machine.core().is_some())
+            .map(|(id, _)| *id)
+            .collect();
+        self.any_of(&up)
+    }
+
+    fn crash_one(&mut self, longest_ms: u64) -> bool {
+        let Some(id) = self.any_running() else {
+            return false;
+        };
+        self.kill(id);
+        let wait_us = self.while_us(longest_ms);
+        self.remedy_in(wait_us, Remedy::Start(id));
+        true
+    }
+
+    fn crash_all(&mut self) -> bool {
+        for id in self.running() {
+            self.kill(id);
+            let wait_us = self.while_us(2000);
+            self.remedy_in(wait_us, Remedy::Start(id));
+        }
+        true
+    }
+
+    fn leave(&mut self) -> bool {
+        let Some(id) = self.any_up() else {
+            return false;
+        };
+        if let Some(seat) = self.seats.get_mut(&id) {
+            seat.machine.leave();
+        }
+        true
+    }
+
+    fn pause(&mut self) -> bool {
+        let Some(id) = self.any_running() else {
+            return false;
+        };
+        let Some(seat) = self.seats.get_mut(&id) else {
+            return false;
+        };
+        if seat.machine.is_paused() {
+            return false;
+        }
+        seat.machine.pause();
+        self.network.pause(id);
+        let wait_us = self.while_us(8000);
+        self.remedy_in(wait_us, Remedy::Resume(id));
+        true
+    }
+
+    fn clock_jump(&mut self) -> bool {
+        let ids: Vec<u8> = self.seats.keys().copied().collect();
+        let Some(id) = self.any_of(&ids) else {
+            return false;
+        };
+        let most_ms = [500, 5000, 60_000, 7_200_000][self.rng.below(4) as usize];
+        let error_ms = self.rng.below(2 * most_ms + 1) as i64 - most_ms as i64;
+        self.seats[&id].machine.wall.set_error_ms(error_ms);
+        if self.rng.below(2) == 0 {
+            let wait_us = self.while_us(10_000);
+            self.remedy_in(wait_us, Remedy::RightClock(id));
+        }
+        true
+    }
+
+    fn ids(&self) -> Vec<u8> {
+        let there = self.seats.iter().filter(|(_, seat)| !seat.is_gone);
+        there.map(|(id, _)| *id).collect()
+    }
+
+    /// Cuts links, and has them heal after a while.
+    fn cut(&mut self, links: Vec<(u8, u8)>, how: Cut, longest_ms: u64) -> bool {
+        for (from, to) in &links {
+            self.network.cut(*from, *to, how);
+            self.links_down.insert((*from, *to));
+        }
+        self.observe_reach();
+        let wait_us = self.while_us(longest_ms);
+        let is_any = !links.is_empty();
+        self.remedy_in(wait_us, Remedy::Heal(links));
+        is_any
+    }
+
+    fn any_cut(&mut self) -> Cut {
+        match self.rng.below(2) {
+            0 => Cut::Holds,
+            _ => Cut::Drops,
+        }
+    }
+
+    fn halves(&mut self) -> bool {
+        let ids = self.ids();
+        let side: Vec<bool> = ids.iter().map(|_| self.rng.below(2) == 0).collect();
+        let mut links = Vec::new();
+        for (from, on) in ids.iter().zip(&side) {
+            for (to, other) in ids.iter().zip(&side) {
+                if on != other {
+                    links.push((*from, *to));
+                }
+            }
+        }
+        let how = self.any_cut();
+        self.cut(links, how, 12_000)
+    }
+
+    fn isolate(&mut self, id: Option<u8>) -> bool {
+        let Some(id) = id else { return false };
+        let others = self.ids().into_iter().filter(|other| *other != id);
+        let links = others
+            .flat_map(|other| [(id, other), (other, id)])
+            .collect();
+        let how = self.any_cut();
+        self.cut(links, how, 12_000)
+    }
+
+    fn one_way(&mut self) -> bool {
+        let ids = self.ids();
+        let Some(id) = self.any_of(&ids) else {
+            return false;
+        };
+        let is_inbound = self.rng.below(2) == 0;
+        let is_one = self.rng.below(2) == 0;
+        let mut others: Vec<u8> = ids.into_iter().filter(|other| *other != id).collect();
+        if is_one && let Some(other) = self.any_of(&others) {
+            others = vec![other];
+        }
+        let links = others.into_iter().map(|other| match is_inbound {
+            true => (other, id),
+            false => (id, other),
+        });
+        let (links, how) = (links.collect(), self.any_cut());
+        self.cut(links, how, 6000)
+    }
+
+    fn some_links(&mut self) -> Vec<(u8, u8)> {
+        let ids = self.ids();
+        let mut links = Vec::new();
+        for from in &ids {
+            for to in &ids {
+                if from != to && self.rng.below(3) == 0 {
+                    links.push((*from, *to));
+                }
+            }
+        }
+        links
+    }
+
+    fn hold(&mut self) -> bool {
+        let links = self.some_links();
+        self.cut(links, Cut::Holds, 1500)
+    }
+
+    fn change_links(&mut self, change: impl Fn(&mut Link)) -> bool {
+        let links = self.some_links();
+        for (from, to) in &links {
+            self.network.change_link(*from, *to, &change);
+        }
+        let wait_us = self.while_us(8000);
+        self.remedy_in(wait_us, Remedy::Soothe(links));
+        true
+    }
+
+    fn cut_streams(&mut self) -> bool {
+        for (from, to) in self.some_links() {
+            self.network.break_connections(from, to);
+        }
+        true
+    }
+
+    fn slow_disk(&mut self) -> bool {
+        let Some(id) = self.any_running() else {
+            return false;
+        };
+        let sync_us = SLOW_SYNC_US + self.rng.below(400_000);
+        self.seats[&id].pace.slow_to_us(sync_us);
+        let wait_us = self.while_us(6000);
+        self.remedy_in(wait_us, Remedy::QuickDisk(id));
+        true
+    }
+
+    fn fail_disk(&mut self) -> bool {
+        let Some(id) = self.any_running() else {
+            return false;
+        };
+        // Replicas with a bad disk are a minority.
+        let bad = self.seats.values().filter(|seat| seat.is_disk_bad).count();
+        if bad > 0 {
+            return false;
+        }
+        let Some(seat) = self.seats.get_mut(&id) else {
+            return false;
+        };
+        seat.is_disk_bad = true;
+        seat.machine
+            .disk
+            .fail(Some("no space left on device".to_owned()));
+        let wait_us = self.while_us(6000);
+        self.remedy_in(wait_us, Remedy::MendDisk(id));
+        true
+    }
+
+    fn join(&mut self) -> bool {
+        if !self.has_room() {
+            return false;
+        }
+        let (id, members) = (self.next_id(), self.ids());
+        if let Err(error) = self.build(id, &members, true) {
+            self.ledger.blame(format!("build replica {id}: {error:#}"));
+            return false;
+        }
+        self.start(id);
+        true
+    }
+
+    /// Asks somebody for a change of the membership.
+    fn ask(&mut self, change: Change) -> bool {
+        let Some(id) = self.any_up() else {
+            return false;
+        };
+        let seat = &self.seats[&id];
+        match seat.machine.core().zip(seat.machine.handle()) {
+            Some((core, handle)) => {
+                self.stage.change(core.cluster(), handle, change);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Members as somebody knows them, with whether they vote.
+    pub(super) fn members(&self) -> Vec<(u8, bool)> {
+        let statuses = self.seats.values().filter_map(|seat| seat.status.as_ref());
+        let newest = statuses.max_by_key(|status| status.borrow().applied);
+        newest.map_or_else(Vec::new, |status| {
+            let status = status.borrow();
+            let members = status.members.iter();
+            members.map(|(id, member)| (*id, member.is_voter)).collect()
+        })
+    }
+
+    fn promote(&mut self) -> bool {
+        let members = self.members().into_iter();
+        let learners: Vec<u8> = members
+            .filter(|(_, votes)| !votes)
+            .map(|(id, _)| id)
+            .collect();
+        let Some(id) = self.any_of(&learners) else {
+            return false;
+        };
+        self.ask(Change::Promote(ReplicaId(id)))
+    }
+
+    fn remove(&mut self) -> bool {
+        let members = self.members();
+        let voters = members.iter().filter(|(_, votes)| *votes).count();
+        let can_go = members.iter().filter(|(_, votes)| !votes || voters > 3);
+        let can_go: Vec<u8> = can_go.map(|(id, _)| *id).collect();
+        let Some(id) = self.any_of(&can_go) else {
+            return false;
+        };
+        self.ask(Change::Remove(ReplicaId(id)))
+    }
+
+    fn transfer(&mut self) -> bool {
+        let members = self.members().into_iter();
+        let voters: Vec<u8> = members
+            .filter(|(_, votes)| *votes)
+            .map(|(id, _)| id)
+            .collect();
+        let to = match self.rng.below(2) {
+            0 => None,
+            _ => self.any_of(&voters).map(ReplicaId),
+        };
+        self.ask(Change::Transfer(to))
+    }
+
+    fn snapshot(&mut self) -> bool {
+        self.ask(Change::Snapshot)
+    }
+
+    /// One state at a time, of a follower, while all others are sound: a majority must be right, and
+    /// a leader gives its state away before it knows better.
+    fn lose_state(&mut self) -> bool {
+        let is_sound = |seat: &super::world::Seat| {
+            let is_up = seat.machine.core().is_some();
+            seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
+        };
+        if !self.seats.values().all(is_sound) || !self.links_down.is_empty() {
+            return false;
+        }
+        let followers = self.seats.iter().filter(|(_, seat)| {
+            let status = seat.status.as_ref().map(|status| status.borrow());
+            status.is_some_and(|status| status.role == Role::Follower && status.applied > 0)
+        });
+        let followers: Vec<u8> = followers.map(|(id, _)| *id).collect();
+        let Some(id) = self.any_of(&followers) else {
+            return false;
+        };
+        let seat = &self.seats[&id];
+        let Some(core) = seat.machine.core() else {
+            return false;
+        };
+        seat.is_spoiled.store(true, Ordering::Relaxed);
+        core.state_loss()();
+        let (now_us, run) = (self.now_us(), seat.run);
+        self.ledger
+            .with(|record| record.observation.spoiled(now_us, run));
+        true
+    }
+
+    /// A fault ends.
+    pub(super) fn apply_remedy(&mut self, remedy: Remedy) {
+        let now_us = self.now_us();
+        self.trace.event(now_us, format_args!("ends {remedy:?}"));
+        match remedy {
+            Remedy::Start(id) => self.start(id),
+            Remedy::Kill(id) => self.kill(id),
+            Remedy::Resume(id) => {
+                if let Some(seat) = self.seats.get_mut(&id)
+                    && seat.machine.is_paused()
+                {
+                    super::log::on(id, now_us);
+                    seat.machine.resume(now_us);
+                    super::log::off();
+                    self.network.resume(id);
+                }
+            }
+            Remedy::RightClock(id) => self.seats[&id].machine.wall.set_error_ms(0),
+            Remedy::Heal(links) => {
+                for (from, to) in links {
+                    self.network.heal(from, to);
+                    self.links_down.remove(&(from, to));
+                }
+                self.observe_reach();
+            }
+            Remedy::Soothe(links) => self.soothe(&links),
+            Remedy::QuickDisk(id) => self.seats[&id].pace.recover(),
+            Remedy::MendDisk(id) => {
+                self.kill(id);
+                if let Some(seat) = self.seats.get_mut(&id) {
+                    seat.machine.disk.fail(None);
+                    seat.is_disk_bad = false;
+                }
+                let wait_us = self.while_us(1000);
+                self.remedy_in(wait_us, Remedy::Start(id));
+            }
+        }
+    }
+
+    /// Links are as they were drawn; of a bad network they stay bad while faults last.
+    fn soothe(&mut self, links: &[(u8, u8)]) {
+        for (from, to) in links {
+            let drawn = Link::draw(&mut self.rng);
+            let is_bad = self.plan.is_network_bad && self.next_fault_us > 0;
+            self.network.change_link(*from, *to, |link| {
+                let cut = link.cut;
+                *link = Link { cut, ..drawn };
+                if is_bad {
+                    link.loss_permille = LOSS_PERMILLE_BAD / 4;
+                    link.repeats_permille = REPEATS_PERMILLE_BAD / 4;
+                }
+            });
+        }
+    }
+
+    /// Every link there is, sound or bad as the plan says.
+    pub(super) fn soothe_all(&mut self) {
+        let ids: Vec<u8> = self.seats.keys().copied().collect();
+        let links = ids
+            .iter()
+            .flat_map(|from| ids.iter().map(|to| (*from, *to)));
+        let links: Vec<(u8, u8)> = links.filter(|(from, to)| from != to).collect();
+        self.soothe(&links);
+    }
+
+    /// Tells the record who can reach a majority. To be called when a link or an electorate changes.
+    pub(super) fn observe_reach(&mut self) {
+        let now_us = self.now_us();
+        // Who is removed but still runs may carry word between others.
+        let there = self.seats.iter();
+        let there = there.filter(|(_, seat)| !seat.is_gone || seat.machine.is_on());
+        let ids: Vec<u8> = there.map(|(id, _)| *id).collect();
+        let ways = ids
+            .iter()
+            .flat_map(|from| ids.iter().map(|to| (*from, *to)));
+        let is_open = |way: &(u8, u8)| way.0 != way.1 && !self.links_down.contains(way);
+        // Who starts votes as it did before, even before it says so. Who is yet to hear of a cluster
+        // knows no voters, which are not a group that nobody has a majority of.
+        let running = self.seats.values().filter(|seat| seat.machine.is_on());
+        let known = running.map(|seat| seat.voters.clone());
+        let now = Ways {
+            open: ways.filter(is_open).collect(),
+            electorates: known.filter(|voters| !voters.is_empty()).collect(),
+        };
+        for change in self.reach.look(&ids, &now) {
+            let (id, does) = match change {
+                reach::Change::Lost(id) => (id, false),
+                reach::Change::Regained(id) => (id, true),
+            };
+            self.ledger.with(|record| {
+                let observation = &mut record.observation;
+                observation.reaches_majority(now_us, ReplicaId(id), does);
+            });
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Bodies of calls: read out on one side, put together again on the other.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::Frame;
+use http_body_util::BodyExt;
+use tokio::sync::Semaphore;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tonic::Status;
+use tonic::body::Body;
+
+/// Messages of one stream that may be under way: stands for HTTP/2's window.
+const WINDOW_MESSAGES: usize = 4;
+
+/// A part of a body under way.
+#[derive(Debug)]
+pub(super) enum Piece {
+    /// A frame of it.
+    Frame(Frame<Bytes>),
+    /// It is whole.
+    End,
+    /// It breaks off.
+    Broken(Status),
+}
+
+/// A body that is whole.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Whole {
+    data: Vec<Bytes>,
+    trailers: Option<http::HeaderMap>,
+}
+
+impl Whole {
+    /// Reads a body to its end.
+    ///
+    /// # Errors
+    /// When it breaks off.
+    pub(super) async fn read(mut body: Body) -> Result<Self, Status> {
+        let mut whole = Self::default();
+        while let Some(frame) = body.frame().await {
+            match frame?.into_data() {
+                Ok(data) => whole.data.push(data),
+                Err(frame) => whole.trailers = frame.into_trailers().ok(),
+            }
+        }
+        Ok(whole)
+    }
+
+    /// The body again.
+    pub(super) fn into_body(self) -> Body {
+        let data = self.data.into_iter().map(Frame::data);
+        Body::new(Incoming {
+            ready: data.chain(self.trailers.map(Frame::trailers)).collect(),
+            more: None,
+        })
+    }
+
+    /// What of it is compared between runs.
+    pub(super) fn hash(&self) -> u64 {
+        let hash = |hash, data: &Bytes| xxhash_rust::xxh3::xxh3_64_with_seed(data, hash);
+        self.data.iter().fold(0, hash)
+    }
+}
+
+/// What is compared of a frame between runs.
+pub(super) fn hash_of(piece: &Piece) -> u64 {
+    match piece {
+        Piece::Frame(frame) => frame
+            .data_ref()
+            .map_or(1, |data| xxhash_rust::xxh3::xxh3_64(data)),
+        Piece::End => 2,
+        Piece::Broken(_) => 3,
+    }
+}
+
+/// How many messages the reader of a stream lets its writer be ahead.
+#[derive(Debug, Clone)]
+pub(super) struct Window(Arc<Semaphore>);
+
+impl Window {
+    /// An open one.
+    pub(super) fn new() -> Self {
+        Self(Arc::new(Semaphore::new(WINDOW_MESSAGES)))
+    }
+
+    /// Waits for room; `false` once nobody reads any more.
+    pub(super) async fn take(&self) -> bool {
+        match self.0.acquire().await {
+            Ok(permit) => {
+                permit.forget();
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    /// Nobody reads any more.
+    pub(super) fn close(&self) {
+        self.0.close();
+    }
+}
+
+/// The reader's side of a body. That it is dropped tells nobody: the other side learns it by a packet,
+/// as all it learns.
+pub(super) struct Incoming {
+    ready: VecDeque<Frame<Bytes>>,
+    /// `None` when the rest is at hand.
+    more: Option<(UnboundedReceiver<Piece>, Window)>,
+}
+
+/// A body that comes piece by piece, and where its pieces go.
+pub(super) fn stream(window: Window) -> (UnboundedSender<Piece>, Body) {
+    let (pieces, more) = unbounded_channel();
+    let body = Incoming {
+        ready: VecDeque::new(),
+        more: Some((more, window)),
+    };
+    (pieces, Body::new(body))
+}
+
+impl http_body::Body for Incoming {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if let Some(frame) = self.ready.pop_front() {
+            return Poll::Ready(Some(Ok(frame)));
+        }
+        let Some((more, window)) = &mut self.more else {
+            return Poll::Ready(None);
+        };
+        let piece = match more.poll_recv(context) {
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(piece) => piece,
+        };
+        Poll::Ready(match piece {
+            Some(Piece::Frame(frame)) => {
+                window.0.add_permits(1);
+                Some(Ok(frame))
+            }
+            Some(Piece::End) => {
+                self.more = None;
+                None
+            }
+            Some(Piece::Broken(status)) => {
+                self.more = None;
+                Some(Err(status))
+            }
+            None => {
+                self.more = None;
+                Some(Err(Status::unavailable("connection broken")))
+            }
+        })
+    }
+}

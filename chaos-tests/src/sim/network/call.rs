@@ -1,0 +1,418 @@
+//! Calls as their two sides have them, and the port that replicas make and take them through.
+
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use http_body_util::BodyExt;
+use raft::{PeerChannel, PeerRequest, PeerResponse, PeerService, Transport};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tonic::body::Body;
+
+use super::body::{Piece, Whole, Window, stream};
+use super::packet::{Packet, is_request_stream};
+use super::{Connection, Network, broken, host_of};
+
+/// From one look whether calls under way have ended to the next, while a listener closes.
+const CLOSE_LOOK: Duration = Duration::from_millis(10);
+
+/// One end of a connection or call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Client,
+    Server,
+}
+
+impl Side {
+    pub(super) fn other(self) -> Self {
+        match self {
+            Self::Client => Self::Server,
+            Self::Server => Self::Client,
+        }
+    }
+}
+
+/// How an answer's body comes.
+pub(super) enum BodyPart {
+    Whole(Whole),
+    Pieces,
+}
+
+/// What a server answers.
+pub(super) enum Answer {
+    Is(Box<http::response::Parts>, BodyPart),
+    Broken(Status),
+}
+
+/// What a client gets.
+type Reply = Result<(http::response::Parts, Body), Status>;
+
+/// A call under way.
+pub(super) struct Call {
+    pub(super) from: u8,
+    pub(super) to: u8,
+    pub(super) connection: u64,
+    pub(super) request_window: Window,
+    answer_window: Window,
+    /// `None` once it is answered.
+    reply: Option<oneshot::Sender<Reply>>,
+    to_client: Option<UnboundedSender<Piece>>,
+    to_server: Option<UnboundedSender<Piece>>,
+    server: Vec<AbortHandle>,
+    is_stream: bool,
+    is_client_over: bool,
+    is_server_over: bool,
+    /// When the last packet of each direction arrives.
+    last_due: [u64; 2],
+}
+
+impl Call {
+    pub(super) fn last_due(&mut self, side: Side) -> &mut u64 {
+        &mut self.last_due[usize::from(side == Side::Server)]
+    }
+
+    pub(super) fn is_stream(&self) -> bool {
+        self.is_stream
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.is_client_over && self.is_server_over
+    }
+
+    /// One side's connection or interest is gone.
+    pub(super) fn end(&mut self, side: Side) {
+        match side {
+            Side::Client => {
+                if let Some(reply) = self.reply.take() {
+                    // Nobody waits for it when the client has lost interest.
+                    let _gone = reply.send(Err(broken()));
+                }
+                if let Some(pieces) = self.to_client.take() {
+                    let _gone = pieces.send(Piece::Broken(broken()));
+                }
+                self.is_client_over = true;
+                self.request_window.close();
+            }
+            Side::Server => {
+                if let Some(pieces) = self.to_server.take() {
+                    let _gone = pieces.send(Piece::Broken(broken()));
+                }
+                for task in self.server.drain(..) {
+                    task.abort();
+                }
+                self.is_server_over = true;
+                self.answer_window.close();
+            }
+        }
+    }
+
+    /// The server has begun with it.
+    pub(super) fn served(&mut self, pieces: Option<UnboundedSender<Piece>>, task: AbortHandle) {
+        self.to_server = self.to_server.take().or(pieces);
+        self.server.push(task);
+    }
+
+    /// The answer reached the client.
+    pub(super) fn answered(&mut self, answer: Answer) {
+        let Some(reply) = self.reply.take() else {
+            return;
+        };
+        let reply_is = match answer {
+            Answer::Is(head, BodyPart::Whole(whole)) => {
+                self.is_client_over = true;
+                self.is_server_over = true;
+                self.request_window.close();
+                Ok((*head, whole.into_body()))
+            }
+            Answer::Is(head, BodyPart::Pieces) => {
+                let (pieces, body) = stream(self.answer_window.clone());
+                self.to_client = Some(pieces);
+                Ok((*head, body))
+            }
+            Answer::Broken(status) => {
+                self.is_client_over = true;
+                self.is_server_over = true;
+                Err(status)
+            }
+        };
+        // Nobody waits for it when the client has lost interest.
+        let _gone = reply.send(reply_is);
+    }
+
+    /// A piece reached `side`.
+    pub(super) fn piece(&mut self, side: Side, piece: Piece) {
+        let is_last = !matches!(piece, Piece::Frame(_));
+        let pieces = match side {
+            Side::Client => &mut self.to_client,
+            Side::Server => &mut self.to_server,
+        };
+        if let Some(to) = pieces {
+            // Who reads may have stopped.
+            let _gone = to.send(piece);
+        }
+        if is_last {
+            *pieces = None;
+            if side == Side::Client {
+                self.is_client_over = true;
+                self.is_server_over = true;
+            }
+        }
+    }
+}
+
+/// Has the call cancelled at its server when the client loses interest.
+struct Interest {
+    network: Network,
+    call: u64,
+}
+
+impl Drop for Interest {
+    fn drop(&mut self) {
+        let mut state = self.network.lock();
+        let Some(call) = state.calls.get_mut(&self.call) else {
+            return;
+        };
+        if call.is_client_over {
+            return;
+        }
+        call.end(Side::Client);
+        let (from, to, call) = (call.from, call.to, self.call);
+        state.send(from, to, Packet::Cancel { call });
+    }
+}
+
+/// A body that keeps its call's interest alive as long as it is read.
+struct Held {
+    body: Body,
+    _interest: Interest,
+}
+
+impl http_body::Body for Held {
+    type Data = bytes::Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: std::pin::Pin<&mut Self>,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<http_body::Frame<bytes::Bytes>, Status>>> {
+        std::pin::Pin::new(&mut self.body).poll_frame(context)
+    }
+}
+
+impl Network {
+    /// Makes one call over a connection.
+    async fn call(self, connection: u64, request: PeerRequest) -> Result<PeerResponse, Status> {
+        let (head, body) = request.into_parts();
+        let (whole, pieces) = match is_request_stream(head.uri.path()) {
+            true => (None, Some(body)),
+            false => (Some(Whole::read(body).await?), None),
+        };
+        let window = Window::new();
+        let (call, reply) = self.begin(connection, head, whole, window.clone())?;
+        let interest = Interest {
+            network: self.clone(),
+            call,
+        };
+        if let Some(body) = pieces {
+            tokio::spawn(pump(self, call, Side::Server, body, window));
+        }
+        let (head, body) = reply.await.map_err(|_| broken())??;
+        let held = Held {
+            body,
+            _interest: interest,
+        };
+        Ok(PeerResponse::from_parts(head, Body::new(held)))
+    }
+
+    fn begin(
+        &self,
+        connection: u64,
+        head: http::request::Parts,
+        body: Option<Whole>,
+        request_window: Window,
+    ) -> Result<(u64, oneshot::Receiver<Reply>), Status> {
+        let mut state = self.lock();
+        state.is_usable(connection)?;
+        let it = &state.connections[&connection];
+        let (from, to, connection_run) = (it.from, it.to, it.to_run);
+        let (reply, answered) = oneshot::channel();
+        let call = state.next_id();
+        let begun = Call {
+            from,
+            to,
+            connection,
+            request_window,
+            answer_window: Window::new(),
+            reply: Some(reply),
+            to_client: None,
+            to_server: None,
+            server: Vec::new(),
+            is_stream: body.is_none(),
+            is_client_over: false,
+            is_server_over: false,
+            last_due: [0; 2],
+        };
+        state.calls.insert(call, begun);
+        let request = Packet::Request {
+            call,
+            to,
+            connection_run,
+            head: Box::new(head),
+            body,
+            is_repeat: false,
+        };
+        state.send(from, to, request);
+        Ok((call, answered))
+    }
+
+    /// Sends from the server's side of a call; nobody is told when the call is over.
+    fn respond(&self, call: u64, answer: Answer) -> Option<Window> {
+        let mut state = self.lock();
+        let it = state.calls.get(&call)?;
+        let (from, to, window) = (it.from, it.to, it.answer_window.clone());
+        let answer = Box::new(answer);
+        state.send(to, from, Packet::Response { call, answer });
+        Some(window)
+    }
+
+    /// Sends a piece to `side`; `false` when the call is over.
+    fn send_piece(&self, call: u64, side: Side, piece: Piece) -> bool {
+        let mut state = self.lock();
+        let Some(it) = state.calls.get(&call) else {
+            return false;
+        };
+        let (from, to) = match side {
+            Side::Server => (it.from, it.to),
+            Side::Client => (it.to, it.from),
+        };
+        state.send(from, to, Packet::Piece { call, side, piece });
+        true
+    }
+
+    async fn connect(self, from: u8, from_run: u64, to: u8) -> Result<PeerChannel, String> {
+        let (opened, is_open) = oneshot::channel();
+        let connection = {
+            let mut state = self.lock();
+            let connection = state.next_id();
+            let opening = Connection {
+                from,
+                from_run,
+                to,
+                to_run: None,
+                is_broken: false,
+                silent: None,
+                opened: Some(opened),
+            };
+            state.connections.insert(connection, opening);
+            state.send(from, to, Packet::Open { connection });
+            connection
+        };
+        is_open.await.map_err(|_| "connection reset".to_owned())??;
+        let network = self;
+        Ok(PeerChannel::new(tower::service_fn(move |request| {
+            network.clone().call(connection, request)
+        })))
+    }
+}
+
+/// Sends a body piece by piece, as fast as it is read on the other side.
+async fn pump(network: Network, call: u64, side: Side, mut body: Body, window: Window) {
+    while window.take().await {
+        let piece = match body.frame().await {
+            Some(Ok(frame)) => Piece::Frame(frame),
+            Some(Err(status)) => Piece::Broken(status),
+            None => Piece::End,
+        };
+        let is_last = !matches!(piece, Piece::Frame(_));
+        if !network.send_piece(call, side, piece) || is_last {
+            return;
+        }
+    }
+}
+
+/// Runs one call at its server.
+pub(super) async fn answer(
+    network: Network,
+    call: u64,
+    in_pieces: bool,
+    served: impl Future<Output = Result<PeerResponse, Infallible>> + Send,
+) {
+    let Ok(response) = served.await;
+    let (head, body) = response.into_parts();
+    if in_pieces {
+        if let Some(window) = network.respond(call, Answer::Is(Box::new(head), BodyPart::Pieces)) {
+            pump(network, call, Side::Client, body, window).await;
+        }
+        return;
+    }
+    network.respond(
+        call,
+        match Whole::read(body).await {
+            Ok(whole) => Answer::Is(Box::new(head), BodyPart::Whole(whole)),
+            Err(status) => Answer::Broken(status),
+        },
+    );
+}
+
+/// What one run of a replica talks through.
+pub struct SimTransport {
+    network: Network,
+    id: u8,
+    run: u64,
+}
+
+impl SimTransport {
+    pub(super) fn new(network: Network, id: u8, run: u64) -> Self {
+        Self { network, id, run }
+    }
+}
+
+impl Transport for SimTransport {
+    fn local_addr(&self) -> SocketAddr {
+        SocketAddr::from(([10, 0, 0, self.id], 7000))
+    }
+
+    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>> {
+        let (network, from, run) = (self.network.clone(), self.id, self.run);
+        Box::pin(async move {
+            let to = host_of(&address).ok_or_else(|| format!("no host at {address}"))?;
+            network.connect(from, run, to).await
+        })
+    }
+
+    fn serve(
+        &self,
+        service: PeerService,
+        stop: CancellationToken,
+    ) -> BoxFuture<'static, io::Result<()>> {
+        let (network, id, run) = (self.network.clone(), self.id, self.run);
+        Box::pin(async move {
+            let listen = |service| {
+                let mut state = network.lock();
+                if let Some(host) = state.hosts.get_mut(&id)
+                    && host.run == run
+                {
+                    host.service = service;
+                }
+            };
+            listen(Some(service));
+            stop.cancelled().await;
+            listen(None);
+            let is_busy = || {
+                let state = network.lock();
+                let mut calls = state.calls.values();
+                calls.any(|call| call.to == id && !call.server.is_empty())
+            };
+            while is_busy() {
+                tokio::time::sleep(CLOSE_LOOK).await;
+            }
+            Ok(())
+        })
+    }
+}

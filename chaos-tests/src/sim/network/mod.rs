@@ -1,0 +1,482 @@
+//! The network between simulated replicas: whole calls, with everything that can happen to them.
+//!
+//! Messages lie below tonic's generated code and above HTTP/2: what travels is a call's head with
+//! its body, or piece by piece where a body is a stream. Each takes a time of its own, drawn from
+//! the seed, so calls overtake each other; pieces of one stream keep their order, as TCP has it.
+//! A message sent in one step of the world arrives in a later one at the earliest.
+//!
+//! Connections are modelled as far as callers notice: refused while nobody listens, broken at once
+//! when the other side's process ends, after seconds of silence when nothing comes through. A
+//! paused host accepts and keeps what is sent to it.
+
+mod body;
+mod call;
+mod link;
+mod packet;
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use node::simulate::rng::Rng;
+use raft::PeerService;
+use tokio::runtime::Handle;
+use tonic::Status;
+
+pub use self::call::SimTransport;
+use self::call::{Call, Side};
+pub use self::link::{Cut, LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
+use self::packet::{Packet, Planned};
+use super::trace::Trace;
+
+/// From one look at the connections to the next.
+const LOOK_EVERY_US: u64 = 100_000;
+/// How long nothing may come through before a connection counts as broken: within this range, as
+/// pings a second apart that may take two seconds notice it.
+const SILENCE_US: std::ops::Range<u64> = 2_000_000..3_000_000;
+/// What separates the network's draws from others under the same seed.
+const RNG_LABEL: u64 = 0x6e65_7477;
+
+/// The network. Clones share it.
+#[derive(Clone)]
+pub struct Network(Arc<Mutex<State>>);
+
+/// What the network did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct NetworkCounts {
+    /// Messages that arrived.
+    pub delivered: u64,
+    /// Messages lost by a bad or cut link.
+    pub lost: u64,
+    /// Messages kept by a cut link or a paused host, and brought later.
+    pub held: u64,
+    /// Calls that arrived a second time.
+    pub repeated: u64,
+    /// Connections that broke.
+    pub broken: u64,
+    /// Streams that a broken connection cut off.
+    pub streams_cut: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Power {
+    Down,
+    Up,
+    Paused,
+}
+
+/// A replica's machine.
+struct Host {
+    power: Power,
+    /// Counts its starts.
+    run: u64,
+    /// `None` while it does not listen.
+    service: Option<PeerService>,
+    runtime: Option<Handle>,
+    /// What came while it was paused.
+    inbox: VecDeque<Packet>,
+}
+
+struct Connection {
+    from: u8,
+    from_run: u64,
+    to: u8,
+    /// Of the process that accepted it; `None` before.
+    to_run: Option<u64>,
+    is_broken: bool,
+    /// When nothing came through any more, and how long that may last.
+    silent: Option<(u64, u64)>,
+    /// Told once the other side has accepted or refused it.
+    opened: Option<tokio::sync::oneshot::Sender<Result<(), String>>>,
+}
+
+struct State {
+    now_us: u64,
+    looked_us: u64,
+    rng: Rng,
+    links: BTreeMap<(u8, u8), Link>,
+    hosts: BTreeMap<u8, Host>,
+    connections: BTreeMap<u64, Connection>,
+    calls: BTreeMap<u64, Call>,
+    queue: BinaryHeap<Reverse<Planned>>,
+    /// By link, what waits for it to heal.
+    held: BTreeMap<(u8, u8), Vec<Packet>>,
+    planned: u64,
+    last_id: u64,
+    trace: Trace,
+    counts: NetworkCounts,
+}
+
+/// Host and port of a replica's peer listener.
+#[must_use]
+pub fn address_of(id: u8) -> String {
+    format!("10.0.0.{id}:7000")
+}
+
+fn host_of(address: &str) -> Option<u8> {
+    address
+        .strip_prefix("10.0.0.")?
+        .strip_suffix(":7000")?
+        .parse()
+        .ok()
+}
+
+impl Network {
+    /// A sound network without hosts.
+    #[must_use]
+    pub fn new(seed: u64, trace: Trace) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            now_us: 0,
+            looked_us: 0,
+            rng: Rng::new(seed, RNG_LABEL),
+            links: BTreeMap::new(),
+            hosts: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            queue: BinaryHeap::new(),
+            held: BTreeMap::new(),
+            planned: 0,
+            last_id: 0,
+            trace,
+            counts: NetworkCounts::default(),
+        })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A host whose process begins on `runtime`; answers what its replica is to talk through.
+    #[must_use]
+    pub fn power_on(&self, id: u8, runtime: Handle) -> SimTransport {
+        let mut state = self.lock();
+        let run = state.hosts.get(&id).map_or(0, |host| host.run) + 1;
+        let host = Host {
+            power: Power::Up,
+            run,
+            service: None,
+            runtime: Some(runtime),
+            inbox: VecDeque::new(),
+        };
+        state.hosts.insert(id, host);
+        SimTransport::new(self.clone(), id, run)
+    }
+
+    /// The host's process ends: its kernel resets what connections it can.
+    pub fn power_off(&self, id: u8) {
+        let mut state = self.lock();
+        let Some(host) = state.hosts.get_mut(&id) else {
+            return;
+        };
+        host.power = Power::Down;
+        host.service = None;
+        host.runtime = None;
+        host.inbox.clear();
+        let ends = |connection: &Connection| connection.from == id || connection.to == id;
+        let ended: Vec<u64> = state
+            .connections
+            .iter()
+            .filter(|(_, connection)| ends(connection))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in ended {
+            let connection = &state.connections[&number];
+            let (other, side) = match connection.from == id {
+                true => (connection.to, Side::Server),
+                false => (connection.from, Side::Client),
+            };
+            state.forget_calls(number, side.other());
+            state.send(
+                id,
+                other,
+                Packet::Reset {
+                    connection: number,
+                    side,
+                },
+            );
+        }
+    }
+
+    /// The host's process stops being scheduled; its kernel goes on.
+    pub fn pause(&self, id: u8) {
+        if let Some(host) = self.lock().hosts.get_mut(&id)
+            && host.power == Power::Up
+        {
+            host.power = Power::Paused;
+        }
+    }
+
+    /// The host's process is scheduled again and finds what came meanwhile.
+    pub fn resume(&self, id: u8) {
+        let mut state = self.lock();
+        let Some(host) = state.hosts.get_mut(&id) else {
+            return;
+        };
+        if host.power != Power::Paused {
+            return;
+        }
+        host.power = Power::Up;
+        for packet in std::mem::take(&mut host.inbox) {
+            state.deliver(self, packet);
+        }
+    }
+
+    /// Goes on to `now_us`: what is due arrives.
+    pub fn step(&self, now_us: u64) {
+        let mut state = self.lock();
+        state.now_us = now_us;
+        while let Some(Reverse(next)) = state.queue.peek()
+            && next.due_us <= now_us
+        {
+            let Some(Reverse(next)) = state.queue.pop() else {
+                break;
+            };
+            state.arrive(self, next.packet);
+        }
+        if now_us >= state.looked_us + LOOK_EVERY_US {
+            state.looked_us = now_us;
+            state.look_for_silence(self);
+        }
+    }
+
+    /// Cuts one direction.
+    pub fn cut(&self, from: u8, to: u8, how: Cut) {
+        self.change_link(from, to, |link| link.cut = Some(how));
+    }
+
+    /// Mends one direction: what it held comes now.
+    pub fn heal(&self, from: u8, to: u8) {
+        let mut state = self.lock();
+        state.link(from, to).cut = None;
+        for packet in state.held.remove(&(from, to)).unwrap_or_default() {
+            state.counts.held += 1;
+            state.send(from, to, packet);
+        }
+    }
+
+    /// Changes one direction.
+    pub fn change_link(&self, from: u8, to: u8, change: impl FnOnce(&mut Link)) {
+        change(self.lock().link(from, to));
+    }
+
+    /// Breaks every connection from one host to another, both lanes, in the middle of what they carry.
+    pub fn break_connections(&self, from: u8, to: u8) {
+        let mut state = self.lock();
+        let between: Vec<u64> = state
+            .connections
+            .iter()
+            .filter(|(_, it)| (it.from, it.to) == (from, to) && !it.is_broken)
+            .map(|(number, _)| *number)
+            .collect();
+        for number in between {
+            state.break_off(self, number);
+        }
+    }
+
+    /// What it did so far.
+    #[must_use]
+    pub fn counts(&self) -> NetworkCounts {
+        self.lock().counts
+    }
+}
+
+impl State {
+    fn next_id(&mut self) -> u64 {
+        self.last_id += 1;
+        self.last_id
+    }
+
+    fn link(&mut self, from: u8, to: u8) -> &mut Link {
+        let rng = &mut self.rng;
+        self.links
+            .entry((from, to))
+            .or_insert_with(|| Link::draw(rng))
+    }
+
+    /// Sends a packet: it is lost, kept, or on its way.
+    fn send(&mut self, from: u8, to: u8, packet: Packet) {
+        let link = self.link(from, to).clone();
+        if let Some(cut) = link.cut {
+            if cut == Cut::Holds || packet.is_of_stream() {
+                self.held.entry((from, to)).or_default().push(packet);
+            } else {
+                self.counts.lost += 1;
+            }
+            return;
+        }
+        if link::is_drawn(&mut self.rng, link.loss_permille) {
+            self.counts.lost += 1;
+            let is_noticed = packet.is_of_stream() || self.rng.below(2) == 0;
+            if is_noticed && let Some(connection) = self.connection_of(&packet) {
+                let due_us = self.now_us + 1000 * self.rng.below(300);
+                self.plan(due_us, Packet::Break { connection });
+            }
+            return;
+        }
+        let is_repeated = matches!(packet, Packet::Request { .. })
+            && link::is_drawn(&mut self.rng, link.repeats_permille);
+        if is_repeated && let Some(repeat) = packet.repeat() {
+            self.counts.repeated += 1;
+            let late_us = link.latency_us(&mut self.rng) + self.rng.below(link.stray_us + 1);
+            let due_us = self.now_us + late_us;
+            self.plan(due_us, repeat);
+        }
+        let mut due_us = self.now_us + link.latency_us(&mut self.rng);
+        if let Some((call, side)) = packet.ordered_in()
+            && let Some(call) = self.calls.get_mut(&call)
+        {
+            let last = call.last_due(side);
+            due_us = due_us.max(*last);
+            *last = due_us;
+        }
+        self.plan(due_us, packet);
+    }
+
+    fn plan(&mut self, due_us: u64, packet: Packet) {
+        self.planned += 1;
+        let order = self.planned;
+        self.queue.push(Reverse(Planned {
+            due_us,
+            order,
+            packet,
+        }));
+    }
+
+    fn connection_of(&self, packet: &Packet) -> Option<u64> {
+        match packet {
+            Packet::Open { connection }
+            | Packet::Opened { connection, .. }
+            | Packet::Reset { connection, .. }
+            | Packet::Break { connection }
+            | Packet::Broken { connection, .. } => Some(*connection),
+            Packet::Request { call, .. }
+            | Packet::Response { call, .. }
+            | Packet::Piece { call, .. }
+            | Packet::Cancel { call } => Some(self.calls.get(call)?.connection),
+        }
+    }
+
+    /// Who a packet is for; `None`: nobody any more.
+    fn receiver_of(&self, packet: &Packet) -> Option<u8> {
+        if let Packet::Request { to, .. } = packet {
+            return Some(*to);
+        }
+        let side = packet.side()?;
+        let connection = self.connections.get(&self.connection_of(packet)?)?;
+        Some(match side {
+            Side::Client => connection.from,
+            Side::Server => connection.to,
+        })
+    }
+
+    /// A packet's time has come.
+    fn arrive(&mut self, network: &Network, packet: Packet) {
+        if let Packet::Break { connection } = packet {
+            self.break_off(network, connection);
+            return;
+        }
+        let Some(receiver) = self.receiver_of(&packet) else {
+            return;
+        };
+        if let Some(host) = self.hosts.get_mut(&receiver)
+            && host.power == Power::Paused
+            && !packet.is_for_kernel()
+        {
+            self.counts.held += 1;
+            host.inbox.push_back(packet);
+            return;
+        }
+        self.deliver(network, packet);
+    }
+
+    /// Sides of connections through which nothing comes are told so in the end.
+    fn look_for_silence(&mut self, network: &Network) {
+        let now_us = self.now_us;
+        let numbers: Vec<u64> = self.connections.keys().copied().collect();
+        for number in numbers {
+            let connection = &self.connections[&number];
+            if connection.is_broken {
+                continue;
+            }
+            let (from, to) = (connection.from, connection.to);
+            let is_cut = |link: (u8, u8)| self.links.get(&link).is_some_and(|it| it.cut.is_some());
+            let is_up = |id: u8, run: Option<u64>| {
+                let host = self.hosts.get(&id);
+                host.is_some_and(|host| {
+                    host.power == Power::Up && run.is_none_or(|run| run == host.run)
+                })
+            };
+            let is_silent = is_cut((from, to))
+                || is_cut((to, from))
+                || !is_up(from, Some(connection.from_run))
+                || !is_up(to, connection.to_run);
+            let silent = connection.silent;
+            let next = match (is_silent, silent) {
+                (false, _) => None,
+                (true, None) => {
+                    let bound = SILENCE_US.end - SILENCE_US.start;
+                    Some((now_us, SILENCE_US.start + self.rng.below(bound)))
+                }
+                (true, Some((since_us, bound_us))) if now_us - since_us >= bound_us => {
+                    self.break_off(network, number);
+                    continue;
+                }
+                (true, silent) => silent,
+            };
+            if let Some(connection) = self.connections.get_mut(&number) {
+                connection.silent = next;
+            }
+        }
+    }
+
+    /// Breaks a connection on both sides at once.
+    fn break_off(&mut self, network: &Network, number: u64) {
+        let Some(connection) = self.connections.get_mut(&number) else {
+            return;
+        };
+        if std::mem::replace(&mut connection.is_broken, true) {
+            return;
+        }
+        self.counts.broken += 1;
+        for side in [Side::Client, Side::Server] {
+            self.arrive(
+                network,
+                Packet::Broken {
+                    connection: number,
+                    side,
+                },
+            );
+        }
+    }
+
+    /// One side learns that its connection is gone.
+    fn end_side(&mut self, number: u64, side: Side) {
+        if side == Side::Client
+            && let Some(connection) = self.connections.get_mut(&number)
+        {
+            connection.is_broken = true;
+            if let Some(opened) = connection.opened.take() {
+                // Who connected may have given up.
+                let _gone = opened.send(Err("connection reset".to_owned()));
+            }
+        }
+        self.forget_calls(number, side);
+    }
+
+    /// One side of every call over a connection ends.
+    fn forget_calls(&mut self, number: u64, side: Side) {
+        let of_it = |call: &Call| call.connection == number;
+        for call in self.calls.values_mut().filter(|call| of_it(call)) {
+            if call.is_stream() {
+                self.counts.streams_cut += 1;
+            }
+            call.end(side);
+        }
+        self.calls.retain(|_, call| !call.is_over());
+    }
+}
+
+/// What a caller is told whose connection is gone.
+fn broken() -> Status {
+    Status::unavailable("connection broken")
+}

@@ -1,0 +1,298 @@
+//! One simulated machine: a disk and a clock that outlive processes, and the process on it.
+//!
+//! A process is a tokio runtime of its own, on one thread with paused time. The world steps it to
+//! the present; dropping it is a crash, not stepping it is SIGSTOP, and when it goes on its clock
+//! jumps.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use api::clock::Clock;
+use node::app::core::{Core, CorePorts, Witness};
+use node::config::Config;
+use raft::{MemoryDisk, Storage};
+use state::ids::SessionId;
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::time::{Instant, advance, sleep_until};
+
+use super::network::Network;
+
+/// Unix time at which every simulation begins, in milliseconds.
+pub const EPOCH_MS: u64 = 1_700_000_000_000;
+
+/// Simulated time in microseconds since the world began. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Time(Arc<AtomicU64>);
+
+impl Time {
+    /// What it is.
+    #[must_use]
+    pub fn now_us(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Goes on.
+    pub(super) fn set_us(&self, now_us: u64) {
+        self.0.store(now_us, Ordering::Relaxed);
+    }
+}
+
+/// A machine's wall clock: the world's time and an error of its own. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Wall {
+    time: Time,
+    error_ms: Arc<AtomicI64>,
+}
+
+impl Wall {
+    fn new(time: Time) -> Self {
+        Self {
+            time,
+            error_ms: Arc::default(),
+        }
+    }
+
+    /// Sets it wrong, or right with 0.
+    pub fn set_error_ms(&self, error_ms: i64) {
+        self.error_ms.store(error_ms, Ordering::Relaxed);
+    }
+
+    /// What it shows, in Unix milliseconds.
+    #[must_use]
+    pub fn unix_ms(&self) -> u64 {
+        let right = EPOCH_MS + self.time.now_us() / 1000;
+        right.saturating_add_signed(self.error_ms.load(Ordering::Relaxed))
+    }
+}
+
+/// A machine.
+pub struct Machine {
+    /// The replica on it.
+    pub id: u8,
+    /// Its log.
+    pub disk: MemoryDisk,
+    /// Its wall clock.
+    pub wall: Wall,
+    /// How its replica is configured.
+    pub config: Config,
+    /// How often a process was started on it.
+    pub runs: u32,
+    process: Option<Process>,
+}
+
+/// Where a start puts the core.
+type Starting = Arc<Mutex<Option<anyhow::Result<Core>>>>;
+
+/// A process on a machine.
+struct Process {
+    runtime: Runtime,
+    origin: Instant,
+    began_us: u64,
+    /// Up to when it was stepped.
+    reached_us: u64,
+    is_paused: bool,
+    starting: Starting,
+    core: Option<Core>,
+    /// Set once a stop in peace is over.
+    left: Option<Arc<AtomicI64>>,
+}
+
+/// What came of a step.
+#[derive(Debug)]
+pub enum Stepped {
+    /// Nothing to tell.
+    On,
+    /// Its replica has come up.
+    Up,
+    /// It has ended by itself: it could not start, says why, or left in peace (`None`).
+    Ended(Option<String>),
+}
+
+/// What a process is started with.
+pub struct Start {
+    /// Names the run.
+    pub session: SessionId,
+    /// Seed of hashes, should it form the cluster.
+    pub hash_seed: u64,
+    /// Sees the state change.
+    pub witness: Arc<dyn Witness>,
+}
+
+impl Machine {
+    /// One that is off.
+    #[must_use]
+    pub fn new(id: u8, config: Config, disk: MemoryDisk, time: &Time) -> Self {
+        Self {
+            id,
+            disk,
+            wall: Wall::new(time.clone()),
+            config,
+            runs: 0,
+            process: None,
+        }
+    }
+
+    /// Where its files lie.
+    #[must_use]
+    pub fn dir(&self) -> &PathBuf {
+        &self.config.node.data_dir
+    }
+
+    /// Starts a process.
+    pub fn start(&mut self, network: &Network, now_us: u64, start: Start) {
+        assert!(self.process.is_none(), "machine {} runs already", self.id);
+        self.runs += 1;
+        let runtime = Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .expect("a runtime without I/O needs nothing of the system");
+        let transport = network.power_on(self.id, runtime.handle().clone());
+        let wall = self.wall.clone();
+        let ports = CorePorts {
+            transport: Arc::new(transport),
+            storage: Storage::Memory(self.disk.clone()),
+            session: start.session,
+            hash_seed: start.hash_seed,
+            clock: Clock::of(move || wall.unix_ms()),
+            witness: Some(start.witness),
+        };
+        let starting = Starting::default();
+        let (config, started) = (self.config.clone(), Arc::clone(&starting));
+        runtime.spawn(async move {
+            let core = Core::start(config, ports).await;
+            *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(core);
+        });
+        let origin = runtime.block_on(async { Instant::now() });
+        self.process = Some(Process {
+            runtime,
+            origin,
+            began_us: now_us,
+            reached_us: now_us,
+            is_paused: false,
+            starting,
+            core: None,
+            left: None,
+        });
+    }
+
+    /// Brings the process to the present.
+    pub fn step(&mut self, now_us: u64) -> Stepped {
+        let Some(process) = &mut self.process else {
+            return Stepped::On;
+        };
+        if process.is_paused {
+            return Stepped::On;
+        }
+        process.step(now_us);
+        if let Some(left) = &process.left
+            && left.load(Ordering::Relaxed) != 0
+        {
+            return Stepped::Ended(None);
+        }
+        if process.core.is_some() || process.left.is_some() {
+            return Stepped::On;
+        }
+        let started = process.starting.lock();
+        match started.unwrap_or_else(PoisonError::into_inner).take() {
+            None => Stepped::On,
+            Some(Ok(core)) => {
+                process.core = Some(core);
+                Stepped::Up
+            }
+            Some(Err(error)) => Stepped::Ended(Some(format!("{error:#}"))),
+        }
+    }
+
+    /// Whether a process is there, paused or not.
+    #[must_use]
+    pub fn is_on(&self) -> bool {
+        self.process.is_some()
+    }
+
+    /// Whether its process is paused.
+    #[must_use]
+    pub fn is_paused(&self) -> bool {
+        self.process.as_ref().is_some_and(|it| it.is_paused)
+    }
+
+    /// The replica, once it has come up; `None` while it is paused too.
+    #[must_use]
+    pub fn core(&self) -> Option<&Core> {
+        let process = self.process.as_ref().filter(|it| !it.is_paused)?;
+        process.core.as_ref()
+    }
+
+    /// The same, paused or not.
+    #[must_use]
+    pub fn core_at_rest(&self) -> Option<&Core> {
+        self.process.as_ref()?.core.as_ref()
+    }
+
+    /// Where tasks of the process are spawned.
+    #[must_use]
+    pub fn handle(&self) -> Option<&Handle> {
+        Some(self.process.as_ref()?.runtime.handle())
+    }
+
+    /// Stops scheduling the process.
+    pub fn pause(&mut self) {
+        if let Some(process) = &mut self.process {
+            process.is_paused = true;
+        }
+    }
+
+    /// Lets it go on: its clock jumps to the present, and all that was due is due at once.
+    pub fn resume(&mut self, now_us: u64) {
+        let Some(process) = &mut self.process else {
+            return;
+        };
+        if std::mem::replace(&mut process.is_paused, false) {
+            let missed = Duration::from_micros(now_us - process.reached_us);
+            process.runtime.block_on(advance(missed));
+            process.reached_us = now_us;
+        }
+    }
+
+    /// Has the replica leave in peace; [`Stepped::Ended`] tells when it has.
+    pub fn leave(&mut self) {
+        let Some(process) = &mut self.process else {
+            return;
+        };
+        let Some(core) = process.core.take() else {
+            return;
+        };
+        let left = Arc::new(AtomicI64::new(0));
+        process.left = Some(Arc::clone(&left));
+        process.runtime.spawn(async move {
+            core.stop().await;
+            left.store(1, Ordering::Relaxed);
+        });
+    }
+
+    /// Ends the process at once. The disk is to be crashed before, the host powered off.
+    pub fn kill(&mut self) {
+        if let Some(process) = self.process.take() {
+            // Handles of the core are used within the runtime only: they go first.
+            drop(process.core);
+            drop(process.starting);
+            drop(process.runtime);
+        }
+    }
+}
+
+impl Process {
+    fn step(&mut self, now_us: u64) {
+        let until = self.origin + Duration::from_micros(now_us - self.began_us);
+        self.runtime.block_on(async { sleep_until(until).await });
+        self.reached_us = now_us;
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

@@ -1,0 +1,147 @@
+//! Who cannot reach a majority, while links and electorates change.
+//!
+//! An answer takes a chain of messages from the replica that is asked to a majority and back. They need
+//! not find their links open at once: a request passes one way, that way is cut, the way back is mended,
+//! and what it held arrives; the majority agreed all the same. So a replica counts as cut off only as
+//! long as no majority lies on a way there and back over all links together that were open at any moment
+//! of that time, for none of the electorates that anybody knew in it. When that is over, another such
+//! time may begin at once.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A link, in one direction.
+type Way = (u8, u8);
+
+/// What there is at a moment, or was at any moment of a time.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Ways {
+    /// Links that are not cut.
+    pub(super) open: BTreeSet<Way>,
+    /// Voters as those know them that run.
+    pub(super) electorates: BTreeSet<Vec<u8>>,
+}
+
+/// Who is cut off, and what there was since.
+#[derive(Debug, Default)]
+pub(super) struct Reach {
+    cut_off: BTreeMap<u8, Ways>,
+}
+
+/// What changes for a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Change {
+    /// It is cut off from here on.
+    Lost(u8),
+    /// It was cut off until here.
+    Regained(u8),
+}
+
+impl Reach {
+    /// Looks again, after anything changed; answers what that changes for `ids`, in order.
+    pub(super) fn look(&mut self, ids: &[u8], now: &Ways) -> Vec<Change> {
+        let mut changes = Vec::new();
+        for id in ids {
+            if let Some(since) = self.cut_off.get_mut(id) {
+                since.open.extend(&now.open);
+                since.electorates.extend(now.electorates.iter().cloned());
+                if !since.reach_majority(*id) {
+                    continue;
+                }
+                self.cut_off.remove(id);
+                changes.push(Change::Regained(*id));
+            }
+            if !now.reach_majority(*id) {
+                self.cut_off.insert(*id, now.clone());
+                changes.push(Change::Lost(*id));
+            }
+        }
+        changes
+    }
+}
+
+impl Ways {
+    /// Whether a majority of some electorate can hear of `id` and be heard by it. So it is, too, while
+    /// nobody that runs knows who votes.
+    fn reach_majority(&self, id: u8) -> bool {
+        let hear: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (from, to));
+        let heard: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (to, from));
+        let is_reached = |voter: &&u8| hear.contains(voter) && heard.contains(voter);
+        self.electorates.is_empty()
+            || self
+                .electorates
+                .iter()
+                .any(|voters| voters.iter().filter(is_reached).count() * 2 > voters.len())
+    }
+}
+
+/// Whoever can be come to from `id`, over however many others; `along`: which way a link is gone.
+fn closure(id: u8, open: &BTreeSet<Way>, along: impl Fn(Way) -> Way) -> BTreeSet<u8> {
+    let (mut found, mut new) = (BTreeSet::from([id]), vec![id]);
+    while let Some(here) = new.pop() {
+        for (from, to) in open.iter().map(|way| along(*way)) {
+            if from == here && found.insert(to) {
+                new.push(to);
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const IDS: [u8; 3] = [1, 2, 3];
+
+    /// All links between three but `cut`.
+    fn without(cut: &[Way], electorates: &[&[u8]]) -> Ways {
+        let ways = IDS
+            .into_iter()
+            .flat_map(|from| IDS.map(|to| (from, to)))
+            .filter(|way| way.0 != way.1 && !cut.contains(way));
+        Ways {
+            open: ways.collect(),
+            electorates: electorates.iter().map(|voters| voters.to_vec()).collect(),
+        }
+    }
+
+    #[test]
+    fn a_way_there_and_a_way_back_at_different_times_are_ways() {
+        let mut reach = Reach::default();
+        let (inbound, outbound) = ([(1, 3), (2, 3)], [(3, 1), (3, 2)]);
+        let all: &[&[u8]] = &[&IDS];
+        let both = [inbound, outbound].concat();
+        let mut look = |cut: &[Way]| reach.look(&IDS, &without(cut, all));
+        assert_eq!(look(&[]), []);
+        assert_eq!(look(&inbound), [Change::Lost(3)]);
+        assert_eq!(look(&both), []);
+        // What was asked before may be answered here; what is asked from here on is not.
+        assert_eq!(look(&outbound), [Change::Regained(3), Change::Lost(3)]);
+        assert_eq!(look(&both), []);
+        assert_eq!(look(&outbound), []);
+        assert_eq!(look(&[]), [Change::Regained(3)]);
+    }
+
+    #[test]
+    fn a_way_round_is_a_way() {
+        let mut reach = Reach::default();
+        let all: &[&[u8]] = &[&IDS];
+        assert_eq!(reach.look(&IDS, &without(&[(1, 3), (3, 2)], all)), []);
+    }
+
+    #[test]
+    fn a_majority_of_any_electorate_known_meanwhile_is_one() {
+        let mut reach = Reach::default();
+        let cut = [(1, 3), (3, 1), (2, 3), (3, 2)];
+        let mut look = |electorates: &[&[u8]]| reach.look(&IDS, &without(&cut, electorates));
+        // Nobody knows who votes.
+        assert_eq!(look(&[]), []);
+        let (lost, regained) = (IDS.map(Change::Lost), IDS.map(Change::Regained));
+        assert_eq!(look(&[&IDS]), lost[2..]);
+        assert_eq!(look(&[&IDS, &[1, 2, 3, 4]]), []);
+        // Who counted on three voters before may have got its answer here.
+        assert_eq!(look(&[&[1, 2, 3, 4]]), lost[..2]);
+        assert_eq!(look(&[&[1, 2]]), regained[..2]);
+        assert_eq!(look(&[]), []);
+    }
+}

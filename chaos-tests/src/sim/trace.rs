@@ -1,0 +1,100 @@
+//! What happened, in order: a running hash of every event and, on request, lines of text.
+//!
+//! Two runs of a seed that differ anywhere differ in their hash from there on, so comparing two
+//! numbers compares two histories bit for bit.
+
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Longest text that is kept, in bytes: what exceeds it drops the oldest half.
+const TEXT_BYTES_MAX: usize = 512 << 20;
+
+/// The trace of one run. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Trace(Arc<Mutex<Inner>>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    hash: u64,
+    events: u64,
+    is_text_kept: bool,
+    text: String,
+    line: String,
+}
+
+impl Trace {
+    /// An empty one; `is_text_kept` has it keep lines beside the hash.
+    #[must_use]
+    pub fn new(is_text_kept: bool) -> Self {
+        let trace = Self::default();
+        trace.lock().is_text_kept = is_text_kept;
+        trace
+    }
+
+    /// Notes an event. What it prints is what is compared.
+    pub fn event(&self, now_us: u64, what: std::fmt::Arguments<'_>) {
+        let mut inner = self.lock();
+        let mut line = std::mem::take(&mut inner.line);
+        line.clear();
+        // Writing into a string cannot fail.
+        let _ = write!(line, "{now_us} {what}");
+        inner.hash = xxh3_64_with_seed(line.as_bytes(), inner.hash);
+        inner.events += 1;
+        if inner.is_text_kept {
+            if inner.text.len() > TEXT_BYTES_MAX {
+                let half = inner.text.ceil_char_boundary(TEXT_BYTES_MAX / 2);
+                inner.text.drain(..half);
+            }
+            inner.text.push_str(&line);
+            inner.text.push('\n');
+        }
+        inner.line = line;
+    }
+
+    /// Hash of all events so far.
+    #[must_use]
+    pub fn hash(&self) -> u64 {
+        self.lock().hash
+    }
+
+    /// How many events there were.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.lock().events
+    }
+
+    /// The lines kept, taken out.
+    #[must_use]
+    pub fn take_text(&self) -> String {
+        std::mem::take(&mut self.lock().text)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_order_is_another_hash() {
+        let of = |events: [&str; 2]| {
+            let trace = Trace::new(true);
+            for event in events {
+                trace.event(7, format_args!("{event}"));
+            }
+            assert_eq!(trace.events(), 2);
+            assert_eq!(
+                trace.take_text(),
+                format!("7 {}\n7 {}\n", events[0], events[1])
+            );
+            trace.hash()
+        };
+        assert_eq!(of(["a", "b"]), of(["a", "b"]));
+        assert_ne!(of(["a", "b"]), of(["b", "a"]));
+    }
+}

@@ -1,0 +1,155 @@
+//! Watches the states of replicas change, and writes it down.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use node::app::core::Witness;
+use state::RouterState;
+use state::ids::ReplicaId;
+
+use super::node::Time;
+use super::trace::Trace;
+use crate::invariants::sound_state;
+use crate::oracle::Record;
+use crate::oracle::observation::Run;
+
+/// A state is looked through once in so many entries.
+const LOOK_THROUGH_EVERY: u64 = 16;
+
+/// The record of a world, and the first thing that was found wrong. Clones share it.
+#[derive(Clone, Default)]
+pub struct Ledger(Arc<Mutex<Inner>>);
+
+#[derive(Default)]
+struct Inner {
+    record: Record,
+    wrong: Option<String>,
+    states_checked: u64,
+}
+
+impl Ledger {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes into the record, or reads it.
+    pub fn with<R>(&self, change: impl FnOnce(&mut Record) -> R) -> R {
+        change(&mut self.lock().record)
+    }
+
+    /// Something is wrong; what comes first counts.
+    pub fn blame(&self, what: String) {
+        self.lock().wrong.get_or_insert(what);
+    }
+
+    /// What was found wrong first.
+    #[must_use]
+    pub fn wrong(&self) -> Option<String> {
+        self.lock().wrong.clone()
+    }
+
+    /// How many states were looked through.
+    #[must_use]
+    pub fn states_checked(&self) -> u64 {
+        self.lock().states_checked
+    }
+}
+
+/// Sees one run of a replica.
+pub(super) struct Watcher {
+    run: Run,
+    ledger: Ledger,
+    trace: Trace,
+    time: Time,
+    /// Whether the state was lost on purpose and is not restored yet.
+    is_spoiled: Arc<AtomicBool>,
+    /// Whether what it restores first is its own snapshot, which may be of a spoiled state.
+    restores_own: AtomicBool,
+    seen: AtomicU64,
+}
+
+impl Watcher {
+    /// Sees `run`; `is_spoiled`: the run before it had lost its state, and its snapshot with it.
+    #[must_use]
+    pub(super) fn new(
+        run: Run,
+        is_spoiled: bool,
+        ledger: Ledger,
+        trace: Trace,
+        time: Time,
+    ) -> Self {
+        Self {
+            run,
+            ledger,
+            trace,
+            time,
+            is_spoiled: Arc::new(AtomicBool::new(is_spoiled)),
+            restores_own: AtomicBool::new(is_spoiled),
+            seen: AtomicU64::new(0),
+        }
+    }
+
+    /// To be set when the state is lost on purpose.
+    #[must_use]
+    pub(super) fn is_spoiled(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.is_spoiled)
+    }
+
+    fn digest(&self, state: &RouterState) -> Option<u128> {
+        (!self.is_spoiled.load(Ordering::Relaxed)).then(|| state.digest())
+    }
+
+    fn look_through(&self, state: &RouterState) {
+        self.ledger.lock().states_checked += 1;
+        if let Err(violation) = sound_state::check(self.run, state) {
+            self.ledger.blame(violation.to_string());
+        }
+    }
+
+    fn replica(&self) -> ReplicaId {
+        self.run.replica
+    }
+}
+
+impl Witness for Watcher {
+    fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>) {
+        self.restores_own.store(false, Ordering::Relaxed);
+        let (now_us, digest) = (self.time.now_us(), self.digest(state));
+        self.trace.event(
+            now_us,
+            format_args!(
+                "{} applied {index} {:x}",
+                self.replica(),
+                digest.unwrap_or(0)
+            ),
+        );
+        self.ledger.with(|record| {
+            let observation = &mut record.observation;
+            observation.applied(now_us, self.run, index, command, digest);
+        });
+        let seen = self.seen.fetch_add(1, Ordering::Relaxed);
+        if seen.is_multiple_of(LOOK_THROUGH_EVERY) {
+            self.look_through(state);
+        }
+    }
+
+    fn restored(&self, state: &RouterState) {
+        if !self.restores_own.swap(false, Ordering::Relaxed) {
+            self.is_spoiled.store(false, Ordering::Relaxed);
+        }
+        let (now_us, index) = (self.time.now_us(), state.applied().0);
+        let digest = self.digest(state);
+        self.trace.event(
+            now_us,
+            format_args!(
+                "{} restored {index} {:x}",
+                self.replica(),
+                digest.unwrap_or(0)
+            ),
+        );
+        self.ledger.with(|record| {
+            record.observation.restored(now_us, self.run, index, digest);
+        });
+        self.look_through(state);
+    }
+}

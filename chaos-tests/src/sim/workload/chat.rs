@@ -1,0 +1,336 @@
+//! A client that talks to models: chats that grow and share their beginnings.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::admission::Candidate;
+use api::prompt::{Identity, Parsed, Prompt, ReplyShape};
+use api::routing::{Ask, Attempt, Decision, End, Router, Usage};
+use node::simulate::rng::Rng;
+use state::ids::Slot;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::engines::{Seen, Service};
+use super::{Desk, think, user};
+use crate::oracle::history::{self, Ticket, Tokens};
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 2;
+/// Pause between two requests, on average, milliseconds.
+const THINK_MS: u64 = 150;
+/// Tokens of a chat at which it ends.
+const CHAT_TOKENS_MAX: usize = 500;
+/// Most backends tried for one request.
+const ATTEMPTS_MAX: usize = 3;
+/// More than any engine makes, or the router estimates, of output.
+const OUTPUT_TOKENS_MAX: u64 = 1000;
+/// Bytes that stand for a token where text is sent.
+const TOKEN_BYTES: usize = 4;
+
+/// A request.
+struct Request {
+    model: &'static str,
+    user: String,
+    id: String,
+    identity: Identity,
+    tokens_max: Option<u32>,
+    priority: i16,
+}
+
+impl Candidate for Request {
+    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> Ask<'a> {
+        Ask {
+            model: self.model,
+            identity: &self.identity,
+            request_id: &self.id,
+            user: &self.user,
+            headers: None,
+            policy: None,
+            excluded,
+        }
+    }
+
+    fn priority(&self) -> i16 {
+        self.priority
+    }
+
+    fn tokens_max(&self) -> Option<u32> {
+        self.tokens_max
+    }
+
+    fn is_selective(&self) -> bool {
+        false
+    }
+}
+
+/// A chat so far.
+struct Chat {
+    model: &'static str,
+    user: String,
+    tokens: Vec<u32>,
+    is_text: bool,
+}
+
+impl Chat {
+    /// A chat that begins with one of a few instructions.
+    fn new(rng: &mut Rng) -> Self {
+        let (which, is_text) = (rng.below(4), rng.below(3) == 0);
+        let length = 40 + 30 * which;
+        Self {
+            model: if rng.below(3) == 0 { "m1" } else { "m0" },
+            user: user(rng),
+            tokens: (0..length).map(|at| token(which * 1000 + at)).collect(),
+            is_text,
+        }
+    }
+
+    fn says(&mut self, rng: &mut Rng, tokens: u64) {
+        self.tokens
+            .extend((0..tokens).map(|_| token(rng.below(1 << 20))));
+    }
+
+    fn parsed(&self) -> Parsed {
+        let prompt = if self.is_text {
+            let bytes = |token: &u32| format!("{:0width$x}", token % 0xffff, width = TOKEN_BYTES);
+            Prompt::Text(
+                self.tokens
+                    .iter()
+                    .flat_map(|it| bytes(it).into_bytes())
+                    .collect(),
+            )
+        } else {
+            Prompt::Tokens(self.tokens.clone())
+        };
+        Parsed {
+            model: self.model.to_owned(),
+            prompt,
+            reply: if self.is_text {
+                ReplyShape::Continuation
+            } else {
+                ReplyShape::None
+            },
+            ..Parsed::default()
+        }
+    }
+}
+
+fn token(of: u64) -> u32 {
+    u32::try_from(of % 100_000).unwrap_or(0)
+}
+
+/// Talks until nobody begins anything any more.
+pub(super) async fn talk(desk: Desk, number: u8) {
+    let mut rng = desk.rng(KIND, u64::from(number));
+    let mut chat = Chat::new(&mut rng);
+    let mut requests = 0;
+    while !desk.scene.is_over() {
+        think(&mut rng, THINK_MS).await;
+        if chat.tokens.len() > CHAT_TOKENS_MAX || rng.below(10) == 0 {
+            chat = Chat::new(&mut rng);
+        }
+        let said = 1 + rng.below(60);
+        chat.says(&mut rng, said);
+        requests += 1;
+        let id = format!("{}-{number}-{requests}", desk.run);
+        let output = request(&desk, &mut rng, &chat, id).await;
+        chat.says(&mut rng, output);
+    }
+}
+
+/// One request of a healed cluster.
+pub(super) async fn ask_once(desk: &Desk) {
+    let mut rng = desk.rng(KIND, u64::from(u8::MAX));
+    let chat = Chat::new(&mut rng);
+    let id = format!("{}-last", desk.run);
+    request(desk, &mut rng, &chat, id).await;
+}
+
+/// One request, from its call to its end; answers how much came back.
+async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> u64 {
+    let request = Arc::new(Request {
+        model: chat.model,
+        user: chat.user.clone(),
+        identity: desk.router().identify(&chat.parsed()),
+        id,
+        tokens_max: (rng.below(2) == 0).then(|| rng.within(1, 100)),
+        priority: i16::from(rng.below(8) == 0),
+    });
+    let patience = Duration::from_millis(200 + rng.below(6000));
+    let run = desk.run;
+    let ticket = called(desk, &request);
+    // Whatever way the prompt is sent, an engine sees its tokens.
+    let tokens = desk.router().identify(&Parsed {
+        prompt: Prompt::Tokens(chat.tokens.clone()),
+        ..chat.parsed()
+    });
+    let mut excluded = Vec::new();
+    while excluded.len() < ATTEMPTS_MAX {
+        let admitted = desk.admission.admit(&request, &excluded);
+        let why = match tokio::time::timeout(patience, admitted).await {
+            Ok(Ok(admitted)) => Ok(admitted),
+            Ok(Err(why)) => Err(not_admitted(why)),
+            Err(_) => Err("impatient"),
+        };
+        let (decision, attempt) = match why {
+            Ok(admitted) => admitted.into_parts(),
+            Err(why) => {
+                desk.scene.count("request", why);
+                ended(desk, ticket, Some(Tokens::default()));
+                return 0;
+            }
+        };
+        let dispatch = history::Dispatch {
+            at_us: desk.now_us(),
+            backend: decision.backend,
+            seen: (decision.index, desk.view.applied()),
+        };
+        desk.scene.ledger.with(|record| {
+            if !record.observation.is_spoiled(run) {
+                record.history.dispatched(ticket, dispatch);
+            }
+        });
+        let chain = &request.identity.chain;
+        let registry = desk.view.registry();
+        let mut backends = registry.backends.iter();
+        let backend = backends.find(|it| it.handle == decision.backend);
+        let service = backend.and_then(|it| {
+            let told = it.spec.kv_events.is_some().then_some(&tokens);
+            let told = told.map(|it| (&*it.chain, &*chat.tokens));
+            serve(desk, &it.spec.url, Seen { chain, told })
+        });
+        let Some(service) = service else {
+            attempt.end(End::NotRun);
+            excluded.push(decision.backend.slot);
+            continue;
+        };
+        let stream = Stream {
+            desk,
+            request: &request,
+            decision: &decision,
+            service,
+            ticket,
+        };
+        return stream.run(rng, attempt).await;
+    }
+    desk.scene.count("request", "all-tried");
+    ended(desk, ticket, Some(Tokens::default()));
+    0
+}
+
+/// Notes a request's call, and the most that it may be charged.
+fn called(desk: &Desk, request: &Request) -> Ticket {
+    let prompt_tokens = u64::from(request.identity.tokens);
+    let most = Tokens {
+        input_uncached: prompt_tokens,
+        input_cached: prompt_tokens,
+        output: OUTPUT_TOKENS_MAX,
+    };
+    let (run, now_us) = (desk.run, desk.now_us());
+    desk.scene
+        .ledger
+        .with(|record| record.history.request(run, &request.user, now_us, most))
+}
+
+/// A request reaches an engine, which may publish something of it.
+fn serve(desk: &Desk, url: &str, prompt: Seen<'_>) -> Option<Service> {
+    let mut engines = desk.scene.engines();
+    let service = engines.serve(url, prompt);
+    for message in engines.take_published() {
+        let mark = xxh3_64(&message.payload);
+        desk.scene.count("kv-message", "published");
+        desk.scene.ledger.with(|record| {
+            let observation = &mut record.observation;
+            observation.published(message.seq, mark, message.cached);
+        });
+    }
+    service
+}
+
+/// An answer as it streams.
+struct Stream<'a> {
+    desk: &'a Desk,
+    request: &'a Request,
+    decision: &'a Decision,
+    service: Service,
+    ticket: Ticket,
+}
+
+impl Stream<'_> {
+    async fn run(&self, rng: &mut Rng, mut attempt: Attempt) -> u64 {
+        let identity = &self.request.identity;
+        let service = &self.service;
+        // Who leaves does so at some moment of the answer.
+        let leaves_after = (rng.below(10) == 0).then(|| rng.below(service.output + 1));
+        let prompt_tokens = u64::from(identity.tokens);
+        let block = u64::from(identity.tail.tokens_per_block.max(1));
+        let cached_tokens = (service.cached_blocks * block).min(prompt_tokens.saturating_sub(1));
+        let usage = |completion_tokens| Usage {
+            prompt_tokens,
+            cached_tokens: Some(cached_tokens),
+            completion_tokens,
+        };
+        let told = |output| Tokens {
+            input_uncached: prompt_tokens - cached_tokens,
+            input_cached: cached_tokens,
+            output,
+        };
+        if leaves_after == Some(0) {
+            attempt.end(End::ClientLeft);
+            self.end("left-early", None);
+            return 0;
+        }
+        tokio::time::sleep(Duration::from_millis(service.first_ms)).await;
+        attempt.first_byte();
+        attempt.first_token();
+        for made in 1..=service.output {
+            let text = format!("{:04x}", token(rng.below(1 << 20)) % 0xffff);
+            attempt.output(&text);
+            attempt.usage(usage(made));
+            if service.breaks_after == Some(made) {
+                attempt.end(End::Broken);
+                self.end("broken", Some(told(made)));
+                return made;
+            }
+            if leaves_after == Some(made) {
+                attempt.end(End::ClientLeft);
+                self.end("left", Some(told(made)));
+                return made;
+            }
+            if made % 8 == 0 {
+                tokio::time::sleep(Duration::from_millis(service.gap_ms)).await;
+            }
+        }
+        attempt.end(End::Finished);
+        self.end("finished", Some(told(service.output)));
+        service.output
+    }
+
+    fn end(&self, how: &'static str, used: Option<Tokens>) {
+        self.desk.scene.count("request", how);
+        if self.decision.matched > 0 {
+            self.desk.scene.count("prefix", "matched");
+        }
+        ended(self.desk, self.ticket, used);
+    }
+}
+
+fn ended(desk: &Desk, ticket: Ticket, used: Option<Tokens>) {
+    let end = history::End {
+        at_us: desk.now_us(),
+        used,
+    };
+    desk.scene
+        .ledger
+        .with(|record| record.history.ended(ticket, end));
+}
+
+fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
+    use api::admission::NotAdmitted;
+    match why {
+        NotAdmitted::NoBackend(_) => "no-backend",
+        NotAdmitted::OverLimit(_) => "over-limit",
+        NotAdmitted::QueueFull => "queue-full",
+        NotAdmitted::WaitedTooLong => "waited-too-long",
+        NotAdmitted::Leaving => "leaving",
+    }
+}

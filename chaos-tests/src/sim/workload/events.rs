@@ -1,0 +1,179 @@
+//! The product's own readers of KV events, over sockets that are played: connections that break, with a
+//! word or without, messages that are lost or come twice, replays that end too soon.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use api::kv_events::endpoint::{Address, Side};
+use api::kv_events::reader::{self, Parts};
+use api::kv_events::socket::{Incoming, Sockets};
+use api::ports::BoxFuture;
+use bytes::Bytes;
+use node::simulate::rng::Rng;
+use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
+use tokio_util::sync::CancellationToken;
+
+use super::Desk;
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 5;
+/// From one look at an engine's messages to the next.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Before an engine is dialled anew.
+const DIAL_EVERY: Duration = Duration::from_millis(60);
+/// How long an engine that does not answer is waited for.
+const SILENCE: Duration = Duration::from_secs(3);
+
+/// Reads what is assigned to this replica, until it goes.
+pub(super) async fn read(desk: Desk) {
+    let parts = Parts {
+        cluster: Arc::clone(&desk.cluster),
+        view: Arc::clone(&desk.view),
+        router: Arc::clone(desk.router()),
+        backends: Arc::clone(&desk.backends),
+        sockets: Arc::new(Played {
+            rng: Arc::new(Mutex::new(desk.rng(KIND, 0))),
+            desk,
+        }),
+    };
+    reader::run(parts, CancellationToken::new()).await;
+}
+
+/// Sockets of one replica.
+struct Played {
+    desk: Desk,
+    rng: Arc<Mutex<Rng>>,
+}
+
+/// One socket's way to an engine.
+struct Line {
+    desk: Desk,
+    url: String,
+    rng: Arc<Mutex<Rng>>,
+}
+
+impl Played {
+    fn line(&self, address: &Address) -> Line {
+        let host = match address {
+            Address::Tcp { host, .. } => host.clone().unwrap_or_default(),
+            Address::Ipc(path) => path.display().to_string(),
+        };
+        Line {
+            desk: self.desk.clone(),
+            url: format!("http://{host}:8000"),
+            rng: Arc::clone(&self.rng),
+        }
+    }
+}
+
+impl Sockets for Played {
+    fn subscribe(
+        &self,
+        _: Side,
+        address: Address,
+        queue: mpsc::Sender<Incoming>,
+    ) -> BoxFuture<'static, ()> {
+        let line = self.line(&address);
+        Box::pin(async move {
+            while line.follow(&queue).await {
+                tokio::time::sleep(DIAL_EVERY).await;
+            }
+        })
+    }
+
+    fn replay(
+        &self,
+        address: Address,
+        from: u64,
+        queue: mpsc::Sender<Incoming>,
+    ) -> BoxFuture<'static, Result<(), String>> {
+        let line = self.line(&address);
+        Box::pin(async move { line.replay(from, &queue).await })
+    }
+}
+
+impl Line {
+    fn one_in(&self, of: u64) -> bool {
+        !self.desk.scene.is_over() && self.below(of) == 0
+    }
+
+    fn below(&self, of: u64) -> u64 {
+        let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
+        rng.below(of)
+    }
+
+    /// One connection; answers whether anybody still listens.
+    async fn follow(&self, queue: &mpsc::Sender<Incoming>) -> bool {
+        let publisher = self.desk.scene.engines().publisher(&self.url);
+        let Some((run, mut next)) = publisher else {
+            return queue.send(broke("connection refused")).await.is_ok();
+        };
+        if queue.send(Incoming::Connected).await.is_err() {
+            return false;
+        }
+        // Nothing comes and nothing says so.
+        let mut deaf_looks = 0;
+        loop {
+            tokio::time::sleep(LOOK_EVERY).await;
+            let messages = self.desk.scene.engines().messages(&self.url, run, next);
+            let Some(messages) = messages else {
+                return queue.send(broke("connection reset")).await.is_ok();
+            };
+            deaf_looks = match deaf_looks {
+                0 if self.one_in(1000) => self.below(400),
+                looks => looks - looks.min(1),
+            };
+            for (seq, payload) in messages {
+                next = seq + 1;
+                if deaf_looks > 0 || self.one_in(40) {
+                    continue;
+                }
+                let copies = 1 + u64::from(self.one_in(40));
+                for _ in 0..copies {
+                    // A publisher drops what a subscriber does not fetch.
+                    let sent = queue.try_send(Incoming::Message(seq, payload.clone()));
+                    if let Err(TrySendError::Closed(_)) = sent {
+                        return false;
+                    }
+                }
+            }
+            if self.one_in(1500) {
+                return queue.send(broke("connection reset")).await.is_ok();
+            }
+        }
+    }
+
+    async fn replay(&self, from: u64, queue: &mpsc::Sender<Incoming>) -> Result<(), String> {
+        tokio::time::sleep(Duration::from_millis(1 + self.below(60))).await;
+        let engine = self.desk.scene.engines().publisher(&self.url);
+        let (run, _) = engine.ok_or("connection refused")?;
+        if self.one_in(25) {
+            tokio::time::sleep(SILENCE).await;
+            return Err("timed out".to_owned());
+        }
+        let messages = self.desk.scene.engines().messages(&self.url, run, from);
+        let messages: Vec<(u64, Bytes)> = messages.ok_or("connection reset")?;
+        let sent = match self.one_in(15) {
+            true => self.below(messages.len() as u64 + 1) as usize,
+            false => messages.len(),
+        };
+        for (seq, payload) in &messages[..sent] {
+            if queue
+                .send(Incoming::Message(*seq, payload.clone()))
+                .await
+                .is_err()
+            {
+                return Ok(());
+            }
+        }
+        match sent == messages.len() {
+            true => Ok(()),
+            false => Err("connection reset".to_owned()),
+        }
+    }
+}
+
+fn broke(why: &str) -> Incoming {
+    Incoming::Broke(why.to_owned())
+}

@@ -1,0 +1,65 @@
+//! In place of probes: tells a replica which engines answer, and has engines fail.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::backends::{Roster, Stay};
+use state::command::EngineFacts;
+use state::ids::Slot;
+
+use super::Desk;
+
+/// From one look to the next.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// What draws of this kind are told apart by.
+const KIND: u64 = 1;
+/// Blocks of an engine's cache, as it says itself.
+const CAPACITY_BLOCKS: u32 = 128;
+
+struct Watched {
+    stay: Stay,
+    url: String,
+}
+
+/// Watches until the replica goes.
+pub(super) async fn watch(desk: Desk) {
+    let mut rng = desk.rng(KIND, 0);
+    let mut roster = Roster::new(Arc::clone(&desk.backends));
+    let mut told: BTreeMap<Slot, u64> = BTreeMap::new();
+    loop {
+        let registry = desk.view.registry();
+        roster.follow(Arc::clone(&registry), |stay, backend| Watched {
+            stay,
+            url: backend.spec.url.clone(),
+        });
+        for (slot, watched) in roster.watchers() {
+            let Some(started_at_s) = desk.scene.engines().look(&watched.url) else {
+                watched.stay.failed("no answer".to_owned());
+                continue;
+            };
+            watched.stay.passed();
+            // The leader tells the others, and tells it anew when the engine is another one.
+            let status = desk.cluster.status();
+            if status.leader == Some(status.id)
+                && told.insert(slot, started_at_s) != Some(started_at_s)
+                && let Some(backend) = registry.backends.iter().find(|it| it.handle.slot == slot)
+            {
+                let facts = EngineFacts {
+                    models: None,
+                    capacity_blocks: Some(CAPACITY_BLOCKS),
+                    started_at_s: Some(started_at_s),
+                };
+                desk.router().observe(backend.handle, facts);
+            }
+        }
+        if rng.below(100) == 0 && !desk.scene.is_over() {
+            let turned = desk.scene.engines().turn(desk.now_us() / 1000);
+            let now_us = desk.now_us();
+            desk.scene
+                .trace
+                .event(now_us, format_args!("engine {turned:?} turns"));
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}

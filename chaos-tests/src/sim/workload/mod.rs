@@ -1,0 +1,282 @@
+//! What clients, operators and engines do to a cluster while things go wrong.
+//!
+//! Everybody lives in the process of the replica they talk to, and goes with it: what a client was
+//! not told when its replica died, it does not know. Engines outlive replicas. What clients did and were told
+//! goes into the history.
+
+mod chat;
+mod engines;
+mod events;
+mod health;
+mod operator;
+mod publisher;
+mod reader;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use api::ports::{ChangeFailure, Cluster};
+use node::app::core::Core;
+use node::simulate::rng::Rng;
+use state::command::BackendSpec;
+use state::ids::ReplicaId;
+use tokio::runtime::Handle;
+
+pub use self::engines::Engines;
+pub(in crate::sim) use self::reader::keys;
+use super::node::Time;
+use super::plan::Plan;
+use super::trace::Trace;
+use super::witness::Ledger;
+use crate::oracle::observation::Run;
+
+/// Backends there are names for.
+const BACKENDS: u64 = 6;
+/// Backends registered at the beginning.
+const FIRST_BACKENDS: u64 = 3;
+/// Users.
+const USERS: u64 = 6;
+
+/// A change of the membership that somebody asks for.
+#[derive(Debug, Clone, Copy)]
+pub enum Change {
+    /// Make a learner a voter.
+    Promote(ReplicaId),
+    /// Remove a member.
+    Remove(ReplicaId),
+    /// Hand leadership over.
+    Transfer(Option<ReplicaId>),
+    /// Take a snapshot.
+    Snapshot,
+}
+
+/// How often something ended how.
+pub type Outcomes = BTreeMap<(&'static str, &'static str), u64>;
+
+/// What all share who live in this world.
+#[derive(Clone)]
+pub struct Scene {
+    pub(super) time: Time,
+    pub(super) ledger: Ledger,
+    pub(super) trace: Trace,
+    pub(super) engines: Arc<Mutex<Engines>>,
+    seed: u64,
+    clients: u8,
+    /// Nobody begins anything any more.
+    is_over: Arc<AtomicBool>,
+    outcomes: Arc<Mutex<Outcomes>>,
+    /// Replicas that are members no more.
+    removed: Arc<Mutex<Vec<u8>>>,
+    last_client: Arc<Mutex<u32>>,
+}
+
+impl Scene {
+    /// An empty one.
+    #[must_use]
+    pub fn new(plan: &Plan, time: Time, ledger: Ledger, trace: Trace) -> Self {
+        Self {
+            time,
+            ledger,
+            trace,
+            engines: Arc::new(Mutex::new(Engines::new(plan.seed))),
+            seed: plan.seed,
+            clients: plan.clients,
+            is_over: Arc::default(),
+            outcomes: Arc::default(),
+            removed: Arc::default(),
+            last_client: Arc::default(),
+        }
+    }
+
+    fn count(&self, what: &'static str, outcome: &'static str) {
+        let mut outcomes = self.outcomes.lock().unwrap_or_else(PoisonError::into_inner);
+        *outcomes.entry((what, outcome)).or_default() += 1;
+    }
+
+    fn engines(&self) -> MutexGuard<'_, Engines> {
+        self.engines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+
+    fn next_client(&self) -> u32 {
+        let mut last = self
+            .last_client
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *last += 1;
+        *last
+    }
+}
+
+/// Everybody's handles of one replica.
+#[derive(Clone)]
+struct Desk {
+    scene: Scene,
+    run: Run,
+    cluster: Arc<dyn Cluster>,
+    admission: Arc<api::admission::Admission>,
+    view: Arc<state::View>,
+    backends: Arc<api::backends::Backends>,
+}
+
+impl Desk {
+    /// A stream of draws of its own for the `number`th of a kind.
+    fn rng(&self, kind: u64, number: u64) -> Rng {
+        let run = u64::from(self.run.number) << 8 | u64::from(self.run.replica.0);
+        Rng::new(self.scene.seed, kind << 48 | number << 40 | run)
+    }
+
+    fn router(&self) -> &Arc<api::routing::Router> {
+        self.admission.router()
+    }
+
+    fn now_us(&self) -> u64 {
+        self.scene.time.now_us()
+    }
+}
+
+/// Brings clients and operators to replicas that come up.
+pub struct Stage {
+    scene: Scene,
+}
+
+impl Stage {
+    /// With nobody on it.
+    #[must_use]
+    pub fn new(scene: Scene) -> Self {
+        Self { scene }
+    }
+
+    fn desk(&self, run: Run, core: &Core) -> Desk {
+        Desk {
+            scene: self.scene.clone(),
+            run,
+            cluster: core.cluster(),
+            admission: Arc::clone(core.admission()),
+            view: Arc::clone(core.view()),
+            backends: Arc::clone(core.backends()),
+        }
+    }
+
+    /// A replica has come up.
+    pub(super) fn enter(&self, run: Run, core: &Core, handle: &Handle) {
+        let desk = self.desk(run, core);
+        handle.spawn(health::watch(desk.clone()));
+        handle.spawn(operator::write(desk.clone()));
+        handle.spawn(reader::read(desk.clone()));
+        handle.spawn(events::read(desk.clone()));
+        for number in 0..self.scene.clients {
+            handle.spawn(chat::talk(desk.clone(), number));
+        }
+    }
+
+    /// Asks for a change of the membership.
+    pub(super) fn change(&self, cluster: Arc<dyn Cluster>, handle: &Handle, change: Change) {
+        let scene = self.scene.clone();
+        handle.spawn(async move {
+            let (what, done) = match change {
+                Change::Promote(id) => ("promote", cluster.promote_member(id).await.map(drop)),
+                Change::Remove(id) => {
+                    let removed = cluster.remove_member(id).await;
+                    if removed.is_ok() {
+                        let mut gone = scene.removed.lock().unwrap_or_else(PoisonError::into_inner);
+                        gone.push(id.0);
+                    }
+                    ("remove", removed.map(drop))
+                }
+                Change::Transfer(to) => ("transfer", cluster.transfer_leader(to).await.map(drop)),
+                Change::Snapshot => ("snapshot", cluster.snapshot().await.map(drop)),
+            };
+            let outcome = match &done {
+                Ok(()) => "ok",
+                Err(ChangeFailure::Refused(_)) => "refused",
+                Err(ChangeFailure::Unknown(_)) => "unknown",
+            };
+            let now_us = scene.time.now_us();
+            scene
+                .trace
+                .event(now_us, format_args!("{change:?}: {done:?}"));
+            scene.count(what, outcome);
+        });
+    }
+
+    /// Replicas that were removed since the last look.
+    pub(super) fn take_removed(&self) -> Vec<u8> {
+        let mut removed = self
+            .scene
+            .removed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *removed)
+    }
+
+    /// Has a replica read everything there is, after the last write; tells when it has.
+    pub(super) fn read_all(&self, run: Run, core: &Core, handle: &Handle) -> Arc<AtomicBool> {
+        let (desk, done) = (self.desk(run, core), Arc::new(AtomicBool::new(false)));
+        let is_done = Arc::clone(&done);
+        let client = self.scene.next_client();
+        handle.spawn(async move {
+            reader::read_all(&desk, client).await;
+            chat::ask_once(&desk).await;
+            done.store(true, Ordering::Relaxed);
+        });
+        is_done
+    }
+
+    /// Nobody begins anything any more.
+    pub(super) fn close(&self) {
+        self.scene.is_over.store(true, Ordering::Relaxed);
+        self.scene.engines().all_up();
+    }
+
+    /// How often something ended how.
+    pub(super) fn outcomes(&self) -> Outcomes {
+        let outcomes = self.scene.outcomes.lock();
+        outcomes.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The backends of the beginning.
+fn first_backends() -> Vec<BackendSpec> {
+    (0..FIRST_BACKENDS)
+        .map(|number| backend(number, 0, Some(96)))
+        .collect()
+}
+
+/// A backend; another `life` is another address.
+fn backend(number: u64, life: u64, capacity_blocks: Option<u32>) -> BackendSpec {
+    // Every other one publishes its KV events: it serves one model, as blocks are told of one.
+    let publishes = number % 2 == 1;
+    let models: &[&str] = match number % 3 {
+        _ if publishes => &["m0"],
+        0 => &["m0", "m1"],
+        _ => &["m1", "m0"],
+    };
+    let host = format!("10.1.{life}.{number}");
+    let endpoint = |port: u16| publishes.then(|| format!("tcp://{host}:{port}"));
+    BackendSpec {
+        id: format!("b{number}"),
+        url: format!("http://{host}:8000"),
+        models: models.iter().copied().map(str::to_owned).collect(),
+        labels: BTreeMap::new(),
+        capacity_blocks,
+        kv_events: endpoint(5557),
+        kv_replay: endpoint(5558),
+    }
+}
+
+fn user(rng: &mut Rng) -> String {
+    // A few have most.
+    let number = rng.below(USERS).min(rng.below(USERS));
+    format!("u{number}")
+}
+
+async fn think(rng: &mut Rng, mean_ms: u64) {
+    let wait_ms = mean_ms as f64 * -(1.0 - rng.unit()).ln();
+    tokio::time::sleep(Duration::from_millis(1 + wait_ms as u64)).await;
+}

@@ -1,0 +1,182 @@
+//! An operator who changes what is replicated: backends, policies, admission, users.
+
+use api::ports::ProposeFailure;
+use node::simulate::rng::Rng;
+use state::admission::{
+    AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Grants, Order,
+};
+use state::command::{Command, Reply, UserSpec};
+use state::ids::ReplicaId;
+use state::policy::{PolicyConfig, RoutingSettings};
+use state::quotas::UserLimits;
+
+use super::{BACKENDS, Desk, backend, first_backends, think, user};
+use crate::oracle::history::{Action, Outcome};
+use crate::oracle::observation::Run;
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 3;
+/// Pause between two writes, on average, milliseconds.
+const THINK_MS: u64 = 500;
+
+/// Writes until nobody begins anything any more.
+pub(super) async fn write(desk: Desk) {
+    let mut rng = desk.rng(KIND, 0);
+    let client = desk.scene.next_client();
+    let mut first = match desk.run {
+        Run {
+            replica: ReplicaId(1),
+            number: 1,
+        } => first_backends(),
+        _ => Vec::new(),
+    };
+    let is_plain = desk.scene.seed.is_multiple_of(4);
+    while !desk.scene.is_over() {
+        let mean_ms = if first.is_empty() { THINK_MS } else { 1 };
+        think(&mut rng, mean_ms).await;
+        if !desk.view.registry().initialised || desk.scene.is_over() {
+            continue;
+        }
+        let command = match first.pop() {
+            Some(spec) => Command::PutBackend(spec),
+            None => command(&mut rng, is_plain),
+        };
+        submit(&desk, client, command).await;
+    }
+}
+
+async fn submit(desk: &Desk, client: u32, command: Command) {
+    let what = name(&command);
+    let (run, called_us) = (desk.run, desk.now_us());
+    let ticket = desk.scene.ledger.with(|record| {
+        let action = Action::Write(command.clone());
+        record.history.call(client, run, called_us, action)
+    });
+    let written = desk.cluster.submit(command).await;
+    let (outcome, how) = match written {
+        Ok(committed) => {
+            let how = match &committed.reply {
+                Reply::Rejected(_) => "rejected",
+                Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => "ok",
+            };
+            (Outcome::Written(committed), how)
+        }
+        Err(ProposeFailure::Unavailable(_)) => (Outcome::Refused, "refused"),
+        Err(ProposeFailure::Unknown(_) | ProposeFailure::Stopping) => (Outcome::Unknown, "unknown"),
+    };
+    desk.scene.count(what, how);
+    let now_us = desk.now_us();
+    desk.scene.ledger.with(|record| {
+        let told = record.as_told(run, outcome);
+        record.history.answer(ticket, now_us, told);
+    });
+}
+
+fn name(command: &Command) -> &'static str {
+    match command {
+        Command::PutBackend(_) => "put-backend",
+        Command::DeleteBackend { .. } => "delete-backend",
+        Command::SetDraining { .. } => "drain",
+        Command::PutUser(_) => "put-weight",
+        Command::PutPolicy(_) => "put-policy",
+        Command::PutRouting(_) => "put-routing",
+        Command::PutAdmission(_) => "put-admission",
+        Command::PutUserLimits { .. } => "put-limits",
+        _ => "other",
+    }
+}
+
+/// `is_plain`: nothing is charged by predictions or by the log, so that what is charged ahead can be told
+/// from outside.
+fn command(rng: &mut Rng, is_plain: bool) -> Command {
+    match rng.below(20) {
+        0..=5 => {
+            let capacity = [None, Some(24), Some(64), Some(96), Some(400)];
+            let capacity = capacity[rng.below(5) as usize];
+            let life = u64::from(rng.below(6) == 0);
+            Command::PutBackend(backend(rng.below(BACKENDS), life, capacity))
+        }
+        6 => Command::DeleteBackend {
+            name: format!("b{}", rng.below(BACKENDS)),
+        },
+        7..=8 => Command::SetDraining {
+            name: format!("b{}", rng.below(BACKENDS)),
+            draining: rng.below(3) == 0,
+        },
+        9..=10 => Command::PutUser(UserSpec {
+            name: user(rng),
+            weight_milli: [500, 1000, 3000][rng.below(3) as usize],
+        }),
+        11..=12 => {
+            let policies = PolicyConfig::defaults();
+            let at = rng.below(policies.len() as u64) as usize;
+            Command::PutPolicy(policies[at].clone())
+        }
+        13 => Command::PutRouting(RoutingSettings {
+            learn: rng.below(2) == 0,
+            prediction_off_permille: rng.within(50, 500),
+            ..RoutingSettings::default()
+        }),
+        14..=16 => {
+            let mut settings = admission(rng);
+            if is_plain {
+                settings.order = Order::Vtc;
+                settings.grants = Grants::Gate;
+            }
+            Command::PutAdmission(settings)
+        }
+        _ => Command::PutUserLimits {
+            name: user(rng),
+            limits: limits(rng),
+        },
+    }
+}
+
+fn admission(rng: &mut Rng) -> AdmissionSettings {
+    let orders = [
+        Order::Vtc,
+        Order::VtcMaxFair,
+        Order::VtcPred,
+        Order::Dlpm,
+        Order::Lcf,
+        Order::Rpm,
+        Order::Fcfs,
+    ];
+    let concurrency = [
+        Concurrency::Adaptive,
+        Concurrency::Unlimited,
+        Concurrency::Fixed(rng.within(1, 6)),
+    ];
+    let charge = [
+        ChargeInput::Uncached,
+        ChargeInput::Full,
+        ChargeInput::Discounted,
+    ];
+    let is_log = rng.below(3) == 0;
+    AdmissionSettings {
+        order: orders[rng.below(7) as usize],
+        concurrency: concurrency[rng.below(3) as usize],
+        queue_max: [4, 100, 10_000][rng.below(3) as usize],
+        wait_ms_max: [300, 3000, 60_000][rng.below(3) as usize],
+        charge: charge[rng.below(3) as usize],
+        grants: if is_log { Grants::Log } else { Grants::Gate },
+        gate_tokens: [0, 0, 1000][rng.below(3) as usize],
+        bins: [1, 1, 4][rng.below(3) as usize],
+        bin_selection: BinSelection::RoundRobin,
+        batching: match rng.below(6) {
+            0 if !is_log => Batching::Static,
+            _ => Batching::Continuous,
+        },
+        ..AdmissionSettings::default()
+    }
+}
+
+fn limits(rng: &mut Rng) -> UserLimits {
+    let mut some = |least, most| (rng.below(3) == 0).then(|| rng.within(least, most));
+    UserLimits {
+        requests: some(2, 50),
+        tokens: some(500, 20_000).map(u64::from),
+        concurrent: some(1, 6),
+        window_ms: some(500, 5000),
+    }
+}

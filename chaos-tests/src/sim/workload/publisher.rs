@@ -1,0 +1,187 @@
+//! The KV events of an engine: its cache as a tree of blocks, what it publishes of it, and what it
+//! remembers of that. Payloads are vLLM's msgpack by position, as engines up to 0.27 write them.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rmp::encode as pack;
+use state::ids::BlockHash;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::sim::plan::BLOCK_SIZE;
+
+/// Messages that are repeated when asked for: few, so that a reader that is away for long loses some.
+const REMEMBERED_MESSAGES_MAX: usize = 40;
+/// Blocks of the cache.
+const CAPACITY_BLOCKS: usize = 60;
+const WRITES: &str = "writing to memory does not fail";
+
+/// One run of an engine's publisher.
+#[derive(Debug)]
+pub(super) struct Publisher {
+    /// What tells its hashes and payloads from those of other runs.
+    salt: u64,
+    cached: BTreeMap<BlockHash, Cached>,
+    uses: u64,
+    next_seq: u64,
+    messages: VecDeque<Message>,
+}
+
+/// One message.
+#[derive(Debug, Clone)]
+pub(super) struct Message {
+    pub(super) seq: u64,
+    pub(super) payload: Bytes,
+    /// All that is cached from there on.
+    pub(super) cached: Arc<BTreeSet<BlockHash>>,
+}
+
+#[derive(Debug)]
+struct Cached {
+    parent: Option<BlockHash>,
+    children: u32,
+    used: u64,
+}
+
+impl Publisher {
+    /// A run with an empty cache.
+    pub(super) fn new(salt: u64) -> Self {
+        Self {
+            salt,
+            cached: BTreeMap::new(),
+            uses: 0,
+            next_seq: 0,
+            messages: VecDeque::new(),
+        }
+    }
+
+    /// The number of the next message.
+    pub(super) fn next_seq(&self) -> u64 {
+        self.next_seq
+    }
+
+    /// The messages from `seq` on that are remembered.
+    pub(super) fn since(&self, seq: u64) -> impl Iterator<Item = &Message> {
+        self.messages.iter().filter(move |it| it.seq >= seq)
+    }
+
+    /// Takes a prompt in, and publishes what that changes; answers how many leading blocks were there,
+    /// and the message. `chain` is what the router calls the blocks of `ids`.
+    pub(super) fn take(&mut self, chain: &[BlockHash], ids: &[u32]) -> (u64, Option<Message>) {
+        self.uses += 1;
+        let found = chain
+            .iter()
+            .take_while(|it| self.cached.contains_key(it))
+            .count();
+        let mut events: Vec<Vec<u8>> = Vec::new();
+        let fits = chain.len().min(CAPACITY_BLOCKS);
+        for hash in &chain[..found.min(fits)] {
+            if let Some(cached) = self.cached.get_mut(hash) {
+                cached.used = self.uses;
+            }
+        }
+        for at in found..fits {
+            let parent = at.checked_sub(1).map(|before| chain[before]);
+            while self.cached.len() >= CAPACITY_BLOCKS {
+                let Some(gone) = self.evict(parent) else {
+                    break;
+                };
+                events.push(self.removed(gone));
+            }
+            if let Some(parent) = parent.and_then(|parent| self.cached.get_mut(&parent)) {
+                parent.children += 1;
+            }
+            let cached = Cached {
+                parent,
+                children: 0,
+                used: self.uses,
+            };
+            self.cached.insert(chain[at], cached);
+            let block = BLOCK_SIZE as usize;
+            events.push(self.stored(chain[at], parent, &ids[at * block..(at + 1) * block]));
+        }
+        let message = (!events.is_empty()).then(|| self.publish(&events));
+        (found as u64, message)
+    }
+
+    /// Empties the cache.
+    pub(super) fn clear(&mut self) -> Message {
+        self.cached.clear();
+        let mut event = Vec::new();
+        pack::write_array_len(&mut event, 1).expect(WRITES);
+        pack::write_str(&mut event, "AllBlocksCleared").expect(WRITES);
+        self.publish(&[event])
+    }
+
+    /// The least recently used block that no other follows and that is not `kept`.
+    fn evict(&mut self, kept: Option<BlockHash>) -> Option<BlockHash> {
+        let free = self.cached.iter();
+        let free = free.filter(|(hash, it)| it.children == 0 && Some(**hash) != kept);
+        let (&gone, _) = free.min_by_key(|(hash, it)| (it.used, **hash))?;
+        let cached = self.cached.remove(&gone)?;
+        if let Some(parent) = cached.parent.and_then(|it| self.cached.get_mut(&it)) {
+            parent.children -= 1;
+        }
+        Some(gone)
+    }
+
+    fn publish(&mut self, events: &[Vec<u8>]) -> Message {
+        let mut payload = Vec::new();
+        pack::write_array_len(&mut payload, 3).expect(WRITES);
+        // No two payloads are equal.
+        let at_s = (self.salt % 1_000_000_007) as f64 + self.next_seq as f64 / 1e4;
+        pack::write_f64(&mut payload, at_s).expect(WRITES);
+        let length = u32::try_from(events.len()).expect("a prompt has few blocks");
+        pack::write_array_len(&mut payload, length).expect(WRITES);
+        for event in events {
+            payload.extend(event);
+        }
+        pack::write_uint(&mut payload, 0).expect(WRITES);
+        let message = Message {
+            seq: self.next_seq,
+            payload: payload.into(),
+            cached: Arc::new(self.cached.keys().copied().collect()),
+        };
+        self.next_seq += 1;
+        self.messages.push_back(message.clone());
+        if self.messages.len() > REMEMBERED_MESSAGES_MAX {
+            self.messages.pop_front();
+        }
+        message
+    }
+
+    fn stored(&self, hash: BlockHash, parent: Option<BlockHash>, ids: &[u32]) -> Vec<u8> {
+        let mut event = Vec::new();
+        pack::write_array_len(&mut event, 6).expect(WRITES);
+        pack::write_str(&mut event, "BlockStored").expect(WRITES);
+        pack::write_array_len(&mut event, 1).expect(WRITES);
+        pack::write_uint(&mut event, self.name(hash)).expect(WRITES);
+        match parent {
+            Some(parent) => drop(pack::write_uint(&mut event, self.name(parent)).expect(WRITES)),
+            None => pack::write_nil(&mut event).expect(WRITES),
+        }
+        let length = u32::try_from(ids.len()).expect("a block has few tokens");
+        pack::write_array_len(&mut event, length).expect(WRITES);
+        for id in ids {
+            pack::write_uint(&mut event, u64::from(*id)).expect(WRITES);
+        }
+        pack::write_uint(&mut event, u64::from(BLOCK_SIZE)).expect(WRITES);
+        pack::write_nil(&mut event).expect(WRITES);
+        event
+    }
+
+    fn removed(&self, hash: BlockHash) -> Vec<u8> {
+        let mut event = Vec::new();
+        pack::write_array_len(&mut event, 2).expect(WRITES);
+        pack::write_str(&mut event, "BlockRemoved").expect(WRITES);
+        pack::write_array_len(&mut event, 1).expect(WRITES);
+        pack::write_uint(&mut event, self.name(hash)).expect(WRITES);
+        event
+    }
+
+    /// What the engine calls a block.
+    fn name(&self, hash: BlockHash) -> u64 {
+        xxh3_64_with_seed(&hash.0.to_le_bytes(), self.salt)
+    }
+}

@@ -1,0 +1,76 @@
+//! A reader who must see everything that was committed when it asked.
+
+use node::simulate::rng::Rng;
+use state::ids::LogIndex;
+
+use super::{BACKENDS, Desk, USERS, think};
+use crate::oracle::history::{Action, Outcome};
+use crate::oracle::register::Key;
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 4;
+/// Pause between two reads, on average, milliseconds.
+const THINK_MS: u64 = 400;
+
+/// Reads until nobody begins anything any more.
+pub(super) async fn read(desk: Desk) {
+    let mut rng = desk.rng(KIND, 0);
+    let client = desk.scene.next_client();
+    while !desk.scene.is_over() {
+        think(&mut rng, THINK_MS).await;
+        if desk.view.registry().initialised && !desk.scene.is_over() {
+            look(&desk, client, key(&mut rng)).await;
+        }
+    }
+}
+
+/// Reads every key once.
+pub(super) async fn read_all(desk: &Desk, client: u32) {
+    for key in keys() {
+        look(desk, client, key).await;
+    }
+}
+
+async fn look(desk: &Desk, client: u32, key: Key) {
+    let (run, called_us) = (desk.run, desk.now_us());
+    let ticket = desk.scene.ledger.with(|record| {
+        let action = Action::Read(key.clone());
+        record.history.call(client, run, called_us, action)
+    });
+    let confirmed = desk.cluster.read_barrier().await;
+    let outcome = match confirmed {
+        Ok(_) => {
+            let (mut index, mut value) = (LogIndex(0), None);
+            desk.cluster.with_state(&mut |state| {
+                index = state.applied();
+                value = key.value_in(state);
+            });
+            desk.scene.count("read", "ok");
+            Outcome::Read { index, value }
+        }
+        Err(_) => {
+            desk.scene.count("read", "refused");
+            Outcome::Refused
+        }
+    };
+    let now_us = desk.now_us();
+    desk.scene.ledger.with(|record| {
+        let told = record.as_told(run, outcome);
+        record.history.answer(ticket, now_us, told);
+    });
+}
+
+/// Everything that can be read as a whole.
+pub(in crate::sim) fn keys() -> Vec<Key> {
+    let backends = (0..BACKENDS).map(|number| Key::Backend(format!("b{number}")));
+    let users = (0..USERS).map(|number| format!("u{number}"));
+    let users = users.flat_map(|name| [Key::Weight(name.clone()), Key::Limits(name)]);
+    let settings = [Key::Policy, Key::Routing, Key::Admission];
+    backends.chain(users).chain(settings).collect()
+}
+
+fn key(rng: &mut Rng) -> Key {
+    let mut keys = keys();
+    let at = rng.below(keys.len() as u64) as usize;
+    keys.swap_remove(at)
+}

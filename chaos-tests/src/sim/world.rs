@@ -1,0 +1,466 @@
+//! The world: machines, the network between them, and one clock that steps them all.
+//!
+//! A step is a millisecond: what the network brings arrives, then what goes wrong goes wrong, then
+//! every process runs until it has nothing more to do before the step's end. Everything is on one
+//! thread and drawn from one seed.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use node::simulate::rng::Rng;
+use raft::{MemoryDisk, Role, Status};
+use state::ids::{ReplicaId, SessionId};
+
+use super::faults::{Fault, Remedy};
+use super::network::Network;
+use super::node::{Machine, Start, Stepped, Time};
+use super::panics;
+use super::plan::{Pace, Plan};
+use super::reach::Reach;
+use super::trace::Trace;
+use super::witness::{Ledger, Watcher};
+use super::workload::{self, Scene, Stage};
+use crate::oracle::image::Image;
+use crate::oracle::observation::Run;
+
+/// Length of a step, microseconds.
+pub const STEP_US: u64 = 1000;
+/// From one look at the outboxes to the next.
+const LOOK_EVERY_US: u64 = 200_000;
+/// From one look into a state to the next.
+const IMAGE_EVERY_US: u64 = 2_000_000;
+/// Most replicas there ever are at once.
+const REPLICAS_MAX: usize = 7;
+/// What separates the world's draws from others under the same seed.
+const RNG_LABEL: u64 = 0x776f_726c;
+/// What separates the draws of raft.
+const RAFT_LABEL: u64 = 0x7261_6674;
+
+/// What a world is made with.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Decides everything.
+    pub seed: u64,
+    /// Whether lines of text are kept of what happens.
+    pub is_traced: bool,
+    /// What may go wrong; everything when empty.
+    pub only: Vec<Fault>,
+    /// Whether nothing goes wrong.
+    pub is_calm: bool,
+}
+
+/// What happened, counted.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Counts {
+    /// By kind.
+    pub faults: BTreeMap<Fault, u64>,
+    /// Terms that had a leader.
+    pub leaders: u64,
+    /// Snapshots that replaced a state: installed, or read at a start.
+    pub restored: u64,
+    /// Entries of the log.
+    pub entries: u64,
+    /// Processes started.
+    pub starts: u64,
+}
+
+/// A replica as the world follows it.
+pub(super) struct Seat {
+    pub(super) machine: Machine,
+    pub(super) pace: Pace,
+    pub(super) run: Run,
+    /// What it says of itself, once it is up.
+    pub(super) status: Option<raft::watch::Receiver<Status>>,
+    pub(super) is_spoiled: Arc<AtomicBool>,
+    /// Whether it is never to come back.
+    pub(super) is_gone: bool,
+    /// Whether its disk takes no writes.
+    pub(super) is_disk_bad: bool,
+    /// What it was said to be last.
+    said: Option<(Role, u64, bool)>,
+    /// Who votes as it last said, in this run or an earlier one.
+    pub(super) voters: Vec<u8>,
+}
+
+/// The world.
+pub struct World {
+    pub(super) plan: Plan,
+    pub(super) options: Options,
+    pub(super) rng: Rng,
+    pub(super) time: Time,
+    pub(super) network: Network,
+    pub(super) trace: Trace,
+    pub(super) ledger: Ledger,
+    pub(super) seats: BTreeMap<u8, Seat>,
+    /// By time and order.
+    pub(super) remedies: BTreeMap<(u64, u64), Remedy>,
+    pub(super) next_fault_us: u64,
+    pub(super) links_down: BTreeSet<(u8, u8)>,
+    pub(super) reach: Reach,
+    pub(super) counts: Counts,
+    pub(super) stage: Stage,
+    planned: u64,
+}
+
+impl World {
+    /// A world before its beginning. One per thread at a time: what raft draws is drawn per thread.
+    ///
+    /// # Errors
+    /// When a folder or config cannot be made.
+    pub fn new(options: Options) -> anyhow::Result<Self> {
+        let seed = options.seed;
+        let plan = Plan::of(seed);
+        raft::chance::seed(Rng::new(seed, RAFT_LABEL).next_u64());
+        panics::watch();
+        let (time, trace) = (Time::default(), Trace::new(options.is_traced));
+        trace.event(0, format_args!("{plan:?}"));
+        let network = Network::new(seed, trace.clone());
+        let ledger = Ledger::default();
+        let scene = Scene::new(&plan, time.clone(), ledger.clone(), trace.clone());
+        let mut world = Self {
+            rng: Rng::new(seed, RNG_LABEL),
+            options,
+            time,
+            network,
+            trace,
+            ledger,
+            seats: BTreeMap::new(),
+            remedies: BTreeMap::new(),
+            next_fault_us: 0,
+            links_down: BTreeSet::new(),
+            reach: Reach::default(),
+            counts: Counts::default(),
+            stage: Stage::new(scene),
+            planned: 0,
+            plan,
+        };
+        let founders: Vec<u8> = (1..=world.plan.voters).collect();
+        for id in &founders {
+            world.build(*id, &founders, false)?;
+            let wait_us = 1000 * world.rng.below(200);
+            world.remedy_in(wait_us, Remedy::Start(*id));
+        }
+        Ok(world)
+    }
+
+    /// Simulated time, microseconds.
+    #[must_use]
+    pub fn now_us(&self) -> u64 {
+        self.time.now_us()
+    }
+
+    /// The trace.
+    #[must_use]
+    pub fn trace(&self) -> &Trace {
+        &self.trace
+    }
+
+    /// What happened, counted.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        let mut counts = self.counts.clone();
+        self.ledger.with(|record| {
+            let observation = &record.observation;
+            let terms = observation.leading.iter().map(|it| it.term);
+            counts.leaders = terms.collect::<BTreeSet<_>>().len() as u64;
+            let steps = observation.steps.values().flatten();
+            let restored =
+                steps.filter(|it| it.cause == crate::oracle::observation::Cause::Restored);
+            counts.restored = restored.count() as u64;
+            counts.entries = observation.log.len() as u64;
+        });
+        counts
+    }
+
+    /// Buys a machine for a replica that forms a cluster with `members`, or joins what they formed.
+    pub(super) fn build(&mut self, id: u8, members: &[u8], joins: bool) -> anyhow::Result<()> {
+        // All of it is on the simulated disk; the name is what errors say.
+        let dir = PathBuf::from(format!("/simulated/n{id}"));
+        let config = self.plan.config(id, &dir, members, joins)?;
+        let pace = self.plan.pace();
+        let (synced, mut draws) = (pace.clone(), Rng::new(self.plan.seed, u64::from(id)));
+        let disk = MemoryDisk::with_sync(move || synced.sync(draws.next_u64()));
+        let seat = Seat {
+            machine: Machine::new(id, config, disk, &self.time),
+            pace,
+            run: Run {
+                replica: ReplicaId(id),
+                number: 0,
+            },
+            status: None,
+            is_spoiled: Arc::default(),
+            is_gone: false,
+            is_disk_bad: false,
+            said: None,
+            voters: Vec::new(),
+        };
+        self.seats.insert(id, seat);
+        Ok(())
+    }
+
+    /// Whether there is room for one more replica.
+    pub(super) fn has_room(&self) -> bool {
+        self.seats.values().filter(|seat| !seat.is_gone).count() < REPLICAS_MAX
+    }
+
+    /// The id of the next replica: none is used twice.
+    pub(super) fn next_id(&self) -> u8 {
+        self.seats.keys().next_back().copied().unwrap_or(0) + 1
+    }
+
+    /// Whether a cluster has formed: a leader leads, and its state is initialised.
+    #[must_use]
+    pub fn is_formed(&self) -> bool {
+        let leader = self.leader().and_then(|id| self.seats[&id].machine.core());
+        leader.is_some_and(|core| core.view().registry().initialised)
+    }
+
+    /// Goes one step on.
+    pub fn step(&mut self) {
+        let now_us = self.time.now_us() + STEP_US;
+        self.time.set_us(now_us);
+        self.network.step(now_us);
+        self.mend();
+        if !self.options.is_calm && now_us >= self.next_fault_us && self.next_fault_us > 0 {
+            self.go_wrong();
+        }
+        let ids: Vec<u8> = self.seats.keys().copied().collect();
+        for id in &ids {
+            self.step_machine(*id);
+        }
+        for id in &ids {
+            self.observe(*id);
+        }
+        self.retire();
+        if now_us.is_multiple_of(LOOK_EVERY_US) {
+            self.look_around();
+        }
+        for panic in panics::take() {
+            self.ledger.blame(format!("panic: {panic}"));
+        }
+    }
+
+    fn step_machine(&mut self, id: u8) {
+        let now_us = self.time.now_us();
+        let Some(seat) = self.seats.get_mut(&id) else {
+            return;
+        };
+        super::log::on(id, now_us);
+        let stepped = seat.machine.step(now_us);
+        super::log::off();
+        match stepped {
+            Stepped::On => {}
+            Stepped::Up => {
+                let Some(core) = seat.machine.core() else {
+                    return;
+                };
+                seat.status = Some(core.replica().watch());
+                self.trace.event(now_us, format_args!("{id} up"));
+                if let Some(handle) = seat.machine.handle() {
+                    self.stage.enter(seat.run, core, handle);
+                }
+            }
+            Stepped::Ended(why) => {
+                self.trace.event(now_us, format_args!("{id} ended"));
+                let is_disk_bad = seat.is_disk_bad;
+                self.kill(id);
+                match why {
+                    Some(why) if !is_disk_bad => self
+                        .ledger
+                        .blame(format!("replica {id} did not start: {why}")),
+                    Some(_) | None => {
+                        let wait_us = 1000 * (100 + self.rng.below(2000));
+                        self.remedy_in(wait_us, Remedy::Start(id));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Notes what a replica says of itself.
+    fn observe(&mut self, id: u8) {
+        let now_us = self.time.now_us();
+        let Some(seat) = self.seats.get_mut(&id) else {
+            return;
+        };
+        let Some(status) = &mut seat.status else {
+            return;
+        };
+        // What it says first may be what it is from the start.
+        if !status.has_changed() && seat.said.is_some() {
+            return;
+        }
+        let status = status.borrow_and_update();
+        let said = (status.role, status.term, status.has_quorum);
+        if status.role == Role::Leader {
+            let (run, term) = (seat.run, status.term);
+            self.ledger
+                .with(|record| record.observation.leads(now_us, run, term));
+        }
+        if seat.said != Some(said) {
+            let (role, term, has_quorum) = said;
+            self.trace.event(
+                now_us,
+                format_args!("{id} is {role:?} of {term}, quorum {has_quorum}"),
+            );
+        }
+        seat.said = Some(said);
+        let voters = status.members.iter().filter(|(_, it)| it.is_voter);
+        let voters: Vec<u8> = voters.map(|(id, _)| *id).collect();
+        drop(status);
+        if seat.voters != voters {
+            seat.voters = voters;
+            self.observe_reach();
+        }
+    }
+
+    /// Notes what shows only now and then: whose outbox is empty, and what one of the states holds.
+    fn look_around(&mut self) {
+        let now_us = self.time.now_us();
+        for seat in self.seats.values() {
+            let Some(core) = seat.machine.core() else {
+                continue;
+            };
+            if core.router().outbox_status().queued_items == 0 {
+                self.ledger
+                    .with(|record| record.observation.outbox_is_empty(now_us, seat.run));
+            }
+        }
+        if now_us.is_multiple_of(IMAGE_EVERY_US)
+            && let Some(id) = self.any_up()
+            && let Some(core) = self.seats[&id].machine.core()
+            && !self.seats[&id].is_spoiled.load(Ordering::Relaxed)
+        {
+            let keys = workload::keys();
+            let image = core.with_state(|state| Image::of(state, &keys));
+            let run = self.seats[&id].run;
+            self.ledger
+                .with(|record| record.observation.image(now_us, run, image));
+        }
+    }
+
+    /// Starts a process, unless there is one.
+    pub(super) fn start(&mut self, id: u8) {
+        let now_us = self.time.now_us();
+        let Some(seat) = self.seats.get_mut(&id) else {
+            return;
+        };
+        if seat.machine.is_on() || seat.is_gone || seat.is_disk_bad {
+            return;
+        }
+        let run = Run {
+            replica: ReplicaId(id),
+            number: seat.machine.runs + 1,
+        };
+        let label = u64::from(run.number) << 8 | u64::from(id);
+        let is_spoiled = seat.is_spoiled.load(Ordering::Relaxed);
+        let watcher = Watcher::new(
+            run,
+            is_spoiled,
+            self.ledger.clone(),
+            self.trace.clone(),
+            self.time.clone(),
+        );
+        seat.run = run;
+        seat.is_spoiled = watcher.is_spoiled();
+        seat.said = None;
+        let start = Start {
+            session: SessionId(Rng::new(self.plan.seed, label).next_u64()),
+            hash_seed: self.plan.hash_seed,
+            witness: Arc::new(watcher),
+        };
+        self.trace
+            .event(now_us, format_args!("{id} starts, run {}", run.number));
+        self.ledger
+            .with(|record| record.observation.started(now_us, run));
+        if is_spoiled {
+            self.ledger
+                .with(|record| record.observation.spoiled(now_us, run));
+        }
+        self.counts.starts += 1;
+        super::log::on(id, now_us);
+        seat.machine.start(&self.network, now_us, start);
+        super::log::off();
+        self.observe_reach();
+    }
+
+    /// Kills a process: what its disk has not synced is lost, but for a prefix.
+    pub(super) fn kill(&mut self, id: u8) {
+        let now_us = self.time.now_us();
+        let Some(seat) = self.seats.get_mut(&id) else {
+            return;
+        };
+        if !seat.machine.is_on() {
+            return;
+        }
+        let (rng, mut lost) = (&mut self.rng, (0, 0));
+        seat.machine.disk.crash(|unsynced| {
+            // All, none, or torn in the middle.
+            let kept = match rng.below(3) {
+                0 => 0,
+                1 => unsynced,
+                _ => rng.below(unsynced as u64 + 1) as usize,
+            };
+            lost = (unsynced, kept);
+            kept
+        });
+        self.trace.event(
+            now_us,
+            format_args!("{id} dies; of {} unsynced {} stay", lost.0, lost.1),
+        );
+        self.network.power_off(id);
+        seat.status = None;
+        let run = seat.run;
+        super::log::on(id, now_us);
+        seat.machine.kill();
+        super::log::off();
+        self.ledger
+            .with(|record| record.observation.ended(now_us, run));
+    }
+
+    /// Plans what ends a fault.
+    pub(super) fn remedy_in(&mut self, wait_us: u64, remedy: Remedy) {
+        self.planned += 1;
+        let at = (self.time.now_us() + wait_us, self.planned);
+        self.remedies.insert(at, remedy);
+    }
+
+    /// Has faults end that are due to.
+    fn mend(&mut self) {
+        while let Some(due) = self.remedies.first_entry()
+            && due.key().0 <= self.time.now_us()
+        {
+            let remedy = due.remove();
+            self.apply_remedy(remedy);
+        }
+    }
+
+    /// Has all faults end.
+    pub(super) fn mend_all(&mut self) {
+        let rest: VecDeque<Remedy> = std::mem::take(&mut self.remedies).into_values().collect();
+        for remedy in rest {
+            self.apply_remedy(remedy);
+        }
+    }
+
+    /// Whoever runs, by id.
+    pub(super) fn running(&self) -> Vec<u8> {
+        let running = self.seats.iter().filter(|(_, seat)| seat.machine.is_on());
+        running.map(|(id, _)| *id).collect()
+    }
+
+    /// Who takes itself for the leader of the newest term.
+    pub(super) fn leader(&self) -> Option<u8> {
+        let leading = |seat: &Seat| {
+            let status = seat.status.as_ref()?.borrow();
+            (status.role == Role::Leader).then_some(status.term)
+        };
+        let leaders = self
+            .seats
+            .iter()
+            .filter_map(|(id, seat)| Some((leading(seat)?, *id)));
+        leaders.max().map(|(_, id)| id)
+    }
+}

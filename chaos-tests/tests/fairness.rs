@@ -1,0 +1,274 @@
+//! Three replicas and four small engines as real processes: a greedy user at one replica against a
+//! modest one at another, by VTC and first come first served; the leader is killed in the middle;
+//! and a limit of requests holds over all replicas together.
+//!
+//! Shares are asserted, times are printed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use chaos_tests::processes::{Cluster, ClusterOptions, until};
+use http::{HeaderValue, StatusCode};
+use node::replay::client::{Ask, Client, Failure};
+
+/// Requests of the greedy user under way at a time: far more than the engines take.
+const GREEDY: usize = 64;
+/// Of the modest user: a share of the engines, if it gets it.
+const MODEST: usize = 12;
+/// Requests that are answered before a share is measured: both users wait from then on.
+const WARM_UP: u64 = 60;
+/// Requests that a share is measured over.
+const MEASURED: u64 = 300;
+
+const ENGINES: &[&str] = &["--max-num-seqs", "2", "--decode-ms", "10"];
+
+/// What a user got.
+#[derive(Debug, Default)]
+struct Got {
+    answered: AtomicU64,
+    tokens: AtomicU64,
+    first_token_us: AtomicU64,
+    refused: AtomicU64,
+    failed: AtomicU64,
+}
+
+impl Got {
+    fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    fn first_token_ms(&self) -> u64 {
+        let answered = self.answered.load(Ordering::Relaxed).max(1);
+        self.first_token_us.load(Ordering::Relaxed) / answered / 1000
+    }
+}
+
+/// One user's load on one replica: so many requests under way until `is_over`.
+struct Load {
+    url: String,
+    user: &'static str,
+    under_way: usize,
+    got: Arc<Got>,
+    is_over: Arc<AtomicBool>,
+    /// Shortest time from one request to the next of one sender.
+    pause: Duration,
+}
+
+impl Load {
+    async fn run(self) {
+        let load = Arc::new(self);
+        let senders = (0..load.under_way).map(|sender| tokio::spawn(load.clone().send(sender)));
+        for sender in senders.collect::<Vec<_>>() {
+            sender.await.expect("a sender does not panic");
+        }
+    }
+
+    async fn send(self: Arc<Self>, sender: usize) {
+        let client = Client::new(Duration::from_secs(60));
+        let mut ticks = tokio::time::interval(self.pause.max(Duration::from_millis(1)));
+        let mut number = 0_u64;
+        while !self.is_over.load(Ordering::Relaxed) {
+            ticks.tick().await;
+            number += 1;
+            let prompt = format!("{} {sender} {number} tell me more. ", self.user).repeat(4);
+            let body = format!(
+                r#"{{"model":"emulated","stream":true,"max_tokens":16,"stream_options":{{"include_usage":true}},"messages":[{{"role":"user","content":"{prompt}"}}]}}"#
+            );
+            let ask = Ask {
+                uri: format!("{}/v1/chat/completions", self.url)
+                    .parse()
+                    .expect("a replica's url"),
+                user: HeaderValue::from_static(self.user),
+                body: body.into(),
+            };
+            self.count(client.stream(ask).await);
+        }
+    }
+
+    fn count(&self, answer: Result<node::replay::client::Answer, Failure>) {
+        let got = &self.got;
+        let add = |counter: &AtomicU64, more: u64| {
+            counter.fetch_add(more, Ordering::Relaxed);
+        };
+        match answer {
+            Ok(answer) => {
+                let tokens =
+                    answer.prompt_tokens.unwrap_or(0) + 2 * answer.completion_tokens.unwrap_or(0);
+                add(&got.answered, 1);
+                add(&got.tokens, tokens);
+                let ttft = u64::try_from(answer.ttft.as_micros()).unwrap_or(u64::MAX);
+                add(&got.first_token_us, ttft);
+            }
+            Err(Failure::Status { status, .. }) if status == StatusCode::TOO_MANY_REQUESTS => {
+                add(&got.refused, 1);
+            }
+            Err(_) => add(&got.failed, 1),
+        }
+    }
+}
+
+/// The greedy and the modest user, each at a replica of their own.
+struct Contest {
+    greedy: Arc<Got>,
+    modest: Arc<Got>,
+    is_over: Arc<AtomicBool>,
+    loads: Vec<tokio::task::JoinHandle<()>>,
+}
+
+impl Contest {
+    fn start(cluster: &Cluster, at: [usize; 2]) -> Self {
+        let (greedy, modest) = (Arc::new(Got::default()), Arc::new(Got::default()));
+        let is_over = Arc::new(AtomicBool::new(false));
+        let load = |replica: usize, user, under_way, got: &Arc<Got>| Load {
+            url: cluster.data_url(replica).to_owned(),
+            user,
+            under_way,
+            got: Arc::clone(got),
+            is_over: Arc::clone(&is_over),
+            pause: Duration::ZERO,
+        };
+        let loads = vec![
+            tokio::spawn(load(at[0], "greedy", GREEDY, &greedy).run()),
+            tokio::spawn(load(at[1], "modest", MODEST, &modest).run()),
+        ];
+        Self {
+            greedy,
+            modest,
+            is_over,
+            loads,
+        }
+    }
+
+    /// Waits until so many more requests are answered.
+    async fn after(&self, more: u64) -> anyhow::Result<()> {
+        let answered = || {
+            let of = |got: &Got| got.answered.load(Ordering::Relaxed);
+            of(&self.greedy) + of(&self.modest)
+        };
+        let goal = answered() + more;
+        until("requests are answered", async || Ok(answered() >= goal)).await
+    }
+
+    /// The modest user's share of all tokens of the next requests.
+    async fn share(&self) -> anyhow::Result<f64> {
+        let before = (self.greedy.tokens(), self.modest.tokens());
+        self.after(MEASURED).await?;
+        let greedy = self.greedy.tokens() - before.0;
+        let modest = self.modest.tokens() - before.1;
+        Ok(modest as f64 / (greedy + modest).max(1) as f64)
+    }
+
+    async fn end(self) -> (Arc<Got>, Arc<Got>) {
+        self.is_over.store(true, Ordering::Relaxed);
+        for load in self.loads {
+            load.await.expect("a load does not panic");
+        }
+        (self.greedy, self.modest)
+    }
+}
+
+fn options(config: &'static str) -> ClusterOptions {
+    ClusterOptions {
+        engine_speed: 1.0,
+        engine_args: ENGINES,
+        config,
+        ..ClusterOptions::default()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> anyhow::Result<()> {
+    let mut cluster =
+        Cluster::start(options("[admission]\nconcurrency = 2\norder = \"vtc\"\n")).await?;
+    // The leader is neither's replica: only its part in agreeing is lost.
+    let leader = cluster.leader().await?;
+    let others: Vec<usize> = (0..3).filter(|replica| *replica != leader).collect();
+    let contest = Contest::start(&cluster, [others[0], others[1]]);
+    contest.after(WARM_UP).await?;
+    let before = contest.share().await?;
+    cluster.kill(leader)?;
+    let after = contest.share().await?;
+    let (greedy, modest) = contest.end().await;
+    println!(
+        "vtc: the modest user's share {before:.3}, with the leader killed {after:.3}; time to first \
+         token {} ms against {} ms",
+        modest.first_token_ms(),
+        greedy.first_token_ms()
+    );
+    assert_eq!(greedy.failed.load(Ordering::Relaxed), 0, "{greedy:?}");
+    assert_eq!(modest.failed.load(Ordering::Relaxed), 0, "{modest:?}");
+    assert!(before > 0.40, "share {before}");
+    assert!(
+        (after - before).abs() < 0.05,
+        "share {before}, then {after}"
+    );
+    cluster.restart(&[leader]).await?;
+    cluster.wait_idle().await?;
+    cluster.check_digests().await?;
+    cluster.stop();
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<()> {
+    let cluster =
+        Cluster::start(options("[admission]\nconcurrency = 2\norder = \"fcfs\"\n")).await?;
+    // At one replica: over several each serves its own at whatever rate it gets.
+    let contest = Contest::start(&cluster, [0, 0]);
+    contest.after(WARM_UP).await?;
+    let share = contest.share().await?;
+    let (greedy, modest) = contest.end().await;
+    println!(
+        "fcfs: the modest user's share {share:.3}; time to first token {} ms against {} ms",
+        modest.first_token_ms(),
+        greedy.first_token_ms()
+    );
+    assert!(share < 0.30, "share {share}");
+    cluster.stop();
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_limit_of_requests_holds_over_all_replicas_together() -> anyhow::Result<()> {
+    const RATE: f64 = 20.0;
+    let cluster = Cluster::start(ClusterOptions {
+        engine_speed: 50.0,
+        config: "[admission.user_limits]\nrequests = 20\nwindow = \"1s\"\n",
+        ..ClusterOptions::default()
+    })
+    .await?;
+    let (got, is_over) = (Arc::new(Got::default()), Arc::new(AtomicBool::new(false)));
+    let loads: Vec<_> = (0..3)
+        .map(|replica| {
+            let load = Load {
+                url: cluster.data_url(replica).to_owned(),
+                user: "eager",
+                under_way: 4,
+                got: Arc::clone(&got),
+                is_over: Arc::clone(&is_over),
+                pause: Duration::from_millis(40),
+            };
+            tokio::spawn(load.run())
+        })
+        .collect();
+    let answered = || got.answered.load(Ordering::Relaxed);
+    // The first window's worth may come at once; a rate is counted over time.
+    let passed = |from: Instant, span: Duration| move || from.elapsed() >= span;
+    let warm = passed(Instant::now(), Duration::from_secs(3));
+    until("the first windows are over", async || Ok(warm())).await?;
+    let (from, since) = (answered(), Instant::now());
+    let counted = passed(since, Duration::from_secs(10));
+    until("the rate is counted", async || Ok(counted())).await?;
+    let rate = (answered() - from) as f64 / since.elapsed().as_secs_f64();
+    is_over.store(true, Ordering::Relaxed);
+    for load in loads {
+        load.await?;
+    }
+    println!("20 requests/s allowed: {rate:.2} admitted, {got:?}");
+    assert_eq!(got.failed.load(Ordering::Relaxed), 0, "{got:?}");
+    assert!(got.refused.load(Ordering::Relaxed) > 0, "{got:?}");
+    assert!((rate - RATE).abs() <= RATE / 10.0, "{rate} requests/s");
+    cluster.stop();
+    Ok(())
+}

@@ -1,0 +1,354 @@
+//! Precise mode with real processes: three replicas, four engines that publish KV events and evict
+//! hard, and a load of chats. The replica that reads two of the engines is killed in the middle.
+//!
+//! What must hold: others read on where it was, no request fails elsewhere, nearly every prediction
+//! is what the engine then found, and when all is quiet the replicas believe of every prompt and
+//! every engine exactly what the engine's cache holds.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use chaos_tests::processes::{Cluster, ClusterOptions, until};
+use http_body_util::{BodyExt, Full};
+use hyper::Request;
+use hyper::body::Bytes;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
+
+/// Chats under way: together they need more blocks than the engines have.
+const CHATS: usize = 36;
+/// Turns after which a chat begins anew.
+const TURNS: usize = 6;
+/// Requests before the reader is killed, and as many after.
+const REQUESTS: u64 = 150;
+/// Requests sent at the same time.
+const IN_FLIGHT: usize = 3;
+/// Tokens of an engine's block.
+const BLOCK: u64 = 32;
+/// Blocks that an engine of 320 holds at least once it has evicted: some hold nothing findable, and
+/// some the same.
+const ENGINE_BLOCKS_FULL: u64 = 240;
+/// Predictions that must be right, in hundredths.
+const RIGHT_PERCENT_MIN: u64 = 99;
+
+/// A client of everything that speaks JSON.
+struct Http(Client<HttpConnector, Full<Bytes>>);
+
+/// What came of a request.
+struct Answer {
+    /// Blocks that were predicted to be found.
+    predicted: u64,
+    /// Tokens that were found.
+    cached: u64,
+    reply: String,
+}
+
+impl Http {
+    fn new() -> Self {
+        Self(Client::builder(TokioExecutor::new()).build_http())
+    }
+
+    async fn post(&self, url: &str, body: &Value) -> anyhow::Result<(String, Value)> {
+        let request = Request::post(url)
+            .header("content-type", "application/json")
+            .body(Full::from(body.to_string()))?;
+        let exchange = async {
+            let response = self.0.request(request).await?;
+            let prefix = response.headers().get("x-quorate-prefix");
+            let prefix = prefix
+                .and_then(|it| it.to_str().ok())
+                .unwrap_or("")
+                .to_owned();
+            let status = response.status();
+            let body = response.into_body().collect().await?.to_bytes();
+            ensure!(
+                status.is_success(),
+                "{status}: {}",
+                String::from_utf8_lossy(&body)
+            );
+            anyhow::Ok((prefix, serde_json::from_slice(&body).unwrap_or(Value::Null)))
+        };
+        let answer = tokio::time::timeout(Duration::from_secs(30), exchange).await;
+        answer
+            .context("timed out")
+            .flatten()
+            .with_context(|| format!("POST {url}"))
+    }
+
+    async fn chat(&self, replica: &str, body: &Value) -> anyhow::Result<Answer> {
+        let (prefix, answer) = self
+            .post(&format!("{replica}/v1/chat/completions"), body)
+            .await?;
+        let (matched, _) = prefix.split_once('/').context("no prediction")?;
+        let message = &answer["choices"][0]["message"]["content"];
+        let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+        Ok(Answer {
+            predicted: matched.parse()?,
+            cached: cached.as_u64().context("no cached_tokens")?,
+            reply: message.as_str().context("no reply")?.to_owned(),
+        })
+    }
+}
+
+/// The load as it goes.
+struct Load<'a> {
+    http: &'a Http,
+    /// Where replicas serve clients; `None` while one is down.
+    replicas: RefCell<Vec<Option<String>>>,
+    chats: RefCell<Vec<Vec<Value>>>,
+    /// Chats that a request is under way for.
+    busy: RefCell<Vec<bool>>,
+    random: RefCell<SmallRng>,
+    ended: Cell<u64>,
+    right: Cell<u64>,
+    /// The bodies of the last requests, by chat.
+    bodies: RefCell<BTreeMap<usize, Value>>,
+}
+
+impl Load<'_> {
+    fn next(&self) -> (usize, String, Value) {
+        let mut random = self.random.borrow_mut();
+        let chat = loop {
+            let chat = random.random_range(0..CHATS);
+            if !self.busy.borrow()[chat] {
+                break chat;
+            }
+        };
+        self.busy.borrow_mut()[chat] = true;
+        let up: Vec<String> = self.replicas.borrow().iter().flatten().cloned().collect();
+        let replica = up[random.random_range(0..up.len())].clone();
+        let mut chats = self.chats.borrow_mut();
+        let messages = &mut chats[chat];
+        if messages.len() >= 2 * TURNS {
+            messages.clear();
+        }
+        if messages.is_empty() {
+            let system = format!("system {} ", chat % 3).repeat(40);
+            messages.push(json!({ "role": "system", "content": system }));
+        }
+        let text: String = (0..100)
+            .map(|_| format!("{:05} ", random.random_range(0..99_999)))
+            .collect();
+        messages.push(json!({ "role": "user", "content": text }));
+        let body = json!({ "model": "emulated", "messages": messages, "max_tokens": 32 });
+        (chat, replica, body)
+    }
+
+    async fn one(&self) -> anyhow::Result<()> {
+        let (chat, replica, body) = self.next();
+        self.bodies.borrow_mut().insert(chat, body.clone());
+        match self.http.chat(&replica, &body).await {
+            Ok(answer) => {
+                let is_right = answer.predicted * BLOCK == answer.cached;
+                self.right.set(self.right.get() + u64::from(is_right));
+                let reply = json!({ "role": "assistant", "content": answer.reply });
+                self.chats.borrow_mut()[chat].push(reply);
+                self.ended.set(self.ended.get() + 1);
+            }
+            Err(error) => {
+                let is_up = self
+                    .replicas
+                    .borrow()
+                    .iter()
+                    .flatten()
+                    .any(|it| *it == replica);
+                ensure!(!is_up, "a replica that is up failed: {error:#}");
+                // It died with the request: the turn is asked anew.
+                self.chats.borrow_mut()[chat].pop();
+            }
+        }
+        self.busy.borrow_mut()[chat] = false;
+        Ok(())
+    }
+
+    async fn run_to(&self, goal: u64) -> anyhow::Result<()> {
+        let lane = async || {
+            while self.ended.get() < goal {
+                self.one().await?;
+            }
+            anyhow::Ok(())
+        };
+        let [a, b, c]: [_; IN_FLIGHT] = [lane(), lane(), lane()];
+        tokio::try_join!(a, b, c)?;
+        Ok(())
+    }
+}
+
+/// Mode and reader of every engine's ownership, as one replica shows them.
+async fn ownership(cluster: &Cluster, replica: usize) -> anyhow::Result<Vec<(String, u64)>> {
+    let backends = cluster.ask(replica, "/admin/v1/backends").await?;
+    let list = backends["backends"].as_array().context("no backends")?;
+    let of = |backend: &Value| {
+        let ownership = &backend["ownership"];
+        let mode = ownership["mode"].as_str().unwrap_or_default().to_owned();
+        (mode, ownership["reader"].as_u64().unwrap_or(0))
+    };
+    Ok(list.iter().map(of).collect())
+}
+
+async fn wait_exact(cluster: &Cluster, replica: usize, without: u64) -> anyhow::Result<()> {
+    until("every engine is read and exact", async || {
+        let shown = ownership(cluster, replica).await?;
+        Ok(shown
+            .iter()
+            .all(|(mode, reader)| mode == "exact" && *reader != without && *reader != 0))
+    })
+    .await
+}
+
+/// Compares what a replica believes of the last prompts with what the engines hold.
+async fn check_beliefs(
+    http: &Http,
+    admin: SocketAddr,
+    engines: &BTreeMap<String, String>,
+    bodies: &BTreeMap<usize, Value>,
+) -> anyhow::Result<u64> {
+    let mut compared = 0;
+    for body in bodies.values() {
+        let asked = json!({ "path": "/v1/chat/completions", "headers": {}, "body": body });
+        let (_, explained) = http
+            .post(&format!("http://{admin}/admin/v1/explain"), &asked)
+            .await?;
+        let matchable = explained["blocks_matchable"]
+            .as_u64()
+            .context("no blocks")?;
+        for backend in explained["backends"].as_array().context("no backends")? {
+            let id = backend["id"].as_str().context("no id")?;
+            let url = &engines[id];
+            let (_, held) = http.post(&format!("{url}/debug/prefix"), body).await?;
+            let held = held["blocks"].as_u64().context("no blocks")?.min(matchable);
+            let believed = backend["matched"].as_u64().context("no match")?;
+            ensure!(
+                believed == held,
+                "{id} holds {held} blocks, {believed} are believed"
+            );
+            compared += 1;
+        }
+    }
+    Ok(compared)
+}
+
+async fn start() -> anyhow::Result<Cluster> {
+    Cluster::start(ClusterOptions {
+        engine_speed: 4.0,
+        engine_args: &[
+            "--num-gpu-blocks",
+            "320",
+            "--kv-events",
+            "tcp://127.0.0.1:0",
+            "--kv-replay",
+            "tcp://127.0.0.1:0",
+        ],
+        config: "[[models]]\nname = \"*\"\ntokenizer = \"engine\"\nblock_size = 32\n",
+        backend_config: "kv_events = \"auto\"",
+        ..ClusterOptions::default()
+    })
+    .await
+}
+
+/// Waits until what is believed is what the engines hold, and checks that the replicas agree and the
+/// engines have evicted; answers how many beliefs were compared.
+async fn check_at_rest(cluster: &Cluster, witness: usize, load: &Load<'_>) -> anyhow::Result<u64> {
+    let backends = cluster.ask(witness, "/admin/v1/backends").await?;
+    let backends = backends["backends"].as_array().context("no backends")?;
+    let engine = |it: &Value| {
+        Some((
+            it["id"].as_str()?.to_owned(),
+            it["url"].as_str()?.to_owned(),
+        ))
+    };
+    let engines: BTreeMap<String, String> = backends.iter().filter_map(engine).collect();
+    let admin = cluster.admin_addr(witness);
+    let bodies = load.bodies.borrow().clone();
+    // The last events may be on their way.
+    let (compared, last) = (Cell::new(0), RefCell::new(None));
+    let settled = until(
+        "beliefs and caches are the same",
+        async || match check_beliefs(load.http, admin, &engines, &bodies).await {
+            Ok(count) => {
+                compared.set(count);
+                Ok(true)
+            }
+            Err(error) => {
+                last.replace(Some(error));
+                Ok(false)
+            }
+        },
+    );
+    settled
+        .await
+        .with_context(|| format!("{:?}", last.borrow()))?;
+    cluster.check_digests().await?;
+    for url in engines.values() {
+        let body = json!({ "model": "emulated", "prompt": "" });
+        let (_, held) = load
+            .http
+            .post(&format!("{url}/debug/prefix"), &body)
+            .await?;
+        let held = held["cached_hashes"].as_u64().context("no count")?;
+        ensure!(
+            held >= ENGINE_BLOCKS_FULL,
+            "an engine of 320 blocks holds {held}: none was evicted"
+        );
+    }
+    Ok(compared.get())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_replica_reads_on_and_nothing_is_wrongly_owned() -> anyhow::Result<()> {
+    let mut cluster = start().await?;
+    wait_exact(&cluster, 0, 0).await?;
+    let http = Http::new();
+    let urls = (0..cluster.replicas()).map(|number| Some(cluster.data_url(number).to_owned()));
+    let load = Load {
+        http: &http,
+        replicas: RefCell::new(urls.collect()),
+        chats: RefCell::new(vec![Vec::new(); CHATS]),
+        busy: RefCell::new(vec![false; CHATS]),
+        random: RefCell::new(SmallRng::seed_from_u64(7)),
+        ended: Cell::new(0),
+        right: Cell::new(0),
+        bodies: RefCell::default(),
+    };
+    load.run_to(REQUESTS).await?;
+
+    // The reader of the first engine goes in the middle of the load.
+    let reader = ownership(&cluster, 0).await?[0].1;
+    let killed = usize::try_from(reader)? - 1;
+    let witness = (killed + 1) % cluster.replicas();
+    let took = Cell::new(None);
+    let goal = 2 * REQUESTS;
+    let under_load = load.run_to(goal);
+    let failover = async {
+        load.replicas.borrow_mut()[killed] = None;
+        cluster.kill(killed)?;
+        let since = Instant::now();
+        wait_exact(&cluster, witness, reader).await?;
+        took.set(Some(since.elapsed()));
+        anyhow::Ok(())
+    };
+    tokio::try_join!(under_load, failover)?;
+
+    let (right, ended) = (load.right.get(), load.ended.get());
+    ensure!(
+        right * 100 >= ended * RIGHT_PERCENT_MIN,
+        "{right} of {ended} predictions are what the engine found"
+    );
+    wait_exact(&cluster, witness, reader).await?;
+    cluster.wait_idle().await?;
+    let compared = check_at_rest(&cluster, witness, &load).await?;
+    cluster.stop();
+    println!(
+        "{right} of {ended} predictions right; another replica was exact after {:?}; {} beliefs compared",
+        took.get().unwrap_or_default(),
+        compared
+    );
+    Ok(())
+}

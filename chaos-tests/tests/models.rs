@@ -1,0 +1,14 @@
+//! Loom's models of the hand-written concurrency of `api` and `raft`, as `cargo run --bin models` runs
+//! them. Those of the read view are a step of their own in `.ci/run`.
+
+use std::process::Command;
+
+#[test]
+fn every_interleaving_holds() {
+    let run = Command::new(env!("CARGO_BIN_EXE_models")).output().unwrap();
+    let (told, why) = (
+        String::from_utf8_lossy(&run.stdout),
+        String::from_utf8_lossy(&run.stderr),
+    );
+    assert!(run.status.success(), "{told}\n{why}");
+}

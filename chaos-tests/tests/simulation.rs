@@ -1,0 +1,119 @@
+//! A bounded set of simulated clusters; the rest is run by hand (docs/TESTING.md).
+
+use std::time::Duration;
+
+use chaos_tests::sim::faults::Fault;
+use chaos_tests::sim::{Outcome, Report, Run, run};
+
+fn seed(seed: u64, faulty_ms: u64) -> Run {
+    Run {
+        seed,
+        faulty: Duration::from_millis(faulty_ms),
+        only: Vec::new(),
+        is_calm: false,
+        is_traced: false,
+        bug: None,
+    }
+}
+
+fn held(of: &Run) -> Report {
+    let report = run(of).expect("a world can be made");
+    assert_eq!(report.outcome, Outcome::Held, "seed {}, {of:?}", of.seed);
+    report
+}
+
+#[test]
+fn the_same_seed_gives_the_same_trace() {
+    let of = Run {
+        is_traced: true,
+        ..seed(1, 1500)
+    };
+    let (first, second) = (held(&of), held(&of));
+    let mut lines = first.text.lines().zip(second.text.lines());
+    let differs = lines.find(|(first, second)| first != second);
+    assert_eq!(differs, None);
+    assert_eq!((first.hash, first.events), (second.hash, second.events));
+}
+
+#[test]
+fn another_seed_gives_another_trace() {
+    assert_ne!(held(&seed(3, 500)).hash, held(&seed(4, 500)).hash);
+}
+
+#[test]
+fn a_calm_cluster_loses_nobody() {
+    let calm = Run {
+        is_calm: true,
+        ..seed(5, 1500)
+    };
+    let report = held(&calm);
+    assert!(report.counts.faults.is_empty());
+    assert_eq!(
+        report.counts.leaders, 1,
+        "nobody is elected in place of a leader that is well"
+    );
+    assert_eq!(report.network.broken, 0);
+}
+
+/// Each kind alone: a fault that cannot happen would go unnoticed among the others.
+fn each_of(faults: &[Fault]) {
+    for (number, fault) in (100..).zip(faults) {
+        let mut happened = 0;
+        for extra in 0..4 {
+            let report = held(&Run {
+                only: vec![*fault],
+                ..seed(number + 100 * extra, 1000)
+            });
+            happened += report.counts.faults.get(fault).copied().unwrap_or(0);
+            if happened > 0 {
+                break;
+            }
+        }
+        assert!(happened > 0, "{fault} never happened");
+    }
+}
+
+#[test]
+fn processes_and_disks_fail() {
+    each_of(&[
+        Fault::Crash,
+        Fault::CrashAll,
+        Fault::Bounce,
+        Fault::Leave,
+        Fault::Pause,
+        Fault::ClockJump,
+        Fault::SlowDisk,
+        Fault::FailDisk,
+        Fault::LoseState,
+    ]);
+}
+
+#[test]
+fn networks_fail() {
+    each_of(&[
+        Fault::Halves,
+        Fault::Isolate,
+        Fault::IsolateLeader,
+        Fault::OneWay,
+        Fault::Hold,
+        Fault::BadLinks,
+        Fault::SlowLinks,
+        Fault::CutStreams,
+    ]);
+}
+
+#[test]
+fn members_change() {
+    each_of(&[Fault::Join, Fault::Transfer, Fault::Snapshot]);
+    held(&Run {
+        only: vec![Fault::Join, Fault::Promote, Fault::Remove, Fault::Crash],
+        ..seed(7, 4000)
+    });
+}
+
+#[test]
+fn everything_fails() {
+    for number in 20..22 {
+        held(&seed(number, 2500));
+    }
+}
