@@ -9,7 +9,7 @@
 //! may be why it is quiet. A peer's claim about an index not reached here yet is kept until it is.
 //!
 //! A mismatch means that the same log gave different states: it is logged, counted and announced.
-//! Where most members of the cluster agree on another digest than this replica's, the fault is
+//! Where most voters of the cluster agree on another digest than this replica's, the fault is
 //! here ([`Digests::judge`]), until the whole state is replaced: nothing says which part is wrong.
 
 #[cfg(test)]
@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use state::ids::ReplicaId;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 use super::events::{Event, Events};
 use crate::planted::{self, Bug};
@@ -62,7 +62,7 @@ pub struct Mismatch {
     pub theirs: u128,
 }
 
-/// That most members hold another state than this replica.
+/// That most voters hold another state than this replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Minority {
     /// Where they were compared.
@@ -159,19 +159,19 @@ impl DigestRing {
         })
     }
 
-    /// Whether at some index more than half of `members` hold one and the same digest that is not
-    /// this replica's. `members` names all, this replica included.
+    /// Whether at some index more than half of `voters` hold one and the same digest that is not
+    /// this replica's. Learners do not count: they have their state from whoever leads.
     #[must_use]
-    pub fn minority(&self, members: &[ReplicaId]) -> Option<Minority> {
+    pub fn minority(&self, voters: &[ReplicaId]) -> Option<Minority> {
         self.compared.iter().rev().find_map(|(&index, said)| {
             let ours = self.get(index)?;
             let mut votes: BTreeMap<u128, usize> = BTreeMap::new();
-            for (_, theirs) in said.iter().filter(|(peer, _)| members.contains(peer)) {
+            for (_, theirs) in said.iter().filter(|(peer, _)| voters.contains(peer)) {
                 *votes.entry(*theirs).or_default() += 1;
             }
             votes.remove(&ours);
-            let (theirs, replicas) = votes.into_iter().find(|(_, n)| n * 2 > members.len())?;
-            let mut holders = said.iter().filter(|(peer, _)| members.contains(peer));
+            let (theirs, replicas) = votes.into_iter().find(|(_, n)| n * 2 > voters.len())?;
+            let mut holders = said.iter().filter(|(peer, _)| voters.contains(peer));
             let (&holder, _) = holders.find(|(_, said)| **said == theirs)?;
             Some(Minority {
                 index,
@@ -248,6 +248,7 @@ pub struct Digests {
     /// Last index seen by [`Digests::applied`] that was recorded or passed a wanted one.
     progress: watch::Sender<u64>,
     mismatches: AtomicU64,
+    differs: Notify,
     minority: ArcSwapOption<Minority>,
     events: OnceLock<Events>,
 }
@@ -265,6 +266,7 @@ impl Default for Digests {
             wanted_from: AtomicU64::new(u64::MAX),
             progress: watch::Sender::new(0),
             mismatches: AtomicU64::new(0),
+            differs: Notify::new(),
             minority: ArcSwapOption::empty(),
             events: OnceLock::new(),
         }
@@ -404,17 +406,22 @@ impl Digests {
         self.mismatches.load(Ordering::Relaxed)
     }
 
-    /// Decides whether this replica's state is the wrong one, seen from all `members` (this replica
-    /// included). Answers when that was found by this call; it stays so, see
+    /// Returns when a peer's state was found to differ since the last call returned. For one caller.
+    pub async fn differs(&self) {
+        self.differs.notified().await;
+    }
+
+    /// Decides whether this replica's state is the wrong one, seen from all `voters` (this replica
+    /// among them or not). Answers when that was found by this call; it stays so, see
     /// [`Digests::minority`], until [`Digests::forget`].
-    pub fn judge(&self, members: &[ReplicaId]) -> Option<Minority> {
+    pub fn judge(&self, voters: &[ReplicaId]) -> Option<Minority> {
         if planted::is(Bug::MinorityUnnoticed) {
             return None;
         }
         if self.mismatches() == 0 || self.minority.load().is_some() {
             return None;
         }
-        let found = self.lock().ring.minority(members)?;
+        let found = self.lock().ring.minority(voters)?;
         self.minority.store(Some(Arc::new(found)));
         Some(found)
     }
@@ -440,6 +447,7 @@ impl Digests {
         } = *mismatch;
         let (ours, theirs) = (hex(ours), hex(theirs));
         self.mismatches.fetch_add(1, Ordering::Relaxed);
+        self.differs.notify_one();
         tracing::error!(
             peer = peer.0,
             log_index = index,

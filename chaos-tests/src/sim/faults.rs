@@ -94,6 +94,15 @@ impl Fault {
         unreachable!("what is below the sum of all weights falls on one of them")
     }
 
+    /// Whether whoever leads goes on to.
+    #[must_use]
+    pub fn lets_lead(self) -> bool {
+        matches!(
+            self,
+            Self::ClockJump | Self::CutStreams | Self::SlowDisk | Self::Snapshot
+        )
+    }
+
     /// The fault of this name, as it is displayed.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use node::app::core::Core;
 use raft::Role;
+use state::ids::ReplicaId;
 
 use super::faults::Remedy;
-use super::workload;
+use super::workload::{self, Change};
 use super::world::{Seat, World};
 use crate::oracle::image::Image;
 use crate::oracle::observation::AtRest;
@@ -16,6 +17,8 @@ use crate::oracle::observation::AtRest;
 /// How long healing may take. Replicas that are gone for good are waited for 10 s before their leases
 /// end, and an admin write may be tried for as long; twice that, and the elections before.
 const HEAL_MS_MAX: u64 = 40_000;
+/// From one try of the operator to remove a replica that is back to the next.
+const TEND_EVERY_US: u64 = 2_000_000;
 /// From one look at the cluster to the next.
 const LOOK_EVERY_MS: u64 = 50;
 
@@ -65,8 +68,21 @@ impl World {
     }
 
     /// What an operator does in the end: takes replicas away that were removed, and starts the rest.
+    /// One that had never heard of the cluster asks to be let in again before it is taken away: it
+    /// is removed again.
     fn tend(&mut self) {
         self.retire();
+        let is_back = |(id, _): &(u8, bool)| {
+            let seat = self.seats.get(id);
+            seat.is_some_and(|seat| seat.is_gone && seat.machine.core().is_none())
+        };
+        let back = self.members().into_iter().find(is_back);
+        if let Some((id, _)) = back
+            && self.now_us() >= self.tended_us + TEND_EVERY_US
+        {
+            self.tended_us = self.now_us();
+            self.ask(Change::Remove(ReplicaId(id)));
+        }
         let ids: Vec<u8> = self.seats.keys().copied().collect();
         for id in ids {
             self.start(id);

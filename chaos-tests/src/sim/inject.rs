@@ -40,6 +40,10 @@ impl World {
 
     /// Answers whether it could happen.
     fn inject(&mut self, fault: Fault) -> bool {
+        let is_spoiled = |seat: &super::world::Seat| seat.is_spoiled.load(Ordering::Relaxed);
+        if self.seats.values().any(is_spoiled) && !fault.lets_lead() {
+            return false;
+        }
         match fault {
             Fault::Crash => self.crash_one(3000),
             Fault::Bounce => self.crash_one(20),
@@ -322,7 +326,7 @@ impl World {
     }
 
     /// Asks somebody for a change of the membership.
-    fn ask(&mut self, change: Change) -> bool {
+    pub(super) fn ask(&mut self, change: Change) -> bool {
         let Some(id) = self.any_up() else {
             return false;
         };
@@ -387,14 +391,14 @@ impl World {
         self.ask(Change::Snapshot)
     }
 
-    /// One state at a time, of a follower, while all others are sound: a majority must be right, and
-    /// a leader gives its state away before it knows better.
+    /// One state at a time, of a follower, while all others are sound and nothing else is wrong: a
+    /// majority must be right, and a leader gives its state away before it knows better.
     fn lose_state(&mut self) -> bool {
         let is_sound = |seat: &super::world::Seat| {
             let is_up = seat.machine.core().is_some();
             seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
         };
-        if !self.seats.values().all(is_sound) || !self.links_down.is_empty() {
+        if !self.seats.values().all(is_sound) || !self.remedies.is_empty() {
             return false;
         }
         let followers = self.seats.iter().filter(|(_, seat)| {

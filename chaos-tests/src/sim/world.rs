@@ -98,6 +98,8 @@ pub struct World {
     pub(super) remedies: BTreeMap<(u64, u64), Remedy>,
     pub(super) next_fault_us: u64,
     pub(super) links_down: BTreeSet<(u8, u8)>,
+    /// When the operator last removed a replica that was back.
+    pub(super) tended_us: u64,
     pub(super) reach: Reach,
     pub(super) counts: Counts,
     pub(super) stage: Stage,
@@ -130,6 +132,7 @@ impl World {
             remedies: BTreeMap::new(),
             next_fault_us: 0,
             links_down: BTreeSet::new(),
+            tended_us: 0,
             reach: Reach::default(),
             counts: Counts::default(),
             stage: Stage::new(scene),
@@ -462,5 +465,11 @@ impl World {
             .iter()
             .filter_map(|(id, seat)| Some((leading(seat)?, *id)));
         leaders.max().map(|(_, id)| id)
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.network.end();
     }
 }

@@ -1,7 +1,7 @@
 //! Whether this replica's own state is the wrong one, by what its peers say of theirs; and its
 //! replacement by theirs.
 //!
-//! Replicas that applied the same log must hold the same state. One that differs from most members
+//! Replicas that applied the same log must hold the same state. One that differs from most voters
 //! has lost that, to a fault of memory or of the program, and cannot tell where: it must not lead,
 //! lest others take its snapshots, and it says that it is not ready until it has taken over the
 //! state of one of the majority.
@@ -17,7 +17,8 @@ use tokio_util::sync::CancellationToken;
 use super::core::hand_over;
 use super::machine::Shared;
 
-/// Time between two looks, and between two tries to replace the state.
+/// Time between two looks, and between two tries to replace the state. Whatever differs is looked at
+/// at once.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Looks until `stop`.
@@ -30,12 +31,13 @@ pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: Cancellat
         tokio::select! {
             biased;
             () = stop.cancelled() => return,
-            _ = ticks.tick() => {}
+            _ = ticks.tick() => last_seen = note_pace(&shared, last_seen),
+            () = digests.differs() => {}
         }
-        last_seen = note_pace(&shared, last_seen);
         let status = replica.status();
-        let members: Vec<ReplicaId> = status.members.keys().copied().map(ReplicaId).collect();
-        if let Some(minority) = digests.judge(&members) {
+        let voters = status.members.iter().filter(|(_, member)| member.is_voter);
+        let voters: Vec<ReplicaId> = voters.map(|(id, _)| ReplicaId(*id)).collect();
+        if let Some(minority) = digests.judge(&voters) {
             tracing::error!(
                 log_index = minority.index,
                 ours = api::admin::digests::hex(minority.ours),

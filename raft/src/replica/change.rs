@@ -241,8 +241,8 @@ impl Inner {
             Change::AddLearner(add) => self.add_here(add.id, &add.address, None).await,
             Change::Join(proto::Join {
                 member: Some(member),
-            })
-            | Change::Describe(proto::Describe {
+            }) => self.join_here(member).await,
+            Change::Describe(proto::Describe {
                 member: Some(member),
             }) => self.describe_here(member).await,
             Change::Promote(promote) => self.promote_here(&promote).await,
@@ -287,12 +287,23 @@ impl Inner {
             .await
     }
 
-    /// Lets a member that tells of itself in: as a new learner, or at a new address.
+    /// Lets a replica in that asks for it: as a new learner, or at a new address.
+    async fn join_here(&self, member: proto::Member) -> Outcome {
+        let id = member.id;
+        if self.node(id).is_some() {
+            return self.describe_here(member).await;
+        }
+        let told = Node::from(member);
+        self.add_here(id, &told.address, Some(told.store)).await
+    }
+
+    /// Notes where a member is and what it says of itself. It may have been removed since it told:
+    /// that does not bring it back.
     async fn describe_here(&self, member: proto::Member) -> Outcome {
         let id = member.id;
         let mut told = Node::from(member);
         let Some(known) = self.node(id) else {
-            return self.add_here(id, &told.address, Some(told.store)).await;
+            return Outcome::Refused(format!("replica {id} is no member"));
         };
         if known.store != told.store {
             return Outcome::Refused(format!(

@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use openraft::async_runtime::WatchReceiver;
 
 use super::Inner;
 use super::change::{INFO_TIMEOUT, ask};
@@ -353,6 +354,11 @@ impl Inner {
             let known = self.node(id);
             let told = known.map(|known| (self.described(known.cluster), known));
             let change = match told {
+                // A leader that was replaced before the others agreed may be the only one who knew.
+                Some((described, _)) if !self.is_agreed_member() => {
+                    let member = Some(wire::member(id, &described));
+                    Some(Change::Join(proto::Join { member }))
+                }
                 Some((described, known)) if described != known => {
                     let member = Some(wire::member(id, &described));
                     Some(Change::Describe(proto::Describe { member }))
@@ -385,6 +391,14 @@ impl Inner {
                 }
             }
         }
+    }
+
+    /// Whether a membership that is committed, as far as is known here, has this replica in it.
+    fn is_agreed_member(&self) -> bool {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        let agreed = metrics.committed_membership_config.membership();
+        agreed.get_node(&self.links.identity.id).is_some()
     }
 
     fn wanted_vote(&self) -> Option<Change> {

@@ -5,12 +5,16 @@ use std::collections::BTreeSet;
 use openraft::ChangeMembers;
 use tokio::net::TcpListener;
 
+use crate::error::ChangeError;
+use crate::replica::Replica;
 use crate::status::Role;
 use crate::toy;
 use crate::types::Metrics;
+use crate::wire::proto::change_request::Change;
+use crate::wire::{self, proto};
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_change_of_voters_left_halfway_is_finished() {
+/// Two replicas, of which the first leads.
+async fn two_led_by_the_first() -> (Replica, Replica) {
     let (one, two) = (
         TcpListener::bind("127.0.0.1:0").await.unwrap(),
         TcpListener::bind("127.0.0.1:0").await.unwrap(),
@@ -26,6 +30,13 @@ async fn a_change_of_voters_left_halfway_is_finished() {
         .wait_for(|status| status.role == Role::Leader && status.caught_up)
         .await
         .unwrap();
+    (one, two)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_change_of_voters_left_halfway_is_finished() {
+    let (one, two) = two_led_by_the_first().await;
+    let mut status = one.watch();
 
     // The first step, by a call that is gone before the second.
     let changing = one
@@ -52,6 +63,29 @@ async fn a_change_of_voters_left_halfway_is_finished() {
     let finished = tokio::time::timeout(patience, finished).await;
     assert!(finished.is_ok(), "the old voters still count");
     drop(finished);
+    one.shutdown().await;
+    two.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_removed_member_told_before_does_not_bring_it_back() {
+    let (one, two) = two_led_by_the_first().await;
+    let mut told = one.inner.node(2).unwrap();
+    told.labels.insert("moved".to_owned(), "yes".to_owned());
+    let change = || {
+        let member = Some(wire::member(2, &told));
+        Change::Describe(proto::Describe { member })
+    };
+
+    one.inner.change(change()).await.unwrap();
+    assert_eq!(one.inner.node(2).unwrap().labels, told.labels);
+    one.remove(2).await.unwrap();
+    let late = one.inner.change(change()).await;
+    assert!(
+        matches!(&late, Err(ChangeError::Refused(why)) if why == "replica 2 is no member"),
+        "{late:?}"
+    );
+    assert!(!one.status().members.contains_key(&2));
     one.shutdown().await;
     two.shutdown().await;
 }

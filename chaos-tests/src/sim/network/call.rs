@@ -16,7 +16,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::body::{Piece, Whole, Window, stream};
-use super::packet::{Packet, is_request_stream};
+use super::packet::{Packet, is_answer_stream, is_request_stream};
 use super::{Connection, Network, broken, host_of};
 
 /// From one look whether calls under way have ended to the next, while a listener closes.
@@ -253,7 +253,7 @@ impl Network {
             to_client: None,
             to_server: None,
             server: Vec::new(),
-            is_stream: body.is_none(),
+            is_stream: body.is_none() || is_answer_stream(head.uri.path()),
             is_client_over: false,
             is_server_over: false,
             last_due: [0; 2],

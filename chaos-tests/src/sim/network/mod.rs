@@ -273,6 +273,21 @@ impl Network {
         }
     }
 
+    /// Lets go of everything: services and what is under way hold transports, which hold the network.
+    pub fn end(&self) {
+        let mut state = self.lock();
+        let hosts = std::mem::take(&mut state.hosts);
+        let calls = std::mem::take(&mut state.calls);
+        let under_way = (
+            std::mem::take(&mut state.queue),
+            std::mem::take(&mut state.held),
+        );
+        let connections = std::mem::take(&mut state.connections);
+        // Some of it tells the network when it is dropped.
+        drop(state);
+        drop((hosts, calls, under_way, connections));
+    }
+
     /// What it did so far.
     #[must_use]
     pub fn counts(&self) -> NetworkCounts {
@@ -296,8 +311,9 @@ impl State {
     /// Sends a packet: it is lost, kept, or on its way.
     fn send(&mut self, from: u8, to: u8, packet: Packet) {
         let link = self.link(from, to).clone();
+        let is_of_stream = self.is_of_stream(&packet);
         if let Some(cut) = link.cut {
-            if cut == Cut::Holds || packet.is_of_stream() {
+            if cut == Cut::Holds || is_of_stream {
                 self.held.entry((from, to)).or_default().push(packet);
             } else {
                 self.counts.lost += 1;
@@ -306,7 +322,7 @@ impl State {
         }
         if link::is_drawn(&mut self.rng, link.loss_permille) {
             self.counts.lost += 1;
-            let is_noticed = packet.is_of_stream() || self.rng.below(2) == 0;
+            let is_noticed = is_of_stream || self.rng.below(2) == 0;
             if is_noticed && let Some(connection) = self.connection_of(&packet) {
                 let due_us = self.now_us + 1000 * self.rng.below(300);
                 self.plan(due_us, Packet::Break { connection });
@@ -340,6 +356,22 @@ impl State {
             order,
             packet,
         }));
+    }
+
+    /// Whether its call waits for it without a limit of its own. TCP sends it again or breaks: such a
+    /// packet is not lost on a connection that stands.
+    fn is_of_stream(&self, packet: &Packet) -> bool {
+        match packet {
+            Packet::Piece { .. } | Packet::Reset { .. } => true,
+            Packet::Request { call, .. } | Packet::Response { call, .. } => {
+                self.calls.get(call).is_some_and(Call::is_stream)
+            }
+            Packet::Open { .. }
+            | Packet::Opened { .. }
+            | Packet::Break { .. }
+            | Packet::Broken { .. }
+            | Packet::Cancel { .. } => false,
+        }
     }
 
     fn connection_of(&self, packet: &Packet) -> Option<u64> {

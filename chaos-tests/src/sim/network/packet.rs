@@ -77,14 +77,6 @@ impl Packet {
         }
     }
 
-    /// Whether a part of a stream is missing when it is lost.
-    pub(super) fn is_of_stream(&self) -> bool {
-        matches!(
-            self,
-            Self::Piece { .. } | Self::Request { body: None, .. } | Self::Reset { .. }
-        )
-    }
-
     /// Whether it is answered without the process.
     pub(super) fn is_for_kernel(&self) -> bool {
         matches!(self, Self::Open { .. })
@@ -298,6 +290,6 @@ pub(super) fn is_request_stream(path: &str) -> bool {
 }
 
 /// Whether the server's messages come one by one.
-fn is_answer_stream(path: &str) -> bool {
+pub(super) fn is_answer_stream(path: &str) -> bool {
     path.ends_with("/FetchState") || path.ends_with("/Messages")
 }
