@@ -4,71 +4,11 @@
 //! feature `planted`, so that the compiler leaves it out. With the feature one bug at a time can be
 //! planted per thread. docs/TESTING.md lists them, and what catches each.
 
-macro_rules! bugs {
-    ($($(#[$doc:meta])* $bug:ident,)*) => {
-        /// A bug that people make.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub enum Bug { $($(#[$doc])* $bug,)* }
-
-        impl Bug {
-            /// All of them.
-            pub const ALL: &[Self] = &[$(Self::$bug,)*];
-        }
-    };
-}
-
-bugs! {
+state::plantable_bugs! {
     /// An administrative write whose fate is unknown is answered as done.
     UnknownAcknowledged,
     /// An administrative write whose fate is unknown is proposed again under a number of its own.
     UnknownRenumbered,
     /// Every run of a replica has the same session.
     SessionKept,
-}
-
-/// Whether this bug is planted on this thread.
-#[cfg(not(feature = "planted"))]
-#[inline(always)]
-pub(crate) const fn is(_: Bug) -> bool {
-    false
-}
-
-#[cfg(feature = "planted")]
-pub(crate) use switch::is;
-#[cfg(feature = "planted")]
-pub use switch::{met, plant};
-
-#[cfg(feature = "planted")]
-mod switch {
-    //! Which bug is planted, per thread.
-
-    use std::cell::Cell;
-
-    use super::Bug;
-
-    thread_local! {
-        static PLANTED: Cell<Option<Bug>> = const { Cell::new(None) };
-        static MET: Cell<u64> = const { Cell::new(0) };
-    }
-
-    /// Plants a bug on this thread in place of the one before, or none.
-    pub fn plant(bug: Option<Bug>) {
-        PLANTED.set(bug);
-        MET.set(0);
-    }
-
-    /// How often the planted bug was met on this thread: one that never is cannot be caught.
-    #[must_use]
-    pub fn met() -> u64 {
-        MET.get()
-    }
-
-    /// Whether this bug is planted on this thread.
-    pub(crate) fn is(bug: Bug) -> bool {
-        let is_planted = PLANTED.get() == Some(bug);
-        if is_planted {
-            MET.set(MET.get() + 1);
-        }
-        is_planted
-    }
 }

@@ -4,7 +4,11 @@
 //! feature `planted`, so that the compiler leaves it out. With the feature one bug at a time can be
 //! planted per thread. docs/TESTING.md lists them, and what catches each.
 
-macro_rules! bugs {
+/// Lists a crate's bugs, and has them planted one at a time per thread where the crate is built with
+/// its feature `planted`.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! plantable_bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {
         /// A bug that people make.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,10 +18,57 @@ macro_rules! bugs {
             /// All of them.
             pub const ALL: &[Self] = &[$(Self::$bug,)*];
         }
+
+        /// Whether this bug is planted on this thread.
+        #[cfg(not(feature = "planted"))]
+        #[inline(always)]
+        pub(crate) const fn is(_: Bug) -> bool {
+            false
+        }
+
+        #[cfg(feature = "planted")]
+        pub(crate) use switch::is;
+        #[cfg(feature = "planted")]
+        pub use switch::{met, plant};
+
+        #[cfg(feature = "planted")]
+        mod switch {
+            //! Which bug is planted, per thread.
+
+            use std::cell::Cell;
+
+            use super::Bug;
+
+            thread_local! {
+                static PLANTED: Cell<Option<Bug>> = const { Cell::new(None) };
+                static MET: Cell<u64> = const { Cell::new(0) };
+            }
+
+            /// Plants a bug on this thread in place of the one before, or none.
+            pub fn plant(bug: Option<Bug>) {
+                PLANTED.set(bug);
+                MET.set(0);
+            }
+
+            /// How often the planted bug was met on this thread: one that never is cannot be caught.
+            #[must_use]
+            pub fn met() -> u64 {
+                MET.get()
+            }
+
+            /// Whether this bug is planted on this thread.
+            pub(crate) fn is(bug: Bug) -> bool {
+                let is_planted = PLANTED.get() == Some(bug);
+                if is_planted {
+                    MET.set(MET.get() + 1);
+                }
+                is_planted
+            }
+        }
     };
 }
 
-bugs! {
+plantable_bugs! {
     /// A command that comes twice is applied twice.
     DedupDropped,
     /// Only the last command is known for a repeat, not one that comes late.
@@ -72,13 +123,6 @@ bugs! {
     ExactAfterGap,
 }
 
-/// Whether this bug is planted on this thread.
-#[cfg(not(feature = "planted"))]
-#[inline(always)]
-pub(crate) const fn is(_: Bug) -> bool {
-    false
-}
-
 /// A clock of this replica's own, which stands still in a build without the feature.
 #[cfg(not(feature = "planted"))]
 pub(crate) const fn own_clock_ms() -> u64 {
@@ -86,41 +130,4 @@ pub(crate) const fn own_clock_ms() -> u64 {
 }
 
 #[cfg(feature = "planted")]
-pub(crate) use switch::{is, met as own_clock_ms};
-#[cfg(feature = "planted")]
-pub use switch::{met, plant};
-
-#[cfg(feature = "planted")]
-mod switch {
-    //! Which bug is planted, per thread.
-
-    use std::cell::Cell;
-
-    use super::Bug;
-
-    thread_local! {
-        static PLANTED: Cell<Option<Bug>> = const { Cell::new(None) };
-        static MET: Cell<u64> = const { Cell::new(0) };
-    }
-
-    /// Plants a bug on this thread in place of the one before, or none.
-    pub fn plant(bug: Option<Bug>) {
-        PLANTED.set(bug);
-        MET.set(0);
-    }
-
-    /// How often the planted bug was met on this thread: one that never is cannot be caught.
-    #[must_use]
-    pub fn met() -> u64 {
-        MET.get()
-    }
-
-    /// Whether this bug is planted on this thread.
-    pub(crate) fn is(bug: Bug) -> bool {
-        let is_planted = PLANTED.get() == Some(bug);
-        if is_planted {
-            MET.set(MET.get() + 1);
-        }
-        is_planted
-    }
-}
+pub(crate) use switch::met as own_clock_ms;
