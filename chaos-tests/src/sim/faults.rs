@@ -99,7 +99,7 @@ impl Fault {
     pub fn lets_lead(self) -> bool {
         matches!(
             self,
-            Self::ClockJump | Self::CutStreams | Self::SlowDisk | Self::Snapshot
+            Self::ClockJump | Self::CutStreams | Self::SlowDisk | Self::SlowLinks | Self::Snapshot
         )
     }
 
@@ -137,12 +137,30 @@ pub enum Remedy {
     RightClock(u8),
     /// Links stand again.
     Heal(Vec<(u8, u8)>),
-    /// Links are as good as they were drawn.
+    /// Links that lose and repeat are as good as they were drawn.
     Soothe(Vec<(u8, u8)>),
+    /// Slow links are.
+    Quicken(Vec<(u8, u8)>),
     /// The disk is as quick as it was.
     QuickDisk(u8),
     /// The disk is mended, and the replica that took itself out starts again.
     MendDisk(u8),
+}
+
+impl Remedy {
+    /// Whether whoever leads goes on to while what this ends lasts.
+    #[must_use]
+    pub fn lets_lead(&self) -> bool {
+        match self {
+            Self::RightClock(_) | Self::Quicken(_) | Self::QuickDisk(_) => true,
+            Self::Start(_)
+            | Self::Kill(_)
+            | Self::Resume(_)
+            | Self::Heal(_)
+            | Self::Soothe(_)
+            | Self::MendDisk(_) => false,
+        }
+    }
 }
 
 #[cfg(test)]

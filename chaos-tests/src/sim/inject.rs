@@ -62,14 +62,8 @@ impl World {
             }
             Fault::OneWay => self.one_way(),
             Fault::Hold => self.hold(),
-            Fault::BadLinks => self.change_links(|link| {
-                link.loss_permille = LOSS_PERMILLE_BAD;
-                link.repeats_permille = REPEATS_PERMILLE_BAD;
-            }),
-            Fault::SlowLinks => self.change_links(|link| {
-                link.base_us += 30_000;
-                link.jitter_us += 30_000;
-            }),
+            Fault::BadLinks => self.bad_links(),
+            Fault::SlowLinks => self.slow_links(),
             Fault::CutStreams => self.cut_streams(),
             Fault::SlowDisk => self.slow_disk(),
             Fault::FailDisk => self.fail_disk(),
@@ -263,14 +257,33 @@ impl World {
         self.cut(links, Cut::Holds, 1500)
     }
 
-    fn change_links(&mut self, change: impl Fn(&mut Link)) -> bool {
+    fn bad_links(&mut self) -> bool {
+        let links = self.change_links(|link| {
+            link.loss_permille = LOSS_PERMILLE_BAD;
+            link.repeats_permille = REPEATS_PERMILLE_BAD;
+        });
+        let wait_us = self.while_us(8000);
+        self.remedy_in(wait_us, Remedy::Soothe(links));
+        true
+    }
+
+    fn slow_links(&mut self) -> bool {
+        let links = self.change_links(|link| {
+            link.base_us += 30_000;
+            link.jitter_us += 30_000;
+        });
+        let wait_us = self.while_us(8000);
+        self.remedy_in(wait_us, Remedy::Quicken(links));
+        true
+    }
+
+    /// Answers which links were changed.
+    fn change_links(&mut self, change: impl Fn(&mut Link)) -> Vec<(u8, u8)> {
         let links = self.some_links();
         for (from, to) in &links {
             self.network.change_link(*from, *to, &change);
         }
-        let wait_us = self.while_us(8000);
-        self.remedy_in(wait_us, Remedy::Soothe(links));
-        true
+        links
     }
 
     fn cut_streams(&mut self) -> bool {
@@ -391,19 +404,22 @@ impl World {
         self.ask(Change::Snapshot)
     }
 
-    /// One state at a time, of a follower, while all others are sound and nothing else is wrong: a
-    /// majority must be right, and a leader gives its state away before it knows better.
+    /// One state at a time, of a follower that has one to lose, while all others are sound and nothing is
+    /// wrong that ends a leader's term: a majority must be right, and a leader gives its state away before
+    /// it knows better.
     fn lose_state(&mut self) -> bool {
         let is_sound = |seat: &super::world::Seat| {
             let is_up = seat.machine.core().is_some();
             seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
         };
-        if !self.seats.values().all(is_sound) || !self.remedies.is_empty() {
+        if !self.seats.values().all(is_sound) || !self.remedies.values().all(Remedy::lets_lead) {
             return false;
         }
         let followers = self.seats.iter().filter(|(_, seat)| {
             let status = seat.status.as_ref().map(|status| status.borrow());
-            status.is_some_and(|status| status.role == Role::Follower && status.applied > 0)
+            let core = seat.machine.core();
+            let is_formed = core.is_some_and(|core| core.view().registry().initialised);
+            is_formed && status.is_some_and(|status| status.role == Role::Follower)
         });
         let followers: Vec<u8> = followers.map(|(id, _)| *id).collect();
         let Some(id) = self.any_of(&followers) else {
@@ -446,7 +462,7 @@ impl World {
                 }
                 self.observe_reach();
             }
-            Remedy::Soothe(links) => self.soothe(&links),
+            Remedy::Soothe(links) | Remedy::Quicken(links) => self.soothe(&links),
             Remedy::QuickDisk(id) => self.seats[&id].pace.recover(),
             Remedy::MendDisk(id) => {
                 self.kill(id);
