@@ -11,6 +11,7 @@ use state::ids::ReplicaId;
 use super::faults::Remedy;
 use super::workload::{self, Change};
 use super::world::{Seat, World};
+use crate::invariants;
 use crate::oracle::image::Image;
 use crate::oracle::observation::AtRest;
 
@@ -128,7 +129,8 @@ impl World {
             match is_so(self) {
                 Ok(()) => return Ok(()),
                 Err(why) if self.now_us() >= until_us => {
-                    return Err(format!("heal: waited in vain until {what}: {why}"));
+                    let why = format!("heal: waited in vain until {what}: {why}");
+                    return Err(self.explain(why));
                 }
                 Err(_) => {}
             }
@@ -192,6 +194,17 @@ impl World {
             return Err(format!("{} different states", digests.len()));
         }
         Ok(())
+    }
+
+    /// Says which promise is broken where a cluster did not heal: what it is left with is judged as if it
+    /// had.
+    fn explain(&mut self, why: String) -> String {
+        self.observe_healed();
+        let judged = self.ledger.with(|record| invariants::check_all(record));
+        match judged {
+            Ok(_) => why,
+            Err(violation) => format!("{violation}; {why}"),
+        }
     }
 
     fn observe_healed(&mut self) {
