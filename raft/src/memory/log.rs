@@ -24,8 +24,10 @@ impl LogImage {
             Change::Append(entries) => {
                 for entry in entries {
                     self.entries.insert(entry.log_id.index, entry.clone());
-                    self.contents.last = Some(entry.log_id);
                 }
+                // As what is on a disk says: a later entry that was not truncated is still there.
+                let last = self.entries.values().next_back().map(|entry| entry.log_id);
+                self.contents.last = last.or(self.contents.last);
             }
             Change::Truncate { from } => {
                 drop(self.entries.split_off(from));
