@@ -415,6 +415,15 @@ impl World {
         if !self.seats.values().all(is_sound) || !self.remedies.values().all(Remedy::lets_lead) {
             return false;
         }
+        let leader = self.leader();
+        let follows = |seat: &super::world::Seat| {
+            let status = seat.status.as_ref().map(|status| status.borrow());
+            status.is_some_and(|it| it.leader == leader && it.has_quorum)
+        };
+        let mut members = self.seats.values().filter(|seat| !seat.is_gone);
+        if leader.is_none() || !members.all(follows) {
+            return false;
+        }
         let followers = self.seats.iter().filter(|(_, seat)| {
             let status = seat.status.as_ref().map(|status| status.borrow());
             let core = seat.machine.core();
