@@ -42,8 +42,6 @@ pub enum Need {
     Nothing,
     /// Hosts in network namespaces.
     Hosts,
-    /// A disk in memory for one replica.
-    SmallDisk,
     /// Limits for input and output by cgroup.
     SlowDisk,
 }
@@ -106,7 +104,7 @@ kinds! {
     PacketLoss "packet-loss" Hosts "one in five packets between peers is lost";
     LinkDown "link-down" Hosts "a replica's only link goes down, for clients too";
     StaleDns "stale-dns" Hosts "a replica moves; its name leads to the old address for a while";
-    FullDisk "full-disk" SmallDisk "a replica's disk is full, later freed";
+    FullDisk "full-disk" Hosts "a replica's disk is full, later freed";
     SlowDisk "slow-disk" SlowDisk "a replica's disk takes ten writes a second";
 }
 
@@ -125,8 +123,6 @@ impl Need {
         match self {
             Self::Nothing => None,
             Self::Hosts => netns::why_not(),
-            Self::SmallDisk if rustix::process::geteuid().is_root() => None,
-            Self::SmallDisk => Some("a disk in memory needs root".to_owned()),
             Self::SlowDisk => disk::why_not_slow(),
         }
     }
@@ -157,11 +153,10 @@ pub fn cluster_options() -> ClusterOptions {
 /// How a cluster for faults is set up there.
 #[must_use]
 pub fn cluster_options_for(site: Site) -> ClusterOptions {
-    let has_small_disk = site == Site::Namespaces && Need::SmallDisk.why_not().is_none();
     ClusterOptions {
         site,
         spares: 1,
-        small_disk_mb: has_small_disk.then_some(SMALL_DISK_MB),
+        small_disk_mb: (site == Site::Namespaces).then_some(SMALL_DISK_MB),
         config: "[drain]\ndns_ttl = \"500ms\"\n",
         cluster_config: "snapshot_every = 400",
         ..ClusterOptions::default()
