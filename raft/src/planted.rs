@@ -85,8 +85,8 @@ mod switch {
 
 #[cfg(feature = "planted")]
 pub mod trial {
-    //! The log on sled by itself: a simulated disk takes the entry written last for the end of its
-    //! log, so that what stays behind that one shows in no simulated cluster.
+    //! The log on sled by itself: entries that stay behind a truncation show in hardly any simulated
+    //! cluster, as they must be read back before the new leader's entries have grown over them.
 
     use std::io;
     use std::ops::Range;
