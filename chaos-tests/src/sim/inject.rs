@@ -9,7 +9,7 @@ use super::faults::{Fault, Remedy};
 use super::network::{Cut, LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
 use super::reach::{self, Ways};
 use super::workload::Change;
-use super::world::World;
+use super::world::{Seat, World};
 
 /// A slow disk's sync, microseconds, at least.
 const SLOW_SYNC_US: u64 = 50_000;
@@ -40,7 +40,7 @@ impl World {
 
     /// Answers whether it could happen.
     fn inject(&mut self, fault: Fault) -> bool {
-        let is_spoiled = |seat: &super::world::Seat| seat.is_spoiled.load(Ordering::Relaxed);
+        let is_spoiled = |seat: &Seat| seat.is_spoiled.load(Ordering::Relaxed);
         if self.seats.values().any(is_spoiled) && !fault.lets_lead() {
             return false;
         }
@@ -408,7 +408,7 @@ impl World {
     /// wrong that ends a leader's term: a majority must be right, and a leader gives its state away before
     /// it knows better.
     fn lose_state(&mut self) -> bool {
-        let is_sound = |seat: &super::world::Seat| {
+        let is_sound = |seat: &Seat| {
             let is_up = seat.machine.core().is_some();
             seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
         };
@@ -416,7 +416,7 @@ impl World {
             return false;
         }
         let leader = self.leader();
-        let follows = |seat: &super::world::Seat| {
+        let follows = |seat: &Seat| {
             let status = seat.status.as_ref().map(|status| status.borrow());
             status.is_some_and(|it| it.leader == leader && it.has_quorum)
         };

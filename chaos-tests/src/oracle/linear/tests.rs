@@ -26,7 +26,8 @@ struct True {
 }
 
 impl True {
-    fn history(seed: u64, operations: u32) -> Record {
+    /// A cluster that is founded, and nothing else.
+    fn founded(seed: u64) -> Self {
         let mut history = Self {
             rng: StdRng::seed_from_u64(seed),
             state: RouterState::new(),
@@ -43,6 +44,11 @@ impl True {
                 fairness,
             },
         );
+        history
+    }
+
+    fn history(seed: u64, operations: u32) -> Record {
+        let mut history = Self::founded(seed);
         let mut free_at_us = [100; CLIENTS as usize];
         let mut plan: Vec<(u64, u64, u64, u32)> = (0..operations)
             .map(|_| {
@@ -233,22 +239,7 @@ fn broken_reads_are_refused_by_both() {
 
 /// Writes and reads of one user's weight, one after the other, by `(weight, is_read)`.
 fn one_after_the_other(steps: &[(u32, bool)]) -> Record {
-    let mut history = True {
-        rng: StdRng::seed_from_u64(1),
-        state: RouterState::new(),
-        record: Record::default(),
-        seq: 0,
-    };
-    let policy = PolicyConfig::Cost(CostSettings::default());
-    let fairness = FairnessSettings::default();
-    history.commit(
-        1,
-        Command::InitCluster {
-            hash_seed: 1,
-            policy,
-            fairness,
-        },
-    );
+    let mut history = True::founded(1);
     for (step, (weight_milli, is_read)) in (1_u64..).zip(steps.iter().copied()) {
         let name = "a".to_owned();
         let (action, outcome) = if is_read {
