@@ -176,7 +176,7 @@ fn config(id: usize, peers: &[String], engines: &[EngineHandle], dir: &Path) -> 
     let mut text = format!(
         "[node]\nid = {id}\ndata_dir = {:?}\n[listen]\ndata = \"127.0.0.1:0\"\n\
          admin = \"127.0.0.1:0\"\npeer = \"127.0.0.1:0\"\n[cluster]\npeers = {peers:?}\n\
-         [drain]\ndns_ttl = \"0s\"\ndeadline = \"5s\"\n",
+         [users]\nexpose = \"full\"\n[drain]\ndns_ttl = \"0s\"\ndeadline = \"5s\"\n",
         dir.join(format!("n{id}"))
     );
     for (nth, engine) in engines.iter().enumerate() {

@@ -18,7 +18,7 @@ use state::quotas::Limit;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
-use super::headers::{Hop, add_decision, clean_answer, toward_engine};
+use super::headers::{Hop, clean_answer, toward_engine};
 use super::relay::{Content, ERROR_BYTES_MAX, Relay, Source, Waits};
 use super::splice::splice;
 use super::sse::{Events, Wanted};
@@ -240,7 +240,7 @@ async fn attempt(
                 return Tried::Answered(response, attempt);
             }
             attempt.end(End::NotRun);
-            let held = hold(decision, response).await;
+            let held = hold(response).await;
             return Tried::NotRun(held.map_or(Last::Failed(Failure::Refused), Last::Refused));
         }
         Ok(Err(failure)) => failure,
@@ -351,7 +351,7 @@ async fn send(
 
 /// Reads a refusal, so that it can be passed on should nobody else be found. `None` when it is too
 /// long or does not come.
-async fn hold(decision: &Decision, response: Response<EngineBody>) -> Option<Response<Bytes>> {
+async fn hold(response: Response<EngineBody>) -> Option<Response<Bytes>> {
     let (mut head, body) = response.into_parts();
     let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);
     let body = timeout(HELD_ANSWER_TIMEOUT, Limited::new(body, bytes_max).collect());
@@ -359,7 +359,6 @@ async fn hold(decision: &Decision, response: Response<EngineBody>) -> Option<Res
     clean_answer(&mut head.headers);
     head.headers.remove(CONTENT_LENGTH);
     head.version = Version::default();
-    add_decision(&mut head.headers, decision);
     Some(Response::from_parts(head, body))
 }
 
@@ -386,7 +385,8 @@ fn relay(
     }
     // A hop's own: with an engine's HTTP/1.0 the client's stream would lose its framing.
     head.version = Version::default();
-    add_decision(&mut head.headers, decision);
+    let expose = proxy.settings.expose;
+    expose.decision(&mut head.headers, head.status, decision);
     let source = Source {
         backends: Arc::clone(&proxy.backends),
         slot: decision.backend.slot,

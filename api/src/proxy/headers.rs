@@ -1,16 +1,17 @@
-//! Which headers go on to the engine, which come back to the client, and which are added.
+//! Which headers go on to the engine, and which come back to the client. Those that are added stand in
+//! [`expose`](super::expose).
 //!
 //! Fields that are about one connection (RFC 9110, section 7.6.1) stop here in both directions,
 //! with those that `connection` names.
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use http::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
-use crate::routing::{Decision, POLICY};
+use super::expose::is_ours;
 
 /// Names the request, here and at the engine.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -21,11 +22,6 @@ const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 /// Who goes first among requests that wait.
 pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-priority");
-/// The replica that answers.
-pub(super) const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
-const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
-const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
-const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 
 /// Longest request id taken from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
@@ -105,8 +101,11 @@ fn via(version: Version) -> HeaderValue {
     })
 }
 
-/// Takes out of an engine's headers what is about its connection.
+/// Takes out of an engine's headers what is about its connection, and what only we say.
 pub(super) fn clean_answer(headers: &mut HeaderMap) {
+    while let Some(name) = headers.keys().find(|name| is_ours(name)).cloned() {
+        headers.remove(name);
+    }
     if let Some(value) = headers.get(CONNECTION)
         && !matches!(value.as_bytes(), b"close" | b"keep-alive")
     {
@@ -130,39 +129,6 @@ pub(super) fn clean_answer(headers: &mut HeaderMap) {
     ] {
         headers.remove(name);
     }
-}
-
-/// Adds what the client may know of a decision.
-pub(super) fn add_decision(headers: &mut HeaderMap, decision: &Decision) {
-    if let Ok(name) = HeaderValue::from_str(&decision.name) {
-        headers.insert(BACKEND, name);
-    }
-    headers.insert(POLICY, HeaderValue::from_static(decision.policy));
-    headers.insert(PREFIX, prefix(decision.matched, decision.total));
-    headers.insert(INDEX, HeaderValue::from(decision.index.0));
-}
-
-/// `matched/total` as a header value.
-fn prefix(matched: u32, total: u32) -> HeaderValue {
-    let mut text = BytesMut::with_capacity(21);
-    put_decimal(&mut text, matched);
-    text.put_u8(b'/');
-    put_decimal(&mut text, total);
-    HeaderValue::from_maybe_shared(text.freeze()).expect("digits and a slash are visible ascii")
-}
-
-fn put_decimal(text: &mut BytesMut, mut number: u32) {
-    let mut digits = [0; 10];
-    let mut at = digits.len();
-    loop {
-        at -= 1;
-        digits[at] = b'0' + u8::try_from(number % 10).expect("a remainder of 10 fits");
-        number /= 10;
-        if number == 0 {
-            break;
-        }
-    }
-    text.put_slice(&digits[at..]);
 }
 
 /// The client's request id when it is fit to be passed on and logged, else a new one of 32 hex
@@ -294,11 +260,5 @@ mod tests {
         let long: &'static str = "x".repeat(REQUEST_ID_BYTES_MAX + 1).leak();
         assert_eq!(request_id(&headers(&[("x-request-id", long)])).len(), 32);
         assert_ne!(request_id(&HeaderMap::new()), request_id(&HeaderMap::new()));
-    }
-
-    #[test]
-    fn a_prefix_is_written_as_matched_of_total() {
-        assert_eq!(prefix(0, u32::MAX), "0/4294967295");
-        assert_eq!(prefix(120, 7), "120/7");
     }
 }

@@ -18,6 +18,7 @@
 //! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first among
 //! requests that wait for a backend; all are passed on.
 
+mod expose;
 mod forward;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -49,6 +50,7 @@ use state::View;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
+pub use expose::Expose;
 pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
 pub use relay::BrokenAnswer;
 pub use server::{Drained, Server};
@@ -64,7 +66,7 @@ use crate::error::{Failure, openai_response};
 use crate::prompt::{Identity, Parsed};
 use crate::routing::{ReadFailure, Router};
 use forward::{Asked, Forwarded, forward};
-use headers::{REPLICA, REQUEST_ID, request_id};
+use headers::request_id;
 use metrics::Ledger;
 use pace::{Handed, hand_over};
 use relay::Relay;
@@ -174,9 +176,8 @@ impl Proxy {
                 local(response, outcome, ledger)
             }
         };
-        let headers = response.headers_mut();
-        headers.insert(REQUEST_ID, id);
-        headers.insert(REPLICA, self.replica.clone());
+        let expose = self.settings.expose;
+        expose.origin(response.headers_mut(), id, &self.replica);
         response
     }
 

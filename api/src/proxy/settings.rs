@@ -9,6 +9,7 @@ use http::{HeaderName, StatusCode};
 use state::ids::ReplicaId;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::expose::Expose;
 use super::splice::UsageSplice;
 use crate::backends::pool::PoolSettings;
 
@@ -17,6 +18,8 @@ use crate::backends::pool::PoolSettings;
 pub struct ProxySettings {
     /// This replica, for `x-quorate-replica`.
     pub replica: ReplicaId,
+    /// What clients are told beside answers.
+    pub expose: Expose,
     /// Limits of what clients may send and hold.
     pub limits: Limits,
     /// How long to wait for clients and engines.
@@ -126,6 +129,7 @@ impl ProxySettings {
     pub fn new(replica: ReplicaId) -> Self {
         Self {
             replica,
+            expose: Expose::default(),
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             identify_by: vec![

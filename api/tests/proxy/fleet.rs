@@ -9,7 +9,9 @@ use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
 use api::ports::{BoxFuture, Propose, ProposeFailure};
 use api::prompt::{ModelSettings, Tokenizer};
-use api::proxy::{Drained, Outcome, Proxy, ProxyMetrics, ProxySettings, RequestLabels, Server};
+use api::proxy::{
+    Drained, Expose, Outcome, Proxy, ProxyMetrics, ProxySettings, RequestLabels, Server,
+};
 use api::routing::{OutboxSettings, Parts, Router};
 use state::command::{
     BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Reply,
@@ -79,6 +81,7 @@ impl Fleet {
         }));
         let metrics = Arc::new(ProxyMetrics::default());
         let mut settings = ProxySettings::new(ReplicaId(1));
+        settings.expose = Expose::Full;
         change(&mut settings);
         let admission = Arc::new(Admission::new(Arc::clone(&router)));
         let serving = Arc::clone(&admission);

@@ -8,6 +8,7 @@ mod charging;
 mod client;
 mod drain;
 mod engine;
+mod exposure;
 mod faults;
 mod fleet;
 mod forwarding;

@@ -155,7 +155,8 @@ pub(super) fn config(
     let mut text = format!(
         "[node]\nid = {id}\ndata_dir = {:?}\n\n\
          [listen]\ndata = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
-         [cluster]\n{membership}\n{}\n\n",
+         [cluster]\n{membership}\n{}\n\n\
+         [users]\nexpose = \"full\"\n\n",
         data_dir.display().to_string(),
         own.data,
         own.admin,

@@ -117,6 +117,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.timeouts.first_byte = config.timeouts.first_byte;
     settings.timeouts.answer_idle = config.timeouts.idle;
     settings.pool.connect_timeout = config.timeouts.connect;
+    settings.expose = config.users.expose;
     settings.identify_by.clone_from(&config.users.identify_by);
     settings.api_keys = config.users.api_keys.as_ref().map(|keys| {
         let mut known = ApiKeys::default();

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use api::proxy::UsageSplice;
+use api::proxy::{Expose, UsageSplice};
 use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Reject};
 use state::ids::ReplicaId;
@@ -388,10 +388,16 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
         .iter()
         .map(|way| way.parse().ok())
         .collect::<Option<Vec<_>>>()?;
+    let expose = match text(values, "users.expose")?.as_str() {
+        "none" => Expose::None,
+        "basic" => Expose::Basic,
+        _ => Expose::Full,
+    };
     let Some(path) = text(values, "users.api_keys_file") else {
         return Some(Users {
             identify_by,
             api_keys: None,
+            expose,
         });
     };
     let keys = match std::fs::read_to_string(&path) {
@@ -426,6 +432,7 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
     Some(Users {
         identify_by,
         api_keys: Some(keys),
+        expose,
     })
 }
 

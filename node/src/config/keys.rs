@@ -269,6 +269,15 @@ const AFTER_ADMISSION: &[Key] = &[
         "File of accepted API keys, one a line, each with the user it stands for behind it if wanted; unset: any key is accepted.",
     ),
     key(
+        "users.expose",
+        Kind::Choice {
+            now: &["none", "basic", "full"],
+            later: &[],
+        },
+        By("basic"),
+        "Which headers clients see beside an answer: `none`, `basic` (`x-request-id`, `x-quorate-replica`) or `full` (and the decision: `x-quorate-backend`, `-policy`, `-prefix`, `-index`, with answers that are no refusals). `full` tells whoever asks what others asked: see docs/SECURITY.md.",
+    ),
+    key(
         "users.forward_priority",
         Kind::Flag,
         By("false"),

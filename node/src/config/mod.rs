@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use api::backends::CircuitSettings;
 use api::prompt::ModelSettings;
-use api::proxy::{IdentifyBy, UsageSplice};
+use api::proxy::{Expose, IdentifyBy, UsageSplice};
 use api::routing::SelectSettings;
 use http::HeaderValue;
 use state::admission::AdmissionSettings;
@@ -158,6 +158,8 @@ pub struct Users {
     pub identify_by: Vec<IdentifyBy>,
     /// Accepted API keys; `None`: any.
     pub api_keys: Option<Vec<ApiKey>>,
+    /// What clients are told beside answers.
+    pub expose: Expose,
 }
 
 /// An accepted API key. Shows itself nowhere.

@@ -235,6 +235,7 @@ fn config_of(id: u8, data_dir: &Path, settings: &[String]) -> anyhow::Result<Con
         format!("node.id={id}"),
         format!("node.data_dir={}", dir.display()),
         "drain.dns_ttl=0ms".to_owned(),
+        "users.expose=full".to_owned(),
     ];
     flags.extend_from_slice(settings);
     let origin = Origin {

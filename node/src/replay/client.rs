@@ -17,6 +17,8 @@ use tokio::time::{Instant, timeout};
 const X_QUORATE_USER: HeaderName = HeaderName::from_static("x-quorate-user");
 /// `matched/total` blocks, as the router predicted.
 const X_QUORATE_PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
+/// The replica that answers.
+const X_QUORATE_REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 /// The backend the router chose.
 const X_QUORATE_BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
 
@@ -58,9 +60,12 @@ pub struct Answer {
     pub cached_tokens: Option<u64>,
     /// Tokens made.
     pub completion_tokens: Option<u64>,
-    /// Matched and all blocks, as the router predicted.
+    /// Whether a replica says that the answer came through it.
+    pub is_routed: bool,
+    /// Matched and all blocks, as the router predicted; `None` without a router, and where it does
+    /// not tell.
     pub prefix: Option<(u64, u64)>,
-    /// The backend the router chose.
+    /// The backend the router chose; `None` as above.
     pub backend: Option<String>,
 }
 
@@ -261,6 +266,7 @@ impl Answer {
             .and_then(|(matched, total)| Some((matched.parse().ok()?, total.parse().ok()?)));
         let backend = text(X_QUORATE_BACKEND).map(str::to_owned);
         Self {
+            is_routed: headers.contains_key(X_QUORATE_REPLICA),
             prefix,
             backend,
             ..Self::default()

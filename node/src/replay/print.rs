@@ -20,6 +20,13 @@ pub fn tables(report: &Report) -> String {
         let shares: Vec<String> = report.backends.iter().map(share).collect();
         parts.push(format!("answers by backend: {}", shares.join(", ")));
     }
+    if report.decisions_untold > 0 {
+        parts.push(format!(
+            "{} answers came without the router's decision, so that `predicted %` and the answers by \
+             backend do not count them: set users.expose = \"full\" on the replicas to see them",
+            report.decisions_untold
+        ));
+    }
     for (kind, error) in &report.errors {
         parts.push(format!(
             "{} x {kind}; the first: {}",

@@ -25,6 +25,8 @@ pub struct Tally {
     users: BTreeMap<Arc<str>, UserReport>,
     errors: BTreeMap<String, ErrorReport>,
     late: Histogram<u64>,
+    /// Answers of a replica that did not tell its decision.
+    untold: u64,
 }
 
 /// Counts of one target, or of all.
@@ -56,6 +58,9 @@ pub struct Report {
     pub targets: BTreeMap<String, GroupReport>,
     /// Answers by backend, as `x-quorate-backend` named them; empty without a router.
     pub backends: BTreeMap<String, u64>,
+    /// Answers of replicas that did not tell their decision: they are missing in `backends` and in
+    /// `predicted_hit_rate`.
+    pub decisions_untold: u64,
     /// By user.
     pub users: BTreeMap<String, UserReport>,
     /// Jain's index of the users' service: 1 is even, 1/n is all for one.
@@ -149,6 +154,7 @@ impl Tally {
             users: BTreeMap::new(),
             errors: BTreeMap::new(),
             late: histogram(),
+            untold: 0,
         }
     }
 
@@ -163,6 +169,8 @@ impl Tally {
         self.target(target).answered(answer);
         if let Some(backend) = &answer.backend {
             *self.backends.entry(backend.clone()).or_default() += 1;
+        } else if answer.is_routed {
+            self.untold += 1;
         }
         let of_user = self.users.entry(user.clone()).or_default();
         let prompt = answer.prompt_tokens.unwrap_or(0);
@@ -225,6 +233,7 @@ impl Tally {
                 .map(|(name, group)| (name, group.report(duration)))
                 .collect(),
             backends: self.backends,
+            decisions_untold: self.untold,
             jain_index: jain_index(&service),
             users,
             errors: self.errors,
@@ -358,6 +367,8 @@ mod tests {
             &user,
             &Answer {
                 cached_tokens: None,
+                is_routed: true,
+                backend: None,
                 prefix: None,
                 ..answer
             },
@@ -379,7 +390,7 @@ mod tests {
         assert_eq!(report.targets["b"].hit_rate, None);
         assert_eq!(report.targets["b"].cached_tokens, None);
         assert_eq!(report.users["u"].service, 240);
-        assert_eq!(report.backends["gpu"], 2);
+        assert_eq!((report.backends["gpu"], report.decisions_untold), (1, 1));
         assert_eq!(report.errors["timed out"].count, 1);
         assert_eq!(report.total.output_tokens_per_s, 10.0);
         assert!((report.total.ttft_ms.p50 - 5.0).abs() < 0.01);

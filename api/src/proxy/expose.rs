@@ -1,0 +1,107 @@
+//! What a client is told of a request beside the answer.
+//!
+//! How many blocks of a prompt were found tells a client what others asked, block by block, so that
+//! only trusted clients are told of a decision, and nobody with a refusal: that would be a free
+//! question (I61).
+
+use bytes::{BufMut, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+
+use super::headers::REQUEST_ID;
+use crate::routing::{Decision, POLICY};
+
+/// The replica that answers.
+const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
+const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
+const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
+const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
+/// How the names of all these begin.
+const OURS: &str = "x-quorate-";
+
+/// Which headers are added to answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Expose {
+    /// None.
+    None,
+    /// `x-request-id` and `x-quorate-replica`.
+    #[default]
+    Basic,
+    /// These and, of an answer that is no refusal, the decision: `x-quorate-backend`, `-policy`,
+    /// `-prefix` and `-index`. For clients that may know what others asked.
+    Full,
+}
+
+impl Expose {
+    /// Adds the decision to the head of an engine's answer.
+    pub(super) fn decision(self, headers: &mut HeaderMap, status: StatusCode, decision: &Decision) {
+        if self != Self::Full || !status.is_success() {
+            return;
+        }
+        if let Ok(name) = HeaderValue::from_str(&decision.name) {
+            headers.insert(BACKEND, name);
+        }
+        headers.insert(POLICY, HeaderValue::from_static(decision.policy));
+        headers.insert(PREFIX, prefix(decision.matched, decision.total));
+        headers.insert(INDEX, HeaderValue::from(decision.index.0));
+    }
+
+    /// Adds to any answer who it is from and what it is the answer to.
+    pub(super) fn origin(self, headers: &mut HeaderMap, id: HeaderValue, replica: &HeaderValue) {
+        if self == Self::None {
+            headers.remove(REQUEST_ID);
+        } else {
+            headers.insert(REQUEST_ID, id);
+            headers.insert(REPLICA, replica.clone());
+        }
+    }
+}
+
+/// Whether a header is one that only we say: an engine's is not passed on.
+pub(super) fn is_ours(name: &HeaderName) -> bool {
+    name.as_str().starts_with(OURS)
+}
+
+/// `matched/total` as a header value.
+fn prefix(matched: u32, total: u32) -> HeaderValue {
+    let mut text = BytesMut::with_capacity(21);
+    put_decimal(&mut text, matched);
+    text.put_u8(b'/');
+    put_decimal(&mut text, total);
+    HeaderValue::from_maybe_shared(text.freeze()).expect("digits and a slash are visible ascii")
+}
+
+fn put_decimal(text: &mut BytesMut, mut number: u32) {
+    let mut digits = [0; 10];
+    let mut at = digits.len();
+    loop {
+        at -= 1;
+        digits[at] = b'0' + u8::try_from(number % 10).expect("a remainder of 10 fits");
+        number /= 10;
+        if number == 0 {
+            break;
+        }
+    }
+    text.put_slice(&digits[at..]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_is_written_as_matched_of_total() {
+        assert_eq!(prefix(0, u32::MAX), "0/4294967295");
+        assert_eq!(prefix(120, 7), "120/7");
+    }
+
+    #[test]
+    fn who_may_know_nothing_is_not_told_the_request_id() {
+        let (id, replica) = (HeaderValue::from_static("r1"), HeaderValue::from(1));
+        for (expose, count) in [(Expose::None, 0), (Expose::Basic, 2), (Expose::Full, 2)] {
+            let mut headers = HeaderMap::new();
+            headers.insert(REQUEST_ID, HeaderValue::from_static("an engine's"));
+            expose.origin(&mut headers, id.clone(), &replica);
+            assert_eq!(headers.len(), count, "{expose:?}");
+        }
+    }
+}

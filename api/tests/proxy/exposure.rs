@@ -1,0 +1,99 @@
+//! What clients are told beside answers (I61).
+
+use std::time::Duration;
+
+use api::proxy::Expose;
+
+use super::client::{Answer, chat, post};
+use super::engine::{Engine, Step, json};
+use super::fleet::Fleet;
+
+/// Names of all headers of ours, sorted.
+fn told(answer: &Answer) -> Vec<&str> {
+    let names = answer.headers.iter().map(|(name, _)| name.as_str());
+    let mut ours: Vec<&str> = names
+        .filter(|name| name.starts_with("x-quorate-") || *name == "x-request-id")
+        .collect();
+    ours.sort_unstable();
+    ours
+}
+
+async fn exposing(engine: &Engine, expose: Expose) -> Fleet {
+    Fleet::start_with(&[engine], Duration::ZERO, |settings| {
+        settings.expose = expose;
+    })
+    .await
+}
+
+/// An answer of an engine that is itself behind a router that tells all.
+fn talkative(status: &str) -> Vec<Step> {
+    let head = format!(
+        "HTTP/1.1 {status}\r\ncontent-length: 2\r\nx-request-id: inner\r\nx-quorate-backend: inner\r\n\
+         x-quorate-prefix: 7/9\r\nx-quorate-other: 1\r\n\r\n{{}}"
+    );
+    vec![Step::Send(head.into_bytes())]
+}
+
+#[tokio::test]
+async fn a_decision_is_told_only_where_the_config_says_so() {
+    let engine = Engine::always(talkative("200 OK")).await;
+    for (expose, expected) in [
+        (Expose::None, &[][..]),
+        (Expose::Basic, &["x-quorate-replica", "x-request-id"]),
+        (
+            Expose::Full,
+            &[
+                "x-quorate-backend",
+                "x-quorate-index",
+                "x-quorate-policy",
+                "x-quorate-prefix",
+                "x-quorate-replica",
+                "x-request-id",
+            ],
+        ),
+    ] {
+        let fleet = exposing(&engine, expose).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.status, 200);
+        assert_eq!(told(&answer), expected, "{expose:?}");
+        assert_ne!(answer.header("x-quorate-backend"), Some("inner"));
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_tells_nothing_of_the_prompt_whatever_is_set() {
+    let unknown = chat("").replace("\"model\":\"m\"", "\"model\":\"x\"");
+    for (status, request) in [
+        ("400 Bad Request", chat("")),
+        ("500 Internal Server Error", chat("")),
+        // Held until nobody else can be tried.
+        ("503 Service Unavailable", chat("")),
+        // Ours.
+        ("200 OK", unknown),
+        ("200 OK", post("/v1/chat/completions", "", "{")),
+        ("200 OK", post("/none", "", "{}")),
+    ] {
+        let engine = Engine::always(talkative(status)).await;
+        let fleet = exposing(&engine, Expose::Full).await;
+        let answer = fleet.client().await.ask(request).await;
+        assert!(answer.status >= 400, "{status}");
+        assert_eq!(
+            told(&answer),
+            ["x-quorate-replica", "x-request-id"],
+            "{status}: {}",
+            answer.status
+        );
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn who_is_to_be_told_nothing_is_told_nothing_with_an_error() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = exposing(&engine, Expose::None).await;
+    let answer = fleet.client().await.ask(post("/none", "", "{}")).await;
+    assert_eq!(answer.status, 404);
+    assert!(told(&answer).is_empty(), "{:?}", answer.headers);
+    fleet.is_idle().await;
+}
