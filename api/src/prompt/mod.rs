@@ -65,6 +65,8 @@ pub struct Parsed {
     pub cache_salt: Option<String>,
     /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` when absent or unclear.
     pub max_tokens: Option<u32>,
+    /// Answers it asks for at once: `n` or `best_of`, for each prompt of a batch; at least 1.
+    pub choices: u32,
     /// The prompt, flattened. Of a batch of prompts the first; empty when the path has none.
     pub prompt: Prompt,
     /// The other prompts of a batch.
@@ -81,6 +83,8 @@ pub struct Batch {
     pub bytes: u64,
     /// Token ids.
     pub ids: u64,
+    /// Further prompts.
+    pub prompts: u32,
 }
 
 /// How the text of an answer stands in the prompt of the next request of a conversation.

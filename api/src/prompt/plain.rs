@@ -48,6 +48,7 @@ impl<'de> Visitor<'de> for Plain<'_> {
                 while let Some(Further(size)) = seq.next_element()? {
                     self.batch.bytes += size.bytes;
                     self.batch.ids += size.ids;
+                    self.batch.prompts = self.batch.prompts.saturating_add(1);
                 }
                 Ok(first)
             }
@@ -157,6 +158,7 @@ impl<'de> Visitor<'de> for FurtherVisitor {
         Ok(Batch {
             bytes: text.len() as u64,
             ids: 0,
+            prompts: 0,
         })
     }
 

@@ -152,6 +152,7 @@ struct Found<'de> {
     user: Option<String>,
     cache_salt: Option<String>,
     max_tokens: Option<u32>,
+    choices: Option<u32>,
     tools: Option<&'de RawValue>,
     system: Option<Vec<u8>>,
     messages: Option<Vec<u8>>,
@@ -173,7 +174,9 @@ impl Found<'_> {
             }
         };
         let insert_at = text.find('{').map_or(0, |brace| brace + 1);
+        let prompts = self.batch.prompts.saturating_add(1);
         Ok(Parsed {
+            choices: self.choices.unwrap_or(1).max(1).saturating_mul(prompts),
             model,
             stream: self.stream,
             include_usage: self.include_usage,
@@ -277,7 +280,7 @@ impl<'de> Visitor<'de> for Top<'_, 'de> {
 }
 
 /// The fields the router reads, on some path or other.
-const KNOWN: [&str; 18] = [
+const KNOWN: [&str; 20] = [
     "model",
     "messages",
     "stream",
@@ -287,6 +290,8 @@ const KNOWN: [&str; 18] = [
     "max_tokens",
     "max_completion_tokens",
     "max_output_tokens",
+    "n",
+    "best_of",
     "prompt",
     "input",
     "tools",
@@ -321,6 +326,10 @@ impl<'de> Top<'_, 'de> {
                 // A `null` beside a number of the other spelling does not undo it.
                 let tokens = map.next_value::<Lax>()?.count();
                 found.max_tokens = tokens.ok().flatten().or(found.max_tokens);
+            }
+            ("n" | "best_of", Surface::Chat | Surface::Completions) => {
+                let choices = map.next_value::<Lax>()?.count();
+                found.choices = choices.ok().flatten().max(found.choices);
             }
             ("tools", Surface::Chat | Surface::Responses | Surface::Pooling) => {
                 let raw = map.next_value::<&'de RawValue>()?;

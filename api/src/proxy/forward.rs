@@ -25,8 +25,9 @@ use super::sse::{Events, Wanted};
 use crate::admission::{Candidate, NotAdmitted};
 use crate::backends::pool::{EngineBody, Segments, SendFailure};
 use crate::error::Failure;
+use crate::prompt::ReplyShape;
 use crate::prompt::{Identity, Parsed};
-use crate::routing::{Ask, Attempt, Decision, End, NoBackend, POLICY, Router, SELECT};
+use crate::routing::{Ask, Attempt, Decision, End, Hidden, NoBackend, POLICY, Router, SELECT};
 
 /// How long the rest of such an answer is waited for.
 const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -137,7 +138,8 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Arc<Asked>) -> Result<Fo
             Ok(admitted) => admitted,
             Err(why) => return give_up(last, refusal(why, asked)),
         };
-        let (decision, taken) = admitted.into_parts();
+        let (decision, mut taken) = admitted.into_parts();
+        taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         let is_last = excluded.len() + 1 >= proxy.settings.attempts_max;
         match attempt(proxy, &sending, &decision, taken, is_last).await {
@@ -154,6 +156,15 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Arc<Asked>) -> Result<Fo
         proxy.metrics.retries.inc();
         excluded.push(decision.backend.slot);
     }
+}
+
+/// What an answer leaves unseen until its end, were it not a stream; `None`: nothing is made for it.
+fn hidden(parsed: &Parsed) -> Option<Hidden> {
+    (parsed.reply != ReplyShape::None).then_some(Hidden {
+        choices: parsed.choices,
+        tokens_max: parsed.max_tokens,
+        is_whole_at_once: true,
+    })
 }
 
 fn check_policy(proxy: &Proxy, asked: &Asked) -> Result<(), Failure> {
@@ -250,7 +261,12 @@ async fn attempt(
             return Tried::Lost(Failure::EngineTimeout);
         }
     };
-    attempt.end(End::NotRun);
+    let may_have_run = is_sent && matches!(failure, SendFailure::Broke(_) | SendFailure::Ended);
+    attempt.end(if may_have_run {
+        End::Failed
+    } else {
+        End::NotRun
+    });
     if !matches!(failure, SendFailure::Gone) {
         proxy.backends.report_failure(decision.backend.slot);
     }
@@ -367,17 +383,29 @@ fn relay(
     sending: &Sending<'_>,
     decision: &Decision,
     response: Response<EngineBody>,
-    attempt: Attempt,
+    mut attempt: Attempt,
     wanted: Wanted,
 ) -> Response<Box<Relay>> {
     let asked = sending.asked;
     let (mut head, body) = response.into_parts();
     let content = content(head.status, &head.headers, asked.head.uri.path(), wanted);
-    let attempt = if let Content::Error { .. } = content {
-        attempt.end(End::NotRun);
-        None
-    } else {
-        Some(attempt)
+    let attempt = match content {
+        Content::Error { .. } => {
+            attempt.end(end_of_error(proxy, head.status));
+            None
+        }
+        Content::Events { .. } => {
+            attempt.hides(None);
+            Some(attempt)
+        }
+        Content::Document { .. } | Content::Opaque => {
+            let is_whole_at_once = matches!(content, Content::Document { .. });
+            attempt.hides(hidden(&asked.parsed).map(|hidden| Hidden {
+                is_whole_at_once,
+                ..hidden
+            }));
+            Some(attempt)
+        }
     };
     clean_answer(&mut head.headers);
     if let Content::Events { .. } = content {
@@ -399,6 +427,19 @@ fn relay(
     };
     let relay = Relay::new(body, content, attempt, source, waits);
     Response::from_parts(head, Box::new(relay))
+}
+
+/// How an attempt ends that an engine answered with no success: a server's error may come after it
+/// computed, a refusal does not.
+fn end_of_error(proxy: &Proxy, status: StatusCode) -> End {
+    let is_refusal = proxy.settings.retry_statuses.contains(&status)
+        || status == StatusCode::NOT_IMPLEMENTED
+        || status == StatusCode::SERVICE_UNAVAILABLE;
+    if status.is_server_error() && !is_refusal {
+        End::Failed
+    } else {
+        End::NotRun
+    }
 }
 
 /// How the body of an answer is read.

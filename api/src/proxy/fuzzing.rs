@@ -8,9 +8,9 @@ use serde::de::IgnoredAny;
 use state::command::NAME_BYTES_MAX;
 use state::ids::ReplicaId;
 
+use super::document::Document;
 use super::headers::{Hop, clean_answer, request_id, toward_engine};
-use super::inspect::{inspect, usage_in_tail};
-use super::relay::Tail;
+use super::inspect::inspect;
 use super::request::{check_key, identify, priority};
 use super::routes::route;
 use super::scan::{is_whole, members};
@@ -144,8 +144,7 @@ pub fn answer_document(bytes: &[u8]) {
     if is_json && bytes.trim_ascii_start().starts_with(b"{") {
         assert!(is_whole(bytes));
     }
-    let _usage = usage_in_tail(bytes);
-    let mut tail = Tail::default();
+    let mut tail = Document::default();
     for frame in bytes.chunks(1 + bytes.len() / 3) {
         tail.push(Bytes::copy_from_slice(frame));
     }

@@ -141,16 +141,6 @@ impl<'a> Findings<'a> {
     }
 }
 
-/// Usage in a document whose beginning is missing: the last `"usage":` that holds an object.
-pub(super) fn usage_in_tail(tail: &[u8]) -> Option<Usage> {
-    let at = memchr::memmem::rfind(tail, b"\"usage\":")?;
-    // A member list needs its opening brace; the closing one may be missing.
-    let mut document = Vec::with_capacity(tail.len() - at + 1);
-    document.push(b'{');
-    document.extend_from_slice(&tail[at..]);
-    value_of(&document, "usage").and_then(read_usage)
-}
-
 /// What a choice tells: a chunk's delta, a whole message or a completion.
 struct Made<'a> {
     index: u64,
@@ -229,7 +219,8 @@ struct Details {
     cached_tokens: Option<u64>,
 }
 
-fn read_usage(json: &[u8]) -> Option<Usage> {
+/// The value of a `usage` member; `None` when it tells no counts.
+pub(super) fn read_usage(json: &[u8]) -> Option<Usage> {
     let reported: Option<Reported> = serde_json::from_slice(json).ok()?;
     let reported = reported?;
     if reported.prompt_tokens.is_none() && reported.completion_tokens.is_none() {
@@ -389,12 +380,5 @@ mod tests {
     fn counts_beyond_all_measure_do_not_overflow() {
         let json = br#"{"usage":{"input_tokens":1,"cache_read_input_tokens":18446744073709551615,"cache_creation_input_tokens":1}}"#;
         assert_eq!(inspect(json).usage.unwrap().prompt_tokens, u64::MAX);
-    }
-
-    #[test]
-    fn usage_is_found_at_the_end_of_a_body_whose_beginning_is_gone() {
-        let tail = br#"0.123,0.5]}],"usage":{"prompt_tokens":12,"total_tokens":12}}"#;
-        assert_eq!(usage_in_tail(tail), Some(usage(12, None, 0)));
-        assert_eq!(usage_in_tail(b"no such thing"), None);
     }
 }

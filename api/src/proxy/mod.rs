@@ -18,6 +18,7 @@
 //! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first among
 //! requests that wait for a backend; all are passed on.
 
+mod document;
 mod expose;
 mod forward;
 #[cfg(feature = "fuzzing")]

@@ -1,7 +1,6 @@
 //! An engine's answer on its way to the client: frames pass as they come, at the pace the client
 //! takes them; what they tell is noted; however it ends, the books are closed.
 
-use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,17 +13,15 @@ use http_body::{Body, Frame, SizeHint};
 use state::ids::Slot;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::inspect::{Findings, inspect, usage_in_tail};
+use super::document::Document;
+use super::inspect::Findings;
 use super::metrics::{Ledger, Outcome};
-use super::scan::is_whole;
 use super::sse::Events;
 use crate::backends::Backends;
 use crate::backends::pool::{EngineBody, SendFailure};
 use crate::error::{Failure, openai_body};
 use crate::routing::{Attempt, End};
 
-/// How much of the end of a document is kept to be read, in bytes.
-const TAIL_BYTES_MAX: usize = 256 * 1024;
 /// Longest error answer of an engine that is passed on, in bytes.
 pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
 
@@ -62,7 +59,7 @@ pub(super) enum Content {
     },
     /// One JSON document, of which the end is kept.
     Document {
-        tail: Tail,
+        document: Document,
         /// As for events.
         has_clear_end: bool,
     },
@@ -78,7 +75,7 @@ pub(super) enum Content {
 impl Content {
     pub(super) fn document(has_clear_end: bool) -> Self {
         Self::Document {
-            tail: Tail::default(),
+            document: Document::default(),
             has_clear_end,
         }
     }
@@ -103,62 +100,6 @@ impl Content {
         Self::Error {
             bytes_left: ERROR_BYTES_MAX,
         }
-    }
-}
-
-/// The last frames of a document.
-#[derive(Default)]
-pub(super) struct Tail {
-    frames: VecDeque<Bytes>,
-    bytes: usize,
-    is_cut: bool,
-}
-
-impl Tail {
-    pub(super) fn push(&mut self, frame: Bytes) {
-        self.bytes += frame.len();
-        self.frames.push_back(frame);
-        while let Some(first) = self.frames.front()
-            && self.bytes - first.len() >= TAIL_BYTES_MAX
-        {
-            self.bytes -= first.len();
-            self.frames.pop_front();
-            self.is_cut = true;
-        }
-    }
-
-    /// Reads what is kept; answers whether it looks whole.
-    pub(super) fn read(&self, note: impl FnOnce(&Findings<'_>)) -> bool {
-        let joined;
-        let bytes: &[u8] = match (self.frames.front(), self.frames.len()) {
-            (None, _) => return false,
-            (Some(only), 1) => only,
-            _ => {
-                joined =
-                    self.frames
-                        .iter()
-                        .fold(Vec::with_capacity(self.bytes), |mut all, frame| {
-                            all.extend_from_slice(frame);
-                            all
-                        });
-                &joined
-            }
-        };
-        // Of a document whose beginning is gone only the last bracket can be seen.
-        let is_whole = if self.is_cut {
-            bytes.trim_ascii_end().ends_with(b"}")
-        } else {
-            is_whole(bytes)
-        };
-        if self.is_cut {
-            note(&Findings {
-                usage: usage_in_tail(bytes),
-                ..Findings::default()
-            });
-        } else {
-            note(&inspect(bytes));
-        }
-        is_whole
     }
 }
 
@@ -227,6 +168,13 @@ impl Books {
                 usage.completion_tokens = self.choices.sum(choice, usage.completion_tokens);
             }
             attempt.usage(usage);
+        }
+    }
+
+    /// All output was in what was noted.
+    fn is_all_seen(&mut self) {
+        if let Some(attempt) = &mut self.attempt {
+            attempt.hides(None);
         }
     }
 
@@ -303,8 +251,8 @@ impl Relay {
             Content::Events { events, .. } => {
                 events.push(data, &mut |findings| books.note(findings))
             }
-            Content::Document { tail, .. } => {
-                tail.push(data.clone());
+            Content::Document { document, .. } => {
+                document.push(data.clone());
                 Some(data)
             }
             Content::Opaque => Some(data),
@@ -342,12 +290,15 @@ impl Relay {
                 rest
             }
             Content::Document {
-                tail,
+                document,
                 has_clear_end,
             } => {
-                let is_whole = tail.read(|findings| self.books.note(findings));
-                if !*has_clear_end && !is_whole {
+                let read = document.read(|findings| self.books.note(findings));
+                if !*has_clear_end && !read.is_whole {
                     return Err(BrokenAnswer::Unfinished);
+                }
+                if read.is_all {
+                    self.books.is_all_seen();
                 }
                 None
             }

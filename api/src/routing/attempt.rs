@@ -6,8 +6,9 @@
 //! tokens as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that hangs up has
 //! paid for what was made. Counters never fall: what was charged ahead and not used is the user's
 //! credit ([`state::admission::Ledger`]). What no report covers when the attempt ends, all of it or
-//! what was made since the last report, is estimated from its bytes then, and the believed prefix
-//! counts as cached. An attempt that never ran costs nothing.
+//! what was made since the last report, is estimated from its bytes then, of an answer that does not show
+//! until its end from the time it took ([`Hidden`]), and the believed prefix counts as cached. An attempt
+//! that never ran costs nothing; one that failed may have run, and costs its prompt and that estimate.
 
 use std::sync::Arc;
 
@@ -18,6 +19,7 @@ use state::prefix::{model_key, user_key};
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
+use super::hidden::Hidden;
 use super::lengths::Expected;
 use super::load::Underway;
 use super::metrics::InFlight;
@@ -49,8 +51,10 @@ pub(super) struct Open {
     stopwatch: Stopwatch,
     /// Keeps others away from a backend whose circuit is open, until there is a verdict.
     trial: Option<Arc<Trial>>,
-    /// Whether the answer's body has begun.
-    has_begun: bool,
+    /// When the answer's body began.
+    began: Option<Instant>,
+    /// What of the output does not show as it is made.
+    hidden: Option<Hidden>,
     /// Whether the lease renews the age of blocks it found, not only of those it brought.
     pub(super) is_touching: bool,
     underway: Underway,
@@ -187,7 +191,8 @@ impl Router {
             backend,
             stopwatch,
             trial: decision.trial.clone(),
-            has_begun: false,
+            began: None,
+            hidden: None,
             is_touching: decision.touch.is_due(self.session, id),
             underway,
             meter,
@@ -195,10 +200,7 @@ impl Router {
             prompt,
             usage: None,
             unreported_bytes: 0,
-            charged: Charge {
-                user,
-                ..Charge::default()
-            },
+            charged: nothing(user),
             model,
             pricing,
             tab,
@@ -233,7 +235,7 @@ impl Attempt {
     pub fn first_byte(&mut self) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
-            open.has_begun = true;
+            open.began.get_or_insert_with(Instant::now);
             self.router.backends.report_answer(open.backend);
             open.trial = None;
         }
@@ -245,6 +247,13 @@ impl Attempt {
             let (stopwatch, now) = (&mut open.stopwatch, Instant::now());
             let samples = &self.router.samples;
             samples.add(open.backend, |sample| stopwatch.first_token(now, sample));
+        }
+    }
+
+    /// The answer's output does not show as it is made; `None`: it does.
+    pub fn hides(&mut self, hidden: Option<Hidden>) {
+        if let Some(open) = &mut self.open {
+            open.hidden = hidden;
         }
     }
 
@@ -315,31 +324,25 @@ impl Attempt {
         self.close(end);
     }
 
-    /// A charge without tokens.
-    fn nothing(&self) -> Charge {
-        Charge {
-            user: self.user,
-            ..Charge::default()
-        }
-    }
-
     fn close(&mut self, end: End) {
         let Some(mut open) = self.open.take() else {
             return;
         };
         let mut charge = match end {
-            End::ClientLeft if planted::is(Bug::AbortNotCharged) => self.nothing(),
-            End::NotRun => self.nothing(),
-            End::Finished | End::Broken | End::ClientLeft => open.due(open.usage_or_estimate()),
+            End::ClientLeft if planted::is(Bug::AbortNotCharged) => nothing(self.user),
+            End::NotRun => nothing(self.user),
+            End::Finished | End::Broken | End::ClientLeft | End::Failed => {
+                open.due(open.usage_or_estimate(&self.router, end))
+            }
         };
         charge.ended = 1;
         let outcome = match end {
-            End::NotRun => Outcome::Discarded,
+            End::NotRun | End::Failed => Outcome::Discarded,
             End::Finished | End::Broken | End::ClientLeft if open.is_touching => Outcome::Kept,
             End::Finished | End::Broken | End::ClientLeft => Outcome::KeptUntouched,
         };
         let reply = open.reply.take().filter(|_| outcome != Outcome::Discarded);
-        if end == End::Broken && !open.has_begun {
+        if end == End::Broken && open.began.is_none() {
             self.router.backends.report_no_answer(open.backend);
         }
         let (router, id) = (Arc::clone(&self.router), self.id);
@@ -379,6 +382,14 @@ impl Attempt {
 impl Drop for Attempt {
     fn drop(&mut self) {
         self.close(End::ClientLeft);
+    }
+}
+
+/// A charge without tokens.
+fn nothing(user: UserKey) -> Charge {
+    Charge {
+        user,
+        ..Charge::default()
     }
 }
 
@@ -433,14 +444,39 @@ impl Open {
         }
     }
 
-    fn usage_or_estimate(&self) -> Usage {
+    fn usage_or_estimate(&self, router: &Router, end: End) -> Usage {
         let mut usage = self.usage.unwrap_or_default();
         if usage.prompt_tokens == 0 {
             usage.prompt_tokens = self.prompt.tokens;
         }
         let unreported = u64::from(self.prompt.ratio.tokens(self.unreported_bytes));
         usage.completion_tokens = usage.completion_tokens.saturating_add(unreported);
+        if usage.completion_tokens == 0 && self.usage.is_none() {
+            usage.completion_tokens = self.hidden_output(router, end);
+        }
         usage
+    }
+
+    /// Output that was made and did not show, by the time it took. Where an engine failed it may have
+    /// stood still all the while: no more is charged than such answers usually have.
+    fn hidden_output(&self, router: &Router, end: End) -> u64 {
+        let Some(hidden) = self.hidden else { return 0 };
+        let made_by = self.began.filter(|_| hidden.is_whole_at_once);
+        let elapsed = self.stopwatch.elapsed(made_by.unwrap_or_else(Instant::now));
+        let running = router.load.cluster(self.backend, Instant::now()).running;
+        let service = router.view.service();
+        let served = service.get(self.backend.slot);
+        let learnt = served.filter(|served| served.backend == self.backend);
+        let learnt = learnt.and_then(|served| served.learnt.as_ref());
+        let tokens = hidden.tokens(elapsed, &self.stopwatch.pace(learnt, running));
+        match end {
+            End::Finished | End::ClientLeft | End::NotRun => tokens,
+            End::Broken | End::Failed => {
+                let user = self.charged.user;
+                let usual = Expected::of(&router.view, user, self.model, hidden.tokens_max);
+                tokens.min(usual.tokens().saturating_mul(hidden.choices.max(1).into()))
+            }
+        }
     }
 
     /// What of `usage` is not charged yet. Where the engine did not tell, what was believed cached

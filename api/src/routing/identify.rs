@@ -225,7 +225,7 @@ struct Cut {
 
 /// Tokens of a prompt and of the further ones of its batch.
 fn with_batch(tokens: u64, parsed: &Parsed, ratio: &TokenRatio) -> u32 {
-    let Batch { bytes, ids } = parsed.batch;
+    let Batch { bytes, ids, .. } = parsed.batch;
     let further = match usize::try_from(bytes) {
         Ok(0) => 0,
         Ok(bytes) => u64::from(ratio.tokens(bytes)),

@@ -78,7 +78,13 @@ pub struct RoutingMetrics {
 }
 
 /// All ends, in the order of [`Meter`]'s counters.
-const ENDS: [End; 4] = [End::Finished, End::Broken, End::ClientLeft, End::NotRun];
+const ENDS: [End; 5] = [
+    End::Finished,
+    End::Broken,
+    End::ClientLeft,
+    End::NotRun,
+    End::Failed,
+];
 
 /// One attempt in its backend's gauge: counted in when made, counted out when dropped.
 #[derive(Debug)]
@@ -112,7 +118,7 @@ pub(super) struct Meter {
     prompt_tokens: Counter,
     predicted_tokens: Counter,
     cached_tokens: Counter,
-    ended: [Counter; 4],
+    ended: [Counter; 5],
 }
 
 impl RoutingMetrics {
@@ -279,6 +285,7 @@ impl Meter {
             End::Broken => 1,
             End::ClientLeft => 2,
             End::NotRun => 3,
+            End::Failed => 4,
         };
         self.ended[at].inc();
     }

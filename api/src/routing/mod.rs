@@ -15,6 +15,7 @@ mod filters;
 mod fixture;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod hidden;
 mod identify;
 mod lengths;
 mod load;
@@ -63,6 +64,7 @@ pub(crate) use attempt::pricing_of;
 pub use attempt::{Attempt, Terms};
 pub use explain::{Explained, ExplainedRequest, Explanation, PolicySource};
 pub use filters::Verdict;
+pub use hidden::Hidden;
 pub use load::{BadReport, EXPIRY, KEEPALIVE, Load, LoadTable, Reporter, Underway};
 pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
@@ -217,6 +219,8 @@ pub enum End {
     ClientLeft,
     /// Nothing reached the engine, or it refused before its first byte: the next may be tried.
     NotRun,
+    /// The engine took it and failed before its first byte, by an error or by breaking off.
+    Failed,
 }
 
 impl End {
@@ -226,6 +230,7 @@ impl End {
             Self::Broken => "broken",
             Self::ClientLeft => "client-left",
             Self::NotRun => "not-run",
+            Self::Failed => "failed",
         }
     }
 }

@@ -10,10 +10,11 @@ use std::time::Duration;
 
 use state::command::{BACKENDS_MAX, Item};
 use state::ids::BackendRef;
-use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, RUNNING_MAX, ServiceSample};
+use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, Learnt, RUNNING_MAX, ServiceSample};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::hidden::Pace;
 use super::{Load, Router};
 
 /// How often samples are looked at.
@@ -134,6 +135,16 @@ impl Stopwatch {
             counted: None,
             last_output: now,
         }
+    }
+
+    /// From the dispatch to `now`.
+    pub(super) fn elapsed(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.dispatched)
+    }
+
+    /// How fast the attempt can have been served, while `running` ran with it.
+    pub(super) fn pace(&self, learnt: Option<&Learnt>, running: u32) -> Pace {
+        Pace::of(learnt, self.before, self.uncached_tokens, running)
     }
 
     /// The first token of a stream came at `now`.

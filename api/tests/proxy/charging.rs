@@ -150,3 +150,72 @@ async fn a_client_that_leaves_before_there_is_a_connection_pays_nothing() {
     assert_eq!((charge.started, charge.ended), (1, 1));
     assert_eq!((charge.input_uncached, charge.output), (0, 0));
 }
+
+#[tokio::test]
+async fn usage_before_a_long_tail_is_paid() {
+    let logprobs = r#"{"1":{"logprob":-0.5}},"#.repeat(30_000);
+    let body = format!(
+        "{{\"choices\":[{{\"index\":0,\"message\":{{\"content\":\"x\"}}}}],\
+         \"usage\":{{\"prompt_tokens\":20000,\"completion_tokens\":4000}},\
+         \"prompt_logprobs\":[{logprobs}null]}}"
+    );
+    let engine = Engine::always(vec![json("200 OK", &body)]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let request = chat(",\"prompt_logprobs\":1");
+    assert_eq!(fleet.client().await.ask(request).await.body, body);
+    fleet.is_idle().await;
+    let charge = fleet.charged().await;
+    assert_eq!((charge.input_uncached, charge.output), (20_000, 4_000));
+}
+
+/// What a client pays that leaves an answer of which it saw nothing, when the engine has had time for
+/// all of it.
+async fn left_unseen(fields: &str, steps: Vec<Step>) -> Charge {
+    let engine = Engine::always(steps).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    client.send(chat(fields)).await;
+    eventually("it is running", || engine.requests().len() == 1).await;
+    let since = std::time::Instant::now();
+    let enough = std::time::Duration::from_millis(150);
+    eventually("time passes", || since.elapsed() > enough).await;
+    drop(client);
+    fleet.is_idle().await;
+    fleet.charged().await
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_an_unseen_answer_pays_what_the_time_allowed() {
+    let charge = left_unseen(",\"max_tokens\":3", vec![Step::Hang]).await;
+    assert_eq!(charge.output, 3);
+    let charge = left_unseen(",\"max_tokens\":3,\"n\":4", vec![Step::Hang]).await;
+    assert_eq!(charge.output, 12);
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: br\r\n\
+                transfer-encoding: chunked\r\n\r\n";
+    let steps = vec![
+        Step::Send(head.as_bytes().to_vec()),
+        chunk("unreadable"),
+        Step::Hang,
+    ];
+    let charge = left_unseen(",\"stream\":true,\"max_tokens\":3", steps).await;
+    assert_eq!(charge.output, 3);
+    let charge = left_unseen(STREAM, vec![Step::Hang]).await;
+    assert_eq!(charge.output, 0, "a stream shows what is made of it");
+}
+
+#[tokio::test]
+async fn what_an_engine_fails_at_is_paid_as_far_as_it_may_have_run() {
+    for (steps, status) in [
+        (vec![Step::Close], 502),
+        (vec![json("500 Internal Server Error", "{}")], 500),
+    ] {
+        let engine = Engine::always(steps).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.status, status);
+        fleet.is_idle().await;
+        let charge = fleet.charged().await;
+        assert_eq!((charge.started, charge.ended), (1, 1));
+        assert!(charge.input_uncached > 0, "{status}");
+    }
+}

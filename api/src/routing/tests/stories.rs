@@ -19,6 +19,7 @@ fn story() -> impl Strategy<Value = Story> {
         Just(Some(End::Broken)),
         Just(Some(End::ClientLeft)),
         Just(Some(End::NotRun)),
+        Just(Some(End::Failed)),
     ];
     let reported = proptest::option::of((0_u64..500, proptest::option::of(0_u64..600), 0_u64..200));
     (

@@ -1,0 +1,291 @@
+//! An answer that is one JSON document, as it passes.
+//!
+//! Its last bytes are kept and read at its end. Engines write what may be long behind `usage` too
+//! (`prompt_logprobs`), so bytes that leave the kept part are scanned for the top-level `usage` member.
+//! Memory is bounded by [`TAIL_BYTES_MAX`] and one frame; only answers longer than that are scanned.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+
+use super::inspect::{Findings, inspect, read_usage};
+use super::scan::is_whole;
+use crate::routing::Usage;
+
+/// How much of the end of a document is kept to be read, in bytes.
+const TAIL_BYTES_MAX: usize = 256 * 1024;
+/// Longest `usage` member that is read of what is not kept, in bytes.
+const USAGE_BYTES_MAX: usize = 16 * 1024;
+
+/// What a document turned out to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Read {
+    /// Whether it looks complete.
+    pub(super) is_whole: bool,
+    /// Whether all of its output was seen: its beginning was kept.
+    pub(super) is_all: bool,
+}
+
+/// A document of which the end is kept.
+#[derive(Default)]
+pub(super) struct Document {
+    frames: VecDeque<Bytes>,
+    bytes: usize,
+    /// What the bytes before the kept ones said; `None` while all are kept.
+    passed: Option<Scanner>,
+}
+
+impl Document {
+    pub(super) fn push(&mut self, frame: Bytes) {
+        self.bytes += frame.len();
+        self.frames.push_back(frame);
+        while let Some(first) = self.frames.front()
+            && self.bytes - first.len() >= TAIL_BYTES_MAX
+        {
+            self.bytes -= first.len();
+            self.passed.get_or_insert_default().push(first);
+            self.frames.pop_front();
+        }
+    }
+
+    /// Reads what is kept, at the document's end.
+    pub(super) fn read(&mut self, note: impl FnOnce(&Findings<'_>)) -> Read {
+        if let Some(scanner) = &mut self.passed {
+            self.frames.iter().for_each(|frame| scanner.push(frame));
+            note(&Findings {
+                usage: scanner.usage,
+                ..Findings::default()
+            });
+            return Read {
+                is_whole: scanner.is_whole(),
+                is_all: false,
+            };
+        }
+        let joined;
+        let bytes: &[u8] = match (self.frames.front(), self.frames.len()) {
+            (None, _) => &[],
+            (Some(only), 1) => only,
+            _ => {
+                joined = join(&self.frames, self.bytes);
+                &joined
+            }
+        };
+        note(&inspect(bytes));
+        Read {
+            is_whole: is_whole(bytes),
+            is_all: true,
+        }
+    }
+}
+
+fn join(frames: &VecDeque<Bytes>, bytes: usize) -> Vec<u8> {
+    let whole = Vec::with_capacity(bytes);
+    frames.iter().fold(whole, |mut whole, frame| {
+        whole.extend_from_slice(frame);
+        whole
+    })
+}
+
+/// Finds the top-level `usage` member of a document that comes in pieces, without keeping them.
+#[derive(Debug, Default)]
+struct Scanner {
+    /// Objects and arrays around the present byte.
+    depth: usize,
+    /// Where in a string the present byte is, if in one.
+    string: Option<Escape>,
+    /// The last top-level string's first bytes: a key when a colon follows.
+    key: Vec<u8>,
+    /// The bytes of a top-level `usage` value so far.
+    value: Option<Vec<u8>>,
+    /// The first one that could be read.
+    usage: Option<Usage>,
+    /// Whether the outermost bracket has closed, and whether anything but space came after it.
+    is_closed: bool,
+    has_more: bool,
+}
+
+/// Whether the byte before was a backslash that escapes this one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Escape {
+    No,
+    Yes,
+}
+
+const USAGE: &[u8] = b"usage";
+
+impl Scanner {
+    fn push(&mut self, piece: &[u8]) {
+        let mut at = 0;
+        while let Some(byte) = piece.get(at) {
+            // What nobody keeps of a string is passed at once.
+            if self.string == Some(Escape::No) && self.value.is_none() && self.depth > 1 {
+                match memchr::memchr2(b'"', b'\\', &piece[at..]) {
+                    Some(0) => {}
+                    Some(skipped) => {
+                        at += skipped;
+                        continue;
+                    }
+                    None => return,
+                }
+            }
+            self.byte(*byte);
+            at += 1;
+        }
+    }
+
+    fn byte(&mut self, byte: u8) {
+        let ends_value = self.depth == 1 && self.string.is_none() && matches!(byte, b',' | b'}');
+        if ends_value {
+            self.end_value();
+        } else if let Some(value) = &mut self.value {
+            value.push(byte);
+            if value.len() > USAGE_BYTES_MAX {
+                self.value = None;
+            }
+        }
+        match self.string {
+            Some(escape) => self.in_string(byte, escape),
+            None => self.between_strings(byte),
+        }
+    }
+
+    fn in_string(&mut self, byte: u8, escape: Escape) {
+        self.string = match (escape, byte) {
+            (Escape::No, b'"') => None,
+            (Escape::No, b'\\') => Some(Escape::Yes),
+            (Escape::No | Escape::Yes, _) => Some(Escape::No),
+        };
+        // One byte more than the key that counts tells a longer one from it.
+        if self.depth == 1 && self.string.is_some() && self.key.len() <= USAGE.len() {
+            self.key.push(byte);
+        }
+    }
+
+    fn between_strings(&mut self, byte: u8) {
+        self.has_more |= self.is_closed && !byte.is_ascii_whitespace();
+        match byte {
+            b'"' => {
+                self.string = Some(Escape::No);
+                if self.depth == 1 {
+                    self.key.clear();
+                }
+            }
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => {
+                self.depth = self.depth.saturating_sub(1);
+                self.is_closed |= self.depth == 0;
+            }
+            b':' if self.depth == 1 && self.key == USAGE => self.value = Some(Vec::new()),
+            b',' if self.depth == 1 => self.key.clear(),
+            _ => {}
+        }
+    }
+
+    fn end_value(&mut self) {
+        let value = self.value.take();
+        let read = value.and_then(|value| read_usage(value.trim_ascii()));
+        self.usage = self.usage.or(read);
+    }
+
+    fn is_whole(&self) -> bool {
+        self.is_closed && !self.has_more
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn scan(json: &[u8], piece_bytes: usize) -> Scanner {
+        let mut scanner = Scanner::default();
+        json.chunks(piece_bytes)
+            .for_each(|piece| scanner.push(piece));
+        scanner
+    }
+
+    fn completion_tokens(scanner: &Scanner) -> Option<u64> {
+        scanner.usage.map(|usage| usage.completion_tokens)
+    }
+
+    #[test]
+    fn only_the_top_level_member_is_usage() {
+        for (json, expected) in [
+            (r#"{"usage":{"completion_tokens":4}}"#, Some(4)),
+            (
+                r#" {"a":"\"usage\":", "usage" : {"completion_tokens":4} ,"b":[1]}"#,
+                Some(4),
+            ),
+            (
+                r#"{"usage":null,"usage":{"completion_tokens":5},"usage":{"completion_tokens":6}}"#,
+                Some(5),
+            ),
+            (r#"{"x":{"usage":{"completion_tokens":4}}}"#, None),
+            (r#"[{"usage":{"completion_tokens":4}}]"#, None),
+            (r#"{"text":"\"usage\":{\"completion_tokens\":4}"}"#, None),
+            (r#"{"usages":{"completion_tokens":4}}"#, None),
+            (r#"{"x":"usage","y":{"completion_tokens":4}}"#, None),
+            (r#"{"usage":{"completion_tokens":-1}}"#, None),
+        ] {
+            for piece_bytes in 1..json.len() {
+                let scanner = scan(json.as_bytes(), piece_bytes);
+                assert_eq!(completion_tokens(&scanner), expected, "{json}");
+                assert!(scanner.is_whole(), "{json}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_document_that_is_cut_or_goes_on_is_not_whole() {
+        let whole = r#"{"a":["}"],"usage":{"completion_tokens":4}}"#;
+        for end in 0..whole.len() {
+            assert!(!scan(&whole.as_bytes()[..end], 3).is_whole());
+        }
+        assert!(scan(format!("{whole}\n").as_bytes(), 3).is_whole());
+        assert!(!scan(format!("{whole}{{").as_bytes(), 3).is_whole());
+    }
+
+    #[test]
+    fn a_member_without_end_is_not_kept() {
+        let long = format!(r#"{{"usage":{{"x":"{}"#, "x".repeat(1 << 20));
+        assert!(scan(long.as_bytes(), 1000).value.is_none());
+    }
+
+    #[test]
+    fn usage_is_found_wherever_it_stands() {
+        let usage = r#""usage":{"prompt_tokens":9,"completion_tokens":4000}"#;
+        let long = format!(
+            r#""prompt_logprobs":[{}null]"#,
+            r#"{"1":-0.5},"#.repeat(60_000)
+        );
+        assert!(long.len() > 2 * TAIL_BYTES_MAX);
+        for json in [
+            format!("{{{usage},{long}}}"),
+            format!("{{{long},{usage}}}"),
+            format!("{{{long},{usage},{long}}}"),
+            format!("{{{usage}}}"),
+        ] {
+            let mut document = Document::default();
+            for piece in json.as_bytes().chunks(16 * 1024) {
+                document.push(Bytes::copy_from_slice(piece));
+                assert!(document.bytes < TAIL_BYTES_MAX + 16 * 1024);
+            }
+            let mut found = None;
+            let read = document.read(|findings| found = findings.usage);
+            assert_eq!(found.map(|usage| usage.completion_tokens), Some(4000));
+            assert!(read.is_whole);
+            assert_eq!(read.is_all, json.len() < 1000);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_of_any_kind_are_taken(bytes in prop::collection::vec(any::<u8>(), 0..200), piece in 1_usize..50) {
+            let whole = scan(&bytes, bytes.len().max(1));
+            let pieces = scan(&bytes, piece);
+            prop_assert_eq!(whole.usage, pieces.usage);
+            prop_assert_eq!(whole.is_whole(), pieces.is_whole());
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! What an engine made of an answer that nobody saw.
+//!
+//! Without `stream` an answer shows at its end only. Who leaves before, or whose engine breaks before,
+//! has had tokens made all the same, as many as the time allows: the time since the dispatch, without
+//! what a first token takes there, over the time between two tokens, both as learnt of the backend
+//! ([`state::service::Learnt`]). The estimate is as good as these prices; the request's own bound holds.
+
+use std::time::Duration;
+
+use state::service::Learnt;
+
+use super::Load;
+
+/// Shortest time between two tokens of one request that is believed.
+const GAP_MIN: Duration = Duration::from_micros(500);
+/// Time between two tokens where none was measured, as learning begins with.
+const GAP_UNKNOWN: Duration = Duration::from_millis(10);
+/// What a prompt token and a running request add to a first token where nothing was measured.
+const PREFILL_NS_UNKNOWN: u64 = 100_000;
+const DECODE_NS_UNKNOWN: u64 = 1_000_000;
+
+/// An answer whose output does not show as it is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hidden {
+    /// Answers that are made at once: `n`, for each prompt of a batch.
+    pub choices: u32,
+    /// Output tokens of each at most, as the request says.
+    pub tokens_max: Option<u32>,
+    /// Whether all is made when its first byte comes.
+    pub is_whole_at_once: bool,
+}
+
+impl Hidden {
+    /// Output tokens made within `elapsed` of the dispatch.
+    pub(super) fn tokens(&self, elapsed: Duration, pace: &Pace) -> u64 {
+        let Some(making) = elapsed.checked_sub(pace.first_token) else {
+            return 0;
+        };
+        let gaps = making.as_nanos() / pace.gap.max(GAP_MIN).as_nanos();
+        let tokens = u64::try_from(gaps).unwrap_or(u64::MAX).saturating_add(1);
+        let tokens = tokens.min(self.tokens_max.map_or(u64::MAX, u64::from));
+        tokens.saturating_mul(self.choices.max(1).into())
+    }
+}
+
+/// How fast a backend is, for one request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Pace {
+    /// From dispatch to the first token.
+    pub(super) first_token: Duration,
+    /// Between two tokens.
+    pub(super) gap: Duration,
+}
+
+impl Pace {
+    /// Of a request with `uncached_tokens` that met `before` at the backend, and runs there with
+    /// `running`, itself among them.
+    pub(super) fn of(
+        learnt: Option<&Learnt>,
+        before: Load,
+        uncached_tokens: u64,
+        running: u32,
+    ) -> Self {
+        let tokens = uncached_tokens.saturating_add(before.pending_prefill_tokens);
+        let requests = u64::from(before.running);
+        let first_token = |base_us: u32, per_token: u64, per_request: u64| {
+            let work = tokens
+                .saturating_mul(per_token)
+                .saturating_add(requests.saturating_mul(per_request));
+            Duration::from_micros(base_us.into()).saturating_add(Duration::from_nanos(work))
+        };
+        match learnt {
+            None => Self {
+                first_token: first_token(0, PREFILL_NS_UNKNOWN, DECODE_NS_UNKNOWN),
+                gap: GAP_UNKNOWN,
+            },
+            Some(learnt) => Self {
+                first_token: first_token(
+                    learnt.first_token_base_us,
+                    learnt.prefill_ns_per_token.into(),
+                    learnt.decode_ns_per_request.into(),
+                ),
+                gap: match learnt.gaps {
+                    0 => GAP_UNKNOWN,
+                    _ => {
+                        let shared =
+                            u64::from(running).saturating_mul(learnt.gap_ns_per_request.into());
+                        Duration::from_micros(learnt.gap_base_us.into())
+                            .saturating_add(Duration::from_nanos(shared))
+                    }
+                },
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PACE: Pace = Pace {
+        first_token: Duration::from_millis(200),
+        gap: Duration::from_millis(20),
+    };
+
+    fn hidden(choices: u32, tokens_max: Option<u32>) -> Hidden {
+        Hidden {
+            choices,
+            tokens_max,
+            is_whole_at_once: true,
+        }
+    }
+
+    #[test]
+    fn output_is_what_the_time_allows() {
+        let made = |ms, hidden: Hidden| hidden.tokens(Duration::from_millis(ms), &PACE);
+        assert_eq!(made(0, hidden(1, None)), 0);
+        assert_eq!(made(199, hidden(1, None)), 0, "it still reads the prompt");
+        assert_eq!(made(200, hidden(1, None)), 1);
+        assert_eq!(made(3_200, hidden(1, None)), 151);
+        assert_eq!(
+            made(3_200, hidden(1, Some(100))),
+            100,
+            "the request's bound"
+        );
+        assert_eq!(made(3_200, hidden(4, Some(100))), 400, "of each choice");
+        assert_eq!(made(3_200, hidden(0, None)), 151, "there is one at least");
+    }
+
+    #[test]
+    fn absurd_prices_make_no_absurd_output() {
+        let pace = Pace {
+            first_token: Duration::ZERO,
+            gap: Duration::ZERO,
+        };
+        let second = Duration::from_secs(1);
+        assert_eq!(hidden(1, None).tokens(second, &pace), 2001);
+        assert_eq!(
+            hidden(u32::MAX, None).tokens(Duration::MAX, &pace),
+            u64::MAX
+        );
+    }
+
+    #[test]
+    fn the_pace_is_what_was_learnt_at_that_load() {
+        let learnt = Learnt {
+            prefill_ns_per_token: 50_000,
+            decode_ns_per_request: 2_000_000,
+            first_token_base_us: 3_000,
+            gap_base_us: 8_000,
+            gap_ns_per_request: 500_000,
+            first_tokens: 100,
+            gaps: 100,
+        };
+        let before = Load {
+            running: 4,
+            waiting: 1,
+            pending_prefill_tokens: 60,
+        };
+        let pace = Pace::of(Some(&learnt), before, 40, 6);
+        assert_eq!(pace.first_token, Duration::from_millis(3 + 5 + 8));
+        assert_eq!(pace.gap, Duration::from_millis(8 + 3));
+        let pace = Pace::of(None, before, 40, 6);
+        assert_eq!(pace.first_token, Duration::from_millis(10 + 4));
+        assert_eq!(pace.gap, GAP_UNKNOWN);
+        let unmeasured = Learnt { gaps: 0, ..learnt };
+        assert_eq!(Pace::of(Some(&unmeasured), before, 40, 6).gap, GAP_UNKNOWN);
+    }
+}
