@@ -23,6 +23,9 @@ pub enum ProposeError {
     /// This replica is stopping or has stopped.
     #[error("replica stopped: {0}")]
     Stopped(String),
+    /// It is no command that every member can apply, and entered no log; says why.
+    #[error("refused: {0}")]
+    Refused(String),
     /// It is larger than [`crate::COMMAND_BYTES_MAX`] and entered no log.
     #[error("command of {bytes} bytes is larger than {}", crate::COMMAND_BYTES_MAX)]
     TooLarge {

@@ -59,7 +59,9 @@ mod toy;
 
 pub use error::{ChangeError, Committed, ProposeError, StartError};
 pub use files::set_store_aside;
-pub use machine::{CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica};
+pub use machine::{
+    CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
+};
 pub use memory::MemoryDisk;
 pub use net::{PeerChannel, PeerRequest, PeerResponse, PeerService, Tcp, Transport};
 pub use options::{Formation, Options, Peers, Storage};

@@ -2,14 +2,26 @@
 //! implements.
 
 use std::io::{Read, Write};
+use std::sync::Arc;
+
+use crate::status::Status;
+
+/// Says of a command's bytes, before they are proposed, whether every member's machine can apply
+/// them, or else what is wrong. The status is asked for only where the members matter.
+pub type CheckCommand = Arc<dyn Fn(&[u8], &dyn Fn() -> Status) -> Result<(), String> + Send + Sync>;
 
 /// What a replicated log drives. The bytes are opaque on purpose.
 pub trait Machine: Send + 'static {
+    /// What a command must pass before it is proposed: a committed one that cannot be decoded stops
+    /// every replica. Called once, before the machine runs.
+    fn check(&self) -> CheckCommand;
+
     /// Applies one committed command and answers it. Called in log order, once per index; entries
     /// without a command (membership, leader's blank) arrive through [`Machine::skip`].
     ///
     /// # Errors
-    /// Only when the command cannot be decoded: the replica then stops.
+    /// Only when the command cannot be decoded, which [`Machine::check`] is to say before: the
+    /// replica then stops.
     fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica>;
 
     /// Notes an index that carries no command.

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-use crate::machine::{CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica};
+use crate::machine::{
+    CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
+};
 use crate::memory::MemoryDisk;
 use crate::net::Tcp;
 use crate::options::{Formation, Options, Peers, Storage};
@@ -54,6 +56,13 @@ pub(crate) struct Toy(pub(crate) Arc<Mutex<Vec<Vec<u8>>>>);
 struct Frozen(Vec<Vec<u8>>);
 
 impl Machine for Toy {
+    fn check(&self) -> CheckCommand {
+        Arc::new(|command, _| match command {
+            b"poison" => Err("poison is no command".to_owned()),
+            _ => Ok(()),
+        })
+    }
+
     fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
         self.0.lock().unwrap().push(command.to_vec());
         Ok(index.to_le_bytes().to_vec())

@@ -179,3 +179,17 @@ async fn messages_reach_every_peer_newest_first() {
         .await;
     cluster.shutdown().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_that_no_machine_can_read_enters_no_log() {
+    let mut cluster = Cluster::found(3).await;
+    let before = cluster.seats[0].propose("good").await;
+    for seat in &cluster.seats {
+        let refused = seat.replica().propose(b"garbage".to_vec(), PATIENCE).await;
+        let why = "garbage is no command".to_owned();
+        assert_eq!(refused, Err(ProposeError::Refused(why)));
+    }
+    let after = cluster.seats[0].propose("better").await;
+    assert_eq!(after.index, before.index + 1);
+    cluster.shutdown().await;
+}

@@ -6,9 +6,7 @@
 //! counts as what it said last: it would stop when it comes back. What a member says may be some moments old:
 //! nobody should be put back to an earlier build while such commands are being given.
 
-use std::collections::BTreeMap;
-
-use raft::Member;
+use raft::{Member, Status};
 use state::codec::{FORMAT_VERSION, FORMAT_VERSION_COMMON, format_of};
 use state::command::Command;
 
@@ -20,18 +18,14 @@ pub(super) fn label() -> (String, String) {
     (LABEL.to_owned(), FORMAT_VERSION.to_string())
 }
 
-/// Says who cannot read `command`, if anybody. This replica, `own`, can.
-pub(super) fn check(
-    command: &Command,
-    own: u8,
-    members: impl FnOnce() -> BTreeMap<u8, Member>,
-) -> Result<(), String> {
+/// Says who cannot read `command`, if anybody. This replica, whose status it is, can.
+pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<(), String> {
     let needed = format_of(command);
     if needed <= FORMAT_VERSION_COMMON {
         return Ok(());
     }
-    let members = members();
-    let others = members.iter().filter(|(id, _)| **id != own);
+    let status = status();
+    let others = status.members.iter().filter(|(id, _)| **id != status.id);
     let lacking: Vec<String> = others
         .filter(|(_, member)| known(member) < needed)
         .map(|(id, _)| id.to_string())
@@ -53,11 +47,12 @@ fn known(member: &Member) -> u8 {
 
 #[cfg(test)]
 mod tests {
+    use raft::Role;
     use state::ids::RestoreId;
 
     use super::*;
 
-    fn members(formats: &[Option<u8>]) -> BTreeMap<u8, Member> {
+    fn status(id: u8, formats: &[Option<u8>]) -> Status {
         let member = |format: &Option<u8>| Member {
             address: String::new(),
             labels: format
@@ -68,14 +63,30 @@ mod tests {
             is_connected: true,
             lag: None,
         };
-        (1..).zip(formats.iter().map(member)).collect()
+        Status {
+            id,
+            cluster_id: None,
+            role: Role::Leader,
+            term: 1,
+            leader: Some(id),
+            has_quorum: true,
+            committed: 1,
+            applied: 1,
+            last_log: 1,
+            snapshot: None,
+            purged: 1,
+            caught_up: true,
+            is_removed: false,
+            fault: None,
+            members: (1..).zip(formats.iter().map(member)).collect(),
+        }
     }
 
     #[test]
     fn a_command_waits_for_all_members_to_know_its_format() {
         let restore = RestoreId(1);
         let newer = Command::AbortRestore { restore };
-        let asked = |own: u8, formats: &[Option<u8>]| check(&newer, own, || members(formats));
+        let asked = |own: u8, formats: &[Option<u8>]| check(&newer, &|| status(own, formats));
         assert_eq!(asked(1, &[Some(3), Some(3), Some(4)]), Ok(()));
         assert_eq!(asked(1, &[None, Some(3)]), Ok(()), "this build knows it");
         assert_eq!(asked(1, &[]), Ok(()));
@@ -89,10 +100,7 @@ mod tests {
     #[test]
     fn what_every_build_knows_waits_for_nobody() {
         let command = Command::AssignReaders(Vec::new());
-        assert_eq!(
-            check(&command, 1, || unreachable!("nobody is asked")),
-            Ok(())
-        );
+        assert_eq!(check(&command, &|| unreachable!("nobody is asked")), Ok(()));
         assert_eq!(label(), ("format".to_owned(), FORMAT_VERSION.to_string()));
     }
 }

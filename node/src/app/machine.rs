@@ -4,11 +4,13 @@ use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use api::admin::Digests;
-use raft::{CorruptSnapshot, FrozenMachine, Machine, StopReplica};
+use raft::{CheckCommand, CorruptSnapshot, FrozenMachine, Machine, StopReplica};
 use state::command::Command;
 use state::ids::LogIndex;
 use state::{RouterState, StagedBackup};
 use tokio::runtime::{Handle, RuntimeFlavor};
+
+use super::formats;
 
 /// The replicated state and the digests of its past, shared between the log that changes it and the
 /// admin API that reads it.
@@ -76,6 +78,14 @@ impl RouterMachine {
 }
 
 impl Machine for RouterMachine {
+    fn check(&self) -> CheckCommand {
+        Arc::new(|command, status| {
+            let envelope = state::codec::decode_envelope(command);
+            let envelope = envelope.map_err(|error| format!("no command: {error}"))?;
+            formats::check(&envelope.command, status)
+        })
+    }
+
     fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
         let envelope = state::codec::decode_envelope(command)
             .map_err(|error| StopReplica(format!("log index {index}: {error}")))?;
@@ -119,5 +129,21 @@ struct Frozen(state::Frozen);
 impl FrozenMachine for Frozen {
     fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
         self.0.write_to(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_that_are_no_command_are_refused_before_they_are_proposed() {
+        let machine = RouterMachine::new(Arc::default(), None);
+        let check = Machine::check(&machine);
+        let nobody = || unreachable!("no member is asked about what is no command");
+        for bytes in [&b""[..], b"\xff\x67\x61rbage!", b"\x02\x00"] {
+            let refused = check(bytes, &nobody).unwrap_err();
+            assert!(refused.starts_with("no command: "), "{refused}");
+        }
     }
 }

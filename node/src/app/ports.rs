@@ -13,7 +13,6 @@ use state::command::{Command, Committed, Envelope, Lane, Origin, Reject, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
-use super::formats;
 use super::machine::Shared;
 use crate::planted::{self, Bug};
 
@@ -195,9 +194,6 @@ impl Propose for LogPort {
             if !is_formed(&self.shared.state()) {
                 return Err(ProposeFailure::Unavailable(NOT_FORMED.to_owned()));
             }
-            let members = || self.replica.status().members;
-            formats::check(&envelope.command, self.id.0, members)
-                .map_err(ProposeFailure::Unavailable)?;
             // A machine's clock may be set back between two runs: the first command of the second
             // would be stamped before the first one's and taken for a late one of a run that is over.
             let log_ms = self.shared.state().now_ms();
@@ -228,8 +224,11 @@ impl Propose for LogPort {
 fn propose_failure(error: ProposeError) -> ProposeFailure {
     match error {
         ProposeError::NoLeader => ProposeFailure::Unavailable("no leader is known".to_owned()),
-        // Batches are cut far below the bound, so this is an admin command. It entered no log.
-        error @ ProposeError::TooLarge { .. } => ProposeFailure::Unavailable(error.to_string()),
+        // Some member could not read it yet, or it is an admin command above the bound: batches are cut
+        // far below. It entered no log.
+        error @ (ProposeError::Refused(_) | ProposeError::TooLarge { .. }) => {
+            ProposeFailure::Unavailable(error.to_string())
+        }
         ProposeError::Unknown(why) => ProposeFailure::Unknown(why),
         ProposeError::Stopped(_) => ProposeFailure::Stopping,
     }

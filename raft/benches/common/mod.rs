@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use raft::{
-    CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers, Replica,
-    Status, StopReplica, Storage, Tcp,
+    CheckCommand, CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers,
+    Replica, Status, StopReplica, Storage, Tcp,
 };
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -25,6 +25,10 @@ use tokio::net::TcpListener;
 pub struct Nothing;
 
 impl Machine for Nothing {
+    fn check(&self) -> CheckCommand {
+        Arc::new(|_, _| Ok(()))
+    }
+
     fn apply(&mut self, _index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
         black_box(command);
         Ok(Vec::new())

@@ -19,6 +19,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::MESSAGE_BYTES_MAX;
 use super::parts::{self, PartReader, first_part, write_parts};
 use super::transport::{PeerService, Transport};
+use crate::COMMAND_BYTES_MAX;
 use crate::replica::Inner;
 use crate::snapshot::SnapshotFile;
 use crate::types::{Config, LogId, SnapshotMeta, Vote};
@@ -252,6 +253,13 @@ impl Peer for Service {
     ) -> Result<Response<proto::ProposeResponse>, Status> {
         let request = request.into_inner();
         self.check(request.header.as_ref(), false)?;
+        if request.command.len() > COMMAND_BYTES_MAX {
+            return Err(Malformed("a command above the limit").into());
+        }
+        // Once committed it is on every replica, and one that cannot decode it stops.
+        self.0
+            .check_command(&request.command)
+            .map_err(Status::invalid_argument)?;
         let limit = Duration::from_millis(request.timeout_ms);
         let result = self.0.propose_here(request.command, limit).await;
         Ok(Response::new(proto::ProposeResponse {

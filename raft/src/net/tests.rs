@@ -188,3 +188,26 @@ async fn a_damaged_snapshot_part_is_refused() {
     assert_eq!(snapshots_in(&disk), 0, "what was refused is removed");
     replica.shutdown().await;
 }
+
+#[tokio::test]
+async fn a_command_that_cannot_be_decoded_is_refused_before_the_log() {
+    let (replica, header, _) = alone().await;
+    let before = replica.status().last_log;
+    let mut client = connect(&replica.local_addr().to_string()).await;
+    let propose = |command: Vec<u8>| proto::ProposeRequest {
+        header: Some(header),
+        command: command.into(),
+        timeout_ms: 5000,
+    };
+    for command in [b"poison".to_vec(), vec![0; crate::COMMAND_BYTES_MAX + 1]] {
+        let refused = client.propose(propose(command)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+    }
+    let taken = client.propose(propose(b"sound".to_vec())).await.unwrap();
+    let Some(proto::propose_response::Result::Committed(committed)) = taken.into_inner().result
+    else {
+        panic!("not committed");
+    };
+    assert_eq!(committed.index, before + 1, "the first after it");
+    replica.shutdown().await;
+}

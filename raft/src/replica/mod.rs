@@ -31,7 +31,7 @@ use crate::files::{Layout, Lock, damaged, io_error};
 use crate::host::Host;
 use crate::identity::Identity;
 use crate::log::LogStore;
-use crate::machine::{Machine, PeerHandler};
+use crate::machine::{CheckCommand, Machine, PeerHandler};
 use crate::net::{self, Links, Network, Transport};
 use crate::options::{Formation, Options, Peers, Storage};
 use crate::snapshot::SnapshotFolder;
@@ -59,6 +59,7 @@ pub(crate) struct Inner {
     pub(crate) fault: Fault,
     pub(crate) heard: Heard,
     pub(crate) handler: Arc<dyn PeerHandler>,
+    check: CheckCommand,
     pub(crate) status: watch::Sender<Status>,
     /// Whether this replica leads and hears a quorum.
     pub(crate) has_quorum: watch::Sender<bool>,
@@ -91,10 +92,11 @@ impl Replica {
         machine: impl Machine,
         handler: Arc<dyn PeerHandler>,
     ) -> Result<Self, StartError> {
-        check(&options.formation)?;
+        check_formation(&options.formation)?;
         let config = raft_config(&options)?;
         let (fault, cancel) = (Fault::new(), CancellationToken::new());
         let blocking = Blocking::over(&options.storage);
+        let check = machine.check();
         let opened = {
             let (options, fault, stop) = (options.clone(), fault.clone(), cancel.clone());
             let machine = Box::new(machine);
@@ -129,6 +131,7 @@ impl Replica {
             fault,
             heard: Heard::default(),
             handler,
+            check,
             status,
             has_quorum,
             outgoing: watch::Sender::default(),
@@ -162,7 +165,7 @@ impl Replica {
     /// replica. Waits at most `timeout`.
     ///
     /// # Errors
-    /// See [`ProposeError`]: only `NoLeader` and `TooLarge` say that it did not happen.
+    /// See [`ProposeError`]: only `NoLeader`, `Refused` and `TooLarge` say that it did not happen.
     pub async fn propose(
         &self,
         command: Vec<u8>,
@@ -378,7 +381,7 @@ fn raft_config(options: &Options) -> Result<RaftConfig, StartError> {
 /// Refuses what could make two clusters out of one: founders that are not more than half of those
 /// who may found. The list is taken to name this replica too; what it leaves out is noticed when a
 /// cluster is founded.
-fn check(formation: &Formation) -> Result<(), StartError> {
+fn check_formation(formation: &Formation) -> Result<(), StartError> {
     let Formation::Bootstrap { peers, expect, .. } = formation else {
         return Ok(());
     };

@@ -7,6 +7,7 @@ use openraft::ReadPolicy;
 use openraft::async_runtime::WatchReceiver;
 use openraft::errors::{ClientWriteError, RaftError};
 use tokio::time::{Instant, timeout_at};
+use tonic::Code;
 
 use super::Inner;
 use crate::COMMAND_BYTES_MAX;
@@ -40,6 +41,8 @@ impl Inner {
                 bytes: command.len(),
             });
         }
+        self.check_command(&command)
+            .map_err(ProposeError::Refused)?;
         let end = Instant::now() + limit;
         let mut status = self.status.subscribe();
         loop {
@@ -61,7 +64,12 @@ impl Inner {
         }
     }
 
-    /// Proposes on this replica, if it leads.
+    /// Says what is wrong with a command that not every member could apply.
+    pub(crate) fn check_command(&self, command: &[u8]) -> Result<(), String> {
+        (self.check)(command, &|| self.status.borrow().clone())
+    }
+
+    /// Proposes on this replica, if it leads. The command is checked already.
     pub(crate) async fn propose_here(&self, command: Bytes, limit: Duration) -> Proposed {
         if self.why_stopped().is_some() || self.is_unfounded() {
             return Proposed::NotLeader(proto::NotLeader { leader: 0 });
@@ -117,7 +125,13 @@ impl Inner {
                 ))),
             },
             Err(CallError::NotSent(_)) => Err(TryAgain),
-            Err(CallError::Failed(status)) if is_refusal(&status) => Err(TryAgain),
+            Err(CallError::Failed(status)) if status.code() == Code::InvalidArgument => {
+                Ok(Err(ProposeError::Refused(status.message().to_owned())))
+            }
+            // Turned away before anybody looked at it.
+            Err(CallError::Failed(status)) if status.code() == Code::FailedPrecondition => {
+                Err(TryAgain)
+            }
             Err(error) => Ok(Err(ProposeError::Unknown(error.to_string()))),
         }
     }
@@ -202,14 +216,6 @@ fn outcome(result: Proposed) -> Result<Result<Committed, ProposeError>, TryAgain
         Proposed::NotLeader(_) => Err(TryAgain),
         Proposed::Unknown(why) => Ok(Err(ProposeError::Unknown(why))),
     }
-}
-
-/// Whether the service turned a call away before it looked at it.
-fn is_refusal(status: &tonic::Status) -> bool {
-    matches!(
-        status.code(),
-        tonic::Code::FailedPrecondition | tonic::Code::InvalidArgument
-    )
 }
 
 /// Waits for a change of the status, but not long: not all that helps is seen there.

@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use raft::{
-    CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers, Replica,
-    StartError, Status, StopReplica, Storage, Tcp,
+    CheckCommand, CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers,
+    Replica, StartError, Status, StopReplica, Storage, Tcp,
 };
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -50,6 +50,13 @@ impl Journal {
 }
 
 impl Machine for Journal {
+    fn check(&self) -> CheckCommand {
+        Arc::new(|command, _| match command {
+            b"garbage" => Err("garbage is no command".to_owned()),
+            _ => Ok(()),
+        })
+    }
+
     fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
         if command == b"poison" {
             return Err(StopReplica("cannot decode".to_owned()));
