@@ -5,6 +5,8 @@
 //! Each request goes to one replica and is never sent a second time, so a failure cannot hide behind a
 //! retry.
 //!
+//! [`soak`] lets everybody loose at once on such a cluster who means no good or knows no better.
+//!
 //! [`oracle`] is what is written down of a run, [`invariants`] what must hold of it.
 
 mod command;
@@ -15,4 +17,5 @@ pub mod oracle;
 pub mod planted;
 pub mod processes;
 pub mod sim;
+pub mod soak;
 pub mod states;

@@ -12,6 +12,15 @@ use tokio::time::{interval, timeout};
 /// How often an ending process is looked after.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
+/// Where a process runs and what it may have.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Bounds<'a> {
+    /// A network namespace.
+    pub(super) namespace: Option<&'a str>,
+    /// Descriptors.
+    pub(super) descriptors: Option<u32>,
+}
+
 /// A running process whose output goes to a file.
 #[derive(Debug)]
 pub(super) struct Child {
@@ -19,9 +28,9 @@ pub(super) struct Child {
 }
 
 impl Child {
-    /// Starts `program`; what it prints is appended to `log`. In a network namespace, if one is named.
+    /// Starts `program`; what it prints is appended to `log`.
     pub(super) fn spawn(
-        namespace: Option<&str>,
+        bounds: Bounds<'_>,
         program: &Path,
         args: &[&str],
         log: &Path,
@@ -32,15 +41,18 @@ impl Child {
             .open(log)
             .with_context(|| format!("open {}", log.display()))?;
         let errors = output.try_clone().context("share the log file")?;
-        let mut command = match namespace {
-            None => Command::new(program),
-            Some(namespace) => {
-                // It becomes the program: signals need not be passed on.
-                let mut command = Command::new("ip");
-                command.args(["netns", "exec", namespace]).arg(program);
-                command
-            }
-        };
+        // What stands in front becomes the program: signals need not be passed on.
+        let mut words: Vec<String> = Vec::new();
+        if let Some(namespace) = bounds.namespace {
+            words.extend(["ip", "netns", "exec", namespace].map(str::to_owned));
+        }
+        if let Some(descriptors) = bounds.descriptors {
+            let script = format!("ulimit -n {descriptors} && exec \"$0\" \"$@\"");
+            words.extend(["sh".to_owned(), "-c".to_owned(), script]);
+        }
+        words.push(program.display().to_string());
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]);
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("QUORATE_") {
                 command.env_remove(name);

@@ -164,7 +164,8 @@ pub(super) fn config(
         own.peer_host,
         options.cluster_config,
     );
-    for (engine, address) in layout.engines.iter().enumerate() {
+    let engines = layout.engines.iter().chain(options.outside_engines);
+    for (engine, address) in engines.enumerate() {
         let _ = write!(
             text,
             "[[backends]]\nid = \"engine-{}\"\nurl = \"http://{address}\"\n{}\n\n",

@@ -125,7 +125,7 @@ impl Cluster {
     /// # Errors
     /// When it does not get there.
     pub async fn wait_ready(&self, number: usize) -> anyhow::Result<()> {
-        let engines = self.layout.engines.len();
+        let engines = self.layout.engines.len() + self.options.outside_engines.len();
         let what = format!("replica {} is ready and sees {engines} engines", number + 1);
         until(&what, async || {
             let Ok(ready) = self.ask(number, "/readyz").await else {

@@ -31,7 +31,7 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 pub use admin::{Admin, until};
-use child::Child;
+use child::{Bounds, Child};
 use layout::{Layout, Origin};
 pub use options::{ClusterOptions, Site};
 
@@ -161,6 +161,18 @@ impl Cluster {
     #[must_use]
     pub fn data_url(&self, number: usize) -> &str {
         self.targets.name(number)
+    }
+
+    /// Where that is.
+    #[must_use]
+    pub fn data_addr(&self, number: usize) -> SocketAddr {
+        self.layout.replicas[number].data
+    }
+
+    /// Where one replica serves its peers.
+    #[must_use]
+    pub fn peer_addr(&self, number: usize) -> SocketAddr {
+        self.layout.replicas[number].peer
     }
 
     /// Where one replica serves its admin API.
@@ -356,7 +368,7 @@ impl Cluster {
     /// When it fails.
     pub async fn run(&self, args: &[&str]) -> anyhow::Result<()> {
         let log = self.dir.path().join("commands.log");
-        let mut child = Child::spawn(None, &self.binary, args, &log)?;
+        let mut child = Child::spawn(Bounds::default(), &self.binary, args, &log)?;
         let status = child.ended(ENDING_PATIENCE).await?;
         let said = fs::read_to_string(&log).unwrap_or_default();
         let last = said.lines().last().unwrap_or_default();
@@ -417,15 +429,21 @@ impl Cluster {
         let mut args = vec!["engine", "--listen", &listen, "--speed", &speed];
         args.extend(self.options.engine_args);
         let log = self.dir.path().join(format!("engine-{}.log", number + 1));
-        let namespace = self.layout.engine_namespace();
-        let engine = Child::spawn(namespace, &self.binary, &args, &log)?;
+        let bounds = Bounds {
+            namespace: self.layout.engine_namespace(),
+            descriptors: None,
+        };
+        let engine = Child::spawn(bounds, &self.binary, &args, &log)?;
         self.engines.push(engine);
         Ok(())
     }
 
     fn spawn_replica(&self, number: usize, args: &[&str]) -> anyhow::Result<Child> {
-        let namespace = self.layout.namespace(number);
-        Child::spawn(namespace, &self.binary, args, &self.log_path(number))
+        let bounds = Bounds {
+            namespace: self.layout.namespace(number),
+            descriptors: self.options.descriptors,
+        };
+        Child::spawn(bounds, &self.binary, args, &self.log_path(number))
     }
 
     fn write_config(&self, number: usize) -> anyhow::Result<String> {

@@ -35,6 +35,10 @@ pub struct ClusterOptions {
     /// Megabytes of a disk in memory that the last of `replicas` has; `None`: it has one as the others.
     /// Needs root.
     pub small_disk_mb: Option<u32>,
+    /// Engines that somebody else runs, beside `engines`.
+    pub outside_engines: &'static [SocketAddr],
+    /// Descriptors that a replica may have; `None`: as many as this process.
+    pub descriptors: Option<u32>,
 }
 
 impl Default for ClusterOptions {
@@ -50,6 +54,8 @@ impl Default for ClusterOptions {
             cluster_config: "",
             backend_config: "",
             small_disk_mb: None,
+            outside_engines: &[],
+            descriptors: None,
         }
     }
 }

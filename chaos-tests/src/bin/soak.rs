@@ -1,0 +1,152 @@
+//! A cluster of real processes at many times its capacity with everybody at once who means no good or
+//! knows no better; afterwards everything must be as before. See docs/TESTING.md.
+
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use chaos_tests::soak::{self, Kind, Options, Report};
+use clap::Parser;
+use comfy_table::{Table, presets::ASCII_MARKDOWN};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Load a cluster with honest users and everybody else at once and check what must hold
+#[derive(Debug, Parser)]
+struct Args {
+    /// How long everybody is there
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    seconds: u64,
+    /// How many times the capacity is asked for
+    #[arg(long, value_name = "N", default_value_t = 10.0)]
+    factor: f64,
+    /// Seed of what is drawn
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Who is there beside honest users, joined by commas; default: everybody
+    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = kind)]
+    only: Vec<Kind>,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+    /// List the kinds
+    #[arg(long)]
+    list: bool,
+}
+
+fn kind(name: &str) -> Result<Kind, String> {
+    let names = || Kind::ALL.iter().map(|kind| kind.name()).collect::<Vec<_>>();
+    Kind::named(name).ok_or_else(|| format!("expected one of {}", names().join(", ")))
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let args = Args::parse();
+    if args.list {
+        let mut table = table(&["kind", "what"]);
+        for kind in Kind::ALL {
+            table.add_row([kind.name(), kind.what()]);
+        }
+        say(table)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?
+        .block_on(async {
+            let mut terminate = signal(SignalKind::terminate())?;
+            // Dropping what runs takes processes and folders away.
+            tokio::select! {
+                biased;
+                _ = terminate.recv() => Ok(ExitCode::from(143)),
+                _ = tokio::signal::ctrl_c() => Ok(ExitCode::from(130)),
+                outcome = run(&args) => outcome,
+            }
+        })
+}
+
+async fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let options = Options {
+        storm: Duration::from_secs(args.seconds),
+        factor: args.factor,
+        seed: args.seed.unwrap_or_else(rand::random),
+        only: args.only.clone(),
+    };
+    let report = soak::run(&options, |what| eprintln!("{what}")).await?;
+    if args.json {
+        say(serde_json::to_string_pretty(&report)?)?;
+    } else {
+        print(&options, &report)?;
+    }
+    let is_clean = report.checks.iter().all(|check| check.violation.is_none());
+    Ok(if is_clean {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+fn print(options: &Options, report: &Report) -> anyhow::Result<()> {
+    let [alone, storm] = report.honest;
+    say(format_args!(
+        "seed {}, {} s, {} times the capacity of {:.1} answers a second; honest users got {alone:.2} a \
+         second alone and {storm:.2} in the storm\n",
+        options.seed,
+        options.storm.as_secs(),
+        options.factor,
+        report.capacity,
+    ))?;
+    let mut kinds = table(&[
+        "kind",
+        "asked",
+        "whole",
+        "first p50 ms",
+        "p99 ms",
+        "else",
+        "harm",
+    ]);
+    for (kind, tally) in &report.kinds {
+        let ms = |permille| {
+            let first = tally.first(permille);
+            first.map_or_else(String::new, |it| it.as_millis().to_string())
+        };
+        let joined = |counts: &std::collections::BTreeMap<String, u64>| {
+            let each = counts.iter().map(|(what, times)| format!("{what} {times}"));
+            each.collect::<Vec<_>>().join(", ")
+        };
+        kinds.add_row([
+            kind.name().to_owned(),
+            tally.asked.to_string(),
+            tally.whole.to_string(),
+            ms(500),
+            ms(990),
+            joined(&tally.ends),
+            joined(&tally.harm),
+        ]);
+    }
+    say(format_args!("{kinds}\n"))?;
+    let mut checks = table(&["check", "", "found"]);
+    for check in &report.checks {
+        let (held, found) = match &check.violation {
+            None => ("held", &check.found),
+            Some(why) => ("VIOLATED", why),
+        };
+        checks.add_row([check.name, held, found]);
+    }
+    say(checks)?;
+    for (kind, tally) in &report.kinds {
+        for words in &tally.words {
+            eprintln!("{}: {words}", kind.name());
+        }
+    }
+    Ok(())
+}
+
+fn table(heads: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(ASCII_MARKDOWN).set_header(heads);
+    table
+}
+
+fn say(what: impl std::fmt::Display) -> anyhow::Result<()> {
+    Ok(writeln!(io::stdout().lock(), "{what}")?)
+}

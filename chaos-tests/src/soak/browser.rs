@@ -1,0 +1,121 @@
+//! What a page of another site has a browser send to the admin port: by a name that leads there (DNS
+//! rebinding), or across sites.
+
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::Method;
+use http::header::HeaderName;
+use tokio::time::{interval, timeout};
+
+use super::Scene;
+use super::kinds::Kind;
+use super::wire::{self, Ask};
+
+const PAUSE: Duration = Duration::from_millis(500);
+const PATIENCE: Duration = Duration::from_secs(5);
+const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 5);
+/// Another site, whose name leads here.
+const OTHER: &str = "x.evil.example:8081";
+const OTHER_ORIGIN: &str = "http://x.evil.example:8081";
+
+/// One trick: what it is called when it works.
+struct Trick {
+    name: &'static str,
+    method: Method,
+    path: &'static str,
+    headers: &'static [(&'static str, &'static str)],
+    body: &'static [u8],
+}
+
+/// None of them may be answered with what was asked for.
+fn tricks() -> Vec<Trick> {
+    vec![
+        Trick {
+            name: "users read by another name",
+            method: Method::GET,
+            path: "/admin/v1/users",
+            headers: &[("host", OTHER), ("sec-fetch-site", "same-origin")],
+            body: b"",
+        },
+        Trick {
+            name: "a write by another name",
+            method: Method::PUT,
+            path: "/admin/v1/users/browser",
+            headers: &[
+                ("host", OTHER),
+                ("origin", OTHER_ORIGIN),
+                ("sec-fetch-site", "same-origin"),
+                ("content-type", "application/json"),
+            ],
+            body: br#"{"weight_milli":1000}"#,
+        },
+        Trick {
+            name: "a write across sites",
+            method: Method::POST,
+            path: "/admin/v1/cluster/snapshot",
+            headers: &[("origin", OTHER_ORIGIN)],
+            body: b"",
+        },
+        Trick {
+            name: "JSON sent as text",
+            method: Method::PUT,
+            path: "/admin/v1/users/browser",
+            headers: &[("origin", "null"), ("content-type", "text/plain")],
+            body: br#"{"weight_milli":1000}"#,
+        },
+    ]
+}
+
+/// Plays every trick on every replica, again and again.
+pub(super) async fn run(scene: Arc<Scene>) {
+    let mut ticks = interval(PAUSE);
+    let tricks = tricks();
+    while scene.unless_over(ticks.tick()).await.is_some() {
+        for to in &scene.admin {
+            for trick in &tricks {
+                scene.book(Kind::Browser).asked += 1;
+                let asked = timeout(PATIENCE, wire::ask(FROM, *to, trick.ask())).await;
+                let mut book = scene.book(Kind::Browser);
+                match asked {
+                    Ok(Ok(reply)) if reply.status.is_success() => book.harm(trick.name.to_owned()),
+                    Ok(Ok(reply)) => book.count(reply.status.as_str()),
+                    Ok(Err(_)) => book.count("broke"),
+                    Err(_) => book.count("no answer in 5 s"),
+                }
+            }
+        }
+    }
+}
+
+impl Trick {
+    fn ask(&self) -> Ask {
+        let body = Bytes::from_static(self.body);
+        let mut ask = Ask::post(self.path, "none", body);
+        ask.method = self.method.clone();
+        ask.headers.clear();
+        for (name, value) in self.headers {
+            ask.set(HeaderName::from_static(name), value);
+        }
+        ask
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::header::{CONTENT_TYPE, HOST, ORIGIN};
+
+    use super::*;
+
+    #[test]
+    fn every_trick_says_that_it_is_of_another_site() {
+        for trick in tricks() {
+            let headers = trick.ask().headers;
+            let is_foreign = [HOST, ORIGIN].iter().any(|name| headers.contains_key(name));
+            assert!(is_foreign, "{}", trick.name);
+            assert!(trick.body.is_empty() || headers.contains_key(CONTENT_TYPE));
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! A user who asks, in some manner: waits or gives up, reads or does not, tries again as SDKs do.
+//!
+//! Requests come at random times, whatever became of the ones before: a user who is refused does not
+//! ask for less.
+
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use http::{HeaderName, StatusCode};
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+use serde_json::json;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::Scene;
+use super::engine::MODEL;
+use super::kinds::Kind;
+use super::wire::{self, Ask, Broke, From, Reply};
+
+/// Where requests go.
+const PATH: &str = "/v1/chat/completions";
+/// Words of a prompt beside what tells it from all others.
+const PROMPT_WORDS: usize = 40;
+/// As SDKs wait before they try again: from this, doubled with every try, to the second.
+const BACKOFF_MS: (u64, u64) = (500, 8000);
+/// Requests of one user under way at a time: more are not begun.
+const UNDER_WAY_MAX: usize = 250;
+/// From one piece that a slow reader takes to the next.
+const DAWDLE: Duration = Duration::from_secs(1);
+
+/// When a client leaves before it has everything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Leaves {
+    /// It does not.
+    Never,
+    /// After so many pieces of the body.
+    AfterPieces(u32),
+    /// So long after asking.
+    AfterMs(u64),
+    /// It does not, but hardly reads.
+    Dawdles,
+}
+
+/// How a user asks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Manner {
+    /// How long it waits for an answer's end, milliseconds.
+    pub(super) patience_ms: u64,
+    /// How often it tries again.
+    pub(super) retries: u32,
+    pub(super) leaves: Leaves,
+    /// Tokens it wants.
+    pub(super) tokens: u64,
+    pub(super) is_streamed: bool,
+    pub(super) wants_logprobs: bool,
+    pub(super) makes_up_names: bool,
+    /// What stands in its prompts.
+    pub(super) mark: &'static str,
+}
+
+impl Default for Manner {
+    fn default() -> Self {
+        Self {
+            patience_ms: 60_000,
+            retries: 0,
+            leaves: Leaves::Never,
+            tokens: TOKENS,
+            is_streamed: true,
+            wants_logprobs: false,
+            makes_up_names: false,
+            mark: "",
+        }
+    }
+}
+
+/// Tokens of a plain answer.
+pub(super) const TOKENS: u64 = 20;
+
+/// How one try ended.
+enum End {
+    Whole { first: Duration, tokens: u64 },
+    Refused(Reply),
+    Left,
+    Broke(String),
+}
+
+/// One user.
+pub(super) struct User {
+    pub(super) kind: Kind,
+    pub(super) manner: Manner,
+    pub(super) name: String,
+    pub(super) from: Ipv4Addr,
+    /// Requests a second.
+    pub(super) rate: f64,
+}
+
+impl User {
+    /// Asks until it is over, and then waits for what is under way.
+    pub(super) async fn run(self, scene: Arc<Scene>) {
+        let seed = scene.seed ^ xxhash_rust::xxh3::xxh3_64(self.name.as_bytes());
+        let mut random = SmallRng::seed_from_u64(seed);
+        let user = Arc::new(self);
+        let mut under_way = JoinSet::new();
+        while !scene.over.is_cancelled() {
+            // Exponential pauses: as many independent people make them.
+            let pause = -(1.0 - random.random::<f64>()).ln() / user.rate;
+            let pause = Duration::from_secs_f64(pause);
+            tokio::select! {
+                biased;
+                () = scene.over.cancelled() => break,
+                () = sleep(pause) => {}
+            }
+            while under_way.try_join_next().is_some() {}
+            if under_way.len() < UNDER_WAY_MAX {
+                under_way.spawn(user.clone().request(scene.clone(), random.random()));
+            } else {
+                scene.book(user.kind).count("not begun");
+            }
+        }
+        while under_way.join_next().await.is_some() {}
+    }
+
+    /// One request, with what is tried again.
+    async fn request(self: Arc<Self>, scene: Arc<Scene>, seed: u64) {
+        let mut random = SmallRng::seed_from_u64(seed);
+        scene.book(self.kind).asks(&self.name);
+        let prompt: u64 = random.random();
+        for attempt in 0..=self.manner.retries {
+            let replica = random.random_range(0..scene.data.len());
+            let end = self.attempt(&scene, replica, prompt).await;
+            let after = self.note(&scene, end);
+            let Some(after) = after.filter(|_| attempt < self.manner.retries) else {
+                return;
+            };
+            let backoff_ms = (BACKOFF_MS.0 << attempt).min(BACKOFF_MS.1);
+            let pause = after.unwrap_or(Duration::from_millis(backoff_ms));
+            tokio::select! {
+                biased;
+                () = scene.over.cancelled() => return,
+                () = sleep(pause) => {}
+            }
+            scene.book(self.kind).count("tried again");
+        }
+        scene.book(self.kind).count("gave up trying");
+    }
+
+    /// Notes how a try ended; `Some`: it may be tried again, after that time if one is named.
+    fn note(&self, scene: &Scene, end: End) -> Option<Option<Duration>> {
+        let mut book = scene.book(self.kind);
+        match end {
+            End::Whole { first, tokens } => {
+                book.whole(&self.name, first, tokens);
+                None
+            }
+            End::Refused(reply) => {
+                book.count(reply.status.as_str());
+                let status = reply.status;
+                let is_worth_it = status.is_server_error()
+                    || status == StatusCode::TOO_MANY_REQUESTS
+                    || status == StatusCode::REQUEST_TIMEOUT;
+                (is_worth_it && !reply.is_final()).then(|| reply.retry_after())
+            }
+            End::Left => {
+                book.count("left");
+                Some(None)
+            }
+            End::Broke(why) => {
+                book.count("broke");
+                book.say(why);
+                Some(None)
+            }
+        }
+    }
+
+    async fn attempt(&self, scene: &Scene, replica: usize, prompt: u64) -> End {
+        let id = scene.next_id(&self.name);
+        let sent = Instant::now();
+        let patience = Duration::from_millis(match self.manner.leaves {
+            Leaves::AfterMs(ms) => ms,
+            Leaves::Never | Leaves::AfterPieces(_) | Leaves::Dawdles => self.manner.patience_ms,
+        });
+        let asked = self.asked(&id, prompt);
+        let from = From {
+            address: self.from,
+            has_little_room: self.manner.leaves == Leaves::Dawdles,
+        };
+        let done = async {
+            let mut reply = wire::ask(from, scene.data[replica], asked).await?;
+            if reply.status != StatusCode::OK {
+                // What is refused is refused once its body is there, too.
+                let _ = reply.whole().await;
+                return Ok(End::Refused(reply));
+            }
+            self.read(scene, reply).await
+        };
+        // Its future is dropped where it leaves, and the connection with it. Honest users stay to the end of
+        // what they began; the others go when it is over.
+        let done = timeout(patience, done);
+        let done = match self.kind {
+            Kind::Honest => Some(done.await),
+            _ => scene.unless_over(done).await,
+        };
+        let end = match done {
+            Some(Ok(Ok(end))) => end,
+            Some(Ok(Err(broke))) => End::Broke(format!(
+                "{} at replica {} after {} ms: {broke}",
+                self.name,
+                replica + 1,
+                sent.elapsed().as_millis()
+            )),
+            Some(Err(_)) | None => End::Left,
+        };
+        if !matches!(end, End::Whole { .. }) {
+            scene.not_whole(id, Instant::now());
+        }
+        end
+    }
+
+    async fn read(&self, scene: &Scene, mut reply: Reply) -> Result<End, Broke> {
+        match self.manner.leaves {
+            Leaves::Never | Leaves::AfterMs(_) => {}
+            Leaves::AfterPieces(pieces) => {
+                for _ in 0..pieces {
+                    reply.piece().await?;
+                }
+                return Ok(End::Left);
+            }
+            Leaves::Dawdles => loop {
+                tokio::select! {
+                    biased;
+                    () = scene.over.cancelled() => return Ok(End::Left),
+                    () = sleep(DAWDLE) => {}
+                }
+                if reply.piece().await?.is_none() {
+                    break;
+                }
+            },
+        }
+        let answer = reply.whole().await?;
+        Ok(End::Whole {
+            first: answer.first,
+            tokens: answer.tokens,
+        })
+    }
+
+    fn asked(&self, id: &str, prompt: u64) -> Ask {
+        let words = "so it is ".repeat(PROMPT_WORDS / 3);
+        let text = format!("{prompt:016x} {} {words}{}", self.name, self.manner.mark);
+        let mut body = json!({
+            "model": MODEL,
+            "messages": [{ "role": "user", "content": text }],
+            "max_tokens": self.manner.tokens,
+            "stream": self.manner.is_streamed,
+        });
+        if self.manner.wants_logprobs {
+            body["prompt_logprobs"] = 1.into();
+        }
+        let mut ask = Ask::post(PATH, &super::key(&self.name), body.to_string().into());
+        ask.set(HeaderName::from_static("x-request-id"), id);
+        if self.manner.makes_up_names {
+            let name = format!("made-up-{prompt:x}");
+            ask.set(HeaderName::from_static("x-quorate-user"), &name);
+            body["user"] = name.into();
+            ask.body = body.to_string().into();
+        }
+        ask
+    }
+}
+
+/// Longest that whoever comes after a storm waits for the first token.
+const NEWCOMER_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Asks every replica once, as soon as everybody has gone.
+pub(super) async fn newcomers(scene: &Scene) -> anyhow::Result<String> {
+    let manner = Kind::Honest.manner().unwrap_or_default();
+    let mut longest = Duration::ZERO;
+    for (replica, to) in scene.data.iter().enumerate() {
+        let user = User {
+            kind: Kind::Honest,
+            manner,
+            name: Kind::Honest.users().swap_remove(0),
+            from: Ipv4Addr::new(127, 0, 1, 1),
+            rate: 1.0,
+        };
+        let asked = user.asked(&scene.next_id(&user.name), scene.seed ^ replica as u64);
+        let answer = async {
+            let mut reply = wire::ask(user.from, *to, asked)
+                .await
+                .map_err(anyhow::Error::msg)?;
+            anyhow::ensure!(reply.status == StatusCode::OK, "answered {}", reply.status);
+            reply.whole().await.map_err(anyhow::Error::msg)
+        };
+        let answer = answer
+            .await
+            .with_context(|| format!("replica {}", replica + 1))?;
+        longest = longest.max(answer.first);
+    }
+    let found = format!("at most {} ms to the first token", longest.as_millis());
+    anyhow::ensure!(longest <= NEWCOMER_PATIENCE, "{found}");
+    Ok(found)
+}

@@ -1,0 +1,308 @@
+//! The engines of a soak: they know whom they compute for, so that what users are charged can be held
+//! against it, and some prompts make them misbehave.
+//!
+//! An engine has a few places and makes a token at a time, as long as the request that asked for them
+//! stands; like a real one it does not wait for whoever reads. It keeps no cache.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::stream;
+use http::header::CONTENT_TYPE;
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use serde_json::{Value, json};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::task::AbortOnDropHandle;
+
+/// The model that is served.
+pub(super) const MODEL: &str = "soaked";
+/// Requests an engine computes at a time.
+pub(super) const PLACES: usize = 4;
+/// Until the first token.
+pub(super) const PREFILL: Duration = Duration::from_millis(50);
+/// From token to token.
+pub(super) const DECODE: Duration = Duration::from_millis(20);
+/// A prompt with this breaks the engine's connection.
+pub(super) const POISON: &str = "(poison)";
+/// A prompt with this is answered by 500.
+pub(super) const FAILING: &str = "(failing)";
+/// A prompt with this has tokens that are long to write: who reads slowly has not read them in seconds.
+pub(super) const FAT: &str = "(fat)";
+/// Bytes that come with such a token.
+const FAT_BYTES: usize = 8 << 10;
+/// Bytes of a prompt to a token.
+const TOKEN_BYTES: usize = 4;
+/// What stands behind the usage of an answer with the prompt's logarithms.
+const LOGPROBS_BYTES: usize = 400 << 10;
+/// As vLLM closes idle connections, and a little longer than the router keeps them.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+
+type Answer = Response<BoxBody<Bytes, Infallible>>;
+
+/// What was computed for one request, over all engines.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Computed {
+    /// Tokens of the prompt, as often as it was computed.
+    pub(super) prompt: u64,
+    /// Tokens made.
+    pub(super) output: u64,
+    /// How often an engine began with it.
+    pub(super) runs: u32,
+    /// When one began with it last.
+    pub(super) began: Instant,
+}
+
+/// What all engines computed, by request.
+#[derive(Debug, Default)]
+pub(super) struct Ledger(Mutex<HashMap<String, Computed>>);
+
+impl Ledger {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<String, Computed>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn began(&self, request: &str, prompt: u64) {
+        let began = Instant::now();
+        let mut requests = self.lock();
+        let computed = requests.entry(request.to_owned()).or_insert(Computed {
+            prompt: 0,
+            output: 0,
+            runs: 0,
+            began,
+        });
+        computed.prompt += prompt;
+        computed.runs += 1;
+        computed.began = began;
+    }
+
+    fn made(&self, request: &str) {
+        if let Some(computed) = self.lock().get_mut(request) {
+            computed.output += 1;
+        }
+    }
+}
+
+/// A running engine; it ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Engine {
+    pub(super) at: SocketAddr,
+    _accepts: AbortOnDropHandle<()>,
+}
+
+struct Core {
+    places: Arc<Semaphore>,
+    ledger: Arc<Ledger>,
+}
+
+/// A request as an engine reads it.
+struct Asked {
+    id: String,
+    prompt: u64,
+    tokens: u64,
+    is_streamed: bool,
+    /// Whether the client or the router wants usage on every chunk.
+    is_told_running: bool,
+    is_told_at_end: bool,
+    wants_logprobs: bool,
+    text: String,
+}
+
+impl Engine {
+    /// Starts one on a free port.
+    pub(super) async fn start(ledger: Arc<Ledger>) -> io::Result<Self> {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+        let at = listener.local_addr()?;
+        let core = Arc::new(Core {
+            places: Arc::new(Semaphore::new(PLACES)),
+            ledger,
+        });
+        let accepts = tokio::spawn(async move {
+            loop {
+                match listener.accept().await {
+                    Ok((socket, _)) => drop(tokio::spawn(serve(core.clone(), socket))),
+                    Err(_) => sleep(Duration::from_millis(20)).await,
+                }
+            }
+        });
+        Ok(Self {
+            at,
+            _accepts: AbortOnDropHandle::new(accepts),
+        })
+    }
+}
+
+async fn serve(core: Arc<Core>, socket: TcpStream) {
+    let service = service_fn(move |request| answer(core.clone(), request));
+    // A connection that broke concerns its other end.
+    let _ = socket.set_nodelay(true);
+    let _ = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(KEEP_ALIVE)
+        .serve_connection(TokioIo::new(socket), service)
+        .await;
+}
+
+async fn answer(core: Arc<Core>, request: Request<Incoming>) -> io::Result<Answer> {
+    match (request.method(), request.uri().path()) {
+        (&Method::GET, "/health") => Ok(whole(Bytes::new())),
+        (&Method::GET, "/v1/models") => {
+            let models = json!({ "object": "list", "data": [{ "id": MODEL, "object": "model" }] });
+            Ok(whole(models.to_string().into()))
+        }
+        (&Method::POST, "/v1/chat/completions") => complete(core, request).await,
+        _ => Ok(refused(StatusCode::NOT_FOUND)),
+    }
+}
+
+async fn complete(core: Arc<Core>, request: Request<Incoming>) -> io::Result<Answer> {
+    let Some(asked) = Asked::read(request).await else {
+        return Ok(refused(StatusCode::BAD_REQUEST));
+    };
+    let place = core.places.clone().acquire_owned().await;
+    let place = place.map_err(io::Error::other)?;
+    core.ledger.began(&asked.id, asked.prompt);
+    sleep(PREFILL).await;
+    if asked.text.contains(POISON) {
+        return Err(io::Error::other("the engine died"));
+    }
+    if asked.text.contains(FAILING) {
+        return Ok(refused(StatusCode::INTERNAL_SERVER_ERROR));
+    }
+    if !asked.is_streamed {
+        for _ in 0..asked.tokens {
+            sleep(DECODE).await;
+            core.ledger.made(&asked.id);
+        }
+        return Ok(whole(asked.document().into()));
+    }
+    Ok(stream_of(core, asked, place))
+}
+
+/// Makes tokens whether anybody reads them or not, until nobody wants them.
+fn stream_of(core: Arc<Core>, asked: Asked, place: OwnedSemaphorePermit) -> Answer {
+    let (send, receive) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let _place = place;
+        for made in 1..=asked.tokens {
+            tokio::select! {
+                biased;
+                () = send.closed() => return,
+                () = sleep(DECODE) => {}
+            }
+            core.ledger.made(&asked.id);
+            if send.send(asked.chunk(made)).is_err() {
+                return;
+            }
+        }
+        // Whoever left in this moment has left.
+        let _ = send.send(asked.end());
+    });
+    let frames = stream::unfold(receive, |mut receive| async move {
+        let bytes: Bytes = receive.recv().await?;
+        Some((Ok(Frame::data(bytes)), receive))
+    });
+    let mut answer = Response::new(BodyExt::boxed(StreamBody::new(frames)));
+    let events = http::HeaderValue::from_static("text/event-stream");
+    answer.headers_mut().insert(CONTENT_TYPE, events);
+    answer
+}
+
+impl Asked {
+    async fn read(request: Request<Incoming>) -> Option<Self> {
+        let id = request.headers().get("x-request-id")?;
+        let id = id.to_str().ok()?.to_owned();
+        // Longer than any client of a soak sends.
+        let body = timeout(Duration::from_secs(60), request.into_body().collect());
+        let body: Value = serde_json::from_slice(&body.await.ok()?.ok()?.to_bytes()).ok()?;
+        let text = body["messages"][0]["content"].as_str()?.to_owned();
+        let options = &body["stream_options"];
+        Some(Self {
+            id,
+            prompt: text.len().div_ceil(TOKEN_BYTES) as u64,
+            tokens: body["max_tokens"].as_u64().unwrap_or(16),
+            is_streamed: body["stream"] == true,
+            is_told_running: options["continuous_usage_stats"] == true,
+            is_told_at_end: options["include_usage"] == true,
+            wants_logprobs: body["prompt_logprobs"].as_u64().is_some(),
+            text,
+        })
+    }
+
+    fn usage(&self, made: u64) -> Value {
+        json!({
+            "prompt_tokens": self.prompt,
+            "completion_tokens": made,
+            "total_tokens": self.prompt + made,
+            "prompt_tokens_details": { "cached_tokens": 0 },
+        })
+    }
+
+    fn chunk(&self, made: u64) -> Bytes {
+        let mut chunk = json!({
+            "id": self.id, "object": "chat.completion.chunk", "model": MODEL,
+            "choices": [{ "index": 0, "delta": { "content": "word " }, "finish_reason": null }],
+        });
+        if self.text.contains(FAT) {
+            chunk["padding"] = " ".repeat(FAT_BYTES).into();
+        }
+        if self.is_told_running {
+            chunk["usage"] = self.usage(made);
+        }
+        format!("data: {chunk}\n\n").into()
+    }
+
+    fn end(&self) -> Bytes {
+        let mut end = String::new();
+        if self.is_told_at_end {
+            let chunk = json!({
+                "id": self.id, "object": "chat.completion.chunk", "model": MODEL,
+                "choices": [], "usage": self.usage(self.tokens),
+            });
+            end = format!("data: {chunk}\n\n");
+        }
+        (end + "data: [DONE]\n\n").into()
+    }
+
+    /// vLLM writes what belongs to the prompt behind the usage.
+    fn document(&self) -> String {
+        let words = "word ".repeat(usize::try_from(self.tokens).unwrap_or(0));
+        let mut document = json!({
+            "id": self.id, "object": "chat.completion", "model": MODEL,
+            "choices": [{
+                "index": 0, "message": { "role": "assistant", "content": words },
+                "finish_reason": "length",
+            }],
+            "usage": self.usage(self.tokens),
+        });
+        if self.wants_logprobs {
+            document["prompt_logprobs"] = "-1.0 ".repeat(LOGPROBS_BYTES / 5).into();
+        }
+        document.to_string()
+    }
+}
+
+fn whole(body: Bytes) -> Answer {
+    let mut answer = Response::new(Full::new(body).boxed());
+    let json = http::HeaderValue::from_static("application/json");
+    answer.headers_mut().insert(CONTENT_TYPE, json);
+    answer
+}
+
+fn refused(status: StatusCode) -> Answer {
+    let error = json!({ "error": { "message": "refused by the engine", "code": status.as_u16() } });
+    let mut answer = whole(error.to_string().into());
+    *answer.status_mut() = status;
+    answer
+}

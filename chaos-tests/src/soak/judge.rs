@@ -1,0 +1,370 @@
+//! What must hold when everybody has gone.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tokio::time::{Instant, sleep};
+
+use super::engine::Computed;
+use super::kinds::Kind;
+use super::{Phase, Report, Tally};
+use crate::processes::book::Usage;
+use crate::processes::load::charged;
+use crate::processes::{Cluster, until};
+
+/// Within this every replica is ready when the load has gone.
+const READY: Duration = Duration::from_secs(2);
+/// The least part of what honest users got alone that they get in the storm, in thousandths.
+const HONEST_PERMILLE: f64 = 900.0;
+/// The least part of what the best served honest user gets that the worst served gets, in thousandths.
+const EVEN_PERMILLE: u64 = 800;
+/// The least part of what engines made for impatient users that somebody read to its end, in thousandths.
+const READ_PERMILLE: u64 = 800;
+/// How long after its client has left a request may still be on its way to an engine.
+const DEPARTED: Duration = Duration::from_secs(1);
+/// How far what users are charged may be off what was computed for them, of those who leave, in
+/// thousandths.
+const CHARGED_OFF_PERMILLE: u64 = 150;
+/// Bytes by which a replica may have grown.
+const GROWN_BYTES_MAX: u64 = 96 << 20;
+/// Descriptors that may be open beside those there were before.
+const GROWN_DESCRIPTORS_MAX: u64 = 64;
+
+/// One thing that must hold.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Check {
+    /// What.
+    pub name: &'static str,
+    /// What was found.
+    pub found: String,
+    /// Why it does not hold; `None`: it does.
+    pub violation: Option<String>,
+}
+
+impl Check {
+    fn new(name: &'static str, result: anyhow::Result<String>) -> Self {
+        match result {
+            Ok(found) => Self {
+                name,
+                found,
+                violation: None,
+            },
+            Err(error) => Self {
+                name,
+                found: String::new(),
+                violation: Some(format!("{error:#}")),
+            },
+        }
+    }
+}
+
+/// What a replica's process holds.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Figures {
+    rss_bytes: u64,
+    descriptors: u64,
+}
+
+impl Figures {
+    /// Of all replicas, those with most.
+    pub(super) fn of(cluster: &Cluster) -> anyhow::Result<Self> {
+        let mut most = Self {
+            rss_bytes: 0,
+            descriptors: 0,
+        };
+        for number in 0..cluster.replicas() {
+            let id = cluster.process_id(number).context("a replica is down")?;
+            let status = fs::read_to_string(format!("/proc/{id}/status"));
+            let status = status.with_context(|| format!("replica {} has ended", number + 1))?;
+            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+            let kilobytes = line.and_then(|it| it.split_whitespace().next()?.parse::<u64>().ok());
+            let rss = kilobytes.with_context(|| format!("replica {} has ended", number + 1))?;
+            most.rss_bytes = most.rss_bytes.max(rss << 10);
+            let open = fs::read_dir(format!("/proc/{id}/fd"))?.count() as u64;
+            most.descriptors = most.descriptors.max(open);
+        }
+        Ok(most)
+    }
+}
+
+/// What there is to be judged.
+pub(super) struct Phases {
+    pub(super) alone: Phase,
+    pub(super) storm: Phase,
+    pub(super) before: Figures,
+    pub(super) capacity: f64,
+}
+
+impl Phases {
+    /// Looks at everything.
+    pub(super) async fn judge(&self, cluster: &Cluster) -> Report {
+        // The order matters: readiness is measured from the end of the load.
+        let mut checks = vec![Check::new(
+            "every replica is ready within 2 s",
+            ready(cluster).await,
+        )];
+        let newcomers = super::client::newcomers(&self.storm.scene).await;
+        checks.push(Check::new("newcomers are served within 2 s", newcomers));
+        checks.push(Check::new("nothing is in flight", at_rest(cluster).await));
+        let one_digest = cluster.check_digests().await;
+        checks.push(Check::new(
+            "one digest at one index",
+            one_digest.map(|()| String::new()),
+        ));
+        checks.push(Check::new(
+            "counters are what was computed",
+            self.counters(cluster).await,
+        ));
+        checks.push(Check::new(
+            "honest users get what they got alone",
+            self.honest_goodput(),
+        ));
+        checks.push(Check::new("honest users get alike", self.even()));
+        checks.push(Check::new(
+            "engines work for those who stay",
+            self.read_to_the_end(),
+        ));
+        checks.push(Check::new("who left is not computed for", self.departed()));
+        checks.push(Check::new("nothing runs twice", self.once()));
+        checks.push(Check::new("no attack worked", self.harm()));
+        checks.push(Check::new(
+            "memory and descriptors as before",
+            self.figures(cluster).await,
+        ));
+        let kinds = Kind::ALL
+            .iter()
+            .map(|kind| (*kind, self.storm.scene.book(*kind).clone()));
+        Report {
+            capacity: self.capacity,
+            honest: [rate(&self.alone), rate(&self.storm)],
+            kinds: kinds.filter(|(_, tally)| tally.asked > 0).collect(),
+            checks,
+        }
+    }
+
+    fn honest_goodput(&self) -> anyhow::Result<String> {
+        let (alone, storm) = (rate(&self.alone), rate(&self.storm));
+        let permille = 1000.0 * storm / alone;
+        ensure!(
+            permille >= HONEST_PERMILLE,
+            "{storm:.2} answers a second of {alone:.2}"
+        );
+        Ok(format!("{storm:.2} answers a second of {alone:.2}"))
+    }
+
+    /// Of what they ask for every honest user gets about the same part.
+    fn even(&self) -> anyhow::Result<String> {
+        let book = self.storm.scene.book(Kind::Honest);
+        let part = |user: &String| {
+            let [asked, whole] = book.by_user.get(user).copied().unwrap_or_default();
+            1000 * whole / asked.max(1)
+        };
+        let users = Kind::Honest.users();
+        let least = users.iter().map(part).min().unwrap_or(0);
+        let most = users.iter().map(part).max().unwrap_or(0);
+        let found = format!("{least} to {most} thousandths of what each asked for");
+        ensure!(1000 * least >= EVEN_PERMILLE * most, "{found}");
+        Ok(found)
+    }
+
+    /// What engines make for users who give up is read to its end: they are refused at once, or served in
+    /// time.
+    fn read_to_the_end(&self) -> anyhow::Result<String> {
+        let scene = &self.storm.scene;
+        if scene.book(Kind::Impatient).asked == 0 {
+            return Ok("nobody was impatient".to_owned());
+        }
+        let (mut made, mut read) = (0, 0);
+        let not_whole = scene.not_whole.lock().expect("nobody panics with it");
+        for (id, computed) in scene.ledger.lock().iter() {
+            if kind_of(id) == Some(Kind::Impatient) {
+                made += computed.output;
+                read += if not_whole.contains_key(id) {
+                    0
+                } else {
+                    computed.output
+                };
+            }
+        }
+        ensure!(
+            made > 0 && 1000 * read >= READ_PERMILLE * made,
+            "of {made} tokens for impatient users {read} were read to their end"
+        );
+        Ok(format!("{read} of {made} tokens"))
+    }
+
+    fn departed(&self) -> anyhow::Result<String> {
+        let scene = &self.storm.scene;
+        let not_whole = scene.not_whole.lock().expect("nobody panics with it");
+        let ledger = scene.ledger.lock();
+        let late = not_whole.iter().filter(|(id, left)| {
+            let computed = ledger.get(*id);
+            computed.is_some_and(|it| it.began > **left + DEPARTED)
+        });
+        let late: Vec<&String> = late.map(|(id, _)| id).collect();
+        ensure!(
+            late.is_empty(),
+            "{} requests began after their client had left: {:?}",
+            late.len(),
+            &late[..late.len().min(5)]
+        );
+        Ok(format!("{} were left", not_whole.len()))
+    }
+
+    /// What broke its engine is not sent again by a router.
+    fn once(&self) -> anyhow::Result<String> {
+        let ledger = self.storm.scene.ledger.lock();
+        let twice = |(id, computed): &(&String, &Computed)| {
+            // A refusal by the engine may be tried elsewhere.
+            computed.runs > 1 && kind_of(id) != Some(Kind::Failing)
+        };
+        let twice = ledger.iter().filter(twice).count();
+        ensure!(
+            twice == 0,
+            "{twice} of {} requests ran more than once",
+            ledger.len()
+        );
+        Ok(format!("{} requests", ledger.len()))
+    }
+
+    fn harm(&self) -> anyhow::Result<String> {
+        let mut worked = Vec::new();
+        for kind in Kind::ALL {
+            let book = self.storm.scene.book(*kind);
+            worked.extend(
+                book.harm
+                    .iter()
+                    .map(|(what, times)| format!("{what} ({times} times)")),
+            );
+        }
+        ensure!(worked.is_empty(), "{}", worked.join("; "));
+        Ok(String::new())
+    }
+
+    async fn figures(&self, cluster: &Cluster) -> anyhow::Result<String> {
+        // Connections that nobody closes are closed when they have been idle for long enough.
+        let after = Figures::of(cluster)?;
+        let before = self.before;
+        let found = format!(
+            "{} MiB and {} descriptors, before {} MiB and {}",
+            after.rss_bytes >> 20,
+            after.descriptors,
+            before.rss_bytes >> 20,
+            before.descriptors,
+        );
+        ensure!(
+            after.rss_bytes <= before.rss_bytes + GROWN_BYTES_MAX
+                && after.descriptors <= before.descriptors + GROWN_DESCRIPTORS_MAX,
+            "{found}"
+        );
+        Ok(found)
+    }
+
+    /// Users are charged what engines computed for them: to the token who reads to the end, about so who
+    /// does not.
+    async fn counters(&self, cluster: &Cluster) -> anyhow::Result<String> {
+        let mut computed: BTreeMap<String, Usage> = BTreeMap::new();
+        for (id, one) in self.storm.scene.ledger.lock().iter() {
+            let user = id.rsplit_once('.').map_or(id.as_str(), |(user, _)| user);
+            let sum = computed.entry(user.to_owned()).or_default();
+            sum.requests += 1;
+            sum.uncached += one.prompt;
+            sum.output += one.output;
+        }
+        let charged = settled(cluster).await?;
+        let mut wrong = Vec::new();
+        for (user, computed) in &computed {
+            let found = charged.get(user).copied().unwrap_or_default();
+            let kind = kind_of(user).context("a user of no kind")?;
+            let prompts = found.uncached + found.cached;
+            let is_right = if kind.is_exact() && !self.has_left(user) {
+                prompts == computed.uncached && found.output == computed.output
+            } else {
+                is_near(prompts, computed.uncached) && is_near(found.output, computed.output)
+            };
+            if !is_right {
+                wrong.push(format!(
+                    "{user}: {prompts} + {} of {} + {}",
+                    found.output, computed.uncached, computed.output
+                ));
+            }
+        }
+        ensure!(
+            wrong.is_empty(),
+            "charged, of what was computed, prompts and output: {}",
+            wrong.join("; ")
+        );
+        Ok(format!("{} users", computed.len()))
+    }
+
+    /// Whether a request of the user's did not come to its end after an engine had begun with it.
+    fn has_left(&self, user: &str) -> bool {
+        [&self.alone, &self.storm].into_iter().any(|phase| {
+            let ledger = phase.scene.ledger.lock();
+            let not_whole = phase.scene.not_whole.lock().expect("nobody panics with it");
+            let mut left = not_whole.keys();
+            left.any(|id| id.starts_with(user) && ledger.contains_key(id))
+        })
+    }
+}
+
+fn is_near(found: u64, expected: u64) -> bool {
+    found.abs_diff(expected) * 1000 <= CHARGED_OFF_PERMILLE * expected.max(1000)
+}
+
+/// Whose request, or which user.
+fn kind_of(name: &str) -> Option<Kind> {
+    Kind::named(name.split_once('-')?.0)
+}
+
+/// Answers a second that honest users got.
+fn rate(phase: &Phase) -> f64 {
+    let book: Tally = phase.scene.book(Kind::Honest).clone();
+    book.whole as f64 / phase.counted.as_secs_f64()
+}
+
+async fn ready(cluster: &Cluster) -> anyhow::Result<String> {
+    let began = Instant::now();
+    let mut waits_for = cluster.up();
+    loop {
+        let mut left = Vec::new();
+        for number in waits_for {
+            let answer = cluster.ask(number, "/readyz").await;
+            if !answer.as_ref().is_ok_and(|it| it["status"] == "ready") {
+                left.push((number, answer));
+            }
+        }
+        if left.is_empty() {
+            return Ok(format!("{} ms", began.elapsed().as_millis()));
+        }
+        ensure!(began.elapsed() < READY, "not ready: {left:?}");
+        waits_for = left.into_iter().map(|(number, _)| number).collect();
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn at_rest(cluster: &Cluster) -> anyhow::Result<String> {
+    let began = Instant::now();
+    for number in cluster.up() {
+        cluster.wait_ready(number).await?;
+    }
+    cluster.wait_idle().await?;
+    Ok(format!("{} ms", began.elapsed().as_millis()))
+}
+
+/// Counters that do not change any more.
+async fn settled(cluster: &Cluster) -> anyhow::Result<BTreeMap<String, Usage>> {
+    let last = std::cell::RefCell::new(BTreeMap::new());
+    let same = std::cell::Cell::new(0);
+    until("counters are settled", async || {
+        let now = charged(cluster, 0).await?;
+        let is_same = *last.borrow() == now;
+        same.set(if is_same { same.get() + 1 } else { 0 });
+        last.replace(now);
+        Ok(same.get() >= 20)
+    })
+    .await?;
+    Ok(last.into_inner())
+}

@@ -1,0 +1,149 @@
+//! Who there is in a soak: the table of kinds, each with what it does.
+
+use super::client::{Leaves, Manner};
+use super::engine::{FAILING, FAT, POISON};
+
+macro_rules! kinds {
+    ($($kind:ident $name:literal $what:literal;)*) => {
+        /// One way to be a client, a neighbour or a stranger.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+        #[serde(rename_all = "kebab-case")]
+        pub enum Kind {
+            $(#[doc = $what] $kind,)*
+        }
+
+        impl Kind {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$kind,)*];
+
+            /// Its name.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$kind => $name,)* }
+            }
+
+            /// What it does.
+            #[must_use]
+            pub fn what(self) -> &'static str {
+                match self { $(Self::$kind => $what,)* }
+            }
+        }
+    };
+}
+
+kinds! {
+    Honest "honest" "users who ask for less than their share and read what they get";
+    Patient "patient" "users who ask for many times the capacity and wait for a minute";
+    Impatient "impatient" "users who do, give up after 3 s and try again as SDKs do";
+    Leaving "leaving" "streams that are left in the middle";
+    Unstreamed "unstreamed" "whole answers that are left before they come";
+    Slow "slow" "streams of which little is read";
+    Logprobs "logprobs" "answers with much behind their usage";
+    Names "names" "another made-up user name with every request";
+    Poison "poison" "prompts that break the connection to their engine";
+    Failing "failing" "prompts that engines answer with 500";
+    Idle "idle" "connections that say nothing, or only half of a head";
+    Bodies "bodies" "HTTP/2 streams whose bodies never come";
+    Keyless "keyless" "requests without a key or with a wrong one, tried again and again";
+    Garbage "garbage" "bytes that are no HTTP, at all three ports";
+    Peers "peers" "crafted calls at the peer port: commands that nobody knows, terms that leap";
+    Browser "browser" "what other sites have a browser send to the admin port";
+}
+
+impl Kind {
+    /// The kind of a name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|kind| kind.name() == name)
+    }
+
+    /// Users of the kind: each has a key and a share of what the kind asks for.
+    #[must_use]
+    pub fn users(self) -> Vec<String> {
+        let count = match self {
+            Self::Honest => 6,
+            Self::Patient | Self::Impatient => 2,
+            _ if self.manner().is_some() => 1,
+            _ => 0,
+        };
+        (1..=count)
+            .map(|number| format!("{}-{number}", self.name()))
+            .collect()
+    }
+
+    /// What the kind asks for, as a share of the capacity times the factor; honest users do not follow
+    /// the factor.
+    pub(super) fn share(self) -> f64 {
+        match self {
+            Self::Honest => 0.24,
+            Self::Patient | Self::Impatient => 0.4,
+            _ if self.manner().is_some() => 0.03,
+            _ => 0.0,
+        }
+    }
+
+    /// Whether to the token what engines compute for its users must be charged: whoever stays to the end
+    /// is told, and so is the router.
+    pub(super) fn is_exact(self) -> bool {
+        matches!(self, Self::Honest | Self::Names | Self::Logprobs)
+    }
+
+    /// How its users ask; `None`: it does not ask for answers.
+    pub(super) fn manner(self) -> Option<Manner> {
+        let plain = Manner::default();
+        let manner = match self {
+            Self::Honest => Manner {
+                retries: 2,
+                ..plain
+            },
+            Self::Patient => plain,
+            Self::Impatient => Manner {
+                patience_ms: 3000,
+                retries: 2,
+                ..plain
+            },
+            Self::Leaving => Manner {
+                leaves: Leaves::AfterPieces(3),
+                tokens: 200,
+                ..plain
+            },
+            Self::Unstreamed => Manner {
+                leaves: Leaves::AfterMs(1500),
+                tokens: 400,
+                is_streamed: false,
+                ..plain
+            },
+            Self::Slow => Manner {
+                leaves: Leaves::Dawdles,
+                tokens: 100,
+                mark: FAT,
+                ..plain
+            },
+            Self::Logprobs => Manner {
+                is_streamed: false,
+                wants_logprobs: true,
+                ..plain
+            },
+            Self::Names => Manner {
+                makes_up_names: true,
+                ..plain
+            },
+            Self::Poison => Manner {
+                mark: POISON,
+                retries: 2,
+                ..plain
+            },
+            Self::Failing => Manner {
+                mark: FAILING,
+                ..plain
+            },
+            Self::Idle
+            | Self::Bodies
+            | Self::Keyless
+            | Self::Garbage
+            | Self::Peers
+            | Self::Browser => return None,
+        };
+        Some(manner)
+    }
+}

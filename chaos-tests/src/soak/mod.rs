@@ -1,0 +1,323 @@
+//! A cluster of real processes at many times its capacity, with everybody at once: users who wait, who
+//! give up, who leave, who hardly read and who cheat, strangers without a key, and whatever knocks at
+//! the other ports. Afterwards everything must be as if there had been nobody but honest users.
+//!
+//! First the honest users are alone; that is what their share of the storm is held against. The engines
+//! are the harness's own and know for whom they computed what.
+
+mod browser;
+mod client;
+mod engine;
+mod judge;
+mod kinds;
+mod peers;
+mod strangers;
+mod tally;
+mod wire;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write as _;
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use crate::processes::{Cluster, ClusterOptions};
+use client::User;
+use engine::{DECODE, Engine, Ledger, MODEL, PLACES, PREFILL};
+pub use judge::Check;
+pub use kinds::Kind;
+pub use tally::Tally;
+
+/// Engines.
+const ENGINES: usize = 2;
+/// Descriptors that a replica may have.
+const DESCRIPTORS: u32 = 1024;
+/// The part of the time in which honest users are alone, and its bounds.
+const ALONE: (u32, Duration, Duration) = (6, Duration::from_secs(10), Duration::from_secs(60));
+/// At the beginning of each phase, while engines fill: nothing is counted.
+const WARM_UP: Duration = Duration::from_secs(3);
+
+/// What a soak is run with.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// How long everybody is there.
+    pub storm: Duration,
+    /// How many times the capacity is asked for.
+    pub factor: f64,
+    /// Decides what is drawn.
+    pub seed: u64,
+    /// Who is there beside honest users; everybody when empty.
+    pub only: Vec<Kind>,
+}
+
+/// What came of a soak.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Report {
+    /// Answers a second that the engines can give.
+    pub capacity: f64,
+    /// Answers a second that honest users got while they were alone, and in the storm.
+    pub honest: [f64; 2],
+    /// What happened to each kind in the storm.
+    pub kinds: BTreeMap<Kind, Tally>,
+    /// What had to hold, and whether it did.
+    pub checks: Vec<Check>,
+}
+
+/// What all share who are there.
+#[derive(Debug)]
+struct Scene {
+    data: Vec<SocketAddr>,
+    admin: Vec<SocketAddr>,
+    peer: Vec<SocketAddr>,
+    seed: u64,
+    over: CancellationToken,
+    /// What happened since the phase began.
+    tallies: BTreeMap<Kind, Mutex<Tally>>,
+    ledger: Arc<Ledger>,
+    /// Requests that did not come to their end for their client, and when it knew.
+    not_whole: Mutex<HashMap<String, Instant>>,
+    requests: Arc<AtomicU64>,
+}
+
+impl Scene {
+    fn book(&self, kind: Kind) -> MutexGuard<'_, Tally> {
+        let tally = self
+            .tallies
+            .get(&kind)
+            .expect("there is one for every kind");
+        tally.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A request's own name: its user's and a number.
+    fn next_id(&self, user: &str) -> String {
+        format!("{user}.{}", self.requests.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn not_whole(&self, id: String, at: Instant) {
+        let mut all = self
+            .not_whole
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        all.insert(id, at);
+    }
+
+    /// What comes of it, unless it is over before.
+    async fn unless_over<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        self.over.run_until_cancelled(future).await
+    }
+}
+
+/// A user's key.
+fn key(user: &str) -> String {
+    format!("sk-soak-{user}")
+}
+
+/// Answers a second that the engines can give.
+fn capacity() -> f64 {
+    let tokens = u32::try_from(client::TOKENS).expect("an answer is short");
+    let each = PREFILL + DECODE * tokens;
+    (ENGINES * PLACES) as f64 / each.as_secs_f64()
+}
+
+/// Runs a soak.
+///
+/// # Errors
+/// When the cluster cannot be started; what does not hold is in the report.
+pub async fn run(options: &Options, say: impl Fn(&str)) -> anyhow::Result<Report> {
+    raise_descriptors();
+    let ledger = Arc::new(Ledger::default());
+    let mut engines = Vec::new();
+    for _ in 0..ENGINES {
+        engines.push(
+            Engine::start(ledger.clone())
+                .await
+                .context("start an engine")?,
+        );
+    }
+    let folder = tempfile::Builder::new().prefix("quorate-soak-").tempdir()?;
+    let keys = folder.path().join("keys");
+    fs::write(&keys, key_file()).context("write the keys")?;
+    let cluster = Cluster::start(cluster_options(&engines, &keys.display().to_string())).await?;
+    let requests = Arc::new(AtomicU64::new(0));
+    let stage = Stage {
+        cluster: &cluster,
+        options,
+        ledger,
+        requests,
+    };
+
+    let alone_for = (options.storm / ALONE.0).clamp(ALONE.1, ALONE.2);
+    say(&format!("honest users alone for {} s", alone_for.as_secs()));
+    let alone = stage.phase(&[Kind::Honest], alone_for).await;
+    let before = judge::Figures::of(&cluster)?;
+    say(&format!("everybody for {} s", options.storm.as_secs()));
+    let storm = stage.phase(&kinds(options), options.storm).await;
+    say("nobody; looking at what is left");
+    let phases = judge::Phases {
+        alone,
+        storm,
+        before,
+        capacity: capacity(),
+    };
+    let report = phases.judge(&cluster).await;
+    if report.checks.iter().all(|check| check.violation.is_none()) {
+        cluster.stop();
+    }
+    Ok(report)
+}
+
+fn kinds(options: &Options) -> Vec<Kind> {
+    let asked = |kind: &Kind| {
+        *kind == Kind::Honest || options.only.is_empty() || options.only.contains(kind)
+    };
+    Kind::ALL.iter().copied().filter(asked).collect()
+}
+
+/// A part of a soak that is over.
+#[derive(Debug)]
+struct Phase {
+    scene: Arc<Scene>,
+    /// How long was counted.
+    counted: Duration,
+}
+
+struct Stage<'a> {
+    cluster: &'a Cluster,
+    options: &'a Options,
+    ledger: Arc<Ledger>,
+    requests: Arc<AtomicU64>,
+}
+
+impl Stage<'_> {
+    /// Lets some kinds loose for a while, and waits until all have ended.
+    async fn phase(&self, kinds: &[Kind], length: Duration) -> Phase {
+        let numbers = 0..self.cluster.replicas();
+        let scene = Arc::new(Scene {
+            data: numbers
+                .clone()
+                .map(|it| self.cluster.data_addr(it))
+                .collect(),
+            admin: numbers
+                .clone()
+                .map(|it| self.cluster.admin_addr(it))
+                .collect(),
+            peer: numbers.map(|it| self.cluster.peer_addr(it)).collect(),
+            seed: self.options.seed,
+            over: CancellationToken::new(),
+            tallies: Kind::ALL
+                .iter()
+                .map(|kind| (*kind, Mutex::default()))
+                .collect(),
+            ledger: self.ledger.clone(),
+            not_whole: Mutex::default(),
+            requests: self.requests.clone(),
+        });
+        let mut everybody = JoinSet::new();
+        for kind in kinds {
+            enter(&scene, *kind, self.options.factor, &mut everybody);
+        }
+        sleep(WARM_UP).await;
+        for kind in kinds {
+            scene.book(*kind).begin();
+        }
+        let began = Instant::now();
+        sleep(length).await;
+        for kind in kinds {
+            scene.book(*kind).end();
+        }
+        let counted = began.elapsed();
+        scene.over.cancel();
+        everybody.join_all().await;
+        Phase { scene, counted }
+    }
+}
+
+/// Brings a kind in.
+fn enter(scene: &Arc<Scene>, kind: Kind, factor: f64, everybody: &mut JoinSet<()>) {
+    if let Some(manner) = kind.manner() {
+        let users = kind.users();
+        let factor = if kind == Kind::Honest { 1.0 } else { factor };
+        let rate = kind.share() * capacity() * factor / users.len() as f64;
+        let place = Kind::ALL.iter().position(|it| *it == kind);
+        let third = u8::try_from(place.unwrap_or(0) + 1).expect("there are few kinds");
+        for (number, name) in (1..).zip(users) {
+            let from = Ipv4Addr::new(127, 0, third, number);
+            let user = User {
+                kind,
+                manner,
+                name,
+                from,
+                rate,
+            };
+            everybody.spawn(user.run(scene.clone()));
+        }
+        return;
+    }
+    let scene = scene.clone();
+    match kind {
+        Kind::Idle => drop(everybody.spawn(strangers::idle(scene))),
+        Kind::Bodies => drop(everybody.spawn(strangers::bodies(scene))),
+        Kind::Keyless => drop(everybody.spawn(strangers::keyless(scene))),
+        Kind::Garbage => drop(everybody.spawn(strangers::garbage(scene))),
+        Kind::Peers => drop(everybody.spawn(peers::run(scene))),
+        Kind::Browser => drop(everybody.spawn(browser::run(scene))),
+        Kind::Honest
+        | Kind::Patient
+        | Kind::Impatient
+        | Kind::Leaving
+        | Kind::Unstreamed
+        | Kind::Slow
+        | Kind::Logprobs
+        | Kind::Names
+        | Kind::Poison
+        | Kind::Failing => {
+            unreachable!("{} has a manner", kind.name())
+        }
+    }
+}
+
+fn key_file() -> String {
+    let mut text = String::new();
+    for user in Kind::ALL.iter().flat_map(|kind| kind.users()) {
+        let _ = writeln!(text, "{} {user}", key(&user));
+    }
+    text
+}
+
+/// Options live as long as the program: there is one soak in it.
+fn cluster_options(engines: &[Engine], keys: &str) -> ClusterOptions {
+    let engines: Vec<SocketAddr> = engines.iter().map(|engine| engine.at).collect();
+    let config = format!(
+        "[admission]\nconcurrency = {PLACES}\n\n\
+         [users]\napi_keys_file = {keys:?}\n\n\
+         [drain]\ndns_ttl = \"500ms\"\n"
+    );
+    ClusterOptions {
+        engines: 0,
+        outside_engines: engines.leak(),
+        backend_config: format!("models = [{MODEL:?}]").leak(),
+        cluster_config: "snapshot_every = 2000",
+        config: config.leak(),
+        descriptors: Some(DESCRIPTORS),
+        ..ClusterOptions::default()
+    }
+}
+
+/// This process holds the other end of everything.
+fn raise_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    // Where it is not allowed, clients fail and say so.
+    let _ = setrlimit(Resource::Nofile, raised);
+}

@@ -1,0 +1,218 @@
+//! What somebody who is no member sends to the peer port: plain gRPC, written by hand.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use bytes::{BufMut as _, Bytes, BytesMut};
+use http::Request;
+use http_body_util::{BodyExt as _, Full};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::time::{interval, timeout};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::Scene;
+use super::kinds::Kind;
+use super::wire;
+
+const PAUSE: Duration = Duration::from_millis(500);
+const PATIENCE: Duration = Duration::from_secs(5);
+const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 6);
+/// No member has this id.
+const STRANGER: u64 = 9;
+/// A command that no release knows.
+const UNDECODABLE: &[u8] = &[0xff, 0x67, 0x61, 0x72, 0x62, 0x61, 0x67, 0x65];
+
+/// A protobuf message.
+#[derive(Debug, Clone, Default)]
+struct Message(BytesMut);
+
+impl Message {
+    fn varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.0.put_u8(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.0.put_u8(value as u8);
+    }
+
+    fn number(mut self, field: u64, value: u64) -> Self {
+        self.varint(field << 3);
+        self.varint(value);
+        self
+    }
+
+    fn bytes(mut self, field: u64, value: &[u8]) -> Self {
+        self.varint(field << 3 | 2);
+        self.varint(value.len() as u64);
+        self.0.put_slice(value);
+        self
+    }
+
+    fn message(self, field: u64, value: &Self) -> Self {
+        self.bytes(field, &value.0.clone())
+    }
+}
+
+/// The whole numbers of a message, by field.
+fn numbers(mut bytes: &[u8]) -> Option<Vec<(u64, u64)>> {
+    let mut found = Vec::new();
+    while !bytes.is_empty() {
+        let key = varint(&mut bytes)?;
+        match key & 7 {
+            0 => found.push((key >> 3, varint(&mut bytes)?)),
+            2 => {
+                let length = usize::try_from(varint(&mut bytes)?).ok()?;
+                bytes = bytes.get(length..)?;
+            }
+            _ => return None,
+        }
+    }
+    Some(found)
+}
+
+fn varint(bytes: &mut &[u8]) -> Option<u64> {
+    let mut value = 0;
+    for at in 0..10 {
+        let (first, rest) = bytes.split_first()?;
+        *bytes = rest;
+        value |= u64::from(first & 0x7f) << (7 * at);
+        if first & 0x80 == 0 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+/// Who answers at a peer port.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    id: u64,
+    store: u64,
+    cluster: (u64, u64),
+}
+
+/// Has every trick played on every replica, again and again.
+pub(super) async fn run(scene: Arc<Scene>) {
+    let mut ticks = interval(PAUSE);
+    while scene.unless_over(ticks.tick()).await.is_some() {
+        for to in &scene.peer {
+            let played = timeout(PATIENCE, play(&scene, *to)).await;
+            let how = match played {
+                Ok(Ok(())) => "played",
+                Ok(Err(_)) => "no way in",
+                Err(_) => "no answer in 5 s",
+            };
+            scene.book(Kind::Peers).count(how);
+        }
+    }
+}
+
+async fn play(scene: &Scene, to: SocketAddr) -> anyhow::Result<()> {
+    let info = call(to, "Info", &Message::default()).await?;
+    let fields = numbers(&info).context("not an answer to Info")?;
+    let of = |field| {
+        let mut fields = fields.iter();
+        fields
+            .find(|(it, _)| *it == field)
+            .map_or(0, |(_, value)| *value)
+    };
+    let known = Known {
+        id: of(1),
+        store: of(2),
+        cluster: (of(4), of(5)),
+    };
+    scene.book(Kind::Peers).count("told who it is");
+    for (name, method, message) in tricks(known) {
+        scene.book(Kind::Peers).asked += 1;
+        let answered = call(to, method, &message).await;
+        let mut book = scene.book(Kind::Peers);
+        match answered {
+            Ok(answer) if is_taken(method, &answer) => book.harm(name.to_owned()),
+            Ok(_) => book.count("answered, not taken"),
+            Err(_) => book.count("refused"),
+        }
+    }
+    Ok(())
+}
+
+/// Whether an answer says that what was sent was taken up.
+fn is_taken(method: &str, answer: &[u8]) -> bool {
+    let first = answer.first().map(|key| key >> 3);
+    match method {
+        // Committed.
+        "Propose" => first == Some(1),
+        // Success, or a vote that rose to the one that was sent.
+        "Append" => first == Some(1),
+        "Vote" => numbers(answer).is_some_and(|it| it.contains(&(2, 1))),
+        _ => false,
+    }
+}
+
+/// What is tried: a command that nobody knows, and terms that nobody can get past.
+fn tricks(known: Known) -> Vec<(&'static str, &'static str, Message)> {
+    let header = Message::default()
+        .number(1, known.cluster.0)
+        .number(2, known.cluster.1)
+        .number(3, STRANGER)
+        .number(4, known.id)
+        .number(5, known.store);
+    let vote = Message::default().number(1, u64::MAX).number(2, STRANGER);
+    let propose = Message::default()
+        .message(1, &header)
+        .bytes(2, UNDECODABLE)
+        .number(3, 1000);
+    let append = Message::default()
+        .message(1, &header)
+        .message(2, &vote.clone().number(3, 1));
+    let elect = Message::default()
+        .message(1, &header)
+        .message(2, &vote)
+        .number(4, 1);
+    vec![
+        (
+            "a command that nobody knows was committed",
+            "Propose",
+            propose,
+        ),
+        ("a stranger's entries were taken", "Append", append),
+        ("a stranger was voted for", "Vote", elect),
+    ]
+}
+
+async fn call(to: SocketAddr, method: &str, message: &Message) -> anyhow::Result<Bytes> {
+    let socket = wire::connect(FROM.into(), to).await?;
+    let (mut send, connection) =
+        http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await?;
+    let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
+    let mut body = BytesMut::new();
+    body.put_u8(0);
+    body.put_u32(u32::try_from(message.0.len())?);
+    body.put_slice(&message.0);
+    let request = Request::post(format!("http://{to}/quorate.peer.v1.Peer/{method}"))
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(Full::new(body.freeze()))?;
+    let response = send.send_request(request).await?;
+    let body = response.into_body().collect().await?.to_bytes();
+    body.get(5..).context("no message")?;
+    Ok(body.slice(5..))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_as_they_are_written() {
+        let message = Message::default()
+            .number(1, u64::MAX)
+            .bytes(6, b"10.0.0.1:7")
+            .number(8, 300);
+        let read = numbers(&message.0);
+        assert_eq!(read, Some(vec![(1, u64::MAX), (8, 300)]));
+        assert_eq!(numbers(&message.0[..5]), None);
+    }
+}

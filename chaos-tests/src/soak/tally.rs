@@ -1,0 +1,79 @@
+//! What happened to those of a kind, counted.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Things that are told in words.
+const WORDS_MAX: usize = 5;
+
+/// See the module.
+#[derive(Debug, Clone, Default, serde::Serialize)]
+pub struct Tally {
+    /// Requests, connections or tricks that were begun.
+    pub asked: u64,
+    /// Answers that came whole, while it was counted.
+    pub whole: u64,
+    /// Tokens in them.
+    pub tokens: u64,
+    /// Requests that were begun and answers that came whole, by user, while it was counted.
+    pub by_user: BTreeMap<String, [u64; 2]>,
+    /// How everything else ended.
+    pub ends: BTreeMap<String, u64>,
+    /// The first failures, in words.
+    pub words: Vec<String>,
+    /// What must not happen and did, and how often.
+    pub harm: BTreeMap<String, u64>,
+    #[serde(skip)]
+    first: Vec<Duration>,
+    #[serde(skip)]
+    is_counted: bool,
+}
+
+impl Tally {
+    pub(super) fn begin(&mut self) {
+        self.is_counted = true;
+    }
+
+    pub(super) fn end(&mut self) {
+        self.is_counted = false;
+    }
+
+    pub(super) fn count(&mut self, how: &str) {
+        *self.ends.entry(how.to_owned()).or_default() += 1;
+    }
+
+    pub(super) fn asks(&mut self, user: &str) {
+        self.asked += 1;
+        if self.is_counted {
+            self.by_user.entry(user.to_owned()).or_default()[0] += 1;
+        }
+    }
+
+    pub(super) fn whole(&mut self, user: &str, first: Duration, tokens: u64) {
+        if self.is_counted {
+            self.whole += 1;
+            self.tokens += tokens;
+            self.by_user.entry(user.to_owned()).or_default()[1] += 1;
+            self.first.push(first);
+        }
+    }
+
+    pub(super) fn say(&mut self, words: String) {
+        if self.words.len() < WORDS_MAX {
+            self.words.push(words);
+        }
+    }
+
+    pub(super) fn harm(&mut self, what: String) {
+        *self.harm.entry(what).or_default() += 1;
+    }
+
+    /// Time to the first of an answer that so many thousandths of all did not exceed.
+    #[must_use]
+    pub fn first(&self, permille: usize) -> Option<Duration> {
+        let mut all = self.first.clone();
+        all.sort_unstable();
+        let last = all.len().checked_sub(1)?;
+        Some(all[last * permille / 1000])
+    }
+}
