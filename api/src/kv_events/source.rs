@@ -1,6 +1,10 @@
 //! What a reader asks an engine before it follows its events: which model blocks without an adapter
 //! are of, and, with `kv_events = "auto"`, where it publishes.
+//!
+//! An engine says at which port of its own it publishes. It does not have this replica connect to
+//! other hosts, to sockets of this machine, or listen: that only the config can ask for.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use http::{HeaderValue, StatusCode};
@@ -122,7 +126,7 @@ fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
         let rank = rank
             .parse()
             .map_err(|_| "/kv_event_sources: no rank".to_owned())?;
-        let (events, replay) = endpoints(&publisher)?;
+        let (events, replay) = endpoints(&publisher, host)?;
         // Here each rank is named with its own ports.
         ranks.extend(
             ranks_of(&events, replay.as_ref(), host)?
@@ -142,7 +146,7 @@ fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String
     let config = info.kv_events_config.filter(|config| !config.is_empty());
     let config = config.ok_or("the engine publishes no KV events")?;
     let publisher: Publisher = serde_json::from_str(&config).map_err(bad)?;
-    let (mut events, mut replay) = endpoints(&publisher)?;
+    let (mut events, mut replay) = endpoints(&publisher, host)?;
     events.ranks = info.dp_size.unwrap_or(1).max(1);
     if let Some(replay) = &mut replay {
         replay.ranks = events.ranks;
@@ -150,23 +154,16 @@ fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String
     ranks_of(&events, replay.as_ref(), host)
 }
 
-fn endpoints(publisher: &Publisher) -> Result<(Endpoint, Option<Endpoint>), String> {
+/// Where an engine at `host` says that it publishes.
+fn endpoints(publisher: &Publisher, host: &str) -> Result<(Endpoint, Option<Endpoint>), String> {
     let is_zmq = publisher.publisher.as_deref().is_none_or(|it| it == "zmq");
     if !publisher.enable_kv_cache_events || !is_zmq {
         return Err("the engine publishes no KV events".to_owned());
     }
-    let parse = |endpoint: &str| {
-        let endpoint: Endpoint = endpoint
-            .parse()
-            .map_err(|bad| format!("{endpoint}: {bad}"))?;
-        Ok::<_, String>(endpoint)
-    };
     let events = publisher.endpoint.as_deref().unwrap_or("tcp://*:5557");
-    let parsed = parse(events)?;
-    let is_bound = matches!(
-        &parsed.address,
-        Address::Ipc(_) | Address::Tcp { host: None, .. }
-    ) || events.contains("::");
+    let is_bound = ["ipc://", "bind:"].iter().any(|it| events.starts_with(it))
+        || events.contains('*')
+        || events.contains("::");
     if !is_bound {
         return Err(format!(
             "the engine dials {events}: name kv_events = \"bind:{events}\""
@@ -176,7 +173,36 @@ fn endpoints(publisher: &Publisher) -> Result<(Endpoint, Option<Endpoint>), Stri
         .replay_endpoint
         .as_deref()
         .filter(|it| !it.is_empty());
-    Ok((parsed, replay.map(parse).transpose()?))
+    let own = |endpoint| own_endpoint(endpoint, host);
+    Ok((own(events)?, replay.map(own).transpose()?))
+}
+
+/// An endpoint that an engine at `host` says it listens at, if it is one of its own.
+fn own_endpoint(text: &str, host: &str) -> Result<Endpoint, String> {
+    let mut endpoint: Endpoint = text.parse().map_err(|bad| format!("{text}: {bad}"))?;
+    let is_own = match &mut endpoint.address {
+        Address::Ipc(_) => is_this_machine(host),
+        Address::Tcp { host: named, .. } => {
+            // Wherever on the engine's machine: reached as the engine is.
+            if matches!(named.as_deref(), Some("[::]" | "0.0.0.0")) {
+                *named = None;
+            }
+            named.as_deref().is_none_or(|named| named == host)
+        }
+    };
+    match endpoint.side {
+        Side::Engine if is_own => Ok(endpoint),
+        Side::Engine | Side::Here => Err(format!(
+            "the engine at {host} names {text}, which is not on its host: if that is right, name it in kv_events"
+        )),
+    }
+}
+
+/// Whether an engine at `host` runs where this replica does.
+fn is_this_machine(host: &str) -> bool {
+    let address = host.trim_start_matches('[').trim_end_matches(']');
+    let is_loopback = |address: IpAddr| address.is_loopback();
+    host == "localhost" || address.parse().is_ok_and(is_loopback)
 }
 
 fn ranks_of(
@@ -267,6 +293,42 @@ mod tests {
             "gpu",
         ));
         assert!(dials.contains("bind:tcp://10.0.0.9:5557"), "{dials}");
+    }
+
+    #[test]
+    fn an_engine_leads_nobody_to_other_places() {
+        let told = |events: &str, replay: &str, host| {
+            let answer =
+                format!(r#"{{"0": {{"endpoint": {events:?}, "replay_endpoint": {replay:?}}}}}"#);
+            shown(read_sources(answer.as_bytes(), host))
+        };
+        for (events, replay) in [
+            ("tcp://evil::1:5557", ""),
+            ("tcp://[fe80::1]:5557", ""),
+            ("ipc:///run/docker.sock", ""),
+            ("bind:tcp://*:22", ""),
+            ("bind:ipc:///run/x", ""),
+            ("tcp://*:5557", "tcp://169.254.169.254:80"),
+            ("tcp://*:5557", "ipc:///run/docker.sock"),
+            ("tcp://*:5557", "bind:tcp://*:22"),
+        ] {
+            let found = told(events, replay, "gpu");
+            assert!(
+                found.contains("not on its host"),
+                "{events} {replay}: {found}"
+            );
+        }
+        assert_eq!(
+            told("tcp://[::]:5557", "tcp://0.0.0.0:5600", "gpu"),
+            "0 tcp://gpu:5557 tcp://gpu:5600\n"
+        );
+        assert_eq!(
+            told("tcp://[::1]:5557", "", "[::1]"),
+            "0 tcp://[::1]:5557 \n"
+        );
+        for host in ["localhost", "127.0.0.1", "[::1]"] {
+            assert_eq!(told("ipc:///run/kv", "", host), "0 ipc:///run/kv \n");
+        }
     }
 
     #[test]
