@@ -16,10 +16,13 @@ use serde::{Deserialize, Serialize};
 use state::command::{Committed, Reject, Reply};
 use state::ids::LogIndex;
 
+use super::origin::typed;
 use super::{Admin, BODY_BYTES_MAX, PAGE_ENTRIES_DEFAULT, PAGE_ENTRIES_MAX};
 use crate::error::Problem;
 use crate::ports::{ChangeFailure, ProposeFailure};
 
+/// The type of bodies.
+const JSON: &str = "application/json";
 /// Longest a body may take to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -97,6 +100,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        typed(request.headers(), JSON)?;
         Ok(Self(decode(&read_body(request.into_body()).await?)?))
     }
 }
@@ -108,10 +112,12 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for MaybeJson<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
-        let body = read_body(request.into_body()).await?;
+        let (head, body) = request.into_parts();
+        let body = read_body(body).await?;
         if body.is_empty() {
             return Ok(Self(None));
         }
+        typed(&head.headers, JSON)?;
         Ok(Self(Some(decode(&body)?)))
     }
 }
@@ -162,6 +168,17 @@ pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
     )
     .detail(format!("{field}: {}", detail.into()))
     .member("field", field)
+}
+
+/// A body of another type than the path takes.
+pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
+    Problem::new(
+        StatusCode::UNSUPPORTED_MEDIA_TYPE,
+        "content-type",
+        "the path does not take a body of this type",
+    )
+    .detail(format!("content-type: {found:?}, expected {expected}"))
+    .member("field", "content-type")
 }
 
 /// Something that is not there.

@@ -5,7 +5,7 @@
 //! answer the index they committed at; one whose fate is not known says so. Errors are problem+json.
 //!
 //! The listener carries no authentication of its own: it belongs on loopback or a private network.
-//! What a browser sends on behalf of another site is refused.
+//! What a browser sends on behalf of another site is refused (`origin`).
 
 mod admission;
 mod answer;
@@ -18,6 +18,7 @@ pub mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod origin;
 mod ownership;
 mod policy;
 mod probes;
@@ -33,10 +34,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::Router;
 use axum::extract::Request;
-use axum::middleware::{self, Next};
-use axum::response::{Html, IntoResponse, Response};
+use axum::middleware;
+use axum::response::Html;
 use axum::routing::{MethodRouter, delete, get, post, put};
-use http::{Method, StatusCode};
+use http::StatusCode;
 use state::View;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
@@ -51,6 +52,7 @@ use crate::error::Problem;
 use crate::metrics::{Metrics, Replica};
 use crate::ports::Cluster;
 use crate::routing;
+use origin::{OwnNames, own_site};
 
 /// Longest body of an admin request, in bytes.
 pub const BODY_BYTES_MAX: usize = 1 << 20;
@@ -79,6 +81,8 @@ pub struct Admin {
     pub events: Events,
     /// Whether the replica takes requests, already and still.
     pub lifecycle: Lifecycle,
+    /// Host names that the listener goes by, beside addresses and `localhost`.
+    pub hosts: Vec<String>,
 }
 
 /// Where a replica is on its way from start to end. Cheap to clone; no step can be taken back.
@@ -327,6 +331,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         backends: Arc::clone(&admin.backends),
         digests: Arc::clone(&admin.digests),
     });
+    let names = OwnNames::new(&admin.hosts);
     let shared = Shared {
         admin,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
@@ -339,7 +344,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
     router
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        .layer(middleware::from_fn(same_site))
+        .layer(middleware::from_fn_with_state(names, own_site))
         .with_state(shared)
 }
 
@@ -382,19 +387,4 @@ async fn wrong_method(request: Request) -> Problem {
         "the path does not take this method",
     )
     .detail(format!("{} {}", request.method(), request.uri().path()))
-}
-
-/// Refuses writes that a browser sends for a page of another site.
-async fn same_site(request: Request, next: Next) -> Response {
-    let is_read = matches!(*request.method(), Method::GET | Method::HEAD);
-    let site = request.headers().get("sec-fetch-site");
-    if !is_read && site.is_some_and(|site| site != "same-origin" && site != "none") {
-        return Problem::new(
-            StatusCode::FORBIDDEN,
-            "other-site",
-            "refused on behalf of another site",
-        )
-        .into_response();
-    }
-    next.run(request).await
 }

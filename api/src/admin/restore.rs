@@ -20,6 +20,7 @@ use tokio::time::Instant;
 
 use super::answer::{Params, invalid, json, unsettled};
 use super::digests::hex;
+use super::origin::typed;
 use super::{Admin, Shared};
 use crate::backup::{Damaged, Head, Piece, Reader};
 use crate::error::Problem;
@@ -63,6 +64,7 @@ pub(super) async fn restore(
     Params(query): Params<RestoreQuery>,
     request: Request,
 ) -> Result<Response, Problem> {
+    typed(request.headers(), "application/octet-stream")?;
     // A task of its own: it gives the restore up when the client leaves, which drops this future.
     let running = tokio::spawn(async move {
         let mut body = Incoming {

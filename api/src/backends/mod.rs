@@ -15,6 +15,7 @@ mod facts;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod health;
+mod keys;
 pub mod pool;
 mod probe;
 mod roster;
@@ -26,7 +27,6 @@ mod tests;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use http::HeaderValue;
 use state::View;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, Slot};
@@ -40,6 +40,7 @@ pub(crate) use client::ProbeClient;
 pub use engine::{EngineMetrics, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Glance, Health, Record, SCRAPE_FAILURES_MAX};
+pub use keys::EngineKeys;
 pub use roster::{Roster, Stay};
 
 use circuit::Circuits;
@@ -72,8 +73,8 @@ pub struct ProbeSettings {
     /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` the engine
     /// knows. (SGLang's `/health` generates a token when idle, which is why it is not the first.)
     pub health_path: Option<String>,
-    /// `authorization` header of probes, for engines that want a key.
-    pub authorization: Option<HeaderValue>,
+    /// Keys of engines that want one.
+    pub keys: EngineKeys,
 }
 
 impl Default for ProbeSettings {
@@ -84,7 +85,7 @@ impl Default for ProbeSettings {
             models_interval: Duration::from_secs(10),
             registry_interval: Duration::from_millis(10),
             health_path: None,
-            authorization: None,
+            keys: EngineKeys::default(),
         }
     }
 }
@@ -122,9 +123,9 @@ impl Backends {
         self
     }
 
-    /// The `authorization` header for engines that want a key of the router itself.
-    pub(crate) fn authorization(&self) -> Option<&HeaderValue> {
-        self.settings.authorization.as_ref()
+    /// Keys of engines that want one.
+    pub(crate) fn keys(&self) -> &EngineKeys {
+        &self.settings.keys
     }
 
     /// Tells health changes to `events`; only the first call counts.

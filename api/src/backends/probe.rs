@@ -34,6 +34,7 @@ struct Probe {
     view: Arc<View>,
     hooks: Hooks,
     stay: Stay,
+    id: String,
     url: String,
 }
 
@@ -68,6 +69,7 @@ pub(super) async fn supervise(
                 view: Arc::clone(view),
                 hooks: hooks.clone(),
                 stay,
+                id: backend.spec.id.clone(),
                 url: backend.spec.url.clone(),
             };
             Running(tokio::spawn(probe.run()).abort_handle())
@@ -78,8 +80,8 @@ pub(super) async fn supervise(
 impl Probe {
     async fn run(self) {
         let settings = &self.backends.settings;
-        let client =
-            || ProbeClient::new(&self.url, settings.authorization.clone(), settings.timeout);
+        let key = settings.keys.of_probes(&self.id, &self.url);
+        let client = || ProbeClient::new(&self.url, key.cloned(), settings.timeout);
         match (client(), client()) {
             (Ok(liveness), Ok(words)) => {
                 tokio::join!(self.watch_liveness(liveness), self.watch_words(words));

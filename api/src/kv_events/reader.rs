@@ -123,7 +123,9 @@ async fn read_while_sound(parts: &Parts, backend: &Backend) {
     let slot = backend.handle.slot;
     parts.router.kv_board().show(slot, Standing::default());
     let found = loop {
-        match source::find(backend, parts.backends.authorization().cloned()).await {
+        let key = parts.backends.keys();
+        let key = key.of_probes(&backend.spec.id, &backend.spec.url).cloned();
+        match source::find(backend, key).await {
             Ok(found) => break found,
             Err(why) => {
                 let detail = Some(why);

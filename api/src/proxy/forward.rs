@@ -346,12 +346,15 @@ async fn send(
     let endpoint = proxy
         .pool
         .endpoint(decision.backend, backend.spec.url.as_str())?;
+    let keys = proxy.backends.keys();
+    let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
     drop(registry);
     let hop = Hop {
         peer: &asked.peer,
         version: asked.head.version,
         request_id: &asked.request_id,
-        forward_credentials: proxy.settings.forward_credentials,
+        forward_credentials: proxy.settings.api_keys.is_none(),
+        engine_key,
         forward_priority: proxy.settings.forward_priority,
     };
     let build = || {

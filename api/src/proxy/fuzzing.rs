@@ -194,6 +194,7 @@ pub fn headers(bytes: &[u8]) {
         version: Version::HTTP_11,
         request_id: &id,
         forward_credentials: false,
+        engine_key: None,
         forward_priority: false,
     };
     let host = HeaderValue::from_static("engine:8000");

@@ -17,6 +17,8 @@ use super::expose::is_ours;
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Where some clients put their key.
 pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+/// Where clients of Azure's service put it.
+const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
 const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
@@ -26,7 +28,7 @@ pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-prior
 /// Longest request id taken from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
 /// Most header fields added toward the engine.
-const ADDED_MAX: usize = 4;
+const ADDED_MAX: usize = 5;
 
 fn is_hop_by_hop(name: &HeaderName) -> bool {
     [
@@ -65,8 +67,10 @@ pub(super) struct Hop<'a> {
     pub(super) version: Version,
     /// The request's name.
     pub(super) request_id: &'a HeaderValue,
-    /// Whether the client's credentials go on.
+    /// Whether the client's credentials go on, where the engine has no key of its own.
     pub(super) forward_credentials: bool,
+    /// What the engine gets in place of them.
+    pub(super) engine_key: Option<&'a HeaderValue>,
     /// Whether the priority goes on that the client asks the engine for.
     pub(super) forward_priority: bool,
 }
@@ -75,15 +79,19 @@ pub(super) struct Hop<'a> {
 pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_>) -> HeaderMap {
     let mut headers = HeaderMap::with_capacity(client.len() + ADDED_MAX);
     let names_fields = client.contains_key(CONNECTION);
+    let forward_credentials = hop.forward_credentials && hop.engine_key.is_none();
     for (name, value) in client {
         let is_dropped = is_hop_by_hop(name)
             || [&HOST, &CONTENT_LENGTH, &EXPECT, &ACCEPT_ENCODING].contains(&name)
-            || (!hop.forward_credentials && [&AUTHORIZATION, &API_KEY].contains(&name))
+            || (!forward_credentials && [&AUTHORIZATION, &API_KEY, &AZURE_KEY].contains(&name))
             || (!hop.forward_priority && *name == ENGINE_PRIORITY)
             || (names_fields && is_named(client, name));
         if !is_dropped {
             headers.append(name.clone(), value.clone());
         }
+    }
+    if let Some(key) = hop.engine_key {
+        headers.insert(AUTHORIZATION, key.clone());
     }
     headers.insert(HOST, host.clone());
     headers.insert(REQUEST_ID, hop.request_id.clone());
@@ -174,6 +182,7 @@ mod tests {
             version: Version::HTTP_11,
             request_id: &HeaderValue::from_static("r1"),
             forward_credentials,
+            engine_key: None,
             forward_priority: false,
         };
         toward_engine(client, &HeaderValue::from_static("engine:8000"), &hop)
@@ -188,6 +197,7 @@ mod tests {
             version: Version::HTTP_11,
             request_id: &HeaderValue::from_static("r1"),
             forward_credentials: true,
+            engine_key: None,
             forward_priority: true,
         };
         let sent = toward_engine(&client, &HeaderValue::from_static("engine:8000"), &hop);

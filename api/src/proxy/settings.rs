@@ -26,10 +26,9 @@ pub struct ProxySettings {
     pub timeouts: Timeouts,
     /// Where the user's name is looked for, in this order; nobody found is `anonymous`.
     pub identify_by: Vec<IdentifyBy>,
-    /// The only keys that are served. `None`: keys are not checked.
+    /// The only keys that are served; they stay here. `None`: keys are not checked, and go on to the
+    /// engine, which may check them.
     pub api_keys: Option<ApiKeys>,
-    /// Whether `authorization` and `x-api-key` go on to the engine.
-    pub forward_credentials: bool,
     /// Whether `x-vllm-priority` goes on to the engine, where it goes past every other request.
     pub forward_priority: bool,
     /// Engine answers that send a request to the next candidate: statuses by which an engine says
@@ -138,7 +137,6 @@ impl ProxySettings {
                 IdentifyBy::BodyUser,
             ],
             api_keys: None,
-            forward_credentials: true,
             forward_priority: false,
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],
             attempts_max: 3,

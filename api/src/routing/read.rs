@@ -300,7 +300,7 @@ impl Router {
     }
 
     async fn send_tokenize(&self, model: &str, question: Bytes) -> Option<Response<EngineBody>> {
-        let (handle, url) = {
+        let (handle, url, key) = {
             let registry = self.view.registry();
             let is_up = |slot| self.backends.glance(slot).is_some_and(|it| it.is_healthy);
             let able: Vec<_> = registry
@@ -310,7 +310,9 @@ impl Router {
                 .collect();
             let count = u64::try_from(able.len()).ok().filter(|count| *count > 0)?;
             let nth = usize::try_from(xxh3_64(&question) % count).ok()?;
-            (able[nth].handle, able[nth].spec.url.clone())
+            let (handle, spec) = (able[nth].handle, &able[nth].spec);
+            let key = self.backends.keys().of_probes(&spec.id, &spec.url);
+            (handle, spec.url.clone(), key)
         };
         let endpoint = self.tokenizing.pool.endpoint(handle, &url).ok()?;
         let build = || {
@@ -320,7 +322,7 @@ impl Router {
             let headers = request.headers_mut();
             headers.insert(HOST, endpoint.host().clone());
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-            if let Some(authorization) = self.backends.authorization() {
+            if let Some(authorization) = key {
                 headers.insert(AUTHORIZATION, authorization.clone());
             }
             request

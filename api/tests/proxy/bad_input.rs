@@ -113,7 +113,6 @@ async fn where_keys_are_required_others_are_refused() {
         let mut keys = ApiKeys::default();
         keys.add("sk-right", None);
         settings.api_keys = Some(keys);
-        settings.forward_credentials = false;
     })
     .await;
     let keyed =

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use api::admission::Admission;
-use api::backends::{Backends, Health, ProbeSettings};
+use api::backends::{Backends, EngineKeys, Health, ProbeSettings};
 use api::clock::Clock;
 use api::ports::{BoxFuture, Propose, ProposeFailure};
 use api::prompt::{ModelSettings, Tokenizer};
@@ -59,11 +59,24 @@ impl Fleet {
         drain_deadline: Duration,
         change: impl FnOnce(&mut ProxySettings),
     ) -> Self {
+        Self::start_keyed(engines, EngineKeys::default(), drain_deadline, change).await
+    }
+
+    /// With keys that engines want.
+    pub(crate) async fn start_keyed(
+        engines: &[&Engine],
+        keys: EngineKeys,
+        drain_deadline: Duration,
+        change: impl FnOnce(&mut ProxySettings),
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let state = RouterState::new();
         let view = state.view();
-        let backends = Arc::new(Backends::new(ProbeSettings::default()));
+        let backends = Arc::new(Backends::new(ProbeSettings {
+            keys,
+            ..ProbeSettings::default()
+        }));
         let models = ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::character(),

@@ -8,6 +8,7 @@ mod charging;
 mod client;
 mod drain;
 mod engine;
+mod engine_keys;
 mod exposure;
 mod faults;
 mod fleet;

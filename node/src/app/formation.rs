@@ -102,9 +102,19 @@ pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
         timeout: probes.timeout,
         models_interval: probes.models_interval,
         health_path: probes.health_path,
-        authorization: probes.authorization,
+        keys: config.engine_keys.clone(),
         ..ProbeSettings::default()
     }
+}
+
+/// Host names that the admin listener goes by: none that a stranger could have lead to it.
+#[must_use]
+pub(super) fn own_hosts(config: &Config) -> Vec<String> {
+    let mut hosts = config.admin.hosts.clone();
+    hosts.push(config.listen.advertise.clone());
+    // Elsewhere than on Linux the machine's name has to be told.
+    hosts.extend(std::fs::read_to_string("/proc/sys/kernel/hostname").ok());
+    hosts.iter().map(|host| host.trim().to_owned()).collect()
 }
 
 /// Settings of the data plane.

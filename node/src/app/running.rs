@@ -65,7 +65,12 @@ pub(super) async fn start(
         config.drain.deadline,
     );
     let proxy = tokio::spawn(serving);
-    let admin = admin(&core, metrics, lifecycle.clone());
+    let admin = admin(
+        &core,
+        metrics,
+        lifecycle.clone(),
+        formation::own_hosts(&config),
+    );
     core.beside(serve_admin(sockets.admin, admin, core.stopping()));
     spawn_loops(&core);
     tracing::info!(
@@ -97,7 +102,12 @@ fn proxy(core: &Core, config: &Config, registry: &Metrics) -> Arc<Proxy> {
     ))
 }
 
-fn admin(core: &Core, metrics: Arc<Metrics>, lifecycle: Lifecycle) -> Arc<Admin> {
+fn admin(
+    core: &Core,
+    metrics: Arc<Metrics>,
+    lifecycle: Lifecycle,
+    hosts: Vec<String>,
+) -> Arc<Admin> {
     metrics.watch(metrics::Replica {
         cluster: core.cluster(),
         view: Arc::clone(core.view()),
@@ -115,6 +125,7 @@ fn admin(core: &Core, metrics: Arc<Metrics>, lifecycle: Lifecycle) -> Arc<Admin>
         digests: Arc::clone(core.digests()),
         events: core.events().clone(),
         lifecycle,
+        hosts,
     })
 }
 

@@ -8,8 +8,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use api::proxy::{Expose, UsageSplice};
-use http::HeaderValue;
-use state::command::{BACKENDS_MAX, BackendSpec, Reject};
 use state::ids::ReplicaId;
 use tracing_subscriber::EnvFilter;
 
@@ -17,13 +15,10 @@ use super::fault::{Fault, Place};
 use super::layers::{Entry, Setting, Settings, Source, Values};
 use super::value::{Value, is_host};
 use super::{
-    ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Probes, Retry, Timeouts,
-    Users,
+    AdminListener, ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Retry,
+    Timeouts, Users,
 };
-use super::{admission, models, policy, routing};
-
-/// Shortest interval of probes: every replica asks every engine.
-const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(50);
+use super::{admission, engines, models, policy, routing};
 
 /// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
 /// config needs is missing or unfit, which is then among the faults.
@@ -34,10 +29,11 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
     let cluster = cluster(values, &mut faults);
     let users = users(values, &mut faults);
     let log = log(values, &mut faults);
-    let probes = probes(values, &mut faults);
+    let probes = engines::probes(values, &mut faults);
     let models = models::models(&settings.models, &mut faults);
     let has_tokens = models.iter().any(|model| !model.tokenizer.is_character());
-    let backends = backends(&settings.backends, has_tokens, &mut faults);
+    let backends = engines::backends(&settings.backends, has_tokens, &mut faults);
+    let engine_keys = engines::keys(values, &settings.backends, &mut faults);
     let admission = admission::settings(values, &mut faults);
     let policies = policy::policies(values, &mut faults);
     let entries = &settings.models;
@@ -51,8 +47,12 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             },
             listen: listen?,
             cluster: cluster?,
+            admin: AdminListener {
+                hosts: texts(values, "admin.hosts").unwrap_or_default(),
+            },
             models,
             backends,
+            engine_keys: engine_keys?,
             policy: policy::named(&policies, &text(values, "routing.policy")?)?,
             policy_overrides: if flag(values, "routing.allow_override")? {
                 policies
@@ -66,21 +66,13 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             admission: admission?,
             priority_max: i16::try_from(integer(values, "admission.priority_max")?).ok()?,
             users: users?,
-            limits: Limits {
-                body_bytes_max: size(values, "limits.max_body")?,
-                connections_max: count(values, "limits.max_connections")?,
-                requests_max: count(values, "limits.max_requests")?,
-            },
+            limits: limits(values)?,
             usage_splice: match text(values, "usage.splice")?.as_str() {
                 "continuous" => UsageSplice::Continuous,
                 "final" => UsageSplice::Final,
                 _ => UsageSplice::Off,
             },
-            timeouts: Timeouts {
-                connect: duration(values, "timeouts.connect")?,
-                first_byte: duration(values, "timeouts.first_byte")?,
-                idle: duration(values, "timeouts.idle")?,
-            },
+            timeouts: timeouts(values)?,
             probes: probes?,
             retry: Retry {
                 attempts: count(values, "retry.attempts")?,
@@ -125,7 +117,7 @@ pub(super) fn text(values: &Values, path: &str) -> Option<String> {
     }
 }
 
-fn texts(values: &Values, path: &str) -> Option<Vec<String>> {
+pub(super) fn texts(values: &Values, path: &str) -> Option<Vec<String>> {
     match &values.get(path)?.value {
         Value::Texts(texts) => Some(texts.clone()),
         _ => None,
@@ -263,6 +255,22 @@ fn cluster(values: &Values, faults: &mut Vec<Fault>) -> Option<Cluster> {
         election_timeout: election_timeout?,
         snapshot_every_entries: u64::from(count(values, "cluster.snapshot_every")?),
         snapshot_every_bytes: size(values, "cluster.snapshot_every_bytes")?,
+    })
+}
+
+fn limits(values: &Values) -> Option<Limits> {
+    Some(Limits {
+        body_bytes_max: size(values, "limits.max_body")?,
+        connections_max: count(values, "limits.max_connections")?,
+        requests_max: count(values, "limits.max_requests")?,
+    })
+}
+
+fn timeouts(values: &Values) -> Option<Timeouts> {
+    Some(Timeouts {
+        connect: duration(values, "timeouts.connect")?,
+        first_byte: duration(values, "timeouts.first_byte")?,
+        idle: duration(values, "timeouts.idle")?,
     })
 }
 
@@ -450,52 +458,6 @@ fn api_key(line: &str) -> ApiKey {
     }
 }
 
-fn probes(values: &Values, faults: &mut Vec<Fault>) -> Option<Probes> {
-    let interval = duration(values, "probes.interval");
-    if let Some(interval) = interval.filter(|interval| *interval < PROBE_INTERVAL_MIN) {
-        let shown = humantime::format_duration(interval);
-        let message = format!("probes.interval is {shown}");
-        refuse(values, "probes.interval", message, "50ms or more", faults);
-    }
-    let path = "probes.api_key_file";
-    let authorization = match text(values, path).map(|file| authorization(&file)) {
-        None => None,
-        Some(Ok(authorization)) => Some(authorization),
-        Some(Err(why)) => {
-            let message = format!("{path}: {why}");
-            refuse(
-                values,
-                path,
-                message,
-                "a file with one key and no more",
-                faults,
-            );
-            return None;
-        }
-    };
-    Some(Probes {
-        interval: interval?,
-        timeout: duration(values, "probes.timeout")?,
-        models_interval: duration(values, "probes.models_interval")?,
-        health_path: text(values, "probes.health_path"),
-        authorization,
-    })
-}
-
-/// The header that carries the key in `file`.
-fn authorization(file: &str) -> Result<HeaderValue, String> {
-    let key = std::fs::read_to_string(file).map_err(|error| format!("read {file:?}: {error}"))?;
-    let key = key.trim();
-    let is_key = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
-    let value = HeaderValue::from_str(&format!("Bearer {key}"));
-    let mut value = value
-        .ok()
-        .filter(|_| is_key)
-        .ok_or_else(|| format!("{file:?} holds no key, or more than one"))?;
-    value.set_sensitive(true);
-    Ok(value)
-}
-
 fn log(values: &Values, faults: &mut Vec<Fault>) -> Option<Log> {
     let filter = text(values, "log.level")?;
     if EnvFilter::builder().parse(&filter).is_err() {
@@ -522,55 +484,4 @@ pub(super) fn unique(list: &str, key: &str, entries: &[Entry], faults: &mut Vec<
             refuse(&entry.values, key, message, &expected, faults);
         }
     }
-}
-
-fn backends(entries: &[Entry], has_tokens: bool, faults: &mut Vec<Fault>) -> Vec<BackendSpec> {
-    unique("backends", "id", entries, faults);
-    if entries.len() > BACKENDS_MAX {
-        faults.push(Fault {
-            message: format!("{} backends", entries.len()),
-            expected: format!("at most {BACKENDS_MAX}"),
-            place: Place::File(entries[BACKENDS_MAX].span.clone()),
-        });
-    }
-    let backend = |(nth, entry): (usize, &Entry)| {
-        let spec = backend(entry)?;
-        // The cluster would refuse it.
-        if let Err(Reject::Invalid { field, expected }) = spec.validate() {
-            let message = format!("backends[{nth}].{field} is out of bounds");
-            let key = field.split(['.', '[']).next().unwrap_or(&field);
-            refuse(&entry.values, key, message, &expected, faults);
-        }
-        let (events, replay) = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
-        if let Err((key, expected)) = api::kv_events::endpoint::check(events, replay) {
-            let message = format!("backends[{nth}].{key} is no endpoint that can be used");
-            // The report says `expected` itself.
-            let expected = expected.trim_start_matches("expected ");
-            refuse(&entry.values, key, message, expected, faults);
-        }
-        if events.is_some() && !has_tokens {
-            let message = format!("backends[{nth}].kv_events without a tokenizer");
-            let expected = "a [[models]] entry with another tokenizer than \"character\": KV \
-                            events tell token ids";
-            refuse(&entry.values, "kv_events", message, expected, faults);
-        }
-        Some(spec)
-    };
-    entries.iter().enumerate().filter_map(backend).collect()
-}
-
-fn backend(entry: &Entry) -> Option<BackendSpec> {
-    let labels = match entry.values.get("labels").map(|setting| &setting.value) {
-        Some(Value::Labels(labels)) => labels.clone(),
-        _ => BTreeMap::new(),
-    };
-    Some(BackendSpec {
-        id: text(&entry.values, "id")?,
-        url: text(&entry.values, "url")?.trim_end_matches('/').to_owned(),
-        models: texts(&entry.values, "models")?,
-        labels,
-        capacity_blocks: count(&entry.values, "capacity_blocks"),
-        kv_events: text(&entry.values, "kv_events"),
-        kv_replay: text(&entry.values, "kv_replay"),
-    })
 }

@@ -2,6 +2,7 @@
 //! reading, checking, `config print` and `config schema` all follow, so that none can disagree.
 
 use super::admission_keys::ADMISSION_KEYS;
+use super::listener_keys::LISTENER_KEYS;
 use super::policy_keys::POLICY_KEYS;
 
 /// What values a key takes.
@@ -43,6 +44,8 @@ pub(super) enum Kind {
     HostPorts,
     /// A list of `api_key`, `header:NAME`, `body:user`.
     Identities,
+    /// A list of host names.
+    Hosts,
     /// A list of texts, none of them empty.
     Texts,
     /// A list of HTTP statuses.
@@ -111,13 +114,21 @@ use Absent::{Default as By, Required, Unset};
 
 /// All keys outside lists of tables, by section.
 pub(super) const KEYS: &[Key] = &{
-    const PARTS: [&[Key]; 4] = [
+    const PARTS: [&[Key]; 5] = [
         BEFORE_POLICIES,
+        LISTENER_KEYS,
         POLICY_KEYS,
         ADMISSION_KEYS,
         AFTER_ADMISSION,
     ];
-    const COUNT: usize = PARTS[0].len() + PARTS[1].len() + PARTS[2].len() + PARTS[3].len();
+    const COUNT: usize = {
+        let (mut count, mut part) = (0, 0);
+        while part < PARTS.len() {
+            count += PARTS[part].len();
+            part += 1;
+        }
+        count
+    };
     let mut keys = [BEFORE_POLICIES[0]; COUNT];
     let (mut part, mut from, mut at) = (0, 0, 0);
     while at < COUNT {
@@ -266,7 +277,7 @@ const AFTER_ADMISSION: &[Key] = &[
         "users.api_keys_file",
         Kind::Text,
         Unset,
-        "File of accepted API keys, one a line, each with the user it stands for behind it if wanted; unset: any key is accepted.",
+        "File of accepted API keys, one a line, each with the user it stands for behind it if wanted; they do not reach engines. Unset: any key is accepted, and goes on to the engine, which may check it.",
     ),
     key(
         "users.expose",
@@ -356,7 +367,7 @@ const AFTER_ADMISSION: &[Key] = &[
         "probes.api_key_file",
         Kind::Text,
         Unset,
-        "File with the key that engines want from probes, sent as `authorization: Bearer KEY`; unset: none is sent.",
+        "File with the key that engines want from probes, sent as `authorization: Bearer KEY` to the backends of this file without an `api_key_file` of their own; unset: none is sent.",
     ),
     key(
         "circuit.failures",
@@ -481,6 +492,12 @@ pub(super) const BACKEND_KEYS: &[Key] = &[
         "Model ids it serves; `*`: asked from the engine.",
     ),
     key("labels", Kind::Labels, Unset, "Free labels."),
+    key(
+        "api_key_file",
+        Kind::Text,
+        Unset,
+        "File with the key that the engine wants, sent as `authorization: Bearer KEY` with probes and with requests, in place of the clients' own. It stays on this replica and goes to this `id` at this `url` only: not to a backend that was put through the admin API at another URL. Unset: see `probes.api_key_file` and `users.api_keys_file`.",
+    ),
     key(
         "capacity_blocks",
         COUNT,

@@ -4,11 +4,13 @@
 mod admission;
 mod admission_keys;
 mod checks;
+mod engines;
 mod fault;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod keys;
 mod layers;
+mod listener_keys;
 mod models;
 mod policy;
 mod policy_keys;
@@ -27,11 +29,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use api::backends::CircuitSettings;
+use api::backends::{CircuitSettings, EngineKeys};
 use api::prompt::ModelSettings;
 use api::proxy::{Expose, IdentifyBy, UsageSplice};
 use api::routing::SelectSettings;
-use http::HeaderValue;
 use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
 use state::ids::ReplicaId;
@@ -67,6 +68,10 @@ pub struct Config {
     pub circuit: CircuitSettings,
     /// Whether engines hear of the priority a client asks them for.
     pub forward_priority: bool,
+    /// Keys that engines want; show themselves nowhere.
+    pub engine_keys: EngineKeys,
+    /// The admin listener.
+    pub admin: AdminListener,
     /// How a new cluster admits requests.
     pub admission: AdmissionSettings,
     /// Highest priority that a request may ask for.
@@ -109,6 +114,13 @@ pub struct Listen {
     pub peer: SocketAddr,
     /// Host that others are told, IPv6 in brackets; the ports are those really bound.
     pub advertise: String,
+}
+
+/// `[admin]`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AdminListener {
+    /// Host names it goes by, beside addresses, `localhost` and what the replica is known as.
+    pub hosts: Vec<String>,
 }
 
 /// `[cluster]`.
@@ -212,8 +224,6 @@ pub struct Probes {
     pub models_interval: Duration,
     /// What is probed; `None`: found out.
     pub health_path: Option<String>,
-    /// Sent with every probe; shows itself nowhere.
-    pub authorization: Option<HeaderValue>,
 }
 
 /// `[retry]`.

@@ -95,6 +95,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         }),
         Kind::Address | Kind::HostPort => json!({ "type": "string", "pattern": r"^.+:\d+$" }),
         Kind::HostPorts => list(&json!({ "type": "string", "pattern": r"^.+:\d+$" })),
+        Kind::Hosts => list(&json!({ "type": "string", "pattern": r"^[A-Za-z0-9._-]+$|^\[.+\]$" })),
         Kind::Identities => {
             list(&json!({ "type": "string", "pattern": "^(api_key|body:user|header:.+)$" }))
         }

@@ -410,7 +410,7 @@ labels = {{ zone = "{long}" }}
     let shown = brief(&layers(&text, &[], &[]).expect_err("the config must be refused"));
     let shown = shown.replace(&empty.path().display().to_string(), "KEY");
     expect![[r#"
-        2:1: unknown key node.id (expected one of admission, backends, circuit, cluster, drain, limits, listen, log, models, node, probes, retry, routing, timeouts, usage, users)
+        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, drain, limits, listen, log, models, node, probes, retry, routing, timeouts, usage, users)
         7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
         8:13: cluster.heartbeat is "500000000000y" (expected a time span from 1ms to 1day such as "20ms" or "1m 30s")
         10:12: probes.interval is 1ms (expected 50ms or more)
@@ -423,13 +423,21 @@ labels = {{ zone = "{long}" }}
 }
 
 #[test]
-fn the_key_of_probes_is_read_and_not_shown() {
+fn keys_of_engines_are_read_and_not_shown() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "s3cret\n").unwrap();
-    let text = format!("node.id = 1\n[probes]\napi_key_file = {:?}", file.path());
+    let text = format!(
+        "node.id = 1\n[probes]\napi_key_file = {0:?}\n\
+         [[backends]]\nid = \"a\"\nurl = \"http://a:1/\"\n\
+         [[backends]]\nid = \"b\"\nurl = \"http://b:1\"\napi_key_file = {0:?}\n",
+        file.path()
+    );
     let loaded = layers(&text, &[], &[]).unwrap();
-    let probes = &loaded.config.probes;
-    assert_eq!(probes.authorization.as_ref().unwrap(), "Bearer s3cret");
+    let mut expected = EngineKeys::default();
+    let key = http::HeaderValue::from_static("Bearer s3cret");
+    expected.add_for_probes("a", "http://a:1", key.clone());
+    expected.add("b", "http://b:1", key);
+    assert_eq!(loaded.config.engine_keys, expected);
     assert!(!format!("{:?} {}", loaded.config, print(&loaded)).contains("s3cret"));
 }
 

@@ -83,7 +83,7 @@ impl Kind {
     pub(super) fn is_list(self) -> bool {
         matches!(
             self,
-            Self::HostPorts | Self::Identities | Self::Texts | Self::Statuses
+            Self::HostPorts | Self::Hosts | Self::Identities | Self::Texts | Self::Statuses
         )
     }
 
@@ -114,6 +114,7 @@ impl Kind {
             Self::HostPort | Self::HostPorts => {
                 "a host with a port such as \"10.0.0.1:8082\"".to_owned()
             }
+            Self::Hosts => "a host name without a port".to_owned(),
             Self::Identities => {
                 "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name".to_owned()
             }
@@ -175,6 +176,7 @@ impl Kind {
             Self::Address => text.parse().ok().map(Value::Address),
             Self::HostPort => is_host_port(text).then(owned),
             Self::HostPorts => is_host_port(text).then(listed),
+            Self::Hosts => is_host(text).then(listed),
             Self::Identities => is_identity(text).then(listed),
             Self::Url => is_url(text).then(owned),
             Self::UrlPath => is_url_path(text).then(owned),

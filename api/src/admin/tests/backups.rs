@@ -66,6 +66,7 @@ impl Bench {
         let pieces: Vec<_> = file.chunks(10_007).map(Bytes::copy_from_slice).collect();
         let pieces = pieces.into_iter().map(Ok::<_, std::io::Error>);
         let request = Request::post(format!("{RESTORE}{query}"));
+        let request = request.header("content-type", "application/octet-stream");
         let body = Body::from_stream(stream::iter(pieces));
         self.send(request.body(body).unwrap()).await
     }

@@ -2,6 +2,7 @@
 //! state.
 
 mod backups;
+mod origins;
 mod probes;
 mod reads;
 mod writes;
@@ -226,6 +227,7 @@ impl Bench {
             digests,
             events: Events::default(),
             lifecycle: Lifecycle::default(),
+            hosts: vec!["Quorate-1.example".to_owned()],
         });
         admin.lifecycle.serve();
         let bench = Self {
@@ -281,6 +283,7 @@ impl Bench {
 
     async fn call(&self, method: &str, path: &str, body: &str) -> Answer {
         let request = Request::builder().method(method).uri(path);
+        let request = request.header("content-type", "application/json");
         self.send(request.body(Body::from(body.to_owned())).unwrap())
             .await
     }

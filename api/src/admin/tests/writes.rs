@@ -375,7 +375,7 @@ async fn a_models_policy_is_written_beside_the_others_and_taken_away() {
 }
 
 #[tokio::test]
-async fn unknown_paths_methods_and_other_sites_are_problems() {
+async fn unknown_paths_and_methods_are_problems() {
     let bench = Bench::new();
     bench
         .problem(("GET", "/admin/v1/nothing", ""), 404, "unknown-path")
@@ -385,12 +385,4 @@ async fn unknown_paths_methods_and_other_sites_are_problems() {
         .await;
     let answer = bench.call("PATCH", "/admin/v1/policy", "").await;
     assert_eq!(answer.headers["allow"], "GET,HEAD,PUT,DELETE");
-    let mut request = Request::post("/admin/v1/cluster/snapshot")
-        .body(Body::empty())
-        .unwrap();
-    let headers = request.headers_mut();
-    headers.insert("sec-fetch-site", "cross-site".parse().unwrap());
-    let answer = bench.send(request).await;
-    assert_eq!(answer.status, StatusCode::FORBIDDEN);
-    assert!(bench.cluster.changes.lock().unwrap().is_empty());
 }

@@ -1,0 +1,128 @@
+//! Which requests are refused because a browser may have sent them for a page of another site.
+//!
+//! A page can send requests to any address its reader's browser reaches. Two ways make them count
+//! here: a name of the page's own site that is made to lead to this listener (DNS rebinding), which
+//! shows in `host`, and a form or script of another site, which shows in `origin`, in
+//! `sec-fetch-site`, or in a `content-type` that needs no leave ([`typed`]). Programs other than
+//! browsers send none of these but `host`.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use http::header::{CONTENT_TYPE, HOST, ORIGIN};
+use http::uri::Authority;
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
+
+use super::answer::not_of_type;
+use crate::error::Problem;
+
+/// Answered whatever they are asked as: load balancers ask by many names, and are told a word.
+const ANY_NAME: [&str; 2] = ["/livez", "/readyz"];
+
+/// Names that this listener goes by, beside addresses and `localhost`.
+#[derive(Debug, Clone, Default)]
+pub(super) struct OwnNames(Arc<[String]>);
+
+impl OwnNames {
+    pub(super) fn new(names: &[String]) -> Self {
+        Self(names.iter().map(|name| name.to_ascii_lowercase()).collect())
+    }
+
+    fn is_own(&self, authority: &Authority) -> bool {
+        let host = authority.host().to_ascii_lowercase();
+        let address = host.trim_start_matches('[').trim_end_matches(']');
+        host == "localhost" || address.parse::<IpAddr>().is_ok() || self.0.contains(&host)
+    }
+}
+
+/// Refuses what a browser may have sent for a page of another site.
+pub(super) async fn own_site(
+    State(names): State<OwnNames>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match check(&names, &request) {
+        Ok(()) => next.run(request).await,
+        Err(problem) => problem.into_response(),
+    }
+}
+
+fn check(names: &OwnNames, request: &Request) -> Result<(), Problem> {
+    if ANY_NAME.contains(&request.uri().path()) {
+        return Ok(());
+    }
+    let headers = request.headers();
+    let host = asked_as(request)?;
+    if let Some(host) = &host
+        && !names.is_own(host)
+    {
+        return Err(Problem::new(
+            StatusCode::MISDIRECTED_REQUEST,
+            "unknown-host",
+            "this listener does not go by that name",
+        )
+        .detail(format!(
+            "host: {:?}, expected an address, localhost, the host of listen.advertise or one of admin.hosts",
+            host.host()
+        )));
+    }
+    let is_read = matches!(*request.method(), Method::GET | Method::HEAD);
+    if !is_read && is_of_another_site(headers, host.as_ref()) {
+        return Err(Problem::new(
+            StatusCode::FORBIDDEN,
+            "other-site",
+            "refused on behalf of another site",
+        ));
+    }
+    Ok(())
+}
+
+/// The name that the request was sent to; `None` when it names none, which no browser does.
+fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
+    let wrong = |found: &str| super::answer::invalid("host", format!("{found}, expected one host"));
+    let mut hosts = request.headers().get_all(HOST).iter();
+    let host = hosts.next();
+    if hosts.next().is_some() {
+        return Err(wrong("several"));
+    }
+    let Some(host) = host else {
+        // HTTP/2 puts it in the target.
+        return Ok(request.uri().authority().cloned());
+    };
+    let host: Option<Authority> = host.to_str().ok().and_then(|host| host.parse().ok());
+    let host = host.filter(|host| !host.as_str().contains('@'));
+    let host = host.ok_or_else(|| wrong("no host"))?;
+    match request.uri().authority() {
+        Some(target) if *target != host => Err(wrong("another one than the target's")),
+        Some(_) | None => Ok(Some(host)),
+    }
+}
+
+fn is_of_another_site(headers: &HeaderMap, host: Option<&Authority>) -> bool {
+    let is_own_page = |origin: &HeaderValue| {
+        let origin = origin.to_str().unwrap_or_default();
+        let authority = origin
+            .split_once("://")
+            .map_or("", |(_, authority)| authority);
+        host.is_some_and(|host| host.as_str().eq_ignore_ascii_case(authority))
+    };
+    let is_own_fetch = |site: &HeaderValue| site == "same-origin" || site == "none";
+    !headers.get_all(ORIGIN).iter().all(is_own_page)
+        || !headers.get_all("sec-fetch-site").iter().all(is_own_fetch)
+}
+
+/// Refuses a body of another type: a page may send what a form sends anywhere without asking.
+pub(super) fn typed(headers: &HeaderMap, expected: &'static str) -> Result<(), Problem> {
+    let found = headers
+        .get(CONTENT_TYPE)
+        .map_or("", |value| value.to_str().unwrap_or_default());
+    let media_type = found.split(';').next().unwrap_or_default().trim();
+    if media_type.eq_ignore_ascii_case(expected) {
+        Ok(())
+    } else {
+        Err(not_of_type(found, expected))
+    }
+}

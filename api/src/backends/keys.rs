@@ -1,0 +1,107 @@
+//! The keys that engines want of this replica.
+//!
+//! A key belongs to an id *and* a URL, both as this replica's config has them. What the replicated
+//! registry says of a backend can be changed by whoever reaches an admin listener; were a key sent
+//! wherever the registry points, it could be had by pointing it elsewhere (I62). Keys are never
+//! replicated.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use http::HeaderValue;
+
+/// The `authorization` header of each engine that wants one.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct EngineKeys(BTreeMap<String, EngineKey>);
+
+#[derive(Clone, PartialEq, Eq)]
+struct EngineKey {
+    /// Without a last slash.
+    url: String,
+    authorization: HeaderValue,
+    /// Whether clients' requests carry it as well as probes.
+    is_for_requests: bool,
+}
+
+impl EngineKeys {
+    /// The engine `id` at `url` gets `authorization` with everything that is sent to it, in place of
+    /// what clients send.
+    pub fn add(&mut self, id: &str, url: &str, authorization: HeaderValue) {
+        self.insert(id, url, authorization, true);
+    }
+
+    /// The engine gets it with what the replica asks on its own account only.
+    pub fn add_for_probes(&mut self, id: &str, url: &str, authorization: HeaderValue) {
+        self.insert(id, url, authorization, false);
+    }
+
+    fn insert(&mut self, id: &str, url: &str, mut authorization: HeaderValue, requests: bool) {
+        authorization.set_sensitive(true);
+        let key = EngineKey {
+            url: bare(url).to_owned(),
+            authorization,
+            is_for_requests: requests,
+        };
+        self.0.insert(id.to_owned(), key);
+    }
+
+    /// What the replica sends the backend `id` at `url` on its own account.
+    pub(crate) fn of_probes(&self, id: &str, url: &str) -> Option<&HeaderValue> {
+        self.of(id, url).map(|key| &key.authorization)
+    }
+
+    /// What clients' requests to the backend `id` at `url` carry in place of their own.
+    pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<&HeaderValue> {
+        let key = self.of(id, url).filter(|key| key.is_for_requests);
+        key.map(|key| &key.authorization)
+    }
+
+    fn of(&self, id: &str, url: &str) -> Option<&EngineKey> {
+        self.0.get(id).filter(|key| key.url == bare(url))
+    }
+}
+
+fn bare(url: &str) -> &str {
+    url.trim_end_matches('/')
+}
+
+impl fmt::Debug for EngineKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "EngineKeys({} keys)", self.0.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_for_one_id_at_one_url() {
+        let mut keys = EngineKeys::default();
+        keys.add(
+            "gpu-1",
+            "http://10.0.0.1:8000/",
+            HeaderValue::from_static("Bearer one"),
+        );
+        keys.add_for_probes(
+            "gpu-2",
+            "http://10.0.0.2",
+            HeaderValue::from_static("Bearer two"),
+        );
+        let (one, two) = ("http://10.0.0.1:8000", "http://10.0.0.2");
+        assert_eq!(keys.of_requests("gpu-1", one).unwrap(), "Bearer one");
+        assert_eq!(keys.of_probes("gpu-1", one).unwrap(), "Bearer one");
+        assert_eq!(keys.of_probes("gpu-2", two).unwrap(), "Bearer two");
+        assert_eq!(keys.of_requests("gpu-2", two), None);
+        for (id, url) in [
+            ("gpu-1", two),
+            ("gpu-2", one),
+            ("gpu-1", "http://10.0.0.1:80"),
+            ("gpu-1", "http://evil.example"),
+            ("evil", one),
+        ] {
+            assert_eq!(keys.of_probes(id, url), None, "{id} {url}");
+        }
+        assert_eq!(format!("{keys:?}"), "EngineKeys(2 keys)");
+    }
+}

@@ -1,0 +1,75 @@
+//! Whose key reaches an engine (I62).
+
+use std::time::Duration;
+
+use api::backends::EngineKeys;
+use api::proxy::ApiKeys;
+use http::HeaderValue;
+
+use super::client::chat;
+use super::engine::{Engine, json};
+use super::fleet::Fleet;
+
+/// Lines of the request's head that carry a key, sorted.
+fn keys_in(request: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = request
+        .lines()
+        .filter(|line| line.contains("key"))
+        .collect();
+    lines.sort_unstable();
+    lines
+}
+
+fn keyed() -> String {
+    let ours = "authorization: Bearer client-key\r\nx-api-key: client-key\r\napi-key: client-key\r\nhost: ";
+    chat("").replacen("host: ", ours, 1)
+}
+
+async fn seen(fleet: &Fleet, engine: &Engine) -> Vec<String> {
+    assert_eq!(fleet.client().await.ask(keyed()).await.status, 200);
+    fleet.is_idle().await;
+    let request = engine.requests().pop().unwrap();
+    keys_in(&request).into_iter().map(str::to_owned).collect()
+}
+
+#[tokio::test]
+async fn an_engine_gets_its_own_key_and_no_clients() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let mut keys = EngineKeys::default();
+    let url = format!("http://{}", engine.address);
+    keys.add("e0", &url, HeaderValue::from_static("Bearer engine-key"));
+    let fleet = Fleet::start_keyed(&[&engine], keys, Duration::ZERO, |_| {}).await;
+    let own = ["authorization: Bearer engine-key"];
+    assert_eq!(seen(&fleet, &engine).await, own);
+}
+
+#[tokio::test]
+async fn a_key_does_not_follow_an_id_to_another_url() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let mut keys = EngineKeys::default();
+    // As the config has it; the registry says otherwise.
+    keys.add(
+        "e0",
+        "http://10.0.0.1:8000",
+        HeaderValue::from_static("Bearer engine-key"),
+    );
+    let fleet = Fleet::start_keyed(&[&engine], keys, Duration::ZERO, |_| {}).await;
+    let clients = [
+        "api-key: client-key",
+        "authorization: Bearer client-key",
+        "x-api-key: client-key",
+    ];
+    assert_eq!(seen(&fleet, &engine).await, clients);
+}
+
+#[tokio::test]
+async fn keys_that_are_checked_here_stay_here() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        let mut keys = ApiKeys::default();
+        keys.add("client-key", None);
+        settings.api_keys = Some(keys);
+    })
+    .await;
+    assert!(seen(&fleet, &engine).await.is_empty());
+}
