@@ -119,13 +119,22 @@ impl Fleet {
             server,
             log: Arc::new(Log(Mutex::new((state, 0)))),
         };
-        fleet.apply(Command::InitCluster {
+        fleet.found(engines);
+        for backend in &fleet.registry().backends {
+            backends.assume(backend.handle.slot, &HEALTHY);
+        }
+        fleet
+    }
+
+    /// Forms the cluster and registers `engines`.
+    fn found(&mut self, engines: &[&Engine]) {
+        self.apply(Command::InitCluster {
             hash_seed: 7,
             policy: PolicyConfig::LeastRequest,
             fairness: FairnessSettings::default(),
         });
         for (number, engine) in engines.iter().enumerate() {
-            fleet.apply(Command::PutBackend(BackendSpec {
+            self.apply(Command::PutBackend(BackendSpec {
                 id: format!("e{number}"),
                 url: format!("http://{}", engine.address),
                 models: vec!["m".to_owned()],
@@ -135,10 +144,6 @@ impl Fleet {
                 kv_replay: None,
             }));
         }
-        for backend in &fleet.registry().backends {
-            backends.assume(backend.handle.slot, &HEALTHY);
-        }
-        fleet
     }
 
     pub(crate) fn apply(&mut self, command: Command) {
