@@ -134,6 +134,15 @@ pub enum Failure {
         /// When there is room again, milliseconds from now.
         retry_after_ms: u64,
     },
+    /// The client's address has as many requests under way as it may.
+    #[error("as many requests are under way from this client address as may be")]
+    AddressAtLimit,
+    /// The user has as many requests under way at this replica as it may.
+    #[error("as many requests of this user are under way at this replica as may be")]
+    UserAtLimit,
+    /// The request expects something that is not known.
+    #[error("nothing but `100-continue` can be expected")]
+    BadExpectation,
     /// As many requests wait for this model as may.
     #[error("every backend is at its limit and the queue of this model is full")]
     QueueFull,
@@ -192,6 +201,10 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::UnknownModel { .. } => (404, "invalid_request_error", "model_not_found"),
         Failure::BodyTooLarge { .. } => (413, "invalid_request_error", "request_too_large"),
         Failure::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
+        Failure::BadExpectation => (417, "invalid_request_error", "expectation_failed"),
+        Failure::AddressAtLimit | Failure::UserAtLimit => {
+            (429, "rate_limit_error", "too_many_requests_at_once")
+        }
         Failure::OverLimit { .. } => (429, "rate_limit_error", "rate_limit_exceeded"),
         Failure::QueueFull => (503, "server_error", "queue_full"),
         Failure::WaitedTooLong => (503, "server_error", "queue_timeout"),
@@ -212,6 +225,8 @@ pub fn rescue(failure: &Failure) -> Answer {
         | Failure::Overloaded
         | Failure::QueueFull
         | Failure::WaitedTooLong
+        | Failure::AddressAtLimit
+        | Failure::UserAtLimit
         | Failure::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
         Failure::OverLimit { retry_after_ms, .. } => {
             let seconds = u32::try_from(retry_after_ms.div_ceil(1000));

@@ -13,7 +13,9 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
+use super::clients::{Counted, Turn};
 use crate::backends::pool::PoolCounters;
+use crate::error::Failure;
 
 /// Upper bounds of the histograms' buckets, in seconds.
 const BUCKETS_S: [f64; 14] = [
@@ -68,10 +70,16 @@ pub struct RequestLabels {
 pub struct ProxyMetrics {
     /// Requests by outcome and status.
     pub requests: Family<RequestLabels, Counter>,
-    /// Requests under way.
+    /// Requests under way: from when their body is here to the end of the answer.
     pub in_flight: Gauge,
+    /// Requests whose body is not here yet, and those that are refused without it.
+    pub reading: Gauge,
     /// Client connections open.
     pub connections: Gauge,
+    /// Connections closed for being the longest idle when there was no room.
+    pub connections_evicted: Counter,
+    /// Connections closed because their address has as many as it may.
+    pub connections_refused: Counter,
     /// Seconds from a request's head to the first byte of an engine's answer.
     pub time_to_first_byte: Seconds,
     /// Seconds from a request's head to the end of the answer.
@@ -109,9 +117,8 @@ impl ProxyMetrics {
         let Self {
             requests,
             in_flight,
-            connections,
+            reading,
             retries,
-            pool,
             ..
         } = self;
         registry.register(
@@ -125,9 +132,9 @@ impl ProxyMetrics {
             in_flight.clone(),
         );
         registry.register(
-            "connections",
-            "Client connections open",
-            connections.clone(),
+            "reading_requests",
+            "Requests whose body is not here yet",
+            reading.clone(),
         );
         registry.register(
             "ttft_seconds",
@@ -154,6 +161,32 @@ impl ProxyMetrics {
             "Answers passed on",
             self.answer_bytes.clone(),
         );
+        self.register_connections(registry);
+    }
+
+    fn register_connections(&self, registry: &mut Registry) {
+        let Self {
+            connections,
+            connections_evicted,
+            connections_refused,
+            pool,
+            ..
+        } = self;
+        registry.register(
+            "connections",
+            "Client connections open",
+            connections.clone(),
+        );
+        registry.register(
+            "connections_evicted",
+            "Idle connections closed to make room",
+            connections_evicted.clone(),
+        );
+        registry.register(
+            "connections_refused",
+            "Connections closed because their address has as many as it may",
+            connections_refused.clone(),
+        );
         registry.register(
             "engine_connections_opened",
             "Connections opened to engines",
@@ -172,24 +205,72 @@ impl ProxyMetrics {
     }
 }
 
-/// One request's account: counts it as under way from its creation to its drop. A request whose
-/// future or body is dropped without a word was left by its client.
-#[derive(Debug)]
+/// One request's account: counts it from its creation to its drop, and holds what it takes up
+/// meanwhile. A request whose future or body is dropped without a word was left by its client.
 pub(super) struct Ledger {
     metrics: Arc<ProxyMetrics>,
     started: Instant,
     outcome: Outcome,
     code: u16,
+    stage: Stage,
+    /// Of its connection and its address.
+    _turn: Option<Turn>,
+    /// Of its user.
+    counted: Option<Counted>,
+}
+
+/// What a request counts as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Its body is on its way.
+    Reading,
+    /// Its body is here.
+    UnderWay,
+    /// It is refused, and holds no room that others could have.
+    Refused,
 }
 
 impl Ledger {
-    pub(super) fn open(metrics: &Arc<ProxyMetrics>) -> Self {
-        metrics.in_flight.inc();
+    pub(super) fn open(metrics: &Arc<ProxyMetrics>, turn: Option<Turn>) -> Self {
+        metrics.reading.inc();
         Self {
             metrics: Arc::clone(metrics),
             started: Instant::now(),
             outcome: Outcome::ClientLeft,
             code: 0,
+            stage: Stage::Reading,
+            _turn: turn,
+            counted: None,
+        }
+    }
+
+    /// The request's body is here: it is under way, unless `requests_max` are.
+    pub(super) fn is_read(&mut self, requests_max: usize) -> Result<(), Failure> {
+        let before = self.metrics.in_flight.inc();
+        self.metrics.reading.dec();
+        self.stage = Stage::UnderWay;
+        match usize::try_from(before) {
+            Ok(before) if before < requests_max => Ok(()),
+            Ok(_) | Err(_) => Err(Failure::Overloaded),
+        }
+    }
+
+    /// Counts it as one of its user's.
+    pub(super) fn counts(&mut self, counted: Counted) {
+        self.counted = Some(counted);
+    }
+
+    /// It is refused: what is still done with it holds no room that others could have.
+    pub(super) fn is_refused(&mut self) {
+        self.leave_stage();
+        self.stage = Stage::Refused;
+    }
+
+    fn leave_stage(&self) {
+        match self.stage {
+            Stage::Reading => drop(self.metrics.reading.dec()),
+            Stage::UnderWay => drop(self.metrics.in_flight.dec()),
+            Stage::Refused => {}
         }
     }
 
@@ -215,13 +296,14 @@ impl Ledger {
 
 impl Drop for Ledger {
     fn drop(&mut self) {
+        self.leave_stage();
         let Self {
             metrics,
             started,
             outcome,
             code,
+            ..
         } = self;
-        metrics.in_flight.dec();
         metrics.duration.observe(started.elapsed());
         let labels = RequestLabels {
             outcome: *outcome,
@@ -240,7 +322,7 @@ mod tests {
         let metrics = Arc::new(ProxyMetrics::default());
         let mut registry = Registry::default();
         metrics.register(&mut registry);
-        drop(Ledger::open(&metrics));
+        drop(Ledger::open(&metrics, None));
         let mut page = String::new();
         prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
         let line = "quorate_proxy_requests_total{outcome=\"client-left\",code=\"0\"} 1\n";

@@ -18,6 +18,8 @@
 //! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first among
 //! requests that wait for a backend; all are passed on.
 
+mod addresses;
+mod clients;
 mod document;
 mod expose;
 mod forward;
@@ -43,7 +45,7 @@ use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::header::CONTENT_TYPE;
+use http::header::{CONNECTION, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -51,6 +53,7 @@ use state::View;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
+pub use addresses::{BadPrefix, IpPrefix};
 pub use expose::Expose;
 pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
 pub use relay::BrokenAnswer;
@@ -66,6 +69,7 @@ use crate::backends::pool::Pool;
 use crate::error::{Failure, openai_response};
 use crate::prompt::{Identity, Parsed};
 use crate::routing::{ReadFailure, Router};
+use clients::{Clients, Turn, Users};
 use forward::{Asked, Forwarded, forward};
 use headers::request_id;
 use metrics::Ledger;
@@ -74,6 +78,9 @@ use relay::Relay;
 pub(crate) use request::ANONYMOUS;
 use request::Held;
 use routes::Route;
+
+/// Says that an answer is the last of its connection.
+const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
 /// What all connections of a data plane share.
 pub struct Proxy {
@@ -89,6 +96,8 @@ pub struct Proxy {
     held_bytes: Arc<AtomicU64>,
     /// Tasks beside those of the connections: h2 streams, and answers to them.
     tasks: TaskTracker,
+    clients: Arc<Clients>,
+    users: Arc<Users>,
 }
 
 /// The body of an answer.
@@ -115,6 +124,12 @@ impl Proxy {
     ) -> Self {
         let pool = Pool::new(settings.pool, metrics.pool.clone());
         let replica = HeaderValue::from(u16::from(settings.replica.0));
+        let limits = &settings.limits;
+        let clients = Clients::new(
+            limits.connections_per_address_max,
+            limits.requests_per_address_max,
+        );
+        let users = Users::new(limits.requests_per_user_max);
         Self {
             router: Arc::clone(admission.router()),
             admission,
@@ -126,16 +141,27 @@ impl Proxy {
             replica,
             held_bytes: Arc::default(),
             tasks: TaskTracker::new(),
+            clients: Arc::new(clients),
+            users: Arc::new(users),
         }
     }
 
+    /// Closes up to `count` client connections that have no request, the longest idle first: for
+    /// when there is no room for others. How many it told to go.
+    pub fn close_idle(&self, count: usize) -> usize {
+        let closed = self.clients.close_idle(count);
+        self.metrics.connections_evicted.inc_by(closed as u64);
+        closed
+    }
+
     /// Answers one request. `peer` is the client's address as a header value.
-    pub async fn answer(
+    async fn answer(
         self: Arc<Self>,
         peer: HeaderValue,
+        (turn, is_within): (Turn, bool),
         request: Request<Incoming>,
     ) -> Response<AnswerBody> {
-        let mut ledger = Ledger::open(&self.metrics);
+        let mut ledger = Ledger::open(&self.metrics, Some(turn));
         let id = request_id(request.headers());
         let span = tracing::debug_span!(
             "request",
@@ -144,10 +170,14 @@ impl Proxy {
         );
         let (head, body) = request.into_parts();
         let version = head.version;
-        let handled = self
-            .handle(peer, id.clone(), head, body)
-            .instrument(span)
-            .await;
+        let handled = async {
+            if is_within {
+                return self.handle(peer, id.clone(), head, body, &mut ledger).await;
+            }
+            ledger.is_refused();
+            Err(Failure::AddressAtLimit)
+        };
+        let handled = handled.instrument(span).await;
         let mut response = match handled {
             Ok(Forwarded::Relayed(response)) => {
                 ledger.answered(response.status());
@@ -167,7 +197,11 @@ impl Proxy {
                 local(response, outcome, ledger)
             }
             Err(failure) => {
-                let response = openai_response(&failure);
+                let mut response = openai_response(&failure);
+                if failure == Failure::BadKey && version <= Version::HTTP_11 {
+                    // Whoever has no key has no claim to a connection.
+                    response.headers_mut().insert(CONNECTION, CLOSE);
+                }
                 let is_clients = response.status().is_client_error();
                 let outcome = if is_clients {
                     Outcome::Refused
@@ -198,6 +232,7 @@ impl Proxy {
         request_id: HeaderValue,
         head: http::request::Parts,
         mut body: Incoming,
+        ledger: &mut Ledger,
     ) -> Result<Forwarded, Failure> {
         let held_bytes_max = self.settings.limits.held_bytes_max;
         let mut held = Held::none(&self.held_bytes, held_bytes_max);
@@ -206,15 +241,21 @@ impl Proxy {
             Ok(None) => return self.models(head.uri.path()).map(Forwarded::Held),
             Err(failure) => {
                 drop(held);
-                if !body.is_end_stream() && failure != Failure::BodyTimeout {
+                ledger.is_refused();
+                // Over HTTP/2 the stream is reset instead.
+                let is_wanted = head.version <= Version::HTTP_11 && !body.is_end_stream();
+                if is_wanted && failure != Failure::BodyTimeout {
                     request::discard(&self.settings, &head.headers, body).await;
                 }
                 return Err(failure);
             }
         };
         drop(body);
+        ledger.is_read(self.settings.limits.requests_max)?;
         let (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
         let user = request::identify(&self.settings, &head.headers, &parsed).into_owned();
+        let counted = self.users.count(&user);
+        ledger.counts(counted.ok_or(Failure::UserAtLimit)?);
         let priority = request::priority(&head.headers, self.settings.priority_max)?;
         let asked = Asked {
             head,
@@ -236,15 +277,25 @@ impl Proxy {
         body: &mut Incoming,
         held: &mut Held,
     ) -> Result<Option<Bytes>, Failure> {
+        request::check_head(head)?;
         request::check_key(&self.settings, &head.headers)?;
         match routes::route(&self.settings, &head.method, head.uri.path())? {
             Route::Models | Route::Model(_) => Ok(None),
             Route::Engine => {
-                let requests_max = i64::try_from(self.settings.limits.requests_max);
-                if requests_max.is_ok_and(|max| self.metrics.in_flight.get() > max) {
+                let limits = &self.settings.limits;
+                let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);
+                // This one is among them.
+                let reading = self.metrics.reading.get();
+                if is_full || reading > signed(limits.reading_max) {
                     return Err(Failure::Overloaded);
                 }
-                let bytes = request::read_body(&self.settings, &head.headers, body, held).await?;
+                let reading_max = signed(limits.reading_max / 2);
+                let upload = request::Upload {
+                    settings: &self.settings,
+                    headers: &head.headers,
+                    is_crowded: &|| self.metrics.reading.get() > reading_max,
+                };
+                let bytes = upload.read(body, held).await?;
                 self.metrics.request_bytes.inc_by(bytes.len() as u64);
                 Ok(Some(bytes))
             }
@@ -286,6 +337,11 @@ impl Proxy {
         response.headers_mut().insert(CONTENT_TYPE, json);
         Ok(response)
     }
+}
+
+/// A limit as gauges count.
+fn signed(limit: usize) -> i64 {
+    i64::try_from(limit).unwrap_or(i64::MAX)
 }
 
 fn local(response: Response<Bytes>, outcome: Outcome, mut ledger: Ledger) -> Response<AnswerBody> {

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::HeaderMap;
-use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT};
+use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST};
+use http::{HeaderMap, Version};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use state::command::NAME_BYTES_MAX;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::headers::{API_KEY, PRIORITY};
@@ -24,8 +24,6 @@ pub(crate) const ANONYMOUS: &str = "anonymous";
 /// What is set aside for a body before its bytes come, at most: its announced length is only a
 /// promise.
 const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
-/// How long a body that nobody wants is read on, so that its sender gets to see the answer.
-const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A body's bytes in the sum of all that are held; taken out when dropped.
 pub(super) struct Held {
@@ -59,62 +57,99 @@ impl Drop for Held {
     }
 }
 
-/// Reads a body to its end, within the limits.
-pub(super) async fn read_body(
-    settings: &ProxySettings,
-    headers: &HeaderMap,
-    body: &mut Incoming,
-    held: &mut Held,
-) -> Result<Bytes, Failure> {
-    if headers
-        .get(CONTENT_ENCODING)
-        .is_some_and(|coding| coding != "identity")
-    {
-        return Err(bad_request(
-            "encoded bodies are not read: send it without content-encoding",
-        ));
-    }
-    let bytes_max = settings.limits.body_bytes_max;
-    let announced = content_length(headers);
-    if announced.is_some_and(|length| length > bytes_max) {
-        return Err(Failure::BodyTooLarge { bytes_max });
-    }
-    let timeouts = &settings.timeouts;
-    let deadline = Instant::now() + timeouts.body;
-    let mut whole = BytesMut::new();
-    let mut first = Bytes::new();
-    loop {
-        let until = deadline.min(Instant::now() + timeouts.body_idle);
-        let frame = timeout_at(until, body.frame())
-            .await
-            .map_err(|_| Failure::BodyTimeout)?;
-        let Some(frame) = frame else { break };
-        let frame = frame.map_err(|_| bad_request("the body ended early"))?;
-        let Ok(data) = frame.into_data() else {
-            continue;
-        };
-        held.add(data.len())?;
-        let length = whole.len() + first.len() + data.len();
-        if length as u64 > bytes_max {
+/// A body on its way in.
+pub(super) struct Upload<'a> {
+    pub(super) settings: &'a ProxySettings,
+    pub(super) headers: &'a HeaderMap,
+    /// Whether many others are on their way: then it has less time.
+    pub(super) is_crowded: &'a (dyn Fn() -> bool + Sync),
+}
+
+/// How often a body that does not come is asked whether it still has time.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Whole bodies get this part of their time while many are on their way.
+const CROWDED_PART: u32 = 10;
+
+impl Upload<'_> {
+    /// Reads the body to its end, within the limits.
+    pub(super) async fn read(
+        &self,
+        body: &mut Incoming,
+        held: &mut Held,
+    ) -> Result<Bytes, Failure> {
+        if self
+            .headers
+            .get(CONTENT_ENCODING)
+            .is_some_and(|coding| coding != "identity")
+        {
+            return Err(bad_request(
+                "encoded bodies are not read: send it without content-encoding",
+            ));
+        }
+        let bytes_max = self.settings.limits.body_bytes_max;
+        let announced = content_length(self.headers);
+        if announced.is_some_and(|length| length > bytes_max) {
             return Err(Failure::BodyTooLarge { bytes_max });
         }
-        if length == data.len() {
-            // Most bodies are one frame and need no copy.
-            first = data;
-            continue;
+        let began = Instant::now();
+        let mut whole = BytesMut::new();
+        let mut first = Bytes::new();
+        while let Some(data) = self.piece(body, began).await? {
+            held.add(data.len())?;
+            let length = whole.len() + first.len() + data.len();
+            if length as u64 > bytes_max {
+                return Err(Failure::BodyTooLarge { bytes_max });
+            }
+            if length == data.len() {
+                // Most bodies are one frame and need no copy.
+                first = data;
+                continue;
+            }
+            if whole.is_empty() {
+                let likely = announced.unwrap_or(0).min(FIRST_BUFFER_BYTES_MAX);
+                whole.reserve(length.max(usize::try_from(likely).unwrap_or(0)));
+                whole.extend_from_slice(&std::mem::take(&mut first));
+            }
+            whole.extend_from_slice(&data);
         }
-        if whole.is_empty() {
-            let likely = announced.unwrap_or(0).min(FIRST_BUFFER_BYTES_MAX);
-            whole.reserve(length.max(usize::try_from(likely).unwrap_or(0)));
-            whole.extend_from_slice(&std::mem::take(&mut first));
-        }
-        whole.extend_from_slice(&data);
+        Ok(if whole.is_empty() {
+            first
+        } else {
+            whole.freeze()
+        })
     }
-    Ok(if whole.is_empty() {
-        first
-    } else {
-        whole.freeze()
-    })
+
+    /// The next piece; `None` at the end.
+    async fn piece(&self, body: &mut Incoming, began: Instant) -> Result<Option<Bytes>, Failure> {
+        let waits_since = Instant::now();
+        loop {
+            let until = self.patience(began, waits_since);
+            let frame = match timeout_at(until.min(Instant::now() + LOOK_EVERY), body.frame()).await
+            {
+                Ok(Some(frame)) => frame.map_err(|_| bad_request("the body ended early"))?,
+                Ok(None) => return Ok(None),
+                // Others may have come meanwhile.
+                Err(_) if self.patience(began, waits_since) > Instant::now() => continue,
+                Err(_) => return Err(Failure::BodyTimeout),
+            };
+            // Trailers are not passed on.
+            if let Ok(data) = frame.into_data() {
+                return Ok(Some(data));
+            }
+        }
+    }
+
+    fn patience(&self, began: Instant, waits_since: Instant) -> Instant {
+        let timeouts = &self.settings.timeouts;
+        let (whole, idle) = match (self.is_crowded)() {
+            false => (timeouts.body, timeouts.body_idle),
+            true => (
+                timeouts.body / CROWDED_PART,
+                timeouts.body_idle_crowded.min(timeouts.body_idle),
+            ),
+        };
+        (began + whole).min(waits_since + idle)
+    }
 }
 
 /// Reads what is left of a body and throws it away, within bounds: closing a connection over unread
@@ -125,9 +160,10 @@ pub(super) async fn discard(settings: &ProxySettings, headers: &HeaderMap, mut b
     if is_hopeless || headers.contains_key(EXPECT) {
         return;
     }
+    let patience = settings.timeouts.refused_body;
     let read = async {
         let mut left = bytes_max;
-        while let Some(Ok(frame)) = body.frame().await {
+        while let Ok(Some(Ok(frame))) = timeout(patience / 4, body.frame()).await {
             let length = frame.data_ref().map_or(0, |data| data.len() as u64);
             match left.checked_sub(length) {
                 Some(rest) => left = rest,
@@ -136,7 +172,7 @@ pub(super) async fn discard(settings: &ProxySettings, headers: &HeaderMap, mut b
         }
     };
     // Either way the answer is sent next.
-    let _: Result<(), _> = tokio::time::timeout(DISCARD_TIMEOUT, read).await;
+    let _: Result<(), _> = timeout(patience, read).await;
 }
 
 fn content_length(headers: &HeaderMap) -> Option<u64> {
@@ -163,6 +199,23 @@ fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
         });
     let key = bearer.or_else(|| headers.get(&API_KEY).map(http::HeaderValue::as_bytes));
     key.filter(|key| !key.is_empty())
+}
+
+/// Refuses heads that HTTP does not allow: one host is named (RFC 9112, 3.2), and nothing but
+/// `100-continue` can be expected (RFC 9110, 10.1.1).
+pub(super) fn check_head(head: &http::request::Parts) -> Result<(), Failure> {
+    let hosts = head.headers.get_all(HOST).iter().count();
+    if hosts > 1 {
+        return Err(bad_request("more than one host header"));
+    }
+    if hosts == 0 && head.version == Version::HTTP_11 {
+        return Err(bad_request("no host header: HTTP/1.1 requires one"));
+    }
+    let mut expected = head.headers.get_all(EXPECT).iter();
+    if expected.all(|it| it.as_bytes().eq_ignore_ascii_case(b"100-continue")) {
+        return Ok(());
+    }
+    Err(Failure::BadExpectation)
 }
 
 /// Refuses clients without a known key, where keys are required.

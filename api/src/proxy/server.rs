@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
+use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use http::header::CONNECTION;
-use http::{HeaderValue, Request, Version};
+use http::{HeaderValue, Request, Response, Version};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
-use hyper::service::service_fn;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use prometheus_client::metrics::gauge::Gauge;
@@ -24,8 +24,9 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::Proxy;
+use super::clients::Seated;
 use super::pace::Paced;
+use super::{AnswerBody, CLOSE, Proxy};
 use crate::backends::pool::prepare;
 
 /// How often idle connections to engines are looked through.
@@ -33,12 +34,16 @@ const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// A request that is on its way when the drain begins finds its connection open for so long: its
 /// client could not know better. A quarter of the deadline if that is shorter.
 const LINGER: Duration = Duration::from_millis(250);
-/// Says that an answer is the last of its connection.
-const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// h2 flow-control window of a connection and of a stream, in bytes: prompts can be long.
 const H2_WINDOW_BYTES: u32 = 1024 * 1024;
+/// So many idle connections are closed at a time when there is no room for another.
+const EVICTED_AT_ONCE: usize = 32;
+/// How often that is tried while there is none.
+const EVICT_EVERY: Duration = Duration::from_millis(100);
+/// How long a connection that was told to go may take to do so.
+const EVICTED_WITHIN: Duration = Duration::from_secs(1);
 
 /// A data plane on its listener.
 pub struct Server {
@@ -89,7 +94,11 @@ impl Server {
             linger: LINGER.min(deadline / 4),
             cut: CancellationToken::new(),
         };
-        let connections = Arc::new(Semaphore::new(proxy.settings.limits.connections_max));
+        let mut door = Door {
+            listener,
+            room: Arc::new(Semaphore::new(proxy.settings.limits.connections_max)),
+            knocking: None,
+        };
         let builder = Arc::new(builder(&proxy));
         let mut reap = interval(REAP_INTERVAL);
         reap.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -103,8 +112,9 @@ impl Server {
                 biased;
                 () = stop.drain.cancelled() => break,
                 _ = reap.tick() => proxy.pool.reap(),
-                accepted = accept(&listener, &connections) => match accepted {
-                    Ok(accepted) => { tracker.spawn(context().serve(accepted)); }
+                accepted = door.accept(&proxy) => match accepted {
+                    Ok(Some(accepted)) => { tracker.spawn(context().serve(accepted)); }
+                    Ok(None) => {}
                     Err(error) => {
                         tracing::warn!(%error, "accept failed");
                         sleep(ACCEPT_PAUSE).await;
@@ -113,10 +123,10 @@ impl Server {
             }
         }
         // Closing the listener resets those that are in its backlog.
-        while let Some(Ok(accepted)) = accept(&listener, &connections).now_or_never() {
-            tracker.spawn(context().serve(accepted));
+        while let Some(Ok(accepted)) = door.accept(&proxy).now_or_never() {
+            accepted.map(|accepted| tracker.spawn(context().serve(accepted)));
         }
-        drop(listener);
+        drop(door);
         tracker.close();
         // Who still waits for a backend then is told to ask another replica, not cut off.
         let farewell = FAREWELL.min(deadline / 4);
@@ -137,14 +147,60 @@ impl Server {
     }
 }
 
-/// A client's connection and its share of those that may be open.
-type Accepted = (TcpStream, SocketAddr, OwnedSemaphorePermit);
+/// Where connections come in.
+struct Door {
+    listener: TcpListener,
+    room: Arc<Semaphore>,
+    /// Accepted before there was room for it.
+    knocking: Option<(TcpStream, IpAddr)>,
+}
 
-async fn accept(listener: &TcpListener, connections: &Arc<Semaphore>) -> io::Result<Accepted> {
-    let permit = Arc::clone(connections).acquire_owned().await;
-    let permit = permit.map_err(|_| io::Error::other("the semaphore is never closed"))?;
-    let (stream, peer) = listener.accept().await?;
-    Ok((stream, peer, permit))
+/// A client's connection and what it takes up.
+struct Accepted {
+    stream: TcpStream,
+    peer: IpAddr,
+    seated: Seated,
+    _room: OwnedSemaphorePermit,
+}
+
+impl Door {
+    /// The next connection; `None` for one whose address has as many as it may. While there is no
+    /// room, the longest idle connections are closed. Cancelled, it loses nothing.
+    async fn accept(&mut self, proxy: &Proxy) -> io::Result<Option<Accepted>> {
+        if self.knocking.is_none() {
+            let (stream, peer) = self.listener.accept().await?;
+            self.knocking = Some((stream, peer.ip().to_canonical()));
+        }
+        let room = self.room(proxy).await?;
+        let Some((stream, peer)) = self.knocking.take() else {
+            return Ok(None);
+        };
+        let trusted = &proxy.settings.trusted_proxies;
+        let is_exempt = trusted.iter().any(|prefix| prefix.contains(peer));
+        let Some(seated) = proxy.clients.seat(peer, is_exempt) else {
+            proxy.metrics.connections_refused.inc();
+            return Ok(None);
+        };
+        Ok(Some(Accepted {
+            stream,
+            peer,
+            seated,
+            _room: room,
+        }))
+    }
+
+    async fn room(&self, proxy: &Proxy) -> io::Result<OwnedSemaphorePermit> {
+        if let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() {
+            return Ok(permit);
+        }
+        loop {
+            proxy.close_idle(EVICTED_AT_ONCE);
+            let permit = timeout(EVICT_EVERY, Arc::clone(&self.room).acquire_owned()).await;
+            if let Ok(permit) = permit {
+                return permit.map_err(|_| io::Error::other("the semaphore is never closed"));
+            }
+        }
+    }
 }
 
 /// Runs h2 streams where the drain can wait for them.
@@ -213,7 +269,13 @@ struct Context {
 }
 
 impl Context {
-    async fn serve(self, (stream, peer, _permit): Accepted) {
+    async fn serve(self, accepted: Accepted) {
+        let Accepted {
+            stream,
+            peer,
+            seated,
+            _room,
+        } = accepted;
         let Self {
             proxy,
             builder,
@@ -225,36 +287,30 @@ impl Context {
             return;
         }
         let _open = Open::connection(&proxy.metrics.connections);
-        let peer = HeaderValue::from_str(&peer.ip().to_canonical().to_string())
-            .expect("an address is visible ascii");
+        let seat = Arc::clone(&seated.seat);
         let asked = Arc::new(Asked::default());
-        let asking = Arc::clone(&asked);
-        let stopping = stop.clone();
-        let service = service_fn(move |request: Request<Incoming>| {
-            // HTTP/2 has no such header; GOAWAY says it.
-            let can_close = request.version() <= Version::HTTP_11;
-            asking.note(!can_close);
-            let answer = Arc::clone(&proxy).answer(peer.clone(), request);
-            let stopping = stopping.clone();
-            async move {
-                let mut response = answer.await;
-                if can_close && stopping.is_leaving() {
-                    response.headers_mut().insert(CONNECTION, CLOSE);
-                }
-                Ok::<_, Infallible>(response)
-            }
-        });
+        let service = service(&proxy, seated, peer, &asked, &stop);
         let stream = TokioIo::new(Paced::new(stream, timeouts.untaken));
         let mut connection = pin!(builder.serve_connection(stream, service));
         // hyper's own timer begins only when it knows which protocol is spoken, and is for HTTP/1.1.
         let mut patience = pin!(sleep(timeouts.first_request));
-        let (mut is_first, mut is_waiting) = (true, true);
+        let (mut is_first, mut is_waiting, mut is_evicted) = (true, true, false);
         let ended = loop {
             tokio::select! {
                 biased;
                 ended = connection.as_mut() => break ended,
+                () = seat.told_to_leave(), if !is_evicted => {
+                    (is_evicted, is_waiting) = (true, true);
+                    connection.as_mut().graceful_shutdown();
+                    patience.as_mut().reset(Instant::now() + EVICTED_WITHIN);
+                }
                 () = &mut patience, if is_waiting => {
-                    if asked.take() {
+                    if is_evicted {
+                        if seat.is_idle() {
+                            break Ok(());
+                        }
+                        patience.as_mut().reset(Instant::now() + EVICTED_WITHIN);
+                    } else if asked.take() {
                         is_first = false;
                         is_waiting = asked.is_h2.load(Ordering::Relaxed);
                         patience.as_mut().reset(Instant::now() + timeouts.next_request);
@@ -284,6 +340,37 @@ impl Context {
             tracing::debug!(%error, "connection ended");
         }
     }
+}
+
+/// Answers the requests of one connection.
+fn service(
+    proxy: &Arc<Proxy>,
+    seated: Seated,
+    peer: IpAddr,
+    asked: &Arc<Asked>,
+    stop: &Stop,
+) -> impl Service<
+    Request<Incoming>,
+    Response = Response<AnswerBody>,
+    Error = Infallible,
+    Future: Send + 'static,
+> + use<> {
+    let (proxy, asked, stop) = (Arc::clone(proxy), Arc::clone(asked), stop.clone());
+    let peer = HeaderValue::from_str(&peer.to_string()).expect("an address is visible ascii");
+    service_fn(move |request: Request<Incoming>| {
+        // HTTP/2 has no such header; GOAWAY says it.
+        let can_close = request.version() <= Version::HTTP_11;
+        asked.note(!can_close);
+        let answer = Arc::clone(&proxy).answer(peer.clone(), seated.turn(), request);
+        let stop = stop.clone();
+        async move {
+            let mut response = answer.await;
+            if can_close && stop.is_leaving() {
+                response.headers_mut().insert(CONNECTION, CLOSE);
+            }
+            Ok::<_, Infallible>(response)
+        }
+    })
 }
 
 /// What the timer of a connection must know of its requests.

@@ -9,6 +9,7 @@ use http::{HeaderName, StatusCode};
 use state::ids::ReplicaId;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::addresses::IpPrefix;
 use super::expose::Expose;
 use super::splice::UsageSplice;
 use crate::backends::pool::PoolSettings;
@@ -26,6 +27,9 @@ pub struct ProxySettings {
     pub timeouts: Timeouts,
     /// Where the user's name is looked for, in this order; nobody found is `anonymous`.
     pub identify_by: Vec<IdentifyBy>,
+    /// Addresses that speak for many clients, such as load balancers: limits per client address do
+    /// not hold for them.
+    pub trusted_proxies: Vec<IpPrefix>,
     /// The only keys that are served; they stay here. `None`: keys are not checked, and go on to the
     /// engine, which may check them.
     pub api_keys: Option<ApiKeys>,
@@ -59,10 +63,20 @@ pub struct Limits {
     pub head_bytes_max: usize,
     /// Most header fields: 431 beyond.
     pub headers_max: usize,
-    /// Most connections; further ones wait in the listener's backlog.
+    /// Most connections: beyond, the longest idle ones are closed, and further ones wait in the
+    /// listener's backlog until one is gone.
     pub connections_max: usize,
-    /// Most requests under way: 503 beyond.
+    /// Of these, most from one client address: closed beyond.
+    pub connections_per_address_max: usize,
+    /// Most requests under way, their body here: 503 beyond.
     pub requests_max: usize,
+    /// Most requests whose body is on its way: 503 beyond. From half of it on bodies have to hurry:
+    /// [`Timeouts::body_idle_crowded`].
+    pub reading_max: usize,
+    /// Of both kinds together, most from one client address: 429 beyond.
+    pub requests_per_address_max: usize,
+    /// Most requests of one user under way: 429 beyond.
+    pub requests_per_user_max: usize,
     /// Most streams of one h2c connection.
     pub streams_per_connection_max: u32,
 }
@@ -75,8 +89,12 @@ impl Default for Limits {
             head_bytes_max: 64 * 1024,
             headers_max: 100,
             connections_max: 16_384,
+            connections_per_address_max: 8_192,
             requests_max: 16_384,
-            streams_per_connection_max: 1_024,
+            reading_max: 16_384,
+            requests_per_address_max: 8_192,
+            requests_per_user_max: 8_192,
+            streams_per_connection_max: 100,
         }
     }
 }
@@ -92,8 +110,13 @@ pub struct Timeouts {
     pub next_request: Duration,
     /// Between two pieces of a request body: 408.
     pub body_idle: Duration,
-    /// For a whole request body: 408.
+    /// The same while many bodies are on their way.
+    pub body_idle_crowded: Duration,
+    /// For a whole request body: 408. A tenth of it while many are on their way.
     pub body: Duration,
+    /// How long the body of a refused request is read on over HTTP/1.1, so that its sender gets to
+    /// see the answer. A quarter of it is the longest pause. The request counts nowhere meanwhile.
+    pub refused_body: Duration,
     /// From forwarding a request to the first byte of the answer's body: 504. Engines answer
     /// requests without `stream` only when they are done.
     pub first_byte: Duration,
@@ -113,7 +136,9 @@ impl Default for Timeouts {
             first_request: Duration::from_secs(10),
             next_request: Duration::from_secs(75),
             body_idle: Duration::from_secs(30),
+            body_idle_crowded: Duration::from_secs(1),
             body: Duration::from_secs(300),
+            refused_body: Duration::from_secs(1),
             first_byte: Duration::from_secs(600),
             answer_idle: Duration::from_secs(300),
             untaken: Duration::from_secs(60),
@@ -136,6 +161,7 @@ impl ProxySettings {
                 IdentifyBy::Header(HeaderName::from_static("x-quorate-user")),
                 IdentifyBy::BodyUser,
             ],
+            trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
             forward_priority: false,
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],

@@ -123,8 +123,12 @@ async fn where_keys_are_required_others_are_refused() {
         (answer.status, answer.error_code().as_str()),
         (401, "invalid_api_key")
     );
-    assert_eq!(client.ask(keyed("sk-wrong")).await.status, 401);
-    assert_eq!(client.ask(keyed("sk-right")).await.status, 200);
+    assert_eq!(answer.header("connection"), Some("close"));
+    assert!(client.is_closed().await);
+    let wrong = fleet.client().await.ask(keyed("sk-wrong")).await;
+    assert_eq!(wrong.status, 401);
+    let right = fleet.client().await.ask(keyed("sk-right")).await;
+    assert_eq!(right.status, 200);
     assert_eq!(engine.requests().len(), 1);
     assert!(!engine.requests()[0].contains("sk-right"));
 }
@@ -138,7 +142,11 @@ fn assert_too_large(answer: &Answer) {
 
 #[tokio::test]
 async fn a_body_of_33_mib_is_refused_with_its_length_and_without() {
-    let (engine, fleet) = start().await;
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.timeouts.refused_body = Duration::from_secs(60);
+    })
+    .await;
     let mut client = fleet.client().await;
     let head = format!(
         "POST {CHAT} HTTP/1.1\r\nhost: r\r\ncontent-length: {}\r\n\r\n",
@@ -199,6 +207,27 @@ async fn a_body_just_within_the_limit_passes() {
         ))
         .await;
     assert_too_large(&answer);
+}
+
+#[tokio::test]
+async fn heads_that_http_does_not_allow_are_refused() {
+    let (engine, fleet) = start().await;
+    for (host, status, code) in [
+        ("", 400, "invalid_request"),
+        ("host: a\r\nhost: a\r\n", 400, "invalid_request"),
+        ("host: a\r\nexpect: bogus\r\n", 417, "expectation_failed"),
+        ("host: a\r\nexpect: 100-Continue\r\n", 200, ""),
+    ] {
+        let request = chat("").replace("host: router\r\n", host);
+        let answer = fleet.client().await.ask(&request).await;
+        assert_eq!(answer.status, status, "{host}");
+        if status != 200 {
+            assert_eq!(answer.error_code(), code);
+        }
+    }
+    let old = chat("").replace("HTTP/1.1\r\nhost: router", "HTTP/1.0");
+    assert_eq!(fleet.client().await.ask(old).await.status, 200);
+    assert_eq!(engine.requests().len(), 2);
 }
 
 #[tokio::test]

@@ -230,7 +230,8 @@ impl Fleet {
     /// Waits until nothing is under way, here and in routing's books.
     pub(crate) async fn is_idle(&self) {
         eventually("no request under way", || {
-            self.running() == 0 && self.metrics.in_flight.get() == 0
+            let here = self.metrics.reading.get() + self.metrics.in_flight.get();
+            self.running() == 0 && here == 0
         })
         .await;
     }

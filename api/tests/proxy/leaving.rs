@@ -82,7 +82,7 @@ async fn leaving_within_the_body_leaves_nothing_behind() {
     let mut client = fleet.client().await;
     let request = chat("");
     client.send(&request[..request.len() - 5]).await;
-    eventually("it is being read", || fleet.metrics.in_flight.get() == 1).await;
+    eventually("it is being read", || fleet.metrics.reading.get() == 1).await;
     drop(client);
     fleet.is_idle().await;
     assert_eq!(engine.requests().len(), 0);

@@ -14,5 +14,6 @@ mod faults;
 mod fleet;
 mod forwarding;
 mod leaving;
+mod limits;
 mod retries;
 mod stalls;

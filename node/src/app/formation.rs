@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use api::backends::ProbeSettings;
 use api::clock::Clock;
-use api::proxy::{ApiKeys, ProxySettings};
+use api::proxy::{ApiKeys, Limits, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Options, Peers, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
@@ -121,14 +121,15 @@ pub(super) fn own_hosts(config: &Config) -> Vec<String> {
 #[must_use]
 pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     let mut settings = ProxySettings::new(config.node.id);
-    settings.limits.body_bytes_max = config.limits.body_bytes_max;
-    settings.limits.connections_max = to_usize(config.limits.connections_max);
-    settings.limits.requests_max = to_usize(config.limits.requests_max);
+    settings.limits = limits(&config.limits);
+    settings.timeouts.body_idle = config.timeouts.body_idle;
     settings.timeouts.first_byte = config.timeouts.first_byte;
     settings.timeouts.answer_idle = config.timeouts.idle;
     settings.pool.connect_timeout = config.timeouts.connect;
     settings.expose = config.users.expose;
     settings.identify_by.clone_from(&config.users.identify_by);
+    let trusted_proxies = &config.users.trusted_proxies;
+    settings.trusted_proxies.clone_from(trusted_proxies);
     settings.api_keys = config.users.api_keys.as_ref().map(|keys| {
         let mut known = ApiKeys::default();
         for key in keys {
@@ -145,6 +146,21 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.usage_splice = config.usage_splice;
     settings.forward_priority = config.forward_priority;
     settings
+}
+
+fn limits(limits: &config::Limits) -> Limits {
+    Limits {
+        body_bytes_max: limits.body_bytes_max,
+        held_bytes_max: limits.held_bytes_max,
+        connections_max: to_usize(limits.connections_max),
+        connections_per_address_max: to_usize(limits.connections_per_address_max),
+        requests_max: to_usize(limits.requests_max),
+        reading_max: to_usize(limits.requests_max),
+        requests_per_address_max: to_usize(limits.requests_per_address_max),
+        requests_per_user_max: to_usize(limits.requests_per_user_max),
+        streams_per_connection_max: limits.streams_max,
+        ..Limits::default()
+    }
 }
 
 fn to_usize(number: u32) -> usize {

@@ -15,10 +15,9 @@ use super::fault::{Fault, Place};
 use super::layers::{Entry, Setting, Settings, Source, Values};
 use super::value::{Value, is_host};
 use super::{
-    AdminListener, ApiKey, Cluster, Config, Drain, Formation, Limits, Listen, Log, Node, Retry,
-    Timeouts, Users,
+    AdminListener, ApiKey, Cluster, Config, Drain, Formation, Listen, Log, Node, Retry, Users,
 };
-use super::{admission, engines, models, policy, routing};
+use super::{admission, engines, models, policy, routing, traffic};
 
 /// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
 /// config needs is missing or unfit, which is then among the faults.
@@ -66,13 +65,13 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             admission: admission?,
             priority_max: i16::try_from(integer(values, "admission.priority_max")?).ok()?,
             users: users?,
-            limits: limits(values)?,
+            limits: traffic::limits(values)?,
             usage_splice: match text(values, "usage.splice")?.as_str() {
                 "continuous" => UsageSplice::Continuous,
                 "final" => UsageSplice::Final,
                 _ => UsageSplice::Off,
             },
-            timeouts: timeouts(values)?,
+            timeouts: traffic::timeouts(values)?,
             probes: probes?,
             retry: Retry {
                 attempts: count(values, "retry.attempts")?,
@@ -138,7 +137,7 @@ fn range(values: &Values, path: &str) -> Option<Range<Duration>> {
     }
 }
 
-fn size(values: &Values, path: &str) -> Option<u64> {
+pub(super) fn size(values: &Values, path: &str) -> Option<u64> {
     match values.get(path)?.value {
         Value::Size(bytes) => Some(bytes),
         _ => None,
@@ -255,22 +254,6 @@ fn cluster(values: &Values, faults: &mut Vec<Fault>) -> Option<Cluster> {
         election_timeout: election_timeout?,
         snapshot_every_entries: u64::from(count(values, "cluster.snapshot_every")?),
         snapshot_every_bytes: size(values, "cluster.snapshot_every_bytes")?,
-    })
-}
-
-fn limits(values: &Values) -> Option<Limits> {
-    Some(Limits {
-        body_bytes_max: size(values, "limits.max_body")?,
-        connections_max: count(values, "limits.max_connections")?,
-        requests_max: count(values, "limits.max_requests")?,
-    })
-}
-
-fn timeouts(values: &Values) -> Option<Timeouts> {
-    Some(Timeouts {
-        connect: duration(values, "timeouts.connect")?,
-        first_byte: duration(values, "timeouts.first_byte")?,
-        idle: duration(values, "timeouts.idle")?,
     })
 }
 
@@ -396,6 +379,10 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
         .iter()
         .map(|way| way.parse().ok())
         .collect::<Option<Vec<_>>>()?;
+    let trusted_proxies = texts(values, "users.trusted_proxies")?
+        .iter()
+        .map(|prefix| prefix.parse().ok())
+        .collect::<Option<Vec<_>>>()?;
     let expose = match text(values, "users.expose")?.as_str() {
         "none" => Expose::None,
         "basic" => Expose::Basic,
@@ -404,6 +391,7 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
     let Some(path) = text(values, "users.api_keys_file") else {
         return Some(Users {
             identify_by,
+            trusted_proxies,
             api_keys: None,
             expose,
         });
@@ -439,6 +427,7 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
     }
     Some(Users {
         identify_by,
+        trusted_proxies,
         api_keys: Some(keys),
         expose,
     })

@@ -4,6 +4,7 @@
 use super::admission_keys::ADMISSION_KEYS;
 use super::listener_keys::LISTENER_KEYS;
 use super::policy_keys::POLICY_KEYS;
+use super::traffic_keys::TRAFFIC_KEYS;
 
 /// What values a key takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +47,8 @@ pub(super) enum Kind {
     Identities,
     /// A list of host names.
     Hosts,
+    /// A list of IP addresses and prefixes of them.
+    Prefixes,
     /// A list of texts, none of them empty.
     Texts,
     /// A list of HTTP statuses.
@@ -114,12 +117,14 @@ use Absent::{Default as By, Required, Unset};
 
 /// All keys outside lists of tables, by section.
 pub(super) const KEYS: &[Key] = &{
-    const PARTS: [&[Key]; 5] = [
+    const PARTS: [&[Key]; 7] = [
         BEFORE_POLICIES,
         LISTENER_KEYS,
         POLICY_KEYS,
         ADMISSION_KEYS,
         AFTER_ADMISSION,
+        TRAFFIC_KEYS,
+        LAST,
     ];
     const COUNT: usize = {
         let (mut count, mut part) = (0, 0);
@@ -274,6 +279,12 @@ const AFTER_ADMISSION: &[Key] = &[
         "Where a request's user is looked for, in this order; found nowhere: `anonymous`.",
     ),
     key(
+        "users.trusted_proxies",
+        Kind::Prefixes,
+        By("127.0.0.0/8,::1"),
+        "Addresses that speak for many clients, such as load balancers: limits per client address do not hold for them.",
+    ),
+    key(
         "users.api_keys_file",
         Kind::Text,
         Unset,
@@ -294,111 +305,10 @@ const AFTER_ADMISSION: &[Key] = &[
         By("false"),
         "Whether a client's `x-vllm-priority` header reaches engines: there it goes past every other request.",
     ),
-    key(
-        "limits.max_body",
-        Kind::Size,
-        By("32MiB"),
-        "Largest request body.",
-    ),
-    key(
-        "limits.max_connections",
-        COUNT,
-        By("16384"),
-        "Most client connections at a time.",
-    ),
-    key(
-        "limits.max_requests",
-        COUNT,
-        By("16384"),
-        "Most requests under way at a time.",
-    ),
-    key(
-        "usage.splice",
-        Kind::Choice {
-            now: &["continuous", "final", "off"],
-            later: &[],
-        },
-        By("continuous"),
-        "Which usage reports are asked of engines for streams beyond what the client asks.",
-    ),
-    key(
-        "timeouts.connect",
-        Kind::Duration,
-        By("2s"),
-        "Longest time a connection to a backend takes to open.",
-    ),
-    key(
-        "timeouts.first_byte",
-        Kind::Duration,
-        By("10m"),
-        "Longest time until a backend's answer begins.",
-    ),
-    key(
-        "timeouts.idle",
-        Kind::Duration,
-        By("5m"),
-        "Longest pause within a backend's answer.",
-    ),
-    key(
-        "probes.interval",
-        Kind::Duration,
-        By("1s"),
-        "Time from one health probe of a backend to the next; two failures in a row make it unhealthy, one success healthy.",
-    ),
-    key(
-        "probes.timeout",
-        Kind::Duration,
-        By("2s"),
-        "Longest time a probe takes.",
-    ),
-    key(
-        "probes.models_interval",
-        Kind::Duration,
-        By("10s"),
-        "Time from one question for a backend's models to the next.",
-    ),
-    key(
-        "probes.health_path",
-        Kind::UrlPath,
-        Unset,
-        "Path that is probed; unset: the first of `/ready`, `/health` and `/v1/models` that the engine knows.",
-    ),
-    key(
-        "probes.api_key_file",
-        Kind::Text,
-        Unset,
-        "File with the key that engines want from probes, sent as `authorization: Bearer KEY` to the backends of this file without an `api_key_file` of their own; unset: none is sent.",
-    ),
-    key(
-        "circuit.failures",
-        COUNT_OR_ZERO,
-        By("5"),
-        "Failed attempts in a row (no connection, broken or timed out before the first byte, a 5xx) after which a backend is passed over; 0: never.",
-    ),
-    key(
-        "circuit.backoff",
-        Kind::Duration,
-        By("1s"),
-        "How long it is, until single requests are let through; doubles with each that fails.",
-    ),
-    key(
-        "circuit.max_backoff",
-        Kind::Duration,
-        By("30s"),
-        "Longest such pause.",
-    ),
-    key(
-        "retry.attempts",
-        Kind::Integer { min: 1, max: 16 },
-        By("3"),
-        "Most backends one request is tried on.",
-    ),
-    key(
-        "retry.statuses",
-        Kind::Statuses,
-        By("503"),
-        "Backend answers that send a request on to the next backend.",
-    ),
+];
+
+/// Behind those of the traffic.
+const LAST: &[Key] = &[
     key(
         "drain.dns_ttl",
         Kind::DurationOrZero,

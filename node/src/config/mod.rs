@@ -17,6 +17,8 @@ mod policy_keys;
 mod print;
 mod routing;
 mod schema;
+mod traffic;
+mod traffic_keys;
 mod value;
 
 #[cfg(test)]
@@ -31,7 +33,7 @@ use std::time::Duration;
 
 use api::backends::{CircuitSettings, EngineKeys};
 use api::prompt::ModelSettings;
-use api::proxy::{Expose, IdentifyBy, UsageSplice};
+use api::proxy::{Expose, IdentifyBy, IpPrefix, UsageSplice};
 use api::routing::SelectSettings;
 use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
@@ -168,6 +170,8 @@ pub enum Formation {
 pub struct Users {
     /// Where a user is looked for, in order.
     pub identify_by: Vec<IdentifyBy>,
+    /// Who speaks for many clients.
+    pub trusted_proxies: Vec<IpPrefix>,
     /// Accepted API keys; `None`: any.
     pub api_keys: Option<Vec<ApiKey>>,
     /// What clients are told beside answers.
@@ -198,8 +202,18 @@ pub struct Limits {
     pub body_bytes_max: u64,
     /// Most client connections.
     pub connections_max: u32,
+    /// Most of one address.
+    pub connections_per_address_max: u32,
     /// Most requests under way.
     pub requests_max: u32,
+    /// Most of one address.
+    pub requests_per_address_max: u32,
+    /// Most of one user.
+    pub requests_per_user_max: u32,
+    /// Most bytes of bodies held.
+    pub held_bytes_max: u64,
+    /// Most streams of an h2 connection.
+    pub streams_max: u32,
 }
 
 /// `[timeouts]`.
@@ -207,6 +221,8 @@ pub struct Limits {
 pub struct Timeouts {
     /// Until a connection is open.
     pub connect: Duration,
+    /// Between two pieces of a request's body.
+    pub body_idle: Duration,
     /// Until the answer begins.
     pub first_byte: Duration,
     /// Between two pieces of an answer.

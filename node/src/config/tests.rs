@@ -89,6 +89,25 @@ fn one_line_makes_a_config() {
 }
 
 #[test]
+fn whoever_comes_alone_leaves_half_to_others() {
+    let limits =
+        config("node.id = 3\n[limits]\nmax_connections = 101\nmax_requests_per_user = 9").limits;
+    let shares = [
+        limits.connections_per_address_max,
+        limits.requests_per_address_max,
+        limits.requests_per_user_max,
+    ];
+    assert_eq!(shares, [51, 8192, 9]);
+    let wrong = "node.id = 3\n[users]\ntrusted_proxies = [\"10.0.0.0/8\", \"lb\"]";
+    faults(
+        wrong,
+        expect![[r#"
+            3:34: users.trusted_proxies[1] is "lb" (expected an IP address or a prefix such as "10.0.0.0/8")
+        "#]],
+    );
+}
+
+#[test]
 fn every_fault_is_told_with_its_line() {
     refused(
         r#"[node]

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use api::prompt::TokenizerSpec;
+use api::proxy::IpPrefix;
 
 use super::keys::Kind;
 
@@ -35,7 +36,7 @@ pub enum Value {
     Size(u64),
     /// Of `Kind::Address`.
     Address(SocketAddr),
-    /// Of `Kind::HostPorts`, `Identities` and `Texts`.
+    /// Of `Kind::HostPorts`, `Identities`, `Prefixes` and `Texts`.
     Texts(Vec<String>),
     /// Of `Kind::Statuses`.
     Statuses(Vec<u16>),
@@ -83,7 +84,12 @@ impl Kind {
     pub(super) fn is_list(self) -> bool {
         matches!(
             self,
-            Self::HostPorts | Self::Hosts | Self::Identities | Self::Texts | Self::Statuses
+            Self::HostPorts
+                | Self::Hosts
+                | Self::Identities
+                | Self::Prefixes
+                | Self::Texts
+                | Self::Statuses
         )
     }
 
@@ -118,6 +124,7 @@ impl Kind {
             Self::Identities => {
                 "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name".to_owned()
             }
+            Self::Prefixes => "an IP address or a prefix such as \"10.0.0.0/8\"".to_owned(),
             Self::Statuses => "an HTTP status from 400 to 599".to_owned(),
             Self::Tokenizer => TOKENIZERS.to_owned(),
             Self::Url => "a URL such as \"http://10.0.1.1:8000\", without a path".to_owned(),
@@ -178,6 +185,7 @@ impl Kind {
             Self::HostPorts => is_host_port(text).then(listed),
             Self::Hosts => is_host(text).then(listed),
             Self::Identities => is_identity(text).then(listed),
+            Self::Prefixes => text.parse().ok().map(|_: IpPrefix| listed()),
             Self::Url => is_url(text).then(owned),
             Self::UrlPath => is_url_path(text).then(owned),
             Self::Labels

@@ -1,0 +1,337 @@
+//! Who is connected: how much each client address and each user has open, and which connections are
+//! idle, so that the longest idle ones can go when there is no room.
+//!
+//! The book of connections is locked when one opens or closes, never by a request: a request counts
+//! in its own connection and in the share of its address. Users are counted in shards by a keyed
+//! hash of their name. Both tables are as large as what is open at the moment, no larger.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher, RandomState};
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+/// Shards of the users' counts.
+const SHARDS: usize = 64;
+/// Leading bits of an IPv6 address that stand for one client: a network is given that many.
+const V6_CLIENT_BITS: u32 = 64;
+
+/// Everybody who is connected.
+pub(super) struct Clients {
+    book: Mutex<Book>,
+    epoch: Instant,
+    connections_per_address_max: usize,
+    requests_per_address_max: usize,
+}
+
+#[derive(Default)]
+struct Book {
+    last: u64,
+    /// By the order in which they opened.
+    seats: BTreeMap<u64, Arc<Seat>>,
+    /// Addresses with a connection.
+    shares: BTreeMap<IpAddr, Arc<Share>>,
+}
+
+/// What one client address has open.
+#[derive(Default)]
+struct Share {
+    /// Changed under the lock of the book.
+    connections: AtomicUsize,
+    requests: AtomicUsize,
+}
+
+/// One connection.
+pub(super) struct Seat {
+    /// `None`: the address has no limit.
+    share: Option<Arc<Share>>,
+    /// Requests whose answer is not at its end.
+    open: AtomicUsize,
+    /// Milliseconds since the epoch at which the last one ended.
+    idle_since_ms: AtomicU64,
+    is_told: AtomicBool,
+    leave: Notify,
+}
+
+/// A connection in the book, until it is dropped.
+pub(super) struct Seated {
+    clients: Arc<Clients>,
+    address: IpAddr,
+    id: u64,
+    pub(super) seat: Arc<Seat>,
+}
+
+/// A request of a connection, from its head to the end of its answer.
+pub(super) struct Turn {
+    clients: Arc<Clients>,
+    seat: Arc<Seat>,
+}
+
+impl Clients {
+    pub(super) fn new(connections_per_address_max: usize, requests_per_address_max: usize) -> Self {
+        Self {
+            book: Mutex::default(),
+            epoch: Instant::now(),
+            connections_per_address_max,
+            requests_per_address_max,
+        }
+    }
+
+    /// Takes in a connection; `None` when its address has as many as it may. One that `is_exempt`
+    /// speaks for many clients and has no limits.
+    pub(super) fn seat(self: &Arc<Self>, address: IpAddr, is_exempt: bool) -> Option<Seated> {
+        let address = client_of(address);
+        let mut book = self.book();
+        let share = (!is_exempt).then(|| Arc::clone(book.shares.entry(address).or_default()));
+        if let Some(share) = &share {
+            if share.connections.load(Relaxed) >= self.connections_per_address_max {
+                return None;
+            }
+            share.connections.fetch_add(1, Relaxed);
+        }
+        book.last += 1;
+        let id = book.last;
+        let seat = Arc::new(Seat {
+            share,
+            open: AtomicUsize::new(0),
+            idle_since_ms: AtomicU64::new(self.now_ms()),
+            is_told: AtomicBool::new(false),
+            leave: Notify::new(),
+        });
+        book.seats.insert(id, Arc::clone(&seat));
+        Some(Seated {
+            clients: Arc::clone(self),
+            address,
+            id,
+            seat,
+        })
+    }
+
+    /// Tells up to `count` connections without a request to go, the longest idle ones; how many.
+    pub(super) fn close_idle(&self, count: usize) -> usize {
+        let book = self.book();
+        let idle = book.seats.values().filter(|seat| seat.can_leave());
+        let mut idle: Vec<_> = idle
+            .map(|seat| (seat.idle_since_ms.load(Relaxed), seat))
+            .collect();
+        if count == 0 || idle.is_empty() {
+            return 0;
+        }
+        let count = count.min(idle.len());
+        idle.select_nth_unstable_by_key(count - 1, |(since, _)| *since);
+        for (_, seat) in &idle[..count] {
+            seat.is_told.store(true, Relaxed);
+            seat.leave.notify_one();
+        }
+        count
+    }
+
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn book(&self) -> MutexGuard<'_, Book> {
+        // Every change leaves it well formed.
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Seat {
+    /// Whether no request is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.open.load(Relaxed) == 0
+    }
+
+    fn can_leave(&self) -> bool {
+        self.is_idle() && !self.is_told.load(Relaxed)
+    }
+
+    /// Waits until the connection is told to go.
+    pub(super) async fn told_to_leave(&self) {
+        self.leave.notified().await;
+    }
+}
+
+impl Seated {
+    /// A request began; the second part says whether its address may have one more.
+    pub(super) fn turn(&self) -> (Turn, bool) {
+        Turn::begin(&self.clients, &self.seat)
+    }
+}
+
+impl Drop for Seated {
+    fn drop(&mut self) {
+        let mut book = self.clients.book();
+        book.seats.remove(&self.id);
+        let Some(share) = &self.seat.share else {
+            return;
+        };
+        if share.connections.fetch_sub(1, Relaxed) == 1 {
+            book.shares.remove(&self.address);
+        }
+    }
+}
+
+impl Turn {
+    fn begin(clients: &Arc<Clients>, seat: &Arc<Seat>) -> (Self, bool) {
+        seat.open.fetch_add(1, Relaxed);
+        let share = seat.share.as_ref();
+        let before = share.map(|share| share.requests.fetch_add(1, Relaxed));
+        let is_within = before.is_none_or(|before| before < clients.requests_per_address_max);
+        let turn = Self {
+            clients: Arc::clone(clients),
+            seat: Arc::clone(seat),
+        };
+        (turn, is_within)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(share) = &self.seat.share {
+            share.requests.fetch_sub(1, Relaxed);
+        }
+        let now_ms = self.clients.now_ms();
+        self.seat.idle_since_ms.store(now_ms, Relaxed);
+        self.seat.open.fetch_sub(1, Relaxed);
+    }
+}
+
+/// The client that an address stands for.
+fn client_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(address) => IpAddr::V4(address),
+        IpAddr::V6(address) => {
+            let network = u128::from(address) & (u128::MAX << (128 - V6_CLIENT_BITS));
+            IpAddr::V6(Ipv6Addr::from(network))
+        }
+    }
+}
+
+/// Requests each user has under way.
+pub(super) struct Users {
+    shards: Box<[Mutex<HashMap<u64, usize>>]>,
+    hasher: RandomState,
+    requests_max: usize,
+}
+
+/// A user's request, counted until it is dropped.
+pub(super) struct Counted {
+    users: Arc<Users>,
+    user: u64,
+}
+
+impl Users {
+    pub(super) fn new(requests_max: usize) -> Self {
+        Self {
+            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
+            hasher: RandomState::new(),
+            requests_max,
+        }
+    }
+
+    /// Counts a request of `user`; `None` when there are as many as may be.
+    pub(super) fn count(self: &Arc<Self>, user: &str) -> Option<Counted> {
+        let user = self.hasher.hash_one(user);
+        let mut shard = self.shard(user);
+        let requests = shard.entry(user).or_insert(0);
+        if *requests >= self.requests_max {
+            return None;
+        }
+        *requests += 1;
+        let users = Arc::clone(self);
+        Some(Counted { users, user })
+    }
+
+    fn shard(&self, user: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
+        let shards = self.shards.len() as u64;
+        let at = usize::try_from(user % shards).expect("less than the number of shards");
+        // A count is right between any two of its changes.
+        self.shards[at]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let mut shard = self.users.shard(self.user);
+        if let Some(requests) = shard.get_mut(&self.user) {
+            *requests -= 1;
+            if *requests == 0 {
+                shard.remove(&self.user);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn an_address_has_its_share_and_a_network_of_ipv6_is_one_client() {
+        let clients = Arc::new(Clients::new(2, 1));
+        let first = clients.seat(address("2001:db8::1"), false).unwrap();
+        let second = clients.seat(address("2001:db8::2:2"), false).unwrap();
+        assert!(clients.seat(address("2001:db8::3"), false).is_none());
+        let _other = clients.seat(address("2001:db8:0:1::1"), false).unwrap();
+        let _exempt = clients.seat(address("2001:db8::4"), true).unwrap();
+        let (turn, is_within) = first.turn();
+        assert!(is_within);
+        assert!(!second.turn().1, "one at a time, on whichever connection");
+        drop(turn);
+        assert!(second.turn().1);
+        drop(first);
+        let _third = clients.seat(address("2001:db8::3"), false).unwrap();
+        drop(second);
+        assert_eq!(clients.book().shares.len(), 2);
+    }
+
+    #[test]
+    fn an_ipv4_address_is_one_client_however_it_is_written() {
+        let clients = Arc::new(Clients::new(1, 1));
+        let _first = clients.seat(address("192.0.2.7"), false).unwrap();
+        assert!(clients.seat(address("::ffff:192.0.2.7"), false).is_none());
+        assert!(clients.seat(address("192.0.2.8"), false).is_some());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_longest_idle_go_first_and_whoever_has_a_request_stays() {
+        let clients = Arc::new(Clients::new(9, 9));
+        let mut seated = Vec::new();
+        for _ in 0..4 {
+            seated.push(clients.seat(address("192.0.2.7"), false).unwrap());
+            tokio::time::advance(std::time::Duration::from_millis(10)).await;
+        }
+        let (turn, _) = seated[1].turn();
+        drop(seated[0].turn());
+        assert_eq!(clients.close_idle(1), 1);
+        let told = |at: usize| seated[at].seat.is_told.load(Relaxed);
+        assert_eq!([0, 1, 2, 3].map(told), [false, false, true, false]);
+        seated[2].seat.told_to_leave().await;
+        assert_eq!(clients.close_idle(9), 2, "nobody is told twice");
+        assert!(!told(1));
+        drop(turn);
+        assert_eq!(clients.close_idle(9), 1);
+        assert_eq!(clients.close_idle(9), 0);
+    }
+
+    #[test]
+    fn a_user_has_so_many_requests_and_leaves_nothing_behind() {
+        let users = Arc::new(Users::new(2));
+        let both = [users.count("ada").unwrap(), users.count("ada").unwrap()];
+        assert!(users.count("ada").is_none());
+        assert!(users.count("bob").is_some());
+        drop(both);
+        assert!(users.count("ada").is_some());
+        assert!(users.shards.iter().all(|it| it.lock().unwrap().is_empty()));
+    }
+}

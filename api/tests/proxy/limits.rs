@@ -1,0 +1,189 @@
+//! Few clients that want everything: nobody else is shut out.
+
+use std::time::Duration;
+
+use api::proxy::{ApiKeys, ProxySettings};
+
+use super::client::{Client, chat, post};
+use super::engine::{Engine, Step, json};
+use super::fleet::{Fleet, eventually};
+
+/// The head of a chat whose body never comes.
+const HEAD: &str =
+    "POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\ncontent-length: 9\r\n\r\n";
+
+async fn start(change: impl FnOnce(&mut ProxySettings)) -> (Engine, Fleet) {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, change).await;
+    (engine, fleet)
+}
+
+/// So many clients that send a head and no body.
+async fn heads(fleet: &Fleet, count: usize) -> Vec<Client> {
+    let mut clients = Vec::new();
+    for _ in 0..count {
+        let mut client = fleet.client().await;
+        client.send(HEAD).await;
+        clients.push(client);
+    }
+    clients
+}
+
+#[tokio::test]
+async fn requests_without_a_body_take_no_place_of_others() {
+    let (_engine, fleet) = start(|settings| settings.limits.requests_max = 1).await;
+    let _heads = heads(&fleet, 5).await;
+    eventually("all are here", || fleet.metrics.reading.get() == 5).await;
+    for _ in 0..3 {
+        assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+    }
+    assert_eq!(fleet.metrics.in_flight.get(), 0);
+}
+
+#[tokio::test]
+async fn where_many_bodies_are_waited_for_they_have_to_hurry() {
+    let (_engine, fleet) = start(|settings| {
+        settings.limits.reading_max = 4;
+        settings.timeouts.body_idle_crowded = Duration::from_millis(20);
+    })
+    .await;
+    let mut heads = heads(&fleet, 4).await;
+    let mut late = fleet.client().await;
+    // The fifth finds no room, or that the first have been told to go.
+    while late.ask(chat("")).await.status != 200 {}
+    let mut told = Vec::new();
+    for head in &mut heads[..2] {
+        told.push(head.answer().await.status);
+    }
+    assert_eq!(told, [408, 408]);
+}
+
+#[tokio::test]
+async fn whoever_has_no_key_takes_no_place_of_those_who_have() {
+    let (engine, fleet) = start(|settings| {
+        let mut keys = ApiKeys::default();
+        keys.add("sk-right", None);
+        settings.api_keys = Some(keys);
+        settings.limits.requests_max = 1;
+        settings.limits.reading_max = 1;
+        settings.timeouts.refused_body = Duration::from_secs(60);
+    })
+    .await;
+    let mut without = heads(&fleet, 5).await;
+    let right = chat("").replace("host: ", "authorization: Bearer sk-right\r\nhost: ");
+    for _ in 0..3 {
+        assert_eq!(fleet.client().await.ask(&right).await.status, 200);
+    }
+    assert_eq!(engine.requests().len(), 3);
+    for client in &mut without {
+        client.send("123456789").await;
+        assert_eq!(client.answer().await.status, 401);
+        assert!(client.is_closed().await);
+    }
+}
+
+#[tokio::test]
+async fn the_longest_idle_connection_makes_room_for_another() {
+    let (_engine, fleet) = start(|settings| settings.limits.connections_max = 2).await;
+    let mut idle = fleet.client().await;
+    assert_eq!(idle.ask(chat("")).await.status, 200);
+    let mut busy = fleet.client().await;
+    busy.send(HEAD).await;
+    eventually("it is here", || fleet.metrics.reading.get() == 1).await;
+    let mut third = fleet.client().await;
+    assert_eq!(third.ask(chat("")).await.status, 200);
+    assert!(idle.is_closed().await);
+    assert_eq!(fleet.metrics.connections_evicted.get(), 1);
+    busy.send("123456789").await;
+    assert_eq!(busy.answer().await.status, 400, "who had a request kept it");
+}
+
+#[tokio::test]
+async fn a_half_head_makes_room_too() {
+    let (_engine, fleet) = start(|settings| settings.limits.connections_max = 1).await;
+    let mut half = fleet.client().await;
+    half.send("POST / HTTP/1.1\r\nx-a: ").await;
+    eventually("it is open", || fleet.metrics.connections.get() == 1).await;
+    assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+    assert!(half.is_closed().await);
+}
+
+#[tokio::test]
+async fn an_address_has_so_many_connections() {
+    let (_engine, fleet) = start(|settings| {
+        settings.trusted_proxies.clear();
+        settings.limits.connections_per_address_max = 1;
+    })
+    .await;
+    let mut first = fleet.client().await;
+    assert_eq!(first.ask(chat("")).await.status, 200);
+    assert!(fleet.client().await.is_closed().await);
+    assert_eq!(fleet.metrics.connections_refused.get(), 1);
+    assert_eq!(first.ask(chat("")).await.status, 200);
+    drop(first);
+    eventually("it is gone", || fleet.metrics.connections.get() == 0).await;
+    assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+}
+
+#[tokio::test]
+async fn an_address_has_so_many_requests_unless_it_speaks_for_many() {
+    for (is_trusted, status) in [(false, 429), (true, 200)] {
+        let (_engine, fleet) = start(|settings| {
+            settings.limits.requests_per_address_max = 1;
+            if !is_trusted {
+                settings.trusted_proxies.clear();
+            }
+        })
+        .await;
+        let _first = heads(&fleet, 1).await;
+        eventually("it is here", || fleet.metrics.reading.get() == 1).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.status, status);
+        if !is_trusted {
+            assert_eq!(answer.error_code(), "too_many_requests_at_once");
+            assert_eq!(answer.header("retry-after"), Some("1"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_user_has_so_many_requests() {
+    let engine = Engine::start(|number| match number {
+        0 => vec![Step::Hang],
+        _ => vec![json("200 OK", "{}")],
+    })
+    .await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.limits.requests_per_user_max = 1;
+    })
+    .await;
+    let of = |user: &str| chat("").replace("host: ", &format!("x-quorate-user: {user}\r\nhost: "));
+    let mut first = fleet.client().await;
+    first.send(of("ada")).await;
+    eventually("it is under way", || fleet.running() == 1).await;
+    let answer = fleet.client().await.ask(of("ada")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (429, "too_many_requests_at_once")
+    );
+    assert_eq!(fleet.client().await.ask(of("bob")).await.status, 200);
+    drop(first);
+    fleet.is_idle().await;
+    assert_eq!(fleet.client().await.ask(of("ada")).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_path_that_is_not_served_is_refused_before_its_body() {
+    let (_engine, fleet) = start(|settings| {
+        settings.limits.requests_max = 1;
+        settings.limits.reading_max = 1;
+        settings.timeouts.refused_body = Duration::from_secs(60);
+    })
+    .await;
+    let mut unserved = fleet.client().await;
+    let request = post("/sleep", "", "{}").replace("length: 2", "length: 9");
+    unserved.send(request).await;
+    assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+    unserved.send("1234567").await;
+    assert_eq!(unserved.answer().await.status, 404);
+}
