@@ -73,7 +73,7 @@ fn bounds(record: &Record, at_us: u64) -> BTreeMap<&str, [Tokens; 2]> {
 }
 
 /// Whether the outbox of the request's replica was empty at some time after the request's end.
-fn is_handed_over(seen: &Observation, request: &Request) -> bool {
+pub(super) fn is_handed_over(seen: &Observation, request: &Request) -> bool {
     let Some(end) = request.end else {
         return false;
     };
@@ -81,7 +81,7 @@ fn is_handed_over(seen: &Observation, request: &Request) -> bool {
     last_us.is_some_and(|last_us| *last_us > end.at_us)
 }
 
-fn total(record: &Record, image: &Image, user: &str) -> UserUsage {
+pub(super) fn total(record: &Record, image: &Image, user: &str) -> UserUsage {
     let key = record.comparison().model.users.key(user);
     image.users.get(&key).map(|it| it.total).unwrap_or_default()
 }

@@ -8,6 +8,7 @@ pub mod advances_are_used;
 pub mod applied_in_order;
 pub mod blocks_as_leased;
 pub mod charges_add_up;
+pub mod computed_is_charged;
 pub mod converged;
 pub mod counters_as_charged;
 pub mod dispatched_to_registered;
@@ -88,6 +89,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(time_as_stamped),
     invariant!(owned_from_outside),
     invariant!(charges_add_up),
+    invariant!(computed_is_charged),
     invariant!(dispatched_to_registered),
     invariant!(events_in_order),
     invariant!(exact_is_true),

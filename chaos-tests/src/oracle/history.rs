@@ -80,6 +80,8 @@ pub struct Request {
     pub most: Tokens,
     /// To which backends it went, one after the other.
     pub dispatches: Vec<Dispatch>,
+    /// What an engine computed for it; `None`: that is not known.
+    pub computed: Option<Tokens>,
     /// How it ended; `None`: not yet, or its replica crashed before.
     pub end: Option<End>,
 }
@@ -145,6 +147,7 @@ impl History {
             called_at_us: at_us,
             most,
             dispatches: Vec::new(),
+            computed: None,
             end: None,
         });
         Ticket(self.requests.len() - 1)
@@ -153,6 +156,11 @@ impl History {
     /// It goes to a backend.
     pub fn dispatched(&mut self, ticket: Ticket, dispatch: Dispatch) {
         self.requests[ticket.0].dispatches.push(dispatch);
+    }
+
+    /// An engine has computed so much for it, whatever it told.
+    pub fn computed(&mut self, ticket: Ticket, tokens: Tokens) {
+        self.requests[ticket.0].computed = Some(tokens);
     }
 
     /// It ends.

@@ -156,13 +156,14 @@ pub(super) fn config(
         "[node]\nid = {id}\ndata_dir = {:?}\n\n\
          [listen]\ndata = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
          [cluster]\n{membership}\n{}\n\n\
-         [users]\nexpose = \"full\"\n\n",
+         [users]\nexpose = \"full\"\n{}\n\n",
         data_dir.display().to_string(),
         own.data,
         own.admin,
         own.peer,
         own.peer_host,
         options.cluster_config,
+        options.users_config,
     );
     let engines = layout.engines.iter().chain(options.outside_engines);
     for (engine, address) in engines.enumerate() {

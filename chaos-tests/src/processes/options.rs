@@ -30,6 +30,8 @@ pub struct ClusterOptions {
     pub config: &'static str,
     /// Further keys of its `[cluster]`, a line each.
     pub cluster_config: &'static str,
+    /// Further keys of its `[users]`, a line each.
+    pub users_config: &'static str,
     /// Further keys of every engine's `[[backends]]` entry, a line each.
     pub backend_config: &'static str,
     /// Megabytes of a disk in memory that the last of `replicas` has; `None`: it has one as the others.
@@ -52,6 +54,7 @@ impl Default for ClusterOptions {
             engine_args: &[],
             config: "",
             cluster_config: "",
+            users_config: "",
             backend_config: "",
             small_disk_mb: None,
             outside_engines: &[],

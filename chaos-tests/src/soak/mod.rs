@@ -297,14 +297,15 @@ fn cluster_options(engines: &[Engine], keys: &str) -> ClusterOptions {
     let engines: Vec<SocketAddr> = engines.iter().map(|engine| engine.at).collect();
     let config = format!(
         "[admission]\nconcurrency = {PLACES}\n\n\
-         [users]\napi_keys_file = {keys:?}\n\n\
          [drain]\ndns_ttl = \"500ms\"\n"
     );
+    let users = format!("api_keys_file = {keys:?}");
     ClusterOptions {
         engines: 0,
         outside_engines: engines.leak(),
         backend_config: format!("models = [{MODEL:?}]").leak(),
         cluster_config: "snapshot_every = 2000",
+        users_config: users.leak(),
         config: config.leak(),
         descriptors: Some(DESCRIPTORS),
         ..ClusterOptions::default()

@@ -11,7 +11,7 @@ use state::ids::Slot;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::engines::{Seen, Service};
-use super::{Desk, think, user};
+use super::{Desk, think, user, wait};
 use crate::oracle::history::{self, Ticket, Tokens};
 
 /// What draws of this kind are told apart by.
@@ -24,17 +24,20 @@ const CHAT_TOKENS_MAX: usize = 500;
 const ATTEMPTS_MAX: usize = 3;
 /// More than any engine makes, or the router estimates, of output.
 const OUTPUT_TOKENS_MAX: u64 = 1000;
+/// How a request ended for which there was no place in the queue, and one that waited for too long.
+pub(super) const QUEUE_FULL: &str = "queue-full";
+pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
 /// Bytes that stand for a token where text is sent.
 const TOKEN_BYTES: usize = 4;
 
 /// A request.
-struct Request {
-    model: &'static str,
-    user: String,
-    id: String,
-    identity: Identity,
-    tokens_max: Option<u32>,
-    priority: i16,
+pub(super) struct Request {
+    pub(super) model: &'static str,
+    pub(super) user: String,
+    pub(super) id: String,
+    pub(super) identity: Identity,
+    pub(super) tokens_max: Option<u32>,
+    pub(super) priority: i16,
 }
 
 impl Candidate for Request {
@@ -64,16 +67,16 @@ impl Candidate for Request {
 }
 
 /// A chat so far.
-struct Chat {
-    model: &'static str,
-    user: String,
+pub(super) struct Chat {
+    pub(super) model: &'static str,
+    pub(super) user: String,
     tokens: Vec<u32>,
     is_text: bool,
 }
 
 impl Chat {
     /// A chat that begins with one of a few instructions.
-    fn new(rng: &mut Rng) -> Self {
+    pub(super) fn new(rng: &mut Rng) -> Self {
         let (which, is_text) = (rng.below(4), rng.below(3) == 0);
         let length = 40 + 30 * which;
         Self {
@@ -84,12 +87,12 @@ impl Chat {
         }
     }
 
-    fn says(&mut self, rng: &mut Rng, tokens: u64) {
+    pub(super) fn says(&mut self, rng: &mut Rng, tokens: u64) {
         self.tokens
             .extend((0..tokens).map(|_| token(rng.below(1 << 20))));
     }
 
-    fn parsed(&self) -> Parsed {
+    pub(super) fn parsed(&self) -> Parsed {
         let prompt = if self.is_text {
             let bytes = |token: &u32| format!("{:0width$x}", token % 0xffff, width = TOKEN_BYTES);
             Prompt::Text(
@@ -156,22 +159,11 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> u64 {
         priority: i16::from(rng.below(8) == 0),
     });
     let patience = Duration::from_millis(200 + rng.below(6000));
-    let run = desk.run;
     let ticket = called(desk, &request);
-    // Whatever way the prompt is sent, an engine sees its tokens.
-    let tokens = desk.router().identify(&Parsed {
-        prompt: Prompt::Tokens(chat.tokens.clone()),
-        ..chat.parsed()
-    });
     let mut excluded = Vec::new();
     while excluded.len() < ATTEMPTS_MAX {
-        let admitted = desk.admission.admit(&request, &excluded);
-        let why = match tokio::time::timeout(patience, admitted).await {
-            Ok(Ok(admitted)) => Ok(admitted),
-            Ok(Err(why)) => Err(not_admitted(why)),
-            Err(_) => Err("impatient"),
-        };
-        let (decision, attempt) = match why {
+        let admitted = wait::admitted(desk, &request, &excluded, patience).await;
+        let (decision, attempt) = match admitted {
             Ok(admitted) => admitted.into_parts(),
             Err(why) => {
                 desk.scene.count("request", why);
@@ -179,26 +171,7 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> u64 {
                 return 0;
             }
         };
-        let dispatch = history::Dispatch {
-            at_us: desk.now_us(),
-            backend: decision.backend,
-            seen: (decision.index, desk.view.applied()),
-        };
-        desk.scene.ledger.with(|record| {
-            if !record.observation.is_spoiled(run) {
-                record.history.dispatched(ticket, dispatch);
-            }
-        });
-        let chain = &request.identity.chain;
-        let registry = desk.view.registry();
-        let mut backends = registry.backends.iter();
-        let backend = backends.find(|it| it.handle == decision.backend);
-        let service = backend.and_then(|it| {
-            let told = it.spec.kv_events.is_some().then_some(&tokens);
-            let told = told.map(|it| (&*it.chain, &*chat.tokens));
-            serve(desk, &it.spec.url, Seen { chain, told })
-        });
-        let Some(service) = service else {
+        let Some(service) = reach(desk, ticket, &request, &decision, chat) else {
             attempt.end(End::NotRun);
             excluded.push(decision.backend.slot);
             continue;
@@ -217,8 +190,40 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> u64 {
     0
 }
 
+/// A request goes to the backend that was chosen; `None`: the engine there does not take it.
+pub(super) fn reach(
+    desk: &Desk,
+    ticket: Ticket,
+    request: &Request,
+    decision: &Decision,
+    chat: &Chat,
+) -> Option<Service> {
+    let dispatch = history::Dispatch {
+        at_us: desk.now_us(),
+        backend: decision.backend,
+        seen: (decision.index, desk.view.applied()),
+    };
+    desk.scene.ledger.with(|record| {
+        if !record.observation.is_spoiled(desk.run) {
+            record.history.dispatched(ticket, dispatch);
+        }
+    });
+    // Whatever way the prompt is sent, an engine sees its tokens.
+    let tokens = desk.router().identify(&Parsed {
+        prompt: Prompt::Tokens(chat.tokens.clone()),
+        ..chat.parsed()
+    });
+    let registry = desk.view.registry();
+    let mut backends = registry.backends.iter();
+    let backend = backends.find(|it| it.handle == decision.backend)?;
+    let told = backend.spec.kv_events.is_some();
+    let told = told.then(|| (&*tokens.chain, &*chat.tokens));
+    let chain = &request.identity.chain;
+    serve(desk, &backend.spec.url, Seen { chain, told })
+}
+
 /// Notes a request's call, and the most that it may be charged.
-fn called(desk: &Desk, request: &Request) -> Ticket {
+pub(super) fn called(desk: &Desk, request: &Request) -> Ticket {
     let prompt_tokens = u64::from(request.identity.tokens);
     let most = Tokens {
         input_uncached: prompt_tokens,
@@ -314,7 +319,7 @@ impl Stream<'_> {
     }
 }
 
-fn ended(desk: &Desk, ticket: Ticket, used: Option<Tokens>) {
+pub(super) fn ended(desk: &Desk, ticket: Ticket, used: Option<Tokens>) {
     let end = history::End {
         at_us: desk.now_us(),
         used,
@@ -324,13 +329,13 @@ fn ended(desk: &Desk, ticket: Ticket, used: Option<Tokens>) {
         .with(|record| record.history.ended(ticket, end));
 }
 
-fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
+pub(super) fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
     use api::admission::NotAdmitted;
     match why {
         NotAdmitted::NoBackend(_) => "no-backend",
         NotAdmitted::OverLimit(_) => "over-limit",
-        NotAdmitted::QueueFull => "queue-full",
-        NotAdmitted::WaitedTooLong => "waited-too-long",
+        NotAdmitted::QueueFull => QUEUE_FULL,
+        NotAdmitted::WaitedTooLong => WAITED_TOO_LONG,
         NotAdmitted::Leaving => "leaving",
     }
 }

@@ -5,12 +5,14 @@
 //! goes into the history.
 
 mod chat;
+mod crowd;
 mod engines;
 mod events;
 mod health;
 mod operator;
 mod publisher;
 mod reader;
+mod wait;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,6 +72,7 @@ pub struct Scene {
     /// Replicas that are members no more.
     removed: Arc<Mutex<Vec<u8>>>,
     last_client: Arc<Mutex<u32>>,
+    waiting: wait::Waiting,
 }
 
 impl Scene {
@@ -87,6 +90,7 @@ impl Scene {
             outcomes: Arc::default(),
             removed: Arc::default(),
             last_client: Arc::default(),
+            waiting: wait::Waiting::default(),
         }
     }
 
@@ -173,6 +177,9 @@ impl Stage {
         for number in 0..self.scene.clients {
             handle.spawn(chat::talk(desk.clone(), number));
         }
+        for manner in crowd::Manner::of(self.scene.seed) {
+            handle.spawn(crowd::live(desk.clone(), manner));
+        }
     }
 
     /// Asks for a change of the membership.
@@ -223,6 +230,7 @@ impl Stage {
         handle.spawn(async move {
             reader::read_all(&desk, client).await;
             chat::ask_once(&desk).await;
+            crowd::is_served(&desk).await;
             done.store(true, Ordering::Relaxed);
         });
         is_done

@@ -1,0 +1,107 @@
+//! What an engine computed is charged, whatever its client did: to the token where the engine told it,
+//! and where it told nothing the whole prompt and about half of the output at least.
+//!
+//! That nobody is charged too much is I38.
+
+use std::collections::BTreeMap;
+
+use super::charges_add_up::{is_handed_over, total};
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+use crate::oracle::history::Request;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I63";
+/// As a statement.
+pub const NAME: &str = "what engines computed is charged, told or not";
+
+/// Output tokens of a request that an estimate may miss, beside half of the rest.
+const MISSED_TOKENS_MAX: u64 = 32;
+
+/// Prompt and output tokens.
+type Sum = [u64; 2];
+
+/// Compares the sums of those users at rest of whose requests it is known what engines computed.
+///
+/// # Errors
+/// When somebody was served for less.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let mut least: BTreeMap<&str, (Sum, u64)> = BTreeMap::new();
+    for request in &record.history.requests {
+        if request.end.is_none() || !is_handed_over(&record.observation, request) {
+            continue;
+        }
+        let Some(due) = due(request) else { continue };
+        let (sum, hidden) = least.entry(&request.user).or_default();
+        sum[0] += due[0];
+        sum[1] += due[1];
+        *hidden += u64::from(request.end.is_some_and(|end| end.used.is_none()));
+    }
+    least.retain(|_, (_, hidden)| *hidden > 0);
+    let mut subjects = 0;
+    for at_rest in record.observation.at_rest.values() {
+        for (user, (least, hidden)) in &least {
+            let total = total(record, &at_rest.image, user);
+            let found = [total.input_uncached + total.input_cached, total.output];
+            subjects += hidden;
+            if found[0] < least[0] || found[1] < least[1] {
+                let run = at_rest.run;
+                let detail = format!(
+                    "{run}: {user:?} was charged {found:?} (prompts, output), at least {least:?} \
+                     was due; engines told nothing of {hidden} requests"
+                );
+                return Err(super::violation(NUMBER, NAME, detail));
+            }
+        }
+    }
+    Ok(subjects)
+}
+
+/// What is to be charged for a request at least; `None`: it is not known what it took.
+fn due(request: &Request) -> Option<Sum> {
+    let used = request.end.and_then(|end| end.used);
+    if let Some(used) = used {
+        return Some([used.input_uncached + used.input_cached, used.output]);
+    }
+    let computed = request.computed?;
+    let output = computed.output.saturating_sub(MISSED_TOKENS_MAX) / 2;
+    Some([computed.input_uncached + computed.input_cached, output])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::{Story, run};
+    use crate::oracle::history::{End, Tokens};
+
+    /// An engine has made `output` tokens and told nothing of it; the state says `charged`.
+    fn hidden(output: u64, charged: u64) -> Result<Subjects, Violation> {
+        let mut story = Story::begun();
+        story.charge(1, "ann", charged);
+        let history = &mut story.record.history;
+        let request = history.request(run(1, 1), "ann", 1, Tokens::default());
+        let computed = Tokens {
+            output,
+            ..Tokens::default()
+        };
+        history.computed(request, computed);
+        history.ended(
+            request,
+            End {
+                at_us: 5,
+                used: None,
+            },
+        );
+        story.record.observation.outbox_is_empty(6, run(1, 1));
+        story.rest();
+        check(&story.record)
+    }
+
+    #[test]
+    fn whoever_is_served_unpaid_is_seen() {
+        assert_eq!(hidden(232, 232), Ok(1));
+        assert_eq!(hidden(232, 100), Ok(1));
+        assert!(hidden(232, 99).is_err());
+        assert!(hidden(232, 0).is_err());
+    }
+}

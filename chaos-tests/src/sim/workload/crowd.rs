@@ -1,0 +1,341 @@
+//! Clients that are none too well behaved: they give up and try again, leave at any moment, read slowly,
+//! have their engines tell no usage, leave answers that nobody has seen yet, make up names.
+//!
+//! Which of them are there is drawn apart from everything else: in half of the seeds nobody is.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::routing::{Attempt, End, Hidden, Usage};
+use node::simulate::rng::Rng;
+use tokio::time::{Instant, sleep};
+
+use super::chat::{self, Chat, Request};
+use super::engines::Service;
+use super::wait::{GAVE_UP, admitted};
+use super::{Desk, think};
+use crate::oracle::history::{Ticket, Tokens};
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 7;
+/// What separates the draw of who is there from others under the same seed.
+const RNG_LABEL: u64 = 0x6372_6f77;
+/// Pause between two requests, on average, milliseconds.
+const THINK_MS: u64 = 250;
+/// How often an impatient client tries again, and how long it waits before it does the first time.
+const RETRIES: u32 = 2;
+const BACKOFF_MS: u64 = 500;
+/// From token to token of an answer that is not seen as it is made, and that is read slowly.
+const HIDDEN_GAP: Duration = Duration::from_millis(10);
+const SLOW_GAP: Duration = Duration::from_millis(300);
+/// How long whoever asks a healed cluster goes on trying, and waits each time.
+const TRIES_FOR: Duration = Duration::from_secs(15);
+const TRY_PATIENCE: Duration = Duration::from_secs(5);
+
+/// In what manner a client asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Manner {
+    /// Gives up soon, and tries again as SDKs do.
+    Impatient,
+    /// Leaves at any moment of the wait or of the answer.
+    Leaving,
+    /// Holds its place for long.
+    Slow,
+    /// Its engine tells no usage.
+    Unreported,
+    /// Leaves an answer of which nothing has come.
+    Hidden,
+    /// Has another name for every request.
+    Names,
+}
+
+impl Manner {
+    const ALL: [Self; 6] = [
+        Self::Impatient,
+        Self::Leaving,
+        Self::Slow,
+        Self::Unreported,
+        Self::Hidden,
+        Self::Names,
+    ];
+
+    /// Who is there in the world of a seed.
+    pub(super) fn of(seed: u64) -> Vec<Self> {
+        let mut rng = Rng::new(seed, RNG_LABEL);
+        if rng.below(2) == 0 {
+            return Vec::new();
+        }
+        let mut drawn = Self::ALL.to_vec();
+        drawn.retain(|_| rng.below(2) == 0);
+        drawn
+    }
+
+    /// What is counted of it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Impatient => "impatient client",
+            Self::Leaving => "leaving client",
+            Self::Slow => "slow client",
+            Self::Unreported => "client without usage",
+            Self::Hidden => "client of hidden answers",
+            Self::Names => "client of many names",
+        }
+    }
+
+    /// How long it waits for its turn, milliseconds.
+    fn patience_ms(self, rng: &mut Rng) -> u64 {
+        match self {
+            Self::Impatient => 100 + rng.below(900),
+            Self::Leaving => rng.below(2000),
+            Self::Slow | Self::Unreported | Self::Hidden | Self::Names => 10_000,
+        }
+    }
+
+    /// Tokens it wants.
+    fn tokens(self, rng: &mut Rng) -> u32 {
+        match self {
+            Self::Slow => rng.within(5, 15),
+            Self::Hidden => rng.within(100, 300),
+            Self::Impatient | Self::Leaving | Self::Unreported | Self::Names => rng.within(1, 80),
+        }
+    }
+}
+
+/// What came of one try.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Came {
+    /// An answer, or a part that was enough.
+    Answer,
+    /// Nothing; says how it ended.
+    Nothing(&'static str),
+}
+
+/// Asks in its manner until nobody begins anything any more.
+pub(super) async fn live(desk: Desk, manner: Manner) {
+    let mut rng = desk.rng(KIND, manner as u64);
+    let mut requests = 0;
+    while !desk.scene.is_over() {
+        think(&mut rng, THINK_MS).await;
+        requests += 1;
+        let mut chat = Chat::new(&mut rng);
+        chat.user = match manner {
+            Manner::Names => format!("made-up-{}-{requests}", desk.run),
+            _ => manner.name().replace(' ', "-"),
+        };
+        let said = 1 + rng.below(60);
+        chat.says(&mut rng, said);
+        let tries = if manner == Manner::Impatient {
+            RETRIES
+        } else {
+            0
+        };
+        for attempt in 0..=tries {
+            let id = format!("{}-{}-{requests}-{attempt}", desk.run, manner.name());
+            let patience = Duration::from_millis(manner.patience_ms(&mut rng));
+            let client = Client {
+                desk: &desk,
+                manner,
+                patience,
+            };
+            let came = client.ask(&mut rng, &chat, id).await;
+            let how = match came {
+                Came::Answer => "answered",
+                Came::Nothing(how) => how,
+            };
+            desk.scene.count(manner.name(), how);
+            if came == Came::Answer || desk.scene.is_over() {
+                break;
+            }
+            sleep(Duration::from_millis(BACKOFF_MS << attempt)).await;
+        }
+    }
+}
+
+/// Blames a healed cluster that has somebody wait who asks again and again. I64.
+pub(super) async fn is_served(desk: &Desk) {
+    let mut rng = desk.rng(KIND, 0xff);
+    let began = Instant::now();
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let mut chat = Chat::new(&mut rng);
+        chat.user = "newcomer".to_owned();
+        let client = Client {
+            desk,
+            manner: Manner::Impatient,
+            patience: TRY_PATIENCE,
+        };
+        let id = format!("{}-newcomer-{tries}", desk.run);
+        match client.ask(&mut rng, &chat, id).await {
+            Came::Nothing(how @ (GAVE_UP | chat::QUEUE_FULL | chat::WAITED_TOO_LONG)) => {
+                if began.elapsed() >= TRIES_FOR {
+                    let detail = format!("{} has a newcomer wait: {how}", desk.run);
+                    desk.scene.ledger.blame(format!("I64: {detail}"));
+                    return;
+                }
+            }
+            Came::Answer => return desk.scene.count("newcomer", "served"),
+            Came::Nothing(how) => return desk.scene.count("newcomer", how),
+        }
+    }
+}
+
+/// Who asks.
+struct Client<'a> {
+    desk: &'a Desk,
+    manner: Manner,
+    patience: Duration,
+}
+
+impl Client<'_> {
+    /// One try.
+    async fn ask(&self, rng: &mut Rng, chat: &Chat, id: String) -> Came {
+        let (desk, until) = (self.desk, Instant::now() + self.patience);
+        let request = Arc::new(Request {
+            model: chat.model,
+            user: chat.user.clone(),
+            identity: desk.router().identify(&chat.parsed()),
+            id,
+            tokens_max: Some(self.manner.tokens(rng)),
+            priority: 0,
+        });
+        let ticket = chat::called(desk, &request);
+        let (decision, attempt) = match admitted(desk, &request, &[], self.patience).await {
+            Ok(admitted) => admitted.into_parts(),
+            Err(why) => {
+                chat::ended(desk, ticket, Some(Tokens::default()));
+                return Came::Nothing(why);
+            }
+        };
+        let Some(service) = chat::reach(desk, ticket, &request, &decision, chat) else {
+            attempt.end(End::NotRun);
+            chat::ended(desk, ticket, Some(Tokens::default()));
+            return Came::Nothing("not run");
+        };
+        let wanted = u64::from(request.tokens_max.unwrap_or(1));
+        let made = match self.manner {
+            Manner::Hidden => rng.below(wanted + 1),
+            Manner::Leaving => rng.below(wanted + 1),
+            _ => wanted,
+        };
+        let answer = Answer {
+            client: self,
+            request: &request,
+            service,
+            ticket,
+            until,
+            leaves_after: (made < wanted).then_some(made),
+            made,
+        };
+        match self.manner {
+            Manner::Hidden => answer.leave_unseen(attempt).await,
+            _ => answer.stream(attempt).await,
+        }
+        Came::Answer
+    }
+}
+
+/// An answer as it comes.
+struct Answer<'a> {
+    client: &'a Client<'a>,
+    request: &'a Request,
+    service: Service,
+    ticket: Ticket,
+    /// When an impatient client leaves.
+    until: Instant,
+    /// Tokens after which it leaves anyway.
+    leaves_after: Option<u64>,
+    /// Tokens that are made at most.
+    made: u64,
+}
+
+impl Answer<'_> {
+    fn prompt_tokens(&self) -> u64 {
+        self.request.identity.tokens.into()
+    }
+
+    /// Nothing shows of it, and its client leaves before it does.
+    async fn leave_unseen(&self, mut attempt: Attempt) {
+        attempt.hides(Some(Hidden {
+            choices: 1,
+            tokens_max: self.request.tokens_max,
+            is_whole_at_once: false,
+        }));
+        sleep(Duration::from_millis(self.service.first_ms)).await;
+        for _ in 0..self.made {
+            sleep(HIDDEN_GAP).await;
+        }
+        attempt.end(End::ClientLeft);
+        self.over(self.made, None);
+    }
+
+    async fn stream(&self, mut attempt: Attempt) {
+        let manner = self.client.manner;
+        let gap = match manner {
+            Manner::Slow => SLOW_GAP,
+            _ => Duration::from_millis(self.service.gap_ms),
+        };
+        sleep(Duration::from_millis(self.service.first_ms)).await;
+        attempt.first_byte();
+        attempt.first_token();
+        let mut end = End::Finished;
+        let mut made = 0;
+        while made < self.made {
+            made += 1;
+            attempt.output("abcd");
+            if manner != Manner::Unreported {
+                attempt.usage(self.usage(made));
+            }
+            sleep(gap).await;
+            let has_left = manner == Manner::Impatient && Instant::now() >= self.until;
+            if has_left || self.leaves_after == Some(made) {
+                end = End::ClientLeft;
+                break;
+            }
+        }
+        attempt.end(end);
+        let is_reported = manner != Manner::Unreported && made > 0;
+        self.over(made, is_reported.then(|| self.usage(made)));
+    }
+
+    fn usage(&self, made: u64) -> Usage {
+        Usage {
+            prompt_tokens: self.prompt_tokens(),
+            cached_tokens: Some(0),
+            completion_tokens: made,
+        }
+    }
+
+    /// Notes what was computed, and what of that the router was told.
+    fn over(&self, made: u64, told: Option<Usage>) {
+        let tokens = |usage: Usage| Tokens {
+            input_uncached: usage.prompt_tokens,
+            input_cached: 0,
+            output: usage.completion_tokens,
+        };
+        let desk = self.client.desk;
+        desk.scene.ledger.with(|record| {
+            let computed = tokens(self.usage(made));
+            record.history.computed(self.ticket, computed);
+        });
+        chat::ended(desk, self.ticket, told.map(tokens));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn in_half_of_the_seeds_somebody_is_there_and_everybody_in_some() {
+        let crowds: Vec<Vec<Manner>> = (0..200).map(Manner::of).collect();
+        let empty = crowds.iter().filter(|crowd| crowd.is_empty()).count();
+        assert!((60..140).contains(&empty), "{empty}");
+        for manner in Manner::ALL {
+            assert!(
+                crowds.iter().any(|crowd| crowd.contains(&manner)),
+                "{manner:?}"
+            );
+        }
+    }
+}

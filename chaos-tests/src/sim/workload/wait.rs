@@ -1,0 +1,59 @@
+//! Waiting for a turn, and that it ends with who waits. I64.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use api::admission::{Admitted, Candidate};
+use state::ids::Slot;
+use tokio::time::timeout;
+
+use super::Desk;
+use super::chat::not_admitted;
+use crate::oracle::observation::Run;
+
+/// How ended the wait of a client that gave up.
+pub(super) const GAVE_UP: &str = "impatient";
+
+/// Requests for which clients wait, by the run that they asked.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Waiting(Arc<Mutex<BTreeMap<Run, usize>>>);
+
+impl Waiting {
+    /// One more, or one less; answers how many there are then.
+    fn change(&self, run: Run, by: isize) -> usize {
+        let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let waiting = runs.entry(run).or_default();
+        *waiting = waiting.saturating_add_signed(by);
+        *waiting
+    }
+}
+
+/// Waits for a turn for so long. Who has left must not keep a place in the queue: it would be sent to an
+/// engine, or keep others from being.
+pub(super) async fn admitted<C: Candidate>(
+    desk: &Desk,
+    request: &Arc<C>,
+    excluded: &[Slot],
+    patience: Duration,
+) -> Result<Admitted, &'static str> {
+    desk.scene.waiting.change(desk.run, 1);
+    let admitted = timeout(patience, desk.admission.admit(request, excluded)).await;
+    let waiting = desk.scene.waiting.change(desk.run, -1);
+    let lines = desk.admission.lines();
+    let queued: usize = lines.iter().map(|line| line.waiting).sum();
+    if queued > waiting {
+        let run = desk.run;
+        let detail =
+            format!("{run}: {queued} requests are queued, of which {waiting} are waited for");
+        desk.scene.ledger.blame(format!("I64: {detail}"));
+    }
+    match admitted {
+        Ok(Ok(admitted)) => Ok(admitted),
+        Ok(Err(why)) => Err(not_admitted(why)),
+        Err(_) => {
+            desk.scene.count("left while waiting", "queued no more");
+            Err(GAVE_UP)
+        }
+    }
+}
