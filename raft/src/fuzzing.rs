@@ -138,6 +138,7 @@ pub fn peer_message_seeds() -> Vec<Vec<u8>> {
         from: 1,
         to: 2,
         to_store: 77,
+        from_store: 78,
     };
     let header = Some(header);
     let vote = Some(proto::Vote {
@@ -207,6 +208,8 @@ fn calls_to_leaders(header: Option<proto::Header>) -> Vec<Vec<u8>> {
         from: 1,
         change: Some(change),
         hops: 1,
+        from_store: 78,
+        cluster_name: "quorate".to_owned(),
     };
     let info = proto::InfoResponse {
         id: 1,

@@ -156,6 +156,7 @@ impl Identity {
             from: self.id,
             to,
             to_store,
+            from_store: self.store,
         }
     }
 

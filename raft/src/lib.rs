@@ -47,6 +47,7 @@ mod options;
 pub mod planted;
 mod replica;
 mod runtime;
+mod seldom;
 mod snapshot;
 mod status;
 mod sync;
@@ -68,5 +69,9 @@ pub use options::{Formation, Options, Peers, Storage};
 pub use replica::Replica;
 pub use status::{Member, Role, Status};
 
+/// What a cluster is called that nobody named.
+pub const DEFAULT_NAME: &str = "quorate";
+/// Longest name of a cluster, in bytes.
+pub const NAME_BYTES_MAX: usize = 64;
 /// Longest command that is taken, in bytes.
 pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;

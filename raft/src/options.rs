@@ -16,6 +16,8 @@ pub struct Options {
     pub data_dir: PathBuf,
     /// Host and port peers reach this replica's peer listener at.
     pub advertise: String,
+    /// What the cluster is called: replicas of other names have nothing to do with each other.
+    pub cluster_name: String,
     /// Free `key=value` facts told to peers and shown in [`crate::Status`] (`admin`, `data`,
     /// `version`).
     pub labels: BTreeMap<String, String>,

@@ -32,6 +32,7 @@ pub(crate) async fn replica(
         id,
         data_dir: "/toy".into(),
         advertise: listener.local_addr().unwrap().to_string(),
+        cluster_name: crate::DEFAULT_NAME.to_owned(),
         labels: BTreeMap::new(),
         formation: Formation::Bootstrap {
             expect: peers.len(),

@@ -187,3 +187,47 @@ async fn a_store_serves_only_its_own_replica() {
         Err(StartError::WrongStore(_))
     ));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_of_another_name_is_refused_with_both() {
+    let mut cluster = Cluster::found(1).await;
+    let mut other = Seat::new(2, Formation::Join(Peers::List(Vec::new()))).await;
+    other.options.cluster_name = "staging".to_owned();
+    other.start().await;
+    let address = other.options.advertise.clone();
+    let refused = cluster.seats[0].replica().add_learner(2, address).await;
+    let Err(ChangeError::Refused(why)) = refused else {
+        panic!("{refused:?}");
+    };
+    let both = "meant for cluster \"quorate\", this replica is configured for \"staging\"";
+    assert!(why.ends_with(both), "{why}");
+    other.shutdown().await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copied_config_makes_no_voter() {
+    let mut cluster = Cluster::found(3).await;
+    let formation = Formation::Bootstrap {
+        peers: Peers::List(cluster.addresses()),
+        expect: 3,
+        first_command: b"first".to_vec(),
+    };
+    // It has three voters in mind, and only two are left.
+    let leader = cluster.leader().await;
+    let gone = leader % 3 + 1;
+    let remover = cluster.seat(leader).replica().clone();
+    remover.remove(gone).await.unwrap();
+    let mut copy = Seat::new(9, formation).await;
+    copy.start().await;
+    copy.wait("a learner that has caught up", |status| status.caught_up)
+        .await;
+    let status = cluster.seat(leader).replica().status();
+    assert!(!status.members[&9].is_voter);
+    // An operator can.
+    remover.promote(9).await.unwrap();
+    copy.wait("a voter", |status| status.members[&9].is_voter)
+        .await;
+    copy.shutdown().await;
+    cluster.shutdown().await;
+}

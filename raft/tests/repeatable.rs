@@ -110,6 +110,7 @@ async fn start(world: &World, id: u8, disk: &MemoryDisk) -> (Replica, Journal) {
         id,
         data_dir: "/data".into(),
         advertise: address(id).to_string(),
+        cluster_name: raft::DEFAULT_NAME.to_owned(),
         labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
         formation: Formation::Bootstrap {
             peers: Peers::List((1..=3).map(|id| address(id).to_string()).collect()),

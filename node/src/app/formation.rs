@@ -60,6 +60,7 @@ pub(super) fn raft_options(
         id: config.node.id.0,
         data_dir: config.node.data_dir.clone(),
         advertise,
+        cluster_name: config.cluster.name.clone(),
         labels,
         formation,
         heartbeat: config.cluster.heartbeat,

@@ -392,6 +392,7 @@ mod tests {
             id: 1,
             data_dir: data_dir.to_path_buf(),
             advertise: advertise.clone(),
+            cluster_name: raft::DEFAULT_NAME.to_owned(),
             labels: BTreeMap::new(),
             formation: Formation::Bootstrap {
                 peers: Peers::List(vec![advertise]),

@@ -17,7 +17,7 @@ use super::value::{Value, is_host};
 use super::{
     AdminListener, ApiKey, Cluster, Config, Drain, Formation, Listen, Log, Node, Retry, Users,
 };
-use super::{admission, engines, models, policy, routing, traffic};
+use super::{admission, cluster, engines, models, policy, routing, traffic};
 
 /// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
 /// config needs is missing or unfit, which is then among the faults.
@@ -248,6 +248,7 @@ fn cluster(values: &Values, faults: &mut Vec<Fault>) -> Option<Cluster> {
         refuse(values, at, message, expected, faults);
     }
     Some(Cluster {
+        name: cluster::name(values, faults)?,
         formation: formation?,
         flush_interval: duration(values, "cluster.flush_interval")?,
         heartbeat: heartbeat?,

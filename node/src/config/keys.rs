@@ -185,6 +185,12 @@ const BEFORE_POLICIES: &[Key] = &[
         "Host that peers and `status` are told, without a port; unset: the address of `listen.peer`.",
     ),
     key(
+        "cluster.name",
+        Kind::Text,
+        By("quorate"),
+        "What the cluster is called: replicas of other names have nothing to do with each other.",
+    ),
+    key(
         "cluster.peers",
         Kind::HostPorts,
         Unset,

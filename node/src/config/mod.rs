@@ -4,6 +4,7 @@
 mod admission;
 mod admission_keys;
 mod checks;
+mod cluster;
 mod engines;
 mod fault;
 #[cfg(feature = "fuzzing")]
@@ -128,6 +129,8 @@ pub struct AdminListener {
 /// `[cluster]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cluster {
+    /// What it is called.
+    pub name: String,
     /// How the cluster is found at the first start.
     pub formation: Formation,
     /// Longest wait of a learnt fact.

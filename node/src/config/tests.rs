@@ -155,7 +155,7 @@ url = "https://10.0.1.1:8000"
               8 │ [cluster]
               9 │ flush_intervall = "20ms"
                 · ───────┬───────
-                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, peers, peers_dns, snapshot_every, snapshot_every_bytes
+                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, snapshot_every, snapshot_every_bytes
              10 │ heartbeat = 50
                 ╰────
               × cluster.heartbeat is 50

@@ -98,6 +98,7 @@ pub async fn cluster(size: u8, election_timeout: Range<Duration>) -> Vec<Seat> {
             id,
             data_dir: folder.path().to_path_buf(),
             advertise: address(&listener),
+            cluster_name: raft::DEFAULT_NAME.to_owned(),
             labels: BTreeMap::new(),
             formation: Formation::Bootstrap {
                 peers: Peers::List(peers.clone()),

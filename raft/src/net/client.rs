@@ -18,6 +18,7 @@ use openraft::raft::{
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::SNAPSHOT_TIMEOUT;
+use super::guard;
 use super::link::{CallError, Lane, Links, Peer};
 use super::parts::{self, PartReader};
 use crate::blocking::Blocking;
@@ -99,7 +100,7 @@ impl Client {
             client.vote(request).await
         });
         let answer = call.await.map_err(|error| rpc_error(&error))?;
-        let vote: Vote = answer.vote.ok_or_else(|| missing("vote"))?.into();
+        let vote = believed(answer.vote.ok_or_else(|| missing("vote"))?, rpc.vote)?;
         Ok(VoteResponse::new(
             vote,
             answer.last.map(Into::into),
@@ -116,7 +117,7 @@ impl RaftNetworkV2<Config> for Client {
         rpc: AppendEntriesRequest<Config>,
         _option: RPCOption,
     ) -> Result<AppendEntriesResponse<Config>, RPCError<Config>> {
-        let peer = self.peer()?;
+        let (peer, asked) = (self.peer()?, rpc.vote);
         let request = proto::AppendRequest {
             header: Some(peer.header()),
             vote: Some(rpc.vote.into()),
@@ -133,7 +134,7 @@ impl RaftNetworkV2<Config> for Client {
             proto::append_response::Result::Success(_) => Ok(AppendEntriesResponse::Success),
             proto::append_response::Result::Conflict(_) => Ok(AppendEntriesResponse::Conflict),
             proto::append_response::Result::HigherVote(vote) => {
-                Ok(AppendEntriesResponse::HigherVote(vote.into()))
+                Ok(AppendEntriesResponse::HigherVote(believed(vote, asked)?))
             }
             proto::append_response::Result::Partial(partial) => Ok(
                 AppendEntriesResponse::PartialSuccess(partial.last.map(Into::into)),
@@ -191,8 +192,8 @@ impl RaftNetworkV2<Config> for Client {
         };
         match answer {
             Ok(answer) => {
-                let vote: Vote = answer.vote.ok_or_else(|| missing("vote"))?.into();
-                Ok(SnapshotResponse::new(vote))
+                let answered = answer.vote.ok_or_else(|| missing("vote"))?;
+                Ok(SnapshotResponse::new(believed(answered, vote)?))
             }
             Err(error) => {
                 // Only the reader knows when the file was the reason; it has ended then.
@@ -244,6 +245,19 @@ fn rpc_error(error: &CallError) -> RPCError<Config> {
         CallError::NotSent(_) | CallError::Failed(_) => Unreachable::new(error).into(),
         CallError::TimedOut(_) => NetworkError::new(error).into(),
     }
+}
+
+/// Refuses an answer's vote that would have this replica leap to a term far ahead of the one it asked
+/// under.
+fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Config>> {
+    let term = answered.term;
+    if term <= guard::term_max(asked.leader_id.term) {
+        return Ok(answered.into());
+    }
+    tracing::warn!(term, "a peer answers with a term that cannot be");
+    Err(Unreachable::from_string(format!(
+        "an answer of term {term}"
+    )))
 }
 
 fn missing(what: &'static str) -> NetworkError<Config> {

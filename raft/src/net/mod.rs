@@ -2,6 +2,7 @@
 //! that answers, the streams of messages outside the log, and the port that carries all of it.
 
 mod client;
+mod guard;
 mod link;
 mod messages;
 mod parts;
@@ -13,9 +14,10 @@ mod transport;
 use std::time::Duration;
 
 pub(crate) use self::client::Network;
+pub(crate) use self::guard::{SHOWS_STORE, check_store};
 pub(crate) use self::link::{CallError, Lane, Links, Peer};
 pub(crate) use self::messages::keep_streams;
-pub(crate) use self::parts::fetch_state;
+pub(crate) use self::parts::{Installing, fetch_state};
 pub(crate) use self::service::serve;
 pub use self::transport::{PeerChannel, PeerRequest, PeerResponse, PeerService, Tcp, Transport};
 
@@ -28,6 +30,8 @@ const PING_EVERY: Duration = Duration::from_secs(1);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Parts of a snapshot read ahead of the network.
 const PARTS_MAX: usize = 4;
+/// Largest state that is received, in bytes.
+const SNAPSHOT_BYTES_MAX: u64 = 16 << 30;
 /// A snapshot that makes no progress is ended by pings; this only bounds one that never ends.
 const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
 /// HTTP/2 flow control: what a peer may send unread.

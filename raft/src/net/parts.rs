@@ -1,16 +1,21 @@
 //! Snapshot files cut into parts for a stream, and put together again.
 
 use std::io::{self, Write};
+use std::sync::{Mutex, PoisonError};
 
+use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 
 use super::link::{CallError, Lane, Peer};
-use super::{PARTS_MAX, SNAPSHOT_TIMEOUT};
+use super::{PARTS_MAX, SNAPSHOT_BYTES_MAX, SNAPSHOT_TIMEOUT};
 use crate::blocking::Blocking;
-use crate::snapshot::{SnapshotFile, SnapshotReader, SnapshotWriter};
-use crate::types::SnapshotMeta;
+use crate::snapshot::{
+    CHUNK_BYTES_MAX, HEAD_BYTES_MAX, SnapshotFile, SnapshotReader, SnapshotWriter,
+};
+use crate::types::{LogId, SnapshotMeta, Vote};
 use crate::wire::{Malformed, proto};
 
 /// Has `peer` send its machine's state as it is into a file of its own.
@@ -145,6 +150,72 @@ pub(super) async fn write_parts(
     written
 }
 
+/// A file that is being received: removed when it goes, also with a call that is cut short.
+pub(super) struct Unfinished(Option<SnapshotFile>);
+
+impl Unfinished {
+    pub(super) fn new(file: SnapshotFile) -> Self {
+        Self(Some(file))
+    }
+
+    /// Removes it where that keeps nobody waiting.
+    pub(super) async fn remove(mut self, blocking: Blocking) {
+        if let Some(file) = self.0.take() {
+            remove(&file, blocking).await;
+        }
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if let Some(file) = self.0.take() {
+            file.remove();
+        }
+    }
+}
+
+/// Which of the snapshots that are received counts: the newest, as whoever sent the one before leads
+/// no more or has given it up.
+#[derive(Debug, Default)]
+pub(crate) struct Installing(Mutex<CancellationToken>);
+
+/// See [`Installing`].
+pub(super) struct Turn(CancellationToken);
+
+impl Installing {
+    /// Has the one before end.
+    pub(super) fn begin(&self) -> Turn {
+        let turn = CancellationToken::new();
+        let mut newest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *newest, turn.clone()).cancel();
+        Turn(turn)
+    }
+}
+
+impl Turn {
+    pub(super) async fn overtaken(&self) {
+        self.0.cancelled().await;
+    }
+}
+
+/// What a snapshot that is offered under `vote` stands for; refuses what no leader of that term can
+/// offer and what could not be read back.
+pub(super) fn check_head(
+    vote: Vote,
+    head: &proto::SnapshotMeta,
+) -> Result<SnapshotMeta, Malformed> {
+    if head.encoded_len() > HEAD_BYTES_MAX {
+        return Err(Malformed("a snapshot's head above the limit"));
+    }
+    let meta = SnapshotMeta::try_from(head.clone())?;
+    let of_membership = *meta.last_membership.log_id();
+    let is_later = |id: &LogId| id.leader_id.term > vote.leader_id.term;
+    if meta.last_log_id.is_some_and(|id| is_later(&id)) || of_membership > meta.last_log_id {
+        return Err(Malformed("a snapshot of a later term than the leader's"));
+    }
+    Ok(meta)
+}
+
 /// Removes a file, if it is there.
 pub(super) async fn remove(file: &SnapshotFile, blocking: Blocking) {
     let file = file.clone();
@@ -168,11 +239,15 @@ async fn write_all(
     while let Some(part) = parts.message().await? {
         match part.part.ok_or_else(refused)? {
             proto::snapshot_part::Part::Chunk(chunk) => {
-                if crc32fast::hash(&chunk.bytes) != chunk.crc {
+                let is_whole = crc32fast::hash(&chunk.bytes) == chunk.crc;
+                if !is_whole || !(1..=CHUNK_BYTES_MAX).contains(&chunk.bytes.len()) {
                     return Err(refused());
                 }
                 chunks += 1;
                 bytes += chunk.bytes.len() as u64;
+                if bytes > SNAPSHOT_BYTES_MAX {
+                    return Err(Status::out_of_range("a snapshot above the limit"));
+                }
                 let written = blocking.run(move || writer.write_all(&chunk.bytes).map(|()| writer));
                 writer = written.await.map_err(panicked)?.map_err(disk)?;
             }

@@ -1,7 +1,4 @@
-//! Answers peers.
-//!
-//! Every call between members names the cluster, the replica and the store it is meant for, and is
-//! refused when one of them is another: an old address may be somebody else's by now.
+//! Answers peers. Whom it listens to is said in [`super::guard`].
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,12 +14,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::MESSAGE_BYTES_MAX;
+use super::guard::{self, Purpose, Sender};
 use super::parts::{self, PartReader, first_part, write_parts};
 use super::transport::{PeerService, Transport};
 use crate::COMMAND_BYTES_MAX;
 use crate::replica::Inner;
 use crate::snapshot::SnapshotFile;
-use crate::types::{Config, LogId, SnapshotMeta, Vote};
+use crate::types::{Config, LogId, Vote};
 use crate::wire::proto::peer_server::{Peer, PeerServer};
 use crate::wire::{self, Malformed, proto};
 
@@ -59,41 +57,13 @@ fn vote_of(vote: Option<proto::Vote>) -> Result<Vote, Status> {
     Ok(vote.ok_or(Malformed("no vote"))?.into())
 }
 
-fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
-    log_id.map(Into::into)
+/// Whom the connection of a call belongs to; `None` on a transport that does not tell.
+fn sender_of<T>(request: &Request<T>) -> Option<Sender> {
+    request.extensions().get::<Sender>().cloned()
 }
 
-impl Service {
-    /// Refuses what is not meant for this replica. `enters` is a call by which a replica without
-    /// a cluster becomes a member.
-    fn check(&self, header: Option<&proto::Header>, enters: bool) -> Result<u64, Status> {
-        let header = header.ok_or(Malformed("no header"))?;
-        let identity = &self.0.links.identity;
-        if self.0.cancel.is_cancelled() {
-            return Err(Status::failed_precondition("replica is stopping"));
-        }
-        if (header.to, header.to_store) != (identity.id, identity.store) {
-            return Err(Status::failed_precondition(format!(
-                "meant for another store of replica {}, this is replica {}",
-                header.to, identity.id
-            )));
-        }
-        let cluster = wire::join_optional(header.cluster_high, header.cluster_low);
-        let cluster = cluster.ok_or(Malformed("no cluster"))?;
-        let is_ours = if enters {
-            identity.enter(cluster).map_err(|error| {
-                self.0.fault.set(format!("identity: {error}"));
-                stopped(&error)
-            })?
-        } else {
-            identity.cluster() == Some(cluster)
-        };
-        if !is_ours {
-            return Err(Status::failed_precondition("meant for another cluster"));
-        }
-        self.0.links.heard_from(header.from);
-        Ok(header.from)
-    }
+fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
+    log_id.map(Into::into)
 }
 
 /// Writes the machine's state as it is to `file` and sends that; a failure ends the stream.
@@ -123,16 +93,21 @@ impl Peer for Service {
         &self,
         request: Request<proto::AppendRequest>,
     ) -> Result<Response<proto::AppendResponse>, Status> {
+        let sender = sender_of(&request);
         let request = request.into_inner();
-        self.check(request.header.as_ref(), true)?;
         let vote = vote_of(request.vote)?;
+        let header = request.header.as_ref();
+        self.0.admit(sender.as_ref(), header, Purpose::Lead(vote))?;
         let committed = log_id_of(request.committed);
+        let previous = log_id_of(request.previous);
         let entries: Result<Vec<_>, Malformed> =
             request.entries.into_iter().map(TryInto::try_into).collect();
+        let entries = entries?;
+        guard::check_entries(vote, previous, committed, &entries)?;
         let rpc = AppendEntriesRequest::<Config> {
             vote,
-            prev_log_id: log_id_of(request.previous),
-            entries: entries?,
+            prev_log_id: previous,
+            entries,
             leader_commit: committed,
         };
         let answer = self
@@ -168,9 +143,15 @@ impl Peer for Service {
         &self,
         request: Request<proto::VoteRequest>,
     ) -> Result<Response<proto::VoteResponse>, Status> {
+        let sender = sender_of(&request);
         let request = request.into_inner();
-        self.check(request.header.as_ref(), false)?;
-        let mut rpc = VoteRequest::<Config>::new(vote_of(request.vote)?, log_id_of(request.last));
+        let vote = vote_of(request.vote)?;
+        let header = request.header.as_ref();
+        self.0
+            .admit(sender.as_ref(), header, Purpose::Elect(vote))?;
+        let last = log_id_of(request.last);
+        guard::check_entries(vote, last, None, &[])?;
+        let mut rpc = VoteRequest::<Config>::new(vote, last);
         rpc.leadership_transfer = request.leadership_transfer;
         let answer = if request.pre_vote {
             self.0.raft.pre_vote(rpc).await
@@ -189,25 +170,38 @@ impl Peer for Service {
         &self,
         request: Request<Streaming<proto::SnapshotPart>>,
     ) -> Result<Response<proto::SnapshotResponse>, Status> {
+        let sender = sender_of(&request);
         let mut parts = request.into_inner();
         let start = first_part(&mut parts).await?;
-        self.check(start.header.as_ref(), true)?;
         let vote = vote_of(start.vote)?;
+        let header = start.header.as_ref();
+        self.0.admit(sender.as_ref(), header, Purpose::Lead(vote))?;
         let head = start.meta.ok_or(Malformed("a snapshot without meta"))?;
-        let meta = SnapshotMeta::try_from(head.clone())?;
-        let blocking = self.0.blocking;
-        let file = self.0.host.unfinished_snapshot();
-        write_parts(&file, head, parts, blocking).await?;
-        let snapshot = file.clone();
+        let meta = parts::check_head(vote, &head)?;
+        let ours = self.0.own_vote();
+        if vote < ours {
+            // Of a leader of the past: not a byte of it is written.
+            let vote = Some(ours.into());
+            return Ok(Response::new(proto::SnapshotResponse { vote }));
+        }
+        let (snapshot, turn) = (self.0.host.unfinished_snapshot(), self.0.installing.begin());
+        let file = parts::Unfinished::new(snapshot.clone());
+        tokio::select! {
+            biased;
+            () = turn.overtaken() => {
+                return Err(Status::aborted("another snapshot came meanwhile"));
+            }
+            written = write_parts(&snapshot, head, parts, self.0.blocking) => written?,
+        }
         let answer = self
             .0
             .raft
             .install_full_snapshot(vote, Snapshot { meta, snapshot })
             .await
             .map_err(|error| stopped(&error))?;
-        // An installed one has a name of its own by now. One that is older than what is here, or
-        // comes from a leader of the past, was not wanted.
-        parts::remove(&file, blocking).await;
+        // An installed one has a name of its own by now. One that is older than what is here was
+        // not wanted.
+        file.remove(self.0.blocking).await;
         Ok(Response::new(proto::SnapshotResponse {
             vote: Some(answer.vote.into()),
         }))
@@ -217,9 +211,11 @@ impl Peer for Service {
         &self,
         request: Request<proto::TransferLeaderRequest>,
     ) -> Result<Response<proto::TransferLeaderResponse>, Status> {
+        let sender = sender_of(&request);
         let request = request.into_inner();
-        self.check(request.header.as_ref(), false)?;
         let from = vote_of(request.from_leader)?;
+        let header = request.header.as_ref();
+        self.0.admit(sender.as_ref(), header, Purpose::Lead(from))?;
         let rpc = TransferLeaderRequest::new(from, request.to, log_id_of(request.last));
         let answer = self
             .0
@@ -251,8 +247,10 @@ impl Peer for Service {
         &self,
         request: Request<proto::ProposeRequest>,
     ) -> Result<Response<proto::ProposeResponse>, Status> {
+        let sender = sender_of(&request);
         let request = request.into_inner();
-        self.check(request.header.as_ref(), false)?;
+        let header = request.header.as_ref();
+        self.0.admit(sender.as_ref(), header, Purpose::Member)?;
         if request.command.len() > COMMAND_BYTES_MAX {
             return Err(Malformed("a command above the limit").into());
         }
@@ -271,8 +269,10 @@ impl Peer for Service {
         &self,
         request: Request<proto::ReadBarrierRequest>,
     ) -> Result<Response<proto::ReadBarrierResponse>, Status> {
+        let sender = sender_of(&request);
         let request = request.into_inner();
-        self.check(request.header.as_ref(), false)?;
+        let header = request.header.as_ref();
+        self.0.admit(sender.as_ref(), header, Purpose::Member)?;
         let limit = Duration::from_millis(request.timeout_ms);
         let result = self.0.barrier_here(limit).await;
         Ok(Response::new(proto::ReadBarrierResponse {
@@ -284,12 +284,17 @@ impl Peer for Service {
         &self,
         request: Request<proto::ChangeRequest>,
     ) -> Result<Response<proto::ChangeResponse>, Status> {
+        let sender = sender_of(&request);
         let request = request.into_inner();
         let theirs = wire::join_optional(request.cluster_high, request.cluster_low);
         let ours = self.0.links.identity.cluster();
         let is_join = matches!(request.change, Some(proto::change_request::Change::Join(_)));
         if ours.is_none() || (!is_join && theirs != ours) {
             return Err(Status::failed_precondition("meant for another cluster"));
+        }
+        self.0.check_name(&request.cluster_name)?;
+        if let Some(sender) = sender.filter(|_| request.hops == 0) {
+            sender.bind(request.from)?;
         }
         let result = self.0.pass_change(request).await;
         Ok(Response::new(proto::ChangeResponse {
@@ -299,29 +304,24 @@ impl Peer for Service {
 
     async fn info(
         &self,
-        _request: Request<proto::InfoRequest>,
+        request: Request<proto::InfoRequest>,
     ) -> Result<Response<proto::InfoResponse>, Status> {
-        let identity = &self.0.links.identity;
-        let (cluster_high, cluster_low) = wire::split(identity.cluster().unwrap_or(0));
-        let (membership_index, members) = self.0.membership();
-        Ok(Response::new(proto::InfoResponse {
-            id: identity.id,
-            store: identity.store,
-            is_member: self.0.is_member(),
-            cluster_high,
-            cluster_low,
-            address: self.0.options.advertise.clone(),
-            labels: self.0.options.labels.clone().into_iter().collect(),
-            members,
-            membership_index,
-        }))
+        let request = request.into_inner();
+        self.0.check_name(&request.cluster_name)?;
+        let theirs = wire::join_optional(request.cluster_high, request.cluster_low);
+        Ok(Response::new(self.0.introduce(theirs)))
     }
 
     async fn claim(
         &self,
         request: Request<proto::ClaimRequest>,
     ) -> Result<Response<proto::ClaimResponse>, Status> {
+        let sender = sender_of(&request);
         let request = request.into_inner();
+        self.0.check_name(&request.cluster_name)?;
+        if let Some(sender) = sender {
+            sender.bind(request.from)?;
+        }
         let identity = &self.0.links.identity;
         let cluster = wire::join_optional(request.cluster_high, request.cluster_low);
         let cluster = cluster.ok_or(Malformed("no cluster"))?;
@@ -340,7 +340,10 @@ impl Peer for Service {
         &self,
         request: Request<proto::FetchStateRequest>,
     ) -> Result<Response<Parts>, Status> {
-        self.check(request.into_inner().header.as_ref(), false)?;
+        let sender = sender_of(&request);
+        let header = request.into_inner().header;
+        self.0
+            .admit(sender.as_ref(), header.as_ref(), Purpose::Member)?;
         // A state may take gigabytes on disk and minutes of a link: one at a time.
         let Ok(turn) = self.0.lending.clone().try_acquire_owned() else {
             return Err(Status::resource_exhausted(
@@ -368,12 +371,11 @@ impl Peer for Service {
         &self,
         request: Request<Streaming<proto::PeerMessage>>,
     ) -> Result<Response<Acks>, Status> {
+        let sender = sender_of(&request);
         let mut messages = request.into_inner();
         let first = messages.message().await?;
-        let from = self.check(
-            first.as_ref().and_then(|first| first.header.as_ref()),
-            false,
-        )?;
+        let header = first.as_ref().and_then(|first| first.header.as_ref());
+        let from = self.0.admit(sender.as_ref(), header, Purpose::Member)?;
         let from = u8::try_from(from).map_err(|_| Malformed("an id above 255"))?;
         // The answer stream carries nothing; that it stands tells the sender it is heard, and
         // being polled it does the reading.
@@ -386,6 +388,10 @@ impl Peer for Service {
                         () = inner.cancel.cancelled() => return None,
                         message = messages.message() => message.ok()??,
                     };
+                    // It may have been removed meanwhile.
+                    if inner.seen(|seen| seen.node(from.into()).is_none()) {
+                        return None;
+                    }
                     inner.handler.message(from, &message.bytes);
                 }
             },

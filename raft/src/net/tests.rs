@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use tokio::net::TcpListener;
+use tokio_stream::StreamExt;
 use tonic::Code;
 
 use super::link::client;
@@ -31,21 +32,191 @@ async fn alone() -> (Replica, proto::Header, MemoryDisk) {
         .wait_for(|status| status.role == Role::Leader && status.caught_up)
         .await
         .unwrap();
-    let mut client = connect(&address).await;
-    let info = client
-        .info(proto::InfoRequest {})
-        .await
-        .unwrap()
-        .into_inner();
-    assert!(info.is_member);
-    let header = proto::Header {
-        cluster_high: info.cluster_high,
-        cluster_low: info.cluster_low,
-        from: 2,
-        to: 1,
-        to_store: info.store,
-    };
+    let header = replica.let_in(2).await;
     (replica, header, disk)
+}
+
+/// A vote of `node` in `term`; a leader's if it is `committed`.
+fn vote(term: u64, node: u64, committed: bool) -> Option<proto::Vote> {
+    Some(proto::Vote {
+        term,
+        node,
+        committed,
+    })
+}
+
+fn append(header: proto::Header, vote: Option<proto::Vote>) -> proto::AppendRequest {
+    proto::AppendRequest {
+        header: Some(header),
+        vote,
+        ..proto::AppendRequest::default()
+    }
+}
+
+fn candidacy(header: proto::Header, vote: Option<proto::Vote>) -> proto::VoteRequest {
+    proto::VoteRequest {
+        header: Some(header),
+        vote,
+        last: None,
+        leadership_transfer: true,
+        pre_vote: false,
+    }
+}
+
+fn proposal(header: proto::Header) -> proto::ProposeRequest {
+    proto::ProposeRequest {
+        header: Some(header),
+        command: "command".into(),
+        timeout_ms: 5000,
+    }
+}
+
+fn messages(header: proto::Header) -> impl tokio_stream::Stream<Item = proto::PeerMessage> {
+    tokio_stream::iter([proto::PeerMessage {
+        header: Some(header),
+        bytes: "digest".into(),
+    }])
+}
+
+fn is_refused<T>(answer: Result<T, tonic::Status>) {
+    let status = answer.err().expect("it is refused");
+    assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
+}
+
+/// Has every call made that members make, with this header; all are refused.
+async fn all_refused(address: &str, header: proto::Header, term: u64) {
+    let mut client = connect(address).await;
+    let from = header.from;
+    is_refused(client.append(append(header, vote(term, from, true))).await);
+    is_refused(
+        client
+            .vote(candidacy(header, vote(term, from, false)))
+            .await,
+    );
+    let parts = [proto::SnapshotPart {
+        part: Some(start(header, term)),
+    }];
+    is_refused(client.install_snapshot(tokio_stream::iter(parts)).await);
+    let transfer = proto::TransferLeaderRequest {
+        header: Some(header),
+        from_leader: vote(term, from, true),
+        to: 1,
+        last: None,
+    };
+    is_refused(client.transfer_leader(transfer).await);
+}
+
+#[tokio::test]
+async fn who_is_no_member_or_shows_a_wrong_store_is_refused() {
+    let (replica, right, _) = alone().await;
+    let address = replica.local_addr().to_string();
+    let before = replica.status();
+    for wrong in [
+        proto::Header { from: 9, ..right },
+        proto::Header { from: 1, ..right },
+        proto::Header { from: 0, ..right },
+        proto::Header { from: 300, ..right },
+        proto::Header {
+            from_store: right.from_store + 1,
+            ..right
+        },
+        proto::Header {
+            from_store: 0,
+            ..right
+        },
+    ] {
+        all_refused(&address, wrong, before.term + 1).await;
+        let mut client = connect(&address).await;
+        is_refused(client.propose(proposal(wrong)).await);
+        let barrier = proto::ReadBarrierRequest {
+            header: Some(wrong),
+            timeout_ms: 5000,
+        };
+        is_refused(client.read_barrier(barrier).await);
+        let fetch = proto::FetchStateRequest {
+            header: Some(wrong),
+        };
+        is_refused(client.fetch_state(fetch).await);
+        is_refused(client.messages(messages(wrong)).await);
+    }
+    let after = replica.status();
+    assert_eq!((after.term, after.last_log), (before.term, before.last_log));
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_members_term_that_leaps_and_a_vote_of_another_are_refused() {
+    let (replica, header, _) = alone().await;
+    let address = replica.local_addr().to_string();
+    let term = replica.status().term;
+    for leap in [u64::MAX, u64::MAX - 1, term + 1_000_001] {
+        all_refused(&address, header, leap).await;
+    }
+    let mut client = connect(&address).await;
+    let of_another = client.append(append(header, vote(term + 1, 3, true))).await;
+    is_refused(of_another);
+    let not_elected = client
+        .append(append(header, vote(term + 1, 2, false)))
+        .await;
+    is_refused(not_elected);
+    assert_eq!(replica.status().term, term);
+    // A log of a later term than its leader's would win every election.
+    let mut forged = append(header, vote(term + 1, 2, true));
+    forged.previous = Some(proto::LogId {
+        term: u64::MAX,
+        node: 2,
+        index: 7,
+    });
+    let refused = client.append(forged).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    // Not too far ahead it is a candidate like others.
+    let elected = client.vote(candidacy(header, vote(term + 1_000_000, 2, false)));
+    assert!(!elected.await.unwrap().into_inner().granted, "an empty log");
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_connection_speaks_for_one_replica() {
+    let (replica, two, _) = alone().await;
+    let three = replica.let_in(3).await;
+    let address = replica.local_addr().to_string();
+    let mut client = connect(&address).await;
+    client.messages(messages(two)).await.unwrap();
+    is_refused(client.messages(messages(three)).await);
+    is_refused(client.propose(proposal(three)).await);
+    client.propose(proposal(two)).await.unwrap();
+    let mut another = connect(&address).await;
+    another.propose(proposal(three)).await.unwrap();
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_stranger_is_told_no_more_than_that_a_member_is_here() {
+    let (replica, header, _) = alone().await;
+    let mut client = connect(&replica.local_addr().to_string()).await;
+    let mut ask = async |cluster_name: &str, cluster_low: u64| {
+        let request = proto::InfoRequest {
+            cluster_name: cluster_name.to_owned(),
+            cluster_high: header.cluster_high,
+            cluster_low,
+        };
+        client.info(request).await.map(tonic::Response::into_inner)
+    };
+    let told = ask("", header.cluster_low + 1).await.unwrap();
+    let all = proto::InfoResponse {
+        id: 1,
+        is_member: true,
+        cluster_name: "quorate".to_owned(),
+        ..proto::InfoResponse::default()
+    };
+    assert_eq!(told, all);
+    let told = ask("quorate", header.cluster_low).await.unwrap();
+    assert_eq!((told.store, told.members), (header.to_store, vec![1, 2]));
+    let refused = ask("staging", header.cluster_low).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    let why = "meant for cluster \"staging\", this replica is configured for \"quorate\"";
+    assert_eq!(refused.message(), why);
+    replica.shutdown().await;
 }
 
 #[tokio::test]
@@ -67,11 +238,7 @@ async fn a_call_for_another_cluster_replica_or_store_is_refused() {
     ];
     let address = replica.local_addr().to_string();
     let mut client = connect(&address).await;
-    let propose = |header| proto::ProposeRequest {
-        header: Some(header),
-        command: "command".into(),
-        timeout_ms: 5000,
-    };
+    let propose = proposal;
     let term = replica.status().term;
     for header in wrong {
         let refused = client.propose(propose(header)).await.unwrap_err();
@@ -153,6 +320,80 @@ async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
     assert_eq!(vote.term, before.term);
     assert_eq!(replica.status().applied, before.applied);
     assert_eq!(snapshots_in(&disk), 0);
+    // It is not even waited for.
+    let begins = tokio_stream::iter([proto::SnapshotPart {
+        part: Some(start(header, 0)),
+    }]);
+    let never_ends = begins.chain(tokio_stream::pending());
+    let answer = client.install_snapshot(never_ends).await.unwrap();
+    assert_eq!(answer.into_inner().vote.unwrap().term, before.term);
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_cut_short_or_overtaken_leaves_nothing() {
+    let (replica, header, disk) = alone().await;
+    let term = replica.status().term + 1;
+    let address = replica.local_addr().to_string();
+    let chunk = proto::snapshot_part::Part::Chunk(proto::SnapshotChunk {
+        bytes: "state".into(),
+        crc: crc32fast::hash(b"state"),
+    });
+    let parts = || {
+        let parts = [start(header, term), chunk.clone()];
+        let parts = parts.map(|part| proto::SnapshotPart { part: Some(part) });
+        tokio_stream::iter(parts).chain(tokio_stream::pending())
+    };
+    let files_are = async |count| {
+        while snapshots_in(&disk) != count {
+            tokio::task::yield_now().await;
+        }
+    };
+    let mut clients = (connect(&address).await, connect(&address).await);
+    {
+        let mut first = Box::pin(clients.0.install_snapshot(parts()));
+        tokio::select! {
+            biased;
+            _ = &mut first => panic!("it has no end"),
+            () = files_are(1) => {}
+        }
+        let mut second = Box::pin(clients.1.install_snapshot(parts()));
+        let overtaken = tokio::select! {
+            biased;
+            _ = &mut second => panic!("it has no end"),
+            overtaken = first => overtaken.unwrap_err(),
+        };
+        assert_eq!(overtaken.code(), Code::Aborted, "{overtaken}");
+        files_are(1).await;
+    }
+    // Whoever sends it is gone.
+    drop(clients);
+    files_are(0).await;
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn the_head_of_a_snapshot_is_bounded() {
+    let (replica, header, disk) = alone().await;
+    let term = replica.status().term + 1;
+    let mut head = start(header, term);
+    let proto::snapshot_part::Part::Start(begun) = &mut head else {
+        panic!("not a start");
+    };
+    let meta = begun.meta.as_mut().unwrap();
+    let membership = meta.membership.as_mut().unwrap();
+    let labels = [("label".to_owned(), "x".repeat(17 << 20))];
+    let member = proto::Member {
+        id: 2,
+        labels: labels.into(),
+        ..proto::Member::default()
+    };
+    membership.membership.as_mut().unwrap().members.push(member);
+    let parts = [proto::SnapshotPart { part: Some(head) }];
+    let mut client = connect(&replica.local_addr().to_string()).await;
+    let refused = client.install_snapshot(tokio_stream::iter(parts)).await;
+    assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(snapshots_in(&disk), 0);
     replica.shutdown().await;
 }
 
@@ -160,7 +401,7 @@ async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
 async fn a_damaged_snapshot_part_is_refused() {
     let (replica, header, disk) = alone().await;
     let before = replica.status();
-    let start = start(header, 9);
+    let start = start(header, before.term + 1);
     let chunk = |crc| {
         proto::snapshot_part::Part::Chunk(proto::SnapshotChunk {
             bytes: "state".into(),
@@ -195,9 +436,8 @@ async fn a_command_that_cannot_be_decoded_is_refused_before_the_log() {
     let before = replica.status().last_log;
     let mut client = connect(&replica.local_addr().to_string()).await;
     let propose = |command: Vec<u8>| proto::ProposeRequest {
-        header: Some(header),
         command: command.into(),
-        timeout_ms: 5000,
+        ..proposal(header)
     };
     for command in [b"poison".to_vec(), vec![0; crate::COMMAND_BYTES_MAX + 1]] {
         let refused = client.propose(propose(command)).await.unwrap_err();

@@ -3,18 +3,23 @@
 //! The port lies below the generated clients and services and above HTTP/2, so that a simulation
 //! sees whole calls, which it can lose, delay, repeat and put in another order.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::{Mutex, PoisonError};
+use std::task::{Context, Poll};
 
+use futures_util::TryStreamExt;
 use futures_util::future::BoxFuture;
-use tokio::net::TcpListener;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::server::TcpIncoming;
+use tonic::transport::server::{Connected, TcpIncoming};
 use tonic::transport::{Endpoint, Server};
 use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
 
+use super::guard::Sender;
 use super::{CONNECT_TIMEOUT, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
 
 /// A call to a peer; its body is the messages of the caller.
@@ -46,6 +51,60 @@ pub trait Transport: Send + Sync + 'static {
         service: PeerService,
         stop: CancellationToken,
     ) -> BoxFuture<'static, io::Result<()>>;
+}
+
+/// A connection that was accepted, and whose it is.
+struct Accepted {
+    stream: TcpStream,
+    sender: Sender,
+}
+
+impl Connected for Accepted {
+    type ConnectInfo = Sender;
+
+    fn connect_info(&self) -> Sender {
+        self.sender.clone()
+    }
+}
+
+impl AsyncRead for Accepted {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Accepted {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
 }
 
 /// HTTP/2 over TCP.
@@ -113,7 +172,12 @@ impl Transport for Tcp {
                 .http2_keepalive_timeout(Some(PING_TIMEOUT))
                 .serve_with_incoming_shutdown(
                     service,
-                    TcpIncoming::from(listener).with_nodelay(Some(true)),
+                    TcpIncoming::from(listener)
+                        .with_nodelay(Some(true))
+                        .map_ok(|stream| Accepted {
+                            stream,
+                            sender: Sender::default(),
+                        }),
                     stop.cancelled_owned(),
                 )
                 .await

@@ -3,6 +3,10 @@
 //! Membership says of every member where it is, which store it has and which cluster it is in. A
 //! new member is asked for its store before it is added, so that what is sent to it later reaches
 //! that store and no other.
+//!
+//! The leader looks at who asks. Whoever wants in may ask for itself and nothing else; a member tells
+//! where it is itself, and nobody else does; everything else a voter asks for, as an operator's tool
+//! speaks to one. A learner asks for its own vote, and gets it where the leader's config names it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,8 +19,9 @@ use openraft::{ChangeMembers, ServerState};
 use tokio::time::{Instant, timeout_at};
 
 use super::Inner;
+use super::introduce::check_told;
 use crate::error::ChangeError;
-use crate::net::{CallError, Lane, Links};
+use crate::net::{CallError, Lane};
 use crate::types::{Metrics, Node};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
@@ -178,14 +183,14 @@ impl Inner {
             }
             let (cluster_high, cluster_low) =
                 wire::split(self.links.identity.cluster().unwrap_or(0));
-            let from = self.links.identity.id;
-            let change = Some(change.clone());
             let request = proto::ChangeRequest {
                 cluster_high,
                 cluster_low,
-                from,
-                change,
+                from: self.links.identity.id,
+                change: Some(change.clone()),
                 hops: 0,
+                from_store: self.links.identity.store,
+                cluster_name: self.options.cluster_name.clone(),
             };
             match self.pass_change(request).await {
                 Outcome::Changed(changed) => return Ok(changed),
@@ -206,10 +211,14 @@ impl Inner {
             return not_leader(0);
         };
         if leader == self.links.identity.id {
+            let (from, store) = (request.from, request.from_store);
             let Some(change) = request.change else {
                 return Outcome::Refused("an unknown change".to_owned());
             };
-            return self.change_here(change).await;
+            return match self.check_asker(from, store, &change) {
+                Ok(()) => self.change_here(change).await,
+                Err(why) => Outcome::Refused(why),
+            };
         }
         if request.hops >= HOPS_MAX {
             return not_leader(leader);
@@ -218,6 +227,7 @@ impl Inner {
             return not_leader(0);
         };
         request.hops += 1;
+        request.cluster_name.clone_from(&self.options.cluster_name);
         (request.cluster_high, request.cluster_low) =
             wire::split(self.links.identity.cluster().unwrap_or(0));
         let call = peer.call(Lane::Bulk, CHANGE_TIMEOUT, |mut client| async move {
@@ -230,6 +240,31 @@ impl Inner {
             Err(CallError::NotSent(_)) => not_leader(leader),
             Err(error) => Outcome::Unknown(error.to_string()),
         }
+    }
+
+    /// Says why `from` may not ask for a change.
+    fn check_asker(&self, from: u64, store: u64, change: &Change) -> Result<(), String> {
+        let of_itself = |member: &Option<proto::Member>| match member {
+            Some(member) if member.id == from => Ok(()),
+            Some(member) => Err(format!("replica {from} speaks for replica {}", member.id)),
+            None => Err("an unknown change".to_owned()),
+        };
+        if let Change::Join(join) = change {
+            return of_itself(&join.member);
+        }
+        self.check_member(from, store)?;
+        match change {
+            Change::Describe(describe) => return of_itself(&describe.member),
+            Change::Promote(promote) if promote.voters_below != 0 && promote.id == from => {
+                return Ok(());
+            }
+            Change::Remove(remove) if remove.id == from => return Ok(()),
+            _ => {}
+        }
+        if self.voters().contains(&from) {
+            return Ok(());
+        }
+        Err(format!("replica {from} is a learner: ask a voter"))
     }
 
     async fn change_here(&self, change: Change) -> Outcome {
@@ -266,7 +301,7 @@ impl Inner {
         let Some(cluster) = self.links.identity.cluster() else {
             return Outcome::Refused("not in a cluster".to_owned());
         };
-        let info = match ask(&self.links, address).await {
+        let info = match self.ask(address).await {
             Ok(info) => info,
             Err(why) => return Outcome::Refused(format!("replica {id} does not answer: {why}")),
         };
@@ -283,6 +318,9 @@ impl Inner {
             store: info.store,
             cluster,
         };
+        if let Err(why) = check_told(&node.address, &node.labels) {
+            return Outcome::Refused(why);
+        }
         self.write(ChangeMembers::AddNodes(BTreeMap::from([(id, node)])), true)
             .await
     }
@@ -311,6 +349,9 @@ impl Inner {
                  under a new id"
             ));
         }
+        if let Err(why) = check_told(&told.address, &told.labels) {
+            return Outcome::Refused(why);
+        }
         told.cluster = known.cluster;
         if known == told {
             return self.changed(self.applied());
@@ -322,14 +363,24 @@ impl Inner {
     async fn promote_here(&self, promote: &proto::Promote) -> Outcome {
         let id = promote.id;
         let voters = self.voters();
-        if self.node(id).is_none() {
+        let Some(node) = self.node(id) else {
             return Outcome::Refused(format!("replica {id} is no member"));
-        }
+        };
         if voters.contains(&id) {
             return Outcome::Refused(format!("replica {id} is a voter already"));
         }
-        if promote.voters_below != 0 && voters.len() as u64 >= promote.voters_below {
-            return Outcome::Refused(format!("there are {} voters already", voters.len()));
+        if promote.voters_below != 0 {
+            // It asks by itself: its own config may be a copy of somebody's.
+            let Some(wanted) = self.voters_wanted_with(&node.address).await else {
+                return Outcome::Refused(format!(
+                    "{} is not among the peers in the leader's config: `quorate member promote {id}` \
+                     makes replica {id} a voter",
+                    node.address
+                ));
+            };
+            if voters.len() as u64 >= promote.voters_below.min(wanted as u64) {
+                return Outcome::Refused(format!("there are {} voters already", voters.len()));
+            }
         }
         if !self.wait_for_learner(id).await {
             return Outcome::Refused(format!("replica {id} does not catch up"));
@@ -497,18 +548,4 @@ impl Inner {
             timeout_at(end, metrics.changed()).await.ok()?.ok()?;
         }
     }
-}
-
-/// Asks who listens at an address.
-pub(super) async fn ask(links: &Links, address: &str) -> Result<proto::InfoResponse, String> {
-    let asking = async {
-        let mut client = links.connect_once(address).await?;
-        let answer = client.info(proto::InfoRequest {}).await;
-        answer
-            .map(tonic::Response::into_inner)
-            .map_err(|status| status.message().to_owned())
-    };
-    tokio::time::timeout(INFO_TIMEOUT, asking)
-        .await
-        .map_err(|_| "no answer in time".to_owned())?
 }

@@ -13,8 +13,8 @@
 //!    again. Whoever granted it sees that the claimant has another number and is free again.
 //!
 //! A replica that came in through [`Formation::Bootstrap`] and finds fewer voters than `expect`
-//! asks to be promoted once it has caught up, so that a replica that was replaced under a new id
-//! counts without an operator. One that came in through [`Formation::Join`] stays a learner until
+//! asks to be promoted once it has caught up, and is where the leader's config names its address, so
+//! that a replica that was replaced under a new id counts without an operator. One that came in through [`Formation::Join`] stays a learner until
 //! an operator promotes it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +26,8 @@ use futures_util::future::join_all;
 use openraft::async_runtime::WatchReceiver;
 
 use super::Inner;
-use super::change::{INFO_TIMEOUT, ask};
+use super::change::INFO_TIMEOUT;
+use super::introduce::check_told;
 use crate::chance;
 use crate::error::ChangeError;
 use crate::identity::Bond;
@@ -180,7 +181,7 @@ impl Inner {
             },
         };
         let asked = addresses.into_iter().map(|address| async move {
-            let mut info = ask(&self.links, &address).await.ok()?;
+            let mut info = self.ask(&address).await.ok()?;
             info.address = address;
             Some(info)
         });
@@ -258,6 +259,9 @@ impl Inner {
                 (info.id, node)
             })
             .collect();
+        for node in members.values() {
+            check_told(&node.address, &node.labels)?;
+        }
         members.insert(identity.id, self.described(cluster));
         tracing::info!(founders = ?members.keys().collect::<Vec<_>>(), "founding a cluster");
         self.raft
@@ -274,6 +278,7 @@ impl Inner {
             to_store: info.store,
             cluster_high,
             cluster_low,
+            cluster_name: self.options.cluster_name.clone(),
         };
         let asking = async {
             let mut client = self.links.connect_once(&info.address).await.ok()?;
@@ -300,6 +305,8 @@ impl Inner {
                 from: self.links.identity.id,
                 change: Some(Change::Join(join)),
                 hops: 0,
+                from_store: self.links.identity.store,
+                cluster_name: self.options.cluster_name.clone(),
             };
             let asking = async {
                 let mut client = self.links.connect_once(&info.address).await?;

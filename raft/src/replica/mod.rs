@@ -3,6 +3,7 @@
 mod change;
 mod form;
 mod heard;
+mod introduce;
 mod propose;
 mod rebuild;
 mod removal;
@@ -32,8 +33,9 @@ use crate::host::Host;
 use crate::identity::Identity;
 use crate::log::LogStore;
 use crate::machine::{CheckCommand, Machine, PeerHandler};
-use crate::net::{self, Links, Network, Transport};
+use crate::net::{self, Installing, Links, Network, SHOWS_STORE, Transport};
 use crate::options::{Formation, Options, Peers, Storage};
+use crate::seldom::Seldom;
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
 use crate::types::{Raft, shown};
@@ -71,6 +73,10 @@ pub(crate) struct Inner {
     pub(crate) changing: Mutex<()>,
     /// Held while the machine's state is sent to a peer that has lost its own.
     pub(crate) lending: Arc<Semaphore>,
+    /// Which snapshot is being received.
+    pub(crate) installing: Installing,
+    /// Keeps the log from filling with what strangers are refused.
+    pub(crate) refusals: Seldom,
     pub(crate) is_stopping: AtomicBool,
     /// Whether peers say that this replica is a member no more.
     pub(crate) is_removed: AtomicBool,
@@ -87,13 +93,12 @@ impl Replica {
     /// # Errors
     /// When the store cannot be opened or is damaged: names file and offset.
     pub async fn start(
-        options: Options,
+        mut options: Options,
         transport: Arc<dyn Transport>,
         machine: impl Machine,
         handler: Arc<dyn PeerHandler>,
     ) -> Result<Self, StartError> {
-        check_formation(&options.formation)?;
-        let config = raft_config(&options)?;
+        let config = prepare(&mut options)?;
         let (fault, cancel) = (Fault::new(), CancellationToken::new());
         let blocking = Blocking::over(&options.storage);
         let check = machine.check();
@@ -138,6 +143,8 @@ impl Replica {
             connected: watch::Sender::default(),
             changing: Mutex::default(),
             lending: Arc::new(Semaphore::new(1)),
+            installing: Installing::default(),
+            refusals: Seldom::default(),
             is_stopping: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             cancel,
@@ -352,6 +359,15 @@ fn open(
         return Err(damaged(&folder, reached, what));
     }
     Ok((lock, identity, log, host))
+}
+
+/// Checks the options, and what they come to for Raft.
+fn prepare(options: &mut Options) -> Result<RaftConfig, StartError> {
+    check_formation(&options.formation)?;
+    let label = (SHOWS_STORE.to_owned(), "2".to_owned());
+    options.labels.extend([label]);
+    introduce::check_told(&options.advertise, &options.labels).map_err(StartError::Options)?;
+    raft_config(options)
 }
 
 fn raft_config(options: &Options) -> Result<RaftConfig, StartError> {

@@ -13,7 +13,6 @@ use openraft::async_runtime::WatchReceiver;
 use tokio::time::MissedTickBehavior;
 
 use super::Inner;
-use super::change::ask;
 use crate::wire;
 
 /// Between two looks.
@@ -75,7 +74,7 @@ impl Inner {
         // After a restart of all, what is agreed on is known to nobody for a while: a membership
         // that came later counts against it.
         let (index, others) = self.others();
-        let answers = join_all(others.iter().map(|address| ask(&self.links, address))).await;
+        let answers = join_all(others.iter().map(|address| self.ask(address))).await;
         let answers = answers
             .into_iter()
             .flatten()

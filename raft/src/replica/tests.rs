@@ -5,12 +5,12 @@ use std::collections::BTreeSet;
 use openraft::ChangeMembers;
 use tokio::net::TcpListener;
 
-use crate::error::ChangeError;
 use crate::replica::Replica;
 use crate::status::Role;
 use crate::toy;
 use crate::types::Metrics;
 use crate::wire::proto::change_request::Change;
+use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
 
 /// Two replicas, of which the first leads.
@@ -31,6 +31,108 @@ async fn two_led_by_the_first() -> (Replica, Replica) {
         .await
         .unwrap();
     (one, two)
+}
+
+/// A member's store in these tests.
+const STORE: u64 = 4711;
+
+impl Replica {
+    /// Makes `id` a learner, which nobody is behind; answers what it would lead its calls with.
+    pub(crate) async fn let_in(&self, id: u64) -> proto::Header {
+        let identity = &self.inner.links.identity;
+        let node = crate::types::Node {
+            address: "127.0.0.1:1".to_owned(),
+            labels: [(crate::net::SHOWS_STORE.to_owned(), "2".to_owned())].into(),
+            store: STORE,
+            cluster: identity.cluster().unwrap(),
+        };
+        let members = ChangeMembers::AddNodes([(id, node)].into());
+        let raft = &self.inner.raft;
+        raft.change_membership(members, true).await.unwrap();
+        let mut status = self.watch();
+        let known = status.wait_for(|status| status.members.keys().any(|it| u64::from(*it) == id));
+        known.await.unwrap();
+        proto::Header {
+            from: id,
+            to: identity.id,
+            to_store: identity.store,
+            from_store: STORE,
+            ..identity.header(0, 0)
+        }
+    }
+
+    /// What comes of a change that `from` asks for.
+    async fn asked_by(&self, from: u64, change: Change) -> Outcome {
+        let request = proto::ChangeRequest {
+            from,
+            from_store: STORE,
+            change: Some(change),
+            ..proto::ChangeRequest::default()
+        };
+        self.inner.pass_change(request).await
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_learner_or_stranger_changes_nobody_and_is_given_no_vote() {
+    let (one, two) = two_led_by_the_first().await;
+    one.let_in(7).await;
+    let before = one.status().members;
+    let node = one.inner.node(2).unwrap();
+    let describe = |id, change: fn(&mut proto::Member)| {
+        let mut member = wire::member(id, &node);
+        change(&mut member);
+        Change::Describe(proto::Describe {
+            member: Some(member),
+        })
+    };
+    let promote = |id, voters_below| Change::Promote(proto::Promote { id, voters_below });
+    for (from, change, why) in [
+        (9, promote(9, 5), "replica 9 is no member"),
+        (
+            7,
+            promote(7, 5),
+            "is not among the peers in the leader's config",
+        ),
+        (7, promote(7, 0), "replica 7 is a learner: ask a voter"),
+        (7, Change::Remove(proto::Remove { id: 2 }), "ask a voter"),
+        (
+            7,
+            Change::Transfer(proto::Transfer { to: 2 }),
+            "ask a voter",
+        ),
+        (7, describe(2, |_| {}), "replica 7 speaks for replica 2"),
+        (2, describe(2, |_| {}), "replica 2 has another store"),
+        (7, describe(7, |member| member.store += 1), "another store"),
+        (
+            7,
+            describe(7, |member| {
+                member.store = STORE;
+                member.address = "nowhere".to_owned();
+            }),
+            "a host and port",
+        ),
+        (
+            7,
+            describe(7, |member| {
+                member.store = STORE;
+                member.labels = [("label".to_owned(), "x".repeat(1 << 20))].into();
+            }),
+            "a label of 5 and 1048576 bytes",
+        ),
+    ] {
+        match one.asked_by(from, change).await {
+            Outcome::Refused(refused) => assert!(refused.contains(why), "{refused}"),
+            other => panic!("{why} was expected, not {other:?}"),
+        }
+    }
+    let is_voter = |members: &std::collections::BTreeMap<u8, crate::Member>| {
+        let voters = members.iter().map(|(id, member)| (*id, member.is_voter));
+        voters.collect::<Vec<_>>()
+    };
+    assert_eq!(is_voter(&one.status().members), is_voter(&before));
+    one.shutdown().await;
+    two.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -72,17 +174,22 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
     let (one, two) = two_led_by_the_first().await;
     let mut told = one.inner.node(2).unwrap();
     told.labels.insert("moved".to_owned(), "yes".to_owned());
-    let change = || {
+    let asked = || {
         let member = Some(wire::member(2, &told));
-        Change::Describe(proto::Describe { member })
+        one.inner.pass_change(proto::ChangeRequest {
+            from: 2,
+            from_store: told.store,
+            change: Some(Change::Describe(proto::Describe { member })),
+            ..proto::ChangeRequest::default()
+        })
     };
 
-    one.inner.change(change()).await.unwrap();
+    assert!(matches!(asked().await, Outcome::Changed(_)));
     assert_eq!(one.inner.node(2).unwrap().labels, told.labels);
     one.remove(2).await.unwrap();
-    let late = one.inner.change(change()).await;
+    let late = asked().await;
     assert!(
-        matches!(&late, Err(ChangeError::Refused(why)) if why == "replica 2 is no member"),
+        matches!(&late, Outcome::Refused(why) if why == "replica 2 is no member"),
         "{late:?}"
     );
     assert!(!one.status().members.contains_key(&2));

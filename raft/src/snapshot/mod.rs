@@ -28,8 +28,9 @@ const MAGIC: &[u8; 8] = b"quosnap1";
 const FRAME_HEAD_BYTES: usize = 8;
 /// Chunks that are written. Read is what is at most eight times that.
 pub(crate) const CHUNK_BYTES: usize = 256 * 1024;
-const CHUNK_BYTES_MAX: usize = 8 * CHUNK_BYTES;
-const HEAD_BYTES_MAX: usize = 16 * 1024 * 1024;
+pub(crate) const CHUNK_BYTES_MAX: usize = 8 * CHUNK_BYTES;
+/// What a snapshot stands for: 255 members with all that one may tell of itself stay below it.
+pub(crate) const HEAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 const END_BYTES: usize = 16;
 
 const EXTENSION: &str = "snapshot";

@@ -142,6 +142,7 @@ impl Seat {
             id,
             data_dir: folder.path().to_path_buf(),
             advertise: String::new(),
+            cluster_name: raft::DEFAULT_NAME.to_owned(),
             labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
             formation,
             heartbeat: Duration::from_millis(50),

@@ -1,0 +1,198 @@
+//! What a replica says of itself, to whom, and how much of it is taken.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+
+use tokio::net::lookup_host;
+use tonic::{Code, Status};
+
+use super::Inner;
+use crate::options::{Formation, Peers};
+use crate::wire::{self, proto};
+use crate::{DEFAULT_NAME, types};
+
+/// Most labels of a member, and the most bytes of a name, a value and an address. All members' together
+/// stay far below what the head of a snapshot may take.
+const LABELS_MAX: usize = 32;
+const LABEL_NAME_BYTES_MAX: usize = 64;
+const LABEL_BYTES_MAX: usize = 512;
+const ADDRESS_BYTES_MAX: usize = 262;
+const _: () = {
+    let label = LABEL_NAME_BYTES_MAX + LABEL_BYTES_MAX + 16;
+    let member = LABELS_MAX * label + ADDRESS_BYTES_MAX + 64;
+    assert!(255 * member < crate::snapshot::HEAD_BYTES_MAX);
+};
+
+/// Says what is wrong with what a member tells of itself.
+pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Result<(), String> {
+    let port = address
+        .rsplit_once(':')
+        .map(|(_, port)| port.parse::<u16>());
+    if address.len() > ADDRESS_BYTES_MAX || !matches!(port, Some(Ok(_))) {
+        let shown: String = address.chars().take(80).collect();
+        return Err(format!(
+            "address {shown:?}: a host and port of at most {ADDRESS_BYTES_MAX} bytes expected"
+        ));
+    }
+    if labels.len() > LABELS_MAX {
+        let count = labels.len();
+        return Err(format!("{count} labels, at most {LABELS_MAX} expected"));
+    }
+    for (name, value) in labels {
+        if name.len() > LABEL_NAME_BYTES_MAX || value.len() > LABEL_BYTES_MAX {
+            return Err(format!(
+                "a label of {} and {} bytes, at most {LABEL_NAME_BYTES_MAX} and {LABEL_BYTES_MAX} \
+                 expected",
+                name.len(),
+                value.len()
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The name that a call or an answer gives; earlier builds give none.
+fn named(told: &str) -> &str {
+    if told.is_empty() { DEFAULT_NAME } else { told }
+}
+
+impl Inner {
+    /// Refuses whoever is configured for another cluster, before anything else is told.
+    pub(crate) fn check_name(&self, told: &str) -> Result<(), Status> {
+        let (theirs, ours) = (named(told), self.options.cluster_name.as_str());
+        if theirs == ours {
+            return Ok(());
+        }
+        let theirs: String = theirs.chars().take(80).collect();
+        Err(Status::failed_precondition(format!(
+            "meant for cluster {theirs:?}, this replica is configured for {ours:?}"
+        )))
+    }
+
+    /// Asks another replica who it is.
+    pub(super) fn info_request(&self) -> proto::InfoRequest {
+        let (cluster_high, cluster_low) = wire::split(self.links.identity.cluster().unwrap_or(0));
+        proto::InfoRequest {
+            cluster_name: self.options.cluster_name.clone(),
+            cluster_high,
+            cluster_low,
+        }
+    }
+
+    /// Says who this is to a replica of the cluster `theirs`. A member tells everybody else only that
+    /// it is one: its store and its cluster's number are what calls between members are known by.
+    pub(crate) fn introduce(&self, theirs: Option<u128>) -> proto::InfoResponse {
+        let identity = &self.links.identity;
+        let cluster = identity.cluster();
+        let is_member = self.is_member();
+        let introduced = proto::InfoResponse {
+            id: identity.id,
+            is_member,
+            cluster_name: self.options.cluster_name.clone(),
+            ..proto::InfoResponse::default()
+        };
+        if is_member && theirs != cluster {
+            return introduced;
+        }
+        let (cluster_high, cluster_low) = wire::split(cluster.unwrap_or(0));
+        let (membership_index, members) = self.membership();
+        proto::InfoResponse {
+            store: identity.store,
+            cluster_high,
+            cluster_low,
+            address: self.options.advertise.clone(),
+            labels: self.options.labels.clone().into_iter().collect(),
+            members,
+            membership_index,
+            ..introduced
+        }
+    }
+
+    /// Asks who listens at an address.
+    pub(super) async fn ask(&self, address: &str) -> Result<proto::InfoResponse, String> {
+        let request = self.info_request();
+        let asking = async {
+            let mut client = self.links.connect_once(address).await?;
+            let answer = client.info(request).await;
+            answer.map(tonic::Response::into_inner).map_err(|status| {
+                // Not away, but of another mind: somebody has to look at a config.
+                if status.code() == Code::FailedPrecondition && self.refusals.may_say() {
+                    tracing::warn!(address, why = status.message(), "refused by a peer");
+                }
+                status.message().to_owned()
+            })
+        };
+        let answer = tokio::time::timeout(super::change::INFO_TIMEOUT, asking).await;
+        let info = answer.map_err(|_| "no answer in time".to_owned())??;
+        let (theirs, ours) = (
+            named(&info.cluster_name),
+            self.options.cluster_name.as_str(),
+        );
+        if theirs != ours {
+            return Err(format!(
+                "{address} is configured for cluster {theirs:?}, this replica for {ours:?}"
+            ));
+        }
+        Ok(info)
+    }
+
+    /// How many voters this replica's config wants, if it names the replica at `address` as one of
+    /// those that form the cluster.
+    pub(super) async fn voters_wanted_with(&self, address: &str) -> Option<usize> {
+        let Formation::Bootstrap { peers, expect, .. } = &self.options.formation else {
+            return None;
+        };
+        let named = match peers {
+            Peers::List(list) if list.iter().any(|peer| peer == address) => return Some(*expect),
+            Peers::List(list) => list.clone(),
+            Peers::Dns(name) => vec![name.clone()],
+        };
+        let asked = resolved(address).await;
+        for peer in &named {
+            if !asked.is_disjoint(&resolved(peer).await) {
+                return Some(*expect);
+            }
+        }
+        None
+    }
+
+    /// Whether a member with this store goes by this id.
+    pub(super) fn check_member(&self, id: u64, store: u64) -> Result<types::Node, String> {
+        let node = self.node(id);
+        let node = node.ok_or_else(|| format!("replica {id} is no member"))?;
+        crate::net::check_store(id, &node, store).map_err(|status| status.message().to_owned())?;
+        Ok(node)
+    }
+}
+
+async fn resolved(address: &str) -> BTreeSet<SocketAddr> {
+    match lookup_host(address).await {
+        Ok(found) => found.collect(),
+        Err(_) => BTreeSet::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_member_tells_is_bounded() {
+        let labels = |count: usize, bytes: usize| -> BTreeMap<String, String> {
+            let label = |n| (format!("label-{n}"), "x".repeat(bytes));
+            (0..count).map(label).collect()
+        };
+        assert_eq!(check_told("[::1]:80", &labels(LABELS_MAX, 9)), Ok(()));
+        assert_eq!(check_told("host:80", &labels(1, LABEL_BYTES_MAX)), Ok(()));
+        for (address, labels) in [
+            ("", labels(0, 0)),
+            ("host", labels(0, 0)),
+            ("host:port", labels(0, 0)),
+            ("host:80", labels(LABELS_MAX + 1, 1)),
+            ("host:80", labels(1, LABEL_BYTES_MAX + 1)),
+            (&format!("{}:80", "x".repeat(300)), labels(0, 0)),
+        ] {
+            assert!(check_told(address, &labels).is_err(), "{address}");
+        }
+    }
+}

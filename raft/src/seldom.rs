@@ -1,0 +1,25 @@
+//! Log lines that somebody outside could cause without end.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Least time between two lines.
+const EVERY: Duration = Duration::from_secs(10);
+
+/// Lets one line through every ten seconds.
+#[derive(Debug, Default)]
+pub(crate) struct Seldom(Mutex<Option<Instant>>);
+
+impl Seldom {
+    /// Whether it is time for a line.
+    pub(crate) fn may_say(&self) -> bool {
+        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_time = said.is_none_or(|at| at.elapsed() >= EVERY);
+        if is_time {
+            *said = Some(Instant::now());
+        }
+        is_time
+    }
+}
