@@ -34,7 +34,7 @@ fn hash(c: &mut Criterion) {
         let blocks = tokens.len() as u64 / u64::from(block_size);
         group.throughput(Throughput::Elements(blocks));
         group.bench_function(BenchmarkId::new("block", block_size), |b| {
-            b.iter(|| chain_of_tokens(7, &scope, None, black_box(&tokens), &[]));
+            b.iter(|| chain_of_tokens(&7.into(), &scope, None, black_box(&tokens), &[]));
         });
     }
     group.finish();

@@ -22,7 +22,7 @@ use state::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
 use state::policy::{Candidate, PolicyConfig, Prices, Request, choose};
-use state::prefix::{Scope, chain_bytes, chain_tokens, root};
+use state::prefix::{HashSecret, Hashing, Scope, chain_bytes, chain_tokens};
 use state::users::FairnessSettings;
 
 criterion_group! {
@@ -123,6 +123,18 @@ fn hashing(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("hash 512 blocks");
     group.throughput(Throughput::Elements(BLOCKS as u64));
     let mut out = Vec::with_capacity(BLOCKS);
+    let hashing = Hashing {
+        seed: 42,
+        secret: Some(HashSecret::of_number(42)),
+    };
+    let scope = Scope {
+        model: "meta-llama/Llama-3.1-70B-Instruct",
+        adapter: "",
+        salt: "",
+        tokenizer: "character",
+        block_size: 128,
+    };
+    let root = hashing.root(&scope);
     for block_size in [64, 128, 512, 1024] {
         let bytes: Vec<u8> = (0..BLOCKS * block_size)
             .map(|place| mix(place as u64) as u8)
@@ -130,7 +142,7 @@ fn hashing(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("bytes", block_size), |bencher| {
             bencher.iter(|| {
                 out.clear();
-                chain_bytes(1, black_box(&bytes), block_size, &mut out);
+                chain_bytes(&root, black_box(&bytes), block_size, &mut out);
             });
         });
     }
@@ -140,19 +152,12 @@ fn hashing(criterion: &mut Criterion) {
     group.bench_function(BenchmarkId::new("tokens", 16), |bencher| {
         bencher.iter(|| {
             out.clear();
-            chain_tokens(1, black_box(&tokens), 16, &mut out);
+            chain_tokens(&root, black_box(&tokens), 16, &mut out);
         });
     });
     group.finish();
     criterion.bench_function("root of a scope", |bencher| {
-        let scope = Scope {
-            model: "meta-llama/Llama-3.1-70B-Instruct",
-            adapter: "",
-            salt: "",
-            tokenizer: "character",
-            block_size: 128,
-        };
-        bencher.iter(|| root(black_box(42), black_box(&scope)));
+        bencher.iter(|| black_box(&hashing).root(black_box(&scope)));
     });
 }
 

@@ -16,6 +16,7 @@ use crate::ids::{
     UserKey,
 };
 use crate::policy::{PolicyConfig, RoutingSettings};
+use crate::prefix::HashSecret;
 use crate::quotas::UserLimits;
 use crate::readers::Assignment;
 use crate::service::ServiceSample;
@@ -76,7 +77,8 @@ pub enum Lane {
 /// A change of the replicated state.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub enum Command {
-    /// The first command of a cluster: fixes what cannot change later. A second one is rejected.
+    /// The first command of a cluster: fixes what cannot change later. A second one is rejected. Of
+    /// earlier builds: this one founds with [`Command::FoundCluster`].
     InitCluster {
         /// Seed of every block and user hash; random, so that no tenant can build collisions.
         hash_seed: u64,
@@ -159,6 +161,23 @@ pub enum Command {
     AbortRestore {
         /// Which restore; of another one nothing is forgotten.
         restore: RestoreId,
+    },
+    /// The first command of a cluster, as [`Command::InitCluster`], of one that hashes its blocks under
+    /// a secret.
+    FoundCluster {
+        /// Seed of user hashes and of the beginnings of chains.
+        hash_seed: u64,
+        /// What every block is hashed under.
+        hash_secret: HashSecret,
+        /// The first routing policy.
+        policy: PolicyConfig,
+        /// What tokens cost.
+        fairness: FairnessSettings,
+    },
+    /// Forgets what a user has used of its limits per window. What was charged stays.
+    ForgiveUser {
+        /// The user's name.
+        name: String,
     },
 }
 

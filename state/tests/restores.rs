@@ -476,6 +476,33 @@ fn a_backup_of_a_restored_cluster_can_be_restored() {
 }
 
 #[test]
+fn a_cluster_keeps_its_secret_when_the_backup_has_none() {
+    let original = measured_sample();
+    let mut driver = Driver::founded(common::found());
+    bring_in(&mut driver, &snapshot(&original));
+    let state = &driver.state;
+    assert_eq!(state.check(), Ok(()));
+    let registry = state.view().registry();
+    assert_eq!(registry.hash_secret, Some(common::secret()));
+    assert_eq!(registry.hash_seed, original.view().registry().hash_seed);
+    assert_eq!(
+        state.owned_blocks_all(),
+        0,
+        "nobody hashes that way any more"
+    );
+    assert_eq!(
+        state.users(None, usize::MAX).len(),
+        original.users(None, usize::MAX).len()
+    );
+
+    let keyed = snapshot(state);
+    let mut other = Driver::new();
+    bring_in(&mut other, &keyed);
+    let registry = other.state.view().registry();
+    assert_eq!(registry.hash_secret, Some(common::secret()), "the backup's");
+}
+
+#[test]
 fn the_bytes_of_its_commands_are_these() {
     let hex = |command: Command| {
         let envelope = common::envelope(3, 4, state::command::Lane::Admin, 300, command);
@@ -497,6 +524,14 @@ fn the_bytes_of_its_commands_are_these() {
         03030401fb2c01fce09304000e05fb2c01
         03030401fb2c01fce09304000f05"#]]
     .assert_eq(&all.join("\n"));
+    let founded = hex(common::found());
+    let secret: String = founded.chars().skip(24).take(32).collect();
+    expect_test::expect!["04030401fb2c01fce0930400 102a2eebf86781709645fbd3d7c7ded5 472"]
+        .assert_eq(&format!("{} {secret} {}", &founded[..24], founded.len()));
+    let forgive = Command::ForgiveUser {
+        name: "ann".to_owned(),
+    };
+    expect_test::expect!["04030401fb2c01fce09304001103616e6e"].assert_eq(&hex(forgive));
     // What was there before is written as every build reads it.
     let before = state::codec::encode_envelope(&common::envelope(
         1,

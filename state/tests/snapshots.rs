@@ -156,7 +156,7 @@ fn faults_name_their_place() {
     ];
     expect_test::expect![[r#"
         corrupt snapshot at byte 0: this is no snapshot of a router's state
-        corrupt snapshot at byte 8: format version 0, 3 or an earlier one expected
+        corrupt snapshot at byte 8: format version 0, 4 or an earlier one expected
         corrupt snapshot at byte 34: the header's checksum does not match
         corrupt snapshot at byte 42: the section's checksum does not match
         corrupt snapshot at byte 42: section of 4278190115 bytes, 268435456 at most
@@ -185,6 +185,23 @@ fn a_snapshot_of_version_2_can_be_read_and_is_what_is_written() {
         common::measured_sample().digest()
     );
     assert_eq!(golden, written);
+}
+
+#[test]
+fn a_snapshot_of_version_4_is_what_is_written_with_a_secret() {
+    let mut driver = Driver::founded(common::found());
+    driver.apply(1, Command::PutBackend(spec("a", 1, None)));
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [4, 0]);
+    let copy = restored(&bytes);
+    assert_eq!(copy.digest(), driver.state.digest());
+    let registry = copy.view().registry();
+    assert_eq!(registry.hash_secret, Some(common::secret()));
+    assert_eq!(snapshot(&copy), bytes);
+    let shown = format!("{:?} {:?}", common::found(), registry);
+    assert!(shown.contains("HashSecret(..)"), "{shown}");
+    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
+    expect_test::expect!["8129965a7083d7ea4c5ef1f8ab175840"].assert_eq(&format!("{hash:032x}"));
 }
 
 #[test]

@@ -16,6 +16,7 @@ use super::answer::{
 use super::digests::hex;
 use super::{Admin, Shared};
 use crate::error::Problem;
+use crate::ports::ClusterStatus;
 
 /// Longest `GET /admin/v1/digest?index=N` waits for N to be applied.
 const DIGEST_TIMEOUT: Duration = Duration::from_secs(2);
@@ -25,7 +26,18 @@ pub(super) async fn show(
     Params(query): Params<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
-    Ok(json(&admin.cluster.status()))
+    Ok(json(&Shown {
+        status: admin.cluster.status(),
+        hashes_keyed: admin.view.registry().hash_secret.is_some(),
+    }))
+}
+
+#[derive(Serialize)]
+struct Shown {
+    #[serde(flatten)]
+    status: ClusterStatus,
+    /// Whether blocks are hashed under a secret of the cluster: not in one that an earlier build founded.
+    hashes_keyed: bool,
 }
 
 #[derive(Deserialize)]

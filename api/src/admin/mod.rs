@@ -262,6 +262,12 @@ const ROUTES: &[Route] = &[
         handlers: || get(users::show).merge(put(users::put)),
     },
     Route {
+        path: "/admin/v1/users/{name}/forgive",
+        methods: "POST",
+        what: "forget what the user has used of its limits per window; counters stay",
+        handlers: || post(users::forgive),
+    },
+    Route {
         path: "/admin/v1/ownership",
         methods: "GET",
         what: "owned blocks per backend and in all",

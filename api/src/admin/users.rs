@@ -174,6 +174,14 @@ pub(super) async fn put(
     }
 }
 
+/// Forgets what the user has used of its limits per window.
+pub(super) async fn forgive(
+    State(admin): State<Shared>,
+    At(name): At<String>,
+) -> Result<Response, Problem> {
+    written(admin.cluster.submit(Command::ForgiveUser { name }).await)
+}
+
 fn key_text(key: UserKey) -> String {
     format!("{:016x}", key.0)
 }

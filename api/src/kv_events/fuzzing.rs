@@ -230,7 +230,7 @@ fn greeted(kind: Kind) -> Vec<u8> {
 
 fn identity() -> Identity {
     Identity {
-        hash_seed: 7,
+        hashing: 7.into(),
         model: "tiny".to_owned(),
         block_size: 16,
     }

@@ -243,7 +243,7 @@ fn identify(parts: &Parts, found: &Found) -> Result<Identity, KvRefusal> {
     let block_size = parts.router.token_block_size(&model);
     let block_size = block_size.ok_or(KvRefusal::Tokenizer)?;
     Ok(Identity {
-        hash_seed: parts.view.registry().hash_seed,
+        hashing: parts.view.registry().hashing(),
         model,
         block_size,
     })

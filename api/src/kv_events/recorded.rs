@@ -34,7 +34,7 @@ struct Rig {
 
 fn identity(block_size: u32) -> Identity {
     Identity {
-        hash_seed: HASH_SEED,
+        hashing: HASH_SEED.into(),
         model: MODEL.to_owned(),
         block_size,
     }
@@ -258,7 +258,7 @@ fn the_state_is_the_recorded_engines_cache() {
                 salt: request.salt.as_deref().unwrap_or_default(),
                 block_size,
             };
-            let chain = chain_of_tokens(HASH_SEED, &scope, None, &request.prompt, &[]);
+            let chain = chain_of_tokens(&HASH_SEED.into(), &scope, None, &request.prompt, &[]);
             let matchable = request.prompt.len().saturating_sub(1) / block_size as usize;
             let mut found = 0;
             let view = rig.steady.view();

@@ -26,6 +26,7 @@ mod tokens;
 use std::sync::Arc;
 
 use state::ids::BlockHash;
+use state::prefix::Root;
 
 pub use flatten::append_reply;
 pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
@@ -178,7 +179,7 @@ impl ModelSettings {
 #[derive(Debug, Clone)]
 pub struct Identity {
     /// Seed of the chain.
-    pub root: u64,
+    pub root: Root,
     /// All full blocks, chained.
     pub chain: Arc<[BlockHash]>,
     /// Prompt tokens, of a batch all prompts': counted where [`Unit::Tokens`], else estimated.

@@ -9,7 +9,7 @@
 //! scope's own adapter stays empty.
 
 use state::ids::BlockHash;
-use state::prefix::{self, Scope};
+use state::prefix::{self, Hashing, Root, Scope};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// What stands for the tokenizer in the scope of token blocks.
@@ -27,9 +27,9 @@ pub struct TokenScope<'a> {
 }
 
 impl TokenScope<'_> {
-    /// Seed of the first block.
+    /// What its chains begin with.
     #[must_use]
-    pub fn root(&self, hash_seed: u64) -> u64 {
+    pub fn root(&self, hashing: &Hashing) -> Root {
         let scope = Scope {
             model: self.model,
             adapter: "",
@@ -37,7 +37,7 @@ impl TokenScope<'_> {
             tokenizer: TOKENS,
             block_size: self.block_size,
         };
-        prefix::root(hash_seed, &scope)
+        hashing.root(&scope)
     }
 }
 
@@ -52,22 +52,22 @@ impl TokenScope<'_> {
 /// When the block size is 0.
 #[must_use]
 pub fn chain_of_tokens(
-    hash_seed: u64,
+    hashing: &Hashing,
     scope: &TokenScope<'_>,
     parent: Option<BlockHash>,
     tokens: &[u32],
     media: &[Option<u64>],
 ) -> Vec<BlockHash> {
-    let root = scope.root(hash_seed);
+    let root = scope.root(hashing);
     let block_size = scope.block_size as usize;
     let mut chain = Vec::new();
     if media.iter().all(Option::is_none) {
-        prefix::continue_tokens(root, parent, tokens, block_size, &mut chain);
+        prefix::continue_tokens(&root, parent, tokens, block_size, &mut chain);
         return chain;
     }
     let mut last = parent;
     for (at, block) in tokens.chunks_exact(block_size).enumerate() {
-        prefix::continue_tokens(root, last, block, block_size, &mut chain);
+        prefix::continue_tokens(&root, last, block, block_size, &mut chain);
         let hash = chain.last_mut().expect("the block is a full one");
         if let Some(key) = media.get(at).copied().flatten() {
             hash.0 = xxh3_64_with_seed(&hash.0.to_le_bytes(), key);
@@ -89,17 +89,29 @@ mod tests {
 
     #[test]
     fn a_chain_goes_on_from_its_parent() {
-        let whole = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5], &[]);
+        let whole = chain_of_tokens(&7.into(), &SCOPE, None, &[1, 2, 3, 4, 5], &[]);
         assert_eq!(whole.len(), 2);
-        let rest = chain_of_tokens(7, &SCOPE, Some(whole[0]), &[3, 4], &[]);
+        let rest = chain_of_tokens(&7.into(), &SCOPE, Some(whole[0]), &[3, 4], &[]);
         assert_eq!(rest, whole[1..]);
     }
 
     #[test]
     fn media_change_their_block_and_all_behind_it() {
-        let plain = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[]);
-        let one = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[None, Some(1)]);
-        let other = chain_of_tokens(7, &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[None, Some(2)]);
+        let plain = chain_of_tokens(&7.into(), &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[]);
+        let one = chain_of_tokens(
+            &7.into(),
+            &SCOPE,
+            None,
+            &[1, 2, 3, 4, 5, 6],
+            &[None, Some(1)],
+        );
+        let other = chain_of_tokens(
+            &7.into(),
+            &SCOPE,
+            None,
+            &[1, 2, 3, 4, 5, 6],
+            &[None, Some(2)],
+        );
         assert_eq!(plain[0], one[0]);
         assert_eq!(one[0], other[0]);
         assert!((1..3).all(|at| plain[at] != one[at] && one[at] != other[at]));

@@ -12,6 +12,7 @@
 
 use std::sync::Arc;
 
+use state::Registry;
 use state::admission::{AdmissionSettings, Ledger, Order, Pricing, Tab, Used};
 use state::command::{Charge, Outcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
@@ -91,14 +92,17 @@ struct PromptSize {
     tokens: u64,
     /// Of these, believed cached.
     predicted: u64,
+    /// Whether these are charged as cached where the engine does not tell: not where blocks that hash
+    /// alike can be written down.
+    is_believed: bool,
     /// Of one block.
     block_tokens: u32,
     ratio: TokenRatio,
 }
 
 impl PromptSize {
-    fn of(identity: &Identity, matched: usize) -> Self {
-        let tail = &identity.tail;
+    fn of(identity: &Identity, matched: u32, registry: &Registry) -> Self {
+        let (tail, matched) = (&identity.tail, matched as usize);
         let tokens = u64::from(identity.tokens);
         let predicted = match tail.block_bytes {
             0 => matched as u64 * u64::from(tail.tokens_per_block),
@@ -111,6 +115,7 @@ impl PromptSize {
             },
             tokens,
             predicted: predicted.min(tokens),
+            is_believed: registry.hash_secret.is_some(),
             block_tokens: tail.tokens_per_block,
             ratio: tail.ratio.clone(),
         }
@@ -132,7 +137,7 @@ impl PromptSize {
 }
 
 /// What tokens cost, and which of them are charged.
-pub(crate) fn pricing_of(registry: &state::Registry) -> Pricing {
+pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
     let settings = registry.admission.as_ref();
     Pricing {
         prices: registry.fairness,
@@ -151,7 +156,7 @@ impl Router {
         let hash_seed = registry.hash_seed;
         let pricing = pricing_of(&registry);
         let model = model_key(hash_seed, ask.model);
-        let prompt = PromptSize::of(identity, decision.matched as usize);
+        let prompt = PromptSize::of(identity, decision.matched, &registry);
         let uncached_tokens = prompt.tokens - prompt.predicted;
         let expected = is_predicted(registry.admission.as_ref()).then(|| {
             let user = user_key(hash_seed, &name);
@@ -484,7 +489,10 @@ impl Open {
     fn due(&self, usage: Usage) -> Charge {
         let cached = usage
             .cached_tokens
-            .unwrap_or(self.prompt.predicted)
+            .unwrap_or(match self.prompt.is_believed {
+                true => self.prompt.predicted,
+                false => 0,
+            })
             .min(usage.prompt_tokens);
         let uncached = usage.prompt_tokens - cached;
         let charged = &self.charged;

@@ -9,7 +9,7 @@ use state::ids::{BackendRef, BlockHash, Slot};
 use state::policy::{self, Candidate, Choice, MatchBy, Needs, PolicyConfig, Request};
 use state::prefix::user_key;
 use tokio::time::Instant;
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::explain::PolicySource;
 use super::filters::Tally;
@@ -285,7 +285,7 @@ fn prefix_key(ask: &Ask<'_>, blocks: u32) -> u64 {
     let first = identity.chain.get(..blocks as usize);
     match first.unwrap_or(&identity.chain).last() {
         Some(last) => last.0,
-        None => xxh3_64_with_seed(&identity.tail.bytes, identity.root),
+        None => identity.root.partial(&identity.tail.bytes),
     }
 }
 

@@ -6,6 +6,7 @@ use state::RouterState;
 use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Reply};
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
+use state::prefix::HashSecret;
 
 use super::{OutboxSettings, Parts, Router};
 use crate::backends::{Backends, Health, ProbeSettings};
@@ -28,8 +29,9 @@ impl Log {
             index: 0,
             admin_seq: 0,
         };
-        log.admin(Command::InitCluster {
+        log.admin(Command::FoundCluster {
             hash_seed: 7,
+            hash_secret: HashSecret::of_number(7),
             policy: PolicyConfig::Cost(state::policy::CostSettings::default()),
             fairness: Default::default(),
         });

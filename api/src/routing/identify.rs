@@ -92,10 +92,10 @@ impl Router {
             tokenizer: "character",
             block_size: block_bytes,
         };
-        let root = prefix::root(self.view.registry().hash_seed, &scope);
+        let root = self.view.registry().hashing().root(&scope);
         let ratio = self.ratio_of(&parsed.model);
         let mut chain = Vec::new();
-        prefix::chain_bytes(root, text, block_bytes as usize, &mut chain);
+        prefix::chain_bytes(&root, text, block_bytes as usize, &mut chain);
         let matchable = prefix::matchable_blocks(text.len() as u64, block_bytes);
         let rest = &text[chain.len() * block_bytes as usize..];
         Identity {
@@ -128,10 +128,10 @@ impl Router {
             salt: parsed.cache_salt.as_deref().unwrap_or(""),
             block_size,
         };
-        let root = scope.root(self.view.registry().hash_seed);
+        let root = scope.root(&self.view.registry().hashing());
         let ratio = self.ratio_of(&parsed.model);
         let mut chain = Vec::new();
-        prefix::chain_tokens(root, ids, block_size as usize, &mut chain);
+        prefix::chain_tokens(&root, ids, block_size as usize, &mut chain);
         let matchable = prefix::matchable_blocks(ids.len() as u64, block_size);
         let rest = &ids[chain.len() * block_size as usize..];
         Identity {

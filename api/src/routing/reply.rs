@@ -1,7 +1,7 @@
 //! Blocks that an answer completes: the chain of the prompt goes on with the output as it streams.
 
 use state::ids::BlockHash;
-use state::prefix;
+use state::prefix::{self, Root};
 
 use crate::prompt::{Identity, ReplyShape, Seam};
 
@@ -32,7 +32,7 @@ impl ReplyChain {
         }
         let seam = tail.seam.clone()?;
         Some(Self::Tokens(TokenChain {
-            root: identity.root,
+            root: identity.root.clone(),
             block_size: tail.tokens_per_block,
             last: identity.chain.last().copied(),
             rest: tail.ids(),
@@ -81,7 +81,7 @@ impl ReplyChain {
 /// A chain of blocks of token ids.
 #[derive(Debug)]
 pub(super) struct TokenChain {
-    root: u64,
+    root: Root,
     block_size: u32,
     last: Option<BlockHash>,
     /// Behind the last full block.
@@ -109,7 +109,7 @@ impl TokenChain {
         let Some(ids) = ids else { return blocks };
         self.rest.extend(ids);
         let block_size = self.block_size as usize;
-        prefix::continue_tokens(self.root, self.last, &self.rest, block_size, &mut blocks);
+        prefix::continue_tokens(&self.root, self.last, &self.rest, block_size, &mut blocks);
         blocks.truncate(REPLY_BLOCKS_MAX);
         blocks
     }
@@ -118,7 +118,7 @@ impl TokenChain {
 /// A chain of blocks of bytes.
 #[derive(Debug)]
 pub(super) struct ByteChain {
-    root: u64,
+    root: Root,
     block_bytes: usize,
     shape: ReplyShape,
     last: Option<BlockHash>,
@@ -132,7 +132,7 @@ impl ByteChain {
     fn of(identity: &Identity) -> Self {
         let tail = &identity.tail;
         Self {
-            root: identity.root,
+            root: identity.root.clone(),
             block_bytes: tail.block_bytes,
             shape: tail.reply,
             last: identity.chain.last().copied(),
@@ -171,7 +171,7 @@ impl ByteChain {
         }
         let bytes = &self.rest[..full];
         prefix::continue_bytes(
-            self.root,
+            &self.root,
             self.last,
             bytes,
             self.block_bytes,

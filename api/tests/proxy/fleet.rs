@@ -18,6 +18,7 @@ use state::command::{
 };
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, UserKey};
 use state::policy::PolicyConfig;
+use state::prefix::HashSecret;
 use state::users::FairnessSettings;
 use state::{Registry, RouterState};
 use tokio::net::TcpListener;
@@ -128,8 +129,9 @@ impl Fleet {
 
     /// Forms the cluster and registers `engines`.
     fn found(&mut self, engines: &[&Engine]) {
-        self.apply(Command::InitCluster {
+        self.apply(Command::FoundCluster {
             hash_seed: 7,
+            hash_secret: HashSecret::of_number(7),
             policy: PolicyConfig::LeastRequest,
             fairness: FairnessSettings::default(),
         });

@@ -51,7 +51,9 @@ impl Key {
                 Self::Backend(name.clone())
             }
             Command::PutUser(spec) => Self::Weight(spec.name.clone()),
-            Command::PutPolicy(_) | Command::InitCluster { .. } => Self::Policy,
+            Command::PutPolicy(_) | Command::InitCluster { .. } | Command::FoundCluster { .. } => {
+                Self::Policy
+            }
             Command::PutRouting(_) => Self::Routing,
             Command::PutAdmission(_) => Self::Admission,
             Command::PutUserLimits { name, .. } => Self::Limits(name.clone()),
@@ -61,7 +63,8 @@ impl Key {
             | Command::BeginRestore { .. }
             | Command::RestorePart { .. }
             | Command::FinishRestore { .. }
-            | Command::AbortRestore { .. } => return None,
+            | Command::AbortRestore { .. }
+            | Command::ForgiveUser { .. } => return None,
         })
     }
 
@@ -146,10 +149,14 @@ impl Registers {
             }
             Command::PutUser(spec) => spec.weight_milli.to_string(),
             Command::PutPolicy(policy) => format!("{policy:?}"),
-            Command::InitCluster { .. } if self.0.contains_key(&key) => {
+            Command::InitCluster { .. } | Command::FoundCluster { .. }
+                if self.0.contains_key(&key) =>
+            {
                 return Reply::Rejected(Reject::AlreadyInitialised);
             }
-            Command::InitCluster { policy, .. } => format!("{policy:?}"),
+            Command::InitCluster { policy, .. } | Command::FoundCluster { policy, .. } => {
+                format!("{policy:?}")
+            }
             Command::PutRouting(settings) => format!("{settings:?}"),
             Command::PutAdmission(settings) => format!("{settings:?}"),
             Command::PutUserLimits { limits, .. } if limits.is_unbounded() => {

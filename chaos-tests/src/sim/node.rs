@@ -14,6 +14,7 @@ use node::app::core::{Core, CorePorts, Witness};
 use node::config::Config;
 use raft::{MemoryDisk, Storage};
 use state::ids::SessionId;
+use state::prefix::HashSecret;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::time::{Instant, advance, sleep_until};
 
@@ -156,6 +157,7 @@ impl Machine {
             storage: Storage::Memory(self.disk.clone()),
             session: start.session,
             hash_seed: start.hash_seed,
+            hash_secret: HashSecret::of_number(start.hash_seed),
             clock: Clock::of(move || wall.unix_ms()),
             witness: Some(start.witness),
         };

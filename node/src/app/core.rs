@@ -18,6 +18,7 @@ use api::ports::{Cluster, Propose};
 use api::routing::{OutboxSettings, OutboxStatus, Parts, Router};
 use raft::{Member, Replica, Role, StartError, Storage, Transport};
 use state::ids::SessionId;
+use state::prefix::{HashSecret, Hashing};
 use state::{RouterState, View};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -49,6 +50,8 @@ pub struct CorePorts {
     /// Seed of all hashes, should this replica form the cluster. Nobody outside may know it, lest
     /// they build collisions.
     pub hash_seed: u64,
+    /// What all blocks are hashed under, likewise.
+    pub hash_secret: HashSecret,
     /// The wall clock.
     pub clock: Clock,
     /// Sees every change of the state; nobody does in production.
@@ -64,6 +67,7 @@ impl CorePorts {
             storage: Storage::Sled,
             session: SessionId(rand::random()),
             hash_seed: rand::random(),
+            hash_secret: HashSecret::new(rand::random()),
             clock: Clock::default(),
             witness: None,
         }
@@ -157,15 +161,20 @@ impl Core {
             storage,
             session,
             hash_seed,
+            hash_secret,
             clock,
             witness,
         } = ports;
+        let hashing = Hashing {
+            seed: hash_seed,
+            secret: Some(hash_secret),
+        };
         let session = match planted::is(Bug::SessionKept) {
             true => SessionId(1),
             false => session,
         };
         let parts = Shares::new(&config, session, &clock);
-        let first = formation::first_command(&config, session, hash_seed, &clock);
+        let first = formation::first_command(&config, session, hashing, &clock);
         let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);
         let replica = Replica::start(options, transport, machine, parts.inbox()).await;

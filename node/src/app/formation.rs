@@ -10,6 +10,9 @@ use http::StatusCode;
 use raft::{Formation, Options, Peers, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
 use state::ids::SessionId;
+use state::policy::PolicyConfig;
+use state::prefix::Hashing;
+use state::users::FairnessSettings;
 
 use super::formats;
 use super::ports::FIRST_COMMAND_SEQ;
@@ -75,7 +78,7 @@ pub(super) fn raft_options(
 pub(super) fn first_command(
     config: &Config,
     session: SessionId,
-    hash_seed: u64,
+    hashing: Hashing,
     clock: &Clock,
 ) -> Vec<u8> {
     state::codec::encode_envelope(&Envelope {
@@ -86,12 +89,25 @@ pub(super) fn first_command(
             seq: FIRST_COMMAND_SEQ,
         },
         proposed_at_ms: clock.unix_ms(),
-        command: Command::InitCluster {
-            hash_seed,
-            policy: config.policy.clone(),
-            fairness: state::users::FairnessSettings::default(),
-        },
+        command: founding(config.policy.clone(), hashing),
     })
+}
+
+fn founding(policy: PolicyConfig, hashing: Hashing) -> Command {
+    let (hash_seed, fairness) = (hashing.seed, FairnessSettings::default());
+    match hashing.secret {
+        Some(hash_secret) => Command::FoundCluster {
+            hash_seed,
+            hash_secret,
+            policy,
+            fairness,
+        },
+        None => Command::InitCluster {
+            hash_seed,
+            policy,
+            fairness,
+        },
+    }
 }
 
 /// How backends are probed.

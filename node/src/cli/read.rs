@@ -31,6 +31,10 @@ pub(super) async fn status(args: Args) -> anyhow::Result<ExitCode> {
         Some(reasons) if !reasons.is_empty() => format!(": {}", cell(&readiness["reasons"])),
         _ => String::new(),
     };
+    let hashing = match cluster["hashes_keyed"].as_bool() {
+        Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
+        Some(true) | None => "",
+    };
     let lines = [
         format!(
             "replica {} is {} in term {}, version {}",
@@ -40,7 +44,7 @@ pub(super) async fn status(args: Args) -> anyhow::Result<ExitCode> {
             cell(&cluster["version"]),
         ),
         format!("state    {}{reasons}", cell(&readiness["status"])),
-        format!("cluster  {}", cell(&cluster["cluster_id"])),
+        format!("cluster  {}{hashing}", cell(&cluster["cluster_id"])),
         format!("leader   {}", cell(&cluster["leader"])),
         format!("quorum   {}", cell(&cluster["has_quorum"])),
         format!(

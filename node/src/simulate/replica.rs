@@ -568,7 +568,7 @@ fn output_blocks(prompt: &Prompt, output: u32) -> Vec<BlockHash> {
     bytes.extend(words(prompt.sequence.voice(), 0, output).as_bytes());
     let mut blocks = Vec::new();
     continue_bytes(
-        prompt.root,
+        &prompt.root,
         prompt.chain.last().copied(),
         &bytes,
         BLOCK_TOKENS as usize * TOKEN_BYTES,

@@ -18,7 +18,7 @@ use crate::Undecodable;
 use crate::command::{Command, Envelope, Item, Reply};
 
 /// The newest version of commands. Their first byte is that of their kind, see [`format_of`].
-pub const FORMAT_VERSION: u8 = 3;
+pub const FORMAT_VERSION: u8 = 4;
 /// The version that every build knows which may stand in one cluster with this one. Replies have it.
 pub const FORMAT_VERSION_COMMON: u8 = 2;
 /// The first version, which is still read.
@@ -41,6 +41,7 @@ pub fn format_of(command: &Command) -> u8 {
         | Command::RestorePart { .. }
         | Command::FinishRestore { .. }
         | Command::AbortRestore { .. } => 3,
+        Command::FoundCluster { .. } | Command::ForgiveUser { .. } => 4,
         Command::InitCluster { .. }
         | Command::Batch { .. }
         | Command::PutBackend(_)

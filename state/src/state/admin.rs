@@ -6,14 +6,14 @@ use crate::command::{BackendSpec, NAME_BYTES_MAX, Origin, Reject, UserSpec};
 use crate::ids::{ReplicaId, SessionId};
 use crate::planted::{self, Bug};
 use crate::policy::PolicyConfig;
-use crate::prefix::user_key;
+use crate::prefix::{Hashing, user_key};
 use crate::users::FairnessSettings;
 
 impl RouterState {
     pub(super) fn init_cluster(
         &mut self,
         origin: &Origin,
-        hash_seed: u64,
+        hashing: Hashing,
         policy: PolicyConfig,
         fairness: FairnessSettings,
     ) -> Result<(), Reject> {
@@ -25,10 +25,11 @@ impl RouterState {
         let subject = policy.name().to_owned();
         self.config = super::Config {
             initialised: true,
-            hash_seed,
+            hash_seed: hashing.seed,
             policy,
             fairness,
         };
+        self.hash_secret = hashing.secret;
         self.note(origin, AuditAction::InitCluster, subject);
         Ok(())
     }

@@ -55,6 +55,8 @@ pub enum AuditAction {
     AssignReaders,
     /// The state of a backup took the place of the one before.
     Restore,
+    /// What a user had used of its limits was forgotten.
+    ForgiveUser,
 }
 
 /// The ring of writes, oldest first.
@@ -67,6 +69,12 @@ impl Audit {
         if self.0.len() > AUDIT_ENTRIES_MAX {
             self.0.pop_front();
         }
+    }
+
+    /// Whether an entry is of a kind that came with version 4 of the formats.
+    pub(super) fn has_version_4(&self) -> bool {
+        self.iter()
+            .any(|entry| entry.action == AuditAction::ForgiveUser)
     }
 
     /// Where the last restore stands, if the ring still knows of one.

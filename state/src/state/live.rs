@@ -116,6 +116,14 @@ impl RouterState {
         Ok(())
     }
 
+    pub(super) fn forgive_user(&mut self, origin: &Origin, name: String) -> Result<(), Reject> {
+        let key = user_key(self.config.hash_seed, &name);
+        let is_known = is_name(&name) && self.users.forgive(key);
+        ensure(is_known, "name", "a user who is known")?;
+        self.note(origin, AuditAction::ForgiveUser, name);
+        Ok(())
+    }
+
     pub(super) fn assign_readers(
         &mut self,
         origin: &Origin,

@@ -27,6 +27,7 @@ use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::ownership::Ownership;
 use crate::planted::{self, Bug};
 use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
+use crate::prefix::{HashSecret, Hashing};
 use crate::users::{self, FairnessSettings, Users};
 
 use crate::exact::Exact;
@@ -62,6 +63,8 @@ pub struct RouterState {
     /// Unix milliseconds: see [`RouterState::now_ms`].
     now_ms: u64,
     config: Config,
+    /// What blocks are hashed under; `None`: the cluster was founded before there was a secret.
+    hash_secret: Option<HashSecret>,
     backends: Backends,
     ownership: Ownership,
     sessions: Sessions,
@@ -149,6 +152,7 @@ impl RouterState {
             applied: LogIndex(0),
             now_ms: 0,
             config,
+            hash_secret: None,
             backends,
             ownership,
             sessions: Sessions::default(),
@@ -298,7 +302,19 @@ impl RouterState {
                 hash_seed,
                 policy,
                 fairness,
-            } => self.init_cluster(origin, hash_seed, policy, fairness),
+            } => self.init_cluster(origin, hash_seed.into(), policy, fairness),
+            Command::FoundCluster {
+                hash_seed,
+                hash_secret,
+                policy,
+                fairness,
+            } => {
+                let hashing = Hashing {
+                    seed: hash_seed,
+                    secret: Some(hash_secret),
+                };
+                self.init_cluster(origin, hashing, policy, fairness)
+            }
             _ if !self.config.initialised => Err(Reject::NotInitialised),
             Command::Batch {
                 base_attempt,
@@ -317,6 +333,7 @@ impl RouterState {
             Command::PutRouting(settings) => self.put_routing(origin, settings),
             Command::PutAdmission(settings) => self.put_admission(origin, settings),
             Command::PutUserLimits { name, limits } => self.put_user_limits(origin, name, limits),
+            Command::ForgiveUser { name } => self.forgive_user(origin, name),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force),
             Command::RestorePart {
@@ -424,6 +441,7 @@ impl RouterState {
         let kv = (&self.exact, &self.readers);
         Registry {
             restored: self.audit.restored(),
+            hash_secret: self.hash_secret.clone(),
             ..Registry::of(&self.config, &self.backends, &self.settings, kv)
         }
     }
@@ -432,6 +450,9 @@ impl RouterState {
         let mut bytes = codec::to_bytes(&(&self.config, &self.backends, &self.audit));
         live::append_unless_default(&self.settings, &mut bytes);
         live::append_unless_default(&self.readers, &mut bytes);
+        if let Some(secret) = &self.hash_secret {
+            codec::append_bytes(secret, &mut bytes);
+        }
         xxh3_128(&bytes)
     }
 }

@@ -14,6 +14,7 @@ use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ReplicaId, Slot, UserKey};
 use crate::outputs::OutputsView;
 use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
+use crate::prefix::{HashSecret, Hashing};
 use crate::quotas::Quota;
 use crate::readers::{Assignment, Readers};
 use crate::service::ServiceView;
@@ -192,8 +193,10 @@ impl View {
 pub struct Registry {
     /// Whether `InitCluster` was applied.
     pub initialised: bool,
-    /// Seed of block and user hashes.
+    /// Seed of user hashes and of the beginnings of chains.
     pub hash_seed: u64,
+    /// What blocks are hashed under; `None`: of a cluster founded before there was a secret.
+    pub hash_secret: Option<HashSecret>,
     /// The live policy.
     pub policy: PolicyConfig,
     /// What tokens cost.
@@ -230,6 +233,7 @@ impl Registry {
         Self {
             initialised: config.initialised,
             hash_seed: config.hash_seed,
+            hash_secret: None,
             policy: config.policy.clone(),
             fairness: config.fairness,
             backends: backends.iter().cloned().collect(),
@@ -238,6 +242,15 @@ impl Registry {
             kv: exact.conditions().collect(),
             readers: backends.iter().filter_map(reader).collect(),
             restored: None,
+        }
+    }
+
+    /// How the cluster hashes blocks.
+    #[must_use]
+    pub fn hashing(&self) -> Hashing {
+        Hashing {
+            seed: self.hash_seed,
+            secret: self.hash_secret.clone(),
         }
     }
 

@@ -21,7 +21,8 @@
 //! - *Readers* of KV events: none, until the leader names some.
 //! - *Time* is the later one of both.
 //!
-//! The hash seed is the backup's, as users and blocks go by it.
+//! The hash seed is the backup's, as users and blocks go by it, and so is the secret. A backup without a
+//! secret leaves the present cluster's: its blocks are then forgotten, as nobody hashes that way any more.
 //!
 //! # Bounds
 //! [`RESTORE_BYTES_MAX`] for all parts together: so much memory it takes beside both states at the
@@ -369,6 +370,12 @@ impl RouterState {
         fresh.now_ms = fresh.now_ms.max(self.now_ms);
         fresh.applied = self.applied;
         // Readers on other threads keep their handles.
+        if fresh.hash_secret.is_none()
+            && let Some(secret) = self.hash_secret.take()
+        {
+            fresh.hash_secret = Some(secret);
+            fresh.forget_blocks();
+        }
         let shown = std::mem::take(&mut self.ownership);
         let blocks = std::mem::replace(&mut fresh.ownership, shown);
         fresh.ownership.adopt(blocks);
@@ -377,6 +384,17 @@ impl RouterState {
         self.note(origin, AuditAction::Restore, subject);
         self.is_outputs_changed = true;
         self.is_waiting_changed = true;
+    }
+}
+
+impl RouterState {
+    /// Forgets every block, and what was told of blocks by KV events.
+    fn forget_blocks(&mut self) {
+        let slots: Vec<_> = self.backends.iter().map(|it| it.handle.slot).collect();
+        for slot in slots {
+            self.exact.forget(slot);
+            self.ownership.clear(slot, &mut Vec::new());
+        }
     }
 }
 

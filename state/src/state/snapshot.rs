@@ -1,14 +1,15 @@
 //! Snapshots: frozen in microseconds, written out beside a running `apply`, read back with every
 //! byte checked.
 //!
-//! # Format, version 3 (integers little-endian)
+//! # Format, version 4 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
 //! backends, sessions, audit and the users' totals stand once; users, leases and what is known from KV
 //! events come in pieces of a bounded size. The end section closes them, and ownership follows in its own format, to the end
-//! of the stream. Version 2 is this without a restore, under way or in the audit: what can be written
-//! as version 2 is. Version 1 is that without the sections from the settings on. Both are read, and
-//! what they lack is then empty. Nothing is allocated for a length before its bytes are there.
+//! of the stream. Version 3 is this without the cluster's hash secret and forgiven
+//! users, version 2 is that without a
+//! restore, under way or in the audit: what can be written as an earlier version is. Version 1 is that
+//! without the sections from the settings on. All are read, and what they lack is then empty. Nothing is allocated for a length before its bytes are there.
 //!
 //! A restored state must have the digest of the header: that catches a missing, doubled or swapped
 //! section as well as any fault in what was derived.
@@ -30,8 +31,10 @@ use crate::planted::{self, Bug};
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
-pub const SNAPSHOT_VERSION: u16 = 3;
-/// The version of a state that holds nothing of a restore.
+pub const SNAPSHOT_VERSION: u16 = 4;
+/// The version of a state without a hash secret and without a forgiven user in the audit.
+const SNAPSHOT_VERSION_RESTORES: u16 = 3;
+/// The version of a state that holds nothing of a restore either.
 const SNAPSHOT_VERSION_COMMON: u16 = 2;
 /// The first version, which is still read.
 const SNAPSHOT_VERSION_FIRST: u16 = 1;
@@ -58,6 +61,7 @@ mod tag {
     pub(super) const WAITING: u8 = 13;
     pub(super) const EXACT: u8 = 14;
     pub(super) const RESTORE: u8 = 15;
+    pub(super) const HASHING: u8 = 16;
     pub(super) const END: u8 = 255;
 }
 
@@ -78,6 +82,7 @@ pub struct Frozen {
     digest: u128,
     /// The sections that are small, encoded.
     small: Vec<(u8, Vec<u8>)>,
+    hashing: Option<Vec<u8>>,
     leases: LeasesImage,
     users: UsersImage,
     exact: ExactImage,
@@ -106,6 +111,9 @@ impl Frozen {
         out.write_all(&self.header())?;
         for (tag, payload) in &self.small {
             write_section(out, *tag, payload)?;
+        }
+        if let Some(secret) = &self.hashing {
+            write_section(out, tag::HASHING, secret)?;
         }
         for piece in self.leases.pieces() {
             write_section(out, tag::LEASES, &piece)?;
@@ -147,12 +155,15 @@ impl RouterState {
             false => codec::to_bytes(&self.sessions),
         };
         let is_common = self.staged.is_none() && self.audit.restored().is_none();
+        let is_newest = self.hash_secret.is_some() || self.audit.has_version_4();
+        let version = match (is_newest, is_common) {
+            (true, _) => SNAPSHOT_VERSION,
+            (false, false) => SNAPSHOT_VERSION_RESTORES,
+            (false, true) => SNAPSHOT_VERSION_COMMON,
+        };
         Frozen {
-            version: if is_common {
-                SNAPSHOT_VERSION_COMMON
-            } else {
-                SNAPSHOT_VERSION
-            },
+            version,
+            hashing: self.hash_secret.as_ref().map(codec::to_bytes),
             applied: self.applied,
             digest: self.digest(),
             small: vec![
@@ -283,6 +294,7 @@ impl RouterState {
             }
             tag::EXACT => self.exact.restore_piece(payload)?,
             tag::RESTORE => Staged::restore_piece(&mut self.staged, payload)?,
+            tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),
         }
         Ok(())

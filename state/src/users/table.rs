@@ -16,7 +16,7 @@ use crate::cow::{CowMap, ShardKey};
 use crate::ids::{ReplicaId, UserKey};
 use crate::planted::{self, Bug};
 use crate::policy::VtcBasicSettings;
-use crate::quotas::UserLimits;
+use crate::quotas::{Spent, UserLimits};
 use crate::{Broken, codec};
 
 impl ShardKey for UserKey {
@@ -266,6 +266,16 @@ impl Users {
         })
     }
 
+    /// Forgets what a user has used of its limits. Answers whether the user is known.
+    pub(crate) fn forgive(&mut self, key: UserKey) -> bool {
+        let is_known = self.map.get(&key).is_some();
+        is_known
+            && self.change(key, |user| {
+                user.stand(|standing| standing.spent = Spent::default());
+                false
+            })
+    }
+
     /// A user's counter.
     pub(crate) fn counter(&self, key: UserKey) -> Option<u64> {
         self.map.get(&key).map(User::counter)
@@ -498,7 +508,7 @@ impl User {
         now_ms: u64,
     ) {
         let limits = self.limits(of_all);
-        let has_spent = |standing: &Standing| standing.spent != crate::quotas::Spent::default();
+        let has_spent = |standing: &Standing| standing.spent != Spent::default();
         let is_counted = limits.has_rate() || self.standing.as_deref().is_some_and(has_spent);
         if !is_counted && charge.queued == 0 && charge.dequeued == 0 {
             return;

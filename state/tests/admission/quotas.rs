@@ -1,6 +1,6 @@
 //! A user's limits hold for the cluster, not for each replica.
 
-use state::command::{Charge, Command};
+use state::command::{Charge, Command, Item, Reject, Reply};
 use state::ids::UserKey;
 use state::quotas::UserLimits;
 
@@ -145,4 +145,40 @@ fn requests_at_once_are_bounded_up_to_the_lag() {
     }
     // Once, each replica admits what it believes is left.
     assert!((6..=18).contains(&open), "{open}");
+}
+
+#[test]
+fn a_forgiven_user_is_served_again_and_keeps_what_was_charged() {
+    let mut driver = common::Driver::new();
+    let name = USER.to_owned();
+    let limits = UserLimits {
+        tokens: Some(10),
+        ..UserLimits::default()
+    };
+    let forgive = Command::ForgiveUser { name: name.clone() };
+    let unknown = driver.apply(1, forgive.clone());
+    assert!(
+        matches!(unknown, Reply::Rejected(Reject::Invalid { .. })),
+        "{unknown:?}"
+    );
+    driver.apply(1, Command::PutUserLimits { name, limits });
+    let absurd = Charge {
+        user: user(),
+        output: 1 << 40,
+        started: 1,
+        ended: 1,
+        ..Charge::default()
+    };
+    driver.apply(1, common::batch(vec![Item::Charge(absurd)]));
+    let seen = |driver: &common::Driver| driver.state.user_named(USER).unwrap();
+    let before = seen(&driver);
+    assert_eq!(before.left.tokens, Some(0));
+    assert_eq!(driver.apply(1, forgive), Reply::Applied);
+    let after = seen(&driver);
+    assert_eq!(after.left.tokens, Some(10));
+    assert_eq!(
+        (after.counter_milli_tokens, after.total),
+        (before.counter_milli_tokens, before.total)
+    );
+    assert_eq!(driver.state.check(), Ok(()));
 }

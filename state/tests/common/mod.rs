@@ -13,7 +13,7 @@ use state::ids::{
     SessionId, Slot,
 };
 use state::policy::{CostSettings, PolicyConfig};
-use state::prefix::user_key;
+use state::prefix::{HashSecret, user_key};
 use state::service::ServiceSample;
 use state::users::FairnessSettings;
 
@@ -24,6 +24,21 @@ pub(crate) const HASH_SEED: u64 = 42;
 pub(crate) fn init() -> Command {
     Command::InitCluster {
         hash_seed: HASH_SEED,
+        policy: PolicyConfig::Cost(CostSettings::default()),
+        fairness: FairnessSettings::default(),
+    }
+}
+
+/// What the blocks of a cluster that is founded now are hashed under.
+pub(crate) fn secret() -> HashSecret {
+    HashSecret::of_number(HASH_SEED)
+}
+
+/// As [`init`], as this build founds clusters.
+pub(crate) fn found() -> Command {
+    Command::FoundCluster {
+        hash_seed: HASH_SEED,
+        hash_secret: secret(),
         policy: PolicyConfig::Cost(CostSettings::default()),
         fairness: FairnessSettings::default(),
     }
@@ -97,11 +112,16 @@ pub(crate) struct Driver {
 impl Driver {
     /// An initialised cluster.
     pub(crate) fn new() -> Self {
+        Self::founded(init())
+    }
+
+    /// A cluster that begins with this command.
+    pub(crate) fn founded(first: Command) -> Self {
         let mut driver = Self {
             state: RouterState::new(),
             seq: 0,
         };
-        assert_eq!(driver.apply(1, init()), Reply::Applied);
+        assert_eq!(driver.apply(1, first), Reply::Applied);
         driver
     }
 

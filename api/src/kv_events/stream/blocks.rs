@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use bytes::Bytes;
 use state::exact::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRefusal};
 use state::ids::{BlockHash, EngineHash};
+use state::prefix::Hashing;
 
 use super::{Around, Counts};
 use crate::kv_events::wire::{self, Event, Place, Removed, Stored};
@@ -28,8 +29,8 @@ const GROUPS_MAX: usize = 64;
 /// What hashes depend on beside tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// The cluster's seed.
-    pub hash_seed: u64,
+    /// The cluster's seed and secret.
+    pub hashing: Hashing,
     /// The model that blocks without an adapter are of.
     pub model: String,
     /// Tokens per block by which the router hashes it, and models served under adapters' names.
@@ -237,8 +238,8 @@ impl Blocks {
             salt,
             block_size: self.identity.block_size,
         };
-        let seed = self.identity.hash_seed;
-        let chain = chain_of_tokens(seed, &scope, parent.map(|(_, hash)| hash), tokens, &[]);
+        let hashing = &self.identity.hashing;
+        let chain = chain_of_tokens(hashing, &scope, parent.map(|(_, hash)| hash), tokens, &[]);
         let blocks: Vec<_> = hashes.iter().copied().zip(chain).collect();
         for (engine, router) in &blocks {
             self.remember(*engine, *router);

@@ -108,7 +108,7 @@ struct Table {
 
 fn identity(block_size: u32) -> Identity {
     Identity {
-        hash_seed: 7,
+        hashing: 7.into(),
         model: "tiny".to_owned(),
         block_size,
     }
@@ -436,7 +436,7 @@ fn a_block_waits_for_its_parent_and_is_never_a_root() {
         salt: "",
         block_size: BLOCK,
     };
-    let chain = chain_of_tokens(7, &scope, None, &[1, 2, 3, 4, 5, 6], &[]);
+    let chain = chain_of_tokens(&7.into(), &scope, None, &[1, 2, 3, 4, 5, 6], &[]);
     assert_eq!(table.view.hits(&chain, 7, BLOCK), 3);
 }
 
@@ -502,7 +502,7 @@ fn recorded_hits_are_predicted() {
                 salt: request.salt.as_deref().unwrap_or_default(),
                 block_size,
             };
-            let chain = chain_of_tokens(7, &scope, None, &request.prompt, &[]);
+            let chain = chain_of_tokens(&7.into(), &scope, None, &request.prompt, &[]);
             let hits = table.view.hits(&chain, request.prompt.len(), block_size);
             // The cache is reset without an event until the next step that has one.
             if request.name != "after_reset" {

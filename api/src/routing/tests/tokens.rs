@@ -61,7 +61,8 @@ async fn ids_are_identified_alike_wherever_they_come_from() {
         salt: "",
         block_size: 4,
     };
-    let of_events = chain_of_tokens(7, &scope, None, &text.ids, &[]);
+    let hashing = bench.router.view.registry().hashing();
+    let of_events = chain_of_tokens(&hashing, &scope, None, &text.ids, &[]);
     assert_eq!(text.identity.chain[..], of_events);
     let ids = json!({"model": "m", "prompt": text.ids});
     let ids = read(&bench, "/v1/completions", &ids).await;

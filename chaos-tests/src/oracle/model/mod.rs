@@ -104,8 +104,7 @@ impl Model {
     fn run(&mut self, envelope: &Envelope) -> Reply {
         let replica = envelope.origin.replica;
         let command = &envelope.command;
-        let is_first = matches!(command, Command::InitCluster { .. });
-        if !is_first && self.registers.value(&Key::Policy).is_none() {
+        if !is_founding(command) && self.registers.value(&Key::Policy).is_none() {
             return Reply::Rejected(Reject::NotInitialised);
         }
         let reply = self.registers.write(command);
@@ -114,6 +113,11 @@ impl Model {
         }
         match command {
             Command::InitCluster {
+                hash_seed,
+                fairness,
+                ..
+            }
+            | Command::FoundCluster {
                 hash_seed,
                 fairness,
                 ..
@@ -163,7 +167,8 @@ impl Model {
             | Command::AssignReaders(_)
             | Command::BeginRestore { .. }
             | Command::RestorePart { .. }
-            | Command::AbortRestore { .. } => {}
+            | Command::AbortRestore { .. }
+            | Command::ForgiveUser { .. } => {}
             // What is in its parts is not looked at.
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
@@ -319,4 +324,12 @@ impl Model {
             .get(&backend.slot.0)
             .is_none_or(|cache| cache.is_followed)
     }
+}
+
+/// Whether a command begins a cluster.
+fn is_founding(command: &Command) -> bool {
+    matches!(
+        command,
+        Command::InitCluster { .. } | Command::FoundCluster { .. }
+    )
 }

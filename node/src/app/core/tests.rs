@@ -127,6 +127,7 @@ async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Core {
         storage: Storage::Memory(MemoryDisk::default()),
         session: SessionId(seed),
         hash_seed: seed,
+        hash_secret: state::prefix::HashSecret::of_number(seed),
         clock: Clock::of(move || 1_000_000 + began.elapsed().as_millis() as u64),
         witness: Some(heard),
     };

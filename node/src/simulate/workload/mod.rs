@@ -11,7 +11,7 @@ mod tests;
 use std::sync::Arc;
 
 use state::ids::BlockHash;
-use state::prefix::{Scope, chain_bytes, matchable_blocks, root};
+use state::prefix::{Hashing, Root, Scope, chain_bytes, matchable_blocks};
 
 use super::events::Micros;
 use super::plan::BLOCK_TOKENS;
@@ -76,7 +76,7 @@ pub struct Prompt {
     /// Tokens.
     pub tokens: u32,
     /// Seed of the chain.
-    pub root: u64,
+    pub root: Root,
     /// Bytes behind the last full block.
     pub tail: Vec<u8>,
     /// As the engine sees it.
@@ -113,9 +113,10 @@ impl Prompt {
             tokenizer: "character",
             block_size: block_bytes,
         };
-        let (root, block_bytes) = (root(HASH_SEED, &scope), block_bytes as usize);
+        let root = Hashing::from(HASH_SEED).root(&scope);
+        let block_bytes = block_bytes as usize;
         let mut chain = Vec::new();
-        chain_bytes(root, text, block_bytes, &mut chain);
+        chain_bytes(&root, text, block_bytes, &mut chain);
         let matchable = matchable_blocks(text.len() as u64, scope.block_size);
         let sequence = Sequence::new(text, "", BLOCK_TOKENS, 0);
         Self {

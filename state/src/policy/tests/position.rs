@@ -46,7 +46,7 @@ fn blocks(prompt: &str) -> impl Iterator<Item = (usize, Vec<u8>)> {
 
 fn chain(prompt: &str) -> Vec<BlockHash> {
     let mut chain = Vec::new();
-    chain_bytes(ROOT, prompt.as_bytes(), BLOCK_BYTES, &mut chain);
+    chain_bytes(&ROOT.into(), prompt.as_bytes(), BLOCK_BYTES, &mut chain);
     chain
 }
 

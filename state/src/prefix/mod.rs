@@ -1,13 +1,18 @@
 //! Prefix identity: from prompt bytes or token ids to chained block hashes.
 //!
-//! `h(0) = xxh3_64(block 0, seed = root(scope))`, `h(i) = xxh3_64(h(i-1) as little-endian ++ block i)`.
+//! `h(i) = xxh3_64(link ++ block i)` under the cluster's secret, where the link is `h(i-1)` as
+//! little-endian and for the first block what names the scope. Clusters without a secret ([`Hashing`]):
+//! `h(0) = xxh3_64(block 0, seed = scope)`, `h(i) = xxh3_64(h(i-1) ++ block i)`.
 //! A last partial block is no block. Token ids are hashed as little-endian `u32`s.
 //!
 //! The link and the block are hashed as one short input from a stack buffer: the streaming hasher
 //! costs more to set up than a usual block costs to hash. Only blocks above `INLINE_BYTES` stream.
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
+mod hashing;
 
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+pub use self::hashing::{HashSecret, Hashing, Root, SECRET_BYTES};
 use crate::ids::{BlockHash, ModelKey, UserKey};
 
 /// Largest block, in bytes, that is hashed from the stack.
@@ -30,19 +35,6 @@ pub struct Scope<'a> {
     pub block_size: u32,
 }
 
-/// Seed of a chain's first block: the scope's fields under the cluster's `hash_seed`, each with its
-/// length, so that no two scopes read alike.
-#[must_use]
-pub fn root(hash_seed: u64, scope: &Scope<'_>) -> u64 {
-    let mut hasher = Xxh3::with_seed(hash_seed);
-    for field in [scope.model, scope.adapter, scope.salt, scope.tokenizer] {
-        hasher.update(&(field.len() as u64).to_le_bytes());
-        hasher.update(field.as_bytes());
-    }
-    hasher.update(&scope.block_size.to_le_bytes());
-    hasher.digest()
-}
-
 /// A user's key: `xxh3_64` of the name, seeded with the cluster's `hash_seed`.
 #[must_use]
 pub fn user_key(hash_seed: u64, name: &str) -> UserKey {
@@ -59,7 +51,7 @@ pub fn model_key(hash_seed: u64, name: &str) -> ModelKey {
 ///
 /// # Panics
 /// When `block_size` is 0.
-pub fn chain_bytes(root: u64, bytes: &[u8], block_size: usize, out: &mut Vec<BlockHash>) {
+pub fn chain_bytes(root: &Root, bytes: &[u8], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_bytes(root, None, bytes, block_size, out);
 }
 
@@ -68,7 +60,7 @@ pub fn chain_bytes(root: u64, bytes: &[u8], block_size: usize, out: &mut Vec<Blo
 /// # Panics
 /// When `block_size` is 0.
 pub fn continue_bytes(
-    root: u64,
+    root: &Root,
     last: Option<BlockHash>,
     bytes: &[u8],
     block_size: usize,
@@ -79,19 +71,14 @@ pub fn continue_bytes(
     let mut link = last.map(|last| last.0);
     let mut buffer = [0_u8; LINK_BYTES + INLINE_BYTES];
     for block in bytes.chunks_exact(block_size) {
-        let hash = match link {
-            None => xxh3_64_with_seed(block, root),
-            Some(link) if block_size <= INLINE_BYTES => {
-                buffer[..LINK_BYTES].copy_from_slice(&u64::to_le_bytes(link));
-                buffer[LINK_BYTES..LINK_BYTES + block_size].copy_from_slice(block);
-                xxh3_64(&buffer[..LINK_BYTES + block_size])
-            }
-            Some(link) => {
-                let mut hasher = Xxh3::new();
-                hasher.update(&u64::to_le_bytes(link));
-                hasher.update(block);
-                hasher.digest()
-            }
+        let hash = if block_size <= INLINE_BYTES {
+            let inline = &mut buffer[..LINK_BYTES + block_size];
+            inline[LINK_BYTES..].copy_from_slice(block);
+            root.inline(link, inline)
+        } else {
+            let mut hasher = root.streaming(link);
+            hasher.update(block);
+            hasher.digest()
         };
         link = Some(hash);
         out.push(BlockHash(hash));
@@ -102,7 +89,7 @@ pub fn continue_bytes(
 ///
 /// # Panics
 /// When `block_size` is 0.
-pub fn chain_tokens(root: u64, tokens: &[u32], block_size: usize, out: &mut Vec<BlockHash>) {
+pub fn chain_tokens(root: &Root, tokens: &[u32], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_tokens(root, None, tokens, block_size, out);
 }
 
@@ -111,7 +98,7 @@ pub fn chain_tokens(root: u64, tokens: &[u32], block_size: usize, out: &mut Vec<
 /// # Panics
 /// When `block_size` is 0.
 pub fn continue_tokens(
-    root: u64,
+    root: &Root,
     last: Option<BlockHash>,
     tokens: &[u32],
     block_size: usize,
@@ -123,39 +110,21 @@ pub fn continue_tokens(
     let mut buffer = [0_u8; LINK_BYTES + INLINE_BYTES];
     for block in tokens.chunks_exact(block_size) {
         let hash = if block_size * 4 <= INLINE_BYTES {
-            let end = LINK_BYTES + block_size * 4;
-            for (to, token) in buffer[LINK_BYTES..end].chunks_exact_mut(4).zip(block) {
+            let inline = &mut buffer[..LINK_BYTES + block_size * 4];
+            for (to, token) in inline[LINK_BYTES..].chunks_exact_mut(4).zip(block) {
                 to.copy_from_slice(&token.to_le_bytes());
             }
-            match link {
-                None => xxh3_64_with_seed(&buffer[LINK_BYTES..end], root),
-                Some(link) => {
-                    buffer[..LINK_BYTES].copy_from_slice(&u64::to_le_bytes(link));
-                    xxh3_64(&buffer[..end])
-                }
-            }
+            root.inline(link, inline)
         } else {
-            stream_tokens(root, link, block)
+            let mut hasher = root.streaming(link);
+            for token in block {
+                hasher.update(&token.to_le_bytes());
+            }
+            hasher.digest()
         };
         link = Some(hash);
         out.push(BlockHash(hash));
     }
-}
-
-/// Hashes a block of tokens too long for the stack buffer.
-fn stream_tokens(root: u64, link: Option<u64>, block: &[u32]) -> u64 {
-    let mut hasher = match link {
-        None => Xxh3::with_seed(root),
-        Some(link) => {
-            let mut hasher = Xxh3::new();
-            hasher.update(&link.to_le_bytes());
-            hasher
-        }
-    };
-    for token in block {
-        hasher.update(&token.to_le_bytes());
-    }
-    hasher.digest()
 }
 
 /// How many blocks a prompt of `tokens` tokens can at most find in an engine's cache: the engine
@@ -171,6 +140,7 @@ pub fn matchable_blocks(tokens: u64, block_size: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_secret};
 
     use super::*;
 
@@ -182,53 +152,88 @@ mod tests {
         block_size: 4,
     };
 
-    fn chain(root: u64, bytes: &[u8], block_size: usize) -> Vec<BlockHash> {
+    fn chain(root: &Root, bytes: &[u8], block_size: usize) -> Vec<BlockHash> {
         let mut out = Vec::new();
         chain_bytes(root, bytes, block_size, &mut out);
         out
     }
 
+    fn root(seed: u64, scope: &Scope<'_>) -> Root {
+        Hashing::from(seed).root(scope)
+    }
+
+    fn keyed(seed: u64) -> Hashing {
+        Hashing {
+            seed,
+            secret: Some(HashSecret::of_number(seed)),
+        }
+    }
+
     /// The definition, word for word.
-    fn chain_by_definition(root: u64, bytes: &[u8], block_size: usize) -> Vec<BlockHash> {
+    fn chain_by_definition(
+        scope: u64,
+        secret: Option<&[u8]>,
+        bytes: &[u8],
+        block_size: usize,
+    ) -> Vec<BlockHash> {
         let mut out: Vec<BlockHash> = Vec::new();
         for block in bytes.chunks_exact(block_size) {
-            let hash = match out.last() {
-                None => xxh3_64_with_seed(block, root),
-                Some(last) => xxh3_64(&[&last.0.to_le_bytes()[..], block].concat()),
+            let linked = |link: u64| [&link.to_le_bytes()[..], block].concat();
+            let last = out.last().map(|last| last.0);
+            let hash = match (secret, last) {
+                (Some(secret), last) => xxh3_64_with_secret(&linked(last.unwrap_or(scope)), secret),
+                (None, None) => xxh3_64_with_seed(block, scope),
+                (None, Some(last)) => xxh3_64(&linked(last)),
             };
             out.push(BlockHash(hash));
         }
         out
     }
 
+    /// A root with and without a secret, and its parts.
+    fn roots(scope: u64) -> [(Root, Option<Vec<u8>>); 2] {
+        let secret = HashSecret::of_number(scope);
+        let bytes = secret.bytes().to_vec();
+        [
+            (Root::from(scope), None),
+            (Root::from(scope).under(secret), Some(bytes)),
+        ]
+    }
+
     proptest! {
         #[test]
         fn bytes_follow_the_definition(
-            root: u64,
+            scope: u64,
             bytes in prop::collection::vec(any::<u8>(), 0..3000),
             block_size in prop_oneof![1_usize..40, 500_usize..530, Just(2000)],
         ) {
-            prop_assert_eq!(
-                chain(root, &bytes, block_size),
-                chain_by_definition(root, &bytes, block_size)
-            );
+            for (root, secret) in roots(scope) {
+                prop_assert_eq!(
+                    chain(&root, &bytes, block_size),
+                    chain_by_definition(scope, secret.as_deref(), &bytes, block_size)
+                );
+            }
         }
 
         #[test]
         fn tokens_hash_as_their_little_endian_bytes(
-            root: u64,
+            scope: u64,
             tokens in prop::collection::vec(any::<u32>(), 0..700),
             block_size in prop_oneof![1_usize..20, 120_usize..140, Just(300)],
         ) {
             let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-            let mut hashes = Vec::new();
-            chain_tokens(root, &tokens, block_size, &mut hashes);
-            prop_assert_eq!(&hashes, &chain_by_definition(root, &bytes, block_size * 4));
-            let half = hashes.len() / 2;
-            let mut in_parts = hashes[..half].to_vec();
-            let last = in_parts.last().copied();
-            continue_tokens(root, last, &tokens[half * block_size..], block_size, &mut in_parts);
-            prop_assert_eq!(in_parts, hashes);
+            for (root, secret) in roots(scope) {
+                let mut hashes = Vec::new();
+                chain_tokens(&root, &tokens, block_size, &mut hashes);
+                let expected = chain_by_definition(scope, secret.as_deref(), &bytes, block_size * 4);
+                prop_assert_eq!(&hashes, &expected);
+                let half = hashes.len() / 2;
+                let mut in_parts = hashes[..half].to_vec();
+                let last = in_parts.last().copied();
+                let rest = &tokens[half * block_size..];
+                continue_tokens(&root, last, rest, block_size, &mut in_parts);
+                prop_assert_eq!(in_parts, hashes);
+            }
         }
 
         #[test]
@@ -239,7 +244,8 @@ mod tests {
         ) {
             let text = [prefix.clone(), left].concat();
             let other = [prefix, right].concat();
-            let (a, b) = (chain(7, &text, 8), chain(7, &other, 8));
+            let root = Root::from(7);
+            let (a, b) = (chain(&root, &text, 8), chain(&root, &other, 8));
             let same_bytes = text.iter().zip(&other).take_while(|(a, b)| a == b).count();
             let same_blocks = a.iter().zip(&b).take_while(|(a, b)| a == b).count();
             prop_assert_eq!(same_blocks, (same_bytes / 8).min(a.len()).min(b.len()));
@@ -299,7 +305,6 @@ mod tests {
     #[test]
     fn hashes_never_change() {
         expect_test::expect![[r#"
-            root cfcfe20d42c9defd
             user 7fb9c39591c12626
             [
                 0414b7f10a548979,
@@ -309,11 +314,56 @@ mod tests {
             ]
         "#]]
         .assert_eq(&format!(
-            "root {:016x}\nuser {:016x}\n{:#?}\n",
-            root(42, &SCOPE),
+            "user {:016x}\n{:#?}\n",
             user_key(42, "alice").0,
-            chain(root(42, &SCOPE), b"the quick brown fox", 4)
+            chain(&root(42, &SCOPE), b"the quick brown fox", 4)
         ));
+        expect_test::expect![[r#"
+            [
+                f5ca78ad0d29dfca,
+                f0d73541d4c05fd4,
+                bd71516c3e879a98,
+                f3b9d806e05f6344,
+            ]
+        "#]]
+        .assert_eq(&format!(
+            "{:#?}\n",
+            chain(&keyed(42).root(&SCOPE), b"the quick brown fox", 4)
+        ));
+    }
+
+    /// Without a secret anybody can write down a block that hashes as another one behind any link: in
+    /// XXH3's path for this length each 16 bytes are hashed as a product of two words, each under a
+    /// word of the secret, and with the public one the factors can be swapped.
+    #[test]
+    fn blocks_that_collide_under_the_public_secret_differ_under_a_clusters() {
+        // The beginning of XXH3's default secret.
+        let public: [u8; 48] = [
+            0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21,
+            0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4,
+            0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a,
+            0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+        ];
+        let word = |at: usize| u64::from_le_bytes(public[at..at + 8].try_into().unwrap());
+        // The second lane of link ++ block: bytes 16..32, under the secret's bytes 16..32.
+        let swap = word(16) ^ word(24);
+        let block = [b'a'; 128];
+        let mut other = block;
+        let lane = 16 - LINK_BYTES;
+        let (low, high) = (&block[lane..lane + 8], &block[lane + 8..lane + 16]);
+        let low = u64::from_le_bytes(low.try_into().unwrap());
+        let high = u64::from_le_bytes(high.try_into().unwrap());
+        other[lane..lane + 8].copy_from_slice(&(high ^ swap).to_le_bytes());
+        other[lane + 8..lane + 16].copy_from_slice(&(low ^ swap).to_le_bytes());
+        assert_ne!(block, other);
+        let first = [b'x'; 128];
+        let second = |root: &Root, block: &[u8]| chain(root, &[&first, block].concat(), 128)[1];
+        for seed in 0..100 {
+            let public = root(seed, &SCOPE);
+            assert_eq!(second(&public, &block), second(&public, &other), "any seed");
+            let secret = keyed(seed).root(&SCOPE);
+            assert_ne!(second(&secret, &block), second(&secret, &other));
+        }
     }
 
     #[test]

@@ -1,0 +1,146 @@
+//! What a cluster hashes with: nobody outside may know it, lest they build blocks that hash alike.
+//!
+//! The seed names users and models and begins every chain. The secret goes into every block: under a
+//! seed alone, the blocks behind the first are hashed in a way that everybody knows, and blocks with
+//! equal hashes can be written down for any seed (ADR 0031). Clusters founded before there was a
+//! secret have none.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bincode::{Decode, Encode};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_secret, xxh3_64_with_seed};
+
+use super::{LINK_BYTES, Scope};
+
+/// Length of the secret, in bytes: the longest that XXH3 takes from a caller as it is.
+pub const SECRET_BYTES: usize = 192;
+
+/// Secret bytes in every block hash, as random as a cluster's founder could make them. Never shown.
+#[derive(Clone, PartialEq, Eq, Encode, Decode)]
+pub struct HashSecret(Arc<[u8; SECRET_BYTES]>);
+
+impl HashSecret {
+    /// These bytes.
+    #[must_use]
+    pub fn new(bytes: [u8; SECRET_BYTES]) -> Self {
+        Self(Arc::new(bytes))
+    }
+
+    /// A secret for tests and simulations: everybody who knows `number` knows it.
+    #[must_use]
+    pub fn of_number(number: u64) -> Self {
+        let mut bytes = [0; SECRET_BYTES];
+        for (word, at) in bytes.chunks_exact_mut(8).zip(0_u64..) {
+            word.copy_from_slice(&xxh3_64_with_seed(&at.to_le_bytes(), number).to_le_bytes());
+        }
+        Self::new(bytes)
+    }
+
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> &[u8] {
+        &*self.0
+    }
+
+    /// Hash of a text under the secret, for names that stand in for what must not be guessed.
+    #[must_use]
+    pub fn hash(&self, text: &[u8]) -> u64 {
+        xxh3_64_with_secret(text, &*self.0)
+    }
+}
+
+impl fmt::Debug for HashSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HashSecret(..)")
+    }
+}
+
+/// A cluster's seed and secret.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Hashing {
+    /// Of users, models and the beginnings of chains.
+    pub seed: u64,
+    /// In every block; `None`: of a cluster founded before there was one.
+    pub secret: Option<HashSecret>,
+}
+
+impl From<u64> for Hashing {
+    fn from(seed: u64) -> Self {
+        Self { seed, secret: None }
+    }
+}
+
+impl Hashing {
+    /// What chains of `scope` begin with: its fields under the seed, each with its length, so that no
+    /// two scopes read alike.
+    #[must_use]
+    pub fn root(&self, scope: &Scope<'_>) -> Root {
+        let mut hasher = Xxh3::with_seed(self.seed);
+        for field in [scope.model, scope.adapter, scope.salt, scope.tokenizer] {
+            hasher.update(&(field.len() as u64).to_le_bytes());
+            hasher.update(field.as_bytes());
+        }
+        hasher.update(&scope.block_size.to_le_bytes());
+        Root {
+            scope: hasher.digest(),
+            secret: self.secret.clone(),
+        }
+    }
+}
+
+/// How the blocks of one scope are hashed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Root {
+    scope: u64,
+    secret: Option<HashSecret>,
+}
+
+impl From<u64> for Root {
+    /// Without a secret.
+    fn from(scope: u64) -> Self {
+        let secret = None;
+        Self { scope, secret }
+    }
+}
+
+impl Root {
+    #[cfg(test)]
+    pub(super) fn under(self, secret: HashSecret) -> Self {
+        let secret = Some(secret);
+        Self { secret, ..self }
+    }
+
+    /// Hash of what is no full block.
+    #[must_use]
+    pub fn partial(&self, bytes: &[u8]) -> u64 {
+        xxh3_64_with_seed(bytes, self.scope)
+    }
+
+    /// Hash of the block that stands in `buffer` behind room for the link.
+    #[inline]
+    pub(super) fn inline(&self, link: Option<u64>, buffer: &mut [u8]) -> u64 {
+        match (&self.secret, link) {
+            (Some(secret), link) => {
+                let link = link.unwrap_or(self.scope);
+                buffer[..LINK_BYTES].copy_from_slice(&link.to_le_bytes());
+                xxh3_64_with_secret(buffer, &*secret.0)
+            }
+            (None, Some(link)) => {
+                buffer[..LINK_BYTES].copy_from_slice(&link.to_le_bytes());
+                xxh3_64(buffer)
+            }
+            (None, None) => xxh3_64_with_seed(&buffer[LINK_BYTES..], self.scope),
+        }
+    }
+
+    /// A hasher for a block too long for the stack, with the link in it.
+    pub(super) fn streaming(&self, link: Option<u64>) -> Xxh3 {
+        let mut hasher = match (&self.secret, link) {
+            (Some(secret), _) => Xxh3::with_secret(*secret.0),
+            (None, Some(_)) => Xxh3::new(),
+            (None, None) => return Xxh3::with_seed(self.scope),
+        };
+        hasher.update(&link.unwrap_or(self.scope).to_le_bytes());
+        hasher
+    }
+}
