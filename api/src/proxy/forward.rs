@@ -5,8 +5,8 @@
 //! answer whose status says so. A connection that breaks after the request was sent is not
 //! repeated elsewhere, because the engine may have computed on it, or have died of it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -18,8 +18,9 @@ use state::quotas::Limit;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
+use super::ahead::Bounds;
 use super::headers::{Hop, clean_answer, toward_engine};
-use super::relay::{Content, ERROR_BYTES_MAX, Relay, Source, Waits};
+use super::relay::{Content, ERROR_BYTES_MAX, Relay, SharedRelay, Source, Waits};
 use super::splice::splice;
 use super::sse::{Events, Wanted};
 use crate::admission::{Candidate, NotAdmitted};
@@ -76,7 +77,7 @@ impl Candidate for Asked {
 /// What the client gets.
 pub(super) enum Forwarded {
     /// An engine's answer as it comes.
-    Relayed(Response<Box<Relay>>),
+    Relayed(Response<SharedRelay>),
     /// An engine's refusal, after which no other backend could be tried.
     Held(Response<Bytes>),
 }
@@ -388,7 +389,7 @@ fn relay(
     response: Response<EngineBody>,
     mut attempt: Attempt,
     wanted: Wanted,
-) -> Response<Box<Relay>> {
+) -> Response<SharedRelay> {
     let asked = sending.asked;
     let (mut head, body) = response.into_parts();
     let content = content(head.status, &head.headers, asked.head.uri.path(), wanted);
@@ -427,9 +428,16 @@ fn relay(
     let waits = Waits {
         first_byte_by: sending.first_byte_by,
         answer_idle: proxy.settings.timeouts.answer_idle,
+        ahead: Bounds {
+            bytes_max: proxy.settings.limits.read_ahead_bytes_max,
+            held_bytes: Arc::clone(&proxy.held_bytes),
+            held_bytes_max: proxy.settings.limits.held_bytes_max,
+            held_back: proxy.settings.timeouts.held_back,
+            untaken: proxy.settings.timeouts.untaken,
+        },
     };
     let relay = Relay::new(body, content, attempt, source, waits);
-    Response::from_parts(head, Box::new(relay))
+    Response::from_parts(head, Arc::new(Mutex::new(relay)))
 }
 
 /// How an attempt ends that an engine answered with no success: a server's error may come after it

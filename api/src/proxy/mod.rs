@@ -7,7 +7,8 @@
 //! future and then the body that hyper drops when the client's connection ends, whether that is
 //! during prefill or in mid-stream.
 //!
-//! So does one that stays and stops reading, after [`Timeouts::untaken`].
+//! So does one that stays and stops reading, after [`Timeouts::untaken`]. Until then its answer is read
+//! ahead, so that the engine's place is free when the engine is done.
 //!
 //! A client that shuts down only its sending side counts as gone: engines' time is too dear to be
 //! spent on an answer that may have no reader, and no common HTTP client does this. The same goes
@@ -19,6 +20,7 @@
 //! requests that wait for a backend; all are passed on.
 
 mod addresses;
+mod ahead;
 mod clients;
 mod document;
 mod expose;
@@ -74,7 +76,7 @@ use forward::{Asked, Forwarded, forward};
 use headers::request_id;
 use metrics::Ledger;
 use pace::{Handed, hand_over};
-use relay::Relay;
+use relay::{SharedRelay, lock};
 pub(crate) use request::ANONYMOUS;
 use request::Held;
 use routes::Route;
@@ -107,7 +109,7 @@ enum Kind {
     /// Made here; `None` once sent.
     Local(Option<Bytes>),
     /// An engine's.
-    Relay(Box<Relay>),
+    Relay(SharedRelay),
     /// An engine's, made by another task.
     Handed(Handed),
 }
@@ -181,8 +183,8 @@ impl Proxy {
         let mut response = match handled {
             Ok(Forwarded::Relayed(response)) => {
                 ledger.answered(response.status());
-                response.map(|mut relay| {
-                    relay.account(ledger);
+                response.map(|relay| {
+                    lock(&relay).account(ledger);
                     AnswerBody(self.body(relay, version))
                 })
             }
@@ -217,8 +219,8 @@ impl Proxy {
     }
 
     /// Over HTTP/1.1 the connection drives the answer; see [`pace`].
-    fn body(&self, relay: Box<Relay>, version: Version) -> Kind {
-        if version == Version::HTTP_2 && !relay.is_end_stream() {
+    fn body(&self, relay: SharedRelay, version: Version) -> Kind {
+        if version == Version::HTTP_2 && !lock(&relay).is_end_stream() {
             let untaken = self.settings.timeouts.untaken;
             Kind::Handed(hand_over(relay, untaken, &self.tasks))
         } else {
@@ -350,6 +352,16 @@ fn local(response: Response<Bytes>, outcome: Outcome, mut ledger: Ledger) -> Res
     response.map(|body| AnswerBody(Kind::Local(Some(body).filter(|body| !body.is_empty()))))
 }
 
+impl AnswerBody {
+    /// The engine's answer that the connection itself writes.
+    fn relay(&self) -> Option<&SharedRelay> {
+        match &self.0 {
+            Kind::Relay(relay) => Some(relay),
+            Kind::Local(_) | Kind::Handed(_) => None,
+        }
+    }
+}
+
 impl Body for AnswerBody {
     type Data = Bytes;
     type Error = BrokenAnswer;
@@ -360,7 +372,7 @@ impl Body for AnswerBody {
     ) -> Poll<Option<Result<Frame<Bytes>, BrokenAnswer>>> {
         match &mut self.0 {
             Kind::Local(body) => Poll::Ready(body.take().map(|body| Ok(Frame::data(body)))),
-            Kind::Relay(relay) => Pin::new(&mut **relay).poll_frame(cx),
+            Kind::Relay(relay) => Pin::new(&mut *lock(relay)).poll_frame(cx),
             Kind::Handed(handed) => Pin::new(handed).poll_frame(cx),
         }
     }
@@ -368,7 +380,7 @@ impl Body for AnswerBody {
     fn is_end_stream(&self) -> bool {
         match &self.0 {
             Kind::Local(body) => body.is_none(),
-            Kind::Relay(relay) => relay.is_end_stream(),
+            Kind::Relay(relay) => lock(relay).is_end_stream(),
             Kind::Handed(handed) => handed.is_end_stream(),
         }
     }
@@ -378,7 +390,7 @@ impl Body for AnswerBody {
             Kind::Local(body) => {
                 SizeHint::with_exact(body.as_ref().map_or(0, |body| body.len() as u64))
             }
-            Kind::Relay(relay) => relay.size_hint(),
+            Kind::Relay(relay) => lock(relay).size_hint(),
             Kind::Handed(handed) => handed.size_hint(),
         }
     }

@@ -4,11 +4,13 @@
 //! hyper asks for the next piece of a body only when there is room for it, so an answer cannot time
 //! its own reader. Over HTTP/1.1 the socket tells: [`Paced`] fails a write that has waited for too
 //! long. An h2 stream can stand still while its connection lives: there a task of its own asks for
-//! the pieces and hands them over one by one ([`hand_over`]).
+//! the pieces and hands them over one by one ([`hand_over`]). While a client takes nothing, both have its
+//! answer read ahead ([`super::ahead`]), each in the task that is there anyway.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -16,25 +18,50 @@ use bytes::Bytes;
 use http_body::{Body, Frame};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::task::TaskTracker;
 
-use super::relay::{BrokenAnswer, Relay};
+use super::AnswerBody;
+use super::relay::{BrokenAnswer, Relay, SharedRelay, lock};
+
+/// The engine's answer that an HTTP/1.1 connection writes.
+#[derive(Clone, Default)]
+pub(super) struct Written(Arc<Mutex<Weak<Mutex<Relay>>>>);
+
+impl Written {
+    /// It is this one from here on, if it is one.
+    pub(super) fn is(&self, answer: &AnswerBody) {
+        if let Some(relay) = answer.relay() {
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(relay);
+        }
+    }
+
+    fn poll_read_ahead(&self, cx: &mut Context<'_>) -> Poll<()> {
+        let relay = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match relay.upgrade() {
+            Some(relay) => lock(&relay).read_ahead(cx),
+            None => Poll::Pending,
+        }
+    }
+}
 
 /// A socket whose writes fail once its other side has taken nothing for `patience`.
 pub(super) struct Paced<S> {
     stream: S,
     patience: Duration,
+    written: Written,
     /// Kept from one wait to the next.
     timer: Option<Pin<Box<Sleep>>>,
     is_waiting: bool,
 }
 
 impl<S> Paced<S> {
-    pub(super) fn new(stream: S, patience: Duration) -> Self {
+    pub(super) fn new(stream: S, patience: Duration, written: Written) -> Self {
         Self {
             stream,
             patience,
+            written,
             timer: None,
             is_waiting: false,
         }
@@ -55,7 +82,10 @@ impl<S> Paced<S> {
         if !std::mem::replace(&mut self.is_waiting, true) {
             timer.as_mut().reset(Instant::now() + patience);
         }
-        ready!(timer.as_mut().poll(cx));
+        let is_given_up = self.written.poll_read_ahead(cx).is_ready();
+        if !is_given_up {
+            ready!(timer.as_mut().poll(cx));
+        }
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 }
@@ -113,7 +143,7 @@ pub(super) struct Handed {
 
 /// Has `relay` driven by a task of its own, which gives it up when a piece is not taken for
 /// `patience`, and when the reader is dropped.
-pub(super) fn hand_over(relay: Box<Relay>, patience: Duration, tasks: &TaskTracker) -> Handed {
+pub(super) fn hand_over(relay: SharedRelay, patience: Duration, tasks: &TaskTracker) -> Handed {
     let (sender, pieces) = mpsc::channel(1);
     tasks.spawn(drive(relay, sender, patience));
     Handed {
@@ -122,15 +152,24 @@ pub(super) fn hand_over(relay: Box<Relay>, patience: Duration, tasks: &TaskTrack
     }
 }
 
-async fn drive(mut relay: Box<Relay>, reader: mpsc::Sender<Option<Piece>>, patience: Duration) {
+async fn drive(relay: SharedRelay, reader: mpsc::Sender<Option<Piece>>, patience: Duration) {
     loop {
-        let Ok(Ok(place)) = timeout(patience, reader.reserve()).await else {
-            return;
+        let place = match reader.try_reserve() {
+            Ok(place) => place,
+            Err(TrySendError::Closed(())) => return,
+            Err(TrySendError::Full(())) => tokio::select! {
+                biased;
+                place = timeout(patience, reader.reserve()) => match place {
+                    Ok(Ok(place)) => place,
+                    Ok(Err(_)) | Err(_) => return,
+                },
+                () = poll_fn(|cx| lock(&relay).read_ahead(cx)) => return,
+            },
         };
         let piece = tokio::select! {
             biased;
             () = reader.closed() => return,
-            piece = relay.frame() => piece,
+            piece = poll_fn(|cx| Pin::new(&mut *lock(&relay)).poll_frame(cx)) => piece,
         };
         let is_last = !matches!(piece, Some(Ok(_)));
         place.send(piece);

@@ -1,9 +1,9 @@
 //! An engine's answer on its way to the client: frames pass as they come, at the pace the client
 //! takes them; what they tell is noted; however it ends, the books are closed.
 
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use http_body::{Body, Frame, SizeHint};
 use state::ids::Slot;
 use tokio::time::{Instant, Sleep, sleep_until};
 
+use super::ahead::{Ahead, Bounds, Piece};
 use super::document::Document;
 use super::inspect::Findings;
 use super::metrics::{Ledger, Outcome};
@@ -111,6 +112,14 @@ pub(super) struct Source {
     pub(super) request_id: HeaderValue,
 }
 
+/// An answer that its connection writes, and reads ahead when it cannot.
+pub(super) type SharedRelay = Arc<Mutex<Relay>>;
+
+/// Never contended: one task holds both sides.
+pub(super) fn lock(relay: &SharedRelay) -> MutexGuard<'_, Relay> {
+    relay.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The body of a forwarded answer.
 pub(super) struct Relay {
     engine: EngineBody,
@@ -119,7 +128,10 @@ pub(super) struct Relay {
     source: Source,
     patience: Patience,
     answer_idle: Duration,
+    /// Whether the engine's part is over; pieces may still wait.
     is_over: bool,
+    /// What was read while the client took nothing.
+    ahead: Ahead,
 }
 
 /// What is noted of an answer.
@@ -127,6 +139,8 @@ struct Books {
     /// `None` once it has ended.
     attempt: Option<Attempt>,
     ledger: Option<Ledger>,
+    /// How the request ends once its client has taken all.
+    outcome: Option<Outcome>,
     has_begun: bool,
     choices: Choices,
 }
@@ -182,7 +196,12 @@ impl Books {
         if let Some(attempt) = self.attempt.take() {
             attempt.end(end);
         }
-        if let Some(mut ledger) = self.ledger.take() {
+        self.outcome = Some(outcome);
+    }
+
+    /// The client has taken all.
+    fn settle(&mut self) {
+        if let (Some(outcome), Some(mut ledger)) = (self.outcome, self.ledger.take()) {
             ledger.ends(outcome);
         }
     }
@@ -203,6 +222,7 @@ impl Relay {
             books: Books {
                 attempt,
                 ledger: None,
+                outcome: None,
                 has_begun: false,
                 choices: Choices::default(),
             },
@@ -210,12 +230,22 @@ impl Relay {
             patience: Patience::until(waits.first_byte_by),
             answer_idle: waits.answer_idle,
             is_over: false,
+            ahead: Ahead::new(waits.ahead),
         }
     }
 
-    /// The next frame.
-    pub(super) async fn frame(&mut self) -> Option<Result<Frame<Bytes>, BrokenAnswer>> {
-        poll_fn(|cx| Pin::new(&mut *self).poll_frame(cx)).await
+    /// Reads the engine's answer while its client takes nothing. Ready when the client is to be given up.
+    pub(super) fn read_ahead(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        while !self.is_over {
+            if !self.ahead.has_room() {
+                return self.ahead.poll_held_back(cx);
+            }
+            self.ahead.goes_on();
+            if let Some(piece) = ready!(self.poll_engine(cx)) {
+                self.ahead.push(piece);
+            }
+        }
+        self.ahead.poll_untaken(cx)
     }
 
     /// Hands over the request's account. An answer without a body is at its end with that.
@@ -224,6 +254,7 @@ impl Relay {
         if self.engine.is_end_stream() {
             self.begin();
             self.books.end(End::Finished, self.content.outcome());
+            self.books.settle();
             self.is_over = true;
         }
     }
@@ -360,6 +391,42 @@ fn last_event(why: &BrokenAnswer, is_within: bool, is_named: bool) -> Bytes {
     event.freeze()
 }
 
+impl Relay {
+    /// The next piece of the engine's answer, as it goes on to the client.
+    fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<Piece>> {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        let broken = loop {
+            match Pin::new(&mut self.engine).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => {
+                    // Trailers are about the engine's connection.
+                    let Ok(data) = frame.into_data() else {
+                        continue;
+                    };
+                    match self.take_in(data) {
+                        Ok(None) if self.is_over => return Poll::Ready(None),
+                        Ok(None) => {}
+                        Ok(Some(passed)) => return Poll::Ready(Some(Ok(passed))),
+                        Err(why) => break why,
+                    }
+                }
+                Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error.into(),
+                Poll::Ready(Some(Err(_)) | None) => match self.finish() {
+                    Ok(rest) => return Poll::Ready(rest.map(Ok)),
+                    Err(why) => break why,
+                },
+                Poll::Pending => {
+                    ready!(self.patience.poll_lost(cx));
+                    break BrokenAnswer::Silent;
+                }
+            }
+        };
+        self.is_over = true;
+        Poll::Ready(Some(self.break_off(broken)))
+    }
+}
+
 impl Body for Relay {
     type Data = Bytes;
     type Error = BrokenAnswer;
@@ -369,40 +436,18 @@ impl Body for Relay {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BrokenAnswer>>> {
         let this = &mut *self;
-        if this.is_over {
-            return Poll::Ready(None);
-        }
-        let broken = loop {
-            match Pin::new(&mut this.engine).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => {
-                    // Trailers are about the engine's connection.
-                    let Ok(data) = frame.into_data() else {
-                        continue;
-                    };
-                    match this.take_in(data) {
-                        Ok(None) if this.is_over => return Poll::Ready(None),
-                        Ok(None) => {}
-                        Ok(Some(passed)) => return Poll::Ready(Some(Ok(Frame::data(passed)))),
-                        Err(why) => break why,
-                    }
-                }
-                Poll::Ready(Some(Err(error))) if !this.content.is_done() => break error.into(),
-                Poll::Ready(Some(Err(_)) | None) => match this.finish() {
-                    Ok(rest) => return Poll::Ready(rest.map(|rest| Ok(Frame::data(rest)))),
-                    Err(why) => break why,
-                },
-                Poll::Pending => {
-                    ready!(this.patience.poll_lost(cx));
-                    break BrokenAnswer::Silent;
-                }
-            }
+        let piece = match this.ahead.take() {
+            Some(piece) => Some(piece),
+            None => ready!(this.poll_engine(cx)),
         };
-        this.is_over = true;
-        Poll::Ready(Some(this.break_off(broken).map(Frame::data)))
+        if this.is_over && this.ahead.is_empty() {
+            this.books.settle();
+        }
+        Poll::Ready(piece.map(|piece| piece.map(Frame::data)))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.is_over
+        self.is_over && self.ahead.is_empty()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -416,12 +461,14 @@ impl Body for Relay {
 }
 
 /// How long an answer is waited for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Waits {
     /// When the first byte of the body must be here.
     pub(super) first_byte_by: Instant,
     /// Between two pieces of it.
     pub(super) answer_idle: Duration,
+    /// For a client that takes it slowly.
+    pub(super) ahead: Bounds,
 }
 
 /// A deadline that moves on with every frame, without a timer being moved every time.

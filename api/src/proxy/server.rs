@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::clients::Seated;
-use super::pace::Paced;
+use super::pace::{Paced, Written};
 use super::{AnswerBody, CLOSE, Proxy};
 use crate::backends::pool::prepare;
 
@@ -290,7 +290,7 @@ impl Context {
         let seat = Arc::clone(&seated.seat);
         let asked = Arc::new(Asked::default());
         let service = service(&proxy, seated, peer, &asked, &stop);
-        let stream = TokioIo::new(Paced::new(stream, timeouts.untaken));
+        let stream = TokioIo::new(Paced::new(stream, timeouts.untaken, asked.written.clone()));
         let mut connection = pin!(builder.serve_connection(stream, service));
         // hyper's own timer begins only when it knows which protocol is spoken, and is for HTTP/1.1.
         let mut patience = pin!(sleep(timeouts.first_request));
@@ -362,9 +362,10 @@ fn service(
         let can_close = request.version() <= Version::HTTP_11;
         asked.note(!can_close);
         let answer = Arc::clone(&proxy).answer(peer.clone(), seated.turn(), request);
-        let stop = stop.clone();
+        let (asked, stop) = (Arc::clone(&asked), stop.clone());
         async move {
             let mut response = answer.await;
+            asked.written.is(response.body());
             if can_close && stop.is_leaving() {
                 response.headers_mut().insert(CONNECTION, CLOSE);
             }
@@ -373,11 +374,12 @@ fn service(
     })
 }
 
-/// What the timer of a connection must know of its requests.
+/// What the timer and the socket of a connection must know of its requests.
 #[derive(Default)]
 struct Asked {
     has_asked: AtomicBool,
     is_h2: AtomicBool,
+    written: Written,
 }
 
 impl Asked {

@@ -59,6 +59,9 @@ pub struct Limits {
     /// Most bytes of request bodies held at once, from their first byte to the head of the answer:
     /// 503 beyond. A body takes up to three times its length meanwhile.
     pub held_bytes_max: u64,
+    /// How much of an answer is read ahead of a client that does not take it, in bytes; counts among
+    /// the bytes held.
+    pub read_ahead_bytes_max: u64,
     /// Longest request head, in bytes: 431 beyond. At least 8192.
     pub head_bytes_max: usize,
     /// Most header fields: 431 beyond.
@@ -86,6 +89,7 @@ impl Default for Limits {
         Self {
             body_bytes_max: 32 * 1024 * 1024,
             held_bytes_max: 1024 * 1024 * 1024,
+            read_ahead_bytes_max: 1024 * 1024,
             head_bytes_max: 64 * 1024,
             headers_max: 100,
             connections_max: 16_384,
@@ -125,6 +129,9 @@ pub struct Timeouts {
     /// How long a client may take nothing of an answer that waits for it: it counts as gone then,
     /// and the engine's request ends with it. What sockets buffer counts as taken.
     pub untaken: Duration,
+    /// How long a client may keep an engine waiting with its answer, over the whole answer: then it
+    /// counts as gone.
+    pub held_back: Duration,
     /// Between keep-alive probes to clients, TCP and h2: one that vanished without a word is noticed
     /// after about ten of them (h2: after one). For engines see [`PoolSettings::keep_alive`].
     pub keep_alive: Duration,
@@ -142,6 +149,7 @@ impl Default for Timeouts {
             first_byte: Duration::from_secs(600),
             answer_idle: Duration::from_secs(300),
             untaken: Duration::from_secs(60),
+            held_back: Duration::from_secs(10),
             keep_alive: Duration::from_secs(20),
         }
     }

@@ -8,7 +8,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 
 use super::client::chat;
-use super::engine::{Engine, Step, chunk, stream_head};
+use super::engine::{DONE, Engine, Step, chunk, last_chunk, stream_head, usage_chunk};
 use super::fleet::{Fleet, eventually};
 
 const STREAM: &str = ",\"stream\":true";
@@ -70,4 +70,92 @@ async fn an_http2_stream_that_stands_still_is_left_and_the_others_go_on() {
     assert_eq!(other.collect().await.unwrap().to_bytes(), "{}");
     assert!(standing.collect().await.is_err(), "it never looks whole");
     assert!(!connection.is_finished());
+}
+
+/// An answer that fits into what is read ahead, and not into the buffers on the way.
+const LONG: usize = 48;
+
+fn long(usage: &str) -> Vec<Step> {
+    let piece = chunk(&format!("data: {}\n\n", "x".repeat(1024 * 1024)));
+    let mut steps = vec![stream_head()];
+    steps.extend(std::iter::repeat_n(piece, LONG));
+    steps.extend([chunk(usage), chunk(DONE), last_chunk()]);
+    steps
+}
+
+async fn far_sighted(engine: &Engine) -> Fleet {
+    Fleet::start_with(&[engine], Duration::ZERO, |settings| {
+        settings.limits.read_ahead_bytes_max = 64 * 1024 * 1024;
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
+    let engine = Engine::always(long(usage_chunk())).await;
+    let fleet = far_sighted(&engine).await;
+    let mut client = fleet.client().await;
+    client.send(chat(STREAM)).await;
+    eventually("the engine's place is free", || {
+        engine.requests().len() == 1 && fleet.running() == 0
+    })
+    .await;
+    assert_eq!(fleet.metrics.in_flight.get(), 1, "its bytes wait");
+    let answer = client.answer().await;
+    assert!(answer.is_complete);
+    assert!(answer.body.len() > LONG * 1024 * 1024);
+    assert!(answer.body.ends_with(DONE));
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::Finished, 200), 1);
+    let charge = fleet.charged().await;
+    assert_eq!((charge.input_uncached, charge.output), (7, 2));
+}
+
+#[tokio::test]
+async fn a_client_that_takes_nothing_pays_for_what_was_made() {
+    let engine = Engine::always(long(usage_chunk())).await;
+    let fleet = far_sighted(&engine).await;
+    let mut client = fleet.client().await;
+    client.send(chat(STREAM)).await;
+    eventually("the engine's place is free", || {
+        engine.requests().len() == 1 && fleet.running() == 0
+    })
+    .await;
+    drop(client);
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    let charge = fleet.charged().await;
+    assert_eq!((charge.input_uncached, charge.output), (7, 2));
+}
+
+#[tokio::test]
+async fn a_client_that_keeps_an_engine_waiting_is_left_before_one_that_keeps_bytes() {
+    let engine = Engine::always(endless()).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.timeouts.untaken = Duration::from_secs(600);
+        settings.timeouts.held_back = Duration::from_millis(50);
+    })
+    .await;
+    let mut client = fleet.client().await;
+    client.send(chat(STREAM)).await;
+    eventually("it is running", || fleet.running() == 1).await;
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    assert!(!client.answer().await.is_complete);
+}
+
+#[tokio::test]
+async fn what_all_answers_keep_is_bounded() {
+    let engine = Engine::always(long(usage_chunk())).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.limits.read_ahead_bytes_max = 64 * 1024 * 1024;
+        settings.limits.held_bytes_max = 1024 * 1024;
+        settings.timeouts.held_back = Duration::from_millis(50);
+    })
+    .await;
+    let mut client = fleet.client().await;
+    client.send(chat(STREAM)).await;
+    eventually("it is running", || fleet.running() == 1).await;
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
 }
