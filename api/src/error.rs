@@ -143,6 +143,11 @@ pub enum Failure {
     /// The request expects something that is not known.
     #[error("nothing but `100-continue` can be expected")]
     BadExpectation,
+    /// The request broke two engines' connections within a minute.
+    #[error(
+        "this request broke the connections of two backends within a minute: it is refused for a minute"
+    )]
+    BreaksBackends,
     /// As many requests wait for this model as may.
     #[error("every backend is at its limit and the queue of this model is full")]
     QueueFull,
@@ -205,6 +210,7 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::AddressAtLimit | Failure::UserAtLimit => {
             (429, "rate_limit_error", "too_many_requests_at_once")
         }
+        Failure::BreaksBackends => (422, "invalid_request_error", "request_breaks_backends"),
         Failure::OverLimit { .. } => (429, "rate_limit_error", "rate_limit_exceeded"),
         Failure::QueueFull => (503, "server_error", "queue_full"),
         Failure::WaitedTooLong => (503, "server_error", "queue_timeout"),
@@ -235,7 +241,10 @@ pub fn rescue(failure: &Failure) -> Answer {
         _ => None,
     };
     let should_retry = match failure {
-        Failure::EngineBrokeOff | Failure::EngineTimeout => Some(false),
+        Failure::EngineBroke
+        | Failure::EngineBrokeOff
+        | Failure::EngineTimeout
+        | Failure::BreaksBackends => Some(false),
         _ => None,
     };
     Answer {
@@ -322,6 +331,9 @@ mod tests {
         let response = openai_response(&Failure::EngineTimeout);
         assert_eq!(response.status(), 504);
         assert_eq!(response.headers()[SHOULD_RETRY], "false");
+        for failure in [Failure::EngineBroke, Failure::BreaksBackends] {
+            assert_eq!(openai_response(&failure).headers()[SHOULD_RETRY], "false");
+        }
     }
 
     #[test]

@@ -6,16 +6,13 @@
 //! An idle connection is driven by nobody; whether the engine has closed it is asked when it is
 //! taken out again.
 //!
-//! `hyper-util`'s client pools too, but gives back neither the moment at which a request was first
-//! answered by a byte nor whether the connection was a reused one, and both decide whether a reset
-//! may be repeated.
+//! `hyper-util`'s client pools too, but drives its connections in tasks of their own.
 
 use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -27,7 +24,6 @@ use hyper_util::rt::TokioIo;
 use prometheus_client::metrics::counter::Counter;
 use socket2::{SockRef, TcpKeepalive};
 use state::ids::BackendRef;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
@@ -50,9 +46,6 @@ pub struct PoolSettings {
     /// Between TCP keep-alive probes: an engine that vanished without a word is noticed after about
     /// ten of them.
     pub keep_alive: Duration,
-    /// A reused connection that breaks within this time of a request, before a byte of the answer,
-    /// counts as closed by the engine before the request came. Later the engine was at work on it.
-    pub stale_within: Duration,
 }
 
 impl Default for PoolSettings {
@@ -62,7 +55,6 @@ impl Default for PoolSettings {
             idle_timeout: Duration::from_secs(4),
             idle_per_backend_max: 256,
             keep_alive: Duration::from_secs(20),
-            stale_within: Duration::from_secs(1),
         }
     }
 }
@@ -74,7 +66,8 @@ pub struct PoolCounters {
     pub opened: Counter,
     /// Requests sent over a connection that had served another.
     pub reused: Counter,
-    /// Reused connections that turned out closed, so that the request went over a new one.
+    /// Reused connections that turned out closed before a byte of the request was sent, so that it
+    /// went over a new one.
     pub reset: Counter,
 }
 
@@ -280,10 +273,9 @@ impl Endpoint {
     }
 
     /// Sends the request that `build` makes and waits for the head of its answer. `build` is called
-    /// when there is a connection to send over. When one that had served another request breaks at
-    /// once and before a byte of the answer, the engine had most likely closed it meanwhile, and the
-    /// request is built and sent once more over a new one. If there is no new one, what broke the
-    /// first is answered: the request may have reached the engine, and may be what it died of.
+    /// when there is a connection to send over. A reused one may turn out closed before the request
+    /// is taken from this side: then, and only then, it is sent over a new one. Whatever breaks
+    /// later may have reached the engine, and may be what it died of.
     ///
     /// # Errors
     /// [`SendFailure`]; only [`SendFailure::Connect`] means that nothing reached the engine.
@@ -291,26 +283,17 @@ impl Endpoint {
         self: &Arc<Self>,
         build: &(impl Fn() -> Request<Segments> + Sync),
     ) -> Result<Response<EngineBody>, SendFailure> {
-        let mut broken = None;
         if let Some(link) = self.take_idle() {
             self.counters.reused.inc();
-            let heard = Arc::clone(&link.heard);
-            let began = Instant::now();
             match self.exchange(link, build()).await {
-                Err(failure)
-                    if !heard.load(Ordering::Relaxed)
-                        && began.elapsed() < self.settings.stale_within =>
-                {
-                    self.counters.reset.inc();
-                    broken = Some(failure);
-                }
-                done => return done,
-            }
+                Exchange::Over(done) => return done,
+                Exchange::Unsent(_) => self.counters.reset.inc(),
+            };
         }
-        match (self.connect().await, broken) {
-            (Ok(link), _) => self.exchange(link, build()).await,
-            (Err(_), Some(broken)) => Err(broken),
-            (Err(failure), None) => Err(failure),
+        let link = self.connect().await?;
+        match self.exchange(link, build()).await {
+            Exchange::Over(done) => done,
+            Exchange::Unsent(error) => Err(SendFailure::Broke(error)),
         }
     }
 
@@ -322,15 +305,10 @@ impl Endpoint {
             .map_err(SendFailure::Connect)?;
         prepare(&stream, self.settings.keep_alive).map_err(SendFailure::Connect)?;
         self.counters.opened.inc();
-        let heard = Arc::new(AtomicBool::new(false));
-        let io = TokioIo::new(Listening {
-            stream,
-            heard: Arc::clone(&heard),
-        });
         let (sender, connection) = http1::Builder::new()
             .max_buf_size(HEAD_BYTES_MAX)
             .max_headers(HEADERS_MAX)
-            .handshake(io)
+            .handshake(TokioIo::new(stream))
             .await
             .map_err(SendFailure::Broke)?;
         let idle_since = Instant::now();
@@ -338,7 +316,6 @@ impl Endpoint {
             sender,
             connection,
             is_over: false,
-            heard,
             idle_since,
         }))
     }
@@ -347,9 +324,8 @@ impl Endpoint {
         self: &Arc<Self>,
         mut link: Box<Link>,
         request: Request<Segments>,
-    ) -> Result<Response<EngineBody>, SendFailure> {
-        link.heard.store(false, Ordering::Relaxed);
-        let mut response = pin!(link.sender.send_request(request));
+    ) -> Exchange {
+        let mut response = pin!(link.sender.try_send_request(request));
         let response = poll_fn(|cx| {
             link.drive(cx);
             // Only `drive` makes the answer come, and it has the waker already.
@@ -357,14 +333,28 @@ impl Endpoint {
                 .as_mut()
                 .poll(&mut Context::from_waker(Waker::noop()))
             {
-                Poll::Ready(done) => Poll::Ready(done.map_err(SendFailure::Broke)),
-                Poll::Pending if link.is_over => Poll::Ready(Err(SendFailure::Ended)),
+                Poll::Ready(Ok(response)) => Poll::Ready(Ok(response)),
+                Poll::Ready(Err(mut error)) => {
+                    // It comes back if it was not taken from its queue.
+                    let is_unsent = error.take_message().is_some();
+                    Poll::Ready(Err(match is_unsent {
+                        true => Exchange::Unsent(error.into_error()),
+                        false => Exchange::Over(Err(SendFailure::Broke(error.into_error()))),
+                    }))
+                }
+                Poll::Pending if link.is_over => {
+                    Poll::Ready(Err(Exchange::Over(Err(SendFailure::Ended))))
+                }
                 Poll::Pending => Poll::Pending,
             }
         })
-        .await?;
+        .await;
+        let response = match response {
+            Ok(response) => response,
+            Err(exchange) => return exchange,
+        };
         let endpoint = Arc::clone(self);
-        Ok(response.map(|incoming| {
+        Exchange::Over(Ok(response.map(|incoming| {
             let mut body = EngineBody {
                 incoming,
                 link: Some(link),
@@ -372,7 +362,7 @@ impl Endpoint {
             };
             body.settle();
             body
-        }))
+        })))
     }
 
     fn take_idle(&self) -> Option<Box<Link>> {
@@ -400,17 +390,23 @@ impl Endpoint {
     }
 }
 
+/// How a request went over one connection.
+enum Exchange {
+    /// It was sent, or begun to be.
+    Over(Result<Response<EngineBody>, SendFailure>),
+    /// The connection was closed before any of it was.
+    Unsent(hyper::Error),
+}
+
 /// Boxed, because a connection is large and moves between the pool and requests all the time.
 type Links = Vec<Box<Link>>;
 
 /// A connection with both of its ends.
 struct Link {
     sender: http1::SendRequest<Segments>,
-    connection: http1::Connection<TokioIo<Listening>, Segments>,
+    connection: http1::Connection<TokioIo<TcpStream>, Segments>,
     /// Whether `connection` has ended; it must not be polled again.
     is_over: bool,
-    /// Whether a byte came since the last request began.
-    heard: Arc<AtomicBool>,
     idle_since: Instant,
 }
 
@@ -426,57 +422,6 @@ impl Link {
     fn is_reusable(&mut self) -> bool {
         self.drive(&mut Context::from_waker(Waker::noop()));
         !self.is_over && self.sender.is_ready()
-    }
-}
-
-/// A socket that remembers whether it was read from.
-struct Listening {
-    stream: TcpStream,
-    heard: Arc<AtomicBool>,
-}
-
-impl AsyncRead for Listening {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
-        if buffer.filled().len() > before {
-            self.heard.store(true, Ordering::Relaxed);
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for Listening {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffers: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, buffers)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
     }
 }
 

@@ -20,12 +20,14 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::Proxy;
 use super::ahead::Bounds;
 use super::headers::{Hop, clean_answer, toward_engine};
+use super::metrics::Ledger;
 use super::relay::{Content, ERROR_BYTES_MAX, Relay, SharedRelay, Source, Waits};
 use super::splice::splice;
 use super::sse::{Events, Wanted};
+use super::suspects::Watched;
 use crate::admission::{Candidate, NotAdmitted};
 use crate::backends::pool::{EngineBody, Segments, SendFailure};
-use crate::error::Failure;
+use crate::error::{Failure, SHOULD_RETRY};
 use crate::prompt::ReplyShape;
 use crate::prompt::{Identity, Parsed};
 use crate::routing::{Ask, Attempt, Decision, End, Hidden, NoBackend, POLICY, Router, SELECT};
@@ -108,9 +110,19 @@ struct Sending<'a> {
     uri: Uri,
     body: Segments,
     first_byte_by: Instant,
+    watched: Watched,
 }
 
-pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Arc<Asked>) -> Result<Forwarded, Failure> {
+pub(super) async fn forward(
+    proxy: &Arc<Proxy>,
+    asked: &Arc<Asked>,
+    ledger: &mut Ledger,
+) -> Result<Forwarded, Failure> {
+    if proxy.suspects.refuses(asked) {
+        proxy.metrics.suspects_refused.inc();
+        return Err(Failure::BreaksBackends);
+    }
+    ledger.spends(proxy.budget.begin(&asked.parsed.model));
     let path = asked.head.uri.path();
     let (body, wanted) = splice(
         proxy.settings.usage_splice,
@@ -129,6 +141,7 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Arc<Asked>) -> Result<Fo
         uri,
         body,
         first_byte_by: Instant::now(),
+        watched: proxy.suspects.watch(asked),
     };
     check_policy(proxy, asked)?;
     check_select(proxy, asked)?;
@@ -142,6 +155,7 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Arc<Asked>) -> Result<Fo
         let (decision, mut taken) = admitted.into_parts();
         taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
+        sending.watched.sent();
         let is_last = excluded.len() + 1 >= proxy.settings.attempts_max;
         match attempt(proxy, &sending, &decision, taken, is_last).await {
             Tried::Answered(response, attempt) => {
@@ -151,7 +165,13 @@ pub(super) async fn forward(proxy: &Arc<Proxy>, asked: &Arc<Asked>) -> Result<Fo
             Tried::Lost(failure) => return Err(failure),
             Tried::NotRun(how) => last = how,
         }
-        if is_last {
+        // A connection that could not be made was no load.
+        let is_refusal = !matches!(last, Last::Failed(Failure::Unreachable));
+        let is_spent = !is_last && is_refusal && !ledger.may_retry();
+        if is_spent {
+            proxy.metrics.retries_refused.inc();
+        }
+        if is_last || is_spent {
             return give_up(last, Failure::Unreachable);
         }
         proxy.metrics.retries.inc();
@@ -263,6 +283,9 @@ async fn attempt(
         }
     };
     let may_have_run = is_sent && matches!(failure, SendFailure::Broke(_) | SendFailure::Ended);
+    if may_have_run {
+        sending.watched.broke();
+    }
     attempt.end(if may_have_run {
         End::Failed
     } else {
@@ -412,6 +435,10 @@ fn relay(
         }
     };
     clean_answer(&mut head.headers);
+    if !head.status.is_success() && end_of_error(proxy, head.status) == End::Failed {
+        let told = head.headers.entry(SHOULD_RETRY);
+        told.or_insert(HeaderValue::from_static("false"));
+    }
     if let Content::Events { .. } = content {
         head.headers.remove(CONTENT_LENGTH);
     }
@@ -424,6 +451,7 @@ fn relay(
         slot: decision.backend.slot,
         name: Arc::clone(&decision.name),
         request_id: asked.request_id.clone(),
+        watched: sending.watched.clone(),
     };
     let waits = Waits {
         first_byte_by: sending.first_byte_by,

@@ -111,6 +111,10 @@ fn via(version: Version) -> HeaderValue {
 
 /// Takes out of an engine's headers what is about its connection, and what only we say.
 pub(super) fn clean_answer(headers: &mut HeaderMap) {
+    if headers.contains_key(TRANSFER_ENCODING) {
+        // RFC 9112, 6.3: beside transfer-encoding it says nothing.
+        headers.remove(CONTENT_LENGTH);
+    }
     while let Some(name) = headers.keys().find(|name| is_ours(name)).cloned() {
         headers.remove(name);
     }

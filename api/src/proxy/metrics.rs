@@ -13,6 +13,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
+use super::budget::Spending;
 use super::clients::{Counted, Turn};
 use crate::backends::pool::PoolCounters;
 use crate::error::Failure;
@@ -86,6 +87,10 @@ pub struct ProxyMetrics {
     pub duration: Seconds,
     /// Attempts after a request's first.
     pub retries: Counter,
+    /// Attempts that the retry budget did not allow.
+    pub retries_refused: Counter,
+    /// Requests refused because they broke two connections.
+    pub suspects_refused: Counter,
     /// Bytes of request bodies taken in.
     pub request_bytes: Counter,
     /// Bytes of answers passed on.
@@ -119,6 +124,8 @@ impl ProxyMetrics {
             in_flight,
             reading,
             retries,
+            retries_refused,
+            suspects_refused,
             ..
         } = self;
         registry.register(
@@ -150,6 +157,16 @@ impl ProxyMetrics {
             "retries",
             "Attempts after a request's first",
             retries.clone(),
+        );
+        registry.register(
+            "retries_refused",
+            "Further attempts that the retry budget did not allow",
+            retries_refused.clone(),
+        );
+        registry.register(
+            "suspects_refused",
+            "Requests refused because they broke the connections of two backends",
+            suspects_refused.clone(),
         );
         registry.register(
             "request_bytes",
@@ -217,6 +234,8 @@ pub(super) struct Ledger {
     _turn: Option<Turn>,
     /// Of its user.
     counted: Option<Counted>,
+    /// Of its model.
+    spending: Option<Spending>,
 }
 
 /// What a request counts as.
@@ -241,6 +260,7 @@ impl Ledger {
             stage: Stage::Reading,
             _turn: turn,
             counted: None,
+            spending: None,
         }
     }
 
@@ -258,6 +278,16 @@ impl Ledger {
     /// Counts it as one of its user's.
     pub(super) fn counts(&mut self, counted: Counted) {
         self.counted = Some(counted);
+    }
+
+    /// Counts it as one of its model's.
+    pub(super) fn spends(&mut self, spending: Spending) {
+        self.spending = Some(spending);
+    }
+
+    /// Whether the retry budget of its model lets it go to another engine.
+    pub(super) fn may_retry(&mut self) -> bool {
+        self.spending.as_mut().is_none_or(Spending::may_retry)
     }
 
     /// It is refused: what is still done with it holds no room that others could have.

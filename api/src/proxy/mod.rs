@@ -21,6 +21,7 @@
 
 mod addresses;
 mod ahead;
+mod budget;
 mod clients;
 mod document;
 mod expose;
@@ -40,6 +41,7 @@ mod server;
 mod settings;
 mod splice;
 mod sse;
+mod suspects;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -71,6 +73,7 @@ use crate::backends::pool::Pool;
 use crate::error::{Failure, openai_response};
 use crate::prompt::{Identity, Parsed};
 use crate::routing::{ReadFailure, Router};
+use budget::RetryBudget;
 use clients::{Clients, Turn, Users};
 use forward::{Asked, Forwarded, forward};
 use headers::request_id;
@@ -80,6 +83,7 @@ use relay::{SharedRelay, lock};
 pub(crate) use request::ANONYMOUS;
 use request::Held;
 use routes::Route;
+use suspects::Suspects;
 
 /// Says that an answer is the last of its connection.
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
@@ -100,6 +104,8 @@ pub struct Proxy {
     tasks: TaskTracker,
     clients: Arc<Clients>,
     users: Arc<Users>,
+    budget: Arc<RetryBudget>,
+    suspects: Arc<Suspects>,
 }
 
 /// The body of an answer.
@@ -132,6 +138,10 @@ impl Proxy {
             limits.requests_per_address_max,
         );
         let users = Users::new(limits.requests_per_user_max);
+        let budget = RetryBudget::new(
+            settings.retry_budget_percent,
+            settings.retry_concurrency_min,
+        );
         Self {
             router: Arc::clone(admission.router()),
             admission,
@@ -145,6 +155,8 @@ impl Proxy {
             tasks: TaskTracker::new(),
             clients: Arc::new(clients),
             users: Arc::new(users),
+            budget: Arc::new(budget),
+            suspects: Arc::new(Suspects::new()),
         }
     }
 
@@ -269,7 +281,7 @@ impl Proxy {
             peer,
             priority,
         };
-        forward(self, &Arc::new(asked)).await
+        forward(self, &Arc::new(asked), ledger).await
     }
 
     /// The body of a request for an engine; `None` for one that has an answer here.

@@ -18,6 +18,7 @@ use super::document::Document;
 use super::inspect::Findings;
 use super::metrics::{Ledger, Outcome};
 use super::sse::Events;
+use super::suspects::Watched;
 use crate::backends::Backends;
 use crate::backends::pool::{EngineBody, SendFailure};
 use crate::error::{Failure, openai_body};
@@ -110,6 +111,7 @@ pub(super) struct Source {
     pub(super) slot: Slot,
     pub(super) name: Arc<str>,
     pub(super) request_id: HeaderValue,
+    pub(super) watched: Watched,
 }
 
 /// An answer that its connection writes, and reads ahead when it cannot.
@@ -347,6 +349,7 @@ impl Relay {
             slot,
             name,
             request_id,
+            watched,
         } = &self.source;
         tracing::warn!(
             backend = &**name,
@@ -356,6 +359,7 @@ impl Relay {
         );
         if matches!(why, BrokenAnswer::Engine(_)) {
             backends.report_failure(*slot);
+            watched.broke();
         }
         self.books.end(End::Broken, Outcome::BrokenOff);
         match &mut self.content {

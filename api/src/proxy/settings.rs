@@ -40,6 +40,10 @@ pub struct ProxySettings {
     pub retry_statuses: Vec<StatusCode>,
     /// Most backends one request is tried on.
     pub attempts_max: usize,
+    /// Requests that go to another backend after a refusal, per hundred under way for the model.
+    pub retry_budget_percent: u32,
+    /// So many may, however few are under way.
+    pub retry_concurrency_min: u32,
     /// Highest priority that a request may ask for; what is higher counts as this.
     pub priority_max: i16,
     /// Which usage reports are asked for on a client's behalf.
@@ -174,6 +178,8 @@ impl ProxySettings {
             forward_priority: false,
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],
             attempts_max: 3,
+            retry_budget_percent: 20,
+            retry_concurrency_min: 3,
             priority_max: 0,
             usage_splice: UsageSplice::default(),
             extra_paths: Vec::new(),

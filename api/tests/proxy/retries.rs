@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
 use super::client::chat;
-use super::engine::{Engine, Step, json};
+use super::engine::{Engine, Step, chunk, json, stream_head};
 use super::fleet::Fleet;
 
 #[tokio::test]
@@ -59,7 +59,7 @@ async fn a_refusal_sends_the_request_on_and_is_passed_on_when_all_refuse() {
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_breaks_before_a_byte_is_replaced_once() {
+async fn a_kept_connection_that_breaks_is_not_sent_over_again() {
     let engine = Engine::start(|number| match number {
         1 => vec![Step::Close],
         _ => vec![json("200 OK", "{}")],
@@ -68,28 +68,83 @@ async fn a_kept_connection_that_breaks_before_a_byte_is_replaced_once() {
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
     assert_eq!(client.ask(chat("")).await.status, 200);
-    assert_eq!(client.ask(chat("")).await.status, 200);
-    assert_eq!((engine.requests().len(), engine.connections()), (3, 2));
-    assert_eq!(fleet.metrics.pool.reset.get(), 1);
+    let answer = client.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (502, "backend_broke")
+    );
+    assert_eq!(answer.header("x-should-retry"), Some("false"));
+    assert_eq!((engine.requests().len(), engine.connections()), (2, 1));
     fleet.is_idle().await;
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_breaks_after_a_while_is_not_replaced() {
-    let engine = Engine::start(|number| match number {
-        1 => vec![Step::Close],
-        _ => vec![json("200 OK", "{}")],
+async fn a_request_that_breaks_two_engines_is_refused_for_a_while() {
+    let deadly = [
+        Engine::always(vec![Step::Close]).await,
+        Engine::always(vec![stream_head(), chunk("data: {}\n\n"), Step::Close]).await,
+    ];
+    let fleet = Fleet::start(&[&deadly[0], &deadly[1]]).await;
+    let mut refused = None;
+    for _ in 0..3 {
+        let answer = fleet.client().await.ask(chat("")).await;
+        fleet.is_idle().await;
+        refused = Some(answer);
+    }
+    let refused = refused.unwrap();
+    assert_eq!(
+        (refused.status, refused.error_code().as_str()),
+        (422, "request_breaks_backends")
+    );
+    assert_eq!(refused.header("x-should-retry"), Some("false"));
+    let ran: usize = deadly.iter().map(|engine| engine.requests().len()).sum();
+    assert_eq!(ran, 2);
+    assert_eq!(fleet.metrics.suspects_refused.get(), 1);
+    let other = fleet.client().await.ask(chat(",\"n\":1")).await;
+    assert_ne!(other.status, 422, "it has broken nothing");
+}
+
+#[tokio::test]
+async fn a_spent_budget_ends_retries_of_what_engines_refuse() {
+    let refusal = || vec![json("503 Service Unavailable", "{}")];
+    let full = [
+        Engine::always(refusal()).await,
+        Engine::always(refusal()).await,
+    ];
+    let fleet = Fleet::start_with(&[&full[0], &full[1]], Duration::ZERO, |settings| {
+        settings.retry_budget_percent = 0;
+        settings.retry_concurrency_min = 0;
     })
     .await;
-    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
-        settings.pool.stale_within = Duration::ZERO;
-    })
-    .await;
-    let mut client = fleet.client().await;
-    assert_eq!(client.ask(chat("")).await.status, 200);
-    assert_eq!(client.ask(chat("")).await.status, 502);
-    assert_eq!(engine.requests().len(), 2);
-    fleet.is_idle().await;
+    assert_eq!(fleet.client().await.ask(chat("")).await.status, 503);
+    let asked: usize = full.iter().map(|engine| engine.requests().len()).sum();
+    assert_eq!((asked, fleet.metrics.retries_refused.get()), (1, 1));
+}
+
+#[tokio::test]
+async fn clients_are_told_not_to_repeat_what_may_have_run() {
+    for (status, told) in [
+        ("500 Oops", Some("false")),
+        ("501 No", None),
+        ("400 Bad", None),
+    ] {
+        let engine = Engine::always(vec![json(status, "{}")]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.header("x-should-retry"), told, "{status}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_with_a_length_and_chunks_goes_by_its_chunks() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n";
+    let framed = format!("{head}content-length: 9\r\ntransfer-encoding: chunked\r\n\r\n");
+    let whole = format!("{framed}2\r\n{{}}\r\n0\r\n\r\n").into_bytes();
+    let engine = Engine::always(vec![Step::Send(whole)]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!((answer.status, answer.body.as_str()), (200, "{}"));
+    assert!(answer.is_complete);
 }
 
 #[tokio::test]

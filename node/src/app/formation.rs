@@ -159,6 +159,8 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         .filter_map(|&status| StatusCode::from_u16(status).ok())
         .collect();
     settings.attempts_max = to_usize(config.retry.attempts);
+    settings.retry_budget_percent = config.retry.budget_percent;
+    settings.retry_concurrency_min = config.retry.concurrency_min;
     settings.priority_max = config.priority_max;
     settings.usage_splice = config.usage_splice;
     settings.forward_priority = config.forward_priority;

@@ -75,6 +75,8 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             probes: probes?,
             retry: Retry {
                 attempts: count(values, "retry.attempts")?,
+                budget_percent: count(values, "retry.budget_percent")?,
+                concurrency_min: count(values, "retry.min_concurrency")?,
                 statuses: match &values.get("retry.statuses")?.value {
                     Value::Statuses(statuses) => statuses.clone(),
                     _ => return None,

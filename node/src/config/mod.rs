@@ -250,6 +250,10 @@ pub struct Probes {
 pub struct Retry {
     /// Most backends tried.
     pub attempts: u32,
+    /// Retries per hundred requests under way.
+    pub budget_percent: u32,
+    /// Retries whatever is under way.
+    pub concurrency_min: u32,
     /// Statuses that send a request on.
     pub statuses: Vec<u16>,
 }

@@ -141,6 +141,18 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
         "Most backends one request is tried on.",
     ),
     key(
+        "retry.budget_percent",
+        Kind::Integer { min: 0, max: 100 },
+        By("20"),
+        "Of 100 requests under way for a model, how many may be on a further backend after a refusal.",
+    ),
+    key(
+        "retry.min_concurrency",
+        COUNT_OR_ZERO,
+        By("3"),
+        "So many may, however few are under way.",
+    ),
+    key(
         "retry.statuses",
         Kind::Statuses,
         By("503"),

@@ -1,0 +1,105 @@
+//! The retry budget: how many requests may be on their second engine at a time, per model.
+//!
+//! When every engine refuses, tries on the next one triple the load on engines that have too much.
+//! As in Envoy, retries under way are bounded by a share of the requests under way, and a least
+//! number. A connection that could not be made is no load and spends nothing.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+/// Models are told apart by so many cells: two that share one share a budget.
+const CELLS: u64 = 256;
+
+/// Budgets of all models.
+pub(super) struct RetryBudget {
+    cells: Box<[Cell]>,
+    hasher: RandomState,
+    percent: u32,
+    least: u32,
+}
+
+#[derive(Default)]
+struct Cell {
+    requests: AtomicU32,
+    retries: AtomicU32,
+}
+
+/// A request for a model, to the end of its answer.
+pub(super) struct Spending {
+    budget: Arc<RetryBudget>,
+    at: usize,
+    is_retry: bool,
+}
+
+impl RetryBudget {
+    /// So many per hundred requests, and so many whatever there are.
+    pub(super) fn new(percent: u32, least: u32) -> Self {
+        Self {
+            cells: (0..CELLS).map(|_| Cell::default()).collect(),
+            hasher: RandomState::new(),
+            percent,
+            least,
+        }
+    }
+
+    pub(super) fn begin(self: &Arc<Self>, model: &str) -> Spending {
+        let at = self.hasher.hash_one(model) % CELLS;
+        let at = usize::try_from(at).expect("less than the number of cells");
+        self.cells[at].requests.fetch_add(1, Relaxed);
+        Spending {
+            budget: Arc::clone(self),
+            at,
+            is_retry: false,
+        }
+    }
+}
+
+impl Spending {
+    /// Whether it may go to a further engine. From then on it counts as a retry.
+    pub(super) fn may_retry(&mut self) -> bool {
+        let Cell { requests, retries } = &self.budget.cells[self.at];
+        let share = u64::from(requests.load(Relaxed)) * u64::from(self.budget.percent) / 100;
+        let allowed = share.max(u64::from(self.budget.least));
+        if self.is_retry {
+            return u64::from(retries.load(Relaxed)) <= allowed;
+        }
+        if u64::from(retries.fetch_add(1, Relaxed)) >= allowed {
+            retries.fetch_sub(1, Relaxed);
+            return false;
+        }
+        self.is_retry = true;
+        true
+    }
+}
+
+impl Drop for Spending {
+    fn drop(&mut self) {
+        let cell = &self.budget.cells[self.at];
+        cell.requests.fetch_sub(1, Relaxed);
+        if self.is_retry {
+            cell.retries.fetch_sub(1, Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_of_the_requests_may_be_retries_and_a_few_always() {
+        let budget = Arc::new(RetryBudget::new(20, 3));
+        let mut few: Vec<_> = (0..5).map(|_| budget.begin("m")).collect();
+        let granted = few.iter_mut().filter_map(|it| it.may_retry().then_some(()));
+        assert_eq!(granted.count(), 3);
+        drop(few);
+        let mut many: Vec<_> = (0..100).map(|_| budget.begin("m")).collect();
+        assert_eq!(many.iter_mut().filter(|it| it.is_retry).count(), 0);
+        let granted: Vec<_> = many.iter_mut().map(Spending::may_retry).collect();
+        assert_eq!(granted.iter().filter(|may| **may).count(), 20);
+        assert!(many[0].may_retry(), "its third engine");
+        drop(many);
+        assert!(budget.begin("m").may_retry());
+    }
+}

@@ -1,0 +1,172 @@
+//! Requests that engines break of: one whose connection broke twice is refused for a while.
+//!
+//! A request that kills its engine is tried again by its client, on the next engine. What broke a
+//! connection is remembered here, by a keyed hash of the request whoever sent it. It is refused when
+//! it breaks another one that it was sent over *after* that was known: of the requests that one dying
+//! engine takes with it, each counts once. Local to a replica: a request can break two engines per
+//! replica that it is sent to.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::forward::Asked;
+
+/// How long a broken connection is remembered, and how long a request is then refused.
+const REMEMBERED: Duration = Duration::from_secs(60);
+/// Most requests remembered; beyond, the one that broke longest ago is forgotten.
+const SUSPECTS_MAX: usize = 1024;
+/// What of a body's beginning and end is hashed; the prompt's blocks stand for the middle.
+const EDGE_BYTES: usize = 512;
+
+/// What broke connections lately.
+pub(super) struct Suspects {
+    seed: u64,
+    /// So that nothing is hashed or locked while nothing breaks.
+    count: AtomicUsize,
+    /// By when they broke, the latest last.
+    known: Mutex<VecDeque<Suspect>>,
+}
+
+struct Suspect {
+    print: u64,
+    broke_at: Instant,
+    is_refused: bool,
+}
+
+/// A request under way, as it is told apart.
+#[derive(Clone)]
+pub(super) struct Watched {
+    suspects: Arc<Suspects>,
+    print: u64,
+    sent_at: Instant,
+}
+
+impl Suspects {
+    pub(super) fn new() -> Self {
+        Self {
+            seed: rand::random(),
+            count: AtomicUsize::new(0),
+            known: Mutex::default(),
+        }
+    }
+
+    /// Whether the request is refused.
+    pub(super) fn refuses(&self, asked: &Asked) -> bool {
+        self.count.load(Relaxed) > 0 && self.is_refused(self.print(asked), Instant::now())
+    }
+
+    /// The request, which is sent now or later.
+    pub(super) fn watch(self: &Arc<Self>, asked: &Asked) -> Watched {
+        Watched {
+            suspects: Arc::clone(self),
+            print: self.print(asked),
+            sent_at: Instant::now(),
+        }
+    }
+
+    fn print(&self, asked: &Asked) -> u64 {
+        let body = &asked.body;
+        let edge = EDGE_BYTES.min(body.len());
+        let length = body.len() as u64;
+        let block = asked.identity.chain.last().map_or(0, |block| block.0);
+        [&body[..edge], &body[body.len() - edge..]]
+            .into_iter()
+            .fold(self.seed ^ length ^ block, |seed, part| {
+                xxh3_64_with_seed(part, seed)
+            })
+    }
+
+    fn is_refused(&self, print: u64, now: Instant) -> bool {
+        let known = self.remembered(now);
+        known.iter().any(|it| it.print == print && it.is_refused)
+    }
+
+    fn broke(&self, print: u64, sent_at: Instant, now: Instant) {
+        let mut known = self.remembered(now);
+        let place = known.iter().position(|it| it.print == print);
+        let before = place.and_then(|at| known.remove(at));
+        let is_refused = before
+            .as_ref()
+            .is_some_and(|it| it.is_refused || it.broke_at <= sent_at);
+        if known.len() >= SUSPECTS_MAX {
+            known.pop_front();
+        }
+        known.push_back(Suspect {
+            print,
+            broke_at: now,
+            is_refused,
+        });
+        self.count.store(known.len(), Relaxed);
+    }
+
+    /// Those that are not forgotten.
+    fn remembered(&self, now: Instant) -> MutexGuard<'_, VecDeque<Suspect>> {
+        // Every change leaves it well formed.
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_old = |it: &Suspect| now.saturating_duration_since(it.broke_at) >= REMEMBERED;
+        while known.front().is_some_and(is_old) {
+            known.pop_front();
+        }
+        self.count.store(known.len(), Relaxed);
+        known
+    }
+}
+
+impl Watched {
+    /// It is sent now.
+    pub(super) fn sent(&mut self) {
+        self.sent_at = Instant::now();
+    }
+
+    /// Its connection broke after it was sent.
+    pub(super) fn broke(&self) {
+        self.suspects
+            .broke(self.print, self.sent_at, Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn whoever_breaks_a_second_one_knowingly_is_refused_for_a_minute() {
+        let (suspects, start) = (Suspects::new(), Instant::now());
+        suspects.broke(7, start, start + SECOND);
+        assert!(!suspects.is_refused(7, start + SECOND));
+        suspects.broke(7, start, start + SECOND);
+        assert!(
+            !suspects.is_refused(7, start + SECOND),
+            "one engine takes many with it"
+        );
+        suspects.broke(7, start + 2 * SECOND, start + 3 * SECOND);
+        assert!(suspects.is_refused(7, start + 62 * SECOND));
+        assert!(!suspects.is_refused(8, start + 62 * SECOND));
+        assert!(!suspects.is_refused(7, start + 63 * SECOND));
+        assert_eq!(suspects.count.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn what_broke_long_ago_is_forgotten() {
+        let (suspects, start) = (Suspects::new(), Instant::now());
+        suspects.broke(7, start, start);
+        suspects.broke(7, start + 61 * SECOND, start + 61 * SECOND);
+        assert!(!suspects.is_refused(7, start + 61 * SECOND));
+    }
+
+    #[test]
+    fn no_more_are_remembered_than_may_be() {
+        let (suspects, start) = (Suspects::new(), Instant::now());
+        for print in 0..2_000 {
+            suspects.broke(print, start, start);
+        }
+        assert_eq!(suspects.remembered(start).len(), SUSPECTS_MAX);
+    }
+}
