@@ -150,10 +150,29 @@ pub enum Failure {
     BreaksBackends,
     /// As many requests wait for this model as may.
     #[error("every backend is at its limit and the queue of this model is full")]
-    QueueFull,
+    QueueFull {
+        /// When to ask again.
+        retry_after_ms: u64,
+    },
+    /// The request would not go to a backend in time.
+    #[error(
+        "every backend is at its limit: this request would wait {}.{} s, and {}.{} s are of use",
+        wait_ms / 1000, wait_ms / 100 % 10, wait_ms_max / 1000, wait_ms_max / 100 % 10
+    )]
+    TooLate {
+        /// Predicted wait.
+        wait_ms: u64,
+        /// The wait that is of use.
+        wait_ms_max: u64,
+        /// When to ask again.
+        retry_after_ms: u64,
+    },
     /// The request waited for a backend as long as it may.
     #[error("every backend is at its limit, and none had room in time")]
-    WaitedTooLong,
+    WaitedTooLong {
+        /// When to ask again.
+        retry_after_ms: u64,
+    },
     /// The replica stops before a backend has room.
     #[error("this replica is leaving: ask another one")]
     Leaving,
@@ -212,8 +231,9 @@ pub fn rescue(failure: &Failure) -> Answer {
         }
         Failure::BreaksBackends => (422, "invalid_request_error", "request_breaks_backends"),
         Failure::OverLimit { .. } => (429, "rate_limit_error", "rate_limit_exceeded"),
-        Failure::QueueFull => (503, "server_error", "queue_full"),
-        Failure::WaitedTooLong => (503, "server_error", "queue_timeout"),
+        Failure::QueueFull { .. } => (503, "server_error", "queue_full"),
+        Failure::TooLate { .. } => (503, "server_error", "queue_too_long"),
+        Failure::WaitedTooLong { .. } => (503, "server_error", "queue_timeout"),
         Failure::Leaving => (503, "server_error", "replica_leaving"),
         Failure::NoneHealthy => (503, "server_error", "no_healthy_backend"),
         Failure::NoneSelected => (503, "server_error", "no_backend_selected"),
@@ -229,12 +249,13 @@ pub fn rescue(failure: &Failure) -> Answer {
         | Failure::Unreachable
         | Failure::Refused
         | Failure::Overloaded
-        | Failure::QueueFull
-        | Failure::WaitedTooLong
         | Failure::AddressAtLimit
         | Failure::UserAtLimit
         | Failure::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
-        Failure::OverLimit { retry_after_ms, .. } => {
+        Failure::OverLimit { retry_after_ms, .. }
+        | Failure::QueueFull { retry_after_ms }
+        | Failure::TooLate { retry_after_ms, .. }
+        | Failure::WaitedTooLong { retry_after_ms } => {
             let seconds = u32::try_from(retry_after_ms.div_ceil(1000));
             Some(seconds.unwrap_or(u32::MAX).max(1))
         }

@@ -69,6 +69,8 @@ fn waiting(ticket: u64, users: u64) -> Waiting {
         predicted_output: 200,
         bin: 0,
         matched_blocks: (mix(ticket) % 64) as u32,
+        due_ms: None,
+        is_selective: false,
     }
 }
 

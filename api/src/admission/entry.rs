@@ -1,6 +1,7 @@
 //! A request while it waits: what is kept of it, and what becomes of it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use state::ids::{ModelKey, Slot, Ticket, UserKey};
 use state::quotas::OverLimit;
@@ -23,6 +24,13 @@ pub trait Candidate: Send + Sync + 'static {
 
     /// Whether it goes to some of its model's backends only, so that others may go while it cannot.
     fn is_selective(&self) -> bool;
+
+    /// Longest wait after which its client still gets an answer that takes `service`; `None`: the
+    /// client does not tell.
+    fn wait_max(&self, service: Duration) -> Option<Duration> {
+        let _unused = service;
+        None
+    }
 }
 
 /// A request that has its backend and counts as running there.
@@ -66,9 +74,22 @@ pub enum NotAdmitted {
     /// The user has used what the limits allow.
     OverLimit(OverLimit),
     /// Too many wait for the model.
-    QueueFull,
+    QueueFull {
+        /// When those who wait will have gone.
+        retry_after_ms: u64,
+    },
+    /// It would not have gone in time.
+    TooLate {
+        /// Its predicted wait.
+        wait_ms: u64,
+        /// The wait that is of use.
+        wait_ms_max: u64,
+    },
     /// It has waited for as long as it may.
-    WaitedTooLong,
+    WaitedTooLong {
+        /// When those who wait will have gone.
+        retry_after_ms: u64,
+    },
     /// The replica leaves.
     Leaving,
 }

@@ -166,7 +166,7 @@ impl Admission {
                 Err(why) => Asked::Never(why),
                 Ok(decision) => Asked::Goes(decision),
             };
-            line.queue.remove(wait.ticket);
+            line.queue.take(wait.ticket, look.now_ms);
             if let Some(mut entry) = line.entries.remove(&wait.ticket) {
                 if matches!(asked, Asked::Goes(_)) && !entry.answer.is_closed() {
                     entry.granted = Some(u64::from(wait.tokens));

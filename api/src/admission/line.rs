@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use state::admission::{Queue, Rules};
+use state::admission::{Overload, Queue, Rules};
 use state::ids::Ticket;
 
 use super::entry::Entry;
@@ -17,6 +17,8 @@ pub(super) struct Line {
     pub(super) again: VecDeque<Ticket>,
     /// All of both, by arrival: who is answered first at the end follows from it.
     pub(super) entries: BTreeMap<Ticket, Entry>,
+    /// When the time of an answer was measured last, on the queues' clock.
+    pub(super) measured_ms: Option<u64>,
 }
 
 /// A line as the admin API shows it.
@@ -33,23 +35,28 @@ pub struct LineView {
 }
 
 impl Line {
-    pub(super) fn new(model: Arc<str>, rules: Rules) -> Self {
+    pub(super) fn new(model: Arc<str>, rules: Rules, learnt: Overload) -> Self {
         Self {
             model,
-            queue: Queue::new(rules),
+            queue: Queue::new(rules).with_overload(learnt),
             again: VecDeque::new(),
             entries: BTreeMap::new(),
+            measured_ms: None,
         }
+    }
+
+    pub(super) fn model(&self) -> &str {
+        &self.model
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Takes a request out.
-    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Entry> {
+    /// Takes a request out whose client has left.
+    pub(super) fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<Entry> {
         let entry = self.entries.remove(&ticket)?;
-        if self.queue.remove(ticket).is_none() {
+        if self.queue.left(ticket, now_ms).is_none() {
             self.again.retain(|waiting| *waiting != ticket);
         }
         Some(entry)

@@ -1,5 +1,7 @@
 //! What admission counts.
 
+use std::sync::atomic::AtomicU64;
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -19,8 +21,14 @@ pub(super) enum Left {
     OverLimit,
     /// Too many wait: 503.
     QueueFull,
+    /// It would not have gone in time: 503.
+    TooLate,
     /// It waited too long: 503.
     WaitedTooLong,
+    /// It waited as long as its client does: 503.
+    Deadline,
+    /// It waited for the target while the queue was in overload: 503.
+    Overload,
     /// The replica leaves: 503.
     Leaving,
     /// No backend could take it any more, as its answer says.
@@ -34,7 +42,10 @@ impl Left {
         match self {
             Self::OverLimit => "over-limit",
             Self::QueueFull => "queue-full",
+            Self::TooLate => "too-late",
             Self::WaitedTooLong => "waited-too-long",
+            Self::Deadline => "deadline",
+            Self::Overload => "overload",
             Self::Leaving => "leaving",
             Self::NoBackend => "no-backend",
             Self::ClientGone => "client-left",
@@ -54,6 +65,9 @@ pub struct AdmissionMetrics {
     pub(super) waiting_users: Gauge,
     waits: Histogram,
     left: Family<Reason, Counter>,
+    pub(super) overloaded: Gauge,
+    pub(super) predicted_wait: Gauge<f64, AtomicU64>,
+    pub(super) wait_max: Gauge<f64, AtomicU64>,
     pub(super) gate_closed: Counter,
     pub(super) grants: Counter,
     pub(super) slack_tokens: Gauge,
@@ -68,6 +82,9 @@ impl Default for AdmissionMetrics {
             waiting_users: Gauge::default(),
             waits: Histogram::new(BUCKETS_S),
             left: Family::default(),
+            overloaded: Gauge::default(),
+            predicted_wait: Gauge::default(),
+            wait_max: Gauge::default(),
             gate_closed: Counter::default(),
             grants: Counter::default(),
             slack_tokens: Gauge::default(),
@@ -94,6 +111,22 @@ impl AdmissionMetrics {
             "quorate_admission_wait_seconds",
             "Time that requests waited which then went to a backend",
             self.waits.clone(),
+        );
+        registry.register(
+            "quorate_admission_overloaded",
+            "Models for which more requests come than can be served",
+            self.overloaded.clone(),
+        );
+        registry.register(
+            "quorate_admission_predicted_wait_seconds",
+            "Time until all that waits here has gone, of the model with most; 0: nothing waits",
+            self.predicted_wait.clone(),
+        );
+        registry.register(
+            "quorate_admission_wait_max_seconds",
+            "Longest wait that is of use as learnt from clients and load, of the model with least; \
+             0: nothing waits",
+            self.wait_max.clone(),
         );
         registry.register(
             "quorate_admission_refused",

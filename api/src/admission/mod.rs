@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use state::admission::{Gate, Grants, Refused, Waiting};
+use state::admission::{CODEL_TARGET_MS, Gate, Grants, Overload, Refused, Waiting};
 use state::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
 use state::prefix::model_key;
 use tokio::sync::{Notify, oneshot};
@@ -54,6 +54,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The same while grants are waited for, which have no signal of their own.
 const LOOK_FOR_GRANTS_EVERY: Duration = Duration::from_millis(2);
 
+/// Models of which it is remembered how their queues were served.
+const LEARNT_MAX: usize = 64;
+
 /// The queues of one replica.
 pub struct Admission {
     router: Arc<Router>,
@@ -68,6 +71,8 @@ pub struct Admission {
     turned: Notify,
     /// What the queues' milliseconds count from.
     epoch: Instant,
+    /// Longest wait in overload.
+    target_ms: u64,
     metrics: AdmissionMetrics,
 }
 
@@ -80,11 +85,28 @@ struct Lines {
     /// The model that was served first last time: the next one begins.
     served_first: ModelKey,
     pace: serve::Pace,
+    /// What was learnt of the load of models that something waited for.
+    learnt: BTreeMap<ModelKey, Overload>,
 }
 
 impl Lines {
     fn is_contended(&self, now_ms: u64) -> bool {
         !self.by_model.is_empty() || self.gates.values().any(|gate| gate.users(now_ms) > 0)
+    }
+
+    /// Takes out the lines nobody waits in any more, and keeps what they have learnt. Answers whether
+    /// there were any.
+    fn forget_empty(&mut self) -> bool {
+        let empty = self.by_model.extract_if(.., |_, line| line.is_empty());
+        let mut is_any = false;
+        for (model, line) in empty {
+            is_any = true;
+            if self.learnt.len() >= LEARNT_MAX {
+                self.learnt.pop_first();
+            }
+            self.learnt.insert(model, line.queue.into_overload());
+        }
+        is_any
     }
 }
 
@@ -102,8 +124,16 @@ impl Admission {
             last_ticket: AtomicU64::new(0),
             turned: Notify::new(),
             epoch: Instant::now(),
+            target_ms: CODEL_TARGET_MS,
             metrics: AdmissionMetrics::default(),
         }
+    }
+
+    /// With another longest wait in overload.
+    #[must_use]
+    pub fn codel_target(mut self, target: Duration) -> Self {
+        self.target_ms = u64::try_from(target.as_millis()).unwrap_or(u64::MAX);
+        self
     }
 
     /// What requests are routed by once they are admitted.
@@ -250,10 +280,17 @@ impl Admission {
             predicted_output: predicted.tokens,
             bin: outputs.bin_of(model, predicted.tokens),
             matched_blocks,
+            due_ms: None,
+            is_selective: candidate.is_selective(),
         }
     }
 
-    fn join(&self, model: ModelKey, waiting: Waiting, mut entry: Entry) -> Result<(), NotAdmitted> {
+    fn join(
+        &self,
+        model: ModelKey,
+        mut waiting: Waiting,
+        mut entry: Entry,
+    ) -> Result<(), NotAdmitted> {
         let (rules, pricing) = self.rules();
         let now_ms = self.now_ms();
         let mut lines = self.lock();
@@ -262,12 +299,21 @@ impl Admission {
             return Err(NotAdmitted::Leaving);
         }
         let Lines {
-            by_model, gates, ..
+            by_model,
+            gates,
+            learnt,
+            ..
         } = &mut *lines;
         let gate = gates.entry(model).or_default();
-        let line = by_model
-            .entry(model)
-            .or_insert_with(|| Line::new(entry.model(&self.router), rules));
+        let line = by_model.entry(model).or_insert_with(|| {
+            let learnt = learnt.remove(&model).unwrap_or_default();
+            Line::new(entry.model(&self.router), rules, learnt)
+        });
+        let service = Duration::from_millis(line.queue.service_ms());
+        waiting.due_ms = entry.candidate.wait_max(service).map(|wait_max| {
+            let wait_ms_max = u64::try_from(wait_max.as_millis()).unwrap_or(u64::MAX);
+            now_ms.saturating_add(wait_ms_max)
+        });
         let counters = self.counters(pricing);
         match line.queue.push(waiting, now_ms, &counters, gate) {
             Ok(()) => {
@@ -284,7 +330,18 @@ impl Admission {
             }
             Err(Refused::Full) => {
                 self.metrics.left(Left::QueueFull);
-                Err(NotAdmitted::QueueFull)
+                let retry_after_ms = line.queue.forecast(now_ms).drain_ms;
+                Err(NotAdmitted::QueueFull { retry_after_ms })
+            }
+            Err(Refused::TooLate {
+                wait_ms,
+                wait_ms_max,
+            }) => {
+                self.metrics.left(Left::TooLate);
+                Err(NotAdmitted::TooLate {
+                    wait_ms,
+                    wait_ms_max,
+                })
             }
         }
     }
@@ -297,10 +354,13 @@ impl Admission {
             self.metrics.left(Left::Leaving);
             return Err(NotAdmitted::Leaving);
         }
-        let line = lines
-            .by_model
-            .entry(model)
-            .or_insert_with(|| Line::new(entry.model(&self.router), rules));
+        let Lines {
+            by_model, learnt, ..
+        } = &mut *lines;
+        let line = by_model.entry(model).or_insert_with(|| {
+            let learnt = learnt.remove(&model).unwrap_or_default();
+            Line::new(entry.model(&self.router), rules, learnt)
+        });
         line.again.push_back(ticket);
         line.entries.insert(ticket, entry);
         self.metrics.waiting.inc();
@@ -313,12 +373,11 @@ impl Admission {
         let Some(line) = lines.by_model.get_mut(&model) else {
             return;
         };
-        if let Some(entry) = line.remove(ticket) {
+        if let Some(entry) = line.left(ticket, self.now_ms()) {
             self.tell_over(&entry);
             self.metrics.waiting.dec();
             self.metrics.left(Left::ClientGone);
-            if line.is_empty() {
-                lines.by_model.remove(&model);
+            if lines.forget_empty() {
                 self.turned.notify_one();
             }
         }

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use state::admission::{
-    AdmissionSettings, Batching, Counters, Gate, Grants, Next, Order, Pending, Pricing, Rules,
-    UserFigures, Verdict, Waiting, bound, slack_tokens,
+    AdmissionSettings, Batching, CODEL_INTERVAL_MS, Counters, Expired, Forecast, Gate, Grants,
+    Next, Order, Pending, Pricing, Rules, UserFigures, Verdict, Waiting, Why, bound, slack_tokens,
 };
 use state::ids::{ModelKey, Slot, Ticket, UserKey};
 use tokio::time::Instant;
@@ -78,7 +78,7 @@ pub(super) struct Look {
     settings: AdmissionSettings,
     rules: Rules,
     pub(super) pricing: Pricing,
-    now_ms: u64,
+    pub(super) now_ms: u64,
     /// `G`.
     slack: u64,
 }
@@ -101,7 +101,14 @@ impl Admission {
         let registry = self.router.view().registry();
         let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
-        (Rules::of(&settings, pricing), pricing)
+        (self.rules_of(&settings, pricing), pricing)
+    }
+
+    fn rules_of(&self, settings: &AdmissionSettings, pricing: Pricing) -> Rules {
+        Rules {
+            target_ms: self.target_ms,
+            ..Rules::of(settings, pricing)
+        }
     }
 
     /// Whether backends are given batches only.
@@ -138,7 +145,7 @@ impl Admission {
         let mut lines = self.lock();
         let slack = self.slack(&mut lines, &settings, now_ms);
         let look = Look {
-            rules: Rules::of(&settings, pricing),
+            rules: self.rules_of(&settings, pricing),
             settings,
             pricing,
             now_ms,
@@ -198,6 +205,7 @@ impl Admission {
             return;
         };
         line.queue.set_rules(look.rules);
+        self.measure(line, look.now_ms);
         self.expire(line, look);
         self.serve_again(line, look);
         if look.settings.grants == Grants::Log {
@@ -231,10 +239,30 @@ impl Admission {
         }
     }
 
+    /// How long backends take for an answer, by Little's law: what runs over what goes.
+    fn measure(&self, line: &mut Line, now_ms: u64) {
+        let is_due = |at: u64| now_ms.saturating_sub(at) >= CODEL_INTERVAL_MS;
+        if !line.measured_ms.is_none_or(is_due) {
+            return;
+        }
+        line.measured_ms = Some(now_ms);
+        if let Some(rate_milli @ 1..) = line.queue.forecast(now_ms).rate_milli {
+            let running = self.router.running_here(line.model());
+            line.queue.set_service_ms(running * 1_000_000 / rate_milli);
+        }
+    }
+
     fn expire(&self, line: &mut Line, look: &Look) {
-        for waiting in line.queue.expire(look.now_ms) {
+        let retry_after_ms = line.queue.forecast(look.now_ms).drain_ms;
+        let too_long = NotAdmitted::WaitedTooLong { retry_after_ms };
+        for Expired { waiting, why } in line.queue.expire(look.now_ms) {
+            let left = match why {
+                Why::TooLong => Left::WaitedTooLong,
+                Why::Deadline => Left::Deadline,
+                Why::Overload => Left::Overload,
+            };
             if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                self.refuse(entry, NotAdmitted::WaitedTooLong, Left::WaitedTooLong);
+                self.refuse(entry, too_long, left);
             }
         }
         let wait_max = Duration::from_millis(look.rules.wait_ms_max);
@@ -249,7 +277,7 @@ impl Admission {
         {
             let entry = line.again.pop_front();
             if let Some(entry) = entry.and_then(|ticket| line.entries.remove(&ticket)) {
-                self.refuse(entry, NotAdmitted::WaitedTooLong, Left::WaitedTooLong);
+                self.refuse(entry, too_long, Left::WaitedTooLong);
             }
         }
     }
@@ -337,13 +365,14 @@ impl Admission {
         let tokens_per_block = entry.ask(&self.router).identity.tail.tokens_per_block;
         self.settle(entry, asked);
         if let Some(backend) = backend {
-            self.fill(line, waiting, backend.slot, tokens_per_block);
+            self.fill(line, waiting, (backend.slot, tokens_per_block), look);
         }
     }
 
     /// Sends more of a bin to the backend that its first request went to: as many as it has room
     /// for, by arrival.
-    fn fill(&self, line: &mut Line, first: &Waiting, slot: Slot, tokens_per_block: u32) {
+    fn fill(&self, line: &mut Line, first: &Waiting, to: (Slot, u32), look: &Look) {
+        let (slot, tokens_per_block) = to;
         let tokens = |waiting: &Waiting| {
             u64::from(waiting.input_tokens) + u64::from(waiting.predicted_output)
         };
@@ -362,7 +391,7 @@ impl Admission {
             };
             let ask = entry.candidate.ask(&self.router, &others);
             if let Ok(decision) = self.router.decide(&ask) {
-                line.queue.remove(waiting.ticket);
+                line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
                     self.settle(entry, Asked::Goes(decision));
                 }
@@ -372,6 +401,12 @@ impl Admission {
 
     pub(super) fn settle(&self, entry: Entry, asked: Asked) {
         match asked {
+            // Its client has left this moment, and no engine is to hear of it.
+            Asked::Goes(_) if entry.answer.is_closed() => {
+                self.tell_over(&entry);
+                self.metrics.waiting.dec();
+                self.metrics.left(Left::ClientGone);
+            }
             Asked::Goes(decision) => {
                 self.tell_over(&entry);
                 let admitted = self.dispatch(decision, &*entry.candidate, entry.granted);
@@ -389,11 +424,10 @@ impl Admission {
 
     /// Drops what is empty, and says whether anything waits.
     fn tidy(&self, lines: &mut Lines, look: &Look) {
-        let before = lines.by_model.len();
-        lines.by_model.retain(|_, line| !line.is_empty());
-        if lines.by_model.len() < before {
+        if lines.forget_empty() {
             self.turned.notify_one();
         }
+        self.show_load(lines, look.now_ms);
         let Lines {
             by_model, gates, ..
         } = lines;
@@ -408,6 +442,21 @@ impl Admission {
         }
         self.is_contended
             .store(is_contended, std::sync::atomic::Ordering::Release);
+    }
+}
+
+impl Admission {
+    fn show_load(&self, lines: &Lines, now_ms: u64) {
+        let seconds = |ms: u64| Duration::from_millis(ms).as_secs_f64();
+        let queues = lines.by_model.values().map(|line| &line.queue);
+        let forecasts: Vec<Forecast> = queues.map(|queue| queue.forecast(now_ms)).collect();
+        let overloaded = forecasts.iter().filter(|it| it.is_overloaded).count();
+        let wait = forecasts.iter().map(|it| it.drain_ms).max();
+        let wait_max = forecasts.iter().map(|it| it.wait_ms_max).min();
+        let metrics = &self.metrics;
+        show(&metrics.overloaded, overloaded as u64);
+        metrics.predicted_wait.set(seconds(wait.unwrap_or(0)));
+        metrics.wait_max.set(seconds(wait_max.unwrap_or(0)));
     }
 }
 

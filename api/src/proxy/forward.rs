@@ -16,9 +16,11 @@ use http_body_util::{BodyExt, Limited};
 use state::ids::{BackendRef, Slot};
 use state::quotas::Limit;
 use tokio::time::{Instant, timeout, timeout_at};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::Proxy;
 use super::ahead::Bounds;
+use super::deadline;
 use super::headers::{Hop, clean_answer, toward_engine};
 use super::metrics::Ledger;
 use super::relay::{Content, ERROR_BYTES_MAX, Relay, SharedRelay, Source, Waits};
@@ -35,6 +37,10 @@ use crate::routing::{Ask, Attempt, Decision, End, Hidden, NoBackend, POLICY, Rou
 /// How long the rest of such an answer is waited for.
 const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Least and most time after which a refused client is asked to come back, before jitter.
+const RETRY_AFTER_MS_LEAST: u64 = 1000;
+const RETRY_AFTER_MS_MAX: u64 = 60_000;
+
 /// A request that is read and understood.
 pub(super) struct Asked {
     pub(super) head: http::request::Parts,
@@ -47,6 +53,8 @@ pub(super) struct Asked {
     pub(super) peer: HeaderValue,
     /// Among requests that wait.
     pub(super) priority: i16,
+    /// How long its client waits, as it tells.
+    pub(super) deadline: Option<Duration>,
 }
 
 impl Candidate for Asked {
@@ -73,6 +81,11 @@ impl Candidate for Asked {
 
     fn is_selective(&self) -> bool {
         self.head.headers.contains_key(SELECT)
+    }
+
+    fn wait_max(&self, service: Duration) -> Option<Duration> {
+        let deadline = self.deadline?;
+        Some(deadline::wait_max(deadline, service, self.parsed.stream))
     }
 }
 
@@ -226,10 +239,29 @@ fn refusal(why: NotAdmitted, asked: &Asked) -> Failure {
             },
             retry_after_ms: over.retry_after_ms,
         },
-        NotAdmitted::QueueFull => Failure::QueueFull,
-        NotAdmitted::WaitedTooLong => Failure::WaitedTooLong,
+        NotAdmitted::QueueFull { retry_after_ms } => Failure::QueueFull {
+            retry_after_ms: jittered(retry_after_ms, asked),
+        },
+        NotAdmitted::TooLate {
+            wait_ms,
+            wait_ms_max,
+        } => Failure::TooLate {
+            wait_ms,
+            wait_ms_max,
+            retry_after_ms: jittered(wait_ms, asked),
+        },
+        NotAdmitted::WaitedTooLong { retry_after_ms } => Failure::WaitedTooLong {
+            retry_after_ms: jittered(retry_after_ms, asked),
+        },
         NotAdmitted::Leaving => Failure::Leaving,
     }
+}
+
+/// When a refused client should ask again: up to half as much later than after `wait_ms`, by its
+/// request, so that those who were refused together do not come back together.
+fn jittered(wait_ms: u64, asked: &Asked) -> u64 {
+    let wait_ms = wait_ms.clamp(RETRY_AFTER_MS_LEAST, RETRY_AFTER_MS_MAX);
+    wait_ms + xxh3_64(asked.request_id.as_bytes()) % (wait_ms / 2)
 }
 
 /// A model's name as an error repeats it.

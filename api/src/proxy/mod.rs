@@ -23,6 +23,7 @@ mod addresses;
 mod ahead;
 mod budget;
 mod clients;
+mod deadline;
 mod document;
 mod expose;
 mod forward;
@@ -271,6 +272,7 @@ impl Proxy {
         let counted = self.users.count(&user);
         ledger.counts(counted.ok_or(Failure::UserAtLimit)?);
         let priority = request::priority(&head.headers, self.settings.priority_max)?;
+        let deadline = deadline::told(&head.headers);
         let asked = Asked {
             head,
             body: body_bytes,
@@ -280,6 +282,7 @@ impl Proxy {
             request_id,
             peer,
             priority,
+            deadline,
         };
         forward(self, &Arc::new(asked), ledger).await
     }

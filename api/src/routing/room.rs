@@ -10,6 +10,7 @@ use state::prefix::user_key;
 use tokio::time::Instant;
 
 use super::decide::{SCRATCH, matchable};
+use super::filters::serves;
 use super::{Ask, Router, bounded_name};
 
 /// What was charged here, in priced tokens.
@@ -142,6 +143,15 @@ impl Router {
             });
             places.sum()
         })
+    }
+
+    /// Requests of this replica that run on backends of the model.
+    #[must_use]
+    pub(crate) fn running_here(&self, model: &str) -> u64 {
+        let registry = self.view.registry();
+        let backends = registry.backends.iter().filter(|it| serves(it, model));
+        let running = backends.map(|it| u64::from(self.load.here(it.handle).running));
+        running.sum()
     }
 
     /// Leading blocks of the prompt that the backend with most of them is believed to hold.

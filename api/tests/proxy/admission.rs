@@ -8,6 +8,7 @@ use api::routing::LoadTable;
 use state::admission::{AdmissionSettings, Batching, Concurrency, Grants, Order};
 use state::command::Command;
 use state::ids::ReplicaId;
+use tokio::io::AsyncWriteExt;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
@@ -157,6 +158,84 @@ async fn a_client_that_leaves_while_it_waits_leaves_the_queue() {
     let charge = fleet.charged().await;
     assert_eq!((charge.started, charge.ended), (2, 2));
     assert_eq!((charge.queued, charge.dequeued), (2, 2));
+}
+
+#[tokio::test]
+async fn nobody_who_left_while_waiting_reaches_an_engine() {
+    for grants in [Grants::Gate, Grants::Log] {
+        let gate = Arc::new(Semaphore::new(0));
+        let engine = gated(&gate).await;
+        let settings = AdmissionSettings {
+            grants,
+            ..one_at_a_time()
+        };
+        let fleet = fleet(&[&engine], settings).await;
+        if grants == Grants::Log {
+            fleet.keep_flushing();
+        }
+        let first = run(&fleet, &chat_of("a", "")).await;
+        let dropped = wait(&fleet, &chat_of("b", "")).await;
+        let mut half = wait(&fleet, &chat_of("b", "")).await;
+        let reset = wait(&fleet, &chat_of("b", "")).await;
+        let last = wait(&fleet, &chat_of("c", "")).await;
+        drop(dropped);
+        eventually("one has left", || waiting(&fleet) == 3).await;
+        half.stream.shutdown().await.unwrap();
+        eventually("two have left", || waiting(&fleet) == 2).await;
+        reset.stream.set_zero_linger().unwrap();
+        drop(reset);
+        eventually("three have left", || waiting(&fleet) == 1).await;
+        gate.add_permits(2);
+        all_answered(vec![first, last], 200).await;
+        fleet.is_idle().await;
+        assert_eq!(users(&engine), "ac", "{grants:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_deadline_that_a_client_tells_ends_its_wait() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let patient = wait(&fleet, &chat_of("c", "x-stainless-timeout: 600\r\n")).await;
+    for header in ["x-request-timeout: 50ms\r\n", "grpc-timeout: 50m\r\n"] {
+        let mut second = fleet.client().await;
+        let answer = second.ask(chat_of("b", header)).await;
+        assert_refused(&answer, 503, "queue_timeout");
+    }
+    gate.add_permits(2);
+    all_answered(vec![first, patient], 200).await;
+    assert_eq!(users(&engine), "ac");
+}
+
+#[tokio::test]
+async fn who_would_not_be_served_in_time_is_refused_at_once() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
+    let mut clients = vec![run(&fleet, &chat_of("a", "")).await];
+    for _ in 0..6 {
+        clients.push(wait(&fleet, &chat_of("a", "")).await);
+    }
+    // Nothing goes while time does: what is ahead will take longer than the client has.
+    let hopeless = chat_of("a", "x-request-timeout: 1ms\r\n");
+    let mut client = fleet.client().await;
+    let mut code = String::new();
+    for _ in 0..1000 {
+        let answer = client.ask(&hopeless).await;
+        assert_refused(&answer, 503, &answer.error_code());
+        code = answer.error_code();
+        if code == "queue_too_long" {
+            let seconds: u32 = answer.header("retry-after").unwrap().parse().unwrap();
+            assert!((1..=90).contains(&seconds), "{seconds}");
+            break;
+        }
+    }
+    assert_eq!(code, "queue_too_long");
+    gate.add_permits(7);
+    all_answered(clients, 200).await;
+    assert_eq!(users(&engine), "aaaaaaa");
 }
 
 fn assert_refused(answer: &Answer, status: u16, code: &str) {

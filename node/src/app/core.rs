@@ -128,7 +128,8 @@ impl Shares {
             clock: clock.clone(),
         });
         let router = Arc::new(router.selecting(config.select.clone()));
-        let admission = Arc::new(Admission::new(Arc::clone(&router)));
+        let admission = Admission::new(Arc::clone(&router)).codel_target(config.codel_target);
+        let admission = Arc::new(admission);
         Self {
             shared,
             view,

@@ -22,7 +22,7 @@ pub(super) const ADMISSION_KEYS: &[Key] = &[
         ]),
         By("vtc"),
         "Who goes first among waiting requests of equal priority. This and what follows, but for \
-         `priority_max`, is for a new cluster; a running one changes it by `PUT \
+         `codel_target` and `priority_max`, is for a new cluster; a running one changes it by `PUT \
          /admin/v1/admission`.",
     ),
     key(
@@ -35,14 +35,22 @@ pub(super) const ADMISSION_KEYS: &[Key] = &[
     key(
         "admission.max_queue",
         COUNT,
-        By("10000"),
-        "Most requests that wait, per model and replica; further ones get 503.",
+        By("4096"),
+        "Most requests that wait, per model and replica; further ones get 503. One takes about \
+         64 KiB with its connection.",
     ),
     key(
         "admission.max_wait",
         Kind::Duration,
-        By("60s"),
-        "Longest time a request waits; then it gets 503.",
+        By("10s"),
+        "Longest time a request waits; then it gets 503. One that would wait longer gets it at once.",
+    ),
+    key(
+        "admission.codel_target",
+        Kind::Duration,
+        By("1s"),
+        "Longest time a request waits in overload, when for more than a second half as many more \
+         come as can be served. At least `max_wait`: overload changes nothing.",
     ),
     key(
         "admission.priority_max",

@@ -63,6 +63,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             circuit: circuit?,
             forward_priority: flag(values, "users.forward_priority")?,
             admission: admission?,
+            codel_target: duration(values, "admission.codel_target")?,
             priority_max: i16::try_from(integer(values, "admission.priority_max")?).ok()?,
             users: users?,
             limits: traffic::limits(values)?,

@@ -77,6 +77,8 @@ pub struct Config {
     pub admin: AdminListener,
     /// How a new cluster admits requests.
     pub admission: AdmissionSettings,
+    /// Longest wait in overload.
+    pub codel_target: Duration,
     /// Highest priority that a request may ask for.
     pub priority_max: i16,
     /// How requests are charged.

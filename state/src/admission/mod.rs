@@ -7,6 +7,8 @@
 mod figures;
 mod gate;
 mod ledger;
+mod overload;
+mod patience;
 mod queue;
 #[cfg(test)]
 mod tests;
@@ -22,7 +24,8 @@ pub(crate) use figures::milli_tokens;
 pub use figures::{Counters, Pending, PendingUse, Pricing, UserFigures};
 pub use gate::{Backlog, GATE_RETRY_MS, GATE_STALL_MS, Gate, PEER_SILENT_MS, bound, slack_tokens};
 pub use ledger::{CREDITED_USERS_MAX, Ledger, Tab, Used};
-pub use queue::{Next, Queue, Refused, Rules, Verdict, Waiting};
+pub use overload::{CODEL_INTERVAL_MS, CODEL_TARGET_MS, Overload, SHORT_QUEUE};
+pub use queue::{Expired, Forecast, Next, Queue, Refused, Rules, Verdict, Waiting, Why};
 
 /// How requests are admitted: replicated, changed by `PUT /admin/v1/admission`.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
@@ -62,8 +65,8 @@ impl Default for AdmissionSettings {
         Self {
             order: Order::Vtc,
             concurrency: Concurrency::Adaptive,
-            queue_max: 10_000,
-            wait_ms_max: 60_000,
+            queue_max: 4096,
+            wait_ms_max: 10_000,
             charge: ChargeInput::Uncached,
             grants: Grants::Gate,
             gate_tokens: 0,

@@ -85,6 +85,8 @@ impl Simulation {
         let cluster = Cluster::new(&[15, 30, 45], commands);
         let settings = AdmissionSettings {
             order,
+            // Everybody is to be served in the end.
+            wait_ms_max: u32::MAX,
             ..AdmissionSettings::default()
         };
         let rules = Rules::of(&settings, Pricing::default());
@@ -162,6 +164,8 @@ impl Simulation {
             predicted_output: 1 + self.numbers.below(OUTPUT_MAX) as u32,
             bin: 0,
             matched_blocks: self.numbers.below(30) as u32,
+            due_ms: None,
+            is_selective: false,
         };
         let now_ms = self.cluster.now_ms;
         let pricing = self.cluster.pricing;

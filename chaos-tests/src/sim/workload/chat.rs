@@ -24,8 +24,10 @@ const CHAT_TOKENS_MAX: usize = 500;
 const ATTEMPTS_MAX: usize = 3;
 /// More than any engine makes, or the router estimates, of output.
 const OUTPUT_TOKENS_MAX: u64 = 1000;
-/// How a request ended for which there was no place in the queue, and one that waited for too long.
+/// How a request ended for which there was no place in the queue, one that would have waited for too
+/// long, and one that did.
 pub(super) const QUEUE_FULL: &str = "queue-full";
+pub(super) const TOO_LATE: &str = "too-late";
 pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
 /// Bytes that stand for a token where text is sent.
 const TOKEN_BYTES: usize = 4;
@@ -334,8 +336,9 @@ pub(super) fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
     match why {
         NotAdmitted::NoBackend(_) => "no-backend",
         NotAdmitted::OverLimit(_) => "over-limit",
-        NotAdmitted::QueueFull => QUEUE_FULL,
-        NotAdmitted::WaitedTooLong => WAITED_TOO_LONG,
+        NotAdmitted::QueueFull { .. } => QUEUE_FULL,
+        NotAdmitted::TooLate { .. } => TOO_LATE,
+        NotAdmitted::WaitedTooLong { .. } => WAITED_TOO_LONG,
         NotAdmitted::Leaving => "leaving",
     }
 }

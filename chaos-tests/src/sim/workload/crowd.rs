@@ -167,12 +167,15 @@ pub(super) async fn is_served(desk: &Desk) {
         };
         let id = format!("{}-newcomer-{tries}", desk.run);
         match client.ask(&mut rng, &chat, id).await {
-            Came::Nothing(how @ (GAVE_UP | chat::QUEUE_FULL | chat::WAITED_TOO_LONG)) => {
+            Came::Nothing(
+                how @ (GAVE_UP | chat::QUEUE_FULL | chat::TOO_LATE | chat::WAITED_TOO_LONG),
+            ) => {
                 if began.elapsed() >= TRIES_FOR {
                     let detail = format!("{} has a newcomer wait: {how}", desk.run);
                     desk.scene.ledger.blame(format!("I64: {detail}"));
                     return;
                 }
+                sleep(Duration::from_millis(BACKOFF_MS)).await;
             }
             Came::Answer => return desk.scene.count("newcomer", "served"),
             Came::Nothing(how) => return desk.scene.count("newcomer", how),

@@ -133,6 +133,8 @@ impl World<'_> {
                 predicted_output: asked.predicted_output,
                 bin: replica.bin_of(asked.predicted_output),
                 matched_blocks,
+                due_ms: None,
+                is_selective: false,
             },
             price: self
                 .tally

@@ -5,6 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ids::{Ticket, UserKey};
 
+/// Of those behind a line's head, so many are looked at.
+const BEHIND_MAX: usize = 16;
+
 /// Priority and bin.
 pub(super) type Place = (Reverse<i16>, u16);
 /// A line as sorted: key, first arrival, its ticket, user.
@@ -32,11 +35,34 @@ pub(super) struct Line {
     pub(super) arrivals: BTreeSet<(u64, Ticket)>,
     pub(super) matches: BTreeSet<Match>,
     pub(super) is_solvent: bool,
+    /// Its head as in `heads`.
+    hooked: (u64, Ticket),
 }
 
 impl Line {
-    pub(super) fn head(&self) -> (u64, Ticket) {
-        *self.arrivals.first().expect("a line is never empty")
+    pub(super) fn len(&self) -> u64 {
+        self.arrivals.len() as u64
+    }
+
+    /// Who goes first of it.
+    pub(super) fn head(&self, is_newest_first: bool) -> (u64, Ticket) {
+        let head = if is_newest_first {
+            self.arrivals.last()
+        } else {
+            self.arrivals.first()
+        };
+        *head.expect("a line is never empty")
+    }
+
+    /// Those behind its head, as they come.
+    pub(super) fn behind(&self, is_newest_first: bool) -> Vec<Ticket> {
+        let ticket = |(_, ticket): &(u64, Ticket)| *ticket;
+        let behind = self.arrivals.iter();
+        if is_newest_first {
+            behind.rev().skip(1).map(ticket).take(BEHIND_MAX).collect()
+        } else {
+            behind.skip(1).map(ticket).take(BEHIND_MAX).collect()
+        }
     }
 
     pub(super) fn best(&self) -> Match {
@@ -52,16 +78,17 @@ impl Class {
             .get(&user)
             .filter(|line| !line.arrivals.is_empty())
         {
-            let (arrived_ms, ticket) = line.head();
+            let (arrived_ms, ticket) = line.hooked;
             self.heads.remove(&(line.key, arrived_ms, ticket, user));
             self.solvent.remove(&(line.best(), user));
         }
     }
 
     /// Puts a line into the orders.
-    pub(super) fn hook(&mut self, user: UserKey) {
-        if let Some(line) = self.lines.get(&user) {
-            let (arrived_ms, ticket) = line.head();
+    pub(super) fn hook(&mut self, user: UserKey, is_newest_first: bool) {
+        if let Some(line) = self.lines.get_mut(&user) {
+            line.hooked = line.head(is_newest_first);
+            let (arrived_ms, ticket) = line.hooked;
             self.heads.insert((line.key, arrived_ms, ticket, user));
             if line.is_solvent {
                 self.solvent.insert((line.best(), user));

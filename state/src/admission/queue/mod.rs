@@ -13,6 +13,7 @@
 //! Nothing here reads a clock or waits; the caller says what time it is and wakes whom it admits.
 
 mod class;
+mod deadlines;
 mod next;
 
 use std::cmp::Reverse;
@@ -20,10 +21,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use self::class::{Class, Match, Place};
+use super::overload::{CODEL_TARGET_MS, Overload};
 use super::{
     AdmissionSettings, Backlog, BinSelection, Counters, Gate, Order, Pricing, UserFigures,
 };
 use crate::ids::{Ticket, UserKey};
+
+pub use self::deadlines::{Expired, Forecast, Refused, Why};
 
 /// Lines looked at again on every call.
 const REFRESH_LINES: usize = 4;
@@ -49,6 +53,10 @@ pub struct Waiting {
     pub bin: u16,
     /// Blocks of its prompt that some backend is believed to hold.
     pub matched_blocks: u32,
+    /// When it is of no use to its client any more that it goes; `None`: that is not known.
+    pub due_ms: Option<u64>,
+    /// Whether it goes to some backends only: how soon, the queue as a whole does not tell.
+    pub is_selective: bool,
 }
 
 /// What the queue goes by.
@@ -60,6 +68,8 @@ pub struct Rules {
     pub queue_max: usize,
     /// Longest wait.
     pub wait_ms_max: u64,
+    /// Longest wait in overload.
+    pub target_ms: u64,
     /// How the next bin is selected.
     pub bin_selection: BinSelection,
     /// A request that has waited this long goes before its bin's turn.
@@ -76,19 +86,12 @@ impl Rules {
             order: settings.order,
             queue_max: settings.queue_max as usize,
             wait_ms_max: u64::from(settings.wait_ms_max),
+            target_ms: CODEL_TARGET_MS,
             bin_selection: settings.bin_selection,
             bin_age_ms_max: u64::from(settings.bin_age_ms_max),
             pricing,
         }
     }
-}
-
-/// Why a request may not wait.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
-    /// The queue is full.
-    #[error("the queue is full")]
-    Full,
 }
 
 /// Whether a request can go, as whoever knows the backends says.
@@ -128,6 +131,9 @@ pub struct Queue {
     users: BTreeMap<UserKey, Presence>,
     /// All requests by arrival.
     ages: BTreeSet<(u64, Ticket)>,
+    /// Requests with a deadline of their own, by it.
+    dues: BTreeSet<(u64, Ticket)>,
+    overload: Overload,
     /// Bin that went last.
     last_bin: u16,
     /// Line looked at last, of those looked at a few per call.
@@ -140,6 +146,7 @@ pub struct Queue {
 #[derive(Debug, Clone, Copy)]
 struct Presence {
     waiting: usize,
+    weight_milli: u32,
     /// Least counter of those who waited when this user came, until the state has lifted the user.
     floor_milli: u64,
     /// `dlpm`: the user may be served up to this counter before the next refill.
@@ -156,6 +163,8 @@ impl Queue {
             classes: BTreeMap::new(),
             users: BTreeMap::new(),
             ages: BTreeSet::new(),
+            dues: BTreeSet::new(),
+            overload: Overload::default(),
             last_bin: 0,
             last_looked: None,
             refreshed_ms: None,
@@ -229,15 +238,16 @@ impl Queue {
         counters: &impl Counters,
         gate: &Gate,
     ) -> Result<(), Refused> {
-        if self.requests.len() >= self.rules.queue_max {
-            return Err(Refused::Full);
-        }
+        let figures = counters.figures(waiting.user);
+        let presence = self.arrive(&waiting, &figures, now_ms, gate);
+        self.check(&waiting, &presence, &figures, now_ms)?;
         let ticket = waiting.ticket;
         let is_free = self.requests.insert(ticket, waiting).is_none();
         assert!(is_free, "ticket {ticket} waits already");
         self.ages.insert((waiting.arrived_ms, ticket));
-        let figures = counters.figures(waiting.user);
-        self.arrive(&waiting, &figures, now_ms, gate);
+        self.dues
+            .extend(waiting.due_ms.map(|due_ms| (due_ms, ticket)));
+        self.users.insert(waiting.user, presence);
         let class = self.classes.entry(class_of(&waiting)).or_default();
         class.waiting += 1;
         class.unhook(waiting.user);
@@ -248,12 +258,21 @@ impl Queue {
         Ok(())
     }
 
-    /// A user who comes back is not to profit from the time away: until the state has lifted the
-    /// counter, it is taken to be at least that of those who wait.
-    fn arrive(&mut self, waiting: &Waiting, figures: &UserFigures, now_ms: u64, gate: &Gate) {
-        if let Some(presence) = self.users.get_mut(&waiting.user) {
-            presence.waiting += 1;
-            return;
+    /// How the request's user would wait with it. A user who comes back is not to profit from the
+    /// time away: until the state has lifted the counter, it is taken to be at least that of those who
+    /// wait.
+    fn arrive(
+        &self,
+        waiting: &Waiting,
+        figures: &UserFigures,
+        now_ms: u64,
+        gate: &Gate,
+    ) -> Presence {
+        if let Some(presence) = self.users.get(&waiting.user) {
+            return Presence {
+                waiting: presence.waiting + 1,
+                ..*presence
+            };
         }
         let own = self
             .classes
@@ -270,6 +289,7 @@ impl Queue {
         };
         let mut presence = Presence {
             waiting: 1,
+            weight_milli: figures.weight_milli,
             floor_milli,
             served_to_milli: 0,
         };
@@ -278,13 +298,17 @@ impl Queue {
         presence.served_to_milli = least
             .unwrap_or_else(|| presence.counter_milli(figures))
             .saturating_add(figures.milli_of(quantum(gate)));
-        self.users.insert(waiting.user, presence);
+        presence
     }
 
-    /// Takes a request out, as when its client has left.
+    /// Takes a request out.
     pub fn remove(&mut self, ticket: Ticket) -> Option<Waiting> {
         let waiting = self.requests.remove(&ticket)?;
         self.ages.remove(&(waiting.arrived_ms, ticket));
+        if let Some(due_ms) = waiting.due_ms {
+            self.dues.remove(&(due_ms, ticket));
+        }
+        let is_newest_first = self.is_newest_first();
         let place = class_of(&waiting);
         let class = self.classes.get_mut(&place).expect("its class is there");
         class.waiting -= 1;
@@ -298,7 +322,7 @@ impl Queue {
         if line.arrivals.is_empty() {
             class.lines.remove(&waiting.user);
         } else {
-            class.hook(waiting.user);
+            class.hook(waiting.user, is_newest_first);
         }
         if class.lines.is_empty() {
             self.classes.remove(&place);
@@ -312,24 +336,6 @@ impl Queue {
             self.users.remove(&waiting.user);
         }
         Some(waiting)
-    }
-
-    /// Takes out what has waited for the longest time allowed, oldest first.
-    pub fn expire(&mut self, now_ms: u64) -> Vec<Waiting> {
-        let mut expired = Vec::new();
-        while let Some(&(arrived_ms, ticket)) = self.ages.first()
-            && now_ms.saturating_sub(arrived_ms) >= self.rules.wait_ms_max
-        {
-            expired.extend(self.remove(ticket));
-        }
-        expired
-    }
-
-    /// When [`Queue::expire`] has something to do next.
-    #[must_use]
-    pub fn next_expiry_ms(&self) -> Option<u64> {
-        let (arrived_ms, _) = self.ages.first()?;
-        Some(arrived_ms.saturating_add(self.rules.wait_ms_max))
     }
 
     /// What the peers are to know; `None`: nothing waits, or the order knows no precedence over
@@ -389,7 +395,8 @@ impl Queue {
 
     /// Puts a line where it belongs by the user's present figures; answers its key.
     fn sort(&mut self, place: Place, user: UserKey, figures: &UserFigures) -> u64 {
-        let head = |class: &Class| Some(class.lines.get(&user)?.head().1);
+        let is_newest_first = self.is_newest_first();
+        let head = |class: &Class| Some(class.lines.get(&user)?.head(is_newest_first).1);
         let Some((ticket, presence)) = self
             .classes
             .get(&place)
@@ -406,7 +413,7 @@ impl Queue {
             if let Some(line) = class.lines.get_mut(&user) {
                 (line.key, line.is_solvent) = (key, is_solvent);
             }
-            class.hook(user);
+            class.hook(user, is_newest_first);
         }
         key
     }
@@ -414,12 +421,15 @@ impl Queue {
     fn key(&self, waiting: &Waiting, figures: &UserFigures) -> u64 {
         let presence = self.users.get(&waiting.user);
         let counter = presence.map_or(figures.counter_milli, |it| it.counter_milli(figures));
+        self.key_at(waiting, figures, counter)
+    }
+
+    /// The key of a request whose user's counter is taken to be `counter`.
+    fn key_at(&self, waiting: &Waiting, figures: &UserFigures, counter: u64) -> u64 {
         match self.rules.order {
             Order::Vtc | Order::VtcPred | Order::Dlpm => counter,
             Order::VtcMaxFair => {
-                let pricing = &self.rules.pricing;
-                let price = pricing.input(u64::from(waiting.input_tokens), 0)
-                    + pricing.output(u64::from(waiting.predicted_output));
+                let price = self.price(waiting);
                 let under_way = figures
                     .milli_of(price)
                     .saturating_mul(u64::from(figures.in_flight));
@@ -429,6 +439,13 @@ impl Queue {
             Order::Rpm => u64::from(figures.requests_last_minute),
             Order::Fcfs => 0,
         }
+    }
+
+    /// What a request will come to, in priced tokens.
+    fn price(&self, waiting: &Waiting) -> u64 {
+        let pricing = &self.rules.pricing;
+        pricing.input(u64::from(waiting.input_tokens), 0)
+            + pricing.output(u64::from(waiting.predicted_output))
     }
 }
 

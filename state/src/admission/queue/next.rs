@@ -12,9 +12,8 @@ use crate::ids::{Ticket, UserKey};
 
 /// Requests looked at that cannot go before a call gives up.
 const LOOKS_MAX: usize = 256;
-/// Of these, such as stand behind one of the same user that cannot go: in all, and in each line.
+/// Of these, such as stand behind one of the same user that cannot go.
 const BEHIND_MAX: usize = 64;
-const BEHIND_PER_LINE_MAX: usize = 16;
 
 /// Where in a class's order a request stands.
 #[derive(Debug, Clone, Copy)]
@@ -59,6 +58,7 @@ impl Queue {
         if self.requests.is_empty() {
             return Next::Nobody;
         }
+        self.look(now_ms);
         self.refresh(now_ms, counters);
         let mut round = Round {
             now_ms,
@@ -74,7 +74,8 @@ impl Queue {
             .find_map(|priority| self.next_of(priority, counters, gate, &mut round));
         match end {
             Some(End::Go(ticket)) => {
-                let waiting = self.remove(ticket).expect("it was just asked about");
+                let waiting = self.take(ticket, now_ms);
+                let waiting = waiting.expect("it was just asked about");
                 self.last_bin = waiting.bin;
                 Next::Go(waiting)
             }
@@ -140,10 +141,7 @@ impl Queue {
         let lines = stuck
             .iter()
             .filter_map(|(place, user)| self.classes.get(place)?.lines.get(user));
-        let behind = |line: &Line| {
-            let arrivals = line.arrivals.iter().skip(1).take(BEHIND_PER_LINE_MAX);
-            arrivals.map(|(_, ticket)| *ticket).collect::<Vec<_>>()
-        };
+        let behind = |line: &Line| line.behind(self.is_newest_first());
         lines.flat_map(behind).take(BEHIND_MAX).collect()
     }
 

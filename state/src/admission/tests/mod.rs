@@ -4,6 +4,7 @@ mod gate;
 mod ledger;
 mod model;
 mod orders;
+mod overload;
 mod queue;
 
 use std::collections::BTreeMap;
@@ -61,6 +62,8 @@ fn waiting(user: u64, ticket: u64) -> Waiting {
         predicted_output: 0,
         bin: 0,
         matched_blocks: 0,
+        due_ms: None,
+        is_selective: false,
     }
 }
 

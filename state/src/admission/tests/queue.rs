@@ -3,10 +3,6 @@
 use super::*;
 use crate::ids::ReplicaId;
 
-fn tickets(waiting: &[Waiting]) -> Vec<u64> {
-    waiting.iter().map(|it| it.ticket.0).collect()
-}
-
 #[test]
 fn a_full_queue_refuses_and_what_leaves_makes_room() {
     let users = Users::default();
@@ -42,10 +38,15 @@ fn who_waited_too_long_is_told_in_order() {
         &users,
         &[waiting(1, 30), waiting(2, 10), waiting(1, 20)],
     );
-    assert_eq!(queue.next_expiry_ms(), Some(60_010));
-    assert_eq!(tickets(&queue.expire(60_009)), [] as [u64; 0]);
-    assert_eq!(tickets(&queue.expire(60_020)), [10, 20]);
-    assert_eq!(queue.next_expiry_ms(), Some(60_030));
+    let expired = |queue: &mut Queue, now_ms| {
+        let expired = queue.expire(now_ms).into_iter();
+        expired
+            .map(|it| (it.waiting.ticket.0, it.why))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(expired(&mut queue, 10_009), []);
+    let too_long = [(10, Why::TooLong), (20, Why::TooLong)];
+    assert_eq!(expired(&mut queue, 10_020), too_long);
     assert_eq!(drain(&mut queue, &users), [30]);
 }
 

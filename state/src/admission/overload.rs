@@ -1,0 +1,307 @@
+//! Overload: how fast a queue is served, when more comes than can be served, and how long clients
+//! wait before they leave.
+//!
+//! A burst is to wait its turn. More requests than backends can serve, for longer than a burst, are
+//! to be refused, and soon: whoever is served after a long wait may be gone by then. That is the
+//! difference between a good and a bad queue that `CoDel` makes (Nichols and Jacobson, "Controlling
+//! Queue Delay", ACM Queue 2012), whose words are used here. As in Facebook's use of it for requests
+//! (Maurer, "Fail at Scale", ACM Queue 2015), a queue in overload serves the newest first and lets
+//! nobody wait longer than the *target*.
+//!
+//! Where that differs from `CoDel`: newest first makes the sojourn of who is served small whatever
+//! the queue, so overload is told from arrivals and departures. A closed loop of many patient clients
+//! has a long queue in which as many arrive as depart; it is left alone.
+
+use std::collections::VecDeque;
+
+use super::patience::Patience;
+
+/// Departures that the rate is made from at most.
+const DEPARTURES_MAX: usize = 128;
+/// Arrivals are held against departures over at least this time.
+pub const CODEL_INTERVAL_MS: u64 = 500;
+/// And over this time when there were too few departures to tell.
+const INTERVAL_MS_MAX: u64 = 5000;
+/// Departures that can tell.
+const INTERVAL_DEPARTURES: u64 = 8;
+/// Intervals in a row in which too much came, before a queue is in overload.
+const INTERVALS_IN_A_ROW: u32 = 2;
+/// A queue in overload lets nobody wait longer than this, unless set otherwise.
+pub const CODEL_TARGET_MS: u64 = 1000;
+/// Requests with no more than this ahead of them are not refused by prediction.
+pub const SHORT_QUEUE: u64 = 4;
+/// Learnt patience lets everybody wait this long at least: who leaves at once again and again must
+/// not close the queue to others.
+const PATIENCE_MS_LEAST: u64 = 1000;
+
+/// What is known of the load on one queue. See the module's documentation.
+#[derive(Debug, Clone, Default)]
+pub struct Overload {
+    /// When the last of so many departures were, on a clock that stands while nothing waits.
+    departures: VecDeque<u64>,
+    /// Those departures are all there were since then, by the same clock.
+    from_ms: u64,
+    /// How far that clock is behind.
+    idle_ms: u64,
+    /// When the last that waited was gone; `None`: something waits, or nothing ever did.
+    emptied_ms: Option<u64>,
+    interval: Interval,
+    /// Intervals in a row in which too much came.
+    hot: u32,
+    is_on: bool,
+    /// Mean time from a departure to the end of the answer.
+    service_ms: u64,
+    pub(super) patience: Patience,
+}
+
+/// Arrivals and departures since a moment.
+#[derive(Debug, Clone, Copy, Default)]
+struct Interval {
+    since_ms: u64,
+    arrivals: u64,
+    departures: u64,
+}
+
+/// What a queue may do about overload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Bounds {
+    /// Longest wait at any time.
+    pub(super) wait_ms_max: u64,
+    /// Longest wait in overload.
+    pub(super) target_ms: u64,
+}
+
+impl Overload {
+    /// The first request waits. What was measured of a queue that was gone for longer tells nothing
+    /// of this one; one that was empty for a moment is the same.
+    pub(super) fn begin(&mut self, now_ms: u64) {
+        if let Some(emptied_ms) = self.emptied_ms.take() {
+            let gone_ms = now_ms.saturating_sub(emptied_ms);
+            self.idle_ms += gone_ms;
+            if gone_ms < CODEL_INTERVAL_MS {
+                return;
+            }
+        }
+        self.departures.clear();
+        self.from_ms = self.clock(now_ms);
+        self.interval = Interval {
+            since_ms: now_ms,
+            ..Interval::default()
+        };
+        self.hot = 0;
+        self.is_on = false;
+    }
+
+    /// Nothing waits any more.
+    pub(super) fn emptied(&mut self, now_ms: u64) {
+        self.emptied_ms = Some(now_ms);
+    }
+
+    fn clock(&self, now_ms: u64) -> u64 {
+        self.emptied_ms
+            .unwrap_or(now_ms)
+            .saturating_sub(self.idle_ms)
+    }
+
+    /// A request comes, whether it may wait or not.
+    pub(super) fn arrived(&mut self) {
+        self.interval.arrivals += 1;
+    }
+
+    /// A request goes to a backend.
+    pub(super) fn departed(&mut self, now_ms: u64) {
+        self.interval.departures += 1;
+        if self.departures.len() == DEPARTURES_MAX
+            && let Some(oldest) = self.departures.pop_front()
+        {
+            self.from_ms = oldest;
+        }
+        self.departures.push_back(self.clock(now_ms));
+    }
+
+    /// Looks whether `waiting` requests are overload. Answers whether that has changed.
+    pub(super) fn look(&mut self, now_ms: u64, waiting: usize, bounds: &Bounds) -> bool {
+        let was_on = self.is_on;
+        let Interval {
+            since_ms,
+            arrivals,
+            departures,
+        } = self.interval;
+        let age_ms = now_ms.saturating_sub(since_ms);
+        let can_tell = departures >= INTERVAL_DEPARTURES || age_ms >= INTERVAL_MS_MAX;
+        if age_ms < CODEL_INTERVAL_MS || !can_tell {
+            return false;
+        }
+        self.interval = Interval {
+            since_ms: now_ms,
+            ..Interval::default()
+        };
+        let is_too_much = arrivals >= INTERVAL_DEPARTURES && 2 * arrivals >= 3 * departures;
+        let is_long = self.wait_ms(waiting as u64, now_ms) > bounds.target_ms;
+        if is_too_much && (is_long || self.is_on) {
+            self.hot = self.hot.saturating_add(1);
+        } else {
+            self.hot = 0;
+        }
+        // Between the two it stays as it is.
+        let is_less = arrivals <= departures;
+        self.is_on = (self.is_on && !is_less) || self.hot >= INTERVALS_IN_A_ROW;
+        self.patience.look(now_ms);
+        self.is_on != was_on
+    }
+
+    /// Whether more comes than can be served.
+    pub(super) fn is_on(&self) -> bool {
+        self.is_on
+    }
+
+    /// How long `ahead` requests will take to depart, at the highest rate that what was measured
+    /// leaves plausible: one deviation above the mean. 0 as long as nothing was measured.
+    pub(super) fn wait_ms(&self, ahead: u64, now_ms: u64) -> u64 {
+        let departures = self.departures.len() as u64;
+        let elapsed_ms = self.clock(now_ms).saturating_sub(self.from_ms);
+        let plausible = departures + departures.isqrt() + 1;
+        ahead.saturating_mul(elapsed_ms) / plausible
+    }
+
+    /// Mean time that backends take for an answer, for [`Overload::patience_ms`].
+    pub(super) fn set_service_ms(&mut self, service_ms: u64) {
+        self.service_ms = service_ms;
+    }
+
+    /// What [`Overload::set_service_ms`] was told.
+    pub(super) fn service_ms(&self) -> u64 {
+        self.service_ms
+    }
+
+    /// Departures per 1000 seconds; `None`: nothing was measured.
+    pub(super) fn rate_milli(&self, now_ms: u64) -> Option<u64> {
+        let elapsed_ms = self.clock(now_ms).saturating_sub(self.from_ms);
+        let departures = self.departures.len() as u64;
+        (departures > 0).then(|| departures * 1_000_000 / elapsed_ms.max(1))
+    }
+
+    /// The wait after which most clients would leave before their answer is there, as learnt from
+    /// those who left.
+    fn patience_ms(&self) -> Option<u64> {
+        let leaves_ms = self.patience.quantile_ms()?;
+        let left_ms = leaves_ms.saturating_sub(self.service_ms);
+        Some(left_ms.max(PATIENCE_MS_LEAST))
+    }
+
+    /// Longest wait of a request whose client tells no deadline.
+    pub(super) fn wait_ms_max(&self, bounds: &Bounds) -> u64 {
+        let patience_ms = self.patience_ms().unwrap_or(u64::MAX);
+        let most_ms = bounds.wait_ms_max.min(patience_ms);
+        if self.is_on {
+            most_ms.min(bounds.target_ms)
+        } else {
+            most_ms
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOUNDS: Bounds = Bounds {
+        wait_ms_max: 10_000,
+        target_ms: 1000,
+    };
+
+    /// A queue that stands, with so many arrivals and departures a second; `waiting` wait.
+    fn load(
+        overload: &mut Overload,
+        seconds: std::ops::Range<u64>,
+        rates: (u64, u64),
+        waiting: usize,
+    ) {
+        for ms in seconds.start * 1000..seconds.end * 1000 {
+            if (ms * rates.0) % 1000 < rates.0 {
+                overload.arrived();
+            }
+            if (ms * rates.1) % 1000 < rates.1 {
+                overload.departed(ms);
+            }
+            overload.look(ms, waiting, &BOUNDS);
+        }
+    }
+
+    #[test]
+    fn the_wait_is_what_is_ahead_over_what_departs_and_0_while_that_is_unknown() {
+        let mut overload = Overload::default();
+        overload.begin(5000);
+        assert_eq!(overload.wait_ms(1000, 5000), 0);
+        assert_eq!(overload.rate_milli(5000), None);
+        overload.begin(0);
+        load(&mut overload, 0..10, (20, 20), 10);
+        let rate_milli = overload.rate_milli(10_000).unwrap();
+        assert!((19_500..=20_000).contains(&rate_milli), "{rate_milli}");
+        // 200 requests at 20 a second take 10 s; 128 departures leave 9 % more plausible.
+        let wait_ms = overload.wait_ms(200, 10_000);
+        assert!((9000..=10_000).contains(&wait_ms), "{wait_ms}");
+        // Nothing departs any more: the wait grows.
+        assert!(overload.wait_ms(200, 20_000) > wait_ms * 2);
+    }
+
+    #[test]
+    fn time_without_a_queue_tells_nothing_of_the_rate() {
+        let mut overload = Overload::default();
+        overload.begin(0);
+        load(&mut overload, 0..1, (20, 20), 10);
+        overload.emptied(1000);
+        overload.begin(1400);
+        assert_eq!(overload.rate_milli(1400), Some(20_000));
+        overload.departed(1450);
+        assert_eq!(overload.rate_milli(1450), Some(20_000));
+        overload.emptied(1450);
+        overload.begin(9000);
+        assert_eq!(overload.rate_milli(9000), None);
+    }
+
+    #[test]
+    fn nothing_that_departs_for_long_enough_is_known_too() {
+        let mut overload = Overload::default();
+        overload.begin(0);
+        assert_eq!(overload.wait_ms(10, 9000), 90_000);
+    }
+
+    #[test]
+    fn a_closed_loop_and_a_burst_are_no_overload_and_more_than_can_be_served_is() {
+        let mut overload = Overload::default();
+        overload.begin(0);
+        load(&mut overload, 0..10, (30, 30), 1000);
+        assert!(!overload.is_on(), "as many come as go");
+        for _ in 0..1000 {
+            overload.arrived();
+        }
+        load(&mut overload, 10..20, (0, 30), 1000);
+        assert!(!overload.is_on(), "a burst");
+        load(&mut overload, 20..22, (300, 30), 10);
+        assert!(!overload.is_on(), "the queue is short");
+        load(&mut overload, 22..24, (300, 30), 1000);
+        assert!(overload.is_on());
+        assert_eq!(overload.wait_ms_max(&BOUNDS), 1000);
+        load(&mut overload, 24..30, (36, 30), 10);
+        assert!(overload.is_on(), "it stays until no more come than go");
+        load(&mut overload, 30..32, (20, 30), 10);
+        assert!(!overload.is_on());
+        assert_eq!(overload.wait_ms_max(&BOUNDS), 10_000);
+    }
+
+    #[test]
+    fn learnt_patience_leaves_time_for_the_answer_and_never_closes_the_queue() {
+        let mut overload = Overload::default();
+        overload.begin(0);
+        for _ in 0..100 {
+            overload.patience.left(3000);
+        }
+        overload.set_service_ms(600);
+        assert_eq!(overload.wait_ms_max(&BOUNDS), 2400);
+        for _ in 0..1000 {
+            overload.patience.left(1);
+        }
+        assert_eq!(overload.wait_ms_max(&BOUNDS), PATIENCE_MS_LEAST);
+    }
+}

@@ -1,0 +1,163 @@
+//! How long clients wait before they leave, learnt from those who did.
+//!
+//! Most clients do not say how long they wait. Those who leave while they wait show it; those who
+//! are served or refused before show only that they waited that long. Both count, as in Kaplan and
+//! Meier's estimate of survival (1958): of those who waited into a step of age, the share that left
+//! within it.
+
+/// Width of a step of age.
+const STEP_MS: u64 = 250;
+/// Steps; the last one has no end.
+const STEPS: usize = 128;
+/// A step that fewer waited into tells nothing.
+const REACHED_LEAST: u32 = 16;
+/// From here on what is known of a step counts half.
+const REACHED_MAX: u32 = 1024;
+/// After this time everything counts half: clients change.
+const HALF_LIFE_MS: u64 = 60_000;
+/// The share of clients who are still there, in millionths, below which waiting is of no use.
+const STAYED_LEAST: u64 = 500_000;
+const MILLION: u64 = 1_000_000;
+
+/// What a queue has seen of it.
+#[derive(Debug, Clone)]
+pub(super) struct Patience {
+    steps: [Step; STEPS],
+    /// When it was halved last; `None`: never.
+    halved_ms: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Step {
+    /// Requests that waited into it.
+    reached: u32,
+    /// Of these, whose clients left within it.
+    left: u32,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self {
+            steps: [Step::default(); STEPS],
+            halved_ms: None,
+        }
+    }
+}
+
+impl Patience {
+    /// A client left after this wait.
+    pub(super) fn left(&mut self, waited_ms: u64) {
+        let last = self.stayed(waited_ms);
+        self.steps[last].left += 1;
+    }
+
+    /// A client was still there after this wait, when it ended some other way; answers its step.
+    pub(super) fn stayed(&mut self, waited_ms: u64) -> usize {
+        let last = usize::try_from(waited_ms / STEP_MS).unwrap_or(usize::MAX);
+        let last = last.min(STEPS - 1);
+        for step in &mut self.steps[..=last] {
+            step.reached += 1;
+            if step.reached >= REACHED_MAX {
+                step.halve();
+            }
+        }
+        last
+    }
+
+    /// Forgets, by the time.
+    pub(super) fn look(&mut self, now_ms: u64) {
+        let halved_ms = *self.halved_ms.get_or_insert(now_ms);
+        if now_ms.saturating_sub(halved_ms) >= HALF_LIFE_MS {
+            self.halved_ms = Some(now_ms);
+            self.steps.iter_mut().for_each(Step::halve);
+        }
+    }
+
+    /// The longest wait that half of the clients stay for; `None`: as long as was ever seen.
+    pub(super) fn quantile_ms(&self) -> Option<u64> {
+        let mut stayed = MILLION;
+        for (at, step) in self.steps.iter().enumerate() {
+            if step.reached < REACHED_LEAST {
+                return None;
+            }
+            stayed = stayed * u64::from(step.reached - step.left) / u64::from(step.reached);
+            if stayed < STAYED_LEAST {
+                return Some(at as u64 * STEP_MS);
+            }
+        }
+        None
+    }
+}
+
+impl Step {
+    fn halve(&mut self) {
+        self.reached /= 2;
+        self.left /= 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_known_of_what_few_have_seen() {
+        let mut patience = Patience::default();
+        assert_eq!(patience.quantile_ms(), None);
+        for _ in 0..REACHED_LEAST - 1 {
+            patience.left(3000);
+        }
+        assert_eq!(patience.quantile_ms(), None);
+        patience.left(3000);
+        assert_eq!(patience.quantile_ms(), Some(3000));
+    }
+
+    #[test]
+    fn who_was_served_before_says_nothing_of_later() {
+        let mut patience = Patience::default();
+        for _ in 0..900 {
+            patience.stayed(100);
+        }
+        for _ in 0..100 {
+            patience.left(3010);
+        }
+        assert_eq!(patience.quantile_ms(), Some(3000));
+    }
+
+    #[test]
+    fn a_minority_that_leaves_at_once_does_not_count_for_all() {
+        let mut patience = Patience::default();
+        for turn in 0..1000 {
+            if turn % 5 < 2 {
+                patience.left(0);
+            } else {
+                patience.stayed(9000);
+            }
+        }
+        assert_eq!(patience.quantile_ms(), None);
+    }
+
+    #[test]
+    fn what_was_learnt_is_forgotten() {
+        let mut patience = Patience::default();
+        patience.look(0);
+        for _ in 0..64 {
+            patience.left(3000);
+        }
+        for minute in 1..=2 {
+            patience.look(minute * HALF_LIFE_MS);
+            assert_eq!(patience.quantile_ms(), Some(3000), "{minute}");
+        }
+        patience.look(3 * HALF_LIFE_MS);
+        assert_eq!(patience.quantile_ms(), None);
+    }
+
+    #[test]
+    fn it_never_overflows() {
+        let mut patience = Patience::default();
+        for _ in 0..100_000 {
+            patience.left(u64::MAX);
+        }
+        assert_eq!(patience.quantile_ms(), Some((STEPS as u64 - 1) * STEP_MS));
+    }
+}

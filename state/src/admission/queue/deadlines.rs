@@ -1,0 +1,262 @@
+//! Who may wait, and for how long: refusals at the door, and those who have waited too long.
+//!
+//! A request is refused when it would not go in time: what is ahead of it in the order in force, over
+//! the rate at which the queue is served, is longer than it may wait. It may wait for
+//! [`Rules::wait_ms_max`], for what its client says, for what clients were seen to wait, and in
+//! overload for the target.
+//!
+//! What is ahead follows the order: a user whose counter is below those of others who wait is not
+//! refused because they are many. Nobody is refused while little is ahead, or while the rate is
+//! unknown; a rate is believed only as far as what was measured excludes a higher one. In overload
+//! the newest of a user's requests goes first, but the prediction stays as if it went last: one of
+//! the line has to be refused, and this one has not waited yet.
+
+use std::cmp::Reverse;
+
+use super::super::overload::{Bounds, Overload, SHORT_QUEUE};
+use super::super::{Order, UserFigures, milli_tokens};
+use super::class::{Class, Line};
+use super::{Presence, Queue, Waiting};
+use crate::ids::{Ticket, UserKey};
+
+/// Why a request may not wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// The queue is full.
+    #[error("the queue is full")]
+    Full,
+    /// It would not go in time.
+    #[error("the wait would be {wait_ms} ms, and {wait_ms_max} ms are of use")]
+    TooLate {
+        /// Predicted wait.
+        wait_ms: u64,
+        /// Longest wait that is of use.
+        wait_ms_max: u64,
+    },
+}
+
+/// A request that has waited for as long as it may.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Expired {
+    /// The request.
+    pub waiting: Waiting,
+    /// What ended its wait.
+    pub why: Why,
+}
+
+/// What ended the wait of a request that did not go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Why {
+    /// The longest wait of all.
+    TooLong,
+    /// Its client's deadline, or what clients were seen to wait.
+    Deadline,
+    /// The target, in overload.
+    Overload,
+}
+
+/// How a queue is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Forecast {
+    /// Time until all that waits has gone.
+    pub drain_ms: u64,
+    /// Longest wait of a request whose client tells no deadline.
+    pub wait_ms_max: u64,
+    /// Departures per 1000 seconds; `None`: nothing was measured.
+    pub rate_milli: Option<u64>,
+    /// Whether more comes than can be served.
+    pub is_overloaded: bool,
+}
+
+impl Queue {
+    /// Counts the request as arrived, and answers whether it may wait.
+    pub(super) fn check(
+        &mut self,
+        waiting: &Waiting,
+        presence: &Presence,
+        figures: &UserFigures,
+        now_ms: u64,
+    ) -> Result<(), Refused> {
+        if self.requests.is_empty() {
+            self.overload.begin(now_ms);
+        }
+        self.overload.arrived();
+        self.look(now_ms);
+        if self.requests.len() >= self.rules.queue_max {
+            return Err(Refused::Full);
+        }
+        let ahead = self.ahead(waiting, presence, figures);
+        if waiting.is_selective || ahead <= SHORT_QUEUE {
+            return Ok(());
+        }
+        let left_ms = |due_ms: u64| due_ms.saturating_sub(now_ms);
+        let due_ms = waiting.due_ms.map_or(u64::MAX, left_ms);
+        let wait_ms_max = self.overload.wait_ms_max(&self.bounds()).min(due_ms);
+        let wait_ms = self.overload.wait_ms(ahead, now_ms);
+        if wait_ms > wait_ms_max {
+            return Err(Refused::TooLate {
+                wait_ms,
+                wait_ms_max,
+            });
+        }
+        Ok(())
+    }
+
+    /// Requests that go before this one, were it last of its user's, by the keys as last seen.
+    fn ahead(&self, waiting: &Waiting, presence: &Presence, figures: &UserFigures) -> u64 {
+        let own = Reverse(waiting.priority);
+        let higher = self.classes.range(..(own, 0));
+        let higher: u64 = higher.map(|(_, class)| class.waiting as u64).sum();
+        let equal = self.classes.range((own, 0)..=(own, u16::MAX));
+        if self.rules.order == Order::Fcfs {
+            return higher + equal.map(|(_, class)| class.waiting as u64).sum::<u64>();
+        }
+        let price = self.price(waiting);
+        let step = |weight_milli| match self.rules.order {
+            Order::Rpm => 1,
+            _ => milli_tokens(price, weight_milli).max(1),
+        };
+        let of_user = |(_, class): (_, &Class)| class.lines.get(&waiting.user).map(Line::len);
+        let before: u64 = equal.clone().filter_map(of_user).sum();
+        let counter = presence.counter_milli(figures);
+        let raised = before.saturating_mul(step(presence.weight_milli));
+        // The user's key by the time it is this one's turn.
+        let reached = self
+            .key_at(waiting, figures, counter)
+            .saturating_add(raised);
+        let upto = (reached, u64::MAX, Ticket(u64::MAX), UserKey(u64::MAX));
+        let heads = equal.flat_map(|(_, class)| {
+            let heads = class.heads.range(..=upto);
+            heads.filter_map(|(key, _, _, user)| Some((*key, *user, class.lines.get(user)?)))
+        });
+        let others = heads.filter(|(_, user, _)| *user != waiting.user);
+        let going = others.map(|(key, user, line)| {
+            let weight_milli = self.users.get(&user).map_or(0, |it| it.weight_milli);
+            let turns = 1 + (reached - key) / step(weight_milli);
+            turns.min(line.len())
+        });
+        higher + before + going.sum::<u64>()
+    }
+
+    fn bounds(&self) -> Bounds {
+        Bounds {
+            wait_ms_max: self.rules.wait_ms_max,
+            target_ms: self.rules.target_ms,
+        }
+    }
+
+    /// Follows the load.
+    pub(super) fn look(&mut self, now_ms: u64) {
+        let (waiting, bounds) = (self.requests.len(), self.bounds());
+        if self.overload.look(now_ms, waiting, &bounds) {
+            // Other requests come first now.
+            self.refreshed_ms = None;
+        }
+    }
+
+    /// Whether a user's newest request goes first.
+    pub(super) fn is_newest_first(&self) -> bool {
+        self.overload.is_on()
+    }
+
+    /// Takes a request out that goes to a backend.
+    pub fn take(&mut self, ticket: Ticket, now_ms: u64) -> Option<Waiting> {
+        let waiting = self.remove(ticket)?;
+        self.overload.departed(now_ms);
+        self.stayed(&waiting, now_ms);
+        self.note_empty(now_ms);
+        Some(waiting)
+    }
+
+    /// Takes a request out whose client has left.
+    pub fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<Waiting> {
+        let waiting = self.remove(ticket)?;
+        let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
+        self.overload.patience.left(waited_ms);
+        self.note_empty(now_ms);
+        Some(waiting)
+    }
+
+    fn note_empty(&mut self, now_ms: u64) {
+        if self.requests.is_empty() {
+            self.overload.emptied(now_ms);
+        }
+    }
+
+    fn stayed(&mut self, waiting: &Waiting, now_ms: u64) {
+        let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
+        self.overload.patience.stayed(waited_ms);
+    }
+
+    /// Takes out what has waited for as long as it may, oldest first, then what has passed its
+    /// client's deadline.
+    pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
+        self.look(now_ms);
+        let bounds = self.bounds();
+        let wait_ms_max = self.overload.wait_ms_max(&bounds);
+        let mut expired = Vec::new();
+        while let Some(&(arrived_ms, ticket)) = self.ages.first() {
+            let waited_ms = now_ms.saturating_sub(arrived_ms);
+            if waited_ms < wait_ms_max {
+                break;
+            }
+            let why = if waited_ms >= bounds.wait_ms_max {
+                Why::TooLong
+            } else if self.overload.is_on() && waited_ms >= bounds.target_ms {
+                Why::Overload
+            } else {
+                Why::Deadline
+            };
+            expired.extend(self.remove(ticket).map(|waiting| Expired { waiting, why }));
+        }
+        while let Some(&(due_ms, ticket)) = self.dues.first()
+            && due_ms <= now_ms
+        {
+            let why = Why::Deadline;
+            expired.extend(self.remove(ticket).map(|waiting| Expired { waiting, why }));
+        }
+        for gone in &expired {
+            self.stayed(&gone.waiting, now_ms);
+        }
+        if !expired.is_empty() {
+            self.note_empty(now_ms);
+        }
+        expired
+    }
+
+    /// How the queue is doing.
+    #[must_use]
+    pub fn forecast(&self, now_ms: u64) -> Forecast {
+        Forecast {
+            drain_ms: self.overload.wait_ms(self.requests.len() as u64, now_ms),
+            wait_ms_max: self.overload.wait_ms_max(&self.bounds()),
+            rate_milli: self.overload.rate_milli(now_ms),
+            is_overloaded: self.overload.is_on(),
+        }
+    }
+
+    /// How long backends take for an answer on the average: a client that leaves after some time has
+    /// no use for a request that goes so shortly before.
+    pub fn set_service_ms(&mut self, service_ms: u64) {
+        self.overload.set_service_ms(service_ms);
+    }
+
+    /// The same, as it was set.
+    #[must_use]
+    pub fn service_ms(&self) -> u64 {
+        self.overload.service_ms()
+    }
+
+    /// What was learnt of the load, to be given to the next queue of the same model.
+    #[must_use]
+    pub fn into_overload(self) -> Overload {
+        self.overload
+    }
+
+    /// Begins with what an earlier queue has learnt.
+    #[must_use]
+    pub fn with_overload(mut self, overload: Overload) -> Self {
+        self.overload = overload;
+        self
+    }
+}
