@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use state::admission::{AdmissionSettings, Batching, Concurrency, Order};
+use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency, Order};
 use state::policy::PolicyConfig;
 
 use super::compare::{Case, Cases, PROGRESS_PARTS, no_verdict};
 use super::events::Micros;
 use super::experiment::Experiment;
 use super::page;
-use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel, Plan, Restart, Who, micros};
+use super::plan::{BLOCK_TOKENS, BatchTimes, Clients, EngineModel, Plan, Restart, Who, micros};
 use super::print;
 use super::workload::{Lengths, Mix, User, Workload};
 use crate::engine::model::Shape;
@@ -77,6 +77,13 @@ pub struct SimulateArgs {
     /// Requests given to an engine at once: a number, `adaptive` or `unlimited`
     #[arg(long, value_name = "N", default_value = "unlimited", value_parser = concurrency)]
     concurrency: Concurrency,
+    /// Clients leave unless they have their whole answer by then: 3s, or 2s..10s. Waits are then
+    /// bounded as production does
+    #[arg(long, value_name = "TIME", value_parser = patience)]
+    patience: Option<(Micros, Micros)>,
+    /// How often clients who were refused or left try again
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=10))]
+    retries: u32,
     /// Output lengths are known when a request comes, in place of predicted
     #[arg(long)]
     oracle: bool,
@@ -249,6 +256,14 @@ fn range(text: &str) -> Result<(u32, u32), String> {
     }
 }
 
+fn patience(text: &str) -> Result<(Micros, Micros), String> {
+    if text.contains("..") {
+        return span(text);
+    }
+    let time = humantime::parse_duration(text).map_err(|_| "expected a time like 3s".to_owned())?;
+    Ok((micros(time), micros(time)))
+}
+
 fn span(text: &str) -> Result<(Micros, Micros), String> {
     let expected = || "expected times like 20s..40s".to_owned();
     let (from, until) = text.split_once("..").ok_or_else(expected)?;
@@ -390,10 +405,15 @@ impl SimulateArgs {
                     Some(_) => Batching::Static,
                     None => Batching::Continuous,
                 },
-                // Simulated clients are patient; what waits too long is seen in the times.
-                queue_max: u32::MAX,
-                wait_ms_max: u32::MAX,
-                ..AdmissionSettings::default()
+                ..self.waits()
+            },
+            codel_target: match self.patience {
+                Some(_) => Duration::from_millis(CODEL_TARGET_MS),
+                None => Duration::MAX,
+            },
+            clients: Clients {
+                patience: self.patience,
+                retries: self.retries,
             },
             oracle: self.oracle,
             learn: self.learn,
@@ -412,6 +432,18 @@ impl SimulateArgs {
             .validate()
             .map_err(|reject| Unusable(reject.to_string()))?;
         Ok(plan)
+    }
+
+    /// Patient clients wait without bounds: what waits too long is seen in the times.
+    fn waits(&self) -> AdmissionSettings {
+        if self.patience.is_some() {
+            return AdmissionSettings::default();
+        }
+        AdmissionSettings {
+            queue_max: u32::MAX,
+            wait_ms_max: u32::MAX,
+            ..AdmissionSettings::default()
+        }
     }
 
     fn workload(&self) -> Result<Workload, Unusable> {

@@ -9,6 +9,7 @@ use state::outputs::theory::batch_time_mean;
 
 use super::args::Unusable;
 use super::compare::{Case, Cases};
+use super::overload;
 use super::plan::{BatchTimes, EngineModel, Plan, Restart, Who, micros};
 use super::report::{Run, Verdict};
 use super::workload::{Lengths, Mix, User, Workload};
@@ -22,6 +23,8 @@ pub enum Experiment {
     ReturningUser,
     /// One replica against three, and three that share nothing, with and without restarts
     Sharing,
+    /// Ten times as much as engines can serve, from clients who wait, who leave and who try again
+    Overload,
     /// Batches that end together, from 1 to 32 bins by output length, beside the theory
     StaticBatching,
 }
@@ -45,6 +48,7 @@ impl Experiment {
             Self::Fairness => fairness(seed, horizon.unwrap_or(600_000_000)),
             Self::ReturningUser => returning_user(seed, horizon.unwrap_or(300_000_000)),
             Self::Sharing => sharing(seed, horizon.unwrap_or(300_000_000), workload),
+            Self::Overload => overload::cases(seed, horizon.unwrap_or(60_000_000)),
             Self::StaticBatching => static_batching(seed, horizon.unwrap_or(10_000_000_000)),
         })
     }

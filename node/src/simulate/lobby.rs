@@ -8,13 +8,14 @@
 use std::collections::BTreeMap;
 
 use state::admission::{
-    AdmissionSettings, Backlog, Batching, Counters, Gate, Next, Pricing, Queue, Rules, Verdict,
-    Waiting, slack_tokens,
+    AdmissionSettings, Backlog, Batching, CODEL_INTERVAL_MS, Counters, Expired, Gate, Next,
+    Pricing, Queue, Refused, Rules, Verdict, Waiting, slack_tokens,
 };
 use state::ids::{ReplicaId, Ticket};
 use state::outputs::batch::{Bins, Candidate, Room, Rule};
 
 use super::events::Micros;
+use super::plan::Plan;
 use super::replica::unix_ms;
 
 /// How old the replicas' knowledge of each other's dispatches is taken to be at most, beyond the
@@ -41,6 +42,8 @@ pub struct Lobby {
     slack_most: u64,
     /// Whether the gate was closed when it was asked last.
     is_held: bool,
+    /// When the time of an answer is measured again.
+    next_measure: Micros,
 }
 
 enum Line {
@@ -77,10 +80,15 @@ pub enum Turn {
 impl Lobby {
     /// Nobody waits.
     #[must_use]
-    pub fn new(settings: &AdmissionSettings, pricing: Pricing, lag: Micros, replicas: u8) -> Self {
+    pub fn new(plan: &Plan, pricing: Pricing, lag: Micros) -> Self {
+        let settings = &plan.admission;
+        let rules = Rules {
+            target_ms: u64::try_from(plan.codel_target.as_millis()).unwrap_or(u64::MAX),
+            ..Rules::of(settings, pricing)
+        };
         let line = match settings.batching {
             Batching::Continuous => Line::Ordered {
-                queue: Box::new(Queue::new(Rules::of(settings, pricing))),
+                queue: Box::new(Queue::new(rules)),
                 requests: BTreeMap::new(),
             },
             Batching::Static => Line::Batches(Bins::new(settings.bins)),
@@ -88,7 +96,7 @@ impl Lobby {
         Self {
             settings: settings.clone(),
             lag_ms: LAG_MS + lag / 1000,
-            replicas: replicas.into(),
+            replicas: plan.replicas.into(),
             line,
             gate: Gate::default(),
             last_ticket: 0,
@@ -97,26 +105,27 @@ impl Lobby {
             rate: 0,
             slack_most: 0,
             is_held: false,
+            next_measure: 0,
         }
     }
 
-    /// A request waits. `false`: there is no room for it.
-    pub fn push(&mut self, guest: Guest, counters: &impl Counters) -> bool {
+    /// A request waits, under the ticket that is answered.
+    ///
+    /// # Errors
+    /// When it may not wait.
+    pub fn push(&mut self, guest: Guest, counters: &impl Counters) -> Result<Ticket, Refused> {
         self.largest = self.largest.max(guest.price);
         let now_ms = guest.waiting.arrived_ms;
+        self.last_ticket += 1;
+        let ticket = Ticket(self.last_ticket);
         match &mut self.line {
             Line::Ordered { queue, requests } => {
-                self.last_ticket += 1;
-                let ticket = Ticket(self.last_ticket);
                 let waiting = Waiting {
                     ticket,
                     ..guest.waiting
                 };
-                let pushed = queue.push(waiting, now_ms, counters, &self.gate);
-                if pushed.is_ok() {
-                    requests.insert(ticket, guest.request);
-                }
-                pushed.is_ok()
+                queue.push(waiting, now_ms, counters, &self.gate)?;
+                requests.insert(ticket, guest.request);
             }
             Line::Batches(bins) => {
                 let Waiting {
@@ -131,8 +140,51 @@ impl Lobby {
                     item: guest.request,
                 };
                 bins.push(bin, candidate);
-                true
             }
+        }
+        Ok(ticket)
+    }
+
+    /// A request's client has left.
+    pub fn left(&mut self, ticket: Ticket, now: Micros) {
+        if let Line::Ordered { queue, requests } = &mut self.line {
+            queue.left(ticket, unix_ms(now));
+            requests.remove(&ticket);
+        }
+    }
+
+    /// Those who have waited for as long as they may.
+    pub fn expire(&mut self, now: Micros) -> Vec<usize> {
+        let Line::Ordered { queue, requests } = &mut self.line else {
+            return Vec::new();
+        };
+        let expired = queue.expire(unix_ms(now)).into_iter();
+        let mut request = |it: Expired| requests.remove(&it.waiting.ticket);
+        expired
+            .map(|it| request(it).expect("who waits is known"))
+            .collect()
+    }
+
+    /// How long engines take for an answer, by Little's law, when `running` requests run from here.
+    pub fn measure(&mut self, now: Micros, running: impl FnOnce() -> u64) {
+        let Line::Ordered { queue, .. } = &mut self.line else {
+            return;
+        };
+        if now < self.next_measure {
+            return;
+        }
+        self.next_measure = now + CODEL_INTERVAL_MS * 1000;
+        if let Some(rate_milli @ 1..) = queue.forecast(unix_ms(now)).rate_milli {
+            queue.set_service_ms(running() * 1_000_000 / rate_milli);
+        }
+    }
+
+    /// Time until all that waits has gone, milliseconds.
+    #[must_use]
+    pub fn drain_ms(&self, now: Micros) -> u64 {
+        match &self.line {
+            Line::Ordered { queue, .. } => queue.forecast(unix_ms(now)).drain_ms,
+            Line::Batches(_) => 0,
         }
     }
 

@@ -15,6 +15,7 @@ pub mod events;
 pub mod experiment;
 pub mod ideal;
 pub mod lobby;
+pub mod overload;
 pub mod page;
 pub mod plan;
 pub mod print;

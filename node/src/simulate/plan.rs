@@ -23,6 +23,10 @@ pub struct Plan {
     pub admission: AdmissionSettings,
     /// What tokens cost.
     pub prices: FairnessSettings,
+    /// How long a request waits at most in overload.
+    pub codel_target: Duration,
+    /// How clients are.
+    pub clients: Clients,
     /// Whether output lengths are known when a request comes, in place of predicted.
     pub oracle: bool,
     /// Whether `cost` learns its constants from what was measured.
@@ -48,6 +52,15 @@ pub struct Plan {
     pub horizon: Micros,
     /// Seed of everything drawn.
     pub seed: u64,
+}
+
+/// How clients are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Clients {
+    /// From when to when they leave unless they have their whole answer; `None`: they never do.
+    pub patience: Option<(Micros, Micros)>,
+    /// How often they try again when they are refused or have left, as OpenAI's SDKs do.
+    pub retries: u32,
 }
 
 /// How an engine serves.
@@ -119,6 +132,8 @@ impl Default for Plan {
             policy: PolicyConfig::Cost(CostSettings::default()),
             admission: AdmissionSettings::default(),
             prices: FairnessSettings::default(),
+            codel_target: Duration::MAX,
+            clients: Clients::default(),
             oracle: false,
             learn: false,
             backends: 4,
@@ -139,6 +154,14 @@ impl Default for Plan {
             horizon: ms(60_000),
             seed: 1,
         }
+    }
+}
+
+impl Plan {
+    /// Whether a wait can end before a request goes.
+    #[must_use]
+    pub fn bounds_waits(&self) -> bool {
+        self.admission.wait_ms_max < u32::MAX
     }
 }
 

@@ -12,6 +12,13 @@ pub fn tables(comparison: &Comparison) -> String {
     if comparison.runs.iter().any(|run| run.service.len() > 1) {
         parts.push(fairness(comparison).to_string());
     }
+    if comparison
+        .runs
+        .iter()
+        .any(|run| run.refusals + run.departures > 0)
+    {
+        parts.push(overload(comparison).to_string());
+    }
     for verdict in &comparison.verdicts {
         let word = if verdict.holds { "holds" } else { "FAILS" };
         parts.push(format!("{word}: {}", verdict.claim));
@@ -85,6 +92,35 @@ fn fairness(comparison: &Comparison) -> Table {
             optional(run.service_ratio, 4),
             optional(run.jain_index, 4),
             format!("{:.0}", run.tokens_per_s),
+        ]);
+    }
+    align_numbers(&mut table);
+    table
+}
+
+fn overload(comparison: &Comparison) -> Table {
+    let mut table = table(&[
+        "run",
+        "asked/s",
+        "goodput/s",
+        "refusals",
+        "left",
+        "wasted tokens %",
+        "TTFT p50",
+        "p99 ms",
+    ]);
+    for run in &comparison.runs {
+        let tokens = run.output_tokens + run.prompt_tokens;
+        let wasted = 100.0 * run.wasted_tokens as f64 / tokens.max(1) as f64;
+        table.add_row([
+            run.label.clone(),
+            format!("{:.1}", run.requests as f64 / run.horizon_s),
+            format!("{:.1}", run.requests_per_s),
+            run.refusals.to_string(),
+            run.departures.to_string(),
+            format!("{wasted:.1}"),
+            format!("{:.0}", run.ttft_ms.p50),
+            format!("{:.0}", run.ttft_ms.p99),
         ]);
     }
     align_numbers(&mut table);

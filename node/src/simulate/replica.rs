@@ -303,6 +303,25 @@ impl Replica {
         });
     }
 
+    /// Notes that a request waits no more and does not go.
+    pub fn unqueued(&mut self, user: &str) {
+        let payer = self.outbox.payer(HASH_SEED, user);
+        self.outbox.charge(Charge {
+            user: payer,
+            dequeued: 1,
+            ..Charge::default()
+        });
+    }
+
+    /// Requests from here that run.
+    #[must_use]
+    pub fn running_here(&self) -> u64 {
+        let registry = self.view.registry();
+        let backends = registry.backends.iter();
+        let running = backends.map(|it| u64::from(self.load.here(it.handle).running));
+        running.sum()
+    }
+
     /// Notes that a request goes to the decided backend: load, overlay and outbox know it.
     pub fn dispatch(&mut self, ask: &Ask<'_>, decision: Decision, sent: &Sending<'_>) -> Flight {
         self.last_attempt += 1;

@@ -54,6 +54,14 @@ pub struct Run {
     pub ok: u64,
     /// Refused.
     pub refused: u64,
+    /// Left by their clients.
+    pub abandoned: u64,
+    /// Refusals, of all tries.
+    pub refusals: u64,
+    /// Times a client left, of all tries.
+    pub departures: u64,
+    /// Tokens computed and made for clients who left.
+    pub wasted_tokens: u64,
     /// Cut off by a restart and sent again.
     pub resent: u64,
     /// From the first arrival to the last end, seconds.
@@ -150,6 +158,10 @@ pub struct Curves {
     pub hit_rate: Vec<Option<f64>>,
     /// Time to first token at 1, 2, .. 100 percent, milliseconds.
     pub ttft_ms: Vec<f64>,
+    /// Requests that ended within each step.
+    pub ended: Vec<u64>,
+    /// Median time to first token within each step, milliseconds; `None` where none came.
+    pub ttft_p50_ms: Vec<Option<f64>>,
     /// Requests at each backend, by backend.
     pub load: Vec<Vec<u32>>,
     /// Requests waiting for admission.
@@ -207,6 +219,10 @@ impl Run {
             requests: tally.arrived,
             ok: tally.ended,
             refused: tally.refused,
+            abandoned: tally.abandoned,
+            refusals: tally.refusals,
+            departures: tally.departures,
+            wasted_tokens: tally.wasted_tokens,
             resent: tally.resent,
             duration_s: tally.last_end as f64 / 1e6,
             horizon_s,
@@ -264,6 +280,8 @@ impl Curves {
             ttft_ms: ttft
                 .map(|percent| quantile(&tally.ttft, percent) as f64 / 1e3)
                 .collect(),
+            ended: points.ended.clone(),
+            ttft_p50_ms: points.ttft.iter().map(|times| median(times)).collect(),
             load: (0..backends).map(of_backend).collect(),
             waiting: points.waiting.clone(),
             bins: (0..bins).map(of_bin).collect(),
@@ -271,6 +289,12 @@ impl Curves {
             users,
         }
     }
+}
+
+fn median(times: &[u64]) -> Option<f64> {
+    let mut times = times.to_owned();
+    times.sort_unstable();
+    (!times.is_empty()).then(|| quantile(&times, 50) as f64 / 1e3)
 }
 
 /// `2(U + X + G)`, for orders that bound the gap at all.

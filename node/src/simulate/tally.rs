@@ -5,6 +5,7 @@ use super::service::Service;
 
 /// Points of every curve over time.
 pub const POINTS: u64 = 120;
+const COUNT: usize = POINTS as usize;
 
 /// Everything observed.
 #[derive(Debug, Clone)]
@@ -17,8 +18,16 @@ pub struct Tally {
     pub arrived: u64,
     /// Requests served to their end.
     pub ended: u64,
-    /// Requests refused.
+    /// Requests refused, at their last try.
     pub refused: u64,
+    /// Requests whose clients left, at their last try.
+    pub abandoned: u64,
+    /// Refusals, of all tries.
+    pub refusals: u64,
+    /// Times a client left, of all tries.
+    pub departures: u64,
+    /// Tokens computed and made for clients who left.
+    pub wasted_tokens: u64,
     /// Requests cut off by a restart and sent again.
     pub resent: u64,
     /// Time to first token of each, in the order they came.
@@ -63,6 +72,10 @@ pub struct Tally {
 pub struct Points {
     /// Prompt tokens and, of these, cached ones, by the time of the first token.
     pub hits: Vec<(u64, u64)>,
+    /// Times to first token, by when it came.
+    pub ttft: Vec<Vec<Micros>>,
+    /// Requests that ended.
+    pub ended: Vec<u64>,
     /// Requests at each backend.
     pub load: Vec<Vec<u32>>,
     /// What each user was served so far.
@@ -82,6 +95,10 @@ impl Tally {
             arrived: 0,
             ended: 0,
             refused: 0,
+            abandoned: 0,
+            refusals: 0,
+            departures: 0,
+            wasted_tokens: 0,
             resent: 0,
             ttft: Vec::new(),
             latency: Vec::new(),
@@ -97,7 +114,9 @@ impl Tally {
             promised: vec![0; service.users()],
             by_backend: vec![0; usize::from(backends)],
             points: Points {
-                hits: vec![(0, 0); usize::try_from(POINTS).expect("a small number")],
+                hits: vec![(0, 0); COUNT],
+                ttft: vec![Vec::new(); COUNT],
+                ended: vec![0; COUNT],
                 ..Points::default()
             },
             service,
@@ -123,6 +142,7 @@ impl Tally {
         if let Some((prompts, hits)) = self.points.hits.get_mut(point) {
             *prompts += u64::from(prompt);
             *hits += u64::from(cached);
+            self.points.ttft[point].push(waited);
         }
     }
 
@@ -154,6 +174,10 @@ impl Tally {
         self.latency.push(took);
         self.by_backend[backend] += 1;
         self.last_end = now;
+        let point = usize::try_from(now / self.step()).unwrap_or(usize::MAX);
+        if let Some(ended) = self.points.ended.get_mut(point) {
+            *ended += 1;
+        }
         if now <= self.horizon {
             self.ended_in_time += 1;
         }

@@ -255,3 +255,18 @@ fn a_page_is_one_file_that_asks_nobody() {
     );
     assert!(!page.contains("src=") && !page.contains("@import") && !page.contains("/*DATA*/"));
 }
+
+#[test]
+fn ten_times_the_load_costs_no_goodput_and_is_over_when_it_is_over() {
+    let experiment = super::experiment::Experiment::Overload;
+    let cases = experiment.cases(1, Some(std::time::Duration::from_secs(30)), None);
+    let comparison = cases.unwrap().run(1, String::new(), |_| {});
+    for run in &comparison.runs {
+        assert_eq!(run.faults, Vec::<String>::new(), "{}", run.label);
+        let over = run.ok + run.refused + run.abandoned;
+        assert_eq!(over, run.requests, "{}", run.label);
+    }
+    let broken = comparison.verdicts.iter().filter(|it| !it.holds);
+    assert_eq!(broken.count(), 0, "{:#?}", comparison.verdicts);
+    assert_eq!(comparison.verdicts.len(), 9);
+}

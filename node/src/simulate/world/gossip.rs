@@ -171,6 +171,7 @@ impl World<'_> {
         if self.places[place].next_wake == self.now {
             self.places[place].next_wake = Micros::MAX;
             self.pump(place);
+            self.look_again(place);
         }
     }
 

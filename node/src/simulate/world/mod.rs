@@ -3,6 +3,7 @@
 //! Everything that happens is an `Event` with a time; handling one plans others. Nothing else
 //! passes between replicas, log and engines, so that the order of events is all there is to a run.
 
+mod clients;
 mod gossip;
 mod restart;
 mod serve;
@@ -12,7 +13,7 @@ use std::sync::Arc;
 use state::RouterState;
 use state::admission::{Backlog, Concurrency, Pricing};
 use state::command::{BackendSpec, Command, Envelope, UserSpec};
-use state::ids::{LogIndex, UserKey};
+use state::ids::{LogIndex, Ticket, UserKey};
 use state::policy::RoutingSettings;
 use state::prefix::user_key;
 
@@ -34,6 +35,10 @@ const WARM_UP: Micros = 10;
 enum Event {
     /// The next request with a time of its own arrives.
     Arrive,
+    /// A client has waited for its answer as long as it does, in this try.
+    Leave { request: usize, tries: u32 },
+    /// A client tries again.
+    Again(usize),
     /// A user with a backlog may send another.
     Return(usize),
     /// An engine's step is over.
@@ -82,6 +87,12 @@ struct Request {
     predicted_output: u32,
     stage: Stage,
     has_first_token: bool,
+    /// Times it was sent.
+    tries: u32,
+    /// While it waits.
+    ticket: Ticket,
+    /// Prompt tokens that were computed for it in this try.
+    computed: u32,
     /// Output tokens that its user was served: a request that is sent again is served again.
     served_output: u32,
 }
@@ -113,7 +124,7 @@ impl Place {
         let lag = lags.into_iter().flatten().max().unwrap_or_default();
         Self {
             replica: Replica::new(id, session, state, run),
-            lobby: Lobby::new(&plan.admission, run.pricing, lag, plan.replicas),
+            lobby: Lobby::new(plan, run.pricing, lag),
             session,
             is_flush_planned: false,
             last_flush: 0,
@@ -168,6 +179,8 @@ pub struct World<'a> {
     open: u64,
     rngs: Vec<Rng>,
     spread: Rng,
+    /// Draws how long clients wait.
+    moods: Rng,
     /// The entries a log begins with.
     setup: Vec<Envelope>,
     /// Next index, of the one log or of each replica's own.
@@ -212,6 +225,7 @@ impl<'a> World<'a> {
                 .map(|user| Rng::new(plan.seed, 100 + user))
                 .collect(),
             spread: Rng::new(plan.seed, 2),
+            moods: Rng::new(plan.seed, 3),
             next_index: vec![setup.len() as u64 + 1; usize::from(plan.replicas)],
             setup,
             epochs: vec![0; usize::from(plan.replicas)],
@@ -267,6 +281,8 @@ impl<'a> World<'a> {
         match event {
             Event::Arrive => self.arrive_next(),
             Event::Return(user) => self.come_back(user),
+            Event::Leave { request, tries } => self.leave(request, tries),
+            Event::Again(request) => self.try_again(request),
             Event::Step(engine) => self.step_over(engine),
             Event::Flush(place) => self.flush(place),
             Event::Apply {
@@ -373,10 +389,10 @@ impl<'a> World<'a> {
     fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         let tally = &self.tally;
-        if tally.arrived != tally.ended + tally.refused {
+        if tally.arrived != tally.ended + tally.refused + tally.abandoned {
             faults.push(format!(
-                "{} requests arrived, {} ended, {} were refused",
-                tally.arrived, tally.ended, tally.refused
+                "{} requests arrived, {} ended, {} were refused, {} abandoned",
+                tally.arrived, tally.ended, tally.refused, tally.abandoned
             ));
         }
         if !self.engines.iter().all(Engine::is_idle) {

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use state::admission::{Batching, Waiting};
+use state::admission::{Batching, Refused, Waiting};
+use state::ids::Ticket;
 
 use super::{Event, Micros, Place, Request, Stage, World};
 use crate::simulate::engine::Served;
@@ -62,6 +63,9 @@ impl World<'_> {
             predicted_output: output_tokens,
             stage: Stage::Waiting,
             has_first_token: false,
+            tries: 0,
+            ticket: Ticket::default(),
+            computed: 0,
             served_output: 0,
         });
         if is_too_large {
@@ -79,6 +83,7 @@ impl World<'_> {
 
     /// A request comes to a replica, for the first time or again.
     pub(super) fn enter(&mut self, request: usize) {
+        self.begin_try(request);
         let user = self.requests[request].user;
         let drawn = self.spread.below(self.places.len() as u64);
         let place = match self.workload.users[user].replica {
@@ -106,15 +111,21 @@ impl World<'_> {
     fn wait(&mut self, place: usize, request: usize) {
         let user = self.requests[request].user;
         let guest = self.guest(place, request);
+        let Place { replica, lobby, .. } = &mut self.places[place];
+        let pushed = lobby.push(guest, &replica.counters());
+        let drain_ms = lobby.drain_ms(self.now);
+        match pushed {
+            Ok(ticket) => self.requests[request].ticket = ticket,
+            Err(Refused::TooLate { wait_ms, .. }) => return self.turn_away(request, wait_ms),
+            Err(Refused::Full) => return self.turn_away(request, drain_ms),
+        }
         self.places[place]
             .replica
             .queued(&self.workload.users[user].name);
         self.tally.service.waits(user);
-        let Place { replica, lobby, .. } = &mut self.places[place];
-        let may_wait = lobby.push(guest, &replica.counters());
-        assert!(may_wait, "a simulated queue is as long as it gets");
         self.changed(place);
         self.pump(place);
+        self.look_again(place);
     }
 
     fn guest(&self, place: usize, request: usize) -> Guest {
@@ -149,6 +160,7 @@ impl World<'_> {
             self.pump_batches(place);
             return;
         }
+        self.expire(place);
         while !self.places[place].lobby.is_empty() {
             let has_room = self.has_room(place);
             let Place { replica, lobby, .. } = &mut self.places[place];
@@ -308,6 +320,7 @@ impl World<'_> {
             let cached = served.cached_tokens;
             self.tally
                 .first_token(self.now, waited, prompt.tokens, cached);
+            request.computed = uncached;
         }
         let output = served.output_tokens.saturating_sub(request.served_output);
         request.served_output += output;
@@ -334,7 +347,7 @@ impl World<'_> {
         self.sends_one(user);
     }
 
-    fn close(&mut self, user: usize) {
+    pub(super) fn close(&mut self, user: usize) {
         self.open -= 1;
         self.open_by_user[user] -= 1;
     }

@@ -1,0 +1,228 @@
+//! The overload experiment: what is served of ten times as much as can be served, to clients who
+//! wait, who leave after three seconds, and who try again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use state::admission::{AdmissionSettings, CODEL_TARGET_MS, Concurrency};
+
+use super::compare::{Case, Cases};
+use super::events::Micros;
+use super::plan::{Clients, EngineModel, Plan};
+use super::report::{Run, Verdict};
+use super::rng::Rng;
+use super::workload::{Lengths, Sent, User, Workload};
+
+/// What the engines of the experiment serve per second, about; the claims go by what they were
+/// measured to.
+const CAPACITY_PER_S: f64 = 22.0;
+/// Requests an engine is given at once, of two.
+const PLACES: u32 = 8;
+/// Load before and after.
+const QUIET: f64 = 0.7;
+/// Load in overload.
+const TIMES: f64 = 10.0;
+const PATIENCE: Micros = 3_000_000;
+/// Time after the load in which all is to be as before.
+const RECOVERY: Micros = 2_000_000;
+const LENGTHS: Lengths = Lengths {
+    input: (32, 64),
+    output: (16, 48),
+};
+
+/// Kinds of clients, and their names.
+const KINDS: [(&str, Clients); 3] = [
+    (
+        "patient",
+        Clients {
+            patience: None,
+            retries: 0,
+        },
+    ),
+    (
+        "leave after 3 s",
+        Clients {
+            patience: Some((PATIENCE, PATIENCE)),
+            retries: 0,
+        },
+    ),
+    (
+        "leave, try 3 times",
+        Clients {
+            patience: Some((PATIENCE, PATIENCE)),
+            retries: 2,
+        },
+    ),
+];
+/// Runs of each kind.
+const RUNS_OF_KIND: usize = 3;
+
+/// The cases: the capacity, and for each kind of clients full load, ten times that, and a quiet time
+/// before and after ten times that.
+#[must_use]
+pub fn cases(seed: u64, horizon: Micros) -> Cases {
+    let mut cases = vec![Case {
+        plan: plan("capacity".to_owned(), seed, horizon, Clients::default()),
+        workload: Arc::new(always_waiting()),
+    }];
+    let phases = [
+        ("1x", vec![(horizon, 1.0)]),
+        ("10x", vec![(horizon, TIMES)]),
+        (
+            "0.7x, 10x, 0.7x",
+            vec![
+                (horizon / 3, QUIET),
+                (horizon / 3, TIMES),
+                (horizon / 3, QUIET),
+            ],
+        ),
+    ];
+    let loads = phases.map(|(name, phases)| (name, Arc::new(load(seed, &phases))));
+    for (kind, clients) in KINDS {
+        for (name, workload) in &loads {
+            cases.push(Case {
+                plan: plan(format!("{kind}, {name}"), seed, horizon, clients),
+                workload: Arc::clone(workload),
+            });
+        }
+    }
+    Cases {
+        title: format!(
+            "Ten times what 2 engines of {PLACES} places can serve, from 4 users through 3 replicas"
+        ),
+        cases,
+        judge,
+    }
+}
+
+fn plan(label: String, seed: u64, horizon: Micros, clients: Clients) -> Plan {
+    let mut plan = Plan {
+        label,
+        seed,
+        horizon,
+        clients,
+        backends: 2,
+        codel_target: Duration::from_millis(CODEL_TARGET_MS),
+        admission: AdmissionSettings {
+            concurrency: Concurrency::Fixed(PLACES),
+            ..AdmissionSettings::default()
+        },
+        ..Plan::default()
+    };
+    if let EngineModel::Continuous(shape) = &mut plan.engine {
+        shape.max_num_seqs = PLACES;
+    }
+    plan
+}
+
+fn users() -> Vec<User> {
+    let name = |number| User::named(&format!("user-{number}"));
+    (1..=4).map(name).collect()
+}
+
+fn always_waiting() -> Workload {
+    let mut users = users();
+    for user in &mut users {
+        user.backlog = 2 * PLACES;
+    }
+    Workload {
+        users,
+        arrivals: Vec::new(),
+        shape: LENGTHS,
+    }
+}
+
+/// Requests at these multiples of the capacity, one after the other.
+fn load(seed: u64, phases: &[(Micros, f64)]) -> Workload {
+    let mut rng = Rng::new(seed, 4);
+    let mut workload = Workload {
+        users: users(),
+        ..Workload::default()
+    };
+    let mut begin = 0;
+    for (length, times) in phases {
+        let mut at = begin;
+        begin += length;
+        loop {
+            at += rng.gap_us(CAPACITY_PER_S * times);
+            if at >= begin {
+                break;
+            }
+            let (prompt, output_tokens) = LENGTHS.draw_request(&mut rng);
+            workload.arrivals.push(Sent {
+                at,
+                user: usize::try_from(rng.below(4)).expect("one of four"),
+                prompt,
+                output_tokens,
+            });
+        }
+    }
+    workload
+}
+
+fn judge(runs: &[Run]) -> Vec<Verdict> {
+    let Some((capacity, runs)) = runs.split_first() else {
+        return Vec::new();
+    };
+    let mut verdicts = Vec::new();
+    for of_kind in runs.chunks_exact(RUNS_OF_KIND) {
+        let [full, ten, step] = of_kind else { continue };
+        verdicts.push(goodput(capacity, ten));
+        verdicts.push(times(full, ten));
+        verdicts.push(recovery(full, step));
+    }
+    verdicts
+}
+
+fn goodput(capacity: &Run, ten: &Run) -> Verdict {
+    let share = ten.requests_per_s / capacity.requests_per_s;
+    Verdict {
+        claim: format!(
+            "{}: goodput is {share:.3} of the capacity, at least 0.9",
+            ten.label
+        ),
+        holds: share >= 0.9,
+    }
+}
+
+fn times(full: &Run, ten: &Run) -> Verdict {
+    let (before, after) = (full.ttft_ms, ten.ttft_ms);
+    Verdict {
+        claim: format!(
+            "{}: TTFT p50 {:.0} ms and p99 {:.0} ms are at most twice the {:.0} and {:.0} at full load",
+            ten.label, after.p50, after.p99, before.p50, before.p99
+        ),
+        holds: after.p50 <= 2.0 * before.p50 && after.p99 <= 2.0 * before.p99,
+    }
+}
+
+/// From [`RECOVERY`] after the load on it is as before: in the mean of the steps' medians, and in what
+/// is served. While those still come who try again, and the engines are full, as at full load.
+fn recovery(full: &Run, step: &Run) -> Verdict {
+    let curves = &step.curves;
+    let third = curves.ended.len() / 3;
+    let late = (RECOVERY as f64 / 1e6 / curves.step_s).ceil() as usize;
+    // At the beginning nothing ends yet.
+    let of = |from: usize, until: usize| {
+        let medians = curves.ttft_p50_ms[from..until].iter().flatten();
+        let (sum, count) = medians.fold((0.0, 0_u32), |(sum, count), it| (sum + it, count + 1));
+        let ended: u64 = curves.ended[from..until].iter().sum();
+        let per_s = ended as f64 / ((until - from) as f64 * curves.step_s);
+        (sum / f64::from(count.max(1)), per_s)
+    };
+    let (before_ms, before) = of(late, third);
+    let (after_ms, after) = of(2 * third + late, 3 * third);
+    let (usual_ms, when) = if after > before / QUIET * 0.9 {
+        (full.ttft_ms.p50, "at full load, as many try again")
+    } else {
+        (before_ms, "before")
+    };
+    Verdict {
+        claim: format!(
+            "{}: from 2 s after the load TTFT is {after_ms:.0} ms, at most twice the {usual_ms:.0} \
+             {when}, and {after:.1}/s are served, at least 0.9 of {before:.1}",
+            step.label
+        ),
+        holds: after_ms <= 2.0 * usual_ms && after >= 0.9 * before,
+    }
+}

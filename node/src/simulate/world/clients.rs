@@ -1,0 +1,139 @@
+//! Clients who do not wait for ever: they leave, they are refused, and they try again.
+
+use super::{Event, Micros, Stage, World};
+use crate::simulate::replica::Told;
+
+/// Production looks at its queues at least this often.
+const LOOK_EVERY: Micros = 20_000;
+/// OpenAI's SDKs wait this long before they try again, twice as long each further time.
+const BACK_OFF: Micros = 500_000;
+const BACK_OFF_MAX: Micros = 8_000_000;
+/// Least and most that production asks a refused client to wait, before jitter, milliseconds.
+const RETRY_AFTER_MS: (u64, u64) = (1000, 60_000);
+
+impl World<'_> {
+    /// A request is sent: its client waits for so long.
+    pub(super) fn begin_try(&mut self, request: usize) {
+        let asked = &mut self.requests[request];
+        asked.tries += 1;
+        if let Some((least, most)) = self.plan.clients.patience {
+            let tries = asked.tries;
+            let patience = least + self.moods.below(most - least + 1);
+            let leave = Event::Leave { request, tries };
+            self.events.plan(self.now + patience, leave);
+        }
+    }
+
+    /// A client leaves, if it has not got its answer in this try.
+    pub(super) fn leave(&mut self, request: usize, tries: u32) {
+        let asked = &mut self.requests[request];
+        if asked.tries != tries {
+            return;
+        }
+        let (place, user) = (asked.replica, asked.user);
+        match std::mem::replace(&mut asked.stage, Stage::Ended) {
+            Stage::Ended => return,
+            Stage::Waiting => {
+                let ticket = asked.ticket;
+                self.places[place].lobby.left(ticket, self.now);
+                self.waits_no_more(place, user);
+            }
+            Stage::Running(flight) => {
+                let told = Told {
+                    at: self.now,
+                    output: asked.served_output,
+                    cached: asked.prompt.tokens - asked.computed,
+                };
+                let wasted = u64::from(asked.computed) + u64::from(asked.served_output);
+                self.tally.wasted_tokens += wasted;
+                let rest = asked.output_tokens - asked.served_output;
+                self.tally.kept(user, rest);
+                self.engines[usize::from(flight.backend.slot.0)].abort(request);
+                let here = &mut self.places[place];
+                let priced = here.replica.end(*flight, &asked.prompt, &told);
+                here.lobby.priced(priced);
+            }
+        }
+        self.changed(place);
+        self.tally.departures += 1;
+        if self.may_try_again(request) {
+            let after = self.back_off(request);
+            self.events.plan(self.now + after, Event::Again(request));
+        } else {
+            self.tally.abandoned += 1;
+            self.close(user);
+        }
+        self.pump(place);
+    }
+
+    /// A request may not wait; its client is told when to come back.
+    pub(super) fn turn_away(&mut self, request: usize, wait_ms: u64) {
+        let asked = &mut self.requests[request];
+        asked.stage = Stage::Ended;
+        let user = asked.user;
+        self.tally.refusals += 1;
+        if self.may_try_again(request) {
+            let wait_ms = wait_ms.clamp(RETRY_AFTER_MS.0, RETRY_AFTER_MS.1);
+            let jittered_ms = wait_ms + self.moods.below(wait_ms / 2);
+            // A header of whole seconds.
+            let after = jittered_ms.div_ceil(1000) * 1_000_000;
+            self.events.plan(self.now + after, Event::Again(request));
+        } else {
+            self.tally.refused += 1;
+            self.close(user);
+        }
+    }
+
+    fn may_try_again(&self, request: usize) -> bool {
+        let is_in_time = self.now < self.plan.horizon;
+        is_in_time && self.requests[request].tries <= self.plan.clients.retries
+    }
+
+    fn back_off(&mut self, request: usize) -> Micros {
+        let doublings = self.requests[request].tries.saturating_sub(1).min(8);
+        let most = (BACK_OFF << doublings).min(BACK_OFF_MAX);
+        most - self.moods.below(most / 4)
+    }
+
+    /// A client tries again.
+    pub(super) fn try_again(&mut self, request: usize) {
+        let asked = &mut self.requests[request];
+        asked.arrived = self.now;
+        asked.has_first_token = false;
+        (asked.computed, asked.served_output) = (0, 0);
+        self.enter(request);
+    }
+
+    /// Refuses those who have waited for as long as they may.
+    pub(super) fn expire(&mut self, place: usize) {
+        if !self.plan.bounds_waits() {
+            return;
+        }
+        let here = &mut self.places[place];
+        let running = || here.replica.running_here();
+        here.lobby.measure(self.now, running);
+        let drain_ms = here.lobby.drain_ms(self.now);
+        let expired = here.lobby.expire(self.now);
+        if expired.is_empty() {
+            return;
+        }
+        for request in expired {
+            self.waits_no_more(place, self.requests[request].user);
+            self.turn_away(request, drain_ms);
+        }
+        self.changed(place);
+    }
+
+    fn waits_no_more(&mut self, place: usize, user: usize) {
+        let name = &self.workload.users[user].name;
+        self.places[place].replica.unqueued(name);
+        self.tally.service.waits_no_more(user);
+    }
+
+    /// While somebody waits, the queue is looked at again and again.
+    pub(super) fn look_again(&mut self, place: usize) {
+        if self.plan.bounds_waits() && !self.places[place].lobby.is_empty() {
+            self.wake_in(place, LOOK_EVERY);
+        }
+    }
+}
