@@ -212,6 +212,11 @@ impl Replica {
             &i64::from(status.fault.is_some()),
         )?;
         page.gauge(
+            "quorate_raft_log_is_waiting",
+            "1 while the log waits for space on its disk",
+            &i64::from(status.waiting.is_some()),
+        )?;
+        page.gauge(
             "quorate_raft_committed_index",
             "Last log index known committed",
             &status.committed_index,

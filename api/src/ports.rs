@@ -106,6 +106,8 @@ pub struct ClusterStatus {
     pub is_removed: bool,
     /// A storage fault, in words.
     pub fault: Option<String>,
+    /// Why the log takes nothing at present, in words; it goes on by itself.
+    pub waiting: Option<String>,
     /// `CARGO_PKG_VERSION` of this replica.
     pub version: &'static str,
     /// All members by id.

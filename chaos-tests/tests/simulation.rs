@@ -85,6 +85,8 @@ fn processes_and_disks_fail() {
         Fault::SlowDisk,
         Fault::FailDisk,
         Fault::LoseState,
+        Fault::Descriptors,
+        Fault::FullDisk,
     ]);
 }
 

@@ -5,7 +5,7 @@
 //! beside them.
 //!
 //! A snapshot that cannot be written (the disk is full) stops nothing: the log holds all of it. It
-//! is tried again until it can be.
+//! is tried again until it can be. So is one that cannot be opened, for want of descriptors.
 //!
 //! A machine that cannot be trusted takes over the state of another replica's ([`Host::take_over`]),
 //! beside Raft: its log was never in doubt. The machine is then ahead of what Raft has handed over
@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use crate::blocking::Blocking;
 use crate::error::StartError;
 use crate::fault::Fault;
-use crate::files::{damaged, io_error};
+use crate::files::{damaged, io_error, is_shortage};
 use crate::machine::{FrozenMachine, Machine};
 use crate::planted::{self, Bug};
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
@@ -37,6 +37,9 @@ type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::No
 /// Wait after a snapshot that could not be written; doubled each time up to the maximum.
 const WRITE_AGAIN_FIRST: Duration = Duration::from_millis(500);
 const WRITE_AGAIN_MAX: Duration = Duration::from_secs(30);
+/// Wait after one that could not be opened; doubled each time up to the maximum.
+const OPEN_AGAIN_FIRST: Duration = Duration::from_millis(50);
+const OPEN_AGAIN_MAX: Duration = Duration::from_secs(1);
 
 /// The machine and how far it is. Clones share it.
 #[derive(Clone)]
@@ -310,6 +313,32 @@ impl Host {
         (machine.freeze(), position.clone())
     }
 
+    /// Does some work on snapshot files, again and again while it lacks what may be there later.
+    async fn patiently<T: Send + 'static>(
+        &self,
+        work: impl Fn(&Self) -> Result<T, StartError> + Clone + Send + 'static,
+    ) -> io::Result<T> {
+        let mut wait = OPEN_AGAIN_FIRST;
+        loop {
+            let (host, work) = (self.clone(), work.clone());
+            let error = match self.0.blocking.run(move || work(&host)).await? {
+                Ok(done) => return Ok(done),
+                Err(error) => error,
+            };
+            let is_short = matches!(&error, StartError::Io { source, .. } if is_shortage(source));
+            if !is_short || self.0.stop.is_cancelled() {
+                return Err(io::Error::other(error));
+            }
+            tracing::warn!(%error, again_in = ?wait, "snapshot cannot be used yet");
+            tokio::select! {
+                biased;
+                () = self.0.stop.cancelled() => {}
+                () = tokio::time::sleep(wait) => {}
+            }
+            wait = (wait * 2).min(OPEN_AGAIN_MAX);
+        }
+    }
+
     fn current(&self) -> Result<Option<Snapshot>, StartError> {
         let newest = || {
             let newest = self.0.folder.newest();
@@ -468,24 +497,28 @@ impl RaftStateMachine<Config> for Host {
         meta: &SnapshotMeta,
         snapshot: SnapshotFile,
     ) -> io::Result<()> {
-        let host = self.clone();
         let last = meta.last_log_id;
-        let installed = self.0.blocking.run(move || {
+        let installed = async {
             // The file is complete and synced. It takes its name only once the machine took it.
-            host.restore(&snapshot).map_err(io::Error::other)?;
+            let file = snapshot.clone();
+            self.patiently(move |host| host.restore(&file)).await?;
             if planted::is(Bug::SnapshotNotAdopted) {
-                return Ok(snapshot);
+                return Ok(());
             }
-            host.0.folder.adopt(&snapshot.path, last)
-        });
-        let installed = installed.await.and_then(|installed| installed);
+            self.patiently(move |host| {
+                let adopted = host.0.folder.adopt(&snapshot.path, last);
+                adopted
+                    .map(drop)
+                    .map_err(|error| io_error(&snapshot.path, error))
+            })
+            .await
+        };
+        let installed: io::Result<()> = installed.await;
         installed.inspect_err(|error| self.0.fault.set(format!("snapshot: {error}")))?;
         Ok(())
     }
 
     async fn get_current_snapshot(&mut self) -> io::Result<Option<Snapshot>> {
-        let host = self.clone();
-        let current = self.0.blocking.run(move || host.current());
-        current.await?.map_err(io::Error::other)
+        self.patiently(Self::current).await
     }
 }

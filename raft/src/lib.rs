@@ -26,8 +26,10 @@
 //!   replica at that index, once. Whoever is answered [`ProposeError::Unknown`] knows nothing and
 //!   proposes the same bytes again: telling them apart is up to the machine.
 //! - Log indexes count from 1 and are the same on every replica.
-//! - A replica never votes or acknowledges without its disk. After any error of the disk or the
+//! - A replica never votes or acknowledges without its disk. After an error of the disk or the
 //!   machine it takes no further part ([`Status::fault`]); what it had applied stays readable.
+//! - The log opens no file while it runs. A step that cannot begin, for want of room or of
+//!   descriptors, is tried again until it can ([`Status::waiting`]).
 //! - A replica that lost its store is another replica: it is refused under its old id.
 
 mod blocking;
@@ -63,7 +65,7 @@ pub use files::set_store_aside;
 pub use machine::{
     CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
 };
-pub use memory::MemoryDisk;
+pub use memory::{MemoryDisk, Shortage};
 pub use net::{PeerChannel, PeerRequest, PeerResponse, PeerService, Tcp, Transport};
 pub use options::{Formation, Options, Peers, Storage};
 pub use replica::Replica;

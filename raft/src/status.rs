@@ -31,8 +31,10 @@ pub struct Status {
     pub caught_up: bool,
     /// Whether it was removed from the cluster, as a member says that knows a newer membership.
     pub is_removed: bool,
-    /// Why the replica stopped or cannot vote (storage fault, disk full).
+    /// Why the replica stopped for good (storage fault, machine stopped).
     pub fault: Option<String>,
+    /// Why its log takes nothing at present (disk full). Nothing was begun: it goes on by itself.
+    pub waiting: Option<String>,
     /// All members, this one included.
     pub members: BTreeMap<u8, Member>,
 }

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{Cluster, PATIENCE, Seat, listeners};
-use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, StartError, Storage};
+use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, Shortage, StartError, Storage};
 use tokio::net::TcpListener;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -52,6 +52,100 @@ async fn a_replica_whose_disk_fails_steps_aside() {
     cluster.seat(leader).start().await;
     let committed = cluster.seat(leader).propose("again").await;
     cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
+    let mut cluster = Cluster::found_with(3, |options| {
+        options.storage = Storage::Memory(MemoryDisk::new());
+    })
+    .await;
+    cluster.seats[0].propose("before").await;
+    let leader = cluster.leader().await;
+    let Storage::Memory(disk) = cluster.seat(leader).options.storage.clone() else {
+        unreachable!("they were given memory")
+    };
+    disk.run_short(Some(Shortage::Space));
+    let full = cluster.seat(leader).replica().clone();
+    let learnt = tokio::spawn(async move {
+        loop {
+            // As the outbox does: the same bytes again until it is known what became of them.
+            match full.propose(b"learnt meanwhile".to_vec(), PATIENCE).await {
+                Ok(committed) => return committed,
+                Err(ProposeError::Unknown(_) | ProposeError::NoLeader) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+    });
+    let waiting = cluster.seat(leader);
+    let waiting = waiting.wait("it waits", |status| status.waiting.is_some());
+    assert_eq!(waiting.await.fault, None);
+    let other = cluster.seat(leader % 3 + 1);
+    other
+        .wait("another leader", |status| {
+            status.leader.is_some_and(|now| now != leader)
+        })
+        .await;
+    other.propose("without it").await;
+
+    disk.run_short(None);
+    learnt.await.unwrap();
+    let back = cluster.seat(leader);
+    let status = back
+        .wait("it is back", |status| {
+            status.waiting.is_none() && status.has_quorum
+        })
+        .await;
+    assert_eq!(status.fault, None);
+    let committed = back.propose("again").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_on_a_full_disk_can_be_stopped() {
+    let mut cluster = Cluster::found_with(1, |options| {
+        options.storage = Storage::Memory(MemoryDisk::new());
+    })
+    .await;
+    cluster.seats[0].propose("before").await;
+    let Storage::Memory(disk) = cluster.seats[0].options.storage.clone() else {
+        unreachable!("it was given memory")
+    };
+    disk.run_short(Some(Shortage::Space));
+    let replica = cluster.seats[0].replica().clone();
+    let proposed = tokio::spawn(async move { replica.propose(b"x".to_vec(), PATIENCE).await });
+    cluster.seats[0]
+        .wait("it waits", |status| status.waiting.is_some())
+        .await;
+    cluster.shutdown().await;
+    assert!(proposed.await.unwrap().is_err());
+    disk.run_short(None);
+    cluster.seats[0].start().await;
+    cluster.seats[0].propose("after").await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_snapshot_waits_for_descriptors() {
+    let mut cluster = Cluster::found_with(1, |options| {
+        options.storage = Storage::Memory(MemoryDisk::new());
+    })
+    .await;
+    cluster.seats[0].propose("before").await;
+    let Storage::Memory(disk) = cluster.seats[0].options.storage.clone() else {
+        unreachable!("it was given memory")
+    };
+    disk.run_short(Some(Shortage::Descriptors));
+    let replica = cluster.seats[0].replica().clone();
+    assert!(replica.snapshot().await.is_err());
+    cluster.seats[0].propose("the log goes on").await;
+    disk.run_short(None);
+    cluster.seats[0]
+        .wait("a snapshot", |status| status.snapshot.is_some())
+        .await;
+    assert_eq!(replica.status().fault, None);
     cluster.shutdown().await;
 }
 

@@ -54,6 +54,9 @@ fn readiness(admin: &Admin) -> Readiness {
     if let Some(fault) = &status.fault {
         against.push(format!("storage fault: {fault}"));
     }
+    if let Some(why) = &status.waiting {
+        against.push(format!("storage: waiting for space: {why}"));
+    }
     if let Some(minority) = admin.digests.minority() {
         against.push(format!(
             "state differs from {} other replicas' at log index {} and is being replaced by theirs",

@@ -50,6 +50,10 @@ pub enum Fault {
     Snapshot,
     /// A replica loses its state to a fault of memory.
     LoseState,
+    /// A process has no descriptors left for a while: it can open no file.
+    Descriptors,
+    /// A disk is full for a while; nobody starts its replica again.
+    FullDisk,
 }
 
 impl Fault {
@@ -77,6 +81,8 @@ impl Fault {
         (Self::Transfer, 6),
         (Self::Snapshot, 6),
         (Self::LoseState, 3),
+        (Self::Descriptors, 5),
+        (Self::FullDisk, 5),
     ];
 
     /// The next one, of those that `only` names; of all when it is empty.
@@ -143,6 +149,8 @@ pub enum Remedy {
     Quicken(Vec<(u8, u8)>),
     /// The disk is as quick as it was.
     QuickDisk(u8),
+    /// There are descriptors and space again.
+    EndShortage(u8),
     /// The disk is mended, and the replica that took itself out starts again.
     MendDisk(u8),
 }
@@ -158,6 +166,7 @@ impl Remedy {
             | Self::Resume(_)
             | Self::Heal(_)
             | Self::Soothe(_)
+            | Self::EndShortage(_)
             | Self::MendDisk(_) => false,
         }
     }

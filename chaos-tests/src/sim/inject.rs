@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use raft::Role;
+use raft::{Role, Shortage};
 use state::ids::ReplicaId;
 
 use super::faults::{Fault, Remedy};
@@ -73,6 +73,8 @@ impl World {
             Fault::Transfer => self.transfer(),
             Fault::Snapshot => self.snapshot(),
             Fault::LoseState => self.lose_state(),
+            Fault::Descriptors => self.run_short(Shortage::Descriptors),
+            Fault::FullDisk => self.run_short(Shortage::Space),
         }
     }
 
@@ -319,9 +321,19 @@ impl World {
         seat.is_disk_bad = true;
         seat.machine
             .disk
-            .fail(Some("no space left on device".to_owned()));
+            .fail(Some("input/output error".to_owned()));
         let wait_us = self.while_us(6000);
         self.remedy_in(wait_us, Remedy::MendDisk(id));
+        true
+    }
+
+    fn run_short(&mut self, of: Shortage) -> bool {
+        let Some(id) = self.any_running() else {
+            return false;
+        };
+        self.seats[&id].machine.disk.run_short(Some(of));
+        let wait_us = self.while_us(6000);
+        self.remedy_in(wait_us, Remedy::EndShortage(id));
         true
     }
 
@@ -473,6 +485,7 @@ impl World {
             }
             Remedy::Soothe(links) | Remedy::Quicken(links) => self.soothe(&links),
             Remedy::QuickDisk(id) => self.seats[&id].pace.recover(),
+            Remedy::EndShortage(id) => self.seats[&id].machine.disk.run_short(None),
             Remedy::MendDisk(id) => {
                 self.kill(id);
                 if let Some(seat) = self.seats.get_mut(&id) {

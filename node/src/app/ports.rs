@@ -331,6 +331,7 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
         caught_up: status.caught_up,
         is_removed: status.is_removed,
         fault: status.fault.clone(),
+        waiting: status.waiting.clone(),
         version: env!("CARGO_PKG_VERSION"),
         members: status.members.iter().map(member).collect(),
     }

@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `lock` | held by the process that runs on it |
 //! | `identity` | who the replica is and which cluster it belongs to |
-//! | `log.mark` | what the log has promised at least |
+//! | `log.mark` | what the log has promised at least; kept open (`crate::log::mark`) |
 //! | `log/` | sled: vote and entries |
 //! | `snapshots/` | snapshot files |
 
@@ -99,6 +99,28 @@ pub(crate) fn damaged(path: &Path, offset: u64, what: impl Into<String>) -> Star
         offset,
         what: what.into(),
     }
+}
+
+/// Whether an error says that something ran short which may be there again later. Only of a step that
+/// had changed nothing yet does that mean that it can be tried again.
+pub(crate) fn is_shortage(error: &io::Error) -> bool {
+    let is_short = |errno| {
+        use rustix::io::Errno;
+        [Errno::MFILE, Errno::NFILE, Errno::NOMEM].contains(&errno)
+    };
+    matches!(
+        error.kind(),
+        io::ErrorKind::StorageFull
+            | io::ErrorKind::QuotaExceeded
+            | io::ErrorKind::Interrupted
+            | io::ErrorKind::WouldBlock
+            | io::ErrorKind::OutOfMemory
+    ) || rustix::io::Errno::from_io_error(error).is_some_and(is_short)
+}
+
+/// Whether these are the bytes of a file that [`store_message`] wrote.
+pub(crate) fn is_message(bytes: &[u8]) -> bool {
+    bytes.starts_with(MAGIC)
 }
 
 /// Replaces a small file by a message: written beside, synced, renamed, folder synced.

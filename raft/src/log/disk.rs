@@ -3,6 +3,7 @@
 use std::io;
 use std::ops::Range;
 
+use super::weight;
 use crate::types::{Entry, LogId, Vote};
 
 /// One change of the log. Changes take effect in the order they are given.
@@ -26,6 +27,24 @@ pub(crate) enum Change {
     },
 }
 
+impl Change {
+    /// What its entries weigh.
+    pub(crate) fn weight(&self) -> usize {
+        match self {
+            Self::Append(entries) => entries.iter().map(weight).sum(),
+            Self::Vote(_) | Self::Committed(_) | Self::Truncate { .. } | Self::Purge { .. } => 0,
+        }
+    }
+
+    /// The first entry it takes back.
+    pub(crate) fn truncates_from(&self) -> Option<u64> {
+        match self {
+            Self::Truncate { from } => Some(*from),
+            Self::Vote(_) | Self::Committed(_) | Self::Append(_) | Self::Purge { .. } => None,
+        }
+    }
+}
+
 /// What a disk holds when it is opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Contents {
@@ -41,6 +60,12 @@ pub(crate) struct Contents {
 
 /// Keeps a log. Every call may block; one thread writes at a time, any number read.
 pub(crate) trait Disk: Send + Sync + 'static {
+    /// Whether a write of these changes can begin. Changes nothing.
+    ///
+    /// # Errors
+    /// When there is no room for it at present: to be asked again.
+    fn room_for(&self, changes: &[Change]) -> io::Result<()>;
+
     /// Makes all changes durable, in order. A power cut in between leaves a prefix of them.
     ///
     /// # Errors

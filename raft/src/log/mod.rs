@@ -4,11 +4,15 @@
 //! while after, entries stay in memory: applying and replicating fresh entries reads no disk.
 
 pub(crate) mod disk;
+pub(crate) mod mark;
 pub(crate) mod record;
 mod release;
+mod room;
 mod sled;
 mod writer;
 
+#[cfg(test)]
+mod descriptor_tests;
 #[cfg(test)]
 mod power_tests;
 #[cfg(test)]
@@ -34,6 +38,7 @@ use crate::files::{Layout, io_error};
 use crate::options::Storage;
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
+use crate::watch;
 
 /// Entries kept in memory, by their commands' bytes; those not yet durable come on top.
 const CACHE_BYTES_MAX: usize = 32 * 1024 * 1024;
@@ -124,6 +129,16 @@ impl LogStore {
     /// The last entry that was forgotten: a snapshot must reach it.
     pub(crate) fn purged(&self) -> Option<LogId> {
         self.memory.lock().purged
+    }
+
+    /// Why the log waits with writing: nothing was begun, and it goes on by itself.
+    pub(crate) fn waiting(&self) -> watch::Receiver<Option<String>> {
+        self.writer.waiting()
+    }
+
+    /// Gives up what waits for room on the disk, for good: the replica stops.
+    pub(crate) fn stop_waiting(&self) {
+        self.writer.stop_waiting();
     }
 
     /// Writes what waits and lets go of the disk.

@@ -3,7 +3,7 @@
 //! Killing a process loses nothing that was written, so it proves nothing about syncing. Here the
 //! disk after a cut is made up: the data file as it was at the last acknowledged write, with a
 //! pseudo-random half of the pages that were written since. The log must open and hold everything
-//! acknowledged.
+//! acknowledged. The mark beside it is torn likewise, in pieces that are less than a slot.
 
 use std::fs;
 use std::path::Path;
@@ -16,6 +16,8 @@ use crate::files::Layout;
 use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
 
 const PAGE_BYTES: usize = 4096;
+/// A slot of the mark is torn within.
+const MARK_PIECE_BYTES: usize = 16;
 
 fn entry(index: u64, bytes: usize) -> Entry {
     let leader_id = LeaderId {
@@ -65,9 +67,14 @@ fn copy(from: &Path, to: &Path) {
 
 /// The data file after a cut: synced pages, and some of those written since.
 fn cut(synced: &[u8], written: &[u8], coin: &mut Coin) -> Vec<u8> {
+    cut_in_pieces(synced, written, PAGE_BYTES, coin)
+}
+
+/// A file after a cut: what was synced, and some pieces of what was written since.
+fn cut_in_pieces(synced: &[u8], written: &[u8], bytes: usize, coin: &mut Coin) -> Vec<u8> {
     let mut after = synced.to_vec();
-    for (at, page) in written.chunks(PAGE_BYTES).enumerate() {
-        let range = at * PAGE_BYTES..at * PAGE_BYTES + page.len();
+    for (at, page) in written.chunks(bytes).enumerate() {
+        let range = at * bytes..at * bytes + page.len();
         if synced.get(range.clone()) != Some(page) && coin.toss() {
             after.resize(after.len().max(range.end), 0);
             after[range].copy_from_slice(page);
@@ -287,6 +294,64 @@ fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
         }
         disk.close();
     }
+}
+
+/// A log opened over a data file and a mark as a cut left them.
+fn left(folder: &Path, data: &[u8], mark: &[u8]) -> Model {
+    let after = tempfile::tempdir().unwrap();
+    copy(folder, after.path());
+    let after = Layout::new(after.path());
+    fs::write(after.log().join("db"), data).unwrap();
+    fs::write(after.mark(), mark).unwrap();
+    let (disk, contents) = SledDisk::open(&after).unwrap();
+    let left = Model::read(&disk, &contents);
+    disk.close();
+    left
+}
+
+/// The mark is taken back before entries go and moved on after others are synced: torn at either
+/// moment, it speaks of no more than is there.
+#[test]
+fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
+    let (mut lowered, mut raised) = (0, 0);
+    for seed in 0..4 {
+        let folder = tempfile::tempdir().unwrap();
+        let layout = Layout::new(folder.path());
+        layout.create().unwrap();
+        let (disk, _) = SledDisk::open(&layout).unwrap();
+        let (mut model, mut term, mut coin) = (Model::default(), 1, Coin(seed));
+        let data = || fs::read(layout.log().join("db")).unwrap();
+        let mark = || fs::read(layout.mark()).unwrap();
+        for _ in 0..10 {
+            let batch = some_batch(&model, &mut term, &mut coin);
+            let (data_before, mark_before) = (data(), mark());
+            disk.write_unsynced(&batch).unwrap();
+            let mark_between = mark();
+            if mark_between != mark_before {
+                lowered += 1;
+                let torn = cut_in_pieces(&mark_before, &mark_between, MARK_PIECE_BYTES, &mut coin);
+                assert!(
+                    left(folder.path(), &data_before, &torn) == model,
+                    "seed {seed}"
+                );
+            }
+            for change in &batch {
+                model = model.ways(change).pop().unwrap();
+            }
+            disk.write(&[]).unwrap();
+            let mark_after = mark();
+            if mark_after != mark_between {
+                raised += 1;
+                let torn = cut_in_pieces(&mark_between, &mark_after, MARK_PIECE_BYTES, &mut coin);
+                assert!(left(folder.path(), &data(), &torn) == model, "seed {seed}");
+            }
+        }
+        disk.close();
+    }
+    assert!(
+        lowered > 2 && raised > 8,
+        "lowered {lowered}, raised {raised} times"
+    );
 }
 
 /// sled never syncs the file that says how its data is laid out.

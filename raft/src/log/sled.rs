@@ -5,6 +5,9 @@
 //! - Values that sled moves out to `blobs/` are never synced at all. An item is one leaf of up to
 //!   17 values, and the limit is a quarter of a segment: segments of 4 MiB and values of at most
 //!   32 KiB keep every leaf inside; that the folder stays empty is checked at every write.
+//! - What sled holds in memory after a write that failed is not known, so a write is begun only
+//!   when it has room ([`super::room`]), and nothing is opened on the way: the folder, the mark and
+//!   the data file are held open.
 //! - Entries live in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once,
 //!   removing entries one by one costs as much as writing them.
 //! - What a process wrote and did not sync before it was killed is still there for the next one,
@@ -13,7 +16,8 @@
 //! - sled's pool may still hold the data file and its lock after the last `Db` is dropped: closing
 //!   waits for it.
 //! - On recovery sled takes damage for the end of its log and silently forgets what follows. The
-//!   file `log.mark` says what must at least be there, and records carry their own checksums.
+//!   file `log.mark` ([`super::mark`]) says what must at least be there, and records carry their own
+//!   checksums.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -21,21 +25,23 @@ use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use prost::Message;
 
 use super::disk::{Change, Contents, Disk};
+use super::mark::{Mark, MarkFile};
+use super::room::Room;
 use super::{record, release, weight};
 use crate::error::StartError;
-use crate::files::{self, Files, Layout, System, damaged, io_error};
-use crate::types::{Entry, LogId, Vote};
+use crate::files::{Files, Layout, System, damaged, io_error};
+use crate::types::{Entry, LogId};
 use crate::wire::proto;
 
 /// Indexes per tree.
 const RANGE: u64 = 1024;
 const VALUE_BYTES_MAX: usize = 32 * 1024;
-const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
+pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
 const CACHE_BYTES: u64 = 64 * 1024 * 1024;
 /// Entries after which the mark is moved on: so many may be forgotten by sled unnoticed.
 const MARK_EVERY: u64 = 1024;
@@ -54,27 +60,22 @@ pub(crate) struct SledDisk {
 struct Open {
     db: sled::Db,
     trees: Mutex<BTreeMap<u64, sled::Tree>>,
-    /// sled's data file, open a second time to sync it.
+    /// sled's data file, open a second time to sync it and to take space for it.
     file: File,
+    room: Room,
     data: PathBuf,
-    blobs: PathBuf,
-    mark_path: PathBuf,
+    /// sled's folder for large values, held open.
+    blobs: Mutex<rustix::fs::Dir>,
     writing: Mutex<Writing>,
 }
 
 /// What the writer remembers.
-#[derive(Debug, Clone, Default)]
 struct Writing {
     contents: Contents,
     mark: Mark,
+    mark_file: MarkFile,
     /// A write is under way or has failed: what is on disk is not known.
     is_unsure: bool,
-}
-
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Mark {
-    vote: Option<Vote>,
-    last: Option<LogId>,
 }
 
 impl SledDisk {
@@ -82,10 +83,7 @@ impl SledDisk {
     pub(crate) fn open(layout: &Layout) -> Result<(Self, Contents), StartError> {
         let folder = layout.log();
         let data = folder.join("db");
-        let mark_path = layout.mark();
-        let mark: Mark = files::load_message::<proto::LogMark>(&System, &mark_path)?
-            .map(Mark::from)
-            .unwrap_or_default();
+        let (mark_file, mark) = MarkFile::open(layout)?;
         let config = sled::Config::new()
             .path(&folder)
             .segment_size(SEGMENT_BYTES)
@@ -101,24 +99,30 @@ impl SledDisk {
         System
             .sync_folder(root)
             .map_err(|error| io_error(root, error))?;
-        let file = File::open(&data).map_err(|error| io_error(&data, error))?;
+        let file = File::options().read(true).write(true).open(&data);
+        let file = file.map_err(|error| io_error(&data, error))?;
+        let blobs = folder.join("blobs");
+        let blobs = File::open(&blobs)
+            .and_then(|folder| Ok(rustix::fs::Dir::new(folder)?))
+            .map_err(|error| io_error(&blobs, error))?;
         let open = Open {
             trees: Mutex::new(BTreeMap::new()),
             file,
+            room: Room::default(),
             data: data.clone(),
-            blobs: folder.join("blobs"),
-            mark_path,
-            writing: Mutex::default(),
+            blobs: Mutex::new(blobs),
+            writing: Mutex::new(Writing {
+                contents: Contents::default(),
+                mark: mark.clone(),
+                mark_file,
+                is_unsure: false,
+            }),
             db,
         };
         let contents = catch_unwind(AssertUnwindSafe(|| open.load(&data)))
             .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))??;
         mark.check(&contents, &data)?;
-        *open.writing.lock().unwrap_or_else(PoisonError::into_inner) = Writing {
-            contents,
-            mark,
-            is_unsure: false,
-        };
+        open.writing().contents = contents;
         Ok((
             Self {
                 open: RwLock::new(Some(open)),
@@ -138,8 +142,8 @@ impl SledDisk {
     #[cfg(test)]
     pub(crate) fn write_unsynced(&self, changes: &[Change]) -> io::Result<()> {
         self.with(|open| {
-            let mut writing = open.writing.lock().unwrap_or_else(PoisonError::into_inner);
-            open.lower_mark(changes, &mut writing)?;
+            let mut writing = open.writing();
+            writing.lower_mark(changes)?;
             open.apply(changes, &mut writing)?;
             open.db.flush()?;
             Ok(())
@@ -148,6 +152,10 @@ impl SledDisk {
 }
 
 impl Disk for SledDisk {
+    fn room_for(&self, changes: &[Change]) -> io::Result<()> {
+        self.with(|open| open.room.take(&open.file, changes))
+    }
+
     fn write(&self, changes: &[Change]) -> io::Result<()> {
         self.with(|open| open.write(changes))
     }
@@ -175,66 +183,38 @@ impl Disk for SledDisk {
 }
 
 impl Open {
+    fn writing(&self) -> MutexGuard<'_, Writing> {
+        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn write(&self, changes: &[Change]) -> io::Result<()> {
-        let mut writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writing = self.writing();
         // Taken back at the end only: neither an error nor a panic gets there.
         writing.is_unsure = true;
-        self.lower_mark(changes, &mut writing)?;
+        writing.lower_mark(changes)?;
         let dropped = self.apply(changes, &mut writing)?;
         self.db.flush()?;
         self.file.sync_data()?;
-        if std::fs::read_dir(&self.blobs)?.next().is_some() {
-            return Err(io::Error::other(
-                "sled moved a value to its unsynced blobs folder",
-            ));
-        }
+        self.refuse_blobs()?;
         for range in dropped {
             self.db.drop_tree(tree_name(range))?;
         }
-        self.raise_mark(&mut writing)?;
+        writing.raise_mark()?;
         writing.is_unsure = false;
         Ok(())
     }
 
-    /// Takes the mark back before entries it counts on go.
-    fn lower_mark(&self, changes: &[Change], writing: &mut Writing) -> io::Result<()> {
-        let lowest = changes
-            .iter()
-            .filter_map(|change| match change {
-                Change::Truncate { from } => Some(*from),
-                Change::Vote(_)
-                | Change::Committed(_)
-                | Change::Append(_)
-                | Change::Purge { .. } => None,
-            })
-            .min();
-        let Some(from) = lowest else { return Ok(()) };
-        if writing.mark.last.is_some_and(|last| last.index >= from) {
-            self.store_mark(
-                writing,
-                Mark {
-                    last: None,
-                    ..writing.mark.clone()
-                },
-            )?;
+    /// Values in their own files would never be synced.
+    fn refuse_blobs(&self) -> io::Result<()> {
+        let mut blobs = self.blobs.lock().unwrap_or_else(PoisonError::into_inner);
+        blobs.rewind();
+        while let Some(entry) = blobs.read() {
+            if ![&b"."[..], b".."].contains(&entry?.file_name().to_bytes()) {
+                return Err(io::Error::other(
+                    "sled moved a value to its unsynced blobs folder",
+                ));
+            }
         }
-        Ok(())
-    }
-
-    /// Moves the mark on when it lags far, and at once for a vote.
-    fn raise_mark(&self, writing: &mut Writing) -> io::Result<()> {
-        let Contents { vote, last, .. } = writing.contents;
-        let next = |last: Option<LogId>| last.map_or(0, |last| last.index + 1);
-        let lag = next(last).saturating_sub(next(writing.mark.last));
-        if vote == writing.mark.vote && lag < MARK_EVERY {
-            return Ok(());
-        }
-        self.store_mark(writing, Mark { vote, last })
-    }
-
-    fn store_mark(&self, writing: &mut Writing, mark: Mark) -> io::Result<()> {
-        files::store_message(&System, &self.mark_path, &proto::LogMark::from(&mark))?;
-        writing.mark = mark;
         Ok(())
     }
 
@@ -435,48 +415,44 @@ impl Open {
     /// Flushes all there is and moves the mark to the end; unless a write failed: a mark ahead of
     /// the log would have the next start take it for damaged.
     fn settle(&self) -> io::Result<()> {
-        let mut writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writing = self.writing();
         if writing.is_unsure {
             return Ok(());
         }
         self.db.flush()?;
         self.file.sync_data()?;
         let Contents { vote, last, .. } = writing.contents;
-        self.store_mark(&mut writing, Mark { vote, last })
+        writing.store_mark(Mark { vote, last })
     }
 }
 
-impl Mark {
-    /// What was promised must be there.
-    fn check(&self, contents: &Contents, data: &Path) -> Result<(), StartError> {
-        if self.last > contents.last {
-            let index = self.last.map_or(0, |last| last.index + 1);
-            let found = contents.last.map_or(0, |last| last.index + 1);
-            let what = format!("the log ends at entry {found}, it had reached {index}");
-            return Err(damaged(data, found, what));
-        }
-        if self.vote > contents.vote {
-            return Err(damaged(data, 0, "the last vote is missing"));
+impl Writing {
+    /// Takes the mark back before entries it counts on go.
+    fn lower_mark(&mut self, changes: &[Change]) -> io::Result<()> {
+        let lowest = changes.iter().filter_map(Change::truncates_from).min();
+        let Some(from) = lowest else { return Ok(()) };
+        if self.mark.last.is_some_and(|last| last.index >= from) {
+            let vote = self.mark.vote;
+            self.store_mark(Mark { vote, last: None })?;
         }
         Ok(())
     }
-}
 
-impl From<proto::LogMark> for Mark {
-    fn from(wire: proto::LogMark) -> Self {
-        Self {
-            vote: wire.vote.map(Into::into),
-            last: wire.last.map(Into::into),
+    /// Moves the mark on when it lags far, and at once for a vote.
+    fn raise_mark(&mut self) -> io::Result<()> {
+        let Contents { vote, last, .. } = self.contents;
+        let next = |last: Option<LogId>| last.map_or(0, |last| last.index + 1);
+        let lag = next(last).saturating_sub(next(self.mark.last));
+        if vote == self.mark.vote && lag < MARK_EVERY {
+            return Ok(());
         }
+        self.store_mark(Mark { vote, last })
     }
-}
 
-impl From<&Mark> for proto::LogMark {
-    fn from(mark: &Mark) -> Self {
-        Self {
-            vote: mark.vote.map(Into::into),
-            last: mark.last.map(Into::into),
-        }
+    fn store_mark(&mut self, mark: Mark) -> io::Result<()> {
+        self.mark_file.store(mark.clone())?;
+        self.mark = mark;
+        Ok(())
     }
 }
 

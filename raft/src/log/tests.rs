@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::host::Host;
-use crate::memory::MemoryDisk;
+use crate::memory::{MemoryDisk, Shortage};
 use crate::snapshot::SnapshotFolder;
 use crate::toy::Toy;
 use crate::types::{Command, LeaderId};
@@ -182,6 +182,65 @@ async fn a_failed_disk_is_never_written_again() {
         log.try_get_log_entries(0..1).await.unwrap(),
         entries(1, 0..1, 1)
     );
+}
+
+#[tokio::test]
+async fn a_full_disk_is_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let (disk, fault) = (MemoryDisk::new(), Fault::new());
+    let layout = Layout::new(folder.path());
+    let storage = Storage::Memory(disk.clone());
+    let log = LogStore::open(&storage, &layout, fault.clone()).unwrap();
+    disk.run_short(Some(Shortage::Space));
+    let mut waiting = log.waiting();
+    let mut writes = log.clone();
+    let written = tokio::spawn(async move {
+        writes.blocking_append(entries(1, 0..3, 1)).await?;
+        writes.save_vote(&Vote::new(2, 1)).await
+    });
+    waiting.wait_for(Option::is_some).await.unwrap();
+    assert_eq!(disk.open().contents().unwrap(), Contents::default());
+    disk.run_short(None);
+    written.await.unwrap().unwrap();
+    assert_eq!(*waiting.borrow(), None);
+    assert_eq!(fault.get(), None);
+    let contents = disk.open().contents().unwrap();
+    assert_eq!(contents.last, Some(log_id(1, 2)));
+    assert_eq!(contents.vote, Some(Vote::new(2, 1)));
+}
+
+/// What was given up leaves a gap: nothing may follow it, even if there is room again.
+#[tokio::test]
+async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
+    for on_thread in [false, true] {
+        let (disk, fault) = (MemoryDisk::new(), Fault::new());
+        let handle = Arc::new(disk.open());
+        let memory = Memory::new(&*handle, Contents::default());
+        let writer = match on_thread {
+            true => Writer::on_thread(handle, memory, fault.clone()).unwrap(),
+            false => Writer::on_task(handle, memory, fault.clone()),
+        };
+        disk.run_short(Some(Shortage::Space));
+        let append = |indexes| {
+            let (waiter, written) = oneshot::channel();
+            let change = Change::Append(entries(1, indexes, 1));
+            let done = Done::Waiter(waiter);
+            (Op { change, done }, written)
+        };
+        let (first, first_written) = append(0..1);
+        writer.submit(first).await.unwrap();
+        writer.waiting().wait_for(Option::is_some).await.unwrap();
+        writer.stop_waiting();
+        assert!(first_written.await.unwrap().is_err());
+        disk.run_short(None);
+        let (second, second_written) = append(1..2);
+        writer.submit(second).await.unwrap();
+        assert!(second_written.await.unwrap().is_err());
+        assert_eq!(disk.open().contents().unwrap(), Contents::default());
+        assert_eq!(fault.get(), None, "nothing is wrong with the disk");
+        writer.finish().await;
+        writer.close();
+    }
 }
 
 #[tokio::test]

@@ -2,27 +2,36 @@
 //!
 //! It takes everything that waits, writes it as one batch with one sync, and only then answers all
 //! of it: the disk's latency is paid once per batch however many wait, and never on a Raft task.
+//!
+//! While the disk has no room for a batch nothing of it is written, and it is tried again: a want
+//! that may pass costs no restart. An error after something was written is final.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use openraft::storage::IOFlushed;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task;
+use tokio_util::sync::CancellationToken;
 
 use super::disk::{Change, Disk};
-use super::weight;
 use crate::fault::Fault;
+use crate::files::is_shortage;
 use crate::memory::MemoryHandle;
 use crate::planted::{self, Bug};
 use crate::types::Config;
+use crate::watch;
 
 /// Waiting changes; a writer that is further behind makes Raft wait.
 const QUEUE_MAX: usize = 1024;
 /// Command bytes after which a batch is closed.
 const BATCH_BYTES_MAX: usize = 8 * 1024 * 1024;
+/// Wait before a batch is tried again that there is no room for; doubled each time up to the maximum.
+const AGAIN_FIRST: Duration = Duration::from_millis(10);
+const AGAIN_MAX: Duration = Duration::from_millis(500);
 const PANICKED: &str = "the log's writer panicked";
 
 /// Told when a change is durable.
@@ -66,6 +75,10 @@ struct Run {
     disk: Arc<dyn Disk>,
     watch: Arc<dyn Watch>,
     fault: Fault,
+    /// Why the disk takes nothing at present.
+    waiting: watch::Sender<Option<String>>,
+    /// The replica stops: room is waited for no more.
+    stop: CancellationToken,
 }
 
 impl Writer {
@@ -75,7 +88,7 @@ impl Writer {
         watch: Arc<dyn Watch>,
         fault: Fault,
     ) -> io::Result<Self> {
-        let run = Arc::new(Run { disk, watch, fault });
+        let run = Arc::new(Run::new(disk, watch, fault));
         let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
         let thread = thread::Builder::new().name("raft-log".into()).spawn({
             let run = run.clone();
@@ -92,11 +105,7 @@ impl Writer {
 
     /// A writer with a task of its own, which waits as long as the disk takes.
     pub(crate) fn on_task(disk: Arc<MemoryHandle>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
-        let run = Arc::new(Run {
-            disk: disk.clone(),
-            watch,
-            fault,
-        });
+        let run = Arc::new(Run::new(disk.clone(), watch, fault));
         let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
         let task = tokio::spawn({
             let run = run.clone();
@@ -139,8 +148,22 @@ impl Writer {
         })
     }
 
+    /// Why the disk takes nothing at present.
+    pub(crate) fn waiting(&self) -> watch::Receiver<Option<String>> {
+        self.run.waiting.subscribe()
+    }
+
+    /// Gives up what waits for room on the disk, and everything after it.
+    pub(crate) fn stop_waiting(&self) {
+        self.run.stop.cancel();
+        if let Some(Worker::Thread(thread)) = &*lock(&self.worker) {
+            thread.thread().unpark();
+        }
+    }
+
     /// Takes nothing more; a task that writes has ended afterwards.
     pub(crate) async fn finish(&self) {
+        self.stop_waiting();
         drop(lock(&self.ops).take());
         let task = {
             let mut worker = lock(&self.worker);
@@ -161,6 +184,7 @@ impl Writer {
 
     /// Writes what waits, stops the thread and closes the disk. Blocks.
     pub(crate) fn close(&self) {
+        self.stop_waiting();
         drop(lock(&self.ops).take());
         let worker = lock(&self.worker).take();
         if let Some(Worker::Thread(thread)) = worker
@@ -177,38 +201,92 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Run {
+    fn new(disk: Arc<dyn Disk>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
+        Self {
+            disk,
+            watch,
+            fault,
+            waiting: watch::Sender::new(None),
+            stop: CancellationToken::new(),
+        }
+    }
+
     fn write(&self, changes: &mut Vec<Change>) -> io::Result<()> {
-        self.begin(changes)?;
-        catch_unwind(AssertUnwindSafe(|| self.disk.write(changes)))
-            .unwrap_or_else(|_| Err(io::Error::other("the disk's writer panicked")))?;
+        self.refuse_if_failed()?;
+        let mut wait = AGAIN_FIRST;
+        while !self.has_room_for(changes)? {
+            thread::park_timeout(wait);
+            wait = (wait * 2).min(AGAIN_MAX);
+        }
+        self.watch.before(changes);
+        let written = catch_unwind(AssertUnwindSafe(|| self.disk.write(changes)))
+            .unwrap_or_else(|_| Err(io::Error::other("the disk's writer panicked")));
+        self.is_final(written)?;
         self.watch.after(changes);
         Ok(())
     }
 
     async fn write_slowly(&self, disk: &MemoryHandle, changes: &mut Vec<Change>) -> io::Result<()> {
-        self.begin(changes)?;
-        disk.write_unsynced(changes)?;
-        let time = disk.sync_time()?;
+        self.refuse_if_failed()?;
+        let mut wait = AGAIN_FIRST;
+        while !self.has_room_for(changes)? {
+            tokio::select! {
+                biased;
+                () = self.stop.cancelled() => {}
+                () = tokio::time::sleep(wait) => {}
+            }
+            wait = (wait * 2).min(AGAIN_MAX);
+        }
+        self.watch.before(changes);
+        self.is_final(disk.write_unsynced(changes))?;
+        let time = self.is_final(disk.sync_time())?;
         if !time.is_zero() {
             tokio::time::sleep(time).await;
         }
-        disk.sync_log()?;
+        self.is_final(disk.sync_log())?;
         self.watch.after(changes);
         Ok(())
     }
 
-    fn begin(&self, changes: &mut Vec<Change>) -> io::Result<()> {
-        if let Some(fault) = self.fault.get() {
-            return Err(io::Error::other(fault));
+    fn refuse_if_failed(&self) -> io::Result<()> {
+        match self.fault.get() {
+            Some(fault) => Err(io::Error::other(fault)),
+            None => Ok(()),
         }
-        self.watch.before(changes);
-        Ok(())
+    }
+
+    /// Whether a batch can be begun. What was given up once leaves a gap that nothing may follow:
+    /// after the first refusal at a stop everything is refused.
+    fn has_room_for(&self, changes: &[Change]) -> io::Result<bool> {
+        let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
+        let room = match is_given_up {
+            true => Err(io::Error::other("stopped while the log waited for room")),
+            false => self.disk.room_for(changes),
+        };
+        match room {
+            Ok(()) => {
+                if self.waiting.send_replace(None).is_some() {
+                    tracing::info!("log goes on: the disk takes writes again");
+                }
+                Ok(true)
+            }
+            Err(error) if is_given_up => Err(error),
+            Err(error) if is_shortage(&error) => {
+                if self.waiting.send_replace(Some(error.to_string())).is_none() {
+                    tracing::warn!(%error, "log waits: nothing was begun, it goes on by itself");
+                }
+                Ok(false)
+            }
+            Err(error) => self.is_final(Err(error)),
+        }
+    }
+
+    /// Nothing is written after an error of the disk.
+    fn is_final<T>(&self, result: io::Result<T>) -> io::Result<T> {
+        result.inspect_err(|error| self.fault.set(format!("log: {error}")))
     }
 
     fn answer(&self, result: &io::Result<()>, done: Vec<Done>) {
-        if let Err(error) = result {
-            self.fault.set(format!("log: {error}"));
-        }
         for done in done {
             // An `io::Error` cannot be cloned.
             done.tell(
@@ -236,23 +314,14 @@ impl Done {
 
 /// What waits, up to a batch.
 fn gather(first: Op, queue: &mut mpsc::Receiver<Op>) -> (Vec<Change>, Vec<Done>) {
-    let mut bytes = bytes_of(&first.change);
+    let mut bytes = first.change.weight();
     let (mut changes, mut done) = (vec![first.change], vec![first.done]);
     while bytes < BATCH_BYTES_MAX
         && let Ok(op) = queue.try_recv()
     {
-        bytes += bytes_of(&op.change);
+        bytes += op.change.weight();
         changes.push(op.change);
         done.push(op.done);
     }
     (changes, done)
-}
-
-fn bytes_of(change: &Change) -> usize {
-    match change {
-        Change::Append(entries) => entries.iter().map(weight).sum(),
-        Change::Vote(_) | Change::Committed(_) | Change::Truncate { .. } | Change::Purge { .. } => {
-            0
-        }
-    }
 }

@@ -8,7 +8,7 @@ use std::io::{self, Cursor, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{MemoryHandle, Step};
+use super::{MemoryHandle, Shortage, Step};
 use crate::files::{Files, Lock, NewFile, in_use};
 
 /// What files there are. A file has a number of its own, whatever it is called.
@@ -86,9 +86,16 @@ impl MemoryHandle {
     fn change(&self, step: FileStep) -> io::Result<()> {
         self.with(|state| {
             state.refuse_if_failed()?;
+            if matches!(step, FileStep::Create { .. } | FileStep::Write { .. }) {
+                state.refuse_if_short(Shortage::Space)?;
+            }
             state.take(Step::File(step));
             Ok(())
         })
+    }
+
+    fn refuse_to_open(&self) -> io::Result<()> {
+        self.with(|state| state.refuse_if_short(Shortage::Descriptors))
     }
 
     fn sync_files(&self, is_synced: impl Fn(&FileStep) -> bool) -> io::Result<()> {
@@ -106,10 +113,12 @@ impl Files for MemoryHandle {
     }
 
     fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        self.refuse_to_open()?;
         self.sync_files(|step| step.is_in(path))
     }
 
     fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>> {
+        self.refuse_to_open()?;
         self.with(|state| {
             let names = state.seen.files.names.keys();
             let inside = names.filter(|name| name.parent() == Some(folder));
@@ -123,11 +132,13 @@ impl Files for MemoryHandle {
     }
 
     fn open(&self, path: &Path) -> io::Result<Box<dyn Read + Send>> {
+        self.refuse_to_open()?;
         let content = self.with(|state| state.seen.files.read(path))?;
         Ok(Box::new(Cursor::new(content)))
     }
 
     fn create(&self, path: &Path) -> io::Result<Box<dyn NewFile>> {
+        self.refuse_to_open()?;
         let file = self.with(|state| {
             state.files_made += 1;
             Ok(state.files_made)

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
-use super::{MemoryHandle, Step};
+use super::{MemoryHandle, Shortage, Step};
 use crate::log::disk::{Change, Contents, Disk};
 use crate::log::weight;
 use crate::types::Entry;
@@ -95,6 +95,10 @@ impl MemoryHandle {
 }
 
 impl Disk for MemoryHandle {
+    fn room_for(&self, _changes: &[Change]) -> io::Result<()> {
+        self.with(|state| state.refuse_if_short(Shortage::Space))
+    }
+
     fn write(&self, changes: &[Change]) -> io::Result<()> {
         self.write_unsynced(changes)?;
         self.sync_log()

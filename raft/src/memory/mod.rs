@@ -24,6 +24,15 @@ use crate::log::disk::Change;
 #[derive(Clone, Default)]
 pub struct MemoryDisk(Arc<Mutex<State>>);
 
+/// What a disk runs short of for a while. Nothing is begun meanwhile that needs it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shortage {
+    /// The process has no descriptors left: no file or folder can be opened.
+    Descriptors,
+    /// The disk is full: nothing can be written.
+    Space,
+}
+
 /// The disk as one start of a replica has it: until a crash.
 #[derive(Clone)]
 pub(crate) struct MemoryHandle {
@@ -42,6 +51,7 @@ struct State {
     /// How long the log's next sync takes; at once if `None`.
     sync_time: Option<Box<dyn FnMut() -> Duration + Send>>,
     failure: Option<String>,
+    shortage: Option<Shortage>,
     /// Counts crashes: who opened the disk before the last one has lost it.
     era: u64,
     is_locked: bool,
@@ -81,6 +91,11 @@ impl MemoryDisk {
         self.lock().failure = what;
     }
 
+    /// Has it run short of something; `None` ends that.
+    pub fn run_short(&self, of: Option<Shortage>) {
+        self.lock().shortage = of;
+    }
+
     /// Cuts the disk off from the replica that runs on it, which can neither read nor change it from
     /// here on. Of the changes that were not synced, the oldest ones survive, as many as `keep`
     /// answers when it is told how many there are; the others never were.
@@ -96,10 +111,14 @@ impl MemoryDisk {
         state.seen = state.durable.clone();
     }
 
-    /// The disk for one start of a replica.
+    /// The disk for one start of a replica: a process of its own, with descriptors.
     pub(crate) fn open(&self) -> MemoryHandle {
+        let mut state = self.lock();
+        if state.shortage == Some(Shortage::Descriptors) {
+            state.shortage = None;
+        }
         MemoryHandle {
-            era: self.lock().era,
+            era: state.era,
             disk: self.clone(),
         }
     }
@@ -147,6 +166,17 @@ impl State {
             Some(what) => Err(io::Error::other(what.clone())),
             None => Ok(()),
         }
+    }
+
+    fn refuse_if_short(&self, of: Shortage) -> io::Result<()> {
+        if self.shortage != Some(of) {
+            return Ok(());
+        }
+        let errno = match of {
+            Shortage::Descriptors => rustix::io::Errno::MFILE,
+            Shortage::Space => rustix::io::Errno::NOSPC,
+        };
+        Err(errno.into())
     }
 
     fn take(&mut self, step: Step) {

@@ -118,6 +118,26 @@ fn a_file_is_there_after_its_folder_was_synced_and_whole_after_it_was() {
 }
 
 #[test]
+fn a_disk_that_runs_short_begins_nothing_and_goes_on_later() {
+    let disk = MemoryDisk::new();
+    let handle = disk.open();
+    let path = Path::new("/data/a");
+    let mut open_file = handle.create(path).unwrap();
+    disk.run_short(Some(Shortage::Space));
+    assert!(handle.room_for(&[]).is_err());
+    assert!(open_file.write(b"more").is_err());
+    assert_eq!(content(&handle, "/data/a").unwrap(), b"");
+    disk.run_short(Some(Shortage::Descriptors));
+    handle.room_for(&[]).unwrap();
+    open_file.write_all(b"1").unwrap();
+    assert!(handle.create(Path::new("/data/b")).is_err());
+    assert!(handle.open(path).is_err() && handle.list(Path::new("/data")).is_err());
+    disk.run_short(None);
+    assert_eq!(content(&handle, "/data/a").unwrap(), b"1");
+    assert!(!handle.exists(Path::new("/data/b")));
+}
+
+#[test]
 fn a_broken_disk_takes_nothing_until_it_is_repaired() {
     let disk = MemoryDisk::new();
     let handle = disk.open();

@@ -15,6 +15,7 @@ use std::sync::{Arc, OnceLock};
 use openraft::async_runtime::WatchReceiver;
 use tonic::Status;
 
+use crate::files::is_shortage;
 use crate::replica::Inner;
 use crate::types::{self, LogId, Node, Vote};
 use crate::wire::{self, Malformed, proto};
@@ -113,6 +114,9 @@ impl Inner {
     }
 
     fn lost(&self, error: &std::io::Error) -> Status {
+        if is_shortage(error) {
+            return Status::resource_exhausted(format!("identity: {error}"));
+        }
         self.fault.set(format!("identity: {error}"));
         Status::aborted(format!("replica stopped: {error}"))
     }

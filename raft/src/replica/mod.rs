@@ -157,6 +157,7 @@ impl Replica {
         inner.tasks.spawn(net::serve(inner.clone(), transport));
         inner.tasks.spawn(upkeep::keep_status(inner.clone()));
         inner.tasks.spawn(upkeep::keep_snapshots(inner.clone()));
+        inner.tasks.spawn(upkeep::stand_back(inner.clone()));
         inner.tasks.spawn(net::keep_streams(inner.clone()));
         inner.tasks.spawn(form::keep_membership(inner.clone()));
         inner.tasks.spawn(removal::notice(inner.clone()));
@@ -308,6 +309,8 @@ impl Inner {
     /// Ends everything. Idempotent.
     async fn stop(&self) {
         self.cancel.cancel();
+        // Raft may wait for its log, which may wait for room.
+        self.log.stop_waiting();
         if let Err(error) = self.raft.shutdown().await {
             tracing::error!(%error, "raft ended badly");
         }

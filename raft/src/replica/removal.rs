@@ -36,7 +36,7 @@ pub(super) async fn notice(inner: Arc<Inner>) {
             is_removed = inner.is_told_removed() => is_removed,
         };
         if inner.is_removed.swap(is_removed, Ordering::AcqRel) != is_removed {
-            inner.raft.runtime_config().elect(!is_removed);
+            inner.may_elect();
             inner.refresh();
         }
     }

@@ -10,6 +10,7 @@ use openraft::ServerState;
 use openraft::async_runtime::WatchReceiver;
 
 use super::Inner;
+use crate::files::is_shortage;
 use crate::options::Options;
 use crate::status::{Member, Role, Status};
 use crate::types::{self, Metrics, shown};
@@ -31,6 +32,7 @@ pub(super) fn first_status(options: &Options) -> Status {
         caught_up: false,
         is_removed: false,
         fault: None,
+        waiting: None,
         members: BTreeMap::new(),
     }
 }
@@ -39,6 +41,7 @@ pub(super) fn first_status(options: &Options) -> Status {
 pub(super) async fn keep_status(inner: Arc<Inner>) {
     let mut metrics = inner.raft.metrics();
     let mut fault = inner.fault.watch();
+    let mut waiting = inner.log.waiting();
     let mut connected = inner.connected.subscribe();
     // Silence changes the status too.
     let mut tick = tokio::time::interval(inner.options.heartbeat);
@@ -51,6 +54,7 @@ pub(super) async fn keep_status(inner: Arc<Inner>) {
             () = inner.cancel.cancelled() => return,
             changed = metrics.changed(), if is_running => is_running = changed.is_ok(),
             _ = fault.changed() => {}
+            _ = waiting.changed() => {}
             _ = connected.changed() => {}
             _ = tick.tick() => {}
         }
@@ -77,7 +81,36 @@ pub(super) async fn keep_snapshots(inner: Arc<Inner>) {
     }
 }
 
+/// Has another voter lead while the log here takes nothing, and asks for no votes meanwhile: none
+/// could be kept.
+pub(super) async fn stand_back(inner: Arc<Inner>) {
+    let mut waiting = inner.log.waiting();
+    loop {
+        let is_waiting = waiting.borrow_and_update().is_some();
+        inner.may_elect();
+        if is_waiting {
+            inner.hand_over().await;
+        }
+        tokio::select! {
+            biased;
+            () = inner.cancel.cancelled() => return,
+            changed = waiting.changed() => if changed.is_err() { return },
+            // Nobody may have been there to take it.
+            () = tokio::time::sleep(inner.options.election_timeout.end), if is_waiting => {}
+        }
+    }
+}
+
 impl Inner {
+    /// Whether this replica asks for votes: not one that is removed, nor one that could not keep its
+    /// own.
+    pub(super) fn may_elect(&self) {
+        let is_removed = self.is_removed.load(Ordering::Acquire);
+        let is_waiting = self.log.waiting().borrow().is_some();
+        let may_elect = !is_removed && !is_waiting;
+        self.raft.runtime_config().elect(may_elect);
+    }
+
     /// How long a leader is believed without hearing of it: as long as its lease.
     fn lease(&self) -> Duration {
         self.options.election_timeout.end
@@ -96,6 +129,8 @@ impl Inner {
         }
         if let Some(cluster) = types::cluster_of(membership)
             && let Err(error) = self.links.identity.enter(cluster)
+            // Tried again at the next look.
+            && !is_shortage(&error)
         {
             self.fault.set(format!("identity: {error}"));
         }
@@ -163,6 +198,7 @@ impl Inner {
             caught_up: was_caught_up || self.is_caught_up(metrics),
             is_removed,
             fault,
+            waiting: self.log.waiting().borrow().clone(),
             members: self.members(metrics),
         }
     }

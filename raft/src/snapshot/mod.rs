@@ -93,11 +93,17 @@ impl SnapshotFolder {
         SnapshotFile { files, path }
     }
 
-    /// Gives a written and synced file its name, then removes every older snapshot.
+    /// Gives a written and synced file its name, then removes every older snapshot. What failed for
+    /// want of descriptors can be tried again.
     pub(crate) fn adopt(&self, unfinished: &Path, last: Option<LogId>) -> io::Result<SnapshotFile> {
         let path = self.folder.join(name(last));
         if unfinished != path {
-            self.files.rename(unfinished, &path)?;
+            match self.files.rename(unfinished, &path) {
+                // A try before this one came as far as that.
+                Err(error)
+                    if error.kind() == io::ErrorKind::NotFound && self.files.exists(&path) => {}
+                renamed => renamed?,
+            }
             self.files.sync_folder(&self.folder)?;
         }
         for other in self.finished()? {

@@ -163,6 +163,7 @@ fn status() -> ClusterStatus {
         caught_up: true,
         is_removed: false,
         fault: None,
+        waiting: None,
         version: "0.0.0",
         members: BTreeMap::from([
             (ReplicaId(1), member("127.0.0.1:1", Some(0))),

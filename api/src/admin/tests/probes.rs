@@ -33,7 +33,8 @@ async fn every_reason_against_readiness_is_named() {
     let bench = Bench::with_backends();
     {
         let mut status = bench.cluster.status.lock().unwrap();
-        status.fault = Some("no space left on device".to_owned());
+        status.fault = Some("input/output error".to_owned());
+        status.waiting = Some("5 KiB free, 16384 KiB wanted".to_owned());
         status.is_removed = true;
         status.caught_up = false;
     }
@@ -58,7 +59,8 @@ async fn every_reason_against_readiness_is_named() {
     let reasons = [
         "draining",
         "removed from the cluster",
-        "storage fault: no space left on device",
+        "storage fault: input/output error",
+        "storage: waiting for space: 5 KiB free, 16384 KiB wanted",
         "state differs from 2 other replicas' at log index 256 and is being replaced by theirs",
         "no healthy backend",
         "not caught up with the cluster",

@@ -9,10 +9,8 @@ use std::os::linux::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
-use tokio::time::Instant;
-
 use super::{Stage, last, members, system, until};
+use anyhow::{Context as _, ensure};
 
 /// Written at a time to fill a disk.
 const FILL_BYTES: usize = 64 * 1024;
@@ -29,21 +27,21 @@ fn small(stage: &Stage) -> anyhow::Result<usize> {
     small.context("no replica has a disk of its own")
 }
 
-/// It says so and serves on; the others go on without it. When there is room again, it is restarted.
-/// It has no way into the log meanwhile: what it learnt goes with its process.
+/// It says so and serves on; the others go on without it. When there is room again, it is back by
+/// itself, and what it learnt meanwhile gets into the log.
 pub(super) async fn full(stage: &mut Stage) -> anyhow::Result<()> {
     let victim = small(stage)?;
     if !stage.cluster.up().contains(&victim) {
         // It was sent away; the only place that is free is its own.
         members::join_and_remove(stage).await?;
     }
-    let since = Instant::now();
     let ballast = stage.cluster.data_dir(victim).join("ballast");
     // What the log frees meanwhile is filled as well.
     until("the replica finds its disk full", async || {
         fill(&ballast)?;
         let status = stage.status(victim).await?;
-        Ok(!status["fault"].is_null())
+        ensure!(status["fault"].is_null(), "storage fault: {status}");
+        Ok(!status["waiting"].is_null())
     })
     .await?;
     let others = stage.others(victim);
@@ -51,9 +49,12 @@ pub(super) async fn full(stage: &mut Stage) -> anyhow::Result<()> {
     let all = stage.cluster.up();
     stage.served_by(&all).await?;
     fs::remove_file(&ballast).context("free the disk")?;
-    stage.leave(victim).await?;
-    stage.load.book().doubt(victim, since, Instant::now());
-    stage.cluster.restart(&[victim]).await
+    until("the replica goes on by itself", async || {
+        let status = stage.status(victim).await?;
+        ensure!(status["fault"].is_null(), "storage fault: {status}");
+        Ok(status["waiting"].is_null() && status["has_quorum"] == true)
+    })
+    .await
 }
 
 fn fill(ballast: &Path) -> anyhow::Result<()> {

@@ -1,0 +1,83 @@
+//! The log opens nothing while it runs: in a process without a free descriptor it works as before.
+
+use std::process::Command;
+
+use bytes::Bytes;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use super::disk::{Change, Disk};
+use super::sled::SledDisk;
+use crate::files::Layout;
+use crate::types::{Command as LogCommand, Entry, LeaderId, LogId, Payload, Vote};
+
+/// Set in the process that is to do without: a limit holds for all of a process's threads.
+const ALONE: &str = "RAFT_TEST_WITHOUT_DESCRIPTORS";
+const NAME: &str = "log::descriptor_tests::the_log_opens_nothing_while_it_runs";
+
+#[test]
+fn the_log_opens_nothing_while_it_runs() {
+    if std::env::var_os(ALONE).is_some() {
+        return work_without_descriptors();
+    }
+    let program = std::env::current_exe().unwrap();
+    let alone = Command::new(program)
+        .args(["--exact", NAME, "--nocapture"])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&alone.stderr);
+    assert!(alone.status.success(), "{said}");
+}
+
+fn entries(term: u64, indexes: std::ops::Range<u64>, bytes: usize) -> Change {
+    let leader_id = LeaderId { term, node_id: 1 };
+    let entry = |index| Entry {
+        log_id: LogId { leader_id, index },
+        payload: Payload::Normal(LogCommand(Bytes::from(vec![index as u8; bytes]))),
+    };
+    Change::Append(indexes.map(entry).collect())
+}
+
+fn work_without_descriptors() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = Layout::new(folder.path());
+    layout.create().unwrap();
+    let (disk, _) = SledDisk::open(&layout).unwrap();
+    let limit = getrlimit(Resource::Nofile);
+    let none = Rlimit {
+        current: Some(0),
+        maximum: limit.maximum,
+    };
+    setrlimit(Resource::Nofile, none).unwrap();
+    assert!(
+        std::fs::File::open(folder.path()).is_err(),
+        "a descriptor is free"
+    );
+
+    // Votes move the mark, truncations take it back; trees come and go, segments fill.
+    for term in 1..=6 {
+        let first = (term - 1) * 1500;
+        disk.write(&[Change::Vote(Vote::new_committed(term, 1))])
+            .unwrap();
+        disk.write(&[entries(term, first..first + 1600, 2000)])
+            .unwrap();
+        disk.write(&[Change::Truncate { from: first + 1500 }])
+            .unwrap();
+        let leader_id = LeaderId { term, node_id: 1 };
+        let upto = LogId {
+            leader_id,
+            index: first + 1000,
+        };
+        disk.write(&[Change::Purge { upto }]).unwrap();
+    }
+    disk.write(&[entries(6, 9000..9001, 1_000_000)]).unwrap();
+    let read = disk.read(8900..9001, usize::MAX).unwrap();
+    assert_eq!(read.len(), 101);
+
+    setrlimit(Resource::Nofile, limit).unwrap();
+    disk.close();
+    let (disk, contents) = SledDisk::open(&layout).unwrap();
+    assert_eq!(contents.last.map(|last| last.index), Some(9000));
+    assert_eq!(contents.vote, Some(Vote::new_committed(6, 1)));
+    disk.close();
+}

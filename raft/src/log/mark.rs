@@ -1,0 +1,272 @@
+//! The file `log.mark`: what the log has promised at least.
+//!
+//! It is opened once. Two slots of it are rewritten in turn, in place, each synced: moving the mark
+//! needs no descriptor and no new space. The newest whole slot counts; a write that is torn leaves
+//! the one before.
+//!
+//! ```text
+//! slot     at 0 and at 4096, the rest of it zeros
+//! magic    8 bytes   "quomark1": the version is in its last byte
+//! crc      4 bytes   CRC-32 (IEEE) over what follows
+//! number   8 bytes   one more than the slot written before; its lowest bit says which slot
+//! length   4 bytes   of the mark
+//! mark               as protobuf
+//! ```
+//!
+//! All numbers are little-endian. A file of the earlier format, one message written beside and
+//! renamed, is read and replaced at the start.
+
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use prost::Message;
+
+use super::disk::Contents;
+use crate::error::StartError;
+use crate::files::{self, Files as _, Layout, System, damaged, io_error};
+use crate::types::{LogId, Vote};
+use crate::wire::proto;
+
+const MAGIC: &[u8; 8] = b"quomark1";
+const SLOT_BYTES: usize = 4096;
+const SLOTS: u64 = 2;
+const HEAD_BYTES: usize = 24;
+
+/// What must at least be in the log.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Mark {
+    pub(super) vote: Option<Vote>,
+    pub(super) last: Option<LogId>,
+}
+
+/// See the module.
+pub(super) struct MarkFile {
+    file: File,
+    /// Of the slot written last.
+    number: u64,
+}
+
+impl MarkFile {
+    /// Opens the file, or makes it. Answers what it says.
+    pub(super) fn open(layout: &Layout) -> Result<(Self, Mark), StartError> {
+        let path = layout.mark();
+        let failed = |error| io_error(&path, error);
+        let Some(bytes) = read_synced(&path).map_err(failed)? else {
+            let new = Self::create(&path, Mark::default()).map_err(failed)?;
+            return Ok((new, Mark::default()));
+        };
+        if files::is_message(&bytes) {
+            let kept: Option<proto::LogMark> = files::load_message(&System, &path)?;
+            let mark = kept.map(Mark::from).unwrap_or_default();
+            let new = Self::create(&path, mark.clone()).map_err(failed)?;
+            return Ok((new, mark));
+        }
+        let Some((number, mark)) = newest(&bytes) else {
+            return Err(damaged(&path, 0, "none of its two slots is whole"));
+        };
+        let file = open_to_write(&path).map_err(failed)?;
+        Ok((Self { file, number }, mark))
+    }
+
+    /// Puts a new file in the place of what is there.
+    fn create(path: &Path, mark: Mark) -> io::Result<Self> {
+        let beside = path.with_extension("new");
+        let mut file = File::create(&beside)?;
+        let mut bytes = slot(0, mark);
+        // Space for both is taken once and for all.
+        bytes.resize(SLOT_BYTES * SLOTS as usize, 0);
+        file.write_all(&bytes)?;
+        file.sync_all()?;
+        System.rename(&beside, path)?;
+        System.sync_folder(path.parent().expect("a file of the layout has a folder"))?;
+        Ok(Self {
+            file: open_to_write(path)?,
+            number: 0,
+        })
+    }
+
+    /// Replaces the older slot and has it on disk.
+    pub(super) fn store(&mut self, mark: Mark) -> io::Result<()> {
+        let number = self.number + 1;
+        let at = (number % SLOTS) * SLOT_BYTES as u64;
+        self.file.write_all_at(&slot(number, mark), at)?;
+        self.file.sync_data()?;
+        self.number = number;
+        Ok(())
+    }
+}
+
+impl Mark {
+    /// What was promised must be there.
+    pub(super) fn check(&self, contents: &Contents, data: &Path) -> Result<(), StartError> {
+        if self.last > contents.last {
+            let index = self.last.map_or(0, |last| last.index + 1);
+            let found = contents.last.map_or(0, |last| last.index + 1);
+            let what = format!("the log ends at entry {found}, it had reached {index}");
+            return Err(damaged(data, found, what));
+        }
+        if self.vote > contents.vote {
+            return Err(damaged(data, 0, "the last vote is missing"));
+        }
+        Ok(())
+    }
+}
+
+impl From<proto::LogMark> for Mark {
+    fn from(wire: proto::LogMark) -> Self {
+        Self {
+            vote: wire.vote.map(Into::into),
+            last: wire.last.map(Into::into),
+        }
+    }
+}
+
+impl From<Mark> for proto::LogMark {
+    fn from(mark: Mark) -> Self {
+        Self {
+            vote: mark.vote.map(Into::into),
+            last: mark.last.map(Into::into),
+        }
+    }
+}
+
+/// All of a file; `None` when there is none. What a killed process wrote and did not sync is made
+/// durable before it is believed: else a power cut could tear both slots.
+fn read_synced(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    let mut file = match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    file.sync_all()?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    Ok(Some(bytes))
+}
+
+fn open_to_write(path: &Path) -> io::Result<File> {
+    File::options().write(true).open(path)
+}
+
+fn slot(number: u64, mark: Mark) -> Vec<u8> {
+    let body = proto::LogMark::from(mark).encode_to_vec();
+    let length = u32::try_from(body.len()).expect("a mark is some dozen bytes");
+    let sealed = [&number.to_le_bytes()[..], &length.to_le_bytes(), &body].concat();
+    let crc = crc32fast::hash(&sealed).to_le_bytes();
+    let slot = [&MAGIC[..], &crc, &sealed].concat();
+    assert!(slot.len() <= SLOT_BYTES, "a mark of {} bytes", slot.len());
+    slot
+}
+
+/// The newest whole slot and its number.
+pub(super) fn newest(bytes: &[u8]) -> Option<(u64, Mark)> {
+    let whole = bytes.chunks(SLOT_BYTES).filter_map(read_slot);
+    whole.max_by_key(|(number, _)| *number)
+}
+
+fn read_slot(slot: &[u8]) -> Option<(u64, Mark)> {
+    let (head, rest) = slot.split_at_checked(HEAD_BYTES)?;
+    let (magic, head) = head.split_first_chunk::<8>()?;
+    let (crc, head) = head.split_first_chunk::<4>()?;
+    let (number, length) = head.split_first_chunk::<8>()?;
+    let length = u32::from_le_bytes(*length.first_chunk::<4>()?) as usize;
+    let body = rest.get(..length)?;
+    let sealed = &slot[MAGIC.len() + crc.len()..HEAD_BYTES + length];
+    if magic != MAGIC || *crc != crc32fast::hash(sealed).to_le_bytes() {
+        return None;
+    }
+    let mark = proto::LogMark::decode(body).ok()?;
+    Some((u64::from_le_bytes(*number), mark.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::types::LeaderId;
+
+    fn mark(index: u64) -> Mark {
+        let leader_id = LeaderId {
+            term: 3,
+            node_id: 2,
+        };
+        Mark {
+            vote: Some(Vote::new_committed(3, 2)),
+            last: Some(LogId { leader_id, index }),
+        }
+    }
+
+    fn laid_out() -> (tempfile::TempDir, Layout) {
+        let folder = tempfile::tempdir().unwrap();
+        let layout = Layout::new(folder.path());
+        layout.create().unwrap();
+        (folder, layout)
+    }
+
+    fn found(layout: &Layout) -> Result<Mark, StartError> {
+        MarkFile::open(layout).map(|(_, mark)| mark)
+    }
+
+    #[test]
+    fn the_newest_mark_is_found_over_restarts() {
+        let (_folder, layout) = laid_out();
+        assert_eq!(found(&layout).unwrap(), Mark::default());
+        for index in 0..5 {
+            let (mut file, _) = MarkFile::open(&layout).unwrap();
+            for index in [index * 10, index * 10 + 1] {
+                file.store(mark(index)).unwrap();
+                assert_eq!(found(&layout).unwrap(), mark(index));
+            }
+        }
+    }
+
+    #[test]
+    fn a_slot_with_any_wrong_byte_leaves_the_one_before() {
+        let (_folder, layout) = laid_out();
+        let (mut file, _) = MarkFile::open(&layout).unwrap();
+        for index in 1..=3 {
+            file.store(mark(index)).unwrap();
+        }
+        let whole = fs::read(layout.mark()).unwrap();
+        let length = slot(3, mark(3)).len();
+        for at in SLOT_BYTES..SLOT_BYTES + length {
+            let mut torn = whole.clone();
+            torn[at] ^= 0x10;
+            fs::write(layout.mark(), torn).unwrap();
+            assert_eq!(found(&layout).unwrap(), mark(2), "byte {at}");
+        }
+        let mut torn = whole;
+        torn[0] ^= 1;
+        torn[SLOT_BYTES] ^= 1;
+        fs::write(layout.mark(), torn).unwrap();
+        assert!(matches!(found(&layout), Err(StartError::Damaged { .. })));
+    }
+
+    #[test]
+    fn a_mark_of_the_earlier_format_is_read_and_replaced() {
+        let (_folder, layout) = laid_out();
+        let wire = proto::LogMark::from(mark(7));
+        files::store_message(&System, &layout.mark(), &wire).unwrap();
+        assert_eq!(found(&layout).unwrap(), mark(7));
+        assert!(fs::read(layout.mark()).unwrap().starts_with(MAGIC));
+        assert_eq!(found(&layout).unwrap(), mark(7));
+    }
+
+    /// The bytes of a slot: a change of them needs a new magic number.
+    #[test]
+    fn a_slot_has_these_bytes() {
+        let golden = [
+            &MAGIC[..],
+            &[0xff; 4],
+            &[3, 0, 0, 0, 0, 0, 0, 0],
+            &[14, 0, 0, 0],
+            &[10, 6, 8, 3, 16, 2, 24, 1, 18, 4, 8, 3, 16, 2],
+        ]
+        .concat();
+        let mut slot = slot(3, mark(0));
+        slot[8..12].fill(0xff);
+        assert_eq!(slot, golden);
+    }
+}
