@@ -2,6 +2,7 @@
 //! that answers, the streams of messages outside the log, and the port that carries all of it.
 
 mod client;
+mod door;
 mod guard;
 mod link;
 mod messages;

@@ -12,13 +12,14 @@ use std::task::{Context, Poll};
 use futures_util::TryStreamExt;
 use futures_util::future::BoxFuture;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::server::{Connected, TcpIncoming};
+use tonic::transport::server::Connected;
 use tonic::transport::{Endpoint, Server};
 use tower::ServiceExt;
 use tower::util::BoxCloneSyncService;
 
+use super::door::{self, Incoming};
 use super::guard::Sender;
 use super::{CONNECT_TIMEOUT, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
 
@@ -55,7 +56,7 @@ pub trait Transport: Send + Sync + 'static {
 
 /// A connection that was accepted, and whose it is.
 struct Accepted {
-    stream: TcpStream,
+    stream: Incoming,
     sender: Sender,
 }
 
@@ -172,12 +173,10 @@ impl Transport for Tcp {
                 .http2_keepalive_timeout(Some(PING_TIMEOUT))
                 .serve_with_incoming_shutdown(
                     service,
-                    TcpIncoming::from(listener)
-                        .with_nodelay(Some(true))
-                        .map_ok(|stream| Accepted {
-                            stream,
-                            sender: Sender::default(),
-                        }),
+                    door::incoming(listener).map_ok(|stream| Accepted {
+                        stream,
+                        sender: Sender::default(),
+                    }),
                     stop.cancelled_owned(),
                 )
                 .await

@@ -1,0 +1,169 @@
+//! Connections of peers as they come in: so many at a time, and only those that begin to speak.
+//!
+//! HTTP/2's pings find a peer that has gone silent, but not one that never spoke: it has no
+//! connection to ping yet.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::Stream;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Sleep;
+
+/// Most connections at a time; others wait in the listener's backlog.
+const CONNECTIONS_MAX: usize = 128;
+/// How long the first words may take.
+const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
+/// HTTP/2's connection preface and its first frame's head.
+const FIRST_WORDS_BYTES: usize = 24 + 9;
+/// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// The connections that come in at `listener`.
+pub(super) fn incoming(
+    listener: TcpListener,
+) -> impl Stream<Item = io::Result<Incoming>> + Send + 'static {
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    futures_util::stream::unfold((listener, places), |(listener, places)| async move {
+        let place = Arc::clone(&places).acquire_owned().await.ok()?;
+        let stream = accept(&listener).await;
+        let incoming = Incoming {
+            stream,
+            until: Some(Box::pin(tokio::time::sleep(FIRST_WORDS_TIMEOUT))),
+            read: 0,
+            _place: place,
+        };
+        Some((Ok(incoming), (listener, places)))
+    })
+}
+
+async fn accept(listener: &TcpListener) -> TcpStream {
+    loop {
+        let accepted = listener.accept().await.and_then(|(stream, _)| {
+            stream.set_nodelay(true)?;
+            Ok(stream)
+        });
+        match accepted {
+            Ok(stream) => return stream,
+            Err(error) => {
+                tracing::debug!(%error, "accept failed");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// A connection in its place.
+pub(super) struct Incoming {
+    stream: TcpStream,
+    /// When it is given up; `None` once enough was said.
+    until: Option<Pin<Box<Sleep>>>,
+    /// Bytes read so far, while `until` is waited for.
+    read: usize,
+    _place: OwnedSemaphorePermit,
+}
+
+impl AsyncRead for Incoming {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut this.stream).poll_read(cx, buf);
+        let Some(until) = &mut this.until else {
+            return polled;
+        };
+        this.read += buf.filled().len() - before;
+        if this.read >= FIRST_WORDS_BYTES {
+            this.until = None;
+            return polled;
+        }
+        if polled.is_pending() && until.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        polled
+    }
+}
+
+impl AsyncWrite for Incoming {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::StreamExt as _;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn who_says_nothing_is_given_up_and_who_speaks_is_heard() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut incoming = Box::pin(incoming(listener));
+        let mut talker = TcpStream::connect(address).await.unwrap();
+        let mut talked_to = incoming.next().await.unwrap().unwrap();
+        let _silent = TcpStream::connect(address).await.unwrap();
+        let mut waited_for = incoming.next().await.unwrap().unwrap();
+        tokio::time::pause();
+
+        talker.write_all(&[7; FIRST_WORDS_BYTES]).await.unwrap();
+        let mut heard = [0; FIRST_WORDS_BYTES];
+        talked_to.read_exact(&mut heard).await.unwrap();
+        let error = waited_for.read_u8().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        // Long after that.
+        talker.write_all(&[8]).await.unwrap();
+        assert_eq!(talked_to.read_u8().await.unwrap(), 8);
+    }
+
+    #[tokio::test]
+    async fn there_are_so_many_places_and_each_is_free_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut incoming = Box::pin(incoming(listener));
+        let (mut clients, mut open) = (Vec::new(), Vec::new());
+        for _ in 0..CONNECTIONS_MAX {
+            clients.push(TcpStream::connect(address).await.unwrap());
+            open.push(incoming.next().await.unwrap().unwrap());
+        }
+        let _late = TcpStream::connect(address).await.unwrap();
+        let mut next = incoming.next();
+        assert!(futures_util::poll!(&mut next).is_pending());
+        open.pop();
+        next.await.unwrap().unwrap();
+    }
+}
