@@ -3,6 +3,7 @@
 pub mod app;
 pub mod cli;
 pub mod config;
+pub mod descriptors;
 pub mod dev;
 pub mod engine;
 #[cfg(feature = "fuzzing")]

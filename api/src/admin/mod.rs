@@ -18,6 +18,7 @@ pub mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod listener;
 mod origin;
 mod ownership;
 mod policy;
@@ -44,6 +45,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use digests::{DigestRing, Digests, Minority};
 pub use events::{Event, Events};
+pub use listener::serve;
 pub use stream::STREAMS_MAX;
 
 use crate::admission::Admission;

@@ -78,6 +78,7 @@ mod tests {
             caught_up: true,
             is_removed: false,
             fault: None,
+            waiting: None,
             members: (1..).zip(formats.iter().map(member)).collect(),
         }
     }

@@ -10,7 +10,6 @@ use api::metrics::{self, Metrics};
 use api::ports::Cluster;
 use api::proxy::{Drained, Proxy, ProxyMetrics, Server};
 use raft::{Role, Tcp};
-use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -20,6 +19,7 @@ use super::sockets::{Addresses, Sockets};
 use super::warmup::warm_up;
 use super::{events, formation};
 use crate::config::{Config, Drain};
+use crate::descriptors;
 
 /// A replica that serves. Drop it only after [`Running::until`]: its tasks go on otherwise.
 pub struct Running {
@@ -52,6 +52,7 @@ pub(super) async fn start(
     let core = Core::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (Stops::default(), Lifecycle::default());
     let metrics = Arc::new(Metrics::default());
+    metrics.register(|registry| registry.register_collector(Box::new(descriptors::Scraped)));
     metrics.register(|registry| core.router().metrics().register(registry));
     metrics.register(|registry| core.admission().metrics().register(registry));
 
@@ -71,7 +72,7 @@ pub(super) async fn start(
         lifecycle.clone(),
         formation::own_hosts(&config),
     );
-    core.beside(serve_admin(sockets.admin, admin, core.stopping()));
+    core.beside(admin::serve(sockets.admin, admin, core.stopping()));
     spawn_loops(&core);
     tracing::info!(
         replica = config.node.id.0,
@@ -184,16 +185,6 @@ async fn serve_clients(
         () = warm => {}
     }
     server.run(no_more, deadline).await
-}
-
-async fn serve_admin(listener: TcpListener, admin: Arc<Admin>, stop: CancellationToken) {
-    let stopped = stop.cancelled_owned();
-    let served = axum::serve(listener, admin::router(admin))
-        .with_graceful_shutdown(stopped)
-        .await;
-    if let Err(error) = served {
-        tracing::error!(%error, "admin listener ended");
-    }
 }
 
 impl Running {

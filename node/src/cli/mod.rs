@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::config::Faults;
-use crate::telemetry;
+use crate::{descriptors, telemetry};
 
 /// Status of a process that a signal ended before it was done: 128 and the number of SIGINT.
 pub(crate) const INTERRUPTED: u8 = 130;
@@ -123,15 +123,18 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             // Clusters that come and go for a comparison have little to say about it.
             let quiet = "warn,raft::replica=error,openraft=off";
             telemetry::init_for_command(quiet)?;
+            descriptors::raise();
             block_on(crate::replay::run(args))
         }
         Command::Simulate(args) => crate::simulate::run(&args),
         Command::Dev(args) => {
             telemetry::init_for_command("warn,raft::replica::change=error")?;
+            descriptors::raise();
             block_on(crate::dev::run(args))
         }
         Command::Engine(args) => {
             telemetry::init_for_command("info")?;
+            descriptors::raise();
             block_on(crate::engine::run(args))
         }
         Command::Status(args) => block_on(read::status(args)),

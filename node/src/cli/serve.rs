@@ -6,6 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::config;
 use crate::app::{App, ShutdownHandle};
+use crate::descriptors;
 use crate::telemetry;
 
 /// `quorate serve`.
@@ -17,8 +18,9 @@ pub(super) struct Args {
 
 /// Runs the replica.
 pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let config = args.config.load()?.config;
+    let mut config = args.config.load()?.config;
     telemetry::init(&config.log)?;
+    descriptors::fit(&mut config.limits, descriptors::raise());
     super::block_on(async {
         let shutdown = ShutdownHandle::new();
         let app = App::build(config)?;

@@ -1,0 +1,101 @@
+//! The admin listener: how many connections it takes and how long it waits for a request.
+//!
+//! Operators, probes and scrapers share it. Whoever opens connections and says nothing, or half a
+//! request, takes one of few places and not for long.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::{Admin, STREAMS_MAX, router};
+use crate::backends::pool::prepare;
+
+/// Most connections at a time, event streams among them; others wait in the listener's backlog.
+const CONNECTIONS_MAX: usize = STREAMS_MAX + 32;
+/// From the first moment of a connection, or the end of an answer, to the next whole head.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
+/// Largest head, in bytes.
+const HEAD_BYTES_MAX: usize = 32 * 1024;
+/// Most header fields.
+const HEADERS_MAX: usize = 64;
+/// Between TCP keep-alive probes: who reads events may have vanished without a word.
+const KEEP_ALIVE: Duration = Duration::from_secs(20);
+/// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Serves the admin API until `stop`, then until what has begun is answered.
+pub async fn serve(listener: TcpListener, admin: Arc<Admin>, stop: CancellationToken) {
+    let router = router(admin);
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let open = TaskTracker::new();
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            () = stop.cancelled() => break,
+            accepted = accept(&listener, &places) => accepted,
+        };
+        match accepted {
+            Ok((stream, place)) => {
+                let (router, stop) = (router.clone(), stop.clone());
+                open.spawn(async move {
+                    converse(stream, router, stop).await;
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                tracing::debug!(%error, "accept failed");
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    open.close();
+    open.wait().await;
+}
+
+async fn accept(
+    listener: &TcpListener,
+    places: &Arc<Semaphore>,
+) -> io::Result<(TcpStream, OwnedSemaphorePermit)> {
+    let place = Arc::clone(places).acquire_owned().await;
+    let place = place.map_err(|_| io::Error::other("the semaphore is never closed"))?;
+    let (stream, _) = listener.accept().await?;
+    Ok((stream, place))
+}
+
+async fn converse(stream: TcpStream, router: Router, stop: CancellationToken) {
+    if let Err(error) = prepare(&stream, KEEP_ALIVE) {
+        tracing::debug!(%error, "connection was gone before it was served");
+        return;
+    }
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .max_headers(HEADERS_MAX)
+        .max_buf_size(HEAD_BYTES_MAX);
+    let service = TowerToHyperService::new(router);
+    let connection = builder.serve_connection(TokioIo::new(stream), service);
+    let mut connection = std::pin::pin!(connection);
+    let ended = tokio::select! {
+        biased;
+        ended = connection.as_mut() => ended,
+        () = stop.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "connection ended");
+    }
+}

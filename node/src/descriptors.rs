@@ -1,0 +1,143 @@
+//! Descriptors of the process: as many as the system lets it have, and how many clients they are
+//! enough for.
+//!
+//! A client's connection takes one, its request another one, to an engine. What clients may take is
+//! bounded such that the log, peers, operators and probes always find theirs.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::ConstGauge;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::config::Limits;
+
+/// Descriptors that clients and their requests leave alone: 128 connections of peers, 96 of
+/// operators, and 64 for the log, snapshots, listeners, links to peers, probes and the runtime.
+const RESERVE: u64 = 288;
+
+/// Raises the soft limit to the hard one; answers how many this process may have.
+pub fn raise() -> u64 {
+    let before = getrlimit(Resource::Nofile);
+    let wished = Rlimit {
+        current: before.maximum,
+        ..before
+    };
+    // No hard limit may still be more than the kernel gives.
+    if before.current != before.maximum
+        && let Err(error) = setrlimit(Resource::Nofile, wished)
+    {
+        tracing::warn!(%error, "the limit of descriptors could not be raised");
+    }
+    let limit = limit();
+    tracing::info!(before = before.current, limit, "descriptors");
+    limit
+}
+
+/// How many descriptors this process may have.
+fn limit() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// Lowers limits that `descriptors` are not enough for.
+pub fn fit(limits: &mut Limits, descriptors: u64) {
+    let (connections, requests) = (limits.connections_max, limits.requests_max);
+    let fitting = fitting(connections, requests, descriptors);
+    if fitting == (connections, requests) {
+        return;
+    }
+    (limits.connections_max, limits.requests_max) = fitting;
+    // Nobody alone may have more than half of what is left.
+    let (half_connections, half_requests) = (fitting.0.div_ceil(2), fitting.1.div_ceil(2));
+    for (share, half) in [
+        (&mut limits.connections_per_address_max, half_connections),
+        (&mut limits.requests_per_address_max, half_requests),
+        (&mut limits.requests_per_user_max, half_requests),
+    ] {
+        *share = half.min(*share);
+    }
+    tracing::warn!(
+        descriptors,
+        wanted = wanted(connections, requests),
+        max_connections = limits.connections_max,
+        max_requests = limits.requests_max,
+        "too few descriptors for the limits of the config: they are lower now (LimitNOFILE, ulimit -n)"
+    );
+}
+
+fn wanted(connections: u32, requests: u32) -> u64 {
+    RESERVE + u64::from(connections) + u64::from(requests)
+}
+
+/// Connections and requests that find their descriptors, beside the reserve: what one of the two does
+/// not need the other may have.
+fn fitting(connections: u32, requests: u32, descriptors: u64) -> (u32, u32) {
+    // Under a limit that is hardly one, half is better than nothing.
+    let free = descriptors - RESERVE.min(descriptors / 2);
+    let share = |own: u32, other: u32| {
+        let most = (free / 2).max(free.saturating_sub(other.into())).max(1);
+        own.min(u32::try_from(most).unwrap_or(u32::MAX))
+    };
+    (share(connections, requests), share(requests, connections))
+}
+
+/// Metrics: how many descriptors are open, and how many may be.
+#[derive(Debug)]
+pub struct Scraped;
+
+impl Collector for Scraped {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut gauge = |name: &str, help: &str, value: u64| {
+            let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
+            let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            value.encode(metric)
+        };
+        // Not where the system has no such folder, nor while there is none left to read it.
+        if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
+            let open = open.count() as u64;
+            gauge(
+                "quorate_process_descriptors_open",
+                "Open file descriptors",
+                open,
+            )?;
+        }
+        gauge(
+            "quorate_process_descriptors_max",
+            "File descriptors that may be open",
+            limit(),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fits_is_left_as_it_is() {
+        let wanted = wanted(16_384, 16_384);
+        assert_eq!(fitting(16_384, 16_384, wanted), (16_384, 16_384));
+        assert_eq!(fitting(10, 20, u64::MAX), (10, 20));
+    }
+
+    #[test]
+    fn clients_never_take_the_reserve() {
+        for descriptors in [2, 20, 300, 512, 513, 1024, 20_000] {
+            for (connections, requests) in [(16_384, 16_384), (100, 16_384), (16_384, 3)] {
+                let (fit_connections, fit_requests) = fitting(connections, requests, descriptors);
+                let taken = u64::from(fit_connections) + u64::from(fit_requests);
+                let reserve = RESERVE.min(descriptors / 2);
+                assert!(
+                    taken + reserve <= descriptors.max(3),
+                    "{taken} of {descriptors}"
+                );
+                assert!(fit_connections >= 1 && fit_requests >= 1);
+                assert!(fit_connections <= connections && fit_requests <= requests);
+            }
+        }
+        assert_eq!(fitting(16_384, 16_384, 1024), (368, 368));
+        assert_eq!(fitting(16_384, 100, 1024), (636, 100));
+    }
+}
