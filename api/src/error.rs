@@ -182,6 +182,9 @@ pub enum Failure {
     /// This replica holds as many requests as it may.
     #[error("this replica is at its limit of requests in flight")]
     Overloaded,
+    /// This replica lacks what a connection to an engine takes: descriptors, ports.
+    #[error("this replica is out of connections")]
+    OutOfConnections,
     /// No engine could be connected to.
     #[error("no backend could be reached")]
     Unreachable,
@@ -237,6 +240,7 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::Leaving => (503, "server_error", "replica_leaving"),
         Failure::NoneHealthy => (503, "server_error", "no_healthy_backend"),
         Failure::NoneSelected => (503, "server_error", "no_backend_selected"),
+        Failure::OutOfConnections => (503, "server_error", "out_of_connections"),
         Failure::Unreachable => (503, "server_error", "backend_unreachable"),
         Failure::Refused => (503, "server_error", "backends_refuse"),
         Failure::Overloaded => (503, "server_error", "overloaded"),
@@ -246,6 +250,7 @@ pub fn rescue(failure: &Failure) -> Answer {
     let retry_after_s = match failure {
         Failure::NoneHealthy
         | Failure::NoneSelected
+        | Failure::OutOfConnections
         | Failure::Unreachable
         | Failure::Refused
         | Failure::Overloaded

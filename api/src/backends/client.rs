@@ -13,6 +13,8 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 
+use super::local::is_local;
+
 const HTTP_PORT: u16 = 80;
 
 /// An answer, read whole.
@@ -37,6 +39,13 @@ pub(crate) enum ProbeFailure {
     Http(hyper::Error),
     #[error("body is longer than {0} bytes")]
     TooLong(usize),
+}
+
+impl ProbeFailure {
+    /// Whether nothing can be told of the backend: this process could not even ask.
+    pub(crate) fn is_local(&self) -> bool {
+        matches!(self, Self::Connect(error) if is_local(error))
+    }
 }
 
 /// A client of one backend. Dropping it closes its connection.

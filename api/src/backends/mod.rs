@@ -16,6 +16,7 @@ mod facts;
 pub(crate) mod fuzzing;
 mod health;
 mod keys;
+mod local;
 pub mod pool;
 mod probe;
 mod roster;

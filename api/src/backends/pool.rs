@@ -27,6 +27,8 @@ use state::ids::BackendRef;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
+use super::local::is_local;
+
 /// Longest head of an answer, in bytes; hyper reads bodies through the same buffer.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 /// Most header fields of an answer.
@@ -101,6 +103,14 @@ pub enum SendFailure {
     /// The connection ended without an answer or an error.
     #[error("exchange: connection ended")]
     Ended,
+}
+
+impl SendFailure {
+    /// Whether this process lacked what a connection takes: the engine was not even asked.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        matches!(self, Self::Connect(error) if is_local(error))
+    }
 }
 
 /// A request body of up to three buffers, sent one after the other without being joined.
@@ -243,6 +253,16 @@ impl Pool {
     /// Closes connections that have been idle for too long. Called now and then, so that a backend
     /// without traffic does not keep sockets its engine has closed.
     pub fn reap(&self) {
+        let timeout = self.settings.idle_timeout;
+        self.keep_idle(|link| link.idle_since.elapsed() < timeout);
+    }
+
+    /// Closes all idle connections: their descriptors are wanted elsewhere.
+    pub fn close_idle(&self) {
+        self.keep_idle(|_| false);
+    }
+
+    fn keep_idle(&self, is_kept: impl Fn(&Link) -> bool) {
         let endpoints: Vec<_> = {
             let endpoints = self
                 .endpoints
@@ -251,10 +271,7 @@ impl Pool {
             endpoints.iter().flatten().cloned().collect()
         };
         for endpoint in endpoints {
-            let timeout = self.settings.idle_timeout;
-            endpoint
-                .idle()
-                .retain(|link| link.idle_since.elapsed() < timeout);
+            endpoint.idle().retain(|link| is_kept(link));
         }
     }
 }

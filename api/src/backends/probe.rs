@@ -98,7 +98,9 @@ impl Probe {
         loop {
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
-                Err(why) => self.stay.failed(why),
+                Err(Unwell::Engine(why)) => self.stay.failed(why),
+                // It stays what it was: nobody asked it.
+                Err(Unwell::Here(why)) => tracing::debug!(why, "backend was not probed"),
             }
             let pause = jittered(self.backends.settings.interval);
             let gap = pause.min(ALARM_GAP);
@@ -222,7 +224,7 @@ impl Path {
     }
 
     /// Asks once; while no path is known, every candidate.
-    async fn probe(&mut self, client: &mut ProbeClient) -> Result<(), String> {
+    async fn probe(&mut self, client: &mut ProbeClient) -> Result<(), Unwell> {
         let candidates = match self.known.clone() {
             Some(path) => vec![path],
             None => HEALTH_PATHS.map(Cow::Borrowed).to_vec(),
@@ -232,10 +234,10 @@ impl Path {
             let answer = client
                 .get(&path, HEALTH_BYTES_MAX)
                 .await
-                .map_err(|failure| failure.to_string())?;
+                .map_err(|failure| Unwell::of(&failure))?;
             if !is_unknown_path(answer.status) {
                 let verdict = success(Ok(answer)).map(drop);
-                let verdict = verdict.map_err(|why| format!("{path}: {why}"));
+                let verdict = verdict.map_err(|why| Unwell::Engine(format!("{path}: {why}")));
                 self.known = Some(path);
                 return verdict;
             }
@@ -244,7 +246,24 @@ impl Path {
         if !self.is_fixed {
             self.known = None;
         }
-        Err(why)
+        Err(Unwell::Engine(why))
+    }
+}
+
+/// Why a probe did not find an engine well.
+enum Unwell {
+    /// It is not, as far as can be told.
+    Engine(String),
+    /// It could not be asked, for want of something here.
+    Here(String),
+}
+
+impl Unwell {
+    fn of(failure: &ProbeFailure) -> Self {
+        match failure.is_local() {
+            true => Self::Here(failure.to_string()),
+            false => Self::Engine(failure.to_string()),
+        }
     }
 }
 

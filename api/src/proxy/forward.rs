@@ -323,6 +323,11 @@ async fn attempt(
     } else {
         End::NotRun
     });
+    if failure.is_local() {
+        tracing::debug!(backend = &*decision.name, error = %failure, "backend was not asked");
+        proxy.pool.close_idle();
+        return Tried::NotRun(Last::Failed(Failure::OutOfConnections));
+    }
     if !matches!(failure, SendFailure::Gone) {
         proxy.backends.report_failure(decision.backend.slot);
     }
@@ -344,6 +349,7 @@ fn judge(proxy: &Proxy, backend: BackendRef, sent: &Result<Response<EngineBody>,
             proxy.backends.report_answer(backend);
         }
         Err(SendFailure::Gone) => {}
+        Err(failure) if failure.is_local() => {}
         Ok(_) | Err(_) => proxy.backends.report_no_answer(backend),
     }
 }

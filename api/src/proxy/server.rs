@@ -36,6 +36,8 @@ const REAP_INTERVAL: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_millis(250);
 /// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Between two lines of the log about failed accepts.
+const ACCEPT_TOLD_EVERY: Duration = Duration::from_secs(10);
 /// h2 flow-control window of a connection and of a stream, in bytes: prompts can be long.
 const H2_WINDOW_BYTES: u32 = 1024 * 1024;
 /// So many idle connections are closed at a time when there is no room for another.
@@ -100,6 +102,7 @@ impl Server {
             knocking: None,
         };
         let builder = Arc::new(builder(&proxy));
+        let mut failures = AcceptFailures::default();
         let mut reap = interval(REAP_INTERVAL);
         reap.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let context = || Context {
@@ -116,7 +119,9 @@ impl Server {
                     Ok(Some(accepted)) => { tracker.spawn(context().serve(accepted)); }
                     Ok(None) => {}
                     Err(error) => {
-                        tracing::warn!(%error, "accept failed");
+                        failures.note(&error);
+                        proxy.close_idle(EVICTED_AT_ONCE);
+                        proxy.pool.close_idle();
                         sleep(ACCEPT_PAUSE).await;
                     }
                 },
@@ -153,6 +158,25 @@ struct Door {
     room: Arc<Semaphore>,
     /// Accepted before there was room for it.
     knocking: Option<(TcpStream, IpAddr)>,
+}
+/// Failed accepts, told once in a while however many there are.
+#[derive(Default)]
+struct AcceptFailures {
+    untold: u64,
+    told_at: Option<Instant>,
+}
+
+impl AcceptFailures {
+    fn note(&mut self, error: &io::Error) {
+        self.untold += 1;
+        if self
+            .told_at
+            .is_none_or(|at| at.elapsed() >= ACCEPT_TOLD_EVERY)
+        {
+            tracing::warn!(%error, times = self.untold, "accept failed");
+            (self.untold, self.told_at) = (0, Some(Instant::now()));
+        }
+    }
 }
 
 /// A client's connection and what it takes up.

@@ -6,6 +6,7 @@ mod admission;
 mod bad_input;
 mod charging;
 mod client;
+mod descriptors;
 mod drain;
 mod engine;
 mod engine_keys;

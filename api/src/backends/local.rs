@@ -1,0 +1,36 @@
+//! What this process lacks is not booked on an engine.
+
+use std::io;
+
+use rustix::io::Errno;
+
+/// What a connection takes of this process and its host.
+const LOCAL: [Errno; 5] = [
+    Errno::MFILE,
+    Errno::NFILE,
+    Errno::ADDRNOTAVAIL,
+    Errno::NOBUFS,
+    Errno::NOMEM,
+];
+
+/// Whether an error says that this process or its host is short of something: descriptors, ports,
+/// memory. The other end was not even asked.
+pub(crate) fn is_local(error: &io::Error) -> bool {
+    Errno::from_io_error(error).is_some_and(|errno| LOCAL.contains(&errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_the_host_lacks_is_local() {
+        for errno in LOCAL {
+            assert!(is_local(&errno.into()), "{errno}");
+        }
+        for errno in [Errno::CONNREFUSED, Errno::HOSTUNREACH, Errno::TIMEDOUT] {
+            assert!(!is_local(&errno.into()), "{errno}");
+        }
+        assert!(!is_local(&io::ErrorKind::TimedOut.into()));
+    }
+}

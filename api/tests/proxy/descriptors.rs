@@ -1,0 +1,62 @@
+//! A replica without a free descriptor: its clients are told so, and its engines have no part in it.
+
+use std::process::Command;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use super::client::chat;
+use super::engine::{Engine, json};
+use super::fleet::Fleet;
+
+/// Set in the process that is to do without: a limit holds for all of a process's threads.
+const ALONE: &str = "API_TEST_WITHOUT_DESCRIPTORS";
+const NAME: &str = "descriptors::a_want_of_descriptors_is_not_booked_on_an_engine";
+
+#[test]
+fn a_want_of_descriptors_is_not_booked_on_an_engine() {
+    if std::env::var_os(ALONE).is_some() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        return runtime.unwrap().block_on(ask_without_descriptors());
+    }
+    let program = std::env::current_exe().unwrap();
+    let alone = Command::new(program)
+        .args(["--exact", NAME, "--nocapture"])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&alone.stderr);
+    assert!(alone.status.success(), "{said}");
+}
+
+async fn ask_without_descriptors() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    // Its connection is accepted before there are no descriptors, and none to the engine is open.
+    let nowhere = client.ask("GET /v1/nowhere HTTP/1.1\r\nhost: router\r\n\r\n");
+    assert_eq!(nowhere.await.status, 404);
+    let limit = getrlimit(Resource::Nofile);
+    let none = Rlimit {
+        current: Some(0),
+        maximum: limit.maximum,
+    };
+    setrlimit(Resource::Nofile, none).unwrap();
+    // Far more than open a circuit.
+    for _ in 0..20 {
+        let answer = client.ask(chat("")).await;
+        assert_eq!(answer.status, 503, "{}", answer.body);
+        assert!(
+            answer.body.contains("out_of_connections"),
+            "{}",
+            answer.body
+        );
+        assert!(answer.header("retry-after").is_some());
+    }
+    assert!(engine.requests().is_empty());
+    setrlimit(Resource::Nofile, limit).unwrap();
+    // Unhealthy, or behind an open circuit, it would not be asked.
+    assert_eq!(client.ask(chat("")).await.status, 200);
+    fleet.is_idle().await;
+}
