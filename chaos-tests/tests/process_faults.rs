@@ -3,9 +3,13 @@
 
 use chaos_tests::processes::faults::{Kind, Stage, cluster_options_for};
 use chaos_tests::processes::load::{Load, LoadOptions};
-use chaos_tests::processes::{Cluster, Site};
+use chaos_tests::processes::{Cluster, ClusterOptions, Site, checks, until};
+use http::Method;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
+use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
 
 /// In this order: those that renumber replicas come last.
 const KINDS: &[Kind] = &[
@@ -40,5 +44,79 @@ async fn faults_fail_nobody_else_and_leave_nothing_wrong() -> anyhow::Result<()>
     let book = stage.load.stop().await?;
     println!("{} requests answered, {} lost", book.answered, book.lost);
     stage.cluster.stop();
+    Ok(())
+}
+
+/// Of each replica's process: some 80 clients fit beside what is kept for others.
+const DESCRIPTORS: u32 = 320;
+/// Connections to each replica's data, admin and peer listeners: far more than all descriptors. The
+/// admin listener keeps some places for who asks.
+const CROWD: [usize; 3] = [400, 60, 200];
+
+/// Connections that stay open: a chat begins on each of the first kind, the others say nothing.
+async fn crowd(cluster: &Cluster, number: usize) -> anyhow::Result<Vec<TcpStream>> {
+    let data = cluster.data_url(number).trim_start_matches("http://");
+    let (admin, peer) = (
+        cluster.admin_addr(number).to_string(),
+        cluster.peer_name(number),
+    );
+    let chat = json!({
+        "model": "emulated",
+        "stream": true,
+        "max_tokens": 64,
+        "messages": [{ "role": "user", "content": "hello" }],
+    });
+    let chat = chat.to_string();
+    let request = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: {data}\r\n\
+         content-type: application/json\r\ncontent-length: {}\r\n\r\n{chat}",
+        chat.len()
+    );
+    let mut open = Vec::new();
+    for (address, count) in [data, &admin, &peer].into_iter().zip(CROWD) {
+        for _ in 0..count {
+            let mut stream = TcpStream::connect(address).await?;
+            if address == data {
+                stream.write_all(request.as_bytes()).await?;
+            }
+            open.push(stream);
+        }
+    }
+    Ok(open)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> anyhow::Result<()> {
+    // Those of this process are not what is tried.
+    node::descriptors::raise();
+    let options = ClusterOptions {
+        descriptors: Some(DESCRIPTORS),
+        ..ClusterOptions::default()
+    };
+    let cluster = Cluster::start(options).await?;
+    let mut crowds = Vec::new();
+    for number in cluster.up() {
+        crowds.push(crowd(&cluster, number).await?);
+    }
+    // Votes move the log's mark, in the middle of it.
+    until("leadership moves", async || {
+        let path = "/admin/v1/cluster/transfer-leader";
+        let told = cluster.tell(0, Method::POST, path, Some(&json!({}))).await;
+        Ok(told.is_ok())
+    })
+    .await?;
+    drop(crowds);
+    for number in cluster.up() {
+        cluster.wait_ready(number).await?;
+        let status = cluster.ask(number, "/admin/v1/cluster").await?;
+        anyhow::ensure!(status["fault"].is_null(), "storage fault: {status}");
+    }
+    cluster.wait_idle().await?;
+    cluster.check_digests().await?;
+    let load = Load::start(&cluster, LoadOptions::default());
+    load.after(WARM_UP).await?;
+    checks::check_failures(&load)?;
+    load.stop().await?;
+    cluster.stop();
     Ok(())
 }
