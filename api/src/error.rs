@@ -191,6 +191,9 @@ pub enum Failure {
     /// Every engine that could be asked refused, the last one in more words than are passed on.
     #[error("the backends refuse this request for now")]
     Refused,
+    /// The engine sent the request elsewhere, where clients cannot go.
+    #[error("the backend answered with a redirect")]
+    Redirected,
     /// The engine closed the connection or answered something that is not HTTP.
     #[error("the backend broke off before it answered")]
     EngineBroke,
@@ -245,6 +248,7 @@ pub fn rescue(failure: &Failure) -> Answer {
         Failure::Refused => (503, "server_error", "backends_refuse"),
         Failure::Overloaded => (503, "server_error", "overloaded"),
         Failure::EngineBroke | Failure::EngineBrokeOff => (502, "server_error", "backend_broke"),
+        Failure::Redirected => (502, "server_error", "backend_redirects"),
         Failure::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
     let retry_after_s = match failure {

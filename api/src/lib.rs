@@ -15,4 +15,5 @@ pub mod ports;
 pub mod prompt;
 pub mod proxy;
 pub mod routing;
+pub mod shown;
 mod sync;

@@ -9,6 +9,7 @@ pub mod engine;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod planted;
+mod private;
 pub mod replay;
 pub mod simulate;
 pub mod telemetry;

@@ -9,7 +9,7 @@ use state::command::Command;
 use state::ids::LogIndex;
 
 use super::Shared;
-use super::answer::{Json, Params, ReadQuery, at_level, json, written};
+use super::answer::{Json, Params, ReadQuery, at_level, json, submit};
 use crate::error::Problem;
 
 #[derive(Serialize)]
@@ -40,5 +40,5 @@ pub(super) async fn put(
     State(admin): State<Shared>,
     Json(config): Json<AdmissionSettings>,
 ) -> Result<Response, Problem> {
-    written(admin.cluster.submit(Command::PutAdmission(config)).await)
+    submit(&admin, Command::PutAdmission(config)).await
 }

@@ -13,16 +13,17 @@ use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use state::command::{Committed, Reject, Reply};
+use state::command::{Command, Committed, NAME_BYTES_MAX, Reject, Reply};
 use state::ids::LogIndex;
 
 use super::origin::typed;
 use super::{Admin, BODY_BYTES_MAX, PAGE_ENTRIES_DEFAULT, PAGE_ENTRIES_MAX};
 use crate::error::Problem;
 use crate::ports::{ChangeFailure, ProposeFailure};
+use crate::shown::{escaped, is_obeyed};
 
 /// The type of bodies.
-const JSON: &str = "application/json";
+pub(super) const JSON: &str = "application/json";
 /// Longest a body may take to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -91,6 +92,35 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for At<T> {
         let Path(part) = part.map_err(|fault: PathRejection| invalid("path", fault.body_text()))?;
         Ok(Self(part))
     }
+}
+
+/// The name of something in a path: a text that can be shown.
+pub(super) struct Named(pub(super) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        let At(name) = At::<String>::from_request_parts(parts, state).await?;
+        name_of("name", &name)?;
+        Ok(Self(name))
+    }
+}
+
+/// Refuses what is no name.
+pub(super) fn name_of(field: &str, name: &str) -> Result<(), Problem> {
+    if !(1..=NAME_BYTES_MAX).contains(&name.len()) {
+        let found = format!("{} bytes, expected 1 to {NAME_BYTES_MAX}", name.len());
+        return Err(invalid(field, found));
+    }
+    if name.contains(is_obeyed) {
+        let found = format!(
+            "\"{}\", expected no control or invisible characters",
+            escaped(name)
+        );
+        return Err(invalid(field, found));
+    }
+    Ok(())
 }
 
 /// A JSON body, with faults as problems that name the field.
@@ -218,8 +248,25 @@ fn written_at(index: LogIndex) -> Response {
     })
 }
 
+/// Proposes a command and answers its fate.
+pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Response, Problem> {
+    if !state::codec::fits(&command) {
+        return Err(Problem::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            "too-large",
+            "the write is too large for the log",
+        )
+        .detail(format!(
+            "expected less than {} bytes",
+            state::codec::ENVELOPE_BYTES_MAX
+        ))
+        .member("outcome", "not-committed"));
+    }
+    written(admin.cluster.submit(command).await)
+}
+
 /// Answers a command's fate.
-pub(super) fn written(fate: Result<Committed, ProposeFailure>) -> Result<Response, Problem> {
+fn written(fate: Result<Committed, ProposeFailure>) -> Result<Response, Problem> {
     match fate {
         Ok(Committed { index, reply }) => match rejection(reply) {
             None => Ok(written_at(index)),

@@ -13,13 +13,14 @@ use state::service::Served;
 use tokio::time::Instant;
 
 use super::answer::{
-    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, not_found, written,
+    Json, ListQuery, Named, Params, ReadQuery, at_level, invalid, json, not_found, submit,
 };
 use super::{Admin, Shared};
 use crate::backends::{CircuitView, EngineMetrics, Record};
 use crate::error::Problem;
 use crate::kv_events::board::Standing;
 use crate::kv_events::endpoint;
+use crate::shown::{escaped, is_obeyed};
 
 /// A backend with everything known of it.
 #[derive(Serialize)]
@@ -164,7 +165,7 @@ pub(super) async fn list(
 
 pub(super) async fn show(
     State(admin): State<Shared>,
-    At(id): At<String>,
+    Named(id): Named,
     Params(query): Params<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
@@ -289,7 +290,7 @@ pub(super) struct PutBody {
 
 pub(super) async fn put(
     State(admin): State<Shared>,
-    At(id): At<String>,
+    Named(id): Named,
     Json(body): Json<PutBody>,
 ) -> Result<Response, Problem> {
     if let Some(other) = body.id.filter(|other| *other != id) {
@@ -307,33 +308,43 @@ pub(super) async fn put(
         kv_events: body.kv_events,
         kv_replay: body.kv_replay,
     };
+    let labels = spec.labels.iter().flat_map(|(name, value)| [name, value]);
+    for text in spec.models.iter().chain(labels) {
+        if text.contains(is_obeyed) {
+            let found = format!(
+                "{:?}, expected no control or invisible characters",
+                escaped(text)
+            );
+            return Err(invalid("body", found));
+        }
+    }
     endpoint::check(spec.kv_events.as_deref(), spec.kv_replay.as_deref())
         .map_err(|(field, expected)| invalid(field, expected))?;
-    written(admin.cluster.submit(Command::PutBackend(spec)).await)
+    submit(&admin, Command::PutBackend(spec)).await
 }
 
 pub(super) async fn remove(
     State(admin): State<Shared>,
-    At(name): At<String>,
+    Named(name): Named,
 ) -> Result<Response, Problem> {
-    written(admin.cluster.submit(Command::DeleteBackend { name }).await)
+    submit(&admin, Command::DeleteBackend { name }).await
 }
 
 pub(super) async fn drain(
     State(admin): State<Shared>,
-    At(name): At<String>,
+    Named(name): Named,
 ) -> Result<Response, Problem> {
     set_draining(&admin, name, true).await
 }
 
 pub(super) async fn undrain(
     State(admin): State<Shared>,
-    At(name): At<String>,
+    Named(name): Named,
 ) -> Result<Response, Problem> {
     set_draining(&admin, name, false).await
 }
 
-async fn set_draining(admin: &Admin, name: String, draining: bool) -> Result<Response, Problem> {
+async fn set_draining(admin: &Shared, name: String, draining: bool) -> Result<Response, Problem> {
     let command = Command::SetDraining { name, draining };
-    written(admin.cluster.submit(command).await)
+    submit(admin, command).await
 }

@@ -14,9 +14,10 @@ use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
 
 use super::answer::{
-    Json, Params, ReadLevel, ReadQuery, at_level, decode, invalid, json, not_found, read_body,
-    written,
+    JSON, Json, Params, ReadLevel, ReadQuery, at_level, decode, invalid, json, name_of, not_found,
+    read_body, submit,
 };
+use super::origin::typed;
 use super::{Admin, Shared};
 use crate::error::Problem;
 
@@ -73,6 +74,7 @@ impl<S: Sync> FromRequest<S> for PolicyJson {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        typed(request.headers(), JSON)?;
         let body = read_body(request.into_body()).await?;
         let config = decode(&body).map_err(|problem| match setting_at_fault(&body) {
             Some((field, detail)) => invalid(&field, detail),
@@ -101,11 +103,12 @@ pub(super) async fn put(
     PolicyJson(config): PolicyJson,
 ) -> Result<Response, Problem> {
     let Some(model) = query.model else {
-        return written(admin.cluster.submit(Command::PutPolicy(config)).await);
+        return submit(&admin, Command::PutPolicy(config)).await;
     };
+    name_of("model", &model)?;
     let mut routing = latest(&admin).await?;
     routing.models.insert(model, config);
-    written(admin.cluster.submit(Command::PutRouting(routing)).await)
+    submit(&admin, Command::PutRouting(routing)).await
 }
 
 /// Takes a model's own policy away.
@@ -120,7 +123,7 @@ pub(super) async fn remove(
             "no model {model:?} has a policy of its own (?model=NAME)"
         )));
     }
-    written(admin.cluster.submit(Command::PutRouting(routing)).await)
+    submit(&admin, Command::PutRouting(routing)).await
 }
 
 pub(super) async fn show_routing(
@@ -141,7 +144,7 @@ pub(super) async fn put_routing(
     State(admin): State<Shared>,
     Json(config): Json<RoutingSettings>,
 ) -> Result<Response, Problem> {
-    written(admin.cluster.submit(Command::PutRouting(config)).await)
+    submit(&admin, Command::PutRouting(config)).await
 }
 
 /// The routing settings with everything committed so far.

@@ -10,7 +10,8 @@ use state::users::{UserUsage, UserView};
 
 use super::Shared;
 use super::answer::{
-    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, not_found, rejected, written,
+    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, name_of, not_found, rejected,
+    submit,
 };
 use crate::admission::Admission;
 use crate::error::Problem;
@@ -148,6 +149,16 @@ pub(super) async fn put(
     At(name): At<String>,
     Json(body): Json<PutBody>,
 ) -> Result<Response, Problem> {
+    if let Err(problem) = name_of("name", &name) {
+        // One that a request gave itself can be bounded.
+        let mut is_there = false;
+        admin
+            .cluster
+            .with_state(&mut |state| is_there = state.user_named(&name).is_some());
+        if !is_there {
+            return Err(problem);
+        }
+    }
     // Before the first: a fault of the second must not leave half of it done.
     if let Some(limits) = &body.limits {
         limits.validate().map_err(|reject| rejected(&reject))?;
@@ -164,12 +175,10 @@ pub(super) async fn put(
             "body",
             "neither weight_milli nor limits".to_owned(),
         )),
-        (Some(command), None) | (None, Some(command)) => {
-            written(admin.cluster.submit(command).await)
-        }
+        (Some(command), None) | (None, Some(command)) => submit(&admin, command).await,
         (Some(weight), Some(limits)) => {
-            written(admin.cluster.submit(weight).await)?;
-            written(admin.cluster.submit(limits).await)
+            submit(&admin, weight).await?;
+            submit(&admin, limits).await
         }
     }
 }

@@ -14,6 +14,7 @@
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 
 mod flatten;
+mod further;
 mod lax;
 mod plain;
 mod ratio;
@@ -29,8 +30,9 @@ use state::ids::BlockHash;
 use state::prefix::Root;
 
 pub use flatten::append_reply;
+pub use further::{Further, MEMBERS_MAX, Member, members, name_hash};
 pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
-pub use read::{parse, parse_routed};
+pub use read::{is_read, parse, parse_routed};
 pub use tokenizer::{
     BadTokenizer, Fallback, LoadFailure, Seam, Tokenizer, TokenizerSpec, Vocabulary,
 };
@@ -60,6 +62,8 @@ pub struct Parsed {
     /// Right behind the body's opening brace: where `"stream_options":{...},` may be inserted when
     /// both spans are `None` (the object is never empty, it has a `model`).
     pub insert_at: usize,
+    /// The fields that the router does not read.
+    pub further: Further,
     /// The `user` field.
     pub user: Option<String>,
     /// The `cache_salt` field.

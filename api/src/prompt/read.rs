@@ -16,6 +16,7 @@ use serde_json::error::Category;
 use serde_json::value::RawValue;
 
 use super::flatten::{Content, Input, Messages, push_framed};
+use super::further::Further;
 use super::lax::{Lax, Unclear};
 use super::plain::Plain;
 use super::{BadBody, Batch, Parsed, Prompt, ReplyShape};
@@ -149,6 +150,7 @@ struct Found<'de> {
     stream_options_span: Option<(usize, usize)>,
     stream_options_null_span: Option<(usize, usize)>,
     are_options_unclear: bool,
+    further: Further,
     user: Option<String>,
     cache_salt: Option<String>,
     max_tokens: Option<u32>,
@@ -185,6 +187,7 @@ impl Found<'_> {
             stream_options_null_span: self.stream_options_null_span,
             are_options_unclear: self.are_options_unclear,
             insert_at,
+            further: self.further,
             user: self.user,
             cache_salt: self.cache_salt,
             max_tokens: self.max_tokens,
@@ -271,7 +274,10 @@ impl<'de> Visitor<'de> for Top<'_, 'de> {
             self.field.set(known);
             match known {
                 Some(known) => self.field_value(known, &mut map)?,
-                None => drop(map.next_value::<IgnoredAny>()?),
+                None => {
+                    self.found.further.add(&key);
+                    map.next_value::<IgnoredAny>()?;
+                }
             }
             self.field.set(None);
         }
@@ -302,6 +308,12 @@ const KNOWN: [&str; 20] = [
     "text_1",
     "data_1",
 ];
+
+/// Whether the router reads the field `name` itself, on some path or other.
+#[must_use]
+pub fn is_read(name: &str) -> bool {
+    KNOWN.contains(&name)
+}
 
 impl<'de> Top<'_, 'de> {
     fn field_value<A: MapAccess<'de>>(

@@ -298,6 +298,11 @@ async fn attempt(
             // Nobody asked for another protocol.
             SendFailure::Ended
         }
+        Ok(Ok(response)) if response.status().is_redirection() => {
+            // Where to is the engine's own address space; the answer there would not be counted.
+            attempt.end(End::NotRun);
+            return Tried::NotRun(Last::Failed(Failure::Redirected));
+        }
         Ok(Ok(response)) => {
             let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
             if !is_refusal || is_last {
@@ -417,7 +422,7 @@ async fn send(
         request_id: &asked.request_id,
         forward_credentials: proxy.settings.api_keys.is_none(),
         engine_key,
-        forward_priority: proxy.settings.forward_priority,
+        strip: &proxy.settings.strip_headers,
     };
     let build = || {
         is_sent.store(true, Ordering::Relaxed);

@@ -189,13 +189,14 @@ pub fn headers(bytes: &[u8]) {
     );
     crate::routing::fuzzing::session(&head);
     let id = request_id(&head);
+    let strip = super::HeaderRules::default();
     let hop = Hop {
         peer: &HeaderValue::from_static("127.0.0.1"),
         version: Version::HTTP_11,
         request_id: &id,
         forward_credentials: false,
         engine_key: None,
-        forward_priority: false,
+        strip: &strip,
     };
     let host = HeaderValue::from_static("engine:8000");
     let onward = toward_engine(&head, &host, &hop);

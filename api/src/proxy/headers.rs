@@ -12,6 +12,7 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
 use super::expose::is_ours;
+use super::fields::{HeaderRules, hide_engine};
 
 /// Names the request, here and at the engine.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -55,9 +56,6 @@ fn is_named(headers: &HeaderMap, name: &HeaderName) -> bool {
     })
 }
 
-/// By which a client of vLLM asks to go past others.
-const ENGINE_PRIORITY: HeaderName = HeaderName::from_static("x-vllm-priority");
-
 /// What the engine is told about the way a request came.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Hop<'a> {
@@ -71,8 +69,8 @@ pub(super) struct Hop<'a> {
     pub(super) forward_credentials: bool,
     /// What the engine gets in place of them.
     pub(super) engine_key: Option<&'a HeaderValue>,
-    /// Whether the priority goes on that the client asks the engine for.
-    pub(super) forward_priority: bool,
+    /// Which headers are commands to engines.
+    pub(super) strip: &'a HeaderRules,
 }
 
 /// The headers of the request to the engine. The body's length is left to whoever sends it.
@@ -84,7 +82,7 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
         let is_dropped = is_hop_by_hop(name)
             || [&HOST, &CONTENT_LENGTH, &EXPECT, &ACCEPT_ENCODING].contains(&name)
             || (!forward_credentials && [&AUTHORIZATION, &API_KEY, &AZURE_KEY].contains(&name))
-            || (!hop.forward_priority && *name == ENGINE_PRIORITY)
+            || hop.strip.is_stripped(name)
             || (names_fields && is_named(client, name));
         if !is_dropped {
             headers.append(name.clone(), value.clone());
@@ -109,12 +107,14 @@ fn via(version: Version) -> HeaderValue {
     })
 }
 
-/// Takes out of an engine's headers what is about its connection, and what only we say.
+/// Takes out of an engine's headers what is about its connection or about itself, and what only we
+/// say.
 pub(super) fn clean_answer(headers: &mut HeaderMap) {
     if headers.contains_key(TRANSFER_ENCODING) {
         // RFC 9112, 6.3: beside transfer-encoding it says nothing.
         headers.remove(CONTENT_LENGTH);
     }
+    hide_engine(headers);
     while let Some(name) = headers.keys().find(|name| is_ours(name)).cloned() {
         headers.remove(name);
     }
@@ -187,7 +187,7 @@ mod tests {
             request_id: &HeaderValue::from_static("r1"),
             forward_credentials,
             engine_key: None,
-            forward_priority: false,
+            strip: &HeaderRules::default(),
         };
         toward_engine(client, &HeaderValue::from_static("engine:8000"), &hop)
     }
@@ -195,17 +195,17 @@ mod tests {
     #[test]
     fn nobody_goes_past_others_unless_the_config_says_so() {
         let client = headers(&[("x-vllm-priority", "-9"), ("x-other", "1")]);
-        assert!(!forwarded(&client, true).contains_key(ENGINE_PRIORITY));
+        assert!(!forwarded(&client, true).contains_key("x-vllm-priority"));
         let hop = Hop {
             peer: &HeaderValue::from_static("10.0.0.9"),
             version: Version::HTTP_11,
             request_id: &HeaderValue::from_static("r1"),
             forward_credentials: true,
             engine_key: None,
-            forward_priority: true,
+            strip: &HeaderRules::new(&[]).unwrap(),
         };
         let sent = toward_engine(&client, &HeaderValue::from_static("engine:8000"), &hop);
-        assert_eq!(sent[ENGINE_PRIORITY], "-9");
+        assert_eq!(sent["x-vllm-priority"], "-9");
     }
 
     #[test]
@@ -260,6 +260,12 @@ mod tests {
             ("x-inner", "1"),
             ("transfer-encoding", "chunked"),
             ("content-type", "text/event-stream"),
+            ("location", "http://10.0.0.7:8000/"),
+            ("server", "uvicorn"),
+            ("set-cookie", "a=b"),
+            ("set-cookie", "c=d"),
+            ("x-accel-redirect", "/secret"),
+            ("x-quorate-backend", "inner"),
         ]);
         clean_answer(&mut answer);
         assert_eq!(answer, headers(&[("content-type", "text/event-stream")]));

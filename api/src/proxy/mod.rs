@@ -26,6 +26,7 @@ mod clients;
 mod deadline;
 mod document;
 mod expose;
+mod fields;
 mod forward;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -60,8 +61,10 @@ use tracing::Instrument;
 
 pub use addresses::{BadPrefix, IpPrefix};
 pub use expose::Expose;
+pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
 pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
 pub use relay::BrokenAnswer;
+pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{Drained, Server};
 pub use settings::{
     ApiKeys, BadIdentifyBy, IdentifyBy, Limits, ProxySettings, Timeouts, key_user_name,
@@ -251,7 +254,7 @@ impl Proxy {
     ) -> Result<Forwarded, Failure> {
         let held_bytes_max = self.settings.limits.held_bytes_max;
         let mut held = Held::none(&self.held_bytes, held_bytes_max);
-        let body_bytes = match self.take_in(&head, &mut body, &mut held).await {
+        let mut body_bytes = match self.take_in(&head, &mut body, &mut held).await {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return self.models(head.uri.path()).map(Forwarded::Held),
             Err(failure) => {
@@ -267,7 +270,12 @@ impl Proxy {
         };
         drop(body);
         ledger.is_read(self.settings.limits.requests_max)?;
-        let (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
+        let (mut parsed, mut identity) = self.understand(head.uri.path(), &body_bytes).await?;
+        if let Some(stripped) = self.settings.fields.apply(&parsed, &body_bytes)? {
+            body_bytes = stripped;
+            // Places in it are others now.
+            (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
+        }
         let user = request::identify(&self.settings, &head.headers, &parsed).into_owned();
         let counted = self.users.count(&user);
         ledger.counts(counted.ok_or(Failure::UserAtLimit)?);

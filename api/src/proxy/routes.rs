@@ -9,14 +9,31 @@ use http::Method;
 use super::settings::ProxySettings;
 use crate::error::Failure;
 
-/// Paths routed by their body's `model`, beside all others below `/v1/`.
-const ROUTED: [&str; 8] = [
-    "/tokenize",
-    "/detokenize",
+/// Paths routed by their body's `model`; `requests.extra_paths` adds others.
+pub const INFERENCE_PATHS: [&str; 25] = [
     "/classify",
+    "/detokenize",
     "/pooling",
     "/rerank",
     "/score",
+    "/tokenize",
+    "/v1/audio/speech",
+    "/v1/chat/completions",
+    "/v1/chat/completions/render",
+    "/v1/classify",
+    "/v1/completions",
+    "/v1/completions/render",
+    "/v1/detokenize",
+    "/v1/embeddings",
+    "/v1/images/generations",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/pooling",
+    "/v1/rerank",
+    "/v1/reranking",
+    "/v1/responses",
+    "/v1/score",
+    "/v1/tokenize",
     "/v2/embed",
     "/v2/rerank",
 ];
@@ -110,11 +127,16 @@ pub(super) fn route<'a>(
 }
 
 fn is_routed(settings: &ProxySettings, path: &str) -> bool {
-    let is_listed = ROUTED.contains(&path) || settings.extra_paths.iter().any(|p| p == path);
-    let is_below_v1 = path
-        .strip_prefix("/v1/")
-        .is_some_and(|rest| !rest.is_empty());
-    (is_listed || is_below_v1) && path[1..].split('/').all(is_plain_segment)
+    INFERENCE_PATHS.contains(&path)
+        || (settings.extra_paths.iter().any(|extra| extra == path) && is_plain(path))
+}
+
+/// Whether a path can be routed to engines at all: one that no engine reads in another way than it
+/// was checked here, and no control route.
+#[must_use]
+pub fn is_plain(path: &str) -> bool {
+    path.strip_prefix('/')
+        .is_some_and(|rest| rest.split('/').all(is_plain_segment))
 }
 
 fn is_plain_segment(segment: &str) -> bool {
@@ -152,7 +174,7 @@ mod tests {
         for path in [
             "/v1/chat/completions",
             "/v1/chat/completions/render",
-            "/v1/x",
+            "/v1/messages",
             "/tokenize",
             "/generate",
         ] {
@@ -163,6 +185,12 @@ mod tests {
             "/",
             "/v1",
             "/v1/",
+            "/v1/x",
+            "/v1/model/load",
+            "/v1/lora/load",
+            "/v1/responses/resp_1/cancel",
+            "/v1/chat/completions/",
+            "/V1/chat/completions",
             "/sleep",
             "/v1/load_lora_adapter",
             "/v1/Load_LoRA_adapter",
@@ -178,6 +206,23 @@ mod tests {
             "*",
         ] {
             assert_eq!(status(&Method::POST, path), 404, "{path}");
+        }
+    }
+
+    #[test]
+    fn every_listed_path_is_plain() {
+        assert!(INFERENCE_PATHS.iter().all(|path| is_plain(path)));
+        for path in [
+            "",
+            "v1/x",
+            "/",
+            "//",
+            "/v1/",
+            "/v1/x?y",
+            "/v1/%2e",
+            "/v1/sleep",
+        ] {
+            assert!(!is_plain(path), "{path}");
         }
     }
 

@@ -11,6 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::addresses::IpPrefix;
 use super::expose::Expose;
+use super::fields::{FieldRules, HeaderRules};
 use super::splice::UsageSplice;
 use crate::backends::pool::PoolSettings;
 
@@ -33,8 +34,10 @@ pub struct ProxySettings {
     /// The only keys that are served; they stay here. `None`: keys are not checked, and go on to the
     /// engine, which may check them.
     pub api_keys: Option<ApiKeys>,
-    /// Whether `x-vllm-priority` goes on to the engine, where it goes past every other request.
-    pub forward_priority: bool,
+    /// Fields of bodies that are refused or stripped.
+    pub fields: FieldRules,
+    /// Headers that do not reach engines.
+    pub strip_headers: HeaderRules,
     /// Engine answers that send a request to the next candidate: statuses by which an engine says
     /// that it did not run it.
     pub retry_statuses: Vec<StatusCode>,
@@ -175,7 +178,8 @@ impl ProxySettings {
             ],
             trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
-            forward_priority: false,
+            fields: FieldRules::default(),
+            strip_headers: HeaderRules::default(),
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],
             attempts_max: 3,
             retry_budget_percent: 20,

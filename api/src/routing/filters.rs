@@ -195,12 +195,27 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
     }
 
     /// Where some engines say that they have the model (an adapter is listed once it is loaded),
-    /// the others are out.
+    /// the others are out. What the operator says comes first: an engine under `"*"` that lists the
+    /// model puts nobody out whose description names it.
     fn keep_loaded(&mut self) {
-        let mut candidates = self.scratch.candidates.iter();
-        if candidates.any(|candidate| candidate.is_model_listed) {
-            self.retain(Verdict::NotLoaded, |candidate, _| candidate.is_model_listed);
+        let Scratch {
+            candidates, places, ..
+        } = &*self.scratch;
+        let model = self.ask.model;
+        let names = |backend: &Backend| backend.spec.models.iter().any(|named| named == model);
+        let backends = places.iter().map(|at| &self.fleet.registry.backends[*at]);
+        let mut listed = candidates
+            .iter()
+            .zip(backends)
+            .filter(|(candidate, _)| candidate.is_model_listed)
+            .peekable();
+        if listed.peek().is_none() {
+            return;
         }
+        let is_named_listed = listed.any(|(_, backend)| names(backend));
+        self.retain(Verdict::NotLoaded, |candidate, backend| {
+            candidate.is_model_listed || (!is_named_listed && names(backend))
+        });
     }
 
     fn keep_labelled(&mut self) -> Result<(), NoBackend> {

@@ -112,7 +112,9 @@ async fn what_the_engine_did_not_compute_costs_nothing() {
         let fleet = Fleet::start(&[&engine]).await;
         let body = r#"{"model":"m","prompt":"hello","messages":[{"role":"user","content":"hello, hello, hello"}]}"#;
         let answer = fleet.client().await.ask(post(path, "", body)).await;
-        assert!(status.starts_with(&answer.status.to_string()));
+        // Redirects are not passed on.
+        let told = status.replace("307", "502");
+        assert!(told.starts_with(&answer.status.to_string()));
         let charge = fleet.charged().await;
         let only_counted = Charge {
             started: 1,

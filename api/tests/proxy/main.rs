@@ -6,6 +6,7 @@ mod admission;
 mod bad_input;
 mod charging;
 mod client;
+mod commands;
 mod descriptors;
 mod drain;
 mod engine;

@@ -163,7 +163,11 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.retry_concurrency_min = config.retry.concurrency_min;
     settings.priority_max = config.priority_max;
     settings.usage_splice = config.usage_splice;
-    settings.forward_priority = config.forward_priority;
+    settings
+        .extra_paths
+        .clone_from(&config.requests.extra_paths);
+    settings.fields = config.requests.fields.clone();
+    settings.strip_headers = config.requests.strip_headers.clone();
     settings
 }
 

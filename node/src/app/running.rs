@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use api::admin::{self, Admin, Lifecycle};
 use api::backends::Hooks;
 use api::kv_events;
@@ -48,6 +49,10 @@ pub(super) async fn start(
 ) -> anyhow::Result<Running> {
     // Members are told the ports that the system chose.
     (config.listen.data, config.listen.admin) = (addresses.data, addresses.admin);
+    crate::private::private_folder(&config.node.data_dir).with_context(|| {
+        let folder = config.node.data_dir.display();
+        format!("make data folder {folder} private")
+    })?;
     let ports = CorePorts::real(Arc::new(Tcp::new(sockets.peer)?));
     let core = Core::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (Stops::default(), Lifecycle::default());

@@ -21,6 +21,8 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
+use api::shown::escaped_lines;
+
 use crate::config::Faults;
 use crate::{descriptors, telemetry};
 
@@ -157,10 +159,11 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
     runtime.block_on(command)
 }
 
-/// Writes a result to stdout. `println!` would panic when the reader has gone.
+/// Writes a result to stdout. `println!` would panic when the reader has gone. Whatever others named
+/// in it: a terminal is not to obey it.
 pub(crate) fn print(result: impl Display) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{result}")?;
+    writeln!(out, "{}", escaped_lines(&result.to_string()))?;
     Ok(out.flush()?)
 }
 
@@ -173,7 +176,7 @@ fn is_reader_gone(error: &anyhow::Error) -> bool {
 fn report(error: &anyhow::Error) {
     match error.downcast_ref::<Faults>() {
         Some(faults) => eprint!("{}", faults.render(std::io::stderr().is_terminal())),
-        None => eprintln!("error: {error:#}"),
+        None => eprintln!("{}", escaped_lines(&format!("error: {error:#}"))),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use api::shown::is_obeyed;
 use serde_json::{Value, json};
 
 use super::client::Target;
@@ -178,7 +179,7 @@ pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
     for user in &users {
         let (total, window) = (&user["total"], &user["window"]);
         let name = match user["name"].as_str() {
-            Some(name) if !name.is_empty() => name.to_owned(),
+            Some(name) if !name.is_empty() => cell(&user["name"]),
             _ => cell(&user["key"]),
         };
         table.add_row([
@@ -238,14 +239,43 @@ pub(super) fn thousandths(value: &Value) -> String {
     }
 }
 
+/// JSON in which every character that a terminal would obey is escaped as JSON does.
+fn shown(json: &str) -> String {
+    let escape = |c: char| {
+        let mut units = [0; 2];
+        let units = c.encode_utf16(&mut units).iter();
+        units
+            .map(|unit| format!("\\u{unit:04x}"))
+            .collect::<String>()
+    };
+    let is_layout = |c: char| c == '\n';
+    let each = |c: char| match is_obeyed(c) && !is_layout(c) {
+        true => escape(c),
+        false => c.to_string(),
+    };
+    match json.contains(|c| is_obeyed(c) && !is_layout(c)) {
+        true => json.chars().map(each).collect(),
+        false => json.to_owned(),
+    }
+}
+
 pub(super) fn print_json(value: &Value) -> anyhow::Result<ExitCode> {
-    super::print(serde_json::to_string_pretty(value)?)?;
+    super::print(shown(&serde_json::to_string_pretty(value)?))?;
     Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn json_stays_the_same_json_and_obeys_nobody() {
+        let hostile = json!({ "name": "a\u{9b}2J\u{202e}\u{7f}\u{e0041}\n" });
+        let text = serde_json::to_string_pretty(&hostile).unwrap();
+        let shown = shown(&text);
+        assert!(!shown.contains(|c| is_obeyed(c) && c != '\n'), "{shown}");
+        assert_eq!(serde_json::from_str::<Value>(&shown).unwrap(), hostile);
+    }
 
     #[test]
     fn thousandths_are_shown_as_decimals_only_where_needed() {

@@ -1,4 +1,4 @@
-//! `quorate serve`: one replica, until a signal says to leave.
+//! `quorate serve`: one replica, until a signal says to leave. A hang-up is no such signal.
 
 use std::process::ExitCode;
 
@@ -6,8 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::config;
 use crate::app::{App, ShutdownHandle};
-use crate::descriptors;
-use crate::telemetry;
+use crate::{descriptors, private, telemetry};
 
 /// `quorate serve`.
 #[derive(Debug, clap::Args)]
@@ -21,6 +20,13 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = args.config.load()?.config;
     telemetry::init(&config.log)?;
     descriptors::fit(&mut config.limits, descriptors::raise());
+    private::keep_new_files_private();
+    for file in &config.secret_files {
+        if private::is_open_to_others(file) {
+            let file = file.display();
+            tracing::warn!(%file, "a file of keys can be read by others: chmod 600");
+        }
+    }
     super::block_on(async {
         let shutdown = ShutdownHandle::new();
         let app = App::build(config)?;
@@ -28,12 +34,17 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
         let mut terminations = signal(SignalKind::terminate())?;
         let running = tokio::spawn(app.run(shutdown.clone()));
         tokio::pin!(running);
+        let mut hangups = signal(SignalKind::hangup())?;
         let mut signals = 0;
         loop {
             tokio::select! {
                 outcome = &mut running => {
                     outcome??;
                     return Ok(ExitCode::SUCCESS);
+                }
+                _ = hangups.recv() => {
+                    tracing::info!("hang-up signal: changed files are read by themselves");
+                    continue;
                 }
                 _ = interrupts.recv() => signals += 1,
                 _ = terminations.recv() => signals += 1,

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 
+use api::shown::escaped;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
 
@@ -26,18 +27,32 @@ pub(super) fn cell(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
         Value::String(text) if text.is_empty() => "-".to_owned(),
-        Value::String(text) => text.clone(),
+        Value::String(text) => escaped(text).into_owned(),
         Value::Array(values) if values.is_empty() => "-".to_owned(),
         Value::Array(values) => values.iter().map(cell).collect::<Vec<_>>().join(", "),
         Value::Object(fields) if fields.is_empty() => "-".to_owned(),
         Value::Object(fields) => {
             let fields = fields
                 .iter()
-                .map(|(name, value)| format!("{name}={}", cell(value)));
+                .map(|(name, value)| format!("{}={}", escaped(name), cell(value)));
             fields.collect::<Vec<_>>().join(" ")
         }
         Value::Bool(true) => "yes".to_owned(),
         Value::Bool(false) => "no".to_owned(),
         Value::Number(number) => number.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_cell_obeys_nobody() {
+        let hostile = json!(["\x1b]0;x\x07", {"a\nb": "\u{202e}c"}]);
+        assert_eq!(cell(&hostile), r"\u{1b}]0;x\u{7}, a\u{a}b=\u{202e}c");
+        assert_eq!(cell(&json!("ada")), "ada");
     }
 }

@@ -17,7 +17,7 @@ use super::value::{Value, is_host};
 use super::{
     AdminListener, ApiKey, Cluster, Config, Drain, Formation, Listen, Log, Node, Retry, Users,
 };
-use super::{admission, cluster, engines, models, policy, routing, traffic};
+use super::{admission, cluster, engines, models, policy, requests, routing, traffic};
 
 /// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
 /// config needs is missing or unfit, which is then among the faults.
@@ -28,6 +28,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
     let cluster = cluster(values, &mut faults);
     let users = users(values, &mut faults);
     let log = log(values, &mut faults);
+    let requests = requests::requests(values, &mut faults);
     let probes = engines::probes(values, &mut faults);
     let models = models::models(&settings.models, &mut faults);
     let has_tokens = models.iter().any(|model| !model.tokenizer.is_character());
@@ -52,6 +53,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             models,
             backends,
             engine_keys: engine_keys?,
+            secret_files: engines::secret_files(values, &settings.backends),
             policy: policy::named(&policies, &text(values, "routing.policy")?)?,
             policy_overrides: if flag(values, "routing.allow_override")? {
                 policies
@@ -61,7 +63,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             routing: routing?,
             select: routing::select(values, entries)?,
             circuit: circuit?,
-            forward_priority: flag(values, "users.forward_priority")?,
+            requests: requests?,
             admission: admission?,
             codel_target: duration(values, "admission.codel_target")?,
             priority_max: i16::try_from(integer(values, "admission.priority_max")?).ok()?,

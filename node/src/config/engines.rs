@@ -1,6 +1,7 @@
 //! `[[backends]]` and `[probes]`: the engines, and the keys they want.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use api::backends::EngineKeys;
@@ -54,6 +55,15 @@ pub(super) fn keys(
         }
     }
     (faults.len() == before).then_some(keys)
+}
+
+/// All files that hold keys.
+pub(super) fn secret_files(values: &Values, entries: &[Entry]) -> Vec<PathBuf> {
+    let of_replica = ["users.api_keys_file", "probes.api_key_file"];
+    let of_replica = of_replica.iter().filter_map(|path| text(values, path));
+    let own = |entry: &Entry| text(&entry.values, "api_key_file");
+    let of_backends = entries.iter().filter_map(own);
+    of_replica.chain(of_backends).map(PathBuf::from).collect()
 }
 
 /// The header that carries the key in the file that `path` names, if it names one.

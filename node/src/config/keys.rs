@@ -49,6 +49,10 @@ pub(super) enum Kind {
     Hosts,
     /// A list of IP addresses and prefixes of them.
     Prefixes,
+    /// A list of names, maybe empty: visible ASCII without commas.
+    Names,
+    /// A list of paths without a query.
+    Paths,
     /// A list of texts, none of them empty.
     Texts,
     /// A list of HTTP statuses.
@@ -119,9 +123,9 @@ use Absent::{Default as By, Required, Unset};
 pub(super) const KEYS: &[Key] = &{
     const PARTS: [&[Key]; 7] = [
         BEFORE_POLICIES,
-        LISTENER_KEYS,
         POLICY_KEYS,
         ADMISSION_KEYS,
+        LISTENER_KEYS,
         AFTER_ADMISSION,
         TRAFFIC_KEYS,
         LAST,
@@ -309,7 +313,7 @@ const AFTER_ADMISSION: &[Key] = &[
         "users.forward_priority",
         Kind::Flag,
         By("false"),
-        "Whether a client's `x-vllm-priority` header reaches engines: there it goes past every other request.",
+        "Whether a client's `x-vllm-priority` header and `priority` field reach engines, whatever `requests` says: there it goes past every other request.",
     ),
 ];
 

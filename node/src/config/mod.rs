@@ -16,6 +16,7 @@ mod models;
 mod policy;
 mod policy_keys;
 mod print;
+mod requests;
 mod routing;
 mod schema;
 mod traffic;
@@ -34,7 +35,7 @@ use std::time::Duration;
 
 use api::backends::{CircuitSettings, EngineKeys};
 use api::prompt::ModelSettings;
-use api::proxy::{Expose, IdentifyBy, IpPrefix, UsageSplice};
+use api::proxy::{Expose, FieldRules, HeaderRules, IdentifyBy, IpPrefix, UsageSplice};
 use api::routing::SelectSettings;
 use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
@@ -69,10 +70,12 @@ pub struct Config {
     pub select: SelectSettings,
     /// When backends that fail are passed over.
     pub circuit: CircuitSettings,
-    /// Whether engines hear of the priority a client asks them for.
-    pub forward_priority: bool,
+    /// What of requests reaches engines.
+    pub requests: Requests,
     /// Keys that engines want; show themselves nowhere.
     pub engine_keys: EngineKeys,
+    /// Files that hold keys.
+    pub secret_files: Vec<PathBuf>,
     /// The admin listener.
     pub admin: AdminListener,
     /// How a new cluster admits requests.
@@ -126,6 +129,17 @@ pub struct Listen {
 pub struct AdminListener {
     /// Host names it goes by, beside addresses, `localhost` and what the replica is known as.
     pub hosts: Vec<String>,
+}
+
+/// `[requests]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Requests {
+    /// Paths that are routed beside the built-in ones.
+    pub extra_paths: Vec<String>,
+    /// What becomes of fields of bodies.
+    pub fields: FieldRules,
+    /// Headers that do not reach engines.
+    pub strip_headers: HeaderRules,
 }
 
 /// `[cluster]`.

@@ -100,6 +100,8 @@ fn kind(kind: Kind) -> Map<String, Value> {
             list(&json!({ "type": "string", "pattern": "^(api_key|body:user|header:.+)$" }))
         }
         Kind::Prefixes => list(&json!({ "type": "string", "pattern": r"^[0-9a-fA-F.:]+(/\d+)?$" })),
+        Kind::Names => list(&json!({ "type": "string", "pattern": "^[!-+\\--~]+$" })),
+        Kind::Paths => list(&json!({ "type": "string", "pattern": "^/" })),
         Kind::Texts => list(&json!({ "type": "string", "minLength": 1 })),
         Kind::Statuses => list(&json!({ "type": "integer", "minimum": 400, "maximum": 599 })),
         Kind::Tokenizer => json!({

@@ -88,6 +88,8 @@ impl Kind {
                 | Self::Hosts
                 | Self::Identities
                 | Self::Prefixes
+                | Self::Names
+                | Self::Paths
                 | Self::Texts
                 | Self::Statuses
         )
@@ -121,6 +123,8 @@ impl Kind {
                 "a host with a port such as \"10.0.0.1:8082\"".to_owned()
             }
             Self::Hosts => "a host name without a port".to_owned(),
+            Self::Names => "a name such as \"priority\"".to_owned(),
+            Self::Paths => "a path such as \"/generate\", no control route of an engine".to_owned(),
             Self::Identities => {
                 "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name".to_owned()
             }
@@ -184,6 +188,8 @@ impl Kind {
             Self::HostPort => is_host_port(text).then(owned),
             Self::HostPorts => is_host_port(text).then(listed),
             Self::Hosts => is_host(text).then(listed),
+            Self::Names => is_plain_name(text).then(listed),
+            Self::Paths => api::proxy::is_plain(text).then(listed),
             Self::Identities => is_identity(text).then(listed),
             Self::Prefixes => text.parse().ok().map(|_: IpPrefix| listed()),
             Self::Url => is_url(text).then(owned),
@@ -289,6 +295,13 @@ fn is_url(text: &str) -> bool {
     };
     let authority = authority.strip_suffix('/').unwrap_or(authority);
     is_host_port(authority) || is_host(authority)
+}
+
+fn is_plain_name(text: &str) -> bool {
+    !text.is_empty()
+        && text
+            .bytes()
+            .all(|byte| byte.is_ascii_graphic() && byte != b',')
 }
 
 fn is_url_path(text: &str) -> bool {

@@ -26,6 +26,8 @@ const FORMAT_VERSION_FIRST: u8 = 1;
 /// Longest encoded command, in bytes. Proposers stay far below it: an outbox flushes at 64 KiB and
 /// the admin API bounds its bodies.
 pub const ENVELOPE_BYTES_MAX: usize = 1 << 20;
+/// Longest that what stands around a command is: version, origin and stamp.
+const AROUND_BYTES_MAX: usize = 64;
 /// What decoding may allocate, in bytes: well above what the densest envelope of
 /// [`ENVELOPE_BYTES_MAX`] takes in memory, so that whatever can be encoded can be decoded.
 const DECODE_BYTES_MAX: usize = 64 << 20;
@@ -70,6 +72,12 @@ pub fn encode_envelope(envelope: &Envelope) -> Vec<u8> {
         bytes.len()
     );
     bytes
+}
+
+/// Whether `command` can be encoded as a log entry's payload, whoever proposes it.
+#[must_use]
+pub fn fits(command: &Command) -> bool {
+    to_bytes(command).len() <= ENVELOPE_BYTES_MAX - AROUND_BYTES_MAX
 }
 
 /// Decodes a log entry's payload.

@@ -1,6 +1,7 @@
 //! Writes: what they change, and what they say when they do not or may not have.
 
 use serde_json::json;
+use state::command::UserSpec;
 
 use super::*;
 
@@ -385,4 +386,66 @@ async fn unknown_paths_and_methods_are_problems() {
         .await;
     let answer = bench.call("PATCH", "/admin/v1/policy", "").await;
     assert_eq!(answer.headers["allow"], "GET,HEAD,PUT,DELETE");
+}
+
+#[tokio::test]
+async fn what_is_too_large_or_no_name_is_refused_before_it_is_proposed() {
+    let bench = Bench::new();
+    let before = bench.admin.view.applied();
+    let long = "x".repeat(60_000);
+    let body = r#"{"url":"http://gpu:8000"}"#;
+    for path in [
+        format!("/admin/v1/backends/{long}"),
+        "/admin/v1/backends/a%1b%5d0%3bx".to_owned(),
+        "/admin/v1/backends/a%c2%9b".to_owned(),
+        "/admin/v1/backends/a%e2%80%aeb".to_owned(),
+    ] {
+        let problem = bench.problem(("PUT", &path, body), 400, "invalid").await;
+        assert_eq!(problem["field"], "name", "{path}");
+        let drain = format!("{path}/drain");
+        bench.problem(("POST", &drain, ""), 400, "invalid").await;
+    }
+    let weight = r#"{"weight_milli":2000}"#;
+    let user = "/admin/v1/users/a%0ab";
+    bench.problem(("PUT", user, weight), 400, "invalid").await;
+    for field in [
+        r#""models":["a\u001b[2J"]"#,
+        r#""labels":{"zone":"\u202ea"}"#,
+    ] {
+        let body = format!(r#"{{"url":"http://gpu:8000",{field}}}"#);
+        bench
+            .problem(("PUT", "/admin/v1/backends/gpu", &body), 400, "invalid")
+            .await;
+    }
+    // Within the bounds of a body, above those of the log once it is encoded.
+    let models = "\"\",".repeat((1 << 20) / 3 - 100);
+    let body = format!(r#"{{"url":"http://gpu:8000","models":[{models}"x"]}}"#);
+    let answer = bench.call("PUT", "/admin/v1/backends/gpu", &body).await;
+    assert!(
+        matches!(answer.status.as_u16(), 400 | 413),
+        "{}",
+        answer.body
+    );
+    let name = "x".repeat((1 << 20) - 60);
+    let body = format!(r#"{{"url":"http://gpu:8000","models":["{name}"]}}"#);
+    let large = bench.call("PUT", "/admin/v1/backends/gpu", &body).await;
+    assert_eq!(large.status, StatusCode::PAYLOAD_TOO_LARGE);
+    assert_eq!(large.json()["type"], "/problems/too-large");
+    assert_eq!(
+        bench.admin.view.applied().0,
+        before.0 + u64::from(answer.status == 400)
+    );
+}
+
+#[tokio::test]
+async fn a_user_that_named_itself_oddly_can_be_bounded() {
+    let bench = Bench::new();
+    let name = "a\u{1b}b".to_owned();
+    bench.apply(Command::PutUser(UserSpec {
+        name,
+        weight_milli: 1000,
+    }));
+    let limits = r#"{"limits":{"requests":1,"window_ms":1000}}"#;
+    let answer = bench.call("PUT", "/admin/v1/users/a%1bb", limits).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
 }

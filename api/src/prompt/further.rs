@@ -1,0 +1,137 @@
+//! Which fields a body has beside those that the router reads.
+//!
+//! Kept as hashes in place: who does not care about them pays for no allocation, and who does looks
+//! at the body again only if a name may be there ([`members`]).
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{Deserializer, MapAccess, Visitor};
+use serde_json::value::RawValue;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::read::Str;
+
+/// Most fields told apart; real requests have about ten.
+const KEPT_MAX: usize = 24;
+/// Most fields of a body that is looked at again.
+pub const MEMBERS_MAX: usize = 4096;
+
+/// The names of a body's further fields, as hashes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Further {
+    hashes: [u32; KEPT_MAX],
+    count: usize,
+}
+
+impl Further {
+    pub(super) fn add(&mut self, name: &str) {
+        if let Some(place) = self.hashes.get_mut(self.count) {
+            *place = name_hash(name);
+        }
+        self.count = self.count.saturating_add(1);
+    }
+
+    /// Whether a field may be there whose [`name_hash`] is one of `names`. `false` is sure.
+    #[must_use]
+    pub fn may_have(&self, names: &[u32]) -> bool {
+        match self.hashes.get(..self.count) {
+            Some(kept) => kept.iter().any(|hash| names.contains(hash)),
+            None => !names.is_empty(),
+        }
+    }
+}
+
+/// What [`Further`] keeps of a name.
+#[must_use]
+pub fn name_hash(name: &str) -> u32 {
+    let [a, b, c, d, ..] = xxh3_64(name.as_bytes()).to_le_bytes();
+    u32::from_le_bytes([a, b, c, d])
+}
+
+/// A field of the top-level object, as it stands in the body.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member<'a> {
+    /// Its name, escapes resolved.
+    pub name: Cow<'a, str>,
+    /// From the quote before the name to the end of the value.
+    pub span: (usize, usize),
+}
+
+/// All fields of a body that was read before, in order; `None` when there are more than
+/// [`MEMBERS_MAX`].
+#[must_use]
+pub fn members(text: &str) -> Option<Vec<Member<'_>>> {
+    let mut json = serde_json::Deserializer::from_str(text);
+    json.deserialize_map(Members { text }).ok().flatten()
+}
+
+struct Members<'de> {
+    text: &'de str,
+}
+
+impl<'de> Visitor<'de> for Members<'de> {
+    type Value = Option<Vec<Member<'de>>>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut members = Vec::new();
+        let mut before = self.text.find('{').map_or(0, |brace| brace + 1);
+        while let Some(Str(name)) = map.next_key()? {
+            let value = map.next_value::<&'de RawValue>()?.get();
+            let end = value.as_ptr().addr() - self.text.as_ptr().addr() + value.len();
+            // Between two members is white space and a comma.
+            let start = before + self.text[before..].find('"').unwrap_or(0);
+            before = end;
+            if members.len() < MEMBERS_MAX + 1 {
+                let span = (start, end);
+                members.push(Member { name, span });
+            }
+        }
+        Ok(Some(members).filter(|members| members.len() <= MEMBERS_MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_are_found_as_they_stand() {
+        let text = "  {\"a\" : {\"b\":[1,\"}\"]} ,\n \"\\u0062\":2,\"a\":\"\\\"\"}  ";
+        let found = members(text).unwrap();
+        let shown: Vec<_> = found
+            .iter()
+            .map(|it| (&*it.name, &text[it.span.0..it.span.1]))
+            .collect();
+        assert_eq!(
+            shown,
+            [
+                ("a", "\"a\" : {\"b\":[1,\"}\"]}"),
+                ("b", "\"\\u0062\":2"),
+                ("a", "\"a\":\"\\\"\""),
+            ]
+        );
+        assert_eq!(members("{}"), Some(Vec::new()));
+        let many = |count: usize| format!("{{{}\"x\":1}}", "\"x\":1,".repeat(count - 1));
+        assert_eq!(members(&many(MEMBERS_MAX)).unwrap().len(), MEMBERS_MAX);
+        assert_eq!(members(&many(MEMBERS_MAX + 1)), None);
+    }
+
+    #[test]
+    fn a_name_that_is_there_is_never_missed() {
+        let mut further = Further::default();
+        assert!(!further.may_have(&[name_hash("a")]));
+        for nth in 0..KEPT_MAX {
+            further.add(&nth.to_string());
+        }
+        assert!(further.may_have(&[name_hash("a"), name_hash("23")]));
+        assert!(!further.may_have(&[name_hash("a")]));
+        further.add("a");
+        assert!(further.may_have(&[name_hash("a")]));
+        assert!(!further.may_have(&[]));
+    }
+}

@@ -1,0 +1,245 @@
+//! Body fields and headers by which a client would command an engine rather than ask it.
+//!
+//! Engines take more than prompts: who goes first in their queue, from which other engine they fetch
+//! cached blocks, which data-parallel rank computes, which code runs over the logits. Behind a router
+//! that is not for clients to say. What is refused gets a 400 that names it; what is stripped is
+//! taken out of the body, and the rest keeps its bytes.
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName};
+
+use crate::error::Failure;
+use crate::prompt::{MEMBERS_MAX, Member, Parsed, members, name_hash};
+
+/// Fields that are refused unless the config says otherwise.
+pub const REFUSED_FIELDS: [&str; 6] = [
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "custom_logit_processor",
+];
+/// Fields that are stripped unless the config says otherwise. Honest clients send them too.
+pub const STRIPPED_FIELDS: [&str; 4] = [
+    "priority",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+];
+/// Headers that are stripped unless the config says otherwise.
+pub const STRIPPED_HEADERS: [&str; 3] = ["x-data-parallel-rank", "x-override-*", "x-vllm-priority"];
+
+/// What becomes of fields of bodies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FieldRules {
+    refused: Vec<String>,
+    stripped: Vec<String>,
+    /// Of both.
+    hashes: Vec<u32>,
+}
+
+impl Default for FieldRules {
+    fn default() -> Self {
+        let texts = |names: &[&str]| names.iter().map(ToString::to_string).collect();
+        Self::new(texts(&REFUSED_FIELDS), texts(&STRIPPED_FIELDS))
+    }
+}
+
+impl FieldRules {
+    /// Names of top-level fields; one in both lists is refused.
+    #[must_use]
+    pub fn new(refused: Vec<String>, stripped: Vec<String>) -> Self {
+        let names = refused.iter().chain(&stripped);
+        let hashes = names.map(|name| name_hash(name)).collect();
+        Self {
+            refused,
+            stripped,
+            hashes,
+        }
+    }
+
+    /// The body without what is stripped; `None`: as it is.
+    pub(super) fn apply(&self, parsed: &Parsed, body: &Bytes) -> Result<Option<Bytes>, Failure> {
+        if !parsed.further.may_have(&self.hashes) {
+            return Ok(None);
+        }
+        let text = str::from_utf8(body).unwrap_or_default();
+        let members = members(text).ok_or_else(|| Failure::BadRequest {
+            message: format!("the body has more than {MEMBERS_MAX} fields"),
+            param: None,
+        })?;
+        let is_in =
+            |names: &[String], member: &Member<'_>| names.iter().any(|it| *it == member.name);
+        if let Some(member) = members.iter().find(|it| is_in(&self.refused, it)) {
+            return Err(Failure::BadRequest {
+                message: format!("{}: is not taken from clients here", member.name),
+                param: Some(member.name.to_string()),
+            });
+        }
+        if !members.iter().any(|it| is_in(&self.stripped, it)) {
+            return Ok(None);
+        }
+        Ok(Some(without(text, &members, |it| {
+            is_in(&self.stripped, it)
+        })))
+    }
+}
+
+/// `text` without some of its members.
+fn without(text: &str, members: &[Member<'_>], is_out: impl Fn(&Member<'_>) -> bool) -> Bytes {
+    let (first, last) = (&members[0], &members[members.len() - 1]);
+    let mut out = String::with_capacity(text.len());
+    out.push_str(&text[..first.span.0]);
+    let (mut is_empty, mut before) = (true, first.span.0);
+    for member in members {
+        let (start, end) = member.span;
+        if !is_out(member) {
+            // The first one left has no comma before it.
+            let from = if is_empty { start } else { before };
+            out.push_str(&text[from..end]);
+            is_empty = false;
+        }
+        before = end;
+    }
+    out.push_str(&text[last.span.1..]);
+    out.into()
+}
+
+/// Headers that do not reach engines: names, or the beginnings of names before a `*`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeaderRules {
+    names: Vec<HeaderName>,
+    prefixes: Vec<String>,
+}
+
+impl Default for HeaderRules {
+    fn default() -> Self {
+        let patterns = STRIPPED_HEADERS.map(ToOwned::to_owned);
+        Self::new(&patterns).expect("the patterns above are names of headers")
+    }
+}
+
+impl HeaderRules {
+    /// By patterns, each a header's name or the beginning of one and a `*`; `None` when one is
+    /// neither.
+    #[must_use]
+    pub fn new(patterns: &[String]) -> Option<Self> {
+        let (mut names, mut prefixes) = (Vec::new(), Vec::new());
+        for pattern in patterns {
+            let pattern = pattern.to_ascii_lowercase();
+            let (name, is_prefix) = match pattern.strip_suffix('*') {
+                Some(prefix) => (prefix, true),
+                None => (&*pattern, false),
+            };
+            let parsed: HeaderName = name.parse().ok()?;
+            if is_prefix {
+                prefixes.push(name.to_owned());
+            } else {
+                names.push(parsed);
+            }
+        }
+        Some(Self { names, prefixes })
+    }
+
+    pub(super) fn is_stripped(&self, name: &HeaderName) -> bool {
+        let is_begun = |prefix: &String| name.as_str().starts_with(prefix.as_str());
+        self.names.contains(name) || self.prefixes.iter().any(is_begun)
+    }
+}
+
+/// Headers of engines that clients do not get: where to go instead, what the engine is, cookies of
+/// its origin, and orders to servers in front of us.
+const ENGINES_OWN: [&str; 9] = [
+    "alt-svc",
+    "content-location",
+    "location",
+    "refresh",
+    "server",
+    "set-cookie",
+    "x-powered-by",
+    "x-process-time",
+    "x-sendfile",
+];
+/// Orders to nginx.
+const ENGINES_OWN_PREFIX: &str = "x-accel-";
+
+/// Takes out of an engine's answer what is about the engine.
+pub(super) fn hide_engine(headers: &mut HeaderMap) {
+    for name in ENGINES_OWN {
+        headers.remove(name);
+    }
+    let is_order = |name: &&HeaderName| name.as_str().starts_with(ENGINES_OWN_PREFIX);
+    while let Some(name) = headers.keys().find(is_order).cloned() {
+        headers.remove(name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn judged(body: &str) -> String {
+        let body = Bytes::copy_from_slice(body.as_bytes());
+        let parsed = crate::prompt::parse("/v1/completions", &body).unwrap();
+        match FieldRules::default().apply(&parsed, &body) {
+            Ok(None) => "as it is".to_owned(),
+            Ok(Some(body)) => String::from_utf8(body.to_vec()).unwrap(),
+            Err(failure) => failure.to_string(),
+        }
+    }
+
+    #[test]
+    fn what_commands_an_engine_is_refused_or_taken_out() {
+        for (body, expected) in [
+            (
+                r#"{"model":"m","prompt":"priority","temperature":1}"#,
+                "as it is",
+            ),
+            (r#"{"model":"m","metadata":{"priority":1}}"#, "as it is"),
+            (r#"{"priority":-9,"model":"m"}"#, r#"{"model":"m"}"#),
+            (r#"{"model":"m","priority":-9}"#, r#"{"model":"m"}"#),
+            (
+                r#" { "model" : "m" , "priority" : 1 , "n" : 1 } "#,
+                r#" { "model" : "m" , "n" : 1 } "#,
+            ),
+            (r#"{"\u0070riority":-9,"model":"m"}"#, r#"{"model":"m"}"#),
+            (
+                r#"{"priority":1,"model":"m","priority":2,"x":3,"pr\u0069ority":3}"#,
+                r#"{"model":"m","x":3}"#,
+            ),
+            (
+                r#"{"model":"m","kv_transfer_params":{"remote_host":"x"}}"#,
+                "kv_transfer_params: is not taken from clients here",
+            ),
+            (
+                r#"{"model":"m","boot\u0073trap_host":"x","priority":1}"#,
+                "bootstrap_host: is not taken from clients here",
+            ),
+        ] {
+            assert_eq!(judged(body), expected, "{body}");
+        }
+        let many: String = (0..30).map(|nth| format!("\"f{nth}\":1,")).collect();
+        assert_eq!(judged(&format!("{{{many}\"model\":\"m\"}}")), "as it is");
+        let hidden = format!("{{{many}\"priority\":1,\"model\":\"m\"}}");
+        assert_eq!(judged(&hidden), format!("{{{many}\"model\":\"m\"}}"));
+    }
+
+    #[test]
+    fn headers_are_stripped_by_name_and_by_beginning() {
+        let rules = HeaderRules::default();
+        for (name, is_stripped) in [
+            ("x-data-parallel-rank", true),
+            ("x-override-temperature", true),
+            ("x-vllm-priority", true),
+            ("x-data-parallel-ranks", false),
+            ("x-overrid", false),
+            ("content-type", false),
+        ] {
+            let name = HeaderName::from_static(name);
+            assert_eq!(rules.is_stripped(&name), is_stripped, "{name}");
+        }
+        assert_eq!(HeaderRules::new(&["a b".to_owned()]), None);
+        assert_eq!(HeaderRules::new(&["*".to_owned()]), None);
+    }
+}

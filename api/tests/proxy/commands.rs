@@ -1,0 +1,95 @@
+//! What would command an engine, in either direction.
+
+use std::time::Duration;
+
+use api::proxy::FieldRules;
+
+use super::client::{chat, post};
+use super::engine::{Engine, Step, json};
+use super::fleet::Fleet;
+
+#[tokio::test]
+async fn commands_in_a_body_do_not_reach_engines() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let fields = r#","priority":-9,"pr\u0069ority":-8,"stream":true"#;
+    let headers = "x-data-parallel-rank: 1\r\nx-override-model: x\r\nx-vllm-priority: -9\r\nhost: ";
+    let request = chat(fields).replacen("host: ", headers, 1);
+    assert_eq!(fleet.client().await.ask(request).await.status, 200);
+    let seen = engine.requests().pop().unwrap();
+    assert!(!seen.contains("ority") && !seen.contains("-9"), "{seen}");
+    assert!(
+        !seen.contains("x-override") && !seen.contains("x-data"),
+        "{seen}"
+    );
+    // Usage is asked for in what is left, at its own place.
+    assert!(
+        seen.contains(r#"{"stream_options":{"include_usage":true"#),
+        "{seen}"
+    );
+    assert!(
+        seen.ends_with(r#"],"stream":true}"#) || seen.contains(r#""stream":true}"#),
+        "{seen}"
+    );
+
+    let refused = chat(r#","kv_transfer_params":{"remote_host":"10.0.0.9"}"#);
+    let answer = fleet.client().await.ask(refused).await;
+    assert_eq!(answer.status, 400);
+    assert!(
+        answer.body.contains(r#""param":"kv_transfer_params""#),
+        "{}",
+        answer.body
+    );
+    assert_eq!(engine.requests().len(), 1);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_trusted_setup_passes_everything_on() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.fields = FieldRules::new(Vec::new(), Vec::new());
+        settings.extra_paths = vec!["/generate".to_owned()];
+    })
+    .await;
+    let body = r#"{ "model":"m","priority":-9,"kv_transfer_params":{} }"#;
+    let answer = fleet.client().await.ask(post("/generate", "", body)).await;
+    assert_eq!(answer.status, 200);
+    assert!(engine.requests()[0].ends_with(body));
+    let answer = fleet
+        .client()
+        .await
+        .ask(post("/v1/model/load", "", body))
+        .await;
+    assert_eq!(answer.status, 404);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_redirect_leads_nobody_to_an_engine() {
+    let redirect = "HTTP/1.1 307 Temporary Redirect\r\nlocation: http://10.0.0.7:8000/v1\r\n\
+                    content-length: 0\r\n\r\n";
+    let lost = Engine::always(vec![Step::Send(redirect.into())]).await;
+    let fleet = Fleet::start(&[&lost]).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (502, "backend_redirects")
+    );
+    assert!(answer.header("location").is_none() && !answer.body.contains("10.0.0.7"));
+    fleet.is_idle().await;
+
+    let head = "HTTP/1.1 200 OK\r\nserver: uvicorn\r\nset-cookie: a=b\r\nlocation: /x\r\n\
+                content-length: 2\r\n\r\n{}";
+    let chatty = Engine::always(vec![Step::Send(head.into())]).await;
+    // Whoever redirects did not run it: the other one is asked.
+    let fleet = Fleet::start(&[&lost, &chatty]).await;
+    for _ in 0..4 {
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.status, 200);
+        for name in ["server", "set-cookie", "location"] {
+            assert_eq!(answer.header(name), None, "{name}");
+        }
+    }
+    fleet.is_idle().await;
+}
