@@ -188,7 +188,7 @@ pub(super) async fn forgive(
     State(admin): State<Shared>,
     At(name): At<String>,
 ) -> Result<Response, Problem> {
-    written(admin.cluster.submit(Command::ForgiveUser { name }).await)
+    submit(&admin, Command::ForgiveUser { name }).await
 }
 
 fn key_text(key: UserKey) -> String {
