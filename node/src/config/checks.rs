@@ -85,10 +85,7 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
                     _ => return None,
                 },
             },
-            drain: Drain {
-                dns_ttl: duration(values, "drain.dns_ttl")?,
-                deadline: duration(values, "drain.deadline")?,
-            },
+            drain: drain(values)?,
             log: log?,
         })
     })();
@@ -451,6 +448,13 @@ fn api_key(line: &str) -> ApiKey {
             user: None,
         },
     }
+}
+
+fn drain(values: &Values) -> Option<Drain> {
+    Some(Drain {
+        dns_ttl: duration(values, "drain.dns_ttl")?,
+        deadline: duration(values, "drain.deadline")?,
+    })
 }
 
 fn log(values: &Values, faults: &mut Vec<Fault>) -> Option<Log> {
