@@ -52,16 +52,18 @@ const KEEP_ALIVE: Duration = Duration::from_secs(5);
 type Answer = Response<BoxBody<Bytes, Infallible>>;
 
 /// What was computed for one request, over all engines.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Computed {
+    /// Tokens of the prompt, as often as it came to an engine.
+    pub(super) seen: u64,
     /// Tokens of the prompt, as often as it was computed.
     pub(super) prompt: u64,
     /// Tokens made.
     pub(super) output: u64,
     /// How often an engine began with it.
     pub(super) runs: u32,
-    /// When one began with it last.
-    pub(super) began: Instant,
+    /// When one began with it last; `None`: none has.
+    pub(super) began: Option<Instant>,
 }
 
 /// What all engines computed, by request.
@@ -73,18 +75,16 @@ impl Ledger {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn saw(&self, request: &str, prompt: u64) {
+        self.lock().entry(request.to_owned()).or_default().seen += prompt;
+    }
+
     fn began(&self, request: &str, prompt: u64) {
-        let began = Instant::now();
-        let mut requests = self.lock();
-        let computed = requests.entry(request.to_owned()).or_insert(Computed {
-            prompt: 0,
-            output: 0,
-            runs: 0,
-            began,
-        });
-        computed.prompt += prompt;
-        computed.runs += 1;
-        computed.began = began;
+        if let Some(computed) = self.lock().get_mut(request) {
+            computed.prompt += prompt;
+            computed.runs += 1;
+            computed.began = Some(Instant::now());
+        }
     }
 
     fn made(&self, request: &str) {
@@ -170,6 +170,7 @@ async fn complete(core: Arc<Core>, request: Request<Incoming>) -> io::Result<Ans
     let Some(asked) = Asked::read(request).await else {
         return Ok(refused(StatusCode::BAD_REQUEST));
     };
+    core.ledger.saw(&asked.id, asked.prompt);
     let place = core.places.clone().acquire_owned().await;
     let place = place.map_err(io::Error::other)?;
     core.ledger.began(&asked.id, asked.prompt);

@@ -299,7 +299,8 @@ fn cluster_options(engines: &[Engine], keys: &str) -> ClusterOptions {
         "[admission]\nconcurrency = {PLACES}\n\n\
          [drain]\ndns_ttl = \"500ms\"\n"
     );
-    let users = format!("api_keys_file = {keys:?}");
+    // Limits per client address hold for those of loopback, too.
+    let users = format!("api_keys_file = {keys:?}\ntrusted_proxies = [\"::1\"]");
     ClusterOptions {
         engines: 0,
         outside_engines: engines.leak(),

@@ -31,8 +31,8 @@ const BODIES: (usize, usize) = (5, 90);
 const KEYLESS_PAUSE: Duration = Duration::from_millis(40);
 /// From one handful of garbage to the next, at each port.
 const GARBAGE_PAUSE: Duration = Duration::from_millis(150);
-/// Before a connection that was closed is opened again.
-const REOPEN: Duration = Duration::from_millis(500);
+/// Before a connection that was closed is opened again: places are to be held, not work to be made.
+const REOPEN: Duration = Duration::from_secs(3);
 /// Longest that anything here waits for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
