@@ -180,8 +180,12 @@ pub fn headers(bytes: &[u8]) {
     keys.add("sk-one", None);
     for api_keys in [None, Some(keys)] {
         settings.api_keys = api_keys;
-        let user = identify(&settings, &head, &parsed);
-        assert!((1..=NAME_BYTES_MAX).contains(&user.len()), "{user:?}");
+        for peer in ["127.0.0.1", "192.0.2.1"] {
+            let peer = HeaderValue::from_static(peer);
+            let user = identify(&settings, || 7.into(), &peer, &head, &parsed);
+            let is_name = |user: &str| (1..=NAME_BYTES_MAX).contains(&user.len());
+            assert!(user.iter().all(|user| is_name(user)), "{user:?}");
+        }
         drop(check_key(&settings, &head));
     }
     assert!(

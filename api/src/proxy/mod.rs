@@ -276,7 +276,9 @@ impl Proxy {
             // Places in it are others now.
             (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
         }
-        let user = request::identify(&self.settings, &head.headers, &parsed).into_owned();
+        let hashing = || self.view.registry().hashing();
+        let user = request::identify(&self.settings, hashing, &peer, &head.headers, &parsed)?;
+        let user = user.into_owned();
         let counted = self.users.count(&user);
         ledger.counts(counted.ok_or(Failure::UserAtLimit)?);
         let priority = request::priority(&head.headers, self.settings.priority_max)?;

@@ -1,16 +1,18 @@
 //! A request as it comes in: its body, and who sent it.
 
 use std::borrow::Cow;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST};
-use http::{HeaderMap, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Version};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use state::command::NAME_BYTES_MAX;
+use state::prefix::Hashing;
 use tokio::time::{Instant, timeout, timeout_at};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -223,31 +225,112 @@ pub(super) fn check_key(settings: &ProxySettings, headers: &HeaderMap) -> Result
     match &settings.api_keys {
         None => Ok(()),
         Some(keys) => {
-            let user = api_key(headers).and_then(|key| keys.user(key));
-            user.map(drop).ok_or(Failure::BadKey)
+            let is_known = api_key(headers).is_some_and(|key| keys.knows(key));
+            is_known.then_some(()).ok_or(Failure::BadKey)
         }
     }
 }
 
 /// The name of the user whom the request's tokens are charged to.
+///
+/// A bare name is one that somebody vouched for: the keys file, or a proxy that is trusted. What others
+/// say of themselves stands behind `header:` or `body:`, so that nobody takes another's name, and counts
+/// only where no keys are checked.
 pub(super) fn identify<'a>(
     settings: &'a ProxySettings,
+    hashing: impl Fn() -> Hashing,
+    peer: &HeaderValue,
     headers: &'a HeaderMap,
     parsed: &'a Parsed,
-) -> Cow<'a, str> {
-    let found = settings.identify_by.iter().find_map(|place| match place {
-        IdentifyBy::ApiKey => {
-            let key = api_key(headers)?;
-            let known = settings.api_keys.as_ref().and_then(|keys| keys.user(key));
-            Some(known.map_or_else(|| key_user_name(key).into(), Cow::from))
+) -> Result<Cow<'a, str>, Failure> {
+    let are_checked = settings.api_keys.is_some();
+    let by_key = || {
+        let key = api_key(headers)?;
+        let named = settings.api_keys.as_ref().and_then(|keys| keys.user(key));
+        Some(named.map_or_else(|| key_user_name(&hashing(), key).into(), Cow::from))
+    };
+    for place in &settings.identify_by {
+        let found = match place {
+            IdentifyBy::ApiKey => by_key(),
+            IdentifyBy::Header(field) => match header_text(headers, field) {
+                None => None,
+                Some(name) if is_trusted(settings, peer) => Some(vouched(name, field.as_str())?),
+                Some(_) if are_checked => None,
+                Some(name) => Some(claimed(SAID_IN_HEADER, name, field.as_str())?),
+            },
+            IdentifyBy::BodyUser => match parsed.user.as_deref() {
+                None | Some("") => None,
+                Some(_) if are_checked => None,
+                Some(name) => Some(claimed(SAID_IN_BODY, name, "user")?),
+            },
+        };
+        if let Some(name) = found {
+            return Ok(name);
         }
-        IdentifyBy::Header(name) => {
-            let value = std::str::from_utf8(headers.get(name)?.as_bytes()).ok()?;
-            bounded(value.trim())
-        }
-        IdentifyBy::BodyUser => bounded(parsed.user.as_deref()?),
-    });
-    found.unwrap_or(Cow::Borrowed(ANONYMOUS))
+    }
+    let by_checked_key = by_key().filter(|_| are_checked);
+    Ok(by_checked_key.unwrap_or(Cow::Borrowed(ANONYMOUS)))
+}
+
+/// What stands before the names that clients give themselves.
+const SAID_IN_HEADER: &str = "header:";
+const SAID_IN_BODY: &str = "body:";
+/// What names begin with that stand for a hash.
+const HASHED: [&str; 2] = ["key-", "long-"];
+
+fn header_text<'a>(headers: &'a HeaderMap, field: &HeaderName) -> Option<&'a str> {
+    let value = std::str::from_utf8(headers.get(field)?.as_bytes()).ok()?;
+    Some(value.trim()).filter(|value| !value.is_empty())
+}
+
+/// Whether who is at the other end speaks for others.
+fn is_trusted(settings: &ProxySettings, peer: &HeaderValue) -> bool {
+    let address: Option<IpAddr> = peer.to_str().ok().and_then(|peer| peer.parse().ok());
+    let mut trusted = settings.trusted_proxies.iter();
+    address.is_some_and(|address| trusted.any(|prefix| prefix.contains(address)))
+}
+
+/// A name that a trusted proxy gives: not one that is made here.
+fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, Failure> {
+    let is_hash = |rest: &str| rest.len() == 16 && rest.bytes().all(|it| it.is_ascii_hexdigit());
+    let is_made_here = [SAID_IN_HEADER, SAID_IN_BODY]
+        .iter()
+        .any(|it| name.starts_with(it))
+        || HASHED
+            .iter()
+            .any(|it| name.strip_prefix(it).is_some_and(is_hash));
+    if is_made_here {
+        return Err(bad_name("begins like one that is made here", place));
+    }
+    check_name(name, place)?;
+    Ok(bounded("", name))
+}
+
+/// A name that a client gives itself.
+fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, Failure> {
+    check_name(name, place)?;
+    Ok(Cow::Owned(bounded(prefix, name).into_owned()))
+}
+
+/// Names are shown on terminals and in tables: what changes how the rest is shown is refused.
+fn check_name(name: &str, place: &str) -> Result<(), Failure> {
+    let is_format = |it: char| {
+        matches!(
+            it,
+            '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}'
+        )
+    };
+    if name.chars().any(|it| it.is_control() || is_format(it)) {
+        return Err(bad_name("has a control character", place));
+    }
+    Ok(())
+}
+
+fn bad_name(what: &str, place: &str) -> Failure {
+    Failure::BadRequest {
+        message: format!("the user's name {what}"),
+        param: Some(place.to_owned()),
+    }
 }
 
 /// The priority that a request asks for, as far as it may.
@@ -266,19 +349,18 @@ pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, Fa
 }
 
 /// A name that fits the state's limit: a longer one is replaced by its hash.
-fn bounded(name: &str) -> Option<Cow<'_, str>> {
-    if name.is_empty() {
-        None
-    } else if name.len() <= NAME_BYTES_MAX {
-        Some(name.into())
+fn bounded<'a>(prefix: &str, name: &'a str) -> Cow<'a, str> {
+    if prefix.len() + name.len() > NAME_BYTES_MAX {
+        format!("{prefix}long-{:016x}", xxh3_64(name.as_bytes())).into()
+    } else if prefix.is_empty() {
+        name.into()
     } else {
-        Some(format!("long-{:016x}", xxh3_64(name.as_bytes())).into())
+        format!("{prefix}{name}").into()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use http::HeaderValue;
     use state::ids::ReplicaId;
 
     use super::super::settings::ApiKeys;
@@ -300,47 +382,60 @@ mod tests {
         let field = |(name, value): &(&'static str, &str)| {
             (
                 http::HeaderName::from_static(name),
-                HeaderValue::from_str(value).unwrap(),
+                HeaderValue::from_bytes(value.as_bytes()).unwrap(),
             )
         };
         fields.iter().map(field).collect()
     }
 
-    #[test]
-    fn the_user_is_found_in_the_order_of_the_settings() {
-        let mut settings = ProxySettings::new(ReplicaId(1));
+    /// Who asks from `peer`, with these fields and `"user":"body"`.
+    fn named(settings: &ProxySettings, peer: &str, fields: &[(&'static str, &str)]) -> String {
         let parsed = Parsed {
             user: Some("body".into()),
             ..Parsed::default()
         };
-        let all = headers(&[("authorization", "bearer sk-1"), ("x-quorate-user", "head")]);
-        assert_eq!(identify(&settings, &all, &parsed), key_user_name(b"sk-1"));
+        let peer = HeaderValue::from_str(peer).unwrap();
+        let headers = headers(fields);
+        match identify(settings, || 7.into(), &peer, &headers, &parsed) {
+            Ok(name) => name.into_owned(),
+            Err(failure) => format!("{failure:?}"),
+        }
+    }
+
+    const PROXY: &str = "127.0.0.1";
+    const STRANGER: &str = "192.0.2.9";
+
+    #[test]
+    fn a_bare_name_is_one_that_somebody_vouched_for() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        let head = [("x-quorate-user", " head ")];
+        let key = [("authorization", "bearer sk-1"), ("x-quorate-user", "head")];
+        let of_key = key_user_name(&7.into(), b"sk-1");
+        assert_eq!(named(&settings, PROXY, &key), of_key);
+        assert_eq!(named(&settings, STRANGER, &[("x-api-key", "sk-1")]), of_key);
+        assert_eq!(named(&settings, PROXY, &head), "head");
+        assert_eq!(named(&settings, STRANGER, &head), "header:head");
+        assert_eq!(named(&settings, PROXY, &[]), "body:body");
         assert_eq!(
-            identify(&settings, &headers(&[("x-api-key", "k")]), &parsed),
-            key_user_name(b"k")
+            named(&settings, PROXY, &[("authorization", "Basic x")]),
+            "body:body"
         );
-        assert_eq!(
-            identify(
-                &settings,
-                &headers(&[("x-quorate-user", " head ")]),
-                &parsed
-            ),
-            "head"
-        );
-        assert_eq!(identify(&settings, &HeaderMap::new(), &parsed), "body");
-        assert_eq!(
-            identify(&settings, &HeaderMap::new(), &Parsed::default()),
-            "anonymous"
-        );
-        let basic = headers(&[("authorization", "Basic abc")]);
-        assert_eq!(identify(&settings, &basic, &Parsed::default()), "anonymous");
+        settings.identify_by = Vec::new();
+        assert_eq!(named(&settings, PROXY, &key), "anonymous");
+    }
+
+    #[test]
+    fn where_keys_are_checked_only_they_and_trusted_proxies_name_users() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        let mut keys = ApiKeys::default();
+        keys.add("sk-1", Some("ada".to_owned()));
+        settings.api_keys = Some(keys);
+        settings.identify_by.rotate_left(1);
+        let both = [("x-api-key", "sk-1"), ("x-quorate-user", "head")];
+        assert_eq!(named(&settings, STRANGER, &both), "ada");
+        assert_eq!(named(&settings, PROXY, &both), "head");
         settings.identify_by = vec![IdentifyBy::BodyUser];
-        assert_eq!(identify(&settings, &all, &parsed), "body");
-        let long = Parsed {
-            user: Some("x".repeat(NAME_BYTES_MAX + 1)),
-            ..Parsed::default()
-        };
-        assert!(identify(&settings, &all, &long).starts_with("long-"));
+        assert_eq!(named(&settings, STRANGER, &both), "ada");
     }
 
     #[test]
@@ -348,16 +443,41 @@ mod tests {
         let mut settings = ProxySettings::new(ReplicaId(1));
         assert_eq!(check_key(&settings, &HeaderMap::new()), Ok(()));
         let mut keys = ApiKeys::default();
-        keys.add("sk-1", Some("ada".into()));
+        keys.add("sk-1", None);
         settings.api_keys = Some(keys);
         let known = headers(&[("authorization", "Bearer sk-1")]);
         assert_eq!(check_key(&settings, &known), Ok(()));
-        assert_eq!(identify(&settings, &known, &Parsed::default()), "ada");
-        let unknown = headers(&[("authorization", "Bearer sk-2")]);
-        assert_eq!(check_key(&settings, &unknown), Err(Failure::BadKey));
+        for key in ["Bearer sk-2", "Bearer sk-", "Bearer "] {
+            let unknown = headers(&[("authorization", key)]);
+            assert_eq!(check_key(&settings, &unknown), Err(Failure::BadKey));
+        }
         assert_eq!(
             check_key(&settings, &HeaderMap::new()),
             Err(Failure::BadKey)
         );
+    }
+
+    #[test]
+    fn names_of_one_kind_are_not_taken_by_another() {
+        let settings = ProxySettings::new(ReplicaId(1));
+        for name in [
+            "header:ada",
+            "body:ada",
+            "key-0123456789abcdef",
+            "a\u{202e}b",
+            "a\u{9b}b",
+        ] {
+            let failure = named(&settings, PROXY, &[("x-quorate-user", name)]);
+            assert!(failure.starts_with("BadRequest"), "{name:?}: {failure}");
+        }
+        assert_eq!(
+            named(&settings, PROXY, &[("x-quorate-user", "key-team")]),
+            "key-team"
+        );
+        let long = "x".repeat(1000);
+        let name = named(&settings, STRANGER, &[("x-quorate-user", &long)]);
+        assert!(name.starts_with("header:long-") && name.len() <= NAME_BYTES_MAX);
+        let name = named(&settings, PROXY, &[("x-quorate-user", &long)]);
+        assert!(name.starts_with("long-"));
     }
 }

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use http::{HeaderName, StatusCode};
 use state::ids::ReplicaId;
-use xxhash_rust::xxh3::xxh3_64;
+use state::prefix::Hashing;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::addresses::IpPrefix;
 use super::expose::Expose;
@@ -28,8 +29,8 @@ pub struct ProxySettings {
     pub timeouts: Timeouts,
     /// Where the user's name is looked for, in this order; nobody found is `anonymous`.
     pub identify_by: Vec<IdentifyBy>,
-    /// Addresses that speak for many clients, such as load balancers: limits per client address do
-    /// not hold for them.
+    /// Addresses that speak for many clients, such as load balancers: what they say of users is believed,
+    /// and limits per client address do not hold for them.
     pub trusted_proxies: Vec<IpPrefix>,
     /// The only keys that are served; they stay here. `None`: keys are not checked, and go on to the
     /// engine, which may check them.
@@ -244,13 +245,13 @@ pub struct ApiKeys {
 #[derive(Clone)]
 struct KnownKey {
     key: Box<[u8]>,
-    user: String,
+    /// `None`: one without a name, see [`key_user_name`].
+    user: Option<String>,
 }
 
 impl ApiKeys {
     /// Adds a key. `user` is whom its tokens are charged to; `None`: [`key_user_name`].
     pub fn add(&mut self, key: &str, user: Option<String>) {
-        let user = user.unwrap_or_else(|| key_user_name(key.as_bytes()));
         let entries = self.by_hash.entry(xxh3_64(key.as_bytes())).or_default();
         entries.push(KnownKey {
             key: key.as_bytes().into(),
@@ -258,14 +259,21 @@ impl ApiKeys {
         });
     }
 
-    /// Whom a key stands for; `None` when it is not known.
+    /// Whether a key is one of them.
+    #[must_use]
+    pub fn knows(&self, key: &[u8]) -> bool {
+        self.find(key).is_some()
+    }
+
+    /// The name of whom a key stands for; `None` when it has none, or is not known.
     #[must_use]
     pub fn user(&self, key: &[u8]) -> Option<&str> {
-        let entries = self.by_hash.get(&xxh3_64(key))?;
-        let known = entries
-            .iter()
-            .find(|known| is_equal_in_constant_time(&known.key, key));
-        known.map(|known| known.user.as_str())
+        self.find(key)?.user.as_deref()
+    }
+
+    fn find(&self, key: &[u8]) -> Option<&KnownKey> {
+        let mut entries = self.by_hash.get(&xxh3_64(key))?.iter();
+        entries.find(|known| is_equal_in_constant_time(&known.key, key))
     }
 }
 
@@ -276,10 +284,15 @@ impl fmt::Debug for ApiKeys {
     }
 }
 
-/// The name of a user known only by a key. A hash, so that the key shows nowhere.
+/// The name of a user known only by a key. A hash that nobody outside the cluster can compute, so that
+/// a weak key cannot be guessed from the name.
 #[must_use]
-pub fn key_user_name(key: &[u8]) -> String {
-    format!("key-{:016x}", xxh3_64(key))
+pub fn key_user_name(hashing: &Hashing, key: &[u8]) -> String {
+    let hash = match &hashing.secret {
+        Some(secret) => secret.hash(key),
+        None => xxh3_64_with_seed(key, hashing.seed),
+    };
+    format!("key-{hash:016x}")
 }
 
 /// Takes equally long for every pair of the same lengths.
@@ -293,6 +306,8 @@ fn is_equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use state::prefix::HashSecret;
+
     use super::*;
 
     #[test]
@@ -301,13 +316,14 @@ mod tests {
         keys.add("sk-one", None);
         keys.add("sk-two", Some("ada".to_owned()));
         assert_eq!(keys.user(b"sk-two"), Some("ada"));
-        assert_eq!(
-            keys.user(b"sk-one"),
-            Some(key_user_name(b"sk-one").as_str())
-        );
-        assert_eq!(keys.user(b"sk-on"), None);
+        assert!(keys.knows(b"sk-one") && !keys.knows(b"sk-on"));
+        assert_eq!(keys.user(b"sk-one"), None, "it has no name of its own");
         assert_eq!(format!("{keys:?}"), "ApiKeys(2 keys)");
-        assert_eq!(key_user_name(b"sk-one").len(), 20);
+        let secret = Some(HashSecret::of_number(1));
+        let hashings = [1.into(), 2.into(), Hashing { seed: 1, secret }];
+        let names = hashings.map(|hashing| key_user_name(&hashing, b"sk-one"));
+        assert_eq!(names[0].len(), 20);
+        assert!(names[0] != names[1] && names[0] != names[2]);
     }
 
     #[test]

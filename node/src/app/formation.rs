@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use api::backends::ProbeSettings;
 use api::clock::Clock;
-use api::proxy::{ApiKeys, Limits, ProxySettings};
+use api::proxy::{ApiKeys, IpPrefix, Limits, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Options, Peers, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
@@ -142,6 +142,8 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.timeouts.body_idle = config.timeouts.body_idle;
     settings.timeouts.first_byte = config.timeouts.first_byte;
     settings.timeouts.answer_idle = config.timeouts.idle;
+    settings.timeouts.untaken = config.timeouts.untaken;
+    settings.timeouts.held_back = config.timeouts.held_back;
     settings.pool.connect_timeout = config.timeouts.connect;
     settings.expose = config.users.expose;
     settings.identify_by.clone_from(&config.users.identify_by);
@@ -171,10 +173,23 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings
 }
 
+/// Says so when users are who they say they are.
+pub(super) fn tell_of_names(config: &Config) {
+    let users = &config.users;
+    let is_unset = users.trusted_proxies == IpPrefix::LOOPBACK;
+    if users.api_keys.is_none() && is_unset && !config.listen.data.ip().is_loopback() {
+        tracing::warn!(
+            "fairness and limits hold between names, and clients name themselves: no keys are checked \
+             (users.api_keys_file) and no proxy is trusted but on this host (users.trusted_proxies)"
+        );
+    }
+}
+
 fn limits(limits: &config::Limits) -> Limits {
     Limits {
         body_bytes_max: limits.body_bytes_max,
         held_bytes_max: limits.held_bytes_max,
+        read_ahead_bytes_max: limits.read_ahead_bytes_max,
         connections_max: to_usize(limits.connections_max),
         connections_per_address_max: to_usize(limits.connections_per_address_max),
         requests_max: to_usize(limits.requests_max),

@@ -61,6 +61,7 @@ pub(super) async fn start(
     metrics.register(|registry| core.router().metrics().register(registry));
     metrics.register(|registry| core.admission().metrics().register(registry));
 
+    formation::tell_of_names(&config);
     let proxy = proxy(&core, &config, &metrics);
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
     let no_more = stops.no_more_requests.clone();

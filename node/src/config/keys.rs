@@ -286,13 +286,13 @@ const AFTER_ADMISSION: &[Key] = &[
         "users.identify_by",
         Kind::Identities,
         By("api_key,header:x-quorate-user,body:user"),
-        "Where a request's user is looked for, in this order; found nowhere: `anonymous`.",
+        "Where a request's user is looked for, in this order; found nowhere: `anonymous`. What clients say of themselves is shown as `header:NAME` (not from `trusted_proxies`) and `body:NAME`, and counts only where no keys are checked.",
     ),
     key(
         "users.trusted_proxies",
         Kind::Prefixes,
         By("127.0.0.0/8,::1"),
-        "Addresses that speak for many clients, such as load balancers: limits per client address do not hold for them.",
+        "Addresses that speak for many clients, such as load balancers: they name users by a header, and limits per client address do not hold for them.",
     ),
     key(
         "users.api_keys_file",

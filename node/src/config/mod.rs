@@ -231,6 +231,8 @@ pub struct Limits {
     pub requests_per_user_max: u32,
     /// Most bytes of bodies held.
     pub held_bytes_max: u64,
+    /// Most bytes of an answer read ahead.
+    pub read_ahead_bytes_max: u64,
     /// Most streams of an h2 connection.
     pub streams_max: u32,
 }
@@ -246,6 +248,10 @@ pub struct Timeouts {
     pub first_byte: Duration,
     /// Between two pieces of an answer.
     pub idle: Duration,
+    /// Of an answer that nobody takes.
+    pub untaken: Duration,
+    /// Of a backend that a client keeps waiting.
+    pub held_back: Duration,
 }
 
 /// `[probes]`.

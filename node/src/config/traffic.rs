@@ -17,6 +17,7 @@ pub(super) fn limits(values: &Values) -> Option<Limits> {
         requests_per_address_max: share("limits.max_requests_per_address", requests_max),
         requests_per_user_max: share("limits.max_requests_per_user", requests_max),
         held_bytes_max: size(values, "limits.max_held_bodies")?,
+        read_ahead_bytes_max: size(values, "limits.read_ahead")?,
         streams_max: count(values, "limits.max_streams")?,
     })
 }
@@ -28,5 +29,7 @@ pub(super) fn timeouts(values: &Values) -> Option<Timeouts> {
         body_idle: duration(values, "timeouts.body_idle")?,
         first_byte: duration(values, "timeouts.first_byte")?,
         idle: duration(values, "timeouts.idle")?,
+        untaken: duration(values, "timeouts.untaken")?,
+        held_back: duration(values, "timeouts.held_back")?,
     })
 }

@@ -48,6 +48,12 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
         "Most bytes of request bodies held at a time, from their first byte to the head of the answer; a body takes up to three times its length meanwhile.",
     ),
     key(
+        "limits.read_ahead",
+        Kind::Size,
+        By("1MiB"),
+        "How much of an answer is read ahead of a client that does not take it; counts among `max_held_bodies`.",
+    ),
+    key(
         "limits.max_streams",
         COUNT,
         By("100"),
@@ -85,6 +91,18 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
         Kind::Duration,
         By("5m"),
         "Longest pause within a backend's answer.",
+    ),
+    key(
+        "timeouts.untaken",
+        Kind::Duration,
+        By("1m"),
+        "Longest time a client may take nothing of an answer that waits for it.",
+    ),
+    key(
+        "timeouts.held_back",
+        Kind::Duration,
+        By("10s"),
+        "Longest time a client may keep a backend waiting with an answer, over the whole answer.",
     ),
     key(
         "probes.interval",
