@@ -1,29 +1,42 @@
 //! Circuits: backends whose requests fail are passed over for a while, whatever their probes say.
 //!
-//! A probe asks whether an engine is there; only requests show that it fails at its work. Attempts
-//! that fail one after the other (no connection, broken off or timed out before the first byte, a
-//! 5xx) open the backend's circuit. After a pause single requests are let through, one at a time:
-//! one that is answered closes the circuit, one that fails opens it for twice as long.
+//! A probe asks whether an engine is there; only requests show that it fails at its work. When a
+//! share of a backend's last attempts failed (no connection, broken off or timed out before the first
+//! byte, a 5xx), its circuit opens. After a pause single requests are let through, one at a time: one
+//! that is answered closes the circuit, one that fails opens it for twice as long.
+//!
+//! A failure may be the request's fault. One user's failures alone open no circuit while the backend
+//! answers others, and a user whose trial failed comes after the others at the next one and does not
+//! prolong the pause again.
 //!
 //! Circuits are local and last no longer than the life of a backend. The hot path reads one word
 //! per backend; who changes one takes its short lock.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
 use state::command::BACKENDS_MAX;
-use state::ids::BackendRef;
+use state::ids::{BackendRef, UserKey};
 use tokio::time::Instant;
 
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering::Relaxed};
 
+/// Attempts at a backend that are looked at, the last ones.
+const RECENT_MAX: usize = 20;
+
 /// When circuits open, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CircuitSettings {
-    /// Failed attempts in a row that open a circuit; 0: none ever does.
+    /// Least failed ones among the last attempts that open a circuit; 0: none ever does.
     pub failures: u32,
+    /// Least share of failed ones among them, in percent.
+    pub failure_percent: u32,
+    /// Most of a model's backends that are passed over at a time for their circuits, in percent. One
+    /// may be, all may not.
+    pub ejection_percent_max: u32,
     /// First pause.
     pub backoff: Duration,
     /// Longest pause; also how long a request let through may take until the next one is.
@@ -34,6 +47,8 @@ impl Default for CircuitSettings {
     fn default() -> Self {
         Self {
             failures: 5,
+            failure_percent: 50,
+            ejection_percent_max: 50,
             backoff: Duration::from_secs(1),
             backoff_max: Duration::from_secs(30),
         }
@@ -45,8 +60,8 @@ impl Default for CircuitSettings {
 pub struct CircuitView {
     /// Whether requests pass the backend over.
     pub is_open: bool,
-    /// Failed attempts in a row.
-    pub failures_in_row: u32,
+    /// Failed attempts among the last ones.
+    pub recent_failures: u32,
     /// How often in a row it was opened.
     pub openings_in_row: u32,
     /// Until a request is let through; 0 when one may be, or the circuit is closed.
@@ -56,12 +71,25 @@ pub struct CircuitView {
 #[derive(Debug, Default)]
 struct Circuit {
     backend: Option<BackendRef>,
-    failures: u32,
+    /// The last attempts, the latest last.
+    recent: VecDeque<Outcome>,
     openings: u32,
-    /// The last trial, while it is under way.
-    trial: Option<u64>,
+    /// When it opened, microseconds since `began`.
+    opened_us: u64,
+    /// Whose trial failed last, while others used the backend too: may try only from then on.
+    blamed: Option<(UserKey, u64)>,
+    /// The last trial, while it is under way, and whose it is.
+    trial: Option<(u64, UserKey)>,
     /// Trials so far, by which they are told apart.
     trials: u64,
+}
+
+/// How an attempt went.
+#[derive(Debug, Clone, Copy)]
+struct Outcome {
+    /// `None`: it did not come so far that the request could be at fault.
+    user: Option<UserKey>,
+    is_failure: bool,
 }
 
 #[derive(Default)]
@@ -108,20 +136,45 @@ impl Circuits {
         }
     }
 
-    /// Whether a request may go to `backend` at `now`.
-    pub(super) fn allows(&self, backend: BackendRef, now: Instant) -> bool {
+    /// Whether a request of `user` may go to `backend` at `now`. `user` is asked when it matters.
+    pub(super) fn allows(
+        &self,
+        backend: BackendRef,
+        user: impl FnOnce() -> UserKey,
+        now: Instant,
+    ) -> bool {
         let Some(cell) = self.cell(backend) else {
             return true;
         };
-        match cell.closed_until_us.load(Relaxed) {
-            0 => true,
-            until => self.micros(now) >= until || cell.lock().backend != Some(backend),
+        let until_us = cell.closed_until_us.load(Relaxed);
+        if until_us == 0 {
+            return true;
         }
+        let now_us = self.micros(now);
+        let circuit = cell.lock();
+        circuit.backend != Some(backend) || now_us >= until_us && !circuit.is_barred(user, now_us)
+    }
+
+    /// When the circuit of `backend` opened, if it is open: for who compares several.
+    pub(super) fn opened_us(&self, backend: BackendRef) -> u64 {
+        self.cell(backend).map_or(0, |cell| cell.lock().opened_us)
+    }
+
+    /// Of so many backends of a model, how many may be passed over at a time.
+    pub(super) fn ejected_max(&self, backends: usize) -> usize {
+        let percent = usize::try_from(self.settings.ejection_percent_max).unwrap_or(100);
+        let share = backends * percent / 100;
+        share.max(1).min(backends.saturating_sub(1))
     }
 
     /// A request is to go to `backend`. Of several that [`Circuits::allows`] told so at once one is
     /// let through an open circuit, and while it is under way no other one is.
-    pub(super) fn enter(self: &Arc<Self>, backend: BackendRef, now: Instant) -> Passage {
+    pub(super) fn enter(
+        self: &Arc<Self>,
+        backend: BackendRef,
+        user: impl FnOnce() -> UserKey,
+        now: Instant,
+    ) -> Passage {
         let Some(cell) = self.cell(backend) else {
             return Passage::Closed;
         };
@@ -136,8 +189,12 @@ impl Circuits {
         if self.micros(now) < until_us {
             return Passage::Barred;
         }
+        let user = user();
+        if circuit.is_barred(|| user, self.micros(now)) {
+            return Passage::Barred;
+        }
         circuit.trials += 1;
-        circuit.trial = Some(circuit.trials);
+        circuit.trial = Some((circuit.trials, user));
         cell.pause(self.micros(now + self.settings.backoff_max));
         Passage::Trial(Trial {
             circuits: Arc::clone(self),
@@ -146,23 +203,28 @@ impl Circuits {
         })
     }
 
-    /// An attempt was answered; whether that closed the circuit.
-    pub(super) fn passed(&self, backend: BackendRef) -> bool {
+    /// An attempt of `user` was answered; whether that closed the circuit.
+    pub(super) fn passed(&self, backend: BackendRef, user: UserKey) -> bool {
         let Some(cell) = self.cell(backend) else {
             return false;
         };
         let mut circuit = cell.lock();
-        if circuit.backend != Some(backend) || circuit.failures == 0 {
-            return false;
+        if circuit.backend != Some(backend) {
+            *circuit = circuit.anew(backend);
+            cell.closed_until_us.store(0, Relaxed);
         }
         let was_open = circuit.openings > 0;
-        *circuit = circuit.anew(backend);
-        cell.closed_until_us.store(0, Relaxed);
+        if was_open {
+            *circuit = circuit.anew(backend);
+            cell.closed_until_us.store(0, Relaxed);
+        }
+        circuit.note(Some(user), false);
         was_open
     }
 
-    /// An attempt failed; whether that opened the circuit.
-    pub(super) fn failed(&self, backend: BackendRef, now: Instant) -> bool {
+    /// An attempt failed; whether that opened the circuit. Without a `user` the request had no part
+    /// in it.
+    pub(super) fn failed(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) -> bool {
         let settings = &self.settings;
         let Some(cell) = self.cell(backend).filter(|_| settings.failures > 0) else {
             return false;
@@ -172,17 +234,33 @@ impl Circuits {
             *circuit = circuit.anew(backend);
             cell.closed_until_us.store(0, Relaxed);
         }
-        circuit.failures = circuit.failures.saturating_add(1);
+        circuit.note(user, true);
+        let is_first = circuit.openings == 0 && circuit.is_bad(settings);
+        let is_trial = circuit
+            .trial
+            .is_some_and(|(_, tries)| user.is_none_or(|user| user == tries));
         // What was dispatched before the circuit opened says nothing new.
-        let is_first = circuit.openings == 0 && circuit.failures >= settings.failures;
-        if !is_first && circuit.trial.is_none() {
+        if !is_first && !is_trial {
             return false;
         }
         circuit.trial = None;
-        let doublings = circuit.openings.min(16);
-        circuit.openings = circuit.openings.saturating_add(1);
+        let is_alone = user.is_none_or(|user| circuit.is_alone(user));
+        let is_again = circuit
+            .blamed
+            .is_some_and(|(blamed, _)| Some(blamed) == user);
+        if is_first {
+            circuit.opened_us = self.micros(now).max(1);
+        }
+        if is_first || !is_again {
+            circuit.openings = circuit.openings.saturating_add(1);
+        }
+        let doublings = circuit.openings.saturating_sub(1).min(16);
         let pause = settings.backoff.saturating_mul(1 << doublings);
-        cell.pause(self.micros(now + pause.min(settings.backoff_max)));
+        let pause = pause.min(settings.backoff_max);
+        circuit.blamed = user
+            .filter(|_| is_trial && !is_alone)
+            .map(|user| (user, self.micros(now + 2 * pause)));
+        cell.pause(self.micros(now + pause));
         true
     }
 
@@ -197,7 +275,7 @@ impl Circuits {
         let until_us = cell.closed_until_us.load(Relaxed);
         CircuitView {
             is_open: circuit.openings > 0,
-            failures_in_row: circuit.failures,
+            recent_failures: circuit.failures(),
             openings_in_row: circuit.openings,
             pause_ms: until_us.saturating_sub(self.micros(now)).div_ceil(1000),
         }
@@ -214,6 +292,52 @@ impl Circuits {
 }
 
 impl Circuit {
+    fn note(&mut self, user: Option<UserKey>, is_failure: bool) {
+        if self.recent.len() == RECENT_MAX {
+            // A busy user does not push all others out.
+            let mine = self.recent.iter().filter(|it| it.user == user).count();
+            let oldest = self.recent.iter().position(|it| it.user == user);
+            let out = oldest.filter(|_| mine >= RECENT_MAX / 2).unwrap_or(0);
+            self.recent.remove(out);
+        }
+        self.recent.push_back(Outcome { user, is_failure });
+    }
+
+    fn failures(&self) -> u32 {
+        let failures = self.recent.iter().filter(|it| it.is_failure).count();
+        u32::try_from(failures).unwrap_or(u32::MAX)
+    }
+
+    /// Whether enough of the last attempts failed, and not one user's only while others are served.
+    fn is_bad(&self, settings: &CircuitSettings) -> bool {
+        let (failures, all) = (self.failures(), self.recent.len() as u64);
+        let is_share = u64::from(failures) * 100 >= all * u64::from(settings.failure_percent);
+        if failures < settings.failures || !is_share {
+            return false;
+        }
+        let mut users = self
+            .recent
+            .iter()
+            .filter(|it| it.is_failure)
+            .map(|it| it.user);
+        match users.next() {
+            Some(Some(first)) => users.any(|user| user != Some(first)) || self.is_alone(first),
+            Some(None) | None => true,
+        }
+    }
+
+    /// Whether nobody but `user` has used the backend lately.
+    fn is_alone(&self, user: UserKey) -> bool {
+        self.recent
+            .iter()
+            .all(|it| it.user.is_none_or(|other| other == user))
+    }
+
+    fn is_barred(&self, user: impl FnOnce() -> UserKey, now_us: u64) -> bool {
+        self.blamed
+            .is_some_and(|(blamed, until_us)| now_us < until_us && user() == blamed)
+    }
+
     /// A closed one. Trials under way are not of it.
     fn anew(&self, backend: BackendRef) -> Self {
         Self {
@@ -248,7 +372,11 @@ impl Drop for Trial {
         };
         let mut circuit = cell.lock();
         // After a verdict, or when it was waited for too long, it is not the one any more.
-        if circuit.backend == Some(self.backend) && circuit.trial == Some(self.number) {
+        if circuit.backend == Some(self.backend)
+            && circuit
+                .trial
+                .is_some_and(|(number, _)| number == self.number)
+        {
             circuit.trial = None;
             cell.pause(1);
         }
@@ -263,9 +391,18 @@ mod tests {
 
     const SETTINGS: CircuitSettings = CircuitSettings {
         failures: 3,
+        failure_percent: 50,
+        ejection_percent_max: 50,
         backoff: Duration::from_secs(1),
         backoff_max: Duration::from_secs(4),
     };
+
+    const ADA: UserKey = UserKey(1);
+    const BOB: UserKey = UserKey(2);
+
+    fn ada() -> UserKey {
+        ADA
+    }
 
     fn backend(incarnation: u32) -> BackendRef {
         BackendRef {
@@ -276,53 +413,117 @@ mod tests {
 
     fn opened() -> (Arc<Circuits>, Instant) {
         let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
-        assert!(!circuits.failed(backend(1), now));
-        assert!(!circuits.failed(backend(1), now));
-        assert!(circuits.failed(backend(1), now));
+        assert!(!circuits.failed(backend(1), None, now));
+        assert!(!circuits.failed(backend(1), None, now));
+        assert!(circuits.failed(backend(1), None, now));
         (circuits, now)
     }
 
     fn tried(circuits: &Arc<Circuits>, now: Instant) -> Trial {
-        match circuits.enter(backend(1), now) {
+        match circuits.enter(backend(1), ada, now) {
             Passage::Trial(trial) => trial,
             Passage::Closed | Passage::Barred => panic!("it is due and nobody tries it"),
         }
     }
 
     #[test]
-    fn failures_in_a_row_open_and_one_answer_in_between_does_not_let_them() {
+    fn a_share_of_failures_opens_and_a_lesser_one_does_not() {
         let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
         for _ in 0..10 {
-            assert!(!circuits.failed(backend(1), now));
-            assert!(!circuits.failed(backend(1), now));
-            assert!(!circuits.passed(backend(1)), "it was not open");
+            assert!(!circuits.failed(backend(1), None, now));
+            assert!(!circuits.passed(backend(1), ADA), "it was not open");
+            assert!(!circuits.passed(backend(1), BOB));
         }
-        assert!(circuits.allows(backend(1), now));
+        assert!(circuits.allows(backend(1), ada, now));
+        let opening = (0..20).position(|_| circuits.failed(backend(1), None, now));
+        assert_eq!(opening, Some(4), "half of the last twenty");
         let (circuits, now) = opened();
-        assert!(!circuits.allows(backend(1), now));
-        assert!(!circuits.failed(backend(1), now), "it is open already");
+        assert!(!circuits.allows(backend(1), ada, now));
+        assert!(
+            !circuits.failed(backend(1), None, now),
+            "it is open already"
+        );
         assert_eq!(circuits.view(backend(1), now).pause_ms, 1000);
+    }
+
+    #[test]
+    fn one_user_alone_opens_no_circuit_that_serves_others() {
+        let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+        assert!(!circuits.passed(backend(1), BOB));
+        for _ in 0..100 {
+            assert!(!circuits.failed(backend(1), Some(ADA), now));
+        }
+        assert!(
+            circuits.failed(backend(1), Some(BOB), now),
+            "two see it fail"
+        );
+        let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+        assert!(!circuits.failed(backend(1), Some(ADA), now));
+        assert!(!circuits.failed(backend(1), Some(ADA), now));
+        assert!(
+            circuits.failed(backend(1), Some(ADA), now),
+            "nobody else is there"
+        );
+    }
+
+    #[test]
+    fn whoever_failed_a_trial_comes_after_others_and_does_not_prolong_the_pause() {
+        let (circuits, start) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+        circuits.failed(backend(1), Some(BOB), start);
+        circuits.failed(backend(1), Some(ADA), start);
+        assert!(circuits.failed(backend(1), Some(ADA), start));
+        let due = start + Duration::from_secs(1);
+        let _trial = tried(&circuits, due);
+        assert!(
+            !circuits.failed(backend(1), Some(BOB), due),
+            "not whose trial it is"
+        );
+        assert!(circuits.failed(backend(1), Some(ADA), due));
+        let due = due + Duration::from_secs(2);
+        assert!(!circuits.allows(backend(1), ada, due));
+        assert!(circuits.allows(backend(1), || BOB, due));
+        let last = due + Duration::from_secs(2);
+        let _trial = tried(&circuits, last);
+        assert!(circuits.failed(backend(1), Some(ADA), last));
+        assert_eq!(circuits.view(backend(1), last).pause_ms, 2000);
+        assert_eq!(circuits.view(backend(1), last).openings_in_row, 2);
+    }
+
+    #[test]
+    fn some_may_be_passed_over_and_never_all() {
+        let circuits = Circuits::new(SETTINGS);
+        let most = [0, 1, 2, 3, 4, 10].map(|backends| circuits.ejected_max(backends));
+        assert_eq!(most, [0, 0, 1, 1, 2, 5]);
     }
 
     #[test]
     fn single_requests_are_let_through_after_a_pause() {
         let (circuits, now) = opened();
         let due = now + Duration::from_secs(1);
-        assert!(matches!(circuits.enter(backend(1), now), Passage::Barred));
-        assert!(circuits.allows(backend(1), due));
+        assert!(matches!(
+            circuits.enter(backend(1), ada, now),
+            Passage::Barred
+        ));
+        assert!(circuits.allows(backend(1), ada, due));
         let trial = tried(&circuits, due);
-        assert!(!circuits.allows(backend(1), due), "one at a time");
-        assert!(matches!(circuits.enter(backend(1), due), Passage::Barred));
+        assert!(!circuits.allows(backend(1), ada, due), "one at a time");
+        assert!(matches!(
+            circuits.enter(backend(1), ada, due),
+            Passage::Barred
+        ));
         drop(trial);
-        assert!(circuits.allows(backend(1), due), "it came to no verdict");
+        assert!(
+            circuits.allows(backend(1), ada, due),
+            "it came to no verdict"
+        );
         let _trial = tried(&circuits, due);
-        assert!(circuits.failed(backend(1), due));
-        assert!(!circuits.allows(backend(1), due + Duration::from_millis(1999)));
+        assert!(circuits.failed(backend(1), Some(ADA), due));
+        assert!(!circuits.allows(backend(1), ada, due + Duration::from_millis(1999)));
         let later = due + Duration::from_secs(2);
-        assert!(circuits.allows(backend(1), later), "twice as long");
+        assert!(circuits.allows(backend(1), ada, later), "twice as long");
         let _trial = tried(&circuits, later);
-        assert!(circuits.passed(backend(1)));
-        assert!(circuits.allows(backend(1), later));
+        assert!(circuits.passed(backend(1), ADA));
+        assert!(circuits.allows(backend(1), ada, later));
         assert_eq!(
             circuits.view(backend(1), later),
             CircuitView::default(),
@@ -335,13 +536,13 @@ mod tests {
         let (circuits, now) = opened();
         let due = now + Duration::from_secs(1);
         let hanging = tried(&circuits, due);
-        assert!(!circuits.allows(backend(1), due + Duration::from_secs(3)));
+        assert!(!circuits.allows(backend(1), ada, due + Duration::from_secs(3)));
         let later = due + Duration::from_secs(4);
-        assert!(circuits.allows(backend(1), later));
+        assert!(circuits.allows(backend(1), ada, later));
         let _second = tried(&circuits, later);
         drop(hanging);
         assert!(
-            !circuits.allows(backend(1), later),
+            !circuits.allows(backend(1), ada, later),
             "the second is under way"
         );
     }
@@ -349,10 +550,13 @@ mod tests {
     #[test]
     fn a_new_life_starts_closed() {
         let (circuits, now) = opened();
-        assert!(circuits.allows(backend(2), now));
-        assert!(matches!(circuits.enter(backend(2), now), Passage::Closed));
-        assert!(!circuits.failed(backend(2), now));
-        assert!(circuits.allows(backend(2), now));
+        assert!(circuits.allows(backend(2), ada, now));
+        assert!(matches!(
+            circuits.enter(backend(2), ada, now),
+            Passage::Closed
+        ));
+        assert!(!circuits.failed(backend(2), None, now));
+        assert!(circuits.allows(backend(2), ada, now));
     }
 
     #[test]
@@ -363,8 +567,8 @@ mod tests {
         };
         let (circuits, now) = (Circuits::new(settings), Instant::now());
         for _ in 0..100 {
-            assert!(!circuits.failed(backend(1), now));
+            assert!(!circuits.failed(backend(1), None, now));
         }
-        assert!(circuits.allows(backend(1), now));
+        assert!(circuits.allows(backend(1), ada, now));
     }
 }

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use state::View;
 use state::command::{BACKENDS_MAX, EngineFacts};
-use state::ids::{BackendRef, Slot};
+use state::ids::{BackendRef, Slot, UserKey};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -182,10 +182,26 @@ impl Backends {
         }
     }
 
-    /// Whether the circuit of `backend` lets a request through at `now`. One load when it is closed.
+    /// Whether the circuit of `backend` lets a request of `user` through at `now`. One load when it
+    /// is closed.
     #[must_use]
-    pub fn is_let_through(&self, backend: BackendRef, now: Instant) -> bool {
-        self.circuits.allows(backend, now)
+    pub fn is_let_through(
+        &self,
+        backend: BackendRef,
+        user: impl FnOnce() -> UserKey,
+        now: Instant,
+    ) -> bool {
+        self.circuits.allows(backend, user, now)
+    }
+
+    /// When the circuit of `backend` opened, in no particular unit.
+    pub(crate) fn opened_at(&self, backend: BackendRef) -> u64 {
+        self.circuits.opened_us(backend)
+    }
+
+    /// Of so many backends of a model, how many may be passed over for their circuits.
+    pub(crate) fn ejected_max(&self, backends: usize) -> usize {
+        self.circuits.ejected_max(backends)
     }
 
     /// The circuit of `backend`, for display.
@@ -195,13 +211,13 @@ impl Backends {
     }
 
     /// A request is to go there: whether its circuit lets it.
-    pub(crate) fn enter(&self, backend: BackendRef) -> Passage {
-        self.circuits.enter(backend, Instant::now())
+    pub(crate) fn enter(&self, backend: BackendRef, user: impl FnOnce() -> UserKey) -> Passage {
+        self.circuits.enter(backend, user, Instant::now())
     }
 
-    /// A request to it was answered, whatever the answer says, short of a server error.
-    pub fn report_answer(&self, backend: BackendRef) {
-        if self.circuits.passed(backend) {
+    /// A request of `user` to it was answered, whatever the answer says, short of a server error.
+    pub fn report_answer(&self, backend: BackendRef, user: UserKey) {
+        if self.circuits.passed(backend, user) {
             let id = self.name_of(backend);
             tracing::info!(backend = id, "circuit is closed");
             self.announce_circuit(id, false);
@@ -209,8 +225,9 @@ impl Backends {
     }
 
     /// A request to it failed before its answer began, or was answered by a server error.
-    pub fn report_no_answer(&self, backend: BackendRef) {
-        if self.circuits.failed(backend, Instant::now()) {
+    /// `user` is whose request may be at fault; `None` where it was not sent.
+    pub fn report_no_answer(&self, backend: BackendRef, user: Option<UserKey>) {
+        if self.circuits.failed(backend, user, Instant::now()) {
             let id = self.name_of(backend);
             let openings = self.circuit(backend).openings_in_row;
             tracing::warn!(backend = id, openings, "circuit is open");

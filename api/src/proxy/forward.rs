@@ -13,7 +13,7 @@ use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
-use state::ids::{BackendRef, Slot};
+use state::ids::{BackendRef, Slot, UserKey};
 use state::quotas::Limit;
 use tokio::time::{Instant, timeout, timeout_at};
 use xxhash_rust::xxh3::xxh3_64;
@@ -289,9 +289,9 @@ async fn attempt(
     let sent = timeout_at(sending.first_byte_by, send).await;
     let (attempt, is_sent) = pending.over();
     if let Ok(sent) = &sent {
-        judge(proxy, decision.backend, sent);
+        judge(proxy, decision.backend, attempt.user(), sent);
     } else if !is_sent {
-        proxy.backends.report_no_answer(decision.backend);
+        proxy.backends.report_no_answer(decision.backend, None);
     }
     let failure = match sent {
         Ok(Ok(response)) if response.status().is_informational() => {
@@ -347,15 +347,23 @@ async fn attempt(
 
 /// What the backend's circuit hears of a head, or of none. A success is one once its body begins; a
 /// timeout after the request was sent is told by the attempt's end.
-fn judge(proxy: &Proxy, backend: BackendRef, sent: &Result<Response<EngineBody>, SendFailure>) {
+fn judge(
+    proxy: &Proxy,
+    backend: BackendRef,
+    user: UserKey,
+    sent: &Result<Response<EngineBody>, SendFailure>,
+) {
     match sent {
         Ok(response) if response.status().is_success() => {}
         Ok(response) if response.status().is_client_error() => {
-            proxy.backends.report_answer(backend);
+            proxy.backends.report_answer(backend, user);
         }
         Err(SendFailure::Gone) => {}
         Err(failure) if failure.is_local() => {}
-        Ok(_) | Err(_) => proxy.backends.report_no_answer(backend),
+        Err(SendFailure::Url(_) | SendFailure::Connect(_)) => {
+            proxy.backends.report_no_answer(backend, None);
+        }
+        Ok(_) | Err(_) => proxy.backends.report_no_answer(backend, Some(user)),
     }
 }
 

@@ -236,12 +236,18 @@ impl Router {
 }
 
 impl Attempt {
+    /// Who is charged for it.
+    #[must_use]
+    pub fn user(&self) -> UserKey {
+        self.user
+    }
+
     /// The answer's first byte (of the body) came: its prefill is done.
     pub fn first_byte(&mut self) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
             open.began.get_or_insert_with(Instant::now);
-            self.router.backends.report_answer(open.backend);
+            self.router.backends.report_answer(open.backend, self.user);
             open.trial = None;
         }
     }
@@ -348,7 +354,8 @@ impl Attempt {
         };
         let reply = open.reply.take().filter(|_| outcome != Outcome::Discarded);
         if end == End::Broken && open.began.is_none() {
-            self.router.backends.report_no_answer(open.backend);
+            let user = Some(self.user);
+            self.router.backends.report_no_answer(open.backend, user);
         }
         let (router, id) = (Arc::clone(&self.router), self.id);
         let release = move |reply: Option<ReplyChain>| {

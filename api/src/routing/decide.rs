@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use state::Registry;
-use state::ids::{BackendRef, BlockHash, Slot};
+use state::ids::{BackendRef, BlockHash, Slot, UserKey};
 use state::policy::{self, Candidate, Choice, MatchBy, Needs, PolicyConfig, Request};
 use state::prefix::user_key;
 use tokio::time::Instant;
@@ -64,8 +64,10 @@ pub(super) struct Scratch {
     pub(super) places: Vec<usize>,
     /// Who was taken out on the way.
     pub(super) tally: Tally,
-    /// Whether backends with an open circuit were taken out.
+    /// Whether all backends with an open circuit were taken out.
     pub(super) are_circuits_kept: bool,
+    /// Those with an open circuit, by when it opened.
+    pub(super) open: Vec<(u64, Slot)>,
 }
 
 impl Scratch {
@@ -83,6 +85,11 @@ impl Scratch {
 thread_local! {
     /// Keeps its capacity from one decision to the next, so that none allocates.
     pub(super) static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// Whose request it is, as circuits tell users apart.
+pub(super) fn user_of(fleet: &Fleet, ask: &Ask<'_>) -> UserKey {
+    user_key(fleet.registry.hash_seed, &super::bounded_name(ask.user))
 }
 
 impl Router {
@@ -114,7 +121,7 @@ impl Router {
         self.metrics.decided(config.name(), decided.err());
         let (choice, at, are_circuits_kept) = decided?;
         let backend = fleet.registry.backends[at].handle;
-        let trial = match self.backends.enter(backend) {
+        let trial = match self.backends.enter(backend, || user_of(&fleet, ask)) {
             Passage::Closed => None,
             Passage::Trial(trial) => Some(Arc::new(trial)),
             // Another request has become the trial meanwhile: it goes there alone.

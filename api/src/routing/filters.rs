@@ -12,7 +12,7 @@ use state::outputs::batch::fits;
 use state::policy::Candidate;
 use tokio::time::Instant;
 
-use super::decide::{Fleet, Scratch};
+use super::decide::{Fleet, Scratch, user_of};
 use super::{Ask, NoBackend, Router};
 use crate::backends::Glance;
 use crate::planted::{self, Bug};
@@ -85,6 +85,15 @@ impl Tally {
     }
 }
 
+/// Which backends with an open circuit are passed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ejected {
+    All,
+    /// Those in `Scratch::open`.
+    Listed,
+    None,
+}
+
 /// A request on its way through the filters.
 struct Sieve<'a, S> {
     router: &'a Router,
@@ -92,6 +101,8 @@ struct Sieve<'a, S> {
     ask: &'a Ask<'a>,
     now: Instant,
     scratch: &'a mut Scratch,
+    /// How many passed the filters that look at one backend by itself.
+    passed: usize,
     /// Hears the verdict on the backend at a place of the registry; a later one replaces it.
     seen: S,
 }
@@ -116,12 +127,21 @@ impl Router {
             ask,
             now,
             scratch,
+            passed: 0,
             seen,
         };
-        let mut sifted = sieve.sift(true);
+        let mut sifted = sieve.sift(Ejected::All);
+        let open = sieve.scratch.open.len();
+        let ejected_max = self.backends.ejected_max(open + sieve.passed);
+        if open > ejected_max {
+            // So many failing at once are rather the requests' fault. The first to fail stay out.
+            sieve.scratch.open.sort_unstable();
+            sieve.scratch.open.truncate(ejected_max);
+            sifted = sieve.sift(Ejected::Listed);
+        }
         if sifted.is_err() && sieve.scratch.tally.count(Verdict::CircuitOpen) > 0 {
             // When all that could take it fail, circuits do not tell the bad ones from the good.
-            sifted = sieve.sift(false);
+            sifted = sieve.sift(Ejected::None);
         }
         sifted?;
         self.weigh(fleet, now, sieve.scratch);
@@ -131,8 +151,8 @@ impl Router {
 
 impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
     /// All filters but the last, which looks at the load.
-    fn sift(&mut self, are_circuits_kept: bool) -> Result<(), NoBackend> {
-        if let Some(refusal) = self.gather(are_circuits_kept) {
+    fn sift(&mut self, ejected: Ejected) -> Result<(), NoBackend> {
+        if let Some(refusal) = self.gather(ejected) {
             return Err(refusal);
         }
         self.keep_loaded();
@@ -141,13 +161,16 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
     }
 
     /// The filters that look at one backend by itself. Answers why there is no candidate.
-    fn gather(&mut self, are_circuits_kept: bool) -> Option<NoBackend> {
+    fn gather(&mut self, ejected: Ejected) -> Option<NoBackend> {
         self.scratch.clear();
-        self.scratch.are_circuits_kept = are_circuits_kept;
+        self.scratch.are_circuits_kept = ejected == Ejected::All;
+        if ejected == Ejected::All {
+            self.scratch.open.clear();
+        }
         let mut refusal = NoBackend::UnknownModel;
         for (at, backend) in self.fleet.registry.backends.iter().enumerate() {
             let glance = self.router.backends.glance(backend.handle.slot);
-            let verdict = self.verdict(backend, glance, are_circuits_kept);
+            let verdict = self.verdict(backend, glance, ejected);
             (self.seen)(at, verdict);
             self.scratch.tally.add(verdict);
             match (verdict, glance) {
@@ -163,21 +186,31 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
                 }
                 (Verdict::OtherModel, _) => {}
                 (Verdict::Tried, _) => refusal = NoBackend::AllTried,
+                (Verdict::CircuitOpen, _) if ejected == Ejected::All => {
+                    let opened_at = self.router.backends.opened_at(backend.handle);
+                    self.scratch.open.push((opened_at, backend.handle.slot));
+                    if refusal == NoBackend::UnknownModel {
+                        refusal = NoBackend::NoneHealthy;
+                    }
+                }
                 _ if refusal == NoBackend::UnknownModel => refusal = NoBackend::NoneHealthy,
                 _ => {}
             }
         }
+        self.passed = self.scratch.candidates.len();
         self.scratch.candidates.is_empty().then_some(refusal)
     }
 
-    fn verdict(
-        &self,
-        backend: &Backend,
-        glance: Option<Glance>,
-        are_circuits_kept: bool,
-    ) -> Verdict {
-        let is_open = |handle: BackendRef| {
-            are_circuits_kept && !self.router.backends.is_let_through(handle, self.now)
+    fn verdict(&self, backend: &Backend, glance: Option<Glance>, ejected: Ejected) -> Verdict {
+        let user = || user_of(self.fleet, self.ask);
+        let is_open = |handle: BackendRef| match ejected {
+            Ejected::All => !self.router.backends.is_let_through(handle, user, self.now),
+            Ejected::Listed => self
+                .scratch
+                .open
+                .iter()
+                .any(|(_, slot)| *slot == handle.slot),
+            Ejected::None => false,
         };
         if !serves(backend, self.ask.model) {
             Verdict::OtherModel

@@ -71,6 +71,8 @@ pub(super) fn select(values: &Values, models: &[Entry]) -> Option<SelectSettings
 pub(super) fn circuit(values: &Values, faults: &mut Vec<Fault>) -> Option<CircuitSettings> {
     let settings = CircuitSettings {
         failures: count(values, "circuit.failures")?,
+        failure_percent: count(values, "circuit.failure_percent")?,
+        ejection_percent_max: count(values, "circuit.max_ejection_percent")?,
         backoff: duration(values, "circuit.backoff")?,
         backoff_max: duration(values, "circuit.max_backoff")?,
     };

@@ -138,7 +138,19 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
         "circuit.failures",
         COUNT_OR_ZERO,
         By("5"),
-        "Failed attempts in a row (no connection, broken or timed out before the first byte, a 5xx) after which a backend is passed over; 0: never.",
+        "Failed ones (no connection, broken or timed out before the first byte, a 5xx) among the last 20 attempts at a backend from which on it is passed over; 0: never. One user's alone do not count while others are answered.",
+    ),
+    key(
+        "circuit.failure_percent",
+        Kind::Integer { min: 1, max: 100 },
+        By("50"),
+        "Least share of them in these attempts.",
+    ),
+    key(
+        "circuit.max_ejection_percent",
+        Kind::Integer { min: 0, max: 100 },
+        By("50"),
+        "Most of a model's backends that are passed over at a time for it; one may always be, all never.",
     ),
     key(
         "circuit.backoff",

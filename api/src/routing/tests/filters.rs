@@ -6,6 +6,7 @@ use http::{HeaderMap, HeaderValue};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 use state::admission::{AdmissionSettings, Concurrency};
+use state::ids::UserKey;
 use state::policy::RoutingSettings;
 
 use super::super::fixture::spec;
@@ -21,7 +22,7 @@ impl Bench {
     fn fail(&self, slot: u16, times: usize) {
         let handle = self.port.log.lock().unwrap().handle(slot);
         for _ in 0..times {
-            self.router.backends.report_no_answer(handle);
+            self.router.backends.report_no_answer(handle, None);
         }
     }
 
@@ -74,7 +75,7 @@ fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
         assert_eq!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(1));
     }
     let handle = bench.port.log.lock().unwrap().handle(0);
-    bench.router.backends.report_answer(handle);
+    bench.router.backends.report_answer(handle, UserKey(1));
     assert_eq!(
         bench.verdicts(&ask(&identity, &[])),
         [Verdict::Candidate; 2]
@@ -82,19 +83,33 @@ fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
 }
 
 #[test]
-fn when_every_circuit_is_open_they_say_nothing() {
+fn when_every_circuit_is_open_the_first_stay_out() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
     bench.fail(0, 5);
     bench.fail(1, 5);
     assert!(bench.decide(&identity, &[]).is_ok());
-    assert_eq!(
-        bench.verdicts(&ask(&identity, &[])),
-        [Verdict::Candidate; 2]
-    );
+    let first = [Verdict::CircuitOpen, Verdict::Candidate];
+    assert_eq!(bench.verdicts(&ask(&identity, &[])), first);
     // But a request that cannot go elsewhere still finds nobody it has not tried.
     let tried = bench.decide(&identity, &[Slot(0), Slot(1)]);
     assert_eq!(tried.unwrap_err(), NoBackend::AllTried);
+}
+
+#[test]
+fn half_of_a_models_backends_are_passed_over_at_most() {
+    let bench = Bench::new(4);
+    let identity = bench.identify("hello");
+    for slot in [2, 0, 3] {
+        bench.fail(slot, 5);
+    }
+    let verdicts = bench.verdicts(&ask(&identity, &[]));
+    let out = verdicts.iter().filter(|it| **it == Verdict::CircuitOpen);
+    assert_eq!(out.count(), 2);
+    assert_eq!(verdicts[1], Verdict::Candidate);
+    for _ in 0..20 {
+        assert!(bench.decide(&identity, &[]).is_ok());
+    }
 }
 
 #[test]
@@ -145,7 +160,7 @@ fn attempts_tell_the_circuit_how_they_went() {
     attempt.first_byte();
     assert!(!bench.router.backends.circuit(handle).is_open);
     attempt.end(End::Broken);
-    assert_eq!(bench.router.backends.circuit(handle).failures_in_row, 0);
+    assert_eq!(bench.router.backends.circuit(handle).recent_failures, 0);
     bench.assert_quiet();
 }
 

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use loom::thread;
-use state::ids::{BackendRef, Incarnation, Slot};
+use state::ids::{BackendRef, Incarnation, Slot, UserKey};
 use tokio::time::Instant;
 
-use crate::circuit::{CircuitSettings, CircuitView, Circuits, Passage, Trial};
+use crate::circuit::{CircuitSettings, Circuits, Passage, Trial};
 use crate::sync::{AtomicUsize, Ordering};
 use crate::{Model, explore};
 
@@ -35,24 +35,32 @@ const BACKEND: BackendRef = BackendRef {
     incarnation: Incarnation(1),
 };
 
+const USER: UserKey = UserKey(1);
+
+fn user() -> UserKey {
+    USER
+}
+
 /// A circuit that is open, and when it may be tried.
 fn opened() -> (Arc<Circuits>, Instant) {
     let settings = CircuitSettings {
         failures: 1,
+        failure_percent: 50,
+        ejection_percent_max: 50,
         backoff: Duration::from_secs(1),
         backoff_max: Duration::from_secs(4),
     };
     let (circuits, now) = (Arc::new(Circuits::of_slots(1, settings)), Instant::now());
-    assert!(circuits.failed(BACKEND, now));
+    assert!(circuits.failed(BACKEND, Some(USER), now));
     (circuits, now + Duration::from_secs(1))
 }
 
 /// What a request does: asks, and goes if it may.
 fn attempt(circuits: &Arc<Circuits>, now: Instant) -> Option<Trial> {
-    if !circuits.allows(BACKEND, now) {
+    if !circuits.allows(BACKEND, user, now) {
         return None;
     }
-    match circuits.enter(BACKEND, now) {
+    match circuits.enter(BACKEND, user, now) {
         Passage::Trial(trial) => Some(trial),
         Passage::Barred => None,
         Passage::Closed => panic!("nobody has closed it"),
@@ -108,17 +116,17 @@ fn closed_or_paused() {
         let trial = attempt(&circuits, due).expect("it is due");
         let late = thread::spawn({
             let circuits = circuits.clone();
-            move || circuits.failed(BACKEND, due)
+            move || circuits.failed(BACKEND, Some(USER), due)
         });
-        circuits.passed(BACKEND);
+        circuits.passed(BACKEND, USER);
         drop(trial);
         late.join().expect("the other does not panic");
         let view = circuits.view(BACKEND, due);
-        if view == CircuitView::default() {
-            assert!(circuits.allows(BACKEND, due));
+        if !view.is_open {
+            assert!(circuits.allows(BACKEND, user, due));
         } else {
             // The failure came last. It is open, and tried again once the pause is over.
-            assert!(view.is_open && !circuits.allows(BACKEND, due));
+            assert!(view.is_open && !circuits.allows(BACKEND, user, due));
             assert!(attempt(&circuits, due + Duration::from_secs(4)).is_some());
         }
     });
@@ -133,10 +141,10 @@ fn new_life() {
             ..BACKEND
         };
         let gone = thread::spawn(move || drop(old));
-        circuits.failed(next, due);
-        assert!(!circuits.allows(next, due), "one failure opens it");
+        circuits.failed(next, Some(USER), due);
+        assert!(!circuits.allows(next, user, due), "one failure opens it");
         gone.join().expect("the other does not panic");
-        assert!(!circuits.allows(next, due));
-        assert!(circuits.allows(BACKEND, due), "whose life is over");
+        assert!(!circuits.allows(next, user, due));
+        assert!(circuits.allows(BACKEND, user, due), "whose life is over");
     });
 }
