@@ -10,8 +10,11 @@ use prost::Message;
 use crate::files::{load_message, store_message};
 use crate::log::record;
 use crate::memory::MemoryDisk;
+use crate::net::{self, Secret};
 use crate::snapshot::{SnapshotFile, SnapshotReader, SnapshotWriter};
-use crate::types::{Command, Entry, LeaderId, LogId, Payload, SnapshotMeta, StoredMembership};
+use crate::types::{
+    Command, Entry, LeaderId, LogId, Payload, SnapshotMeta, StoredMembership, Vote,
+};
 use crate::wire::proto;
 
 const IN_MEMORY: &str = "a file in memory can be written and read";
@@ -39,11 +42,11 @@ pub fn peer_message(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else {
         return;
     };
-    match kind % 16 {
+    match kind % 17 {
         0 => {
-            for entry in again::<proto::AppendRequest>(bytes).entries {
-                taken(entry);
-            }
+            let append = again::<proto::AppendRequest>(bytes);
+            followed(&append);
+            append.entries.into_iter().for_each(taken);
         }
         1 => drop(again::<proto::VoteRequest>(bytes)),
         2 => {
@@ -51,7 +54,8 @@ pub fn peer_message(bytes: &[u8]) {
                 Some(proto::snapshot_part::Part::Start(start)) => start,
                 _ => return,
             };
-            drop(start.meta.map(SnapshotMeta::try_from));
+            let vote = start.vote.unwrap_or_default().into();
+            drop(start.meta.map(|meta| net::check_head(vote, &meta)));
         }
         3 => drop(again::<proto::TransferLeaderRequest>(bytes)),
         4 => drop(again::<proto::ProposeRequest>(bytes)),
@@ -64,6 +68,14 @@ pub fn peer_message(bytes: &[u8]) {
         11 => drop(again::<proto::ProposeResponse>(bytes)),
         12 => drop(again::<proto::ChangeResponse>(bytes)),
         13 => drop(again::<proto::InfoResponse>(bytes)),
+        // What a stranger can send first to who has a secret.
+        16 => {
+            let secret = Secret::new(&[7; 32]).expect("it is long enough");
+            if let Some(hello) = net::read_first(&secret, bytes) {
+                let read = net::read_first(&secret, &net::write_first(&secret, &hello));
+                assert_eq!(read, Some(hello));
+            }
+        }
         14 => taken(again::<proto::Entry>(bytes)),
         _ => {
             if let Ok(stored) = StoredMembership::try_from(again::<proto::StoredMembership>(bytes))
@@ -178,7 +190,14 @@ pub fn peer_message_seeds() -> Vec<Vec<u8>> {
         header,
         bytes: "\x01\x00".into(),
     };
+    let secret = Secret::new(&[7; 32]).expect("it is long enough");
+    let hello = proto::Hello {
+        cluster_name: "quorate".to_owned(),
+        id: 3,
+    };
+    let first = [vec![16], net::write_first(&secret, &hello)].concat();
     let mut seeds = vec![
+        first,
         kind(0, &append),
         kind(1, &vote_request),
         kind(2, &part(proto::snapshot_part::Part::Start(start))),
@@ -266,6 +285,24 @@ fn again<M: Message + Default + PartialEq>(bytes: &[u8]) -> M {
     let again = M::decode(&message.encode_to_vec()[..]);
     assert!(again.is_ok_and(|again| again == message));
     message
+}
+
+/// Entries that pass as a leader's follow each other up to its term.
+fn followed(append: &proto::AppendRequest) {
+    let vote: Vote = append.vote.unwrap_or_default().into();
+    let previous = append.previous.map(LogId::from);
+    let entries = append.entries.iter().cloned().map(Entry::try_from);
+    let Ok(entries) = entries.collect::<Result<Vec<_>, _>>() else {
+        return;
+    };
+    let committed = append.committed.map(LogId::from);
+    if net::check_entries(vote, previous, committed, &entries).is_ok()
+        && let Some(last) = entries.last()
+    {
+        let first = previous.map_or(0, |previous| previous.index + 1);
+        assert_eq!(last.log_id.index, first + entries.len() as u64 - 1);
+        assert!(last.log_id.leader_id.term <= vote.leader_id.term);
+    }
 }
 
 fn taken(wire: proto::Entry) {

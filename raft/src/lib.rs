@@ -66,7 +66,9 @@ pub use machine::{
     CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
 };
 pub use memory::{MemoryDisk, Shortage};
-pub use net::{PeerChannel, PeerRequest, PeerResponse, PeerService, Tcp, Transport};
+pub use net::{
+    PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService, Secret, Tcp, Transport,
+};
 pub use options::{Formation, Options, Peers, Storage};
 pub use replica::Replica;
 pub use status::{Member, Role, Status};

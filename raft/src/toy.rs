@@ -11,7 +11,7 @@ use crate::machine::{
     CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
 };
 use crate::memory::MemoryDisk;
-use crate::net::Tcp;
+use crate::net::{Tcp, Transport};
 use crate::options::{Formation, Options, Peers, Storage};
 use crate::replica::Replica;
 
@@ -27,11 +27,16 @@ pub(crate) async fn replica(
     listener: TcpListener,
     peers: Vec<String>,
 ) -> (Replica, MemoryDisk) {
+    replica_over(id, Tcp::new(listener).unwrap(), peers).await
+}
+
+/// As [`replica`], over a transport of the caller's.
+pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Replica, MemoryDisk) {
     let disk = MemoryDisk::new();
     let options = Options {
         id,
         data_dir: "/toy".into(),
-        advertise: listener.local_addr().unwrap().to_string(),
+        advertise: tcp.local_addr().to_string(),
         cluster_name: crate::DEFAULT_NAME.to_owned(),
         labels: BTreeMap::new(),
         formation: Formation::Bootstrap {
@@ -45,8 +50,7 @@ pub(crate) async fn replica(
         snapshot_every_bytes: 1 << 20,
         storage: Storage::Memory(disk.clone()),
     };
-    let transport = Arc::new(Tcp::new(listener).unwrap());
-    let replica = Replica::start(options, transport, Toy::default(), Arc::new(Deaf));
+    let replica = Replica::start(options, Arc::new(tcp), Toy::default(), Arc::new(Deaf));
     (replica.await.unwrap(), disk)
 }
 

@@ -10,7 +10,8 @@ use api::kv_events;
 use api::metrics::{self, Metrics};
 use api::ports::Cluster;
 use api::proxy::{Drained, Proxy, ProxyMetrics, Server};
-use raft::{Role, Tcp};
+use raft::{PeerSecret, Role, Tcp};
+use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -41,6 +42,20 @@ struct Stops {
     no_more_requests: CancellationToken,
 }
 
+/// What peers are reached over.
+fn peers(config: &Config, listener: TcpListener) -> anyhow::Result<Tcp> {
+    let tcp = Tcp::new(listener)?;
+    let Some(secret) = config.cluster.secret.clone() else {
+        return Ok(tcp);
+    };
+    Ok(tcp.with_secret(PeerSecret {
+        secret,
+        is_optional: config.cluster.is_secret_optional,
+        cluster_name: config.cluster.name.clone(),
+        id: config.node.id.0,
+    }))
+}
+
 /// Puts a replica together and sets it to work.
 pub(super) async fn start(
     mut config: Config,
@@ -53,7 +68,7 @@ pub(super) async fn start(
         let folder = config.node.data_dir.display();
         format!("make data folder {folder} private")
     })?;
-    let ports = CorePorts::real(Arc::new(Tcp::new(sockets.peer)?));
+    let ports = CorePorts::real(Arc::new(peers(&config, sockets.peer)?));
     let core = Core::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (Stops::default(), Lifecycle::default());
     let metrics = Arc::new(Metrics::default());

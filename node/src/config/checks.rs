@@ -251,6 +251,8 @@ fn cluster(values: &Values, faults: &mut Vec<Fault>) -> Option<Cluster> {
     }
     Some(Cluster {
         name: cluster::name(values, faults)?,
+        secret: cluster::secret(values, faults),
+        is_secret_optional: flag(values, "cluster.secret_optional")?,
         formation: formation?,
         flush_interval: duration(values, "cluster.flush_interval")?,
         heartbeat: heartbeat?,

@@ -219,6 +219,18 @@ const BEFORE_POLICIES: &[Key] = &[
         "Join an existing cluster through any of these, in place of `peers`.",
     ),
     key(
+        "cluster.secret_file",
+        Kind::Text,
+        Unset,
+        "File with a secret of 32 bytes or more that all replicas share: they prove it to each other and encrypt what they say; unset: whoever reaches `listen.peer` is believed to be who it says.",
+    ),
+    key(
+        "cluster.secret_optional",
+        Kind::Flag,
+        By("false"),
+        "Whether replicas without the secret are spoken to as well: only while a running cluster is given one.",
+    ),
+    key(
         "cluster.flush_interval",
         Kind::Duration,
         By("20ms"),

@@ -147,6 +147,10 @@ pub struct Requests {
 pub struct Cluster {
     /// What it is called.
     pub name: String,
+    /// What its replicas share.
+    pub secret: Option<raft::Secret>,
+    /// Whether replicas without it are spoken to as well.
+    pub is_secret_optional: bool,
     /// How the cluster is found at the first start.
     pub formation: Formation,
     /// Longest wait of a learnt fact.

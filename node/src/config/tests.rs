@@ -155,7 +155,7 @@ url = "https://10.0.1.1:8000"
               8 │ [cluster]
               9 │ flush_intervall = "20ms"
                 · ───────┬───────
-                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, snapshot_every, snapshot_every_bytes
+                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, secret_file, secret_optional, snapshot_every, snapshot_every_bytes
              10 │ heartbeat = 50
                 ╰────
               × cluster.heartbeat is 50
@@ -551,4 +551,41 @@ fn the_schema_names_every_key() {
     );
     let nested = &schema["properties"]["routing"]["properties"]["cost"]["properties"];
     assert_eq!(nested["near_permille"]["default"], 20);
+}
+
+#[test]
+fn a_secret_is_long_and_others_may_not_read_it() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("secret");
+    let loaded = |content: &str, mode| {
+        std::fs::write(&file, content).unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+        let flags = vec![
+            "node.id=1".to_owned(),
+            format!("node.data_dir={}", dir.path().display()),
+            format!("cluster.secret_file={}", file.display()),
+        ];
+        let origin = Origin {
+            file: None,
+            flags,
+            variables: Vec::new(),
+        };
+        super::load(&origin)
+    };
+    let long = "0123456789abcdef0123456789abcdef\n";
+    let cluster = loaded(long, 0o640).unwrap().config.cluster;
+    assert_eq!(cluster.secret, raft::Secret::new(long.as_bytes()).ok());
+    assert!(!cluster.is_secret_optional);
+    for (content, mode, why) in [
+        ("short", 0o600, "5 bytes, at least 32 expected"),
+        (long, 0o644, "everybody may use it (mode 644)"),
+    ] {
+        let Err(faults) = loaded(content, mode) else {
+            panic!("{why}");
+        };
+        let told = format!("{faults:?}");
+        assert!(told.contains(why), "{told}");
+    }
 }

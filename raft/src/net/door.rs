@@ -4,6 +4,7 @@
 //! connection to ping yet.
 
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -18,7 +19,7 @@ use tokio::time::Sleep;
 /// Most connections at a time; others wait in the listener's backlog.
 const CONNECTIONS_MAX: usize = 128;
 /// How long the first words may take.
-const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
 /// HTTP/2's connection preface and its first frame's head.
 const FIRST_WORDS_BYTES: usize = 24 + 9;
 /// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
@@ -66,6 +67,13 @@ pub(super) struct Incoming {
     /// Bytes read so far, while `until` is waited for.
     read: usize,
     _place: OwnedSemaphorePermit,
+}
+
+impl Incoming {
+    /// Where it comes from.
+    pub(super) fn peer(&self) -> Option<SocketAddr> {
+        self.stream.peer_addr().ok()
+    }
 }
 
 impl AsyncRead for Incoming {

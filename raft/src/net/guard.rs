@@ -32,12 +32,36 @@ pub(crate) const SHOWS_STORE: &str = "peer";
 
 /// Whom a connection belongs to: the first id named on it, or the one its handshake has proven.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Sender(Arc<OnceLock<u64>>);
+pub(crate) struct Sender {
+    id: Arc<OnceLock<u64>>,
+    lacks_secret: bool,
+}
 
 impl Sender {
+    /// Of a connection whose handshake has proven its id.
+    pub(super) fn proven(id: u64) -> Self {
+        Self {
+            id: Arc::new(OnceLock::from(id)),
+            lacks_secret: false,
+        }
+    }
+
+    /// Of a connection that is answered only that it lacks the secret.
+    pub(super) fn without_secret() -> Self {
+        Self {
+            lacks_secret: true,
+            ..Self::default()
+        }
+    }
+
+    /// Whether all its calls are refused.
+    pub(super) fn lacks_secret(&self) -> bool {
+        self.lacks_secret
+    }
+
     /// Ties the connection to `id`, or refuses it.
     pub(super) fn bind(&self, id: u64) -> Result<(), Status> {
-        let bound = *self.0.get_or_init(|| id);
+        let bound = *self.id.get_or_init(|| id);
         if bound == id {
             return Ok(());
         }
@@ -219,7 +243,7 @@ pub(super) fn term_max(known: u64) -> u64 {
 }
 
 /// Refuses entries that no leader of this term can send.
-pub(super) fn check_entries(
+pub(crate) fn check_entries(
     vote: Vote,
     previous: Option<LogId>,
     committed: Option<LogId>,

@@ -1,12 +1,15 @@
 //! Talking to peers: one link each way per peer and purpose, Raft's client over it, the service
 //! that answers, the streams of messages outside the log, and the port that carries all of it.
 
+mod accept;
 mod client;
 mod door;
 mod guard;
 mod link;
 mod messages;
 mod parts;
+mod sealed;
+mod secret;
 mod service;
 #[cfg(test)]
 mod tests;
@@ -19,8 +22,15 @@ pub(crate) use self::guard::{SHOWS_STORE, check_store};
 pub(crate) use self::link::{CallError, Lane, Links, Peer};
 pub(crate) use self::messages::keep_streams;
 pub(crate) use self::parts::{Installing, fetch_state};
+pub use self::secret::{PeerSecret, Secret};
 pub(crate) use self::service::serve;
 pub use self::transport::{PeerChannel, PeerRequest, PeerResponse, PeerService, Tcp, Transport};
+#[cfg(feature = "fuzzing")]
+pub(crate) use self::{
+    guard::check_entries,
+    parts::check_head,
+    secret::{read_first, write_first},
+};
 
 /// Largest message on the wire. A batch of entries or a single command stays far below.
 const MESSAGE_BYTES_MAX: usize = 64 * 1024 * 1024;

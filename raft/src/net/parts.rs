@@ -200,7 +200,7 @@ impl Turn {
 
 /// What a snapshot that is offered under `vote` stands for; refuses what no leader of that term can
 /// offer and what could not be read back.
-pub(super) fn check_head(
+pub(crate) fn check_head(
     vote: Vote,
     head: &proto::SnapshotMeta,
 ) -> Result<SnapshotMeta, Malformed> {

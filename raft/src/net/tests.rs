@@ -7,7 +7,7 @@ use tokio_stream::StreamExt;
 use tonic::Code;
 
 use super::link::client;
-use super::{PeerChannel, Tcp, Transport};
+use super::{PeerChannel, PeerSecret, Secret, Tcp, Transport};
 use crate::Role;
 use crate::files::Files;
 use crate::memory::MemoryDisk;
@@ -15,6 +15,25 @@ use crate::replica::Replica;
 use crate::toy;
 use crate::wire::proto::peer_client::PeerClient;
 use crate::wire::{self, proto};
+
+fn secret(content: u8, id: u8) -> PeerSecret {
+    PeerSecret {
+        secret: Secret::new(&[content; 32]).unwrap(),
+        is_optional: false,
+        cluster_name: "quorate".to_owned(),
+        id,
+    }
+}
+
+/// A connection to `address` of who has this secret.
+async fn connect_with(
+    address: &str,
+    secret: PeerSecret,
+) -> Result<PeerClient<PeerChannel>, String> {
+    let own = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let tcp = Tcp::new(own).unwrap().with_secret(secret);
+    tcp.connect(address.to_owned()).await.map(client)
+}
 
 async fn connect(address: &str) -> PeerClient<PeerChannel> {
     let own = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -449,5 +468,126 @@ async fn a_command_that_cannot_be_decoded_is_refused_before_the_log() {
         panic!("not committed");
     };
     assert_eq!(committed.index, before + 1, "the first after it");
+    replica.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_who_knows_the_secret_is_served() {
+    let listeners = [
+        TcpListener::bind("127.0.0.1:0").await.unwrap(),
+        TcpListener::bind("127.0.0.1:0").await.unwrap(),
+    ];
+    let peers = listeners
+        .each_ref()
+        .map(|it| it.local_addr().unwrap().to_string());
+    let mut replicas = Vec::new();
+    for (id, listener) in (1..).zip(listeners) {
+        let tcp = Tcp::new(listener).unwrap().with_secret(secret(7, id));
+        replicas.push(toy::replica_over(id, tcp, peers.to_vec()).await.0);
+    }
+    // Large enough for several frames.
+    let command = vec![5; 150_000];
+    for replica in &replicas {
+        let mut status = replica.watch();
+        let led = status.wait_for(|status| status.leader.is_some() && status.caught_up);
+        led.await.unwrap();
+        let limit = std::time::Duration::from_secs(30);
+        replica.propose(command.clone(), limit).await.unwrap();
+    }
+
+    replicas[0].transfer_leader(Some(1)).await.unwrap();
+    let mut status = replicas[0].watch();
+    let leads = status.wait_for(|status| status.role == Role::Leader && status.caught_up);
+    leads.await.unwrap();
+
+    let address = &peers[0];
+    let mut known = connect_with(address, secret(7, 9)).await.unwrap();
+    assert!(known.info(proto::InfoRequest::default()).await.is_ok());
+    // The handshake names 9.
+    let header = replicas[0].let_in(3).await;
+    is_refused(known.propose(proposal(header)).await);
+    let mut member = connect_with(address, secret(7, 3)).await.unwrap();
+    member.messages(messages(header)).await.unwrap();
+
+    let differs = connect_with(address, secret(8, 3)).await.unwrap_err();
+    assert!(
+        differs.ends_with("it has another cluster.secret_file"),
+        "{differs}"
+    );
+    let mut other = secret(7, 3);
+    other.cluster_name = "staging".to_owned();
+    let other = connect_with(address, other).await.unwrap_err();
+    let both = "it is configured for cluster \"quorate\", this replica for \"staging\"";
+    assert!(other.ends_with(both), "{other}");
+    let mut none = connect(address).await;
+    let refused = none.info(proto::InfoRequest::default()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unauthenticated, "{refused}");
+    for replica in replicas {
+        replica.shutdown().await;
+    }
+}
+
+#[tokio::test]
+async fn a_running_cluster_is_given_a_secret_one_replica_at_a_time() {
+    let (without, _, _) = alone().await;
+    let address = without.local_addr().to_string();
+    let refused = connect_with(&address, secret(7, 3)).await.unwrap_err();
+    assert!(
+        refused.ends_with("it has no cluster.secret_file"),
+        "{refused}"
+    );
+    let optional = |id| PeerSecret {
+        is_optional: true,
+        ..secret(7, id)
+    };
+    // Who has one already speaks to who has none, and the other way round.
+    let mut first = connect_with(&address, optional(3)).await.unwrap();
+    assert!(first.info(proto::InfoRequest::default()).await.is_ok());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let tcp = Tcp::new(listener).unwrap().with_secret(optional(1));
+    let (with, _) = toy::replica_over(1, tcp, vec![address.clone()]).await;
+    for mut caller in [
+        connect(&address).await,
+        connect_with(&address, optional(3)).await.unwrap(),
+        connect_with(&address, secret(7, 3)).await.unwrap(),
+    ] {
+        assert!(caller.info(proto::InfoRequest::default()).await.is_ok());
+    }
+    let differs = connect_with(&address, secret(8, 3)).await.unwrap_err();
+    assert!(
+        differs.ends_with("it has another cluster.secret_file"),
+        "{differs}"
+    );
+    without.shutdown().await;
+    with.shutdown().await;
+}
+
+#[tokio::test]
+async fn who_says_nothing_or_nonsense_is_disconnected() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let tcp = Tcp::new(listener).unwrap().with_secret(secret(7, 1));
+    let (replica, _) = toy::replica_over(1, tcp, vec![address.clone()]).await;
+    let told = [
+        &b""[..],
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"quonois1",
+        b"quonois1\xff\xff",
+        b"quonois1\x00\x00",
+        b"quonois1\x00\x30and what is no message of a handshake, of 48 bytes",
+    ];
+    let address = &address;
+    let ends = told.map(|said| async move {
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        stream.write_all(said).await.unwrap();
+        let mut answer = Vec::new();
+        // Reset or closed, at the latest when the time for a handshake is over.
+        let _end = stream.read_to_end(&mut answer).await;
+        assert!(answer.len() <= 1, "{said:?} is answered {answer:?}");
+    });
+    futures_util::future::join_all(ends).await;
     replica.shutdown().await;
 }

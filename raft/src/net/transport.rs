@@ -3,25 +3,28 @@
 //! The port lies below the generated clients and services and above HTTP/2, so that a simulation
 //! sees whole calls, which it can lose, delay, repeat and put in another order.
 
-use std::io::{self, IoSlice};
+use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
-use std::sync::{Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use futures_util::TryStreamExt;
 use futures_util::future::BoxFuture;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpListener;
+use hyper_util::rt::TokioIo;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::server::Connected;
-use tonic::transport::{Endpoint, Server};
-use tower::ServiceExt;
+use tonic::transport::{Channel, Endpoint, Error, Server};
 use tower::util::BoxCloneSyncService;
+use tower::{ServiceExt, service_fn};
 
-use super::door::{self, Incoming};
-use super::guard::Sender;
+use super::accept::{self, Connection};
+use super::door;
+use super::secret::PeerSecret;
 use super::{CONNECT_TIMEOUT, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
+use crate::seldom::Seldom;
+
+/// Connections that were accepted and are not served yet.
+const ACCEPTED_MAX: usize = 16;
 
 /// A call to a peer; its body is the messages of the caller.
 pub type PeerRequest = http::Request<tonic::body::Body>;
@@ -54,66 +57,15 @@ pub trait Transport: Send + Sync + 'static {
     ) -> BoxFuture<'static, io::Result<()>>;
 }
 
-/// A connection that was accepted, and whose it is.
-struct Accepted {
-    stream: Incoming,
-    sender: Sender,
-}
-
-impl Connected for Accepted {
-    type ConnectInfo = Sender;
-
-    fn connect_info(&self) -> Sender {
-        self.sender.clone()
-    }
-}
-
-impl AsyncRead for Accepted {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buffer)
-    }
-}
-
-impl AsyncWrite for Accepted {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-}
-
 /// HTTP/2 over TCP.
 #[derive(Debug)]
 pub struct Tcp {
     local_addr: SocketAddr,
     /// Until it is served on.
     listener: Mutex<Option<TcpListener>>,
+    /// What both sides of a connection prove to know.
+    secret: Option<Arc<PeerSecret>>,
+    refusals: Arc<Seldom>,
 }
 
 impl Tcp {
@@ -125,8 +77,39 @@ impl Tcp {
         Ok(Self {
             local_addr: listener.local_addr()?,
             listener: Mutex::new(Some(listener)),
+            secret: None,
+            refusals: Arc::default(),
         })
     }
+
+    /// Has both sides of every connection prove that they know a secret, and encrypts what follows.
+    #[must_use]
+    pub fn with_secret(mut self, secret: PeerSecret) -> Self {
+        self.secret = Some(Arc::new(secret));
+        self
+    }
+}
+
+fn endpoint(address: &str) -> Result<Endpoint, String> {
+    Ok(Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|error| format!("address {address}: {error}"))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(PING_EVERY)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES))
+}
+
+/// HTTP/2 over a connection that is made already; another one it cannot make.
+async fn speak(endpoint: Endpoint, connection: Connection<TcpStream>) -> Result<Channel, Error> {
+    let mut made = Some(TokioIo::new(connection));
+    let connector = service_fn(move |_: http::Uri| {
+        let made = made.take();
+        std::future::ready(made.ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected)))
+    });
+    endpoint.connect_with_connector(connector).await
 }
 
 impl Transport for Tcp {
@@ -135,20 +118,21 @@ impl Transport for Tcp {
     }
 
     fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>> {
+        let (secret, refusals) = (self.secret.clone(), self.refusals.clone());
         Box::pin(async move {
-            let endpoint = Endpoint::from_shared(format!("http://{address}"))
-                .map_err(|error| format!("address {address}: {error}"))?
-                .connect_timeout(CONNECT_TIMEOUT)
-                .tcp_nodelay(true)
-                .http2_keep_alive_interval(PING_EVERY)
-                .keep_alive_timeout(PING_TIMEOUT)
-                .keep_alive_while_idle(true)
-                .initial_stream_window_size(WINDOW_BYTES)
-                .initial_connection_window_size(WINDOW_BYTES);
-            let channel = endpoint
-                .connect()
-                .await
-                .map_err(|error| format!("connect to {address}: {error}"))?;
+            let endpoint = endpoint(&address)?;
+            let channel = match secret {
+                None => endpoint.connect().await,
+                Some(secret) => {
+                    let connection = accept::dial(&address, &secret).await;
+                    let connection = connection.map_err(|why| {
+                        accept::say(&refusals, &address, &why);
+                        format!("connect to {address}: {why}")
+                    })?;
+                    speak(endpoint, connection).await
+                }
+            };
+            let channel = channel.map_err(|error| format!("connect to {address}: {error}"))?;
             let broken = |error| tonic::Status::from_error(Box::new(error));
             Ok(PeerChannel::new(channel.map_err(broken)))
         })
@@ -164,23 +148,27 @@ impl Transport for Tcp {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
+        let secret = self.secret.clone();
         Box::pin(async move {
             let listener = listener.ok_or_else(|| io::Error::other("served already"))?;
-            Server::builder()
+            let (accepted, incoming) = mpsc::channel(ACCEPTED_MAX);
+            let accepting = stop.clone().run_until_cancelled_owned(accept::accept(
+                door::incoming(listener),
+                secret,
+                accepted,
+            ));
+            let serving = Server::builder()
                 .initial_stream_window_size(WINDOW_BYTES)
                 .initial_connection_window_size(WINDOW_BYTES)
                 .http2_keepalive_interval(Some(PING_EVERY))
                 .http2_keepalive_timeout(Some(PING_TIMEOUT))
                 .serve_with_incoming_shutdown(
-                    service,
-                    door::incoming(listener).map_ok(|stream| Accepted {
-                        stream,
-                        sender: Sender::default(),
-                    }),
+                    accept::for_proven(service),
+                    ReceiverStream::new(incoming),
                     stop.cancelled_owned(),
-                )
-                .await
-                .map_err(io::Error::other)
+                );
+            let (_, served) = futures_util::future::join(accepting, serving).await;
+            served.map_err(io::Error::other)
         })
     }
 }

@@ -1,0 +1,235 @@
+//! What connections begin with: each shows what it speaks, and proves itself where the cluster has a
+//! secret. How many there may be and how long that may take is said in [`super::door`].
+//!
+//! Who lacks the secret is answered over HTTP/2, with one sentence for every call, so that both sides'
+//! logs say what is missing.
+
+use std::io::{self, IoSlice};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures_util::StreamExt as _;
+use futures_util::future::BoxFuture;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tonic::transport::server::Connected;
+use tower::{Service, ServiceExt, service_fn};
+
+use super::door::{FIRST_WORDS_TIMEOUT, Incoming};
+use super::guard::Sender;
+use super::sealed::Sealed;
+use super::secret::{HAS_NONE, MAGIC, PeerSecret, Refusal};
+use super::transport::PeerService;
+use crate::seldom::Seldom;
+
+/// What HTTP/2 begins with, as far as it is looked at.
+const HTTP2: &[u8; 8] = b"PRI * HT";
+const LACKS_SECRET: &str = "this cluster has a secret, and the caller no cluster.secret_file";
+
+/// A connection, and whose it is.
+pub(super) struct Connection<S> {
+    stream: Stream<S>,
+    sender: Sender,
+}
+
+enum Stream<S> {
+    /// What was looked at is yet to be read.
+    Plain {
+        stream: S,
+        looked: [u8; 8],
+        read: usize,
+    },
+    Sealed(Box<Sealed<S>>),
+}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream<S> {
+    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Send + Unpin)> {
+        match self {
+            Self::Plain { stream, .. } => Pin::new(stream),
+            Self::Sealed(sealed) => Pin::new(&mut **sealed),
+        }
+    }
+}
+
+/// Greets the connections that come in and hands them to `accepted`, until that is closed.
+pub(super) async fn accept(
+    incoming: impl futures_util::Stream<Item = io::Result<Incoming>>,
+    secret: Option<Arc<PeerSecret>>,
+    accepted: mpsc::Sender<io::Result<Connection<Incoming>>>,
+) {
+    let refusals = Arc::new(Seldom::default());
+    // Aborted together when this ends.
+    let mut greetings = JoinSet::new();
+    let mut incoming = pin!(incoming);
+    while let Some(Ok(stream)) = incoming.next().await {
+        while greetings.try_join_next().is_some() {}
+        let (secret, accepted, refusals) = (secret.clone(), accepted.clone(), refusals.clone());
+        greetings.spawn(async move {
+            let peer = stream.peer();
+            let greeted = timeout(FIRST_WORDS_TIMEOUT, greet(stream, secret.as_deref()));
+            let greeted = greeted.await.unwrap_or_else(|_| Err(silent()));
+            match greeted {
+                // The server may have ended.
+                Ok(connection) => drop(accepted.send(Ok(connection)).await),
+                Err(why) => say(&refusals, &format!("{peer:?}"), &why),
+            }
+        });
+    }
+}
+
+fn silent() -> Refusal {
+    Refusal::Io(io::ErrorKind::TimedOut.into())
+}
+
+/// Says why there is no connection where a config is to blame, and not too often.
+pub(super) fn say(refusals: &Seldom, peer: &str, why: &Refusal) {
+    // Whoever looks whether the port is open ends at once.
+    if !matches!(why, Refusal::Io(_)) && refusals.may_say() {
+        tracing::warn!(peer, %why, "no connection to a peer");
+    }
+}
+
+/// Connects to who listens at `address`, and has both sides prove themselves.
+pub(super) async fn dial(
+    address: &str,
+    secret: &PeerSecret,
+) -> Result<Connection<TcpStream>, Refusal> {
+    let connect = async || {
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        Ok::<_, Refusal>(stream)
+    };
+    let stream = match secret.connect(connect().await?).await {
+        Ok(sealed) => Stream::Sealed(Box::new(sealed)),
+        // It took the handshake for bad HTTP/2 and closed.
+        Err(Refusal::HasNone) if secret.is_optional => Stream::Plain {
+            stream: connect().await?,
+            looked: [0; 8],
+            read: 8,
+        },
+        Err(why) => return Err(why),
+    };
+    let sender = Sender::default();
+    Ok(Connection { stream, sender })
+}
+
+/// Finds out what a connection speaks and whose it is.
+async fn greet(
+    mut stream: Incoming,
+    secret: Option<&PeerSecret>,
+) -> Result<Connection<Incoming>, Refusal> {
+    let mut looked = [0; 8];
+    stream.read_exact(&mut looked).await?;
+    match (looked == *MAGIC, secret) {
+        (true, Some(secret)) => {
+            let (sealed, from) = secret.accept(stream).await?;
+            Ok(Connection {
+                stream: Stream::Sealed(Box::new(sealed)),
+                sender: Sender::proven(from),
+            })
+        }
+        (true, None) => {
+            stream.write_all(&[HAS_NONE]).await?;
+            Err(Refusal::WeHaveNone)
+        }
+        (false, _) if looked != *HTTP2 => Err(Refusal::Malformed),
+        (false, secret) => {
+            let sender = match secret {
+                Some(secret) if !secret.is_optional => Sender::without_secret(),
+                Some(_) | None => Sender::default(),
+            };
+            let stream = Stream::Plain {
+                stream,
+                looked,
+                read: 0,
+            };
+            Ok(Connection { stream, sender })
+        }
+    }
+}
+
+/// `service`, but for callers that lack the secret.
+pub(super) fn for_proven(service: PeerService) -> PeerService {
+    let refusals = Arc::new(Seldom::default());
+    PeerService::new(service_fn(move |request: super::PeerRequest| {
+        let lacks = request
+            .extensions()
+            .get::<Sender>()
+            .is_some_and(Sender::lacks_secret);
+        let mut service = service.clone();
+        let answered: BoxFuture<'static, _> = if lacks {
+            if refusals.may_say() {
+                tracing::warn!("call of a peer refused: it has no cluster.secret_file");
+            }
+            let refused = tonic::Status::unauthenticated(LACKS_SECRET).into_http();
+            Box::pin(std::future::ready(Ok(refused)))
+        } else {
+            Box::pin(async move { service.ready().await?.call(request).await })
+        };
+        answered
+    }))
+}
+
+impl<S> Connected for Connection<S> {
+    type ConnectInfo = Sender;
+
+    fn connect_info(&self) -> Sender {
+        self.sender.clone()
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncRead for Connection<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match &mut self.stream {
+            Stream::Plain { looked, read, .. } if *read < looked.len() => {
+                let taken = buffer.remaining().min(looked.len() - *read);
+                buffer.put_slice(&looked[*read..*read + taken]);
+                *read += taken;
+                Poll::Ready(Ok(()))
+            }
+            Stream::Plain { stream, .. } => Pin::new(stream).poll_read(cx, buffer),
+            Stream::Sealed(sealed) => Pin::new(&mut **sealed).poll_read(cx, buffer),
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncWrite for Connection<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.stream.writer().poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.stream.writer().poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match &self.stream {
+            Stream::Plain { stream, .. } => stream.is_write_vectored(),
+            Stream::Sealed(_) => false,
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.stream.writer().poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.stream.writer().poll_shutdown(cx)
+    }
+}

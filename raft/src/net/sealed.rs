@@ -1,0 +1,137 @@
+//! A connection whose bytes are encrypted, after the handshake of [`super::secret`].
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, BytesMut};
+use snow::TransportState;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Longest frame, in bytes: Noise's own limit.
+pub(super) const FRAME_BYTES_MAX: usize = 65_535;
+/// What encryption adds to a frame, in bytes.
+const TAG_BYTES: usize = 16;
+/// Bytes read from the socket at once, at most.
+const READ_BYTES: usize = 16 * 1024;
+
+/// See the module.
+pub(super) struct Sealed<S> {
+    stream: S,
+    noise: TransportState,
+    /// What was received and not yet decrypted.
+    sealed: BytesMut,
+    /// What was decrypted and not yet read.
+    opened: BytesMut,
+    /// What was encrypted and not yet sent.
+    unsent: BytesMut,
+    /// Kept between calls, as it is large.
+    scratch: Box<[u8]>,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Sealed<S> {
+    pub(super) fn new(stream: S, noise: TransportState) -> Self {
+        Self {
+            stream,
+            noise,
+            sealed: BytesMut::new(),
+            opened: BytesMut::new(),
+            unsent: BytesMut::new(),
+            scratch: vec![0; FRAME_BYTES_MAX].into(),
+        }
+    }
+
+    /// Decrypts a frame if a whole one is there.
+    fn open_frame(&mut self) -> io::Result<bool> {
+        let Some(head) = self.sealed.first_chunk() else {
+            return Ok(false);
+        };
+        let length = usize::from(u16::from_be_bytes(*head));
+        let Some(frame) = self.sealed.get(2..2 + length) else {
+            return Ok(false);
+        };
+        let opened = self.noise.read_message(frame, &mut self.scratch);
+        let opened = opened.map_err(|_| {
+            io::Error::new(io::ErrorKind::InvalidData, "a frame that was not sent so")
+        })?;
+        self.opened.extend_from_slice(&self.scratch[..opened]);
+        self.sealed.advance(2 + length);
+        Ok(true)
+    }
+
+    /// Receives more; false at the end.
+    fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
+        let mut buffer = ReadBuf::new(&mut self.scratch[..READ_BYTES]);
+        ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buffer))?;
+        let received = buffer.filled();
+        self.sealed.extend_from_slice(received);
+        Poll::Ready(Ok(!received.is_empty()))
+    }
+
+    /// Sends what is encrypted.
+    fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.unsent.is_empty() {
+            let sent = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.unsent))?;
+            if sent == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.unsent.advance(sent);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Sealed<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        while self.opened.is_empty() {
+            if self.open_frame()? {
+                continue;
+            }
+            if !ready!(self.poll_receive(cx))? {
+                return Poll::Ready(match self.sealed.is_empty() {
+                    true => Ok(()),
+                    false => Err(io::ErrorKind::UnexpectedEof.into()),
+                });
+            }
+        }
+        let taken = buffer.remaining().min(self.opened.len());
+        buffer.put_slice(&self.opened.split_to(taken));
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Sealed<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        // One frame is under way at a time.
+        ready!(self.poll_send(cx))?;
+        let taken = bytes.len().min(FRAME_BYTES_MAX - TAG_BYTES);
+        let this = &mut *self;
+        let sealed = this.noise.write_message(&bytes[..taken], &mut this.scratch);
+        let sealed = sealed.map_err(|error| io::Error::other(error.to_string()))?;
+        let length = u16::try_from(sealed).expect("Noise keeps messages below 64 KiB");
+        this.unsent.extend_from_slice(&length.to_be_bytes());
+        this.unsent.extend_from_slice(&this.scratch[..sealed]);
+        if let Poll::Ready(Err(error)) = self.poll_send(cx) {
+            return Poll::Ready(Err(error));
+        }
+        Poll::Ready(Ok(taken))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_send(cx))?;
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_send(cx))?;
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

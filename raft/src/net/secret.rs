@@ -1,0 +1,246 @@
+//! A cluster's secret, and the handshake by which two replicas prove to each other that they know it.
+//!
+//! The handshake is Noise's `NNpsk0`: a fresh key pair on each side, mixed with the secret. What
+//! follows is encrypted under a key of this connection alone, so that nothing can be read, changed or
+//! played again, and a connection that was recorded stays closed to who learns the secret later. Each
+//! side tells in it what cluster it is configured for and who it is.
+//!
+//! ```text
+//! from who connects    "quonois1", then a frame: the first message with a `Hello`
+//! from who listens     `+` and a frame: the second message with a `Hello`
+//!                      `!`: the secrets differ; `-`: this side has none
+//! then, both ways      frames
+//! frame                length (2 bytes, big-endian), ciphertext
+//! ```
+//!
+//! HTTP/2 begins with other bytes on both sides, so who has no secret is told from who has one.
+
+use std::fmt;
+use std::io;
+
+use prost::Message;
+use sha2::{Digest, Sha256};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+use super::sealed::{FRAME_BYTES_MAX, Sealed};
+use crate::wire::proto::Hello;
+
+/// What a connection with a handshake begins with.
+pub(super) const MAGIC: &[u8; 8] = b"quonois1";
+const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+/// Least length of a secret, in bytes.
+const SECRET_BYTES_MIN: usize = 32;
+/// Longest message of a handshake, in bytes.
+const HANDSHAKE_BYTES_MAX: usize = 512;
+/// What who listens answers first.
+const PROVEN: u8 = b'+';
+const DIFFERS: u8 = b'!';
+pub(super) const HAS_NONE: u8 = b'-';
+
+/// What the members of a cluster share and nobody else knows.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret([u8; 32]);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+impl Secret {
+    /// Of a file's content; white space around it does not count.
+    ///
+    /// # Errors
+    /// When it is too short to be one.
+    pub fn new(content: &[u8]) -> Result<Self, String> {
+        let content = content.trim_ascii();
+        if content.len() < SECRET_BYTES_MIN {
+            let bytes = content.len();
+            return Err(format!(
+                "{bytes} bytes, at least {SECRET_BYTES_MIN} expected"
+            ));
+        }
+        let mut hash = Sha256::new();
+        hash.update(b"quorate peer secret 1\0");
+        hash.update(content);
+        Ok(Self(hash.finalize().into()))
+    }
+
+    fn builder(&self) -> Result<snow::Builder<'_>, snow::Error> {
+        snow::Builder::new(PATTERN.parse()?).psk(0, &self.0)
+    }
+}
+
+/// What a replica proves of itself, and asks of others.
+#[derive(Debug, Clone)]
+pub struct PeerSecret {
+    /// What it shares with the others.
+    pub secret: Secret,
+    /// Whether replicas without one are listened and spoken to: while a running cluster is given one.
+    pub is_optional: bool,
+    /// The cluster that it is configured for.
+    pub cluster_name: String,
+    /// Its id.
+    pub id: u8,
+}
+
+/// Why there is no proven connection.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refusal {
+    #[error("it has another cluster.secret_file")]
+    Differs,
+    #[error("it has no cluster.secret_file")]
+    HasNone,
+    #[error("it has a cluster.secret_file, this replica has none")]
+    WeHaveNone,
+    #[error("it is configured for cluster {theirs:?}, this replica for {ours:?}")]
+    OtherName { theirs: String, ours: String },
+    #[error("the handshake is malformed")]
+    Malformed,
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl From<snow::Error> for Refusal {
+    fn from(_: snow::Error) -> Self {
+        Self::Malformed
+    }
+}
+
+impl PeerSecret {
+    fn hello(&self) -> Vec<u8> {
+        let hello = Hello {
+            cluster_name: self.cluster_name.clone(),
+            id: self.id.into(),
+        };
+        hello.encode_to_vec()
+    }
+
+    /// Reads what the other side tells of itself; answers its id.
+    fn check(&self, hello: &[u8]) -> Result<u64, Refusal> {
+        let hello = Hello::decode(hello).map_err(|_| Refusal::Malformed)?;
+        if hello.cluster_name != self.cluster_name {
+            return Err(Refusal::OtherName {
+                theirs: hello.cluster_name.chars().take(80).collect(),
+                ours: self.cluster_name.clone(),
+            });
+        }
+        Ok(hello.id)
+    }
+
+    /// Proves itself to who listens at the other end.
+    pub(super) async fn connect<S>(&self, mut stream: S) -> Result<Sealed<S>, Refusal>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let mut noise = self.secret.builder()?.build_initiator()?;
+        let mut message = [0; HANDSHAKE_BYTES_MAX];
+        let length = noise.write_message(&self.hello(), &mut message)?;
+        let first = [&MAGIC[..], &frame(&message[..length])].concat();
+        stream.write_all(&first).await?;
+        // Who does not know the handshake may close at once, or speak HTTP/2.
+        match stream.read_u8().await {
+            Ok(PROVEN) => {}
+            Ok(DIFFERS) => return Err(Refusal::Differs),
+            Ok(_) | Err(_) => return Err(Refusal::HasNone),
+        }
+        let answer = read_frame(&mut stream).await?;
+        let length = noise.read_message(&answer, &mut message)?;
+        self.check(&message[..length])?;
+        Ok(Sealed::new(stream, noise.into_transport_mode()?))
+    }
+
+    /// Has who connected prove itself; what it begins with is read. Answers who it is.
+    pub(super) async fn accept<S>(&self, mut stream: S) -> Result<(Sealed<S>, u64), Refusal>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let mut noise = self.secret.builder()?.build_responder()?;
+        let first = read_frame(&mut stream).await?;
+        let mut message = [0; HANDSHAKE_BYTES_MAX];
+        let Ok(length) = noise.read_message(&first, &mut message) else {
+            stream.write_all(&[DIFFERS]).await?;
+            return Err(Refusal::Differs);
+        };
+        let from = self.check(&message[..length]);
+        // It is told the name also when it is another one.
+        let length = noise.write_message(&self.hello(), &mut message)?;
+        let second = [&[PROVEN][..], &frame(&message[..length])].concat();
+        stream.write_all(&second).await?;
+        Ok((Sealed::new(stream, noise.into_transport_mode()?), from?))
+    }
+}
+
+fn frame(bytes: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(bytes.len()).expect("messages of a handshake are short");
+    [&length.to_be_bytes()[..], bytes].concat()
+}
+
+async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, Refusal> {
+    const _: () = assert!(HANDSHAKE_BYTES_MAX <= FRAME_BYTES_MAX);
+    let length = usize::from(stream.read_u16().await?);
+    if length > HANDSHAKE_BYTES_MAX {
+        return Err(Refusal::Malformed);
+    }
+    let mut bytes = vec![0; length];
+    stream.read_exact(&mut bytes).await?;
+    Ok(bytes)
+}
+
+/// Reads a first message as who listens does. For fuzzing.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn read_first(secret: &Secret, bytes: &[u8]) -> Option<Hello> {
+    let mut noise = secret.builder().ok()?.build_responder().ok()?;
+    let mut message = [0; HANDSHAKE_BYTES_MAX];
+    let bytes = bytes.get(..HANDSHAKE_BYTES_MAX).unwrap_or(bytes);
+    let length = noise.read_message(bytes, &mut message).ok()?;
+    Hello::decode(&message[..length]).ok()
+}
+
+/// A first message as who connects sends it. For fuzzing.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn write_first(secret: &Secret, hello: &Hello) -> Vec<u8> {
+    let builder = secret.builder().expect("the pattern is known");
+    let mut noise = builder.build_initiator().expect("the pattern is known");
+    let mut message = vec![0; HANDSHAKE_BYTES_MAX];
+    let written = noise.write_message(&hello.encode_to_vec(), &mut message);
+    message.truncate(written.expect("a hello is short"));
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_is_long_and_never_shown() {
+        assert!(Secret::new(&[b'a'; 31]).is_err());
+        assert!(Secret::new(&[b' '; 40]).is_err());
+        let secret = Secret::new(&[b'a'; 32]).unwrap();
+        assert_eq!(format!("{secret:?}"), "Secret");
+        let line = [&[b'a'; 32][..], b"\n"].concat();
+        assert_eq!(
+            Secret::new(&line).unwrap().0,
+            secret.0,
+            "a file ends with a line"
+        );
+        assert_ne!(Secret::new(&[b'b'; 32]).unwrap().0, secret.0);
+    }
+
+    #[test]
+    fn only_who_knows_the_secret_reads_the_first_message() {
+        let [ours, theirs] = [[1; 32], [2; 32]].map(|content| Secret::new(&content).unwrap());
+        let hello = Hello {
+            cluster_name: "quorate".to_owned(),
+            id: 3,
+        };
+        let first = write_first(&ours, &hello);
+        assert_eq!(read_first(&ours, &first), Some(hello));
+        assert_eq!(read_first(&theirs, &first), None);
+        for at in 0..first.len() {
+            let mut changed = first.clone();
+            changed[at] ^= 1;
+            assert_eq!(read_first(&ours, &changed), None, "byte {at}");
+        }
+    }
+}
