@@ -248,6 +248,15 @@ impl Replica {
             "Entries the member is behind, on the leader only",
             "replica",
             members().filter_map(|(id, member)| Some((id, member.lag?))),
+        )?;
+        page.gauges(
+            "quorate_raft_clock_skew_seconds",
+            "How far the member's wall clock is ahead of this replica's",
+            "replica",
+            members().filter_map(|(id, member)| {
+                let skew_ms = i32::try_from(member.clock_skew_ms?);
+                Some((id, f64::from(skew_ms.unwrap_or(i32::MAX)) / 1000.0))
+            }),
         )
     }
 

@@ -23,4 +23,6 @@ state::plantable_bugs! {
     DrainingChosen,
     /// A replica does not notice that its state differs from most others'.
     MinorityUnnoticed,
+    /// Of the replicated time only that passes which commands tell.
+    TimeStandsBetween,
 }

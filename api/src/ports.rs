@@ -127,4 +127,7 @@ pub struct MemberStatus {
     pub is_connected: bool,
     /// Entries it is behind; known on the leader only.
     pub lag: Option<u64>,
+    /// How far its wall clock is ahead of this replica's, milliseconds; of this replica and of who is
+    /// not heard from it is not known.
+    pub clock_skew_ms: Option<i64>,
 }

@@ -41,6 +41,8 @@ const IN_STATES: &[(&str, &str, u64)] = &[
     ("state.RegistryNotFollowed", "I8", 0),
     ("state.OwnClock", "I26", 0),
     ("state.TimeGoesBack", "I36", 0),
+    ("state.TimeHeld", "I36", 0),
+    ("state.OneClockBelieved", "I36", 0),
     ("state.ExpiryLeavesLeases", "I34", 0),
     ("state.ExpiryLeavesRequests", "I33", 0),
     ("state.EventsReadTwice", "I24", 4),
@@ -73,6 +75,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.AbortNotReleased", "I14", &[], 2, 1),
     ("api.DrainingChosen", "I39", &[], 4, 3),
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
+    ("api.TimeStandsBetween", "I51", &[Fault::WrongClock], 2, 1),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
     ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 8),
     (

@@ -60,4 +60,12 @@ pub struct CorruptSnapshot(pub String);
 pub trait PeerHandler: Send + Sync + 'static {
     /// One message of `from`, in order of sending per peer; messages may be lost, never torn.
     fn message(&self, from: u8, bytes: &[u8]);
+
+    /// What this machine's wall clock shows, Unix milliseconds: told with every message. 0: it is not.
+    fn unix_ms(&self) -> u64 {
+        0
+    }
+
+    /// The peer's clock showed so when it sent the message that comes next.
+    fn clock(&self, _from: u8, _unix_ms: u64) {}
 }

@@ -45,8 +45,8 @@ pub const USERS_MAX: usize = 1_000_000;
 pub struct Envelope {
     /// Who proposed it. A repeated `(replica, lane, session, seq)` is answered, not applied again.
     pub origin: Origin,
-    /// Unix time in milliseconds at the proposer; `apply` makes it monotone and bounds its steps.
-    /// A repeat carries the stamp of the first try.
+    /// Unix time in milliseconds at the proposer, as far as it knows. What is proposed again is stamped
+    /// anew.
     pub proposed_at_ms: u64,
     /// What to do.
     pub command: Command,
@@ -179,6 +179,9 @@ pub enum Command {
         /// The user's name.
         name: String,
     },
+    /// From this log index on replicated time is paced, see `state/src/state/time.rs`. Of version 4; given
+    /// once, as soon as all members know it.
+    PaceTime,
 }
 
 /// One thing a replica learnt. Attempts are offsets from the batch's `base_attempt`.

@@ -29,5 +29,6 @@ pub use backends::Backend;
 pub use state::{
     AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Broken, CorruptSnapshot, Frozen, LeaseView,
     RESTORE_IDLE_MS_MAX, ReadBackup, Registry, RestoreView, RouterState, SNAPSHOT_VERSION,
-    SessionView, StagedBackup, TIME_STEP_MS_MAX, Undecodable, View,
+    STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, SessionView, StagedBackup, TIME_STEP_MS_MAX,
+    UNANIMOUS_MS, Undecodable, View,
 };

@@ -109,6 +109,10 @@ plantable_bugs! {
     OwnClock,
     /// A proposer with a clock behind the others sets the replicated time back.
     TimeGoesBack,
+    /// Time stands until clocks that were set back are where they had been.
+    TimeHeld,
+    /// A clock that is far ahead is believed at once.
+    OneClockBelieved,
     /// The end of a session leaves its leases open.
     ExpiryLeavesLeases,
     /// The end of a session leaves its requests in flight.

@@ -5,8 +5,8 @@ mod common;
 use common::{Driver, chain, restored, sample, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
-use state::command::{Charge, Command, Item};
-use state::ids::{LogIndex, Slot};
+use state::command::{Charge, Command, Envelope, Item, Lane, Origin, Reply};
+use state::ids::{LogIndex, ReplicaId, SessionId, Slot};
 
 #[test]
 fn a_restored_state_is_the_same_and_goes_on_the_same() {
@@ -230,4 +230,33 @@ proptest! {
             victim.refuses(&[&header[..], &bytes[..]].concat(), "foreign bytes after a header");
         }
     }
+}
+
+#[test]
+fn a_state_whose_time_is_paced_is_written_as_version_4() {
+    let mut state = sample();
+    let before = state.digest();
+    let next = LogIndex(state.applied().0 + 1);
+    let origin = Origin {
+        replica: ReplicaId(1),
+        session: SessionId(1),
+        lane: Lane::Admin,
+        seq: 5000,
+    };
+    let envelope = Envelope {
+        origin,
+        proposed_at_ms: state.now_ms(),
+        command: Command::PaceTime,
+    };
+    assert_eq!(state.apply(next, envelope), Reply::Applied);
+    assert!(state.is_time_paced());
+    assert_ne!(state.digest(), before);
+    let written = snapshot(&state);
+    assert_eq!(written[8..10], 4_u16.to_le_bytes());
+    let read = restored(&written);
+    assert!(read.is_time_paced());
+    assert_eq!(
+        (read.digest(), read.now_ms()),
+        (state.digest(), state.now_ms())
+    );
 }

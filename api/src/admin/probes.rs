@@ -10,6 +10,9 @@ use super::{Admin, Shared, answer};
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
+/// A member's clock further away than that is warned of.
+const CLOCK_SKEW_MS_MAX: u64 = 1000;
+
 #[derive(Serialize)]
 struct Alive {
     status: &'static str,
@@ -22,6 +25,9 @@ struct Readiness {
     status: &'static str,
     /// Why it is not `ready`.
     reasons: Vec<String>,
+    /// What does not keep it from being `ready` and should be looked at.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
     /// Index applied here.
     applied_index: u64,
 }
@@ -81,6 +87,15 @@ fn readiness(admin: &Admin) -> Readiness {
     if admin.router.outbox_status().is_degraded {
         lacking.push("what is learnt here does not get into the log".to_owned());
     }
+    let mut warnings = Vec::new();
+    for (id, member) in &status.members {
+        let skew_ms = member.clock_skew_ms.unwrap_or(0);
+        if skew_ms.unsigned_abs() > CLOCK_SKEW_MS_MAX {
+            warnings.push(format!(
+                "the clock of replica {id} differs from this one's by {skew_ms} ms"
+            ));
+        }
+    }
     let name = match (against.is_empty(), lacking.is_empty()) {
         (true, true) => "ready",
         (true, false) => "degraded",
@@ -90,6 +105,7 @@ fn readiness(admin: &Admin) -> Readiness {
     Readiness {
         status: name,
         reasons: against,
+        warnings,
         applied_index: status.applied_index,
     }
 }

@@ -42,6 +42,7 @@ pub use entry::{Admitted, Candidate, NotAdmitted};
 pub use line::LineView;
 pub use metrics::AdmissionMetrics;
 
+use crate::clock::LogTime;
 use crate::routing::{BadReport, Decision, NoBackend, Router, Terms};
 use entry::{Entry, Place, Wait};
 use granting::Asking;
@@ -74,6 +75,8 @@ pub struct Admission {
     /// Longest wait in overload.
     target_ms: u64,
     metrics: AdmissionMetrics,
+    /// By which users' limits go.
+    log_time: LogTime,
 }
 
 #[derive(Default)]
@@ -126,6 +129,7 @@ impl Admission {
             epoch: Instant::now(),
             target_ms: CODEL_TARGET_MS,
             metrics: AdmissionMetrics::default(),
+            log_time: LogTime::default(),
         }
     }
 

@@ -10,6 +10,11 @@ use state::quotas::OverLimit;
 use super::Admission;
 
 impl Admission {
+    /// Looks at how far replicated time is: what passes from here on is added to it. To be called often.
+    pub fn pass_time(&self) {
+        self.log_time.present_ms(self.router.view().now_ms());
+    }
+
     /// Whether `user` may have one more request.
     ///
     /// # Errors
@@ -26,6 +31,7 @@ impl Admission {
         let (_, pricing) = self.rules();
         let mut pending = Pending::default();
         pending.add(&unapplied, &pricing);
-        quota.check(self.router.clock().unix_ms(), &pending.used(user))
+        let now_ms = self.log_time.present_ms(self.router.view().now_ms());
+        quota.check(now_ms, &pending.used(user))
     }
 }

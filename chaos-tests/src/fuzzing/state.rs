@@ -245,6 +245,8 @@ fn every_command(state: &RouterState) -> Vec<Command> {
         Command::PutBackend(spec("c", 3, Some(100))),
         Command::DeleteBackend { name: name() },
         learnt(handles[0]),
+        Command::PaceTime,
+        learnt(handles[0]),
     ]);
     commands
 }

@@ -28,6 +28,7 @@ pub mod same_log;
 pub mod settings_as_written;
 pub mod sound_state;
 pub mod time_as_stamped;
+pub mod time_passes;
 pub mod writes_happen_once;
 
 use crate::oracle::Record;
@@ -87,6 +88,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(leases_as_told),
     invariant!(blocks_as_leased),
     invariant!(time_as_stamped),
+    invariant!(time_passes),
     invariant!(owned_from_outside),
     invariant!(charges_add_up),
     invariant!(computed_is_charged),

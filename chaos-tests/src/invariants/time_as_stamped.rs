@@ -1,4 +1,5 @@
-//! Replicated time goes by the stamps of the commands that had effect, forwards only, by an hour at most at once.
+//! Replicated time goes by the stamps of the commands that had effect, forwards only: as fast as those that
+//! follow each other, and past those of one clock that differs from all others.
 
 use super::{Subjects, Violation};
 use crate::oracle::Record;
@@ -7,7 +8,7 @@ use crate::oracle::comparison::Part;
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I36";
 /// As a statement.
-pub const NAME: &str = "replicated time is the latest stamp, moved by an hour at most at once";
+pub const NAME: &str = "replicated time passes as the stamps tell that agree";
 
 /// Compares images of states with a naive replay of the log.
 ///

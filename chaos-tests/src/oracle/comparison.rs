@@ -152,7 +152,7 @@ impl Look<'_> {
 
     fn time_and_sessions(&mut self) {
         let (image, model) = (self.image, self.model);
-        self.same(Part::Time, "the time", &image.now_ms, &model.now_ms);
+        self.same(Part::Time, "the time", &image.now_ms, &model.time.now_ms);
         let must: BTreeMap<_, _> = model
             .sessions
             .iter()

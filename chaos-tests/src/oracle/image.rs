@@ -17,8 +17,10 @@ pub struct Image {
     pub index: u64,
     /// Its digest.
     pub digest: u128,
-    /// Replicated time, unix milliseconds.
+    /// Replicated time, milliseconds.
     pub now_ms: u64,
+    /// Whether it is paced.
+    pub is_time_paced: bool,
     /// By name.
     pub backends: BTreeMap<String, BackendImage>,
     /// By key.
@@ -127,6 +129,7 @@ impl Image {
             index: state.applied().0,
             digest: state.digest(),
             now_ms: state.now_ms(),
+            is_time_paced: state.is_time_paced(),
             backends: backends.collect(),
             users: users.collect(),
             leases: leases.collect(),

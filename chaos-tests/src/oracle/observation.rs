@@ -45,6 +45,9 @@ pub struct Observation {
     pub outbox_empty: BTreeMap<Run, u64>,
     /// What states held, now and then.
     pub images: Vec<(u64, Run, Arc<Image>)>,
+    /// Whether there was a time in which it could not be said what time it is: so many clocks were wrong,
+    /// or of replicas that others did not hear.
+    pub are_clocks_doubted: bool,
     /// What the engines that publish KV events held once they had published a message, by its number and
     /// its mark, which no two messages share: all blocks in the cache, as the router calls them.
     pub engines: BTreeMap<(u64, u64), Arc<BTreeSet<BlockHash>>>,

@@ -64,7 +64,8 @@ impl Key {
             | Command::RestorePart { .. }
             | Command::FinishRestore { .. }
             | Command::AbortRestore { .. }
-            | Command::ForgiveUser { .. } => return None,
+            | Command::ForgiveUser { .. }
+            | Command::PaceTime => return None,
         })
     }
 

@@ -54,6 +54,8 @@ pub enum Fault {
     Descriptors,
     /// A disk is full for a while; nobody starts its replica again.
     FullDisk,
+    /// A wall clock is wrong by hours or days for a long time; seldom all of them are.
+    WrongClock,
 }
 
 impl Fault {
@@ -83,6 +85,7 @@ impl Fault {
         (Self::LoseState, 3),
         (Self::Descriptors, 5),
         (Self::FullDisk, 5),
+        (Self::WrongClock, 5),
     ];
 
     /// The next one, of those that `only` names; of all when it is empty.
@@ -105,7 +108,12 @@ impl Fault {
     pub fn lets_lead(self) -> bool {
         matches!(
             self,
-            Self::ClockJump | Self::CutStreams | Self::SlowDisk | Self::SlowLinks | Self::Snapshot
+            Self::ClockJump
+                | Self::CutStreams
+                | Self::SlowDisk
+                | Self::SlowLinks
+                | Self::Snapshot
+                | Self::WrongClock
         )
     }
 

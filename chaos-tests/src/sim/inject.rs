@@ -11,6 +11,8 @@ use super::reach::{self, Ways};
 use super::workload::Change;
 use super::world::{Seat, World};
 
+/// A clock that is wrong by that much at most is one that is right.
+const CLOCK_ERROR_MS: u64 = 1000;
 /// A slow disk's sync, microseconds, at least.
 const SLOW_SYNC_US: u64 = 50_000;
 
@@ -51,6 +53,7 @@ impl World {
             Fault::Leave => self.leave(),
             Fault::Pause => self.pause(),
             Fault::ClockJump => self.clock_jump(),
+            Fault::WrongClock => self.wrong_clock(),
             Fault::Halves => self.halves(),
             Fault::Isolate => {
                 let id = self.any_running();
@@ -165,11 +168,60 @@ impl World {
         let most_ms = [500, 5000, 60_000, 7_200_000][self.rng.below(4) as usize];
         let error_ms = self.rng.below(2 * most_ms + 1) as i64 - most_ms as i64;
         self.seats[&id].machine.wall.set_error_ms(error_ms);
+        self.observe_clocks();
         if self.rng.below(2) == 0 {
             let wait_us = self.while_us(10_000);
             self.remedy_in(wait_us, Remedy::RightClock(id));
         }
         true
+    }
+
+    fn wrong_clock(&mut self) -> bool {
+        let mut ids: Vec<u8> = self.seats.keys().copied().collect();
+        if self.rng.below(4) > 0 {
+            ids = self.any_of(&ids).into_iter().collect();
+        }
+        let error_ms = [2, 30, 240, 9600][self.rng.below(4) as usize] * 3_600_000;
+        let error_ms = if self.rng.below(2) == 0 {
+            error_ms
+        } else {
+            -error_ms
+        };
+        for id in &ids {
+            self.seats[id].machine.wall.set_error_ms(error_ms);
+        }
+        // The others are right again when all is mended.
+        if self.rng.below(2) == 0 {
+            let wait_us = self.while_us(10_000);
+            for id in ids {
+                self.remedy_in(wait_us, Remedy::RightClock(id));
+            }
+        }
+        self.observe_clocks();
+        true
+    }
+
+    /// Tells the record when it cannot be said what time it is: unless more than half of all replicas run,
+    /// have a right clock and can hear each other.
+    pub(super) fn observe_clocks(&mut self) {
+        let wrong_ms = |seat: &Seat| seat.machine.wall.error_ms().unsigned_abs();
+        if self
+            .seats
+            .values()
+            .all(|seat| wrong_ms(seat) <= CLOCK_ERROR_MS)
+        {
+            return;
+        }
+        let is_right = |seat: &Seat| {
+            seat.machine.core().is_some()
+                && !seat.machine.is_paused()
+                && wrong_ms(seat) <= CLOCK_ERROR_MS
+        };
+        let right = self.seats.values().filter(|seat| is_right(seat)).count();
+        if 2 * right <= self.seats.len() || !self.links_down.is_empty() {
+            self.ledger
+                .with(|record| record.observation.are_clocks_doubted = true);
+        }
     }
 
     fn ids(&self) -> Vec<u8> {

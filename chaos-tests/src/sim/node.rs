@@ -60,11 +60,17 @@ impl Wall {
         self.error_ms.store(error_ms, Ordering::Relaxed);
     }
 
+    /// By how much it is wrong.
+    #[must_use]
+    pub fn error_ms(&self) -> i64 {
+        self.error_ms.load(Ordering::Relaxed)
+    }
+
     /// What it shows, in Unix milliseconds.
     #[must_use]
     pub fn unix_ms(&self) -> u64 {
         let right = EPOCH_MS + self.time.now_us() / 1000;
-        right.saturating_add_signed(self.error_ms.load(Ordering::Relaxed))
+        right.saturating_add_signed(self.error_ms())
     }
 }
 

@@ -321,6 +321,7 @@ impl World {
 
     /// Notes what shows only now and then: whose outbox is empty, and what one of the states holds.
     fn look_around(&mut self) {
+        self.observe_clocks();
         let now_us = self.time.now_us();
         for seat in self.seats.values() {
             let Some(core) = seat.machine.core() else {

@@ -45,6 +45,8 @@ const QUIET_ROUNDS: u32 = 4;
 /// The states and all that happens to them.
 struct States {
     rng: StdRng,
+    /// Draws what clocks show, so that all else stays as it is drawn.
+    clocks: StdRng,
     now_us: u64,
     /// Envelopes, encoded; the first has index 1.
     log: Vec<Arc<[u8]>>,
@@ -82,6 +84,7 @@ pub fn run(seed: u64, steps: u32) -> Result<Vec<Subjects>, Violation> {
 impl States {
     fn new(seed: u64) -> Result<Self, Violation> {
         let mut rng = StdRng::seed_from_u64(seed);
+        let clocks = StdRng::seed_from_u64(!seed);
         let mut record = Record::default();
         let run = |id| Run {
             replica: ReplicaId(id),
@@ -99,6 +102,7 @@ impl States {
         let proposers = proposers.collect();
         let mut states = Self {
             rng,
+            clocks,
             now_us: 0,
             log: Vec::new(),
             replicas,
@@ -115,6 +119,9 @@ impl States {
     fn step(&mut self) -> Result<(), Violation> {
         self.now_us += self.rng.random_range(1_000..60_000);
         let who = self.rng.random_range(0..self.proposers.len());
+        if self.clocks.random_range(0..20) == 0 {
+            self.turn_clocks(who);
+        }
         match self.rng.random_range(0..100) {
             0..55 => self.flush(who, false)?,
             55..63 => self.operate(who)?,
@@ -253,6 +260,18 @@ impl States {
         let Replica { run, state } = &self.replicas[at];
         let image = Image::of(state, &self.keys);
         self.record.observation.image(self.now_us, *run, image);
+    }
+
+    /// One clock, or all of them, are set wrong by hours or days, or right again.
+    fn turn_clocks(&mut self, who: usize) {
+        let error_ms = [0, 0, 2, -2, 50, -50][self.clocks.random_range(0..6)] * 3_600_000;
+        let is_all = self.clocks.random();
+        for (at, proposer) in self.proposers.iter_mut().enumerate() {
+            if is_all || at == who {
+                proposer.clock_error_ms = error_ms;
+            }
+        }
+        self.record.observation.are_clocks_doubted = true;
     }
 
     /// What proposers stamp commands with.

@@ -32,6 +32,9 @@ impl States {
         );
         self.propose(0, &envelope)?;
         self.now_us += 100;
+        let envelope = self.envelope(0, Command::PaceTime);
+        self.propose(0, &envelope)?;
+        self.now_us += 100;
         for number in 0..BACKENDS {
             self.put_backend(0, number)?;
         }

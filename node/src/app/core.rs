@@ -24,6 +24,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::clocks::{self, Clocks};
 use super::exchange::{self, Inbox};
 pub use super::machine::Witness;
 use super::machine::{RouterMachine, Shared};
@@ -103,10 +104,12 @@ struct Shares {
     router: Arc<Router>,
     admission: Arc<Admission>,
     events: Events,
+    clocks: Arc<Clocks>,
 }
 
 impl Shares {
-    fn new(config: &Config, session: SessionId, clock: &Clock) -> Self {
+    fn new(config: &Config, session: SessionId, clocks: Arc<Clocks>) -> Self {
+        let clock = clocks.clock();
         let shared = Arc::new(Shared::default());
         let view = shared.state().view();
         let events = Events::new(clock.clone());
@@ -125,7 +128,7 @@ impl Shares {
                 ..OutboxSettings::default()
             },
             overrides: config.policy_overrides.clone(),
-            clock: clock.clone(),
+            clock,
         });
         let router = Arc::new(router.selecting(config.select.clone()));
         let admission = Admission::new(Arc::clone(&router)).codel_target(config.codel_target);
@@ -137,6 +140,7 @@ impl Shares {
             router,
             admission,
             events,
+            clocks,
         }
     }
 
@@ -145,6 +149,7 @@ impl Shares {
             router: Arc::clone(&self.router),
             admission: Arc::clone(&self.admission),
             digests: Arc::clone(&self.shared.digests),
+            clocks: Arc::clone(&self.clocks),
         })
     }
 }
@@ -174,7 +179,9 @@ impl Core {
             true => SessionId(1),
             false => session,
         };
-        let parts = Shares::new(&config, session, &clock);
+        let clocks = Arc::new(Clocks::new(clock));
+        let clock = clocks.clock();
+        let parts = Shares::new(&config, session, Arc::clone(&clocks));
         let first = formation::first_command(&config, session, hashing, &clock);
         let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);
@@ -185,7 +192,7 @@ impl Core {
             session,
             replica.clone(),
             Arc::clone(&parts.shared),
-            clock.clone(),
+            clocks,
         ));
         let stops = Stops::default();
         let (router, no_more) = (Arc::clone(&parts.router), stops.no_more_facts.clone());
@@ -215,6 +222,7 @@ impl Core {
             Arc::clone(&parts.router),
             Arc::clone(&parts.admission),
             Arc::clone(&parts.shared.digests),
+            Arc::clone(&parts.clocks),
             stop(),
         ));
         let (admission, stopped) = (Arc::clone(&parts.admission), stop());
@@ -222,6 +230,7 @@ impl Core {
         let shared = Arc::clone(&parts.shared);
         tasks.spawn(judge::watch(self.replica.clone(), shared, stop()));
         tasks.spawn(absence::watch(self.cluster(), stop()));
+        tasks.spawn(clocks::pace(self.cluster(), self.replica.clone(), stop()));
         let view = Arc::clone(&parts.view);
         tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
         let first = registration::First {
@@ -281,7 +290,7 @@ impl Core {
         &self.parts.events
     }
 
-    /// The wall clock.
+    /// The cluster's wall clock.
     #[must_use]
     pub fn clock(&self) -> &Clock {
         &self.clock

@@ -21,6 +21,8 @@ use state::ids::ReplicaId;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
+use super::clocks::Clocks;
+
 /// Time between two looks at this replica's load and backlog.
 const INTERVAL: Duration = Duration::from_millis(20);
 /// First byte of a message without a backlog.
@@ -39,6 +41,8 @@ pub(super) struct Inbox {
     pub(super) admission: Arc<Admission>,
     /// Compares the peers' digests with ours.
     pub(super) digests: Arc<Digests>,
+    /// Compares the peers' clocks with ours.
+    pub(super) clocks: Arc<Clocks>,
 }
 
 impl PeerHandler for Inbox {
@@ -59,6 +63,14 @@ impl PeerHandler for Inbox {
         if let Err(error) = self.admission.heard(peer, message.backlog) {
             tracing::warn!(peer = from, %error, "unreadable backlog of a peer");
         }
+    }
+
+    fn unix_ms(&self) -> u64 {
+        self.clocks.own_unix_ms()
+    }
+
+    fn clock(&self, from: u8, unix_ms: u64) {
+        self.clocks.heard(from, unix_ms);
     }
 }
 
@@ -113,13 +125,14 @@ impl<'a> Message<'a> {
     }
 }
 
-/// Tells the peers until `stop`: a change of load or backlog within [`INTERVAL`], that the first
+/// Looks at the clocks and at replicated time, and tells the peers until `stop`: a change of load or backlog within [`INTERVAL`], that the first
 /// request waits or the last one went at once, everything anew often enough to be counted as alive.
 pub(super) async fn tell(
     replica: Replica,
     router: Arc<Router>,
     admission: Arc<Admission>,
     digests: Arc<Digests>,
+    clocks: Arc<Clocks>,
     stop: CancellationToken,
 ) {
     let mut ticks = tokio::time::interval(INTERVAL);
@@ -133,6 +146,8 @@ pub(super) async fn tell(
             () = admission.turned() => {}
             _ = ticks.tick() => {}
         }
+        clocks.turn();
+        admission.pass_time();
         let backlog = admission.report();
         let load = match reporter.due(router.load(), Instant::now()) {
             Some(load) => load,

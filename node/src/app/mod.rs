@@ -5,6 +5,7 @@
 //! apps can live in one process; each has its own sockets, state and metrics.
 
 mod absence;
+mod clocks;
 pub mod core;
 mod events;
 mod exchange;

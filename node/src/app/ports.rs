@@ -3,7 +3,6 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use api::clock::Clock;
 use api::ports::{
     BoxFuture, ChangeFailure, Cluster, ClusterStatus, MemberStatus, Propose, ProposeFailure,
 };
@@ -13,6 +12,7 @@ use state::command::{Command, Committed, Envelope, Lane, Origin, Reject, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
+use super::clocks::Clocks;
 use super::machine::Shared;
 use crate::planted::{self, Bug};
 
@@ -30,6 +30,8 @@ const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Why nothing is proposed yet.
 const NOT_FORMED: &str = "the state here is not that of a cluster yet";
+/// The same, of a replica that has just started.
+const CLOCKS_UNHEARD: &str = "the clocks of the other members are not heard yet";
 /// Why an answer is not believed.
 const LEADER_IS_WRONG: &str = "the leader has lost its state";
 
@@ -43,7 +45,7 @@ pub(super) struct LogPort {
     shared: Arc<Shared>,
     /// Last sequence number given to an admin command; held while one is under way.
     admin_seq: tokio::sync::Mutex<u64>,
-    clock: Clock,
+    clocks: Arc<Clocks>,
 }
 
 impl LogPort {
@@ -54,7 +56,7 @@ impl LogPort {
         session: SessionId,
         replica: Replica,
         shared: Arc<Shared>,
-        clock: Clock,
+        clocks: Arc<Clocks>,
     ) -> Self {
         Self {
             id,
@@ -62,7 +64,7 @@ impl LogPort {
             replica,
             shared,
             admin_seq: tokio::sync::Mutex::new(FIRST_COMMAND_SEQ),
-            clock,
+            clocks,
         }
     }
 
@@ -89,7 +91,8 @@ impl LogPort {
         };
         let mut envelope = Envelope {
             origin,
-            proposed_at_ms: self.clock.unix_ms(),
+            // Stamped whenever it is proposed.
+            proposed_at_ms: 0,
             command,
         };
         let deadline = Instant::now() + SUBMIT_TIMEOUT;
@@ -194,10 +197,15 @@ impl Propose for LogPort {
             if !is_formed(&self.shared.state()) {
                 return Err(ProposeFailure::Unavailable(NOT_FORMED.to_owned()));
             }
-            // A machine's clock may be set back between two runs: the first command of the second
-            // would be stamped before the first one's and taken for a late one of a run that is over.
-            let log_ms = self.shared.state().now_ms();
-            envelope.proposed_at_ms = envelope.proposed_at_ms.max(log_ms);
+            let others = || self.replica.status().members.len().saturating_sub(1);
+            if !self.clocks.is_settled(others) {
+                return Err(ProposeFailure::Unavailable(CLOCKS_UNHEARD.to_owned()));
+            }
+            let clock_ms = self.clocks.unix_ms();
+            envelope.proposed_at_ms = {
+                let state = self.shared.state();
+                state.stamp_ms(origin.replica, origin.session, clock_ms)
+            };
             let command = state::codec::encode_envelope(&envelope);
             let committed = self
                 .replica
@@ -258,7 +266,13 @@ impl Cluster for LogPort {
     }
 
     fn status(&self) -> ClusterStatus {
-        cluster_status(&self.replica.status(), *self.session())
+        let mut status = cluster_status(&self.replica.status(), *self.session());
+        for (id, skew_ms) in self.clocks.skews_ms() {
+            if let Some(member) = status.members.get_mut(&ReplicaId(id)) {
+                member.clock_skew_ms = Some(skew_ms);
+            }
+        }
+        status
     }
 
     fn add_member(
@@ -306,6 +320,7 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
             is_voter: member.is_voter,
             is_connected: member.is_connected,
             lag: member.lag,
+            clock_skew_ms: None,
         };
         (ReplicaId(*id), status)
     };
@@ -340,7 +355,9 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
+    use api::clock::Clock;
     use raft::{Formation, MemoryDisk, Options, PeerHandler, Peers, Storage};
     use state::command::UserSpec;
     use tokio::net::TcpListener;
@@ -348,7 +365,7 @@ mod tests {
     use super::*;
     use crate::app::machine::RouterMachine;
 
-    /// What the clock shows.
+    /// What the clock shows at first.
     const NOW_MS: u64 = 1_000_000;
 
     struct Deaf;
@@ -381,6 +398,11 @@ mod tests {
 
     /// A cluster of one under session 1.
     async fn port(data_dir: &std::path::Path) -> LogPort {
+        port_at(data_dir, Arc::new(AtomicU64::new(NOW_MS))).await
+    }
+
+    /// The same, by a clock that shows what it is told.
+    async fn port_at(data_dir: &std::path::Path, now_ms: Arc<AtomicU64>) -> LogPort {
         let init = Command::InitCluster {
             hash_seed: 1,
             policy: state::policy::PolicyConfig::LeastRequest,
@@ -422,18 +444,23 @@ mod tests {
             SessionId(1),
             replica,
             shared,
-            Clock::of(|| NOW_MS),
+            Arc::new(Clocks::new(Clock::of(move || {
+                now_ms.load(Ordering::Relaxed)
+            }))),
         )
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_clock_set_back_holds_no_command_up() {
         let folder = tempfile::tempdir().unwrap();
-        let port = port(folder.path()).await;
+        let now_ms = Arc::new(AtomicU64::new(NOW_MS));
+        let port = port_at(folder.path(), Arc::clone(&now_ms)).await;
         // The run before, when the clock was half a minute ahead.
-        let mut before = batch(2);
-        before.proposed_at_ms = NOW_MS + 30_000;
-        port.propose(before).await.unwrap();
+        now_ms.store(NOW_MS + 30_000, Ordering::Relaxed);
+        port.clocks.turn();
+        port.propose(batch(2)).await.unwrap();
+        now_ms.store(NOW_MS, Ordering::Relaxed);
+        port.clocks.turn();
         let put = Command::PutUser(UserSpec {
             name: "ada".to_owned(),
             weight_milli: 1000,

@@ -12,6 +12,7 @@ use futures_util::{Stream, stream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::link::{CallError, Lane};
+use crate::machine::PeerHandler;
 use crate::replica::Inner;
 use crate::watch;
 use crate::wire::proto;
@@ -76,7 +77,11 @@ async fn run_stream(inner: &Arc<Inner>, id: u64) -> String {
     let Some(peer) = inner.links.peer(id) else {
         return "unknown replica".to_owned();
     };
-    let outgoing = outgoing(peer.header(), inner.outgoing.subscribe());
+    let outgoing = outgoing(
+        peer.header(),
+        inner.outgoing.subscribe(),
+        inner.handler.clone(),
+    );
     let opened: Result<_, CallError> = peer
         .call(Lane::Bulk, OPEN_TIMEOUT, |mut client| async move {
             client.messages(outgoing).await
@@ -102,25 +107,25 @@ async fn run_stream(inner: &Arc<Inner>, id: u64) -> String {
 fn outgoing(
     header: proto::Header,
     newest: watch::Receiver<Bytes>,
+    handler: Arc<dyn PeerHandler>,
 ) -> impl Stream<Item = proto::PeerMessage> + Send + 'static {
-    stream::unfold((Some(header), newest), |(header, mut newest)| async move {
-        if header.is_some() {
-            return Some((
-                proto::PeerMessage {
-                    header,
-                    bytes: Bytes::new(),
-                },
-                (None, newest),
-            ));
-        }
-        newest.changed().await.ok()?;
-        let bytes = newest.borrow_and_update().clone();
-        Some((
-            proto::PeerMessage {
+    let first = proto::PeerMessage {
+        header: Some(header),
+        ..proto::PeerMessage::default()
+    };
+    stream::unfold(
+        (Some(first), newest, handler),
+        |(mut first, mut newest, handler)| async move {
+            if let Some(first) = first.take() {
+                return Some((first, (None, newest, handler)));
+            }
+            newest.changed().await.ok()?;
+            let message = proto::PeerMessage {
                 header: None,
-                bytes,
-            },
-            (None, newest),
-        ))
-    })
+                bytes: newest.borrow_and_update().clone(),
+                unix_ms: handler.unix_ms(),
+            };
+            Some((message, (None, newest, handler)))
+        },
+    )
 }

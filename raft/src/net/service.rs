@@ -392,6 +392,9 @@ impl Peer for Service {
                     if inner.seen(|seen| seen.node(from.into()).is_none()) {
                         return None;
                     }
+                    if message.unix_ms != 0 {
+                        inner.handler.clock(from, message.unix_ms);
+                    }
                     inner.handler.message(from, &message.bytes);
                 }
             },

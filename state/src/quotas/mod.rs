@@ -9,8 +9,8 @@
 //! bucket as a meter (ITU-T I.371's generic cell rate algorithm is the same in another form).
 //!
 //! A replica checks a request against the published state and what it has admitted itself and not
-//! seen applied. It looks at its own clock: one that is ahead by some seconds refills the bucket that
-//! much early, once.
+//! seen applied, at the replicated time and what has passed since by its monotonic clock: no clock that is
+//! set forth or back refills a bucket, or keeps it from being refilled.
 
 mod bucket;
 #[cfg(test)]
@@ -133,7 +133,7 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// Whether one more request is allowed at `now_ms`, the caller's own clock, when `pending` is
+    /// Whether one more request is allowed at `now_ms`, the replicated time, when `pending` is
     /// what the caller admitted and the state does not show yet.
     ///
     /// # Errors

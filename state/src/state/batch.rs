@@ -35,7 +35,7 @@ impl RouterState {
                 Fate::MissingTip(attempt) => reply.missing_tip.push(attempt),
             }
         }
-        self.exact.fade(&mut self.ownership, self.now_ms);
+        self.exact.fade(&mut self.ownership, self.time.now_ms);
         reply
     }
 
@@ -64,7 +64,8 @@ impl RouterState {
             Item::DefineUser { key, name } => self.define_user(key, &name),
             Item::Charge(charge) => {
                 let terms = self.terms();
-                self.users.charge(replica, &charge, &terms, self.now_ms)
+                self.users
+                    .charge(replica, &charge, &terms, self.time.now_ms)
             }
             Item::ObserveEngine { backend, facts } => self.observe_engine(backend, facts),
             Item::KvEvents(batch) => self.kv_events(&batch),
@@ -132,7 +133,7 @@ impl RouterState {
             Outcome::Discarded => self.ownership.release(open.lease(), false),
         }
         self.exact
-            .released(open.backend.slot, &self.ownership, self.now_ms);
+            .released(open.backend.slot, &self.ownership, self.time.now_ms);
         true
     }
 

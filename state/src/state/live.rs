@@ -71,6 +71,9 @@ impl RouterState {
         if let Some(staged) = &self.staged {
             staged.append_digest(bytes);
         }
+        if let Some(paced) = &self.time.paced {
+            codec::append_bytes(paced, bytes);
+        }
     }
 
     pub(super) fn put_routing(
@@ -289,7 +292,7 @@ impl RouterState {
                 advance: u64::from(wait.tokens),
                 ..Charge::default()
             };
-            self.users.charge(replica, &price, &terms, self.now_ms);
+            self.users.charge(replica, &price, &terms, self.time.now_ms);
         }
         true
     }
@@ -312,7 +315,7 @@ impl RouterState {
         }
         let is_anew = is_anew || !self.view.publishes_users();
         let limits = self.terms().limits;
-        if let Some(users) = self.users.publish(self.now_ms, limits, is_anew) {
+        if let Some(users) = self.users.publish(self.time.now_ms, limits, is_anew) {
             self.view.publish_users(users);
         }
     }

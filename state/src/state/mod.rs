@@ -15,6 +15,7 @@ mod report;
 mod restoring;
 mod sessions;
 mod snapshot;
+mod time;
 
 use std::sync::Arc;
 
@@ -46,11 +47,8 @@ use restoring::Staged;
 pub use restoring::{RESTORE_IDLE_MS_MAX, ReadBackup, RestoreView, StagedBackup};
 use sessions::{Admission, Sessions};
 pub use snapshot::{CorruptSnapshot, Frozen, SNAPSHOT_VERSION};
-
-/// Most that one command moves the replicated time, milliseconds. A clock that is far ahead then
-/// bends the time as long as it speaks, and not for good; an hour lets a cluster that idled over
-/// night catch up within some ten commands.
-pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
+use time::Time;
+pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
 
 /// A log entry that is not a command this build knows.
 #[derive(Debug, thiserror::Error)]
@@ -60,8 +58,7 @@ pub struct Undecodable(pub String);
 /// The whole replicated state of a replica.
 pub struct RouterState {
     applied: LogIndex,
-    /// Unix milliseconds: see [`RouterState::now_ms`].
-    now_ms: u64,
+    time: Time,
     config: Config,
     /// What blocks are hashed under; `None`: the cluster was founded before there was a secret.
     hash_secret: Option<HashSecret>,
@@ -150,7 +147,7 @@ impl RouterState {
         ));
         let mut state = Self {
             applied: LogIndex(0),
-            now_ms: 0,
+            time: Time::default(),
             config,
             hash_secret: None,
             backends,
@@ -188,7 +185,7 @@ impl RouterState {
         let reply = match self.admit(&origin, envelope.proposed_at_ms) {
             Some(answer) => answer,
             None => {
-                self.pass_time(envelope.proposed_at_ms);
+                self.time.pass(envelope.proposed_at_ms);
                 self.forget_idle_restore();
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
@@ -207,6 +204,7 @@ impl RouterState {
         }
         self.publish_for_policies();
         self.publish_for_admission(is_cold_changed);
+        self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(index);
         reply
     }
@@ -236,7 +234,7 @@ impl RouterState {
             false => xxh3_128(&codec::to_bytes(&self.sessions)),
         };
         let parts = [
-            u128::from(self.now_ms),
+            u128::from(self.time.now_ms),
             self.cold_digest,
             self.ownership.digest(),
             self.leases.digest(),
@@ -259,22 +257,6 @@ impl RouterState {
             "log applied out of order: {index} after {applied}"
         );
         self.applied = index;
-    }
-
-    /// Moves the replicated time to a proposer's, forwards only. The first command sets it.
-    fn pass_time(&mut self, proposed_at_ms: u64) {
-        if planted::is(Bug::OwnClock) {
-            let ours_ms = proposed_at_ms.saturating_add(planted::own_clock_ms() % 8);
-            self.now_ms = self.now_ms.max(ours_ms);
-        }
-        if planted::is(Bug::TimeGoesBack) {
-            self.now_ms = self.now_ms.min(proposed_at_ms);
-        }
-        let latest = match self.now_ms {
-            0 => u64::MAX,
-            now_ms => now_ms.saturating_add(TIME_STEP_MS_MAX),
-        };
-        self.now_ms = self.now_ms.max(proposed_at_ms.min(latest));
     }
 
     /// Answers a command that is not to be applied.
@@ -348,6 +330,10 @@ impl RouterState {
                 self.abort_restore(restore);
                 Ok(())
             }
+            Command::PaceTime => {
+                self.time.pace();
+                Ok(())
+            }
         };
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)
     }
@@ -362,7 +348,7 @@ impl RouterState {
             // The engines went on without the replica: what they computed is cached.
             self.ownership.release(lease.lease(), true);
             self.exact
-                .released(lease.backend.slot, &self.ownership, self.now_ms);
+                .released(lease.backend.slot, &self.ownership, self.time.now_ms);
         }
         if !planted::is(Bug::ExpiryLeavesRequests) {
             self.users.close_replica(replica);
@@ -406,7 +392,7 @@ impl RouterState {
         let wants_all = self.view.wants_all();
         if wants_all || self.vtc_basic().is_some() {
             let settings = self.vtc_basic().unwrap_or_default();
-            let lately = self.users.lately(self.now_ms, &settings);
+            let lately = self.users.lately(self.time.now_ms, &settings);
             self.view.publish_lately(Some(lately));
         } else if self.view.publishes_lately() {
             self.users.forget_lately();

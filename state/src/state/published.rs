@@ -27,6 +27,7 @@ pub struct View {
     pub blocks: BlockView,
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
+    now_ms: AtomicU64,
     /// What users used lately; `None` while no policy looks at it.
     lately: ArcSwapOption<Lately>,
     /// Whether any policy may be asked for, live or not.
@@ -45,6 +46,7 @@ impl View {
             blocks,
             registry: ArcSwap::from_pointee(registry),
             applied: AtomicU64::new(0),
+            now_ms: AtomicU64::new(0),
             lately: ArcSwapOption::empty(),
             wants_all: AtomicBool::new(false),
             service: ArcSwap::default(),
@@ -87,6 +89,13 @@ impl View {
     pub fn applied(&self) -> LogIndex {
         // Pairs with the Release in `publish_applied`.
         LogIndex(self.applied.load(Ordering::Acquire))
+    }
+
+    /// Replicated time, as of the applied index: see [`RouterState::now_ms`](super::RouterState::now_ms).
+    #[must_use]
+    pub fn now_ms(&self) -> u64 {
+        // A number that stands for itself.
+        self.now_ms.load(Ordering::Relaxed)
     }
 
     /// What a user used within the window; nothing while no policy looks at it.
@@ -181,6 +190,10 @@ impl View {
 
     pub(super) fn publish_outputs(&self, outputs: OutputsView) {
         self.outputs.store(Arc::new(outputs));
+    }
+
+    pub(super) fn publish_time(&self, now_ms: u64) {
+        self.now_ms.store(now_ms, Ordering::Relaxed);
     }
 
     pub(super) fn publish_applied(&self, index: LogIndex) {

@@ -47,11 +47,31 @@ impl RouterState {
         self.applied
     }
 
-    /// Replicated time, unix milliseconds: the greatest that commands were stamped with, where none
-    /// of them moves it by more than [`TIME_STEP_MS_MAX`](super::TIME_STEP_MS_MAX) at once.
+    /// Replicated time, milliseconds: never falls, and goes as fast as the clocks of those who
+    /// propose. It began as Unix time and is ahead of it by what the clocks were set back since.
     #[must_use]
     pub fn now_ms(&self) -> u64 {
-        self.now_ms
+        self.time.now_ms
+    }
+
+    /// What of the replicated time is ahead of the calendar, milliseconds.
+    #[must_use]
+    pub fn time_lead_ms(&self) -> u64 {
+        self.time.lead_ms()
+    }
+
+    /// Whether the replicated time goes by [`Command::PaceTime`](crate::command::Command::PaceTime).
+    #[must_use]
+    pub fn is_time_paced(&self) -> bool {
+        self.time.paced.is_some()
+    }
+
+    /// The stamp for a command of a replica's run whose clock shows `clock_ms`. Where that would have
+    /// the first command of a run taken for a late one of the run before, it is the least that does
+    /// not: the machine's clock was set back in between.
+    #[must_use]
+    pub fn stamp_ms(&self, replica: ReplicaId, session: SessionId, clock_ms: u64) -> u64 {
+        self.sessions.stamp_ms(replica, session, clock_ms)
     }
 
     /// All backends, by slot.
@@ -121,15 +141,26 @@ impl RouterState {
     pub fn users(&self, after: Option<UserKey>, limit: usize) -> Vec<UserView> {
         let limits = self.terms().limits;
         self.users
-            .views(after, self.now_ms, limits)
+            .views(after, self.time.now_ms, limits)
             .take(limit)
+            .map(|user| self.dated(user))
             .collect()
     }
 
     /// The user with this key.
     #[must_use]
     pub fn user(&self, key: UserKey) -> Option<UserView> {
-        self.users.get(key, self.now_ms, &self.terms().limits)
+        let limits = self.terms().limits;
+        let user = self.users.get(key, self.time.now_ms, &limits)?;
+        Some(self.dated(user))
+    }
+
+    /// With dates as people read them.
+    fn dated(&self, user: UserView) -> UserView {
+        UserView {
+            last_charge_ms: user.last_charge_ms.saturating_sub(self.time.lead_ms()),
+            ..user
+        }
     }
 
     /// The user with this name.

@@ -35,6 +35,7 @@ use std::sync::Arc;
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+use super::time::Time;
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::codec;
 use crate::command::{
@@ -274,7 +275,7 @@ impl RouterState {
 
     /// Ends a restore that is not heard of.
     pub(super) fn forget_idle_restore(&mut self) {
-        let now_ms = self.now_ms;
+        let now_ms = self.time.now_ms;
         let is_idle = |it: &mut Staged| now_ms - it.touched_ms > RESTORE_IDLE_MS_MAX;
         self.staged.take_if(is_idle);
     }
@@ -295,7 +296,7 @@ impl RouterState {
             "set: the cluster is not empty, {users} users and {blocks} blocks would be gone"
         );
         ensure(force || self.is_empty(), "force", &expected)?;
-        self.staged = Some(Staged::begun(restore, self.now_ms));
+        self.staged = Some(Staged::begun(restore, self.time.now_ms));
         Ok(())
     }
 
@@ -305,7 +306,7 @@ impl RouterState {
         number: u32,
         bytes: Vec<u8>,
     ) -> Result<(), Reject> {
-        let now_ms = self.now_ms;
+        let now_ms = self.time.now_ms;
         let staged = self.staged_as(restore)?;
         staged.take(number, bytes)?;
         staged.touched_ms = now_ms;
@@ -367,7 +368,11 @@ impl RouterState {
         let handle = |slot| backends.in_slot(slot).map(|backend| backend.handle);
         fresh.exact.rename(handle);
         fresh.readers = Readers::default();
-        fresh.now_ms = fresh.now_ms.max(self.now_ms);
+        let now_ms = fresh.time.now_ms.max(self.time.now_ms);
+        fresh.time = Time {
+            now_ms,
+            ..self.time
+        };
         fresh.applied = self.applied;
         // Readers on other threads keep their handles.
         if fresh.hash_secret.is_none()

@@ -73,8 +73,7 @@ impl Sessions {
             return Admission::Stale;
         }
         if session.current != origin.session {
-            let age_ms = session.begun_at_ms.saturating_sub(proposed_at_ms);
-            if (1..=LATE_COMMAND_MS).contains(&age_ms) && !comes_back {
+            if session.would_be_late(proposed_at_ms) && !comes_back {
                 return Admission::Stale;
             }
             session.former.push(session.current);
@@ -106,6 +105,16 @@ impl Sessions {
         }
     }
 
+    /// See [`RouterState::stamp_ms`](super::RouterState::stamp_ms).
+    pub(super) fn stamp_ms(&self, replica: ReplicaId, session: SessionId, clock_ms: u64) -> u64 {
+        match self.0.get(&replica) {
+            Some(known) if known.current != session && known.would_be_late(clock_ms) => {
+                known.begun_at_ms
+            }
+            Some(_) | None => clock_ms,
+        }
+    }
+
     pub(super) fn is_current(&self, replica: ReplicaId, session: SessionId) -> bool {
         self.0
             .get(&replica)
@@ -130,6 +139,12 @@ impl Sessions {
 }
 
 impl Session {
+    /// Whether the first command of another run with this stamp is a late one.
+    fn would_be_late(&self, proposed_at_ms: u64) -> bool {
+        let age_ms = self.begun_at_ms.saturating_sub(proposed_at_ms);
+        (1..=LATE_COMMAND_MS).contains(&age_ms)
+    }
+
     fn lane(&mut self, lane: Lane) -> &mut Option<Answered> {
         match lane {
             Lane::Outbox => &mut self.outbox,
@@ -211,6 +226,13 @@ mod tests {
         assert_eq!(sessions.admit(&first(1), 99_999), Admission::Stale);
         assert_eq!(sessions.admit(&first(1), 40_000), Admission::Stale);
         assert!(sessions.is_current(ReplicaId(1), SessionId(2)));
+        // Who knows stamps so that it is none.
+        assert_eq!(
+            [100_000, 99_999, 40_000, 39_999, 100_001]
+                .map(|clock_ms| { sessions.stamp_ms(ReplicaId(1), SessionId(3), clock_ms) }),
+            [100_000, 100_000, 100_000, 39_999, 100_001]
+        );
+        assert_eq!(sessions.stamp_ms(ReplicaId(1), SessionId(2), 5), 5);
         // A clock that was set back is no late command.
         assert_eq!(sessions.admit(&first(3), 39_999), Admission::FreshRun);
         assert_eq!(sessions.admit(&first(4), 39_999), Admission::FreshRun);

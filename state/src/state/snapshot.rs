@@ -6,8 +6,8 @@
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
 //! backends, sessions, audit and the users' totals stand once; users, leases and what is known from KV
 //! events come in pieces of a bounded size. The end section closes them, and ownership follows in its own format, to the end
-//! of the stream. Version 3 is this without the cluster's hash secret and forgiven
-//! users, version 2 is that without a
+//! of the stream. Version 3 is this without the cluster's hash secret, forgiven users and how time is
+//! paced, version 2 is that without a
 //! restore, under way or in the audit: what can be written as an earlier version is. Version 1 is that
 //! without the sections from the settings on. All are read, and what they lack is then empty. Nothing is allocated for a length before its bytes are there.
 //!
@@ -32,7 +32,8 @@ use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 4;
-/// The version of a state without a hash secret and without a forgiven user in the audit.
+/// The version of a state without a hash secret and without a forgiven user in the audit, whose time is
+/// not paced.
 const SNAPSHOT_VERSION_RESTORES: u16 = 3;
 /// The version of a state that holds nothing of a restore either.
 const SNAPSHOT_VERSION_COMMON: u16 = 2;
@@ -62,6 +63,7 @@ mod tag {
     pub(super) const EXACT: u8 = 14;
     pub(super) const RESTORE: u8 = 15;
     pub(super) const HASHING: u8 = 16;
+    pub(super) const TIME: u8 = 17;
     pub(super) const END: u8 = 255;
 }
 
@@ -83,6 +85,8 @@ pub struct Frozen {
     /// The sections that are small, encoded.
     small: Vec<(u8, Vec<u8>)>,
     hashing: Option<Vec<u8>>,
+    /// How time is paced, encoded.
+    time: Option<Vec<u8>>,
     leases: LeasesImage,
     users: UsersImage,
     exact: ExactImage,
@@ -131,6 +135,9 @@ impl Frozen {
         for piece in self.staged.iter().flat_map(Staged::pieces) {
             write_section(out, tag::RESTORE, &piece)?;
         }
+        if let Some(time) = &self.time {
+            write_section(out, tag::TIME, time)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -155,7 +162,8 @@ impl RouterState {
             false => codec::to_bytes(&self.sessions),
         };
         let is_common = self.staged.is_none() && self.audit.restored().is_none();
-        let is_newest = self.hash_secret.is_some() || self.audit.has_version_4();
+        let time = self.time.paced.as_ref().map(codec::to_bytes);
+        let is_newest = self.hash_secret.is_some() || self.audit.has_version_4() || time.is_some();
         let version = match (is_newest, is_common) {
             (true, _) => SNAPSHOT_VERSION,
             (false, false) => SNAPSHOT_VERSION_RESTORES,
@@ -166,8 +174,12 @@ impl RouterState {
             hashing: self.hash_secret.as_ref().map(codec::to_bytes),
             applied: self.applied,
             digest: self.digest(),
+            time,
             small: vec![
-                (tag::CONFIG, codec::to_bytes(&(&self.config, self.now_ms))),
+                (
+                    tag::CONFIG,
+                    codec::to_bytes(&(&self.config, self.time.now_ms)),
+                ),
                 (tag::BACKENDS, codec::to_bytes(&self.backends)),
                 (tag::SESSIONS, sessions),
                 (tag::AUDIT, codec::to_bytes(&self.audit)),
@@ -240,6 +252,7 @@ impl RouterState {
         self.view.publish_outputs(self.outputs.view());
         self.publish_for_policies();
         self.publish_for_admission(true);
+        self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(applied);
         Ok(())
     }
@@ -267,7 +280,7 @@ impl RouterState {
     fn restore_section(&mut self, tag: u8, payload: &[u8]) -> Result<(), String> {
         match tag {
             tag::CONFIG => {
-                (self.config, self.now_ms) = section(payload)?;
+                (self.config, self.time.now_ms) = section(payload)?;
                 self.config.validate()?;
             }
             tag::BACKENDS => {
@@ -293,6 +306,7 @@ impl RouterState {
                 self.waiting = WaitingList::restored(image)?;
             }
             tag::EXACT => self.exact.restore_piece(payload)?,
+            tag::TIME => self.time.paced = Some(section(payload)?),
             tag::RESTORE => Staged::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),

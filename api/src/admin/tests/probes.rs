@@ -123,6 +123,7 @@ async fn metrics_follow_the_text_format_and_tell_the_replica() {
         ("quorate_raft_applied_index ", 3.0),
         ("quorate_raft_lag_entries ", 6.0),
         ("quorate_raft_member_lag_entries replica=2", 4.0),
+        ("quorate_raft_clock_skew_seconds replica=2", -1.5),
         ("quorate_state_backends ", 2.0),
         ("quorate_state_digest_mismatch_total ", 0.0),
         ("quorate_state_is_minority ", 0.0),

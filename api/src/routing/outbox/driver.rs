@@ -141,9 +141,6 @@ impl Driver<'_> {
             let fate = self.propose.propose(envelope).await;
             let next = self.desk.with(|outbox| {
                 let next = outbox.fate(fate);
-                if next == Next::Renewed {
-                    outbox.stamp(self.clock.unix_ms());
-                }
                 outbox.settle((self.applied)());
                 next
             });

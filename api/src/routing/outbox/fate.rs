@@ -31,7 +31,7 @@ pub enum Next {
 
 impl Outbox {
     /// Notes the fate of the outstanding envelope. Where its session was declared over while the
-    /// replica was thought gone, this run goes on under the next one: `Outbox::stamp` it then.
+    /// replica was thought gone, this run goes on under the next one.
     pub fn fate(&mut self, fate: Result<Committed, ProposeFailure>) -> Next {
         let committed = match fate {
             Ok(committed) => committed,
@@ -83,15 +83,6 @@ impl Outbox {
         if let Some(outstanding) = &mut self.outstanding {
             outstanding.envelope.origin.session = self.session;
             outstanding.envelope.origin.seq = self.last_seq;
-        }
-    }
-
-    /// Gives the outstanding envelope the time as it is. A session whose first command is stamped a
-    /// little before an earlier run's is refused: where the machine's clock was set back in between,
-    /// only a later stamp gets it through.
-    pub(super) fn stamp(&mut self, unix_ms: u64) {
-        if let Some(outstanding) = &mut self.outstanding {
-            outstanding.envelope.proposed_at_ms = unix_ms;
         }
     }
 

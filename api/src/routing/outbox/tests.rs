@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use state::command::{
-    Charge, Command, Committed, EngineFacts, Envelope, Item, Lane, Origin, Outcome, Reject, Reply,
-};
+use state::command::{Charge, Command, Committed, EngineFacts, Item, Outcome, Reject, Reply};
 use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;

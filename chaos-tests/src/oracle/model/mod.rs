@@ -11,6 +11,7 @@ pub mod sessions;
 pub mod streams;
 #[cfg(test)]
 mod tests;
+pub mod time;
 pub mod users;
 pub mod waiting;
 
@@ -26,17 +27,15 @@ use cache::Cache;
 use registry::Registry;
 use sessions::{Sessions, Verdict};
 use streams::Streams;
+use time::Time;
 use users::{Users, price};
 use waiting::WaitingList;
-
-/// Most that one command moves the replicated time.
-const HOUR_MS: u64 = 3_600_000;
 
 /// What the replicas must all hold after the entries so far.
 #[derive(Debug, Default)]
 pub struct Model {
     /// Replicated time.
-    pub now_ms: u64,
+    pub time: Time,
     /// Who may say what once.
     pub sessions: Sessions,
     /// Keys that are written as a whole.
@@ -94,16 +93,13 @@ impl Model {
             Verdict::NewRun => self.close(envelope.origin.replica),
             Verdict::Fresh => {}
         }
-        let step_ms = if self.now_ms == 0 { u64::MAX } else { HOUR_MS };
-        let latest_ms = self.now_ms.saturating_add(step_ms);
-        self.now_ms = self.now_ms.max(envelope.proposed_at_ms.min(latest_ms));
+        self.time.pass(envelope.proposed_at_ms);
         self.sessions.took(&envelope.origin, index);
         Effect::Done(self.run(envelope))
     }
 
     fn run(&mut self, envelope: &Envelope) -> Reply {
-        let replica = envelope.origin.replica;
-        let command = &envelope.command;
+        let (replica, command) = (envelope.origin.replica, &envelope.command);
         if !is_founding(command) && self.registers.value(&Key::Policy).is_none() {
             return Reply::Rejected(Reject::NotInitialised);
         }
@@ -169,6 +165,7 @@ impl Model {
             | Command::RestorePart { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. } => {}
+            Command::PaceTime => self.time.pace(),
             // What is in its parts is not looked at.
             Command::FinishRestore { .. } => self.is_replaced = true,
         }

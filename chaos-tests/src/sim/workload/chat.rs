@@ -29,6 +29,8 @@ const OUTPUT_TOKENS_MAX: u64 = 1000;
 pub(super) const QUEUE_FULL: &str = "queue-full";
 pub(super) const TOO_LATE: &str = "too-late";
 pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
+/// How a request ended that its user's limits did not allow.
+pub(super) const OVER_LIMIT: &str = "over-limit";
 /// Bytes that stand for a token where text is sent.
 const TOKEN_BYTES: usize = 4;
 
@@ -137,7 +139,7 @@ pub(super) async fn talk(desk: Desk, number: u8) {
         chat.says(&mut rng, said);
         requests += 1;
         let id = format!("{}-{number}-{requests}", desk.run);
-        let output = request(&desk, &mut rng, &chat, id).await;
+        let (output, _) = request(&desk, &mut rng, &chat, id).await;
         chat.says(&mut rng, output);
     }
 }
@@ -150,8 +152,17 @@ pub(super) async fn ask_once(desk: &Desk) {
     request(desk, &mut rng, &chat, id).await;
 }
 
-/// One request, from its call to its end; answers how much came back.
-async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> u64 {
+/// One request of a user; answers how it ended.
+pub(super) async fn ask_as(desk: &Desk, rng: &mut Rng, user: &str, id: String) -> &'static str {
+    let chat = Chat {
+        user: user.to_owned(),
+        ..Chat::new(rng)
+    };
+    request(desk, rng, &chat, id).await.1
+}
+
+/// One request, from its call to its end; answers how much came back, and how it ended.
+async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> (u64, &'static str) {
     let request = Arc::new(Request {
         model: chat.model,
         user: chat.user.clone(),
@@ -170,7 +181,7 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> u64 {
             Err(why) => {
                 desk.scene.count("request", why);
                 ended(desk, ticket, Some(Tokens::default()));
-                return 0;
+                return (0, why);
             }
         };
         let Some(service) = reach(desk, ticket, &request, &decision, chat) else {
@@ -185,11 +196,11 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> u64 {
             service,
             ticket,
         };
-        return stream.run(rng, attempt).await;
+        return (stream.run(rng, attempt).await, "run");
     }
     desk.scene.count("request", "all-tried");
     ended(desk, ticket, Some(Tokens::default()));
-    0
+    (0, "all-tried")
 }
 
 /// A request goes to the backend that was chosen; `None`: the engine there does not take it.
@@ -335,7 +346,7 @@ pub(super) fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
     use api::admission::NotAdmitted;
     match why {
         NotAdmitted::NoBackend(_) => "no-backend",
-        NotAdmitted::OverLimit(_) => "over-limit",
+        NotAdmitted::OverLimit(_) => OVER_LIMIT,
         NotAdmitted::QueueFull { .. } => QUEUE_FULL,
         NotAdmitted::TooLate { .. } => TOO_LATE,
         NotAdmitted::WaitedTooLong { .. } => WAITED_TOO_LONG,

@@ -9,6 +9,7 @@ mod crowd;
 mod engines;
 mod events;
 mod health;
+mod limits;
 mod operator;
 mod publisher;
 mod reader;
@@ -231,6 +232,7 @@ impl Stage {
             reader::read_all(&desk, client).await;
             chat::ask_once(&desk).await;
             crowd::is_served(&desk).await;
+            limits::wait_out(&desk, client).await;
             done.store(true, Ordering::Relaxed);
         });
         is_done

@@ -45,7 +45,7 @@ pub(super) async fn write(desk: Desk) {
     }
 }
 
-async fn submit(desk: &Desk, client: u32, command: Command) {
+pub(super) async fn submit(desk: &Desk, client: u32, command: Command) {
     let what = name(&command);
     let (run, called_us) = (desk.run, desk.now_us());
     let ticket = desk.scene.ledger.with(|record| {

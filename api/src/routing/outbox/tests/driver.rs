@@ -95,35 +95,3 @@ async fn the_driver_ends_when_the_replica_stops() {
         .await;
     assert_eq!(left.queued_items, 1);
 }
-
-#[tokio::test(start_paused = true)]
-async fn a_clock_set_back_between_two_runs_holds_the_second_up_for_as_long_only() {
-    let mut log = Log::new(&[None]);
-    log.apply(Envelope {
-        origin: Origin {
-            replica: ReplicaId(1),
-            session: SessionId(9),
-            lane: Lane::Outbox,
-            seq: 1,
-        },
-        proposed_at_ms: 100_000,
-        command: Command::Batch {
-            base_attempt: AttemptId(0),
-            items: Vec::new(),
-        },
-    });
-    let port = Port::new(log);
-    let desk = Desk::new(outbox(OutboxSettings::default()));
-    let applied = || LogIndex(0);
-    let start = Instant::now();
-    let passed_ms = move || u64::try_from(start.elapsed().as_millis()).unwrap();
-    let driver = Driver {
-        clock: Clock::of(move || 95_000 + passed_ms()),
-        ..driver(&desk, &port, &applied)
-    };
-    desk.with(|outbox| outbox.charge(charge(1)));
-    let stop = CancellationToken::new();
-    stop.cancel();
-    let left = driver.run(stop, Duration::from_secs(60)).await;
-    assert_eq!(left.queued_items, 0);
-}

@@ -1,0 +1,81 @@
+//! Replicated time passes as the real one does, whatever a minority of the clocks show: at no time more of it
+//! has passed, and healed not less.
+
+use super::{Subjects, Violation};
+use crate::oracle::Record;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I50";
+/// As a statement.
+pub const NAME: &str = "replicated time passes as real time does";
+
+/// What clocks that count as right may differ by, what messages take, and the time to the next command.
+const SLACK_MS: u64 = 5000;
+
+/// Compares states with the first one whose time is paced. Where more clocks were wrong than others could
+/// tell, nobody knows what time it is.
+///
+/// # Errors
+/// When one is ahead, or one at rest behind.
+pub fn check(record: &Record) -> Result<Subjects, Violation> {
+    let observation = &record.observation;
+    let paced = |(_, _, image): &&(u64, _, std::sync::Arc<_>)| is_paced(image);
+    let Some((began_us, _, first)) = observation.images.iter().find(paced) else {
+        return Ok(0);
+    };
+    if observation.are_clocks_doubted {
+        return Ok(0);
+    }
+    let mut subjects = 0;
+    for (at_us, run, image) in observation.images.iter().filter(paced) {
+        let real_ms = at_us.saturating_sub(*began_us) / 1000;
+        let passed_ms = image.now_ms.saturating_sub(first.now_ms);
+        let rests = observation.at_rest.values();
+        let is_at_rest = rests.into_iter().any(|it| it.image.index == image.index);
+        let is_behind = is_at_rest && passed_ms + SLACK_MS < real_ms;
+        if is_behind || passed_ms > real_ms + SLACK_MS {
+            let detail = format!(
+                "{run}, index {}: {passed_ms} ms passed in {real_ms} ms",
+                image.index
+            );
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+        subjects += 1;
+    }
+    Ok(subjects)
+}
+
+fn is_paced(image: &crate::oracle::image::Image) -> bool {
+    image.is_time_paced
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::fixture::Story;
+
+    /// A cluster at rest ten seconds after it was seen first, when so much had passed for it.
+    fn after_ten_seconds(passed_ms: u64, are_clocks_doubted: bool) -> Result<Subjects, Violation> {
+        let mut story = Story::lively();
+        story.image(|image| image.is_time_paced = true);
+        story.rest();
+        let observation = &mut story.record.observation;
+        observation.are_clocks_doubted = are_clocks_doubted;
+        let (began_us, run, first) = observation.images[0].clone();
+        let mut last = (*first).clone();
+        last.now_ms += passed_ms;
+        let last = std::sync::Arc::new(last);
+        observation.images.push((began_us + 10_000_000, run, last));
+        // What was seen first is not at rest.
+        std::sync::Arc::make_mut(&mut observation.images[0].2).index = 0;
+        check(&story.record)
+    }
+
+    #[test]
+    fn a_time_that_runs_away_or_stands_is_seen() {
+        assert_eq!(after_ten_seconds(10_000, false), Ok(2));
+        assert!(after_ten_seconds(3_600_000, false).is_err());
+        assert!(after_ten_seconds(4000, false).is_err());
+        assert_eq!(after_ten_seconds(4000, true), Ok(0));
+    }
+}

@@ -1,0 +1,79 @@
+//! How time passes by the stamps of commands.
+
+/// Most that one command moves it before it is paced.
+const HOUR_MS: u64 = 3_600_000;
+/// A stamp that much behind the last one still fits it.
+const LATE_MS: u64 = 1000;
+/// A stamp that much ahead of the last one still fits it.
+const AHEAD_MS: u64 = 60_000;
+/// Stamps that fit each other and not the calendar are believed after so long.
+const BELIEVED_MS: u64 = 1000;
+/// Most that passes at once.
+const LEAP_MS: u64 = 600 * 24 * HOUR_MS;
+
+/// Replicated time.
+#[derive(Debug, Clone, Default)]
+pub struct Time {
+    /// What it is.
+    pub now_ms: u64,
+    /// Once it is paced: the last stamp that was believed.
+    calendar_ms: Option<u64>,
+    /// Stamps since that do not fit it, but each other.
+    odd: Vec<u64>,
+}
+
+impl Time {
+    pub(super) fn pace(&mut self) {
+        self.calendar_ms = self.calendar_ms.or(Some(self.now_ms));
+    }
+
+    pub(super) fn pass(&mut self, stamp_ms: u64) {
+        let Some(calendar_ms) = self.calendar_ms else {
+            let step_ms = if self.now_ms == 0 { u64::MAX } else { HOUR_MS };
+            let latest_ms = self.now_ms.saturating_add(step_ms);
+            self.now_ms = self.now_ms.max(stamp_ms.min(latest_ms));
+            return;
+        };
+        if fits(stamp_ms, calendar_ms) {
+            self.odd.clear();
+            self.go_on(
+                stamp_ms.max(calendar_ms),
+                stamp_ms.saturating_sub(calendar_ms),
+            );
+            return;
+        }
+        let newest_ms = self.odd.iter().copied().max();
+        let Some(newest_ms) = newest_ms.filter(|it| stamp_ms.saturating_add(LATE_MS) >= *it) else {
+            self.odd = vec![stamp_ms];
+            return;
+        };
+        if fits(stamp_ms, newest_ms) {
+            self.odd.push(stamp_ms);
+        }
+        let first_ms = self.odd[0];
+        if stamp_ms.saturating_sub(first_ms) < BELIEVED_MS {
+            return;
+        }
+        let reached_ms = self.odd.iter().copied().max().unwrap_or(newest_ms);
+        let since_ms = if reached_ms >= calendar_ms {
+            calendar_ms
+        } else {
+            first_ms
+        };
+        self.go_on(reached_ms, reached_ms.saturating_sub(since_ms));
+        self.odd = match fits(stamp_ms, newest_ms) {
+            true => Vec::new(),
+            false => vec![stamp_ms],
+        };
+    }
+
+    fn go_on(&mut self, calendar_ms: u64, passed_ms: u64) {
+        self.calendar_ms = Some(calendar_ms);
+        self.now_ms = self.now_ms.saturating_add(passed_ms.min(LEAP_MS));
+    }
+}
+
+/// Whether a stamp goes on where another was.
+fn fits(stamp_ms: u64, last_ms: u64) -> bool {
+    stamp_ms.saturating_add(LATE_MS) >= last_ms && stamp_ms <= last_ms.saturating_add(AHEAD_MS)
+}

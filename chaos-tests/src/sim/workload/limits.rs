@@ -1,0 +1,53 @@
+//! A user of a healed cluster who asks for more than its limits allow, waits a window and asks again.
+
+use std::time::Duration;
+
+use state::command::Command;
+use state::quotas::UserLimits;
+
+use super::chat::{OVER_LIMIT, ask_as};
+use super::{Desk, operator};
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 6;
+/// The user's window, milliseconds.
+const WINDOW_MS: u32 = 1000;
+/// Requests it takes at most until the user is over its limit of one.
+const REQUESTS_MAX: u32 = 5;
+/// What the log may take beside the window to tell what was used.
+const LAG: Duration = Duration::from_secs(1);
+
+/// Blames the cluster where the user is refused still. I51.
+pub(super) async fn wait_out(desk: &Desk, client: u32) {
+    let mut rng = desk.rng(KIND, 0);
+    let user = format!("waits-{}", desk.run.replica);
+    let limits = UserLimits {
+        requests: Some(1),
+        window_ms: Some(WINDOW_MS),
+        ..UserLimits::default()
+    };
+    let name = user.clone();
+    operator::submit(desk, client, Command::PutUserLimits { name, limits }).await;
+    let mut requests = 0;
+    while requests < REQUESTS_MAX {
+        requests += 1;
+        let id = format!("{}-over-{requests}", desk.run);
+        if ask_as(desk, &mut rng, &user, id).await == OVER_LIMIT {
+            break;
+        }
+    }
+    // With no backend nothing is used, and slow ones take longer than the window.
+    if requests == REQUESTS_MAX {
+        desk.scene.count("over its limit", "never");
+        return;
+    }
+    let window = Duration::from_millis(u64::from(WINDOW_MS) * u64::from(requests));
+    tokio::time::sleep(window + LAG).await;
+    let id = format!("{}-waited", desk.run);
+    if ask_as(desk, &mut rng, &user, id).await == OVER_LIMIT {
+        let detail = format!("{user} waited for {window:?} and is over its limit");
+        desk.scene.ledger.blame(format!("I51: {detail}"));
+    } else {
+        desk.scene.count("over its limit", "served");
+    }
+}

@@ -1,0 +1,306 @@
+//! What time it is, by the clocks of all members; and how far each of these is from this one's.
+//!
+//! Members tell each other with every message what their wall clocks show. The cluster's clock, by which
+//! commands are stamped, is the median of them all: a minority of wrong clocks, this replica's own too,
+//! moves it no further than to the next right one. Between two looks it goes on by the monotonic clock,
+//! which no one sets. Where the number is even, as with one of three replicas away, the median is the one
+//! of the two in the middle that is nearer to what the clock was before: who jumps is not followed. A
+//! replica that hears nobody follows its own clock.
+//!
+//! What a message tells is older by its way; of those of the last second or two the one that came
+//! quickest counts. Replicated time goes by the stamps, see `state/src/state/time.rs`.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use api::clock::Clock;
+use api::ports::Cluster;
+use raft::Replica;
+use state::command::Command;
+use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::sync::CancellationToken;
+
+use super::formats;
+
+/// How long a clock counts that is not told of any more.
+const SILENT: Duration = Duration::from_secs(10);
+/// The quickest message is looked for among those of one or two stretches of this length.
+const STRETCH: Duration = Duration::from_secs(1);
+/// How long a replica that has just started waits to be told of the others' clocks before it stamps
+/// anything.
+const ASKING: Duration = Duration::from_secs(1);
+/// A clock further away than that is warned of.
+pub(super) const SKEW_MS_MAX: u64 = 1000;
+/// Time between two looks at whether replicated time can be paced.
+const PACE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The clocks of all members.
+#[derive(Debug)]
+pub(super) struct Clocks {
+    own: Clock,
+    began: Instant,
+    /// The cluster's Unix time less what has passed since `began`.
+    offset_ms: AtomicI64,
+    peers: Mutex<BTreeMap<u8, Peer>>,
+}
+
+/// What a peer's clock showed, less what had passed since `began` here when it was told.
+#[derive(Debug)]
+struct Peer {
+    /// The most of the present stretch: what came quickest.
+    offset_ms: i64,
+    /// The most of the stretch before.
+    before_ms: i64,
+    stretch: Instant,
+    heard: Instant,
+    is_skewed: bool,
+}
+
+impl Peer {
+    fn offset_ms(&self) -> i64 {
+        self.offset_ms.max(self.before_ms)
+    }
+}
+
+impl Clocks {
+    /// Only this replica's own is known.
+    pub(super) fn new(own: Clock) -> Self {
+        let began = Instant::now();
+        let offset_ms = AtomicI64::new(signed(own.unix_ms()));
+        Self {
+            own,
+            began,
+            offset_ms,
+            peers: Mutex::default(),
+        }
+    }
+
+    /// The cluster's clock.
+    pub(super) fn clock(self: &Arc<Self>) -> Clock {
+        let clocks = Arc::clone(self);
+        Clock::of(move || clocks.unix_ms())
+    }
+
+    /// What this replica's own clock shows.
+    pub(super) fn own_unix_ms(&self) -> u64 {
+        self.own.unix_ms()
+    }
+
+    /// What the cluster's clock shows.
+    pub(super) fn unix_ms(&self) -> u64 {
+        let offset_ms = self.offset_ms.load(Ordering::Relaxed);
+        u64::try_from(offset_ms.saturating_add(self.passed_ms())).unwrap_or(0)
+    }
+
+    /// Whether all of so many other members were heard, or waiting for them is no use any more: before
+    /// that a wrong clock of this replica's own is believed.
+    pub(super) fn is_settled(&self, others: impl FnOnce() -> usize) -> bool {
+        self.began.elapsed() >= ASKING || self.peers().len() >= others()
+    }
+
+    /// A peer's clock showed `unix_ms` when it sent what has just come.
+    pub(super) fn heard(&self, peer: u8, unix_ms: u64) {
+        let now = Instant::now();
+        let told_ms = signed(unix_ms).saturating_sub(self.passed_ms());
+        let mut peers = self.peers();
+        let known = peers.entry(peer).or_insert(Peer {
+            offset_ms: told_ms,
+            before_ms: told_ms,
+            stretch: now,
+            heard: now,
+            is_skewed: false,
+        });
+        let age = now.duration_since(known.stretch);
+        if age >= 2 * STRETCH {
+            (known.before_ms, known.offset_ms, known.stretch) = (told_ms, told_ms, now);
+        } else if age >= STRETCH {
+            (known.before_ms, known.offset_ms, known.stretch) = (known.offset_ms, told_ms, now);
+        }
+        known.offset_ms = known.offset_ms.max(told_ms);
+        known.heard = now;
+        let skew_ms = known.offset_ms().saturating_sub(self.own_offset_ms());
+        let is_skewed = skew_ms.unsigned_abs() > SKEW_MS_MAX;
+        if std::mem::replace(&mut known.is_skewed, is_skewed) != is_skewed {
+            if is_skewed {
+                tracing::warn!(peer, skew_ms, "clock of a peer differs from this replica's");
+            } else {
+                tracing::info!(peer, skew_ms, "clock of a peer is this replica's again");
+            }
+        }
+        self.settle(&peers);
+    }
+
+    /// Follows this replica's own clock, and forgets who is silent. To be called often.
+    pub(super) fn turn(&self) {
+        let mut peers = self.peers();
+        peers.retain(|_, peer| peer.heard.elapsed() < SILENT);
+        self.settle(&peers);
+    }
+
+    /// How far each peer's clock is ahead of this replica's own, milliseconds.
+    pub(super) fn skews_ms(&self) -> BTreeMap<u8, i64> {
+        let own_ms = self.own_offset_ms();
+        let peers = self.peers();
+        let skew_ms = |peer: &Peer| peer.offset_ms().saturating_sub(own_ms);
+        peers.iter().map(|(id, it)| (*id, skew_ms(it))).collect()
+    }
+
+    fn settle(&self, peers: &BTreeMap<u8, Peer>) {
+        let offsets = peers.values().map(Peer::offset_ms);
+        let mut offsets: Vec<i64> = offsets.chain([self.own_offset_ms()]).collect();
+        offsets.sort_unstable();
+        let before_ms = self.offset_ms.load(Ordering::Relaxed);
+        self.offset_ms
+            .store(median(&offsets, before_ms), Ordering::Relaxed);
+    }
+
+    fn own_offset_ms(&self) -> i64 {
+        signed(self.own.unix_ms()).saturating_sub(self.passed_ms())
+    }
+
+    fn passed_ms(&self) -> i64 {
+        i64::try_from(self.began.elapsed().as_millis()).unwrap_or(i64::MAX)
+    }
+
+    fn peers(&self) -> MutexGuard<'_, BTreeMap<u8, Peer>> {
+        // Whatever was noted is whole.
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The one in the middle; of two the one nearer to `before`.
+fn median(sorted: &[i64], before: i64) -> i64 {
+    let (low, high) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
+    if before.abs_diff(low) <= before.abs_diff(high) {
+        low
+    } else {
+        high
+    }
+}
+
+fn signed(unix_ms: u64) -> i64 {
+    i64::try_from(unix_ms).unwrap_or(i64::MAX)
+}
+
+/// Has replicated time paced as soon as all members know how; ends then, or at `stop`.
+pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: CancellationToken) {
+    let mut ticks = tokio::time::interval(PACE_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            _ = ticks.tick() => {}
+        }
+        let (mut is_paced, mut is_formed) = (false, false);
+        cluster.with_state(&mut |state| {
+            is_paced = state.is_time_paced();
+            is_formed = state.view().registry().initialised;
+        });
+        if is_paced {
+            return;
+        }
+        let status = replica.status();
+        let leads = status.leader == Some(status.id) && status.has_quorum && status.caught_up;
+        let can_be_read = || formats::check(&Command::PaceTime, &|| status.clone());
+        if !leads || !is_formed || can_be_read().is_err() {
+            continue;
+        }
+        let submitted = tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            submitted = cluster.submit(Command::PaceTime) => submitted,
+        };
+        if let Err(failure) = submitted {
+            tracing::debug!(%failure, "replicated time not paced yet");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+
+    const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+    const START_MS: u64 = 20_000 * DAY_MS;
+
+    /// A replica's clocks, and by how much its own is wrong.
+    fn clocks() -> (Arc<Clocks>, Arc<AtomicI64>) {
+        let (error_ms, began) = (Arc::new(AtomicI64::new(0)), Instant::now());
+        let wrong_ms = Arc::clone(&error_ms);
+        let own = Clock::of(move || {
+            let right_ms = START_MS + u64::try_from(began.elapsed().as_millis()).unwrap();
+            right_ms.saturating_add_signed(wrong_ms.load(Ordering::Relaxed))
+        });
+        (Arc::new(Clocks::new(own)), error_ms)
+    }
+
+    async fn pass(ms: u64) {
+        tokio::time::advance(Duration::from_millis(ms)).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_wrong_clock_of_three_moves_nothing() {
+        let (clocks, error_ms) = clocks();
+        let clock = clocks.clock();
+        let right_ms = AtomicU64::new(START_MS);
+        let turn = async |passes_ms, peers_off: [i64; 2]| {
+            pass(passes_ms).await;
+            let now_ms = right_ms.fetch_add(passes_ms, Ordering::Relaxed) + passes_ms;
+            for (peer, off) in (2..).zip(peers_off) {
+                clocks.heard(peer, now_ms.saturating_add_signed(off));
+            }
+            clocks.turn();
+            i64::try_from(clock.unix_ms()).unwrap() - i64::try_from(now_ms).unwrap()
+        };
+        let day = i64::try_from(DAY_MS).unwrap();
+        assert!(!clocks.is_settled(|| 2) && clocks.is_settled(|| 0));
+        assert_eq!(turn(100, [0, 0]).await, 0);
+        assert!(clocks.is_settled(|| 2) && !clocks.is_settled(|| 3));
+        assert_eq!(turn(100, [day, 3]).await, 3);
+        assert_eq!(turn(2000, [-day, 3]).await, 0);
+        assert_eq!(turn(2000, [-day, 3]).await, 0);
+        error_ms.store(day, Ordering::Relaxed);
+        assert_eq!(turn(2000, [0, 5]).await, 5, "the own one is one of them");
+        assert_eq!(clocks.skews_ms(), BTreeMap::from([(2, -day), (3, 5 - day)]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_two_clocks_the_one_that_jumps_is_not_followed() {
+        let (clocks, error_ms) = clocks();
+        let clock = clocks.clock();
+        pass(10).await;
+        clocks.heard(2, START_MS + 10);
+        error_ms.store(-5_000_000, Ordering::Relaxed);
+        clocks.turn();
+        assert_eq!(clock.unix_ms(), START_MS + 10);
+        error_ms.store(0, Ordering::Relaxed);
+        clocks.turn();
+        pass(2000).await;
+        clocks.heard(2, START_MS + 2010 + DAY_MS);
+        assert_eq!(clock.unix_ms(), START_MS + 2010);
+        assert!(clocks.is_settled(|| 3), "nobody is waited for that long");
+        // Alone, it has only its own.
+        error_ms.store(7000, Ordering::Relaxed);
+        pass(10_000).await;
+        clocks.turn();
+        assert_eq!(clock.unix_ms(), START_MS + 19_010);
+        assert!(clocks.skews_ms().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_message_that_was_held_up_tells_nothing() {
+        let (clocks, _) = clocks();
+        clocks.heard(2, START_MS);
+        pass(600).await;
+        clocks.heard(2, START_MS + 100);
+        assert_eq!(clocks.skews_ms(), BTreeMap::from([(2, 0)]));
+        pass(600).await;
+        clocks.heard(2, START_MS + 1200);
+        assert_eq!(clocks.skews_ms(), BTreeMap::from([(2, 0)]));
+    }
+}

@@ -1,0 +1,271 @@
+//! Replicated time: what limits, windows and confirmations go by.
+//!
+//! A command carries the wall clock of whoever proposed it, and any of these clocks may be wrong by
+//! days, jump, and be set right again. What users wait for must pass all the same, neither at once nor
+//! never. So two things are kept apart. The *stamp* is the calendar as the cluster last believed it:
+//! it is set forth and back. The *time* is what passed since, by the stamps; it never falls, and only
+//! its differences mean something.
+//!
+//! A stamp close to the last one ([`Paced::is_near`]) is followed at once. Any other may come from a
+//! wrong clock, or tell that all clocks were set right, or that the cluster has slept. It is believed
+//! when the stamps have told the same for [`UNANIMOUS_MS`] with no stamp in between that fits the old
+//! calendar: one wrong clock among right ones that propose is then never believed. What is known to
+//! have passed meanwhile has passed: all of a gap forwards, of a calendar that was set back what the
+//! new one tells.
+//!
+//! Before the cluster was told to go by this ([`Command::PaceTime`](crate::command::Command::PaceTime))
+//! time is the latest stamp, moved by [`TIME_STEP_MS_MAX`] at most at once, as builds before format 4
+//! have it: one clock that is ahead takes the time with it, and it then stands until the others are
+//! there.
+
+use bincode::{Decode, Encode};
+
+use crate::planted::{self, Bug};
+
+/// Most that one command moves the replicated time while it is not paced, milliseconds.
+pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
+/// A stamp up to so much before the last one is late, or of a clock that is a little behind: the time
+/// waits for it.
+pub const STAMP_LATE_MS_MAX: u64 = 1000;
+/// A stamp up to so much ahead of the last one is followed at once.
+pub const STAMP_AHEAD_MS_MAX: u64 = 60 * 1000;
+/// How long stamps that do not fit have to go on to be believed.
+pub const UNANIMOUS_MS: u64 = 1000;
+/// Most that passes at once: no debt of a user lasts longer.
+const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
+
+/// See the module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Time {
+    /// Unix milliseconds at first; never falls.
+    pub(super) now_ms: u64,
+    /// How it follows the stamps; `None` before the cluster was told to pace it.
+    pub(super) paced: Option<Paced>,
+    /// Stamp of the command that is being applied. No part of the state.
+    pub(super) stamped_ms: u64,
+}
+
+/// A time that is paced by stamps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub(super) struct Paced {
+    /// The latest stamp that was believed.
+    stamp_ms: u64,
+    /// Stamps that do not fit it.
+    apart: Option<Apart>,
+}
+
+/// Stamps one after the other that fit each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+struct Apart {
+    first_ms: u64,
+    last_ms: u64,
+}
+
+impl Time {
+    /// A command was stamped so.
+    pub(super) fn pass(&mut self, stamped_ms: u64) {
+        self.stamped_ms = stamped_ms;
+        if planted::is(Bug::OwnClock) {
+            let ours_ms = stamped_ms.saturating_add(planted::own_clock_ms() % 8);
+            self.now_ms = self.now_ms.max(ours_ms);
+        }
+        if planted::is(Bug::TimeGoesBack) {
+            self.now_ms = self.now_ms.min(stamped_ms);
+        }
+        self.now_ms = match &mut self.paced {
+            Some(paced) => self.now_ms.saturating_add(paced.pass(stamped_ms)),
+            // The first command sets it.
+            None if self.now_ms == 0 => stamped_ms,
+            None => {
+                let latest = self.now_ms.saturating_add(TIME_STEP_MS_MAX);
+                self.now_ms.max(stamped_ms.min(latest))
+            }
+        };
+    }
+
+    /// From the next command on it is paced.
+    pub(super) fn pace(&mut self) {
+        let stamp_ms = self.now_ms;
+        self.paced.get_or_insert(Paced {
+            stamp_ms,
+            apart: None,
+        });
+    }
+
+    /// When the present command was given, for people.
+    pub(super) fn calendar_ms(&self) -> u64 {
+        match self.paced {
+            Some(_) => self.stamped_ms,
+            None => self.now_ms,
+        }
+    }
+
+    /// What of this time is ahead of the calendar.
+    pub(super) fn lead_ms(&self) -> u64 {
+        self.paced
+            .map_or(0, |paced| self.now_ms.saturating_sub(paced.stamp_ms))
+    }
+}
+
+impl Paced {
+    /// Takes a stamp; answers how much passed.
+    fn pass(&mut self, stamped_ms: u64) -> u64 {
+        if is_near(stamped_ms, self.stamp_ms) || planted::is(Bug::OneClockBelieved) {
+            self.apart = None;
+            let passed_ms = stamped_ms.saturating_sub(self.stamp_ms);
+            self.stamp_ms = self.stamp_ms.max(stamped_ms);
+            return passed_ms.min(LEAP_MS_MAX);
+        }
+        let alone = Apart {
+            first_ms: stamped_ms,
+            last_ms: stamped_ms,
+        };
+        let is_before = |it: &Apart| stamped_ms.saturating_add(STAMP_LATE_MS_MAX) < it.last_ms;
+        let Some(mut apart) = self.apart.filter(|it| !is_before(it)) else {
+            self.apart = Some(alone);
+            return 0;
+        };
+        // One that is far ahead tells that the others were no mistake, and has to be confirmed itself.
+        let fits = is_near(stamped_ms, apart.last_ms);
+        if fits {
+            apart.last_ms = apart.last_ms.max(stamped_ms);
+        }
+        let lasted_ms = stamped_ms.saturating_sub(apart.first_ms);
+        if lasted_ms < UNANIMOUS_MS || self.is_held(&apart) {
+            self.apart = Some(apart);
+            return 0;
+        }
+        let passed_ms = match apart.last_ms.checked_sub(self.stamp_ms) {
+            Some(gap_ms) => gap_ms,
+            None => apart.last_ms.saturating_sub(apart.first_ms),
+        };
+        *self = Self {
+            stamp_ms: apart.last_ms,
+            apart: (!fits).then_some(alone),
+        };
+        passed_ms.min(LEAP_MS_MAX)
+    }
+
+    /// A bug that tests can plant.
+    fn is_held(&self, apart: &Apart) -> bool {
+        planted::is(Bug::TimeHeld) && apart.last_ms < self.stamp_ms
+    }
+}
+
+/// Whether a stamp goes on where `last_ms` was.
+fn is_near(stamped_ms: u64, last_ms: u64) -> bool {
+    let from = last_ms.saturating_sub(STAMP_LATE_MS_MAX);
+    (from..=last_ms.saturating_add(STAMP_AHEAD_MS_MAX)).contains(&stamped_ms)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: u64 = 24 * 60 * 60 * 1000;
+    const START: u64 = 20_000 * DAY;
+
+    fn paced() -> Time {
+        let mut time = Time::default();
+        time.pass(START);
+        time.pace();
+        time
+    }
+
+    /// What passes with each stamp, given from [`START`] on.
+    fn passes(time: &mut Time, stamps: &[i64]) -> Vec<u64> {
+        let stamps = stamps.iter().map(|at| START.saturating_add_signed(*at));
+        let step = |stamp| {
+            let before = time.now_ms;
+            time.pass(stamp);
+            time.now_ms - before
+        };
+        stamps.map(step).collect()
+    }
+
+    #[test]
+    fn it_goes_by_stamps_that_follow_each_other() {
+        let mut time = paced();
+        let passed = passes(&mut time, &[20, 40, 30, 40, 1040, 61_040, 60_100]);
+        assert_eq!(passed, [20, 20, 0, 0, 1000, 60_000, 0]);
+        assert_eq!((time.now_ms, time.lead_ms()), (START + 61_040, 0));
+    }
+
+    #[test]
+    fn one_wrong_clock_among_right_ones_is_not_believed() {
+        let mut time = paced();
+        let day = DAY as i64;
+        for error in [day, -day, 2 * 60 * 60 * 1000] {
+            let base = i64::try_from(time.now_ms - START).unwrap();
+            for turn in (0..10_000).step_by(100) {
+                let at = base + turn;
+                assert_eq!(passes(&mut time, &[at + error]), [0]);
+                let passed: u64 = passes(&mut time, &[at + 100]).iter().sum();
+                assert_eq!(passed, 100, "at {at} with {error}");
+            }
+        }
+        assert_eq!(time.now_ms, START + 30_000);
+    }
+
+    #[test]
+    fn a_calendar_set_back_goes_on_where_it_is() {
+        let mut time = paced();
+        let back = -(DAY as i64);
+        let stamps = [back, back + 500, back + 1000, back + 1500, back + 2000];
+        assert_eq!(passes(&mut time, &stamps), [0, 0, 1000, 500, 500]);
+        assert_eq!(time.lead_ms(), DAY);
+        assert_eq!(time.calendar_ms(), START - DAY + 2000);
+    }
+
+    #[test]
+    fn a_little_back_is_waited_for() {
+        let mut time = paced();
+        assert_eq!(passes(&mut time, &[-900, -500, 0, 100]), [0, 0, 0, 100]);
+        // Further than that, but there again before it is believed.
+        let stamps = [-1500, -1000, -500, 0, 150];
+        assert_eq!(passes(&mut time, &stamps), [0, 0, 0, 0, 50]);
+    }
+
+    #[test]
+    fn a_night_has_passed_once_a_second_command_says_so() {
+        let mut time = paced();
+        let night = 8 * 60 * 60 * 1000;
+        let stamps = [night, night + 999, night + 1000, night + 1001];
+        let passed = passes(&mut time, &stamps);
+        assert_eq!(passed, [0, 0, night as u64 + 1000, 1]);
+    }
+
+    #[test]
+    fn sparse_commands_are_one_behind() {
+        let mut time = paced();
+        let step = 5 * 60 * 1000;
+        let passed = passes(&mut time, &[step, 2 * step, 3 * step, 4 * step]);
+        assert_eq!(passed, [0, step as u64, step as u64, step as u64]);
+        assert_eq!(passes(&mut time, &[4 * step + 1000]), [step as u64 + 1000]);
+    }
+
+    #[test]
+    fn no_stamp_ends_the_time() {
+        let mut time = paced();
+        for stamp in [u64::MAX, u64::MAX, 0, 0, 1000, u64::MAX, 5, 1005] {
+            time.pass(stamp);
+        }
+        assert!(time.now_ms < START + 4 * LEAP_MS_MAX, "{time:?}");
+        let before = time.now_ms;
+        time.pass(2005);
+        assert_eq!(time.now_ms - before, 1000);
+    }
+
+    #[test]
+    fn what_ran_ahead_before_it_was_paced_goes_on() {
+        let mut time = Time::default();
+        time.pass(START);
+        for hours in 1..13 {
+            time.pass(START + DAY);
+            assert_eq!(time.now_ms, START + hours * TIME_STEP_MS_MAX);
+        }
+        time.pace();
+        let passed = passes(&mut time, &[0, 500, 1000, 1020]);
+        assert_eq!(passed, [0, 0, 1000, 20]);
+    }
+}
