@@ -94,6 +94,7 @@ fn messages(header: proto::Header) -> impl tokio_stream::Stream<Item = proto::Pe
     tokio_stream::iter([proto::PeerMessage {
         header: Some(header),
         bytes: "digest".into(),
+        unix_ms: 0,
     }])
 }
 
