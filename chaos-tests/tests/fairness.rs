@@ -23,6 +23,22 @@ const MEASURED: u64 = 300;
 
 const ENGINES: &[&str] = &["--max-num-seqs", "2", "--decode-ms", "10"];
 
+/// Both users always wait, for however long a busy machine makes it: nobody is refused.
+const VTC: &str = r#"
+[admission]
+concurrency = 2
+order = "vtc"
+max_wait = "10m"
+codel_target = "10m"
+"#;
+const FCFS: &str = r#"
+[admission]
+concurrency = 2
+order = "fcfs"
+max_wait = "10m"
+codel_target = "10m"
+"#;
+
 /// What a user got.
 #[derive(Debug, Default)]
 struct Got {
@@ -179,8 +195,7 @@ fn options(config: &'static str) -> ClusterOptions {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> anyhow::Result<()> {
-    let mut cluster =
-        Cluster::start(options("[admission]\nconcurrency = 2\norder = \"vtc\"\n")).await?;
+    let mut cluster = Cluster::start(options(VTC)).await?;
     // The leader is neither's replica: only its part in agreeing is lost.
     let leader = cluster.leader().await?;
     let others: Vec<usize> = (0..3).filter(|replica| *replica != leader).collect();
@@ -212,8 +227,7 @@ async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> any
 
 #[tokio::test(flavor = "multi_thread")]
 async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<()> {
-    let cluster =
-        Cluster::start(options("[admission]\nconcurrency = 2\norder = \"fcfs\"\n")).await?;
+    let cluster = Cluster::start(options(FCFS)).await?;
     // At one replica: over several each serves its own at whatever rate it gets.
     let contest = Contest::start(&cluster, [0, 0]);
     contest.after(WARM_UP).await?;
