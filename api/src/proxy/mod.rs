@@ -32,6 +32,7 @@ mod forward;
 pub(crate) mod fuzzing;
 mod headers;
 mod inspect;
+mod keys;
 mod metrics;
 mod models;
 mod pace;
@@ -62,13 +63,12 @@ use tracing::Instrument;
 pub use addresses::{BadPrefix, IpPrefix};
 pub use expose::Expose;
 pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
+pub use keys::{ApiKeys, ToldKey, key_user_name};
 pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
 pub use relay::BrokenAnswer;
 pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{Drained, Server};
-pub use settings::{
-    ApiKeys, BadIdentifyBy, IdentifyBy, Limits, ProxySettings, Timeouts, key_user_name,
-};
+pub use settings::{BadIdentifyBy, IdentifyBy, Limits, ProxySettings, Timeouts};
 pub use splice::UsageSplice;
 
 use crate::admission::Admission;

@@ -17,7 +17,8 @@ use tokio::time::{Instant, timeout, timeout_at};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::headers::{API_KEY, PRIORITY};
-use super::settings::{IdentifyBy, ProxySettings, key_user_name};
+use super::keys::key_user_name;
+use super::settings::{IdentifyBy, ProxySettings};
 use crate::error::Failure;
 use crate::prompt::Parsed;
 
@@ -247,7 +248,8 @@ pub(super) fn identify<'a>(
     let by_key = || {
         let key = api_key(headers)?;
         let named = settings.api_keys.as_ref().and_then(|keys| keys.user(key));
-        Some(named.map_or_else(|| key_user_name(&hashing(), key).into(), Cow::from))
+        let name = named.map_or_else(|| key_user_name(&hashing(), key), |it| it.to_string());
+        Some(Cow::Owned(name))
     };
     for place in &settings.identify_by {
         let found = match place {
@@ -363,7 +365,7 @@ fn bounded<'a>(prefix: &str, name: &'a str) -> Cow<'a, str> {
 mod tests {
     use state::ids::ReplicaId;
 
-    use super::super::settings::ApiKeys;
+    use super::super::keys::ApiKeys;
     use super::*;
 
     #[test]

@@ -1,18 +1,16 @@
 //! What the data plane is told by the config.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 use http::{HeaderName, StatusCode};
 use state::ids::ReplicaId;
-use state::prefix::Hashing;
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::addresses::IpPrefix;
 use super::expose::Expose;
 use super::fields::{FieldRules, HeaderRules};
+use super::keys::ApiKeys;
 use super::splice::UsageSplice;
 use crate::backends::pool::PoolSettings;
 
@@ -235,96 +233,9 @@ impl fmt::Display for IdentifyBy {
     }
 }
 
-/// The keys that are served, each with the user it stands for.
-#[derive(Clone, Default)]
-pub struct ApiKeys {
-    /// By hash: the hash only finds an entry, the key itself decides.
-    by_hash: BTreeMap<u64, Vec<KnownKey>>,
-}
-
-#[derive(Clone)]
-struct KnownKey {
-    key: Box<[u8]>,
-    /// `None`: one without a name, see [`key_user_name`].
-    user: Option<String>,
-}
-
-impl ApiKeys {
-    /// Adds a key. `user` is whom its tokens are charged to; `None`: [`key_user_name`].
-    pub fn add(&mut self, key: &str, user: Option<String>) {
-        let entries = self.by_hash.entry(xxh3_64(key.as_bytes())).or_default();
-        entries.push(KnownKey {
-            key: key.as_bytes().into(),
-            user,
-        });
-    }
-
-    /// Whether a key is one of them.
-    #[must_use]
-    pub fn knows(&self, key: &[u8]) -> bool {
-        self.find(key).is_some()
-    }
-
-    /// The name of whom a key stands for; `None` when it has none, or is not known.
-    #[must_use]
-    pub fn user(&self, key: &[u8]) -> Option<&str> {
-        self.find(key)?.user.as_deref()
-    }
-
-    fn find(&self, key: &[u8]) -> Option<&KnownKey> {
-        let mut entries = self.by_hash.get(&xxh3_64(key))?.iter();
-        entries.find(|known| is_equal_in_constant_time(&known.key, key))
-    }
-}
-
-impl fmt::Debug for ApiKeys {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let keys: usize = self.by_hash.values().map(Vec::len).sum();
-        write!(f, "ApiKeys({keys} keys)")
-    }
-}
-
-/// The name of a user known only by a key. A hash that nobody outside the cluster can compute, so that
-/// a weak key cannot be guessed from the name.
-#[must_use]
-pub fn key_user_name(hashing: &Hashing, key: &[u8]) -> String {
-    let hash = match &hashing.secret {
-        Some(secret) => secret.hash(key),
-        None => xxh3_64_with_seed(key, hashing.seed),
-    };
-    format!("key-{hash:016x}")
-}
-
-/// Takes equally long for every pair of the same lengths.
-fn is_equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
-    a.len() == b.len()
-        && a.iter()
-            .zip(b)
-            .fold(0, |difference, (a, b)| difference | (a ^ b))
-            == 0
-}
-
 #[cfg(test)]
 mod tests {
-    use state::prefix::HashSecret;
-
     use super::*;
-
-    #[test]
-    fn a_key_is_known_by_itself_and_shown_nowhere() {
-        let mut keys = ApiKeys::default();
-        keys.add("sk-one", None);
-        keys.add("sk-two", Some("ada".to_owned()));
-        assert_eq!(keys.user(b"sk-two"), Some("ada"));
-        assert!(keys.knows(b"sk-one") && !keys.knows(b"sk-on"));
-        assert_eq!(keys.user(b"sk-one"), None, "it has no name of its own");
-        assert_eq!(format!("{keys:?}"), "ApiKeys(2 keys)");
-        let secret = Some(HashSecret::of_number(1));
-        let hashings = [1.into(), 2.into(), Hashing { seed: 1, secret }];
-        let names = hashings.map(|hashing| key_user_name(&hashing, b"sk-one"));
-        assert_eq!(names[0].len(), 20);
-        assert!(names[0] != names[1] && names[0] != names[2]);
-    }
 
     #[test]
     fn places_of_a_users_name_read_and_write_alike() {

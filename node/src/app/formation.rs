@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use api::backends::ProbeSettings;
 use api::clock::Clock;
-use api::proxy::{ApiKeys, IpPrefix, Limits, ProxySettings};
+use api::proxy::{IpPrefix, Limits, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Options, Peers, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
@@ -149,13 +149,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.identify_by.clone_from(&config.users.identify_by);
     let trusted_proxies = &config.users.trusted_proxies;
     settings.trusted_proxies.clone_from(trusted_proxies);
-    settings.api_keys = config.users.api_keys.as_ref().map(|keys| {
-        let mut known = ApiKeys::default();
-        for key in keys {
-            known.add(&key.key, key.user.clone());
-        }
-        known
-    });
+    settings.api_keys.clone_from(&config.users.api_keys);
     let statuses = config.retry.statuses.iter();
     settings.retry_statuses = statuses
         .filter_map(|&status| StatusCode::from_u16(status).ok())

@@ -14,6 +14,7 @@ mod formats;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod judge;
+mod key_file;
 mod machine;
 mod ports;
 mod readers;

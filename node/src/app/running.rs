@@ -95,6 +95,9 @@ pub(super) async fn start(
     );
     core.beside(admin::serve(sockets.admin, admin, core.stopping()));
     spawn_loops(&core);
+    if let (Some(file), Some(keys)) = (config.users.api_keys_file, config.users.api_keys) {
+        core.beside(super::key_file::follow(file, keys, core.stopping()));
+    }
     tracing::info!(
         replica = config.node.id.0,
         data = %addresses.data,

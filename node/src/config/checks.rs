@@ -7,17 +7,15 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use api::proxy::{Expose, UsageSplice};
+use api::proxy::{ApiKeys, Expose, UsageSplice};
 use state::ids::ReplicaId;
 use tracing_subscriber::EnvFilter;
 
 use super::fault::{Fault, Place};
 use super::layers::{Entry, Setting, Settings, Source, Values};
 use super::value::{Value, is_host};
-use super::{
-    AdminListener, ApiKey, Cluster, Config, Drain, Formation, Listen, Log, Node, Retry, Users,
-};
-use super::{admission, cluster, engines, models, policy, requests, routing, traffic};
+use super::{AdminListener, Cluster, Config, Drain, Formation, Listen, Log, Node, Retry, Users};
+use super::{admission, cluster, engines, key_file, models, policy, requests, routing, traffic};
 
 /// Checks everything together; what is wrong joins `settings.faults`. `None` when a value that the
 /// config needs is missing or unfit, which is then among the faults.
@@ -393,63 +391,28 @@ fn users(values: &Values, faults: &mut Vec<Fault>) -> Option<Users> {
         "basic" => Expose::Basic,
         _ => Expose::Full,
     };
-    let Some(path) = text(values, "users.api_keys_file") else {
-        return Some(Users {
-            identify_by,
-            trusted_proxies,
-            api_keys: None,
-            expose,
-        });
-    };
-    let keys = match std::fs::read_to_string(&path) {
-        Ok(text) => text
-            .lines()
-            .map(str::trim)
-            .filter(|line| !line.is_empty() && !line.starts_with('#'))
-            .map(api_key)
-            .collect::<Vec<_>>(),
-        Err(error) => {
-            let message = format!("users.api_keys_file: read {path:?}: {error}");
-            refuse(
-                values,
-                "users.api_keys_file",
-                message,
-                "a file with one key a line",
-                faults,
-            );
+    let file = text(values, "users.api_keys_file").map(PathBuf::from);
+    let api_keys = match file.as_deref().map(key_file::read) {
+        None => None,
+        Some(Ok(told)) => {
+            let keys = ApiKeys::default();
+            keys.replace(told);
+            Some(keys)
+        }
+        Some(Err(why)) => {
+            let path = "users.api_keys_file";
+            let expected = "a file with one key a line";
+            refuse(values, path, format!("{path}: {why}"), expected, faults);
             return None;
         }
     };
-    if keys.is_empty() {
-        let message = format!("users.api_keys_file: {path:?} holds no key");
-        refuse(
-            values,
-            "users.api_keys_file",
-            message,
-            "a file with one key a line",
-            faults,
-        );
-    }
     Some(Users {
         identify_by,
         trusted_proxies,
-        api_keys: Some(keys),
+        api_keys,
+        api_keys_file: file,
         expose,
     })
-}
-
-/// One line of the keys file: a key, and after white space the user it stands for.
-fn api_key(line: &str) -> ApiKey {
-    match line.split_once(char::is_whitespace) {
-        Some((key, user)) => ApiKey {
-            key: key.to_owned(),
-            user: Some(user.trim_start().to_owned()),
-        },
-        None => ApiKey {
-            key: line.to_owned(),
-            user: None,
-        },
-    }
 }
 
 fn drain(values: &Values) -> Option<Drain> {

@@ -310,7 +310,7 @@ const AFTER_ADMISSION: &[Key] = &[
         "users.api_keys_file",
         Kind::Text,
         Unset,
-        "File of accepted API keys, one a line, each with the user it stands for behind it if wanted; they do not reach engines. Unset: any key is accepted, and goes on to the engine, which may check it.",
+        "File of accepted API keys, one a line, each with the user it stands for behind it if wanted; they do not reach engines. Read again when it changes. Unset: any key is accepted, and goes on to the engine, which may check it.",
     ),
     key(
         "users.expose",

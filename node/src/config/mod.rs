@@ -9,6 +9,7 @@ mod engines;
 mod fault;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+pub(crate) mod key_file;
 mod keys;
 mod layers;
 mod listener_keys;
@@ -35,7 +36,7 @@ use std::time::Duration;
 
 use api::backends::{CircuitSettings, EngineKeys};
 use api::prompt::ModelSettings;
-use api::proxy::{Expose, FieldRules, HeaderRules, IdentifyBy, IpPrefix, UsageSplice};
+use api::proxy::{ApiKeys, Expose, FieldRules, HeaderRules, IdentifyBy, IpPrefix, UsageSplice};
 use api::routing::SelectSettings;
 use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
@@ -196,26 +197,11 @@ pub struct Users {
     /// Who speaks for many clients.
     pub trusted_proxies: Vec<IpPrefix>,
     /// Accepted API keys; `None`: any.
-    pub api_keys: Option<Vec<ApiKey>>,
+    pub api_keys: Option<ApiKeys>,
+    /// Where they are read again when it changes.
+    pub api_keys_file: Option<PathBuf>,
     /// What clients are told beside answers.
     pub expose: Expose,
-}
-
-/// An accepted API key. Shows itself nowhere.
-#[derive(Clone, PartialEq, Eq)]
-pub struct ApiKey {
-    /// The key.
-    pub key: String,
-    /// Whom its tokens are charged to; `None`: a name made from a hash of the key.
-    pub user: Option<String>,
-}
-
-impl std::fmt::Debug for ApiKey {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ApiKey")
-            .field("user", &self.user)
-            .finish_non_exhaustive()
-    }
 }
 
 /// `[limits]`.

@@ -1,0 +1,142 @@
+//! The keys that clients are served with.
+//!
+//! Kept as SHA-256 under a salt of this run, so that memory, core dumps and mistakes in logging hold
+//! no key. A key is looked up by that hash: what a comparison takes tells of a salted hash only. All
+//! keys can be replaced at once while requests are served.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use sha2::{Digest, Sha256};
+use state::prefix::Hashing;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+type Hash = [u8; 32];
+
+/// `None`: a key without a name, see [`key_user_name`].
+type User = Option<Arc<str>>;
+
+/// The keys that are served, each with the user it stands for. Clones are the same set.
+#[derive(Clone)]
+pub struct ApiKeys(Arc<Known>);
+
+struct Known {
+    salt: [u8; 32],
+    users: ArcSwap<BTreeMap<Hash, User>>,
+}
+
+/// A key as it is told, and whom its tokens are charged to; `None`: [`key_user_name`].
+pub type ToldKey = (String, Option<String>);
+
+impl Default for ApiKeys {
+    fn default() -> Self {
+        let known = Known {
+            salt: rand::random(),
+            users: ArcSwap::default(),
+        };
+        Self(Arc::new(known))
+    }
+}
+
+impl ApiKeys {
+    /// Adds a key.
+    pub fn add(&mut self, key: &str, user: Option<String>) {
+        let mut users = BTreeMap::clone(&self.0.users.load());
+        let (hash, user) = self.entry(key, user);
+        users.insert(hash, user);
+        self.0.users.store(Arc::new(users));
+    }
+
+    /// Has these keys and no others served from here on.
+    pub fn replace(&self, keys: Vec<ToldKey>) {
+        let users = keys.into_iter().map(|(key, user)| self.entry(&key, user));
+        self.0.users.store(Arc::new(users.collect()));
+    }
+
+    fn entry(&self, key: &str, user: Option<String>) -> (Hash, User) {
+        (self.hash(key.as_bytes()), user.map(Arc::from))
+    }
+
+    /// Whether a key is one of them.
+    #[must_use]
+    pub fn knows(&self, key: &[u8]) -> bool {
+        self.0.users.load().contains_key(&self.hash(key))
+    }
+
+    /// The name of whom a key stands for; `None` when it has none, or is not known.
+    #[must_use]
+    pub fn user(&self, key: &[u8]) -> User {
+        self.0.users.load().get(&self.hash(key)).cloned().flatten()
+    }
+
+    fn hash(&self, key: &[u8]) -> Hash {
+        Sha256::new()
+            .chain_update(self.0.salt)
+            .chain_update(key)
+            .finalize()
+            .into()
+    }
+}
+
+/// Whether both are one set.
+impl PartialEq for ApiKeys {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for ApiKeys {}
+
+impl fmt::Debug for ApiKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ApiKeys({} keys)", self.0.users.load().len())
+    }
+}
+
+/// The name of a user known only by a key. A hash that nobody outside the cluster can compute, so that
+/// a weak key cannot be guessed from the name.
+#[must_use]
+pub fn key_user_name(hashing: &Hashing, key: &[u8]) -> String {
+    let hash = match &hashing.secret {
+        Some(secret) => secret.hash(key),
+        None => xxh3_64_with_seed(key, hashing.seed),
+    };
+    format!("key-{hash:016x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use state::prefix::HashSecret;
+
+    use super::*;
+
+    #[test]
+    fn a_key_is_known_by_itself_and_shown_nowhere() {
+        let mut keys = ApiKeys::default();
+        keys.add("sk-one", None);
+        keys.add("sk-two", Some("ada".to_owned()));
+        assert_eq!(keys.user(b"sk-two").as_deref(), Some("ada"));
+        assert!(keys.knows(b"sk-one") && !keys.knows(b"sk-on"));
+        assert_eq!(keys.user(b"sk-one"), None, "it has no name of its own");
+        assert_eq!(format!("{keys:?}"), "ApiKeys(2 keys)");
+        let secret = Some(HashSecret::of_number(1));
+        let hashings = [1.into(), 2.into(), Hashing { seed: 1, secret }];
+        let names = hashings.map(|hashing| key_user_name(&hashing, b"sk-one"));
+        assert_eq!(names[0].len(), 20);
+        assert!(names[0] != names[1] && names[0] != names[2]);
+        // Another run keeps other hashes.
+        assert_ne!(keys.hash(b"sk-one"), ApiKeys::default().hash(b"sk-one"));
+    }
+
+    #[test]
+    fn keys_that_are_replaced_are_replaced_for_all_who_check() {
+        let mut keys = ApiKeys::default();
+        keys.add("sk-old", None);
+        let checker = keys.clone();
+        keys.replace(vec![("sk-new".to_owned(), Some("bo".to_owned()))]);
+        assert!(!checker.knows(b"sk-old"));
+        assert_eq!(checker.user(b"sk-new").as_deref(), Some("bo"));
+    }
+}

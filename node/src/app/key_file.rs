@@ -1,0 +1,116 @@
+//! Reads the file of API keys again when it changes, so that a key can be revoked without a restart.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use api::proxy::ApiKeys;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::key_file::read;
+
+/// How often the file is looked at.
+const INTERVAL: Duration = Duration::from_secs(2);
+
+/// What changes with a file: which one it is, how long, and when it was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp {
+    inode: u64,
+    bytes: u64,
+    written: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    /// `None`: it is not there.
+    fn of(file: &Path) -> Option<Self> {
+        let found = file.metadata().ok()?;
+        Some(Self {
+            inode: found.ino(),
+            bytes: found.len(),
+            written: (found.mtime(), found.mtime_nsec()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        })
+    }
+}
+
+/// A file of keys as it was seen last.
+struct Followed {
+    file: PathBuf,
+    keys: ApiKeys,
+    seen: Option<Stamp>,
+}
+
+impl Followed {
+    /// Reads the file if it is another one than before. One that cannot be read changes nothing.
+    fn look(&mut self) {
+        let stamp = Stamp::of(&self.file);
+        if stamp == self.seen {
+            return;
+        }
+        self.seen = stamp;
+        match read(&self.file) {
+            Ok(told) => {
+                self.keys.replace(told);
+                tracing::info!(keys = ?self.keys, "api keys read again");
+            }
+            Err(why) => tracing::warn!(why, "api keys not read again, those before stay"),
+        }
+    }
+}
+
+/// Follows `file` until `stop`.
+pub(super) async fn follow(file: PathBuf, keys: ApiKeys, stop: CancellationToken) {
+    // The first look reads it once more: it may have changed since the config was read.
+    let seen = None;
+    let mut followed = Followed { file, keys, seen };
+    let mut ticks = tokio::time::interval(INTERVAL);
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            _ = ticks.tick() => followed.look(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_follow_the_file_and_outlive_a_broken_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("keys");
+        let write = |text: &str| {
+            // As a careful hand would: written beside, renamed.
+            let beside = dir.path().join("beside");
+            std::fs::write(&beside, text).unwrap();
+            std::fs::rename(&beside, &file).unwrap();
+        };
+        write("sk-1 ada\n# old\nsk-2\n");
+        let keys = ApiKeys::default();
+        let mut followed = Followed {
+            file: file.clone(),
+            keys: keys.clone(),
+            seen: None,
+        };
+        followed.look();
+        assert_eq!(keys.user(b"sk-1").as_deref(), Some("ada"));
+        assert!(keys.knows(b"sk-2"));
+        write("sk-3 bo\n");
+        followed.look();
+        assert!(!keys.knows(b"sk-1") && !keys.knows(b"sk-2"));
+        for broken in [Some("# no key\n"), None] {
+            match broken {
+                Some(text) => write(text),
+                None => std::fs::remove_file(&file).unwrap(),
+            }
+            followed.look();
+            assert_eq!(keys.user(b"sk-3").as_deref(), Some("bo"), "{broken:?}");
+        }
+        write("sk-4\n");
+        followed.look();
+        assert!(keys.knows(b"sk-4") && !keys.knows(b"sk-3"));
+    }
+}
