@@ -15,7 +15,7 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
         "limits.max_connections",
         COUNT,
         By("16384"),
-        "Most client connections at a time; beyond, the longest idle ones are closed.",
+        "Most client connections at a time; beyond, the longest idle ones are closed. Lowered at start when the process may not have descriptors enough (docs/adr/0024).",
     ),
     key(
         "limits.max_connections_per_address",
@@ -27,7 +27,7 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
         "limits.max_requests",
         COUNT,
         By("16384"),
-        "Most requests under way at a time, from when their body is here; as many more may be on their way in.",
+        "Most requests under way at a time, from when their body is here; as many more may be on their way in. Lowered like `max_connections`.",
     ),
     key(
         "limits.max_requests_per_address",
