@@ -479,5 +479,5 @@ fn the_command_of_version_4_has_its_bytes() {
     let envelope = envelope(Lane::Admin, Command::PaceTime);
     let bytes = encode_envelope(&envelope);
     assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
-    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b01000010"].assert_eq(&hex(&bytes));
+    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b01000012"].assert_eq(&hex(&bytes));
 }

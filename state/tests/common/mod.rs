@@ -197,6 +197,9 @@ pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
 /// Four bins, and a service level.
 pub(crate) fn admission() -> AdmissionSettings {
     AdmissionSettings {
+        // Spelled out: the golden snapshot has them, whatever the defaults become.
+        queue_max: 10_000,
+        wait_ms_max: 60_000,
         bins: 4,
         sla: SlaSettings {
             inter_token_us: 50_000,
