@@ -8,6 +8,7 @@ pub mod dev;
 pub mod engine;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+mod memory;
 pub mod planted;
 mod private;
 pub mod replay;

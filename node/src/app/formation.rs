@@ -180,9 +180,10 @@ pub(super) fn tell_of_names(config: &Config) {
 }
 
 fn limits(limits: &config::Limits) -> Limits {
+    let default = Limits::default();
     Limits {
         body_bytes_max: limits.body_bytes_max,
-        held_bytes_max: limits.held_bytes_max,
+        held_bytes_max: limits.held_bytes_max.unwrap_or(default.held_bytes_max),
         read_ahead_bytes_max: limits.read_ahead_bytes_max,
         connections_max: to_usize(limits.connections_max),
         connections_per_address_max: to_usize(limits.connections_per_address_max),
@@ -191,7 +192,7 @@ fn limits(limits: &config::Limits) -> Limits {
         requests_per_address_max: to_usize(limits.requests_per_address_max),
         requests_per_user_max: to_usize(limits.requests_per_user_max),
         streams_per_connection_max: limits.streams_max,
-        ..Limits::default()
+        ..default
     }
 }
 

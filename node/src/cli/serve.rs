@@ -6,7 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::config;
 use crate::app::{App, ShutdownHandle};
-use crate::{descriptors, private, telemetry};
+use crate::{descriptors, memory, private, telemetry};
 
 /// `quorate serve`.
 #[derive(Debug, clap::Args)]
@@ -20,6 +20,7 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = args.config.load()?.config;
     telemetry::init(&config.log)?;
     descriptors::fit(&mut config.limits, descriptors::raise());
+    memory::fit(&mut config.limits, memory::limit());
     private::keep_new_files_private();
     for file in &config.secret_files {
         if private::is_open_to_others(file) {

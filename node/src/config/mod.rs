@@ -219,8 +219,8 @@ pub struct Limits {
     pub requests_per_address_max: u32,
     /// Most of one user.
     pub requests_per_user_max: u32,
-    /// Most bytes of bodies held.
-    pub held_bytes_max: u64,
+    /// Most bytes of bodies held; `None`: by the memory there is.
+    pub held_bytes_max: Option<u64>,
     /// Most bytes of an answer read ahead.
     pub read_ahead_bytes_max: u64,
     /// Most streams of an h2 connection.

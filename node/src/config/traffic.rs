@@ -16,7 +16,7 @@ pub(super) fn limits(values: &Values) -> Option<Limits> {
         requests_max,
         requests_per_address_max: share("limits.max_requests_per_address", requests_max),
         requests_per_user_max: share("limits.max_requests_per_user", requests_max),
-        held_bytes_max: size(values, "limits.max_held_bodies")?,
+        held_bytes_max: size(values, "limits.max_held_bodies"),
         read_ahead_bytes_max: size(values, "limits.read_ahead")?,
         streams_max: count(values, "limits.max_streams")?,
     })

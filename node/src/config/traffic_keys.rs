@@ -44,8 +44,8 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
     key(
         "limits.max_held_bodies",
         Kind::Size,
-        By("1GiB"),
-        "Most bytes of request bodies held at a time, from their first byte to the head of the answer; a body takes up to three times its length meanwhile.",
+        Unset,
+        "Most bytes of request bodies held at a time, from their first byte to the head of the answer; a body takes up to three times its length meanwhile. Unset: a quarter of the memory limit of the cgroup (container), at least `max_body`, at most 1 GiB.",
     ),
     key(
         "limits.read_ahead",

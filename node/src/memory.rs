@@ -1,0 +1,128 @@
+//! How much memory this process may take, and what of it requests may hold.
+//!
+//! In a container the kernel ends the process at the cgroup's limit: what requests hold has to fit
+//! well below. The limit is read once, at start.
+
+use std::path::{Path, PathBuf};
+
+use crate::config::Limits;
+
+/// Most bytes that requests hold where nothing else is said.
+const HELD_BYTES_MAX: u64 = 1 << 30;
+/// What version 1 shows where there is no limit, and whatever is as large.
+const UNLIMITED: u64 = 1 << 60;
+
+/// Chooses what the config leaves open by the `limit` of memory; warns when the limits do not fit.
+pub(crate) fn fit(limits: &mut Limits, limit: Option<u64>) {
+    let by_memory = held_bytes_max(limit, limits.body_bytes_max);
+    let chosen = limits.held_bytes_max.unwrap_or(by_memory);
+    limits.held_bytes_max = Some(chosen);
+    tracing::info!(limit, max_held_bodies = chosen, "memory");
+    if let Some(limit) = limit
+        && !is_fitting(chosen, limit)
+    {
+        tracing::warn!(
+            limit,
+            max_held_bodies = chosen,
+            "limits.max_held_bodies is more than half of the memory limit: the process may be killed for want of memory"
+        );
+    }
+}
+
+/// A quarter of the memory, as a body takes up to three times its length; at most
+/// [`HELD_BYTES_MAX`], but always room for one body.
+fn held_bytes_max(limit: Option<u64>, body_bytes_max: u64) -> u64 {
+    let by_memory = limit.map_or(HELD_BYTES_MAX, |limit| HELD_BYTES_MAX.min(limit / 4));
+    by_memory.max(body_bytes_max)
+}
+
+/// Whether half of the memory is enough for them; what is read ahead counts among them.
+fn is_fitting(held_bytes: u64, limit: u64) -> bool {
+    held_bytes <= limit / 2
+}
+
+/// The least limit of memory of the cgroups that this process is in; `None`: there is none.
+pub(crate) fn limit() -> Option<u64> {
+    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let files = own.lines().flat_map(files_of).collect::<Vec<_>>();
+    let read = |file: PathBuf| limit_in(&std::fs::read_to_string(file).ok()?);
+    files.into_iter().filter_map(read).min()
+}
+
+/// The files that may limit memory by one line of `/proc/self/cgroup`: of the group and of all above
+/// it. In a container's own view the group may not be found, its root is.
+fn files_of(line: &str) -> Vec<PathBuf> {
+    let mut parts = line.splitn(3, ':').skip(1);
+    let (Some(controllers), Some(group)) = (parts.next(), parts.next()) else {
+        return Vec::new();
+    };
+    let (root, file) = match controllers {
+        "" => ("/sys/fs/cgroup", "memory.max"),
+        _ if controllers.split(',').any(|it| it == "memory") => {
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        }
+        _ => return Vec::new(),
+    };
+    let group = Path::new(group.trim_start_matches('/'));
+    let groups = group.ancestors();
+    groups
+        .map(|it| Path::new(root).join(it).join(file))
+        .collect()
+}
+
+/// The limit that such a file tells; `None`: none.
+fn limit_in(text: &str) -> Option<u64> {
+    let bytes = text.trim().parse().ok()?;
+    (bytes < UNLIMITED).then_some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(line: &str) -> Vec<String> {
+        let files = files_of(line).into_iter();
+        files.map(|it| it.display().to_string()).collect()
+    }
+
+    #[test]
+    fn limits_are_looked_for_up_to_the_root() {
+        assert_eq!(
+            files("0::/a/b"),
+            [
+                "/sys/fs/cgroup/a/b/memory.max",
+                "/sys/fs/cgroup/a/memory.max",
+                "/sys/fs/cgroup/memory.max",
+            ]
+        );
+        assert_eq!(
+            files("4:cpu,memory:/a"),
+            [
+                "/sys/fs/cgroup/memory/a/memory.limit_in_bytes",
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            ]
+        );
+        assert_eq!(files("0::/"), ["/sys/fs/cgroup/memory.max"]);
+        for other in ["3:cpuset:/a", "9:name=systemd:/", "memory", ""] {
+            assert!(files(other).is_empty(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_limit_is_a_number_below_what_stands_for_none() {
+        assert_eq!(limit_in("536870912\n"), Some(512 << 20));
+        for none in ["max\n", "9223372036854771712\n", "", "-1", "1 2"] {
+            assert_eq!(limit_in(none), None, "{none:?}");
+        }
+    }
+
+    #[test]
+    fn requests_hold_a_quarter_of_the_memory_and_one_body_at_least() {
+        assert_eq!(held_bytes_max(None, 1), 1 << 30);
+        assert_eq!(held_bytes_max(Some(64 << 30), 1), 1 << 30);
+        assert_eq!(held_bytes_max(Some(512 << 20), 1), 128 << 20);
+        assert_eq!(held_bytes_max(Some(64 << 20), 32 << 20), 32 << 20);
+        assert!(is_fitting(256 << 20, 512 << 20));
+        assert!(!is_fitting((256 << 20) + 1, 512 << 20));
+    }
+}
