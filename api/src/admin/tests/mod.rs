@@ -148,7 +148,7 @@ fn status() -> ClusterStatus {
         is_voter: true,
         is_connected: true,
         lag,
-        clock_skew_ms: lag.map(|_| -1500),
+        clock_skew_ms: lag.map(|_| -500),
     };
     ClusterStatus {
         id: ReplicaId(1),

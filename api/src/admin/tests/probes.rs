@@ -29,6 +29,19 @@ async fn without_a_quorum_it_serves_degraded() {
 }
 
 #[tokio::test]
+async fn a_clock_that_differs_is_a_warning() {
+    let bench = Bench::with_backends();
+    {
+        let mut status = bench.cluster.status.lock().unwrap();
+        let member = status.members.get_mut(&ReplicaId(2)).unwrap();
+        member.clock_skew_ms = Some(-1500);
+    }
+    let warning = "the clock of replica 2 differs from this one's by -1500 ms";
+    let ready = json!({"status": "ready", "reasons": [], "warnings": [warning]});
+    assert_eq!(readiness(&bench).await, (200, ready));
+}
+
+#[tokio::test]
 async fn every_reason_against_readiness_is_named() {
     let bench = Bench::with_backends();
     {
@@ -123,7 +136,7 @@ async fn metrics_follow_the_text_format_and_tell_the_replica() {
         ("quorate_raft_applied_index ", 3.0),
         ("quorate_raft_lag_entries ", 6.0),
         ("quorate_raft_member_lag_entries replica=2", 4.0),
-        ("quorate_raft_clock_skew_seconds replica=2", -1.5),
+        ("quorate_raft_clock_skew_seconds replica=2", -0.5),
         ("quorate_state_backends ", 2.0),
         ("quorate_state_digest_mismatch_total ", 0.0),
         ("quorate_state_is_minority ", 0.0),
