@@ -105,6 +105,15 @@ fn networks_fail() {
 }
 
 #[test]
+fn peers_lie() {
+    each_of(&[Fault::Liar]);
+    held(&Run {
+        only: vec![Fault::Liar, Fault::IsolateLeader, Fault::Crash],
+        ..seed(8, 3000)
+    });
+}
+
+#[test]
 fn members_change() {
     each_of(&[Fault::Join, Fault::Transfer, Fault::Snapshot]);
     held(&Run {

@@ -66,6 +66,8 @@ pub use machine::{
     CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
 };
 pub use memory::{MemoryDisk, Shortage};
+#[cfg(feature = "fuzzing")]
+pub use net::lies;
 pub use net::{
     PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService, Secret, Tcp, Transport,
 };

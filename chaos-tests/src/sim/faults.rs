@@ -2,6 +2,10 @@
 
 use node::simulate::rng::Rng;
 
+/// Of so many faults one has a lie told beside it. It is drawn apart, so that what else goes wrong under a
+/// seed is what went wrong before there were liars.
+pub const LIES: u64 = 4;
+
 /// One way for things to go wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -56,10 +60,12 @@ pub enum Fault {
     FullDisk,
     /// A wall clock is wrong by hours or days for a long time; seldom all of them are.
     WrongClock,
+    /// A member that is wrong, or a stranger, makes calls that no sound replica makes.
+    Liar,
 }
 
 impl Fault {
-    /// All of them, with how often each is drawn.
+    /// All of them, with how often each is drawn. Lies come beside the others, see [`LIES`].
     pub const ALL: &[(Self, u32)] = &[
         (Self::Crash, 16),
         (Self::CrashAll, 3),
@@ -86,16 +92,25 @@ impl Fault {
         (Self::Descriptors, 5),
         (Self::FullDisk, 5),
         (Self::WrongClock, 5),
+        (Self::Liar, 0),
     ];
 
     /// The next one, of those that `only` names; of all when it is empty.
     pub fn draw(rng: &mut Rng, only: &[Self]) -> Self {
-        let can = |fault: &Self| only.is_empty() || only.contains(fault);
-        let drawn = Self::ALL.iter().filter(|(fault, _)| can(fault));
+        let drawn = Self::ALL.iter().filter_map(|(fault, weight)| {
+            // Named, it happens however seldom it does else.
+            let weight = if only.is_empty() {
+                *weight
+            } else {
+                (*weight).max(1)
+            };
+            let can = only.is_empty() || only.contains(fault);
+            can.then_some((fault, weight))
+        });
         let sum: u32 = drawn.clone().map(|(_, weight)| weight).sum();
         let mut left = rng.below(sum.into());
         for (fault, weight) in drawn {
-            match left.checked_sub(u64::from(*weight)) {
+            match left.checked_sub(u64::from(weight)) {
                 Some(rest) => left = rest,
                 None => return *fault,
             }
@@ -110,6 +125,7 @@ impl Fault {
             self,
             Self::ClockJump
                 | Self::CutStreams
+                | Self::Liar
                 | Self::SlowDisk
                 | Self::SlowLinks
                 | Self::Snapshot
@@ -191,6 +207,7 @@ mod tests {
         for _ in 0..10_000 {
             drawn.insert(Fault::draw(&mut rng, &[]));
         }
+        drawn.insert(Fault::draw(&mut rng, &[Fault::Liar]));
         assert_eq!(drawn.len(), Fault::ALL.len());
         for fault in drawn {
             assert_eq!(Fault::named(&fault.to_string()), Some(fault));

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use raft::{Role, Shortage};
 use state::ids::ReplicaId;
 
-use super::faults::{Fault, Remedy};
+use super::faults::{Fault, LIES, Remedy};
 use super::network::{Cut, LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
 use super::reach::{self, Ways};
 use super::workload::Change;
@@ -33,6 +33,13 @@ impl World {
         self.next_fault_us = self.now_us() + gap_us / 4 + self.rng.below(2 * gap_us);
         let only = self.options.only.clone();
         let fault = Fault::draw(&mut self.rng, &only);
+        if only.is_empty() && self.lies.below(LIES) == 0 {
+            self.happen(Fault::Liar);
+        }
+        self.happen(fault);
+    }
+
+    fn happen(&mut self, fault: Fault) {
         if self.inject(fault) {
             *self.counts.faults.entry(fault).or_default() += 1;
             self.trace
@@ -76,6 +83,7 @@ impl World {
             Fault::Transfer => self.transfer(),
             Fault::Snapshot => self.snapshot(),
             Fault::LoseState => self.lose_state(),
+            Fault::Liar => self.lie(),
             Fault::Descriptors => self.run_short(Shortage::Descriptors),
             Fault::FullDisk => self.run_short(Shortage::Space),
         }
@@ -399,6 +407,27 @@ impl World {
             return false;
         }
         self.start(id);
+        true
+    }
+
+    /// Somebody is lied to. What is wrong with how it takes it is a panic.
+    fn lie(&mut self) -> bool {
+        let up: Vec<u8> = self
+            .seats
+            .iter()
+            .filter(|(_, seat)| seat.machine.core().is_some())
+            .map(|(id, _)| *id)
+            .collect();
+        let draw = self.lies.next_u64();
+        if up.is_empty() {
+            return false;
+        }
+        let seat = &self.seats[&up[self.lies.below(up.len() as u64) as usize]];
+        let Some((core, handle)) = seat.machine.core().zip(seat.machine.handle()) else {
+            return false;
+        };
+        let replica = core.replica().clone();
+        handle.spawn(async move { raft::lies::tell(&replica, draw).await });
         true
     }
 

@@ -35,6 +35,8 @@ const IMAGE_EVERY_US: u64 = 2_000_000;
 const REPLICAS_MAX: usize = 7;
 /// What separates the world's draws from others under the same seed.
 const RNG_LABEL: u64 = 0x776f_726c;
+/// What separates lies from other draws under the same seed.
+const LIES_LABEL: u64 = 0x6c69_6573;
 /// What separates the draws of raft.
 const RAFT_LABEL: u64 = 0x7261_6674;
 
@@ -89,6 +91,8 @@ pub struct World {
     pub(super) plan: Plan,
     pub(super) options: Options,
     pub(super) rng: Rng,
+    /// Who is lied to and how.
+    pub(super) lies: Rng,
     pub(super) time: Time,
     pub(super) network: Network,
     pub(super) trace: Trace,
@@ -123,6 +127,7 @@ impl World {
         let scene = Scene::new(&plan, time.clone(), ledger.clone(), trace.clone());
         let mut world = Self {
             rng: Rng::new(seed, RNG_LABEL),
+            lies: Rng::new(seed, LIES_LABEL),
             options,
             time,
             network,

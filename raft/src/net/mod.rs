@@ -5,6 +5,8 @@ mod accept;
 mod client;
 mod door;
 mod guard;
+#[cfg(feature = "fuzzing")]
+pub mod lies;
 mod link;
 mod messages;
 mod parts;

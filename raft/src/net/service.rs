@@ -40,7 +40,7 @@ pub(crate) async fn serve(inner: Arc<Inner>, transport: Arc<dyn Transport>) {
     }
 }
 
-struct Service(Arc<Inner>);
+pub(super) struct Service(Arc<Inner>);
 
 impl From<Malformed> for Status {
     fn from(malformed: Malformed) -> Self {
@@ -64,6 +64,14 @@ fn sender_of<T>(request: &Request<T>) -> Option<Sender> {
 
 fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
     log_id.map(Into::into)
+}
+
+impl Service {
+    /// Answers for a replica that no listener serves.
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn new(inner: Arc<Inner>) -> Self {
+        Self(inner)
+    }
 }
 
 /// Writes the machine's state as it is to `file` and sends that; a failure ends the stream.

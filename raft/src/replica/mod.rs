@@ -191,6 +191,12 @@ impl Replica {
         self.inner.read_barrier(timeout).await
     }
 
+    /// What it is made of.
+    #[cfg(feature = "fuzzing")]
+    pub(crate) fn inner(&self) -> Arc<Inner> {
+        self.inner.clone()
+    }
+
     /// The present status.
     #[must_use]
     pub fn status(&self) -> Status {

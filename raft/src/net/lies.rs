@@ -1,0 +1,185 @@
+//! A peer that lies: calls that no sound replica makes, made to a running one as if they came over the
+//! network. Each must be refused. For simulated clusters.
+
+use tokio_stream::StreamExt;
+use tonic::Status;
+
+use super::guard::term_max;
+use super::service::Service;
+use crate::replica::{Inner, Replica};
+use crate::wire::proto;
+use crate::wire::proto::peer_client::PeerClient;
+use crate::wire::proto::peer_server::PeerServer;
+
+/// An id that no replica of a simulation has.
+const STRANGER: u64 = 250;
+
+/// Kinds of lies.
+pub const KINDS: u64 = 8;
+
+/// Tells `replica` a lie, chosen by `draw`.
+///
+/// # Panics
+/// When it is believed.
+pub async fn tell(replica: &Replica, draw: u64) {
+    let inner = replica.inner();
+    let mut client = PeerClient::new(PeerServer::new(Service::new(inner.clone())));
+    let lie = Lie::new(&inner, draw / KINDS);
+    let before = inner.own_vote().leader_id.term;
+    let told: Result<(), Status> = match draw % KINDS {
+        0 => client.propose(lie.undecodable()).await.map(drop),
+        1 => client.append(lie.leap()).await.map(drop),
+        2 => client.vote(lie.candidacy()).await.map(drop),
+        3 => client.append(lie.for_another()).await.map(drop),
+        4 => {
+            let parts = tokio_stream::iter(lie.snapshot()).chain(tokio_stream::pending());
+            client.install_snapshot(parts).await.map(drop)
+        }
+        5 => {
+            let told = tokio_stream::iter([lie.digest()]).chain(tokio_stream::pending());
+            client.messages(told).await.map(drop)
+        }
+        6 => {
+            let fetch = proto::FetchStateRequest {
+                header: Some(lie.stranger),
+            };
+            client.fetch_state(fetch).await.map(drop)
+        }
+        _ => client.append(lie.out_of_order()).await.map(drop),
+    };
+    let kind = draw % KINDS;
+    assert!(told.is_err(), "a lie of kind {kind} was believed");
+    let after = inner.own_vote().leader_id.term;
+    assert!(after < term_max(before), "term {before} has become {after}");
+}
+
+fn vote(term: u64, node: u64, committed: bool) -> Option<proto::Vote> {
+    Some(proto::Vote {
+        term,
+        node,
+        committed,
+    })
+}
+
+struct Lie {
+    /// Leads calls of a member that is wrong; of the stranger where there is no other.
+    member: proto::Header,
+    stranger: proto::Header,
+    /// More than any term.
+    term: u64,
+    draw: u64,
+}
+
+impl Lie {
+    fn new(inner: &Inner, draw: u64) -> Self {
+        let identity = &inner.links.identity;
+        let stranger = proto::Header {
+            from: STRANGER,
+            from_store: draw,
+            ..identity.header(identity.id, identity.store)
+        };
+        let (_, members) = inner.membership();
+        let others: Vec<u64> = members
+            .into_iter()
+            .filter(|id| *id != identity.id)
+            .collect();
+        let other = others.get(draw as usize % others.len().max(1)).copied();
+        let store = |id| inner.seen(|seen| seen.node(id).map(|node| node.store));
+        let member = other.and_then(|id| Some((id, store(id)?)));
+        Self {
+            member: member.map_or(stranger, |(from, from_store)| proto::Header {
+                from,
+                from_store,
+                ..stranger
+            }),
+            stranger,
+            term: u64::MAX - draw % 1000,
+            draw,
+        }
+    }
+
+    fn append(&self, vote: Option<proto::Vote>) -> proto::AppendRequest {
+        proto::AppendRequest {
+            header: Some(self.member),
+            vote,
+            has_quorum: true,
+            ..proto::AppendRequest::default()
+        }
+    }
+
+    fn undecodable(&self) -> proto::ProposeRequest {
+        let command = [&b"\xffga"[..], &self.draw.to_le_bytes()].concat();
+        proto::ProposeRequest {
+            header: Some(self.member),
+            command: command.into(),
+            timeout_ms: 1000,
+        }
+    }
+
+    fn leap(&self) -> proto::AppendRequest {
+        self.append(vote(self.term, self.member.from, true))
+    }
+
+    fn candidacy(&self) -> proto::VoteRequest {
+        proto::VoteRequest {
+            header: Some(self.member),
+            vote: vote(self.term, self.member.from, false),
+            last: None,
+            leadership_transfer: true,
+            pre_vote: self.draw.is_multiple_of(2),
+        }
+    }
+
+    /// A leader's call under a vote that somebody else was given.
+    fn for_another(&self) -> proto::AppendRequest {
+        self.append(vote(1 + self.draw % 100, STRANGER + 1, true))
+    }
+
+    fn snapshot(&self) -> Vec<proto::SnapshotPart> {
+        let start = proto::SnapshotStart {
+            header: Some(self.member),
+            vote: vote(self.term, self.member.from, true),
+            meta: Some(proto::SnapshotMeta::default()),
+        };
+        let chunk = proto::SnapshotChunk {
+            bytes: vec![0; 1000].into(),
+            crc: 0,
+        };
+        let parts = [
+            proto::snapshot_part::Part::Start(start),
+            proto::snapshot_part::Part::Chunk(chunk),
+        ];
+        let part = |part| proto::SnapshotPart { part: Some(part) };
+        parts.map(part).into()
+    }
+
+    /// A digest that nobody has, under the id of a member without its store.
+    fn digest(&self) -> proto::PeerMessage {
+        let header = proto::Header {
+            from_store: self.member.from_store.wrapping_add(1).max(1),
+            ..self.member
+        };
+        proto::PeerMessage {
+            header: Some(header),
+            bytes: self.draw.to_le_bytes().to_vec().into(),
+        }
+    }
+
+    /// Entries that leave a hole, from a log that would win every election.
+    fn out_of_order(&self) -> proto::AppendRequest {
+        let id = |index| proto::LogId {
+            term: self.term,
+            node: self.member.from,
+            index,
+        };
+        let entry = |index| proto::Entry {
+            log_id: Some(id(index)),
+            payload: Some(proto::entry::Payload::Blank(proto::Blank {})),
+        };
+        proto::AppendRequest {
+            previous: Some(id(self.draw % 100)),
+            entries: vec![entry(7), entry(9)],
+            ..self.append(vote(self.term, self.member.from, true))
+        }
+    }
+}
