@@ -162,6 +162,7 @@ impl Lie {
         proto::PeerMessage {
             header: Some(header),
             bytes: self.draw.to_le_bytes().to_vec().into(),
+            unix_ms: 0,
         }
     }
 
