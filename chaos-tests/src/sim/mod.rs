@@ -19,6 +19,7 @@ pub mod node;
 mod panics;
 pub mod plan;
 mod reach;
+mod remedies;
 mod run;
 pub mod trace;
 mod witness;

@@ -55,7 +55,7 @@ async fn a_new_cluster_goes_on_from_a_backup() {
     let replicas = cluster(3, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas));
     http.ready(&at).await;
-    let put = format!("http://{}/admin/v1/users/ada", at[0].admin);
+    let put = format!("http://{}/admin/v1/users/body:ada", at[0].admin);
     let weight = json!({ "weight_milli": 3000 });
     http.send(Method::PUT, &put, &weight).await;
     let mut backends = Vec::new();

@@ -1,0 +1,73 @@
+//! What ends each fault.
+
+use super::faults::Remedy;
+use super::network::{LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
+use super::world::World;
+
+impl World {
+    /// A fault ends.
+    pub(super) fn apply_remedy(&mut self, remedy: Remedy) {
+        let now_us = self.now_us();
+        self.trace.event(now_us, format_args!("ends {remedy:?}"));
+        match remedy {
+            Remedy::Start(id) => self.start(id),
+            Remedy::Kill(id) => self.kill(id),
+            Remedy::Resume(id) => {
+                if let Some(seat) = self.seats.get_mut(&id)
+                    && seat.machine.is_paused()
+                {
+                    super::log::on(id, now_us);
+                    seat.machine.resume(now_us);
+                    super::log::off();
+                    self.network.resume(id);
+                }
+            }
+            Remedy::RightClock(id) => self.seats[&id].machine.wall.set_error_ms(0),
+            Remedy::Heal(links) => {
+                for (from, to) in links {
+                    self.network.heal(from, to);
+                    self.links_down.remove(&(from, to));
+                }
+                self.observe_reach();
+            }
+            Remedy::Soothe(links) | Remedy::Quicken(links) => self.soothe(&links),
+            Remedy::QuickDisk(id) => self.seats[&id].pace.recover(),
+            Remedy::EndShortage(id) => self.seats[&id].machine.disk.run_short(None),
+            Remedy::MendDisk(id) => {
+                self.kill(id);
+                if let Some(seat) = self.seats.get_mut(&id) {
+                    seat.machine.disk.fail(None);
+                    seat.is_disk_bad = false;
+                }
+                let wait_us = self.while_us(1000);
+                self.remedy_in(wait_us, Remedy::Start(id));
+            }
+        }
+    }
+
+    /// Links are as they were drawn; of a bad network they stay bad while faults last.
+    fn soothe(&mut self, links: &[(u8, u8)]) {
+        for (from, to) in links {
+            let drawn = Link::draw(&mut self.rng);
+            let is_bad = self.plan.is_network_bad && self.next_fault_us > 0;
+            self.network.change_link(*from, *to, |link| {
+                let cut = link.cut;
+                *link = Link { cut, ..drawn };
+                if is_bad {
+                    link.loss_permille = LOSS_PERMILLE_BAD / 4;
+                    link.repeats_permille = REPEATS_PERMILLE_BAD / 4;
+                }
+            });
+        }
+    }
+
+    /// Every link there is, sound or bad as the plan says.
+    pub(super) fn soothe_all(&mut self) {
+        let ids: Vec<u8> = self.seats.keys().copied().collect();
+        let links = ids
+            .iter()
+            .flat_map(|from| ids.iter().map(|to| (*from, *to)));
+        let links: Vec<(u8, u8)> = links.filter(|(from, to)| from != to).collect();
+        self.soothe(&links);
+    }
+}
