@@ -60,7 +60,7 @@ const IN_CLUSTERS: &[InCluster] = &[
         "I26",
         &[Fault::LoseState, Fault::Transfer],
         4,
-        2,
+        24,
     ),
     ("raft.SnapshotNotAdopted", "did not start", STOPPED, 6, 16),
     ("raft.SnapshotNotSynced", "did not start", STOPPED, 6, 2),
