@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use state::command::Command;
 use state::quotas::UserLimits;
+use state::{STAMP_LATE_MS_MAX, UNANIMOUS_MS};
 
 use super::chat::{OVER_LIMIT, ask_as};
 use super::{Desk, operator};
@@ -14,8 +15,9 @@ const KIND: u64 = 6;
 const WINDOW_MS: u32 = 1000;
 /// Requests it takes at most until the user is over its limit of one.
 const REQUESTS_MAX: u32 = 5;
-/// What the log may take beside the window to tell what was used.
-const LAG: Duration = Duration::from_secs(1);
+/// What the log may take beside the window to tell what was used; and for how long replicated time may
+/// stand after clocks were set right: until the stamps agree, and what a stamp may be late.
+const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_MAX);
 
 /// Blames the cluster where the user is refused still. I51.
 pub(super) async fn wait_out(desk: &Desk, client: u32) {
