@@ -103,16 +103,20 @@ async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
     cluster.shutdown().await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_on_a_full_disk_can_be_stopped() {
-    let mut cluster = Cluster::found_with(1, |options| {
-        options.storage = Storage::Memory(MemoryDisk::new());
+/// A cluster of one replica that has committed a command, and its disk.
+async fn alone_on_memory() -> (Cluster, MemoryDisk) {
+    let disk = MemoryDisk::new();
+    let cluster = Cluster::found_with(1, |options| {
+        options.storage = Storage::Memory(disk.clone());
     })
     .await;
     cluster.seats[0].propose("before").await;
-    let Storage::Memory(disk) = cluster.seats[0].options.storage.clone() else {
-        unreachable!("it was given memory")
-    };
+    (cluster, disk)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_on_a_full_disk_can_be_stopped() {
+    let (mut cluster, disk) = alone_on_memory().await;
     disk.run_short(Some(Shortage::Space));
     let replica = cluster.seats[0].replica().clone();
     let proposed = tokio::spawn(async move { replica.propose(b"x".to_vec(), PATIENCE).await });
@@ -129,14 +133,7 @@ async fn a_replica_on_a_full_disk_can_be_stopped() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_snapshot_waits_for_descriptors() {
-    let mut cluster = Cluster::found_with(1, |options| {
-        options.storage = Storage::Memory(MemoryDisk::new());
-    })
-    .await;
-    cluster.seats[0].propose("before").await;
-    let Storage::Memory(disk) = cluster.seats[0].options.storage.clone() else {
-        unreachable!("it was given memory")
-    };
+    let (mut cluster, disk) = alone_on_memory().await;
     disk.run_short(Some(Shortage::Descriptors));
     let replica = cluster.seats[0].replica().clone();
     assert!(replica.snapshot().await.is_err());
