@@ -14,3 +14,4 @@ mod private;
 pub mod replay;
 pub mod simulate;
 pub mod telemetry;
+pub mod terminal;

@@ -26,6 +26,7 @@ use state::RouterState;
 use tokio::io::AsyncReadExt;
 
 use super::client::{Target, judged, no_answer};
+use crate::terminal;
 
 /// Longest wait for the other side to send or take anything.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -89,9 +90,9 @@ pub(super) async fn backup(args: Backup) -> anyhow::Result<ExitCode> {
     }
     let (head, bytes) = kept?;
     if args.json {
-        super::print(serde_json::to_string(&head)?)?;
+        terminal::print(serde_json::to_string(&head)?)?;
     } else {
-        super::print(format_args!(
+        terminal::print(format_args!(
             "{}: {bytes} bytes, checked\n{}",
             file.display(),
             told(&head)
@@ -105,14 +106,14 @@ pub(super) async fn restore(args: Restore) -> anyhow::Result<ExitCode> {
     let head = verified(&args.file).await?;
     let answer = send(&args).await?;
     if args.json {
-        super::print(serde_json::to_string(&answer)?)?;
+        terminal::print(serde_json::to_string(&answer)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     let text = |field: &str| match &answer[field] {
         Value::String(text) => text.clone(),
         other => other.to_string(),
     };
-    super::print(format_args!(
+    terminal::print(format_args!(
         "restored at log index {}\n{}\nthe cluster has {} backends, {} users, {} blocks\n\
          digest {} at index {}",
         text("index"),

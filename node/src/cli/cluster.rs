@@ -7,6 +7,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::client::Target;
+use crate::terminal;
 
 /// What `node.id` can be.
 fn ids() -> clap::builder::RangedI64ValueParser<u8> {
@@ -102,6 +103,6 @@ pub(super) async fn snapshot(args: Snapshot) -> anyhow::Result<ExitCode> {
 }
 
 fn show(answer: &Value) -> anyhow::Result<ExitCode> {
-    super::print(serde_json::to_string(answer)?)?;
+    terminal::print(serde_json::to_string(answer)?)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 use crate::config::{Loaded, Origin, load, print, schema};
+use crate::terminal;
 
 /// What to do with a config.
 #[derive(Debug, Subcommand)]
@@ -41,10 +42,10 @@ pub(super) fn run(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Check(args) => {
             let loaded = args.load()?;
-            super::print(format_args!("{}: ok", loaded.file))?;
+            terminal::print(format_args!("{}: ok", loaded.file))?;
         }
-        Command::Print(args) => super::print(print(&args.load()?).trim_end())?,
-        Command::Schema => super::print(serde_json::to_string_pretty(&schema())?)?,
+        Command::Print(args) => terminal::print(print(&args.load()?).trim_end())?,
+        Command::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use super::client::Target;
 use super::read::print_json;
-use super::table::{cell, table};
+use super::table::cell;
+use crate::terminal::{self, table};
 
 /// `quorate explain`.
 #[derive(Debug, clap::Args)]
@@ -169,5 +170,5 @@ fn show(answer: &Value) -> anyhow::Result<()> {
         ];
         table.add_row(cells.map(cell));
     }
-    super::print(format_args!("{}\n\n{table}", lines.join("\n")))
+    terminal::print(format_args!("{}\n\n{table}", lines.join("\n")))
 }

@@ -13,10 +13,7 @@ mod recover;
 mod serve;
 mod table;
 
-pub(crate) use table::table;
-
-use std::fmt::Display;
-use std::io::{ErrorKind, IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -24,10 +21,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 use api::shown::escaped_lines;
 
 use crate::config::Faults;
+use crate::terminal::print;
 use crate::{descriptors, telemetry};
-
-/// Status of a process that a signal ended before it was done: 128 and the number of SIGINT.
-pub(crate) const INTERRUPTED: u8 = 130;
 
 /// A replicated router for LLM inference fleets.
 #[derive(Debug, Parser)]
@@ -157,14 +152,6 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
         .enable_all()
         .build()?;
     runtime.block_on(command)
-}
-
-/// Writes a result to stdout. `println!` would panic when the reader has gone. Whatever others named
-/// in it: a terminal is not to obey it.
-pub(crate) fn print(result: impl Display) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{}", escaped_lines(&result.to_string()))?;
-    Ok(out.flush()?)
 }
 
 /// Whether a command ended because nobody reads its result any more, as below `head`.

@@ -6,7 +6,8 @@ use api::shown::is_obeyed;
 use serde_json::{Value, json};
 
 use super::client::Target;
-use super::table::{cell, table};
+use super::table::cell;
+use crate::terminal::{self, table};
 
 /// What all reading commands take.
 #[derive(Debug, clap::Args)]
@@ -60,7 +61,7 @@ pub(super) async fn status(args: Args) -> anyhow::Result<ExitCode> {
             cell(&digest["index"])
         ),
     ];
-    super::print(format_args!(
+    terminal::print(format_args!(
         "{}\n\n{}",
         lines.join("\n"),
         members(&cluster)
@@ -153,7 +154,7 @@ pub(super) async fn backends(args: Args) -> anyhow::Result<ExitCode> {
             },
         ]);
     }
-    super::print(table)?;
+    terminal::print(table)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -199,7 +200,7 @@ pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
             cell(&window["output"]),
         ]);
     }
-    super::print(table)?;
+    terminal::print(table)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -262,7 +263,7 @@ fn shown(json: &str) -> String {
 }
 
 pub(super) fn print_json(value: &Value) -> anyhow::Result<ExitCode> {
-    super::print(shown(&serde_json::to_string_pretty(value)?))?;
+    terminal::print(shown(&serde_json::to_string_pretty(value)?))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 
 use super::config;
+use crate::terminal;
 
 /// `quorate recover`.
 #[derive(Debug, clap::Args)]
@@ -20,14 +21,14 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let aside = raft::set_store_aside(data_dir)
         .with_context(|| format!("set the store below {} aside", data_dir.display()))?;
     let Some(aside) = aside else {
-        super::print(format_args!(
+        terminal::print(format_args!(
             "no store below {}, nothing to do",
             data_dir.display()
         ))?;
         return Ok(ExitCode::SUCCESS);
     };
     let id = config.node.id;
-    super::print(format_args!(
+    terminal::print(format_args!(
         "The store of replica {id} is now at {}. To rebuild the replica from its peers:\n\
          \n\
          1. quorate member remove {id} --admin URL-OF-ANOTHER-REPLICA\n\

@@ -6,7 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::config;
 use crate::app::{App, ShutdownHandle};
-use crate::{descriptors, memory, private, telemetry};
+use crate::{descriptors, memory, private, telemetry, terminal};
 
 /// `quorate serve`.
 #[derive(Debug, clap::Args)]
@@ -52,7 +52,7 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
             }
             if signals > 1 {
                 tracing::warn!("second signal, leaving at once");
-                return Ok(ExitCode::from(super::INTERRUPTED));
+                return Ok(ExitCode::from(terminal::INTERRUPTED));
             }
             shutdown.drain();
         }

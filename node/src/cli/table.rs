@@ -1,26 +1,7 @@
-//! Results as tables: one look for all commands, plain when stdout is no terminal.
-
-use std::io::IsTerminal;
+//! JSON values as cells of a table.
 
 use api::shown::escaped;
-use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
-
-/// An empty table with these column heads.
-pub(crate) fn table(heads: &[&str]) -> Table {
-    let mut table = Table::new();
-    let is_terminal = std::io::stdout().is_terminal();
-    table.load_preset(if is_terminal {
-        presets::UTF8_HORIZONTAL_ONLY
-    } else {
-        presets::NOTHING
-    });
-    if is_terminal {
-        table.set_content_arrangement(ContentArrangement::Dynamic);
-    }
-    table.set_header(heads);
-    table
-}
 
 /// A JSON value as one cell: texts without quotes, lists with commas, nothing as a dash.
 pub(super) fn cell(value: &Value) -> String {

@@ -15,13 +15,13 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::cli::INTERRUPTED;
 use crate::engine::events::Faults;
 use crate::replay::chats::{Chats, ChatsOptions};
 use crate::replay::load::{Plan, Work, run as run_load};
 use crate::replay::progress::{bar, show};
 use crate::replay::report::Report;
 use crate::replay::targets::Targets;
+use crate::terminal::{self, INTERRUPTED};
 use engines::{Engines, EnginesPlan};
 use fleet::{Fleet, FleetPlan};
 use outcome::Outcome;
@@ -122,7 +122,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
         tokio::select! {
             report = drive(&args, &fleet) => {
                 let outcome = Outcome::of(report?, &fleet).await;
-                crate::cli::print(outcome.tables())?;
+                terminal::print(outcome.tables())?;
                 if !outcome.is_good() {
                     code = ExitCode::FAILURE;
                 }
@@ -135,7 +135,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
         code = ExitCode::from(INTERRUPTED);
     }
     if !args.once && !told_to_leave {
-        crate::cli::print(fleet.urls())?;
+        terminal::print(fleet.urls())?;
         tokio::select! {
             _ = interrupts.recv() => {}
             _ = terminations.recv() => {}

@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use super::fleet::{Fleet, Replica, wait_on};
 use crate::replay::report::Report;
 use crate::replay::tables;
+use crate::terminal;
 
 /// Longest wait until what was learnt is applied everywhere.
 const AGREE_DEADLINE: Duration = Duration::from_secs(10);
@@ -69,7 +70,7 @@ impl Outcome {
 
     /// Everything a reader wants to know, as text.
     pub(super) fn tables(&self) -> String {
-        let mut table = crate::cli::table(&[
+        let mut table = terminal::table(&[
             "replica",
             "role",
             "term",

@@ -16,9 +16,9 @@ use super::progress::{bar, show};
 use super::report::Report;
 use super::targets::Targets;
 use super::trace::Arrival;
-use crate::cli::INTERRUPTED;
 use crate::dev::engines::{Engines, EnginesPlan};
 use crate::dev::fleet::{Fleet, FleetPlan};
+use crate::terminal::{self, INTERRUPTED};
 
 /// Stands for every policy there is.
 pub(super) const EVERY_POLICY: &str = "all";
@@ -65,9 +65,9 @@ pub(super) async fn compare(
         }
     }
     if comparison.is_json {
-        crate::cli::print(serde_json::to_string_pretty(&rows)?)?;
+        terminal::print(serde_json::to_string_pretty(&rows)?)?;
     } else {
-        crate::cli::print(tabled(&rows))?;
+        terminal::print(tabled(&rows))?;
     }
     let failed = |row: &Row| row.report.total.failed + row.report.total.lost > 0;
     Ok(if rows.iter().any(failed) {

@@ -20,6 +20,7 @@ use super::workload::{Lengths, Mix, User, Workload};
 use crate::engine::model::Shape;
 use crate::replay::progress::bar;
 use crate::replay::trace::{self, Scale, TraceOptions};
+use crate::terminal;
 
 /// Arguments that do not fit together, or a trace that cannot be read: exit code 2.
 #[derive(Debug, thiserror::Error)]
@@ -291,9 +292,9 @@ pub fn run(args: &SimulateArgs) -> anyhow::Result<ExitCode> {
             .with_context(|| format!("write {}", path.display()))?;
     }
     if args.json {
-        crate::cli::print(serde_json::to_string_pretty(&comparison)?)?;
+        terminal::print(serde_json::to_string_pretty(&comparison)?)?;
     } else {
-        crate::cli::print(print::tables(&comparison))?;
+        terminal::print(print::tables(&comparison))?;
     }
     let is_sound = comparison.runs.iter().all(|run| run.faults.is_empty());
     let has_shown = comparison.verdicts.iter().all(|verdict| verdict.holds);

@@ -3,7 +3,7 @@
 use comfy_table::{CellAlignment, Table};
 
 use super::report::Comparison;
-use crate::cli::table;
+use crate::terminal::table;
 
 /// The tables and the verdicts, one below the other.
 #[must_use]
