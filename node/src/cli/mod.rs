@@ -121,7 +121,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             let quiet = "warn,raft::replica=error,openraft=off";
             telemetry::init_for_command(quiet)?;
             descriptors::raise();
-            block_on(crate::replay::run(args))
+            block_on(crate::replay::run::<crate::dev::fleet::Fleet>(args))
         }
         Command::Simulate(args) => crate::simulate::run(&args),
         Command::Dev(args) => {

@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep};
 use crate::app::{Addresses, App, ShutdownHandle, Sockets};
 use crate::config::{self, Config, Formation, Listen, Origin};
 use crate::engine::EngineOptions;
+use crate::replay::ClusterUnderTest;
 use crate::replay::client::Client;
 use crate::replay::targets::Targets;
 
@@ -188,6 +189,25 @@ impl Fleet {
                 tracing::error!(%error, "replica broke while leaving");
             }
         }
+    }
+}
+
+impl ClusterUnderTest for Fleet {
+    async fn start(settings: &[String], backends: &[BackendSpec]) -> anyhow::Result<Self> {
+        let plan = FleetPlan {
+            port: Some(0),
+            settings,
+            ..FleetPlan::default()
+        };
+        Self::start(plan, backends).await
+    }
+
+    fn data_urls(&self) -> Vec<String> {
+        self.data_urls()
+    }
+
+    async fn stop(self) {
+        self.leave().await;
     }
 }
 

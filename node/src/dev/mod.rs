@@ -4,7 +4,6 @@
 //! Nothing is simplified: the replicas are the ones `quorate serve` runs, with their own sockets,
 //! log and snapshots each; only the engines are emulated, unless real ones are named.
 
-pub(crate) mod engines;
 pub(crate) mod fleet;
 mod outcome;
 
@@ -16,13 +15,13 @@ use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::engine::events::Faults;
+use crate::engine::fleet::{Engines, EnginesPlan};
 use crate::replay::chats::{Chats, ChatsOptions};
 use crate::replay::load::{Plan, Work, run as run_load};
 use crate::replay::progress::{bar, show};
 use crate::replay::report::Report;
 use crate::replay::targets::Targets;
 use crate::terminal::{self, INTERRUPTED};
-use engines::{Engines, EnginesPlan};
 use fleet::{Fleet, FleetPlan};
 use outcome::Outcome;
 

@@ -7,13 +7,14 @@
 //!
 //! What enters and leaves the cache it can publish as vLLM does ([`events`]).
 //!
-//! `quorate engine` runs one; several can run in one process.
+//! `quorate engine` runs one; several can run in one process ([`fleet`]).
 
 mod answer;
 mod args;
 pub mod cache;
 mod driver;
 pub mod events;
+pub mod fleet;
 mod http;
 mod metrics;
 pub mod model;

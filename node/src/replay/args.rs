@@ -9,12 +9,12 @@ use state::policy::POLICY_NAMES;
 
 use super::client::Client;
 use super::load::{Plan, Work, run as run_load};
-use super::policies::{self, Comparison, EVERY_POLICY};
+use super::policies::{self, ClusterUnderTest, Comparison, EVERY_POLICY};
 use super::print;
 use super::progress::{bar, show};
 use super::targets::Targets;
 use super::trace::{self, Scale, TraceOptions};
-use crate::dev::engines::EnginesPlan;
+use crate::engine::fleet::EnginesPlan;
 
 /// Drive a recorded trace against running replicas or engines.
 #[derive(Debug, Clone, clap::Args)]
@@ -90,11 +90,12 @@ fn policy(text: &str) -> Result<String, String> {
     Err(format!("expected {EVERY_POLICY:?} or some of {names}"))
 }
 
-/// Replays the trace and prints the report; the exit code is 1 when requests failed.
+/// Replays the trace and prints the report; the exit code is 1 when requests failed. A comparison of
+/// policies runs clusters of type `C`.
 ///
 /// # Errors
 /// When the trace cannot be read, a target is no URL, or the first target serves no model.
-pub async fn run(args: ReplayArgs) -> anyhow::Result<ExitCode> {
+pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCode> {
     let options = TraceOptions {
         scale: args.scale,
         first: args.first,
@@ -108,7 +109,7 @@ pub async fn run(args: ReplayArgs) -> anyhow::Result<ExitCode> {
         args.trace.display()
     );
     if !args.policies.is_empty() {
-        return policies::compare(&args.comparison(), &arrivals).await;
+        return policies::compare::<C>(&args.comparison(), &arrivals).await;
     }
     let targets = Targets::new(&args.target)?;
     let model = match args.model {

@@ -19,4 +19,5 @@ pub mod text;
 pub mod trace;
 
 pub use args::{ReplayArgs, run};
+pub use policies::ClusterUnderTest;
 pub use print::tables;

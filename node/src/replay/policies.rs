@@ -1,27 +1,46 @@
 //! `quorate replay --policies`: the same trace through one policy after the other, each with three
 //! fresh replicas and fresh emulated engines in this process, and one table of what came of it.
 //!
-//! Replicas and engines are those of `quorate dev`. What is compared is the policies, not the
-//! machine: engines only wait where a GPU would work, and as long as the load generator keeps up
-//! (`late`) so do they.
+//! Replicas and engines are those of `quorate dev`; the replicas come through a port
+//! ([`ClusterUnderTest`]), as this crate does not know the router. What is compared is the policies,
+//! not the machine: engines only wait where a GPU would work, and as long as the load generator keeps
+//! up (`late`) so do they.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use serde::Serialize;
+use state::command::BackendSpec;
 
+use super::client::Client;
 use super::load::{Plan, Work, run as run_load};
 use super::print::{align_numbers, percent, table};
 use super::progress::{bar, show};
 use super::report::Report;
 use super::targets::Targets;
 use super::trace::Arrival;
-use crate::dev::engines::{Engines, EnginesPlan};
-use crate::dev::fleet::{Fleet, FleetPlan};
+use crate::engine::fleet::{Engines, EnginesPlan};
 use crate::terminal::{self, INTERRUPTED};
 
 /// Stands for every policy there is.
 pub(super) const EVERY_POLICY: &str = "all";
+
+/// Replicas that a comparison starts for each policy and stops after it.
+pub trait ClusterUnderTest: Sized {
+    /// Starts replicas with these settings in their config, `section.key=value` each, and waits until
+    /// all of them route requests to `backends`.
+    fn start(
+        settings: &[String],
+        backends: &[BackendSpec],
+    ) -> impl Future<Output = anyhow::Result<Self>>;
+
+    /// The base URLs clients send requests to, one per replica.
+    fn data_urls(&self) -> Vec<String>;
+
+    /// Stops the replicas and deletes what they stored.
+    fn stop(self) -> impl Future<Output = ()>;
+}
 
 /// What is compared, and how.
 pub(super) struct Comparison<'a> {
@@ -47,7 +66,7 @@ struct Row {
 
 /// Replays the trace through each policy and prints the table; the exit code is 1 when requests
 /// failed.
-pub(super) async fn compare(
+pub(super) async fn compare<C: ClusterUnderTest>(
     comparison: &Comparison<'_>,
     arrivals: &[Arrival],
 ) -> anyhow::Result<ExitCode> {
@@ -55,7 +74,7 @@ pub(super) async fn compare(
     for policy in &comparison.policies {
         let engines = Engines::start(comparison.engines).await?;
         let row = tokio::select! {
-            row = with_policy(comparison, policy, &engines, arrivals) => Some(row),
+            row = with_policy::<C>(comparison, policy, &engines, arrivals) => Some(row),
             interrupt = tokio::signal::ctrl_c() => interrupt.map(|()| None)?,
         };
         engines.stop().await;
@@ -77,7 +96,7 @@ pub(super) async fn compare(
     })
 }
 
-async fn with_policy(
+async fn with_policy<C: ClusterUnderTest>(
     comparison: &Comparison<'_>,
     policy: &'static str,
     engines: &Engines,
@@ -85,14 +104,12 @@ async fn with_policy(
 ) -> anyhow::Result<Row> {
     let mut settings = comparison.settings.to_vec();
     settings.push(format!("routing.policy={policy}"));
-    let plan = FleetPlan {
-        port: Some(0),
-        settings: &settings,
-        ..FleetPlan::default()
-    };
-    let fleet = Fleet::start(plan, &engines.specs).await?;
-    let model = fleet.first_model().await?;
-    let targets = Targets::new(&fleet.data_urls())?;
+    let cluster = C::start(&settings, &engines.specs).await?;
+    let targets = Targets::new(&cluster.data_urls())?;
+    let model = Client::new(comparison.timeout)
+        .first_model(targets.uri(0, "/v1/models"))
+        .await
+        .context("ask for the models")?;
     let bar = bar(arrivals.len() as u64)?;
     bar.set_prefix(format!("{policy} "));
     let plan = Plan {
@@ -104,7 +121,7 @@ async fn with_policy(
     };
     let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;
     bar.finish_and_clear();
-    fleet.leave().await;
+    cluster.stop().await;
     Ok(Row {
         policy,
         load_spread: spread(&report, engines.specs.len()),

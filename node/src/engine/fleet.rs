@@ -1,4 +1,4 @@
-//! The engines of a dev cluster: emulated ones in this process, or real ones by their URLs.
+//! The engines behind a demo cluster: emulated ones in this process, or real ones by their URLs.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -6,39 +6,43 @@ use std::net::SocketAddr;
 use anyhow::Context as _;
 use state::command::BackendSpec;
 
-use crate::engine::events::{Faults, Form};
-use crate::engine::{Engine, EngineHandle, EngineOptions, EventsOptions};
+use super::events::{Faults, Form};
+use super::{Engine, EngineHandle, EngineOptions, EventsOptions};
 
 /// First port of the emulated engines, if it and those after it are free.
 const FIRST_PORT: u16 = 9001;
 
-/// Which engines to put behind the replicas.
+/// Which engines to start, or to use.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct EnginesPlan<'a> {
+pub struct EnginesPlan<'a> {
     /// Real ones; when there are any, none is emulated.
-    pub(crate) urls: &'a [String],
+    pub urls: &'a [String],
     /// Emulated ones.
-    pub(crate) count: u8,
+    pub count: u8,
     /// How many times faster than a small GPU these run.
-    pub(crate) speed: f64,
+    pub speed: f64,
     /// Blocks of each one's cache; `None`: as many as an emulated engine has by default.
-    pub(crate) blocks: Option<u32>,
+    pub blocks: Option<u32>,
     /// Whether they publish KV events and the replicas read them.
-    pub(crate) has_events: bool,
+    pub has_events: bool,
     /// What goes wrong with these events.
-    pub(crate) faults: Option<&'a Faults>,
+    pub faults: Option<&'a Faults>,
 }
 
-/// Engines to put behind the replicas.
-pub(crate) struct Engines {
+/// Engines that run, as a cluster registers them.
+#[derive(Debug)]
+pub struct Engines {
     emulated: Vec<EngineHandle>,
     /// How they are registered.
-    pub(crate) specs: Vec<BackendSpec>,
+    pub specs: Vec<BackendSpec>,
 }
 
 impl Engines {
     /// Starts the emulated engines, unless real ones are named.
-    pub(crate) async fn start(plan: EnginesPlan<'_>) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// When an emulated engine finds no port.
+    pub async fn start(plan: EnginesPlan<'_>) -> anyhow::Result<Self> {
         let mut emulated = Vec::new();
         if plan.urls.is_empty() {
             for number in 0..plan.count {
@@ -54,7 +58,7 @@ impl Engines {
     }
 
     /// Stops the emulated ones.
-    pub(crate) async fn stop(self) {
+    pub async fn stop(self) {
         for engine in self.emulated {
             engine.stop().await;
         }
