@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use chaos_tests::processes::{Cluster, ClusterOptions, until};
 use http::{HeaderValue, StatusCode};
-use node::replay::client::{Ask, Client, Failure};
+use lab::replay::client::{Ask, Client, Failure};
 
 /// Requests of the greedy user under way at a time: far more than the engines take.
 const GREEDY: usize = 64;
@@ -102,7 +102,7 @@ impl Load {
         }
     }
 
-    fn count(&self, answer: Result<node::replay::client::Answer, Failure>) {
+    fn count(&self, answer: Result<lab::replay::client::Answer, Failure>) {
         let got = &self.got;
         let add = |counter: &AtomicU64, more: u64| {
             counter.fetch_add(more, Ordering::Relaxed);

@@ -10,10 +10,10 @@ use std::cell::Cell;
 use std::time::Duration;
 
 use chaos_tests::processes::{Cluster, ClusterOptions, until};
-use node::replay::chats::{Chats, ChatsOptions};
-use node::replay::load::{Plan, Progress, Work, run};
-use node::replay::report::Report;
-use node::replay::targets::Targets;
+use lab::replay::chats::{Chats, ChatsOptions};
+use lab::replay::load::{Plan, Progress, Work, run};
+use lab::replay::report::Report;
+use lab::replay::targets::Targets;
 
 /// Chats under way.
 const CHATS: u32 = 120;

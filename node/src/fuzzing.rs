@@ -1,48 +1,6 @@
 //! Readers of foreign bytes as functions that must not panic, whatever they are given: messages of
-//! peers, config, traces, answers of the admin API. For the fuzz targets of `chaos-tests`.
-
-use std::time::Duration;
+//! peers, config, answers of the admin API. For the fuzz targets of `chaos-tests`.
 
 pub use crate::app::fuzzing::{exchange, exchange_seeds};
 pub use crate::cli::fuzzing::{admin_answer, admin_answer_seeds};
 pub use crate::config::fuzzing::{config, config_seeds};
-
-use crate::replay::trace::{Scale, TraceOptions, parse};
-
-/// A trace. What is read of it comes in order.
-pub fn trace(bytes: &[u8]) {
-    let Ok(text) = std::str::from_utf8(bytes) else {
-        return;
-    };
-    let scale = "1/16".parse::<Scale>();
-    for (scale, first) in [
-        (Scale::ONE, None),
-        (scale.unwrap_or(Scale::ONE), Some(Duration::from_secs(60))),
-    ] {
-        let options = TraceOptions {
-            scale,
-            first,
-            users: 3,
-            seed: 7,
-        };
-        match parse(text, &options) {
-            Ok(arrivals) => {
-                assert!(arrivals.is_sorted_by_key(|arrival| arrival.at));
-                assert!(arrivals.len() <= text.lines().count());
-            }
-            Err((line, _)) => assert!((1..=text.lines().count().max(1)).contains(&line)),
-        }
-    }
-    drop(text.parse::<Scale>());
-}
-
-/// Traces of every format.
-#[must_use]
-pub fn trace_seeds() -> Vec<Vec<u8>> {
-    let traces = [
-        "{\"timestamp\": 0, \"input_length\": 1100, \"output_length\": 52, \"hash_ids\": [0, 1, 2]}\n{\"timestamp\": 3000, \"input_length\": 600, \"output_length\": 1, \"hash_ids\": [0, 7]}\n{\"timestamp\": 3000, \"input_length\": 500, \"output_length\": 9, \"hash_ids\": [0]}\n",
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n2024-02-29 23:59:59.9,1,0\n",
-        "user,arrival_s,input_tokens,output_tokens\na,0.5,10,20\nb,1.25,7,3\n",
-    ];
-    traces.map(|trace| trace.as_bytes().to_vec()).to_vec()
-}

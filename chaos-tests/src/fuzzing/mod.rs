@@ -161,11 +161,7 @@ pub static TARGETS: &[Target] = &[
             node::fuzzing::config_seeds,
         )
     },
-    target(
-        "node_trace",
-        node::fuzzing::trace,
-        node::fuzzing::trace_seeds,
-    ),
+    target("lab_trace", lab::fuzzing::trace, lab::fuzzing::trace_seeds),
     target(
         "node_admin_answer",
         node::fuzzing::admin_answer,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use hyper::body::Bytes;
-use node::replay::client::Answer;
+use lab::replay::client::Answer;
 use tokio::time::Instant;
 
 /// Answers kept to ask for what is known of their prompts.

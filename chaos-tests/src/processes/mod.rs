@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use node::replay::targets::Targets;
+use lab::replay::targets::Targets;
 use rustix::process::Signal;
 use tempfile::TempDir;
 

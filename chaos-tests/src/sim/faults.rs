@@ -1,6 +1,6 @@
 //! What goes wrong, and when: a schedule drawn from the seed.
 
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 
 /// Of so many faults one has a lie told beside it. It is drawn apart, so that what else goes wrong under a
 /// seed is what went wrong before there were liars.

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
+use lab::rng::Rng;
 use node::config::{self, Config, Formation, Origin};
-use node::simulate::rng::Rng;
 use state::policy::PolicyConfig;
 
 use super::network::address_of;

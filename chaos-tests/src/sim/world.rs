@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 use raft::{MemoryDisk, Role, Status};
 use state::ids::{ReplicaId, SessionId};
 

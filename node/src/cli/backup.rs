@@ -21,12 +21,12 @@ use hyper::body::{Frame, Incoming};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lab::terminal;
 use serde_json::Value;
 use state::RouterState;
 use tokio::io::AsyncReadExt;
 
 use super::client::{Target, judged, no_answer};
-use crate::terminal;
 
 /// Longest wait for the other side to send or take anything.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);

@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 use http::Method;
+use lab::terminal;
 use serde_json::{Value, json};
 
 use super::client::Target;
-use crate::terminal;
 
 /// What `node.id` can be.
 fn ids() -> clap::builder::RangedI64ValueParser<u8> {

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Subcommand;
+use lab::terminal;
 
 use crate::config::{Loaded, Origin, load, print, schema};
-use crate::terminal;
 
 /// What to do with a config.
 #[derive(Debug, Subcommand)]

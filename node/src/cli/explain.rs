@@ -6,12 +6,12 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use http::Method;
+use lab::terminal::{self, table};
 use serde_json::{Value, json};
 
 use super::client::Target;
 use super::read::print_json;
 use super::table::cell;
-use crate::terminal::{self, table};
 
 /// `quorate explain`.
 #[derive(Debug, clap::Args)]

@@ -19,9 +19,9 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use api::shown::escaped_lines;
+use lab::terminal::print;
 
 use crate::config::Faults;
-use crate::terminal::print;
 use crate::{descriptors, telemetry};
 
 /// A replicated router for LLM inference fleets.
@@ -44,11 +44,11 @@ enum Command {
     /// Run one replica
     Serve(serve::Args),
     /// Run an emulated vLLM engine
-    Engine(crate::engine::EngineArgs),
+    Engine(lab::engine::EngineArgs),
     /// Drive a recorded trace against running replicas and report what the engines saw
-    Replay(crate::replay::ReplayArgs),
+    Replay(lab::replay::ReplayArgs),
     /// Simulate a cluster, its engines and its clients, and compare policies
-    Simulate(Box<crate::simulate::SimulateArgs>),
+    Simulate(Box<lab::simulate::SimulateArgs>),
     /// Check a config, print the effective one, or print the schema for editors
     #[command(subcommand)]
     Config(config::Command),
@@ -90,7 +90,7 @@ pub fn main() -> ExitCode {
         Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);
-            if error.is::<Faults>() || error.is::<crate::simulate::Unusable>() {
+            if error.is::<Faults>() || error.is::<lab::simulate::Unusable>() {
                 ExitCode::from(2)
             } else {
                 ExitCode::FAILURE
@@ -121,9 +121,9 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             let quiet = "warn,raft::replica=error,openraft=off";
             telemetry::init_for_command(quiet)?;
             descriptors::raise();
-            block_on(crate::replay::run::<crate::dev::fleet::Fleet>(args))
+            block_on(lab::replay::run::<crate::dev::fleet::Fleet>(args))
         }
-        Command::Simulate(args) => crate::simulate::run(&args),
+        Command::Simulate(args) => lab::simulate::run(&args),
         Command::Dev(args) => {
             telemetry::init_for_command("warn,raft::replica::change=error")?;
             descriptors::raise();
@@ -132,7 +132,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Engine(args) => {
             telemetry::init_for_command("info")?;
             descriptors::raise();
-            block_on(crate::engine::run(args))
+            block_on(lab::engine::run(args))
         }
         Command::Status(args) => block_on(read::status(args)),
         Command::Backends(args) => block_on(read::backends(args)),

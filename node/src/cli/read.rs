@@ -3,11 +3,11 @@
 use std::process::ExitCode;
 
 use api::shown::is_obeyed;
+use lab::terminal::{self, table};
 use serde_json::{Value, json};
 
 use super::client::Target;
 use super::table::cell;
-use crate::terminal::{self, table};
 
 /// What all reading commands take.
 #[derive(Debug, clap::Args)]

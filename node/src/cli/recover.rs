@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
+use lab::terminal;
 
 use super::config;
-use crate::terminal;
 
 /// `quorate recover`.
 #[derive(Debug, clap::Args)]

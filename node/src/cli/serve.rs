@@ -2,11 +2,12 @@
 
 use std::process::ExitCode;
 
+use lab::terminal;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::config;
 use crate::app::{App, ShutdownHandle};
-use crate::{descriptors, memory, private, telemetry, terminal};
+use crate::{descriptors, memory, private, telemetry};
 
 /// `quorate serve`.
 #[derive(Debug, clap::Args)]

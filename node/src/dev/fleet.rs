@@ -7,16 +7,16 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use api::ports::{Cluster, ClusterStatus};
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
+use lab::engine::EngineOptions;
+use lab::replay::ClusterUnderTest;
+use lab::replay::client::Client;
+use lab::replay::targets::Targets;
 use state::command::{BackendSpec, Command, Reply};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::app::{Addresses, App, ShutdownHandle, Sockets};
 use crate::config::{self, Config, Formation, Listen, Origin};
-use crate::engine::EngineOptions;
-use crate::replay::ClusterUnderTest;
-use crate::replay::client::Client;
-use crate::replay::targets::Targets;
 
 /// How many there are: the fewest of which one may die.
 const REPLICAS: u8 = 3;

@@ -12,16 +12,16 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use lab::engine::events::Faults;
+use lab::engine::fleet::{Engines, EnginesPlan};
+use lab::replay::chats::{Chats, ChatsOptions};
+use lab::replay::load::{Plan, Work, run as run_load};
+use lab::replay::progress::{bar, show};
+use lab::replay::report::Report;
+use lab::replay::targets::Targets;
+use lab::terminal::{self, INTERRUPTED};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::engine::events::Faults;
-use crate::engine::fleet::{Engines, EnginesPlan};
-use crate::replay::chats::{Chats, ChatsOptions};
-use crate::replay::load::{Plan, Work, run as run_load};
-use crate::replay::progress::{bar, show};
-use crate::replay::report::Report;
-use crate::replay::targets::Targets;
-use crate::terminal::{self, INTERRUPTED};
 use fleet::{Fleet, FleetPlan};
 use outcome::Outcome;
 

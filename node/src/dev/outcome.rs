@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
+use lab::replay::report::Report;
+use lab::replay::tables;
+use lab::terminal;
 use state::ids::LogIndex;
 use tokio::time::Instant;
 
 use super::fleet::{Fleet, Replica, wait_on};
-use crate::replay::report::Report;
-use crate::replay::tables;
-use crate::terminal;
 
 /// Longest wait until what was learnt is applied everywhere.
 const AGREE_DEADLINE: Duration = Duration::from_secs(10);

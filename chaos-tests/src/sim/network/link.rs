@@ -1,6 +1,6 @@
 //! One direction between two hosts: how long messages take and what becomes of them.
 
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 
 /// Messages of a thousand that a bad link loses.
 pub const LOSS_PERMILLE_BAD: u32 = 60;

@@ -18,7 +18,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 use raft::PeerService;
 use tokio::runtime::Handle;
 use tonic::Status;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use api::admission::Candidate;
 use api::prompt::{Identity, Parsed, Prompt, ReplyShape};
 use api::routing::{Ask, Attempt, Decision, End, Router, Usage};
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 use state::ids::Slot;
 use xxhash_rust::xxh3::xxh3_64;
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::routing::{Attempt, End, Hidden, Usage};
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 use tokio::time::{Instant, sleep};
 
 use super::chat::{self, Chat, Request};

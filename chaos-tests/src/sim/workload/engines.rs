@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use node::simulate::rng::Rng;
 use state::ids::BlockHash;
 
 use super::publisher::{Message, Publisher};
+use lab::rng::Rng;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::sim::node::EPOCH_MS;

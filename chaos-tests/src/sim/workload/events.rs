@@ -9,7 +9,7 @@ use api::kv_events::reader::{self, Parts};
 use api::kv_events::socket::{Incoming, Sockets};
 use api::ports::BoxFuture;
 use bytes::Bytes;
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio_util::sync::CancellationToken;

@@ -21,8 +21,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use api::ports::{ChangeFailure, Cluster};
+use lab::rng::Rng;
 use node::app::core::Core;
-use node::simulate::rng::Rng;
 use state::command::BackendSpec;
 use state::ids::ReplicaId;
 use tokio::runtime::Handle;

@@ -1,7 +1,7 @@
 //! An operator who changes what is replicated: backends, policies, admission, users.
 
 use api::ports::ProposeFailure;
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 use state::admission::{
     AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Grants, Order,
 };

@@ -1,6 +1,6 @@
 //! A reader who must see everything that was committed when it asked.
 
-use node::simulate::rng::Rng;
+use lab::rng::Rng;
 use state::ids::LogIndex;
 
 use super::{BACKENDS, Desk, USERS, think};

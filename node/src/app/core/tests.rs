@@ -9,6 +9,7 @@ use api::backends::{Roster, Stay};
 use api::ports::BoxFuture;
 use api::prompt::{Identity, parse};
 use api::routing::{Ask, Attempt, End, Usage};
+use lab::rng::Rng;
 use raft::{MemoryDisk, PeerChannel, PeerService};
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{BackendSpec, Command};
@@ -18,7 +19,6 @@ use tower::ServiceExt;
 
 use super::*;
 use crate::config::{self, Origin};
-use crate::simulate::rng::Rng;
 
 /// A transport on which a replica hears itself only.
 #[derive(Default)]

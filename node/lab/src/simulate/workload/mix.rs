@@ -9,8 +9,8 @@ use std::sync::Arc;
 use super::{Lengths, Prompt, Sent, User, Workload};
 use crate::engine::text::TOKEN_BYTES;
 use crate::replay::text::passage;
+use crate::rng::Rng;
 use crate::simulate::events::Micros;
-use crate::simulate::rng::Rng;
 
 /// Sizes of a generated workload.
 #[derive(Debug, Clone, Copy, PartialEq)]

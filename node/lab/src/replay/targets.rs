@@ -113,10 +113,14 @@ impl Targets {
     }
 
     /// The address of `path` on a target.
-    pub(crate) fn uri(&self, index: usize, path: &str) -> Uri {
+    ///
+    /// # Panics
+    /// When `path` is not one of a URL.
+    #[must_use]
+    pub fn uri(&self, index: usize, path: &str) -> Uri {
         format!("http://{}{path}", self.list[index].authority)
             .parse()
-            .expect("the authority was parsed and paths are our own")
+            .expect("the authority was parsed, and the path is one")
     }
 }
 

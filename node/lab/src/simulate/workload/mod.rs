@@ -15,10 +15,10 @@ use state::prefix::{Hashing, Root, Scope, chain_bytes, matchable_blocks};
 
 use super::events::Micros;
 use super::plan::BLOCK_TOKENS;
-use super::rng::Rng;
 use crate::engine::text::{Sequence, TOKEN_BYTES};
 use crate::replay::text::passage;
 use crate::replay::trace::Arrival;
+use crate::rng::Rng;
 
 pub use mix::Mix;
 

@@ -22,10 +22,10 @@ use super::events::{Events, Micros};
 use super::lobby::Lobby;
 use super::plan::{EngineModel, Plan};
 use super::replica::{self, Clock, Flight, Replica, setup, state_of};
-use super::rng::Rng;
 use super::service::Service;
 use super::tally::Tally;
 use super::workload::{HASH_SEED, MODEL, Prompt, Workload};
+use crate::rng::Rng;
 
 /// Part of the horizon after which shares of those who always wait are compared: one in so many.
 const WARM_UP: Micros = 10;

@@ -10,7 +10,7 @@ pub mod client;
 pub mod load;
 mod policies;
 mod print;
-pub(crate) mod progress;
+pub mod progress;
 pub mod report;
 pub mod targets;
 #[cfg(test)]

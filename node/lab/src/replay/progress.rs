@@ -7,7 +7,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::load::Progress;
 
 /// A bar over `planned` requests.
-pub(crate) fn bar(planned: u64) -> anyhow::Result<ProgressBar> {
+///
+/// # Errors
+/// Never: the template is a constant.
+pub fn bar(planned: u64) -> anyhow::Result<ProgressBar> {
     let target = if stderr().is_terminal() {
         ProgressDrawTarget::stderr()
     } else {
@@ -19,7 +22,7 @@ pub(crate) fn bar(planned: u64) -> anyhow::Result<ProgressBar> {
 }
 
 /// Shows how far the load has got.
-pub(crate) fn show(bar: &ProgressBar, progress: Progress) {
+pub fn show(bar: &ProgressBar, progress: Progress) {
     bar.set_position(progress.ended);
     let hits = 100.0 * progress.cached_tokens as f64 / progress.prompt_tokens.max(1) as f64;
     bar.set_message(format!(

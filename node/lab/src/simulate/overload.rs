@@ -10,8 +10,8 @@ use super::compare::{Case, Cases};
 use super::events::Micros;
 use super::plan::{Clients, EngineModel, Plan};
 use super::report::{Run, Verdict};
-use super::rng::Rng;
 use super::workload::{Lengths, Sent, User, Workload};
+use crate::rng::Rng;
 
 /// What the engines of the experiment serve per second, about; the claims go by what they were
 /// measured to.

@@ -21,7 +21,6 @@ pub mod plan;
 pub mod print;
 pub mod replica;
 pub mod report;
-pub mod rng;
 pub mod samples;
 pub mod service;
 pub mod tally;
