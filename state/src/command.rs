@@ -37,7 +37,7 @@ pub const OUTPUTS_PER_ITEM_MAX: usize = 256;
 pub const RESTORE_PART_BYTES: usize = 512 << 10;
 /// Most bytes of the state in a backup: more than the largest state there can be.
 pub const RESTORE_BYTES_MAX: u64 = 1 << 30;
-/// Most users kept; beyond it idle users at or below the virtual time are forgotten first.
+/// Most users kept; `state/src/users/forgettable.rs` says who is forgotten beyond it.
 pub const USERS_MAX: usize = 1_000_000;
 
 /// A command with its origin: what one log entry holds.
@@ -179,8 +179,9 @@ pub enum Command {
         /// The user's name.
         name: String,
     },
-    /// From this log index on replicated time is paced, see `state/src/state/time.rs`. Of version 4; given
-    /// once, as soon as all members know it.
+    /// From this log index on replicated time is paced, see `state/src/state/time.rs`, and users who were
+    /// never charged are forgotten first, see `state/src/users/forgettable.rs`. Of version 4; given once,
+    /// as soon as all members know it.
     PaceTime,
 }
 

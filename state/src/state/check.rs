@@ -104,13 +104,15 @@ impl RouterState {
             .users
             .replicas_open()
             .find(|it| !self.sessions.contains(*it));
-        match stray {
-            None => Ok(()),
-            Some(replica) => Err(broken(
-                "I7",
-                format!("replica {replica} has requests but no session"),
-            )),
+        if let Some(replica) = stray {
+            let detail = format!("replica {replica} has requests but no session");
+            return Err(broken("I7", detail));
         }
+        ensure(
+            self.users.spares_charged() == self.time.paced.is_some(),
+            "I7",
+            "users are forgotten in the order of another format",
+        )
     }
 
     /// I18, and the waiting list's part of I8.

@@ -332,10 +332,17 @@ impl RouterState {
             }
             Command::PaceTime => {
                 self.time.pace();
+                self.follow_format();
                 Ok(())
             }
         };
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)
+    }
+
+    /// Lets what depends on the log's format follow it. That all members know format 4 is in the
+    /// state as that time is paced.
+    fn follow_format(&mut self) {
+        self.users.spare_charged(self.time.paced.is_some());
     }
 
     /// Ends what a replica has open: a run that is over keeps nothing.

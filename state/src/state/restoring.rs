@@ -373,6 +373,7 @@ impl RouterState {
             now_ms,
             ..self.time
         };
+        fresh.follow_format();
         fresh.applied = self.applied;
         // Readers on other threads keep their handles.
         if fresh.hash_secret.is_none()

@@ -217,6 +217,7 @@ impl RouterState {
             .finish_exact()
             .map_err(|what| input.fault(input.offset, what))?;
         fresh.cold_digest = fresh.hash_cold();
+        fresh.follow_format();
 
         let before = self.ownership.freeze();
         let base = input.offset;
@@ -436,8 +437,51 @@ impl Input<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::{Command, Envelope, Lane, Origin, Reply};
+    use crate::ids::{ReplicaId, SessionId};
+    use crate::policy::PolicyConfig;
     use crate::state::Config;
     use crate::users::FairnessSettings;
+
+    fn apply(state: &mut RouterState, command: Command) {
+        let index = state.applied.0 + 1;
+        let origin = Origin {
+            replica: ReplicaId(1),
+            session: SessionId(1),
+            lane: Lane::Admin,
+            seq: index,
+        };
+        let envelope = Envelope {
+            origin,
+            proposed_at_ms: 1000 + index,
+            command,
+        };
+        assert_eq!(state.apply(LogIndex(index), envelope), Reply::Applied);
+        assert_eq!(state.check(), Ok(()));
+    }
+
+    fn copy(state: &RouterState) -> RouterState {
+        let mut bytes = Vec::new();
+        state.freeze().write_to(&mut bytes).unwrap();
+        let mut copy = RouterState::new();
+        copy.restore(&mut &*bytes).unwrap();
+        assert_eq!(copy.check(), Ok(()));
+        copy
+    }
+
+    #[test]
+    fn who_is_forgotten_first_follows_the_format_also_in_a_copy() {
+        let mut state = RouterState::new();
+        let init = Command::InitCluster {
+            hash_seed: 1,
+            policy: PolicyConfig::Random,
+            fairness: FairnessSettings::default(),
+        };
+        apply(&mut state, init);
+        assert!(!state.users.spares_charged() && !copy(&state).users.spares_charged());
+        apply(&mut state, Command::PaceTime);
+        assert!(state.users.spares_charged() && copy(&state).users.spares_charged());
+    }
 
     #[test]
     fn settings_out_of_bounds_are_refused() {

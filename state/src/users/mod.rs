@@ -19,10 +19,12 @@
 //! equals the lifts plus the rounded sum of all charges, in whatever batches they came.
 //!
 //! # Bounds
-//! At most `USERS_MAX` users are kept. Who has no request in flight and no configured weight can be
-//! forgotten, least counter first: at or below the virtual time nothing is lost, as the user would
-//! be lifted to it anyway; above it the least counter forgives least.
+//! At most `USERS_MAX` users are kept. A user with no request in flight or waiting and no weight or
+//! limits of their own can be forgotten. Since log format 4 those who were never charged go first. Then
+//! the least counter goes: at or below the virtual time fairness loses nothing, as the user would be
+//! lifted to it anyway; above it the least counter forgives least.
 
+mod forgettable;
 mod image;
 mod lately;
 mod published;

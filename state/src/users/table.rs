@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::forgettable::{Forgettable, Rank};
 use super::lately::Rounds;
 use super::{
     CHARGE_TOKENS_MAX, Lately, Standing, User, UserUsage, UserView, UsersView, WINDOW_BUCKET_MS,
@@ -62,8 +63,7 @@ pub(crate) struct Users {
     /// Counter of the user who was the last to stop waiting, or since then to be dispatched while
     /// nobody waits; `None`: nobody ever waited.
     pub(super) last_left: Option<u64>,
-    /// `(counter, key)` of everyone who can be forgotten.
-    forgettable: BTreeSet<(u64, UserKey)>,
+    forgettable: Forgettable,
     /// Wrapping sum over the users' hashes.
     digest: u128,
     pub(super) users_max: usize,
@@ -96,7 +96,7 @@ impl Users {
             backlogged: BTreeSet::new(),
             waiting: BTreeSet::new(),
             last_left: None,
-            forgettable: BTreeSet::new(),
+            forgettable: Forgettable::default(),
             digest: 0,
             users_max,
             bucket_ms: WINDOW_BUCKET_MS,
@@ -104,6 +104,16 @@ impl Users {
             rounds: None,
             scratch: Vec::new(),
         }
+    }
+
+    /// Sets whether users who were never charged are forgotten first.
+    pub(crate) fn spare_charged(&mut self, spares: bool) {
+        self.forgettable.spare_charged(spares);
+    }
+
+    /// Whether users who were never charged are forgotten first.
+    pub(crate) fn spares_charged(&self) -> bool {
+        self.forgettable.spares_charged()
     }
 
     /// Sets how long usage stays in the users' windows.
@@ -352,7 +362,7 @@ impl Users {
         let counter_before = user.counter();
         let was_backlogged = !user.is_idle();
         let was_waiting = user.is_waiting();
-        let was_forgettable = is_forgettable(user);
+        let rank_before = Rank::of(user);
         let was_active = change(user) || was_backlogged;
         let counter = user.counter();
         self.digest = self.digest.wrapping_sub(digest_before).wrapping_add(hash(
@@ -363,8 +373,8 @@ impl Users {
         if was_backlogged {
             self.backlogged.remove(&(counter_before, key));
         }
-        if was_forgettable {
-            self.forgettable.remove(&(counter_before, key));
+        if let Some(rank) = rank_before {
+            self.forgettable.remove(key, rank);
         }
         if !user.is_idle() {
             self.backlogged.insert((counter, key));
@@ -379,8 +389,8 @@ impl Users {
         } else if was_waiting {
             self.last_left = Some(counter);
         }
-        if is_forgettable(user) {
-            self.forgettable.insert((counter, key));
+        if let Some(rank) = Rank::of(user) {
+            self.forgettable.insert(key, rank);
         }
         true
     }
@@ -395,7 +405,7 @@ impl Users {
     }
 
     fn forget_one(&mut self) -> bool {
-        let Some((_, key)) = self.forgettable.pop_first() else {
+        let Some(key) = self.forgettable.pop() else {
             return false;
         };
         let user = self
@@ -418,8 +428,8 @@ impl Users {
         if user.is_waiting() {
             self.waiting.insert((user.counter(), key));
         }
-        if is_forgettable(user) {
-            self.forgettable.insert((user.counter(), key));
+        if let Some(rank) = Rank::of(user) {
+            self.forgettable.insert(key, rank);
         }
     }
 
@@ -474,11 +484,10 @@ impl Users {
                 format!("{users} users, counted as {}", self.map.len()),
             );
         }
-        let orders = |users: &Self| {
-            let (backlogged, waiting) = (users.backlogged.clone(), users.waiting.clone());
-            (backlogged, waiting, users.forgettable.clone())
-        };
-        if orders(&rebuilt) != orders(self) {
+        let is_ordered = rebuilt.backlogged == self.backlogged
+            && rebuilt.waiting == self.waiting
+            && rebuilt.forgettable.is_as(&self.forgettable);
+        if !is_ordered {
             return broken("I7", "the orders of users differ from the users".to_owned());
         }
         if rebuilt.digest != self.digest {
@@ -489,12 +498,6 @@ impl Users {
         }
         Ok(())
     }
-}
-
-fn is_forgettable(user: &User) -> bool {
-    // What was used of the limits goes with the user: they begin anew with full buckets.
-    let is_needed = |standing: &Standing| !standing.waiting.is_empty() || standing.limits.is_some();
-    user.is_idle() && !user.is_configured && !user.standing.as_deref().is_some_and(is_needed)
 }
 
 impl User {

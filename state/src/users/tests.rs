@@ -267,6 +267,33 @@ fn a_full_table_forgets_who_loses_least_and_never_who_is_needed() {
 }
 
 #[test]
+fn since_format_4_names_that_cost_nothing_push_nobody_out_who_paid() {
+    let survivors = |spares: bool| {
+        let mut users = Users::with_max(3);
+        users.spare_charged(spares);
+        settle(&mut users, &charge(1, 9, 0, 1, 1));
+        settle(&mut users, &charge(2, 500, 0, 1, 0));
+        // They waited, so that their counters are lifted above the first one's, and left uncharged.
+        for made_up in 3..40 {
+            settle(&mut users, &waits(made_up, 1, 0));
+            settle(&mut users, &waits(made_up, 0, 1));
+        }
+        let keys: Vec<u64> = users.map.iter().map(|(key, _)| key.0).collect();
+        keys
+    };
+    assert_eq!(survivors(false), [2, 38, 39], "who paid 9 tokens is gone");
+    assert_eq!(survivors(true), [1, 2, 39]);
+}
+
+fn waits(user: u64, queued: u32, dequeued: u32) -> Charge {
+    Charge {
+        queued,
+        dequeued,
+        ..charge(user, 0, 0, 0, 0)
+    }
+}
+
+#[test]
 fn forged_counts_saturate() {
     let mut users = Users::new();
     let forged = Charge {
@@ -323,6 +350,28 @@ enum Step {
     Close(u8),
 }
 
+/// Charges and waiting of more users than a table of [`FEW`] has room for.
+fn crowd() -> impl Strategy<Value = Vec<Charge>> {
+    let paid = (0_u64..9, 0_u64..50, 0_u32..2, 0_u32..3)
+        .prop_map(|(user, input, started, ended)| charge(user << 60, input, 0, started, ended));
+    let waited = (0_u64..9, 0_u32..2, 0_u32..3)
+        .prop_map(|(user, queued, dequeued)| waits(user << 60, queued, dequeued));
+    prop::collection::vec(prop_oneof![paid, waited], 0..120)
+}
+
+const FEW: usize = 4;
+
+/// Whom a full table forgets, by looking at everybody and what they paid; `None`: all are needed.
+fn least(users: &Users, paid: &BTreeMap<UserKey, u64>, spares: bool) -> Option<UserKey> {
+    let all = paid
+        .iter()
+        .map(|(key, paid)| (users.get(*key, 1, &NO_LIMITS).unwrap(), *paid));
+    let idle =
+        all.filter(|(user, _)| (user.in_flight, user.waiting) == (0, 0) && !user.is_configured);
+    idle.min_by_key(|(user, paid)| (spares && *paid > 0, user.counter_milli_tokens, user.key))
+        .map(|(user, _)| user.key)
+}
+
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let charges = (
         1_u8..4,
@@ -376,6 +425,34 @@ proptest! {
                 prop_assert!(view.counter_milli_tokens >= before, "a counter fell");
             }
         }
+    }
+
+    #[test]
+    fn a_full_table_forgets_as_a_look_at_everybody_says(
+        charges in crowd(), format_4_from in 0_usize..120, weighed in 0_u64..9,
+    ) {
+        let mut users = Users::with_max(FEW);
+        prop_assert!(users.configure(UserKey(weighed << 60), "weighed", 2000));
+        // What those paid who are kept.
+        let mut paid = BTreeMap::from([(UserKey(weighed << 60), 0)]);
+        for (at, charge) in charges.into_iter().enumerate() {
+            let spares = at >= format_4_from;
+            users.spare_charged(spares);
+            let is_pressed = !paid.contains_key(&charge.user) && paid.len() == FEW;
+            let forgotten = is_pressed.then(|| least(&users, &paid, spares)).flatten();
+            let has_room = !is_pressed || forgotten.is_some();
+            prop_assert_eq!(users.charge(ReplicaId(1), &charge, &terms(), 1), has_room);
+            if let Some(forgotten) = forgotten {
+                paid.remove(&forgotten);
+            }
+            if has_room {
+                *paid.entry(charge.user).or_default() += charge.input_uncached;
+            }
+            for key in (0..9).map(|user| UserKey(user << 60)) {
+                prop_assert_eq!(users.counter(key).is_some(), paid.contains_key(&key));
+            }
+        }
+        prop_assert_eq!(users.check(), Ok(()));
     }
 
     #[test]

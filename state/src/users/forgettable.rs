@@ -1,0 +1,90 @@
+//! Who can be forgotten when the table is full, and in which order.
+//!
+//! Since log format 4 users who were never charged go first: nothing of theirs is billed, and whoever
+//! makes names up has most of them. Then, and in all logs before, the least counter goes.
+
+use std::collections::BTreeSet;
+
+use super::User;
+use super::standing::Standing;
+use crate::ids::UserKey;
+
+/// `(counter, key)` of users.
+type Order = BTreeSet<(u64, UserKey)>;
+
+/// Everyone who can be forgotten.
+#[derive(Debug, Default)]
+pub(super) struct Forgettable {
+    never_charged: Order,
+    charged: Order,
+    /// Whether the log is of format 4.
+    is_never_charged_first: bool,
+}
+
+/// Where a user stands among them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rank {
+    is_charged: bool,
+    counter: u64,
+}
+
+impl Rank {
+    /// `None`: the user cannot be forgotten.
+    pub(super) fn of(user: &User) -> Option<Self> {
+        // What was used of the limits goes with the user: they begin anew with full buckets.
+        let is_needed =
+            |standing: &Standing| !standing.waiting.is_empty() || standing.limits.is_some();
+        let is_kept = user.is_configured || user.standing.as_deref().is_some_and(is_needed);
+        (user.is_idle() && !is_kept).then(|| Self {
+            is_charged: user.charged_ever > 0,
+            counter: user.counter(),
+        })
+    }
+}
+
+impl Forgettable {
+    fn order(&mut self, rank: Rank) -> &mut Order {
+        match rank.is_charged {
+            true => &mut self.charged,
+            false => &mut self.never_charged,
+        }
+    }
+
+    pub(super) fn insert(&mut self, key: UserKey, rank: Rank) {
+        self.order(rank).insert((rank.counter, key));
+    }
+
+    pub(super) fn remove(&mut self, key: UserKey, rank: Rank) {
+        self.order(rank).remove(&(rank.counter, key));
+    }
+
+    /// Takes out who is to be forgotten next.
+    pub(super) fn pop(&mut self) -> Option<UserKey> {
+        let least = [self.never_charged.first(), self.charged.first()];
+        let is_charged = match least {
+            [Some(never_charged), Some(charged)] => {
+                !self.is_never_charged_first && charged < never_charged
+            }
+            [never_charged, _] => never_charged.is_none(),
+        };
+        let order = match is_charged {
+            true => &mut self.charged,
+            false => &mut self.never_charged,
+        };
+        order.pop_first().map(|(_, key)| key)
+    }
+
+    /// Sets whether never charged users go first.
+    pub(super) fn spare_charged(&mut self, spares: bool) {
+        self.is_never_charged_first = spares;
+    }
+
+    pub(super) fn spares_charged(&self) -> bool {
+        self.is_never_charged_first
+    }
+
+    /// Whether the same users stand in the same order.
+    pub(super) fn is_as(&self, other: &Self) -> bool {
+        (&self.never_charged, &self.charged) == (&other.never_charged, &other.charged)
+    }
+}
