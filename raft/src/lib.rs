@@ -46,6 +46,7 @@ mod machine;
 mod memory;
 mod net;
 mod options;
+mod patience;
 pub mod planted;
 mod replica;
 mod runtime;

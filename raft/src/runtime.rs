@@ -1,5 +1,5 @@
 //! The runtime that openraft runs on: tokio, with random numbers and wake-ups that a simulation can
-//! repeat.
+//! repeat, and with timeouts that a call may prolong.
 
 use std::future::Future;
 use std::time::Duration;
@@ -10,6 +10,7 @@ use openraft::impls::TokioRuntime;
 use openraft::{OptionalSend, OptionalSync};
 
 use crate::chance::Generator;
+use crate::patience::{Elapsed, Timeout};
 use crate::watch::{Receiver, Ref, Sender};
 
 /// See the module.
@@ -21,9 +22,8 @@ impl AsyncRuntime for Runtime {
     type JoinHandle<T: OptionalSend + 'static> = <TokioRuntime as AsyncRuntime>::JoinHandle<T>;
     type Sleep = <TokioRuntime as AsyncRuntime>::Sleep;
     type Instant = <TokioRuntime as AsyncRuntime>::Instant;
-    type TimeoutError = <TokioRuntime as AsyncRuntime>::TimeoutError;
-    type Timeout<R, T: Future<Output = R> + OptionalSend> =
-        <TokioRuntime as AsyncRuntime>::Timeout<R, T>;
+    type TimeoutError = Elapsed;
+    type Timeout<R, T: Future<Output = R> + OptionalSend> = Timeout<T>;
     type ThreadLocalRng = Generator;
     type Mpsc = <TokioRuntime as AsyncRuntime>::Mpsc;
     type Watch = Watched;
@@ -50,14 +50,14 @@ impl AsyncRuntime for Runtime {
         duration: Duration,
         future: F,
     ) -> Self::Timeout<R, F> {
-        TokioRuntime::timeout(duration, future)
+        Timeout::new(TokioRuntime::sleep(duration), future)
     }
 
     fn timeout_at<R, F: Future<Output = R> + OptionalSend>(
         deadline: Self::Instant,
         future: F,
     ) -> Self::Timeout<R, F> {
-        TokioRuntime::timeout_at(deadline, future)
+        Timeout::new(TokioRuntime::sleep_until(deadline), future)
     }
 
     fn is_panic(join_error: &Self::JoinError) -> bool {

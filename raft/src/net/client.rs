@@ -15,6 +15,7 @@ use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderError,
     TransferLeaderRequest, TransferLeaderResponse, VoteRequest, VoteResponse,
 };
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::SNAPSHOT_TIMEOUT;
@@ -22,6 +23,7 @@ use super::guard;
 use super::link::{CallError, Lane, Links, Peer};
 use super::parts::{self, PartReader};
 use crate::blocking::Blocking;
+use crate::patience::patient;
 use crate::snapshot::SnapshotFile;
 use crate::types::{Config, LeaderId, Node, Vote};
 use crate::watch;
@@ -29,8 +31,9 @@ use crate::wire::proto;
 
 type Snapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
 
-/// An append waits for the peer's disk; a peer that is slower than that is as good as gone.
-const APPEND_TIMEOUT: Duration = Duration::from_secs(2);
+/// An append waits for the peer's disk, and so does a vote; a peer that is slower than that is as good as
+/// gone.
+const DISK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Makes the clients of Raft.
 #[derive(Clone)]
@@ -126,7 +129,7 @@ impl RaftNetworkV2<Config> for Client {
             committed: rpc.leader_commit.map(Into::into),
             has_quorum: *self.network.has_quorum.borrow(),
         };
-        let call = peer.call(Lane::Raft, APPEND_TIMEOUT, |mut client| async move {
+        let call = peer.call(Lane::Raft, DISK_TIMEOUT, |mut client| async move {
             client.append(request).await
         });
         let answer = call.await.map_err(|error| rpc_error(&error))?;
@@ -145,9 +148,10 @@ impl RaftNetworkV2<Config> for Client {
     async fn vote(
         &mut self,
         rpc: VoteRequest<Config>,
-        option: RPCOption,
+        _option: RPCOption,
     ) -> Result<VoteResponse<Config>, RPCError<Config>> {
-        self.ask(rpc, false, option.soft_ttl()).await
+        let until = Instant::now() + DISK_TIMEOUT;
+        patient(until, self.ask(rpc, false, DISK_TIMEOUT)).await
     }
 
     async fn pre_vote(

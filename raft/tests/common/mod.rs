@@ -7,6 +7,8 @@
     reason = "shared by the tests"
 )]
 
+pub mod world;
+
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};

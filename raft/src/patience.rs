@@ -1,0 +1,110 @@
+//! How long openraft waits for a peer.
+//!
+//! It gives a vote the least election timeout and a heartbeat its interval, 150 and 50 ms as configured
+//! by default, and drops the call. A voter syncs its disk before it answers: while that takes longer,
+//! every vote that is given is lost, and the next candidacy asks for another one. A disk that stalls for
+//! eight seconds left a cluster without a leader for as long as that, and one that is always that slow
+//! for ever. The answer is of use as long as the candidacy stands, so a call may ask for more time:
+//! [`patient`] says so to the [`Timeout`] that it is polled in.
+
+use std::cell::Cell;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use tokio::time::{Instant, Sleep};
+
+thread_local! {
+    /// Until when the call that was just polled wants to be waited for.
+    static ASKED: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// The time is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Elapsed;
+
+impl fmt::Display for Elapsed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("no answer in time")
+    }
+}
+
+/// Waits for a future, and no longer than a time that the future may prolong.
+pub(crate) struct Timeout<F> {
+    future: Pin<Box<F>>,
+    limit: Pin<Box<Sleep>>,
+}
+
+impl<F> Timeout<F> {
+    /// Waits for `future` until `limit` is over.
+    pub(crate) fn new(limit: Sleep, future: F) -> Self {
+        Self {
+            future: Box::pin(future),
+            limit: Box::pin(limit),
+        }
+    }
+}
+
+impl<F: Future> Future for Timeout<F> {
+    type Output = Result<F::Output, Elapsed>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        ASKED.set(None);
+        if let Poll::Ready(output) = self.future.as_mut().poll(context) {
+            return Poll::Ready(Ok(output));
+        }
+        if let Some(until) = ASKED.take()
+            && until > self.limit.deadline()
+        {
+            self.limit.as_mut().reset(until);
+        }
+        self.limit.as_mut().poll(context).map(|()| Err(Elapsed))
+    }
+}
+
+/// Has the [`Timeout`] around `call` wait until `until` at least.
+pub(crate) async fn patient<F: Future>(until: Instant, call: F) -> F::Output {
+    let mut call = std::pin::pin!(call);
+    std::future::poll_fn(|context| {
+        let polled = call.as_mut().poll(context);
+        if polled.is_pending() {
+            ASKED.set(Some(until));
+        }
+        polled
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::sleep;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// How a call ended that takes so long, where 100 ms are given, and when.
+    async fn end_of(takes: Duration, asks: Option<Duration>) -> (bool, Duration) {
+        let began = Instant::now();
+        let call = async {
+            match asks {
+                Some(asked) => patient(began + asked, sleep(takes)).await,
+                None => sleep(takes).await,
+            }
+        };
+        let ended = Timeout::new(sleep(100 * MS), call).await;
+        (ended.is_ok(), began.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_is_waited_for_as_long_as_it_asks() {
+        assert_eq!(end_of(50 * MS, None).await, (true, 50 * MS));
+        assert_eq!(end_of(150 * MS, None).await, (false, 100 * MS));
+        assert_eq!(end_of(150 * MS, Some(200 * MS)).await, (true, 150 * MS));
+        assert_eq!(end_of(250 * MS, Some(200 * MS)).await, (false, 200 * MS));
+        assert_eq!(end_of(150 * MS, Some(50 * MS)).await, (false, 100 * MS));
+    }
+}
