@@ -1,4 +1,4 @@
-//! Who leads when disks are slow.
+//! Who leads when links are cut one way, machines are wrong and disks are slow.
 
 #![allow(
     clippy::unwrap_used,
@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::world::{World, simulate, start, wait};
-use common::Journal;
-use raft::{MemoryDisk, Replica, Role};
+use common::{Journal, PATIENCE};
+use raft::{ChangeError, MemoryDisk, ProposeError, Replica, Role};
 use tokio::time::{MissedTickBehavior, interval};
 
 /// How often replicas tell each other something.
@@ -76,6 +76,12 @@ impl Cluster {
         status.await.leader.unwrap()
     }
 
+    async fn propose(&self, id: u8) -> Result<raft::Committed, ProposeError> {
+        self.replica(id)
+            .propose(b"command".to_vec(), PATIENCE)
+            .await
+    }
+
     async fn shutdown(&self) {
         for (replica, _) in &self.replicas {
             replica.crash().await;
@@ -92,6 +98,108 @@ fn tell(replica: Replica) {
             ticks.tick().await;
             replica.broadcast("message".into());
         }
+    });
+}
+
+#[test]
+fn a_leader_without_a_quorum_falls_silent() {
+    simulate(1, async {
+        let cluster = Cluster::of(4).await;
+        let old = cluster.leader();
+        let others = cluster.others(old);
+        // One of four goes on hearing the leader, and is needed to elect another.
+        for other in &others[1..] {
+            cluster.world.cut(old, *other);
+            cluster.world.cut(*other, old);
+        }
+        for other in &others[1..] {
+            cluster.leads_after(old, *other).await;
+        }
+        cluster.propose(others[1]).await.unwrap();
+        cluster.shutdown().await;
+    });
+}
+
+#[test]
+fn a_leader_whom_no_call_reaches_hands_over() {
+    simulate(3, async {
+        let cluster = Cluster::of(3).await;
+        let old = cluster.leader();
+        cluster.world.deafen(old);
+        for other in cluster.others(old) {
+            cluster.leads_after(old, other).await;
+            cluster.propose(other).await.unwrap();
+        }
+        cluster.shutdown().await;
+    });
+}
+
+#[test]
+fn who_is_between_two_that_do_not_hear_each_other_leads() {
+    simulate(4, async {
+        let cluster = Cluster::of(3).await;
+        let old = cluster.leader();
+        let [between, far] = cluster.others(old)[..] else {
+            panic!("three replicas");
+        };
+        cluster.world.cut(old, far);
+        cluster.world.cut(far, old);
+        assert_eq!(cluster.leads_after(old, far).await, between);
+        cluster.propose(far).await.unwrap();
+        cluster.shutdown().await;
+    });
+}
+
+#[test]
+fn a_leader_that_all_reach_stays() {
+    simulate(5, async {
+        let cluster = Cluster::of(3).await;
+        let term = cluster.replica(1).status().term;
+        tokio::time::sleep(PATIENCE).await;
+        assert_eq!(cluster.replica(1).status().term, term);
+        cluster.shutdown().await;
+    });
+}
+
+#[test]
+fn a_replica_in_doubt_neither_takes_leadership_nor_is_elected() {
+    simulate(6, async {
+        let cluster = Cluster::of(3).await;
+        let old = cluster.leader();
+        let [doubtful, sound] = cluster.others(old)[..] else {
+            panic!("three replicas");
+        };
+        cluster.replica(doubtful).doubt(true);
+        // The leader knows with the next answer, and until then it is refused.
+        tokio::time::sleep(TELL_EVERY).await;
+        let refused = cluster.replica(old).transfer_leader(Some(doubtful)).await;
+        assert!(
+            matches!(refused, Err(ChangeError::Refused(_))),
+            "{refused:?}"
+        );
+        assert_eq!(
+            cluster.replica(old).transfer_leader(None).await.unwrap(),
+            sound
+        );
+        cluster.replica(sound).crash().await;
+        assert_eq!(cluster.leads_after(sound, doubtful).await, old);
+        cluster.replica(doubtful).doubt(false);
+        cluster.replica(old).crash().await;
+        cluster.shutdown().await;
+    });
+}
+
+#[test]
+fn a_leader_in_doubt_hands_over() {
+    simulate(7, async {
+        let cluster = Cluster::of(3).await;
+        let old = cluster.leader();
+        cluster.replica(old).doubt(true);
+        for other in cluster.others(old) {
+            cluster.leads_after(old, other).await;
+        }
+        cluster.propose(old).await.unwrap();
+        cluster.shutdown().await;
     });
 }
 

@@ -63,7 +63,7 @@ pub struct Mismatch {
 }
 
 /// That most voters hold another state than this replica.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Minority {
     /// Where they were compared.
     pub index: u64,
@@ -71,10 +71,8 @@ pub struct Minority {
     pub ours: u128,
     /// The majority's.
     pub theirs: u128,
-    /// How many members hold it.
-    pub replicas: usize,
-    /// One of them.
-    pub holder: ReplicaId,
+    /// Which voters hold it.
+    pub holders: Vec<ReplicaId>,
 }
 
 /// Digests by index and what peers claimed. Pure; [`Digests`] shares it between tasks.
@@ -170,15 +168,14 @@ impl DigestRing {
                 *votes.entry(*theirs).or_default() += 1;
             }
             votes.remove(&ours);
-            let (theirs, replicas) = votes.into_iter().find(|(_, n)| n * 2 > voters.len())?;
-            let mut holders = said.iter().filter(|(peer, _)| voters.contains(peer));
-            let (&holder, _) = holders.find(|(_, said)| **said == theirs)?;
+            let (theirs, _) = votes.into_iter().find(|(_, n)| n * 2 > voters.len())?;
+            let holders = said.iter().filter(|(peer, _)| voters.contains(peer));
+            let holders = holders.filter(|(_, said)| **said == theirs);
             Some(Minority {
                 index,
                 ours,
                 theirs,
-                replicas,
-                holder,
+                holders: holders.map(|(peer, _)| *peer).collect(),
             })
         })
     }
@@ -422,14 +419,14 @@ impl Digests {
             return None;
         }
         let found = self.lock().ring.minority(voters)?;
-        self.minority.store(Some(Arc::new(found)));
+        self.minority.store(Some(Arc::new(found.clone())));
         Some(found)
     }
 
     /// What [`Digests::judge`] found and was not mended since.
     #[must_use]
     pub fn minority(&self) -> Option<Minority> {
-        self.minority.load().as_deref().copied()
+        self.minority.load().as_deref().cloned()
     }
 
     /// The state was replaced: what was recorded and found of the one before counts no more.

@@ -66,7 +66,8 @@ fn readiness(admin: &Admin) -> Readiness {
     if let Some(minority) = admin.digests.minority() {
         against.push(format!(
             "state differs from {} other replicas' at log index {} and is being replaced by theirs",
-            minority.replicas, minority.index
+            minority.holders.len(),
+            minority.index
         ));
     }
     if !has_healthy_backend(admin) {

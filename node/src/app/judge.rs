@@ -2,14 +2,14 @@
 //! replacement by theirs.
 //!
 //! Replicas that applied the same log must hold the same state. One that differs from most voters
-//! has lost that, to a fault of memory or of the program, and cannot tell where: it must not lead,
-//! lest others take its snapshots, and it says that it is not ready until it has taken over the
+//! has lost that, to a fault of memory or of the program, and cannot tell where: it neither leads nor is
+//! elected, lest others take its snapshots, and it says that it is not ready until it has taken over the
 //! state of one of the majority.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use raft::Replica;
+use raft::{ChangeError, Replica};
 use state::ids::{LogIndex, ReplicaId};
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
@@ -42,27 +42,43 @@ pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: Cancellat
                 log_index = minority.index,
                 ours = api::admin::digests::hex(minority.ours),
                 theirs = api::admin::digests::hex(minority.theirs),
-                replicas = minority.replicas,
+                replicas = minority.holders.len(),
                 "this replica's state differs from the majority's: it is replaced by theirs"
             );
         }
         let Some(minority) = digests.minority() else {
             continue;
         };
+        replica.doubt(true);
         hand_over(&replica).await;
         let rebuilt = tokio::select! {
             biased;
             () = stop.cancelled() => return,
-            rebuilt = replica.rebuild(minority.holder.0) => rebuilt,
+            rebuilt = rebuild(&replica, &minority.holders) => rebuilt,
         };
         match rebuilt {
             Ok(log_index) => {
                 digests.forget();
+                replica.doubt(false);
                 tracing::warn!(log_index, "this replica's state is the majority's again");
             }
             Err(error) => tracing::error!(%error, "state not replaced yet"),
         }
     }
+}
+
+/// Takes over the state of the first of `holders` that gives it: some may be away.
+async fn rebuild(replica: &Replica, holders: &[ReplicaId]) -> Result<u64, ChangeError> {
+    let mut rebuilt = Err(ChangeError::Refused(
+        "nobody holds the majority's state".to_owned(),
+    ));
+    for holder in holders {
+        rebuilt = replica.rebuild(holder.0).await;
+        if rebuilt.is_ok() {
+            break;
+        }
+    }
+    rebuilt
 }
 
 /// Has the digest compared at steps as close as the log is slow, and where it has stood still since

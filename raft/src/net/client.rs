@@ -20,6 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::SNAPSHOT_TIMEOUT;
 use super::guard;
+use super::hearing::Told;
 use super::link::{CallError, Lane, Links, Peer};
 use super::parts::{self, PartReader};
 use crate::blocking::Blocking;
@@ -133,6 +134,11 @@ impl RaftNetworkV2<Config> for Client {
             client.append(request).await
         });
         let answer = call.await.map_err(|error| rpc_error(&error))?;
+        let told = Told {
+            hears: answer.hears.into_iter().collect(),
+            stands_back: answer.stands_back,
+        };
+        self.network.links.hearing.answered(self.target, told);
         match answer.result.ok_or_else(|| missing("result"))? {
             proto::append_response::Result::Success(_) => Ok(AppendEntriesResponse::Success),
             proto::append_response::Result::Conflict(_) => Ok(AppendEntriesResponse::Conflict),

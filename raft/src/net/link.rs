@@ -13,6 +13,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::{Code, Response, Status};
 
+use super::hearing::Hearing;
 use super::transport::{PeerChannel, Transport};
 use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX};
 use crate::identity::Identity;
@@ -50,6 +51,8 @@ pub(crate) enum CallError {
 /// All peers by id, at their newest known address.
 pub(crate) struct Links {
     pub(crate) identity: Arc<Identity>,
+    /// Whose calls reach whom.
+    pub(crate) hearing: Hearing,
     transport: Arc<dyn Transport>,
     peers: Mutex<BTreeMap<u64, Arc<Peer>>>,
     attempts: Arc<AtomicU64>,
@@ -115,6 +118,7 @@ impl Links {
     pub(crate) fn new(identity: Arc<Identity>, transport: Arc<dyn Transport>) -> Self {
         Self {
             identity,
+            hearing: Hearing::default(),
             transport,
             peers: Mutex::default(),
             attempts: Arc::default(),
@@ -162,6 +166,7 @@ impl Links {
 
     /// A peer that calls is up: what waits for it need not wait longer.
     pub(crate) fn heard_from(&self, id: u64) {
+        self.hearing.heard(id);
         if let Some(peer) = self.peer(id) {
             peer.raft.retry_now();
             peer.bulk.retry_now();

@@ -5,6 +5,7 @@ mod accept;
 mod client;
 mod door;
 mod guard;
+mod hearing;
 #[cfg(feature = "fuzzing")]
 pub mod lies;
 mod link;
@@ -21,6 +22,7 @@ use std::time::Duration;
 
 pub(crate) use self::client::Network;
 pub(crate) use self::guard::{SHOWS_STORE, check_store};
+pub(crate) use self::hearing::better_leader;
 pub(crate) use self::link::{CallError, Lane, Links, Peer};
 pub(crate) use self::messages::keep_streams;
 pub(crate) use self::parts::{Installing, fetch_state};

@@ -142,8 +142,12 @@ impl Peer for Service {
                 proto::append_response::Result::HigherVote(vote.into())
             }
         };
+        let mut hears: Vec<u64> = self.0.links.hearing.hears().into_iter().collect();
+        hears.push(self.0.links.identity.id);
         Ok(Response::new(proto::AppendResponse {
             result: Some(result),
+            hears,
+            stands_back: self.0.stands_back().is_some(),
         }))
     }
 
@@ -224,6 +228,15 @@ impl Peer for Service {
         let from = vote_of(request.from_leader)?;
         let header = request.header.as_ref();
         self.0.admit(sender.as_ref(), header, Purpose::Lead(from))?;
+        // openraft would have it elected whether or not it may ask for votes.
+        if request.to == self.0.links.identity.id
+            && let Some(why) = self.0.stands_back()
+        {
+            return Ok(Response::new(proto::TransferLeaderResponse {
+                refused: why.to_owned(),
+                ..proto::TransferLeaderResponse::default()
+            }));
+        }
         let rpc = TransferLeaderRequest::new(from, request.to, log_id_of(request.last));
         let answer = self
             .0
@@ -400,6 +413,7 @@ impl Peer for Service {
                     if inner.seen(|seen| seen.node(from.into()).is_none()) {
                         return None;
                     }
+                    inner.links.hearing.heard(from.into());
                     if message.unix_ms != 0 {
                         inner.handler.clock(from, message.unix_ms);
                     }

@@ -168,8 +168,13 @@ impl Inner {
             return;
         }
         // A voter that takes it does so in far less; one that has just gone too never will.
-        let limit = self.options.election_timeout.end * 2;
-        if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(0, limit).await {
+        self.transfer_within(0, self.options.election_timeout.end * 2)
+            .await;
+    }
+
+    /// Hands leadership to `to`, or with 0 to whoever is furthest; the log says if it fails.
+    pub(super) async fn transfer_within(&self, to: u64, limit: Duration) {
+        if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(to, limit).await {
             tracing::warn!(why, "leadership was not handed over");
         }
     }
@@ -424,6 +429,10 @@ impl Inner {
         let Some(target) = target else {
             return Outcome::Refused("there is no such voter within hearing".to_owned());
         };
+        // Asked all the same, it would refuse, and nobody would lead until the others elect.
+        if target != me && self.links.hearing.stands_back(target) {
+            return Outcome::Refused(format!("replica {target} would not lead at present"));
+        }
         if target != me && self.raft.trigger().transfer_leader(target).await.is_err() {
             return Outcome::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
         }
@@ -520,6 +529,7 @@ impl Inner {
             .iter()
             .filter(|(id, _)| **id != self.links.identity.id)
             .filter(|(id, _)| voters.contains(id) && is_heard(id))
+            .filter(|(id, _)| !self.links.hearing.stands_back(**id))
             .max_by_key(|(_, matched)| **matched)
             .map(|(id, _)| *id)
     }

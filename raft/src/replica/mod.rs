@@ -4,6 +4,7 @@ mod change;
 mod form;
 mod heard;
 mod introduce;
+mod lead;
 mod propose;
 mod rebuild;
 mod removal;
@@ -65,6 +66,8 @@ pub(crate) struct Inner {
     pub(crate) status: watch::Sender<Status>,
     /// Whether this replica leads and hears a quorum.
     pub(crate) has_quorum: watch::Sender<bool>,
+    /// Whether the machine's state may be wrong, see [`Replica::doubt`].
+    pub(crate) is_doubtful: watch::Sender<bool>,
     /// Newest message for the peers.
     pub(crate) outgoing: watch::Sender<Bytes>,
     /// Peers whose stream stands.
@@ -139,6 +142,7 @@ impl Replica {
             check,
             status,
             has_quorum,
+            is_doubtful: watch::Sender::new(false),
             outgoing: watch::Sender::default(),
             connected: watch::Sender::default(),
             changing: Mutex::default(),
@@ -154,17 +158,7 @@ impl Replica {
             options,
         });
         inner.refresh();
-        inner.tasks.spawn(net::serve(inner.clone(), transport));
-        inner.tasks.spawn(upkeep::keep_status(inner.clone()));
-        inner.tasks.spawn(upkeep::keep_snapshots(inner.clone()));
-        inner.tasks.spawn(upkeep::stand_back(inner.clone()));
-        inner.tasks.spawn(net::keep_streams(inner.clone()));
-        inner.tasks.spawn(form::keep_membership(inner.clone()));
-        inner.tasks.spawn(removal::notice(inner.clone()));
-        inner.tasks.spawn(change::finish_changes(inner.clone()));
-        inner
-            .tasks
-            .spawn(form::propose_first_command(inner.clone()));
+        inner.set_to_work(transport);
         tracing::info!(id, address = %local_addr, "replica started");
         Ok(Self { inner })
     }
@@ -256,6 +250,13 @@ impl Replica {
         self.inner.snapshot().await
     }
 
+    /// Says whether the machine's state may be wrong. While it may, this replica asks for no votes, takes
+    /// no leadership and no proposals, and hands leadership over if it has it.
+    pub fn doubt(&self, is_doubtful: bool) {
+        self.inner.is_doubtful.send_replace(is_doubtful);
+        self.inner.may_elect();
+    }
+
     /// Replaces the machine's state by that of the replica `from`, for a machine that cannot be
     /// trusted any more. The log goes on as it was. Answers the index that the state reaches.
     ///
@@ -295,6 +296,20 @@ impl Replica {
 }
 
 impl Inner {
+    /// Begins what runs beside calls, until it is cancelled.
+    fn set_to_work(self: &Arc<Self>, transport: Arc<dyn Transport>) {
+        self.tasks.spawn(net::serve(self.clone(), transport));
+        self.tasks.spawn(upkeep::keep_status(self.clone()));
+        self.tasks.spawn(upkeep::keep_snapshots(self.clone()));
+        self.tasks.spawn(lead::stand_back(self.clone()));
+        self.tasks.spawn(lead::hand_to_better(self.clone()));
+        self.tasks.spawn(net::keep_streams(self.clone()));
+        self.tasks.spawn(form::keep_membership(self.clone()));
+        self.tasks.spawn(removal::notice(self.clone()));
+        self.tasks.spawn(change::finish_changes(self.clone()));
+        self.tasks.spawn(form::propose_first_command(self.clone()));
+    }
+
     /// Whether it is told to stop or has met a fault.
     pub(crate) fn why_stopped(&self) -> Option<String> {
         if let Some(fault) = self.fault.get() {
@@ -390,6 +405,9 @@ fn raft_config(options: &Options) -> Result<RaftConfig, StartError> {
         snapshot_policy: SnapshotPolicy::LogsSinceLast(every),
         // A follower that is a little behind is cheaper served from the log.
         max_in_snapshot_log_to_keep: (every / 4).min(1000),
+        // As etcd's check-quorum: after the lease without answers of a quorum a leader falls silent, for
+        // long enough that the others can elect twice, and only then makes itself heard again.
+        quorum_loss_probe_interval: Some(4 * ms(options.election_timeout.end)),
         replication_lag_threshold: every.saturating_mul(2),
         max_payload_entries: 1024,
         enable_pre_vote: Some(true),

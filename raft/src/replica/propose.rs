@@ -71,7 +71,8 @@ impl Inner {
 
     /// Proposes on this replica, if it leads. The command is checked already.
     pub(crate) async fn propose_here(&self, command: Bytes, limit: Duration) -> Proposed {
-        if self.why_stopped().is_some() || self.is_unfounded() {
+        // What a machine answers that may be wrong is no answer.
+        if self.why_stopped().is_some() || self.is_unfounded() || *self.is_doubtful.borrow() {
             return Proposed::NotLeader(proto::NotLeader { leader: 0 });
         }
         let written = tokio::time::timeout(limit, self.raft.client_write(Command(command))).await;

@@ -81,38 +81,9 @@ pub(super) async fn keep_snapshots(inner: Arc<Inner>) {
     }
 }
 
-/// Has another voter lead while the log here takes nothing, and asks for no votes meanwhile: none
-/// could be kept.
-pub(super) async fn stand_back(inner: Arc<Inner>) {
-    let mut waiting = inner.log.waiting();
-    loop {
-        let is_waiting = waiting.borrow_and_update().is_some();
-        inner.may_elect();
-        if is_waiting {
-            inner.hand_over().await;
-        }
-        tokio::select! {
-            biased;
-            () = inner.cancel.cancelled() => return,
-            changed = waiting.changed() => if changed.is_err() { return },
-            // Nobody may have been there to take it.
-            () = tokio::time::sleep(inner.options.election_timeout.end), if is_waiting => {}
-        }
-    }
-}
-
 impl Inner {
-    /// Whether this replica asks for votes: not one that is removed, nor one that could not keep its
-    /// own.
-    pub(super) fn may_elect(&self) {
-        let is_removed = self.is_removed.load(Ordering::Acquire);
-        let is_waiting = self.log.waiting().borrow().is_some();
-        let may_elect = !is_removed && !is_waiting;
-        self.raft.runtime_config().elect(may_elect);
-    }
-
     /// How long a leader is believed without hearing of it: as long as its lease.
-    fn lease(&self) -> Duration {
+    pub(super) fn lease(&self) -> Duration {
         self.options.election_timeout.end
     }
 

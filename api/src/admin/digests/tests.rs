@@ -85,10 +85,9 @@ fn who_differs_from_most_members_is_in_the_minority_until_mended() {
         index: 256,
         ours: 7,
         theirs: 8,
-        replicas: 3,
-        holder: ReplicaId(2),
+        holders: [2, 3, 5].map(ReplicaId).to_vec(),
     };
-    assert_eq!(digests.judge(&members), Some(minority));
+    assert_eq!(digests.judge(&members), Some(minority.clone()));
     assert_eq!(digests.judge(&members), None, "told once");
     digests.applied(512, || 1);
     claim(&digests, 2, 512, 1);

@@ -1,0 +1,115 @@
+//! Who should not lead, and who should instead.
+//!
+//! A replica stands back while it could not keep its own vote or while its machine's state may be wrong:
+//! it asks for no votes, refuses to be handed leadership, and hands it over if it has it. A leader that
+//! fewer voters can call than another one does the same for that one, as what they learn waits with them.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use openraft::ServerState;
+use openraft::async_runtime::WatchReceiver;
+use tokio::time::{Instant, MissedTickBehavior};
+
+use super::Inner;
+use crate::net::better_leader;
+
+/// How long another voter must have been the better leader: what is heard comes and goes, and a
+/// handover costs an election.
+const BETTER_FOR: Duration = Duration::from_secs(2);
+
+/// Has another voter lead while this one stands back.
+pub(super) async fn stand_back(inner: Arc<Inner>) {
+    let mut waiting = inner.log.waiting();
+    let mut is_doubtful = inner.is_doubtful.subscribe();
+    // An election that was under way may still be won.
+    let mut leads = inner.has_quorum.subscribe();
+    loop {
+        waiting.mark_unchanged();
+        is_doubtful.mark_unchanged();
+        leads.mark_unchanged();
+        inner.may_elect();
+        let stands_back = inner.stands_back().is_some();
+        if stands_back {
+            inner.hand_over().await;
+        }
+        let changed = tokio::select! {
+            biased;
+            () = inner.cancel.cancelled() => return,
+            changed = waiting.changed() => changed,
+            changed = is_doubtful.changed() => changed,
+            changed = leads.changed() => changed,
+            // Nobody may have been there to take it.
+            () = tokio::time::sleep(inner.options.election_timeout.end), if stands_back => Ok(()),
+        };
+        if changed.is_err() {
+            return;
+        }
+    }
+}
+
+/// Hands leadership to a voter that has long heard more of the others than this one does.
+pub(super) async fn hand_to_better(inner: Arc<Inner>) {
+    let mut ticks = tokio::time::interval(inner.options.election_timeout.end);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut since = None;
+    loop {
+        tokio::select! {
+            biased;
+            () = inner.cancel.cancelled() => return,
+            _ = ticks.tick() => {}
+        }
+        let Some(better) = inner.better_leader() else {
+            since = None;
+            continue;
+        };
+        let began = *since.get_or_insert_with(Instant::now);
+        if began.elapsed() < BETTER_FOR {
+            continue;
+        }
+        since = None;
+        tracing::warn!(
+            to = better,
+            "calls of other voters do not arrive here: leadership is handed over"
+        );
+        inner
+            .transfer_within(better, inner.options.election_timeout.end * 2)
+            .await;
+    }
+}
+
+impl Inner {
+    /// Why this replica would not lead at present.
+    pub(crate) fn stands_back(&self) -> Option<&'static str> {
+        if self.log.waiting().borrow().is_some() {
+            return Some("its log takes nothing at present");
+        }
+        self.is_doubtful
+            .borrow()
+            .then_some("its state may be wrong")
+    }
+
+    /// Has Raft ask for votes or not: not a replica that is removed, nor one that stands back.
+    pub(super) fn may_elect(&self) {
+        let is_removed = self.is_removed.load(Ordering::Acquire);
+        let may_elect = !is_removed && self.stands_back().is_none();
+        self.raft.runtime_config().elect(may_elect);
+    }
+
+    /// Who should lead in place of this replica, if it leads; nobody while voters change.
+    fn better_leader(&self) -> Option<u64> {
+        let voters = {
+            let metrics = self.raft.metrics();
+            let metrics = metrics.borrow_watched();
+            let membership = metrics.membership_config.membership();
+            let is_settled = membership.get_joint_config().len() == 1;
+            if metrics.state != ServerState::Leader || !is_settled {
+                return None;
+            }
+            membership.voter_ids().collect()
+        };
+        let (me, hearing) = (self.links.identity.id, &self.links.hearing);
+        better_leader(me, &voters, &hearing.hears(), &hearing.told())
+    }
+}
