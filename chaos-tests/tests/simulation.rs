@@ -97,6 +97,7 @@ fn networks_fail() {
         Fault::Isolate,
         Fault::IsolateLeader,
         Fault::OneWay,
+        Fault::Deafen,
         Fault::Hold,
         Fault::BadLinks,
         Fault::SlowLinks,

@@ -30,6 +30,8 @@ pub enum Fault {
     IsolateLeader,
     /// Messages pass in one direction only.
     OneWay,
+    /// No call reaches a replica, mostly the leader; its own calls are answered.
+    Deafen,
     /// What is sent over some links comes later, all at once.
     Hold,
     /// Some links lose and repeat messages.
@@ -77,6 +79,7 @@ impl Fault {
         (Self::Isolate, 6),
         (Self::IsolateLeader, 8),
         (Self::OneWay, 8),
+        (Self::Deafen, 5),
         (Self::Hold, 8),
         (Self::BadLinks, 6),
         (Self::SlowLinks, 6),
@@ -133,6 +136,16 @@ impl Fault {
         )
     }
 
+    /// Whether a process ends by it: a state that was lost may be in its snapshot, and nobody knows of it
+    /// when it starts again.
+    #[must_use]
+    pub fn ends_processes(self) -> bool {
+        matches!(
+            self,
+            Self::Crash | Self::CrashAll | Self::Bounce | Self::Leave | Self::FailDisk
+        )
+    }
+
     /// The fault of this name, as it is displayed.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
@@ -167,6 +180,8 @@ pub enum Remedy {
     RightClock(u8),
     /// Links stand again.
     Heal(Vec<(u8, u8)>),
+    /// Calls reach it again.
+    Hear(u8),
     /// Links that lose and repeat are as good as they were drawn.
     Soothe(Vec<(u8, u8)>),
     /// Slow links are.
@@ -189,6 +204,7 @@ impl Remedy {
             | Self::Kill(_)
             | Self::Resume(_)
             | Self::Heal(_)
+            | Self::Hear(_)
             | Self::Soothe(_)
             | Self::EndShortage(_)
             | Self::MendDisk(_) => false,

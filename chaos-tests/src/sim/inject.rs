@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use raft::{Role, Shortage};
+use raft::Shortage;
 use state::ids::ReplicaId;
 
 use super::faults::{Fault, LIES, Remedy};
@@ -49,8 +49,11 @@ impl World {
 
     /// Answers whether it could happen.
     fn inject(&mut self, fault: Fault) -> bool {
-        let is_spoiled = |seat: &Seat| seat.is_spoiled.load(Ordering::Relaxed);
-        if self.seats.values().any(is_spoiled) && !fault.lets_lead() {
+        let is_barred = |seat: &Seat| {
+            let is_spoiled = seat.is_spoiled.load(Ordering::Relaxed);
+            is_spoiled && (!seat.is_in_doubt() || fault.ends_processes())
+        };
+        if !fault.lets_lead() && self.seats.values().any(is_barred) {
             return false;
         }
         match fault {
@@ -71,6 +74,7 @@ impl World {
                 self.isolate(id)
             }
             Fault::OneWay => self.one_way(),
+            Fault::Deafen => self.deafen(),
             Fault::Hold => self.hold(),
             Fault::BadLinks => self.bad_links(),
             Fault::SlowLinks => self.slow_links(),
@@ -98,7 +102,7 @@ impl World {
         1000 * (1 + self.rng.below(most.max(1)))
     }
 
-    fn any_of<T: Copy>(&mut self, among: &[T]) -> Option<T> {
+    pub(super) fn any_of<T: Copy>(&mut self, among: &[T]) -> Option<T> {
         if among.is_empty() {
             return None;
         }
@@ -226,7 +230,8 @@ impl World {
                 && wrong_ms(seat) <= CLOCK_ERROR_MS
         };
         let right = self.seats.values().filter(|seat| is_right(seat)).count();
-        if 2 * right <= self.seats.len() || !self.links_down.is_empty() {
+        let do_all_hear = self.links_down.is_empty() && self.deaf.is_empty();
+        if 2 * right <= self.seats.len() || !do_all_hear {
             self.ledger
                 .with(|record| record.observation.are_clocks_doubted = true);
         }
@@ -272,7 +277,7 @@ impl World {
         self.cut(links, how, 12_000)
     }
 
-    fn isolate(&mut self, id: Option<u8>) -> bool {
+    pub(super) fn isolate(&mut self, id: Option<u8>) -> bool {
         let Some(id) = id else { return false };
         let others = self.ids().into_iter().filter(|other| *other != id);
         let links = others
@@ -299,6 +304,22 @@ impl World {
         });
         let (links, how) = (links.collect(), self.any_cut());
         self.cut(links, how, 6000)
+    }
+
+    fn deafen(&mut self) -> bool {
+        let id = match self.rng.below(4) {
+            0 => self.any_running(),
+            _ => self.leader(),
+        };
+        let Some(id) = id.filter(|id| !self.deaf.contains(id)) else {
+            return false;
+        };
+        self.network.deafen(id);
+        self.deaf.insert(id);
+        self.observe_clocks();
+        let wait_us = self.while_us(12_000);
+        self.remedy_in(wait_us, Remedy::Hear(id));
+        true
     }
 
     fn some_links(&mut self) -> Vec<(u8, u8)> {
@@ -495,48 +516,6 @@ impl World {
 
     fn snapshot(&mut self) -> bool {
         self.ask(Change::Snapshot)
-    }
-
-    /// One state at a time, of a follower that has one to lose, while all others are sound and nothing is
-    /// wrong that ends a leader's term: a majority must be right, and a leader gives its state away before
-    /// it knows better.
-    fn lose_state(&mut self) -> bool {
-        let is_sound = |seat: &Seat| {
-            let is_up = seat.machine.core().is_some();
-            seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
-        };
-        if !self.seats.values().all(is_sound) || !self.remedies.values().all(Remedy::lets_lead) {
-            return false;
-        }
-        let leader = self.leader();
-        let follows = |seat: &Seat| {
-            let status = seat.status.as_ref().map(|status| status.borrow());
-            status.is_some_and(|it| it.leader == leader && it.has_quorum)
-        };
-        let mut members = self.seats.values().filter(|seat| !seat.is_gone);
-        if leader.is_none() || !members.all(follows) {
-            return false;
-        }
-        let followers = self.seats.iter().filter(|(_, seat)| {
-            let status = seat.status.as_ref().map(|status| status.borrow());
-            let core = seat.machine.core();
-            let is_formed = core.is_some_and(|core| core.view().registry().initialised);
-            is_formed && status.is_some_and(|status| status.role == Role::Follower)
-        });
-        let followers: Vec<u8> = followers.map(|(id, _)| *id).collect();
-        let Some(id) = self.any_of(&followers) else {
-            return false;
-        };
-        let seat = &self.seats[&id];
-        let Some(core) = seat.machine.core() else {
-            return false;
-        };
-        seat.is_spoiled.store(true, Ordering::Relaxed);
-        core.state_loss()();
-        let (now_us, run) = (self.now_us(), seat.run);
-        self.ledger
-            .with(|record| record.observation.spoiled(now_us, run));
-        true
     }
 
     /// Tells the record who can reach a majority. To be called when a link or an electorate changes.

@@ -21,6 +21,7 @@ pub mod plan;
 mod reach;
 mod remedies;
 mod run;
+mod spoil;
 pub mod trace;
 mod witness;
 pub mod workload;

@@ -30,6 +30,10 @@ impl World {
                 }
                 self.observe_reach();
             }
+            Remedy::Hear(id) => {
+                self.network.hear(id);
+                self.deaf.remove(&id);
+            }
             Remedy::Soothe(links) | Remedy::Quicken(links) => self.soothe(&links),
             Remedy::QuickDisk(id) => self.seats[&id].pace.recover(),
             Remedy::EndShortage(id) => self.seats[&id].machine.disk.run_short(None),

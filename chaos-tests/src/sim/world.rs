@@ -76,6 +76,8 @@ pub(super) struct Seat {
     /// What it says of itself, once it is up.
     pub(super) status: Option<raft::watch::Receiver<Status>>,
     pub(super) is_spoiled: Arc<AtomicBool>,
+    /// Whether something went wrong since it knew of that.
+    pub(super) is_struck: bool,
     /// Whether it is never to come back.
     pub(super) is_gone: bool,
     /// Whether its disk takes no writes.
@@ -84,6 +86,14 @@ pub(super) struct Seat {
     said: Option<(Role, u64, bool)>,
     /// Who votes as it last said, in this run or an earlier one.
     pub(super) voters: Vec<u8>,
+}
+
+impl Seat {
+    /// Whether its replica knows that its state is wrong.
+    pub(super) fn is_in_doubt(&self) -> bool {
+        let core = self.machine.core_at_rest();
+        core.is_some_and(|core| core.digests().minority().is_some())
+    }
 }
 
 /// The world.
@@ -102,6 +112,8 @@ pub struct World {
     pub(super) remedies: BTreeMap<(u64, u64), Remedy>,
     pub(super) next_fault_us: u64,
     pub(super) links_down: BTreeSet<(u8, u8)>,
+    /// Replicas that no call reaches.
+    pub(super) deaf: BTreeSet<u8>,
     /// When the operator last removed a replica that was back.
     pub(super) tended_us: u64,
     pub(super) reach: Reach,
@@ -137,6 +149,7 @@ impl World {
             remedies: BTreeMap::new(),
             next_fault_us: 0,
             links_down: BTreeSet::new(),
+            deaf: BTreeSet::new(),
             tended_us: 0,
             reach: Reach::default(),
             counts: Counts::default(),
@@ -199,6 +212,7 @@ impl World {
             },
             status: None,
             is_spoiled: Arc::default(),
+            is_struck: false,
             is_gone: false,
             is_disk_bad: false,
             said: None,
@@ -240,6 +254,9 @@ impl World {
         }
         for id in &ids {
             self.observe(*id);
+        }
+        if self.next_fault_us > 0 {
+            self.strike_in_doubt();
         }
         self.retire();
         if now_us.is_multiple_of(LOOK_EVERY_US) {

@@ -15,7 +15,7 @@ mod link;
 mod packet;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lab::rng::Rng;
@@ -99,6 +99,8 @@ struct State {
     connections: BTreeMap<u64, Connection>,
     calls: BTreeMap<u64, Call>,
     queue: BinaryHeap<Reverse<Planned>>,
+    /// Hosts that no call reaches; calls of their own are answered.
+    deaf: BTreeSet<u8>,
     /// By link, what waits for it to heal.
     held: BTreeMap<(u8, u8), Vec<Packet>>,
     planned: u64,
@@ -134,6 +136,7 @@ impl Network {
             connections: BTreeMap::new(),
             calls: BTreeMap::new(),
             queue: BinaryHeap::new(),
+            deaf: BTreeSet::new(),
             held: BTreeMap::new(),
             planned: 0,
             last_id: 0,
@@ -254,6 +257,25 @@ impl Network {
         }
     }
 
+    /// Keeps calls from a host, as a firewall of one direction does.
+    pub fn deafen(&self, id: u8) {
+        self.lock().deaf.insert(id);
+    }
+
+    /// Lets calls reach a host again: what was held comes now.
+    pub fn hear(&self, id: u8) {
+        let mut state = self.lock();
+        state.deaf.remove(&id);
+        let hosts: Vec<u8> = state.hosts.keys().copied().collect();
+        for from in hosts {
+            for packet in state.held.remove(&(from, id)).unwrap_or_default() {
+                state.counts.held += 1;
+                // Again, where the link is cut.
+                state.send(from, id, packet);
+            }
+        }
+    }
+
     /// Changes one direction.
     pub fn change_link(&self, from: u8, to: u8, change: impl FnOnce(&mut Link)) {
         change(self.lock().link(from, to));
@@ -312,7 +334,8 @@ impl State {
     fn send(&mut self, from: u8, to: u8, packet: Packet) {
         let link = self.link(from, to).clone();
         let is_of_stream = self.is_of_stream(&packet);
-        if let Some(cut) = link.cut {
+        let is_unheard = self.deaf.contains(&to) && packet.side() == Some(Side::Server);
+        if let Some(cut) = link.cut.or(is_unheard.then_some(Cut::Drops)) {
             if cut == Cut::Holds || is_of_stream {
                 self.held.entry((from, to)).or_default().push(packet);
             } else {
@@ -440,6 +463,7 @@ impl State {
             };
             let is_silent = is_cut((from, to))
                 || is_cut((to, from))
+                || self.deaf.contains(&to)
                 || !is_up(from, Some(connection.from_run))
                 || !is_up(to, connection.to_run);
             let silent = connection.silent;

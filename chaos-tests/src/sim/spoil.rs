@@ -1,0 +1,96 @@
+//! A replica whose state is lost, before it knows and after.
+
+use std::sync::atomic::Ordering;
+
+use raft::Role;
+use state::ids::ReplicaId;
+
+use super::faults::{Fault, Remedy};
+use super::workload::Change;
+use super::world::{Seat, World};
+
+impl World {
+    /// One state at a time, of a follower that has one to lose, while all others are sound and nothing is
+    /// wrong that ends a leader's term: a majority must be right, and a replica that does not know yet that
+    /// its state is wrong may be elected and gives it away. Once it knows, see [`World::strike_in_doubt`].
+    pub(super) fn lose_state(&mut self) -> bool {
+        let is_sound = |seat: &Seat| {
+            let is_up = seat.machine.core().is_some();
+            seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
+        };
+        if !self.seats.values().all(is_sound) || !self.remedies.values().all(Remedy::lets_lead) {
+            return false;
+        }
+        let leader = self.leader();
+        let follows = |seat: &Seat| {
+            let status = seat.status.as_ref().map(|status| status.borrow());
+            status.is_some_and(|it| it.leader == leader && it.has_quorum)
+        };
+        let mut members = self.seats.values().filter(|seat| !seat.is_gone);
+        if leader.is_none() || !members.all(follows) {
+            return false;
+        }
+        let followers = self.seats.iter().filter(|(_, seat)| {
+            let status = seat.status.as_ref().map(|status| status.borrow());
+            let core = seat.machine.core();
+            let is_formed = core.is_some_and(|core| core.view().registry().initialised);
+            is_formed && status.is_some_and(|status| status.role == Role::Follower)
+        });
+        let followers: Vec<u8> = followers.map(|(id, _)| *id).collect();
+        let Some(id) = self.any_of(&followers) else {
+            return false;
+        };
+        let seat = &self.seats[&id];
+        let Some(core) = seat.machine.core() else {
+            return false;
+        };
+        seat.is_spoiled.store(true, Ordering::Relaxed);
+        core.state_loss()();
+        let (now_us, run) = (self.now_us(), seat.run);
+        if let Some(seat) = self.seats.get_mut(&id) {
+            seat.is_struck = false;
+        }
+        self.ledger
+            .with(|record| record.observation.spoiled(now_us, run));
+        true
+    }
+
+    /// When a replica has just found that its state is wrong, and has not replaced it, the leader goes or
+    /// is told to hand over to it, mostly.
+    pub(super) fn strike_in_doubt(&mut self) {
+        let just_found = |(_, seat): &(&u8, &Seat)| {
+            !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()
+        };
+        let Some(id) = self.seats.iter().find(just_found).map(|(id, _)| *id) else {
+            return;
+        };
+        if let Some(seat) = self.seats.get_mut(&id) {
+            seat.is_struck = true;
+        }
+        let strikes = [Fault::Crash, Fault::IsolateLeader, Fault::Transfer];
+        let only = self.options.only.clone();
+        let strikes =
+            strikes.map(|fault| Some(fault).filter(|it| only.is_empty() || only.contains(it)));
+        let Some(strike) = self.any_of(&strikes).flatten() else {
+            return;
+        };
+        let has_struck = match strike {
+            Fault::Crash => self.leader().is_some_and(|leader| {
+                self.kill(leader);
+                let wait_us = self.while_us(3000);
+                self.remedy_in(wait_us, Remedy::Start(leader));
+                true
+            }),
+            Fault::Transfer => self.ask(Change::Transfer(Some(ReplicaId(id)))),
+            _ => {
+                let leader = self.leader();
+                self.isolate(leader)
+            }
+        };
+        if has_struck {
+            *self.counts.faults.entry(strike).or_default() += 1;
+            self.trace
+                .event(self.now_us(), format_args!("fault {strike}, {id} in doubt"));
+        }
+    }
+}
