@@ -15,5 +15,6 @@ pub mod ports;
 pub mod prompt;
 pub mod proxy;
 pub mod routing;
+mod seldom;
 pub mod shown;
 mod sync;

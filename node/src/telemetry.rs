@@ -6,9 +6,9 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::Log;
 
-/// Dependencies that tell each step of their work, or each failed heartbeat of a peer that is known
-/// to be down; a filter that names them outranks this.
-const QUIET: &str = "openraft=error,sled=warn,h2=warn,hyper=warn,tonic=warn";
+/// Dependencies that tell each step of their work, each failed heartbeat of a peer that is known to be
+/// down, or each connection that a client resets; a filter that names them outranks this.
+const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
 
 /// Sets up logging for the whole process. Call once, from a program's `main`; a library or test
 /// that embeds a replica sets up its own, or none.
@@ -16,7 +16,7 @@ const QUIET: &str = "openraft=error,sled=warn,h2=warn,hyper=warn,tonic=warn";
 /// # Errors
 /// When the filter does not parse, or logging is set up already.
 pub fn init(log: &Log) -> anyhow::Result<()> {
-    let filter = EnvFilter::builder().parse(format!("{QUIET},{}", log.filter))?;
+    let filter = filter(&log.filter)?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
@@ -32,6 +32,10 @@ pub fn init(log: &Log) -> anyhow::Result<()> {
     outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))
 }
 
+fn filter(told: &str) -> anyhow::Result<EnvFilter> {
+    Ok(EnvFilter::builder().parse(format!("{QUIET},{told}"))?)
+}
+
 /// Logging of commands that have no config: human lines, filtered by `QUORATE_LOG__LEVEL` or else
 /// `default`.
 ///
@@ -41,4 +45,26 @@ pub fn init_for_command(default: &str) -> anyhow::Result<()> {
     let filter = std::env::var("QUORATE_LOG__LEVEL").unwrap_or_else(|_| default.to_owned());
     let is_json = std::env::var("QUORATE_LOG__FORMAT").is_ok_and(|format| format == "json");
     init(&Log { is_json, filter })
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::Level;
+    use tracing::subscriber::with_default;
+
+    use super::*;
+
+    #[test]
+    fn what_clients_can_make_h2_say_is_told_only_where_it_is_asked_for() {
+        let is_told = |told: &str| {
+            let lines = tracing_subscriber::fmt().with_env_filter(filter(told).unwrap());
+            with_default(
+                lines.finish(),
+                || tracing::enabled!(target: "h2::proto::streams::streams", Level::WARN),
+            )
+        };
+        assert!(!is_told("info"));
+        assert!(!is_told("debug"));
+        assert!(is_told("info,h2=warn"));
+    }
 }

@@ -498,7 +498,7 @@ fn relay(
     let expose = proxy.settings.expose;
     expose.decision(&mut head.headers, head.status, decision);
     let source = Source {
-        backends: Arc::clone(&proxy.backends),
+        proxy: Arc::clone(proxy),
         slot: decision.backend.slot,
         name: Arc::clone(&decision.name),
         request_id: asked.request_id.clone(),

@@ -51,6 +51,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
 
+use std::time::Duration;
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Version};
@@ -78,6 +79,7 @@ use crate::error::{Failure, openai_response};
 use crate::prompt::{Identity, Parsed};
 use crate::routing::{ReadFailure, Router};
 use budget::RetryBudget;
+use crate::seldom::Seldom;
 use clients::{Clients, Turn, Users};
 use forward::{Asked, Forwarded, forward};
 use headers::request_id;
@@ -92,6 +94,10 @@ use suspects::Suspects;
 /// Says that an answer is the last of its connection.
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
+/// The log has at most so many lines about answers that backends broke off ...
+const BROKEN_OFF_LINES: u32 = 10;
+/// ... in this time.
+const BROKEN_OFF_PERIOD: Duration = Duration::from_secs(10);
 /// What all connections of a data plane share.
 pub struct Proxy {
     admission: Arc<Admission>,
@@ -111,6 +117,8 @@ pub struct Proxy {
     budget: Arc<RetryBudget>,
     suspects: Arc<Suspects>,
 }
+    /// Lines of the log about answers that backends broke off.
+    broken_off: Seldom,
 
 /// The body of an answer.
 pub struct AnswerBody(Kind);
@@ -162,6 +170,7 @@ impl Proxy {
             budget: Arc::new(budget),
             suspects: Arc::new(Suspects::new()),
         }
+            broken_off: Seldom::new(BROKEN_OFF_LINES, BROKEN_OFF_PERIOD),
     }
 
     /// Closes up to `count` client connections that have no request, the longest idle first: for

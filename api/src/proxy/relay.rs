@@ -13,13 +13,13 @@ use http_body::{Body, Frame, SizeHint};
 use state::ids::Slot;
 use tokio::time::{Instant, Sleep, sleep_until};
 
+use super::Proxy;
 use super::ahead::{Ahead, Bounds, Piece};
 use super::document::Document;
 use super::inspect::Findings;
 use super::metrics::{Ledger, Outcome};
 use super::sse::Events;
 use super::suspects::Watched;
-use crate::backends::Backends;
 use crate::backends::pool::{EngineBody, SendFailure};
 use crate::error::{Failure, openai_body};
 use crate::routing::{Attempt, End};
@@ -107,7 +107,7 @@ impl Content {
 
 /// Who answers, for the books and the log.
 pub(super) struct Source {
-    pub(super) backends: Arc<Backends>,
+    pub(super) proxy: Arc<Proxy>,
     pub(super) slot: Slot,
     pub(super) name: Arc<str>,
     pub(super) request_id: HeaderValue,
@@ -345,20 +345,23 @@ impl Relay {
     /// Closes the books over a broken answer. A stream of events gets one more that says so.
     fn break_off(&mut self, why: BrokenAnswer) -> Result<Bytes, BrokenAnswer> {
         let Source {
-            backends,
+            proxy,
             slot,
             name,
             request_id,
             watched,
         } = &self.source;
-        tracing::warn!(
-            backend = &**name,
-            request_id = request_id.to_str().unwrap_or_default(),
-            error = %why,
-            "backend broke off an answer"
-        );
+        if let Some(suppressed) = proxy.broken_off.may_say() {
+            tracing::warn!(
+                backend = &**name,
+                request_id = request_id.to_str().unwrap_or_default(),
+                error = %why,
+                suppressed,
+                "backend broke off an answer"
+            );
+        }
         if matches!(why, BrokenAnswer::Engine(_)) {
-            backends.report_failure(*slot);
+            proxy.backends.report_failure(*slot);
             watched.broke();
         }
         self.books.end(End::Broken, Outcome::BrokenOff);

@@ -28,6 +28,7 @@ use super::clients::Seated;
 use super::pace::{Paced, Written};
 use super::{AnswerBody, CLOSE, Proxy};
 use crate::backends::pool::prepare;
+use crate::seldom::Seldom;
 
 /// How often idle connections to engines are looked through.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
@@ -36,7 +37,7 @@ const REAP_INTERVAL: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_millis(250);
 /// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Between two lines of the log about failed accepts.
+/// The log has one line about failed accepts in this time.
 const ACCEPT_TOLD_EVERY: Duration = Duration::from_secs(10);
 /// h2 flow-control window of a connection and of a stream, in bytes: prompts can be long.
 const H2_WINDOW_BYTES: u32 = 1024 * 1024;
@@ -102,7 +103,7 @@ impl Server {
             knocking: None,
         };
         let builder = Arc::new(builder(&proxy));
-        let mut failures = AcceptFailures::default();
+        let failures = Seldom::new(1, ACCEPT_TOLD_EVERY);
         let mut reap = interval(REAP_INTERVAL);
         reap.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let context = || Context {
@@ -119,7 +120,9 @@ impl Server {
                     Ok(Some(accepted)) => { tracker.spawn(context().serve(accepted)); }
                     Ok(None) => {}
                     Err(error) => {
-                        failures.note(&error);
+                        if let Some(suppressed) = failures.may_say() {
+                            tracing::warn!(%error, suppressed, "accept failed");
+                        }
                         proxy.close_idle(EVICTED_AT_ONCE);
                         proxy.pool.close_idle();
                         sleep(ACCEPT_PAUSE).await;
@@ -158,25 +161,6 @@ struct Door {
     room: Arc<Semaphore>,
     /// Accepted before there was room for it.
     knocking: Option<(TcpStream, IpAddr)>,
-}
-/// Failed accepts, told once in a while however many there are.
-#[derive(Default)]
-struct AcceptFailures {
-    untold: u64,
-    told_at: Option<Instant>,
-}
-
-impl AcceptFailures {
-    fn note(&mut self, error: &io::Error) {
-        self.untold += 1;
-        if self
-            .told_at
-            .is_none_or(|at| at.elapsed() >= ACCEPT_TOLD_EVERY)
-        {
-            tracing::warn!(%error, times = self.untold, "accept failed");
-            (self.untold, self.told_at) = (0, Some(Instant::now()));
-        }
-    }
 }
 
 /// A client's connection and what it takes up.

@@ -1,0 +1,68 @@
+//! Log lines that clients and engines could cause without end.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Lets so many lines through in a period, and counts the others.
+#[derive(Debug)]
+pub(crate) struct Seldom {
+    lines_max: u32,
+    period: Duration,
+    said: Mutex<Said>,
+}
+
+#[derive(Debug, Default)]
+struct Said {
+    /// When the period began; `None` before the first line.
+    since: Option<Instant>,
+    /// Lines in it.
+    lines: u32,
+    /// Lines suppressed since the last one that was let through.
+    suppressed: u64,
+}
+
+impl Seldom {
+    /// At most `lines_max` lines in a `period`.
+    pub(crate) fn new(lines_max: u32, period: Duration) -> Self {
+        Self {
+            lines_max,
+            period,
+            said: Mutex::default(),
+        }
+    }
+
+    /// Whether a line may be written; if so, how many were suppressed since the last one.
+    pub(crate) fn may_say(&self) -> Option<u64> {
+        // Counts are whole between any two of their changes.
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if said.since.is_none_or(|since| now - since >= self.period) {
+            (said.since, said.lines) = (Some(now), 0);
+        }
+        if said.lines == self.lines_max {
+            said.suppressed += 1;
+            return None;
+        }
+        said.lines += 1;
+        Some(std::mem::take(&mut said.suppressed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_period_has_so_many_lines_and_the_next_one_tells_of_the_others() {
+        let seldom = Seldom::new(2, Duration::from_secs(10));
+        let said: Vec<_> = (0..5).map(|_| seldom.may_say()).collect();
+        assert_eq!(said, [Some(0), Some(0), None, None, None]);
+        tokio::time::advance(Duration::from_secs(9)).await;
+        assert_eq!(seldom.may_say(), None);
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!([seldom.may_say(), seldom.may_say()], [Some(4), Some(0)]);
+        assert_eq!(seldom.may_say(), None);
+    }
+}
