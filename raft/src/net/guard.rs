@@ -92,13 +92,21 @@ impl Inner {
     ) -> Result<u64, Status> {
         let header = header.ok_or(Malformed("no header"))?;
         let admitted = self.check(sender, header, purpose);
-        if let Err(refused) = &admitted
-            && self.refusals.may_say()
-        {
-            let why = refused.message();
-            tracing::warn!(from = header.from, why, "call of a peer refused");
+        if let Err(refused) = &admitted {
+            self.tell_refused(header.from, refused.message());
         }
         admitted
+    }
+
+    fn tell_refused(&self, from: u64, why: &str) {
+        let metrics = self.raft.metrics();
+        let is_forming = Seen(&metrics.borrow_watched()).is_new();
+        if is_forming {
+            // A cluster forms, and others know of it a moment earlier.
+            tracing::debug!(from, why, "call of a peer refused");
+        } else if self.refusals.may_say() {
+            tracing::warn!(from, why, "call of a peer refused");
+        }
     }
 
     fn check(
