@@ -12,7 +12,7 @@ use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -376,6 +376,7 @@ impl Endpoint {
                 incoming,
                 link: Some(link),
                 endpoint,
+                first: None,
             };
             body.settle();
             body
@@ -449,6 +450,8 @@ pub struct EngineBody {
     /// `None` after the end.
     link: Option<Box<Link>>,
     endpoint: Arc<Endpoint>,
+    /// What came first, if it was waited for and is not taken yet.
+    first: Option<Bytes>,
 }
 
 impl EngineBody {
@@ -463,6 +466,56 @@ impl EngineBody {
     }
 }
 
+impl EngineBody {
+    /// Waits for the first data, which stay here to be taken, or for the end.
+    ///
+    /// # Errors
+    /// [`SendFailure`], when the connection breaks before.
+    pub fn poll_first(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), SendFailure>> {
+        while self.first.is_none() {
+            let Some(frame) = ready!(self.poll_engine(cx)) else {
+                break;
+            };
+            // Trailers are about this connection.
+            self.first = frame?.into_data().ok();
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_engine(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, SendFailure>>> {
+        let Some(link) = &mut self.link else {
+            return Poll::Ready(None);
+        };
+        link.drive(cx);
+        // Only `drive` makes frames come, and it has the waker already.
+        let mut quiet = Context::from_waker(Waker::noop());
+        match Pin::new(&mut self.incoming).poll_frame(&mut quiet) {
+            Poll::Ready(Some(Ok(frame))) => {
+                self.settle();
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(Some(Err(error))) => {
+                self.link = None;
+                Poll::Ready(Some(Err(SendFailure::Broke(error))))
+            }
+            Poll::Ready(None) => {
+                if let Some(link) = self.link.take() {
+                    self.endpoint.give_back(link);
+                }
+                Poll::Ready(None)
+            }
+            Poll::Pending if link.is_over => {
+                self.link = None;
+                Poll::Ready(Some(Err(SendFailure::Ended)))
+            }
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
 impl Body for EngineBody {
     type Data = Bytes;
     type Error = SendFailure;
@@ -471,42 +524,27 @@ impl Body for EngineBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, SendFailure>>> {
-        let this = &mut *self;
-        let Some(link) = &mut this.link else {
-            return Poll::Ready(None);
-        };
-        link.drive(cx);
-        // Only `drive` makes frames come, and it has the waker already.
-        let mut quiet = Context::from_waker(Waker::noop());
-        match Pin::new(&mut this.incoming).poll_frame(&mut quiet) {
-            Poll::Ready(Some(Ok(frame))) => {
-                this.settle();
-                Poll::Ready(Some(Ok(frame)))
-            }
-            Poll::Ready(Some(Err(error))) => {
-                this.link = None;
-                Poll::Ready(Some(Err(SendFailure::Broke(error))))
-            }
-            Poll::Ready(None) => {
-                if let Some(link) = this.link.take() {
-                    this.endpoint.give_back(link);
-                }
-                Poll::Ready(None)
-            }
-            Poll::Pending if link.is_over => {
-                this.link = None;
-                Poll::Ready(Some(Err(SendFailure::Ended)))
-            }
-            Poll::Pending => Poll::Pending,
+        match self.first.take() {
+            Some(first) => Poll::Ready(Some(Ok(Frame::data(first)))),
+            None => self.poll_engine(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.link.is_none()
+        self.link.is_none() && self.first.is_none()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.incoming.size_hint()
+        let mut hint = self.incoming.size_hint();
+        if let Some(first) = self.first.as_ref().map(|data| data.len() as u64) {
+            let (lower, upper) = (hint.lower(), hint.upper());
+            hint = SizeHint::new();
+            hint.set_lower(lower + first);
+            if let Some(upper) = upper {
+                hint.set_upper(upper + first);
+            }
+        }
+        hint
     }
 }
 

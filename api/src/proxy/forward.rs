@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::ids::{BackendRef, Slot, UserKey};
@@ -20,6 +20,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::Proxy;
 use super::ahead::Bounds;
+use super::beginning::{begin, is_framed};
 use super::deadline;
 use super::headers::{Hop, clean_answer, toward_engine};
 use super::metrics::Ledger;
@@ -303,14 +304,23 @@ async fn attempt(
             attempt.end(End::NotRun);
             return Tried::NotRun(Last::Failed(Failure::Redirected));
         }
-        Ok(Ok(response)) => {
+        Ok(Ok(mut response)) => {
             let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
-            if !is_refusal || is_last {
-                return Tried::Answered(response, attempt);
+            if is_refusal && !is_last {
+                attempt.end(End::NotRun);
+                let held = hold(response).await;
+                return Tried::NotRun(held.map_or(Last::Failed(Failure::Refused), Last::Refused));
             }
-            attempt.end(End::NotRun);
-            let held = hold(response).await;
-            return Tried::NotRun(held.map_or(Last::Failed(Failure::Refused), Last::Refused));
+            let failure = match begin(&mut response, sending.first_byte_by).await {
+                Ok(()) => return Tried::Answered(response, attempt),
+                Err(failure) => failure,
+            };
+            if response.status().is_success() {
+                // Of other heads the circuit has heard.
+                let user = Some(attempt.user());
+                proxy.backends.report_no_answer(decision.backend, user);
+            }
+            failure
         }
         Ok(Err(failure)) => failure,
         Err(_) => {
@@ -328,6 +338,11 @@ async fn attempt(
     } else {
         End::NotRun
     });
+    failed(proxy, decision, &failure)
+}
+
+/// What follows from an attempt that failed before the first byte of its answer's body.
+fn failed(proxy: &Proxy, decision: &Decision, failure: &SendFailure) -> Tried {
     if failure.is_local() {
         tracing::debug!(backend = &*decision.name, error = %failure, "backend was not asked");
         proxy.pool.close_idle();
@@ -543,7 +558,7 @@ fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: Wanted) 
     let media_type = headers
         .get(CONTENT_TYPE)
         .map_or(&b""[..], HeaderValue::as_bytes);
-    let is_framed = headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH);
+    let is_framed = is_framed(headers);
     if is_encoded {
         Content::Opaque
     } else if starts_with(media_type, b"text/event-stream") {

@@ -209,6 +209,7 @@ async fn a_client_that_leaves_an_unseen_answer_pays_what_the_time_allowed() {
 async fn what_an_engine_fails_at_is_paid_as_far_as_it_may_have_run() {
     for (steps, status) in [
         (vec![Step::Close], 502),
+        (vec![stream_head(), Step::Close], 502),
         (vec![json("500 Internal Server Error", "{}")], 500),
     ] {
         let engine = Engine::always(steps).await;

@@ -1,11 +1,13 @@
 //! Engines that break, fall silent or talk nonsense.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use api::proxy::Outcome;
+use tokio::sync::Semaphore;
 
 use super::client::chat;
-use super::engine::{Engine, Step, chunk, delta, stream_head};
+use super::engine::{DONE, Engine, Step, chunk, delta, last_chunk, stream_head};
 use super::fleet::Fleet;
 
 const STREAM: &str = ",\"stream\":true";
@@ -100,6 +102,79 @@ async fn a_document_the_engine_breaks_off_never_looks_whole() {
         fleet.is_idle().await;
         assert_eq!(fleet.count(Outcome::BrokenOff, 200), 1);
     }
+}
+
+#[tokio::test]
+async fn an_answer_that_breaks_before_its_first_byte_is_a_502() {
+    let json = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n";
+    let events = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n";
+    let error = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n";
+    for (head, body) in [
+        (json, "content-length: 100\r\n\r\n"),
+        (json, "transfer-encoding: chunked\r\n\r\n"),
+        (json, "transfer-encoding: chunked\r\n\r\nxyz\r\n"),
+        (json, "\r\n"),
+        (events, "transfer-encoding: chunked\r\n\r\n"),
+        (events, "\r\n"),
+        (error, "content-length: 100\r\n\r\n"),
+    ] {
+        let text = format!("{head}{body}");
+        let engine = Engine::always(vec![Step::Send(text.clone().into()), Step::Close]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let mut client = fleet.client().await;
+        let answer = client.ask(chat("")).await;
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (502, "backend_broke"),
+            "{text}"
+        );
+        assert_eq!(answer.header("x-should-retry"), Some("false"), "{text}");
+        assert_eq!(engine.requests().len(), 1, "{text}");
+        fleet.is_idle().await;
+        assert_eq!(fleet.count(Outcome::Failed, 502), 1, "{text}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_without_a_body_is_whole() {
+    for head in [
+        "HTTP/1.1 204 No Content\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    ] {
+        let engine = Engine::always(vec![Step::Send(head.into())]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(
+            (answer.is_complete, answer.body.as_str()),
+            (true, ""),
+            "{head}"
+        );
+        assert!(head.contains(&answer.status.to_string()), "{head}");
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_head_does_not_wait_for_a_slow_first_token() {
+    let token = Arc::new(Semaphore::new(0));
+    let engine = Engine::always(vec![
+        stream_head(),
+        Step::Await(Arc::clone(&token)),
+        chunk(&delta("a", 1)),
+        chunk(DONE),
+        last_chunk(),
+    ])
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    client.send(chat(STREAM)).await;
+    client.read_until("text/event-stream").await;
+    token.add_permits(1);
+    let answer = client.answer().await;
+    assert!(answer.is_complete && answer.body.ends_with(DONE));
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(Outcome::Finished, 200), 1);
 }
 
 #[tokio::test]
