@@ -97,6 +97,11 @@ fn readiness(admin: &Admin) -> Readiness {
             ));
         }
     }
+    for model in admin.router.panicking() {
+        warnings.push(format!(
+            "panic mode for model {model}: probes fail while requests are answered"
+        ));
+    }
     let name = match (against.is_empty(), lacking.is_empty()) {
         (true, true) => "ready",
         (true, false) => "degraded",
@@ -112,10 +117,9 @@ fn readiness(admin: &Admin) -> Readiness {
 }
 
 fn has_healthy_backend(admin: &Admin) -> bool {
-    admin.view.registry().backends.iter().any(|backend| {
-        let glance = admin.backends.glance(backend.handle.slot);
-        !backend.draining && glance.is_some_and(|glance| glance.is_healthy)
-    })
+    let registry = admin.view.registry();
+    let mut serving = registry.backends.iter().filter(|it| !it.draining);
+    serving.any(|backend| admin.router.is_up(&registry, backend))
 }
 
 pub(super) async fn metrics(State(admin): State<Shared>) -> Response {

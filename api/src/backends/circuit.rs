@@ -76,6 +76,8 @@ struct Circuit {
     openings: u32,
     /// When it opened, microseconds since `began`.
     opened_us: u64,
+    /// When a request was answered last, unless one could not even be sent since.
+    answered_us: Option<u64>,
     /// Whose trial failed last, while others used the backend too: may try only from then on.
     blamed: Option<(UserKey, u64)>,
     /// The last trial, while it is under way, and whose it is.
@@ -204,7 +206,7 @@ impl Circuits {
     }
 
     /// An attempt of `user` was answered; whether that closed the circuit.
-    pub(super) fn passed(&self, backend: BackendRef, user: UserKey) -> bool {
+    pub(super) fn passed(&self, backend: BackendRef, user: UserKey, now: Instant) -> bool {
         let Some(cell) = self.cell(backend) else {
             return false;
         };
@@ -219,20 +221,42 @@ impl Circuits {
             cell.closed_until_us.store(0, Relaxed);
         }
         circuit.note(Some(user), false);
+        circuit.answered_us = Some(self.micros(now));
         was_open
+    }
+
+    /// Whether `backend` has answered a request within the time before `now`, and could be reached since.
+    pub(super) fn answered_within(
+        &self,
+        backend: BackendRef,
+        time: Duration,
+        now: Instant,
+    ) -> bool {
+        let now_us = self.micros(now);
+        let is_within = |at_us| Duration::from_micros(now_us.saturating_sub(at_us)) <= time;
+        self.cell(backend).is_some_and(|cell| {
+            let circuit = cell.lock();
+            circuit.backend == Some(backend) && circuit.answered_us.is_some_and(is_within)
+        })
     }
 
     /// An attempt failed; whether that opened the circuit. Without a `user` the request had no part
     /// in it.
     pub(super) fn failed(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) -> bool {
         let settings = &self.settings;
-        let Some(cell) = self.cell(backend).filter(|_| settings.failures > 0) else {
+        let Some(cell) = self.cell(backend) else {
             return false;
         };
         let mut circuit = cell.lock();
         if circuit.backend != Some(backend) {
             *circuit = circuit.anew(backend);
             cell.closed_until_us.store(0, Relaxed);
+        }
+        if user.is_none() {
+            circuit.answered_us = None;
+        }
+        if settings.failures == 0 {
+            return false;
         }
         circuit.note(user, true);
         let is_first = circuit.openings == 0 && circuit.is_bad(settings);
@@ -431,8 +455,8 @@ mod tests {
         let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
         for _ in 0..10 {
             assert!(!circuits.failed(backend(1), None, now));
-            assert!(!circuits.passed(backend(1), ADA), "it was not open");
-            assert!(!circuits.passed(backend(1), BOB));
+            assert!(!circuits.passed(backend(1), ADA, now), "it was not open");
+            assert!(!circuits.passed(backend(1), BOB, now));
         }
         assert!(circuits.allows(backend(1), ada, now));
         let opening = (0..20).position(|_| circuits.failed(backend(1), None, now));
@@ -449,7 +473,7 @@ mod tests {
     #[test]
     fn one_user_alone_opens_no_circuit_that_serves_others() {
         let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
-        assert!(!circuits.passed(backend(1), BOB));
+        assert!(!circuits.passed(backend(1), BOB, now));
         for _ in 0..100 {
             assert!(!circuits.failed(backend(1), Some(ADA), now));
         }
@@ -522,7 +546,7 @@ mod tests {
         let later = due + Duration::from_secs(2);
         assert!(circuits.allows(backend(1), ada, later), "twice as long");
         let _trial = tried(&circuits, later);
-        assert!(circuits.passed(backend(1), ADA));
+        assert!(circuits.passed(backend(1), ADA, now));
         assert!(circuits.allows(backend(1), ada, later));
         assert_eq!(
             circuits.view(backend(1), later),

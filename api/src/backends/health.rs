@@ -34,11 +34,24 @@ pub struct Health {
     pub kv_usage_permille: u32,
 }
 
+/// What a failed probe says of a backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fault {
+    /// Connections are refused there.
+    Unreachable,
+    /// A connection is taken, or nothing is heard at all; the probe was not answered in time, or not well.
+    /// That may be the probe's own fault.
+    Unwell,
+}
+
 /// The figures of [`Health`] that a decision needs, read from one word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Glance {
     /// Whether requests may go there.
     pub is_healthy: bool,
+    /// Whether it is unhealthy, but the last probe was not refused a connection.
+    pub is_doubtful: bool,
     /// Requests in the engine's queue, at most [`Glance::COUNT_MAX`].
     pub waiting: u32,
     /// Requests running in the engine, at most [`Glance::COUNT_MAX`].
@@ -51,20 +64,23 @@ impl Glance {
     /// Largest count a glance tells apart.
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
-    /// Bit 63: something stands here, bit 62: healthy, then 10 bits of usage and 24 of each count.
-    fn pack(health: &Health) -> u64 {
+    /// Bit 63: something stands here, bit 62: healthy, bit 61: doubtful, then from bit 57 on 10 bits of
+    /// usage and 24 of each count.
+    fn pack(self) -> u64 {
         let count = |count: u32| u64::from(count.min(Self::COUNT_MAX));
         1 << 63
-            | u64::from(health.is_healthy) << 62
-            | u64::from(health.kv_usage_permille.min(1000)) << 48
-            | count(health.waiting) << 24
-            | count(health.running)
+            | u64::from(self.is_healthy) << 62
+            | u64::from(self.is_doubtful) << 61
+            | u64::from(self.kv_usage_permille.min(1000)) << 48
+            | count(self.waiting) << 24
+            | count(self.running)
     }
 
     fn unpack(word: u64) -> Option<Self> {
         let count = |shift: u32| (word >> shift) as u32 & Self::COUNT_MAX;
         (word >> 63 == 1).then(|| Self {
             is_healthy: word >> 62 & 1 == 1,
+            is_doubtful: word >> 61 & 1 == 1,
             kv_usage_permille: (word >> 48) as u32 & 1023,
             waiting: count(24),
             running: count(0),
@@ -81,6 +97,8 @@ pub struct Record {
     pub is_healthy: bool,
     /// Why not, or the last failure.
     pub detail: Option<String>,
+    /// How the last probe failed; `None`: it passed, or there was none.
+    pub fault: Option<Fault>,
     /// Failed probes and reported failures in a row.
     pub failures_in_row: u32,
     /// Failed probes and reported failures since this replica knows the backend.
@@ -111,12 +129,20 @@ impl Record {
     /// A probe passed: one success is enough.
     pub(crate) fn passed(&mut self) {
         self.probes_total += 1;
+        self.fault = None;
         self.failures_in_row = 0;
         self.is_healthy = true;
         self.detail = None;
     }
 
-    /// A probe failed, or a request did.
+    /// A probe failed.
+    pub(crate) fn probe_failed(&mut self, fault: Fault, why: String) {
+        self.probes_total += 1;
+        self.fault = Some(fault);
+        self.failed(why);
+    }
+
+    /// A probe failed, or could not be made, or a request failed.
     pub(crate) fn failed(&mut self, why: String) {
         self.failures_total += 1;
         self.failures_in_row = self.failures_in_row.saturating_add(1);
@@ -139,6 +165,17 @@ impl Record {
         self.metrics_detail = Some(why);
         if self.scrape_failures_in_row >= SCRAPE_FAILURES_MAX {
             self.metrics = EngineMetrics::default();
+        }
+    }
+
+    /// What a decision needs of it.
+    pub(crate) fn glance(&self) -> Glance {
+        Glance {
+            is_healthy: self.is_healthy,
+            is_doubtful: !self.is_healthy && self.fault == Some(Fault::Unwell),
+            waiting: self.metrics.waiting.unwrap_or(0),
+            running: self.metrics.running.unwrap_or(0),
+            kv_usage_permille: self.metrics.kv_usage_permille.unwrap_or(0),
         }
     }
 
@@ -251,9 +288,10 @@ impl Board {
     }
 
     fn publish(&self, slot: Slot, cell: &Cell, tenant: &Tenant) {
-        let health = tenant.record.as_ref().map(Record::health);
-        let word = health.as_ref().map_or(0, Glance::pack);
-        cell.health.store(health.map(Arc::new));
+        let record = tenant.record.as_ref();
+        let word = record.map_or(0, |record| record.glance().pack());
+        cell.health
+            .store(record.map(|record| Arc::new(record.health())));
         self.glances[usize::from(slot.0)].store(word, Ordering::Release);
     }
 
@@ -299,6 +337,32 @@ mod tests {
     }
 
     #[test]
+    fn only_a_probe_that_was_not_refused_is_doubtful() {
+        let board = Board::new(1);
+        let is_doubtful = || board.glance(S).unwrap().is_doubtful;
+        let tenancy = Some(board.move_in(S, "a"));
+        assert!(!is_doubtful(), "not probed yet");
+        board.update(S, tenancy, Record::passed);
+        for _ in 0..FAILURES_MAX {
+            assert!(!is_doubtful(), "it is healthy");
+            board.update(S, tenancy, |r| r.probe_failed(Fault::Unwell, "slow".into()));
+        }
+        assert!(is_doubtful());
+        board.update(S, None, |r| r.failed("a request failed".into()));
+        assert!(is_doubtful(), "a request tells nothing of probes");
+        board.update(S, tenancy, |r| {
+            r.probe_failed(Fault::Unreachable, "refused".into());
+        });
+        assert!(!is_doubtful());
+        board.update(S, tenancy, Record::passed);
+        for _ in 0..FAILURES_MAX {
+            board.update(S, None, |r| r.failed("a request failed".into()));
+        }
+        let glance = board.glance(S).unwrap();
+        assert!(!glance.is_healthy && !glance.is_doubtful, "requests failed");
+    }
+
+    #[test]
     fn a_probe_of_an_earlier_backend_changes_nothing() {
         let board = Board::new(1);
         let first = board.move_in(S, "a");
@@ -326,16 +390,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_glance_says_what_health_says(
-            is_healthy: bool, waiting: u32, running: u32, kv_usage_permille in 0u32..=1000
+        fn a_glance_is_read_as_it_was_packed(
+            is_healthy: bool,
+            is_doubtful: bool,
+            waiting: u32,
+            running: u32,
+            kv_usage_permille in 0u32..=1000,
         ) {
-            let health = Health { is_healthy, detail: None, waiting, running, kv_usage_permille };
-            let glance = Glance::unpack(Glance::pack(&health)).unwrap();
-            prop_assert_eq!(glance, Glance {
-                is_healthy,
+            let glance = Glance { is_healthy, is_doubtful, waiting, running, kv_usage_permille };
+            prop_assert_eq!(Glance::unpack(glance.pack()).unwrap(), Glance {
                 waiting: waiting.min(Glance::COUNT_MAX),
                 running: running.min(Glance::COUNT_MAX),
-                kv_usage_permille,
+                ..glance
             });
         }
     }

@@ -40,7 +40,7 @@ pub(crate) use circuit::{Passage, Trial};
 pub(crate) use client::ProbeClient;
 pub use engine::{EngineMetrics, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
-pub use health::{FAILURES_MAX, Glance, Health, Record, SCRAPE_FAILURES_MAX};
+pub use health::{FAILURES_MAX, Fault, Glance, Health, Record, SCRAPE_FAILURES_MAX};
 pub use keys::EngineKeys;
 pub use roster::{Roster, Stay};
 
@@ -74,6 +74,9 @@ pub struct ProbeSettings {
     /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` the engine
     /// knows. (SGLang's `/health` generates a token when idle, which is why it is not the first.)
     pub health_path: Option<String>,
+    /// Least share, in percent, of a model's backends that must be healthy for probes to be believed;
+    /// those that refuse connections do not count. 0: they always are.
+    pub panic_threshold_percent: u32,
     /// Keys of engines that want one.
     pub keys: EngineKeys,
 }
@@ -86,10 +89,15 @@ impl Default for ProbeSettings {
             models_interval: Duration::from_secs(10),
             registry_interval: Duration::from_millis(10),
             health_path: None,
+            panic_threshold_percent: 50,
             keys: EngineKeys::default(),
         }
     }
 }
+
+/// A backend that stopped to answer probes and requests at once is asked for so long after it became
+/// unhealthy, where probes are doubted.
+const DOUBTED_FOR: Duration = Duration::from_secs(10);
 
 /// What probing needs of the rest of the replica.
 #[derive(Clone)]
@@ -182,6 +190,23 @@ impl Backends {
         }
     }
 
+    /// Whether `backend` has answered a request lately and could be reached since: its probes may lie.
+    pub(crate) fn answered_lately(&self, backend: BackendRef, now: Instant) -> bool {
+        let ProbeSettings {
+            interval, timeout, ..
+        } = self.settings;
+        let until_unhealthy = (interval + timeout) * FAILURES_MAX;
+        let lately = until_unhealthy + DOUBTED_FOR;
+        self.circuits.answered_within(backend, lately, now)
+    }
+
+    /// Whether so few of a model's backends are healthy, beside so many of which only probes say that
+    /// they are not, that probes are doubted.
+    pub(crate) fn are_below_threshold(&self, healthy: usize, doubtful: usize) -> bool {
+        let percent = usize::try_from(self.settings.panic_threshold_percent).unwrap_or(100);
+        healthy * 100 < (healthy + doubtful) * percent
+    }
+
     /// Whether the circuit of `backend` lets a request of `user` through at `now`. One load when it
     /// is closed.
     #[must_use]
@@ -217,7 +242,7 @@ impl Backends {
 
     /// A request of `user` to it was answered, whatever the answer says, short of a server error.
     pub fn report_answer(&self, backend: BackendRef, user: UserKey) {
-        if self.circuits.passed(backend, user) {
+        if self.circuits.passed(backend, user, Instant::now()) {
             let id = self.name_of(backend);
             tracing::info!(backend = id, "circuit is closed");
             self.announce_circuit(id, false);

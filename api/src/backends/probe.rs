@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::client::{Answer, ProbeClient, ProbeFailure};
 use super::engine::{self, EngineMetrics};
 use super::facts::{Memory, Round, Saw};
+use super::health::Fault;
 use super::roster::{Roster, Stay, backend_at};
 use super::{Backends, Hooks, text};
 
@@ -98,7 +99,7 @@ impl Probe {
         loop {
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
-                Err(Unwell::Engine(why)) => self.stay.failed(why),
+                Err(Unwell::Engine(fault, why)) => self.stay.failed(fault, why),
                 // It stays what it was: nobody asked it.
                 Err(Unwell::Here(why)) => tracing::debug!(why, "backend was not probed"),
             }
@@ -237,7 +238,10 @@ impl Path {
                 .map_err(|failure| Unwell::of(&failure))?;
             if !is_unknown_path(answer.status) {
                 let verdict = success(Ok(answer)).map(drop);
-                let verdict = verdict.map_err(|why| Unwell::Engine(format!("{path}: {why}")));
+                let verdict = verdict.map_err(|why| {
+                    let why = format!("{path}: {why}");
+                    Unwell::Engine(Fault::Unwell, why)
+                });
                 self.known = Some(path);
                 return verdict;
             }
@@ -246,23 +250,30 @@ impl Path {
         if !self.is_fixed {
             self.known = None;
         }
-        Err(Unwell::Engine(why))
+        Err(Unwell::Engine(Fault::Unwell, why))
     }
 }
 
 /// Why a probe did not find an engine well.
 enum Unwell {
     /// It is not, as far as can be told.
-    Engine(String),
+    Engine(Fault, String),
     /// It could not be asked, for want of something here.
     Here(String),
 }
 
 impl Unwell {
     fn of(failure: &ProbeFailure) -> Self {
-        match failure.is_local() {
-            true => Self::Here(failure.to_string()),
-            false => Self::Engine(failure.to_string()),
+        let why = failure.to_string();
+        match failure {
+            _ if failure.is_local() => Self::Here(why),
+            ProbeFailure::Url(_) | ProbeFailure::Connect(_) => {
+                Self::Engine(Fault::Unreachable, why)
+            }
+            ProbeFailure::Path(_)
+            | ProbeFailure::Timeout(_)
+            | ProbeFailure::Http(_)
+            | ProbeFailure::TooLong(_) => Self::Engine(Fault::Unwell, why),
         }
     }
 }

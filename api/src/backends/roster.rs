@@ -9,7 +9,7 @@ use state::{Backend, Registry};
 
 use super::Backends;
 use super::engine::EngineMetrics;
-use super::health::{Record, Tenancy};
+use super::health::{Fault, Record, Tenancy};
 
 /// The backends of a registry, each with a watcher of its own, which is dropped when the backend
 /// leaves or moves to another address. Nothing that a watcher tells outlives the stay it tells of.
@@ -104,11 +104,8 @@ impl Stay {
     }
 
     /// It did not answer a probe, or not well; says why.
-    pub fn failed(&self, why: String) {
-        self.update(|record| {
-            record.probes_total += 1;
-            record.failed(why);
-        });
+    pub fn failed(&self, fault: Fault, why: String) {
+        self.update(|record| record.probe_failed(fault, why));
     }
 
     /// Its own figures, as it reports them.

@@ -51,14 +51,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
-
 use std::time::Duration;
+
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use state::View;
+use state::{Backend, View};
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
@@ -79,8 +79,8 @@ use crate::backends::pool::Pool;
 use crate::error::{Failure, openai_response};
 use crate::prompt::{Identity, Parsed};
 use crate::routing::{ReadFailure, Router};
-use budget::RetryBudget;
 use crate::seldom::Seldom;
+use budget::RetryBudget;
 use clients::{Clients, Turn, Users};
 use forward::{Asked, Forwarded, forward};
 use headers::request_id;
@@ -94,11 +94,11 @@ use suspects::Suspects;
 
 /// Says that an answer is the last of its connection.
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
-
 /// The log has at most so many lines about answers that backends broke off ...
 const BROKEN_OFF_LINES: u32 = 10;
 /// ... in this time.
 const BROKEN_OFF_PERIOD: Duration = Duration::from_secs(10);
+
 /// What all connections of a data plane share.
 pub struct Proxy {
     admission: Arc<Admission>,
@@ -117,9 +117,9 @@ pub struct Proxy {
     users: Arc<Users>,
     budget: Arc<RetryBudget>,
     suspects: Arc<Suspects>,
-}
     /// Lines of the log about answers that backends broke off.
     broken_off: Seldom,
+}
 
 /// The body of an answer.
 pub struct AnswerBody(Kind);
@@ -170,8 +170,8 @@ impl Proxy {
             users: Arc::new(users),
             budget: Arc::new(budget),
             suspects: Arc::new(Suspects::new()),
-        }
             broken_off: Seldom::new(BROKEN_OFF_LINES, BROKEN_OFF_PERIOD),
+        }
     }
 
     /// Closes up to `count` client connections that have no request, the longest idle first: for
@@ -356,18 +356,12 @@ impl Proxy {
 
     fn models(&self, path: &str) -> Result<Response<Bytes>, Failure> {
         let registry = self.view.registry();
-        let is_healthy = |slot| {
-            self.backends
-                .health(slot)
-                .is_some_and(|health| health.is_healthy)
-        };
+        let is_up = |backend: &Backend| self.router.is_up(&registry, backend);
         let body = match path.strip_prefix("/v1/models/") {
-            None => models::list(&registry, is_healthy),
-            Some(id) => {
-                models::one(&registry, is_healthy, id).ok_or_else(|| Failure::UnknownModel {
-                    model: forward::shown(id),
-                })?
-            }
+            None => models::list(&registry, is_up),
+            Some(id) => models::one(&registry, is_up, id).ok_or_else(|| Failure::UnknownModel {
+                model: forward::shown(id),
+            })?,
         };
         let mut response = Response::new(body);
         let json = HeaderValue::from_static("application/json");

@@ -1,11 +1,10 @@
-//! `GET /v1/models`: the union of what the healthy backends serve, answered here.
+//! `GET /v1/models`: the union of what the backends serve that get requests, answered here.
 
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use serde::Serialize;
-use state::Registry;
-use state::ids::Slot;
+use state::{Backend, Registry};
 
 #[derive(Serialize)]
 struct List<'a> {
@@ -23,12 +22,9 @@ struct Entry<'a> {
 }
 
 /// All models by id, each with its `created`.
-fn union(registry: &Registry, is_healthy: impl Fn(Slot) -> bool) -> BTreeMap<&str, u64> {
+fn union(registry: &Registry, is_up: impl Fn(&Backend) -> bool) -> BTreeMap<&str, u64> {
     let mut models: BTreeMap<&str, u64> = BTreeMap::new();
-    let serving = registry
-        .backends
-        .iter()
-        .filter(|b| !b.draining && is_healthy(b.handle.slot));
+    let serving = registry.backends.iter().filter(|b| !b.draining && is_up(b));
     for backend in serving {
         let told = backend.facts.models.iter().flatten();
         let is_any = backend.spec.models.iter().any(|model| model == "*");
@@ -52,8 +48,8 @@ fn entry((id, created): (&str, u64)) -> Entry<'_> {
 }
 
 /// The list in OpenAI's shape, ordered by id.
-pub(super) fn list(registry: &Registry, is_healthy: impl Fn(Slot) -> bool) -> Bytes {
-    let data = union(registry, is_healthy).into_iter().map(entry).collect();
+pub(super) fn list(registry: &Registry, is_up: impl Fn(&Backend) -> bool) -> Bytes {
+    let data = union(registry, is_up).into_iter().map(entry).collect();
     let list = List {
         object: "list",
         data,
@@ -63,13 +59,13 @@ pub(super) fn list(registry: &Registry, is_healthy: impl Fn(Slot) -> bool) -> By
         .into()
 }
 
-/// One model of the list; `None` when no healthy backend serves it.
+/// One model of the list; `None` when no backend serves it that gets requests.
 pub(super) fn one(
     registry: &Registry,
-    is_healthy: impl Fn(Slot) -> bool,
+    is_up: impl Fn(&Backend) -> bool,
     id: &str,
 ) -> Option<Bytes> {
-    let models = union(registry, is_healthy);
+    let models = union(registry, is_up);
     let found = models.into_iter().find(|(model, _)| *model == id)?;
     Some(
         serde_json::to_vec(&entry(found))

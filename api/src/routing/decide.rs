@@ -68,6 +68,8 @@ pub(super) struct Scratch {
     pub(super) are_circuits_kept: bool,
     /// Those with an open circuit, by when it opened.
     pub(super) open: Vec<(u64, Slot)>,
+    /// Whether probes are doubted.
+    pub(super) is_panic: bool,
 }
 
 impl Scratch {
@@ -111,6 +113,7 @@ impl Router {
         let decided = SCRATCH.with_borrow_mut(|scratch| {
             let admitted = self.admit(&fleet, ask, Instant::now(), scratch, |_, _| {});
             self.metrics.filtered(&scratch.tally);
+            self.note_panic(&fleet.registry, ask.model, scratch.is_panic);
             admitted?;
             self.match_blocks(&fleet, ask, needs.match_by, scratch);
             self.supplement(&fleet, &needs, scratch);

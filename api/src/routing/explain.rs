@@ -56,6 +56,8 @@ pub struct Explanation {
     pub policy_source: PolicySource,
     /// What else the policy looks at of the request.
     pub request: ExplainedRequest,
+    /// Whether probes are doubted, so that backends may be candidates that are not healthy.
+    pub is_panic: bool,
     /// Every registered backend, by slot.
     pub backends: Vec<Explained>,
     /// The chosen backend's id.
@@ -186,6 +188,7 @@ impl Router {
                 turn: needs.turn.then_some(request.turn),
                 user_tokens: needs.user_tokens.then_some(request.user),
             },
+            is_panic: scratch.is_panic,
             backends,
             choice: choice.map(|choice| fleet.name(scratch.place(choice)).to_string()),
             matched: choice.map(|choice| choice.matched),

@@ -130,7 +130,12 @@ impl Router {
             passed: 0,
             seen,
         };
+        sieve.scratch.is_panic = false;
         let mut sifted = sieve.sift(Ejected::All);
+        if sieve.may_panic() && self.is_panic(&fleet.registry, ask.model, now) {
+            sieve.scratch.is_panic = true;
+            sifted = sieve.sift(Ejected::All);
+        }
         let open = sieve.scratch.open.len();
         let ejected_max = self.backends.ejected_max(open + sieve.passed);
         if open > ejected_max {
@@ -158,6 +163,15 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
         self.keep_loaded();
         self.keep_labelled()?;
         self.keep_large_enough()
+    }
+
+    /// Whether enough backends may be out by their probes alone that these are to be doubted: no more
+    /// than a look at what was counted.
+    fn may_panic(&self) -> bool {
+        let out = |verdict| self.scratch.tally.count(verdict) as usize;
+        let healthy = self.passed + out(Verdict::CircuitOpen);
+        let doubtful = out(Verdict::Unhealthy) + out(Verdict::Tried);
+        self.router.backends.are_below_threshold(healthy, doubtful)
     }
 
     /// The filters that look at one backend by itself. Answers why there is no candidate.
@@ -203,6 +217,10 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
 
     fn verdict(&self, backend: &Backend, glance: Option<Glance>, ejected: Ejected) -> Verdict {
         let user = || user_of(self.fleet, self.ask);
+        let is_up = |glance: Glance| {
+            let is_panic = self.scratch.is_panic;
+            glance.is_healthy || is_panic && self.router.may_lie(backend, glance, self.now)
+        };
         let is_open = |handle: BackendRef| match ejected {
             Ejected::All => !self.router.backends.is_let_through(handle, user, self.now),
             Ejected::Listed => self
@@ -216,7 +234,7 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
             Verdict::OtherModel
         } else if self.ask.excluded.contains(&backend.handle.slot) {
             Verdict::Tried
-        } else if !glance.is_some_and(|glance| glance.is_healthy) {
+        } else if !glance.is_some_and(is_up) {
             Verdict::Unhealthy
         } else if backend.draining && !planted::is(Bug::DrainingChosen) {
             Verdict::Draining

@@ -35,6 +35,11 @@ struct Decided {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Model {
+    model: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Filter {
     filter: &'static str,
 }
@@ -62,6 +67,7 @@ impl Default for Filtered {
 pub struct RoutingMetrics {
     decisions: Family<Decided, Counter>,
     filtered: Filtered,
+    panics: Family<Model, Gauge>,
     in_flight: Family<Backend, Gauge>,
     ended: Family<Ended, Counter>,
     prompt_tokens: Family<Backend, Counter>,
@@ -139,6 +145,12 @@ impl RoutingMetrics {
             &self.filtered.family,
         );
         add(
+            "quorate_route_panic",
+            "1 while probes of the model's backends are doubted, because most fail while requests are \
+             answered",
+            &self.panics,
+        );
+        add(
             "quorate_route_in_flight",
             "Requests under way from here",
             &self.in_flight,
@@ -163,6 +175,13 @@ impl RoutingMetrics {
             "Of these, tokens the engine had cached",
             &self.cached_tokens,
         );
+        self.register_outbox(registry);
+    }
+
+    fn register_outbox(&self, registry: &mut Registry) {
+        let mut add = |name: &str, help: &str, metric: &dyn Register| {
+            metric.register(registry, name, help);
+        };
         add(
             "quorate_state_outbox_items",
             "Items not confirmed by the log",
@@ -265,6 +284,18 @@ impl RoutingMetrics {
             if count > 0 {
                 counter.inc_by(u64::from(count));
             }
+        }
+    }
+
+    /// Shows that a model is in panic mode, or not.
+    pub(super) fn shows_panic(&self, model: &str, is_panic: bool) {
+        let labels = Model {
+            model: model.to_owned(),
+        };
+        if is_panic {
+            self.panics.get_or_create(&labels).set(1);
+        } else {
+            self.panics.remove(&labels);
         }
     }
 

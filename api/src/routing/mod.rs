@@ -22,6 +22,7 @@ mod load;
 mod metrics;
 mod outbox;
 mod overlay;
+mod panic;
 mod read;
 mod reply;
 mod room;
@@ -51,6 +52,7 @@ use self::identify::Ratios;
 use self::lengths::Lengths;
 use self::metrics::Meter;
 use self::outbox::driver::{Desk, Driver};
+use self::panic::Panics;
 use self::read::Tokenizing;
 use self::room::Priced;
 use self::samples::Samples;
@@ -122,6 +124,7 @@ pub struct Router {
     tokenizing: Tokenizing,
     kv: Board,
     clock: Clock,
+    panics: Panics,
 }
 
 /// A request as routing sees it.
@@ -274,6 +277,7 @@ impl Router {
             tokenizing: Tokenizing::default(),
             kv: Board::default(),
             clock: parts.clock,
+            panics: Panics::default(),
         }
     }
 
@@ -311,6 +315,7 @@ impl Router {
     /// scrape.
     pub fn refresh_metrics(&self) {
         self.metrics.show_outbox(&self.outbox_status());
+        self.note_panics();
         self.metrics.forget_removed(|| self.view.registry());
     }
 

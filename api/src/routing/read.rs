@@ -302,11 +302,10 @@ impl Router {
     async fn send_tokenize(&self, model: &str, question: Bytes) -> Option<Response<EngineBody>> {
         let (handle, url, key) = {
             let registry = self.view.registry();
-            let is_up = |slot| self.backends.glance(slot).is_some_and(|it| it.is_healthy);
             let able: Vec<_> = registry
                 .backends
                 .iter()
-                .filter(|it| serves(it, model) && !it.draining && is_up(it.handle.slot))
+                .filter(|it| serves(it, model) && !it.draining && self.is_up(&registry, it))
                 .collect();
             let count = u64::try_from(able.len()).ok().filter(|count| *count > 0)?;
             let nth = usize::try_from(xxh3_64(&question) % count).ok()?;

@@ -2,6 +2,7 @@
 //! is left behind however an attempt ends.
 
 mod filters;
+mod panic;
 mod policies;
 mod samples;
 mod tokens;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
+use tokio::task::{AbortHandle, JoinSet};
 
 /// What the engine does next with a request.
 #[derive(Clone)]
@@ -27,6 +28,8 @@ pub(crate) enum Step {
 pub(crate) struct Engine {
     pub(crate) address: SocketAddr,
     seen: Arc<Seen>,
+    /// `None`: it does not run here.
+    task: Option<AbortHandle>,
 }
 
 #[derive(Default)]
@@ -36,22 +39,44 @@ struct Seen {
     abandoned: AtomicUsize,
 }
 
-type Script = Arc<dyn Fn(usize) -> Vec<Step> + Send + Sync>;
+type Script = Arc<dyn Fn(usize, &str) -> Vec<Step> + Send + Sync>;
 
 impl Engine {
     /// `script` is asked what to do with the n-th request, counted from 0.
     pub(crate) async fn start(script: impl Fn(usize) -> Vec<Step> + Send + Sync + 'static) -> Self {
+        Self::run(Arc::new(move |number, _| script(number))).await
+    }
+
+    /// `script` is asked what to do with a request, given head and body.
+    pub(crate) async fn answering(
+        script: impl Fn(&str) -> Vec<Step> + Send + Sync + 'static,
+    ) -> Self {
+        Self::run(Arc::new(move |_, request| script(request))).await
+    }
+
+    async fn run(script: Script) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let seen = Arc::new(Seen::default());
-        let (script, noted): (Script, _) = (Arc::new(script), Arc::clone(&seen));
-        tokio::spawn(async move {
+        let noted = Arc::clone(&seen);
+        let task = tokio::spawn(async move {
+            // Dropped with this task, it ends the connections too.
+            let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 noted.connections.fetch_add(1, Ordering::SeqCst);
-                tokio::spawn(serve(stream, Arc::clone(&script), Arc::clone(&noted)));
+                connections.spawn(serve(stream, Arc::clone(&script), Arc::clone(&noted)));
             }
         });
-        Self { address, seen }
+        Self {
+            address,
+            seen,
+            task: Some(task.abort_handle()),
+        }
+    }
+
+    /// From here on connections are refused, and those that are open are closed.
+    pub(crate) fn kill(&self) {
+        self.task.iter().for_each(AbortHandle::abort);
     }
 
     /// Always the same.
@@ -70,6 +95,7 @@ impl Engine {
         Self {
             address,
             seen: Arc::default(),
+            task: None,
         }
     }
 
@@ -92,10 +118,10 @@ async fn serve(mut stream: TcpStream, script: Script, seen: Arc<Seen>) {
     while let Some(request) = read_request(&mut stream).await {
         let number = {
             let mut requests = seen.requests.lock().unwrap();
-            requests.push(request);
+            requests.push(request.clone());
             requests.len() - 1
         };
-        for step in script(number) {
+        for step in script(number, &request) {
             match step {
                 Step::Send(bytes) => {
                     if stream.write_all(&bytes).await.is_err() {

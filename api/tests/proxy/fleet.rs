@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use api::admission::Admission;
-use api::backends::{Backends, EngineKeys, Health, ProbeSettings};
+use api::backends::{Backends, EngineKeys, Health, Hooks, ProbeSettings};
 use api::clock::Clock;
 use api::ports::{BoxFuture, Propose, ProposeFailure};
 use api::prompt::{ModelSettings, Tokenizer};
@@ -32,6 +32,7 @@ pub(crate) struct Fleet {
     pub(crate) address: SocketAddr,
     pub(crate) metrics: Arc<ProxyMetrics>,
     pub(crate) router: Arc<Router>,
+    pub(crate) backends: Arc<Backends>,
     pub(crate) admission: Arc<Admission>,
     pub(crate) leaving: CancellationToken,
     pub(crate) drain: CancellationToken,
@@ -70,14 +71,45 @@ impl Fleet {
         drain_deadline: Duration,
         change: impl FnOnce(&mut ProxySettings),
     ) -> Self {
+        let probes = ProbeSettings {
+            keys,
+            ..ProbeSettings::default()
+        };
+        Self::start_as(engines, probes, drain_deadline, change).await
+    }
+
+    /// With engines that are really probed; returns when each was.
+    pub(crate) async fn start_probed(engines: &[&Engine], probes: ProbeSettings) -> Self {
+        let fleet = Self::start_as(engines, probes, PATIENT, |_| {}).await;
+        let hooks = Hooks {
+            tokens_per_block: Arc::new(|_| 16.0),
+            observe: Arc::new(|_, _| {}),
+            is_leader: Arc::new(|| false),
+            clock: Clock::default(),
+        };
+        let (view, stop) = (Arc::clone(fleet.router.view()), CancellationToken::new());
+        tokio::spawn(Arc::clone(&fleet.backends).run(view, hooks, stop));
+        let backends = &fleet.backends;
+        let is_probed = |slot| backends.record(slot).is_some_and(|it| it.probes_total > 0);
+        let are_probed = || {
+            let registry = fleet.registry();
+            registry.backends.iter().all(|it| is_probed(it.handle.slot))
+        };
+        eventually("every engine is probed", are_probed).await;
+        fleet
+    }
+
+    async fn start_as(
+        engines: &[&Engine],
+        probes: ProbeSettings,
+        drain_deadline: Duration,
+        change: impl FnOnce(&mut ProxySettings),
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let state = RouterState::new();
         let view = state.view();
-        let backends = Arc::new(Backends::new(ProbeSettings {
-            keys,
-            ..ProbeSettings::default()
-        }));
+        let backends = Arc::new(Backends::new(probes));
         let models = ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::character(),
@@ -102,7 +134,7 @@ impl Fleet {
         tokio::spawn(async move { serving.run(CancellationToken::new()).await });
         let proxy = Proxy::new(
             Arc::clone(&admission),
-            backends.clone(),
+            Arc::clone(&backends),
             view,
             settings,
             metrics.clone(),
@@ -114,6 +146,7 @@ impl Fleet {
             address,
             metrics,
             router,
+            backends,
             admission,
             leaving,
             drain,
@@ -122,7 +155,7 @@ impl Fleet {
         };
         fleet.found(engines);
         for backend in &fleet.registry().backends {
-            backends.assume(backend.handle.slot, &HEALTHY);
+            fleet.backends.assume(backend.handle.slot, &HEALTHY);
         }
         fleet
     }

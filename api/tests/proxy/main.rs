@@ -17,5 +17,6 @@ mod fleet;
 mod forwarding;
 mod leaving;
 mod limits;
+mod panic;
 mod retries;
 mod stalls;

@@ -119,6 +119,7 @@ pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
         timeout: probes.timeout,
         models_interval: probes.models_interval,
         health_path: probes.health_path,
+        panic_threshold_percent: probes.panic_threshold_percent,
         keys: config.engine_keys.clone(),
         ..ProbeSettings::default()
     }

@@ -136,6 +136,9 @@ fn show(answer: &Value) -> anyhow::Result<()> {
             cell(&answer["read"])
         ),
     ];
+    if answer["is_panic"] == true {
+        lines.push("health   doubted: most probes fail while requests are answered".to_owned());
+    }
     if let Value::Array(_) = &answer["token_ids"] {
         lines.push(format!("ids      {}", cell(&answer["token_ids"])));
     }

@@ -30,6 +30,7 @@ pub(super) fn probes(values: &Values, faults: &mut Vec<Fault>) -> Option<Probes>
         timeout: duration(values, "probes.timeout")?,
         models_interval: duration(values, "probes.models_interval")?,
         health_path: text(values, "probes.health_path"),
+        panic_threshold_percent: count(values, "probes.panic_threshold_percent")?,
     })
 }
 

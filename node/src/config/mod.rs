@@ -255,6 +255,8 @@ pub struct Probes {
     pub models_interval: Duration,
     /// What is probed; `None`: found out.
     pub health_path: Option<String>,
+    /// Below which share of healthy backends probes are doubted.
+    pub panic_threshold_percent: u32,
 }
 
 /// `[retry]`.

@@ -129,6 +129,12 @@ pub(super) const TRAFFIC_KEYS: &[Key] = &[
         "Path that is probed; unset: the first of `/ready`, `/health` and `/v1/models` that the engine knows.",
     ),
     key(
+        "probes.panic_threshold_percent",
+        Kind::Integer { min: 0, max: 100 },
+        By("50"),
+        "Least share of a model's backends that must be healthy for probes to be believed (Envoy's panic threshold); below it those that answered a request lately are used although probes of them time out or are answered badly. Where connections are refused a backend is gone and does not count. 0: never.",
+    ),
+    key(
         "probes.api_key_file",
         Kind::Text,
         Unset,

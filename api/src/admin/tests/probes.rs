@@ -1,9 +1,10 @@
 //! `/livez`, `/readyz`, `/metrics` and the index page.
 
 use serde_json::json;
+use state::ids::UserKey;
 
 use super::*;
-use crate::backends::text;
+use crate::backends::{Fault, Roster, text};
 
 async fn readiness(bench: &Bench) -> (u16, Value) {
     let answer = bench.call("GET", "/readyz", "").await;
@@ -37,6 +38,24 @@ async fn a_clock_that_differs_is_a_warning() {
         member.clock_skew_ms = Some(-1500);
     }
     let warning = "the clock of replica 2 differs from this one's by -1500 ms";
+    let ready = json!({"status": "ready", "reasons": [], "warnings": [warning]});
+    assert_eq!(readiness(&bench).await, (200, ready));
+}
+
+#[tokio::test]
+async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
+    let bench = Bench::with_backends();
+    let mut roster = Roster::new(Arc::clone(&bench.admin.backends));
+    let registry = bench.admin.view.registry();
+    roster.follow(Arc::clone(&registry), |stay, _| stay);
+    for (_, stay) in roster.watchers() {
+        stay.failed(Fault::Unwell, "no answer within 2s".to_owned());
+    }
+    let not_ready = json!({"status": "not-ready", "reasons": ["no healthy backend"]});
+    assert_eq!(readiness(&bench).await, (503, not_ready));
+    let handle = registry.backends[0].handle;
+    bench.admin.backends.report_answer(handle, UserKey(1));
+    let warning = "panic mode for model *: probes fail while requests are answered";
     let ready = json!({"status": "ready", "reasons": [], "warnings": [warning]});
     assert_eq!(readiness(&bench).await, (200, ready));
 }

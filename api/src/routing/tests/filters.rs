@@ -14,7 +14,7 @@ use super::super::{BadSelect, PolicySource, SELECT, SelectSettings};
 use super::*;
 
 impl Bench {
-    fn verdicts(&self, ask: &Ask<'_>) -> Vec<Verdict> {
+    pub(super) fn verdicts(&self, ask: &Ask<'_>) -> Vec<Verdict> {
         let explained = self.router.explain(ask);
         explained.backends.iter().map(|it| it.verdict).collect()
     }

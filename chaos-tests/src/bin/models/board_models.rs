@@ -6,7 +6,7 @@ use std::sync::Arc;
 use loom::thread;
 use state::ids::Slot;
 
-use crate::health::{Board, Record};
+use crate::health::{Board, Fault, Record};
 use crate::{Model, explore};
 
 pub(crate) const ALL: &[Model] = &[
@@ -49,11 +49,17 @@ fn both_faces() {
             move || board.update(SLOT, tenancy, Record::passed)
         });
         for _ in 0..2 {
-            board.update(SLOT, None, |record| record.failed("no answer".into()));
+            board.update(SLOT, None, |record| {
+                record.probe_failed(Fault::Unwell, "no answer".into());
+            });
         }
         probe.join().expect("the other does not panic");
         let (glance, health) = is_healthy(&board);
         assert_eq!(glance, health);
         assert_eq!(glance, board.record(SLOT).map(|record| record.is_healthy));
+        assert_eq!(
+            board.glance(SLOT),
+            board.record(SLOT).map(|record| record.glance())
+        );
     });
 }

@@ -118,7 +118,7 @@ fn closed_or_paused() {
             let circuits = circuits.clone();
             move || circuits.failed(BACKEND, Some(USER), due)
         });
-        circuits.passed(BACKEND, USER);
+        circuits.passed(BACKEND, USER, due);
         drop(trial);
         late.join().expect("the other does not panic");
         let view = circuits.view(BACKEND, due);

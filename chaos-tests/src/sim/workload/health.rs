@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::backends::{Roster, Stay};
+use api::backends::{Fault, Roster, Stay};
 use state::command::EngineFacts;
 use state::ids::Slot;
 
@@ -35,7 +35,8 @@ pub(super) async fn watch(desk: Desk) {
         });
         for (slot, watched) in roster.watchers() {
             let Some(started_at_s) = desk.scene.engines().look(&watched.url) else {
-                watched.stay.failed("no answer".to_owned());
+                let why = "connection refused".to_owned();
+                watched.stay.failed(Fault::Unreachable, why);
                 continue;
             };
             watched.stay.passed();

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Mutex;
 
 use api::admission::{Admitted, Candidate};
-use api::backends::{Roster, Stay};
+use api::backends::{Fault, Roster, Stay};
 use api::ports::BoxFuture;
 use api::prompt::{Identity, parse};
 use api::routing::{Ask, Attempt, End, Usage};
@@ -192,7 +192,7 @@ async fn script(seed: u64) -> Ran {
     for number in 0..200 {
         for (slot, stay) in roster.watchers() {
             match slot.0 == 1 && (number / 20) % 2 == 1 {
-                true => stay.failed("it does not answer".to_owned()),
+                true => stay.failed(Fault::Unreachable, "connection refused".to_owned()),
                 false => stay.passed(),
             }
         }

@@ -1,0 +1,155 @@
+//! Panic mode: which probes are doubted, and for how long.
+
+use state::ids::UserKey;
+
+use super::*;
+use crate::backends::{FAILURES_MAX, Fault, Roster, Stay};
+
+/// Probes in a test's hand.
+struct Probes(Roster<Stay>);
+
+impl Probes {
+    /// All have passed.
+    fn of(bench: &Bench) -> Self {
+        let mut roster = Roster::new(Arc::clone(&bench.router.backends));
+        roster.follow(bench.router.view.registry(), |stay, _| {
+            stay.passed();
+            stay
+        });
+        Self(roster)
+    }
+
+    fn fail(&mut self, slots: &[u16], fault: Fault) {
+        let stays = self.0.watchers();
+        for (_, stay) in stays.filter(|(slot, _)| slots.contains(&slot.0)) {
+            for _ in 0..FAILURES_MAX {
+                stay.failed(fault, "as told".to_owned());
+            }
+        }
+    }
+}
+
+impl Bench {
+    /// These backends answer a request.
+    fn answer(&self, slots: &[u16]) {
+        for slot in slots {
+            let handle = self.port.log.lock().unwrap().handle(*slot);
+            self.router.backends.report_answer(handle, UserKey(1));
+        }
+    }
+
+    /// Which backends may take a request.
+    fn candidates(&self) -> Vec<bool> {
+        let identity = self.identify("hello");
+        let verdicts = self.verdicts(&ask(&identity, &[]));
+        let is_in = |verdict| match verdict {
+            Verdict::Candidate => true,
+            Verdict::Unhealthy => false,
+            other => panic!("{other:?}"),
+        };
+        verdicts.into_iter().map(is_in).collect()
+    }
+
+    fn is_panic(&self) -> bool {
+        let identity = self.identify("hello");
+        self.router.explain(&ask(&identity, &[])).is_panic
+    }
+}
+
+#[test]
+fn probes_are_doubted_when_they_fail_for_more_than_half_of_those_that_answer() {
+    let bench = Bench::new(4);
+    let mut probes = Probes::of(&bench);
+    bench.answer(&[0, 1, 2, 3]);
+    probes.fail(&[0, 1], Fault::Unwell);
+    assert_eq!(bench.candidates(), [false, false, true, true]);
+    assert!(!bench.is_panic() && bench.router.panicking().is_empty());
+    probes.fail(&[2], Fault::Unwell);
+    assert_eq!(bench.candidates(), [true; 4]);
+    assert!(bench.is_panic());
+    assert_eq!(bench.router.panicking(), ["m".to_owned()].into());
+}
+
+#[test]
+fn who_has_not_answered_lately_is_not_used() {
+    let bench = Bench::new(4);
+    let mut probes = Probes::of(&bench);
+    probes.fail(&[0, 1, 2, 3], Fault::Unwell);
+    assert_eq!(bench.candidates(), [false; 4]);
+    assert!(!bench.is_panic(), "it would change nothing");
+    bench.answer(&[0, 2]);
+    assert_eq!(bench.candidates(), [true, false, true, false]);
+}
+
+#[test]
+fn who_refuses_connections_or_drains_does_not_count() {
+    let bench = Bench::new(4);
+    let mut probes = Probes::of(&bench);
+    bench.answer(&[0, 1, 2, 3]);
+    probes.fail(&[0], Fault::Unwell);
+    probes.fail(&[1, 2], Fault::Unreachable);
+    assert_eq!(bench.candidates(), [false, false, false, true]);
+    probes.fail(&[3], Fault::Unreachable);
+    assert_eq!(bench.candidates(), [true, false, false, false]);
+
+    let bench = Bench::new(2);
+    let mut probes = Probes::of(&bench);
+    bench.answer(&[0, 1]);
+    probes.fail(&[0], Fault::Unwell);
+    assert_eq!(bench.candidates(), [false, true]);
+    bench.admin(Command::SetDraining {
+        name: "b1".to_owned(),
+        draining: true,
+    });
+    let identity = bench.identify("hello");
+    let alone = [Verdict::Candidate, Verdict::Draining];
+    assert_eq!(bench.verdicts(&ask(&identity, &[])), alone);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_speaks_for_a_backend_for_a_while_and_until_it_cannot_be_reached() {
+    let bench = Bench::new(2);
+    let mut probes = Probes::of(&bench);
+    bench.answer(&[0, 1]);
+    probes.fail(&[0, 1], Fault::Unwell);
+    tokio::time::advance(Duration::from_secs(15)).await;
+    bench.answer(&[1]);
+    assert_eq!(bench.candidates(), [true, true]);
+    tokio::time::advance(Duration::from_secs(2)).await;
+    assert_eq!(bench.candidates(), [false, true]);
+    let handle = bench.port.log.lock().unwrap().handle(1);
+    bench.router.backends.report_no_answer(handle, None);
+    assert_eq!(bench.candidates(), [false, false]);
+    let identity = bench.identify("hello");
+    assert_eq!(
+        bench.decide(&identity, &[]).unwrap_err(),
+        NoBackend::NoneHealthy
+    );
+}
+
+#[test]
+fn circuits_hold_while_probes_are_doubted() {
+    let bench = Bench::new(4);
+    let mut probes = Probes::of(&bench);
+    bench.answer(&[0, 1, 2, 3]);
+    probes.fail(&[0, 1, 2, 3], Fault::Unwell);
+    let handle = bench.port.log.lock().unwrap().handle(2);
+    for user in 0..6 {
+        let user = Some(UserKey(user));
+        bench.router.backends.report_no_answer(handle, user);
+    }
+    let identity = bench.identify("hello");
+    let verdicts = bench.verdicts(&ask(&identity, &[]));
+    let is_out = |verdict: &Verdict| *verdict == Verdict::CircuitOpen;
+    assert_eq!(verdicts.iter().position(is_out), Some(2));
+    assert_eq!(verdicts.iter().filter(|it| is_out(it)).count(), 1);
+    for _ in 0..20 {
+        assert_ne!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(2));
+    }
+    // Whom it was tried on does not end panic mode for the next try.
+    let tried = [Slot(0), Slot(1), Slot(2)];
+    assert_eq!(
+        bench.decide(&identity, &tried).unwrap().backend.slot,
+        Slot(3)
+    );
+}
