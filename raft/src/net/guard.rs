@@ -101,8 +101,8 @@ impl Inner {
     fn tell_refused(&self, from: u64, why: &str) {
         let metrics = self.raft.metrics();
         let is_forming = Seen(&metrics.borrow_watched()).is_new();
-        if is_forming {
-            // A cluster forms, and others know of it a moment earlier.
+        if is_forming || self.cancel.is_cancelled() {
+            // Others know a moment earlier that a cluster forms, and later that this replica stops.
             tracing::debug!(from, why, "call of a peer refused");
         } else if self.refusals.may_say() {
             tracing::warn!(from, why, "call of a peer refused");
