@@ -183,6 +183,14 @@ pub enum Command {
     /// never charged are forgotten first, see `state/src/users/forgettable.rs`. Of version 4; given once,
     /// as soon as all members know it.
     PaceTime,
+    /// [`Command::PutUser`] and [`Command::PutUserLimits`] in one: both take effect, or neither. Of
+    /// version 4.
+    SetUser {
+        /// The user and the weight.
+        user: UserSpec,
+        /// The bounds; without any, those of all users hold.
+        limits: UserLimits,
+    },
 }
 
 /// One thing a replica learnt. Attempts are offsets from the batch's `base_attempt`.

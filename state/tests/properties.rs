@@ -338,6 +338,11 @@ fn command() -> impl Strategy<Value = Command> {
         1 => Just(Command::PutPolicy(PolicyConfig::LeastRequest)),
         1 => (user(), user_limits())
             .prop_map(|((_, name), limits)| Command::PutUserLimits { name, limits }),
+        1 => (user(), 0_u32..3000, user_limits()).prop_map(|((_, name), weight_milli, limits)| {
+            let user = UserSpec { name, weight_milli };
+            Command::SetUser { user, limits }
+        }),
+        1 => Just(Command::PaceTime),
         1 => expire,
         1 => admission().prop_map(Command::PutAdmission),
         1 => Just(common::init()),

@@ -10,8 +10,7 @@ use state::users::{UserUsage, UserView};
 
 use super::Shared;
 use super::answer::{
-    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, name_of, not_found, rejected,
-    submit,
+    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, name_of, not_found, submit,
 };
 use crate::admission::Admission;
 use crate::error::Problem;
@@ -142,8 +141,6 @@ pub(super) struct PutBody {
     pub(super) limits: Option<UserLimits>,
 }
 
-/// Two commands when both are told: the answer is that of the second, once the first is known to be
-/// applied.
 pub(super) async fn put(
     State(admin): State<Shared>,
     At(name): At<String>,
@@ -159,28 +156,19 @@ pub(super) async fn put(
             return Err(problem);
         }
     }
-    // Before the first: a fault of the second must not leave half of it done.
-    if let Some(limits) = &body.limits {
-        limits.validate().map_err(|reject| rejected(&reject))?;
-    }
-    let weight = body.weight_milli.map(|weight_milli| {
-        let name = name.clone();
-        Command::PutUser(UserSpec { name, weight_milli })
-    });
-    let limits = body
-        .limits
-        .map(|limits| Command::PutUserLimits { name, limits });
-    match (weight, limits) {
-        (None, None) => Err(invalid(
-            "body",
-            "neither weight_milli nor limits".to_owned(),
-        )),
-        (Some(command), None) | (None, Some(command)) => submit(&admin, command).await,
-        (Some(weight), Some(limits)) => {
-            submit(&admin, weight).await?;
-            submit(&admin, limits).await
+    let command = match (body.weight_milli, body.limits) {
+        (None, None) => {
+            let expected = "neither weight_milli nor limits".to_owned();
+            return Err(invalid("body", expected));
         }
-    }
+        (Some(weight_milli), None) => Command::PutUser(UserSpec { name, weight_milli }),
+        (None, Some(limits)) => Command::PutUserLimits { name, limits },
+        (Some(weight_milli), Some(limits)) => Command::SetUser {
+            user: UserSpec { name, weight_milli },
+            limits,
+        },
+    };
+    submit(&admin, command).await
 }
 
 /// Forgets what the user has used of its limits per window.

@@ -246,6 +246,13 @@ fn every_command(state: &RouterState) -> Vec<Command> {
         Command::DeleteBackend { name: name() },
         learnt(handles[0]),
         Command::PaceTime,
+        Command::SetUser {
+            user: UserSpec {
+                name: "bob".to_owned(),
+                weight_milli: 500,
+            },
+            limits: UserLimits::default(),
+        },
         learnt(handles[0]),
     ]);
     commands

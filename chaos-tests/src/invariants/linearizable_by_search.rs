@@ -35,7 +35,7 @@ pub fn examine(record: &Record) -> Result<Tally, Violation> {
 fn before(record: &Record, key: &Key) -> Value {
     let is_its = |operation: &&Operation| match &operation.action {
         Action::Read(its) => its == key,
-        Action::Write(command) => Key::of(command).as_ref() == Some(key),
+        Action::Write(command) => Key::all_of(command).contains(key),
     };
     let mut operations = record.history.operations.iter();
     let from_us = operations.find(is_its)?.called_at_us;

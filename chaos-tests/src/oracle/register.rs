@@ -42,10 +42,14 @@ struct Register {
 }
 
 impl Key {
-    /// What a command writes; `None`: nothing that can be read as a whole.
+    /// What a command writes: nothing that can be read as a whole, one key, or two at once.
     #[must_use]
-    pub fn of(command: &Command) -> Option<Self> {
-        Some(match command {
+    pub fn all_of(command: &Command) -> Vec<Self> {
+        vec![match command {
+            Command::SetUser { user, .. } => {
+                let name = &user.name;
+                return vec![Self::Weight(name.clone()), Self::Limits(name.clone())];
+            }
             Command::PutBackend(spec) => Self::Backend(spec.id.clone()),
             Command::DeleteBackend { name } | Command::SetDraining { name, .. } => {
                 Self::Backend(name.clone())
@@ -65,8 +69,8 @@ impl Key {
             | Command::FinishRestore { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. }
-            | Command::PaceTime => return None,
-        })
+            | Command::PaceTime => return Vec::new(),
+        }]
     }
 
     /// What a state holds there.
@@ -122,12 +126,17 @@ impl Registers {
     /// One write after what was written so far; answers what the writer is to be told. Commands that
     /// write no key change nothing here.
     pub fn write(&mut self, command: &Command) -> Reply {
-        let Some(key) = Key::of(command) else {
-            return Reply::Applied;
-        };
         if let Err(reject) = validate(command) {
             return Reply::Rejected(reject);
         }
+        if let Command::SetUser { user, limits } = command {
+            self.write(&Command::PutUser(user.clone()));
+            let (name, limits) = (user.name.clone(), *limits);
+            return self.write(&Command::PutUserLimits { name, limits });
+        }
+        let Some(key) = Key::all_of(command).pop() else {
+            return Reply::Applied;
+        };
         let text = match command {
             Command::PutBackend(spec) => {
                 let draining = self.0.get(&key).is_some_and(|it| it.draining);
@@ -183,6 +192,7 @@ fn validate(command: &Command) -> Result<(), Reject> {
         Command::PutRouting(settings) => settings.validate(),
         Command::PutAdmission(settings) => settings.validate(),
         Command::PutUserLimits { limits, .. } => limits.validate(),
+        Command::SetUser { user, limits } => user.validate().and_then(|()| limits.validate()),
         _ => Ok(()),
     }
 }

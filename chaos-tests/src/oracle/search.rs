@@ -51,7 +51,7 @@ pub fn check(history: &History, first: impl Fn(&Key) -> Value) -> Result<Tally, 
         let mut texts = Texts::default();
         let mut holds = texts.held(&first(&key));
         let mut unknown: Vec<Step> = Vec::new();
-        for piece in pieces(&operations, &mut texts) {
+        for piece in pieces(&key, &operations, &mut texts) {
             let verdict = piece.search(holds, &unknown, &mut tally);
             if verdict == Some(false) {
                 let told: Vec<String> = operations.iter().map(|it| format!("  {it:?}")).collect();
@@ -162,7 +162,8 @@ impl Texts {
         Some((self.number(value), false))
     }
 
-    fn op(&mut self, action: &Action) -> Op {
+    /// What an action does to `key`.
+    fn op(&mut self, key: &Key, action: &Action) -> Op {
         let Action::Write(command) = action else {
             return Op::Read;
         };
@@ -174,8 +175,15 @@ impl Texts {
             Command::PutPolicy(policy) => Op::Set(self.number(&format!("{policy:?}"))),
             Command::PutRouting(settings) => Op::Set(self.number(&format!("{settings:?}"))),
             Command::PutAdmission(settings) => Op::Set(self.number(&format!("{settings:?}"))),
-            Command::PutUserLimits { limits, .. } if limits.is_unbounded() => Op::Clear,
-            Command::PutUserLimits { limits, .. } => Op::Set(self.number(&format!("{limits:?}"))),
+            Command::SetUser { user, .. } if matches!(key, Key::Weight(_)) => {
+                Op::Set(self.number(&user.weight_milli.to_string()))
+            }
+            Command::PutUserLimits { limits, .. } | Command::SetUser { limits, .. } => {
+                match limits.is_unbounded() {
+                    true => Op::Clear,
+                    false => Op::Set(self.number(&format!("{limits:?}"))),
+                }
+            }
             // Of no key: nobody asks for it here.
             _ => Op::Read,
         }
@@ -287,11 +295,11 @@ fn played(register: Register, steps: &[Step]) -> LinearizabilityTester<(u32, u32
 fn by_key(history: &History) -> BTreeMap<Key, Vec<&Operation>> {
     let mut keys: BTreeMap<Key, Vec<&Operation>> = BTreeMap::new();
     for operation in &history.operations {
-        let key = match &operation.action {
-            Action::Read(key) => Some(key.clone()),
-            Action::Write(command) => Key::of(command),
+        let its = match &operation.action {
+            Action::Read(key) => vec![key.clone()],
+            Action::Write(command) => Key::all_of(command),
         };
-        if let Some(key) = key {
+        for key in its {
             keys.entry(key).or_default().push(operation);
         }
     }
@@ -302,11 +310,11 @@ fn by_key(history: &History) -> BTreeMap<Key, Vec<&Operation>> {
 }
 
 /// Cuts a key's history behind every read that overlaps with nothing whose outcome is known.
-fn pieces(operations: &[&Operation], texts: &mut Texts) -> Vec<Piece> {
+fn pieces(key: &Key, operations: &[&Operation], texts: &mut Texts) -> Vec<Piece> {
     let mut pieces = vec![Piece::default()];
     let mut latest_us = 0;
     for (at, operation) in operations.iter().enumerate() {
-        let op = texts.op(&operation.action);
+        let op = texts.op(key, &operation.action);
         let Some(answer) = answer(&operation.outcome, texts) else {
             continue;
         };

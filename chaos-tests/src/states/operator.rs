@@ -56,13 +56,13 @@ impl States {
             },
             8 => Command::PutPolicy(PolicyConfig::LeastRequest),
             9 => Command::PutPolicy(PolicyConfig::Random),
-            10 => Command::PutUserLimits {
-                name: user,
-                limits: UserLimits {
+            10 => {
+                let limits = UserLimits {
                     concurrent: Some(self.rng.random_range(1..9)),
                     ..UserLimits::default()
-                },
-            },
+                };
+                limit(user, limits)
+            }
             _ => Command::PutUser(UserSpec {
                 name: user,
                 weight_milli: self.rng.random_range(1..6) * 500,
@@ -98,7 +98,7 @@ impl States {
     }
 
     fn write(&mut self, who: usize, command: Command) -> Result<(), Violation> {
-        self.keys.extend(Key::of(&command));
+        self.keys.extend(Key::all_of(&command));
         let run = self.replicas[who].run;
         let client = u32::from(run.replica.0);
         let action = Action::Write(command.clone());
@@ -135,4 +135,14 @@ impl States {
 /// A backend's name.
 pub(super) fn backend(number: u32) -> String {
     format!("gpu-{number}")
+}
+
+/// Half of the limits come with a weight.
+fn limit(name: String, limits: UserLimits) -> Command {
+    if limits.concurrent.is_some_and(|concurrent| concurrent > 4) {
+        let weight_milli = 1500;
+        let user = UserSpec { name, weight_milli };
+        return Command::SetUser { user, limits };
+    }
+    Command::PutUserLimits { name, limits }
 }

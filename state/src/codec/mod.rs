@@ -43,7 +43,10 @@ pub fn format_of(command: &Command) -> u8 {
         | Command::RestorePart { .. }
         | Command::FinishRestore { .. }
         | Command::AbortRestore { .. } => 3,
-        Command::FoundCluster { .. } | Command::ForgiveUser { .. } | Command::PaceTime => 4,
+        Command::FoundCluster { .. }
+        | Command::ForgiveUser { .. }
+        | Command::PaceTime
+        | Command::SetUser { .. } => 4,
         Command::InitCluster { .. }
         | Command::Batch { .. }
         | Command::PutBackend(_)

@@ -14,6 +14,7 @@ use crate::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, ReplicaId, SessionId, Slot, UserKey,
 };
 use crate::policy::{CostSettings, Hashing, PolicyConfig, Touch, VllmCacheAwareSettings};
+use crate::quotas::UserLimits;
 use crate::users::FairnessSettings;
 
 fn envelope(lane: Lane, command: Command) -> Envelope {
@@ -475,9 +476,25 @@ proptest! {
 }
 
 #[test]
-fn the_command_of_version_4_has_its_bytes() {
-    let envelope = envelope(Lane::Admin, Command::PaceTime);
-    let bytes = encode_envelope(&envelope);
-    assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
-    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b01000012"].assert_eq(&hex(&bytes));
+fn commands_of_version_4_have_their_bytes() {
+    let written = |command| {
+        let envelope = envelope(Lane::Admin, command);
+        let bytes = encode_envelope(&envelope);
+        assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
+        hex(&bytes)
+    };
+    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b01000012"]
+        .assert_eq(&written(Command::PaceTime));
+    let set = Command::SetUser {
+        user: UserSpec {
+            name: "ada".to_owned(),
+            weight_milli: 2000,
+        },
+        limits: UserLimits {
+            requests: Some(7),
+            ..UserLimits::default()
+        },
+    };
+    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b0100001303616461fbd0070107000000"]
+        .assert_eq(&written(set));
 }

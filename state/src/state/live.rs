@@ -12,7 +12,7 @@ use super::{AuditAction, RouterState};
 use crate::admission::{AdmissionSettings, Pricing};
 use crate::backends::{Backend, Effect};
 use crate::codec;
-use crate::command::{Charge, Origin, Reject};
+use crate::command::{Charge, Origin, Reject, UserSpec};
 use crate::exact::{KvBatch, KvDoubt};
 use crate::grants::Wait;
 use crate::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
@@ -117,6 +117,20 @@ impl RouterState {
         }
         self.note(origin, AuditAction::PutUserLimits, name);
         Ok(())
+    }
+
+    /// Weight and limits, or neither.
+    pub(super) fn set_user(
+        &mut self,
+        origin: &Origin,
+        user: UserSpec,
+        limits: UserLimits,
+    ) -> Result<(), Reject> {
+        limits.validate()?;
+        let name = user.name.clone();
+        self.put_user(origin, user)?;
+        // The user is there and both are valid: nothing is refused any more.
+        self.put_user_limits(origin, name, limits)
     }
 
     pub(super) fn forgive_user(&mut self, origin: &Origin, name: String) -> Result<(), Reject> {

@@ -315,6 +315,7 @@ impl RouterState {
             Command::PutRouting(settings) => self.put_routing(origin, settings),
             Command::PutAdmission(settings) => self.put_admission(origin, settings),
             Command::PutUserLimits { name, limits } => self.put_user_limits(origin, name, limits),
+            Command::SetUser { user, limits } => self.set_user(origin, user, limits),
             Command::ForgiveUser { name } => self.forgive_user(origin, name),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force),

@@ -1,7 +1,7 @@
 //! What admission adds to the state: commands, snapshots, and that a state without it is as before.
 
 use state::admission::{AdmissionSettings, ChargeInput};
-use state::command::{Charge, Command, Item, Reject, Reply};
+use state::command::{Charge, Command, Item, Reject, Reply, UserSpec};
 use state::grants::Wait;
 use state::ids::{ModelKey, ReplicaId, Ticket};
 use state::prefix::user_key;
@@ -42,6 +42,31 @@ fn limits_are_set_checked_and_removed() {
     };
     let refused = driver.apply(1, Command::PutAdmission(settings));
     assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+    assert_eq!(driver.state.check(), Ok(()));
+}
+
+#[test]
+fn weight_and_limits_are_set_together_or_not_at_all() {
+    let set = |weight_milli, limits| Command::SetUser {
+        user: UserSpec {
+            name: "bob".to_owned(),
+            weight_milli,
+        },
+        limits,
+    };
+    let mut driver = Driver::new();
+    for wrong in [set(0, limits(5)), set(2000, limits(0))] {
+        let refused = driver.apply(1, wrong);
+        assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+        assert_eq!(driver.state.user_named("bob"), None);
+    }
+    assert_eq!(driver.apply(1, set(2000, limits(5))), Reply::Applied);
+    let user = driver.state.user_named("bob").unwrap();
+    assert_eq!((user.weight_milli, user.limits), (2000, Some(limits(5))));
+    let none = UserLimits::default();
+    assert_eq!(driver.apply(1, set(500, none)), Reply::Applied);
+    let user = driver.state.user_named("bob").unwrap();
+    assert_eq!((user.weight_milli, user.limits), (500, None));
     assert_eq!(driver.state.check(), Ok(()));
 }
 

@@ -301,6 +301,17 @@ async fn a_user_is_weighed_and_the_policy_replaced() {
     assert_eq!(user["name"], "team a/b");
     assert_eq!(user["weight_milli"], 2500);
     assert_eq!(user["is_configured"], true);
+    // Both in one command, so that no lost leader leaves half of it.
+    let index = bench.admin.view.applied().0;
+    let both = r#"{"weight_milli":1500,"limits":{"requests":9}}"#;
+    let put = bench.call("PUT", "/admin/v1/users/ada", both).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let user = bench.get("/admin/v1/users/ada").await;
+    assert_eq!(user["index"], index + 1);
+    assert_eq!(
+        (&user["weight_milli"], &user["limits"]["requests"]),
+        (&1500.into(), &9.into())
+    );
     bench
         .problem(("GET", "/admin/v1/users/nobody", ""), 404, "not-found")
         .await;

@@ -125,9 +125,8 @@ impl Model {
                 base_attempt,
                 items,
             } => {
-                for item in items {
-                    self.item(replica, *base_attempt, item);
-                }
+                let each = items.iter();
+                each.for_each(|item| self.item(replica, *base_attempt, item));
             }
             Command::PutBackend(spec) => {
                 let change = self.registry.put(spec);
@@ -138,7 +137,9 @@ impl Model {
                 self.follow(change);
             }
             Command::SetDraining { name, draining } => self.registry.drain(name, *draining),
-            Command::PutUser(spec) => self.users.weigh(&spec.name, spec.weight_milli),
+            Command::PutUser(user) | Command::SetUser { user, .. } => {
+                self.users.weigh(&user.name, user.weight_milli);
+            }
             Command::ExpireSession { replica, session } => {
                 if self.sessions.is_current(*replica, *session) {
                     self.close(*replica);
@@ -153,12 +154,11 @@ impl Model {
                 self.charged_input = *charge;
                 self.charges_otherwise |= *order == Order::VtcPred || *grants == Grants::Log;
             }
-            Command::PutUserLimits { name, limits } => {
-                if !limits.is_unbounded() {
-                    self.users.know(self.users.key(name));
-                }
+            Command::PutUserLimits { name, limits } if !limits.is_unbounded() => {
+                self.users.know(self.users.key(name));
             }
-            Command::PutPolicy(_)
+            Command::PutUserLimits { .. }
+            | Command::PutPolicy(_)
             | Command::PutRouting(_)
             | Command::AssignReaders(_)
             | Command::BeginRestore { .. }

@@ -149,7 +149,7 @@ impl Script {
     fn admin(&mut self) -> Command {
         let name = NAMES[self.rng.random_range(0..4)].to_owned();
         let user = USERS[self.rng.random_range(0..4)].to_owned();
-        match self.rng.random_range(0..9) {
+        match self.rng.random_range(0..10) {
             0..3 => Command::PutBackend(BackendSpec {
                 id: name,
                 url: format!("http://127.0.0.1:{}", self.rng.random_range(1..4)),
@@ -184,6 +184,16 @@ impl Script {
                 },
                 ..AdmissionSettings::default()
             }),
+            8 => Command::SetUser {
+                user: UserSpec {
+                    name: user,
+                    weight_milli: self.rng.random_range(0..3000),
+                },
+                limits: UserLimits {
+                    requests: self.rng.random::<bool>().then_some(7),
+                    ..UserLimits::default()
+                },
+            },
             _ => Command::PutPolicy(PolicyConfig::RoundRobin),
         }
     }

@@ -82,6 +82,7 @@ fn name(command: &Command) -> &'static str {
         Command::PutRouting(_) => "put-routing",
         Command::PutAdmission(_) => "put-admission",
         Command::PutUserLimits { .. } => "put-limits",
+        Command::SetUser { .. } => "set-user",
         _ => "other",
     }
 }
@@ -125,11 +126,21 @@ fn command(rng: &mut Rng, is_plain: bool) -> Command {
             }
             Command::PutAdmission(settings)
         }
-        _ => Command::PutUserLimits {
-            name: user(rng),
-            limits: limits(rng),
-        },
+        _ => {
+            let name = user(rng);
+            limit(name, limits(rng))
+        }
     }
+}
+
+/// Half of those who get limits get a weight with them.
+fn limit(name: String, limits: UserLimits) -> Command {
+    if limits.tokens.is_some() || limits.window_ms.is_some() {
+        let weight_milli = 2000;
+        let user = UserSpec { name, weight_milli };
+        return Command::SetUser { user, limits };
+    }
+    Command::PutUserLimits { name, limits }
 }
 
 fn admission(rng: &mut Rng) -> AdmissionSettings {
