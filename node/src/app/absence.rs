@@ -11,8 +11,10 @@ use std::time::Duration;
 use api::ports::Cluster;
 use state::command::Command;
 use state::ids::{ReplicaId, SessionId};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+
+use super::ticks::every;
 
 /// How long a replica may be silent before its session is ended. Its requests are over once it is
 /// gone; one that is only cut off goes on with its session when it is back, with what was open
@@ -68,14 +70,8 @@ impl Absences {
 /// removed member counts as silent.
 pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     let mut absences = Absences::default();
-    let mut ticks = tokio::time::interval(INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            _ = ticks.tick() => {}
-        }
+    let mut ticks = every(INTERVAL);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         let status = cluster.status();
         let sessions = open_sessions(&*cluster);
         if status.caught_up && status.has_quorum {

@@ -19,10 +19,11 @@ use api::clock::Clock;
 use api::ports::Cluster;
 use raft::Replica;
 use state::command::Command;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::formats;
+use super::ticks::every;
 
 /// How long a clock counts that is not told of any more.
 const SILENT: Duration = Duration::from_secs(10);
@@ -186,14 +187,8 @@ fn signed(unix_ms: u64) -> i64 {
 
 /// Has replicated time paced as soon as all members know how; ends then, or at `stop`.
 pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: CancellationToken) {
-    let mut ticks = tokio::time::interval(PACE_INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            _ = ticks.tick() => {}
-        }
+    let mut ticks = every(PACE_INTERVAL);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         let (mut is_paced, mut is_formed) = (false, false);
         cluster.with_state(&mut |state| {
             is_paced = state.is_time_paced();
@@ -208,12 +203,8 @@ pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: Canc
         if !leads || !is_formed || can_be_read().is_err() {
             continue;
         }
-        let submitted = tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            submitted = cluster.submit(Command::PaceTime) => submitted,
-        };
-        if let Err(failure) = submitted {
+        let submitted = cluster.submit(Command::PaceTime);
+        if let Some(Err(failure)) = stop.run_until_cancelled(submitted).await {
             tracing::debug!(%failure, "replicated time not paced yet");
         }
     }

@@ -18,10 +18,11 @@ use api::routing::{Reporter, Router};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica};
 use state::ids::ReplicaId;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::clocks::Clocks;
+use super::ticks::every;
 
 /// Time between two looks at this replica's load and backlog.
 const INTERVAL: Duration = Duration::from_millis(20);
@@ -135,8 +136,7 @@ pub(super) async fn tell(
     clocks: Arc<Clocks>,
     stop: CancellationToken,
 ) {
-    let mut ticks = tokio::time::interval(INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticks = every(INTERVAL);
     let mut reporter = Reporter::default();
     let mut told = Vec::new();
     loop {

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use raft::{ChangeError, Replica};
 use state::ids::{LogIndex, ReplicaId};
-use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use super::core::hand_over;
 use super::machine::Shared;
+use super::ticks::every;
 
 /// Time between two looks, and between two tries to replace the state. Whatever differs is looked at
 /// at once.
@@ -25,8 +25,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: CancellationToken) {
     let digests = Arc::clone(&shared.digests);
     let mut last_seen = LogIndex(0);
-    let mut ticks = tokio::time::interval(INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticks = every(INTERVAL);
     loop {
         tokio::select! {
             biased;

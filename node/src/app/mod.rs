@@ -22,6 +22,7 @@ mod registration;
 mod running;
 mod shutdown;
 mod sockets;
+mod ticks;
 mod warmup;
 
 pub use running::Running;

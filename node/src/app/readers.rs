@@ -10,8 +10,10 @@ use state::command::Command;
 use state::ids::{BackendRef, ReplicaId, Slot};
 use state::readers::Assignment;
 use state::{Registry, View};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+
+use super::ticks::every;
 
 /// Time between two looks at who is there.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -21,14 +23,8 @@ const SILENT_MAX: Duration = Duration::from_millis(500);
 /// Decides as long as this replica leads, until `stop`.
 pub(super) async fn assign(cluster: Arc<dyn Cluster>, view: Arc<View>, stop: CancellationToken) {
     let mut heard: BTreeMap<ReplicaId, Instant> = BTreeMap::new();
-    let mut ticks = tokio::time::interval(INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            _ = ticks.tick() => {}
-        }
+    let mut ticks = every(INTERVAL);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         let status = cluster.status();
         if status.leader != Some(status.id) {
             heard.clear();
@@ -49,19 +45,16 @@ pub(super) async fn assign(cluster: Arc<dyn Cluster>, view: Arc<View>, stop: Can
             continue;
         }
         // What is not confirmed is decided anew at the next look.
-        let submitted = tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            submitted = cluster.submit(Command::AssignReaders(wanted)) => submitted,
-        };
-        match submitted {
-            Ok(committed) => {
+        let submitted = cluster.submit(Command::AssignReaders(wanted));
+        match stop.run_until_cancelled(submitted).await {
+            None => return,
+            Some(Ok(committed)) => {
                 tracing::info!(
                     log_index = committed.index.0,
                     "readers of KV events assigned"
                 );
             }
-            Err(error) => tracing::debug!(%error, "readers of KV events not assigned yet"),
+            Some(Err(error)) => tracing::debug!(%error, "readers of KV events not assigned yet"),
         }
     }
 }
