@@ -18,3 +18,4 @@ pub mod routing;
 mod seldom;
 pub mod shown;
 mod sync;
+mod user_name;

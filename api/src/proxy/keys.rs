@@ -18,6 +18,17 @@ type Hash = [u8; 32];
 /// `None`: a key without a name, see [`key_user_name`].
 type User = Option<Arc<str>>;
 
+/// Whom a request's key stands for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Holder {
+    /// No keys are checked here.
+    Unchecked,
+    /// The key is served and has no name, see [`key_user_name`].
+    Unnamed,
+    /// The key is served, and charged to this user.
+    Named(Arc<str>),
+}
+
 /// The keys that are served, each with the user it stands for. Clones are the same set.
 #[derive(Clone)]
 pub struct ApiKeys(Arc<Known>);
@@ -59,16 +70,12 @@ impl ApiKeys {
         (self.hash(key.as_bytes()), user.map(Arc::from))
     }
 
-    /// Whether a key is one of them.
+    /// Whom a key stands for; `None`: it is not served.
     #[must_use]
-    pub fn knows(&self, key: &[u8]) -> bool {
-        self.0.users.load().contains_key(&self.hash(key))
-    }
-
-    /// The name of whom a key stands for; `None` when it has none, or is not known.
-    #[must_use]
-    pub fn user(&self, key: &[u8]) -> User {
-        self.0.users.load().get(&self.hash(key)).cloned().flatten()
+    pub fn holder(&self, key: &[u8]) -> Option<Holder> {
+        let users = self.0.users.load();
+        let user = users.get(&self.hash(key))?;
+        Some(user.clone().map_or(Holder::Unnamed, Holder::Named))
     }
 
     fn hash(&self, key: &[u8]) -> Hash {
@@ -117,9 +124,12 @@ mod tests {
         let mut keys = ApiKeys::default();
         keys.add("sk-one", None);
         keys.add("sk-two", Some("ada".to_owned()));
-        assert_eq!(keys.user(b"sk-two").as_deref(), Some("ada"));
-        assert!(keys.knows(b"sk-one") && !keys.knows(b"sk-on"));
-        assert_eq!(keys.user(b"sk-one"), None, "it has no name of its own");
+        assert_eq!(
+            keys.holder(b"sk-two"),
+            Some(Holder::Named(Arc::from("ada")))
+        );
+        assert_eq!(keys.holder(b"sk-one"), Some(Holder::Unnamed));
+        assert_eq!(keys.holder(b"sk-on"), None);
         assert_eq!(format!("{keys:?}"), "ApiKeys(2 keys)");
         let secret = Some(HashSecret::of_number(1));
         let hashings = [1.into(), 2.into(), Hashing { seed: 1, secret }];
@@ -136,7 +146,8 @@ mod tests {
         keys.add("sk-old", None);
         let checker = keys.clone();
         keys.replace(vec![("sk-new".to_owned(), Some("bo".to_owned()))]);
-        assert!(!checker.knows(b"sk-old"));
-        assert_eq!(checker.user(b"sk-new").as_deref(), Some("bo"));
+        assert_eq!(checker.holder(b"sk-old"), None);
+        let bo = Holder::Named(Arc::from("bo"));
+        assert_eq!(checker.holder(b"sk-new"), Some(bo));
     }
 }

@@ -65,7 +65,7 @@ use tracing::Instrument;
 pub use addresses::{BadPrefix, IpPrefix};
 pub use expose::Expose;
 pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
-pub use keys::{ApiKeys, ToldKey, key_user_name};
+pub use keys::{ApiKeys, Holder, ToldKey, key_user_name};
 pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
 pub use relay::BrokenAnswer;
 pub use routes::{INFERENCE_PATHS, is_plain};
@@ -264,8 +264,8 @@ impl Proxy {
     ) -> Result<Forwarded, Failure> {
         let held_bytes_max = self.settings.limits.held_bytes_max;
         let mut held = Held::none(&self.held_bytes, held_bytes_max);
-        let mut body_bytes = match self.take_in(&head, &mut body, &mut held).await {
-            Ok(Some(bytes)) => bytes,
+        let (holder, mut body_bytes) = match self.take_in(&head, &mut body, &mut held).await {
+            Ok(Some(taken)) => taken,
             Ok(None) => return self.models(head.uri.path()).map(Forwarded::Held),
             Err(failure) => {
                 drop(held);
@@ -287,8 +287,12 @@ impl Proxy {
             (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
         }
         let hashing = || self.view.registry().hashing();
-        let user = request::identify(&self.settings, hashing, &peer, &head.headers, &parsed)?;
-        let user = user.into_owned();
+        let client = request::Client {
+            holder: &holder,
+            peer: &peer,
+            headers: &head.headers,
+        };
+        let user = request::identify(&self.settings, hashing, &client, &parsed)?.into_owned();
         let counted = self.users.count(&user);
         ledger.counts(counted.ok_or(Failure::UserAtLimit)?);
         let priority = request::priority(&head.headers, self.settings.priority_max)?;
@@ -307,15 +311,16 @@ impl Proxy {
         forward(self, &Arc::new(asked), ledger).await
     }
 
-    /// The body of a request for an engine; `None` for one that has an answer here.
+    /// Whose key it is, and the body of a request for an engine; `None` for one that has an answer
+    /// here.
     async fn take_in(
         &self,
         head: &http::request::Parts,
         body: &mut Incoming,
         held: &mut Held,
-    ) -> Result<Option<Bytes>, Failure> {
+    ) -> Result<Option<(Holder, Bytes)>, Failure> {
         request::check_head(head)?;
-        request::check_key(&self.settings, &head.headers)?;
+        let holder = request::check_key(&self.settings, &head.headers)?;
         match routes::route(&self.settings, &head.method, head.uri.path())? {
             Route::Models | Route::Model(_) => Ok(None),
             Route::Engine => {
@@ -334,7 +339,7 @@ impl Proxy {
                 };
                 let bytes = upload.read(body, held).await?;
                 self.metrics.request_bytes.inc_by(bytes.len() as u64);
-                Ok(Some(bytes))
+                Ok(Some((holder, bytes)))
             }
         }
     }

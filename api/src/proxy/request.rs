@@ -11,16 +11,15 @@ use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use state::command::NAME_BYTES_MAX;
 use state::prefix::Hashing;
 use tokio::time::{Instant, timeout, timeout_at};
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::headers::{API_KEY, PRIORITY};
-use super::keys::key_user_name;
+use super::keys::{Holder, key_user_name};
 use super::settings::{IdentifyBy, ProxySettings};
 use crate::error::Failure;
 use crate::prompt::Parsed;
+use crate::user_name;
 
 /// Who is charged when nobody can be told.
 pub(crate) const ANONYMOUS: &str = "anonymous";
@@ -221,15 +220,24 @@ pub(super) fn check_head(head: &http::request::Parts) -> Result<(), Failure> {
     Err(Failure::BadExpectation)
 }
 
-/// Refuses clients without a known key, where keys are required.
-pub(super) fn check_key(settings: &ProxySettings, headers: &HeaderMap) -> Result<(), Failure> {
+/// Whom the client's key stands for. Refuses clients without a known key, where keys are checked.
+pub(super) fn check_key(settings: &ProxySettings, headers: &HeaderMap) -> Result<Holder, Failure> {
     match &settings.api_keys {
-        None => Ok(()),
-        Some(keys) => {
-            let is_known = api_key(headers).is_some_and(|key| keys.knows(key));
-            is_known.then_some(()).ok_or(Failure::BadKey)
-        }
+        None => Ok(Holder::Unchecked),
+        Some(keys) => api_key(headers)
+            .and_then(|key| keys.holder(key))
+            .ok_or(Failure::BadKey),
     }
+}
+
+/// Who sends a request, before its body is looked at.
+#[derive(Clone, Copy)]
+pub(super) struct Client<'a> {
+    /// As [`check_key`] found.
+    pub(super) holder: &'a Holder,
+    /// Address of the other end.
+    pub(super) peer: &'a HeaderValue,
+    pub(super) headers: &'a HeaderMap,
 }
 
 /// The name of the user whom the request's tokens are charged to.
@@ -238,18 +246,22 @@ pub(super) fn check_key(settings: &ProxySettings, headers: &HeaderMap) -> Result
 /// say of themselves stands behind `header:` or `body:`, so that nobody takes another's name, and counts
 /// only where no keys are checked.
 pub(super) fn identify<'a>(
-    settings: &'a ProxySettings,
+    settings: &ProxySettings,
     hashing: impl Fn() -> Hashing,
-    peer: &HeaderValue,
-    headers: &'a HeaderMap,
+    client: &Client<'a>,
     parsed: &'a Parsed,
 ) -> Result<Cow<'a, str>, Failure> {
-    let are_checked = settings.api_keys.is_some();
-    let by_key = || {
-        let key = api_key(headers)?;
-        let named = settings.api_keys.as_ref().and_then(|keys| keys.user(key));
-        let name = named.map_or_else(|| key_user_name(&hashing(), key), |it| it.to_string());
-        Some(Cow::Owned(name))
+    let Client {
+        holder,
+        peer,
+        headers,
+    } = *client;
+    let are_checked = *holder != Holder::Unchecked;
+    let by_key = || match holder {
+        Holder::Named(name) => Some(Cow::Borrowed(&**name)),
+        Holder::Unnamed | Holder::Unchecked => {
+            api_key(headers).map(|key| key_user_name(&hashing(), key).into())
+        }
     };
     for place in &settings.identify_by {
         let found = match place {
@@ -270,15 +282,13 @@ pub(super) fn identify<'a>(
             return Ok(name);
         }
     }
-    let by_checked_key = by_key().filter(|_| are_checked);
+    let by_checked_key = are_checked.then(by_key).flatten();
     Ok(by_checked_key.unwrap_or(Cow::Borrowed(ANONYMOUS)))
 }
 
 /// What stands before the names that clients give themselves.
 const SAID_IN_HEADER: &str = "header:";
 const SAID_IN_BODY: &str = "body:";
-/// What names begin with that stand for a hash.
-const HASHED: [&str; 2] = ["key-", "long-"];
 
 fn header_text<'a>(headers: &'a HeaderMap, field: &HeaderName) -> Option<&'a str> {
     let value = std::str::from_utf8(headers.get(field)?.as_bytes()).ok()?;
@@ -294,24 +304,23 @@ fn is_trusted(settings: &ProxySettings, peer: &HeaderValue) -> bool {
 
 /// A name that a trusted proxy gives: not one that is made here.
 fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, Failure> {
-    let is_hash = |rest: &str| rest.len() == 16 && rest.bytes().all(|it| it.is_ascii_hexdigit());
-    let is_made_here = [SAID_IN_HEADER, SAID_IN_BODY]
-        .iter()
-        .any(|it| name.starts_with(it))
-        || HASHED
-            .iter()
-            .any(|it| name.strip_prefix(it).is_some_and(is_hash));
+    let said = [SAID_IN_HEADER, SAID_IN_BODY];
+    let is_of_key = name.strip_prefix("key-").is_some_and(user_name::is_hash);
+    let is_made_here = is_of_key
+        || user_name::looks_shortened(name)
+        || said.iter().any(|prefix| name.starts_with(prefix));
     if is_made_here {
         return Err(bad_name("begins like one that is made here", place));
     }
     check_name(name, place)?;
-    Ok(bounded("", name))
+    Ok(user_name::bounded(name))
 }
 
 /// A name that a client gives itself.
 fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, Failure> {
     check_name(name, place)?;
-    Ok(Cow::Owned(bounded(prefix, name).into_owned()))
+    let named = format!("{prefix}{name}");
+    Ok(Cow::Owned(user_name::bounded(&named).into_owned()))
 }
 
 /// Names are shown on terminals and in tables: what changes how the rest is shown is refused.
@@ -348,17 +357,6 @@ pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, Fa
     })?;
     let within = asked.clamp(i64::from(i16::MIN), i64::from(priority_max));
     Ok(i16::try_from(within).expect("it was clamped between two of them"))
-}
-
-/// A name that fits the state's limit: a longer one is replaced by its hash.
-fn bounded<'a>(prefix: &str, name: &'a str) -> Cow<'a, str> {
-    if prefix.len() + name.len() > NAME_BYTES_MAX {
-        format!("{prefix}long-{:016x}", xxh3_64(name.as_bytes())).into()
-    } else if prefix.is_empty() {
-        name.into()
-    } else {
-        format!("{prefix}{name}").into()
-    }
 }
 
 #[cfg(test)]
@@ -398,7 +396,13 @@ mod tests {
         };
         let peer = HeaderValue::from_str(peer).unwrap();
         let headers = headers(fields);
-        match identify(settings, || 7.into(), &peer, &headers, &parsed) {
+        let holder = check_key(settings, &headers).unwrap();
+        let client = Client {
+            holder: &holder,
+            peer: &peer,
+            headers: &headers,
+        };
+        match identify(settings, || 7.into(), &client, &parsed) {
             Ok(name) => name.into_owned(),
             Err(failure) => format!("{failure:?}"),
         }
@@ -443,12 +447,13 @@ mod tests {
     #[test]
     fn where_keys_are_required_only_known_ones_pass() {
         let mut settings = ProxySettings::new(ReplicaId(1));
-        assert_eq!(check_key(&settings, &HeaderMap::new()), Ok(()));
+        let anyone = check_key(&settings, &HeaderMap::new());
+        assert_eq!(anyone, Ok(Holder::Unchecked));
         let mut keys = ApiKeys::default();
         keys.add("sk-1", None);
         settings.api_keys = Some(keys);
         let known = headers(&[("authorization", "Bearer sk-1")]);
-        assert_eq!(check_key(&settings, &known), Ok(()));
+        assert_eq!(check_key(&settings, &known), Ok(Holder::Unnamed));
         for key in ["Bearer sk-2", "Bearer sk-", "Bearer "] {
             let unknown = headers(&[("authorization", key)]);
             assert_eq!(check_key(&settings, &unknown), Err(Failure::BadKey));
@@ -476,10 +481,18 @@ mod tests {
             named(&settings, PROXY, &[("x-quorate-user", "key-team")]),
             "key-team"
         );
+    }
+
+    #[test]
+    fn an_over_long_name_means_whom_explain_means() {
+        let settings = ProxySettings::new(ReplicaId(1));
         let long = "x".repeat(1000);
-        let name = named(&settings, STRANGER, &[("x-quorate-user", &long)]);
-        assert!(name.starts_with("header:long-") && name.len() <= NAME_BYTES_MAX);
-        let name = named(&settings, PROXY, &[("x-quorate-user", &long)]);
-        assert!(name.starts_with("long-"));
+        let said = named(&settings, STRANGER, &[("x-quorate-user", &long)]);
+        assert!(said.starts_with("header:xxx"), "{said}");
+        assert_eq!(said, user_name::bounded(&format!("header:{long}")));
+        let vouched = named(&settings, PROXY, &[("x-quorate-user", &long)]);
+        assert_eq!(vouched, user_name::bounded(&long));
+        let again = named(&settings, PROXY, &[("x-quorate-user", &vouched)]);
+        assert!(again.starts_with("BadRequest"), "{again}");
     }
 }

@@ -16,6 +16,7 @@ use super::filters::Tally;
 use super::metrics::{Meter, RoutingMetrics};
 use super::{Ask, Decision, NoBackend, Router, session};
 use crate::backends::Passage;
+use crate::user_name;
 
 /// The registry with what decisions need beside it.
 pub(super) struct Fleet {
@@ -91,7 +92,7 @@ thread_local! {
 
 /// Whose request it is, as circuits tell users apart.
 pub(super) fn user_of(fleet: &Fleet, ask: &Ask<'_>) -> UserKey {
-    user_key(fleet.registry.hash_seed, &super::bounded_name(ask.user))
+    user_key(fleet.registry.hash_seed, &user_name::bounded(ask.user))
 }
 
 impl Router {
@@ -258,7 +259,7 @@ impl Router {
                 .and_then(|(settings, headers)| session::hash(settings, headers)),
             turn,
             user: if needs.user_tokens {
-                let name = super::bounded_name(ask.user);
+                let name = user_name::bounded(ask.user);
                 let key = user_key(fleet.registry.hash_seed, &name);
                 self.view.user_tokens(key)
             } else {

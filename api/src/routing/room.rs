@@ -11,7 +11,8 @@ use tokio::time::Instant;
 
 use super::decide::{SCRATCH, matchable};
 use super::filters::serves;
-use super::{Ask, Router, bounded_name};
+use super::{Ask, Router};
+use crate::user_name;
 
 /// What was charged here, in priced tokens.
 #[derive(Debug, Default)]
@@ -60,7 +61,7 @@ impl Router {
     #[must_use]
     pub fn begin_wait(&self, user: &str) -> UserKey {
         let registry = self.view.registry();
-        let name = bounded_name(user);
+        let name = user_name::bounded(user);
         self.desk.with(|outbox| {
             outbox.follow_restore(registry.restored);
             let user = outbox.payer(registry.hash_seed, &name);
@@ -86,7 +87,7 @@ impl Router {
     /// The key of a user's name.
     #[must_use]
     pub fn user_key(&self, user: &str) -> UserKey {
-        user_key(self.view.registry().hash_seed, &bounded_name(user))
+        user_key(self.view.registry().hash_seed, &user_name::bounded(user))
     }
 
     /// Priced tokens charged here since the start.

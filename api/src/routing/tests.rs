@@ -457,14 +457,6 @@ fn a_panicking_request_leaves_nothing_behind() {
 }
 
 #[test]
-fn long_names_stay_apart_within_the_bound() {
-    assert_eq!(super::bounded_name("ada"), "ada");
-    let long = |end: &str| super::bounded_name(&format!("{}{end}", "é".repeat(200))).into_owned();
-    assert!(long("a").len() <= 256);
-    assert_ne!(long("a"), long("b"));
-}
-
-#[test]
 fn metrics_show_predictions_and_ends() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));

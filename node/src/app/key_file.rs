@@ -7,6 +7,7 @@ use std::time::Duration;
 use api::proxy::ApiKeys;
 use tokio_util::sync::CancellationToken;
 
+use super::ticks::every;
 use crate::config::key_file::read;
 
 /// How often the file is looked at.
@@ -64,18 +65,16 @@ pub(super) async fn follow(file: PathBuf, keys: ApiKeys, stop: CancellationToken
     // The first look reads it once more: it may have changed since the config was read.
     let seen = None;
     let mut followed = Followed { file, keys, seen };
-    let mut ticks = tokio::time::interval(INTERVAL);
-    loop {
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            _ = ticks.tick() => followed.look(),
-        }
+    let mut ticks = every(INTERVAL);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+        followed.look();
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use api::proxy::Holder;
+
     use super::*;
 
     #[test]
@@ -96,21 +95,23 @@ mod tests {
             seen: None,
         };
         followed.look();
-        assert_eq!(keys.user(b"sk-1").as_deref(), Some("ada"));
-        assert!(keys.knows(b"sk-2"));
+        let named = |name: &str| Some(Holder::Named(name.into()));
+        assert_eq!(keys.holder(b"sk-1"), named("ada"));
+        assert_eq!(keys.holder(b"sk-2"), Some(Holder::Unnamed));
         write("sk-3 bo\n");
         followed.look();
-        assert!(!keys.knows(b"sk-1") && !keys.knows(b"sk-2"));
+        assert_eq!([keys.holder(b"sk-1"), keys.holder(b"sk-2")], [None, None]);
         for broken in [Some("# no key\n"), None] {
             match broken {
                 Some(text) => write(text),
                 None => std::fs::remove_file(&file).unwrap(),
             }
             followed.look();
-            assert_eq!(keys.user(b"sk-3").as_deref(), Some("bo"), "{broken:?}");
+            assert_eq!(keys.holder(b"sk-3"), named("bo"), "{broken:?}");
         }
         write("sk-4\n");
         followed.look();
-        assert!(keys.knows(b"sk-4") && !keys.knows(b"sk-3"));
+        let served = [keys.holder(b"sk-4"), keys.holder(b"sk-3")];
+        assert_eq!(served, [Some(Holder::Unnamed), None]);
     }
 }
