@@ -81,7 +81,7 @@ pub struct ProxyMetrics {
     pub connections_evicted: Counter,
     /// Connections closed because their address has as many as it may.
     pub connections_refused: Counter,
-    /// Seconds from a request's head to the first byte of an engine's answer.
+    /// Seconds from a request's last byte to the first byte of an engine's answer's body.
     pub time_to_first_byte: Seconds,
     /// Seconds from a request's head to the end of the answer.
     pub duration: Seconds,
@@ -145,7 +145,7 @@ impl ProxyMetrics {
         );
         registry.register(
             "ttft_seconds",
-            "From a request's head to the first byte of the answer",
+            "From a request's last byte to the first byte of the answer's body",
             self.time_to_first_byte.0.clone(),
         );
         registry.register(
@@ -227,6 +227,8 @@ impl ProxyMetrics {
 pub(super) struct Ledger {
     metrics: Arc<ProxyMetrics>,
     started: Instant,
+    /// When its body was here.
+    read_at: Option<Instant>,
     outcome: Outcome,
     code: u16,
     stage: Stage,
@@ -255,6 +257,7 @@ impl Ledger {
         Self {
             metrics: Arc::clone(metrics),
             started: Instant::now(),
+            read_at: None,
             outcome: Outcome::ClientLeft,
             code: 0,
             stage: Stage::Reading,
@@ -269,6 +272,7 @@ impl Ledger {
         let before = self.metrics.in_flight.inc();
         self.metrics.reading.dec();
         self.stage = Stage::UnderWay;
+        self.read_at = Some(Instant::now());
         match usize::try_from(before) {
             Ok(before) if before < requests_max => Ok(()),
             Ok(_) | Err(_) => Err(Failure::Overloaded),
@@ -314,9 +318,9 @@ impl Ledger {
     }
 
     pub(super) fn first_byte(&self) {
-        self.metrics
-            .time_to_first_byte
-            .observe(self.started.elapsed());
+        if let Some(read_at) = self.read_at {
+            self.metrics.time_to_first_byte.observe(read_at.elapsed());
+        }
     }
 
     pub(super) fn ends(&mut self, outcome: Outcome) {
@@ -357,5 +361,23 @@ mod tests {
         prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
         let line = "quorate_proxy_requests_total{outcome=\"client-left\",code=\"0\"} 1\n";
         assert!(page.contains(line), "{page}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_time_to_a_first_token_begins_with_the_requests_last_byte() {
+        let metrics = Arc::new(ProxyMetrics::default());
+        let mut registry = Registry::default();
+        metrics.register(&mut registry);
+        let mut ledger = Ledger::open(&metrics, None);
+        tokio::time::advance(Duration::from_secs(3)).await;
+        ledger.is_read(1).unwrap();
+        tokio::time::advance(Duration::from_secs(2)).await;
+        ledger.first_byte();
+        drop(ledger);
+        let mut page = String::new();
+        prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
+        for line in ["ttft_seconds_sum 2.0", "duration_seconds_sum 5.0"] {
+            assert!(page.contains(&format!("quorate_proxy_{line}\n")), "{page}");
+        }
     }
 }
