@@ -25,13 +25,15 @@ use super::lengths::Expected;
 use super::load::Underway;
 use super::metrics::InFlight;
 use super::outbox::Outbox;
+use super::predictions::Prediction;
 use super::reply::ReplyChain;
 use super::room::Largest;
-use super::samples::{self, Ended, Running, Stopwatch};
+use super::samples::{Ended, Running, Stopwatch};
 use super::{Ask, Decision, End, Router, Usage};
 use crate::backends::Trial;
 use crate::planted::{self, Bug};
 use crate::prompt::{Identity, TokenRatio};
+use crate::user_name;
 
 /// Output tokens reported but not charged at most, while the answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
@@ -151,7 +153,7 @@ impl Router {
     pub fn dispatch(self: &Arc<Self>, decision: &Decision, ask: &Ask<'_>, terms: Terms) -> Attempt {
         let id = self.next_attempt();
         let (backend, identity) = (decision.backend, ask.identity);
-        let name = super::bounded_name(ask.user);
+        let name = user_name::bounded(ask.user);
         let registry = self.view.registry();
         let hash_seed = registry.hash_seed;
         let pricing = pricing_of(&registry);
@@ -561,9 +563,9 @@ impl Open {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             self.meter
                 .count_prefix(usage.prompt_tokens, predicted, cached);
-            router.samples.add(self.backend, |sample| {
-                samples::count_prediction(sample, usage.prompt_tokens, predicted, cached);
-            });
+            let prediction = Prediction::of(usage.prompt_tokens, predicted, cached);
+            let user = self.charged.user;
+            router.samples.predict(self.backend, user, prediction);
         }
     }
 }

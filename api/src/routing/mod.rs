@@ -23,6 +23,7 @@ mod metrics;
 mod outbox;
 mod overlay;
 mod panic;
+mod predictions;
 mod read;
 mod reply;
 mod room;
@@ -32,7 +33,6 @@ mod session;
 #[cfg(test)]
 mod tests;
 
-use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -40,12 +40,11 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use http::HeaderMap;
 use state::View;
-use state::command::{Charge, EngineFacts, Item, NAME_BYTES_MAX};
+use state::command::{Charge, EngineFacts, Item};
 use state::ids::{AttemptId, BackendRef, LogIndex, ReplicaId, SessionId, Slot, UserKey};
 use state::policy::{PolicyConfig, Reason, Touch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use xxhash_rust::xxh3::xxh3_64;
 
 use self::decide::Fleet;
 use self::identify::Ratios;
@@ -378,18 +377,4 @@ impl Router {
         let known = self.fleet.load().meter(backend);
         known.unwrap_or_else(|| self.metrics.meter(name))
     }
-}
-
-/// A user's name within the log's bound. A longer one is cut and made unique again by its hash.
-fn bounded_name(name: &str) -> Cow<'_, str> {
-    const HASH_BYTES: usize = 1 + 16;
-    if name.len() <= NAME_BYTES_MAX {
-        return Cow::Borrowed(name);
-    }
-    let cut = name.floor_char_boundary(NAME_BYTES_MAX - HASH_BYTES);
-    Cow::Owned(format!(
-        "{}#{:016x}",
-        &name[..cut],
-        xxh3_64(name.as_bytes())
-    ))
 }

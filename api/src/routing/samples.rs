@@ -9,12 +9,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use state::command::{BACKENDS_MAX, Item};
-use state::ids::BackendRef;
+use state::ids::{BackendRef, UserKey};
 use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, Learnt, RUNNING_MAX, ServiceSample};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::hidden::Pace;
+use super::predictions::{Prediction, Predictions};
 use super::{Load, Router};
 
 /// How often samples are looked at.
@@ -28,7 +29,16 @@ const AGE_MAX: Duration = Duration::from_secs(5);
 const TOKENS_MAX: u64 = 1 << 24;
 
 /// What is summed up, by slot.
-pub(super) struct Samples(Box<[Mutex<Option<Sum>>]>);
+pub(super) struct Samples(Box<[Mutex<Place>]>);
+
+/// What is summed up of one backend.
+#[derive(Default)]
+struct Place {
+    /// `None`: nothing came yet.
+    backend: Option<BackendRef>,
+    sum: Option<Sum>,
+    predictions: Predictions,
+}
 
 struct Sum {
     since: Instant,
@@ -44,44 +54,55 @@ impl Default for Samples {
 impl Samples {
     /// Adds to the sample of `backend`. What came of an earlier life is left out.
     pub(super) fn add(&self, backend: BackendRef, event: impl FnOnce(&mut ServiceSample)) {
+        self.with(backend, |sample, _| event(sample));
+    }
+
+    /// Notes what was predicted for a request of `user` to be cached, and what was.
+    pub(super) fn predict(&self, backend: BackendRef, user: UserKey, prediction: Prediction) {
+        self.with(backend, |_, predictions| predictions.add(user, prediction));
+    }
+
+    fn with(&self, backend: BackendRef, event: impl FnOnce(&mut ServiceSample, &mut Predictions)) {
         let Some(place) = self.0.get(usize::from(backend.slot.0)) else {
             return;
         };
-        let mut sum = lock(place);
-        let is_of_earlier = |sum: &Sum| sum.sample.backend.incarnation > backend.incarnation;
-        if sum.as_ref().is_some_and(is_of_earlier) {
+        let mut place = lock(place);
+        let is_later = |known: BackendRef| known.incarnation > backend.incarnation;
+        if place.backend.is_some_and(is_later) {
             return;
         }
-        let is_of_other = |sum: &Sum| sum.sample.backend != backend;
-        if sum.as_ref().is_none_or(is_of_other) {
-            *sum = Some(Sum {
-                since: Instant::now(),
-                sample: ServiceSample::empty(backend),
-            });
+        if place.backend.replace(backend) != Some(backend) {
+            (place.sum, place.predictions) = Default::default();
         }
-        if let Some(sum) = &mut *sum {
-            event(&mut sum.sample);
-        }
+        let Place {
+            sum, predictions, ..
+        } = &mut *place;
+        let sum = sum.get_or_insert_with(|| Sum {
+            since: Instant::now(),
+            sample: ServiceSample::empty(backend),
+        });
+        event(&mut sum.sample, predictions);
     }
 
     /// Takes out the samples that are worth it at `now`.
     pub(super) fn take(&self, now: Instant) -> Vec<ServiceSample> {
         let is_due = |sum: &mut Sum| {
             let sample = &sum.sample;
-            let events = sample.ended.max(sample.first_tokens).max(sample.predicted);
-            events >= EVENTS_MIN
+            sample.ended.max(sample.first_tokens) >= EVENTS_MIN
                 || sample.gaps >= GAPS_MIN
                 || now.saturating_duration_since(sum.since) >= AGE_MAX
         };
-        let taken = self
-            .0
-            .iter()
-            .filter_map(|place| lock(place).take_if(is_due));
-        taken.map(|sum| sum.sample).collect()
+        let taken = self.0.iter().filter_map(|place| {
+            let mut place = lock(place);
+            let mut sample = place.sum.take_if(is_due)?.sample;
+            place.predictions.take(now).count(&mut sample);
+            Some(sample)
+        });
+        taken.collect()
     }
 }
 
-fn lock(place: &Mutex<Option<Sum>>) -> MutexGuard<'_, Option<Sum>> {
+fn lock(place: &Mutex<Place>) -> MutexGuard<'_, Place> {
     // Sums: half an event is worth little and harms nothing.
     place.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -221,18 +242,4 @@ impl Ended {
         sample.added_squared = sample.added_squared.saturating_add(added * added);
         sample.block_tokens = self.block_tokens;
     }
-}
-
-/// Adds what was predicted to be cached against what was.
-pub(super) fn count_prediction(
-    sample: &mut ServiceSample,
-    prompt: u64,
-    predicted: u64,
-    cached: u64,
-) {
-    let prompt = prompt.min(TOKENS_MAX);
-    sample.predicted += 1;
-    sample.predicted_prompt_tokens += prompt;
-    sample.predicted_cached_tokens += predicted.min(prompt);
-    sample.cached_tokens += cached.min(prompt);
 }

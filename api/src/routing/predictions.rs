@@ -1,0 +1,163 @@
+//! Predictions of cached prefixes beside what engines told, by user, until they go into a sample.
+//!
+//! One user can make predictions look wrong, with requests for which an engine does not look into its
+//! cache. So no user decides alone whether a backend's predictions are off: of several users the one is
+//! left out without whom the predictions hold best. While one user alone is answered, predictions wait
+//! for another; after [`ALONE_MAX`] they count, as there is nobody else whom the verdict could harm.
+
+use std::time::Duration;
+
+use state::ids::UserKey;
+use state::service::ServiceSample;
+use tokio::time::Instant;
+
+/// How long predictions of one user alone wait.
+const ALONE_MAX: Duration = Duration::from_secs(60);
+/// Most users told apart; all further ones count as one.
+const USERS_MAX: usize = 64;
+/// Most tokens that one request is taken to have.
+const TOKENS_MAX: u64 = 1 << 24;
+
+/// Predictions for one backend that are not in a sample yet.
+#[derive(Debug, Default)]
+pub(super) struct Predictions {
+    /// When the first of them came.
+    since: Option<Instant>,
+    users: Vec<(UserKey, Prediction)>,
+}
+
+/// Sums over predictions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Prediction {
+    requests: u32,
+    prompt_tokens: u64,
+    predicted_tokens: u64,
+    cached_tokens: u64,
+}
+
+impl Prediction {
+    /// Of one request, whose engine told what it had cached.
+    pub(super) fn of(prompt_tokens: u64, predicted_tokens: u64, cached_tokens: u64) -> Self {
+        let prompt_tokens = prompt_tokens.min(TOKENS_MAX);
+        Self {
+            requests: 1,
+            prompt_tokens,
+            predicted_tokens: predicted_tokens.min(prompt_tokens),
+            cached_tokens: cached_tokens.min(prompt_tokens),
+        }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self {
+            requests: self.requests.saturating_add(other.requests),
+            prompt_tokens: self.prompt_tokens + other.prompt_tokens,
+            predicted_tokens: self.predicted_tokens + other.predicted_tokens,
+            cached_tokens: self.cached_tokens + other.cached_tokens,
+        }
+    }
+
+    /// How far predictions are off, millionths of the prompt tokens.
+    fn error(&self) -> u128 {
+        let tokens = self.predicted_tokens.abs_diff(self.cached_tokens);
+        u128::from(tokens) * 1_000_000 / u128::from(self.prompt_tokens.max(1))
+    }
+
+    /// Goes into a sample.
+    pub(super) fn count(&self, sample: &mut ServiceSample) {
+        sample.predicted = self.requests;
+        sample.predicted_prompt_tokens = self.prompt_tokens;
+        sample.predicted_cached_tokens = self.predicted_tokens;
+        sample.cached_tokens = self.cached_tokens;
+    }
+}
+
+impl Predictions {
+    pub(super) fn add(&mut self, user: UserKey, prediction: Prediction) {
+        if prediction.prompt_tokens == 0 {
+            return;
+        }
+        self.since.get_or_insert_with(Instant::now);
+        let known = self.users.iter().position(|(other, _)| *other == user);
+        let is_full = self.users.len() == USERS_MAX;
+        match known.or(is_full.then_some(USERS_MAX - 1)) {
+            Some(at) => self.users[at].1 = self.users[at].1.plus(prediction),
+            None => self.users.push((user, prediction)),
+        }
+    }
+
+    /// Takes out what counts at `now`; nothing while it waits.
+    pub(super) fn take(&mut self, now: Instant) -> Prediction {
+        let waited = self.since.map(|since| now.saturating_duration_since(since));
+        let is_alone = self.users.len() == 1;
+        if is_alone && waited.is_none_or(|waited| waited < ALONE_MAX) {
+            return Prediction::default();
+        }
+        let taken = std::mem::take(self);
+        let all_but = |left_out: Option<usize>| {
+            let users = taken.users.iter().enumerate();
+            let counted = users.filter(|(at, _)| Some(*at) != left_out);
+            counted.fold(Prediction::default(), |sum, (_, (_, its))| sum.plus(*its))
+        };
+        if is_alone {
+            return all_but(None);
+        }
+        let each = (0..taken.users.len()).map(|at| all_but(Some(at)));
+        each.min_by_key(Prediction::error).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HELD: Prediction = Prediction {
+        requests: 1,
+        prompt_tokens: 100,
+        predicted_tokens: 80,
+        cached_tokens: 80,
+    };
+
+    fn off(times: u64) -> Prediction {
+        Prediction::of(1000 * times, 1000 * times, 0)
+    }
+
+    #[test]
+    fn no_user_alone_makes_predictions_look_wrong() {
+        let mut predictions = Predictions::default();
+        for _ in 0..40 {
+            predictions.add(UserKey(1), off(1));
+        }
+        let now = Instant::now();
+        assert_eq!(predictions.take(now), Prediction::default(), "it waits");
+        predictions.add(UserKey(2), HELD);
+        assert_eq!(predictions.take(now), HELD);
+        assert_eq!(predictions.take(now), Prediction::default());
+        predictions.add(UserKey(1), off(1));
+        let later = now + 2 * ALONE_MAX;
+        assert_eq!(predictions.take(later), off(1), "nobody else is served");
+    }
+
+    #[test]
+    fn what_is_off_for_most_users_shows_with_all_but_one() {
+        let mut predictions = Predictions::default();
+        for user in 0..200 {
+            predictions.add(UserKey(user), off(1 + user % 2));
+        }
+        assert!(predictions.users.len() <= USERS_MAX);
+        let told = predictions.take(Instant::now());
+        assert_eq!(told.error(), 1_000_000);
+        assert!(told.requests >= 63, "{told:?}");
+    }
+
+    #[test]
+    fn absurd_reports_stay_within_the_bounds_of_a_sample() {
+        let mut predictions = Predictions::default();
+        for user in [1, 1, 2] {
+            predictions.add(UserKey(user), Prediction::of(u64::MAX, u64::MAX, u64::MAX));
+        }
+        predictions.add(UserKey(3), Prediction::of(0, 7, 7));
+        let told = predictions.take(Instant::now());
+        assert_eq!(told.cached_tokens, told.predicted_tokens);
+        assert!(told.prompt_tokens <= 2 * TOKENS_MAX);
+    }
+}
