@@ -1,5 +1,6 @@
 //! The file of accepted API keys: read at start, and again when it changes.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use api::proxy::ToldKey;
@@ -7,16 +8,24 @@ use api::proxy::ToldKey;
 /// The keys in the file, one a line, each with the user it stands for behind white space if wanted.
 ///
 /// # Errors
-/// When it cannot be read or holds no key: nobody would be served.
+/// When it cannot be read or holds no key: nobody would be served. When it lists a key twice: one of
+/// the two users would be charged for the other.
 pub(crate) fn read(path: &Path) -> Result<Vec<ToldKey>, String> {
     let text = std::fs::read_to_string(path);
     let text = text.map_err(|error| format!("read {path:?}: {error}"))?;
-    let keys: Vec<ToldKey> = text
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty() && !line.starts_with('#'))
-        .map(told)
-        .collect();
+    let lines = (1..).zip(text.lines().map(str::trim));
+    let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+    let mut first_lines = BTreeMap::new();
+    let mut keys = Vec::new();
+    for (number, line) in lines {
+        let (key, user) = told(line);
+        if let Some(first) = first_lines.insert(key.clone(), number) {
+            return Err(format!(
+                "{path:?} lists the key of line {first} again in line {number}"
+            ));
+        }
+        keys.push((key, user));
+    }
     match keys.is_empty() {
         true => Err(format!("{path:?} holds no key")),
         false => Ok(keys),
@@ -27,5 +36,26 @@ fn told(line: &str) -> ToldKey {
     match line.split_once(char::is_whitespace) {
         Some((key, user)) => (key.to_owned(), Some(user.trim_start().to_owned())),
         None => (line.to_owned(), None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_listed_twice_is_told_with_both_lines() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("keys");
+        let read_of = |text: &str| {
+            std::fs::write(&file, text).unwrap();
+            read(&file)
+        };
+        let once = read_of("# team\nsk-1 ada\n\nsk-2\n").unwrap();
+        assert_eq!(once[0], ("sk-1".to_owned(), Some("ada".to_owned())));
+        assert_eq!(once[1], ("sk-2".to_owned(), None));
+        let twice = read_of("# team\nsk-1 ada\n\nsk-2\n sk-1\tbo\n").unwrap_err();
+        let lines = "lists the key of line 2 again in line 5";
+        assert!(twice.ends_with(lines) && !twice.contains("sk-1"), "{twice}");
     }
 }
