@@ -12,6 +12,7 @@
 mod command;
 pub mod fuzzing;
 pub mod invariants;
+mod kinds;
 pub mod netns;
 pub mod oracle;
 pub mod planted;
@@ -19,3 +20,4 @@ pub mod processes;
 pub mod sim;
 pub mod soak;
 pub mod states;
+pub mod terminal;

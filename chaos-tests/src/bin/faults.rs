@@ -5,7 +5,6 @@
 //! machine. A violation prints the line that runs the same fault again, on a fresh cluster.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -14,13 +13,13 @@ use chaos_tests::processes::Cluster;
 use chaos_tests::processes::failover::{self, Failover, QuorumLoss};
 use chaos_tests::processes::faults::{Kind, Stage, cluster_options};
 use chaos_tests::processes::load::{Load, LoadOptions};
+use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
-use comfy_table::{CellAlignment, Table, presets::ASCII_MARKDOWN};
+use comfy_table::CellAlignment;
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{Rng as _, SeedableRng as _};
-use tokio::signal::unix::{SignalKind, signal};
 
 /// Requests answered before the first fault: there is something to be lost.
 const WARM_UP: u64 = 300;
@@ -32,7 +31,7 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     faults: u64,
     /// Kinds of faults, joined by commas; default: all that this machine allows
-    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = kind)]
+    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = Kind::named)]
     kinds: Vec<Kind>,
     /// Seed of the order of faults and of whom they meet
     #[arg(long, value_name = "N")]
@@ -57,11 +56,6 @@ struct Args {
     keep: bool,
 }
 
-fn kind(name: &str) -> Result<Kind, String> {
-    let names = || Kind::ALL.iter().map(|kind| kind.name()).collect::<Vec<_>>();
-    Kind::named(name).ok_or_else(|| format!("expected one of {}", names().join(", ")))
-}
-
 /// What came of one kind of fault.
 #[derive(Debug, Default)]
 struct Row {
@@ -80,20 +74,7 @@ fn main() -> anyhow::Result<ExitCode> {
         list()?;
         return Ok(ExitCode::SUCCESS);
     }
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()?
-        .block_on(async {
-            let mut terminate = signal(SignalKind::terminate())?;
-            // Dropping what runs takes processes, hosts and folders away.
-            tokio::select! {
-                biased;
-                _ = terminate.recv() => Ok(ExitCode::from(143)),
-                _ = tokio::signal::ctrl_c() => Ok(ExitCode::from(130)),
-                outcome = run(&args) => outcome,
-            }
-        })
+    terminal::run(run(&args))
 }
 
 async fn run(args: &Args) -> anyhow::Result<ExitCode> {
@@ -340,14 +321,4 @@ fn print_quorum_loss(length: Duration, outcome: &QuorumLoss) -> anyhow::Result<(
         outcome.stall.ttft.as_millis(),
         outcome.healed.as_secs_f64(),
     ))
-}
-
-fn table(heads: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(ASCII_MARKDOWN).set_header(heads);
-    table
-}
-
-fn say(what: impl std::fmt::Display) -> anyhow::Result<()> {
-    Ok(writeln!(io::stdout().lock(), "{what}")?)
 }

@@ -1,14 +1,12 @@
 //! A cluster of real processes at many times its capacity with everybody at once who means no good or
 //! knows no better; afterwards everything must be as before. See docs/TESTING.md.
 
-use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use chaos_tests::soak::{self, Kind, Options, Report};
+use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
-use comfy_table::{Table, presets::ASCII_MARKDOWN};
-use tokio::signal::unix::{SignalKind, signal};
 
 /// Load a cluster with honest users and everybody else at once and check what must hold
 #[derive(Debug, Parser)]
@@ -23,7 +21,7 @@ struct Args {
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// Who is there beside honest users, joined by commas; default: everybody
-    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = kind)]
+    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = Kind::named)]
     only: Vec<Kind>,
     /// Print the report as JSON
     #[arg(long)]
@@ -31,11 +29,6 @@ struct Args {
     /// List the kinds
     #[arg(long)]
     list: bool,
-}
-
-fn kind(name: &str) -> Result<Kind, String> {
-    let names = || Kind::ALL.iter().map(|kind| kind.name()).collect::<Vec<_>>();
-    Kind::named(name).ok_or_else(|| format!("expected one of {}", names().join(", ")))
 }
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -48,20 +41,7 @@ fn main() -> anyhow::Result<ExitCode> {
         say(table)?;
         return Ok(ExitCode::SUCCESS);
     }
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()?
-        .block_on(async {
-            let mut terminate = signal(SignalKind::terminate())?;
-            // Dropping what runs takes processes and folders away.
-            tokio::select! {
-                biased;
-                _ = terminate.recv() => Ok(ExitCode::from(143)),
-                _ = tokio::signal::ctrl_c() => Ok(ExitCode::from(130)),
-                outcome = run(&args) => outcome,
-            }
-        })
+    terminal::run(run(&args))
 }
 
 async fn run(args: &Args) -> anyhow::Result<ExitCode> {
@@ -139,14 +119,4 @@ fn print(options: &Options, report: &Report) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-fn table(heads: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(ASCII_MARKDOWN).set_header(heads);
-    table
-}
-
-fn say(what: impl std::fmt::Display) -> anyhow::Result<()> {
-    Ok(writeln!(io::stdout().lock(), "{what}")?)
 }

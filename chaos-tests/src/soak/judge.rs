@@ -330,7 +330,7 @@ fn is_between(found: u64, least: u64, most: u64) -> bool {
 
 /// Whose request, or which user.
 fn kind_of(name: &str) -> Option<Kind> {
-    Kind::named(name.split_once('-')?.0)
+    Kind::named(name.split_once('-')?.0).ok()
 }
 
 /// Answers a second that honest users got.

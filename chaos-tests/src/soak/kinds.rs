@@ -2,36 +2,13 @@
 
 use super::client::{Leaves, Manner};
 use super::engine::{FAILING, FAT, POISON};
-
-macro_rules! kinds {
-    ($($kind:ident $name:literal $what:literal;)*) => {
-        /// One way to be a client, a neighbour or a stranger.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
-        #[serde(rename_all = "kebab-case")]
-        pub enum Kind {
-            $(#[doc = $what] $kind,)*
-        }
-
-        impl Kind {
-            /// All of them.
-            pub const ALL: &[Self] = &[$(Self::$kind,)*];
-
-            /// Its name.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self { $(Self::$kind => $name,)* }
-            }
-
-            /// What it does.
-            #[must_use]
-            pub fn what(self) -> &'static str {
-                match self { $(Self::$kind => $what,)* }
-            }
-        }
-    };
-}
+use crate::kinds::kinds;
 
 kinds! {
+    /// One way to be a client, a neighbour or a stranger.
+    #[derive(serde::Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum Kind;
     Honest "honest" "users who ask for less than their share and read what they get";
     Patient "patient" "users who ask for many times the capacity and wait for a minute";
     Impatient "impatient" "users who do, give up after 3 s and try again as SDKs do";
@@ -51,12 +28,6 @@ kinds! {
 }
 
 impl Kind {
-    /// The kind of a name.
-    #[must_use]
-    pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.iter().copied().find(|kind| kind.name() == name)
-    }
-
     /// Users of the kind: each has a key and a share of what the kind asks for.
     #[must_use]
     pub fn users(self) -> Vec<String> {

@@ -24,6 +24,7 @@ use tokio::time::{Instant, sleep};
 
 use super::load::Load;
 use super::{Cluster, ClusterOptions, Site, checks, until};
+use crate::kinds::kinds;
 use crate::{command, netns};
 
 /// How long before its death a replica may have answered something that nobody else has heard of:
@@ -46,73 +47,59 @@ pub enum Need {
     SlowDisk,
 }
 
-macro_rules! kinds {
-    ($($kind:ident $name:literal $need:ident $what:literal;)*) => {
-        /// A kind of fault.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-        pub enum Kind {
-            $(#[doc = $what] $kind,)*
-        }
-
-        impl Kind {
-            /// All of them.
-            pub const ALL: &[Self] = &[$(Self::$kind,)*];
-
-            /// Its name.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self { $(Self::$kind => $name,)* }
-            }
-
-            /// What happens.
-            #[must_use]
-            pub fn what(self) -> &'static str {
-                match self { $(Self::$kind => $what,)* }
-            }
-
-            /// What it needs.
-            #[must_use]
-            pub fn need(self) -> Need {
-                match self { $(Self::$kind => Need::$need,)* }
-            }
-        }
-    };
-}
-
 kinds! {
-    KillOne "kill-one" Nothing "SIGKILL of a replica, which is started again";
-    KillLeader "kill-leader" Nothing "SIGKILL of the leader";
-    KillMajority "kill-majority" Nothing "SIGKILL of two of three; the third serves alone";
-    KillAll "kill-all" Nothing "SIGKILL of all replicas at once";
-    PauseShort "pause-short" Nothing "SIGSTOP of the leader for less than an election timeout";
-    PauseLeader "pause-leader" Nothing "SIGSTOP of the leader for several election timeouts";
-    PauseLong "pause-long" Nothing "SIGSTOP of a replica for longer than its session is kept (10 s)";
-    TransferLeader "transfer-leader" Nothing "leadership handed over three times";
-    RollingRestart "rolling-restart" Nothing "SIGTERM and restart of every replica in turn";
-    AwayForSnapshot "away-for-snapshot" Nothing "a replica is down until only a snapshot brings it back";
-    JoinAndRemove "join-and-remove" Nothing "a replica joins and is promoted, another is removed";
-    CorruptLog "corrupt-log" Nothing "bytes of a stopped replica's log change";
-    TruncateLog "truncate-log" Nothing "a stopped replica's log loses its end";
-    CorruptSnapshot "corrupt-snapshot" Nothing "a byte of a stopped replica's snapshot changes";
-    TruncateSnapshot "truncate-snapshot" Nothing "a stopped replica's snapshot loses its end";
-    Restore "restore" Nothing "backup, loss of every disk, a cluster founded anew, restore";
-    IsolateOne "isolate-one" Hosts "a follower cut off from its peers, not from clients";
-    IsolateLeader "isolate-leader" Hosts "the leader cut off from its peers, not from clients";
-    SplitAll "split-all" Hosts "every replica cut off from every other";
-    DeafLeader "deaf-leader" Hosts "packets to the leader are lost, those from it arrive";
-    MuteLeader "mute-leader" Hosts "packets from the leader are lost, those to it arrive";
-    PacketLoss "packet-loss" Hosts "one in five packets between peers is lost";
-    LinkDown "link-down" Hosts "a replica's only link goes down, for clients too";
-    StaleDns "stale-dns" Hosts "a replica moves; its name leads to the old address for a while";
-    FullDisk "full-disk" Hosts "a replica's disk is full, later freed";
-    SlowDisk "slow-disk" SlowDisk "a replica's disk takes ten writes a second";
+    /// A kind of fault.
+    pub enum Kind;
+    KillOne "kill-one" "SIGKILL of a replica, which is started again";
+    KillLeader "kill-leader" "SIGKILL of the leader";
+    KillMajority "kill-majority" "SIGKILL of two of three; the third serves alone";
+    KillAll "kill-all" "SIGKILL of all replicas at once";
+    PauseShort "pause-short" "SIGSTOP of the leader for less than an election timeout";
+    PauseLeader "pause-leader" "SIGSTOP of the leader for several election timeouts";
+    PauseLong "pause-long" "SIGSTOP of a replica for longer than its session is kept (10 s)";
+    TransferLeader "transfer-leader" "leadership handed over three times";
+    RollingRestart "rolling-restart" "SIGTERM and restart of every replica in turn";
+    AwayForSnapshot "away-for-snapshot" "a replica is down until only a snapshot brings it back";
+    JoinAndRemove "join-and-remove" "a replica joins and is promoted, another is removed";
+    CorruptLog "corrupt-log" "bytes of a stopped replica's log change";
+    TruncateLog "truncate-log" "a stopped replica's log loses its end";
+    CorruptSnapshot "corrupt-snapshot" "a byte of a stopped replica's snapshot changes";
+    TruncateSnapshot "truncate-snapshot" "a stopped replica's snapshot loses its end";
+    Restore "restore" "backup, loss of every disk, a cluster founded anew, restore";
+    IsolateOne "isolate-one" "a follower cut off from its peers, not from clients";
+    IsolateLeader "isolate-leader" "the leader cut off from its peers, not from clients";
+    SplitAll "split-all" "every replica cut off from every other";
+    DeafLeader "deaf-leader" "packets to the leader are lost, those from it arrive";
+    MuteLeader "mute-leader" "packets from the leader are lost, those to it arrive";
+    PacketLoss "packet-loss" "one in five packets between peers is lost";
+    LinkDown "link-down" "a replica's only link goes down, for clients too";
+    StaleDns "stale-dns" "a replica moves; its name leads to the old address for a while";
+    FullDisk "full-disk" "a replica's disk is full, later freed";
+    SlowDisk "slow-disk" "a replica's disk takes ten writes a second";
 }
+
+/// Faults of hosts and of what is between them.
+const OF_HOSTS: [Kind; 9] = [
+    Kind::IsolateOne,
+    Kind::IsolateLeader,
+    Kind::SplitAll,
+    Kind::DeafLeader,
+    Kind::MuteLeader,
+    Kind::PacketLoss,
+    Kind::LinkDown,
+    Kind::StaleDns,
+    Kind::FullDisk,
+];
 
 impl Kind {
-    /// The kind of a name.
+    /// What it needs.
     #[must_use]
-    pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.iter().copied().find(|kind| kind.name() == name)
+    pub fn need(self) -> Need {
+        match self {
+            Self::SlowDisk => Need::SlowDisk,
+            kind if OF_HOSTS.contains(&kind) => Need::Hosts,
+            _ => Need::Nothing,
+        }
     }
 }
 
