@@ -7,7 +7,7 @@ use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 
-use super::client::chat;
+use super::client::{Client, chat};
 use super::engine::{DONE, Engine, Step, chunk, last_chunk, stream_head, usage_chunk};
 use super::fleet::{Fleet, eventually};
 
@@ -90,8 +90,8 @@ async fn far_sighted(engine: &Engine) -> Fleet {
     .await
 }
 
-#[tokio::test]
-async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
+/// A client that has taken nothing yet of an answer whose engine is done with it.
+async fn unread() -> (Engine, Fleet, Client) {
     let engine = Engine::always(long(usage_chunk())).await;
     let fleet = far_sighted(&engine).await;
     let mut client = fleet.client().await;
@@ -100,6 +100,12 @@ async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
         engine.requests().len() == 1 && fleet.running() == 0
     })
     .await;
+    (engine, fleet, client)
+}
+
+#[tokio::test]
+async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
+    let (_engine, fleet, mut client) = unread().await;
     assert_eq!(fleet.metrics.in_flight.get(), 1, "its bytes wait");
     let answer = client.answer().await;
     assert!(answer.is_complete);
@@ -113,14 +119,7 @@ async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
 
 #[tokio::test]
 async fn a_client_that_takes_nothing_pays_for_what_was_made() {
-    let engine = Engine::always(long(usage_chunk())).await;
-    let fleet = far_sighted(&engine).await;
-    let mut client = fleet.client().await;
-    client.send(chat(STREAM)).await;
-    eventually("the engine's place is free", || {
-        engine.requests().len() == 1 && fleet.running() == 0
-    })
-    .await;
+    let (_engine, fleet, client) = unread().await;
     drop(client);
     fleet.is_idle().await;
     assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
