@@ -1,9 +1,9 @@
 //! The bugs that can be planted in the product, under one name each.
 //!
-//! A harness that finds nothing proves nothing until it is known to find what it should. Every crate
-//! has its bugs at the places where people would make them (`state::planted` and so on); here they are
-//! planted one at a time, on this thread, for as long as a [`Plot`] lives. docs/TESTING.md lists which
-//! invariant catches which.
+//! A harness that finds nothing proves nothing until it is known to find what it should. Every
+//! crate has its bugs at the places where people would make them (`state::planted` and so on); here
+//! they are planted one at a time, on this thread, for as long as a [`Plot`] lives.
+//! docs/internals/testing.md lists which invariant catches which.
 
 use std::fmt;
 

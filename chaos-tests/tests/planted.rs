@@ -1,9 +1,9 @@
 //! Every bug that can be planted is caught: in states that apply a made-up log where the bug is in the
 //! state, in simulated clusters where it is elsewhere; one in the log itself.
 //!
-//! The tables say which invariant catches it, and by which seed soonest. When a change of the product or
-//! of the workload moves that to another seed, `seeds --bug NAME` finds one; docs/TESTING.md says how
-//! many seeds of a hundred catch each.
+//! The tables say which invariant catches it, and by which seed soonest. When a change of the
+//! product or of the workload moves that to another seed, `seeds --bug NAME` finds one;
+//! docs/internals/testing.md says how many seeds of a hundred catch each.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! A bounded set of simulated clusters; the rest is run by hand (docs/TESTING.md).
+//! A bounded set of simulated clusters; the rest is run by hand (docs/internals/testing.md).
 
 use std::time::Duration;
 

@@ -2,7 +2,7 @@
 //!
 //! Each stands at the place where it would be made: one condition, false in every build without the
 //! feature `planted`, so that the compiler leaves it out. With the feature one bug at a time can be
-//! planted per thread. docs/TESTING.md lists them, and what catches each.
+//! planted per thread. docs/internals/testing.md lists them, and what catches each.
 
 macro_rules! bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {

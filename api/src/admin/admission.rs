@@ -1,5 +1,5 @@
 //! How requests are admitted: replicated, replaced as a whole, in effect on every replica from one
-//! log index on. docs/ADMISSION.md says what each setting does.
+//! log index on. docs/guide/admission.md says what each setting does.
 
 use axum::extract::State;
 use axum::response::Response;

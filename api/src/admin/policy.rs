@@ -1,5 +1,6 @@
 //! The routing policy and what routing follows beside it: replicated, replaced as a whole, in
-//! effect on every replica from one log index on. docs/POLICIES.md has an example for each.
+//! effect on every replica from one log index on. docs/reference/policies.md has an example for
+//! each.
 //!
 //! The policy of one model is a part of the routing settings; writing it reads these and writes
 //! them back. Two who do so at the same moment may overwrite one another, as two who replace the

@@ -45,7 +45,7 @@ pub(super) async fn readyz(State(admin): State<Shared>) -> Response {
     (status, answer::json(&readiness)).into_response()
 }
 
-/// Every reason with what to do about it stands in docs/READINESS.md.
+/// Every reason with what to do about it stands in docs/guide/runbook.md.
 fn readiness(admin: &Admin) -> Readiness {
     let status = admin.cluster.status();
     let (mut against, mut lacking) = (Vec::new(), Vec::new());

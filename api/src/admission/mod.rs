@@ -1,9 +1,9 @@
 //! Admission: a request that finds every backend at its limit waits here, and nowhere else.
 //!
-//! Per model there is one [`Queue`](state::admission::Queue), ordered fairly over the whole cluster:
-//! by replicated counters, behind a gate that knows what waits at the other replicas
-//! (docs/FAIRNESS.md). While nothing waits for any model, here or elsewhere, a request costs one
-//! atomic load here and goes on.
+//! Per model there is one [`Queue`](state::admission::Queue), ordered fairly over the whole
+//! cluster: by replicated counters, behind a gate that knows what waits at the other replicas
+//! (docs/internals/fairness.md). While nothing waits for any model, here or elsewhere, a request
+//! costs one atomic load here and goes on.
 //!
 //! One loop, [`Admission::run`], serves the queues: whenever a request ends here, a peer reports its
 //! load or its backlog, a request begins to wait, and every 20 ms while something waits, which finds

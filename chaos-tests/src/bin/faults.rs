@@ -1,5 +1,5 @@
-//! Faults against a cluster of real processes, one after the other under load, and figures of what a
-//! failover costs. See docs/TESTING.md.
+//! Faults against a cluster of real processes, one after the other under load, and figures of what
+//! a failover costs. See docs/internals/testing.md.
 //!
 //! A seed decides which fault comes when and whom it meets; what the processes make of it is up to the
 //! machine. A violation prints the line that runs the same fault again, on a fresh cluster.

@@ -1,5 +1,5 @@
-//! A cluster of real processes at many times its capacity with everybody at once who means no good or
-//! knows no better; afterwards everything must be as before. See docs/TESTING.md.
+//! A cluster of real processes at many times its capacity with everybody at once who means no good
+//! or knows no better; afterwards everything must be as before. See docs/internals/testing.md.
 
 use std::process::ExitCode;
 use std::time::Duration;

@@ -2,9 +2,10 @@
 //! beyond a bound, whatever they are given.
 //!
 //! A [`Target`] is such a function with seeds: real encodings, from which mutations start. The
-//! functions stand where what they read is reachable: in `api`, `raft` and `node` behind the feature
-//! `fuzzing`, here where all of it is public. `chaos-tests/tests/fuzzing.rs` runs all of them over
-//! seeded mutations ([`mutate`]), `chaos-tests/fuzz` under libFuzzer (docs/TESTING.md).
+//! functions stand where what they read is reachable: in `api`, `raft` and `node` behind the
+//! feature `fuzzing`, here where all of it is public. `chaos-tests/tests/fuzzing.rs` runs all of
+//! them over seeded mutations ([`mutate`]), `chaos-tests/fuzz` under libFuzzer
+//! (docs/internals/testing.md).
 
 mod backup;
 pub mod mutate;

@@ -37,7 +37,7 @@ pub(super) async fn register(
         if view.registry().hash_secret.is_none() {
             tracing::warn!(
                 "blocks are hashed without a secret, as an earlier build founded the cluster: a client can \
-                 make prompts that look cached; restore a backup into a new cluster (docs/BACKUPS.md)"
+                 make prompts that look cached; restore a backup into a new cluster (docs/guide/backups.md)"
             );
         }
         // The defaults need no entry: they hold while nobody has set anything.

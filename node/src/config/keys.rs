@@ -319,7 +319,7 @@ const AFTER_ADMISSION: &[Key] = &[
             later: &[],
         },
         By("basic"),
-        "Which headers clients see beside an answer: `none`, `basic` (`x-request-id`, `x-quorate-replica`) or `full` (and the decision: `x-quorate-backend`, `-policy`, `-prefix`, `-index`, with answers that are no refusals). `full` tells whoever asks what others asked: see docs/SECURITY.md.",
+        "Which headers clients see beside an answer: `none`, `basic` (`x-request-id`, `x-quorate-replica`) or `full` (and the decision: `x-quorate-backend`, `-policy`, `-prefix`, `-index`, with answers that are no refusals). `full` tells whoever asks what others asked: see docs/guide/security.md.",
     ),
     key(
         "users.forward_priority",
@@ -372,7 +372,7 @@ pub(super) const MODEL_KEYS: &[Key] = &[
         "tokenizer",
         Kind::Tokenizer,
         By("character"),
-        "What prompts are cut into tokens by: `character` (not at all), `tiktoken:cl100k_base`, `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, or `engine`, which asks the engine's `/tokenize`. See docs/TOKENIZERS.md.",
+        "What prompts are cut into tokens by: `character` (not at all), `tiktoken:cl100k_base`, `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, or `engine`, which asks the engine's `/tokenize`. See docs/guide/tokenizers.md.",
     ),
     key(
         "chat_template",

@@ -8,13 +8,13 @@ pub(super) const LISTENER_KEYS: &[Key] = &[
         "admin.hosts",
         Kind::Hosts,
         Unset,
-        "Host names that the admin listener is asked as, beside addresses, `localhost`, the host of `listen.advertise` and the machine's own name; requests to other names get a 421 (docs/SECURITY.md).",
+        "Host names that the admin listener is asked as, beside addresses, `localhost`, the host of `listen.advertise` and the machine's own name; requests to other names get a 421 (docs/guide/security.md).",
     ),
     key(
         "requests.extra_paths",
         Kind::Paths,
         Unset,
-        "Paths beside those in docs/SECURITY.md to which a POST with a JSON `model` is routed. Engines' control routes stay closed.",
+        "Paths beside those in docs/guide/security.md to which a POST with a JSON `model` is routed. Engines' control routes stay closed.",
     ),
     key(
         "requests.refuse_fields",

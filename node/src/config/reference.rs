@@ -1,5 +1,5 @@
-//! Keeps docs/CONFIG.md equal to the key table. To write it anew: `UPDATE_EXPECT=1 cargo test -p
-//! node reference`.
+//! Keeps docs/reference/config.md equal to the key table. To write it anew: `UPDATE_EXPECT=1 cargo
+//! test -p node reference`.
 
 use std::fmt::Write;
 
@@ -54,5 +54,5 @@ fn the_reference_says_what_the_key_table_says() {
         writeln!(page, "\n## `[[{list}]]`").unwrap();
         rows(&mut page, &keys.iter().collect::<Vec<_>>());
     }
-    expect_file!["../../../docs/CONFIG.md"].assert_eq(&page);
+    expect_file!["../../../docs/reference/config.md"].assert_eq(&page);
 }

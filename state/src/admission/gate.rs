@@ -3,7 +3,8 @@
 //! Counters are shared, but a replica can only order the requests that wait with it. When users are
 //! pinned to replicas, each replica would serve its own at whatever rate it gets. The gate lets a
 //! user go only while their counter is at most `V + G`: `V` is the least counter of those who wait
-//! elsewhere, as the peers told, and `G` the slack. See docs/FAIRNESS.md for what that bounds.
+//! elsewhere, as the peers told, and `G` the slack. See docs/internals/fairness.md for what that
+//! bounds.
 //!
 //! A peer's word counts while it is fresh. And a peer may wait for room that this replica's requests
 //! do not compete for (other labels, say): if there was room here for [`GATE_STALL_MS`] and all that

@@ -8,7 +8,7 @@
 //!
 //! A policy is one file (settings, bounds, how it ranks a candidate), named by `mod` and by one
 //! entry of the table below; picking, near-equality and jitter are the same for all (`rank`).
-//! docs/POLICIES.md says what each one does and where it comes from.
+//! docs/reference/policies.md says what each one does and where it comes from.
 
 mod chwbl;
 mod cost;
@@ -359,7 +359,7 @@ pub struct Score {
     pub slot: Slot,
     /// Step of the policy that the candidate counts in; the first is 0.
     pub tier: u8,
-    /// What the policy compares within the tier; docs/POLICIES.md has the unit.
+    /// What the policy compares within the tier; docs/reference/policies.md has the unit.
     pub score: u64,
     /// What it compares among equal scores.
     pub then: u64,

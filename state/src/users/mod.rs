@@ -9,7 +9,8 @@
 //! or, when nobody has any, the counter at which the last one fell idle.
 //!
 //! Whether somebody waits is told by charges (`queued`, `dequeued`), so that users who wait at one
-//! replica count at all of them. docs/FAIRNESS.md says why waiting and not being in flight decides.
+//! replica count at all of them. docs/internals/fairness.md says why waiting and not being in
+//! flight decides.
 //!
 //! # Fixed point
 //! A counter counts thousandths of a priced token at weight 1, in a `u64`. It is never summed up in

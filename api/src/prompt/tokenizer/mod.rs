@@ -4,7 +4,7 @@
 //! token ids, so that blocks are the engine's own and a prompt meets what KV events tell:
 //! `tiktoken:NAME` with a vocabulary in the binary, `huggingface:FILE` with a `tokenizer.json` and
 //! the model's chat template, and `engine`, which asks the engine itself. What each makes of each
-//! kind of request stands in `docs/TOKENIZERS.md`.
+//! kind of request stands in `docs/guide/tokenizers.md`.
 //!
 //! Where no ids can be had (a body that the engine will refuse, a template's own error, a text
 //! beyond a bound), a prompt is identified by its characters, in a scope of its own.

@@ -2,10 +2,10 @@
 //! chaos-tests --bin models [NAME...]`. The models of the read view stand in `state`, as theirs is the
 //! one crate whose dependencies can be built for loom.
 //!
-//! A model compiles the production file itself, beside a module `sync` that has loom's twins in place of
-//! the standard library's, arc-swap's and tokio's. So nothing else of the crate, and no server or
-//! tokenizer under it, has to be built for loom, which tokio cannot be. docs/TESTING.md lists what is
-//! modelled and what is not.
+//! A model compiles the production file itself, beside a module `sync` that has loom's twins in
+//! place of the standard library's, arc-swap's and tokio's. So nothing else of the crate, and no
+//! server or tokenizer under it, has to be built for loom, which tokio cannot be.
+//! docs/internals/testing.md lists what is modelled and what is not.
 
 #![allow(
     dead_code,

@@ -1,5 +1,5 @@
 //! The experiments: comparisons with settings of their own and claims that their results are held
-//! against. docs/SIMULATOR.md says what each one shows.
+//! against. docs/guide/simulator.md says what each one shows.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -6,7 +6,7 @@
 //! it: time, the log's order and lag, the network between replicas, and the clients. No thread, no
 //! clock and no unseeded draw has a part in a result, so a run repeats bit for bit.
 //!
-//! docs/SIMULATOR.md says what it models, what it leaves out, and what the experiments show.
+//! docs/guide/simulator.md says what it models, what it leaves out, and what the experiments show.
 
 mod args;
 pub mod compare;
