@@ -193,32 +193,32 @@ impl Replica {
         page.gauge("quorate_raft_term", "Raft term", &status.term)?;
         page.gauge(
             "quorate_raft_is_leader",
-            "1 on the leader",
+            "1 on the Raft leader",
             &i64::from(is_leader),
         )?;
         page.gauge(
             "quorate_raft_has_leader",
-            "1 while a leader is followed",
+            "1 while a leader is known",
             &i64::from(status.leader.is_some()),
         )?;
         page.gauge(
             "quorate_raft_has_quorum",
-            "1 while a quorum answers",
+            "1 while a quorum responds",
             &i64::from(status.has_quorum),
         )?;
         page.gauge(
             "quorate_raft_has_fault",
-            "1 when the storage is at fault",
+            "1 after a storage fault",
             &i64::from(status.fault.is_some()),
         )?;
         page.gauge(
             "quorate_raft_log_is_waiting",
-            "1 while the log waits for space on its disk",
+            "1 while the log waits for disk space",
             &i64::from(status.waiting.is_some()),
         )?;
         page.gauge(
             "quorate_raft_committed_index",
-            "Last log index known committed",
+            "Last log index known to be committed",
             &status.committed_index,
         )?;
         page.gauge(
@@ -228,24 +228,24 @@ impl Replica {
         )?;
         page.gauge(
             "quorate_raft_lag_entries",
-            "Entries committed and not applied here",
+            "Entries committed but not applied here",
             &status.committed_index.saturating_sub(status.applied_index),
         )?;
         page.gauge(
             "quorate_raft_snapshot_index",
-            "Log index of the newest snapshot, 0 for none",
+            "Log index of the newest snapshot, 0 if there is none",
             &status.snapshot_index.unwrap_or(0),
         )?;
         let members = || status.members.iter().map(|(id, m)| (id.to_string(), m));
         page.gauges(
             "quorate_raft_member_connected",
-            "1 while the member is heard from",
+            "1 while the member is connected",
             "replica",
             members().map(|(id, member)| (id, i64::from(member.is_connected))),
         )?;
         page.gauges(
             "quorate_raft_member_lag_entries",
-            "Entries the member is behind, on the leader only",
+            "Entries the member lags behind; reported by the leader only",
             "replica",
             members().filter_map(|(id, member)| Some((id, member.lag?))),
         )?;
@@ -278,7 +278,7 @@ impl Replica {
         let blocks: u64 = owned.iter().map(|(_, blocks)| blocks).sum();
         page.gauge(
             "quorate_state_blocks",
-            "Blocks owned, all backends",
+            "Owned blocks of all backends",
             &blocks,
         )?;
         page.gauge("quorate_state_users", "Users known", &(users as u64))?;
@@ -290,17 +290,17 @@ impl Replica {
         )?;
         page.counter(
             "quorate_state_digest_mismatch",
-            "Comparisons in which a peer's state differed at the same log index",
+            "State comparisons in which a peer differed at the same log index",
             &self.digests.mismatches(),
         )?;
         page.gauge(
             "quorate_state_is_minority",
-            "1 when most members hold another state than this replica",
+            "1 while most members disagree with this replica's state",
             &i64::from(self.digests.minority().is_some()),
         )?;
         page.gauges(
             "quorate_backend_owned_blocks",
-            "Blocks the backend is believed to hold",
+            "Blocks the backend is believed to have cached",
             "backend",
             owned.into_iter(),
         )
@@ -329,7 +329,7 @@ impl Replica {
             .collect();
         page.gauges(
             "quorate_backend_prediction_error_ratio",
-            "Predicted less cached over prompt tokens, all replicas, lately",
+            "Recent prediction error of all replicas: (predicted - cached) / prompt tokens",
             "backend",
             rows.iter().filter_map(|row| {
                 let permille = row.served?.accuracy?.error_permille;
@@ -342,7 +342,7 @@ impl Replica {
         }
         page.gauges(
             "quorate_backend_engine_kv_usage_ratio",
-            "KV cache in use, as the engine says",
+            "KV cache usage reported by the engine",
             "backend",
             rows.iter().filter_map(|row| {
                 let permille = row.record.metrics.kv_usage_permille?;
@@ -358,7 +358,7 @@ impl Replica {
         )?;
         page.counters(
             "quorate_backend_failures",
-            "Failed probes and requests that failed to reach it",
+            "Failed probes, and requests that could not reach the backend",
             "backend",
             rows.iter().map(|row| (row.id(), row.record.failures_total)),
         )
@@ -377,12 +377,12 @@ impl Replica {
         for (name, help, mode) in [
             (
                 "quorate_backend_kv_exact",
-                "1 while ownership is what KV events say",
+                "1 while block ownership is exactly what KV events say",
                 KvMode::Exact,
             ),
             (
                 "quorate_backend_kv_degraded",
-                "1 while KV events may be out of date",
+                "1 while what KV events told may be out of date",
                 KvMode::Degraded,
             ),
         ] {
@@ -401,7 +401,7 @@ impl Replica {
             .collect();
         page.gauges(
             "quorate_backend_kv_reading",
-            "1 while this replica reads its KV events and is connected for all ranks",
+            "1 while this replica reads the backend's KV events and is connected to all ranks",
             "backend",
             read.iter().map(|(id, it)| {
                 let is_connected =
@@ -411,7 +411,7 @@ impl Replica {
         )?;
         page.gauges(
             "quorate_backend_kv_lag_messages",
-            "KV event messages that came here and are not applied",
+            "KV event messages received but not applied",
             "backend",
             read.iter().map(|(id, it)| {
                 (
@@ -439,37 +439,35 @@ type KvCounter = (&'static str, &'static str, fn(&Counts) -> u64);
 const KV_COUNTERS: [KvCounter; 7] = [
     (
         "quorate_backend_kv_messages",
-        "KV event messages told",
+        "KV event messages passed to the log",
         |it| it.messages,
     ),
     (
         "quorate_backend_kv_stored_blocks",
-        "Blocks told as stored",
+        "Blocks reported stored",
         |it| it.stored,
     ),
     (
         "quorate_backend_kv_removed_blocks",
-        "Blocks told as removed",
+        "Blocks reported removed",
         |it| it.removed,
     ),
     (
         "quorate_backend_kv_gaps",
-        "Times that messages were missing",
+        "Gaps found in the message sequence",
         |it| it.gaps,
     ),
     (
         "quorate_backend_kv_losses",
-        "Times that missing messages could not be had",
+        "Gaps that could not be replayed",
         |it| it.losses,
     ),
-    (
-        "quorate_backend_kv_runs",
-        "Runs of the engine that began",
-        |it| it.runs,
-    ),
+    ("quorate_backend_kv_runs", "Engine restarts seen", |it| {
+        it.runs
+    }),
     (
         "quorate_backend_kv_unusable_blocks",
-        "Blocks that no prompt's hash can be given for",
+        "Blocks that cannot be matched to prompts",
         |it| it.foreign + it.orphans,
     ),
 ];
@@ -498,67 +496,67 @@ type BackendGauge = (&'static str, &'static str, fn(&Row<'_>) -> Option<u64>);
 const BACKEND_GAUGES: [BackendGauge; 13] = [
     (
         "quorate_backend_healthy",
-        "1 while requests may go there, as seen from this replica",
+        "1 while the backend is healthy, as seen by this replica",
         |row| Some(row.record.is_healthy.into()),
     ),
     (
         "quorate_backend_draining",
-        "1 while it takes no new requests",
+        "1 while the backend drains",
         |row| Some(row.backend.draining.into()),
     ),
     (
         "quorate_backend_engine_running",
-        "Requests running, as the engine says",
+        "Requests running, as reported by the engine",
         |row| row.record.metrics.running.map(u64::from),
     ),
     (
         "quorate_backend_engine_waiting",
-        "Requests queued, as the engine says",
+        "Requests queued, as reported by the engine",
         |row| row.record.metrics.waiting.map(u64::from),
     ),
     (
         "quorate_backend_capacity_blocks",
-        "Blocks its cache holds",
+        "Capacity of the backend's cache in blocks",
         |row| row.served?.capacity_blocks.map(u64::from),
     ),
     (
         "quorate_backend_in_flight_here",
-        "Requests dispatched by this replica and not over",
+        "Requests in flight from this replica",
         |row| Some(row.here.into()),
     ),
     (
         "quorate_backend_in_flight_cluster",
-        "Requests dispatched by all replicas heard from and not over",
+        "Requests in flight from all connected replicas",
         |row| Some(row.cluster.into()),
     ),
     (
         "quorate_backend_circuit_open",
-        "1 while requests pass it over because they failed there, as seen from this replica",
+        "1 while the circuit breaker is open, as seen by this replica",
         |row| Some(row.is_circuit_open.into()),
     ),
     (
         "quorate_backend_limit_requests",
-        "Most requests it is given at once, where there is a limit",
+        "Concurrency limit of the backend, if it has one",
         |row| row.served?.limit.map(u64::from),
     ),
     (
         "quorate_backend_prefill_nanoseconds_per_token",
-        "What one uncached prompt token adds to a first token, as learnt",
+        "Learned time that each uncached prompt token adds to a first token",
         |row| Some(row.served?.learnt?.prefill_ns_per_token.into()),
     ),
     (
         "quorate_backend_decode_nanoseconds_per_request",
-        "What each request running adds to a first token, as learnt",
+        "Learned time that each running request adds to a first token",
         |row| Some(row.served?.learnt?.decode_ns_per_request.into()),
     ),
     (
         "quorate_backend_prediction_off",
-        "1 while predictions of its cache are off beyond the bound",
+        "1 while cache predictions are off by more than routing.prediction_off_permille",
         |row| Some(row.served?.accuracy?.is_off.into()),
     ),
     (
         "quorate_backend_capacity_correction_permille",
-        "What the capacity that its engine told is taken times",
+        "Correction applied to the cache capacity the engine reports, in thousandths",
         |row| Some(row.served?.accuracy?.correction_permille.into()),
     ),
 ];

@@ -1,4 +1,4 @@
-//! What admission counts.
+//! Metrics of admission.
 
 use std::sync::atomic::AtomicU64;
 
@@ -99,65 +99,65 @@ impl AdmissionMetrics {
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "quorate_admission_waiting",
-            "Requests that wait here for a backend below its limit",
+            "Requests waiting here for a backend",
             self.waiting.clone(),
         );
         registry.register(
             "quorate_admission_waiting_users",
-            "Users whose requests wait here, by model added up",
+            "Users with requests waiting here, summed over models",
             self.waiting_users.clone(),
         );
         registry.register(
             "quorate_admission_wait_seconds",
-            "Time that requests waited which then went to a backend",
+            "Queueing time of requests that were dispatched",
             self.waits.clone(),
         );
         registry.register(
             "quorate_admission_overloaded",
-            "Models for which more requests come than can be served",
+            "Models in overload",
             self.overloaded.clone(),
         );
         registry.register(
             "quorate_admission_predicted_wait_seconds",
-            "Time until all that waits here has gone, of the model with most; 0: nothing waits",
+            "Predicted time to drain the longest queue; 0 if nothing waits",
             self.predicted_wait.clone(),
         );
         registry.register(
             "quorate_admission_wait_max_seconds",
-            "Longest wait that is of use as learnt from clients and load, of the model with least; \
-             0: nothing waits",
+            "Longest wait worth queueing for, learned from clients and load, of the model with the \
+             shortest; 0 if nothing waits",
             self.wait_max.clone(),
         );
         registry.register(
             "quorate_admission_refused",
-            "Requests that were not admitted, by reason",
+            "Requests refused admission, by reason",
             self.left.clone(),
         );
         registry.register(
             "quorate_admission_gate_closed",
-            "Looks at the queue that found room and nobody whom the gate lets go",
+            "Times that a backend had room but the gate held every waiting user back",
             self.gate_closed.clone(),
         );
         registry.register(
             "quorate_admission_grants",
-            "Requests of this replica that the log granted",
+            "Requests of this replica granted through the log",
             self.grants.clone(),
         );
         registry.register(
             "quorate_admission_slack_tokens",
-            "How far above the least waiting user's counter a user may be served, G",
+            "Gate slack G: how far above the least waiting user's counter a user may still be served",
             self.slack_tokens.clone(),
         );
         registry.register(
             "quorate_admission_bound_tokens",
-            "Largest difference in service between two users who wait all the time, 2(U + X + G), in \
-             priced tokens, since something began to wait",
+            "Fairness bound 2(U + X + G): largest possible difference in service between two \
+             backlogged users, in priced tokens, since something began to wait",
             self.bound_tokens.clone(),
         );
         registry.register(
             "quorate_admission_gap_tokens",
-            "Largest difference seen here between the counters of users who wait, in priced tokens, \
-             since something began to wait",
+            "Largest difference seen between the counters of waiting users, in priced tokens, since \
+             something began to wait",
             self.gap_tokens.clone(),
         );
     }

@@ -1,5 +1,5 @@
-//! What the data plane counts, and the [`Ledger`] that makes sure that every request is counted
-//! once, also when its future is dropped.
+//! Metrics of the data plane, and the [`Ledger`] that counts every request exactly once, even if
+//! its future is dropped.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -135,47 +135,43 @@ impl ProxyMetrics {
         );
         registry.register(
             "in_flight_requests",
-            "Requests under way",
+            "Requests in flight",
             in_flight.clone(),
         );
         registry.register(
             "reading_requests",
-            "Requests whose body is not here yet",
+            "Requests whose body is still being received",
             reading.clone(),
         );
         registry.register(
             "ttft_seconds",
-            "From a request's last byte to the first byte of the answer's body",
+            "Time from a request's last byte to the first byte of the answer's body",
             self.time_to_first_byte.0.clone(),
         );
         registry.register(
             "duration_seconds",
-            "From a request's head to the end of the answer",
+            "Time from a request's head to the end of its answer",
             self.duration.0.clone(),
         );
-        registry.register(
-            "retries",
-            "Attempts after a request's first",
-            retries.clone(),
-        );
+        registry.register("retries", "Retries on another backend", retries.clone());
         registry.register(
             "retries_refused",
-            "Further attempts that the retry budget did not allow",
+            "Retries refused by the retry budget",
             retries_refused.clone(),
         );
         registry.register(
             "suspects_refused",
-            "Requests refused because they broke the connections of two backends",
+            "Requests refused because they broke two backends' connections",
             suspects_refused.clone(),
         );
         registry.register(
             "request_bytes",
-            "Request bodies taken in",
+            "Bytes of request bodies received",
             self.request_bytes.clone(),
         );
         registry.register(
             "answer_bytes",
-            "Answers passed on",
+            "Bytes of answers relayed to clients",
             self.answer_bytes.clone(),
         );
         self.register_connections(registry);
@@ -191,17 +187,17 @@ impl ProxyMetrics {
         } = self;
         registry.register(
             "connections",
-            "Client connections open",
+            "Open client connections",
             connections.clone(),
         );
         registry.register(
             "connections_evicted",
-            "Idle connections closed to make room",
+            "Idle connections closed to make room for others",
             connections_evicted.clone(),
         );
         registry.register(
             "connections_refused",
-            "Connections closed because their address has as many as it may",
+            "Connections refused because their address is at its limit",
             connections_refused.clone(),
         );
         registry.register(
@@ -211,12 +207,12 @@ impl ProxyMetrics {
         );
         registry.register(
             "engine_connections_reused",
-            "Requests sent over a connection that had served another",
+            "Requests sent over a reused engine connection",
             pool.reused.clone(),
         );
         registry.register(
             "engine_connections_reset",
-            "Reused connections that turned out closed",
+            "Reused engine connections that turned out to be closed",
             pool.reset.clone(),
         );
     }

@@ -1,4 +1,4 @@
-//! What routing counts.
+//! Metrics of routing.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -136,43 +136,42 @@ impl RoutingMetrics {
         };
         add(
             "quorate_route_decisions",
-            "Decisions by policy and outcome",
+            "Routing decisions by policy and outcome",
             &self.decisions,
         );
         add(
             "quorate_route_filtered",
-            "Backends taken out before a decision, by filter",
+            "Backends excluded from a decision, by filter",
             &self.filtered.family,
         );
         add(
             "quorate_route_panic",
-            "1 while probes of the model's backends are doubted, because most fail while requests are \
-             answered",
+            "1 while the model's probes are ignored, because most fail while requests are answered",
             &self.panics,
         );
         add(
             "quorate_route_in_flight",
-            "Requests under way from here",
+            "Requests in flight from this replica",
             &self.in_flight,
         );
         add(
             "quorate_route_attempts",
-            "Attempts by backend and how they ended",
+            "Attempts by backend and outcome",
             &self.ended,
         );
         add(
             "quorate_prefix_prompt_tokens",
-            "Prompt tokens of requests whose engine told what it had cached",
+            "All prompt tokens of requests whose engine reported cached tokens",
             &self.prompt_tokens,
         );
         add(
             "quorate_prefix_predicted_tokens",
-            "Of these, tokens the router believed cached",
+            "Prompt tokens predicted to be cached, of requests whose engine reported cached tokens",
             &self.predicted_tokens,
         );
         add(
             "quorate_prefix_cached_tokens",
-            "Of these, tokens the engine had cached",
+            "Prompt tokens that the engine had cached, of requests whose engine reported it",
             &self.cached_tokens,
         );
         self.register_outbox(registry);
@@ -184,32 +183,32 @@ impl RoutingMetrics {
         };
         add(
             "quorate_state_outbox_items",
-            "Items not confirmed by the log",
+            "Items not yet applied by the log",
             &self.outbox_items,
         );
         add(
             "quorate_state_outbox_bytes",
-            "Size of these items",
+            "Encoded size of items not yet applied by the log",
             &self.outbox_bytes,
         );
         add(
             "quorate_state_outbox_age_milliseconds",
-            "Age of the outstanding envelope",
+            "Age of the batch that is being proposed",
             &self.outbox_age_ms,
         );
         add(
             "quorate_state_outbox_dropped",
-            "Items given up",
+            "Items dropped because the outbox was full",
             &self.outbox_dropped,
         );
         add(
             "quorate_state_outbox_flushes",
-            "Envelopes confirmed",
+            "Batches applied",
             &self.driver.flushes,
         );
         add(
             "quorate_state_outbox_retries",
-            "Envelopes proposed again",
+            "Batches proposed again",
             &self.driver.retries,
         );
     }

@@ -1,4 +1,4 @@
-//! From a request's body to its identity, by the tokenizer of its model.
+//! Reads a request's body and identifies its prompt with the tokenizer of its model.
 //!
 //! Reading a body and hashing its bytes takes microseconds and is done where the body arrives.
 //! Tokenizing takes a millisecond per few kilobytes: what a tokenizer has met before is looked up
@@ -114,12 +114,12 @@ impl TokenizingMetrics {
     pub(super) fn register(&self, registry: &mut Registry) {
         registry.register(
             "quorate_prefix_tokenized",
-            "Prompts of models with a tokenizer, by where their tokens came from",
+            "Prompts of models with a tokenizer, by how they were tokenized",
             self.prompts.clone(),
         );
         registry.register(
             "quorate_prefix_tokenize_seconds",
-            "Time from a read body to its tokens",
+            "Time to tokenize a prompt",
             self.seconds.clone(),
         );
     }

@@ -1,0 +1,181 @@
+//! docs/reference/metrics.md, made from what a replica shows when it is scraped. Write it with
+//! `UPDATE_EXPECT=1 cargo test -p node reference`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
+use expect_test::expect_file;
+
+use super::*;
+
+const INTRODUCTION: &str = "# Metrics
+
+`GET /metrics` on the admin listener answers OpenMetrics text.
+Labels are bounded by configuration (backend, replica, policy, outcome); users, prompts, keys and blocks are never labels.
+Series with the label `backend` appear when the backend is registered and go when it is removed.
+
+This page is made from the metrics of a running replica; the [runbook](../guide/runbook.md) says which to alert on.
+";
+
+/// What a replica shows only in trouble, in the form of a page: it has no series before.
+const IN_TROUBLE: &str = "# HELP quorate_route_panic 1 while the model's probes are ignored, because most fail while requests are answered
+# TYPE quorate_route_panic gauge
+quorate_route_panic{model=\"m\"} 1
+";
+
+/// What is said of one metric before its samples, and the labels these have.
+#[derive(Default)]
+struct Family {
+    kind: String,
+    help: String,
+    labels: BTreeSet<String>,
+}
+
+/// The metric that a sample belongs to: what it adds to the name is the type's.
+fn family_of<'a>(families: &BTreeMap<String, Family>, sample: &'a str) -> &'a str {
+    let endings = ["_total", "_bucket", "_sum", "_count", "_info"];
+    let mut names = endings.iter().filter_map(|it| sample.strip_suffix(it));
+    names
+        .find(|name| families.contains_key(*name))
+        .unwrap_or(sample)
+}
+
+fn families(page: &str) -> BTreeMap<String, Family> {
+    let mut families: BTreeMap<String, Family> = BTreeMap::new();
+    for line in page.lines().filter(|line| *line != "# EOF") {
+        let described = line.strip_prefix("# ").and_then(|it| {
+            let (what, rest) = it.split_once(' ')?;
+            let (name, text) = rest.split_once(' ')?;
+            Some((what, name, text))
+        });
+        if let Some((what, name, text)) = described {
+            let family = families.entry(name.to_owned()).or_default();
+            match what {
+                "HELP" => family.help = text.to_owned(),
+                "TYPE" => family.kind = text.to_owned(),
+                _ => {}
+            }
+            continue;
+        }
+        let (sample, labels) = line.split_once('{').unwrap_or((line, ""));
+        let sample = sample.split(' ').next().unwrap_or(sample);
+        let name = family_of(&families, sample).to_owned();
+        let family = families.get_mut(&name).expect("described before");
+        let labels = labels
+            .split("\",")
+            .filter_map(|label| label.split_once("=\""));
+        let own = labels
+            .map(|(label, _)| label)
+            .filter(|label| *label != "le");
+        family.labels.extend(own.map(str::to_owned));
+    }
+    families
+}
+
+/// The name under which it is queried.
+fn shown(name: &str, kind: &str) -> String {
+    match kind {
+        "counter" => format!("{name}_total"),
+        "info" => format!("{name}_info"),
+        _ => name.to_owned(),
+    }
+}
+
+fn reference(page: &str) -> String {
+    let mut out = INTRODUCTION.to_owned();
+    let mut last_area = String::new();
+    for (name, mut family) in families(page) {
+        let area = name.split('_').nth(1).unwrap_or_default().to_owned();
+        if area != last_area {
+            let head = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |";
+            write!(out, "\n## {area}\n\n{head}\n").unwrap();
+            last_area = area;
+        }
+        // Without a sample here, and with one a backend or a member where there is something to tell.
+        if name.starts_with("quorate_backend_") {
+            family.labels.insert("backend".to_owned());
+        }
+        if name.starts_with("quorate_raft_member_") || name == "quorate_raft_clock_skew_seconds" {
+            family.labels.insert("replica".to_owned());
+        }
+        let labels: Vec<_> = family.labels.iter().map(|it| format!("`{it}`")).collect();
+        let (name, kind) = (shown(&name, &family.kind), &family.kind);
+        writeln!(
+            out,
+            "| `{name}` | {kind} | {} | {} |",
+            labels.join(", "),
+            family.help.trim_end_matches('.')
+        )
+        .unwrap();
+    }
+    out
+}
+
+/// Every metric that the code names, so that none is missed for want of a series.
+fn named_metrics() -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    let mut folders = vec![
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("src"),
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../api/src"),
+    ];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() && !path.ends_with("tests") {
+                folders.push(path);
+            } else if path.extension().is_some_and(|ending| ending == "rs") {
+                let text = std::fs::read_to_string(&path).unwrap();
+                let literals = text.split('"').filter(|it| it.starts_with("quorate_"));
+                let is_name = |it: &&str| it.chars().all(|c| c.is_ascii_lowercase() || c == '_');
+                names.extend(literals.filter(is_name).map(str::to_owned));
+            }
+        }
+    }
+    assert!(names.len() > 40, "found only {names:?}");
+    names
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_reference_of_metrics_is_what_a_replica_shows() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let listen = Listen {
+        data: any,
+        admin: any,
+        peer: any,
+        advertise: "127.0.0.1".to_owned(),
+    };
+    let sockets = Sockets::bind(&listen).unwrap();
+    let peer = sockets.addresses().unwrap().peer.to_string();
+    let mut config = config(1, &[peer], &engines, dir.path());
+    config.models = vec![ModelSettings {
+        name: "*".to_owned(),
+        tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
+        block_size: EngineOptions::default().shape.block_size,
+    }];
+    let replica = Replica::run(config, sockets);
+    let (http, at) = (Http::new(), replica.addresses);
+    http.ready(&[at]).await;
+    http.chat(&at, "ada", "Is the lamp lit?").await;
+
+    // One that is refused, for the reasons.
+    let user = format!("http://{}/admin/v1/users/body:bo", at.admin);
+    let limits = json!({ "limits": { "requests": 1, "window_ms": 3_600_000 } });
+    let (status, _, answer) = http.send(Method::PUT, &user, &limits).await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    http.chat(&at, "bo", "Is the lamp lit?").await;
+    let body = json!({ "model": "emulated", "prompt": SYSTEM, "user": "bo" });
+    let url = format!("http://{}/v1/completions", at.data);
+    let (status, _, answer) = http.send(Method::POST, &url, &body).await;
+    assert_eq!(status, StatusCode::TOO_MANY_REQUESTS, "{answer}");
+
+    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let reference = reference(&[&page, IN_TROUBLE].concat());
+    for name in named_metrics() {
+        assert!(reference.contains(&name), "{name} is not in the reference");
+    }
+    expect_file!["../../../docs/reference/metrics.md"].assert_eq(&reference);
+    replica.leave().await;
+}
