@@ -1,4 +1,4 @@
-//! From `[admission]` to the settings that a new cluster begins with.
+//! Reads `[admission]` into the initial settings of a new cluster.
 
 use std::time::Duration;
 

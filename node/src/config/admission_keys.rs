@@ -21,36 +21,31 @@ pub(super) const ADMISSION_KEYS: &[Key] = &[
             "fcfs",
         ]),
         By("vtc"),
-        "Who goes first among waiting requests of equal priority. This and what follows, but for \
-         `codel_target` and `priority_max`, is for a new cluster; a running one changes it by `PUT \
-         /admin/v1/admission`.",
+        "Order in which waiting requests of equal priority are served. Like all keys of `[admission]` except `codel_target` and `priority_max`, it is read when a cluster is created; later use `PUT /admin/v1/admission`.",
     ),
     key(
         "admission.concurrency",
         Kind::Concurrency,
         By("adaptive"),
-        "Most requests a backend is given at a time; `adaptive`: as many as its memory and \
-         `sla.inter_token` allow, as far as they are known.",
+        "Maximum number of concurrent requests per backend. `adaptive`: as many as its memory and `sla.inter_token` allow, as far as those are known.",
     ),
     key(
         "admission.max_queue",
         COUNT,
         By("4096"),
-        "Most requests that wait, per model and replica; further ones get 503. One takes about \
-         64 KiB with its connection.",
+        "Maximum number of waiting requests per model and replica; further ones get a 503. Each takes about 64 KiB, connection included.",
     ),
     key(
         "admission.max_wait",
         Kind::Duration,
         By("10s"),
-        "Longest time a request waits; then it gets 503. One that would wait longer gets it at once.",
+        "Maximum waiting time; after that a request gets a 503. A request that is predicted to wait longer gets it immediately.",
     ),
     key(
         "admission.codel_target",
         Kind::Duration,
         By("1s"),
-        "Longest time a request waits in overload, when for more than a second half as many more \
-         come as can be served. At least `max_wait`: overload changes nothing.",
+        "Maximum waiting time in overload, that is when arrivals exceed service by half for more than a second. Set it to `max_wait` or more to switch overload handling off.",
     ),
     key(
         "admission.priority_max",
@@ -59,107 +54,102 @@ pub(super) const ADMISSION_KEYS: &[Key] = &[
             max: i16::MAX as i64,
         },
         By("0"),
-        "Highest priority that a request gets by `x-quorate-priority`; higher ones count as this.",
+        "Highest priority that `x-quorate-priority` can give; higher values are capped.",
     ),
     key(
         "admission.charge",
         words(&["uncached", "full", "discounted"]),
         By("uncached"),
-        "What of a prompt is charged when it is dispatched: tokens not believed cached, all, or \
-         cached ones at a tenth.",
+        "Which prompt tokens are charged: the uncached ones, all, or all with cached ones at a tenth.",
     ),
     key(
         "admission.grants",
         words(&["gate", "log"]),
         By("gate"),
-        "Who decides the order over replicas while requests wait: each replica behind a gate, or \
-         the log, at one commit per dispatch.",
+        "How replicas keep one order while requests wait: `gate` (each replica decides, bounded by what waits elsewhere) or `log` (exact, at one commit per dispatch).",
     ),
     key(
         "admission.gate_tokens",
         COUNT_OR_ZERO,
         By("0"),
-        "How far above the least waiting user's counter, in priced tokens, another user may still \
-         be served; 0: the largest request seen.",
+        "Slack of the gate: how far above the lowest waiting user's counter another user may still be served, in priced tokens. 0: the largest request seen.",
     ),
     key(
         "admission.bins",
         Kind::Integer { min: 1, max: 64 },
         By("1"),
-        "Bins by predicted output length; 1: none.",
+        "Number of bins by predicted output length; 1 means no bins.",
     ),
     key(
         "admission.bin_selection",
         words(&["round-robin", "longest-queue"]),
         By("round-robin"),
-        "Which bin is next.",
+        "Which bin is served next.",
     ),
     key(
         "admission.bin_max_age",
         Kind::Duration,
         By("5s"),
-        "A request that has waited this long goes before its bin's turn.",
+        "A request that has waited this long is served before its bin's turn.",
     ),
     key(
         "admission.batching",
         words(&["continuous", "static"]),
         By("continuous"),
-        "What a bin is: a class within the order, or a batch that goes to one backend together, for \
-         engines that batch with a barrier.",
+        "`continuous`: bins only order the queue. `static`: a batch of one bin goes to one backend together, for engines whose batches end together.",
     ),
     key(
         "admission.sla.inter_token",
         Kind::DurationOrZero,
         By("0s"),
-        "Time between two tokens of an answer that `adaptive` keeps; 0: memory alone limits.",
+        "Target for the time between output tokens that `adaptive` keeps. 0: limit by memory alone.",
     ),
     key(
         "admission.sla.tolerance",
         Kind::DurationOrZero,
         By("5ms"),
-        "Half width of the band around it within which the limit stays.",
+        "Tolerance around that target within which the limit stays unchanged.",
     ),
     key(
         "admission.sla.min_batch",
         COUNT,
         By("1"),
-        "Least limit that `adaptive` sets.",
+        "Lowest limit that `adaptive` sets.",
     ),
     key(
         "admission.sla.max_batch",
         COUNT,
         By("1024"),
-        "Greatest limit that `adaptive` sets.",
+        "Highest limit that `adaptive` sets.",
     ),
     key(
         "admission.sla.memory_z_milli",
         COUNT_OR_ZERO,
         By("1645"),
-        "Quantile, in thousandths of a standard deviation, of the memory that requests take \
-         together: 1645 lets it overflow with a probability of 5 %.",
+        "Safety margin of the memory limit, in thousandths of a standard deviation: with 1645 requests exceed the cache with a probability of 5 %.",
     ),
     key(
         "admission.user_limits.requests",
         COUNT,
         Unset,
-        "Requests per window of a user without limits of their own; unset: unbounded.",
+        "Requests per window for users without limits of their own. Default: unlimited.",
     ),
     key(
         "admission.user_limits.tokens",
         COUNT,
         Unset,
-        "Tokens per window, cached ones not counted; unset: unbounded.",
+        "Tokens per window, not counting cached ones. Default: unlimited.",
     ),
     key(
         "admission.user_limits.concurrent",
         COUNT,
         Unset,
-        "Requests in flight at once; unset: unbounded.",
+        "Concurrent requests. Default: unlimited.",
     ),
     key(
         "admission.user_limits.window",
         Kind::Duration,
         Unset,
-        "The window; unset: one second.",
+        "Length of the window. Default: one second.",
     ),
 ];

@@ -1,5 +1,5 @@
-//! From settings to a [`Config`]: what no single key can tell, because it depends on another key or
-//! on a file.
+//! Builds a [`Config`] from checked values: everything that depends on more than one key, or on a
+//! file.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -1,4 +1,4 @@
-//! Who belongs to the cluster: its name and its secret.
+//! Reads the cluster's name and secret.
 
 use std::os::unix::fs::PermissionsExt;
 

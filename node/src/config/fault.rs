@@ -1,5 +1,5 @@
-//! What is wrong with a config: collected, so that all of it is told at once, and shown with file,
-//! line, column, the line itself and what was expected.
+//! Config errors: collected so that all are reported at once, with file, line, column, excerpt and
+//! what was expected.
 
 use std::fmt;
 use std::ops::Range;

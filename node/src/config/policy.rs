@@ -1,5 +1,5 @@
-//! From `[routing.NAME]` tables to policies with their settings, by the settings' own reading and
-//! checking: a policy's table needs no code here.
+//! Reads `[routing.NAME]` tables into policies, with the settings' own deserialization and
+//! validation: a new policy needs no code here.
 
 use serde_json::{Map, json};
 use state::command::Reject;

@@ -1,4 +1,4 @@
-//! Keeps docs/reference/config.md equal to the key table. To write it anew: `UPDATE_EXPECT=1 cargo
+//! Keeps docs/reference/config.md equal to the key table. Regenerate it with `UPDATE_EXPECT=1 cargo
 //! test -p node reference`.
 
 use std::fmt::Write;
@@ -7,20 +7,25 @@ use expect_test::expect_file;
 
 use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, MODEL_KEYS};
 
-const INTRODUCTION: &str = "# Config
+const INTRODUCTION: &str = "# Configuration
 
-A replica reads one TOML file: `quorate serve --config FILE`. A value is taken from the first of
-these that sets it: `--set section.key=value`, the environment variable `QUORATE_SECTION__KEY`
-(lists with commas, `-` as `_`), the file, the default. Unknown keys are errors, in all of them.
+A replica reads one TOML file: `quorate serve --config FILE`.
+Each value comes from the first of these that sets it:
 
-`quorate config check` tells every fault at once, `quorate config print` shows each effective value
-with where it came from, `quorate config schema` prints a JSON Schema for editors. Lists of tables
-(`[[models]]`, `[[backends]]`) stand in the file only. The tables below are made from the same
-source as all of these.
+1. a flag, `--set section.key=value`
+2. an environment variable, `QUORATE_SECTION__KEY` (`-` becomes `_`, lists are separated by commas)
+3. the file
+4. the default
+
+Unknown keys are errors.
+Lists of tables (`[[models]]`, `[[backends]]`) can only be set in the file.
+
+`quorate config check` reports every mistake at once, `quorate config print` shows each effective value and where it comes from, and `quorate config schema` prints a JSON Schema for editors.
+This page is made from the same table as all three.
 ";
 
 fn rows(out: &mut String, keys: &[&Key]) {
-    out.push_str("\n| key | value | default | what |\n| --- | --- | --- | --- |\n");
+    out.push_str("\n| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
     for key in keys {
         let (_, name) = key.split();
         let expected = match key.kind {

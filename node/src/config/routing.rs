@@ -1,5 +1,5 @@
-//! What routing is told beside its live policy: policies and labels of models, circuits, and what
-//! requests may say.
+//! Routing settings other than the live policy: policies and labels of models, circuit breakers,
+//! and what requests may choose.
 
 use std::collections::BTreeMap;
 

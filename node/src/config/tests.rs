@@ -102,7 +102,7 @@ fn whoever_comes_alone_leaves_half_to_others() {
     faults(
         wrong,
         expect![[r#"
-            3:34: users.trusted_proxies[1] is "lb" (expected an IP address or a prefix such as "10.0.0.0/8")
+            3:34: users.trusted_proxies[1] is "lb" (expected an IP address or prefix, such as "10.0.0.0/8")
         "#]],
     );
 }
@@ -139,7 +139,7 @@ url = "https://10.0.1.1:8000"
              2 │ id = 300
              3 │ data_dir = ""
                ·            ─┬
-               ·             ╰── expected a text that is not empty
+               ·             ╰── expected non-empty text
              4 │ 
                ╰────
               × listen.data is "localhost"
@@ -147,7 +147,7 @@ url = "https://10.0.1.1:8000"
              5 │ [listen]
              6 │ data = "localhost"
                ·        ─────┬─────
-               ·             ╰── expected an IP address with a port such as "127.0.0.1:8080"
+               ·             ╰── expected an IP address with a port, such as "127.0.0.1:8080"
              7 │ 
                ╰────
               × unknown key cluster.flush_intervall
@@ -163,7 +163,7 @@ url = "https://10.0.1.1:8000"
               9 │ flush_intervall = "20ms"
              10 │ heartbeat = 50
                 ·             ─┬
-                ·              ╰── expected a time span from 1ms to 1day such as "20ms" or "1m 30s"
+                ·              ╰── expected a duration from 1ms to 1day, such as "20ms" or "1m 30s"
              11 │ 
                 ╰────
               × backends[0].url is "https://10.0.1.1:8000"
@@ -171,7 +171,7 @@ url = "https://10.0.1.1:8000"
              13 │ id = "gpu-1"
              14 │ url = "https://10.0.1.1:8000"
                 ·       ───────────┬───────────
-                ·                  ╰── expected a URL such as "http://10.0.1.1:8000", without a path
+                ·                  ╰── expected a URL, such as "http://10.0.1.1:8000", without a path
                 ╰────
             n1.toml: 6 faults
         "#]],
@@ -241,11 +241,11 @@ listen = 5
         expect![[r#"
             2:10: models is 5 (expected a list of tables: [[models]])
             4:6: node.id is "one" (expected an integer from 1 to 255)
-            6:17: cluster.peers[1] is "b" (expected a host with a port such as "10.0.0.1:8082")
-            6:22: cluster.peers[2] is 7 (expected a host with a port such as "10.0.0.1:8082")
+            6:17: cluster.peers[1] is "b" (expected a host with a port, such as "10.0.0.1:8082")
+            6:22: cluster.peers[2] is 7 (expected a host with a port, such as "10.0.0.1:8082")
             7:20: cluster.bootstrap_expect is 0 (expected an integer from 1 to 255)
-            8:20: cluster.election_timeout is "300ms..150ms" (expected two time spans from 1ms to 1day, the lesser first, such as "150ms..300ms")
-            10:12: limits.max_body is -1 (expected a number of bytes above zero such as "32MiB")
+            8:20: cluster.election_timeout is "300ms..150ms" (expected two durations from 1ms to 1day, the shorter first, such as "150ms..300ms")
+            10:12: limits.max_body is -1 (expected a size in bytes above zero, such as "32MiB")
             12:18: retry.statuses[1] is 200 (expected an HTTP status from 400 to 599)
             14:27: users.identify_by[1] is "cookie:x" (expected "api_key", "body:user" or "header:NAME" with a header's name)
             16:10: log.format is "xml" (expected "human" or "json")
@@ -392,7 +392,7 @@ api_keys_file = "/nonexistent/keys"
             13:13: cluster.election_timeout begins at 150ms with a cluster.heartbeat of 100ms (expected a least election timeout of two heartbeats or more)
             17:8: models[1].name is "m", as is models[0].name (expected each name once)
             19:6: backends[0].id is out of bounds (expected 1 to 256 characters of [A-Za-z0-9._-])
-            21:1: backends[1].id is not set (expected a text that is not empty)
+            21:1: backends[1].id is not set (expected non-empty text)
             24:17: users.api_keys_file: read "/nonexistent/keys": No such file or directory (os error 2) (expected a file with one key a line)
         "#]],
     );
@@ -431,9 +431,9 @@ labels = {{ zone = "{long}" }}
     expect![[r#"
         2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, drain, limits, listen, log, models, node, probes, requests, retry, routing, timeouts, usage, users)
         7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
-        8:13: cluster.heartbeat is "500000000000y" (expected a time span from 1ms to 1day such as "20ms" or "1m 30s")
+        8:13: cluster.heartbeat is "500000000000y" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
         10:12: probes.interval is 1ms (expected 50ms or more)
-        11:15: probes.health_path is "health" (expected a path such as "/health")
+        11:15: probes.health_path is "health" (expected a path, such as "/health")
         12:16: probes.api_key_file: "KEY" holds no key, or more than one (expected a file with one key and no more)
         16:10: backends[0].models[1] is out of bounds (expected 1 to 256 bytes)
         20:10: backends[1].labels.zone is out of bounds (expected at most 256 bytes)
@@ -514,7 +514,7 @@ fn faults_of_variables_and_flags_name_them() {
         QUORATE_NODE__IDD: names no key (expected QUORATE_NODE__ID)
         QUORATE_NODE_ID: names no key (expected QUORATE_NODE__ID)
         QUORATE_BACKENDS__0__URL: names no key (expected lists of tables to stand in the file)
-        --set drain.deadline=soon: drain.deadline is "soon" (expected a time span up to 1day such as "5s")
+        --set drain.deadline=soon: drain.deadline is "soon" (expected a duration up to 1day, such as "5s")
         --set drain: has no value (expected section.key=value)
         --set drain.dedline=1s: names no key (expected drain.deadline)
     "#]]

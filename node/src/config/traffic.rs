@@ -1,4 +1,4 @@
-//! What clients may send and hold, and how long everybody may take.
+//! Limits and timeouts of client traffic.
 
 use super::checks::{count, duration, size};
 use super::layers::Values;

@@ -104,36 +104,38 @@ impl Kind {
                 format!("an integer from 1 to {CONCURRENCY_MAX}, \"adaptive\" or \"unlimited\"")
             }
             Self::Flag => "true or false".to_owned(),
-            Self::Text | Self::Texts => "a text that is not empty".to_owned(),
+            Self::Text | Self::Texts => "non-empty text".to_owned(),
             Self::Choice { now, .. } => {
                 let words: Vec<_> = now.iter().map(|word| format!("{word:?}")).collect();
                 words.join(" or ")
             }
             Self::Duration => {
-                "a time span from 1ms to 1day such as \"20ms\" or \"1m 30s\"".to_owned()
+                "a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\"".to_owned()
             }
-            Self::DurationOrZero => "a time span up to 1day such as \"5s\"".to_owned(),
+            Self::DurationOrZero => "a duration up to 1day, such as \"5s\"".to_owned(),
             Self::DurationRange => {
-                "two time spans from 1ms to 1day, the lesser first, such as \"150ms..300ms\""
+                "two durations from 1ms to 1day, the shorter first, such as \"150ms..300ms\""
                     .to_owned()
             }
-            Self::Size => "a number of bytes above zero such as \"32MiB\"".to_owned(),
-            Self::Address => "an IP address with a port such as \"127.0.0.1:8080\"".to_owned(),
+            Self::Size => "a size in bytes above zero, such as \"32MiB\"".to_owned(),
+            Self::Address => "an IP address with a port, such as \"127.0.0.1:8080\"".to_owned(),
             Self::HostPort | Self::HostPorts => {
-                "a host with a port such as \"10.0.0.1:8082\"".to_owned()
+                "a host with a port, such as \"10.0.0.1:8082\"".to_owned()
             }
             Self::Hosts => "a host name without a port".to_owned(),
-            Self::Names => "a name such as \"priority\"".to_owned(),
-            Self::Paths => "a path such as \"/generate\", no control route of an engine".to_owned(),
+            Self::Names => "a name, such as \"priority\"".to_owned(),
+            Self::Paths => {
+                "a path, such as \"/generate\", that is no control route of an engine".to_owned()
+            }
             Self::Identities => {
                 "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name".to_owned()
             }
-            Self::Prefixes => "an IP address or a prefix such as \"10.0.0.0/8\"".to_owned(),
+            Self::Prefixes => "an IP address or prefix, such as \"10.0.0.0/8\"".to_owned(),
             Self::Statuses => "an HTTP status from 400 to 599".to_owned(),
             Self::Tokenizer => TOKENIZERS.to_owned(),
-            Self::Url => "a URL such as \"http://10.0.1.1:8000\", without a path".to_owned(),
-            Self::UrlPath => "a path such as \"/health\"".to_owned(),
-            Self::Labels => "a table of texts".to_owned(),
+            Self::Url => "a URL, such as \"http://10.0.1.1:8000\", without a path".to_owned(),
+            Self::UrlPath => "a path, such as \"/health\"".to_owned(),
+            Self::Labels => "a table of strings".to_owned(),
         }
     }
 
