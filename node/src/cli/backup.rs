@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 use api::backup::{FileReader, Head};
 use bytes::Bytes;
 use futures_util::stream;
-use http::{Method, Request};
+use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper_util::client::legacy::Client;
@@ -26,8 +26,7 @@ use serde_json::Value;
 use state::RouterState;
 use tokio::io::AsyncReadExt;
 
-use super::client::Target;
-use crate::json_client::{JsonAnswer, no_answer};
+use super::client::{Target, judged, no_answer};
 
 /// Longest wait for the other side to send or take anything.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -37,12 +36,12 @@ const READ_BYTES: usize = 256 << 10;
 /// `quorate backup`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Backup {
-    /// Where to write the backup
+    /// File to write
     file: PathBuf,
-    /// Replace the file if it is there
+    /// Replace an existing file
     #[arg(long)]
     force: bool,
-    /// Take the state as this replica has it, without asking the others: when the quorum is lost
+    /// Take this replica's own state, without a read barrier: for when the quorum is lost
     #[arg(long)]
     local: bool,
     /// Print JSON
@@ -55,9 +54,9 @@ pub(super) struct Backup {
 /// `quorate restore`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Restore {
-    /// The backup
+    /// Backup to restore
     file: PathBuf,
-    /// Restore although the cluster has users or blocks: they go
+    /// Replace the users and blocks that the cluster has
     #[arg(long)]
     force: bool,
     /// Print JSON
@@ -169,8 +168,9 @@ async fn fetch(args: &Backup, path: &Path) -> anyhow::Result<u64> {
     let length = response.headers().get(http::header::CONTENT_LENGTH);
     let length: Option<u64> = length.and_then(|it| it.to_str().ok()?.parse().ok());
     if !response.status().is_success() {
-        let problem = JsonAnswer::read(response).await;
-        let problem = problem.and_then(|answer| answer.success());
+        let problem = read(response)
+            .await
+            .and_then(|(status, answer)| judged(status, answer));
         bail!(
             "GET {url}: {:#}",
             problem.expect_err("the status is no success")
@@ -273,7 +273,8 @@ async fn send(args: &Restore) -> anyhow::Result<Value> {
             .request(request)
             .await
             .map_err(|error| no_answer(&error))?;
-        JsonAnswer::read(response).await?.success()
+        let (status, answer) = read(response).await?;
+        judged(status, answer)
     };
     let answer = tokio::select! {
         answer = answer => answer,
@@ -290,6 +291,14 @@ async fn stalled(bar: &ProgressBar) {
         position = Some(bar.position());
         tokio::time::sleep(IDLE_TIMEOUT).await;
     }
+}
+
+/// Status and JSON of an answer.
+async fn read(response: Response<Incoming>) -> anyhow::Result<(http::StatusCode, Value)> {
+    let (head, body) = response.into_parts();
+    let bytes = body.collect().await?.to_bytes();
+    let answer = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    Ok((head.status, answer))
 }
 
 /// Has the name of a file on disk.

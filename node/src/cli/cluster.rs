@@ -48,7 +48,7 @@ pub(super) enum Member {
 /// `quorate transfer-leader`.
 #[derive(Debug, clap::Args)]
 pub(super) struct TransferLeader {
-    /// `node.id` of the voter to lead; default: the one that is furthest
+    /// `node.id` of the new leader [default: the most up-to-date voter]
     #[arg(value_parser = ids())]
     to: Option<u8>,
     #[command(flatten)]

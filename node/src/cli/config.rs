@@ -11,9 +11,9 @@ use crate::config::{Loaded, Origin, load, print, schema};
 /// What to do with a config.
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Check a config: tells every fault at once
+    /// Check a config and report every mistake
     Check(ConfigSource),
-    /// Print the effective config with where each value came from
+    /// Print the effective config and where each value comes from
     Print(ConfigSource),
     /// Print the JSON Schema of config files
     Schema,
@@ -25,7 +25,7 @@ pub(super) struct ConfigSource {
     /// Config file in TOML
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
-    /// Set a value over file and environment: `--set drain.deadline=10s`
+    /// Override a value of file and environment: `--set drain.deadline=10s`
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub(super) set: Vec<String>,
 }

@@ -17,22 +17,22 @@ use super::table::cell;
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("request").required(true).args(["body", "prompt"]))]
 pub(super) struct Args {
-    /// File with the request's body, `-` for stdin
+    /// File with the request body, `-` for stdin
     #[arg(value_name = "FILE")]
     body: Option<PathBuf>,
-    /// Explain a request with this prompt in place of a body from a file
+    /// Prompt to explain, instead of a body
     #[arg(long, requires = "model")]
     prompt: Option<String>,
     /// Model of `--prompt`
     #[arg(long)]
     model: Option<String>,
-    /// Path the request would be posted to
+    /// Path of the request
     #[arg(long, default_value = "/v1/chat/completions")]
     path: String,
-    /// Ask only after everything committed before is applied
+    /// Wait until everything committed so far is applied
     #[arg(long)]
     linearizable: bool,
-    /// Show the prompt's token ids, as far as the model's tokenizer knows them
+    /// Show the prompt's token ids, if the model has a tokenizer
     #[arg(long)]
     token_ids: bool,
     #[command(flatten)]

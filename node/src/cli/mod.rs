@@ -39,43 +39,43 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a whole cluster on loopback: three replicas, emulated engines, a load
+    /// Run a demo cluster on loopback: three replicas, emulated engines and a load test
     Dev(crate::dev::DevArgs),
     /// Run one replica
     Serve(serve::Args),
     /// Run an emulated vLLM engine
     Engine(lab::engine::EngineArgs),
-    /// Drive a recorded trace against running replicas and report what the engines saw
+    /// Replay a recorded trace against running replicas and report hit rates and latencies
     Replay(lab::replay::ReplayArgs),
-    /// Simulate a cluster, its engines and its clients, and compare policies
+    /// Compare policies, queue orders and cluster sizes in a simulation
     Simulate(Box<lab::simulate::SimulateArgs>),
-    /// Check a config, print the effective one, or print the schema for editors
+    /// Check a config, print the effective one, or print its JSON Schema
     #[command(subcommand)]
     Config(config::Command),
-    /// Show a replica's view of its cluster
+    /// Show the cluster as a replica sees it
     Status(read::Args),
-    /// List the backends
+    /// List backends
     Backends(read::Args),
-    /// List the users
+    /// List users
     Users(read::Args),
     /// Show where a request would go, and why
     Explain(explain::Args),
-    /// Add, promote or remove a member of the cluster
+    /// Add, promote or remove cluster members
     #[command(subcommand)]
     Member(cluster::Member),
-    /// Hand leadership to another replica
+    /// Transfer leadership to another replica
     TransferLeader(cluster::TransferLeader),
     /// Take a snapshot now
     Snapshot(cluster::Snapshot),
-    /// Write the state of the cluster to a file
+    /// Back up the cluster's state to a file
     Backup(backup::Backup),
-    /// Put the state in a backup in the place of the cluster's
+    /// Replace the cluster's state with a backup
     Restore(backup::Restore),
-    /// Set a damaged store aside, so that the replica can join anew
+    /// Set a damaged store aside so that the replica can rejoin under a new id
     Recover(recover::Args),
-    /// Print a completion script for a shell
+    /// Print a shell completion script
     Completions {
-        /// The shell
+        /// Shell to complete for
         shell: clap_complete::Shell,
     },
     /// Print the manual page in roff

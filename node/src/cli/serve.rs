@@ -26,7 +26,7 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
     for file in &config.secret_files {
         if private::is_open_to_others(file) {
             let file = file.display();
-            tracing::warn!(%file, "a file of keys can be read by others: chmod 600");
+            tracing::warn!(%file, "key file is readable by others; chmod 600");
         }
     }
     super::block_on(async {
@@ -45,14 +45,14 @@ pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
                     return Ok(ExitCode::SUCCESS);
                 }
                 _ = hangups.recv() => {
-                    tracing::info!("hang-up signal: changed files are read by themselves");
+                    tracing::info!("ignoring SIGHUP: changed files are reloaded automatically");
                     continue;
                 }
                 _ = interrupts.recv() => signals += 1,
                 _ = terminations.recv() => signals += 1,
             }
             if signals > 1 {
-                tracing::warn!("second signal, leaving at once");
+                tracing::warn!("second signal: exiting immediately");
                 return Ok(ExitCode::from(terminal::INTERRUPTED));
             }
             shutdown.drain();

@@ -186,7 +186,7 @@ impl Fleet {
         }
         for replica in self.replicas {
             if let Err(error) = replica.task.await {
-                tracing::error!(%error, "replica broke while leaving");
+                tracing::error!(%error, "replica failed while shutting down");
             }
         }
     }

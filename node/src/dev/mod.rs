@@ -30,31 +30,32 @@ const CHATS: u32 = 48;
 /// Longest one request of the load may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Run a cluster on loopback: three replicas, emulated engines, a load through all of them.
+/// Run a demo cluster on loopback: three replicas, emulated engines and a load test.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DevArgs {
-    /// Use these engines in place of emulated ones
+    /// Use this engine instead of emulated ones (repeatable). The load test sends it real requests:
+    /// see --requests
     #[arg(long, value_name = "URL", value_delimiter = ',')]
     backend: Vec<String>,
-    /// Emulated engines
+    /// Number of emulated engines
     #[arg(long, value_name = "N", default_value_t = 4, conflicts_with = "backend", value_parser = clap::value_parser!(u8).range(1..=64))]
     engines: u8,
-    /// How many times faster than a small GPU the emulated engines run
+    /// Speed of the emulated engines, relative to a small GPU
     #[arg(long, value_name = "X", default_value_t = 4.0, value_parser = speed)]
     speed: f64,
-    /// Requests of the load; 0 starts the cluster and sends none
+    /// Number of requests of the load test; 0 sends none
     #[arg(long, value_name = "N", default_value_t = 2400)]
     requests: u64,
-    /// KV cache blocks of each emulated engine; few of them make it evict hard
+    /// KV cache blocks of each emulated engine; a small cache evicts a lot
     #[arg(long, value_name = "N", conflicts_with = "backend", value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
     blocks: Option<u32>,
-    /// Identify prompts by the engines' own tokens
+    /// Identify prompts by the engines' own tokens instead of characters
     #[arg(long)]
     tokens: bool,
-    /// Precise mode: know what engines hold by their KV events; implies --tokens
+    /// Track the engines' caches exactly, by their KV events; implies --tokens
     #[arg(long)]
     exact: bool,
-    /// What goes wrong with the emulated engines' KV events, as in `quorate engine --fault`
+    /// Faults of the emulated engines' KV events, as in `quorate engine --fault`
     #[arg(
         long,
         value_name = "FAULTS",
@@ -62,20 +63,20 @@ pub struct DevArgs {
         conflicts_with = "backend"
     )]
     fault: Option<Faults>,
-    /// A setting of every replica's config
+    /// Override a config value of every replica
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     set: Vec<String>,
-    /// Model the load asks for; by default the first one the cluster lists
+    /// Model that the load test uses [default: the first one the cluster lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// First port: replica k listens at 10*(k-1) above it (clients), one (admin) and two (peers)
-    /// above that. By default 8080, or free ports when one of these is taken
+    /// First port: replica k serves clients at PORT + 10*(k-1), its admin API one port above and its
+    /// peers two above [default: 8080, or free ports if one of these is taken]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..=65_000))]
     port: Option<u16>,
-    /// Keep the replicas' state here; a second run starts from it
+    /// Keep the replicas' state in this directory, and start from it next time
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// End after the load; the exit code is 0 only if no request failed and all replicas agree
+    /// Exit after the load test, with 0 only if no request failed and all replicas agree
     #[arg(long)]
     once: bool,
 }

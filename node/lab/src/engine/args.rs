@@ -17,7 +17,7 @@ pub struct EngineArgs {
     /// Address to listen on; port 0 takes a free one
     #[arg(long, value_name = "ADDR")]
     listen: SocketAddr,
-    /// Served model name
+    /// Name of the served model
     #[arg(long, value_name = "NAME", default_value = "emulated")]
     model: String,
     /// KV cache blocks
@@ -26,31 +26,31 @@ pub struct EngineArgs {
     /// Tokens (of four bytes) per block
     #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     block_size: u32,
-    /// Prompt tokens computed per second, all requests together
+    /// Prompt tokens computed per second, over all requests
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     prefill_tokens_per_s: u32,
-    /// Milliseconds per decoded token of a lone request; a batch of 64 takes twice as long
+    /// Milliseconds per decoded token of a single request; a batch of 64 takes twice as long
     #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = positive)]
     decode_ms: f64,
-    /// Most requests running at once
+    /// Maximum number of running requests
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_num_seqs: u32,
-    /// Most tokens computed in one step
+    /// Maximum number of tokens computed per step
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     max_num_batched_tokens: u32,
-    /// How many times faster than that the model runs
+    /// Speed-up of the model's times
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = positive)]
     speed: f64,
-    /// Seed of the words it says
+    /// Seed of the generated words
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Publish KV events here, as in tcp://127.0.0.1:5557
+    /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
     kv_events: Option<SocketAddr>,
-    /// Repeat KV events here
+    /// Replay KV events at this endpoint
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint, requires = "kv_events")]
     kv_replay: Option<SocketAddr>,
-    /// How KV events are written
+    /// Encoding of KV events
     #[arg(
         long,
         value_name = "FORM",
@@ -58,8 +58,8 @@ pub struct EngineArgs {
         requires = "kv_events"
     )]
     kv_format: Form,
-    /// What goes wrong with KV events: drop=SHARE, reorder=SHARE, duplicate=SHARE,
-    /// restart-after=MESSAGES, clear-after=MESSAGES, stall=TIME, seed=N, joined by commas
+    /// Faults of KV events, separated by commas: drop=SHARE, reorder=SHARE, duplicate=SHARE,
+    /// restart-after=MESSAGES, clear-after=MESSAGES, stall=TIME, seed=N
     #[arg(long, value_name = "FAULTS", requires = "kv_events")]
     fault: Option<Faults>,
 }

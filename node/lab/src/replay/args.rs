@@ -15,15 +15,14 @@ use super::progress::{bar, show};
 use super::targets::Targets;
 use super::trace::{self, Scale, TraceOptions};
 use crate::engine::fleet::EnginesPlan;
-use crate::terminal;
 
-/// Drive a recorded trace against running replicas or engines.
+/// Replay a recorded trace against running replicas or engines.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ReplayArgs {
-    /// Trace file: Mooncake's JSON lines, or Azure's or VTC's comma-separated values
+    /// Trace file: Mooncake's JSON lines, or Azure's or VTC's CSV
     #[arg(long, value_name = "FILE")]
     trace: PathBuf,
-    /// Base URLs that requests are sent to in turn
+    /// Base URLs to send requests to, in turn
     #[arg(
         long,
         value_name = "URL",
@@ -31,44 +30,44 @@ pub struct ReplayArgs {
         required_unless_present = "policies"
     )]
     target: Vec<String>,
-    /// Compare routing policies: each, or all, gets the trace with three fresh replicas and fresh
-    /// emulated engines in this process
+    /// Compare these policies (or all), each with three fresh replicas and fresh emulated engines
+    /// in this process
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = policy, conflicts_with_all = ["target", "model"])]
     policies: Vec<String>,
-    /// Emulated engines of `--policies`
+    /// Number of emulated engines of `--policies`
     #[arg(long, value_name = "N", default_value_t = 4, requires = "policies", value_parser = clap::value_parser!(u8).range(1..=64))]
     engines: u8,
-    /// How many times faster than a small GPU these run
+    /// Speed of these engines, relative to a small GPU
     #[arg(long, value_name = "X", default_value = "1", requires = "policies", value_parser = speed)]
     engine_speed: f64,
-    /// Cache blocks of each of them; by default as many as `quorate engine` has
+    /// KV cache blocks of each of them [default: as `quorate engine`]
     #[arg(long, value_name = "N", requires = "policies", value_parser = clap::value_parser!(u32).range(16..))]
     engine_blocks: Option<u32>,
-    /// A setting of these replicas' config; may be repeated
+    /// Override a config value of these replicas (repeatable)
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "policies")]
     settings: Vec<String>,
-    /// How many times faster than the trace's timestamps
+    /// Speed-up of the trace's timestamps
     #[arg(long, value_name = "X", default_value = "1", value_parser = speed)]
     speed: f64,
-    /// What lengths and block size are multiplied with: 1/16
+    /// Scale lengths and block size by this factor: 1/16
     #[arg(long, value_name = "FRACTION", default_value = "1")]
     scale: Scale,
-    /// Replay only so much of the trace: 10m
+    /// Replay only this much of the trace: 10m
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     first: Option<Duration>,
-    /// Users that conversations are dealt to when the trace names none
+    /// Number of users to spread conversations over, if the trace names none
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     users: u32,
-    /// Requests under way at most; beyond it requests are sent late
+    /// Maximum number of requests in flight; beyond it requests are sent late
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     max_in_flight: u32,
-    /// Model to ask for; by default the first one the first target serves
+    /// Model to request [default: the first one the first target serves]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Longest a request may take
+    /// Timeout of a request
     #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = humantime::parse_duration)]
     timeout: Duration,
-    /// Seed of the texts
+    /// Seed of the generated texts
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Print the report as JSON
@@ -131,9 +130,9 @@ pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCo
     let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;
     bar.finish_and_clear();
     if args.json {
-        terminal::print(serde_json::to_string_pretty(&report)?)?;
+        println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
-        terminal::print(print::tables(&report))?;
+        println!("{}", print::tables(&report));
     }
     let failed = report.total.failed + report.total.lost;
     Ok(if failed == 0 {

@@ -27,16 +27,16 @@ use crate::terminal;
 #[error("{0}")]
 pub struct Unusable(String);
 
-/// Simulate a cluster, its engines and its clients: seeded, repeatable, without network or clock.
+/// Simulate a cluster, its engines and its clients; repeatable from a seed.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SimulateArgs {
-    /// A recorded trace: Mooncake's JSON lines, or Azure's or VTC's comma-separated values
+    /// Recorded trace: Mooncake's JSON lines, or Azure's or VTC's CSV
     #[arg(long, value_name = "FILE", conflicts_with = "workload")]
     trace: Option<PathBuf>,
-    /// A generated workload
+    /// Generated workload
     #[arg(long, value_enum, conflicts_with = "experiment")]
     workload: Option<Kind>,
-    /// A comparison with its own settings, and what it is to show
+    /// Predefined comparison, with its own settings and claims
     #[arg(long, value_enum)]
     experiment: Option<Experiment>,
     /// Policies to compare, one run each
@@ -48,60 +48,60 @@ pub struct SimulateArgs {
     /// Numbers of output-length bins to compare, one run each
     #[arg(long, value_name = "K", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     bins: Vec<u16>,
-    /// Engines
+    /// Number of engines
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=512))]
     backends: u16,
-    /// Replicas
+    /// Number of replicas
     #[arg(long, value_name = "R", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=64))]
     replicas: u8,
-    /// What replicas share: `nothing` stands for both lags at `never`
+    /// What replicas share; `nothing` sets both lags to `never`
     #[arg(long, value_enum, default_value = "all")]
     share: Share,
-    /// From a proposal until it is applied everywhere: 20ms, or never
+    /// Time from a proposal until it is applied everywhere: 20ms, or never
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
     ownership_lag: Lag,
-    /// From a load report until peers have it: 20ms, or never
+    /// Time from a load report until peers have it: 20ms, or never
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
     load_lag: Lag,
-    /// Least time between two batches of a replica
+    /// Minimum time between two batches of a replica
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
     flush_interval: Duration,
-    /// When replicas crash and start again
+    /// Time at which replicas crash and restart
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     restart_at: Option<Duration>,
-    /// Which replicas do
+    /// Which replicas restart
     #[arg(long, value_enum, default_value = "all", requires = "restart_at")]
     restart: Who,
-    /// They lose what they had on disk
+    /// Restarting replicas lose their disks
     #[arg(long, requires = "restart_at")]
     wipe: bool,
-    /// Requests given to an engine at once: a number, `adaptive` or `unlimited`
+    /// Maximum concurrent requests per engine: a number, `adaptive` or `unlimited`
     #[arg(long, value_name = "N", default_value = "unlimited", value_parser = concurrency)]
     concurrency: Concurrency,
-    /// Clients leave unless they have their whole answer by then: 3s, or 2s..10s. Waits are then
-    /// bounded as production does
+    /// Clients leave if they do not have their whole answer by then: 3s, or 2s..10s. Waiting is
+    /// then bounded as in production
     #[arg(long, value_name = "TIME", value_parser = patience)]
     patience: Option<(Micros, Micros)>,
-    /// How often clients who were refused or left try again
+    /// How often clients retry after a refusal or after leaving
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=10))]
     retries: u32,
-    /// Output lengths are known when a request comes, in place of predicted
+    /// Know output lengths in advance instead of predicting them
     #[arg(long)]
     oracle: bool,
-    /// `cost` learns its constants from what is measured
+    /// Let `cost` learn its prices
     #[arg(long)]
     learn: bool,
     #[command(flatten)]
     demand: Demand,
     #[command(flatten)]
     engine: EngineArgs,
-    /// Seed of everything drawn
+    /// Seed of all random choices
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
     /// Print the results as JSON
     #[arg(long)]
     json: bool,
-    /// Write a page with plots
+    /// Write an HTML page with plots
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
 }
@@ -110,46 +110,46 @@ pub struct SimulateArgs {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Workload")]
 struct Demand {
-    /// Requests per second on average; for a trace by default as recorded
+    /// Mean requests per second [default for a trace: as recorded]
     #[arg(long, value_name = "R", value_parser = rate)]
     rate: Option<f64>,
-    /// Until when requests come
+    /// Time until which requests arrive
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     duration: Option<Duration>,
-    /// Requests at most
+    /// Maximum number of requests
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
-    /// What a trace's lengths are multiplied with: 1/16
+    /// Scale a trace's lengths by this factor: 1/16
     #[arg(long, value_name = "FRACTION", default_value = "1")]
     scale: Scale,
-    /// Users
+    /// Number of users
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     users: u32,
-    /// Each user has one replica
+    /// Pin each user to one replica
     #[arg(long)]
     pin: bool,
-    /// Weights of users, repeated until all have one: 1,2,3,4
+    /// Weights of users, repeated as needed: 1,2,3,4
     #[arg(long, value_name = "W", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
     weights: Vec<u32>,
-    /// How much users send of `fairness`, repeated until all have one: 1,2,3,4
+    /// Rates of users in `fairness`, repeated as needed: 1,2,3,4
     #[arg(long, value_name = "R", value_delimiter = ',', default_value = "1,2,3,4", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rates: Vec<u32>,
-    /// Requests of `fairness` that a user of rate 1 keeps open: it always waits
+    /// Requests that a user of rate 1 keeps open in `fairness`, enough to always wait
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     backlog: u32,
-    /// The first user of `fairness` sends nothing in this time: 20s..40s
+    /// Time in which the first user of `fairness` sends nothing: 20s..40s
     #[arg(long, value_name = "FROM..TO", value_parser = span)]
     off: Option<(Micros, Micros)>,
-    /// Prompt tokens of a request's own: 64..192
+    /// Prompt tokens that are unique to a request: 64..192
     #[arg(long, value_name = "A..B", value_parser = range)]
     input_tokens: Option<(u32, u32)>,
-    /// Output tokens: 16..64
+    /// Output tokens per request: 16..64
     #[arg(long, value_name = "A..B", value_parser = range)]
     output_tokens: Option<(u32, u32)>,
-    /// Groups of requests that begin alike
+    /// Number of groups of requests with a shared prefix
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     prefixes: Option<u32>,
-    /// Tokens of a group's beginning
+    /// Tokens of a group's shared prefix
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     prefix_tokens: Option<u32>,
 }
@@ -161,19 +161,19 @@ struct EngineArgs {
     /// KV blocks of 32 tokens per engine
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(2..=10_000_000))]
     blocks: u32,
-    /// Requests running at once
+    /// Maximum number of running requests per engine
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     max_num_seqs: u32,
-    /// Tokens computed in one step
+    /// Maximum number of tokens computed per step
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_num_batched_tokens: u32,
     /// Prompt tokens computed per second
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     prefill_rate: u32,
-    /// Time of a decode step for one request
+    /// Time of a decode step for a single request
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
     decode: Duration,
-    /// Engines that batch with a barrier, of so many requests
+    /// Static batches of this many requests, which end together
     #[arg(long, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     static_batch: Option<u32>,
 }
@@ -181,13 +181,13 @@ struct EngineArgs {
 /// Workloads that are generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Kind {
-    /// Groups with a long beginning of their own
+    /// Groups with a long shared prefix each
     SharedPrefix,
     /// Most requests in one group
     OneHot,
-    /// One beginning before all groups
+    /// One prefix shared by all groups
     Templated,
-    /// Six times faster for five of every twenty seconds
+    /// Bursts: six times the rate for five of every twenty seconds
     Burst,
     /// Users who always have requests waiting
     Fairness,
