@@ -92,7 +92,7 @@ pub enum Failure {
         param: Option<String>,
     },
     /// No key where one is required, or one that is not known.
-    #[error("missing or unknown api key")]
+    #[error("missing or unknown API key")]
     BadKey,
     /// Nothing answers under this path.
     #[error("no route for {method} {path}")]
@@ -103,7 +103,7 @@ pub enum Failure {
         path: String,
     },
     /// The path answers to another method.
-    #[error("this path answers to {allowed}")]
+    #[error("method not allowed on this path; use {allowed}")]
     WrongMethod {
         /// The methods it answers to, as the `allow` header lists them.
         allowed: &'static str,
@@ -127,7 +127,7 @@ pub enum Failure {
     #[error("no healthy backend serves this model")]
     NoneHealthy,
     /// The user has used what a window allows.
-    #[error("{limit}: the limit of this user is reached")]
+    #[error("rate limit reached for this user: {limit}")]
     OverLimit {
         /// Which one.
         limit: &'static str,
@@ -135,17 +135,17 @@ pub enum Failure {
         retry_after_ms: u64,
     },
     /// The client's address has as many requests under way as it may.
-    #[error("as many requests are under way from this client address as may be")]
+    #[error("too many concurrent requests from this client address")]
     AddressAtLimit,
     /// The user has as many requests under way at this replica as it may.
-    #[error("as many requests of this user are under way at this replica as may be")]
+    #[error("too many concurrent requests of this user at this replica")]
     UserAtLimit,
     /// The request expects something that is not known.
-    #[error("nothing but `100-continue` can be expected")]
+    #[error("unsupported `expect` header; only `100-continue` is supported")]
     BadExpectation,
     /// The request broke two engines' connections within a minute.
     #[error(
-        "this request broke the connections of two backends within a minute: it is refused for a minute"
+        "this request broke the connections of two backends within a minute and is refused for a minute"
     )]
     BreaksBackends,
     /// As many requests wait for this model as may.
@@ -156,7 +156,7 @@ pub enum Failure {
     },
     /// The request would not go to a backend in time.
     #[error(
-        "every backend is at its limit: this request would wait {}.{} s, and {}.{} s are of use",
+        "every backend is at its limit; the predicted wait is {}.{} s, the longest acceptable {}.{} s",
         wait_ms / 1000, wait_ms / 100 % 10, wait_ms_max / 1000, wait_ms_max / 100 % 10
     )]
     TooLate {
@@ -168,19 +168,19 @@ pub enum Failure {
         retry_after_ms: u64,
     },
     /// The request waited for a backend as long as it may.
-    #[error("every backend is at its limit, and none had room in time")]
+    #[error("every backend is at its limit, and none became available in time")]
     WaitedTooLong {
         /// When to ask again.
         retry_after_ms: u64,
     },
     /// The replica stops before a backend has room.
-    #[error("this replica is leaving: ask another one")]
+    #[error("this replica is shutting down; use another one")]
     Leaving,
     /// Backends are healthy, none of them has the labels asked for.
-    #[error("no healthy backend of this model has the labels asked for")]
+    #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
     /// This replica holds as many requests as it may.
-    #[error("this replica is at its limit of requests in flight")]
+    #[error("this replica has too many requests in flight")]
     Overloaded,
     /// This replica lacks what a connection to an engine takes: descriptors, ports.
     #[error("this replica is out of connections")]
@@ -189,16 +189,16 @@ pub enum Failure {
     #[error("no backend could be reached")]
     Unreachable,
     /// Every engine that could be asked refused, the last one in more words than are passed on.
-    #[error("the backends refuse this request for now")]
+    #[error("all backends refused this request")]
     Refused,
     /// The engine sent the request elsewhere, where clients cannot go.
     #[error("the backend answered with a redirect")]
     Redirected,
     /// The engine closed the connection or answered something that is not HTTP.
-    #[error("the backend broke off before it answered")]
+    #[error("the backend closed the connection before answering")]
     EngineBroke,
     /// The engine broke off in the middle of its answer.
-    #[error("the backend broke off in the middle of its answer")]
+    #[error("the backend closed the connection in the middle of its answer")]
     EngineBrokeOff,
     /// The engine did not begin, or did not go on with, its answer in time.
     #[error("the backend did not answer in time")]

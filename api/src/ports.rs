@@ -1,4 +1,4 @@
-//! What this crate needs of the rest: `node` implements it over `raft` and `state`.
+//! Ports: the traits this crate needs, which `node` implements over `raft` and `state`.
 
 use std::collections::BTreeMap;
 use std::future::Future;

@@ -1,4 +1,4 @@
-//! How much memory this process may take, and what of it requests may hold.
+//! The memory limit of this process, and the share that request bodies may hold.
 //!
 //! In a container the kernel ends the process at the cgroup's limit: what requests hold has to fit
 //! well below. The limit is read once, at start.

@@ -1,4 +1,4 @@
-//! Where random numbers come from: the system, or a seed.
+//! Random numbers, from the system or from a seed.
 //!
 //! A simulation that shall run again as it ran before seeds the thread it runs on. Everything this
 //! crate draws is drawn here: election timeouts, and the numbers of stores and clusters.

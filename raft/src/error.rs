@@ -1,4 +1,4 @@
-//! What can go wrong, by what a caller can do about it.
+//! Errors, by what a caller can do about them.
 
 use std::path::PathBuf;
 

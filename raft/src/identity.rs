@@ -1,4 +1,4 @@
-//! Who a replica is, and the one cluster it belongs to.
+//! Identity of a replica, and of the cluster it belongs to.
 //!
 //! The store's random number is drawn with the store: a replica that lost its disk is another one,
 //! even under the same id, and is never taken for a voter that remembers its votes.

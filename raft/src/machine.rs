@@ -1,5 +1,5 @@
-//! What a log drives, and who receives what is sent beside it: the traits the user of this crate
-//! implements.
+//! Traits that the user of this crate implements: the state machine, and the receiver of messages
+//! outside the log.
 
 use std::io::{Read, Write};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! How a replica is started.
+//! Options of a replica.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

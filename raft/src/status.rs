@@ -1,4 +1,4 @@
-//! What a replica tells about itself and its cluster.
+//! Status of a replica and its cluster.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What the log carries: commands, where they come from, and what applying them answers.
+//! The log's commands, their origin, and the replies to them.
 //!
 //! Everything here is part of the log format. Adding a variant at the end of an enum is a new
 //! format version; changing one is not possible.

@@ -1,5 +1,6 @@
-//! How requests are admitted: replicated, replaced as a whole, in effect on every replica from one
-//! log index on. docs/guide/admission.md says what each setting does.
+//! Admission settings: `GET` and `PUT /admin/v1/admission`. They are replicated, replaced as a
+//! whole, and take effect on every replica at one log index. docs/guide/admission.md explains each
+//! of them.
 
 use axum::extract::State;
 use axum::response::Response;

@@ -1,4 +1,4 @@
-//! What every admin handler shares: how requests are read and how answers and faults are shaped.
+//! Shared by all admin handlers: extractors for requests, and the form of answers and errors.
 
 use std::time::Duration;
 

@@ -80,7 +80,7 @@ pub(super) async fn backup(
             HeaderValue::from_str(&name).expect("a number within plain text"),
         ),
     ];
-    tracing::info!(log_index = head.index, bytes = length, "backup begun");
+    tracing::info!(log_index = head.index, bytes = length, "backup started");
     Ok((headers, send(frozen, head, turn)).into_response())
 }
 
@@ -138,7 +138,7 @@ fn send(frozen: Frozen, head: Head, turn: OwnedSemaphorePermit) -> Body {
             writer.finish()
         });
         if let Err(error) = written {
-            tracing::warn!(log_index = head.index, %error, "backup not sent");
+            tracing::warn!(log_index = head.index, %error, "could not send backup");
             // The client is to see that the file is not whole; it may have left.
             let told = tokio::time::timeout(SEND_TIMEOUT, chunks.send(Err(error)));
             drop(runtime.block_on(told));

@@ -1,4 +1,4 @@
-//! What changes in the cluster, as a stream: `GET /admin/v1/events` and whoever else subscribes.
+//! The stream of cluster events: `GET /admin/v1/events` and other subscribers.
 //!
 //! Most events are found by comparing two looks at the cluster ([`status_changes`]) or at the
 //! registry ([`registry_changes`]); both are pure. [`follow`] takes the looks. A subscriber that

@@ -75,7 +75,7 @@ async fn accept(
 
 async fn converse(stream: TcpStream, router: Router, stop: CancellationToken) {
     if let Err(error) = prepare(&stream, KEEP_ALIVE) {
-        tracing::debug!(%error, "connection was gone before it was served");
+        tracing::debug!(%error, "connection closed before it was served");
         return;
     }
     let mut builder = http1::Builder::new();

@@ -1,4 +1,4 @@
-//! Which requests are refused because a browser may have sent them for a page of another site.
+//! Refuses requests that a browser may have sent on behalf of another site's page.
 //!
 //! A page can send requests to any address its reader's browser reaches. Two ways make them count
 //! here: a name of the page's own site that is made to lead to this listener (DNS rebinding), which

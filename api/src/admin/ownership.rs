@@ -1,4 +1,4 @@
-//! Who is believed to hold what.
+//! Block ownership as the admin API shows it.
 
 use axum::extract::State;
 use axum::response::Response;

@@ -61,11 +61,11 @@ fn readiness(admin: &Admin) -> Readiness {
         against.push(format!("storage fault: {fault}"));
     }
     if let Some(why) = &status.waiting {
-        against.push(format!("storage: waiting for space: {why}"));
+        against.push(format!("storage: waiting for disk space: {why}"));
     }
     if let Some(minority) = admin.digests.minority() {
         against.push(format!(
-            "state differs from {} other replicas' at log index {} and is being replaced by theirs",
+            "state differs from that of {} other replicas at log index {} and is being replaced",
             minority.holders.len(),
             minority.index
         ));
@@ -81,12 +81,12 @@ fn readiness(admin: &Admin) -> Readiness {
         // After a restart without a quorum nobody can say how far the cluster was. What the disk
         // held is served: it is worth more than no answer, and perhaps nobody has more.
         (false, false) if admin.view.registry().initialised => {
-            lacking.push("not known to be caught up: serves the state it was stopped with".into());
+            lacking.push("not known to be caught up: serving the state it was stopped with".into());
         }
         (false, _) => against.push("not caught up with the cluster".to_owned()),
     }
     if admin.router.outbox_status().is_degraded {
-        lacking.push("what is learnt here does not get into the log".to_owned());
+        lacking.push("local updates have not been committed for over a second".to_owned());
     }
     let mut warnings = Vec::new();
     for (id, member) in &status.members {

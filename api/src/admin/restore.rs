@@ -98,7 +98,7 @@ async fn run(admin: &Admin, force: bool, body: &mut Incoming) -> Result<Response
     let restore = RestoreId(rand::random());
     let begin = Command::BeginRestore { restore, force };
     committed(admin.cluster.submit(begin).await)?;
-    tracing::info!(bytes = head.bytes, "restore begun");
+    tracing::info!(bytes = head.bytes, "restore started");
     let finished = match send(admin, restore, body).await {
         Ok(()) => finish(admin, restore, head).await,
         Err(problem) => Err(problem),

@@ -1,5 +1,5 @@
-//! What waits on the other replicas, as bytes: told directly from replica to replica, never through
-//! the log, as load is, and worth as little when it is old.
+//! Backlog reports: the bytes in which replicas tell each other what waits. Like load, they bypass
+//! the log and go stale quickly.
 
 use state::admission::Backlog;
 use state::ids::ModelKey;

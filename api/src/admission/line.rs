@@ -1,4 +1,4 @@
-//! What waits for one model here.
+//! The queue of one model at this replica.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What users may use, checked before a request is decided about or waits.
+//! Checks a user's rate limits before a request is routed or queued.
 //!
 //! The replicated state counts what was used, all replicas together; what this replica has let in
 //! since is added. Nothing is reserved between the check and the charge that follows at once: what

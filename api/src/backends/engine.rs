@@ -1,5 +1,4 @@
-//! What an engine says of itself: its metrics page and its model list, under the names vLLM, SGLang
-//! and llama.cpp give them.
+//! Reads an engine's metrics page and model list, in the dialects of vLLM, SGLang and llama.cpp.
 //!
 //! Several samples of one name (one per data-parallel rank or model) add up; of cache usage the
 //! fullest rank counts. An engine that does not export a figure leaves it `None`.

@@ -1,4 +1,4 @@
-//! What is known of each backend at the moment, where the data plane reads it without waiting.
+//! Current health and engine metrics of each backend, readable by the data plane without blocking.
 //!
 //! A [`Board`] has one cell per slot. Writers (the probes, and the data plane when a request fails)
 //! take the cell's short lock, change the record and publish it twice: as one packed word for the

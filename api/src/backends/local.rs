@@ -1,4 +1,4 @@
-//! What this process lacks is not booked on an engine.
+//! Tells local failures (no descriptors, ports or memory) from failures of an engine.
 
 use std::io;
 

@@ -244,7 +244,7 @@ impl Backends {
     pub fn report_answer(&self, backend: BackendRef, user: UserKey) {
         if self.circuits.passed(backend, user, Instant::now()) {
             let id = self.name_of(backend);
-            tracing::info!(backend = id, "circuit is closed");
+            tracing::info!(backend = id, "circuit closed");
             self.announce_circuit(id, false);
         }
     }
@@ -255,7 +255,7 @@ impl Backends {
         if self.circuits.failed(backend, user, Instant::now()) {
             let id = self.name_of(backend);
             let openings = self.circuit(backend).openings_in_row;
-            tracing::warn!(backend = id, openings, "circuit is open");
+            tracing::warn!(backend = id, openings, "circuit opened");
             if openings == 1 {
                 self.announce_circuit(id, true);
             }

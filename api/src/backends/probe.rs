@@ -101,7 +101,7 @@ impl Probe {
                 Ok(()) => self.stay.passed(),
                 Err(Unwell::Engine(fault, why)) => self.stay.failed(fault, why),
                 // It stays what it was: nobody asked it.
-                Err(Unwell::Here(why)) => tracing::debug!(why, "backend was not probed"),
+                Err(Unwell::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
             let pause = jittered(self.backends.settings.interval);
             let gap = pause.min(ALARM_GAP);
@@ -175,7 +175,7 @@ impl Probe {
                 Some(models)
             }
             Err(why) => {
-                tracing::debug!(slot = self.stay.slot().0, why, "model list is not known");
+                tracing::debug!(slot = self.stay.slot().0, why, "model list is unknown");
                 None
             }
         }

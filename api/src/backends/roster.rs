@@ -1,5 +1,4 @@
-//! Who stands in which slot of the registry, and who watches it: probes, or a simulation in their
-//! place.
+//! Maps registry slots to watched backends. Probes watch them, or a simulation does.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -69,7 +69,7 @@ impl Reader {
     fn read_head(&mut self) -> Result<Option<Piece>, Damaged> {
         let given = &self.buffer[..self.buffer.len().min(MAGIC.len())];
         if !MAGIC.starts_with(given) {
-            return Err(self.damaged(0, "this is no backup: another magic number"));
+            return Err(self.damaged(0, "not a Quorate backup"));
         }
         let Some(prefix) = self.buffer.first_chunk::<PREFIX_BYTES>() else {
             return Ok(None);

@@ -124,7 +124,7 @@ fn faults_name_their_place_and_what_was_expected() {
         reason(&|file| file.clear()),
     ];
     expect_test::expect![[r#"
-        backup damaged at byte 0: this is no backup: another magic number
+        backup damaged at byte 0: not a Quorate backup
         backup damaged at byte 8: format 2, this build reads 1
         backup damaged at byte 10: a head of 589969 bytes, 65536 at most
         backup damaged at byte 0: the head's checksum does not match

@@ -1,4 +1,4 @@
-//! How the streams stand that this replica reads: for the admin API and the metrics.
+//! Status of the KV event streams that this replica reads, for the admin API and metrics.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

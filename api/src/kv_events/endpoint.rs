@@ -1,4 +1,4 @@
-//! Where an engine's KV events are had: `kv_events` and `kv_replay` of a backend.
+//! KV event endpoints: the settings `kv_events` and `kv_replay` of a backend.
 //!
 //! | value | meaning |
 //! | --- | --- |

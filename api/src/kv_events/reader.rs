@@ -112,7 +112,7 @@ pub async fn run(parts: Parts, stop: CancellationToken) {
 async fn read_backend(parts: Parts, backend: Backend) {
     loop {
         read_while_sound(&parts, &backend).await;
-        tracing::error!(backend = %backend.spec.id, "a reader of KV events broke; it begins anew");
+        tracing::error!(backend = %backend.spec.id, "KV event reader failed; restarting it");
         object(&parts, backend.handle);
         tokio::time::sleep(ASK_AGAIN).await;
     }

@@ -1,5 +1,5 @@
-//! What a reader asks an engine before it follows its events: which model blocks without an adapter
-//! are of, and, with `kv_events = "auto"`, where it publishes.
+//! Discovers an engine's event source before following it: the model that blocks without an adapter
+//! belong to and, with `kv_events = "auto"`, the endpoints.
 //!
 //! An engine says at which port of its own it publishes. It does not have this replica connect to
 //! other hosts, to sockets of this machine, or listen: that only the config can ask for.

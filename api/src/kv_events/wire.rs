@@ -1,5 +1,5 @@
-//! What vLLM and SGLang publish, decoded: both the positional form and the form by names, hashes as
-//! integers or as bytes, whatever fields a later version adds.
+//! Decodes the KV events of vLLM and SGLang: positional and named forms, hashes as integers or
+//! bytes. Unknown fields of later versions are ignored.
 //!
 //! Field names and their order follow vLLM's `distributed/kv_events.py` and streams recorded from
 //! released engines (`api/src/kv_events/fixtures`). Unknown kinds of events and unknown fields are

@@ -1,4 +1,4 @@
-//! Which fields a body has beside those that the router reads.
+//! Finds the body fields that the router does not read itself.
 //!
 //! Kept as hashes in place: who does not care about them pays for no allocation, and who does looks
 //! at the body again only if a name may be there ([`members`]).

@@ -1,4 +1,4 @@
-//! From a request body to what routing needs: model, stream flag, user and the prompt's blocks.
+//! Parses request bodies into what routing needs: model, stream flag, user and the prompt's blocks.
 //!
 //! The body is read, never rewritten; engines get the client's bytes. It is read in one pass
 //! without a document tree: strings that are not needed are skipped, the prompt is flattened as it

@@ -1,4 +1,4 @@
-//! How many bytes a token is, learnt from what engines count.
+//! Bytes per token, learned from the engines' own counts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};

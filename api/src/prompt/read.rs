@@ -167,7 +167,7 @@ impl Found<'_> {
         let model = match self.model {
             Some(model) if !model.is_empty() => model.into_owned(),
             Some(_) => return Err(no_model("model: is empty, expected a model id")),
-            None => return Err(no_model("model: is missing, expected a model id")),
+            None => return Err(no_model("model is missing, expected a model id")),
         };
         let prompt = match (self.messages, self.plain) {
             (_, Some(plain)) => plain,

@@ -253,7 +253,7 @@ fn bad_bodies_say_what_and_where() {
         {"model":"m"                                               "-": body is not valid JSON: EOF while parsing an object at line 1 column 12
         {"model":"m"} x                                            "-": body is not valid JSON: trailing characters at line 1 column 15
         {"model":"m",}                                             "-": body is not valid JSON: trailing comma at line 1 column 14
-        {"stream":true}                                            "model": model: is missing, expected a model id
+        {"stream":true}                                            "model": model is missing, expected a model id
         {"model":""}                                               "model": model: is empty, expected a model id
         {"model":7}                                                "model": model: invalid type: integer `7`, expected a string at line 1 column 10
         {"model":null}                                             "model": model: invalid type: null, expected a string at line 1 column 13

@@ -1,5 +1,5 @@
-//! Who is connected: how much each client address and each user has open, and which connections are
-//! idle, so that the longest idle ones can go when there is no room.
+//! Counts connections and requests per client address and user, and finds the longest idle
+//! connections to close when there is no room.
 //!
 //! The book of connections is locked when one opens or closes, never by a request: a request counts
 //! in its own connection and in the share of its address. Users are counted in shards by a keyed

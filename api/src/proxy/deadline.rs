@@ -1,4 +1,4 @@
-//! How long a client waits for its answer, as its request's headers tell.
+//! Client deadlines, read from request headers.
 //!
 //! | header | value | sent by |
 //! | --- | --- | --- |

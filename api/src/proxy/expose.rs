@@ -1,4 +1,4 @@
-//! What a client is told of a request beside the answer.
+//! The `x-quorate-*` headers that clients get, as `users.expose` allows.
 //!
 //! How many blocks of a prompt were found tells a client what others asked, block by block, so that
 //! only trusted clients are told of a decision, and nobody with a refusal: that would be a free

@@ -1,5 +1,5 @@
-//! From a read request to the head of an engine's answer: admit, send, and try the next candidate
-//! where that is safe. Waiting for a backend below its limit is [`crate::admission`]'s part.
+//! Forwards a parsed request: admits it, sends it, and retries on the next candidate where that is
+//! safe, until the head of an answer arrives. Queueing is [`crate::admission`]'s part.
 //!
 //! A request goes to another backend only when the one before did not run it: no connection, or an
 //! answer whose status says so. A connection that breaks after the request was sent is not
@@ -344,7 +344,7 @@ async fn attempt(
 /// What follows from an attempt that failed before the first byte of its answer's body.
 fn failed(proxy: &Proxy, decision: &Decision, failure: &SendFailure) -> Tried {
     if failure.is_local() {
-        tracing::debug!(backend = &*decision.name, error = %failure, "backend was not asked");
+        tracing::debug!(backend = &*decision.name, error = %failure, "could not query backend");
         proxy.pool.close_idle();
         return Tried::NotRun(Last::Failed(Failure::OutOfConnections));
     }

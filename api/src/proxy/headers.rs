@@ -1,5 +1,5 @@
-//! Which headers go on to the engine, and which come back to the client. Those that are added stand in
-//! [`expose`](super::expose).
+//! Filters headers towards the engine and back to the client. [`expose`](super::expose) adds
+//! Quorate's own.
 //!
 //! Fields that are about one connection (RFC 9110, section 7.6.1) stop here in both directions,
 //! with those that `connection` names.

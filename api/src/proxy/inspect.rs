@@ -1,5 +1,5 @@
-//! What is read of an answer's JSON: token usage and output text, in the shapes of the chat,
-//! completions, responses and messages endpoints.
+//! Reads token usage and output text from an answer's JSON, in the forms of the chat, completions,
+//! responses and messages endpoints.
 
 use std::borrow::Cow;
 use std::ops::Range;

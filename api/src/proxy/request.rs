@@ -85,7 +85,7 @@ impl Upload<'_> {
             .is_some_and(|coding| coding != "identity")
         {
             return Err(bad_request(
-                "encoded bodies are not read: send it without content-encoding",
+                "compressed bodies are not supported; send the body without content-encoding",
             ));
         }
         let bytes_max = self.settings.limits.body_bytes_max;
@@ -352,7 +352,7 @@ pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, Fa
     let text = value.to_str().ok().map(str::trim);
     let asked: Option<i64> = text.and_then(|text| text.parse().ok());
     let asked = asked.ok_or_else(|| Failure::BadRequest {
-        message: "the priority is no integer".to_owned(),
+        message: "x-quorate-priority must be an integer".to_owned(),
         param: Some(PRIORITY.to_string()),
     })?;
     let within = asked.clamp(i64::from(i16::MIN), i64::from(priority_max));

@@ -1,4 +1,4 @@
-//! Which paths the data plane answers to.
+//! The paths that the data plane serves.
 //!
 //! An allow-list: engines serve their control routes on the same port, and none of those may be
 //! reached from outside. A path has to be plain, so that no engine reads it in another way than it

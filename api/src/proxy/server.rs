@@ -291,7 +291,7 @@ impl Context {
         } = self;
         let timeouts = proxy.settings.timeouts;
         if let Err(error) = prepare(&stream, timeouts.keep_alive) {
-            tracing::debug!(%error, "connection was gone before it was served");
+            tracing::debug!(%error, "connection closed before it was served");
             return;
         }
         let _open = Open::connection(&proxy.metrics.connections);

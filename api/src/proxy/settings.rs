@@ -1,4 +1,4 @@
-//! What the data plane is told by the config.
+//! Settings of the data plane, from the config.
 
 use std::fmt;
 use std::str::FromStr;

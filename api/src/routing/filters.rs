@@ -1,4 +1,4 @@
-//! Who may take a request: the filters before every policy, in a fixed order.
+//! The filters that exclude backends before every policy, in a fixed order.
 //!
 //! A backend is out at the first filter that it does not pass: it serves other models, was tried,
 //! does not answer, drains, fails at its work (its circuit is open), has not loaded the adapter

@@ -1,4 +1,4 @@
-//! What an engine made of an answer that nobody saw.
+//! Estimates the output of an answer that nobody saw, so that it can be charged.
 //!
 //! Without `stream` an answer shows at its end only. Who leaves before, or whose engine breaks before,
 //! has had tokens made all the same, as many as the time allows: the time since the dispatch, without

@@ -1,4 +1,4 @@
-//! From a parsed body to block hashes and a token estimate.
+//! Turns a parsed body into block hashes and a token estimate.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};

@@ -1,4 +1,4 @@
-//! Who is busy: requests and pending prefill per backend, here and on the other replicas.
+//! Load per backend: requests and pending prefill, here and on the other replicas.
 //!
 //! Load goes from replica to replica directly, never through the log: it is worth something for
 //! half a second only, and worth less than nothing later (a router that acts on load one second

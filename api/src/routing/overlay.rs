@@ -1,5 +1,5 @@
-//! What this replica has routed and the log has not yet applied, so that its own next decision
-//! sees it.
+//! The overlay: blocks that this replica has routed but the log has not applied yet, so that its
+//! own next decision sees them.
 //!
 //! A pending run of blocks is found by its first hash. That suffices: a hash names the whole prefix
 //! before it, the run begins where the backend's applied (or pending) prefix ended when it was

@@ -1,5 +1,5 @@
-//! What admission asks of routing beside decisions: who runs what, what a prompt would find cached,
-//! what was charged here, and that a user waits.
+//! Answers admission's questions to routing: running requests, cached prefixes, local charges, and
+//! which users wait.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

@@ -1,4 +1,4 @@
-//! Where a request says which session it belongs to, and which policy it asks for.
+//! Reads a request's session and requested policy from its headers.
 
 use http::header::COOKIE;
 use http::{HeaderMap, HeaderName};

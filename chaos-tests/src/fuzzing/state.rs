@@ -1,4 +1,4 @@
-//! What the log and snapshots bring into the state: commands, replies, images.
+//! Fuzz targets of `state`: commands, replies and snapshots.
 //!
 //! A command that can be decoded is applied to two replicas, one of which is rebuilt from a snapshot
 //! halfway: replies and digests stay the same and every invariant that `check` knows holds.

@@ -1,5 +1,5 @@
-//! What a client was told was written stands in the log, where it was told, as it asked for it, and had
-//! the effect it was told.
+//! An acknowledged write is in the log at the index the client was told, as requested, and had the
+//! effect the client was told.
 
 use super::{Subjects, Violation};
 use crate::oracle::Record;

@@ -1,5 +1,5 @@
-//! What users pay ahead is used up by what they use: at no time a replica has charged a user more ahead,
-//! and not settled, than the prompts of the user's requests cost that were under way there at once.
+//! Advance charges are used up: a replica's unsettled advances of a user never exceed the price of
+//! that user's concurrent prompts there.
 //!
 //! So much is what is held against requests under way, plus what is left of earlier ones: a dispatch uses
 //! that up before it charges anything ahead. Of admission that charges by predictions or through the log

@@ -1,4 +1,5 @@
-//! Of a backend whose ownership goes by leases, exactly those blocks are owned that leases brought and no eviction took, least recently released first.
+//! A backend in lease mode owns exactly the blocks that leases brought and eviction (least recently
+//! released first) did not take.
 
 use super::{Subjects, Violation};
 use crate::oracle::Record;

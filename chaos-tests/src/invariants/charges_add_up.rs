@@ -1,5 +1,5 @@
-//! What the state says users used is what their requests used: all of it that a replica handed to the log
-//! while it lived, at most all of it, and nothing twice.
+//! Users' totals are what their requests used: everything a replica handed to the log while it
+//! lived, never more, and nothing twice.
 //!
 //! This is told from the clients' side: by the usage that engines reported, without a look at the log.
 

@@ -1,5 +1,5 @@
-//! What an engine computed is charged, whatever its client did: to the token where the engine told it,
-//! and where it told nothing the whole prompt and about half of the output at least.
+//! Whatever an engine computed is charged, whatever the client did: to the token if the engine
+//! reported it, otherwise the whole prompt and at least about half of the output.
 //!
 //! That nobody is charged too much is I38.
 

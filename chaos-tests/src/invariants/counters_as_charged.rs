@@ -1,4 +1,5 @@
-//! What users were charged, their counters with every lift, and their requests in flight and waiting are what the charges in the log make of them.
+//! Users' totals, counters with every lift, and requests in flight and waiting follow from the
+//! charges in the log.
 
 use super::{Subjects, Violation};
 use crate::oracle::Record;

@@ -1,5 +1,4 @@
-//! What tests of invariants are told: small stories of a cluster, in which everything is as it should be
-//! until the test changes it.
+//! Fixtures for tests of invariants: small correct runs of a cluster, for a test to break.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! What clients write and read behind barriers is one register per key: some order of all operations,
-//! true to real time, explains every answer. The log is that order.
+//! Administrative writes and barrier reads are linearizable, one register per key. The log is the
+//! order that explains every answer.
 
 use super::{Subjects, Violation};
 use crate::oracle::{Record, linear};

@@ -1,4 +1,4 @@
-//! What must hold of a run, one property per file, numbered as in docs/ARCHITECTURE.md.
+//! The invariants of a run, one per file, numbered as in docs/ARCHITECTURE.md.
 //!
 //! Each is a function over a [`Record`]. It answers how many things it looked at: a check that never
 //! had anything to look at has proved nothing, and the runner says so.

@@ -1,5 +1,5 @@
-//! When no request is under way nothing is left of any: no lease, no request in flight or waiting, nothing
-//! in an outbox, nothing that a replica believes before the log tells it.
+//! At rest nothing is left of any request: no lease, nothing in flight or waiting, no outbox, no
+//! overlay.
 
 use super::{Subjects, Violation};
 use crate::oracle::Record;

@@ -1,4 +1,4 @@
-//! What the clients did and what they were told.
+//! The history of a run: what clients did and what they were told.
 //!
 //! Administrative writes and reads are [`Operation`]s, requests for inference are [`Request`]s. What
 //! a client was not told, the history does not know: a write that timed out is [`Outcome::Unknown`] and

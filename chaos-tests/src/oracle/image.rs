@@ -1,4 +1,4 @@
-//! What a state holds, taken out as plain values.
+//! The image of a state: its contents as plain values.
 
 use std::collections::BTreeMap;
 

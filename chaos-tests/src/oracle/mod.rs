@@ -1,4 +1,4 @@
-//! What a run of a cluster is judged by.
+//! The oracle: records of a run and the model it is judged against.
 //!
 //! The world tells what it saw: [`Observation`] is the side of the replicas (what each of them applied,
 //! who led, who could reach whom), [`History`] the side of the clients (what they asked for, when, and

@@ -1,4 +1,4 @@
-//! What the replicas did, as the world saw it from outside.
+//! The observation of a run: what replicas did, as seen from outside.
 //!
 //! Times are simulated microseconds since the world began; one clock for all. Lists are in the order in
 //! which things happened.

@@ -1,4 +1,4 @@
-//! What administrative writes change and barrier reads see, as registers.
+//! Registers that administrative writes change and barrier reads see.
 //!
 //! Each [`Key`] names a part of the state that can be written and read as a whole. [`Registers`] is the
 //! sequential specification: what one write after the other leaves behind, written without a look at

@@ -1,4 +1,5 @@
-//! Where the `quorate` program is: built by the cargo that runs these, into its target folder.
+//! Finds the `quorate` binary in the target folder of the cargo that runs the tests, and builds it
+//! if needed.
 
 use std::env;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! What came of a load, and what its users' counters must therefore be.
+//! Results of a load, and the user counters they imply.
 //!
 //! Every answer carries the usage that the engine told. A user's counters must grow by exactly the sum
 //! of these. Where a replica was killed, what it had not handed over yet went with it: of *its* users

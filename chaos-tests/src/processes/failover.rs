@@ -1,4 +1,4 @@
-//! What losing the leader, or the quorum, costs those who are left.
+//! Measures what losing the leader, or the quorum, costs the remaining replicas.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::time::{Instant, interval, sleep, timeout};
 
 use super::book::Stall;
 use super::faults::Stage;
-use super::{checks, waiting};
+use super::{admin, checks};
 
 /// How often replicas are asked who leads.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -95,7 +95,7 @@ async fn wait_for_leader(stage: &Stage, others: &[usize]) -> anyhow::Result<()> 
             looks.tick().await;
         }
     };
-    timeout(waiting::PATIENCE, elected)
+    timeout(admin::PATIENCE, elected)
         .await
         .context("nobody leads")
         .flatten()

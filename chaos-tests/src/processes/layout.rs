@@ -1,4 +1,4 @@
-//! Where the parts of a cluster listen, and the config files that tell them.
+//! Addresses and config files of a cluster of processes.
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};

@@ -1,4 +1,4 @@
-//! How a cluster of processes is set up.
+//! Options of a cluster of processes.
 
 use std::net::SocketAddr;
 

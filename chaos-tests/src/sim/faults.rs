@@ -1,4 +1,4 @@
-//! What goes wrong, and when: a schedule drawn from the seed.
+//! The schedule of faults, drawn from the seed.
 
 use lab::rng::Rng;
 

@@ -1,4 +1,4 @@
-//! How each fault comes about.
+//! Injects faults.
 
 use std::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! What simulated processes log, with simulated time and their replica in front.
+//! The log of simulated processes, prefixed with simulated time and replica.
 
 use std::cell::Cell;
 use std::fmt;

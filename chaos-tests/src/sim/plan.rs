@@ -1,4 +1,4 @@
-//! What a seed decides before the world begins.
+//! The plan of a run: everything a seed decides before it starts.
 
 use std::ops::Range;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Who cannot reach a majority, while links and electorates change.
+//! Tracks which replicas cannot reach a majority as links and memberships change.
 //!
 //! An answer takes a chain of messages from the replica that is asked to a majority and back. They need
 //! not find their links open at once: a request passes one way, that way is cut, the way back is mended,

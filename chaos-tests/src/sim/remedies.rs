@@ -1,4 +1,4 @@
-//! What ends each fault.
+//! Ends faults.
 
 use super::faults::Remedy;
 use super::network::{LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};

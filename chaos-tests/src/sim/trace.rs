@@ -1,4 +1,4 @@
-//! What happened, in order: a running hash of every event and, on request, lines of text.
+//! The trace of a run: a running hash of all events and, on request, text.
 //!
 //! Two runs of a seed that differ anywhere differ in their hash from there on, so comparing two
 //! numbers compares two histories bit for bit.

@@ -1,5 +1,5 @@
-//! What a page of another site has a browser send to the admin port: by a name that leads there (DNS
-//! rebinding), or across sites.
+//! Requests that another site's page makes a browser send to the admin port: DNS rebinding and
+//! cross-site requests.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;

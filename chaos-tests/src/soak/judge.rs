@@ -1,4 +1,4 @@
-//! What must hold when everybody has gone.
+//! Checks that must hold after the load.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Who there is in a soak: the table of kinds, each with what it does.
+//! The kinds of clients in a soak.
 
 use super::client::{Leaves, Manner};
 use super::engine::{FAILING, FAT, POISON};

@@ -1,4 +1,4 @@
-//! What somebody who is no member sends to the peer port: plain gRPC, written by hand.
+//! Hand-written gRPC that a stranger sends to the peer port.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What happened to those of a kind, counted.
+//! Counts outcomes per kind of client.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What operators and the leader write, and what is read behind a barrier.
+//! Commands of operators and of the leader, and barrier reads.
 
 use std::collections::BTreeMap;
 

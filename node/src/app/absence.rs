@@ -1,5 +1,5 @@
-//! Who is gone for good: the leader closes the sessions of replicas not heard from for long, so that
-//! leases and requests they left open do not count for ever.
+//! Session expiry: the leader closes the sessions of replicas that have been silent for long, so
+//! that their open leases and requests do not count forever.
 //!
 //! A replica that was killed and is back is heard from, and whatever it proposes first ends its former
 //! run. One that gets no requests proposes nothing: it ends that run here.
@@ -100,10 +100,12 @@ pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
                     tracing::info!(
                         replica = replica.0,
                         log_index,
-                        "absent replica's session ended"
+                        "ended the session of an absent replica"
                     );
                 }
-                Err(error) => tracing::debug!(replica = replica.0, %error, "session not ended yet"),
+                Err(error) => {
+                    tracing::debug!(replica = replica.0, %error, "could not end session yet");
+                }
             }
         }
     }
@@ -124,8 +126,8 @@ fn former_run(
 async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: SessionId) {
     let command = Command::ExpireSession { replica, session };
     match cluster.submit(command).await {
-        Ok(_) => tracing::info!("what the former run of this replica left open is closed"),
-        Err(error) => tracing::debug!(%error, "former run not ended yet"),
+        Ok(_) => tracing::info!("closed what the former run of this replica left open"),
+        Err(error) => tracing::debug!(%error, "could not end the former run yet"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What time it is, by the clocks of all members; and how far each of these is from this one's.
+//! Cluster time: the median of all members' clocks, and each member's skew from this replica.
 //!
 //! Members tell each other with every message what their wall clocks show. The cluster's clock, by which
 //! commands are stamped, is the median of them all: a minority of wrong clocks, this replica's own too,
@@ -125,9 +125,13 @@ impl Clocks {
         let is_skewed = skew_ms.unsigned_abs() > SKEW_MS_MAX;
         if std::mem::replace(&mut known.is_skewed, is_skewed) != is_skewed {
             if is_skewed {
-                tracing::warn!(peer, skew_ms, "clock of a peer differs from this replica's");
+                tracing::warn!(peer, skew_ms, "peer's clock differs from this replica's");
             } else {
-                tracing::info!(peer, skew_ms, "clock of a peer is this replica's again");
+                tracing::info!(
+                    peer,
+                    skew_ms,
+                    "peer's clock agrees with this replica's again"
+                );
             }
         }
         self.settle(&peers);
@@ -205,7 +209,7 @@ pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: Canc
         }
         let submitted = cluster.submit(Command::PaceTime);
         if let Some(Err(failure)) = stop.run_until_cancelled(submitted).await {
-            tracing::debug!(%failure, "replicated time not paced yet");
+            tracing::debug!(%failure, "could not start pacing replicated time yet");
         }
     }
 }

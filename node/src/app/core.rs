@@ -336,9 +336,9 @@ impl Core {
             }) => {}
             Ok(left) => {
                 let items = left.queued_items;
-                tracing::warn!(items, "left with facts that did not get into the log");
+                tracing::warn!(items, "exiting with uncommitted updates");
             }
-            Err(error) => tracing::error!(%error, "outbox broke"),
+            Err(error) => tracing::error!(%error, "outbox failed"),
         }
     }
 
@@ -350,7 +350,7 @@ impl Core {
         let ended = tokio::time::timeout(STOP_DEADLINE, self.tasks.wait()).await;
         if ended.is_err() {
             let tasks = self.tasks.len();
-            tracing::warn!(tasks, "background tasks did not end in time");
+            tracing::warn!(tasks, "background tasks did not stop in time");
         }
         self.replica.shutdown().await;
         tracing::info!("replica left");
@@ -378,9 +378,9 @@ pub(super) async fn hand_over(replica: &Replica) {
         return;
     }
     match tokio::time::timeout(HANDOVER_DEADLINE, replica.transfer_leader(None)).await {
-        Ok(Ok(leader)) => tracing::info!(leader, "leadership handed over"),
-        Ok(Err(error)) => tracing::warn!(%error, "leadership not handed over"),
-        Err(_) => tracing::warn!("leadership not handed over in time"),
+        Ok(Ok(leader)) => tracing::info!(leader, "transferred leadership"),
+        Ok(Err(error)) => tracing::warn!(%error, "could not transfer leadership"),
+        Err(_) => tracing::warn!("could not transfer leadership in time"),
     }
 }
 

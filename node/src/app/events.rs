@@ -20,7 +20,7 @@ pub(super) async fn log(events: Events, stop: CancellationToken) {
                 tracing::info!(event = numbered.event.name(), detail, "cluster changed");
             }
             Ok(_) => {}
-            Err(RecvError::Lagged(events)) => tracing::warn!(events, "cluster events passed over"),
+            Err(RecvError::Lagged(events)) => tracing::warn!(events, "dropped cluster events"),
             Err(RecvError::Closed) => return,
         }
     }

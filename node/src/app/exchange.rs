@@ -1,5 +1,4 @@
-//! What replicas tell each other outside the log: how busy each is, what waits there, and its digest
-//! at an index.
+//! Messages between replicas outside the log: load, backlog, and digests.
 //!
 //! All of it travels in one message, as a peer that is behind gets only the newest one: none can push
 //! the other out. Layout: a version byte, the digest claim's length in one byte, the claim (see
@@ -49,20 +48,20 @@ pub(super) struct Inbox {
 impl PeerHandler for Inbox {
     fn message(&self, from: u8, bytes: &[u8]) {
         let Some(message) = Message::read(bytes) else {
-            tracing::warn!(peer = from, "unreadable message of a peer");
+            tracing::warn!(peer = from, "could not decode a peer's message");
             return;
         };
         let (peer, now) = (ReplicaId(from), Instant::now());
         if !message.claim.is_empty()
             && let Err(error) = self.digests.receive(peer, message.claim)
         {
-            tracing::warn!(peer = from, %error, "unreadable digest of a peer");
+            tracing::warn!(peer = from, %error, "could not decode a peer's digest");
         }
         if let Err(error) = self.router.load().merge_report(peer, message.load, now) {
-            tracing::warn!(peer = from, %error, "unreadable load report of a peer");
+            tracing::warn!(peer = from, %error, "could not decode a peer's load report");
         }
         if let Err(error) = self.admission.heard(peer, message.backlog) {
-            tracing::warn!(peer = from, %error, "unreadable backlog of a peer");
+            tracing::warn!(peer = from, %error, "could not decode a peer's backlog report");
         }
     }
 

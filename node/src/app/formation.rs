@@ -1,4 +1,4 @@
-//! From config to what `raft` and the data plane are started with.
+//! Builds the options of `raft` and the data plane from the config.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -1,4 +1,4 @@
-//! Which log format the members know, and what may be proposed to them.
+//! Log format versions that members know, and which commands may be proposed.
 //!
 //! A replica stops at a command that it cannot read. Each tells the cluster the newest format it knows as a
 //! label of its membership, anew whenever it is started with another build; a command of a later kind than

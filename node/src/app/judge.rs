@@ -1,5 +1,5 @@
-//! Whether this replica's own state is the wrong one, by what its peers say of theirs; and its
-//! replacement by theirs.
+//! Compares this replica's digest with its peers', and replaces its state if the majority
+//! disagrees.
 //!
 //! Replicas that applied the same log must hold the same state. One that differs from most voters
 //! has lost that, to a fault of memory or of the program, and cannot tell where: it neither leads nor is
@@ -42,7 +42,7 @@ pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: Cancellat
                 ours = api::admin::digests::hex(minority.ours),
                 theirs = api::admin::digests::hex(minority.theirs),
                 replicas = minority.holders.len(),
-                "this replica's state differs from the majority's: it is replaced by theirs"
+                "this replica's state differs from the majority's and is being replaced"
             );
         }
         let Some(minority) = digests.minority() else {
@@ -59,9 +59,12 @@ pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: Cancellat
             Ok(log_index) => {
                 digests.forget();
                 replica.doubt(false);
-                tracing::warn!(log_index, "this replica's state is the majority's again");
+                tracing::warn!(
+                    log_index,
+                    "this replica's state agrees with the majority's again"
+                );
             }
-            Err(error) => tracing::error!(%error, "state not replaced yet"),
+            Err(error) => tracing::error!(%error, "could not replace state yet"),
         }
     }
 }

@@ -53,9 +53,9 @@ impl Followed {
         match read(&self.file) {
             Ok(told) => {
                 self.keys.replace(told);
-                tracing::info!(keys = ?self.keys, "api keys read again");
+                tracing::info!(keys = ?self.keys, "reloaded API keys");
             }
-            Err(why) => tracing::warn!(why, "api keys not read again, those before stay"),
+            Err(why) => tracing::warn!(why, "could not reload API keys; keeping the old ones"),
         }
     }
 }

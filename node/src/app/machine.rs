@@ -1,4 +1,5 @@
-//! Where the log meets the router: decode, apply, encode.
+//! The state machine that the log drives: decodes, applies, encodes. The one place where log and
+//! router meet.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -1,4 +1,4 @@
-//! What `api` asks of the log and the cluster, answered by a raft replica.
+//! Implements `api`'s ports over a raft replica.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -157,7 +157,7 @@ impl LogPort {
             *session = stale.successor();
             tracing::error!(
                 replica = self.id.0,
-                "the cluster knows another run of this replica's id: does a second process use it?"
+                "the cluster knows another run of this replica's id; is a second process using it?"
             );
         }
         *session

@@ -1,5 +1,5 @@
-//! Who reads which backend's KV events: the leader decides, evenly over the replicas that are there,
-//! and leaves a reader alone as long as it is there.
+//! Assigns KV event readers: the leader spreads backends evenly over connected replicas and does
+//! not move a reader while it is connected.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -49,12 +49,9 @@ pub(super) async fn assign(cluster: Arc<dyn Cluster>, view: Arc<View>, stop: Can
         match stop.run_until_cancelled(submitted).await {
             None => return,
             Some(Ok(committed)) => {
-                tracing::info!(
-                    log_index = committed.index.0,
-                    "readers of KV events assigned"
-                );
+                tracing::info!(log_index = committed.index.0, "assigned KV event readers");
             }
-            Some(Err(error)) => tracing::debug!(%error, "readers of KV events not assigned yet"),
+            Some(Err(error)) => tracing::debug!(%error, "could not assign KV event readers yet"),
         }
     }
 }

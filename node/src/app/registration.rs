@@ -66,12 +66,12 @@ async fn put_setting(cluster: &dyn Cluster, command: Command, is_set: impl Fn() 
         match cluster.submit(command.clone()).await {
             Ok(committed) => {
                 if let Reply::Rejected(reject) = committed.reply {
-                    tracing::error!(%reject, "settings of the config refused");
+                    tracing::error!(%reject, "settings from the config were rejected");
                 }
                 return;
             }
             Err(failure) => {
-                tracing::debug!(%failure, "settings not registered yet");
+                tracing::debug!(%failure, "could not register settings yet");
                 tokio::time::sleep(PAUSE).await;
             }
         }
@@ -89,12 +89,12 @@ async fn put(cluster: &dyn Cluster, view: &View, spec: BackendSpec) {
         match cluster.submit(Command::PutBackend(spec.clone())).await {
             Ok(committed) => {
                 if let Reply::Rejected(reject) = committed.reply {
-                    tracing::error!(backend = spec.id, %reject, "backend of the config refused");
+                    tracing::error!(backend = spec.id, %reject, "backend from the config was rejected");
                 }
                 return;
             }
             Err(failure) => {
-                tracing::debug!(backend = spec.id, %failure, "backend not registered yet");
+                tracing::debug!(backend = spec.id, %failure, "could not register backend yet");
                 tokio::time::sleep(PAUSE).await;
             }
         }

@@ -103,7 +103,7 @@ pub(super) async fn start(
         data = %addresses.data,
         admin = %addresses.admin,
         peer = %addresses.peer,
-        "replica listens"
+        "replica is listening"
     );
     Ok(Running {
         addresses,
@@ -255,8 +255,10 @@ impl Running {
         let (replica, proxy) = (self.core.replica(), &mut self.proxy);
         match tokio::join!(proxy, hand_over(replica)).0 {
             Ok(Drained { cut: 0 }) => {}
-            Ok(Drained { cut }) => tracing::warn!(connections = cut, "connections cut off"),
-            Err(error) => tracing::error!(%error, "data plane broke"),
+            Ok(Drained { cut }) => {
+                tracing::warn!(connections = cut, "closed remaining connections");
+            }
+            Err(error) => tracing::error!(%error, "data plane failed"),
         }
         self.core.flush().await;
     }

@@ -1,4 +1,4 @@
-//! How a running replica is told to leave: in peace, or at once.
+//! Shutdown handle: drain, or abort.
 
 use tokio_util::sync::CancellationToken;
 

@@ -22,7 +22,7 @@ pub(super) async fn warm_up(cluster: &dyn Cluster, view: &View, backends: &Backe
     };
     match tokio::time::timeout(PATIENCE, warm).await {
         Ok(()) => tracing::info!("taking requests"),
-        Err(_) => tracing::warn!("taking requests without quorum or without probed backends"),
+        Err(_) => tracing::warn!("taking requests without a quorum or without probed backends"),
     }
 }
 

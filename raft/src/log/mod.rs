@@ -147,7 +147,7 @@ impl LogStore {
         let log = self.clone();
         let closed = self.blocking.run(move || log.close_blocking()).await;
         if let Err(error) = closed {
-            tracing::error!(%error, "log could not be closed");
+            tracing::error!(%error, "could not close the log");
         }
     }
 

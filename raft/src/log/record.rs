@@ -1,4 +1,4 @@
-//! How a log entry is laid out on disk.
+//! Layout of a log entry on disk.
 //!
 //! ```text
 //! version  1 byte   1

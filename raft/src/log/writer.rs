@@ -266,14 +266,14 @@ impl Run {
         match room {
             Ok(()) => {
                 if self.waiting.send_replace(None).is_some() {
-                    tracing::info!("log goes on: the disk takes writes again");
+                    tracing::info!("log resumed: the disk has space again");
                 }
                 Ok(true)
             }
             Err(error) if is_given_up => Err(error),
             Err(error) if is_shortage(&error) => {
                 if self.waiting.send_replace(Some(error.to_string())).is_none() {
-                    tracing::warn!(%error, "log waits: nothing was begun, it goes on by itself");
+                    tracing::warn!(%error, "log is waiting for disk space; it resumes by itself");
                 }
                 Ok(false)
             }

@@ -1,5 +1,5 @@
-//! What connections begin with: each shows what it speaks, and proves itself where the cluster has a
-//! secret. How many there may be and how long that may take is said in [`super::door`].
+//! Accepts peer connections: the preface, and the handshake if the cluster has a secret.
+//! [`super::door`] bounds their number and time.
 //!
 //! Who lacks the secret is answered over HTTP/2, with one sentence for every call, so that both sides'
 //! logs say what is missing.
@@ -89,7 +89,7 @@ fn silent() -> Refusal {
 pub(super) fn say(refusals: &Seldom, peer: &str, why: &Refusal) {
     // Whoever looks whether the port is open ends at once.
     if !matches!(why, Refusal::Io(_)) && refusals.may_say() {
-        tracing::warn!(peer, %why, "no connection to a peer");
+        tracing::warn!(peer, %why, "could not connect to peer");
     }
 }
 
@@ -163,7 +163,7 @@ pub(super) fn for_proven(service: PeerService) -> PeerService {
         let mut service = service.clone();
         let answered: BoxFuture<'static, _> = if lacks {
             if refusals.may_say() {
-                tracing::warn!("call of a peer refused: it has no cluster.secret_file");
+                tracing::warn!("refused a peer's call: it has no cluster.secret_file");
             }
             let refused = tonic::Status::unauthenticated(LACKS_SECRET).into_http();
             Box::pin(std::future::ready(Ok(refused)))

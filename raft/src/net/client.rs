@@ -210,7 +210,7 @@ impl RaftNetworkV2<Config> for Client {
                 if reading.is_finished()
                     && let Ok(Err(unread)) = reading.await
                 {
-                    tracing::error!(error = %unread, "snapshot cannot be read for a peer");
+                    tracing::error!(error = %unread, "could not read snapshot for a peer");
                 }
                 Err(rpc_error(&error).into())
             }
@@ -264,7 +264,7 @@ fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Conf
     if term <= guard::term_max(asked.leader_id.term) {
         return Ok(answered.into());
     }
-    tracing::warn!(term, "a peer answers with a term that cannot be");
+    tracing::warn!(term, "peer answered with an impossible term");
     Err(Unreachable::from_string(format!(
         "an answer of term {term}"
     )))

@@ -1,4 +1,4 @@
-//! Who is listened to: looked at before anything of a call is used.
+//! Guards peer calls: decides whether a caller is believed, before anything of the call is used.
 //!
 //! A call between members names the cluster, the replica and the store it is meant for, and who makes
 //! it. It is refused when one of them is another: an old address may be somebody else's by now. Who

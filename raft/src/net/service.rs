@@ -89,7 +89,7 @@ async fn lend(
         opened.await??.send(parts, Ok, inner.blocking).await
     };
     if let Err(error) = lent.await {
-        tracing::warn!(%error, "state not lent to a peer");
+        tracing::warn!(%error, "could not send state to peer");
         // It may be gone.
         drop(parts.send(Err(Status::aborted(error.to_string()))).await);
     }

@@ -1,4 +1,4 @@
-//! How calls reach peers: the port, and TCP behind it.
+//! Transport of peer calls: the port, and TCP behind it.
 //!
 //! The port lies below the generated clients and services and above HTTP/2, so that a simulation
 //! sees whole calls, which it can lose, delay, repeat and put in another order.

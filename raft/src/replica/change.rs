@@ -87,7 +87,7 @@ impl Inner {
             .write(ChangeMembers::AddVoterIds(BTreeSet::new()), false)
             .await;
         let is_finished = matches!(outcome, Outcome::Changed(_));
-        tracing::info!(is_finished, "change of voters was left halfway");
+        tracing::info!(is_finished, "membership change was left incomplete");
         is_finished
     }
 
@@ -175,7 +175,7 @@ impl Inner {
     /// Hands leadership to `to`, or with 0 to whoever is furthest; the log says if it fails.
     pub(super) async fn transfer_within(&self, to: u64, limit: Duration) {
         if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(to, limit).await {
-            tracing::warn!(why, "leadership was not handed over");
+            tracing::warn!(why, "could not transfer leadership");
         }
     }
 

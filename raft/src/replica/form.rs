@@ -1,4 +1,4 @@
-//! How a replica comes into a cluster, and what it does to be described there correctly.
+//! Cluster formation: bootstrap, join, and keeping this replica's membership entry up to date.
 //!
 //! A replica without a cluster looks at its peers again and again:
 //!
@@ -122,8 +122,8 @@ impl Inner {
             Ok(Ok(response)) => {
                 tracing::info!(index = response.log_id.index + 1, "cluster founded");
             }
-            Ok(Err(error)) => tracing::warn!(%error, "first command not committed"),
-            Err(_) => tracing::warn!("first command not committed in time"),
+            Ok(Err(error)) => tracing::warn!(%error, "first command was not committed"),
+            Err(_) => tracing::warn!("first command was not committed in time"),
         }
     }
 
@@ -175,7 +175,7 @@ impl Inner {
             Peers::Dns(name) => match tokio::net::lookup_host(name).await {
                 Ok(addresses) => addresses.map(|address| address.to_string()).collect(),
                 Err(error) => {
-                    tracing::debug!(%error, name, "peers cannot be looked up");
+                    tracing::debug!(%error, name, "could not resolve peers");
                     Vec::new()
                 }
             },
@@ -378,7 +378,7 @@ impl Inner {
                 Some(change) => match self.change(change).await {
                     Ok(_) => Some(TELL_EVERY / 10),
                     Err(ChangeError::Refused(why)) => {
-                        tracing::debug!(why, "not described or promoted");
+                        tracing::debug!(why, "could not describe or promote this replica yet");
                         None
                     }
                     Err(ChangeError::Unknown(_)) => Some(TELL_EVERY),

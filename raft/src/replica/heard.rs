@@ -1,4 +1,4 @@
-//! What this replica hears from the leader it follows.
+//! Tracks what this replica hears from the leader it follows.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

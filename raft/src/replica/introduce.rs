@@ -1,4 +1,4 @@
-//! What a replica says of itself, to whom, and how much of it is taken.
+//! Introductions: what a replica tells about itself, and how much of that is accepted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -117,7 +117,7 @@ impl Inner {
             answer.map(tonic::Response::into_inner).map_err(|status| {
                 // Not away, but of another mind: somebody has to look at a config.
                 if status.code() == Code::FailedPrecondition && self.refusals.may_say() {
-                    tracing::warn!(address, why = status.message(), "refused by a peer");
+                    tracing::warn!(address, why = status.message(), "peer refused the call");
                 }
                 status.message().to_owned()
             })

@@ -333,7 +333,7 @@ impl Inner {
         // Raft may wait for its log, which may wait for room.
         self.log.stop_waiting();
         if let Err(error) = self.raft.shutdown().await {
-            tracing::error!(%error, "raft ended badly");
+            tracing::error!(%error, "raft shutdown failed");
         }
         self.log.close().await;
         self.tasks.close();
@@ -341,7 +341,7 @@ impl Inner {
             .await
             .is_err()
         {
-            tracing::warn!("tasks outlive the replica");
+            tracing::warn!("tasks outlived the replica");
         }
         drop(
             self.lock

@@ -247,6 +247,8 @@ fn log_changes(old: &Status, new: &Status) {
         tracing::info!(applied = new.applied, "caught up with the cluster");
     }
     if new.is_removed && !old.is_removed {
-        tracing::error!("removed from the cluster: nothing new reaches this replica, stop it");
+        tracing::error!(
+            "removed from the cluster; this replica gets no more updates and should be stopped"
+        );
     }
 }

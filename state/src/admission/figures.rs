@@ -1,4 +1,4 @@
-//! What admission knows of a user, and what of it the log does not know yet.
+//! Figures of a user for admission, including what the log does not know yet.
 //!
 //! Replicas read the users' figures from the published state. What a replica has charged and not
 //! seen applied stands in its [`Pending`] and is added on top, so that its own last dispatches count

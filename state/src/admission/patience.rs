@@ -1,4 +1,4 @@
-//! How long clients wait before they leave, learnt from those who did.
+//! Clients' patience: how long they wait before they leave, learned from those who did.
 //!
 //! Most clients do not say how long they wait. Those who leave while they wait show it; those who
 //! are served or refused before show only that they waited that long. Both count, as in Kaplan and

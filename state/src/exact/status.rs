@@ -1,4 +1,4 @@
-//! What readers, operators and metrics are told of followed engines.
+//! Status of followed engines, for readers, operators and metrics.
 
 use serde::Serialize;
 

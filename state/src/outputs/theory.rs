@@ -1,4 +1,4 @@
-//! What bins are worth where a batch lasts as long as its longest request.
+//! Theory of bins for batches that last as long as their longest request.
 
 /// Mean time of a batch of `batch` requests from one of `bins` bins of equal mass, when the requests'
 /// own times are uniform over `least..=most`:

@@ -1,4 +1,4 @@
-//! What always holds of an [`Ownership`], checked from scratch. Slow on a large one.
+//! Checks the invariants of an [`Ownership`] from scratch. Slow on a large one.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! What a record adds to the digest: order-independent, so that it can be kept incrementally.
+//! A record's contribution to the digest: order-independent, so that the digest can be maintained
+//! incrementally.
 //!
 //! The digest is the wrapping sum of a 128-bit hash (xxh3) per record over its canonical bytes. Changing
 //! a record takes its old hash out and adds the new one. Children are not hashed: parents name them.

@@ -1,4 +1,4 @@
-//! What engines report of their caches, beside what leases imply.
+//! Blocks that engines report, beside those that leases imply.
 //!
 //! A reported block is held by the report: no capacity and no release takes it. When the engine says
 //! it is gone it leaves at once, with what follows it, whoever pins that. Several ranks of one engine

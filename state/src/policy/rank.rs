@@ -1,5 +1,4 @@
-//! What all policies share: how a candidate is ranked, how the best one is picked, and the few
-//! sums over candidates that several policies need.
+//! Shared by all policies: ranking candidates, picking the best, and common sums over candidates.
 
 use std::cmp::Reverse;
 

@@ -1,4 +1,5 @@
-//! What a cluster hashes with: nobody outside may know it, lest they build blocks that hash alike.
+//! The cluster's hash seed and secret. Anybody who knew the secret could construct colliding
+//! blocks.
 //!
 //! The seed names users and models and begins every chain. The secret goes into every block: under a
 //! seed alone, the blocks behind the first are hashed in a way that everybody knows, and blocks with

@@ -1,4 +1,4 @@
-//! What users may use: bounds per window, kept over the whole cluster.
+//! Rate limits of users: bounds per window, kept across the cluster.
 //!
 //! Requests and tokens are bounded by a token bucket each: it holds one window's worth and refills
 //! evenly. What was used is counted in the replicated state, as charges are applied, and may exceed

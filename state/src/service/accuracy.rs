@@ -1,4 +1,4 @@
-//! How well predictions of cached prefixes hold, and what follows for a backend's capacity.
+//! Accuracy of cache predictions, and the correction of a backend's capacity that follows.
 //!
 //! The router believes that a backend holds blocks; with each answer the engine says how many
 //! prompt tokens it really had. Who over-predicts believes in blocks that are gone: the cache is

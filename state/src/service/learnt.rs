@@ -1,4 +1,4 @@
-//! What a backend's work costs, learnt from what replicas measured of it.
+//! Prices of a backend's work, learned from the replicas' measurements.
 //!
 //! Two models, each linear and small enough to be understood:
 //! - Time to first token = a base + prefill tokens before it × price of a token + requests running

@@ -1,5 +1,4 @@
-//! What readers see of service: one entry per backend, published when a sample or a setting
-//! changes it.
+//! Published service data: one entry per backend, updated when a sample or a setting changes it.
 
 use serde::Serialize;
 

@@ -1,4 +1,4 @@
-//! What the admin API reads of the state: plain values, nothing of the inside.
+//! The state as the admin API reads it: plain values.
 
 use serde::Serialize;
 

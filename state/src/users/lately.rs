@@ -1,4 +1,4 @@
-//! What users used lately, for policies that look at it: kept only while one does.
+//! Recent usage of users, kept only while a policy needs it.
 //!
 //! The hot path reads a frozen copy of the user table, published after each command. Least and most
 //! over all users are found by going round the users active within the window, a bounded number of

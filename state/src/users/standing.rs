@@ -1,4 +1,4 @@
-//! What admission keeps of a user: where their requests wait, what they may use, what they used.
+//! A user's standing in admission: waiting requests, limits, and usage.
 //!
 //! It stands beside the account and takes no part in its encoding, so that users whom admission knows
 //! nothing of are written, and hashed, as in format version 1.

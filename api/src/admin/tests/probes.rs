@@ -92,8 +92,8 @@ async fn every_reason_against_readiness_is_named() {
         "draining",
         "removed from the cluster",
         "storage fault: input/output error",
-        "storage: waiting for space: 5 KiB free, 16384 KiB wanted",
-        "state differs from 2 other replicas' at log index 256 and is being replaced by theirs",
+        "storage: waiting for disk space: 5 KiB free, 16384 KiB wanted",
+        "state differs from that of 2 other replicas at log index 256 and is being replaced",
         "no healthy backend",
         "not caught up with the cluster",
     ];
@@ -111,7 +111,7 @@ async fn a_restart_without_a_quorum_serves_what_was_restored() {
     }
     let reasons = [
         "no quorum",
-        "not known to be caught up: serves the state it was stopped with",
+        "not known to be caught up: serving the state it was stopped with",
     ];
     let degraded = json!({"status": "degraded", "reasons": reasons});
     assert_eq!(readiness(&bench).await, (200, degraded));

@@ -1,4 +1,4 @@
-//! From an engine's events to the router's block hashes.
+//! Translates an engine's KV events into the router's block hashes.
 //!
 //! A block's hash here follows from its parent's and its tokens, so the engine's own hash function
 //! does not matter: its hashes are names. Left out are blocks outside the GPU, groups of layers

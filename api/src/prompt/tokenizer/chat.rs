@@ -1,5 +1,5 @@
-//! What a body asks the model to read, in the one form that templates and engines take: chat
-//! messages as OpenAI's API has them, or a plain text, or token ids.
+//! The prompt of a body in the form that templates and engines take: OpenAI chat messages, plain
+//! text or token ids.
 //!
 //! The steps are vLLM's (`vllm/entrypoints/chat_utils.py`, 0.11 and later; behaviour re-told, not
 //! copied): text parts become text, arguments of tool calls become objects, system text of the

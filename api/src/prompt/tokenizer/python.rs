@@ -1,4 +1,4 @@
-//! What chat templates expect of Python: `json.dumps` and `strftime`.
+//! Python functions that chat templates rely on: `json.dumps` and `strftime`.
 //!
 //! Templates are written for `transformers`, whose `tojson` is Python's `json.dumps` without HTML
 //! escapes, and whose `strftime_now` formats the present time. One character of difference would

@@ -91,7 +91,7 @@ impl Driver<'_> {
             () = self.flush_on_time() => true,
         };
         if !has_stopped && tokio::time::timeout(drain_max, self.drain()).await.is_err() {
-            tracing::warn!("outbox not flushed before the replica stops");
+            tracing::warn!("could not flush the outbox before stopping");
         }
         self.desk.status(Instant::now())
     }
@@ -150,16 +150,16 @@ impl Driver<'_> {
                     return Flushed::One;
                 }
                 Next::Refused(because) => {
-                    tracing::error!(seq, because, "outbox envelope refused");
+                    tracing::error!(seq, because, "outbox batch was rejected");
                     return Flushed::One;
                 }
                 Next::Stop => return Flushed::Stopped,
                 Next::Renewed => tracing::error!(seq, "another run of this replica's id is known"),
                 Next::Retry(because) if pause == PAUSE_MAX => {
-                    tracing::warn!(seq, because, "outbox held up");
+                    tracing::warn!(seq, because, "outbox stalled");
                 }
                 Next::Retry(because) => {
-                    tracing::debug!(seq, because, "outbox envelope proposed again");
+                    tracing::debug!(seq, because, "proposing outbox batch again");
                 }
             }
             self.metrics.retries.inc();

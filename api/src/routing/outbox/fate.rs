@@ -1,4 +1,4 @@
-//! What becomes of an envelope, and what follows from it.
+//! Handles the outcome of a proposed envelope: applied, rejected, or unknown.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What this replica has learnt and the log has not yet confirmed.
+//! The outbox: what this replica has learned and the log has not confirmed yet.
 //!
 //! [`Outbox`] is a plain value: things learnt go in, one [`Envelope`] at a time comes out, the fate
 //! of each comes back. Waiting and proposing is [`driver`]'s part. The rules:

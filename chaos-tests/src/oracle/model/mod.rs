@@ -1,4 +1,4 @@
-//! What the state must be, computed a second time: a naive replay of the log.
+//! The model: the state computed a second time, by a naive replay of the log.
 //!
 //! Nothing here is shared with `state` but the words of the log. Caches are maps that are searched from
 //! end to end, users are sums, orders are found by looking at everybody. What is not followed is told

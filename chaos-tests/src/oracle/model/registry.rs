@@ -1,4 +1,4 @@
-//! Which backend stands in which slot, and which life of it.
+//! The model's backends: which incarnation occupies which slot.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Who may say what once: runs of replicas and their sequence numbers.
+//! The model's sessions: runs of replicas and their sequence numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,4 @@
-//! What readers told of engines' KV events: how far each stream is known to go.
+//! The model's KV event streams: how far each one is known.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! How time passes by the stamps of commands.
+//! The model's replicated time, from the stamps of commands.
 
 /// Most that one command moves it before it is paced.
 const HOUR_MS: u64 = 3_600_000;

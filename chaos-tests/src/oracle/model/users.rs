@@ -1,4 +1,4 @@
-//! What users used, and their virtual counters, by looking at everybody each time.
+//! The model's users: totals and virtual counters, by linear search.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Who waits for grants through the log: a list that is searched from end to end.
+//! The model's waiting list for grants through the log, by linear search.
 
 use state::grants::Wait;
 use state::ids::{ModelKey, ReplicaId, Ticket, UserKey};

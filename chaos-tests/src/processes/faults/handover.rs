@@ -1,4 +1,4 @@
-//! What operators do on purpose, and clients must not notice.
+//! Planned operations that clients must not notice.
 
 use anyhow::ensure;
 use http::Method;

@@ -1,4 +1,4 @@
-//! What travels, and what it does where it arrives.
+//! Messages of the simulated network, and their effect on arrival.
 
 use raft::PeerRequest;
 use tower::ServiceExt;

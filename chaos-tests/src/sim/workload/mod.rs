@@ -1,4 +1,4 @@
-//! What clients, operators and engines do to a cluster while things go wrong.
+//! The workload of a run: clients, operators and engines.
 //!
 //! Everybody lives in the process of the replica they talk to, and goes with it: what a client was
 //! not told when its replica died, it does not know. Engines outlive replicas. What clients did and were told

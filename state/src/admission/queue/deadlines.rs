@@ -1,4 +1,4 @@
-//! Who may wait, and for how long: refusals at the door, and those who have waited too long.
+//! Deadlines of waiting requests: refusal by prediction, and expiry.
 //!
 //! A request is refused when it would not go in time: what is ahead of it in the order in force, over
 //! the rate at which the queue is served, is longer than it may wait. It may wait for
