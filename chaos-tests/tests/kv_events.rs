@@ -12,12 +12,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use chaos_tests::processes::{Cluster, ClusterOptions, until};
-use http_body_util::{BodyExt, Full};
-use hyper::Request;
-use hyper::body::Bytes;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use http::Method;
+use node::json_client::JsonClient;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
@@ -35,11 +31,10 @@ const BLOCK: u64 = 32;
 /// Blocks that an engine of 320 holds at least once it has evicted: some hold nothing findable, and
 /// some the same.
 const ENGINE_BLOCKS_FULL: u64 = 240;
+/// Longest wait for one answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Predictions that must be right, in hundredths.
 const RIGHT_PERCENT_MIN: u64 = 99;
-
-/// A client of everything that speaks JSON.
-struct Http(Client<HttpConnector, Full<Bytes>>);
 
 /// What came of a request.
 struct Answer {
@@ -50,56 +45,24 @@ struct Answer {
     reply: String,
 }
 
-impl Http {
-    fn new() -> Self {
-        Self(Client::builder(TokioExecutor::new()).build_http())
-    }
-
-    async fn post(&self, url: &str, body: &Value) -> anyhow::Result<(String, Value)> {
-        let request = Request::post(url)
-            .header("content-type", "application/json")
-            .body(Full::from(body.to_string()))?;
-        let exchange = async {
-            let response = self.0.request(request).await?;
-            let prefix = response.headers().get("x-quorate-prefix");
-            let prefix = prefix
-                .and_then(|it| it.to_str().ok())
-                .unwrap_or("")
-                .to_owned();
-            let status = response.status();
-            let body = response.into_body().collect().await?.to_bytes();
-            ensure!(
-                status.is_success(),
-                "{status}: {}",
-                String::from_utf8_lossy(&body)
-            );
-            anyhow::Ok((prefix, serde_json::from_slice(&body).unwrap_or(Value::Null)))
-        };
-        let answer = tokio::time::timeout(Duration::from_secs(30), exchange).await;
-        answer
-            .context("timed out")
-            .flatten()
-            .with_context(|| format!("POST {url}"))
-    }
-
-    async fn chat(&self, replica: &str, body: &Value) -> anyhow::Result<Answer> {
-        let (prefix, answer) = self
-            .post(&format!("{replica}/v1/chat/completions"), body)
-            .await?;
-        let (matched, _) = prefix.split_once('/').context("no prediction")?;
-        let message = &answer["choices"][0]["message"]["content"];
-        let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
-        Ok(Answer {
-            predicted: matched.parse()?,
-            cached: cached.as_u64().context("no cached_tokens")?,
-            reply: message.as_str().context("no reply")?.to_owned(),
-        })
-    }
+async fn ask(client: &JsonClient, replica: &str, body: &Value) -> anyhow::Result<Answer> {
+    let url = format!("{replica}/v1/chat/completions");
+    let answer = client.send(Method::POST, &url, Some(body)).await?;
+    let prefix = answer.headers.get("x-quorate-prefix");
+    let prefix = prefix.and_then(|it| it.to_str().ok()?.split_once('/'));
+    let answer = answer.success().with_context(|| url)?;
+    let message = &answer["choices"][0]["message"]["content"];
+    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    Ok(Answer {
+        predicted: prefix.context("no prediction")?.0.parse()?,
+        cached: cached.as_u64().context("no cached_tokens")?,
+        reply: message.as_str().context("no reply")?.to_owned(),
+    })
 }
 
 /// The load as it goes.
 struct Load<'a> {
-    http: &'a Http,
+    http: &'a JsonClient,
     /// Where replicas serve clients; `None` while one is down.
     replicas: RefCell<Vec<Option<String>>>,
     chats: RefCell<Vec<Vec<Value>>>,
@@ -144,7 +107,7 @@ impl Load<'_> {
     async fn one(&self) -> anyhow::Result<()> {
         let (chat, replica, body) = self.next();
         self.bodies.borrow_mut().insert(chat, body.clone());
-        match self.http.chat(&replica, &body).await {
+        match ask(self.http, &replica, &body).await {
             Ok(answer) => {
                 let is_right = answer.predicted * BLOCK == answer.cached;
                 self.right.set(self.right.get() + u64::from(is_right));
@@ -205,7 +168,7 @@ async fn wait_exact(cluster: &Cluster, replica: usize, without: u64) -> anyhow::
 
 /// Compares what a replica believes of the last prompts with what the engines hold.
 async fn check_beliefs(
-    http: &Http,
+    http: &JsonClient,
     admin: SocketAddr,
     engines: &BTreeMap<String, String>,
     bodies: &BTreeMap<usize, Value>,
@@ -213,16 +176,16 @@ async fn check_beliefs(
     let mut compared = 0;
     for body in bodies.values() {
         let asked = json!({ "path": "/v1/chat/completions", "headers": {}, "body": body });
-        let (_, explained) = http
-            .post(&format!("http://{admin}/admin/v1/explain"), &asked)
-            .await?;
+        let url = format!("http://{admin}/admin/v1/explain");
+        let explained = http.call(Method::POST, &url, Some(&asked)).await?;
         let matchable = explained["blocks_matchable"]
             .as_u64()
             .context("no blocks")?;
         for backend in explained["backends"].as_array().context("no backends")? {
             let id = backend["id"].as_str().context("no id")?;
             let url = &engines[id];
-            let (_, held) = http.post(&format!("{url}/debug/prefix"), body).await?;
+            let url = format!("{url}/debug/prefix");
+            let held = http.call(Method::POST, &url, Some(body)).await?;
             let held = held["blocks"].as_u64().context("no blocks")?.min(matchable);
             let believed = backend["matched"].as_u64().context("no match")?;
             ensure!(
@@ -288,10 +251,8 @@ async fn check_at_rest(cluster: &Cluster, witness: usize, load: &Load<'_>) -> an
     cluster.check_digests().await?;
     for url in engines.values() {
         let body = json!({ "model": "emulated", "prompt": "" });
-        let (_, held) = load
-            .http
-            .post(&format!("{url}/debug/prefix"), &body)
-            .await?;
+        let url = format!("{url}/debug/prefix");
+        let held = load.http.call(Method::POST, &url, Some(&body)).await?;
         let held = held["cached_hashes"].as_u64().context("no count")?;
         ensure!(
             held >= ENGINE_BLOCKS_FULL,
@@ -305,7 +266,7 @@ async fn check_at_rest(cluster: &Cluster, witness: usize, load: &Load<'_>) -> an
 async fn another_replica_reads_on_and_nothing_is_wrongly_owned() -> anyhow::Result<()> {
     let mut cluster = start().await?;
     wait_exact(&cluster, 0, 0).await?;
-    let http = Http::new();
+    let http = JsonClient::new(ANSWER_TIMEOUT);
     let urls = (0..cluster.replicas()).map(|number| Some(cluster.data_url(number).to_owned()));
     let load = Load {
         http: &http,

@@ -7,6 +7,7 @@ pub mod descriptors;
 pub mod dev;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+pub mod json_client;
 mod memory;
 pub mod planted;
 mod private;

@@ -16,11 +16,11 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use lab::engine::{Engine, EngineHandle, EngineOptions};
 use node::app::{Addresses, App, ShutdownHandle, Sockets};
 use node::config::{Config, Listen, Origin, load};
+use node::json_client::JsonClient;
 use serde_json::{Value, json};
 use state::command::{Command, UserSpec};
 use tempfile::TempDir;
@@ -36,11 +36,11 @@ const SYSTEM: &str = "You are the keeper of a lighthouse. Answer in one sentence
     asks for the time, tell them that the lamp is lit, and that it has been lit all night long. \
     Never say who built the tower, how tall it is, or how many steps lead up to the lamp room.";
 
-struct Http(Client<HttpConnector, Full<Bytes>>);
+struct Http(JsonClient);
 
 impl Http {
     fn new() -> Self {
-        Self(Client::builder(TokioExecutor::new()).build_http())
+        Self(JsonClient::new(PATIENCE))
     }
 
     async fn send(
@@ -49,35 +49,19 @@ impl Http {
         url: &str,
         body: &Value,
     ) -> (StatusCode, HeaderMap, Value) {
-        let body = if body.is_null() {
-            Bytes::new()
-        } else {
-            Bytes::from(body.to_string())
-        };
-        let request = Request::builder()
-            .method(method)
-            .uri(url)
-            .header("content-type", "application/json")
-            .body(Full::new(body))
-            .unwrap();
-        let (head, body) = self.0.request(request).await.unwrap().into_parts();
-        let bytes = body.collect().await.unwrap().to_bytes();
-        (
-            head.status,
-            head.headers,
-            serde_json::from_slice(&bytes).unwrap_or(Value::Null),
-        )
+        let answer = self.0.send(method, url, Some(body)).await.unwrap();
+        let json = answer.json().unwrap_or(Value::Null);
+        (answer.status, answer.headers, json)
     }
 
     async fn text(&self, url: &str) -> String {
-        let answer = self.0.get(url.parse().unwrap()).await.unwrap();
-        let bytes = answer.into_body().collect().await.unwrap().to_bytes();
-        String::from_utf8(bytes.to_vec()).unwrap()
+        let answer = self.0.send(Method::GET, url, None).await.unwrap();
+        String::from_utf8(answer.body.to_vec()).unwrap()
     }
 
     async fn get(&self, url: &str) -> (StatusCode, Value) {
-        let (status, _, answer) = self.send(Method::GET, url, &Value::Null).await;
-        (status, answer)
+        let answer = self.0.send(Method::GET, url, None).await.unwrap();
+        (answer.status, answer.json().unwrap_or(Value::Null))
     }
 
     /// Asks one question of a conversation and answers the headers.
@@ -451,7 +435,8 @@ async fn a_replica_that_drains_finishes_what_it_began() {
         .header("content-type", "application/json")
         .body(Full::new(Bytes::from(body.to_string())))
         .unwrap();
-    let mut stream = http.0.request(request).await.unwrap().into_body();
+    let client: Client<_, Full<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
+    let mut stream = client.request(request).await.unwrap().into_body();
     let first = stream.frame().await.unwrap().unwrap().into_data().unwrap();
     assert!(first.starts_with(b"data: "), "{first:?}");
 

@@ -13,6 +13,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, Criterion, criterion_group};
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::admission::{
     AdmissionSettings, Gate, Order, PendingUse, Pricing, Queue, Rules, UserFigures, Verdict,
@@ -271,10 +273,7 @@ fn key(user: u64) -> UserKey {
     UserKey(mix(user))
 }
 
-/// Splitmix64.
+/// Spreads a number over 64 bits.
 fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
+    SplitMix64::seed_from_u64(x).next_u64()
 }

@@ -15,6 +15,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group};
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::codec;
 use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Outcome, Reply};
@@ -443,10 +445,7 @@ fn chain(seed: u64, blocks: usize) -> Vec<BlockHash> {
         .collect()
 }
 
-/// The finaliser of splitmix64.
+/// Spreads a number over 64 bits.
 fn mix(x: u64) -> u64 {
-    let mut x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
+    SplitMix64::seed_from_u64(x).next_u64()
 }

@@ -14,6 +14,8 @@ use std::hint::black_box;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
 use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin};
@@ -30,22 +32,9 @@ const PROMPT_BLOCKS: usize = 64;
 /// Blocks stored and as many removed, per second, that the design asks for.
 const BLOCKS_PER_SECOND: f64 = 6_000.0;
 
-/// A uniform pseudo-random sequence (splitmix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-}
-
 struct Bench {
     state: RouterState,
-    random: Random,
+    random: SplitMix64,
     seq: u64,
     backends: Vec<BackendRef>,
     /// By engine: the next message's number, and the prompts it holds, oldest first.
@@ -57,7 +46,7 @@ impl Bench {
     fn new() -> Self {
         let mut bench = Self {
             state: RouterState::new(),
-            random: Random(1),
+            random: SplitMix64::seed_from_u64(1),
             seq: 0,
             backends: Vec::new(),
             engines: (0..ENGINES).map(|_| (0, VecDeque::new())).collect(),
@@ -136,8 +125,8 @@ impl Bench {
             events.push(KvEvent::Removed { blocks });
         }
         let random = &mut self.random;
-        let blocks =
-            (0..PROMPT_BLOCKS).map(|_| (EngineHash(random.next()), BlockHash(random.next())));
+        let blocks = (0..PROMPT_BLOCKS)
+            .map(|_| (EngineHash(random.next_u64()), BlockHash(random.next_u64())));
         let blocks: Vec<_> = blocks.collect();
         let (seq, prompts) = &mut self.engines[engine];
         prompts.push_back(blocks.iter().map(|(engine, _)| *engine).collect());

@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::ids::{BlockHash, Slot};
 use state::ownership::Ownership;
 use state::view::BlockView;
@@ -23,24 +25,20 @@ use state::view::BlockView;
 const LENGTHS: [usize; 3] = [64, 512, 8192];
 const MATCHES: usize = 20_000;
 
-/// A uniform pseudo-random sequence (splitmix64): block hashes and choices.
-struct Random(u64);
+/// A uniform pseudo-random sequence: block hashes and choices.
+struct Random(SplitMix64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+    fn new(seed: u64) -> Self {
+        Self(SplitMix64::seed_from_u64(seed))
     }
 
     fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
+        (self.0.next_u64() % end as u64) as usize
     }
 
     fn chain(&mut self, blocks: usize) -> Vec<BlockHash> {
-        (0..blocks).map(|_| BlockHash(self.next())).collect()
+        (0..blocks).map(|_| BlockHash(self.0.next_u64())).collect()
     }
 }
 
@@ -60,7 +58,7 @@ impl Fixture {
         for slot in 0..backends {
             ownership.add_backend(Slot(slot), None);
         }
-        let mut random = Random(1);
+        let mut random = Random::new(1);
         let mut prompts = [const { Vec::new() }; 3];
         let system = random.chain(32);
         for slot in 0..backends {
@@ -223,7 +221,7 @@ fn matching(blocks: u64, backends: u16) {
 
 /// Fills an index with prompts of `length` blocks that nobody shares: the dearest there is.
 fn memory(blocks: u64, backends: u16, length: usize) -> Ownership {
-    let mut random = Random(2);
+    let mut random = Random::new(2);
     let mut ownership = Ownership::new();
     for slot in 0..backends {
         ownership.add_backend(Slot(slot), None);
@@ -247,7 +245,7 @@ fn memory(blocks: u64, backends: u16, length: usize) -> Ownership {
 
 /// New prompts at full caches: every block that comes evicts one.
 fn churn(blocks: u32, backends: u16) {
-    let mut random = Random(3);
+    let mut random = Random::new(3);
     let mut ownership = Ownership::new();
     for slot in 0..backends {
         ownership.add_backend(Slot(slot), Some(blocks / u32::from(backends)));
@@ -312,7 +310,7 @@ impl Write for Counted {
 
 /// A snapshot while the writer goes on: how long it takes, and how long single changes take then.
 fn snapshot(mut ownership: Ownership, backends: u16) {
-    let mut random = Random(4);
+    let mut random = Random::new(4);
     let (calm, _) = changes(&mut ownership, &mut random, backends, || true);
     let start = Instant::now();
     let frozen = ownership.freeze();

@@ -12,6 +12,8 @@ use std::hint::black_box;
 use std::io::{self, Write};
 use std::time::Instant;
 
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::admission::{AdmissionSettings, BinSelection, SlaSettings};
 use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin};
@@ -26,16 +28,16 @@ use state::users::FairnessSettings;
 
 const BATCHES: usize = 2_000;
 
-/// A uniform pseudo-random sequence (splitmix64).
-struct Random(u64);
+/// A uniform pseudo-random sequence.
+struct Random(SplitMix64);
 
 impl Random {
+    fn new(seed: u64) -> Self {
+        Self(SplitMix64::seed_from_u64(seed))
+    }
+
     fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
+        self.0.next_u64() % end
     }
 }
 
@@ -133,7 +135,7 @@ fn nanos(times: u32, mut run: impl FnMut(u32)) -> f64 {
 }
 
 fn applying(out: &mut impl Write) -> io::Result<()> {
-    let random = &mut Random(1);
+    let random = &mut Random::new(1);
     writeln!(out, "apply and publish, mean per batch")?;
     for backends in [8, 64, 512] {
         let mut driver = Driver::new(backends);
@@ -167,7 +169,7 @@ fn applying(out: &mut impl Write) -> io::Result<()> {
 
 fn reading(out: &mut impl Write) -> io::Result<()> {
     const TIMES: u32 = 1_000_000;
-    let random = &mut Random(2);
+    let random = &mut Random::new(2);
     let mut driver = Driver::new(8);
     driver.batches(|| {
         vec![
@@ -204,7 +206,7 @@ fn reading(out: &mut impl Write) -> io::Result<()> {
 }
 
 fn forming(out: &mut impl Write) -> io::Result<()> {
-    let random = &mut Random(3);
+    let random = &mut Random::new(3);
     let mut histogram = Histogram::default();
     let add = nanos(1_000_000, |_| histogram.add(random.below(4000) as u32));
     writeln!(out, "histogram: {add:.0} ns per length")?;

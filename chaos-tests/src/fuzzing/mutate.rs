@@ -1,6 +1,9 @@
 //! Mutations of real encodings, the same ones in every run with the same seed: what bit rot, cut
 //! connections, confused peers and liars about lengths make of them.
 
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
+
 /// Bytes a mutated input has at most.
 pub const INPUT_BYTES_MAX: usize = 64 * 1024;
 /// Changes made to one input at most.
@@ -22,23 +25,20 @@ const LIES: [u64; 12] = [
     u64::MAX,
 ];
 
-/// Uniform numbers from a seed (splitmix64).
+/// Uniform numbers from a seed.
 #[derive(Debug, Clone)]
-pub struct Numbers(u64);
+pub struct Numbers(SplitMix64);
 
 impl Numbers {
     /// The numbers of a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
-        Self(seed)
+        Self(SplitMix64::seed_from_u64(seed))
     }
 
     /// The next one.
     pub fn draw(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
+        self.0.next_u64()
     }
 
     /// The next one below `end`; 0 when that is 0.

@@ -7,7 +7,7 @@ use tokio::time::{Instant, interval, sleep, timeout};
 
 use super::book::Stall;
 use super::faults::Stage;
-use super::{admin, checks};
+use super::{checks, waiting};
 
 /// How often replicas are asked who leads.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -95,7 +95,7 @@ async fn wait_for_leader(stage: &Stage, others: &[usize]) -> anyhow::Result<()> 
             looks.tick().await;
         }
     };
-    timeout(admin::PATIENCE, elected)
+    timeout(waiting::PATIENCE, elected)
         .await
         .context("nobody leads")
         .flatten()

@@ -1,6 +1,6 @@
 //! Observes a cluster of processes from outside, and waits for conditions.
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use http::Method;
 use serde_json::Value;
 
@@ -102,7 +102,9 @@ impl Cluster {
     /// # Errors
     /// When it does not answer, or not in JSON.
     pub async fn ask(&self, number: usize, path: &str) -> anyhow::Result<Value> {
-        self.admin.get(self.admin_addr(number), path).await
+        let url = format!("http://{}{path}", self.admin_addr(number));
+        let answer = self.client.send(Method::GET, &url, None).await?;
+        answer.json().with_context(|| format!("GET {url}"))
     }
 
     /// Has a replica do something through its admin API.
@@ -116,8 +118,8 @@ impl Cluster {
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<Value> {
-        let replica = self.admin_addr(number);
-        self.admin.call(method, replica, path, body).await
+        let url = format!("http://{}{path}", self.admin_addr(number));
+        self.client.call(method, &url, body).await
     }
 
     /// Waits until a replica is ready and sees every engine healthy.

@@ -5,7 +5,6 @@
 //! Everything a cluster started ends with it. One that is dropped without [`Cluster::stop`] belonged to
 //! a test that failed: the ends of its logs are printed.
 
-mod admin;
 mod binary;
 pub mod book;
 pub mod checks;
@@ -17,6 +16,7 @@ pub mod load;
 mod look;
 mod options;
 mod ports;
+mod waiting;
 
 use std::fs;
 use std::net::SocketAddr;
@@ -27,19 +27,22 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use lab::replay::targets::Targets;
+use node::json_client::JsonClient;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-pub use admin::{Admin, until};
 use child::{Bounds, Child};
 use layout::{Layout, Origin};
 pub use options::{ClusterOptions, Site};
+pub use waiting::until;
 
 use crate::command::run;
 use crate::netns::Network;
 
 /// Lines of a log that are printed when a test fails.
 const LOG_LINES_SHOWN: usize = 25;
+/// Longest wait for one answer. The admin API itself waits for some things, for seconds at most.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest a replica takes to leave in peace, or to refuse to start.
 const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -54,7 +57,7 @@ pub struct Cluster {
     layout: Layout,
     /// Where load goes: the replicas in order.
     targets: Arc<Targets>,
-    admin: Admin,
+    client: JsonClient,
     small_disk: Option<SmallDisk>,
     dir: TempDir,
     /// Set by [`Cluster::stop`]: what ends otherwise has failed.
@@ -114,7 +117,7 @@ impl Cluster {
             options,
             binary,
             layout,
-            admin: Admin::new(),
+            client: JsonClient::new(ANSWER_TIMEOUT),
             small_disk: None,
             dir,
             has_passed: false,

@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 use api::backup::{FileReader, Head};
 use bytes::Bytes;
 use futures_util::stream;
-use http::{Method, Request, Response};
+use http::{Method, Request};
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper_util::client::legacy::Client;
@@ -26,7 +26,8 @@ use serde_json::Value;
 use state::RouterState;
 use tokio::io::AsyncReadExt;
 
-use super::client::{Target, judged, no_answer};
+use super::client::Target;
+use crate::json_client::{JsonAnswer, no_answer};
 
 /// Longest wait for the other side to send or take anything.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -168,9 +169,8 @@ async fn fetch(args: &Backup, path: &Path) -> anyhow::Result<u64> {
     let length = response.headers().get(http::header::CONTENT_LENGTH);
     let length: Option<u64> = length.and_then(|it| it.to_str().ok()?.parse().ok());
     if !response.status().is_success() {
-        let problem = read(response)
-            .await
-            .and_then(|(status, answer)| judged(status, answer));
+        let problem = JsonAnswer::read(response).await;
+        let problem = problem.and_then(|answer| answer.success());
         bail!(
             "GET {url}: {:#}",
             problem.expect_err("the status is no success")
@@ -273,8 +273,7 @@ async fn send(args: &Restore) -> anyhow::Result<Value> {
             .request(request)
             .await
             .map_err(|error| no_answer(&error))?;
-        let (status, answer) = read(response).await?;
-        judged(status, answer)
+        JsonAnswer::read(response).await?.success()
     };
     let answer = tokio::select! {
         answer = answer => answer,
@@ -291,14 +290,6 @@ async fn stalled(bar: &ProgressBar) {
         position = Some(bar.position());
         tokio::time::sleep(IDLE_TIMEOUT).await;
     }
-}
-
-/// Status and JSON of an answer.
-async fn read(response: Response<Incoming>) -> anyhow::Result<(http::StatusCode, Value)> {
-    let (head, body) = response.into_parts();
-    let bytes = body.collect().await?.to_bytes();
-    let answer = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
-    Ok((head.status, answer))
 }
 
 /// Has the name of a file on disk.

@@ -3,20 +3,13 @@
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bytes::Bytes;
-use http::{Method, Request, StatusCode, Uri};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use http::{Method, Uri};
 use serde_json::Value;
+
+use crate::json_client::JsonClient;
 
 /// Longest wait for an answer: admin writes themselves give up after ten seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
-/// Largest answer read.
-const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// For whoever asked something that is no admin listener, or nobody.
-const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 /// Entries asked for at a time.
 const PAGE: usize = 1000;
 
@@ -54,12 +47,9 @@ impl Target {
 
     /// `GET /readyz`, whose answer counts whatever its status.
     pub(super) async fn readiness(&self) -> anyhow::Result<Value> {
-        let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.fetch(Method::GET, "/readyz", None));
-        let (_, answer) = answer
-            .await
-            .context("GET /readyz")?
-            .context("GET /readyz")?;
-        Ok(answer)
+        let client = JsonClient::new(ANSWER_TIMEOUT);
+        let answer = client.send(Method::GET, &self.url("/readyz"), None).await?;
+        answer.json().context("GET /readyz")
     }
 
     /// All pages of a list; `field` is the list's name in the answer.
@@ -86,91 +76,15 @@ impl Target {
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<Value> {
-        let what = format!("{method} {}{path}", self.base());
-        let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.exchange(method, path, body));
-        let answer = answer
-            .await
-            .map_err(|_| anyhow::anyhow!("no answer in time"));
-        answer.and_then(|answer| answer).with_context(|| what)
+        let client = JsonClient::new(ANSWER_TIMEOUT);
+        client.call(method, &self.url(path), body).await
     }
 
     /// The URL of a path.
     pub(super) fn url(&self, path: &str) -> String {
-        format!("{}{path}", self.base())
+        let base = self.admin.to_string();
+        format!("{}{path}", base.trim_end_matches('/'))
     }
-
-    fn base(&self) -> String {
-        self.admin.to_string().trim_end_matches('/').to_owned()
-    }
-
-    async fn exchange(
-        &self,
-        method: Method,
-        path: &str,
-        body: Option<&Value>,
-    ) -> anyhow::Result<Value> {
-        let (status, answer) = self.fetch(method, path, body).await?;
-        judged(status, answer)
-    }
-
-    async fn fetch(
-        &self,
-        method: Method,
-        path: &str,
-        body: Option<&Value>,
-    ) -> anyhow::Result<(StatusCode, Value)> {
-        let client: Client<HttpConnector, Full<Bytes>> =
-            Client::builder(TokioExecutor::new()).build_http();
-        let mut request = Request::builder()
-            .method(method)
-            .uri(format!("{}{path}", self.base()));
-        let bytes = match body {
-            Some(body) => {
-                request = request.header(http::header::CONTENT_TYPE, "application/json");
-                Bytes::from(serde_json::to_vec(body)?)
-            }
-            None => Bytes::new(),
-        };
-        let (head, body) = client
-            .request(request.body(Full::new(bytes))?)
-            .await
-            .map_err(|error| no_answer(&error))?
-            .into_parts();
-        let collected = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
-        let bytes = collected
-            .map_err(|error| anyhow::anyhow!("read answer: {error}"))?
-            .to_bytes();
-        match serde_json::from_slice(&bytes) {
-            Ok(answer) => Ok((head.status, answer)),
-            Err(_) => bail!("answered {} with what is not JSON: {HINT}", head.status),
-        }
-    }
-}
-
-/// The answer, if its status says success; what is wrong otherwise.
-pub(super) fn judged(status: StatusCode, answer: Value) -> anyhow::Result<Value> {
-    if status.is_success() {
-        return Ok(answer);
-    }
-    match (answer["title"].as_str(), answer["detail"].as_str()) {
-        (Some(title), Some(detail)) => bail!("answered {status}: {title}: {detail}"),
-        (Some(title), None) => bail!("answered {status}: {title}"),
-        (None, _) => bail!("answered {status}: {HINT}"),
-    }
-}
-
-/// The innermost cause in place of the layers around it.
-pub(super) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
-    let mut cause: &dyn std::error::Error = error;
-    while let Some(inner) = cause.source() {
-        cause = inner;
-    }
-    let what = if error.is_connect() {
-        "cannot connect"
-    } else {
-        "no answer"
-    };
-    anyhow::anyhow!("{what}: {cause}: {HINT}")
 }
 
 #[cfg(test)]

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::admission::{Ledger, Pending, Pricing, UserFigures};
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId, UserKey};
@@ -144,14 +146,15 @@ impl Cluster {
     }
 }
 
-/// Uniform numbers that are the same in every run (splitmix64).
-pub(crate) struct Numbers(pub(crate) u64);
+/// Uniform numbers that are the same in every run.
+pub(crate) struct Numbers(SplitMix64);
 
 impl Numbers {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(SplitMix64::seed_from_u64(seed))
+    }
+
     pub(crate) fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (x ^ (x >> 31)) % end
+        self.0.next_u64() % end
     }
 }

@@ -107,7 +107,7 @@ impl Simulation {
             users: users.collect(),
             running: Vec::new(),
             told: Vec::new(),
-            numbers: Numbers(7),
+            numbers: Numbers::new(7),
             next_ticket: 0,
             stuck: Vec::new(),
             silent: Vec::new(),

@@ -3,12 +3,13 @@
 //! The shapes are those of a vLLM 0.32 server on the wire. Streams are written by hand: the model
 //! says a word per step, and a JSON tree per word would cost more than the model.
 
+use std::convert::Infallible;
 use std::fmt::Write as _;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use hyper::body::{Body, Frame, SizeHint};
+use futures_util::Stream;
 use serde_json::{Value, json};
 
 use super::driver::{Latest, Ticket};
@@ -53,11 +54,11 @@ pub(super) struct UsageOptions {
 impl Heading {
     /// The whole answer.
     #[must_use]
-    pub(super) fn whole(&self, end: Latest) -> Bytes {
+    pub(super) fn whole(&self, end: Latest) -> Value {
         let text = words(self.voice, 0, end.output_tokens);
         let finish_reason = end.finish.map(reason);
         let usage = self.usage(end, true);
-        let body = match self.kind {
+        match self.kind {
             Kind::Chat => json!({
                 "id": self.id,
                 "object": "chat.completion",
@@ -89,8 +90,7 @@ impl Heading {
                 "service_tier": null, "system_fingerprint": null, "usage": usage,
                 "kv_transfer_params": null,
             }),
-        };
-        Bytes::from(body.to_string())
+        }
     }
 
     fn usage(&self, latest: Latest, with_details: bool) -> Value {
@@ -210,65 +210,26 @@ impl EventStream {
     }
 }
 
-/// What the engine answers with.
-#[derive(Debug)]
-pub(super) enum Answer {
-    /// At once; `None` when sent.
-    Whole(Option<Bytes>),
-    /// As it is made.
-    Events(Box<EventStream>),
-}
+impl Stream for EventStream {
+    type Item = Result<Bytes, Infallible>;
 
-impl From<Bytes> for Answer {
-    fn from(bytes: Bytes) -> Self {
-        Self::Whole(Some(bytes))
-    }
-}
-
-impl Body for Answer {
-    type Data = Bytes;
-    type Error = std::convert::Infallible;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        match self.get_mut() {
-            Self::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
-            Self::Events(stream) if stream.is_over => Poll::Ready(None),
-            Self::Events(stream) => Pin::new(&mut stream.ticket)
-                .poll_next(cx)
-                .map(|latest| Some(Ok(Frame::data(stream.render(latest))))),
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let stream = self.get_mut();
+        if stream.is_over {
+            return Poll::Ready(None);
         }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        match self {
-            Self::Whole(bytes) => bytes.is_none(),
-            Self::Events(stream) => stream.is_over,
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match self {
-            Self::Whole(bytes) => {
-                SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
-            }
-            Self::Events(_) => SizeHint::default(),
-        }
+        let latest = Pin::new(&mut stream.ticket).poll_next(cx);
+        latest.map(|latest| Some(Ok(stream.render(latest))))
     }
 }
 
 /// An error in vLLM's shape.
 #[must_use]
-pub(super) fn error_body(status: u16, message: &str, param: Option<&str>) -> Bytes {
+pub(super) fn error_body(status: u16, message: &str, param: Option<&str>) -> Value {
     let kind = match status {
         404 => "NotFoundError",
         500.. => "InternalServerError",
         _ => "BadRequestError",
     };
-    let error = json!({
-        "error": { "message": message, "type": kind, "param": param, "code": status }
-    });
-    Bytes::from(error.to_string())
+    json!({ "error": { "message": message, "type": kind, "param": param, "code": status } })
 }

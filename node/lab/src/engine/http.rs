@@ -1,27 +1,31 @@
-//! The engine's HTTP surface: vLLM's routes on hyper, one connection task each.
+//! The engine's HTTP surface: vLLM's routes, one connection task each.
 //!
-//! A client that leaves is noticed by hyper while a handler waits as well as while it streams; its
-//! future or body is dropped, which aborts the request in the scheduler. Idle connections are closed
-//! after the keep-alive time, as uvicorn does under vLLM.
+//! A client that leaves is noticed while a handler waits as well as while it streams: its future or
+//! body is dropped, which aborts the request in the scheduler. Idle connections are closed after the
+//! keep-alive time, as uvicorn does under vLLM.
 
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use api::prompt::{Parsed, ReplyShape};
+use axum::body::Body;
+use axum::extract::rejection::BytesRejection;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE, HeaderName, HeaderValue};
-use http::{Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
-use hyper::body::Incoming;
-use hyper::service::service_fn;
+use http::header::{CONTENT_TYPE, HeaderName};
+use http::{HeaderMap, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use serde_json::json;
+use hyper_util::service::TowerToHyperService;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
-use super::answer::{Answer, EventStream, Heading, Kind, UsageOptions, error_body};
+use super::answer::{EventStream, Heading, Kind, UsageOptions, error_body};
 use super::driver::{Core, unix_time};
 use super::events::{REPLAY_MESSAGES, TOPIC};
 use super::metrics::Page;
@@ -35,10 +39,14 @@ const DEFAULT_MAX_TOKENS: u32 = 16;
 /// Longest `x-request-id` that becomes part of an answer's id.
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
+const CHAT: &str = "/v1/chat/completions";
+const TEXT: &str = "/v1/completions";
+const TOKENIZE: &str = "/tokenize";
+
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-const JSON: HeaderValue = HeaderValue::from_static("application/json");
-const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
-const METRICS: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+const EVENTS: [(HeaderName, &str); 1] = [(CONTENT_TYPE, "text/event-stream; charset=utf-8")];
+const METRICS: [(HeaderName, &str); 1] =
+    [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
 
 /// What every connection shares.
 #[derive(Debug)]
@@ -49,6 +57,11 @@ pub(super) struct Surface {
     seed: u64,
     requests: AtomicU64,
 }
+
+/// How handlers get it.
+type Shared = State<Arc<Surface>>;
+/// A request's body, or why it could not be read.
+type BodyRead = Result<Bytes, BytesRejection>;
 
 /// A request refused, in vLLM's words.
 #[derive(Debug)]
@@ -68,6 +81,23 @@ impl Refusal {
     }
 }
 
+impl From<BytesRejection> for Refusal {
+    fn from(rejection: BytesRejection) -> Self {
+        Self {
+            status: rejection.status(),
+            message: rejection.body_text(),
+            param: None,
+        }
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let body = error_body(self.status.as_u16(), &self.message, self.param.as_deref());
+        (self.status, Json(body)).into_response()
+    }
+}
+
 /// Fields the routing parser has no use for.
 #[derive(Debug, serde::Deserialize)]
 struct Extras {
@@ -79,7 +109,7 @@ struct Extras {
 /// Whether a question for tokens is one for a chat's prompt.
 #[derive(Debug, serde::Deserialize)]
 struct Tokenize {
-    messages: Option<serde_json::Value>,
+    messages: Option<Value>,
     add_generation_prompt: Option<bool>,
 }
 
@@ -101,77 +131,56 @@ impl Surface {
         }
     }
 
-    /// Serves one connection until it ends or `stop` is cancelled.
-    pub(super) async fn serve(
-        self: Arc<Self>,
-        socket: TcpStream,
-        keep_alive: Duration,
-        stop: CancellationToken,
-    ) {
-        let service = service_fn(|request| {
-            let surface = self.clone();
-            async move { Ok::<_, Infallible>(surface.answer(request).await) }
-        });
-        let connection = hyper::server::conn::http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(keep_alive)
-            .serve_connection(TokioIo::new(socket), service);
-        // An error here is a client that left or spoke no HTTP: nothing to tell anybody.
-        let _ = stop.run_until_cancelled(connection).await;
-    }
-
-    async fn answer(&self, request: Request<Incoming>) -> Response<Answer> {
-        let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-        let answer = match (&method, path.as_str()) {
-            (&Method::GET, "/health") | (&Method::GET | &Method::POST, "/ping") => {
-                Ok(respond(JSON, Bytes::new()))
-            }
-            (&Method::GET, "/version") => Ok(respond_json(
-                &json!({ "version": env!("CARGO_PKG_VERSION") }),
-            )),
-            (&Method::GET, "/load") => {
-                let load = *self.core.watch_open().borrow();
-                Ok(respond_json(&json!({ "server_load": load })))
-            }
-            (&Method::GET, "/metrics") => Ok(respond(METRICS, Bytes::from(self.metrics()))),
-            (&Method::GET, "/v1/models") => Ok(respond_json(&self.models())),
-            (&Method::POST, "/v1/chat/completions") => self.complete(request, Kind::Chat).await,
-            (&Method::POST, "/v1/completions") => self.complete(request, Kind::Text).await,
-            (&Method::GET, "/kv_event_sources") => Ok(respond_json(&self.kv_event_sources())),
-            (&Method::POST, "/reset_prefix_cache") => Ok(match self.core.reset_cache() {
-                true => respond(JSON, Bytes::new()),
-                false => busy(),
-            }),
-            (&Method::POST, "/debug/prefix") => self.prefix(request).await,
-            (&Method::POST, "/tokenize") => self.tokenize(request).await,
-            (&Method::POST, "/detokenize") => Self::detokenize(request).await,
-            (_, known) => return not_routed(known),
-        };
-        answer.unwrap_or_else(|refusal| refuse(&refusal))
+    /// Its routes.
+    pub(super) fn routes(self) -> Router {
+        let empty = || async { StatusCode::OK };
+        let version = || async { Json(json!({ "version": env!("CARGO_PKG_VERSION") })) };
+        let chat = |surface, headers, body| Self::complete(surface, Kind::Chat, headers, body);
+        let text = |surface, headers, body| Self::complete(surface, Kind::Text, headers, body);
+        let detail = |status, detail| async move { (status, Json(json!({ "detail": detail }))) };
+        Router::new()
+            .route("/health", get(empty))
+            .route("/ping", get(empty).post(empty))
+            .route("/version", get(version))
+            .route("/load", get(Self::load))
+            .route("/metrics", get(Self::metrics))
+            .route("/v1/models", get(Self::models))
+            .route(CHAT, post(chat))
+            .route(TEXT, post(text))
+            .route("/kv_event_sources", get(Self::kv_event_sources))
+            .route("/reset_prefix_cache", post(Self::reset_prefix_cache))
+            .route("/debug/prefix", post(Self::prefix))
+            .route(TOKENIZE, post(Self::tokenize))
+            .route("/detokenize", post(Self::detokenize))
+            .fallback(move || detail(StatusCode::NOT_FOUND, "Not Found"))
+            .method_not_allowed_fallback(move || {
+                detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed")
+            })
+            .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+            .with_state(Arc::new(self))
     }
 
     async fn complete(
-        &self,
-        request: Request<Incoming>,
+        State(surface): Shared,
         kind: Kind,
-    ) -> Result<Response<Answer>, Refusal> {
-        let path = request.uri().path().to_owned();
-        let id = self.request_id(&request, kind);
-        let body = read_body(request).await?;
-        let parsed = parse(&path, &body)?;
-        self.check_model(&parsed.model)?;
+        headers: HeaderMap,
+        body: BodyRead,
+    ) -> Result<Response, Refusal> {
+        let body = body?;
+        let parsed = parse(if kind == Kind::Chat { CHAT } else { TEXT }, &body)?;
+        surface.check_model(&parsed.model)?;
         let wanted = check_extras(&body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
         let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
         let prompt_tokens = token_count(bytes.len());
         let max_tokens = wanted.unwrap_or(DEFAULT_MAX_TOKENS);
-        self.check_length(prompt_tokens, max_tokens)?;
-        let sequence = self.sequence(&bytes, &salt);
+        surface.check_length(prompt_tokens, max_tokens)?;
+        let sequence = surface.sequence(&bytes, &salt);
         let heading = Heading {
             kind,
-            id,
+            id: surface.request_id(&headers, kind),
             created_s: unix_time().as_secs(),
-            model: self.model.clone(),
+            model: surface.model.clone(),
             voice: sequence.voice(),
             prompt_tokens,
         };
@@ -180,7 +189,7 @@ impl Surface {
         } else {
             Finish::Stop
         };
-        let ticket = self.core.submit(Job {
+        let ticket = surface.core.submit(Job {
             sequence,
             max_tokens,
             ending,
@@ -192,15 +201,13 @@ impl Surface {
                 continuous: include && parsed.continuous_usage.unwrap_or(false),
             };
             let stream = EventStream::new(ticket, heading, usage);
-            let mut response = Response::new(Answer::Events(Box::new(stream)));
-            response.headers_mut().insert(CONTENT_TYPE, EVENTS);
-            return Ok(response);
+            return Ok((EVENTS, Body::from_stream(stream)).into_response());
         }
         let end = ticket.finished().await;
-        Ok(respond(JSON, heading.whole(end)))
+        Ok(Json(heading.whole(end)).into_response())
     }
 
-    /// A request's sequence. What it holds is remembered where somebody is told.
+    /// A request's sequence. It remembers its tokens if the engine publishes them.
     fn sequence(&self, bytes: &[u8], salt: &str) -> Sequence {
         let new = match self.core.publisher() {
             Some(_) => Sequence::remembering,
@@ -209,33 +216,39 @@ impl Surface {
         new(bytes, salt, self.shape.block_size, self.seed)
     }
 
-    /// `POST /debug/prefix`, which vLLM does not have: what of a would-be request stands in the cache.
-    async fn prefix(&self, request: Request<Incoming>) -> Result<Response<Answer>, Refusal> {
-        let body = read_body(request).await?;
-        let asked: Tokenize = serde_json::from_slice(&body)
-            .map_err(|error| Refusal::bad_request(error.to_string(), None))?;
-        let path = match asked.messages {
-            Some(_) => "/v1/chat/completions",
-            None => "/v1/completions",
-        };
-        let parsed = parse(path, &body)?;
+    async fn load(State(surface): Shared) -> Json<Value> {
+        let load = *surface.core.watch_open().borrow();
+        Json(json!({ "server_load": load }))
+    }
+
+    async fn reset_prefix_cache(State(surface): Shared) -> StatusCode {
+        if surface.core.reset_cache() {
+            StatusCode::OK
+        } else {
+            StatusCode::INTERNAL_SERVER_ERROR
+        }
+    }
+
+    /// `POST /debug/prefix`, which vLLM does not have: what of a would-be request is in the cache.
+    async fn prefix(State(surface): Shared, body: BodyRead) -> Result<Json<Value>, Refusal> {
+        let body = body?;
+        let asked: Tokenize = read(&body, None)?;
+        let parsed = parse(if asked.messages.is_some() { CHAT } else { TEXT }, &body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
         let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
-        let sequence = self.sequence(&bytes, &salt);
-        let (blocks, all) = self.core.look(|scheduler| {
+        let sequence = surface.sequence(&bytes, &salt);
+        let (blocks, all) = surface.core.look(|scheduler| {
             (
                 scheduler.cached_prefix(&sequence),
                 scheduler.cached_hashes(),
             )
         });
-        Ok(respond_json(
-            &json!({ "blocks": blocks, "cached_hashes": all }),
-        ))
+        Ok(Json(json!({ "blocks": blocks, "cached_hashes": all })))
     }
 
     /// As vLLM's: which publishers there are, by data-parallel rank.
-    fn kv_event_sources(&self) -> serde_json::Value {
-        match self.core.publisher() {
+    async fn kv_event_sources(State(surface): Shared) -> Json<Value> {
+        Json(match surface.core.publisher() {
             Some(publisher) => json!({ "0": {
                 "enable_kv_cache_events": true,
                 "publisher": "zmq",
@@ -245,31 +258,27 @@ impl Surface {
                 "topic": TOPIC,
             }}),
             None => json!({ "0": { "enable_kv_cache_events": false } }),
-        }
+        })
     }
 
-    async fn tokenize(&self, request: Request<Incoming>) -> Result<Response<Answer>, Refusal> {
-        let path = request.uri().path().to_owned();
-        let body = read_body(request).await?;
-        let parsed = parse(&path, &body)?;
-        self.check_model(&parsed.model)?;
-        let asked: Tokenize = serde_json::from_slice(&body)
-            .map_err(|error| Refusal::bad_request(error.to_string(), None))?;
+    async fn tokenize(State(surface): Shared, body: BodyRead) -> Result<Json<Value>, Refusal> {
+        let body = body?;
+        let parsed = parse(TOKENIZE, &body)?;
+        surface.check_model(&parsed.model)?;
+        let asked: Tokenize = read(&body, None)?;
         let is_chat = asked.messages.is_some() && asked.add_generation_prompt.unwrap_or(true);
         let tokens = token_ids(&sequence_bytes(parsed.prompt, is_chat));
-        Ok(respond_json(&json!({
+        Ok(Json(json!({
             "count": tokens.len(),
-            "max_model_len": self.core.tokens_max(),
+            "max_model_len": surface.core.tokens_max(),
             "tokens": tokens,
             "token_strs": null,
         })))
     }
 
-    async fn detokenize(request: Request<Incoming>) -> Result<Response<Answer>, Refusal> {
-        let body = read_body(request).await?;
-        let Detokenize { tokens } = serde_json::from_slice(&body)
-            .map_err(|error| Refusal::bad_request(error.to_string(), Some("tokens")))?;
-        Ok(respond_json(&json!({ "prompt": detokenize(&tokens) })))
+    async fn detokenize(body: BodyRead) -> Result<Json<Value>, Refusal> {
+        let Detokenize { tokens } = read(&body?, Some("tokens"))?;
+        Ok(Json(json!({ "prompt": detokenize(&tokens) })))
     }
 
     fn check_model(&self, model: &str) -> Result<(), Refusal> {
@@ -303,15 +312,12 @@ impl Surface {
         ))
     }
 
-    fn request_id(&self, request: &Request<Incoming>, kind: Kind) -> String {
+    fn request_id(&self, headers: &HeaderMap, kind: Kind) -> String {
         let prefix = match kind {
             Kind::Chat => "chatcmpl",
             Kind::Text => "cmpl",
         };
-        let given = request
-            .headers()
-            .get(X_REQUEST_ID)
-            .and_then(|id| id.to_str().ok());
+        let given = headers.get(X_REQUEST_ID).and_then(|id| id.to_str().ok());
         match given.filter(|id| id.len() <= REQUEST_ID_BYTES_MAX) {
             Some(id) => format!("{prefix}-{id}"),
             None => {
@@ -324,45 +330,50 @@ impl Surface {
         }
     }
 
-    fn models(&self) -> serde_json::Value {
-        json!({
+    async fn models(State(surface): Shared) -> Json<Value> {
+        Json(json!({
             "object": "list",
             "data": [{
-                "id": self.model,
+                "id": surface.model,
                 "object": "model",
                 "created": unix_time().as_secs(),
                 "owned_by": "vllm",
-                "root": self.model,
+                "root": surface.model,
                 "parent": null,
-                "max_model_len": self.core.tokens_max(),
+                "max_model_len": surface.core.tokens_max(),
                 "permission": [],
             }],
-        })
+        }))
     }
 
-    fn metrics(&self) -> String {
-        let stats = self.core.stats();
-        Page {
-            model: &self.model,
-            shape: self.shape,
-            started_s: self.core.started_s(),
-            stats,
-        }
-        .render()
+    async fn metrics(State(surface): Shared) -> impl IntoResponse {
+        let page = Page {
+            model: &surface.model,
+            shape: surface.shape,
+            started_s: surface.core.started_s(),
+            stats: surface.core.stats(),
+        };
+        (METRICS, page.render())
     }
 }
 
-async fn read_body(request: Request<Incoming>) -> Result<Bytes, Refusal> {
-    let limited = Limited::new(request.into_body(), BODY_BYTES_MAX);
-    match limited.collect().await {
-        Ok(collected) => Ok(collected.to_bytes()),
-        Err(error) if error.is::<LengthLimitError>() => Err(Refusal {
-            status: StatusCode::PAYLOAD_TOO_LARGE,
-            message: format!("Request body is larger than {BODY_BYTES_MAX} bytes"),
-            param: None,
-        }),
-        Err(error) => Err(Refusal::bad_request(format!("read body: {error}"), None)),
-    }
+/// Serves one connection until it ends or `stop` is cancelled.
+pub(super) async fn serve(
+    routes: Router,
+    socket: TcpStream,
+    keep_alive: Duration,
+    stop: CancellationToken,
+) {
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(keep_alive)
+        .serve_connection(TokioIo::new(socket), TowerToHyperService::new(routes));
+    // An error here is a client that left or spoke no HTTP: nothing to tell anybody.
+    let _ = stop.run_until_cancelled(connection).await;
+}
+
+fn read<T: DeserializeOwned>(body: &[u8], param: Option<&str>) -> Result<T, Refusal> {
+    serde_json::from_slice(body).map_err(|error| Refusal::bad_request(error.to_string(), param))
 }
 
 fn parse(path: &str, body: &Bytes) -> Result<Parsed, Refusal> {
@@ -372,8 +383,7 @@ fn parse(path: &str, body: &Bytes) -> Result<Parsed, Refusal> {
 
 /// Refuses what this engine cannot do; answers the client's limit of tokens.
 fn check_extras(body: &[u8]) -> Result<Option<u32>, Refusal> {
-    let extras: Extras = serde_json::from_slice(body)
-        .map_err(|error| Refusal::bad_request(error.to_string(), None))?;
+    let extras: Extras = read(body, None)?;
     if extras.n.is_some_and(|n| n != 1) {
         return Err(Refusal::bad_request(
             "this engine makes one choice: n must be 1",
@@ -388,49 +398,4 @@ fn check_extras(body: &[u8]) -> Result<Option<u32>, Refusal> {
         let message = format!("max_tokens must be at least 1, got {wanted}.");
         Refusal::bad_request(message, Some("max_tokens"))
     })
-}
-
-fn not_routed(path: &str) -> Response<Answer> {
-    let allow = match path {
-        "/health" | "/version" | "/load" | "/metrics" | "/v1/models" | "/kv_event_sources" => "GET",
-        "/reset_prefix_cache" | "/debug/prefix" => "POST",
-        "/ping" => "GET, POST",
-        "/v1/chat/completions" | "/v1/completions" | "/tokenize" | "/detokenize" => "POST",
-        _ => {
-            let mut response = respond_json(&json!({ "detail": "Not Found" }));
-            *response.status_mut() = StatusCode::NOT_FOUND;
-            return response;
-        }
-    };
-    let mut response = respond_json(&json!({ "detail": "Method Not Allowed" }));
-    *response.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
-    response
-        .headers_mut()
-        .insert(ALLOW, HeaderValue::from_static(allow));
-    response
-}
-
-fn refuse(refusal: &Refusal) -> Response<Answer> {
-    let status = refusal.status;
-    let body = error_body(status.as_u16(), &refusal.message, refusal.param.as_deref());
-    let mut response = respond(JSON, body);
-    *response.status_mut() = status;
-    response
-}
-
-fn respond_json(value: &serde_json::Value) -> Response<Answer> {
-    respond(JSON, Bytes::from(value.to_string()))
-}
-
-fn respond(content_type: HeaderValue, body: Bytes) -> Response<Answer> {
-    let mut response = Response::new(Answer::from(body));
-    response.headers_mut().insert(CONTENT_TYPE, content_type);
-    response
-}
-
-/// A cache that is in use is not reset.
-fn busy() -> Response<Answer> {
-    let mut response = respond(JSON, Bytes::new());
-    *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
-    response
 }

@@ -27,6 +27,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Router;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
@@ -36,7 +37,7 @@ pub use args::{EngineArgs, run};
 use driver::Core;
 pub use events::EventsOptions;
 use events::Publisher;
-use http::Surface;
+use http::{Surface, serve};
 use model::{Scheduler, Shape, Stats};
 
 /// Connections one engine serves at a time; further ones wait in the listener's queue.
@@ -125,7 +126,7 @@ impl Engine {
         tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
         let acceptor = accept(
             listener,
-            Arc::new(surface),
+            surface.routes(),
             options.keep_alive,
             stop.clone(),
             tasks.clone(),
@@ -195,7 +196,7 @@ impl Drop for EngineHandle {
 
 async fn accept(
     listener: TcpListener,
-    surface: Arc<Surface>,
+    routes: Router,
     keep_alive: Duration,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -213,7 +214,7 @@ async fn accept(
                 if let Err(error) = socket.set_nodelay(true) {
                     tracing::debug!(%error, "set nodelay");
                 }
-                let connection = surface.clone().serve(socket, keep_alive, stop.clone());
+                let connection = serve(routes.clone(), socket, keep_alive, stop.clone());
                 tasks.spawn(async move {
                     connection.await;
                     drop(place);

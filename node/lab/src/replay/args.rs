@@ -15,6 +15,7 @@ use super::progress::{bar, show};
 use super::targets::Targets;
 use super::trace::{self, Scale, TraceOptions};
 use crate::engine::fleet::EnginesPlan;
+use crate::terminal;
 
 /// Replay a recorded trace against running replicas or engines.
 #[derive(Debug, Clone, clap::Args)]
@@ -130,9 +131,9 @@ pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCo
     let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;
     bar.finish_and_clear();
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        terminal::print(serde_json::to_string_pretty(&report)?)?;
     } else {
-        println!("{}", print::tables(&report));
+        terminal::print(print::tables(&report))?;
     }
     let failed = report.total.failed + report.total.lost;
     Ok(if failed == 0 {

@@ -1,0 +1,33 @@
+//! Waiting for what a cluster will say.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::time::{interval, timeout};
+
+/// Bound of every wait: a broken cluster fails the test in this time.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+/// How often a condition is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(25);
+
+/// Waits until `condition` holds.
+///
+/// # Errors
+/// What the condition fails with, or that it did not hold within a minute.
+pub async fn until(
+    what: &str,
+    condition: impl AsyncFn() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let met = async {
+        let mut looks = interval(LOOK_EVERY);
+        while !condition().await? {
+            looks.tick().await;
+        }
+        anyhow::Ok(())
+    };
+    timeout(PATIENCE, met)
+        .await
+        .with_context(|| format!("{what}: not within {} s", PATIENCE.as_secs()))
+        .flatten()
+        .with_context(|| what.to_owned())
+}
