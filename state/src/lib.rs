@@ -6,12 +6,12 @@
 
 pub mod admission;
 mod backends;
-pub mod codec;
-pub mod command;
 mod cow;
 pub mod exact;
 pub mod grants;
 pub mod ids;
+mod log;
+mod machine;
 pub mod outputs;
 pub mod ownership;
 pub mod planted;
@@ -20,13 +20,13 @@ pub mod prefix;
 pub mod quotas;
 pub mod readers;
 pub mod service;
-mod state;
 pub mod users;
 mod validate;
 pub mod view;
 
 pub use backends::Backend;
-pub use state::{
+pub use log::{codec, command};
+pub use machine::{
     AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Broken, CorruptSnapshot, Frozen, LeaseView,
     RESTORE_IDLE_MS_MAX, ReadBackup, Registry, RestoreView, RouterState, SNAPSHOT_VERSION,
     STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, SessionView, StagedBackup, TIME_STEP_MS_MAX,

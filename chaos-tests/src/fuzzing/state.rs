@@ -386,7 +386,7 @@ fn read_of_an_engine(backend: BackendRef) -> impl Iterator<Item = Item> {
 }
 
 /// A snapshot's bytes, whose checksums and digests are made to fit what stands there. The layout is
-/// that of `state/src/state/snapshot.rs`.
+/// that of `state/src/machine/snapshot.rs`.
 struct Image(Vec<u8>);
 
 impl Image {

@@ -8,7 +8,7 @@
 //! replica that hears nobody follows its own clock.
 //!
 //! What a message tells is older by its way; of those of the last second or two the one that came
-//! quickest counts. Replicated time goes by the stamps, see `state/src/state/time.rs`.
+//! quickest counts. Replicated time goes by the stamps, see `state/src/machine/time.rs`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering};

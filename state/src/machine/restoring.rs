@@ -36,7 +36,7 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::time::Time;
-use super::{AuditAction, AuditEntry, RouterState};
+use super::{AuditAction, AuditEntry, CorruptSnapshot, RouterState};
 use crate::codec;
 use crate::command::{
     Command, NAME_BYTES_MAX, Origin, RESTORE_BYTES_MAX, RESTORE_PART_BYTES, Reject,
@@ -44,7 +44,6 @@ use crate::command::{
 use crate::grants::WaitingList;
 use crate::ids::{LogIndex, ReplicaId, RestoreId};
 use crate::readers::Readers;
-use crate::state::CorruptSnapshot;
 use crate::validate::ensure;
 
 /// A restore of which nothing was heard for so long, in replicated milliseconds, is over.

@@ -440,7 +440,7 @@ mod tests {
     use crate::command::{Command, Envelope, Lane, Origin, Reply};
     use crate::ids::{ReplicaId, SessionId};
     use crate::policy::PolicyConfig;
-    use crate::state::Config;
+    use crate::machine::Config;
     use crate::users::FairnessSettings;
 
     fn apply(state: &mut RouterState, command: Command) {

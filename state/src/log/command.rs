@@ -133,7 +133,7 @@ pub enum Command {
     },
     /// Replaces which replica reads which backend's KV events. What it does not name has no reader.
     AssignReaders(Vec<Assignment>),
-    /// Begins to bring in a backup, see `state/src/state/restoring.rs`. Refused while another is being
+    /// Begins to bring in a backup, see `state/src/machine/restoring.rs`. Refused while another is being
     /// brought in, and unless `force` is set when the cluster has users or blocks.
     BeginRestore {
         /// Names it.
@@ -179,7 +179,7 @@ pub enum Command {
         /// The user's name.
         name: String,
     },
-    /// From this log index on replicated time is paced, see `state/src/state/time.rs`, and users who were
+    /// From this log index on replicated time is paced, see `state/src/machine/time.rs`, and users who were
     /// never charged are forgotten first, see `state/src/users/forgettable.rs`. Of version 4; given once,
     /// as soon as all members know it.
     PaceTime,
