@@ -17,12 +17,12 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::admission::{
-    AdmissionSettings, Gate, Order, PendingUse, Pricing, Queue, Rules, UserFigures, Verdict,
-    Waiting,
+    AdmissionSettings, Gate, Order, Pricing, Queue, Rules, UserFigures, Verdict, Waiting,
 };
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin};
 use state::ids::{AttemptId, LogIndex, ReplicaId, SessionId, Ticket, UserKey};
 use state::policy::{CostSettings, PolicyConfig};
+use state::quotas::PendingUse;
 use state::users::FairnessSettings;
 
 criterion_group! {

@@ -6,7 +6,11 @@
 
 pub mod admission;
 mod backends;
+mod bounds;
+mod charge;
 mod cow;
+mod encoding;
+mod error;
 pub mod exact;
 pub mod grants;
 pub mod ids;
@@ -17,18 +21,21 @@ pub mod ownership;
 pub mod planted;
 pub mod policy;
 pub mod prefix;
+mod pricing;
 pub mod quotas;
 pub mod readers;
+mod reject;
 pub mod service;
+mod settings;
 pub mod users;
 mod validate;
 pub mod view;
 
 pub use backends::Backend;
+pub use error::{Broken, CorruptSnapshot, Undecodable};
 pub use log::{codec, command};
 pub use machine::{
-    AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Broken, CorruptSnapshot, Frozen, LeaseView,
-    RESTORE_IDLE_MS_MAX, ReadBackup, Registry, RestoreView, RouterState, SNAPSHOT_VERSION,
-    STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, SessionView, StagedBackup, TIME_STEP_MS_MAX,
-    UNANIMOUS_MS, Undecodable, View,
+    AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Frozen, LeaseView, RESTORE_IDLE_MS_MAX, ReadBackup,
+    Registry, RestoreView, RouterState, SNAPSHOT_VERSION, STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX,
+    SessionView, StagedBackup, TIME_STEP_MS_MAX, UNANIMOUS_MS, View,
 };

@@ -8,8 +8,9 @@ use std::collections::BTreeMap;
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
-use crate::command::{BACKENDS_MAX, Reject};
+use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BackendRef, ReplicaId, Slot};
+use crate::reject::Reject;
 use crate::validate::ensure;
 
 /// One backend's reader.

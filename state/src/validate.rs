@@ -1,104 +1,12 @@
 //! Bounds of what operators write: checked at the edge to answer early, and in `apply` because the
 //! log may carry anything.
 
-use crate::command::{BackendSpec, EngineFacts, LIST_BYTES_MAX, NAME_BYTES_MAX, Reject, UserSpec};
+use crate::bounds::NAME_BYTES_MAX;
+use crate::reject::Reject;
 use crate::users::FairnessSettings;
 
-/// Most models or labels of one backend.
-const LIST_ENTRIES_MAX: usize = 256;
-/// Most models an engine lists of itself: adapters count as models there.
-const ENGINE_MODELS_MAX: usize = 4096;
 /// Highest price of a token.
 const PRICE_MAX: u32 = 1_000;
-
-impl BackendSpec {
-    /// Checks every field.
-    ///
-    /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
-        let is_id = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
-        ensure(
-            is_name(&self.id) && self.id.bytes().all(is_id),
-            "id",
-            "1 to 256 characters of [A-Za-z0-9._-]",
-        )?;
-        ensure(
-            is_base_url(&self.url),
-            "url",
-            "http://host:port, without a path",
-        )?;
-        ensure(
-            (1..=LIST_ENTRIES_MAX).contains(&self.models.len()),
-            "models",
-            "1 to 256 model ids, or \"*\"",
-        )?;
-        for (place, model) in self.models.iter().enumerate() {
-            ensure(
-                is_name(model),
-                &format!("models[{place}]"),
-                "1 to 256 bytes",
-            )?;
-        }
-        ensure(
-            is_short_list(&self.models),
-            "models",
-            "at most 64 KiB together",
-        )?;
-        ensure(
-            self.labels.len() <= LIST_ENTRIES_MAX,
-            "labels",
-            "at most 256 labels",
-        )?;
-        for (name, value) in &self.labels {
-            ensure(is_name(name), "labels", "label names of 1 to 256 bytes")?;
-            let field = format!("labels.{name}");
-            ensure(value.len() <= NAME_BYTES_MAX, &field, "at most 256 bytes")?;
-        }
-        let label_texts = self.labels.iter().flat_map(|(name, value)| [name, value]);
-        ensure(
-            is_short_list(label_texts),
-            "labels",
-            "at most 64 KiB together",
-        )?;
-        ensure(
-            self.capacity_blocks != Some(0),
-            "capacity_blocks",
-            "at least 1",
-        )?;
-        for (field, endpoint) in [
-            ("kv_events", &self.kv_events),
-            ("kv_replay", &self.kv_replay),
-        ] {
-            let is_valid = endpoint.as_deref().is_none_or(is_name);
-            ensure(is_valid, field, "an endpoint of 1 to 256 bytes")?;
-        }
-        Ok(())
-    }
-}
-
-impl EngineFacts {
-    /// Whether every field is within its bounds.
-    pub(crate) fn is_valid(&self) -> bool {
-        let is_list = |models: &Vec<String>| {
-            models.len() <= ENGINE_MODELS_MAX
-                && models.iter().all(|model| is_name(model))
-                && is_short_list(models)
-        };
-        self.models.as_ref().is_none_or(is_list) && self.capacity_blocks != Some(0)
-    }
-}
-
-impl UserSpec {
-    /// Checks every field.
-    ///
-    /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
-        ensure(is_name(&self.name), "name", "1 to 256 bytes")?;
-        ensure(self.weight_milli > 0, "weight_milli", "at least 1")
-    }
-}
 
 impl FairnessSettings {
     /// Checks every setting.
@@ -124,12 +32,6 @@ pub(crate) fn is_name(text: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&text.len())
 }
 
-/// Whether all texts together keep within [`LIST_BYTES_MAX`], which bounds what a registry takes in
-/// a snapshot.
-fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
-    texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
-}
-
 /// Refuses `field` unless it `holds`.
 pub(crate) fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Reject> {
     if holds {
@@ -151,176 +53,11 @@ pub(crate) fn at_most(field: &str, value: u32, most: u32) -> Result<(), Reject> 
     ensure(value <= most, field, &format!("at most {most}"))
 }
 
-/// `http://host:port`; a host is a name, an IPv4 address, or an IPv6 address in brackets.
-fn is_base_url(url: &str) -> bool {
-    let Some((host, port)) = url
-        .strip_prefix("http://")
-        .filter(|_| url.len() <= NAME_BYTES_MAX)
-        .and_then(|authority| authority.rsplit_once(':'))
-    else {
-        return false;
-    };
-    let is_host = match host
-        .strip_prefix('[')
-        .and_then(|host| host.strip_suffix(']'))
-    {
-        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => {
-            let is_host_byte = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
-            !host.is_empty() && host.bytes().all(is_host_byte)
-        }
-    };
-    let is_port =
-        port.bytes().all(|c| c.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
-    is_host && is_port
-}
-
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
+    use crate::command::UserSpec;
     use crate::policy::{CostSettings, PolicyConfig};
-
-    fn spec() -> BackendSpec {
-        BackendSpec {
-            id: "gpu-1".to_owned(),
-            url: "http://10.0.0.1:8000".to_owned(),
-            models: vec!["*".to_owned()],
-            labels: BTreeMap::new(),
-            capacity_blocks: None,
-            kv_events: None,
-            kv_replay: None,
-        }
-    }
-
-    #[test]
-    fn urls_are_a_scheme_a_host_and_a_port() {
-        for good in [
-            "http://a:1",
-            "http://10.0.0.1:65535",
-            "http://[::1]:80",
-            "http://a_b.c-d:9",
-        ] {
-            assert!(is_base_url(good), "{good}");
-        }
-        for bad in [
-            "",
-            "a:1",
-            "http://a",
-            "http://:1",
-            "http://a:0",
-            "http://a:65536",
-            "http://a:1/",
-            "https://a:1",
-            "http://a:+1",
-            "http://a b:1",
-            "http://[::1:80",
-            "http://u@a:1",
-        ] {
-            assert!(!is_base_url(bad), "{bad}");
-        }
-    }
-
-    #[test]
-    fn a_fault_names_its_field() {
-        let name_long = "x".repeat(NAME_BYTES_MAX + 1);
-        let one = |key: &str, value: &str| BTreeMap::from([(key.to_owned(), value.to_owned())]);
-        let faults = [
-            BackendSpec {
-                id: String::new(),
-                ..spec()
-            },
-            BackendSpec {
-                id: "a/b".to_owned(),
-                ..spec()
-            },
-            BackendSpec {
-                id: name_long.clone(),
-                ..spec()
-            },
-            BackendSpec {
-                url: "gpu-1:8000".to_owned(),
-                ..spec()
-            },
-            BackendSpec {
-                models: Vec::new(),
-                ..spec()
-            },
-            BackendSpec {
-                models: vec!["*".to_owned(), String::new()],
-                ..spec()
-            },
-            BackendSpec {
-                labels: one("", "x"),
-                ..spec()
-            },
-            BackendSpec {
-                labels: one("zone", &name_long),
-                ..spec()
-            },
-            BackendSpec {
-                capacity_blocks: Some(0),
-                ..spec()
-            },
-            BackendSpec {
-                kv_events: Some(String::new()),
-                ..spec()
-            },
-        ]
-        .map(|spec| spec.validate().unwrap_err().to_string())
-        .join("\n");
-        expect_test::expect![[r#"
-            id: 1 to 256 characters of [A-Za-z0-9._-]
-            id: 1 to 256 characters of [A-Za-z0-9._-]
-            id: 1 to 256 characters of [A-Za-z0-9._-]
-            url: http://host:port, without a path
-            models: 1 to 256 model ids, or "*"
-            models[1]: 1 to 256 bytes
-            labels: label names of 1 to 256 bytes
-            labels.zone: at most 256 bytes
-            capacity_blocks: at least 1
-            kv_events: an endpoint of 1 to 256 bytes"#]]
-        .assert_eq(&faults);
-        assert_eq!(spec().validate(), Ok(()));
-    }
-
-    #[test]
-    fn a_full_registry_of_the_longest_backends_fits_a_snapshot_and_each_a_command() {
-        use crate::codec;
-        use crate::command::BACKENDS_MAX;
-
-        let names = |count: usize, bytes: usize| (0..count).map(move |at| format!("{at:0>bytes$}"));
-        let half = NAME_BYTES_MAX / 2;
-        let longest = BackendSpec {
-            id: "x".repeat(NAME_BYTES_MAX),
-            url: format!("http://{}:1", "x".repeat(NAME_BYTES_MAX - 9)),
-            models: names(256, NAME_BYTES_MAX).collect(),
-            labels: names(256, half).zip(names(256, half)).collect(),
-            capacity_blocks: Some(u32::MAX),
-            kv_events: Some("x".repeat(NAME_BYTES_MAX)),
-            kv_replay: Some("x".repeat(NAME_BYTES_MAX)),
-        };
-        // Short names cost most beside themselves.
-        let facts = EngineFacts {
-            models: Some(names(ENGINE_MODELS_MAX, 16).collect()),
-            capacity_blocks: Some(u32::MAX),
-            started_at_s: Some(u64::MAX),
-        };
-        assert_eq!((longest.validate(), facts.is_valid()), (Ok(()), true));
-        let bytes = codec::to_bytes(&longest).len() + codec::to_bytes(&facts).len();
-        assert!((bytes + 64) * BACKENDS_MAX < codec::SECTION_BYTES_MAX);
-        assert!(bytes < codec::ENVELOPE_BYTES_MAX);
-
-        let mut more = longest.clone();
-        more.labels.insert("y".to_owned(), String::new());
-        assert!(more.validate().is_err());
-        let long_names = EngineFacts {
-            models: Some(names(257, NAME_BYTES_MAX).collect()),
-            ..facts
-        };
-        assert!(!long_names.is_valid());
-    }
 
     #[test]
     fn settings_have_bounds() {

@@ -6,10 +6,11 @@
 
 use std::collections::BTreeMap;
 
-use super::ChargeInput;
-use crate::command::Charge;
+use crate::charge::Charge;
 use crate::ids::UserKey;
-use crate::users::{CHARGE_TOKENS_MAX, FairnessSettings, WEIGHT_MILLI_DEFAULT};
+use crate::pricing::{Pricing, milli_tokens};
+use crate::quotas::PendingUse;
+use crate::users::WEIGHT_MILLI_DEFAULT;
 
 /// What orders of admission look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,12 +54,6 @@ impl UserFigures {
     }
 }
 
-/// `tokens` priced tokens in the unit of a counter of weight `weight_milli`. Saturates.
-pub(crate) fn milli_tokens(tokens: u64, weight_milli: u32) -> u64 {
-    let milli = u128::from(tokens) * 1_000_000 / u128::from(weight_milli.max(1));
-    u64::try_from(milli).unwrap_or(u64::MAX)
-}
-
 /// Where the queue reads the users' figures.
 pub trait Counters {
     /// The user's figures as this replica knows them, its own charges included.
@@ -68,48 +63,6 @@ pub trait Counters {
 impl<F: Fn(UserKey) -> UserFigures> Counters for F {
     fn figures(&self, user: UserKey) -> UserFigures {
         self(user)
-    }
-}
-
-/// What tokens cost, as settings say.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Pricing {
-    /// Prices per token.
-    pub prices: FairnessSettings,
-    /// Which prompt tokens count.
-    pub charge: ChargeInput,
-}
-
-impl Pricing {
-    /// Price of a prompt.
-    #[must_use]
-    pub fn input(&self, uncached: u64, cached: u64) -> u64 {
-        let (uncached, cached) = (
-            uncached.min(CHARGE_TOKENS_MAX),
-            cached.min(CHARGE_TOKENS_MAX),
-        );
-        let price = u64::from(self.prices.input_price);
-        // Both factors are bounded: sums stay far below 64 bits.
-        match self.charge {
-            ChargeInput::Uncached => uncached * price,
-            ChargeInput::Full => (uncached + cached) * price,
-            ChargeInput::Discounted => uncached * price + cached * price / 10,
-        }
-    }
-
-    /// Price of output.
-    #[must_use]
-    pub fn output(&self, tokens: u64) -> u64 {
-        tokens.min(CHARGE_TOKENS_MAX) * u64::from(self.prices.output_price)
-    }
-
-    /// What a charge adds to what its user has been charged, in priced tokens.
-    #[must_use]
-    pub fn due(&self, charge: &Charge) -> u64 {
-        let real =
-            self.input(charge.input_uncached, charge.input_cached) + self.output(charge.output);
-        let advance = charge.advance.min(CHARGE_TOKENS_MAX);
-        advance + real.saturating_sub(charge.settled)
     }
 }
 
@@ -211,18 +164,4 @@ impl Pending {
             tokens: owed.tokens,
         }
     }
-}
-
-/// What a user used that the published state does not show yet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct PendingUse {
-    /// Requests that began, and requests that were queued: one that waited and was then dispatched
-    /// stands here twice, and once in `dequeued`.
-    pub requests: u64,
-    /// Requests that wait no more. They may be of those whom the published state shows waiting.
-    pub dequeued: u64,
-    /// Requests that are over. They may be of those whom the published state shows in flight.
-    pub ended: u64,
-    /// Tokens, cached ones not counted.
-    pub tokens: u64,
 }

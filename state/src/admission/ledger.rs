@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 
 use super::Pricing;
-use crate::command::Charge;
+use crate::charge::Charge;
 use crate::ids::UserKey;
 use crate::planted::{self, Bug};
 

@@ -6,7 +6,7 @@
 
 use bincode::{Decode, Encode};
 
-use crate::codec;
+use crate::encoding;
 use crate::exact::entries::{CHUNK_ENTRIES, Entries, Entry, NONE};
 use crate::exact::followed::{Exact, FADING_STEPS_MAX, Followed};
 use crate::exact::stream::{Progress, Stream};
@@ -50,7 +50,7 @@ impl Exact {
     /// Adds to the digest's bytes; nothing while no backend is followed.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         for followed in self.followed.values() {
-            codec::append_bytes(&followed.head(), bytes);
+            encoding::append_bytes(&followed.head(), bytes);
             for stream in followed.ranks.values() {
                 bytes.extend(stream.tree.sum().to_le_bytes());
             }
@@ -70,7 +70,7 @@ impl Exact {
 
     /// Takes one piece; answers what is wrong with it.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
-        match codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
+        match encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
             Piece::Heads(heads) => heads
                 .into_iter()
                 .try_for_each(|head| self.restore_head(head)),
@@ -191,13 +191,13 @@ impl ExactImage {
     /// Everything, encoded, in pieces of a bounded size; none while no backend is followed.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let heads =
-            (!self.heads.is_empty()).then(|| codec::to_bytes(&Piece::Heads(self.heads.clone())));
+            (!self.heads.is_empty()).then(|| encoding::to_bytes(&Piece::Heads(self.heads.clone())));
         let entries = self.entries.iter().flat_map(|(slot, rank, entries)| {
             let starts = (0..entries.len()).step_by(CHUNK_ENTRIES);
             starts.map(move |start| {
                 let end = entries.len().min(start + CHUNK_ENTRIES as u32);
                 let saved = (start..end).map(|index| entries.present(index).map(Saved::of));
-                codec::to_bytes(&Piece::Entries(*slot, *rank, saved.collect()))
+                encoding::to_bytes(&Piece::Entries(*slot, *rank, saved.collect()))
             })
         });
         heads.into_iter().chain(entries)

@@ -30,7 +30,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::codec;
+use crate::encoding;
 use crate::ids::{ModelKey, ReplicaId, Ticket, UserKey};
 
 /// Requests that one replica may have waiting or granted.
@@ -352,5 +352,5 @@ fn place(entry: &Entry) -> Place {
 }
 
 fn hash(entry: &Entry) -> u128 {
-    xxh3_128(&codec::to_bytes(entry))
+    xxh3_128(&encoding::to_bytes(entry))
 }

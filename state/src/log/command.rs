@@ -3,12 +3,9 @@
 //! Everything here is part of the log format. Adding a variant at the end of an enum is a new
 //! format version; changing one is not possible.
 
-use std::collections::BTreeMap;
-
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::admission::AdmissionSettings;
 use crate::exact::KvBatch;
 use crate::grants::Wait;
 use crate::ids::{
@@ -17,28 +14,20 @@ use crate::ids::{
 };
 use crate::policy::{PolicyConfig, RoutingSettings};
 use crate::prefix::HashSecret;
-use crate::quotas::UserLimits;
 use crate::readers::Assignment;
 use crate::service::ServiceSample;
+use crate::settings::AdmissionSettings;
+use crate::settings::UserLimits;
 use crate::users::FairnessSettings;
+use crate::validate::{ensure, is_name};
 
-/// Most backends one cluster holds.
-pub const BACKENDS_MAX: usize = 1024;
-/// Most blocks one item may name.
-pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
-/// Most bytes that the names in one list of a backend take together: its models, its labels, and the
-/// models its engine lists.
-pub const LIST_BYTES_MAX: usize = 64 << 10;
-/// Longest name of a user, backend, model or label, in bytes.
-pub const NAME_BYTES_MAX: usize = 256;
-/// Most output lengths one item may tell.
-pub const OUTPUTS_PER_ITEM_MAX: usize = 256;
-/// Bytes of one part of a backup; only the last part is shorter.
-pub const RESTORE_PART_BYTES: usize = 512 << 10;
-/// Most bytes of the state in a backup: more than the largest state there can be.
-pub const RESTORE_BYTES_MAX: u64 = 1 << 30;
-/// Most users kept; `state/src/users/forgettable.rs` says who is forgotten beyond it.
-pub const USERS_MAX: usize = 1_000_000;
+pub use crate::backends::{BackendSpec, EngineFacts};
+pub use crate::bounds::{
+    BACKENDS_MAX, BLOCKS_PER_ITEM_MAX, LIST_BYTES_MAX, NAME_BYTES_MAX, OUTPUTS_PER_ITEM_MAX,
+    RESTORE_BYTES_MAX, RESTORE_PART_BYTES, USERS_MAX,
+};
+pub use crate::charge::Charge;
+pub use crate::reject::Reject;
 
 /// A command with its origin: what one log entry holds.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
@@ -283,88 +272,6 @@ pub enum Outcome {
     KeptUntouched,
 }
 
-/// Tokens and requests of one user over one flush interval of one replica. All fields add up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Charge {
-    /// Who pays.
-    pub user: UserKey,
-    /// Prompt tokens the engine computed.
-    pub input_uncached: u64,
-    /// Prompt tokens the engine had in its prefix cache.
-    pub input_cached: u64,
-    /// Output tokens.
-    pub output: u64,
-    /// Requests that began.
-    pub started: u32,
-    /// Requests that ended, whichever way.
-    pub ended: u32,
-    /// Requests that began to wait for admission.
-    pub queued: u32,
-    /// Requests that stopped waiting, whichever way.
-    pub dequeued: u32,
-    /// Priced tokens charged ahead of what is not known yet.
-    pub advance: u64,
-    /// Priced tokens of this charge's counts that were charged ahead before.
-    pub settled: u64,
-}
-
-impl Charge {
-    /// Adds another charge of the same user. Saturates.
-    pub fn add(&mut self, other: &Self) {
-        self.user = other.user;
-        self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
-        self.input_cached = self.input_cached.saturating_add(other.input_cached);
-        self.output = self.output.saturating_add(other.output);
-        self.started = self.started.saturating_add(other.started);
-        self.ended = self.ended.saturating_add(other.ended);
-        self.queued = self.queued.saturating_add(other.queued);
-        self.dequeued = self.dequeued.saturating_add(other.dequeued);
-        self.advance = self.advance.saturating_add(other.advance);
-        self.settled = self.settled.saturating_add(other.settled);
-    }
-}
-
-/// A backend as an operator describes it.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct BackendSpec {
-    /// The backend's id: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
-    pub id: String,
-    /// `http://host:port`, without a path.
-    pub url: String,
-    /// Model ids it serves; `"*"` stands for what the engine itself lists.
-    #[serde(default = "any_model")]
-    pub models: Vec<String>,
-    /// Free labels for filters and display.
-    #[serde(default)]
-    pub labels: BTreeMap<String, String>,
-    /// Blocks (of the router's block size) its cache holds. `None`: asked from the engine.
-    #[serde(default)]
-    pub capacity_blocks: Option<u32>,
-    /// ZMQ endpoint of its KV events. `None`: ownership by leases.
-    #[serde(default)]
-    pub kv_events: Option<String>,
-    /// ZMQ endpoint that replays its KV events.
-    #[serde(default)]
-    pub kv_replay: Option<String>,
-}
-
-fn any_model() -> Vec<String> {
-    vec!["*".to_owned()]
-}
-
-/// What an engine says of itself; a field is `None` when it was not asked or did not say.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
-pub struct EngineFacts {
-    /// Model ids of its `/v1/models`, sorted.
-    pub models: Option<Vec<String>>,
-    /// Cache capacity in the *router's* blocks, converted by who asked.
-    pub capacity_blocks: Option<u32>,
-    /// Start of the engine process, unix seconds. A later one than known: the engine restarted,
-    /// its cache is empty, a new incarnation begins.
-    pub started_at_s: Option<u64>,
-}
-
 /// A user as an operator describes one.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -373,6 +280,17 @@ pub struct UserSpec {
     pub name: String,
     /// Share of service against others, in thousandths: 1000 is one share. At least 1.
     pub weight_milli: u32,
+}
+
+impl UserSpec {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        ensure(is_name(&self.name), "name", "1 to 256 bytes")?;
+        ensure(self.weight_milli > 0, "weight_milli", "at least 1")
+    }
 }
 
 /// What applying a command answers. Part of the log contract: the same on every replica.
@@ -399,43 +317,6 @@ pub struct BatchReply {
     pub missing_tip: Vec<AttemptId>,
     /// Items that named a backend's earlier incarnation, an unknown attempt, or broke a bound.
     pub dropped: u32,
-}
-
-/// Why a command was refused.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, thiserror::Error)]
-pub enum Reject {
-    /// The command needs an initialised cluster.
-    #[error("cluster is not initialised")]
-    NotInitialised,
-    /// `InitCluster` came a second time.
-    #[error("cluster is initialised already")]
-    AlreadyInitialised,
-    /// The session is older than the replica's newest one.
-    #[error("session of replica {replica} is over")]
-    StaleSession {
-        /// The replica.
-        replica: ReplicaId,
-    },
-    /// No backend has this id.
-    #[error("no backend has the id {name:?}")]
-    UnknownBackend {
-        /// As asked.
-        name: String,
-    },
-    /// The registry is full.
-    #[error("the registry holds {BACKENDS_MAX} backends, which is the limit")]
-    TooManyBackends,
-    /// The user table is full of users that cannot be forgotten.
-    #[error("{USERS_MAX} users are kept and none of them can be forgotten")]
-    TooManyUsers,
-    /// A field is outside its bounds.
-    #[error("{field}: {expected}")]
-    Invalid {
-        /// Path of the field.
-        field: String,
-        /// What would be right.
-        expected: String,
-    },
 }
 
 /// A committed command as its proposer sees it.

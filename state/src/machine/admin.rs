@@ -2,11 +2,14 @@
 //! leaves an entry in the audit; a refused one changes nothing.
 
 use super::{AuditAction, AuditEntry, RouterState};
-use crate::command::{BackendSpec, NAME_BYTES_MAX, Origin, Reject, UserSpec};
+use crate::backends::BackendSpec;
+use crate::bounds::NAME_BYTES_MAX;
+use crate::command::{Origin, UserSpec};
 use crate::ids::{ReplicaId, SessionId};
 use crate::planted::{self, Bug};
 use crate::policy::PolicyConfig;
 use crate::prefix::{Hashing, user_key};
+use crate::reject::Reject;
 use crate::users::FairnessSettings;
 
 impl RouterState {

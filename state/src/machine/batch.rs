@@ -6,7 +6,9 @@
 
 use super::RouterState;
 use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
-use crate::command::{BLOCKS_PER_ITEM_MAX, BatchReply, EngineFacts, Item, Outcome};
+use crate::backends::EngineFacts;
+use crate::bounds::BLOCKS_PER_ITEM_MAX;
+use crate::command::{BatchReply, Item, Outcome};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, UserKey};
 use crate::planted::{self, Bug};
 use crate::prefix::user_key;

@@ -26,16 +26,7 @@
 //! I4's "never fall" is about time: a check of one moment cannot see it; the property tests do.
 
 use super::RouterState;
-
-/// An invariant of docs/ARCHITECTURE.md that does not hold.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("invariant {number} broken: {detail}")]
-pub struct Broken {
-    /// Number as in docs/ARCHITECTURE.md, `"I4"`.
-    pub number: &'static str,
-    /// With the values that break it.
-    pub detail: String,
-}
+use crate::error::Broken;
 
 impl RouterState {
     /// Checks every invariant; for tests and `debug_assert`, slow on a large state.

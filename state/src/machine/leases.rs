@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::codec;
 use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
+use crate::encoding;
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot};
 use crate::ownership::Lease;
 use crate::planted::{self, Bug};
@@ -182,8 +182,10 @@ impl Leases {
 
     /// Takes the leases of one piece; answers what is wrong with it.
     pub(super) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
-        for (holder, lease) in
-            codec::from_bytes::<Vec<(Holder, OpenLease)>, { codec::SECTION_BYTES_MAX }>(bytes)?
+        for (holder, lease) in encoding::from_bytes::<
+            Vec<(Holder, OpenLease)>,
+            { encoding::SECTION_BYTES_MAX },
+        >(bytes)?
         {
             if !self.open(holder, lease) {
                 return Err(format!("{holder:?} stands twice"));
@@ -202,7 +204,7 @@ impl LeasesImage {
             leases.peek()?;
             let piece: Vec<(&Holder, &OpenLease)> =
                 leases.by_ref().take(LEASES_PER_PIECE).collect();
-            Some(codec::to_bytes(&piece))
+            Some(encoding::to_bytes(&piece))
         })
     }
 }

@@ -9,18 +9,21 @@ use std::borrow::Cow;
 use bincode::{Decode, Encode};
 
 use super::{AuditAction, RouterState};
-use crate::admission::{AdmissionSettings, Pricing};
 use crate::backends::{Backend, Effect};
-use crate::codec;
-use crate::command::{Charge, Origin, Reject, UserSpec};
+use crate::charge::Charge;
+use crate::command::{Origin, UserSpec};
+use crate::encoding;
 use crate::exact::{KvBatch, KvDoubt};
 use crate::grants::Wait;
 use crate::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
 use crate::policy::RoutingSettings;
 use crate::prefix::user_key;
-use crate::quotas::UserLimits;
+use crate::pricing::Pricing;
 use crate::readers::Assignment;
+use crate::reject::Reject;
 use crate::service::{Holding, Limit, LimitFigures, Served, ServiceSample, ServiceView};
+use crate::settings::AdmissionSettings;
+use crate::settings::UserLimits;
 use crate::users::Terms;
 use crate::validate::{ensure, is_name};
 
@@ -52,7 +55,7 @@ pub(super) fn append_unless_default<T: Encode + Default + PartialEq>(
     bytes: &mut Vec<u8>,
 ) {
     if *part != T::default() {
-        codec::append_bytes(part, bytes);
+        encoding::append_bytes(part, bytes);
     }
 }
 
@@ -62,17 +65,17 @@ impl RouterState {
         append_unless_default(&self.service, bytes);
         self.outputs.append_digest(bytes);
         if let Some(last_left) = self.users.last_left() {
-            codec::append_bytes(&last_left, bytes);
+            encoding::append_bytes(&last_left, bytes);
         }
         if !self.waiting.is_empty() {
-            codec::append_bytes(&self.waiting.digest(), bytes);
+            encoding::append_bytes(&self.waiting.digest(), bytes);
         }
         self.exact.append_digest(bytes);
         if let Some(staged) = &self.staged {
             staged.append_digest(bytes);
         }
         if let Some(paced) = &self.time.paced {
-            codec::append_bytes(paced, bytes);
+            encoding::append_bytes(paced, bytes);
         }
     }
 

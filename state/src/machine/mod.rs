@@ -22,13 +22,14 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::backends::{Backends, Effect};
-use crate::codec;
-use crate::command::{Command, Envelope, Origin, Reject, Reply};
+use crate::command::{Command, Envelope, Origin, Reply};
+use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::ownership::Ownership;
 use crate::planted::{self, Bug};
 use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
 use crate::prefix::{HashSecret, Hashing};
+use crate::reject::Reject;
 use crate::users::{self, FairnessSettings, Users};
 
 use crate::exact::Exact;
@@ -38,7 +39,6 @@ use crate::readers::Readers;
 use crate::service::Service;
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
-pub use check::Broken;
 use leases::Leases;
 use live::Settings;
 pub use published::{Registry, View};
@@ -46,14 +46,9 @@ pub use report::{LeaseView, SessionView};
 use restoring::Staged;
 pub use restoring::{RESTORE_IDLE_MS_MAX, ReadBackup, RestoreView, StagedBackup};
 use sessions::{Admission, Sessions};
-pub use snapshot::{CorruptSnapshot, Frozen, SNAPSHOT_VERSION};
+pub use snapshot::{Frozen, SNAPSHOT_VERSION};
 use time::Time;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
-
-/// A log entry that is not a command this build knows.
-#[derive(Debug, thiserror::Error)]
-#[error("decode log entry: {0}")]
-pub struct Undecodable(pub String);
 
 /// The whole replicated state of a replica.
 pub struct RouterState {
@@ -231,7 +226,7 @@ impl RouterState {
         let [users, users_rest] = self.users.digest();
         let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
             true => 0,
-            false => xxh3_128(&codec::to_bytes(&self.sessions)),
+            false => xxh3_128(&encoding::to_bytes(&self.sessions)),
         };
         let parts = [
             u128::from(self.time.now_ms),
@@ -441,11 +436,11 @@ impl RouterState {
     }
 
     fn hash_cold(&self) -> u128 {
-        let mut bytes = codec::to_bytes(&(&self.config, &self.backends, &self.audit));
+        let mut bytes = encoding::to_bytes(&(&self.config, &self.backends, &self.audit));
         live::append_unless_default(&self.settings, &mut bytes);
         live::append_unless_default(&self.readers, &mut bytes);
         if let Some(secret) = &self.hash_secret {
-            codec::append_bytes(secret, &mut bytes);
+            encoding::append_bytes(secret, &mut bytes);
         }
         xxh3_128(&bytes)
     }

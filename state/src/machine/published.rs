@@ -7,7 +7,7 @@ use arc_swap::{ArcSwap, ArcSwapOption, Guard};
 
 use super::Config;
 use super::live::Settings;
-use crate::admission::{AdmissionSettings, UserFigures};
+use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends};
 use crate::exact::{Exact, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
@@ -18,6 +18,7 @@ use crate::prefix::{HashSecret, Hashing};
 use crate::quotas::Quota;
 use crate::readers::{Assignment, Readers};
 use crate::service::ServiceView;
+use crate::settings::AdmissionSettings;
 use crate::users::{FairnessSettings, Lately, UsersView};
 use crate::view::BlockView;
 

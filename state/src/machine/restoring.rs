@@ -36,14 +36,15 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::time::Time;
-use super::{AuditAction, AuditEntry, CorruptSnapshot, RouterState};
-use crate::codec;
-use crate::command::{
-    Command, NAME_BYTES_MAX, Origin, RESTORE_BYTES_MAX, RESTORE_PART_BYTES, Reject,
-};
+use super::{AuditAction, AuditEntry, RouterState};
+use crate::bounds::{NAME_BYTES_MAX, RESTORE_BYTES_MAX, RESTORE_PART_BYTES};
+use crate::command::{Command, Origin};
+use crate::encoding;
+use crate::error::CorruptSnapshot;
 use crate::grants::WaitingList;
 use crate::ids::{LogIndex, ReplicaId, RestoreId};
 use crate::readers::Readers;
+use crate::reject::Reject;
 use crate::validate::ensure;
 
 /// A restore of which nothing was heard for so long, in replicated milliseconds, is over.
@@ -190,22 +191,22 @@ impl Staged {
     pub(super) fn append_digest(&self, bytes: &mut Vec<u8>) {
         let parts = self.parts.len() as u64;
         let all = (self.restore, self.touched_ms, parts, self.bytes(), self.sum);
-        codec::append_bytes(&all, bytes);
+        encoding::append_bytes(&all, bytes);
     }
 
     /// Everything in it, encoded, in pieces of a bounded size.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        let head = codec::to_bytes(&Piece::Begun(self.restore, self.touched_ms));
+        let head = encoding::to_bytes(&Piece::Begun(self.restore, self.touched_ms));
         let parts = self.parts.iter();
         let parts =
-            parts.map(|(number, part)| codec::to_bytes(&Piece::Part(*number, part.to_vec())));
+            parts.map(|(number, part)| encoding::to_bytes(&Piece::Part(*number, part.to_vec())));
         std::iter::once(head).chain(parts)
     }
 
     /// Takes one piece into `staged`; answers what is wrong with it.
     pub(super) fn restore_piece(staged: &mut Option<Self>, bytes: &[u8]) -> Result<(), String> {
         match (
-            codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)?,
+            encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?,
             staged,
         ) {
             (Piece::Begun(restore, touched_ms), staged @ None) => {

@@ -22,7 +22,8 @@ use super::RouterState;
 use super::leases::LeasesImage;
 use super::restoring::Staged;
 use super::sessions::Sessions;
-use crate::codec;
+use crate::encoding;
+use crate::error::CorruptSnapshot;
 use crate::exact::ExactImage;
 use crate::grants::WaitingList;
 use crate::ids::LogIndex;
@@ -43,7 +44,7 @@ const SNAPSHOT_VERSION_FIRST: u16 = 1;
 const MAGIC: [u8; 8] = *b"QUORATES";
 const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
 /// Longest payload of one section.
-const SECTION_BYTES_MAX: u32 = codec::SECTION_BYTES_MAX as u32;
+const SECTION_BYTES_MAX: u32 = encoding::SECTION_BYTES_MAX as u32;
 
 mod tag {
     //! What a section holds.
@@ -65,16 +66,6 @@ mod tag {
     pub(super) const HASHING: u8 = 16;
     pub(super) const TIME: u8 = 17;
     pub(super) const END: u8 = 255;
-}
-
-/// A snapshot that cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[error("corrupt snapshot at byte {offset}: {what}")]
-pub struct CorruptSnapshot {
-    /// Where in the stream.
-    pub offset: u64,
-    /// What was wrong and what was expected.
-    pub what: String,
 }
 
 /// A frozen image of a state, ready to be written.
@@ -158,11 +149,11 @@ impl RouterState {
     #[must_use]
     pub fn freeze(&self) -> Frozen {
         let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
-            true => codec::to_bytes(&Sessions::default()),
-            false => codec::to_bytes(&self.sessions),
+            true => encoding::to_bytes(&Sessions::default()),
+            false => encoding::to_bytes(&self.sessions),
         };
         let is_common = self.staged.is_none() && self.audit.restored().is_none();
-        let time = self.time.paced.as_ref().map(codec::to_bytes);
+        let time = self.time.paced.as_ref().map(encoding::to_bytes);
         let is_newest = self.hash_secret.is_some() || self.audit.has_version_4() || time.is_some();
         let version = match (is_newest, is_common) {
             (true, _) => SNAPSHOT_VERSION,
@@ -171,25 +162,25 @@ impl RouterState {
         };
         Frozen {
             version,
-            hashing: self.hash_secret.as_ref().map(codec::to_bytes),
+            hashing: self.hash_secret.as_ref().map(encoding::to_bytes),
             applied: self.applied,
             digest: self.digest(),
             time,
             small: vec![
                 (
                     tag::CONFIG,
-                    codec::to_bytes(&(&self.config, self.time.now_ms)),
+                    encoding::to_bytes(&(&self.config, self.time.now_ms)),
                 ),
-                (tag::BACKENDS, codec::to_bytes(&self.backends)),
+                (tag::BACKENDS, encoding::to_bytes(&self.backends)),
                 (tag::SESSIONS, sessions),
-                (tag::AUDIT, codec::to_bytes(&self.audit)),
-                (tag::SETTINGS, codec::to_bytes(&self.settings)),
-                (tag::READERS, codec::to_bytes(&self.readers)),
-                (tag::SERVICE, codec::to_bytes(&self.service)),
-                (tag::OUTPUTS, codec::to_bytes(&self.outputs)),
+                (tag::AUDIT, encoding::to_bytes(&self.audit)),
+                (tag::SETTINGS, encoding::to_bytes(&self.settings)),
+                (tag::READERS, encoding::to_bytes(&self.readers)),
+                (tag::SERVICE, encoding::to_bytes(&self.service)),
+                (tag::OUTPUTS, encoding::to_bytes(&self.outputs)),
                 (
                     tag::WAITING,
-                    codec::to_bytes(&(self.users.last_left(), self.waiting.image())),
+                    encoding::to_bytes(&(self.users.last_left(), self.waiting.image())),
                 ),
             ],
             leases: self.leases.freeze(),
@@ -318,7 +309,7 @@ impl RouterState {
 
 /// Decodes a section's payload.
 fn section<T: bincode::Decode<()>>(payload: &[u8]) -> Result<T, String> {
-    codec::from_bytes::<T, { codec::SECTION_BYTES_MAX }>(payload)
+    encoding::from_bytes::<T, { encoding::SECTION_BYTES_MAX }>(payload)
 }
 
 fn write_section(out: &mut dyn Write, tag: u8, payload: &[u8]) -> std::io::Result<()> {
@@ -494,7 +485,7 @@ mod tests {
             fairness,
             ..Config::default()
         };
-        let payload = codec::to_bytes(&(&config, 0_u64));
+        let payload = encoding::to_bytes(&(&config, 0_u64));
         let refused = RouterState::new().restore_section(tag::CONFIG, &payload);
         assert_eq!(
             refused,

@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 
-use crate::admission::BinSelection;
+use crate::settings::BinSelection;
 
 /// Whether a request of so many tokens, prompt and output, can ever run on a backend whose cache
 /// holds `capacity_tokens`; `None`: unknown, everything may.

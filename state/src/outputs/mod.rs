@@ -30,8 +30,8 @@ use bincode::error::{DecodeError, EncodeError};
 use bincode::{BorrowDecode, Decode, Encode};
 use serde::Serialize;
 
-use crate::codec;
-use crate::command::OUTPUTS_PER_ITEM_MAX;
+use crate::bounds::OUTPUTS_PER_ITEM_MAX;
+use crate::encoding;
 use crate::ids::{ModelKey, UserKey};
 pub use boundaries::Boundaries;
 pub use histogram::{Histogram, OUTPUT_TOKENS_MAX};
@@ -132,7 +132,7 @@ impl Outputs {
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         if self.clock > 0 {
             let image = (self.clock, &self.models, self.recents.digest());
-            codec::append_bytes(&image, bytes);
+            encoding::append_bytes(&image, bytes);
         }
     }
 

@@ -13,8 +13,8 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::{OUTPUT_TOKENS_MAX, PAIRS_MAX};
-use crate::codec;
 use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
+use crate::encoding;
 use crate::ids::{ModelKey, UserKey};
 
 /// Lengths that a prediction is the mean of.
@@ -161,7 +161,7 @@ impl Recent {
 }
 
 fn hash(pair: &Pair, recent: &Recent) -> u128 {
-    xxh3_128(&codec::to_bytes(&(pair, recent)))
+    xxh3_128(&encoding::to_bytes(&(pair, recent)))
 }
 
 impl Encode for Recents {

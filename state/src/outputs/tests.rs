@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::batch::{Bins, Candidate, Room, Rule, fits};
 use super::literal;
 use super::*;
-use crate::admission::BinSelection;
+use crate::settings::BinSelection;
 
 const USER: UserKey = UserKey(1);
 const MODEL: ModelKey = ModelKey(2);
@@ -216,11 +216,11 @@ fn who_was_not_heard_of_for_longest_is_forgotten() {
 }
 
 fn encoded(outputs: &Outputs) -> Vec<u8> {
-    codec::to_bytes(outputs)
+    encoding::to_bytes(outputs)
 }
 
 fn decoded(bytes: &[u8]) -> Result<Outputs, String> {
-    codec::from_bytes::<Outputs, { codec::SECTION_BYTES_MAX }>(bytes)
+    encoding::from_bytes::<Outputs, { encoding::SECTION_BYTES_MAX }>(bytes)
 }
 
 #[test]

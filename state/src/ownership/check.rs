@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::Broken;
+use crate::error::Broken;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
 use crate::ownership::arena::{NO_RECORD, Record};

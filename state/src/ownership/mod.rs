@@ -21,7 +21,7 @@ mod model_tests;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use crate::command::BACKENDS_MAX;
+use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
 use crate::planted::{self, Bug};
 use crate::view::{BlockView, SHARDS, ViewWriter};

@@ -20,8 +20,8 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::CorruptSnapshot;
-use crate::command::BACKENDS_MAX;
+use crate::bounds::BACKENDS_MAX;
+use crate::error::CorruptSnapshot;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
 use crate::ownership::arena::{CHUNK_RECORDS, Chunk, EPOCH_MAX, NO_RECORD, RECORDS_MAX, Record};

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{ByScore, Near, Needs, Policy, Ranks, product};
 use super::{Candidate, Prices, Reason, Request};
-use crate::command::Reject;
+use crate::reject::Reject;
 use crate::validate::at_most;
 
 /// Constants of the `cost` policy. Integers: the settings are replicated.

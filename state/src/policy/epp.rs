@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{Near, Policy, Rank, Ranks, product};
 use super::{Candidate, Reason, Request};
-use crate::command::Reject;
+use crate::reject::Reject;
 use crate::validate::{at_most, ensure};
 
 /// Largest weight.

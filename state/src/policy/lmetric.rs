@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{ByScore, Near, Policy, Ranks};
 use super::{Candidate, Reason, Request};
-use crate::command::Reject;
+use crate::reject::Reject;
 use crate::validate::at_most;
 
 /// Settings of the `lmetric` policy.

@@ -34,8 +34,8 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use self::rank::{Policy, Ranks, pick};
-use crate::command::Reject;
 use crate::ids::Slot;
+use crate::reject::Reject;
 use crate::validate::{at_most, ensure, is_name};
 
 pub use chwbl::ChwblSettings;

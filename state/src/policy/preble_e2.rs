@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{Near, Policy, Rank, Ranks, product};
 use super::{Candidate, Reason, Request};
-use crate::command::Reject;
+use crate::reject::Reject;
 use crate::validate::{at_least, at_most};
 
 /// Largest proportion of loads, in thousandths.

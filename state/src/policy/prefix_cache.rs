@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{Policy, Rank, Ranks};
 use super::{Candidate, Reason, Request};
-use crate::command::Reject;
+use crate::reject::Reject;
 use crate::validate::{at_least, at_most};
 
 /// Largest factor, in thousandths.

@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 
 use super::{Candidate, Choice, Reason, Request, SessionSettings, Touch};
-use crate::command::Reject;
 use crate::ids::Slot;
+use crate::reject::Reject;
 
 /// A policy with its settings.
 pub(super) trait Policy {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::least_request::requests;
 use super::rank::{Needs, Policy, Rank, Ranks, draw};
 use super::{Candidate, Reason, Request};
-use crate::command::Reject;
+use crate::reject::Reject;
 use crate::validate::{ensure, is_name};
 
 /// Settings of the `session` policy.

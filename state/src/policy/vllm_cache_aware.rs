@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{MatchBy, Needs, Policy, Rank, Ranks, load_bound, mix};
 use super::{Candidate, Reason, Request};
-use crate::command::Reject;
 use crate::ids::{AttemptId, SessionId};
+use crate::reject::Reject;
 use crate::validate::{at_least, at_most};
 
 /// Largest load factor, in thousandths.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{BySlot, Needs, Policy, Rank, Ranks, draw};
 use super::{Candidate, Reason, Request};
-use crate::command::Reject;
+use crate::reject::Reject;
 use crate::validate::{at_least, at_most, ensure};
 
 /// Largest weight, in thousandths.

@@ -16,77 +16,14 @@ mod bucket;
 #[cfg(test)]
 mod tests;
 
-use bincode::{Decode, Encode};
-use serde::{Deserialize, Serialize};
-
-use crate::admission::PendingUse;
-use crate::command::Reject;
-use crate::validate::{at_most, ensure};
+use serde::Serialize;
 
 pub(crate) use bucket::Spent;
 
-/// Longest window: a day.
-pub const WINDOW_MS_MAX: u32 = 24 * 60 * 60 * 1000;
-/// Most tokens per window: what JSON numbers hold exactly.
-pub const TOKENS_MAX: u64 = 1 << 53;
-/// The window when none is set.
-pub const WINDOW_MS_DEFAULT: u32 = 1000;
+pub use crate::settings::{TOKENS_MAX, UserLimits, WINDOW_MS_DEFAULT, WINDOW_MS_MAX};
+
 /// When to ask again when requests in flight are the limit: nobody knows when one ends.
 pub const CONCURRENT_RETRY_MS: u64 = 1000;
-
-/// Bounds on one user's use; `None`: unbounded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct UserLimits {
-    /// Requests per window.
-    pub requests: Option<u32>,
-    /// Tokens per window, cached ones not counted.
-    pub tokens: Option<u64>,
-    /// Requests in flight at once.
-    pub concurrent: Option<u32>,
-    /// The window, milliseconds; `None`: one second.
-    pub window_ms: Option<u32>,
-}
-
-impl UserLimits {
-    /// Checks every bound.
-    ///
-    /// # Errors
-    /// [`Reject::Invalid`] with the first that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
-        ensure(self.requests != Some(0), "limits.requests", "at least 1")?;
-        ensure(
-            self.tokens
-                .is_none_or(|tokens| (1..=TOKENS_MAX).contains(&tokens)),
-            "limits.tokens",
-            "1 to 2^53",
-        )?;
-        ensure(
-            self.concurrent != Some(0),
-            "limits.concurrent",
-            "at least 1",
-        )?;
-        ensure(self.window_ms != Some(0), "limits.window_ms", "at least 1")?;
-        at_most("limits.window_ms", self.window_ms(), WINDOW_MS_MAX)
-    }
-
-    /// Whether nothing is bounded.
-    #[must_use]
-    pub fn is_unbounded(&self) -> bool {
-        self.requests.is_none() && self.tokens.is_none() && self.concurrent.is_none()
-    }
-
-    /// The window, milliseconds.
-    #[must_use]
-    pub fn window_ms(&self) -> u32 {
-        self.window_ms.unwrap_or(WINDOW_MS_DEFAULT)
-    }
-
-    /// Whether something is bounded per window.
-    pub(crate) fn has_rate(&self) -> bool {
-        self.requests.is_some() || self.tokens.is_some()
-    }
-}
 
 /// Which bound a request would break.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -192,4 +129,18 @@ impl Quota {
     fn open(&self) -> u64 {
         self.in_flight.saturating_add(self.waiting)
     }
+}
+
+/// What a user used that the published state does not show yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PendingUse {
+    /// Requests that began, and requests that were queued: one that waited and was then dispatched
+    /// stands here twice, and once in `dequeued`.
+    pub requests: u64,
+    /// Requests that wait no more. They may be of those whom the published state shows waiting.
+    pub dequeued: u64,
+    /// Requests that are over. They may be of those whom the published state shows in flight.
+    pub ended: u64,
+    /// Tokens, cached ones not counted.
+    pub tokens: u64,
 }

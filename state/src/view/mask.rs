@@ -1,6 +1,6 @@
 //! Sets of backend slots as bit masks: bit `slot % 64` of word `slot / 64`.
 
-use crate::command::BACKENDS_MAX;
+use crate::bounds::BACKENDS_MAX;
 
 /// Words of a mask that holds every slot there can be.
 pub(crate) const WORDS_MAX: usize = BACKENDS_MAX.div_ceil(64);

@@ -24,7 +24,7 @@ mod loom_tests;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use crate::command::BACKENDS_MAX;
+use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
 use mask::{Mask, WORDS_MAX};
 use sync::{Arc, AtomicUsize, Ordering, Swap};

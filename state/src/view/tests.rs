@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 
-use crate::command::BACKENDS_MAX;
+use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
 use crate::view::table::{Owners, row_words};
 use crate::view::{BlockView, ViewWriter};

@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::command::Charge;
+use crate::charge::Charge;
+use crate::quotas::PendingUse;
 
 const ALICE: UserKey = UserKey(7);
 

@@ -14,8 +14,9 @@ mod tests;
 
 use bincode::{Decode, Encode};
 
-use crate::Undecodable;
-use crate::command::{Command, Envelope, Item, Reply};
+use super::command::{Command, Envelope, Item, Reply};
+pub(crate) use crate::encoding::{SECTION_BYTES_MAX, append_bytes, from_bytes, to_bytes};
+use crate::error::Undecodable;
 
 /// The newest version of commands. Their first byte is that of their kind, see [`format_of`].
 pub const FORMAT_VERSION: u8 = 4;
@@ -31,9 +32,6 @@ const AROUND_BYTES_MAX: usize = 64;
 /// What decoding may allocate, in bytes: well above what the densest envelope of
 /// [`ENVELOPE_BYTES_MAX`] takes in memory, so that whatever can be encoded can be decoded.
 const DECODE_BYTES_MAX: usize = 64 << 20;
-/// What decoding one section of a snapshot may allocate, in bytes.
-pub(crate) const SECTION_BYTES_MAX: usize = 256 << 20;
-
 /// The format version that a replica must know to apply `command`. Above [`FORMAT_VERSION_COMMON`] it
 /// is to be proposed only when all members know it: a replica stops at a command it cannot read.
 #[must_use]
@@ -115,33 +113,6 @@ pub fn encode_reply(reply: &Reply) -> Vec<u8> {
 /// As [`decode_envelope`].
 pub fn decode_reply(bytes: &[u8]) -> Result<Reply, Undecodable> {
     decode(bytes)
-}
-
-/// Canonical bytes of a part of the state, for hashes and snapshots: no version byte.
-pub(crate) fn to_bytes<T: Encode>(value: &T) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    append_bytes(value, &mut bytes);
-    bytes
-}
-
-/// Appends what [`to_bytes`] gives to `bytes`, for callers that keep a buffer.
-pub(crate) fn append_bytes<T: Encode>(value: &T, bytes: &mut Vec<u8>) {
-    bincode::encode_into_std_write(value, bytes, bincode::config::standard())
-        .expect("encoding into memory cannot fail");
-}
-
-/// Reads what [`to_bytes`] wrote; says what is wrong otherwise. `LIMIT` is what may be allocated.
-pub(crate) fn from_bytes<T: Decode<()>, const LIMIT: usize>(bytes: &[u8]) -> Result<T, String> {
-    let config = bincode::config::standard().with_limit::<LIMIT>();
-    let (value, read) =
-        bincode::decode_from_slice(bytes, config).map_err(|error| error.to_string())?;
-    if read == bytes.len() {
-        return Ok(value);
-    }
-    Err(format!(
-        "{} trailing bytes after byte {read}",
-        bytes.len() - read
-    ))
 }
 
 fn encode<T: Encode>(version: u8, value: &T) -> Vec<u8> {

@@ -22,7 +22,7 @@ use bincode::{Decode, Encode};
 use serde::Serialize;
 
 use super::ServiceSample;
-use crate::admission::{AdmissionSettings, Concurrency, SlaSettings};
+use crate::settings::{AdmissionSettings, Concurrency, SlaSettings};
 pub(crate) use footprint::Footprint;
 pub(crate) use pace::Pace;
 

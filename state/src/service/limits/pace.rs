@@ -24,7 +24,7 @@
 use bincode::{Decode, Encode};
 
 use super::ServiceSample;
-use crate::admission::{BATCH_MAX, SlaSettings};
+use crate::settings::{BATCH_MAX, SlaSettings};
 
 /// Samples with tokens in them before a decision: Algorithm 2's warm-up, after every move.
 const SAMPLES_PER_DECISION: u32 = 3;

@@ -3,13 +3,17 @@
 //! Slots are reused, the lowest free one first; incarnation counters are kept per slot and survive
 //! removals, so that no two lives ever share a [`BackendRef`].
 
+mod spec;
+
 use std::collections::BTreeMap;
 
 use bincode::{Decode, Encode};
 
-use crate::command::{BACKENDS_MAX, BackendSpec, EngineFacts};
+use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BackendRef, Incarnation, Slot};
 use crate::planted::{self, Bug};
+
+pub use spec::{BackendSpec, EngineFacts};
 
 /// A registered backend.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]

@@ -1,0 +1,311 @@
+//! What operators and engines say of a backend, and the bounds of it.
+
+use std::collections::BTreeMap;
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use crate::bounds::{LIST_BYTES_MAX, NAME_BYTES_MAX};
+use crate::reject::Reject;
+use crate::validate::{ensure, is_name};
+
+/// Most models or labels of one backend.
+const LIST_ENTRIES_MAX: usize = 256;
+/// Most models an engine lists of itself: adapters count as models there.
+const ENGINE_MODELS_MAX: usize = 4096;
+
+/// A backend as an operator describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackendSpec {
+    /// The backend's id: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
+    pub id: String,
+    /// `http://host:port`, without a path.
+    pub url: String,
+    /// Model ids it serves; `"*"` stands for what the engine itself lists.
+    #[serde(default = "any_model")]
+    pub models: Vec<String>,
+    /// Free labels for filters and display.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// Blocks (of the router's block size) its cache holds. `None`: asked from the engine.
+    #[serde(default)]
+    pub capacity_blocks: Option<u32>,
+    /// ZMQ endpoint of its KV events. `None`: ownership by leases.
+    #[serde(default)]
+    pub kv_events: Option<String>,
+    /// ZMQ endpoint that replays its KV events.
+    #[serde(default)]
+    pub kv_replay: Option<String>,
+}
+
+fn any_model() -> Vec<String> {
+    vec!["*".to_owned()]
+}
+
+/// What an engine says of itself; a field is `None` when it was not asked or did not say.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+pub struct EngineFacts {
+    /// Model ids of its `/v1/models`, sorted.
+    pub models: Option<Vec<String>>,
+    /// Cache capacity in the *router's* blocks, converted by who asked.
+    pub capacity_blocks: Option<u32>,
+    /// Start of the engine process, unix seconds. A later one than known: the engine restarted,
+    /// its cache is empty, a new incarnation begins.
+    pub started_at_s: Option<u64>,
+}
+
+impl BackendSpec {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        let is_id = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
+        ensure(
+            is_name(&self.id) && self.id.bytes().all(is_id),
+            "id",
+            "1 to 256 characters of [A-Za-z0-9._-]",
+        )?;
+        ensure(
+            is_base_url(&self.url),
+            "url",
+            "http://host:port, without a path",
+        )?;
+        ensure(
+            (1..=LIST_ENTRIES_MAX).contains(&self.models.len()),
+            "models",
+            "1 to 256 model ids, or \"*\"",
+        )?;
+        for (place, model) in self.models.iter().enumerate() {
+            ensure(
+                is_name(model),
+                &format!("models[{place}]"),
+                "1 to 256 bytes",
+            )?;
+        }
+        ensure(
+            is_short_list(&self.models),
+            "models",
+            "at most 64 KiB together",
+        )?;
+        ensure(
+            self.labels.len() <= LIST_ENTRIES_MAX,
+            "labels",
+            "at most 256 labels",
+        )?;
+        for (name, value) in &self.labels {
+            ensure(is_name(name), "labels", "label names of 1 to 256 bytes")?;
+            let field = format!("labels.{name}");
+            ensure(value.len() <= NAME_BYTES_MAX, &field, "at most 256 bytes")?;
+        }
+        let label_texts = self.labels.iter().flat_map(|(name, value)| [name, value]);
+        ensure(
+            is_short_list(label_texts),
+            "labels",
+            "at most 64 KiB together",
+        )?;
+        ensure(
+            self.capacity_blocks != Some(0),
+            "capacity_blocks",
+            "at least 1",
+        )?;
+        for (field, endpoint) in [
+            ("kv_events", &self.kv_events),
+            ("kv_replay", &self.kv_replay),
+        ] {
+            let is_valid = endpoint.as_deref().is_none_or(is_name);
+            ensure(is_valid, field, "an endpoint of 1 to 256 bytes")?;
+        }
+        Ok(())
+    }
+}
+
+impl EngineFacts {
+    /// Whether every field is within its bounds.
+    pub(crate) fn is_valid(&self) -> bool {
+        let is_list = |models: &Vec<String>| {
+            models.len() <= ENGINE_MODELS_MAX
+                && models.iter().all(|model| is_name(model))
+                && is_short_list(models)
+        };
+        self.models.as_ref().is_none_or(is_list) && self.capacity_blocks != Some(0)
+    }
+}
+
+/// Whether all texts together keep within [`LIST_BYTES_MAX`], which bounds what a registry takes in
+/// a snapshot.
+fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
+    texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
+}
+
+/// `http://host:port`; a host is a name, an IPv4 address, or an IPv6 address in brackets.
+fn is_base_url(url: &str) -> bool {
+    let Some((host, port)) = url
+        .strip_prefix("http://")
+        .filter(|_| url.len() <= NAME_BYTES_MAX)
+        .and_then(|authority| authority.rsplit_once(':'))
+    else {
+        return false;
+    };
+    let is_host = match host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+    {
+        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => {
+            let is_host_byte = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
+            !host.is_empty() && host.bytes().all(is_host_byte)
+        }
+    };
+    let is_port =
+        port.bytes().all(|c| c.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
+    is_host && is_port
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn spec() -> BackendSpec {
+        BackendSpec {
+            id: "gpu-1".to_owned(),
+            url: "http://10.0.0.1:8000".to_owned(),
+            models: vec!["*".to_owned()],
+            labels: BTreeMap::new(),
+            capacity_blocks: None,
+            kv_events: None,
+            kv_replay: None,
+        }
+    }
+
+    #[test]
+    fn urls_are_a_scheme_a_host_and_a_port() {
+        for good in [
+            "http://a:1",
+            "http://10.0.0.1:65535",
+            "http://[::1]:80",
+            "http://a_b.c-d:9",
+        ] {
+            assert!(is_base_url(good), "{good}");
+        }
+        for bad in [
+            "",
+            "a:1",
+            "http://a",
+            "http://:1",
+            "http://a:0",
+            "http://a:65536",
+            "http://a:1/",
+            "https://a:1",
+            "http://a:+1",
+            "http://a b:1",
+            "http://[::1:80",
+            "http://u@a:1",
+        ] {
+            assert!(!is_base_url(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_fault_names_its_field() {
+        let name_long = "x".repeat(NAME_BYTES_MAX + 1);
+        let one = |key: &str, value: &str| BTreeMap::from([(key.to_owned(), value.to_owned())]);
+        let faults = [
+            BackendSpec {
+                id: String::new(),
+                ..spec()
+            },
+            BackendSpec {
+                id: "a/b".to_owned(),
+                ..spec()
+            },
+            BackendSpec {
+                id: name_long.clone(),
+                ..spec()
+            },
+            BackendSpec {
+                url: "gpu-1:8000".to_owned(),
+                ..spec()
+            },
+            BackendSpec {
+                models: Vec::new(),
+                ..spec()
+            },
+            BackendSpec {
+                models: vec!["*".to_owned(), String::new()],
+                ..spec()
+            },
+            BackendSpec {
+                labels: one("", "x"),
+                ..spec()
+            },
+            BackendSpec {
+                labels: one("zone", &name_long),
+                ..spec()
+            },
+            BackendSpec {
+                capacity_blocks: Some(0),
+                ..spec()
+            },
+            BackendSpec {
+                kv_events: Some(String::new()),
+                ..spec()
+            },
+        ]
+        .map(|spec| spec.validate().unwrap_err().to_string())
+        .join("\n");
+        expect_test::expect![[r#"
+            id: 1 to 256 characters of [A-Za-z0-9._-]
+            id: 1 to 256 characters of [A-Za-z0-9._-]
+            id: 1 to 256 characters of [A-Za-z0-9._-]
+            url: http://host:port, without a path
+            models: 1 to 256 model ids, or "*"
+            models[1]: 1 to 256 bytes
+            labels: label names of 1 to 256 bytes
+            labels.zone: at most 256 bytes
+            capacity_blocks: at least 1
+            kv_events: an endpoint of 1 to 256 bytes"#]]
+        .assert_eq(&faults);
+        assert_eq!(spec().validate(), Ok(()));
+    }
+
+    #[test]
+    fn a_full_registry_of_the_longest_backends_fits_a_snapshot_and_each_a_command() {
+        use crate::bounds::BACKENDS_MAX;
+        use crate::{codec, encoding};
+
+        let names = |count: usize, bytes: usize| (0..count).map(move |at| format!("{at:0>bytes$}"));
+        let half = NAME_BYTES_MAX / 2;
+        let longest = BackendSpec {
+            id: "x".repeat(NAME_BYTES_MAX),
+            url: format!("http://{}:1", "x".repeat(NAME_BYTES_MAX - 9)),
+            models: names(256, NAME_BYTES_MAX).collect(),
+            labels: names(256, half).zip(names(256, half)).collect(),
+            capacity_blocks: Some(u32::MAX),
+            kv_events: Some("x".repeat(NAME_BYTES_MAX)),
+            kv_replay: Some("x".repeat(NAME_BYTES_MAX)),
+        };
+        // Short names cost most beside themselves.
+        let facts = EngineFacts {
+            models: Some(names(ENGINE_MODELS_MAX, 16).collect()),
+            capacity_blocks: Some(u32::MAX),
+            started_at_s: Some(u64::MAX),
+        };
+        assert_eq!((longest.validate(), facts.is_valid()), (Ok(()), true));
+        let bytes = encoding::to_bytes(&longest).len() + encoding::to_bytes(&facts).len();
+        assert!((bytes + 64) * BACKENDS_MAX < encoding::SECTION_BYTES_MAX);
+        assert!(bytes < codec::ENVELOPE_BYTES_MAX);
+
+        let mut more = longest.clone();
+        more.labels.insert("y".to_owned(), String::new());
+        assert!(more.validate().is_err());
+        let long_names = EngineFacts {
+            models: Some(names(257, NAME_BYTES_MAX).collect()),
+            ..facts
+        };
+        assert!(!long_names.is_valid());
+    }
+}

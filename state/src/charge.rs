@@ -1,0 +1,44 @@
+//! What a user used, as the log carries it and as every area adds it up.
+
+use crate::ids::UserKey;
+
+/// Tokens and requests of one user over one flush interval of one replica. All fields add up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Charge {
+    /// Who pays.
+    pub user: UserKey,
+    /// Prompt tokens the engine computed.
+    pub input_uncached: u64,
+    /// Prompt tokens the engine had in its prefix cache.
+    pub input_cached: u64,
+    /// Output tokens.
+    pub output: u64,
+    /// Requests that began.
+    pub started: u32,
+    /// Requests that ended, whichever way.
+    pub ended: u32,
+    /// Requests that began to wait for admission.
+    pub queued: u32,
+    /// Requests that stopped waiting, whichever way.
+    pub dequeued: u32,
+    /// Priced tokens charged ahead of what is not known yet.
+    pub advance: u64,
+    /// Priced tokens of this charge's counts that were charged ahead before.
+    pub settled: u64,
+}
+
+impl Charge {
+    /// Adds another charge of the same user. Saturates.
+    pub fn add(&mut self, other: &Self) {
+        self.user = other.user;
+        self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
+        self.input_cached = self.input_cached.saturating_add(other.input_cached);
+        self.output = self.output.saturating_add(other.output);
+        self.started = self.started.saturating_add(other.started);
+        self.ended = self.ended.saturating_add(other.ended);
+        self.queued = self.queued.saturating_add(other.queued);
+        self.dequeued = self.dequeued.saturating_add(other.dequeued);
+        self.advance = self.advance.saturating_add(other.advance);
+        self.settled = self.settled.saturating_add(other.settled);
+    }
+}
