@@ -256,7 +256,7 @@ impl Router {
             session: needs
                 .session
                 .zip(ask.headers)
-                .and_then(|(settings, headers)| session::hash(settings, headers)),
+                .and_then(|(names, headers)| session::hash(names, headers)),
             turn,
             user: if needs.user_tokens {
                 let name = user_name::bounded(ask.user);

@@ -2,7 +2,7 @@
 
 use http::header::COOKIE;
 use http::{HeaderMap, HeaderName};
-use state::policy::{PolicyConfig, SessionSettings};
+use state::policy::{PolicyConfig, SessionNames};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Router;
@@ -38,12 +38,12 @@ impl Router {
 }
 
 /// Hash of the session's name; `None` when the headers name none.
-pub(super) fn hash(settings: &SessionSettings, headers: &HeaderMap) -> Option<u64> {
+pub(super) fn hash(names: SessionNames<'_>, headers: &HeaderMap) -> Option<u64> {
     let name = headers
-        .get(settings.header.as_str())
+        .get(names.header)
         .map(|value| value.as_bytes().trim_ascii())
         .filter(|name| !name.is_empty())
-        .or_else(|| cookie(settings.cookie.as_deref()?, headers))?;
+        .or_else(|| cookie(names.cookie?, headers))?;
     Some(xxh3_64(name))
 }
 
@@ -69,24 +69,28 @@ mod tests {
 
     #[test]
     fn a_session_is_named_by_header_or_cookie() {
-        let by_cookie = SessionSettings {
-            cookie: Some("sid".to_owned()),
-            ..SessionSettings::default()
-        };
-        let mut headers = HeaderMap::new();
-        assert_eq!(hash(&by_cookie, &headers), None);
-        headers.append(COOKIE, HeaderValue::from_static("a=1; xsid=no; sid=abc"));
-        headers.append(COOKIE, HeaderValue::from_static("sid=later"));
-        assert_eq!(hash(&by_cookie, &headers), Some(xxh3_64(b"abc")));
-        assert_eq!(hash(&SessionSettings::default(), &headers), None);
-        headers.insert("x-quorate-session", HeaderValue::from_static(" s1 "));
-        assert_eq!(hash(&by_cookie, &headers), Some(xxh3_64(b"s1")));
-        let renamed = SessionSettings {
-            header: "X-Chat-Id".to_owned(),
+        let by_header = SessionNames {
+            header: "x-quorate-session",
             cookie: None,
         };
-        assert_eq!(hash(&renamed, &headers), None);
+        let by_cookie = SessionNames {
+            cookie: Some("sid"),
+            ..by_header
+        };
+        let mut headers = HeaderMap::new();
+        assert_eq!(hash(by_cookie, &headers), None);
+        headers.append(COOKIE, HeaderValue::from_static("a=1; xsid=no; sid=abc"));
+        headers.append(COOKIE, HeaderValue::from_static("sid=later"));
+        assert_eq!(hash(by_cookie, &headers), Some(xxh3_64(b"abc")));
+        assert_eq!(hash(by_header, &headers), None);
+        headers.insert("x-quorate-session", HeaderValue::from_static(" s1 "));
+        assert_eq!(hash(by_cookie, &headers), Some(xxh3_64(b"s1")));
+        let renamed = SessionNames {
+            header: "X-Chat-Id",
+            cookie: None,
+        };
+        assert_eq!(hash(renamed, &headers), None);
         headers.insert("x-chat-id", HeaderValue::from_static("s1"));
-        assert_eq!(hash(&renamed, &headers), Some(xxh3_64(b"s1")));
+        assert_eq!(hash(renamed, &headers), Some(xxh3_64(b"s1")));
     }
 }

@@ -1,6 +1,6 @@
 //! `least-request`: fewest requests running and waiting, whatever they hold. A baseline.
 
-use super::rank::{ByScore, Near, Policy, Ranks};
+use super::rank::{ByScore, Near, Policy, Ranks, requests};
 use super::{Candidate, Reason, Request};
 
 /// The policy; it has no settings.
@@ -15,9 +15,4 @@ impl Policy for LeastRequest {
             reason: Reason::LeastRequests,
         }
     }
-}
-
-/// Requests at the backend.
-pub(super) fn requests(candidate: &Candidate) -> u64 {
-    u64::from(candidate.running) + u64::from(candidate.waiting)
 }

@@ -45,9 +45,9 @@ pub use least_kv::LeastKvSettings;
 pub use lmetric::LmetricSettings;
 pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
-pub use rank::{MatchBy, Needs};
+pub use rank::{MatchBy, Needs, SessionNames, Touch};
 pub use session::SessionSettings;
-pub use vllm_cache_aware::{Hashing, Touch, VllmCacheAwareSettings};
+pub use vllm_cache_aware::{Hashing, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
 
 /// Makes [`PolicyConfig`] and everything that must know all policies from one table. An entry is

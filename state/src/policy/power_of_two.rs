@@ -3,8 +3,7 @@
 //! Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 2001.
 //! The draw is that of the request's jitter, so that a repeated decision draws the same two.
 
-use super::least_request::requests;
-use super::rank::{Policy, Rank, Ranks, draw};
+use super::rank::{Policy, Rank, Ranks, draw, requests};
 use super::{Candidate, Reason, Request};
 use crate::ids::Slot;
 

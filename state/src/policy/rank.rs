@@ -2,8 +2,11 @@
 
 use std::cmp::Reverse;
 
-use super::{Candidate, Choice, Reason, Request, SessionSettings, Touch};
-use crate::ids::Slot;
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use super::{Candidate, Choice, Reason, Request};
+use crate::ids::{AttemptId, SessionId, Slot};
 use crate::reject::Reject;
 
 /// A policy with its settings.
@@ -34,8 +37,8 @@ pub(super) trait Policy {
 pub struct Needs<'a> {
     /// `Request::prefix_key` over so many blocks.
     pub prefix_blocks: Option<u32>,
-    /// `Request::session`, looked for where these settings say.
-    pub session: Option<&'a SessionSettings>,
+    /// `Request::session`, and where a request names it.
+    pub session: Option<SessionNames<'a>>,
     /// `Request::turn`.
     pub turn: bool,
     /// `Request::user`.
@@ -56,6 +59,41 @@ pub enum MatchBy {
     Mask,
     /// For each backend by itself, by binary search over positions.
     Position,
+}
+
+/// Where a request names its session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionNames<'a> {
+    /// The header whose value is the name.
+    pub header: &'a str,
+    /// The cookie whose value is the name when the header is missing; `None`: cookies are not looked at.
+    pub cookie: Option<&'a str>,
+}
+
+/// When a match renews a block's age.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Touch {
+    /// Every time the chosen backend takes the request.
+    #[default]
+    Always,
+    /// For one request in eight, by its identity in the log; always for blocks it brings.
+    Sampled,
+}
+
+/// One request in so many touches when touches are sampled.
+const TOUCHED_IN: u64 = 8;
+
+impl Touch {
+    /// Whether this attempt renews the age of the blocks it found. The whole chain or nothing: what
+    /// goes with a part of a prefix renewed is the rest of it.
+    #[must_use]
+    pub fn is_due(self, session: SessionId, attempt: AttemptId) -> bool {
+        match self {
+            Self::Always => true,
+            Self::Sampled => mix(session.0 ^ mix(attempt.0)).is_multiple_of(TOUCHED_IN),
+        }
+    }
 }
 
 /// A policy at work on one request.
@@ -194,6 +232,11 @@ pub(super) fn pick(
 /// depend on who else was near.
 pub(super) fn draw(jitter: u64, slot: Slot) -> u64 {
     mix(jitter ^ (u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+/// Requests at the backend.
+pub(super) fn requests(candidate: &Candidate) -> u64 {
+    u64::from(candidate.running) + u64::from(candidate.waiting)
 }
 
 /// The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).

@@ -5,8 +5,7 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::least_request::requests;
-use super::rank::{Needs, Policy, Rank, Ranks, draw};
+use super::rank::{Needs, Policy, Rank, Ranks, SessionNames, draw, requests};
 use super::{Candidate, Reason, Request};
 use crate::reject::Reject;
 use crate::validate::{ensure, is_name};
@@ -46,7 +45,10 @@ impl Policy for SessionSettings {
 
     fn needs(&self) -> Needs<'_> {
         Needs {
-            session: Some(self),
+            session: Some(SessionNames {
+                header: &self.header,
+                cookie: self.cookie.as_deref(),
+            }),
             ..Needs::default()
         }
     }

@@ -8,9 +8,8 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{MatchBy, Needs, Policy, Rank, Ranks, load_bound, mix};
+use super::rank::{MatchBy, Needs, Policy, Rank, Ranks, Touch, load_bound};
 use super::{Candidate, Reason, Request};
-use crate::ids::{AttemptId, SessionId};
 use crate::reject::Reject;
 use crate::validate::{at_least, at_most};
 
@@ -41,32 +40,6 @@ pub enum Hashing {
     /// design has it. A name that leaves out what is before a block would match wrongly, so that
     /// the chained name is what stands at a position.
     Position,
-}
-
-/// When a match renews a block's age.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Touch {
-    /// Every time the chosen backend takes the request.
-    #[default]
-    Always,
-    /// For one request in eight, by its identity in the log; always for blocks it brings.
-    Sampled,
-}
-
-/// One request in so many touches when touches are sampled.
-const TOUCHED_IN: u64 = 8;
-
-impl Touch {
-    /// Whether this attempt renews the age of the blocks it found. The whole chain or nothing: what
-    /// goes with a part of a prefix renewed is the rest of it.
-    #[must_use]
-    pub fn is_due(self, session: SessionId, attempt: AttemptId) -> bool {
-        match self {
-            Self::Always => true,
-            Self::Sampled => mix(session.0 ^ mix(attempt.0)).is_multiple_of(TOUCHED_IN),
-        }
-    }
 }
 
 impl Default for VllmCacheAwareSettings {

@@ -19,15 +19,14 @@
 //! otherwise, so that a later version can give them a meaning.
 
 use bincode::de::Decoder;
-use bincode::de::read::Reader;
 use bincode::enc::Encoder;
-use bincode::enc::write::Writer;
 use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 
+use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use super::kv;
 use crate::command::{Charge, Item, Outcome};
-use crate::ids::{BackendRef, BlockHash, Incarnation, ModelKey, Slot, Ticket, UserKey};
+use crate::ids::{BlockHash, ModelKey, Ticket, UserKey};
 
 const ACQUIRE: u8 = 0;
 const MATERIALIZE: u8 = 1;
@@ -314,22 +313,6 @@ fn get_charge<D: Decoder>(decoder: &mut D, present: u16) -> Result<Item, DecodeE
     }))
 }
 
-pub(super) fn put_backend<E: Encoder>(
-    encoder: &mut E,
-    backend: BackendRef,
-) -> Result<(), EncodeError> {
-    put(encoder, u64::from(backend.slot.0))?;
-    put(encoder, u64::from(backend.incarnation.0))
-}
-
-pub(super) fn get_backend<D: Decoder>(decoder: &mut D) -> Result<BackendRef, DecodeError> {
-    let slot = Slot(narrow(get(decoder)?)?);
-    Ok(BackendRef {
-        slot,
-        incarnation: Incarnation(get_u32(decoder)?),
-    })
-}
-
 fn get_user<D: Decoder>(decoder: &mut D) -> Result<UserKey, DecodeError> {
     Ok(UserKey(u64::from_le_bytes(<[u8; 8]>::decode(decoder)?)))
 }
@@ -362,55 +345,4 @@ fn get_blocks<D: Decoder>(decoder: &mut D, count: u8) -> Result<Vec<BlockHash>, 
         blocks.push(BlockHash::decode(decoder)?);
     }
     Ok(blocks)
-}
-
-pub(super) fn put_byte<E: Encoder>(encoder: &mut E, byte: u8) -> Result<(), EncodeError> {
-    encoder.writer().write(&[byte])
-}
-
-pub(super) fn get_byte<D: Decoder>(decoder: &mut D) -> Result<u8, DecodeError> {
-    decoder.claim_bytes_read(1)?;
-    let mut byte = [0];
-    decoder.reader().read(&mut byte)?;
-    Ok(byte[0])
-}
-
-/// Writes LEB128.
-pub(super) fn put<E: Encoder>(encoder: &mut E, mut value: u64) -> Result<(), EncodeError> {
-    let mut bytes = [0_u8; 10];
-    let mut length = 0;
-    loop {
-        let low = (value & 0x7f) as u8;
-        value >>= 7;
-        bytes[length] = if value == 0 { low } else { low | 0x80 };
-        length += 1;
-        if value == 0 {
-            return encoder.writer().write(&bytes[..length]);
-        }
-    }
-}
-
-/// Reads LEB128 of at most 64 bits.
-pub(super) fn get<D: Decoder>(decoder: &mut D) -> Result<u64, DecodeError> {
-    let mut value = 0_u64;
-    for shift in (0..64).step_by(7) {
-        let byte = get_byte(decoder)?;
-        let bits = u64::from(byte & 0x7f);
-        if shift == 63 && bits > 1 {
-            break;
-        }
-        value |= bits << shift;
-        if byte & 0x80 == 0 {
-            return Ok(value);
-        }
-    }
-    Err(DecodeError::Other("an integer of more than 64 bits"))
-}
-
-pub(super) fn get_u32<D: Decoder>(decoder: &mut D) -> Result<u32, DecodeError> {
-    narrow(get(decoder)?)
-}
-
-pub(super) fn narrow<T: TryFrom<u64>>(value: u64) -> Result<T, DecodeError> {
-    T::try_from(value).map_err(|_| DecodeError::OtherString(format!("{value} is out of range")))
 }

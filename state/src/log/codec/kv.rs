@@ -20,7 +20,7 @@ use bincode::enc::Encoder;
 use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 
-use super::items::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
+use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use crate::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
 use crate::ids::{BlockHash, EngineHash};
 

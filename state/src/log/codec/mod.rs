@@ -6,6 +6,7 @@
 //! the rest it can tell which version it would need. What comes in is foreign: lengths are bounded before anything is allocated, trailing
 //! bytes are refused, nothing recurses.
 
+mod integers;
 mod items;
 mod kv;
 mod replies;
