@@ -22,8 +22,8 @@ use state::admission::Backlog;
 use state::ids::{BackendRef, Incarnation, ModelKey, ReplicaId, Slot};
 use tokio::time::Instant;
 
-use crate::admin::Digests;
 use crate::admission::backlog;
+use crate::divergence::Digests;
 use crate::routing::LoadTable;
 
 /// Paths of requests, by number.

@@ -5,7 +5,9 @@ pub mod admission;
 pub mod backends;
 pub mod backup;
 pub mod clock;
+pub mod divergence;
 pub mod error;
+pub mod events;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod kv_events;

@@ -21,8 +21,8 @@ use state::service::Served;
 use state::{Backend, View};
 use tokio::time::Instant;
 
-use crate::admin::Digests;
 use crate::backends::{Backends, Record};
+use crate::divergence::Digests;
 use crate::kv_events::board::Standing;
 use crate::kv_events::stream::Counts;
 use crate::ports::Cluster;

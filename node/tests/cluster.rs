@@ -376,7 +376,7 @@ async fn a_replica_that_lost_its_state_takes_over_that_of_the_others() {
     assert_ne!(lost, http.digest(&at[0]).await);
     // The replicas compare themselves every so many entries.
     let writer = (&mut replicas[0].started).await.unwrap().cluster;
-    for weight_milli in 1..=2 * u32::try_from(api::admin::digests::BOUNDARY_ENTRIES).unwrap() {
+    for weight_milli in 1..=2 * u32::try_from(api::divergence::BOUNDARY_ENTRIES).unwrap() {
         let name = "bo".to_owned();
         let put = Command::PutUser(UserSpec { name, weight_milli });
         writer.submit(put).await.unwrap();

@@ -21,9 +21,9 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::answer::{Params, ReadLevel, at_level, retry_after};
-use super::digests::hex;
 use super::{Admin, Shared};
 use crate::backup::{Head, Length, Writer, file_bytes};
+use crate::divergence::hex;
 use crate::error::Problem;
 
 /// Longest a client may take nothing.

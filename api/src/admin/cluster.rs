@@ -13,8 +13,8 @@ use super::answer::{
     At, Json, ListQuery, MaybeJson, Params, ReadLevel, ReadQuery, at_level, changed, invalid, json,
     not_changed, retry_after,
 };
-use super::digests::hex;
 use super::{Admin, Shared};
+use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ClusterStatus;
 

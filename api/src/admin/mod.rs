@@ -13,8 +13,6 @@ mod backends;
 mod backup;
 mod bins;
 mod cluster;
-pub mod digests;
-pub mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -43,14 +41,14 @@ use state::View;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-pub use digests::{DigestRing, Digests, Minority};
-pub use events::{Event, Events};
 pub use listener::serve;
 pub use stream::STREAMS_MAX;
 
 use crate::admission::Admission;
 use crate::backends::Backends;
+use crate::divergence::Digests;
 use crate::error::Problem;
+use crate::events::Events;
 use crate::metrics::{Metrics, Replica};
 use crate::ports::Cluster;
 use crate::routing;

@@ -19,10 +19,10 @@ use state::ids::{LogIndex, RestoreId};
 use tokio::time::Instant;
 
 use super::answer::{Params, invalid, json, unsettled};
-use super::digests::hex;
 use super::origin::typed;
 use super::{Admin, Shared};
 use crate::backup::{Damaged, Head, Piece, Reader};
+use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ProposeFailure;
 

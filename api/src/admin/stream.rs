@@ -17,8 +17,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::Shared;
 use super::answer::retry_after;
-use super::events::Numbered;
 use crate::error::Problem;
+use crate::events::Numbered;
 
 /// Event streams open at one time.
 pub const STREAMS_MAX: usize = 64;

@@ -47,8 +47,8 @@ pub use roster::{Roster, Stay};
 use circuit::Circuits;
 use health::Board;
 
-use crate::admin::{Event, Events};
 use crate::clock::Clock;
+use crate::events::{Event, Events};
 
 /// What a replica knows of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {

@@ -10,10 +10,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::admin::{Digests, Events};
 use api::admission::Admission;
 use api::backends::Backends;
 use api::clock::Clock;
+use api::divergence::Digests;
+use api::events::Events;
 use api::ports::{Cluster, Propose};
 use api::routing::{OutboxSettings, OutboxStatus, Parts, Router};
 use raft::{Member, Replica, Role, StartError, Storage, Transport};

@@ -1,7 +1,7 @@
 //! Writes to the log what happens in the cluster and nobody else writes there: changes of the
 //! registry, the policy and the quorum. Roles, members and health are told where they are found.
 
-use api::admin::{Event, Events};
+use api::events::{Event, Events};
 use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 

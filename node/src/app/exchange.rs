@@ -11,8 +11,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::admin::Digests;
 use api::admission::{Admission, backlog};
+use api::divergence::Digests;
 use api::routing::{Reporter, Router};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica};

@@ -39,8 +39,8 @@ pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: Cancellat
         if let Some(minority) = digests.judge(&voters) {
             tracing::error!(
                 log_index = minority.index,
-                ours = api::admin::digests::hex(minority.ours),
-                theirs = api::admin::digests::hex(minority.theirs),
+                ours = api::divergence::hex(minority.ours),
+                theirs = api::divergence::hex(minority.theirs),
                 replicas = minority.holders.len(),
                 "this replica's state differs from the majority's and is being replaced"
             );

@@ -4,7 +4,7 @@
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use api::admin::Digests;
+use api::divergence::Digests;
 use raft::{CheckCommand, CorruptSnapshot, FrozenMachine, Machine, StopReplica};
 use state::command::Command;
 use state::ids::LogIndex;

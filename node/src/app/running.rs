@@ -168,7 +168,7 @@ fn spawn_loops(core: &Core) {
     };
     core.beside(kv_events::reader::run(reading, core.stopping()));
     core.beside(events::log(core.events().clone(), core.stopping()));
-    core.beside(admin::events::follow(
+    core.beside(api::events::follow(
         core.cluster(),
         Arc::clone(view),
         core.events().clone(),

@@ -9,6 +9,7 @@ use state::command::{Charge, Item};
 use state::ids::{BackendRef, UserKey};
 
 use super::*;
+use crate::events::{self, Event};
 
 /// One request of three blocks at `gpu-1`, under way.
 fn acquire(bench: &Bench, attempt: u32) {
@@ -380,7 +381,7 @@ async fn changes_are_found_and_sent() {
 
 #[test]
 fn changes_of_status_and_registry_are_told_in_order() {
-    use crate::admin::events::{BackendChange, MemberChange, registry_changes, status_changes};
+    use crate::events::{BackendChange, MemberChange, registry_changes, status_changes};
     let before = status();
     let mut after = before.clone();
     after.term = 4;

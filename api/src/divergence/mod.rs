@@ -24,7 +24,7 @@ use arc_swap::ArcSwapOption;
 use state::ids::ReplicaId;
 use tokio::sync::{Notify, watch};
 
-use super::events::{Event, Events};
+use crate::events::{Event, Events};
 use crate::planted::{self, Bug};
 
 /// Peers are told the digest at every index divisible by this.
