@@ -23,7 +23,7 @@ use tokio::time::Instant;
 
 use crate::backends::{Backends, Record};
 use crate::divergence::Digests;
-use crate::kv_events::board::Standing;
+use crate::kv_events::board::{Board, Standing};
 use crate::kv_events::stream::Counts;
 use crate::ports::Cluster;
 use crate::routing::Router;
@@ -47,6 +47,8 @@ pub struct Replica {
     pub backends: Arc<Backends>,
     /// Comparisons with peers.
     pub digests: Arc<Digests>,
+    /// The streams of KV events that this replica reads.
+    pub kv_board: Arc<Board>,
 }
 
 impl Default for Metrics {
@@ -395,7 +397,7 @@ impl Replica {
             .backends
             .iter()
             .filter_map(|backend| {
-                let standing = self.router.kv_board().standing(backend.handle.slot)?;
+                let standing = self.kv_board.standing(backend.handle.slot)?;
                 Some((backend.spec.id.clone(), standing))
             })
             .collect();

@@ -77,7 +77,7 @@ impl Ownership {
             reason,
             reader: admin.view.registry().reader(slot),
             events,
-            reading: admin.router.kv_board().standing(slot),
+            reading: admin.kv_board.standing(slot),
         }
     }
 }

@@ -49,6 +49,7 @@ use crate::backends::Backends;
 use crate::divergence::Digests;
 use crate::error::Problem;
 use crate::events::Events;
+use crate::kv_events::board::Board;
 use crate::metrics::{Metrics, Replica};
 use crate::ports::Cluster;
 use crate::routing;
@@ -77,6 +78,8 @@ pub struct Admin {
     pub metrics: Arc<Metrics>,
     /// Digests by index.
     pub digests: Arc<Digests>,
+    /// The streams of KV events that this replica reads.
+    pub kv_board: Arc<Board>,
     /// What `/admin/v1/events` streams.
     pub events: Events,
     /// Whether the replica takes requests, already and still.
@@ -336,6 +339,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         router: Arc::clone(&admin.router),
         backends: Arc::clone(&admin.backends),
         digests: Arc::clone(&admin.digests),
+        kv_board: Arc::clone(&admin.kv_board),
     });
     let names = OwnNames::new(&admin.hosts);
     let shared = Shared {

@@ -20,7 +20,7 @@ use state::{Backend, Registry, View};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use super::board::Standing;
+use super::board::{Board, Standing};
 use super::socket::Sockets;
 use super::source::{self, Found};
 use super::stream::{Identity, Stream};
@@ -47,6 +47,8 @@ pub struct Parts {
     pub backends: Arc<Backends>,
     /// How what they publish is reached.
     pub sockets: Arc<dyn Sockets>,
+    /// Where is shown how their streams stand.
+    pub board: Arc<Board>,
 }
 
 /// A backend's task; dropping it ends the task.
@@ -90,7 +92,7 @@ pub async fn run(parts: Parts, stop: CancellationToken) {
                 backend.handle == reading.backend.handle && backend.spec == reading.backend.spec
             });
             if !is_kept {
-                parts.router.kv_board().take_down(*slot);
+                parts.board.take_down(*slot);
             }
             is_kept
         });
@@ -121,7 +123,7 @@ async fn read_backend(parts: Parts, backend: Backend) {
 /// Reads one backend until the task of a rank breaks, which none should.
 async fn read_while_sound(parts: &Parts, backend: &Backend) {
     let slot = backend.handle.slot;
-    parts.router.kv_board().show(slot, Standing::default());
+    parts.board.show(slot, Standing::default());
     let found = loop {
         let key = parts.backends.keys();
         let key = key.of_probes(&backend.spec.id, &backend.spec.url).cloned();
@@ -129,7 +131,7 @@ async fn read_while_sound(parts: &Parts, backend: &Backend) {
             Ok(found) => break found,
             Err(why) => {
                 let detail = Some(why);
-                parts.router.kv_board().show(
+                parts.board.show(
                     slot,
                     Standing {
                         detail,
@@ -150,7 +152,7 @@ async fn read_while_sound(parts: &Parts, backend: &Backend) {
         }
     };
     name_ranks(parts, backend.handle, &found).await;
-    parts.router.kv_board().show(slot, Standing::default());
+    parts.board.show(slot, Standing::default());
     let mut ranks = JoinSet::new();
     for source in found.ranks {
         let stream = Resume {
@@ -287,7 +289,7 @@ fn is_void(refusal: KvRefusal, identity: &Identity) -> bool {
 /// Tells that this engine's events cannot be used, once there is room for it.
 async fn refuse(parts: &Parts, backend: BackendRef, found: &Found, refusal: KvRefusal) {
     let detail = Some(format!("{refusal:?}"));
-    parts.router.kv_board().show(
+    parts.board.show(
         backend.slot,
         Standing {
             detail,

@@ -57,7 +57,6 @@ use self::room::Priced;
 use self::samples::Samples;
 use crate::backends::{Backends, Trial};
 use crate::clock::Clock;
-use crate::kv_events::board::Board;
 use crate::ports::Propose;
 use crate::prompt::{Identity, ModelSettings};
 
@@ -121,7 +120,6 @@ pub struct Router {
     /// This replica's run.
     session: SessionId,
     tokenizing: Tokenizing,
-    kv: Board,
     clock: Clock,
     panics: Panics,
 }
@@ -274,7 +272,6 @@ impl Router {
             priced: Priced::default(),
             session: parts.session,
             tokenizing: Tokenizing::default(),
-            kv: Board::default(),
             clock: parts.clock,
             panics: Panics::default(),
         }
@@ -296,12 +293,6 @@ impl Router {
     #[must_use]
     pub fn is_overlay_empty(&self) -> bool {
         self.overlay.is_empty()
-    }
-
-    /// How the KV event streams stand that this replica reads.
-    #[must_use]
-    pub fn kv_board(&self) -> &Board {
-        &self.kv
     }
 
     /// What routing counts, to be registered once.

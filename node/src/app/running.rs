@@ -6,8 +6,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use api::admin::{self, Admin, Lifecycle};
 use api::backends::Hooks;
-use api::kv_events;
-use api::metrics::{self, Metrics};
+use api::kv_events::board::Board;
+use api::kv_events::{reader, socket};
+use api::metrics::Metrics;
 use api::ports::Cluster;
 use api::proxy::{Drained, Proxy, ProxyMetrics, Server};
 use raft::{PeerSecret, Role, Tcp};
@@ -93,8 +94,8 @@ pub(super) async fn start(
         lifecycle.clone(),
         formation::own_hosts(&config),
     );
+    spawn_loops(&core, Arc::clone(&admin.kv_board));
     core.beside(admin::serve(sockets.admin, admin, core.stopping()));
-    spawn_loops(&core);
     if let (Some(file), Some(keys)) = (config.users.api_keys_file, config.users.api_keys) {
         core.beside(super::key_file::follow(file, keys, core.stopping()));
     }
@@ -133,13 +134,6 @@ fn admin(
     lifecycle: Lifecycle,
     hosts: Vec<String>,
 ) -> Arc<Admin> {
-    metrics.watch(metrics::Replica {
-        cluster: core.cluster(),
-        view: Arc::clone(core.view()),
-        router: Arc::clone(core.router()),
-        backends: Arc::clone(core.backends()),
-        digests: Arc::clone(core.digests()),
-    });
     Arc::new(Admin {
         cluster: core.cluster(),
         view: Arc::clone(core.view()),
@@ -148,6 +142,7 @@ fn admin(
         backends: Arc::clone(core.backends()),
         metrics,
         digests: Arc::clone(core.digests()),
+        kv_board: Arc::default(),
         events: core.events().clone(),
         lifecycle,
         hosts,
@@ -155,18 +150,19 @@ fn admin(
 }
 
 /// The loops that connect the core to engines and operators.
-fn spawn_loops(core: &Core) {
+fn spawn_loops(core: &Core, kv_board: Arc<Board>) {
     let (backends, view) = (core.backends(), core.view());
     let probing = Arc::clone(backends).run(Arc::clone(view), probe_hooks(core), core.stopping());
     core.beside(probing);
-    let reading = kv_events::reader::Parts {
+    let reading = reader::Parts {
         cluster: core.cluster(),
         view: Arc::clone(view),
         router: Arc::clone(core.router()),
         backends: Arc::clone(backends),
-        sockets: Arc::new(kv_events::socket::Zmq),
+        sockets: Arc::new(socket::Zmq),
+        board: kv_board,
     };
-    core.beside(kv_events::reader::run(reading, core.stopping()));
+    core.beside(reader::run(reading, core.stopping()));
     core.beside(events::log(core.events().clone(), core.stopping()));
     core.beside(api::events::follow(
         core.cluster(),

@@ -227,6 +227,7 @@ impl Bench {
             backends,
             metrics: Arc::new(Metrics::default()),
             digests,
+            kv_board: Arc::default(),
             events: Events::default(),
             lifecycle: Lifecycle::default(),
             hosts: vec!["Quorate-1.example".to_owned()],

@@ -335,8 +335,7 @@ impl RankReader {
         };
         self.shown.counts = self.stream.counts();
         self.parts
-            .router
-            .kv_board()
+            .board
             .show_rank(self.backend.slot, self.shown.clone());
     }
 }

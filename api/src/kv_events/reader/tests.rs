@@ -217,6 +217,7 @@ fn read(log: &Arc<Log>) {
         router: router.clone(),
         backends,
         sockets: Arc::new(crate::kv_events::socket::Zmq),
+        board: Arc::default(),
     };
     tokio::spawn(run(parts, CancellationToken::new()));
     let log: Arc<dyn Propose> = log.clone();

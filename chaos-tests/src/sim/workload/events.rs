@@ -36,6 +36,7 @@ pub(super) async fn read(desk: Desk) {
             rng: Arc::new(Mutex::new(desk.rng(KIND, 0))),
             desk,
         }),
+        board: Arc::default(),
     };
     reader::run(parts, CancellationToken::new()).await;
 }
