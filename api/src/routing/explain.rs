@@ -10,24 +10,13 @@ use state::policy::{self, PolicyConfig, Prices, Reason, UserTokens};
 use state::service::Served;
 use tokio::time::Instant;
 
-use super::decide::{Scratch, matchable, policy_of};
-use super::{Ask, Load, NoBackend, OutboxStatus, Router, Verdict};
+use super::fleet::{PolicySource, Scratch, matchable, policy_of};
+use super::verdict::Verdict;
+use super::{Ask, Load, NoBackend, OutboxStatus, Router};
 use crate::backends::CircuitView;
 
 /// Most block hashes shown.
 const SHOWN_BLOCKS_MAX: usize = 64;
-
-/// Who named the policy that decides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PolicySource {
-    /// The request.
-    Request,
-    /// The replicated settings, for its model.
-    Model,
-    /// The cluster: the live policy.
-    Cluster,
-}
 
 /// A decision as it would be made now, with everything that goes into it.
 #[derive(Debug, Clone, PartialEq, Serialize)]

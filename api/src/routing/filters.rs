@@ -5,14 +5,14 @@
 //! that others have, lacks a label, is too small, or has as many requests as it may. `explain` shows
 //! each one's verdict, the metrics count them.
 
-use serde::Serialize;
 use state::Backend;
 use state::ids::BackendRef;
 use state::outputs::batch::fits;
 use state::policy::Candidate;
 use tokio::time::Instant;
 
-use super::decide::{Fleet, Scratch, user_of};
+use super::fleet::{Fleet, Scratch, user_of};
+use super::verdict::Verdict;
 use super::{Ask, NoBackend, Router};
 use crate::backends::Glance;
 use crate::planted::{self, Bug};
@@ -20,70 +20,6 @@ use crate::prompt::Unit;
 
 /// How far an estimate of a prompt's tokens may be off when it is held against a cache.
 const ESTIMATE_MARGIN: u64 = 2;
-
-/// Whether a backend may take a request, and if not, why: the first reason there is, in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Verdict {
-    /// It may.
-    Candidate,
-    /// It serves other models.
-    OtherModel,
-    /// It was tried for this request.
-    Tried,
-    /// It does not answer, or was not asked yet.
-    Unhealthy,
-    /// It takes no new requests.
-    Draining,
-    /// Requests to it failed one after the other.
-    CircuitOpen,
-    /// Other candidates have the model loaded, it has not.
-    NotLoaded,
-    /// It lacks a label that is asked for.
-    OtherLabels,
-    /// Its cache cannot hold the prompt.
-    TooSmall,
-    /// It has as many requests as it may.
-    AtLimit,
-}
-
-impl Verdict {
-    /// All that take a backend out.
-    pub(super) const FILTERS: [(Self, &'static str); 9] = [
-        (Self::OtherModel, "other-model"),
-        (Self::Tried, "tried"),
-        (Self::Unhealthy, "unhealthy"),
-        (Self::Draining, "draining"),
-        (Self::CircuitOpen, "circuit-open"),
-        (Self::NotLoaded, "not-loaded"),
-        (Self::OtherLabels, "other-labels"),
-        (Self::TooSmall, "too-small"),
-        (Self::AtLimit, "at-limit"),
-    ];
-}
-
-/// How many backends each filter took out, in the order of [`Verdict::FILTERS`].
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Tally([u32; Verdict::FILTERS.len()]);
-
-impl Tally {
-    fn add(&mut self, verdict: Verdict) {
-        if let Some(count) = (verdict as usize).checked_sub(1) {
-            self.0[count] += 1;
-        }
-    }
-
-    fn count(&self, verdict: Verdict) -> u32 {
-        (verdict as usize)
-            .checked_sub(1)
-            .map_or(0, |count| self.0[count])
-    }
-
-    /// In the order of [`Verdict::FILTERS`].
-    pub(super) fn counts(&self) -> &[u32] {
-        &self.0
-    }
-}
 
 /// Which backends with an open circuit are passed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -194,7 +130,7 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
                         slot: backend.handle.slot,
                         waiting: glance.waiting,
                         kv_usage_permille: glance.kv_usage_permille,
-                        is_model_listed: lists(backend, self.ask.model),
+                        is_model_listed: backend.lists(self.ask.model),
                         ..Candidate::default()
                     });
                 }
@@ -230,7 +166,7 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
                 .any(|(_, slot)| *slot == handle.slot),
             Ejected::None => false,
         };
-        if !serves(backend, self.ask.model) {
+        if !backend.serves(self.ask.model) {
             Verdict::OtherModel
         } else if self.ask.excluded.contains(&backend.handle.slot) {
             Verdict::Tried
@@ -336,24 +272,4 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
         });
         places.truncate(kept);
     }
-}
-
-/// Whether the engine itself says that it has `model`, base model or adapter.
-fn lists(backend: &Backend, model: &str) -> bool {
-    let listed = backend.facts.models.as_ref();
-    listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
-}
-
-/// Whether `backend` serves `model`: by its description or, under `"*"`, by what the engine lists.
-/// An engine that has not been asked yet may serve anything.
-pub(super) fn serves(backend: &Backend, model: &str) -> bool {
-    backend.spec.models.iter().any(|served| {
-        served == model
-            || served == "*"
-                && backend
-                    .facts
-                    .models
-                    .as_ref()
-                    .is_none_or(|listed| listed.iter().any(|listed| listed == model))
-    })
 }

@@ -7,7 +7,6 @@ use state::command::NAME_BYTES_MAX;
 use state::prefix::{self, Scope};
 
 use super::Router;
-use super::filters::serves;
 use crate::prompt::{
     BYTES_PER_TOKEN, Batch, Identity, ModelSettings, Parsed, Prompt, ReplyShape, Seam, Tail,
     TokenRatio, TokenScope, Tokenizer, Unit,
@@ -207,7 +206,7 @@ impl Router {
 
     pub(crate) fn is_served(&self, model: &str) -> bool {
         let registry = self.view.registry();
-        registry.backends.iter().any(|it| serves(it, model))
+        registry.backends.iter().any(|it| it.serves(model))
     }
 
     fn settings_of(&self, model: &str) -> Option<&ModelSettings> {

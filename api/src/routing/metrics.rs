@@ -11,11 +11,11 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use super::filters::Tally;
 use super::outbox::OutboxStatus;
 use super::outbox::driver::DriverMetrics;
 use super::read::TokenizingMetrics;
-use super::{End, NoBackend, Verdict};
+use super::verdict::{Tally, Verdict};
+use super::{End, NoBackend};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Backend {

@@ -13,6 +13,7 @@ mod explain;
 mod filters;
 #[cfg(test)]
 mod fixture;
+mod fleet;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod hidden;
@@ -32,6 +33,7 @@ mod select;
 mod session;
 #[cfg(test)]
 mod tests;
+mod verdict;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -46,7 +48,7 @@ use state::policy::{PolicyConfig, Reason, Touch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use self::decide::Fleet;
+use self::fleet::Fleet;
 use self::identify::Ratios;
 use self::lengths::Lengths;
 use self::metrics::Meter;
@@ -62,8 +64,8 @@ use crate::prompt::{Identity, ModelSettings};
 
 pub(crate) use attempt::pricing_of;
 pub use attempt::{Attempt, Terms};
-pub use explain::{Explained, ExplainedRequest, Explanation, PolicySource};
-pub use filters::Verdict;
+pub use explain::{Explained, ExplainedRequest, Explanation};
+pub use fleet::PolicySource;
 pub use hidden::Hidden;
 pub use load::{BadReport, EXPIRY, KEEPALIVE, Load, LoadTable, Reporter, Underway};
 pub(crate) use load::{put_number, take_number};
@@ -74,6 +76,7 @@ pub use read::{Read, ReadFailure};
 pub use room::Largest;
 pub use select::{BadSelect, Labels, SELECT, SelectSettings};
 pub use session::{POLICY, UnknownPolicy};
+pub use verdict::Verdict;
 
 /// What a [`Router`] is made of.
 pub struct Parts {

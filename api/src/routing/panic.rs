@@ -15,7 +15,6 @@ use state::{Backend, Registry};
 use tokio::time::Instant;
 
 use super::Router;
-use super::filters::serves;
 use crate::backends::Glance;
 
 /// Stands for every model that nobody names, as engines serve that were not asked yet.
@@ -78,7 +77,7 @@ impl Router {
             let Some(glance) = self.glance(backend) else {
                 continue;
             };
-            if backend.draining || !serves(backend, model) {
+            if backend.draining || !backend.serves(model) {
                 continue;
             }
             healthy += usize::from(glance.is_healthy);

@@ -24,7 +24,6 @@ use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Router;
-use super::filters::serves;
 use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
 use crate::prompt::{
     BadBody, Content, Encoded, Fallback, Heard, Identity, NotEncoded, Parsed, Prompt, Question,
@@ -305,7 +304,7 @@ impl Router {
             let able: Vec<_> = registry
                 .backends
                 .iter()
-                .filter(|it| serves(it, model) && !it.draining && self.is_up(&registry, it))
+                .filter(|it| it.serves(model) && !it.draining && self.is_up(&registry, it))
                 .collect();
             let count = u64::try_from(able.len()).ok().filter(|count| *count > 0)?;
             let nth = usize::try_from(xxh3_64(&question) % count).ok()?;

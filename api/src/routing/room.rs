@@ -9,8 +9,7 @@ use state::outputs::batch::Room;
 use state::prefix::user_key;
 use tokio::time::Instant;
 
-use super::decide::{SCRATCH, matchable};
-use super::filters::serves;
+use super::fleet::{SCRATCH, matchable};
 use super::{Ask, Router};
 use crate::user_name;
 
@@ -150,7 +149,7 @@ impl Router {
     #[must_use]
     pub(crate) fn running_here(&self, model: &str) -> u64 {
         let registry = self.view.registry();
-        let backends = registry.backends.iter().filter(|it| serves(it, model));
+        let backends = registry.backends.iter().filter(|it| it.serves(model));
         let running = backends.map(|it| u64::from(self.load.here(it.handle).running));
         running.sum()
     }

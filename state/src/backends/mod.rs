@@ -34,6 +34,22 @@ impl Backend {
     pub fn capacity_blocks(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
     }
+
+    /// Whether the engine itself says that it has `model`, base model or adapter.
+    #[must_use]
+    pub fn lists(&self, model: &str) -> bool {
+        let listed = self.facts.models.as_ref();
+        listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
+    }
+
+    /// Whether it serves `model`: by its description or, under `"*"`, by what the engine lists. An
+    /// engine that has not been asked yet may serve anything.
+    #[must_use]
+    pub fn serves(&self, model: &str) -> bool {
+        self.spec.models.iter().any(|served| {
+            served == model || served == "*" && (self.facts.models.is_none() || self.lists(model))
+        })
+    }
 }
 
 /// What a change of a backend means for what it owns.

@@ -1,0 +1,67 @@
+//! What the filters said of each backend, and how often.
+
+use serde::Serialize;
+
+/// Whether a backend may take a request, and if not, why: the first reason there is, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// It may.
+    Candidate,
+    /// It serves other models.
+    OtherModel,
+    /// It was tried for this request.
+    Tried,
+    /// It does not answer, or was not asked yet.
+    Unhealthy,
+    /// It takes no new requests.
+    Draining,
+    /// Requests to it failed one after the other.
+    CircuitOpen,
+    /// Other candidates have the model loaded, it has not.
+    NotLoaded,
+    /// It lacks a label that is asked for.
+    OtherLabels,
+    /// Its cache cannot hold the prompt.
+    TooSmall,
+    /// It has as many requests as it may.
+    AtLimit,
+}
+
+impl Verdict {
+    /// All that take a backend out.
+    pub(super) const FILTERS: [(Self, &'static str); 9] = [
+        (Self::OtherModel, "other-model"),
+        (Self::Tried, "tried"),
+        (Self::Unhealthy, "unhealthy"),
+        (Self::Draining, "draining"),
+        (Self::CircuitOpen, "circuit-open"),
+        (Self::NotLoaded, "not-loaded"),
+        (Self::OtherLabels, "other-labels"),
+        (Self::TooSmall, "too-small"),
+        (Self::AtLimit, "at-limit"),
+    ];
+}
+
+/// How many backends each filter took out, in the order of [`Verdict::FILTERS`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Tally([u32; Verdict::FILTERS.len()]);
+
+impl Tally {
+    pub(super) fn add(&mut self, verdict: Verdict) {
+        if let Some(count) = (verdict as usize).checked_sub(1) {
+            self.0[count] += 1;
+        }
+    }
+
+    pub(super) fn count(&self, verdict: Verdict) -> u32 {
+        (verdict as usize)
+            .checked_sub(1)
+            .map_or(0, |count| self.0[count])
+    }
+
+    /// In the order of [`Verdict::FILTERS`].
+    pub(super) fn counts(&self) -> &[u32] {
+        &self.0
+    }
+}
