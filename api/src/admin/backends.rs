@@ -12,9 +12,8 @@ use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
 use state::service::Served;
 use tokio::time::Instant;
 
-use super::answer::{
-    Json, ListQuery, Named, Params, ReadQuery, at_level, invalid, json, not_found, submit,
-};
+use super::answer::{Json, ListQuery, Named, Params, ReadQuery, at_level, json, submit};
+use super::problem::{invalid, not_found};
 use super::{Admin, Shared};
 use crate::backends::{CircuitView, EngineMetrics, Record};
 use crate::error::Problem;

@@ -10,9 +10,10 @@ use state::AuditEntry;
 use state::ids::{LogIndex, ReplicaId};
 
 use super::answer::{
-    At, Json, ListQuery, MaybeJson, Params, ReadLevel, ReadQuery, at_level, changed, invalid, json,
+    At, Json, ListQuery, MaybeJson, Params, ReadLevel, ReadQuery, at_level, changed, json,
     not_changed, retry_after,
 };
+use super::problem::invalid;
 use super::{Admin, Shared};
 use crate::divergence::hex;
 use crate::error::Problem;

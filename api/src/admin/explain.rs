@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::Shared;
-use super::answer::{Json, Params, ReadLevel, ReadQuery, at_level, invalid, json};
+use super::answer::{Json, Params, ReadLevel, ReadQuery, at_level, json};
+use super::problem::invalid;
 use crate::error::Problem;
 use crate::prompt::Unit;
 use crate::proxy::ANONYMOUS;

@@ -21,6 +21,7 @@ mod origin;
 mod ownership;
 mod policy;
 mod probes;
+mod problem;
 mod restore;
 mod stream;
 mod users;

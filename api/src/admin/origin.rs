@@ -16,7 +16,7 @@ use http::header::{CONTENT_TYPE, HOST, ORIGIN};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 
-use super::answer::not_of_type;
+use super::problem::{invalid, not_of_type};
 use crate::error::Problem;
 
 /// Answered whatever they are asked as: load balancers ask by many names, and are told a word.
@@ -82,7 +82,7 @@ fn check(names: &OwnNames, request: &Request) -> Result<(), Problem> {
 
 /// The name that the request was sent to; `None` when it names none, which no browser does.
 fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
-    let wrong = |found: &str| super::answer::invalid("host", format!("{found}, expected one host"));
+    let wrong = |found: &str| invalid("host", format!("{found}, expected one host"));
     let mut hosts = request.headers().get_all(HOST).iter();
     let host = hosts.next();
     if hosts.next().is_some() {

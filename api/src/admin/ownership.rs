@@ -6,7 +6,8 @@ use serde::Serialize;
 use state::ids::{BlockHash, LogIndex, Slot};
 
 use super::Shared;
-use super::answer::{At, Params, ReadQuery, at_level, invalid, json};
+use super::answer::{At, Params, ReadQuery, at_level, json};
+use super::problem::invalid;
 use crate::error::Problem;
 
 #[derive(Serialize)]

@@ -15,10 +15,10 @@ use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
 
 use super::answer::{
-    JSON, Json, Params, ReadLevel, ReadQuery, at_level, decode, invalid, json, name_of, not_found,
-    read_body, submit,
+    JSON, Json, Params, ReadLevel, ReadQuery, at_level, decode, json, name_of, read_body, submit,
 };
 use super::origin::typed;
+use super::problem::{invalid, not_found};
 use super::{Admin, Shared};
 use crate::error::Problem;
 

@@ -18,8 +18,9 @@ use state::command::{Command, Committed, RESTORE_BYTES_MAX, Reject, Reply};
 use state::ids::{LogIndex, RestoreId};
 use tokio::time::Instant;
 
-use super::answer::{Params, invalid, json, unsettled};
+use super::answer::{Params, json, unsettled};
 use super::origin::typed;
+use super::problem::invalid;
 use super::{Admin, Shared};
 use crate::backup::{Damaged, Head, Piece, Reader};
 use crate::divergence::hex;

@@ -10,8 +10,9 @@ use state::users::{UserUsage, UserView};
 
 use super::Shared;
 use super::answer::{
-    At, Json, ListQuery, Params, ReadQuery, at_level, invalid, json, name_of, not_found, submit,
+    At, Json, ListQuery, Params, ReadQuery, at_level, json, name_of, submit,
 };
+use super::problem::{invalid, not_found};
 use crate::admission::Admission;
 use crate::error::Problem;
 

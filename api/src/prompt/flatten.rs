@@ -13,7 +13,7 @@ use serde_json::value::RawValue;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::ReplyShape;
-use super::read::Str;
+use super::borrowed::Str;
 
 /// Appends an assistant's reply to flattened messages as the next turn's flattening will have it.
 pub fn append_reply(text: &mut Vec<u8>, reply: &str) {

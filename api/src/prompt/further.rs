@@ -10,7 +10,7 @@ use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::read::Str;
+use super::borrowed::Str;
 
 /// Most fields told apart; real requests have about ten.
 const KEPT_MAX: usize = 24;

@@ -13,6 +13,7 @@
 //!
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 
+mod borrowed;
 mod flatten;
 mod further;
 mod lax;

@@ -15,6 +15,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::error::Category;
 use serde_json::value::RawValue;
 
+use super::borrowed::Str;
 use super::flatten::{Content, Input, Messages, push_framed};
 use super::further::Further;
 use super::lax::{Lax, Unclear};
@@ -385,31 +386,6 @@ impl Found<'_> {
             }
             None => Vec::with_capacity(body_bytes),
         }
-    }
-}
-
-/// A string, borrowed from the body where it has no escapes.
-pub(super) struct Str<'de>(pub(super) Cow<'de, str>);
-
-impl<'de> Deserialize<'de> for Str<'de> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct StrVisitor;
-        impl<'de> Visitor<'de> for StrVisitor {
-            type Value = Str<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a string")
-            }
-
-            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
-                Ok(Str(Cow::Borrowed(text)))
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
-                Ok(Str(Cow::Owned(text.to_owned())))
-            }
-        }
-        deserializer.deserialize_str(StrVisitor)
     }
 }
 
