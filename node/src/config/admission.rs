@@ -8,9 +8,9 @@ use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
 use state::command::Reject;
 use state::quotas::UserLimits;
 
-use super::checks::refuse;
 use super::fault::Fault;
 use super::layers::Values;
+use super::read::refuse;
 use super::value::Value;
 
 /// The settings; `None` when one of them is missing or unfit, which is then among the faults.

@@ -1,7 +1,7 @@
 //! Keys of `[admission]` and its tables.
 
-use super::keys::Absent::{Default as By, Unset};
-use super::keys::{COUNT, COUNT_OR_ZERO, Key, Kind, key};
+use super::key::Absent::{Default as By, Unset};
+use super::key::{COUNT, COUNT_OR_ZERO, Key, Kind, key};
 
 const fn words(now: &'static [&'static str]) -> Kind {
     Kind::Choice { now, later: &[] }

@@ -1,18 +1,17 @@
 //! Builds a [`Config`] from checked values: everything that depends on more than one key, or on a
 //! file.
 
-use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use std::ops::Range;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use api::proxy::{ApiKeys, Expose, UsageSplice};
 use state::ids::ReplicaId;
 use tracing_subscriber::EnvFilter;
 
 use super::fault::{Fault, Place};
-use super::layers::{Entry, Setting, Settings, Source, Values};
+use super::layers::{Settings, Values};
+use super::read::{
+    address, count, duration, flag, integer, place, range, refuse, size, text, texts,
+};
 use super::value::{Value, is_host};
 use super::{AdminListener, Cluster, Config, Drain, Formation, Listen, Log, Node, Retry, Users};
 use super::{admission, cluster, engines, key_file, models, policy, requests, routing, traffic};
@@ -89,92 +88,6 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
     })();
     settings.faults.append(&mut faults);
     config
-}
-
-fn integer(values: &Values, path: &str) -> Option<i64> {
-    match values.get(path)?.value {
-        Value::Integer(number) => Some(number),
-        _ => None,
-    }
-}
-
-pub(super) fn count(values: &Values, path: &str) -> Option<u32> {
-    u32::try_from(integer(values, path)?).ok()
-}
-
-pub(super) fn flag(values: &Values, path: &str) -> Option<bool> {
-    match values.get(path)?.value {
-        Value::Flag(is_set) => Some(is_set),
-        _ => None,
-    }
-}
-
-pub(super) fn text(values: &Values, path: &str) -> Option<String> {
-    match &values.get(path)?.value {
-        Value::Text(text) => Some(text.clone()),
-        _ => None,
-    }
-}
-
-pub(super) fn texts(values: &Values, path: &str) -> Option<Vec<String>> {
-    match &values.get(path)?.value {
-        Value::Texts(texts) => Some(texts.clone()),
-        _ => None,
-    }
-}
-
-pub(super) fn duration(values: &Values, path: &str) -> Option<Duration> {
-    match values.get(path)?.value {
-        Value::Duration(span) => Some(span),
-        _ => None,
-    }
-}
-
-fn range(values: &Values, path: &str) -> Option<Range<Duration>> {
-    match &values.get(path)?.value {
-        Value::Range(range) => Some(range.clone()),
-        _ => None,
-    }
-}
-
-pub(super) fn size(values: &Values, path: &str) -> Option<u64> {
-    match values.get(path)?.value {
-        Value::Size(bytes) => Some(bytes),
-        _ => None,
-    }
-}
-
-fn address(values: &Values, path: &str) -> Option<SocketAddr> {
-    match values.get(path)?.value {
-        Value::Address(address) => Some(address),
-        _ => None,
-    }
-}
-
-/// Where a setting stands, so that a fault found later still points at it.
-fn place(setting: Option<&Setting>) -> Place {
-    match setting.map(|setting| &setting.source) {
-        Some(Source::File { span, .. }) => Place::File(span.clone()),
-        Some(Source::Variable(name)) => Place::Variable(name.clone()),
-        Some(Source::Flag(flag)) => Place::Flag(flag.clone()),
-        Some(Source::Default) | None => Place::Nowhere,
-    }
-}
-
-/// Adds a fault at the value of `path`.
-pub(super) fn refuse(
-    values: &Values,
-    path: &str,
-    message: String,
-    expected: &str,
-    faults: &mut Vec<Fault>,
-) {
-    let place = place(values.get(path));
-    faults.push(Fault {
-        message,
-        expected: expected.to_owned(),
-        place,
-    });
 }
 
 fn listen(values: &Values, faults: &mut Vec<Fault>) -> Option<Listen> {
@@ -433,19 +346,4 @@ fn log(values: &Values, faults: &mut Vec<Fault>) -> Option<Log> {
         is_json: text(values, "log.format")? == "json",
         filter,
     })
-}
-
-/// Refuses an entry whose `key` an earlier one has too.
-pub(super) fn unique(list: &str, key: &str, entries: &[Entry], faults: &mut Vec<Fault>) {
-    let mut names = BTreeMap::new();
-    for (nth, entry) in entries.iter().enumerate() {
-        let Some(name) = text(&entry.values, key) else {
-            continue;
-        };
-        if let Some(first) = names.insert(name.clone(), nth) {
-            let message = format!("{list}[{nth}].{key} is {name:?}, as is {list}[{first}].{key}");
-            let expected = format!("each {key} once");
-            refuse(&entry.values, key, message, &expected, faults);
-        }
-    }
 }

@@ -2,9 +2,9 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use super::checks::{refuse, text};
 use super::fault::Fault;
 use super::layers::Values;
+use super::read::{refuse, text};
 
 /// The cluster's secret. Whoever can read the file can be a replica.
 pub(super) fn secret(values: &Values, faults: &mut Vec<Fault>) -> Option<raft::Secret> {

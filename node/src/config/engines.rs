@@ -9,9 +9,9 @@ use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Reject};
 
 use super::Probes;
-use super::checks::{count, duration, refuse, text, texts, unique};
 use super::fault::{Fault, Place};
 use super::layers::{Entry, Values};
+use super::read::{count, duration, refuse, text, texts, unique};
 use super::value::Value;
 
 /// Shortest interval of probes: every replica asks every engine.

@@ -8,7 +8,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::fault::{Fault, Place, line_and_column};
-use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, Kind, MODEL_KEYS, is_later_policy};
+use super::key::{Absent, Key, Kind};
+use super::keys::{BACKEND_KEYS, KEYS, MODEL_KEYS, is_later_policy};
 use super::value::{Misfit, Raw, Value};
 
 /// Where a value came from.

@@ -1,7 +1,7 @@
 //! Keys of what the listeners take from outside and pass on: `[admin]`, `[requests]`.
 
-use super::keys::Absent::{Default as By, Unset};
-use super::keys::{Key, Kind, key};
+use super::key::Absent::{Default as By, Unset};
+use super::key::{Key, Kind, key};
 
 pub(super) const LISTENER_KEYS: &[Key] = &[
     key(

@@ -9,6 +9,7 @@ mod engines;
 mod fault;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod key;
 pub(crate) mod key_file;
 mod keys;
 mod layers;
@@ -17,6 +18,7 @@ mod models;
 mod policy;
 mod policy_keys;
 mod print;
+mod read;
 mod requests;
 mod routing;
 mod schema;

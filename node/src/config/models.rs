@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 
-use super::checks::{count, refuse, text, unique};
 use super::fault::Fault;
 use super::layers::Entry;
+use super::read::{count, refuse, text, unique};
 
 /// `block_size` with `character`.
 const CHARACTER_BLOCK_BYTES: u32 = 128;

@@ -5,10 +5,11 @@ use serde_json::{Map, json};
 use state::command::Reject;
 use state::policy::{POLICY_NAMES, PolicyConfig};
 
-use super::checks::refuse;
 use super::fault::Fault;
+use super::key::Absent;
 use super::keys::KEYS;
 use super::layers::Values;
+use super::read::refuse;
 use super::value::Value;
 
 /// All policies with the settings of their tables; those whose settings are wrong are among the
@@ -38,7 +39,7 @@ fn policy(name: &str, values: &Values, faults: &mut Vec<Fault>) -> Option<Policy
                 settings.insert(key.split().1.to_owned(), json!(text));
             }
             // Wrong as such, or not set and without a default.
-            _ => is_complete &= key.absent == super::keys::Absent::Unset,
+            _ => is_complete &= key.absent == Absent::Unset,
         }
     }
     if !is_complete {

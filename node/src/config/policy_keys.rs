@@ -1,8 +1,8 @@
 //! Settings tables of the routing policies: `[routing.NAME]`. A key is named as the field of the
 //! policy's settings that it sets, which is how one becomes the other.
 
-use super::keys::Absent::{Default as By, Unset};
-use super::keys::{COUNT, COUNT_OR_ZERO, Key, Kind, key};
+use super::key::Absent::{Default as By, Unset};
+use super::key::{COUNT, COUNT_OR_ZERO, Key, Kind, key};
 
 const PERMILLE: Kind = Kind::Integer { min: 0, max: 1000 };
 const WEIGHT: Kind = Kind::Integer { min: 0, max: 1000 };

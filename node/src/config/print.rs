@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use super::Loaded;
-use super::keys::{BACKEND_KEYS, KEYS, Key, MODEL_KEYS};
+use super::key::Key;
+use super::keys::{BACKEND_KEYS, KEYS, MODEL_KEYS};
 use super::layers::{Entry, Setting, Source};
 
 /// Column that the sources stand in.

@@ -5,7 +5,8 @@ use std::fmt::Write;
 
 use expect_test::expect_file;
 
-use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, MODEL_KEYS};
+use super::key::{Absent, Key};
+use super::keys::{BACKEND_KEYS, KEYS, MODEL_KEYS};
 
 const INTRODUCTION: &str = "# Configuration
 

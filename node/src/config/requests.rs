@@ -4,9 +4,9 @@ use api::prompt::is_read;
 use api::proxy::{FieldRules, HeaderRules};
 
 use super::Requests;
-use super::checks::{flag, refuse, texts};
 use super::fault::Fault;
 use super::layers::Values;
+use super::read::{flag, refuse, texts};
 
 /// The header and the field by which a client of vLLM asks to go past others.
 const PRIORITY: [&str; 2] = ["x-vllm-priority", "priority"];

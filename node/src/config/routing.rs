@@ -7,10 +7,10 @@ use api::backends::CircuitSettings;
 use api::routing::SelectSettings;
 use state::policy::{MODEL_POLICIES_MAX, PolicyConfig, RoutingSettings};
 
-use super::checks::{count, duration, flag, refuse, text};
 use super::fault::Fault;
 use super::layers::{Entry, Values};
 use super::policy;
+use super::read::{count, duration, flag, refuse, text};
 use super::value::Value;
 
 /// What routing of a new cluster follows beside its policy.

@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::keys::{Absent, BACKEND_KEYS, KEYS, Key, Kind, MODEL_KEYS};
+use super::key::{Absent, Key, Kind};
+use super::keys::{BACKEND_KEYS, KEYS, MODEL_KEYS};
 use super::value::CONCURRENCY_MAX;
 
 /// The schema as one JSON document.

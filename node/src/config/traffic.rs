@@ -1,7 +1,7 @@
 //! Limits and timeouts of client traffic.
 
-use super::checks::{count, duration, size};
 use super::layers::Values;
+use super::read::{count, duration, size};
 use super::{Limits, Timeouts};
 
 /// `[limits]`. Whoever comes alone leaves half to others.

@@ -1,7 +1,7 @@
 //! Keys of what clients may send and of how engines are asked: `[limits]` to `[retry]`.
 
-use super::keys::Absent::{Default as By, Unset};
-use super::keys::{COUNT, COUNT_OR_ZERO, Key, Kind, key};
+use super::key::Absent::{Default as By, Unset};
+use super::key::{COUNT, COUNT_OR_ZERO, Key, Kind, key};
 
 /// In the order of the reference.
 pub(super) const TRAFFIC_KEYS: &[Key] = &[

@@ -10,7 +10,7 @@ use std::time::Duration;
 use api::prompt::TokenizerSpec;
 use api::proxy::IpPrefix;
 
-use super::keys::Kind;
+use super::key::Kind;
 
 /// Most requests one backend is given at once.
 pub(super) const CONCURRENCY_MAX: i64 = 65_536;

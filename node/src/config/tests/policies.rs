@@ -22,7 +22,7 @@ fn tables_of_policies_are_the_settings_of_the_core() {
     }
     // The bounds of a key are bounds of the setting.
     for key in policy_keys::POLICY_KEYS {
-        let keys::Kind::Integer { min, max } = key.kind else {
+        let key::Kind::Integer { min, max } = key.kind else {
             continue;
         };
         let (table, _) = key.split();
