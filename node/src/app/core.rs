@@ -17,7 +17,7 @@ use api::divergence::Digests;
 use api::events::Events;
 use api::ports::{Cluster, Propose};
 use api::routing::{OutboxSettings, OutboxStatus, Parts, Router};
-use raft::{Member, Replica, Role, StartError, Storage, Transport};
+use raft::{Replica, StartError, Storage, Transport};
 use state::ids::SessionId;
 use state::prefix::{HashSecret, Hashing};
 use state::{RouterState, View};
@@ -27,6 +27,7 @@ use tokio_util::task::TaskTracker;
 
 use super::clocks::{self, Clocks};
 use super::exchange::{self, Inbox};
+use super::leadership::hand_over;
 pub use super::machine::Witness;
 use super::machine::{RouterMachine, Shared};
 use super::ports::LogPort;
@@ -36,8 +37,6 @@ use crate::planted::{self, Bug};
 
 /// Longest wait for what was learnt last to get into the log when the replica leaves.
 const FLUSH_DEADLINE: Duration = Duration::from_secs(5);
-/// Longest wait for another replica to take over when the leader leaves.
-const HANDOVER_DEADLINE: Duration = Duration::from_secs(3);
 /// Longest wait for the background loops to end.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -368,20 +367,6 @@ fn explain_start(error: StartError) -> anyhow::Error {
         StartError::Options(_) | StartError::WrongStore(_) | StartError::Io { .. } => {
             anyhow::Error::new(error).context("start replica")
         }
-    }
-}
-
-/// Gives leadership to another voter, if this replica has it and there is one.
-pub(super) async fn hand_over(replica: &Replica) {
-    let status = replica.status();
-    let is_other_voter = |(id, member): (&u8, &Member)| *id != status.id && member.is_voter;
-    if status.role != Role::Leader || !status.members.iter().any(is_other_voter) {
-        return;
-    }
-    match tokio::time::timeout(HANDOVER_DEADLINE, replica.transfer_leader(None)).await {
-        Ok(Ok(leader)) => tracing::info!(leader, "transferred leadership"),
-        Ok(Err(error)) => tracing::warn!(%error, "could not transfer leadership"),
-        Err(_) => tracing::warn!("could not transfer leadership in time"),
     }
 }
 

@@ -13,7 +13,7 @@ use raft::{ChangeError, Replica};
 use state::ids::{LogIndex, ReplicaId};
 use tokio_util::sync::CancellationToken;
 
-use super::core::hand_over;
+use super::leadership::hand_over;
 use super::machine::Shared;
 use super::ticks::every;
 

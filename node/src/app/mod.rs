@@ -15,6 +15,7 @@ mod formats;
 pub(crate) mod fuzzing;
 mod judge;
 mod key_file;
+mod leadership;
 mod machine;
 mod ports;
 mod readers;

@@ -16,7 +16,8 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::core::{Core, CorePorts, hand_over};
+use super::core::{Core, CorePorts};
+use super::leadership::hand_over;
 use super::shutdown::ShutdownHandle;
 use super::sockets::{Addresses, Sockets};
 use super::warmup::warm_up;
