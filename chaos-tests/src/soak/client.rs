@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::Scene;
 use super::engine::MODEL;
-use super::kinds::Kind;
+use super::kinds::{Kind, Leaves, Manner};
 use super::wire::{self, Ask, Broke, From, Reply};
 
 /// Where requests go.
@@ -30,54 +30,6 @@ const BACKOFF_MS: (u64, u64) = (500, 8000);
 const UNDER_WAY_MAX: usize = 250;
 /// From one piece that a slow reader takes to the next.
 const DAWDLE: Duration = Duration::from_secs(1);
-
-/// When a client leaves before it has everything.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Leaves {
-    /// It does not.
-    Never,
-    /// After so many pieces of the body.
-    AfterPieces(u32),
-    /// So long after asking.
-    AfterMs(u64),
-    /// It does not, but hardly reads.
-    Dawdles,
-}
-
-/// How a user asks.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Manner {
-    /// How long it waits for an answer's end, milliseconds.
-    pub(super) patience_ms: u64,
-    /// How often it tries again.
-    pub(super) retries: u32,
-    pub(super) leaves: Leaves,
-    /// Tokens it wants.
-    pub(super) tokens: u64,
-    pub(super) is_streamed: bool,
-    pub(super) wants_logprobs: bool,
-    pub(super) makes_up_names: bool,
-    /// What stands in its prompts.
-    pub(super) mark: &'static str,
-}
-
-impl Default for Manner {
-    fn default() -> Self {
-        Self {
-            patience_ms: 60_000,
-            retries: 0,
-            leaves: Leaves::Never,
-            tokens: TOKENS,
-            is_streamed: true,
-            wants_logprobs: false,
-            makes_up_names: false,
-            mark: "",
-        }
-    }
-}
-
-/// Tokens of a plain answer.
-pub(super) const TOKENS: u64 = 20;
 
 /// How one try ended.
 enum End {

@@ -7,9 +7,8 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use tokio::time::{Instant, sleep};
 
-use super::client::TOKENS;
 use super::engine::Computed;
-use super::kinds::Kind;
+use super::kinds::{Kind, TOKENS};
 use super::{Phase, Report, Tally};
 use crate::processes::book::Usage;
 use crate::processes::load::charged;

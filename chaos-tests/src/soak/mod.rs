@@ -122,7 +122,7 @@ fn key(user: &str) -> String {
 
 /// Answers a second that the engines can give.
 fn capacity() -> f64 {
-    let tokens = u32::try_from(client::TOKENS).expect("an answer is short");
+    let tokens = u32::try_from(kinds::TOKENS).expect("an answer is short");
     let each = PREFILL + DECODE * tokens;
     (ENGINES * PLACES) as f64 / each.as_secs_f64()
 }

@@ -16,39 +16,11 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::body::{Piece, Whole, Window, stream};
-use super::packet::{Packet, is_answer_stream, is_request_stream};
+use super::packet::{Answer, BodyPart, Packet, Side, is_answer_stream, is_request_stream};
 use super::{Connection, Network, broken, host_of};
 
 /// From one look whether calls under way have ended to the next, while a listener closes.
 const CLOSE_LOOK: Duration = Duration::from_millis(10);
-
-/// One end of a connection or call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
-    Client,
-    Server,
-}
-
-impl Side {
-    pub(super) fn other(self) -> Self {
-        match self {
-            Self::Client => Self::Server,
-            Self::Server => Self::Client,
-        }
-    }
-}
-
-/// How an answer's body comes.
-pub(super) enum BodyPart {
-    Whole(Whole),
-    Pieces,
-}
-
-/// What a server answers.
-pub(super) enum Answer {
-    Is(Box<http::response::Parts>, BodyPart),
-    Broken(Status),
-}
 
 /// What a client gets.
 type Reply = Result<(http::response::Parts, Body), Status>;

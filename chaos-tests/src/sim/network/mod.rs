@@ -11,6 +11,7 @@
 
 mod body;
 mod call;
+mod deliver;
 mod link;
 mod packet;
 
@@ -23,10 +24,10 @@ use raft::PeerService;
 use tokio::runtime::Handle;
 use tonic::Status;
 
+use self::call::Call;
 pub use self::call::SimTransport;
-use self::call::{Call, Side};
 pub use self::link::{Cut, LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
-use self::packet::{Packet, Planned};
+use self::packet::{Packet, Planned, Side};
 use super::trace::Trace;
 
 /// From one look at the connections to the next.

@@ -24,13 +24,6 @@ const CHAT_TOKENS_MAX: usize = 500;
 const ATTEMPTS_MAX: usize = 3;
 /// More than any engine makes, or the router estimates, of output.
 const OUTPUT_TOKENS_MAX: u64 = 1000;
-/// How a request ended for which there was no place in the queue, one that would have waited for too
-/// long, and one that did.
-pub(super) const QUEUE_FULL: &str = "queue-full";
-pub(super) const TOO_LATE: &str = "too-late";
-pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
-/// How a request ended that its user's limits did not allow.
-pub(super) const OVER_LIMIT: &str = "over-limit";
 /// Bytes that stand for a token where text is sent.
 const TOKEN_BYTES: usize = 4;
 
@@ -340,16 +333,4 @@ pub(super) fn ended(desk: &Desk, ticket: Ticket, used: Option<Tokens>) {
     desk.scene
         .ledger
         .with(|record| record.history.ended(ticket, end));
-}
-
-pub(super) fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
-    use api::admission::NotAdmitted;
-    match why {
-        NotAdmitted::NoBackend(_) => "no-backend",
-        NotAdmitted::OverLimit(_) => OVER_LIMIT,
-        NotAdmitted::QueueFull { .. } => QUEUE_FULL,
-        NotAdmitted::TooLate { .. } => TOO_LATE,
-        NotAdmitted::WaitedTooLong { .. } => WAITED_TOO_LONG,
-        NotAdmitted::Leaving => "leaving",
-    }
 }

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep};
 
 use super::chat::{self, Chat, Request};
 use super::engines::Service;
-use super::wait::{GAVE_UP, admitted};
+use super::wait::{GAVE_UP, QUEUE_FULL, TOO_LATE, WAITED_TOO_LONG, admitted};
 use super::{Desk, think};
 use crate::oracle::history::{Ticket, Tokens};
 
@@ -167,9 +167,7 @@ pub(super) async fn is_served(desk: &Desk) {
         };
         let id = format!("{}-newcomer-{tries}", desk.run);
         match client.ask(&mut rng, &chat, id).await {
-            Came::Nothing(
-                how @ (GAVE_UP | chat::QUEUE_FULL | chat::TOO_LATE | chat::WAITED_TOO_LONG),
-            ) => {
+            Came::Nothing(how @ (GAVE_UP | QUEUE_FULL | TOO_LATE | WAITED_TOO_LONG)) => {
                 if began.elapsed() >= TRIES_FOR {
                     let detail = format!("{} has a newcomer wait: {how}", desk.run);
                     desk.scene.ledger.blame(format!("I64: {detail}"));

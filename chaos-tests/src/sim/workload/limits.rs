@@ -6,7 +6,8 @@ use state::command::Command;
 use state::quotas::UserLimits;
 use state::{STAMP_LATE_MS_MAX, UNANIMOUS_MS};
 
-use super::chat::{OVER_LIMIT, ask_as};
+use super::chat::ask_as;
+use super::wait::OVER_LIMIT;
 use super::{Desk, operator};
 
 /// What draws of this kind are told apart by.

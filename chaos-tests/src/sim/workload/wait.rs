@@ -9,11 +9,18 @@ use state::ids::Slot;
 use tokio::time::timeout;
 
 use super::Desk;
-use super::chat::not_admitted;
 use crate::oracle::observation::Run;
 
 /// How ended the wait of a client that gave up.
 pub(super) const GAVE_UP: &str = "impatient";
+
+/// How a request ended for which there was no place in the queue, one that would have waited for too
+/// long, and one that did.
+pub(super) const QUEUE_FULL: &str = "queue-full";
+pub(super) const TOO_LATE: &str = "too-late";
+pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
+/// How a request ended that its user's limits did not allow.
+pub(super) const OVER_LIMIT: &str = "over-limit";
 
 /// Requests for which clients wait, by the run that they asked.
 #[derive(Debug, Clone, Default)]
@@ -55,5 +62,17 @@ pub(super) async fn admitted<C: Candidate>(
             desk.scene.count("left while waiting", "queued no more");
             Err(GAVE_UP)
         }
+    }
+}
+
+fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
+    use api::admission::NotAdmitted;
+    match why {
+        NotAdmitted::NoBackend(_) => "no-backend",
+        NotAdmitted::OverLimit(_) => OVER_LIMIT,
+        NotAdmitted::QueueFull { .. } => QUEUE_FULL,
+        NotAdmitted::TooLate { .. } => TOO_LATE,
+        NotAdmitted::WaitedTooLong { .. } => WAITED_TOO_LONG,
+        NotAdmitted::Leaving => "leaving",
     }
 }
