@@ -1,5 +1,10 @@
 //! Rules about the repository itself that no compiler or linter checks.
 
+#[path = "tidy/documents.rs"]
+mod documents;
+#[path = "tidy/modules.rs"]
+mod modules;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
