@@ -7,6 +7,9 @@ pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
 /// Most bytes that the names in one list of a backend take together: its models, its labels, and the
 /// models its engine lists.
 pub const LIST_BYTES_MAX: usize = 64 << 10;
+/// Most tokens one field of a charge counts; more is taken as this. An engine's `usage` is foreign
+/// input: without the bound one absurd report would end a user's service for ever.
+pub const CHARGE_TOKENS_MAX: u64 = 1 << 40;
 /// Longest name of a user, backend, model or label, in bytes.
 pub const NAME_BYTES_MAX: usize = 256;
 /// Most output lengths one item may tell.

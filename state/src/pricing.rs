@@ -3,8 +3,54 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
+use crate::bounds::CHARGE_TOKENS_MAX;
 use crate::charge::Charge;
-use crate::users::{CHARGE_TOKENS_MAX, FairnessSettings};
+use crate::reject::Reject;
+use crate::validate::ensure;
+
+/// Weight of a user nobody configured, in thousandths.
+pub const WEIGHT_MILLI_DEFAULT: u32 = 1000;
+/// Highest price of a token.
+const PRICE_MAX: u32 = 1_000;
+
+/// What tokens cost. Replicated, fixed when the cluster is initialised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct FairnessSettings {
+    /// Price of one uncached prompt token, at most 1000.
+    pub input_price: u32,
+    /// Price of one output token, at most 1000.
+    pub output_price: u32,
+}
+
+impl Default for FairnessSettings {
+    /// The prices of the VTC paper.
+    fn default() -> Self {
+        Self {
+            input_price: 1,
+            output_price: 2,
+        }
+    }
+}
+
+impl FairnessSettings {
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// [`Reject::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Reject> {
+        ensure(
+            self.input_price <= PRICE_MAX,
+            "fairness.input_price",
+            "at most 1000",
+        )?;
+        ensure(
+            self.output_price <= PRICE_MAX,
+            "fairness.output_price",
+            "at most 1000",
+        )
+    }
+}
 
 /// What of a prompt is charged when it is dispatched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]

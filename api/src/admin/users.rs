@@ -9,9 +9,7 @@ use state::quotas::{Left, UserLimits};
 use state::users::{UserUsage, UserView};
 
 use super::Shared;
-use super::answer::{
-    At, Json, ListQuery, Params, ReadQuery, at_level, json, name_of, submit,
-};
+use super::answer::{At, Json, ListQuery, Params, ReadQuery, at_level, json, name_of, submit};
 use super::problem::{invalid, not_found};
 use crate::admission::Admission;
 use crate::error::Problem;

@@ -9,9 +9,9 @@ use state::ids::{BackendRef, BlockHash, Slot, UserKey};
 use state::policy::{Candidate, Choice, PolicyConfig};
 use state::prefix::user_key;
 
+use super::Ask;
 use super::metrics::{Meter, RoutingMetrics};
 use super::verdict::Tally;
-use super::Ask;
 use crate::user_name;
 
 /// The registry with what decisions need beside it.

@@ -16,23 +16,6 @@ const CRATES: &[&str] = &["state", "raft", "api", "node/lab", "node", "chaos-tes
 /// Circles that are still to be opened: the parent, and its children in the circle.
 const OPEN: &[(&str, &[&str])] = &[
     (
-        "state",
-        &[
-            "admission",
-            "backends",
-            "log",
-            "policy",
-            "pricing",
-            "quotas",
-            "readers",
-            "service",
-            "settings",
-            "users",
-            "validate",
-        ],
-    ),
-    ("state::users", &["lately", "published", "table"]),
-    (
         "raft",
         &[
             "blocking", "host", "log", "memory", "options", "planted", "snapshot", "types", "wire",
@@ -44,7 +27,6 @@ const OPEN: &[(&str, &[&str])] = &[
     ("raft::replica", &["change", "introduce"]),
     ("api::proxy", &["expose", "headers"]),
     ("api::proxy", &["ahead", "forward", "relay", "suspects"]),
-    ("node/lab::simulate", &["args", "experiment"]),
 ];
 
 /// Longest chain of re-exports that is followed.

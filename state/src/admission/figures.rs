@@ -8,9 +8,8 @@ use std::collections::BTreeMap;
 
 use crate::charge::Charge;
 use crate::ids::UserKey;
-use crate::pricing::{Pricing, milli_tokens};
+use crate::pricing::{Pricing, WEIGHT_MILLI_DEFAULT, milli_tokens};
 use crate::quotas::PendingUse;
-use crate::users::WEIGHT_MILLI_DEFAULT;
 
 /// What orders of admission look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

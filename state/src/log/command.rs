@@ -14,11 +14,10 @@ use crate::ids::{
 };
 use crate::policy::{PolicyConfig, RoutingSettings};
 use crate::prefix::HashSecret;
+use crate::pricing::FairnessSettings;
 use crate::readers::Assignment;
 use crate::service::ServiceSample;
-use crate::settings::AdmissionSettings;
-use crate::settings::UserLimits;
-use crate::users::FairnessSettings;
+use crate::settings::{AdmissionSettings, UserLimits};
 use crate::validate::{ensure, is_name};
 
 pub use crate::backends::{BackendSpec, EngineFacts};
@@ -326,4 +325,37 @@ pub struct Committed {
     pub index: LogIndex,
     /// What applying it answered.
     pub reply: Reply,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::CostSettings;
+
+    #[test]
+    fn settings_have_bounds() {
+        let near = CostSettings {
+            near_permille: 1001,
+            ..CostSettings::default()
+        };
+        assert!(PolicyConfig::Cost(near).validate().is_err());
+        assert_eq!(
+            PolicyConfig::Cost(CostSettings::default()).validate(),
+            Ok(())
+        );
+        assert!(
+            FairnessSettings {
+                input_price: 1,
+                output_price: 1001
+            }
+            .validate()
+            .is_err()
+        );
+        assert_eq!(FairnessSettings::default().validate(), Ok(()));
+        let weightless = UserSpec {
+            name: "a".to_owned(),
+            weight_milli: 0,
+        };
+        assert!(weightless.validate().is_err());
+    }
 }

@@ -9,8 +9,8 @@ use crate::ids::{ReplicaId, SessionId};
 use crate::planted::{self, Bug};
 use crate::policy::PolicyConfig;
 use crate::prefix::{Hashing, user_key};
+use crate::pricing::FairnessSettings;
 use crate::reject::Reject;
-use crate::users::FairnessSettings;
 
 impl RouterState {
     pub(super) fn init_cluster(

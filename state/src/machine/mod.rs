@@ -29,8 +29,9 @@ use crate::ownership::Ownership;
 use crate::planted::{self, Bug};
 use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
 use crate::prefix::{HashSecret, Hashing};
+use crate::pricing::FairnessSettings;
 use crate::reject::Reject;
-use crate::users::{self, FairnessSettings, Users};
+use crate::users::{self, Users};
 
 use crate::exact::Exact;
 use crate::grants::WaitingList;

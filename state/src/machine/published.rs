@@ -15,11 +15,12 @@ use crate::ids::{BackendRef, LogIndex, ReplicaId, Slot, UserKey};
 use crate::outputs::OutputsView;
 use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
 use crate::prefix::{HashSecret, Hashing};
+use crate::pricing::FairnessSettings;
 use crate::quotas::Quota;
 use crate::readers::{Assignment, Readers};
 use crate::service::ServiceView;
 use crate::settings::AdmissionSettings;
-use crate::users::{FairnessSettings, Lately, UsersView};
+use crate::users::{Lately, UsersView};
 use crate::view::BlockView;
 
 /// What the hot path reads of the state, from any thread, without waiting for `apply`.

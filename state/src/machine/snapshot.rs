@@ -430,9 +430,9 @@ mod tests {
     use super::*;
     use crate::command::{Command, Envelope, Lane, Origin, Reply};
     use crate::ids::{ReplicaId, SessionId};
-    use crate::policy::PolicyConfig;
     use crate::machine::Config;
-    use crate::users::FairnessSettings;
+    use crate::policy::PolicyConfig;
+    use crate::pricing::FairnessSettings;
 
     fn apply(state: &mut RouterState, command: Command) {
         let index = state.applied.0 + 1;

@@ -2,7 +2,7 @@
 
 use super::table::{Users, UsersImage};
 use super::{Standing, User};
-use crate::codec;
+use crate::encoding;
 use crate::ids::UserKey;
 
 /// Users in one section of a snapshot.
@@ -11,7 +11,7 @@ const USERS_PER_PIECE: usize = 4096;
 impl UsersImage {
     /// What is kept beside the users, encoded.
     pub(crate) fn totals(&self) -> Vec<u8> {
-        codec::to_bytes(&self.totals)
+        encoding::to_bytes(&self.totals)
     }
 
     /// What admission keeps of users, encoded as [`UsersImage::pieces`].
@@ -21,7 +21,7 @@ impl UsersImage {
         std::iter::from_fn(move || {
             standings.peek()?;
             let piece: Vec<_> = standings.by_ref().take(USERS_PER_PIECE).collect();
-            Some(codec::to_bytes(&piece))
+            Some(encoding::to_bytes(&piece))
         })
     }
 
@@ -31,7 +31,7 @@ impl UsersImage {
         std::iter::from_fn(move || {
             users.peek()?;
             let piece: Vec<(&UserKey, &User)> = users.by_ref().take(USERS_PER_PIECE).collect();
-            Some(codec::to_bytes(&piece))
+            Some(encoding::to_bytes(&piece))
         })
     }
 }
@@ -40,7 +40,7 @@ impl Users {
     /// Takes the users of one piece; answers what is wrong with it.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, User)>;
-        for (key, user) in codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
+        for (key, user) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
             let in_flight = &user.in_flight;
             let is_valid = user.weight_milli > 0
                 && in_flight.is_sorted_by(|a, b| a.0 < b.0)
@@ -59,7 +59,9 @@ impl Users {
     /// Takes what admission keeps of the users of one piece, who are there already.
     pub(crate) fn restore_standings(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, Box<Standing>)>;
-        for (key, standing) in codec::from_bytes::<Piece, { codec::SECTION_BYTES_MAX }>(bytes)? {
+        for (key, standing) in
+            encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?
+        {
             let is_free = self.map.get(&key).is_some_and(|it| it.standing.is_none());
             if !is_free || !standing.is_valid() {
                 return Err(format!(
@@ -84,7 +86,7 @@ impl Users {
     }
 
     pub(crate) fn restore_totals(&mut self, bytes: &[u8]) -> Result<(), String> {
-        self.totals = codec::from_bytes::<_, { codec::SECTION_BYTES_MAX }>(bytes)?;
+        self.totals = encoding::from_bytes::<_, { encoding::SECTION_BYTES_MAX }>(bytes)?;
         Ok(())
     }
 }

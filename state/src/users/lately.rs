@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::ops::Bound;
 
-use super::table::UserMap;
+use super::map::UserMap;
 use super::{User, UserUsage};
 use crate::ids::UserKey;
 use crate::policy::{UserTokens, VtcBasicSettings};

@@ -28,6 +28,7 @@
 mod forgettable;
 mod image;
 mod lately;
+mod map;
 mod published;
 mod standing;
 mod table;
@@ -41,45 +42,21 @@ use bincode::de::Decoder;
 use bincode::enc::Encoder;
 use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::ids::{ReplicaId, UserKey};
 use crate::planted::{self, Bug};
-use crate::quotas::{Left, Quota, UserLimits};
+use crate::quotas::{Left, Quota};
+use crate::settings::UserLimits;
 
+pub use crate::bounds::CHARGE_TOKENS_MAX;
+pub use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
 pub use lately::Lately;
 pub use published::UsersView;
 use standing::{Standing, add, sum, take};
 pub(crate) use table::{Terms, Users, UsersImage};
 use window::Window;
 pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};
-
-/// Most tokens one field of a charge counts; more is taken as this. An engine's `usage` is foreign
-/// input: without the bound one absurd report would end a user's service for ever.
-pub const CHARGE_TOKENS_MAX: u64 = 1 << 40;
-
-/// Weight of a user nobody configured, in thousandths.
-pub const WEIGHT_MILLI_DEFAULT: u32 = 1000;
-
-/// What tokens cost. Replicated, fixed when the cluster is initialised.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct FairnessSettings {
-    /// Price of one uncached prompt token, at most 1000.
-    pub input_price: u32,
-    /// Price of one output token, at most 1000.
-    pub output_price: u32,
-}
-
-impl Default for FairnessSettings {
-    /// The prices of the VTC paper.
-    fn default() -> Self {
-        Self {
-            input_price: 1,
-            output_price: 2,
-        }
-    }
-}
 
 /// Tokens and requests of one user, added up. Sums saturate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]

@@ -1,10 +1,12 @@
 //! [`UsersView`]: the users as admission reads them, from any thread.
 
 use super::User;
-use super::table::UserMap;
-use crate::admission::{Counters, UserFigures, milli_tokens};
+use super::map::UserMap;
+use crate::admission::{Counters, UserFigures};
 use crate::ids::UserKey;
-use crate::quotas::{Quota, UserLimits};
+use crate::pricing::milli_tokens;
+use crate::quotas::Quota;
+use crate::settings::UserLimits;
 
 /// The window of the `rpm` order.
 const MINUTE_MS: u64 = 60_000;

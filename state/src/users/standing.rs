@@ -6,7 +6,8 @@
 use bincode::{Decode, Encode};
 
 use crate::ids::ReplicaId;
-use crate::quotas::{Spent, UserLimits};
+use crate::quotas::Spent;
+use crate::settings::UserLimits;
 
 /// What admission keeps of a user. A default one is not kept.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]

@@ -7,27 +7,22 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::forgettable::{Forgettable, Rank};
 use super::lately::Rounds;
+use super::map::UserMap;
 use super::{
     CHARGE_TOKENS_MAX, Lately, Standing, User, UserUsage, UserView, UsersView, WINDOW_BUCKET_MS,
     WINDOW_BUCKETS, add, take,
 };
-use crate::admission::Pricing;
-use crate::command::{Charge, USERS_MAX};
-use crate::cow::{CowMap, ShardKey};
+use crate::bounds::USERS_MAX;
+use crate::charge::Charge;
+use crate::cow::CowMap;
+use crate::encoding;
+use crate::error::Broken;
 use crate::ids::{ReplicaId, UserKey};
 use crate::planted::{self, Bug};
 use crate::policy::VtcBasicSettings;
-use crate::quotas::{Spent, UserLimits};
-use crate::{Broken, codec};
-
-impl ShardKey for UserKey {
-    const BRANCHES: usize = 1024;
-
-    // By the highest bits, so that shard order is key order; keys are hashes, hence uniform.
-    fn shard(&self) -> usize {
-        (self.0 >> 48) as usize
-    }
-}
+use crate::pricing::Pricing;
+use crate::quotas::Spent;
+use crate::settings::UserLimits;
 
 /// Charges of users that are gone, and what is kept beside the users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
@@ -48,9 +43,6 @@ pub(crate) struct Terms {
     /// Limits of users without any of their own.
     pub(crate) limits: UserLimits,
 }
-
-/// Users by key.
-pub(super) type UserMap = CowMap<UserKey, User>;
 
 /// All users.
 pub(crate) struct Users {
@@ -337,7 +329,7 @@ impl Users {
 
     /// Wrapping sum over the users' hashes, and the hash of the rest.
     pub(crate) fn digest(&self) -> [u128; 2] {
-        [self.digest, xxh3_128(&codec::to_bytes(&self.totals))]
+        [self.digest, xxh3_128(&encoding::to_bytes(&self.totals))]
     }
 
     pub(crate) fn freeze(&self) -> UsersImage {
@@ -532,9 +524,9 @@ impl User {
 /// `scratch` spares an allocation.
 fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     scratch.clear();
-    codec::append_bytes(&(key, user), scratch);
+    encoding::append_bytes(&(key, user), scratch);
     if let Some(standing) = user.standing.as_deref() {
-        codec::append_bytes(standing, scratch);
+        encoding::append_bytes(standing, scratch);
     }
     xxh3_128(scratch)
 }

@@ -16,7 +16,7 @@ mod tests;
 use bincode::{Decode, Encode};
 
 use super::command::{Command, Envelope, Item, Reply};
-pub(crate) use crate::encoding::{SECTION_BYTES_MAX, append_bytes, from_bytes, to_bytes};
+use crate::encoding::{append_bytes, from_bytes, to_bytes};
 use crate::error::Undecodable;
 
 /// The newest version of commands. Their first byte is that of their kind, see [`format_of`].

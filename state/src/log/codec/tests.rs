@@ -14,8 +14,8 @@ use crate::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, ReplicaId, SessionId, Slot, UserKey,
 };
 use crate::policy::{CostSettings, Hashing, PolicyConfig, Touch, VllmCacheAwareSettings};
-use crate::quotas::UserLimits;
-use crate::users::FairnessSettings;
+use crate::pricing::FairnessSettings;
+use crate::settings::UserLimits;
 
 fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));

@@ -1,0 +1,17 @@
+//! The users by key, in a map that is frozen by reference.
+
+use super::User;
+use crate::cow::{CowMap, ShardKey};
+use crate::ids::UserKey;
+
+/// Users by key.
+pub(super) type UserMap = CowMap<UserKey, User>;
+
+impl ShardKey for UserKey {
+    const BRANCHES: usize = 1024;
+
+    // By the highest bits, so that shard order is key order; keys are hashes, hence uniform.
+    fn shard(&self) -> usize {
+        (self.0 >> 48) as usize
+    }
+}
