@@ -16,16 +16,12 @@ use super::experiment::Experiment;
 use super::page;
 use super::plan::{BLOCK_TOKENS, BatchTimes, Clients, EngineModel, Plan, Restart, Who, micros};
 use super::print;
+use super::unusable::Unusable;
 use super::workload::{Lengths, Mix, User, Workload};
 use crate::engine::model::Shape;
 use crate::replay::progress::bar;
 use crate::replay::trace::{self, Scale, TraceOptions};
 use crate::terminal;
-
-/// Arguments that do not fit together, or a trace that cannot be read: exit code 2.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct Unusable(String);
 
 /// Simulate a cluster, its engines and its clients; repeatable from a seed.
 #[derive(Debug, Clone, clap::Args)]
@@ -327,7 +323,7 @@ impl SimulateArgs {
         }
         let workload = Arc::new(self.workload()?);
         if workload.arrivals.is_empty() && !workload.is_backlogged() {
-            return Err(Unusable("no request to simulate".to_owned()));
+            return Err(Unusable::new("no request to simulate"));
         }
         let base = self.plan(&workload)?;
         let mut cases = Vec::new();
@@ -390,9 +386,7 @@ impl SimulateArgs {
             wipe: self.wipe,
         });
         if restart.is_some_and(|restart| restart.at >= horizon) {
-            return Err(Unusable(
-                "--restart-at is after the last request".to_owned(),
-            ));
+            return Err(Unusable::new("--restart-at is after the last request"));
         }
         let engine = &self.engine;
         let plan = Plan {
@@ -431,7 +425,7 @@ impl SimulateArgs {
         };
         plan.admission
             .validate()
-            .map_err(|reject| Unusable(reject.to_string()))?;
+            .map_err(|reject| Unusable::new(reject.to_string()))?;
         Ok(plan)
     }
 
@@ -458,7 +452,7 @@ impl SimulateArgs {
                     seed: self.seed,
                 };
                 let mut arrivals = trace::read(path, &options)
-                    .map_err(|error| Unusable(format!("{:#}", anyhow::Error::from(error))))?;
+                    .map_err(|error| Unusable::new(format!("{:#}", anyhow::Error::from(error))))?;
                 if let (Some(duration), None) = (demand.duration, demand.rate) {
                     arrivals.retain(|arrival| arrival.at < duration);
                 }
@@ -470,8 +464,8 @@ impl SimulateArgs {
             (None, Some(Kind::Fairness)) => return Ok(self.fairness()),
             (None, Some(kind)) => self.mix(kind).generate(self.seed),
             (None, None) => {
-                return Err(Unusable(
-                    "expected one of --trace, --workload and --experiment".to_owned(),
+                return Err(Unusable::new(
+                    "expected one of --trace, --workload and --experiment",
                 ));
             }
         };
@@ -559,13 +553,5 @@ impl EngineArgs {
                 decode: self.decode,
             }),
         }
-    }
-}
-
-impl Unusable {
-    /// With these words.
-    #[must_use]
-    pub(super) fn new(words: impl Into<String>) -> Self {
-        Self(words.into())
     }
 }

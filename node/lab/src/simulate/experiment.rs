@@ -7,11 +7,11 @@ use std::time::Duration;
 use state::admission::{AdmissionSettings, Batching, BinSelection, Concurrency, Order};
 use state::outputs::theory::batch_time_mean;
 
-use super::args::Unusable;
 use super::compare::{Case, Cases};
 use super::overload;
 use super::plan::{BatchTimes, EngineModel, Plan, Restart, Who, micros};
 use super::report::{Run, Verdict};
+use super::unusable::Unusable;
 use super::workload::{Lengths, Mix, User, Workload};
 
 /// What can be asked for by name.

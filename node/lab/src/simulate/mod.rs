@@ -26,7 +26,9 @@ pub mod service;
 pub mod tally;
 #[cfg(test)]
 mod tests;
+mod unusable;
 pub mod workload;
 pub mod world;
 
-pub use args::{SimulateArgs, Unusable, run};
+pub use args::{SimulateArgs, run};
+pub use unusable::Unusable;
