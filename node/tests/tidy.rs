@@ -1,15 +1,14 @@
 //! Rules about the repository itself that no compiler or linter checks.
 
-#[path = "tidy/documents.rs"]
-mod documents;
-#[path = "tidy/modules.rs"]
-mod modules;
-
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 #[path = "tidy/docs.rs"]
 mod docs;
+#[path = "tidy/modules.rs"]
+mod modules;
+#[path = "tidy/paths.rs"]
+mod paths;
 
 /// Longest source file, in lines.
 const LINES_MAX: usize = 600;
