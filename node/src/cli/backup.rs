@@ -5,7 +5,7 @@
 //! as much memory as a replica's state.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufReader, IsTerminal, Write, stderr};
+use std::io::{self, BufReader, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,7 +20,7 @@ use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 use lab::terminal;
 use serde_json::Value;
 use state::RouterState;
@@ -298,15 +298,8 @@ fn sync_folder_of(file: &Path) -> io::Result<()> {
     File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
 }
 
-/// A progress bar over bytes: on a terminal only.
+/// A progress bar over bytes.
 fn bar(what: &'static str, bytes: u64) -> anyhow::Result<ProgressBar> {
-    let target = if stderr().is_terminal() {
-        ProgressDrawTarget::stderr()
-    } else {
-        ProgressDrawTarget::hidden()
-    };
-    let style = "{prefix} {elapsed_precise} {wide_bar} {bytes}/{total_bytes}";
-    Ok(ProgressBar::with_draw_target(Some(bytes), target)
-        .with_prefix(what)
-        .with_style(ProgressStyle::with_template(style)?))
+    let bar = terminal::progress_bar(bytes, terminal::BYTES)?;
+    Ok(bar.with_prefix(format!("{what} ")))
 }

@@ -16,8 +16,9 @@ use lab::engine::events::Faults;
 use lab::engine::fleet::{Engines, EnginesPlan};
 use lab::replay::chats::{Chats, ChatsOptions};
 use lab::replay::load::{Plan, Work, run as run_load};
-use lab::replay::progress::{bar, show};
+use lab::replay::progress::show;
 use lab::replay::report::Report;
+use lab::replay::speed;
 use lab::replay::targets::Targets;
 use lab::terminal::{self, INTERRUPTED};
 use tokio::signal::unix::{SignalKind, signal};
@@ -79,13 +80,6 @@ pub struct DevArgs {
     /// Exit after the load test, with 0 only if no request failed and all replicas agree
     #[arg(long)]
     once: bool,
-}
-
-fn speed(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
-        _ => Err("expected a number above 0 and at most 1e6".to_owned()),
-    }
 }
 
 /// Brings the cluster up, drives the load, prints the table and, unless `--once`, stays up until
@@ -156,7 +150,7 @@ async fn drive(args: &DevArgs, fleet: &Fleet) -> anyhow::Result<Report> {
         chats: CHATS,
         ..ChatsOptions::default()
     });
-    let bar = bar(args.requests).context("draw progress")?;
+    let bar = terminal::progress_bar(args.requests, terminal::COUNT).context("draw progress")?;
     let plan = Plan {
         work: Work::Chats {
             chats: &mut chats,

@@ -11,7 +11,7 @@ use super::client::Client;
 use super::load::{Plan, Work, run as run_load};
 use super::policies::{self, ClusterUnderTest, Comparison, EVERY_POLICY};
 use super::print;
-use super::progress::{bar, show};
+use super::progress::show;
 use super::targets::Targets;
 use super::trace::{self, Scale, TraceOptions};
 use crate::engine::fleet::EnginesPlan;
@@ -76,7 +76,11 @@ pub struct ReplayArgs {
     json: bool,
 }
 
-fn speed(text: &str) -> Result<f64, String> {
+/// Reads how many times faster something goes.
+///
+/// # Errors
+/// What is expected instead.
+pub fn speed(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
         _ => Err("expected a number above 0 and at most 1e6".to_owned()),
@@ -120,7 +124,7 @@ pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCo
             .await
             .with_context(|| format!("ask {} for its models", targets.name(0)))?,
     };
-    let bar = bar(arrivals.len() as u64)?;
+    let bar = terminal::progress_bar(arrivals.len() as u64, terminal::COUNT)?;
     let plan = Plan {
         work: Work::Trace(arrivals),
         model,

@@ -18,6 +18,6 @@ mod tests;
 pub mod text;
 pub mod trace;
 
-pub use args::{ReplayArgs, run};
+pub use args::{ReplayArgs, run, speed};
 pub use policies::ClusterUnderTest;
 pub use print::tables;

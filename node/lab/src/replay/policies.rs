@@ -16,7 +16,7 @@ use state::command::BackendSpec;
 use super::client::Client;
 use super::load::{Plan, Work, run as run_load};
 use super::print::{align_numbers, percent, table};
-use super::progress::{bar, show};
+use super::progress::show;
 use super::report::Report;
 use super::targets::Targets;
 use super::trace::Arrival;
@@ -110,7 +110,7 @@ async fn with_policy<C: ClusterUnderTest>(
         .first_model(targets.uri(0, "/v1/models"))
         .await
         .context("ask for the models")?;
-    let bar = bar(arrivals.len() as u64)?;
+    let bar = terminal::progress_bar(arrivals.len() as u64, terminal::COUNT)?;
     bar.set_prefix(format!("{policy} "));
     let plan = Plan {
         work: Work::Trace(arrivals.to_vec()),

@@ -1,25 +1,8 @@
-//! The progress bar of a load: on a terminal only.
+//! What the progress bar of a load shows.
 
-use std::io::{IsTerminal, stderr};
-
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 
 use super::load::Progress;
-
-/// A bar over `planned` requests.
-///
-/// # Errors
-/// Never: the template is a constant.
-pub fn bar(planned: u64) -> anyhow::Result<ProgressBar> {
-    let target = if stderr().is_terminal() {
-        ProgressDrawTarget::stderr()
-    } else {
-        ProgressDrawTarget::hidden()
-    };
-    let style = "{prefix}{elapsed_precise} {wide_bar} {pos}/{len} {msg}";
-    Ok(ProgressBar::with_draw_target(Some(planned), target)
-        .with_style(ProgressStyle::with_template(style)?))
-}
 
 /// Shows how far the load has got.
 pub fn show(bar: &ProgressBar, progress: Progress) {

@@ -19,7 +19,6 @@ use super::print;
 use super::unusable::Unusable;
 use super::workload::{Lengths, Mix, User, Workload};
 use crate::engine::model::Shape;
-use crate::replay::progress::bar;
 use crate::replay::trace::{self, Scale, TraceOptions};
 use crate::terminal;
 
@@ -280,7 +279,8 @@ fn span(text: &str) -> Result<(Micros, Micros), String> {
 /// [`Unusable`], or when the page cannot be written.
 pub fn run(args: &SimulateArgs) -> anyhow::Result<ExitCode> {
     let cases = args.cases()?;
-    let bar = bar(cases.cases.len() as u64 * PROGRESS_PARTS)?;
+    let parts = cases.cases.len() as u64 * PROGRESS_PARTS;
+    let bar = terminal::progress_bar(parts, terminal::COUNT)?;
     let comparison = cases.run(args.seed, command_line(), |parts| bar.set_position(parts));
     bar.finish_and_clear();
     if let Some(path) = &args.report {
