@@ -15,10 +15,12 @@ use std::time::{Duration, Instant};
 use api::admission::Admission;
 use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
-use api::ports::{BoxFuture, Propose, ProposeFailure};
+use api::ports::{BoxFuture, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer, parse};
 use api::proxy::{Proxy, ProxyMetrics, ProxySettings, Server};
-use api::routing::{Ask, End, OutboxSettings, Parts, Router, Terms};
+use api::routing::{
+    AttemptEnd, DispatchTerms, OutboxSettings, Router, RouterParts, RoutingRequest,
+};
 use bytes::Bytes;
 use state::RouterState;
 use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin};
@@ -356,7 +358,7 @@ impl Log {
 }
 
 impl Propose for Log {
-    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         Box::pin(async move { Ok(self.apply(envelope)) })
     }
 }
@@ -379,7 +381,7 @@ impl Fleet {
             tokenizer: Tokenizer::character(),
             block_size: 128,
         }];
-        let router = Arc::new(Router::new(Parts {
+        let router = Arc::new(Router::new(RouterParts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
             models,
@@ -473,7 +475,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         .iter()
         .map(|parsed| router.identify(parsed))
         .collect();
-    let ask = |i: usize| Ask {
+    let ask = |i: usize| RoutingRequest {
         model: "m",
         identity: &identities[i],
         request_id: "0123456789abcdef0123456789abcdef",
@@ -491,8 +493,8 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         time_us(|i| drop(router.decide(&ask(i)))),
         time_us(|i| {
             router
-                .dispatch(&decisions[i], &ask(i), Terms::default())
-                .end(End::Finished);
+                .dispatch(&decisions[i], &ask(i), DispatchTerms::default())
+                .end(AttemptEnd::Finished);
         }),
     ];
     println!(

@@ -10,17 +10,19 @@ use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::Arc;
 
-use api::admission::{Admission, Candidate};
+use api::admission::{Admission, AdmissionRequest};
 use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
-use api::prompt::{Identity, ModelSettings, Parsed, Tokenizer, parse};
-use api::routing::{Ask, End, OutboxSettings, Parts, Router, Terms, Usage};
+use api::prompt::{ModelSettings, ParsedBody, PromptIdentity, Tokenizer, parse};
+use api::routing::{
+    AttemptEnd, DispatchTerms, OutboxSettings, Router, RouterParts, RoutingRequest, Usage,
+};
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use futures_util::FutureExt as _;
 use serde_json::json;
 use state::RouterState;
-use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Outcome};
+use state::command::{BackendSpec, Command, Envelope, Item, Lane, LeaseOutcome, Origin};
 use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{CostSettings, PolicyConfig};
 
@@ -80,7 +82,7 @@ fn router(state: &RouterState) -> Arc<Router> {
             },
         );
     }
-    Arc::new(Router::new(Parts {
+    Arc::new(Router::new(RouterParts {
         view,
         backends: Arc::new(health),
         models: vec![ModelSettings {
@@ -178,7 +180,7 @@ impl Fleet {
                 },
                 Item::Release {
                     attempt: 0,
-                    outcome: Outcome::Kept,
+                    outcome: LeaseOutcome::Kept,
                 },
             ],
         };
@@ -191,7 +193,7 @@ impl Fleet {
     }
 
     /// A prompt of `blocks` blocks, half of them owned by the first backend.
-    fn prompt(&mut self, blocks: usize) -> (Parsed, Identity) {
+    fn prompt(&mut self, blocks: usize) -> (ParsedBody, PromptIdentity) {
         let text = format!("{blocks} ").repeat(blocks * BLOCK_BYTES as usize);
         let text = &text[..blocks * BLOCK_BYTES as usize + 1];
         let body = json!({"model": "m", "prompt": text}).to_string();
@@ -202,8 +204,8 @@ impl Fleet {
     }
 }
 
-fn ask(identity: &Identity) -> Ask<'_> {
-    Ask {
+fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
+    RoutingRequest {
         model: "m",
         identity,
         request_id: "0123456789abcdef",
@@ -242,9 +244,10 @@ fn book(c: &mut Criterion) {
         .expect("backends are healthy");
     c.bench_function("dispatch and end/512 blocks", |b| {
         b.iter(|| {
-            let mut attempt = fleet
-                .router
-                .dispatch(&decision, &ask(&identity), Terms::default());
+            let mut attempt =
+                fleet
+                    .router
+                    .dispatch(&decision, &ask(&identity), DispatchTerms::default());
             attempt.first_byte();
             attempt.output("some output text");
             attempt.usage(Usage {
@@ -252,17 +255,17 @@ fn book(c: &mut Criterion) {
                 cached_tokens: Some(8192),
                 completion_tokens: 4,
             });
-            attempt.end(End::Finished);
+            attempt.end(AttemptEnd::Finished);
         });
     });
 }
 
 /// A request as admission sees it.
-struct Request(Identity);
+struct Request(PromptIdentity);
 
-impl Candidate for Request {
-    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> Ask<'a> {
-        Ask {
+impl AdmissionRequest for Request {
+    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        RoutingRequest {
             excluded,
             ..ask(&self.0)
         }
@@ -289,8 +292,10 @@ fn admit(c: &mut Criterion) {
         b.iter(|| {
             let asked = ask(&request.0);
             let decision = fleet.router.decide(&asked).expect("backends are healthy");
-            let attempt = fleet.router.dispatch(&decision, &asked, Terms::default());
-            attempt.end(End::NotRun);
+            let attempt = fleet
+                .router
+                .dispatch(&decision, &asked, DispatchTerms::default());
+            attempt.end(AttemptEnd::NotRun);
         });
     });
     let admission = Arc::new(Admission::new(Arc::clone(&fleet.router)));
@@ -298,7 +303,7 @@ fn admit(c: &mut Criterion) {
         b.iter(|| {
             let admitted = admission.admit(&request, &[]).now_or_never();
             let admitted = admitted.and_then(Result::ok).expect("nothing waits");
-            admitted.into_parts().1.end(End::NotRun);
+            admitted.into_parts().1.end(AttemptEnd::NotRun);
         });
     });
 }

@@ -13,7 +13,7 @@ use state::exact::{KvCondition, KvMode};
 use state::ids::{ReplicaId, Slot};
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::service::ServiceView;
-use state::{Backend, Registry, View};
+use state::{Backend, Registry, StateView};
 use tokio::sync::broadcast;
 use tokio_util::sync::CancellationToken;
 
@@ -28,7 +28,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// Something an operator may want to know.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
-pub enum Event {
+pub enum ClusterEvent {
     /// Another leader is followed, or none.
     Leader {
         /// The leader.
@@ -169,7 +169,7 @@ pub enum BackendChange {
 
 /// An event with its place in this replica's stream.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Numbered {
+pub struct NumberedEvent {
     /// From 1, ascending by one, anew at each start of the replica.
     #[serde(skip)]
     pub number: u64,
@@ -177,25 +177,25 @@ pub struct Numbered {
     pub at_ms: u64,
     /// What happened.
     #[serde(flatten)]
-    pub event: Event,
+    pub event: ClusterEvent,
 }
 
 /// The stream of events of one replica. Cheap to clone; sending never waits.
 #[derive(Clone)]
-pub struct Events {
-    sender: broadcast::Sender<Arc<Numbered>>,
+pub struct EventBus {
+    sender: broadcast::Sender<Arc<NumberedEvent>>,
     /// The last number given; held until its event is sent, so that they come in order.
     last: Arc<Mutex<u64>>,
     clock: Clock,
 }
 
-impl Default for Events {
+impl Default for EventBus {
     fn default() -> Self {
         Self::new(Clock::default())
     }
 }
 
-impl Events {
+impl EventBus {
     /// Nobody has subscribed; events are stamped by `clock`.
     #[must_use]
     pub fn new(clock: Clock) -> Self {
@@ -207,13 +207,13 @@ impl Events {
     }
 
     /// Gives `event` to every subscriber.
-    pub fn send(&self, event: Event) {
+    pub fn send(&self, event: ClusterEvent) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         *last += 1;
         let number = *last;
         let at_ms = self.clock.unix_ms();
         // Nobody listening is no fault.
-        drop(self.sender.send(Arc::new(Numbered {
+        drop(self.sender.send(Arc::new(NumberedEvent {
             number,
             at_ms,
             event,
@@ -222,12 +222,12 @@ impl Events {
 
     /// Every event from now on.
     #[must_use]
-    pub fn subscribe(&self) -> broadcast::Receiver<Arc<Numbered>> {
+    pub fn subscribe(&self) -> broadcast::Receiver<Arc<NumberedEvent>> {
         self.sender.subscribe()
     }
 }
 
-impl Event {
+impl ClusterEvent {
     /// Its name, the `event` field of an SSE event.
     #[must_use]
     pub fn name(&self) -> &'static str {
@@ -252,36 +252,36 @@ impl Event {
 
 /// What happened between two looks at the cluster, in a fixed order.
 #[must_use]
-pub fn status_changes(before: &ClusterStatus, after: &ClusterStatus) -> Vec<Event> {
+pub fn status_changes(before: &ClusterStatus, after: &ClusterStatus) -> Vec<ClusterEvent> {
     let mut events = Vec::new();
     if (before.leader, before.term) != (after.leader, after.term) {
-        events.push(Event::Leader {
+        events.push(ClusterEvent::Leader {
             leader: after.leader,
             term: after.term,
         });
     }
     if before.role != after.role {
-        events.push(Event::Role { role: after.role });
+        events.push(ClusterEvent::Role { role: after.role });
     }
     if before.has_quorum != after.has_quorum {
-        events.push(Event::Quorum {
+        events.push(ClusterEvent::Quorum {
             has_quorum: after.has_quorum,
         });
     }
     if let Some(detail) = after.fault.clone().filter(|_| before.fault != after.fault) {
-        events.push(Event::Fault { detail });
+        events.push(ClusterEvent::Fault { detail });
     }
     if let Some(index) = after.snapshot_index
         && before.snapshot_index != after.snapshot_index
     {
-        events.push(Event::Snapshot { index });
+        events.push(ClusterEvent::Snapshot { index });
     }
     member_changes(before, after, &mut events);
     events
 }
 
-fn member_changes(before: &ClusterStatus, after: &ClusterStatus, events: &mut Vec<Event>) {
-    let mut push = |id: ReplicaId, change| events.push(Event::Member { id, change });
+fn member_changes(before: &ClusterStatus, after: &ClusterStatus, events: &mut Vec<ClusterEvent>) {
+    let mut push = |id: ReplicaId, change| events.push(ClusterEvent::Member { id, change });
     for (&id, member) in &after.members {
         let Some(earlier) = before.members.get(&id) else {
             push(id, MemberChange::Added);
@@ -307,10 +307,10 @@ fn member_changes(before: &ClusterStatus, after: &ClusterStatus, events: &mut Ve
 
 /// What happened between two looks at the registry, by slot.
 #[must_use]
-pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<Event> {
+pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<ClusterEvent> {
     let mut events = Vec::new();
     let mut push = |id: &str, change| {
-        events.push(Event::Backend {
+        events.push(ClusterEvent::Backend {
             id: id.to_owned(),
             change,
         });
@@ -338,7 +338,7 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<Event> {
     }
     ownership_changes(before, after, &mut events);
     if before.policy != after.policy {
-        events.push(Event::Policy {
+        events.push(ClusterEvent::Policy {
             config: after.policy.clone(),
         });
     }
@@ -347,7 +347,7 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<Event> {
         .clone()
         .filter(|_| before.routing != after.routing)
     {
-        events.push(Event::Routing { config });
+        events.push(ClusterEvent::Routing { config });
     }
     events
 }
@@ -358,7 +358,7 @@ pub fn accuracy_changes(
     registry: &Registry,
     before: &ServiceView,
     after: &ServiceView,
-) -> Vec<Event> {
+) -> Vec<ClusterEvent> {
     let mut events = Vec::new();
     for backend in &registry.backends {
         let accuracy = |service: &ServiceView| {
@@ -368,7 +368,7 @@ pub fn accuracy_changes(
         };
         let was_off = accuracy(before).is_some_and(|accuracy| accuracy.is_off);
         if let Some(now) = accuracy(after).filter(|now| now.is_off != was_off) {
-            events.push(Event::BackendAccuracy {
+            events.push(ClusterEvent::BackendAccuracy {
                 id: backend.spec.id.clone(),
                 is_off: now.is_off,
                 error_permille: now.error_permille,
@@ -382,7 +382,7 @@ pub fn accuracy_changes(
 /// How a backend's ownership is known, and who reads its KV events.
 type Knowledge = (Option<KvCondition>, Option<ReplicaId>);
 
-fn ownership_changes(before: &Registry, after: &Registry, events: &mut Vec<Event>) {
+fn ownership_changes(before: &Registry, after: &Registry, events: &mut Vec<ClusterEvent>) {
     let known = |registry: &Registry, slot: Slot| -> Knowledge {
         (registry.kv(slot), registry.reader(slot))
     };
@@ -392,7 +392,7 @@ fn ownership_changes(before: &Registry, after: &Registry, events: &mut Vec<Event
         let old = old.map_or((None, None), |old| known(before, old.handle.slot));
         let (condition, reader) = known(after, backend.handle.slot);
         if old != (condition, reader) {
-            events.push(Event::Ownership {
+            events.push(ClusterEvent::Ownership {
                 id: backend.spec.id.clone(),
                 mode: condition.map_or(KvMode::Lease, |it| it.mode),
                 reason: condition.and_then(|it| it.reason).map(|it| it.to_string()),
@@ -410,8 +410,8 @@ fn by_id(registry: &Registry) -> BTreeMap<&str, &Backend> {
 /// Watches the cluster and the registry until `stop` and sends what changes to `events`.
 pub async fn follow(
     cluster: Arc<dyn Cluster>,
-    view: Arc<View>,
-    events: Events,
+    view: Arc<StateView>,
+    events: EventBus,
     stop: CancellationToken,
 ) {
     let mut status = cluster.status();

@@ -17,30 +17,30 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use state::exact::KvMode;
-use state::service::Served;
-use state::{Backend, View};
+use state::service::BackendServiceView;
+use state::{Backend, StateView};
 use tokio::time::Instant;
 
 use crate::backends::{Backends, Record};
 use crate::divergence::Digests;
-use crate::kv_events::board::{Board, Standing};
-use crate::kv_events::stream::Counts;
+use crate::kv_events::board::{BackendStreams, StreamBoard};
+use crate::kv_events::stream::StreamCounts;
 use crate::ports::Cluster;
 use crate::routing::Router;
 
 /// All metrics of one replica.
 pub struct Metrics {
     registry: Mutex<Registry>,
-    replica: Arc<OnceLock<Replica>>,
+    replica: Arc<OnceLock<ScrapedReplica>>,
 }
 
 /// What is looked at when somebody scrapes.
 #[derive(Clone)]
-pub struct Replica {
+pub struct ScrapedReplica {
     /// The log and the members.
     pub cluster: Arc<dyn Cluster>,
     /// The published part of the state.
-    pub view: Arc<View>,
+    pub view: Arc<StateView>,
     /// Requests in flight.
     pub router: Arc<Router>,
     /// Health of the engines.
@@ -48,7 +48,7 @@ pub struct Replica {
     /// Comparisons with peers.
     pub digests: Arc<Digests>,
     /// The streams of KV events that this replica reads.
-    pub kv_board: Arc<Board>,
+    pub kv_board: Arc<StreamBoard>,
 }
 
 impl Default for Metrics {
@@ -57,7 +57,7 @@ impl Default for Metrics {
         let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
         registry.register("quorate_build", "Version of this replica", build);
         let replica = Arc::default();
-        registry.register_collector(Box::new(AtScrape(Arc::clone(&replica))));
+        registry.register_collector(Box::new(ReplicaCollector(Arc::clone(&replica))));
         Self {
             registry: Mutex::new(registry),
             replica,
@@ -73,7 +73,7 @@ impl Metrics {
     }
 
     /// Collects from `replica` at each scrape; only the first call counts.
-    pub fn watch(&self, replica: Replica) {
+    pub fn watch(&self, replica: ScrapedReplica) {
         // A replica has one registry and one of everything that is watched.
         drop(self.replica.set(replica));
     }
@@ -89,20 +89,20 @@ impl Metrics {
 }
 
 /// Reads the replica when scraped; says nothing before there is one.
-struct AtScrape(Arc<OnceLock<Replica>>);
+struct ReplicaCollector(Arc<OnceLock<ScrapedReplica>>);
 
-impl fmt::Debug for AtScrape {
+impl fmt::Debug for ReplicaCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("AtScrape")
     }
 }
 
-impl Collector for AtScrape {
+impl Collector for ReplicaCollector {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let Some(replica) = self.0.get() else {
             return Ok(());
         };
-        let mut page = Page(encoder);
+        let mut page = MetricsPage(encoder);
         replica.raft(&mut page)?;
         replica.state(&mut page)?;
         replica.backends(&mut page)
@@ -110,9 +110,9 @@ impl Collector for AtScrape {
 }
 
 /// Writes families one after the other.
-struct Page<'a>(DescriptorEncoder<'a>);
+struct MetricsPage<'a>(DescriptorEncoder<'a>);
 
-impl Page<'_> {
+impl MetricsPage<'_> {
     fn gauge(&mut self, name: &str, help: &str, value: &impl EncodeGaugeValue) -> fmt::Result {
         self.0
             .encode_descriptor(name, help, None, MetricType::Gauge)?
@@ -132,7 +132,7 @@ impl Page<'_> {
         label: &str,
         values: impl Iterator<Item = (String, V)>,
     ) -> fmt::Result {
-        let family = Family {
+        let family = MetricFamily {
             name,
             help,
             label,
@@ -150,7 +150,7 @@ impl Page<'_> {
         label: &str,
         values: impl Iterator<Item = (String, V)>,
     ) -> fmt::Result {
-        let family = Family {
+        let family = MetricFamily {
             name,
             help,
             label,
@@ -163,17 +163,17 @@ impl Page<'_> {
 }
 
 /// Metrics of one name that one label tells apart.
-struct Family<'a> {
+struct MetricFamily<'a> {
     name: &'a str,
     help: &'a str,
     label: &'a str,
     kind: MetricType,
 }
 
-impl Family<'_> {
+impl MetricFamily<'_> {
     fn write<V>(
         &self,
-        page: &mut Page<'_>,
+        page: &mut MetricsPage<'_>,
         values: impl Iterator<Item = (String, V)>,
         write: impl Fn(MetricEncoder<'_>, V) -> fmt::Result,
     ) -> fmt::Result {
@@ -188,8 +188,8 @@ impl Family<'_> {
     }
 }
 
-impl Replica {
-    fn raft(&self, page: &mut Page<'_>) -> fmt::Result {
+impl ScrapedReplica {
+    fn raft(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let status = self.cluster.status();
         let is_leader = status.role == "leader";
         page.gauge("quorate_raft_term", "Raft term", &status.term)?;
@@ -262,7 +262,7 @@ impl Replica {
         )
     }
 
-    fn state(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn state(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let registry = self.view.registry();
         let (mut users, mut leases) = (0, 0);
         let mut owned = Vec::with_capacity(registry.backends.len());
@@ -308,12 +308,12 @@ impl Replica {
         )
     }
 
-    fn backends(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn backends(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let registry = self.view.registry();
-        let rows: Vec<Row<'_>> = registry
+        let rows: Vec<BackendRow<'_>> = registry
             .backends
             .iter()
-            .map(|backend| Row {
+            .map(|backend| BackendRow {
                 backend,
                 record: self
                     .backends
@@ -367,9 +367,9 @@ impl Replica {
     }
 }
 
-impl Replica {
+impl ScrapedReplica {
     /// How backends' ownership is known, and the streams that are read here.
-    fn kv_events(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn kv_events(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let registry = self.view.registry();
         let modes = registry.backends.iter().filter_map(|backend| {
             let condition = registry.kv(backend.handle.slot)?;
@@ -393,7 +393,7 @@ impl Replica {
                 .map(|(id, it)| (id.clone(), i64::from(*it == mode)));
             page.gauges(name, help, "backend", of_modes)?;
         }
-        let read: Vec<(String, Standing)> = registry
+        let read: Vec<(String, BackendStreams)> = registry
             .backends
             .iter()
             .filter_map(|backend| {
@@ -436,7 +436,7 @@ impl Replica {
 }
 
 /// Name, help and value of a counter of the streams that are read here.
-type KvCounter = (&'static str, &'static str, fn(&Counts) -> u64);
+type KvCounter = (&'static str, &'static str, fn(&StreamCounts) -> u64);
 
 const KV_COUNTERS: [KvCounter; 7] = [
     (
@@ -475,10 +475,10 @@ const KV_COUNTERS: [KvCounter; 7] = [
 ];
 
 /// A backend as it is scraped.
-struct Row<'a> {
+struct BackendRow<'a> {
     backend: &'a Backend,
     record: Record,
-    served: Option<Served>,
+    served: Option<BackendServiceView>,
     is_circuit_open: bool,
     /// Requests in flight from here.
     here: u32,
@@ -486,14 +486,18 @@ struct Row<'a> {
     cluster: u32,
 }
 
-impl Row<'_> {
+impl BackendRow<'_> {
     fn id(&self) -> String {
         self.backend.spec.id.clone()
     }
 }
 
 /// Name, help and value of a gauge; a backend of which it is not known is left out.
-type BackendGauge = (&'static str, &'static str, fn(&Row<'_>) -> Option<u64>);
+type BackendGauge = (
+    &'static str,
+    &'static str,
+    fn(&BackendRow<'_>) -> Option<u64>,
+);
 
 const BACKEND_GAUGES: [BackendGauge; 13] = [
     (

@@ -13,7 +13,7 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Why a command is not known to have taken effect.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ProposeFailure {
+pub enum ProposeError {
     /// It did not enter any log: it can be proposed again, or given up.
     #[error("no quorum: {0}")]
     Unavailable(String),
@@ -28,17 +28,17 @@ pub enum ProposeFailure {
 /// Puts commands into the log.
 pub trait Propose: Send + Sync + 'static {
     /// Proposes one envelope and waits for its fate.
-    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>>;
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>>;
 }
 
 /// What the admin API asks of the cluster beside its state.
 pub trait Cluster: Send + Sync + 'static {
     /// Proposes an admin command under this replica's admin lane: one at a time, repeated under the
     /// same sequence number until its fate is known or ten seconds have passed.
-    fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeFailure>>;
+    fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeError>>;
 
     /// Waits until everything committed when the call began is applied here.
-    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeFailure>>;
+    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeError>>;
 
     /// Runs `read` on the state between two applies. Keep it short: `apply` waits meanwhile.
     fn with_state(&self, read: &mut dyn FnMut(&RouterState));
@@ -47,27 +47,24 @@ pub trait Cluster: Send + Sync + 'static {
     fn status(&self) -> ClusterStatus;
 
     /// Adds a learner; answers the log index.
-    fn add_member(
-        &self,
-        id: ReplicaId,
-        address: String,
-    ) -> BoxFuture<'_, Result<u64, ChangeFailure>>;
+    fn add_member(&self, id: ReplicaId, address: String)
+    -> BoxFuture<'_, Result<u64, ChangeError>>;
     /// Makes a learner a voter; answers the log index.
-    fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>>;
+    fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>>;
     /// Removes a member; answers the log index.
-    fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>>;
+    fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>>;
     /// Hands leadership over; answers the new leader.
     fn transfer_leader(
         &self,
         to: Option<ReplicaId>,
-    ) -> BoxFuture<'_, Result<ReplicaId, ChangeFailure>>;
+    ) -> BoxFuture<'_, Result<ReplicaId, ChangeError>>;
     /// Takes a snapshot; answers its index.
-    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeFailure>>;
+    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeError>>;
 }
 
 /// Why a change of membership or leadership did not take place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ChangeFailure {
+pub enum ChangeError {
     /// It cannot be done as things are; says why.
     #[error("{0}")]
     Refused(String),

@@ -17,7 +17,8 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::admission::{
-    AdmissionSettings, Gate, Order, Pricing, Queue, Rules, UserFigures, Verdict, Waiting,
+    AdmissionSettings, DispatchVerdict, Gate, Order, Pricing, Queue, QueueSettings, QueuedRequest,
+    UserFigures,
 };
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin};
 use state::ids::{AttemptId, LogIndex, ReplicaId, SessionId, Ticket, UserKey};
@@ -52,17 +53,17 @@ const ORDERS: [Order; 7] = [
     Order::Fcfs,
 ];
 
-fn rules(order: Order) -> Rules {
+fn rules(order: Order) -> QueueSettings {
     let settings = AdmissionSettings {
         order,
         queue_max: 100_000,
         ..AdmissionSettings::default()
     };
-    Rules::of(&settings, Pricing::default())
+    QueueSettings::of(&settings, Pricing::default())
 }
 
-fn waiting(ticket: u64, users: u64) -> Waiting {
-    Waiting {
+fn waiting(ticket: u64, users: u64) -> QueuedRequest {
+    QueuedRequest {
         ticket: Ticket(ticket),
         user: key(ticket % users),
         priority: 0,
@@ -101,7 +102,7 @@ fn queues(criterion: &mut Criterion) {
                     let image = view.users().expect("they are published");
                     let figures = |user: UserKey| image.figures(user);
                     let from = Instant::now();
-                    let next = queue.next(now_ms, &figures, &mut gate, |_| Verdict::Go);
+                    let next = queue.next(now_ms, &figures, &mut gate, |_| DispatchVerdict::Go);
                     spent += from.elapsed();
                     let state::admission::Next::Go(gone) = next else {
                         panic!("{next:?}");
@@ -109,7 +110,7 @@ fn queues(criterion: &mut Criterion) {
                     index += 1;
                     state.apply(LogIndex(index), batch(index, &[charge(gone.user)]));
                     ticket += 1;
-                    let back = Waiting {
+                    let back = QueuedRequest {
                         user: gone.user,
                         ..waiting(ticket, 1_000)
                     };
@@ -124,7 +125,7 @@ fn queues(criterion: &mut Criterion) {
     let mut gate = Gate::default();
     let nobody = |_: UserKey| UserFigures::default();
     group.bench_function("next of an empty queue", |bencher| {
-        bencher.iter(|| queue.next(black_box(1), &nobody, &mut gate, |_| Verdict::Go));
+        bencher.iter(|| queue.next(black_box(1), &nobody, &mut gate, |_| DispatchVerdict::Go));
     });
     group.bench_function("push and remove, 1 waiting", |bencher| {
         bencher.iter_batched(

@@ -19,12 +19,14 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::codec;
-use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Outcome, Reply};
+use state::command::{
+    BackendSpec, Charge, Command, Envelope, Item, Lane, LeaseOutcome, Origin, Reply,
+};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
-use state::policy::{Candidate, PolicyConfig, Prices, Request, choose};
-use state::prefix::{HashSecret, Hashing, Scope, chain_bytes, chain_tokens};
+use state::policy::{Candidate, PolicyConfig, PolicyRequest, Prices, choose};
+use state::prefix::{BlockHasher, HashSecret, Scope, chain_bytes, chain_tokens};
 use state::users::FairnessSettings;
 
 criterion_group! {
@@ -89,15 +91,15 @@ fn deciding(table: &mut Table) {
     }
 }
 
-fn request() -> Request {
-    Request {
+fn request() -> PolicyRequest {
+    PolicyRequest {
         jitter: 7,
         blocks: 512,
         tokens: 16_384,
         tokens_per_block: 32,
         session: Some(3),
         turn: 5,
-        ..Request::default()
+        ..PolicyRequest::default()
     }
 }
 
@@ -125,7 +127,7 @@ fn hashing(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("hash 512 blocks");
     group.throughput(Throughput::Elements(BLOCKS as u64));
     let mut out = Vec::with_capacity(BLOCKS);
-    let hashing = Hashing {
+    let hashing = BlockHasher {
         seed: 42,
         secret: Some(HashSecret::of_number(42)),
     };
@@ -186,7 +188,7 @@ fn log_bytes(table: &mut Table) {
             });
             items.push(Item::Release {
                 attempt: request,
-                outcome: Outcome::Kept,
+                outcome: LeaseOutcome::Kept,
             });
         }
         let leases = envelope_bytes(&items);
@@ -399,7 +401,7 @@ impl Driver {
             items.push(Item::Charge(charge(mix(round * 32 + request) % self.users)));
             items.push(Item::Release {
                 attempt,
-                outcome: Outcome::Kept,
+                outcome: LeaseOutcome::Kept,
             });
         }
         envelope(

@@ -20,7 +20,7 @@ use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin};
 use state::ids::{
     AttemptId, BackendRef, Incarnation, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey,
 };
-use state::outputs::batch::{Bins, Candidate, Room, Rule};
+use state::outputs::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule};
 use state::outputs::{Boundaries, Histogram};
 use state::policy::{CostSettings, PolicyConfig};
 use state::service::ServiceSample;
@@ -219,22 +219,22 @@ fn forming(out: &mut impl Write) -> io::Result<()> {
         let find = nanos(1_000_000, |at| {
             black_box(boundaries.bin_of(lengths[at as usize % lengths.len()]));
         });
-        let mut queues = Bins::new(bins);
+        let mut queues = BinQueues::new(bins);
         for (at, tokens) in lengths.iter().enumerate() {
             queues.push(
                 boundaries.bin_of(*tokens),
-                Candidate {
+                BinnedRequest {
                     arrived_ms: at as u64,
                     tokens: u64::from(*tokens),
                     item: at,
                 },
             );
         }
-        let rule = Rule {
+        let rule = SelectionRule {
             selection: BinSelection::RoundRobin,
             age_ms_max: u32::MAX,
         };
-        let room = Room {
+        let room = BatchRoom {
             requests: 8,
             tokens: None,
         };

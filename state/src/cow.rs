@@ -21,21 +21,21 @@ pub(crate) trait ShardKey: Ord + Copy {
     fn shard(&self) -> usize;
 }
 
-type Shard<K, V> = Arc<BTreeMap<K, V>>;
-type Branch<K, V> = Arc<[Shard<K, V>; SHARDS_PER_BRANCH]>;
+type CowShard<K, V> = Arc<BTreeMap<K, V>>;
+type CowBranch<K, V> = Arc<[CowShard<K, V>; SHARDS_PER_BRANCH]>;
 
 /// A sharded map; see the module.
 #[derive(Debug, Clone)]
 pub(crate) struct CowMap<K, V> {
-    branches: Vec<Branch<K, V>>,
+    branches: Vec<CowBranch<K, V>>,
     len: usize,
 }
 
 impl<K: ShardKey, V: Clone> CowMap<K, V> {
     pub(crate) fn new() -> Self {
         // One empty shard and one empty branch shared by all: the first write to each makes its own.
-        let empty = Shard::default();
-        let branch = Branch::new(std::array::from_fn(|_| Arc::clone(&empty)));
+        let empty = CowShard::default();
+        let branch = CowBranch::new(std::array::from_fn(|_| Arc::clone(&empty)));
         Self {
             branches: vec![branch; K::BRANCHES],
             len: 0,

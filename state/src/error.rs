@@ -3,12 +3,12 @@
 /// A log entry that is not a command this build knows.
 #[derive(Debug, thiserror::Error)]
 #[error("decode log entry: {0}")]
-pub struct Undecodable(pub String);
+pub struct DecodeEntryError(pub String);
 
 /// A snapshot that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("corrupt snapshot at byte {offset}: {what}")]
-pub struct CorruptSnapshot {
+pub struct SnapshotError {
     /// Where in the stream.
     pub offset: u64,
     /// What was wrong and what was expected.
@@ -18,7 +18,7 @@ pub struct CorruptSnapshot {
 /// An invariant of docs/ARCHITECTURE.md that does not hold.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invariant {number} broken: {detail}")]
-pub struct Broken {
+pub struct InvariantError {
     /// Number as in docs/ARCHITECTURE.md, `"I4"`.
     pub number: &'static str,
     /// With the values that break it.

@@ -32,10 +32,10 @@ mod validate;
 pub mod view;
 
 pub use backends::Backend;
-pub use error::{Broken, CorruptSnapshot, Undecodable};
+pub use error::{DecodeEntryError, InvariantError, SnapshotError};
 pub use log::{codec, command};
 pub use machine::{
-    AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, Frozen, LeaseView, RESTORE_IDLE_MS_MAX, ReadBackup,
-    Registry, RestoreView, RouterState, SNAPSHOT_VERSION, STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX,
-    SessionView, StagedBackup, TIME_STEP_MS_MAX, UNANIMOUS_MS, View,
+    AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, FrozenState, LeaseView, RESTORE_IDLE_MS_MAX,
+    ReadBackup, Registry, RestoreView, RouterState, SNAPSHOT_VERSION, STAMP_AHEAD_MS_MAX,
+    STAMP_LATE_MS_MAX, SessionView, StagedBackup, StateView, TIME_STEP_MS_MAX, UNANIMOUS_MS,
 };

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bounds::CHARGE_TOKENS_MAX;
 use crate::charge::Charge;
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::validate::ensure;
 
 /// Weight of a user nobody configured, in thousandths.
@@ -37,8 +37,8 @@ impl FairnessSettings {
     /// Checks every setting.
     ///
     /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
         ensure(
             self.input_price <= PRICE_MAX,
             "fairness.input_price",

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BackendRef, ReplicaId, Slot};
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::validate::ensure;
 
 /// One backend's reader.
@@ -39,7 +39,7 @@ impl Readers {
         &mut self,
         readers: &[Assignment],
         is_live: impl Fn(BackendRef) -> bool,
-    ) -> Result<Vec<Slot>, Reject> {
+    ) -> Result<Vec<Slot>, Rejection> {
         ensure(
             readers.len() <= BACKENDS_MAX,
             "readers",

@@ -7,7 +7,7 @@ use crate::ids::ReplicaId;
 
 /// Why a command was refused.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, thiserror::Error)]
-pub enum Reject {
+pub enum Rejection {
     /// The command needs an initialised cluster.
     #[error("cluster is not initialised")]
     NotInitialised,

@@ -7,7 +7,7 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::pricing::ChargeInput;
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
 
 /// How requests are admitted: replicated, changed by `PUT /admin/v1/admission`.
@@ -162,8 +162,8 @@ impl AdmissionSettings {
     /// Checks every setting.
     ///
     /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
         if let Concurrency::Fixed(requests) = self.concurrency {
             at_least("concurrency", requests, 1)?;
         }
@@ -226,8 +226,8 @@ impl UserLimits {
     /// Checks every bound.
     ///
     /// # Errors
-    /// [`Reject::Invalid`] with the first that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
+    /// [`Rejection::Invalid`] with the first that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
         ensure(self.requests != Some(0), "limits.requests", "at least 1")?;
         ensure(
             self.tokens

@@ -9,7 +9,7 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::admission::AdmissionSettings;
-use state::command::{Charge, Command, EngineFacts, Item, Lane, Outcome, UserSpec};
+use state::command::{Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserSpec};
 use state::ids::{BackendRef, Incarnation, LogIndex, ModelKey, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
@@ -136,9 +136,9 @@ fn batch(handle: BackendRef) -> Command {
             new: chain(&[7, 8]),
         });
         let outcome = if attempt % 2 == 0 {
-            Outcome::Kept
+            LeaseOutcome::Kept
         } else {
-            Outcome::Discarded
+            LeaseOutcome::Discarded
         };
         items.push(Item::Release {
             attempt: u32::from(attempt),

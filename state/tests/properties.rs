@@ -10,8 +10,8 @@ use state::RouterState;
 use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
 use state::codec;
 use state::command::{
-    BackendSpec, Charge, Command, EngineFacts, Envelope, Item, Lane, Outcome, Reject, Reply,
-    UserSpec,
+    BackendSpec, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome, Rejection,
+    Reply, UserSpec,
 };
 use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
 use state::grants::Wait;
@@ -99,9 +99,9 @@ fn item() -> impl Strategy<Value = Item> {
         new: chain(&path),
     });
     let outcome = prop_oneof![
-        Just(Outcome::Kept),
-        Just(Outcome::KeptUntouched),
-        Just(Outcome::Discarded),
+        Just(LeaseOutcome::Kept),
+        Just(LeaseOutcome::KeptUntouched),
+        Just(LeaseOutcome::Discarded),
     ];
     let release =
         (attempt(), outcome).prop_map(|(attempt, outcome)| Item::Release { attempt, outcome });
@@ -420,7 +420,7 @@ impl Pair {
             restore,
             force: true,
         };
-        if let Reply::Rejected(Reject::StaleSession { .. }) = self.apply_next(begin) {
+        if let Reply::Rejected(Rejection::StaleSession { .. }) = self.apply_next(begin) {
             return;
         }
         let part = Command::RestorePart {

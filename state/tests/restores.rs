@@ -5,7 +5,7 @@ mod common;
 
 use common::{Driver, chain, measured_sample, restored, snapshot, spec};
 use state::command::{
-    Charge, Command, Item, Outcome, RESTORE_BYTES_MAX, RESTORE_PART_BYTES, Reject, Reply,
+    Charge, Command, Item, LeaseOutcome, RESTORE_BYTES_MAX, RESTORE_PART_BYTES, Rejection, Reply,
 };
 use state::exact::{KvDoubt, KvMode, KvReason};
 use state::ids::{
@@ -92,7 +92,7 @@ fn large() -> RouterState {
 #[track_caller]
 fn refused(reply: Reply) -> (String, String) {
     match reply {
-        Reply::Rejected(Reject::Invalid { field, expected }) => (field, expected),
+        Reply::Rejected(Rejection::Invalid { field, expected }) => (field, expected),
         other => panic!("{other:?}"),
     }
 }
@@ -194,7 +194,7 @@ fn what_was_under_way_finds_nobody() {
     });
     items.push(Item::Release {
         attempt: 77,
-        outcome: Outcome::Discarded,
+        outcome: LeaseOutcome::Discarded,
     });
     let sent = items.len();
     match driver.apply(2, common::batch(items)) {

@@ -10,7 +10,7 @@ mod common;
 use common::{Driver, chain, envelope, init, spec};
 use expect_test::{Expect, expect};
 use state::RouterState;
-use state::command::{Charge, Command, EngineFacts, Item, Lane, Outcome, Reply, UserSpec};
+use state::command::{Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, Reply, UserSpec};
 use state::ids::{BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
@@ -109,11 +109,11 @@ fn item(state: &RouterState, words: &[&str]) -> Item {
         }
         "release" => Item::Release {
             attempt: number(words[1]),
-            outcome: Outcome::Kept,
+            outcome: LeaseOutcome::Kept,
         },
         "discard" => Item::Release {
             attempt: number(words[1]),
-            outcome: Outcome::Discarded,
+            outcome: LeaseOutcome::Discarded,
         },
         // charge USER INPUT OUTPUT STARTED ENDED
         "charge" => Item::Charge(Charge {
@@ -481,7 +481,7 @@ fn a_late_first_command_of_an_ended_run_takes_nothing_over() {
     let replica = ReplicaId(1);
     assert_eq!(
         reply,
-        Reply::Rejected(state::command::Reject::StaleSession { replica })
+        Reply::Rejected(state::command::Rejection::StaleSession { replica })
     );
     assert_eq!(
         (driver.state.open_leases(), driver.state.digest()),
@@ -502,7 +502,7 @@ fn a_full_registry_refuses_one_more() {
     let reply = driver.apply(1, Command::PutBackend(spec("one-more", 1, None)));
     assert_eq!(
         reply,
-        Reply::Rejected(state::command::Reject::TooManyBackends)
+        Reply::Rejected(state::command::Rejection::TooManyBackends)
     );
 }
 

@@ -8,10 +8,10 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::{Driver, batch, restored, snapshot, spec};
-use state::command::{BackendSpec, Command, EngineFacts, Item, Outcome, Reply};
+use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Reply};
 use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
 use state::policy::RoutingSettings;
-use state::service::{Served, ServiceSample};
+use state::service::{BackendServiceView, ServiceSample};
 
 const BACKEND: BackendRef = BackendRef {
     slot: Slot(0),
@@ -21,7 +21,7 @@ const BACKEND: BackendRef = BackendRef {
 /// Tokens of one block.
 const BLOCK_TOKENS: u64 = 16;
 
-fn served(driver: &Driver) -> Served {
+fn served(driver: &Driver) -> BackendServiceView {
     *driver.state.view().service().get(Slot(0)).unwrap()
 }
 
@@ -116,7 +116,7 @@ fn drive(driver: &mut Driver, holds: usize, requests: u64) {
                 },
                 Item::Release {
                     attempt,
-                    outcome: Outcome::Kept,
+                    outcome: LeaseOutcome::Kept,
                 },
             ]),
         );
@@ -273,7 +273,7 @@ fn reports_in_one_order_give_one_state() {
 fn an_untouched_release_lets_blocks_go_when_they_would_have_gone() {
     let mut driver = cluster(None, spec("a", 1, Some(8)));
     let mut attempt = 0;
-    let mut send = |driver: &mut Driver, conversation: u64, outcome: Outcome| {
+    let mut send = |driver: &mut Driver, conversation: u64, outcome: LeaseOutcome| {
         attempt += 1;
         let acquire = Item::Acquire {
             attempt,
@@ -292,14 +292,14 @@ fn an_untouched_release_lets_blocks_go_when_they_would_have_gone() {
             .blocks
             .owns(Slot(0), chain(conversation, 4)[3])
     };
-    send(&mut driver, 1, Outcome::Kept);
-    send(&mut driver, 2, Outcome::KeptUntouched);
+    send(&mut driver, 1, LeaseOutcome::Kept);
+    send(&mut driver, 2, LeaseOutcome::KeptUntouched);
     // The first is asked for again: with a touch the second would go, without it the first does.
-    send(&mut driver, 1, Outcome::KeptUntouched);
-    send(&mut driver, 3, Outcome::KeptUntouched);
+    send(&mut driver, 1, LeaseOutcome::KeptUntouched);
+    send(&mut driver, 3, LeaseOutcome::KeptUntouched);
     assert_eq!([1, 2, 3].map(|it| owns(&driver, it)), [false, true, true]);
-    send(&mut driver, 2, Outcome::Kept);
-    send(&mut driver, 4, Outcome::Kept);
+    send(&mut driver, 2, LeaseOutcome::Kept);
+    send(&mut driver, 4, LeaseOutcome::Kept);
     assert_eq!([2, 3, 4].map(|it| owns(&driver, it)), [true, false, true]);
     let copy = restored(&snapshot(&driver.state));
     assert_eq!(copy.digest(), driver.state.digest());

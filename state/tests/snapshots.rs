@@ -23,7 +23,7 @@ fn a_restored_state_is_the_same_and_goes_on_the_same() {
         let index = LogIndex(state.applied().0 + 1);
         let release = Item::Release {
             attempt: 1,
-            outcome: state::command::Outcome::Kept,
+            outcome: state::command::LeaseOutcome::Kept,
         };
         let command = common::batch(vec![release]);
         state.apply(

@@ -9,12 +9,12 @@ use state::admission::AdmissionSettings;
 use state::command::Command;
 use state::ids::LogIndex;
 
-use super::Shared;
-use super::answer::{Json, Params, ReadQuery, at_level, json, submit};
+use super::AdminState;
+use super::answer::{Json, QueryParams, ReadQuery, at_level, json, submit};
 use crate::error::Problem;
 
 #[derive(Serialize)]
-struct Admission {
+struct AdmissionResponse {
     index: LogIndex,
     /// Whether an operator or the first replica's config set it; `false`: the defaults.
     is_set: bool,
@@ -23,14 +23,14 @@ struct Admission {
 }
 
 pub(super) async fn show(
-    State(admin): State<Shared>,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
     // The index first: the settings are at least as new as it.
     let index = admin.view.applied();
     let set = admin.view.registry().admission.clone();
-    Ok(json(&Admission {
+    Ok(json(&AdmissionResponse {
         index,
         is_set: set.is_some(),
         config: set.unwrap_or_default(),
@@ -38,7 +38,7 @@ pub(super) async fn show(
 }
 
 pub(super) async fn put(
-    State(admin): State<Shared>,
+    State(admin): State<AdminState>,
     Json(config): Json<AdmissionSettings>,
 ) -> Result<Response, Problem> {
     submit(&admin, Command::PutAdmission(config)).await

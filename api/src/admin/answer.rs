@@ -13,14 +13,14 @@ use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use state::command::{Command, Committed, NAME_BYTES_MAX, Reject, Reply};
+use state::command::{Command, Committed, NAME_BYTES_MAX, Rejection, Reply};
 use state::ids::LogIndex;
 
 use super::origin::typed;
 use super::problem::invalid;
 use super::{Admin, BODY_BYTES_MAX, PAGE_ENTRIES_DEFAULT, PAGE_ENTRIES_MAX};
 use crate::error::Problem;
-use crate::ports::{ChangeFailure, ProposeFailure};
+use crate::ports::{ChangeError, ProposeError};
 use crate::shown::{escaped, is_obeyed};
 
 /// The type of bodies.
@@ -70,9 +70,9 @@ impl ListQuery {
 }
 
 /// A query string, with faults as problems.
-pub(super) struct Params<T>(pub(super) T);
+pub(super) struct QueryParams<T>(pub(super) T);
 
-impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
+impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryParams<T> {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Problem> {
@@ -83,9 +83,9 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
 }
 
 /// The variable part of a path, with faults as problems.
-pub(super) struct At<T>(pub(super) T);
+pub(super) struct PathParam<T>(pub(super) T);
 
-impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for At<T> {
+impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for PathParam<T> {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
@@ -96,13 +96,13 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for At<T> {
 }
 
 /// The name of something in a path: a text that can be shown.
-pub(super) struct Named(pub(super) String);
+pub(super) struct PathName(pub(super) String);
 
-impl<S: Send + Sync> FromRequestParts<S> for Named {
+impl<S: Send + Sync> FromRequestParts<S> for PathName {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
-        let At(name) = At::<String>::from_request_parts(parts, state).await?;
+        let PathParam(name) = PathParam::<String>::from_request_parts(parts, state).await?;
         name_of("name", &name)?;
         Ok(Self(name))
     }
@@ -210,13 +210,13 @@ pub(super) async fn at_level(admin: &Admin, level: ReadLevel) -> Result<(), Prob
 
 /// A write that is in the log.
 #[derive(Debug, Serialize)]
-struct Written {
+struct WriteResponse {
     index: LogIndex,
     outcome: &'static str,
 }
 
 fn written_at(index: LogIndex) -> Response {
-    json(&Written {
+    json(&WriteResponse {
         index,
         outcome: "committed",
     })
@@ -240,7 +240,7 @@ pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Response, 
 }
 
 /// Answers a command's fate.
-fn written(fate: Result<Committed, ProposeFailure>) -> Result<Response, Problem> {
+fn written(fate: Result<Committed, ProposeError>) -> Result<Response, Problem> {
     match fate {
         Ok(Committed { index, reply }) => match rejection(reply) {
             None => Ok(written_at(index)),
@@ -251,18 +251,18 @@ fn written(fate: Result<Committed, ProposeFailure>) -> Result<Response, Problem>
 }
 
 /// A write that is not known to be in the log.
-pub(super) fn unsettled(failure: ProposeFailure) -> Problem {
+pub(super) fn unsettled(failure: ProposeError) -> Problem {
     match failure {
-        ProposeFailure::Unavailable(why) => unavailable(&why).member("outcome", "not-committed"),
-        ProposeFailure::Stopping => {
+        ProposeError::Unavailable(why) => unavailable(&why).member("outcome", "not-committed"),
+        ProposeError::Stopping => {
             unavailable("this replica is stopping").member("outcome", "not-committed")
         }
-        ProposeFailure::Unknown(why) => unknown(&why),
+        ProposeError::Unknown(why) => unknown(&why),
     }
 }
 
 /// Answers the fate of a change of membership.
-pub(super) fn changed(fate: Result<u64, ChangeFailure>) -> Result<Response, Problem> {
+pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Response, Problem> {
     match fate {
         Ok(index) => Ok(written_at(LogIndex(index))),
         Err(failure) => Err(not_changed(failure)),
@@ -270,16 +270,16 @@ pub(super) fn changed(fate: Result<u64, ChangeFailure>) -> Result<Response, Prob
 }
 
 /// A change that did not take place, or may not have.
-pub(super) fn not_changed(failure: ChangeFailure) -> Problem {
+pub(super) fn not_changed(failure: ChangeError) -> Problem {
     match failure {
-        ChangeFailure::Refused(why) => Problem::new(
+        ChangeError::Refused(why) => Problem::new(
             StatusCode::CONFLICT,
             "refused",
             "the cluster cannot do this as it is",
         )
         .detail(why)
         .member("outcome", "not-committed"),
-        ChangeFailure::Unknown(why) => unknown(&why),
+        ChangeError::Unknown(why) => unknown(&why),
     }
 }
 
@@ -302,7 +302,7 @@ fn unavailable(why: &str) -> Problem {
     .detail(why)
 }
 
-fn rejection(reply: Reply) -> Option<Reject> {
+fn rejection(reply: Reply) -> Option<Rejection> {
     match reply {
         Reply::Applied | Reply::Batch(_) => None,
         Reply::Repeated(first) => rejection(*first),
@@ -311,20 +311,20 @@ fn rejection(reply: Reply) -> Option<Reject> {
 }
 
 /// Answers a write that the state refuses.
-pub(super) fn rejected(reject: &Reject) -> Problem {
+pub(super) fn rejected(reject: &Rejection) -> Problem {
     let (status, name) = match reject {
-        Reject::NotInitialised => (StatusCode::CONFLICT, "not-initialised"),
-        Reject::AlreadyInitialised => (StatusCode::CONFLICT, "already-initialised"),
-        Reject::StaleSession { .. } => (StatusCode::CONFLICT, "stale-session"),
-        Reject::UnknownBackend { .. } => (StatusCode::NOT_FOUND, "not-found"),
-        Reject::TooManyBackends | Reject::TooManyUsers => (StatusCode::CONFLICT, "limit"),
-        Reject::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid"),
+        Rejection::NotInitialised => (StatusCode::CONFLICT, "not-initialised"),
+        Rejection::AlreadyInitialised => (StatusCode::CONFLICT, "already-initialised"),
+        Rejection::StaleSession { .. } => (StatusCode::CONFLICT, "stale-session"),
+        Rejection::UnknownBackend { .. } => (StatusCode::NOT_FOUND, "not-found"),
+        Rejection::TooManyBackends | Rejection::TooManyUsers => (StatusCode::CONFLICT, "limit"),
+        Rejection::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid"),
     };
     let problem = Problem::new(status, name, "the cluster rejected the write")
         .detail(reject.to_string())
         .member("outcome", "rejected");
     match reject {
-        Reject::Invalid { field, .. } => problem.member("field", field.as_str()),
+        Rejection::Invalid { field, .. } => problem.member("field", field.as_str()),
         _ => problem,
     }
 }

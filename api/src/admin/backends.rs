@@ -9,48 +9,48 @@ use state::Backend;
 use state::command::{BackendSpec, Command, EngineFacts};
 use state::exact::{KvMode, KvStatus};
 use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
-use state::service::Served;
+use state::service::BackendServiceView;
 use tokio::time::Instant;
 
-use super::answer::{Json, ListQuery, Named, Params, ReadQuery, at_level, json, submit};
+use super::answer::{Json, ListQuery, PathName, QueryParams, ReadQuery, at_level, json, submit};
 use super::problem::{invalid, not_found};
-use super::{Admin, Shared};
+use super::{Admin, AdminState};
 use crate::backends::{CircuitView, EngineMetrics, Record};
 use crate::error::Problem;
-use crate::kv_events::board::Standing;
+use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
 use crate::shown::{escaped, is_obeyed};
 
 /// A backend with everything known of it.
 #[derive(Serialize)]
-struct Shown {
+struct BackendDetail {
     id: String,
     url: String,
     models: Vec<String>,
     labels: BTreeMap<String, String>,
     kv_events: Option<String>,
     kv_replay: Option<String>,
-    capacity: Capacity,
-    state: Condition,
-    in_flight: InFlight,
+    capacity: CapacityDetail,
+    state: BackendCondition,
+    in_flight: InFlightCounts,
     owned_blocks: u64,
     /// Limit, learnt prices and accuracy, as replicated; `None` until they are published.
-    service: Option<Served>,
+    service: Option<BackendServiceView>,
     /// As this replica has it.
     circuit: CircuitView,
-    ownership: Ownership,
+    ownership: OwnershipDetail,
     slot: Slot,
     incarnation: Incarnation,
     /// What the cluster agreed the engine said.
     facts: EngineFacts,
     /// What the engine last said to this replica.
     engine: EngineMetrics,
-    probes: Probes,
+    probes: ProbeDetail,
 }
 
 /// How it is known which blocks the engine holds.
 #[derive(Serialize)]
-struct Ownership {
+struct OwnershipDetail {
     mode: KvMode,
     /// Why it is not exact; of a backend without KV events too.
     reason: Option<String>,
@@ -59,10 +59,10 @@ struct Ownership {
     /// What the cluster was told of them.
     events: Option<KvStatus>,
     /// The streams as this replica sees them, where it is the reader.
-    reading: Option<Standing>,
+    reading: Option<BackendStreams>,
 }
 
-impl Ownership {
+impl OwnershipDetail {
     fn of(admin: &Admin, backend: &Backend, events: Option<KvStatus>) -> Self {
         let slot = backend.handle.slot;
         let condition = events.as_ref().map(|events| events.condition);
@@ -83,7 +83,7 @@ impl Ownership {
 
 /// Blocks the engine's cache holds; `None` is unknown, and counts as unbounded.
 #[derive(Serialize)]
-struct Capacity {
+struct CapacityDetail {
     /// What is counted with: as configured, else as the engine said, corrected by its answers.
     blocks: Option<u32>,
     configured_blocks: Option<u32>,
@@ -92,7 +92,7 @@ struct Capacity {
 }
 
 #[derive(Serialize)]
-struct Condition {
+struct BackendCondition {
     /// `healthy`, `unhealthy` or `draining`, as seen from this replica.
     name: &'static str,
     is_healthy: bool,
@@ -102,14 +102,14 @@ struct Condition {
 
 /// Requests dispatched and not over.
 #[derive(Serialize)]
-struct InFlight {
+struct InFlightCounts {
     here: u32,
     cluster: u32,
     pending_prefill_tokens: u64,
 }
 
 #[derive(Serialize)]
-struct Probes {
+struct ProbeDetail {
     total: u64,
     failures_total: u64,
     failures_in_row: u32,
@@ -118,24 +118,24 @@ struct Probes {
 }
 
 #[derive(Serialize)]
-struct List {
+struct BackendList {
     index: LogIndex,
-    backends: Vec<Shown>,
+    backends: Vec<BackendDetail>,
     /// Give it as `cursor` for what follows; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_cursor: Option<String>,
 }
 
 #[derive(Serialize)]
-struct One {
+struct BackendResponse {
     index: LogIndex,
     #[serde(flatten)]
-    backend: Shown,
+    backend: BackendDetail,
 }
 
 pub(super) async fn list(
-    State(admin): State<Shared>,
-    Params(query): Params<ListQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ListQuery>,
 ) -> Result<Response, Problem> {
     let limit = query.limit()?;
     at_level(&admin, query.read).await?;
@@ -155,7 +155,7 @@ pub(super) async fn list(
         .filter(|_| is_more)
         .map(|backend| backend.spec.id.clone());
     let backends = shown(&admin, &page);
-    Ok(json(&List {
+    Ok(json(&BackendList {
         index,
         backends,
         next_cursor,
@@ -163,9 +163,9 @@ pub(super) async fn list(
 }
 
 pub(super) async fn show(
-    State(admin): State<Shared>,
-    Named(id): Named,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    PathName(id): PathName,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
@@ -173,10 +173,10 @@ pub(super) async fn show(
     let found = registry.backends.iter().find(|b| b.spec.id == id);
     let found = found.ok_or_else(|| not_found(format!("no backend has the id {id:?}")))?;
     let backend = shown(&admin, &[found]).remove(0);
-    Ok(json(&One { index, backend }))
+    Ok(json(&BackendResponse { index, backend }))
 }
 
-fn shown(admin: &Admin, page: &[&Backend]) -> Vec<Shown> {
+fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
     let mut owned = Vec::with_capacity(page.len());
     admin.cluster.with_state(&mut |state| {
         let slots = page.iter().map(|backend| backend.handle.slot);
@@ -191,16 +191,16 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<Shown> {
             let record = admin.backends.record(backend.handle.slot);
             let here = admin.router.load().here(backend.handle);
             let cluster = admin.router.load().cluster(backend.handle, now);
-            let in_flight = InFlight {
+            let in_flight = InFlightCounts {
                 here: here.running,
                 cluster: cluster.running,
                 pending_prefill_tokens: cluster.pending_prefill_tokens,
             };
-            Known {
+            BackendContext {
                 record: record.unwrap_or_default(),
                 in_flight,
                 owned_blocks,
-                ownership: Ownership::of(admin, backend, events),
+                ownership: OwnershipDetail::of(admin, backend, events),
                 service: admin.view.service().get(backend.handle.slot).copied(),
                 circuit: admin.backends.circuit(backend.handle),
             }
@@ -210,17 +210,17 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<Shown> {
 }
 
 /// What is known of a backend beside the registry.
-struct Known {
+struct BackendContext {
     record: Record,
-    in_flight: InFlight,
+    in_flight: InFlightCounts,
     owned_blocks: u64,
-    ownership: Ownership,
-    service: Option<Served>,
+    ownership: OwnershipDetail,
+    service: Option<BackendServiceView>,
     circuit: CircuitView,
 }
 
-impl Known {
-    fn show(self, backend: &Backend) -> Shown {
+impl BackendContext {
+    fn show(self, backend: &Backend) -> BackendDetail {
         let Self {
             record,
             in_flight,
@@ -230,16 +230,16 @@ impl Known {
             circuit,
         } = self;
         let spec = backend.spec.clone();
-        Shown {
+        BackendDetail {
             service,
             circuit,
-            capacity: Capacity {
+            capacity: CapacityDetail {
                 blocks: service.and_then(|service| service.capacity_blocks),
                 configured_blocks: spec.capacity_blocks,
                 engine_blocks: backend.facts.capacity_blocks,
                 engine_tokens: record.metrics.cache_tokens,
             },
-            state: Condition {
+            state: BackendCondition {
                 name: match (backend.draining, record.is_healthy) {
                     (true, _) => "draining",
                     (false, true) => "healthy",
@@ -262,7 +262,7 @@ impl Known {
             incarnation: backend.handle.incarnation,
             facts: backend.facts.clone(),
             engine: record.metrics,
-            probes: Probes {
+            probes: ProbeDetail {
                 total: record.probes_total,
                 failures_total: record.failures_total,
                 failures_in_row: record.failures_in_row,
@@ -275,7 +275,7 @@ impl Known {
 /// A [`BackendSpec`] whose id stands in the path.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct PutBody {
+pub(super) struct PutBackendBody {
     /// May be repeated here.
     id: Option<String>,
     url: String,
@@ -288,9 +288,9 @@ pub(super) struct PutBody {
 }
 
 pub(super) async fn put(
-    State(admin): State<Shared>,
-    Named(id): Named,
-    Json(body): Json<PutBody>,
+    State(admin): State<AdminState>,
+    PathName(id): PathName,
+    Json(body): Json<PutBackendBody>,
 ) -> Result<Response, Problem> {
     if let Some(other) = body.id.filter(|other| *other != id) {
         return Err(invalid(
@@ -323,27 +323,31 @@ pub(super) async fn put(
 }
 
 pub(super) async fn remove(
-    State(admin): State<Shared>,
-    Named(name): Named,
+    State(admin): State<AdminState>,
+    PathName(name): PathName,
 ) -> Result<Response, Problem> {
     submit(&admin, Command::DeleteBackend { name }).await
 }
 
 pub(super) async fn drain(
-    State(admin): State<Shared>,
-    Named(name): Named,
+    State(admin): State<AdminState>,
+    PathName(name): PathName,
 ) -> Result<Response, Problem> {
     set_draining(&admin, name, true).await
 }
 
 pub(super) async fn undrain(
-    State(admin): State<Shared>,
-    Named(name): Named,
+    State(admin): State<AdminState>,
+    PathName(name): PathName,
 ) -> Result<Response, Problem> {
     set_draining(&admin, name, false).await
 }
 
-async fn set_draining(admin: &Shared, name: String, draining: bool) -> Result<Response, Problem> {
+async fn set_draining(
+    admin: &AdminState,
+    name: String,
+    draining: bool,
+) -> Result<Response, Problem> {
     let command = Command::SetDraining { name, draining };
     submit(admin, command).await
 }

@@ -16,13 +16,13 @@ use futures_util::stream;
 use http::header::{CONTENT_DISPOSITION, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderValue, StatusCode};
 use serde::Deserialize;
-use state::{Frozen, RestoreView};
+use state::{FrozenState, RestoreView};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
-use super::answer::{Params, ReadLevel, at_level, retry_after};
-use super::{Admin, Shared};
-use crate::backup::{Head, Length, Writer, file_bytes};
+use super::answer::{QueryParams, ReadLevel, at_level, retry_after};
+use super::{Admin, AdminState};
+use crate::backup::{BackupHead, BackupWriter, LengthCounter, file_bytes};
 use crate::divergence::hex;
 use crate::error::Problem;
 
@@ -47,8 +47,8 @@ impl Default for BackupQuery {
 }
 
 pub(super) async fn backup(
-    State(shared): State<Shared>,
-    Params(query): Params<BackupQuery>,
+    State(shared): State<AdminState>,
+    QueryParams(query): QueryParams<BackupQuery>,
 ) -> Result<Response, Problem> {
     let Ok(turn) = Arc::clone(&shared.backups).try_acquire_owned() else {
         let (status, title) = (
@@ -61,7 +61,7 @@ pub(super) async fn backup(
     let (frozen, mut head) = freeze(&shared)?;
     // All of it is read once to know its length, which costs a tenth of a second for ten million blocks.
     let measuring = tokio::task::spawn_blocking(move || {
-        let mut length = Length::default();
+        let mut length = LengthCounter::default();
         frozen.write_to(&mut length).map(|()| (frozen, length.0))
     });
     let measured = measuring.await.map_err(io::Error::other);
@@ -85,16 +85,16 @@ pub(super) async fn backup(
 }
 
 /// The state between two applies. One that is being replaced is none to keep.
-fn freeze(admin: &Admin) -> Result<(Frozen, Head), Problem> {
+fn freeze(admin: &Admin) -> Result<(FrozenState, BackupHead), Problem> {
     let status = admin.cluster.status();
-    let mut found: Option<Result<(Frozen, Head), RestoreView>> = None;
+    let mut found: Option<Result<(FrozenState, BackupHead), RestoreView>> = None;
     admin.cluster.with_state(&mut |state| {
         if let Some(restore) = state.restoring() {
             found = Some(Err(restore));
             return;
         }
         let frozen = state.freeze();
-        let head = Head {
+        let head = BackupHead {
             made_at_ms: admin.router.clock().unix_ms(),
             cluster: status.cluster_id.clone(),
             replica: status.id.0,
@@ -125,15 +125,15 @@ fn broken(error: &io::Error) -> Problem {
 }
 
 /// Writes the file beside, at the pace of the client.
-fn send(frozen: Frozen, head: Head, turn: OwnedSemaphorePermit) -> Body {
+fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Body {
     let (chunks, taken) = mpsc::channel::<io::Result<Bytes>>(WAITING_MAX);
     let runtime = Handle::current();
     tokio::task::spawn_blocking(move || {
-        let out = Sent {
+        let out = BackupStream {
             chunks: chunks.clone(),
             runtime: runtime.clone(),
         };
-        let written = Writer::new(out, &head).and_then(|mut writer| {
+        let written = BackupWriter::new(out, &head).and_then(|mut writer| {
             frozen.write_to(&mut writer)?;
             writer.finish()
         });
@@ -153,12 +153,12 @@ fn send(frozen: Frozen, head: Head, turn: OwnedSemaphorePermit) -> Body {
 }
 
 /// Hands what is written to the client.
-struct Sent {
+struct BackupStream {
     chunks: mpsc::Sender<io::Result<Bytes>>,
     runtime: Handle,
 }
 
-impl Write for Sent {
+impl Write for BackupStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let chunk = Bytes::copy_from_slice(bytes);
         let sent = async { tokio::time::timeout(SEND_TIMEOUT, self.chunks.send(Ok(chunk))).await };

@@ -11,22 +11,22 @@ use state::outputs::Boundaries;
 use state::prefix::model_key;
 use state::service::LimitFigures;
 
-use super::Shared;
-use super::answer::{Params, ReadQuery, at_level, json};
-use crate::admission::LineView;
+use super::AdminState;
+use super::answer::{QueryParams, ReadQuery, at_level, json};
+use crate::admission::ModelQueueView;
 use crate::error::Problem;
 
 #[derive(Serialize)]
-struct Bins {
+struct BinsResponse {
     index: LogIndex,
-    models: Vec<Model>,
+    models: Vec<ModelBins>,
     /// What waits at this replica.
-    waiting: Vec<LineView>,
-    backends: Vec<Backend>,
+    waiting: Vec<ModelQueueView>,
+    backends: Vec<BackendBins>,
 }
 
 #[derive(Serialize)]
-struct Model {
+struct ModelBins {
     /// Hash of the name, 16 hex digits: the state keeps no names of models.
     key: String,
     /// Absent unless a backend is described with it or lists it.
@@ -42,15 +42,15 @@ struct Model {
 }
 
 #[derive(Serialize)]
-struct Backend {
+struct BackendBins {
     backend: String,
     #[serde(flatten)]
     limit: Option<LimitFigures>,
 }
 
 pub(super) async fn show(
-    State(admin): State<Shared>,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
     // The index first: what follows is at least as new as it.
@@ -66,7 +66,7 @@ pub(super) async fn show(
         .map(|name| (model_key(registry.hash_seed, name), name.clone()))
         .collect();
     let outputs = admin.view.outputs();
-    let models = outputs.models().map(|(key, outputs)| Model {
+    let models = outputs.models().map(|(key, outputs)| ModelBins {
         key: format!("{:016x}", key.0),
         name: names.get(&key).cloned(),
         boundaries: outputs.boundaries().clone(),
@@ -74,11 +74,11 @@ pub(super) async fn show(
         median: outputs.histogram().median(),
     });
     let service = admin.view.service();
-    let backends = registry.backends.iter().map(|backend| Backend {
+    let backends = registry.backends.iter().map(|backend| BackendBins {
         backend: backend.spec.id.clone(),
         limit: service.get(backend.handle.slot).map(|served| served.limits),
     });
-    Ok(json(&Bins {
+    Ok(json(&BinsResponse {
         index,
         models: models.collect(),
         waiting: admin.admission.lines(),

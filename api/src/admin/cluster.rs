@@ -10,11 +10,11 @@ use state::AuditEntry;
 use state::ids::{LogIndex, ReplicaId};
 
 use super::answer::{
-    At, Json, ListQuery, MaybeJson, Params, ReadLevel, ReadQuery, at_level, changed, json,
-    not_changed, retry_after,
+    Json, ListQuery, MaybeJson, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, changed,
+    json, not_changed, retry_after,
 };
 use super::problem::invalid;
-use super::{Admin, Shared};
+use super::{Admin, AdminState};
 use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ClusterStatus;
@@ -23,18 +23,18 @@ use crate::ports::ClusterStatus;
 const DIGEST_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) async fn show(
-    State(admin): State<Shared>,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
-    Ok(json(&Shown {
+    Ok(json(&ClusterResponse {
         status: admin.cluster.status(),
         hashes_keyed: admin.view.registry().hash_secret.is_some(),
     }))
 }
 
 #[derive(Serialize)]
-struct Shown {
+struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
     /// Whether blocks are hashed under a secret of the cluster: not in one that an earlier build founded.
@@ -49,7 +49,7 @@ pub(super) struct NewMember {
 }
 
 pub(super) async fn add(
-    State(admin): State<Shared>,
+    State(admin): State<AdminState>,
     Json(member): Json<NewMember>,
 ) -> Result<Response, Problem> {
     let id = replica(member.id, "id")?;
@@ -65,40 +65,40 @@ pub(super) async fn add(
 }
 
 pub(super) async fn remove(
-    State(admin): State<Shared>,
-    At(id): At<u8>,
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<u8>,
 ) -> Result<Response, Problem> {
     changed(admin.cluster.remove_member(replica(id, "path")?).await)
 }
 
 pub(super) async fn promote(
-    State(admin): State<Shared>,
-    At(id): At<u8>,
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<u8>,
 ) -> Result<Response, Problem> {
     changed(admin.cluster.promote_member(replica(id, "path")?).await)
 }
 
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Transfer {
+pub(super) struct TransferBody {
     #[serde(default)]
     to: Option<u8>,
 }
 
 #[derive(Serialize)]
-struct Transferred {
+struct TransferResponse {
     leader: ReplicaId,
     outcome: &'static str,
 }
 
 pub(super) async fn transfer(
-    State(admin): State<Shared>,
-    MaybeJson(body): MaybeJson<Transfer>,
+    State(admin): State<AdminState>,
+    MaybeJson(body): MaybeJson<TransferBody>,
 ) -> Result<Response, Problem> {
     let to = body.unwrap_or_default().to;
     let to = to.map(|id| replica(id, "to")).transpose()?;
     match admin.cluster.transfer_leader(to).await {
-        Ok(leader) => Ok(json(&Transferred {
+        Ok(leader) => Ok(json(&TransferResponse {
             leader,
             outcome: "committed",
         })),
@@ -106,7 +106,7 @@ pub(super) async fn transfer(
     }
 }
 
-pub(super) async fn snapshot(State(admin): State<Shared>) -> Result<Response, Problem> {
+pub(super) async fn snapshot(State(admin): State<AdminState>) -> Result<Response, Problem> {
     changed(admin.cluster.snapshot().await)
 }
 
@@ -118,21 +118,21 @@ fn replica(id: u8, field: &str) -> Result<ReplicaId, Problem> {
 }
 
 #[derive(Serialize)]
-struct Audit {
+struct AuditResponse {
     index: LogIndex,
     writes: Vec<AuditEntry>,
 }
 
 pub(super) async fn audit(
-    State(admin): State<Shared>,
-    Params(query): Params<ListQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ListQuery>,
 ) -> Result<Response, Problem> {
     let limit = query.limit()?;
     if query.cursor.is_some() {
         return Err(invalid("cursor", "given, expected none: the list is short"));
     }
     at_level(&admin, query.read).await?;
-    let mut audit = Audit {
+    let mut audit = AuditResponse {
         index: LogIndex(0),
         writes: Vec::new(),
     };
@@ -151,7 +151,7 @@ pub(super) struct DigestQuery {
 }
 
 #[derive(Serialize)]
-struct Digest {
+struct DigestResponse {
     index: u64,
     digest: String,
 }
@@ -160,8 +160,8 @@ struct Digest {
 /// to [`DIGEST_TIMEOUT`] (409 when it does not come), one behind is answered while it is kept (404
 /// otherwise, with the nearest below that is).
 pub(super) async fn digest(
-    State(admin): State<Shared>,
-    Params(query): Params<DigestQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<DigestQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
     let Some(index) = query.index else {
@@ -196,7 +196,7 @@ pub(super) async fn digest(
 }
 
 fn answer(index: u64, digest: u128) -> Response {
-    json(&Digest {
+    json(&DigestResponse {
         index,
         digest: hex(digest),
     })

@@ -10,18 +10,18 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::Shared;
-use super::answer::{Json, Params, ReadLevel, ReadQuery, at_level, json};
+use super::AdminState;
+use super::answer::{Json, QueryParams, ReadLevel, ReadQuery, at_level, json};
 use super::problem::invalid;
 use crate::error::Problem;
-use crate::prompt::Unit;
+use crate::prompt::BlockUnit;
 use crate::proxy::ANONYMOUS;
-use crate::routing::{Ask, Explanation, POLICY, Read, ReadFailure, SELECT};
+use crate::routing::{Explanation, POLICY, ReadError, ReadRequest, RoutingRequest, SELECT};
 
 /// A request as a client would send it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct WouldBe {
+pub(super) struct ExplainBody {
     /// `/v1/chat/completions` and the like.
     path: String,
     #[serde(default)]
@@ -39,13 +39,13 @@ pub(super) struct WouldBe {
 const SHOWN_IDS_MAX: usize = 4096;
 
 #[derive(Serialize)]
-struct Explained {
+struct ExplainResponse {
     read: &'static str,
     stream: bool,
     /// What the model's prompts are cut by.
     tokenizer: String,
     /// What this prompt's blocks are made of.
-    unit: Unit,
+    unit: BlockUnit,
     /// The first ones, if asked for; none where they are not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     token_ids: Option<Vec<u32>>,
@@ -54,9 +54,9 @@ struct Explained {
 }
 
 pub(super) async fn explain(
-    State(admin): State<Shared>,
-    Params(query): Params<ReadQuery>,
-    Json(would_be): Json<WouldBe>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
+    Json(would_be): Json<ExplainBody>,
 ) -> Result<Response, Problem> {
     if !would_be.path.starts_with('/') {
         let found = format!("{:?}, expected a path", would_be.path);
@@ -65,7 +65,7 @@ pub(super) async fn explain(
     let body = body_bytes(&would_be.body)?;
     at_level(&admin, query.read).await?;
     let read = admin.router.read(&would_be.path, &body).await;
-    let Read {
+    let ReadRequest {
         parsed,
         identity,
         mut ids,
@@ -81,7 +81,7 @@ pub(super) async fn explain(
         let field = format!("headers.{SELECT}");
         invalid(&field, bad.to_string())
     })?;
-    let explanation = admin.router.explain(&Ask {
+    let explanation = admin.router.explain(&RoutingRequest {
         model: &parsed.model,
         identity: &identity,
         request_id: request_id.map_or("", |id| id.to_str().unwrap_or_default()),
@@ -90,7 +90,7 @@ pub(super) async fn explain(
         policy,
         excluded: &[],
     });
-    Ok(json(&Explained {
+    Ok(json(&ExplainResponse {
         read: match query.read {
             ReadLevel::Local => "local",
             ReadLevel::Linearizable => "linearizable",
@@ -103,16 +103,16 @@ pub(super) async fn explain(
     }))
 }
 
-fn refusal(failure: ReadFailure) -> Problem {
+fn refusal(failure: ReadError) -> Problem {
     match failure {
-        ReadFailure::Bad(bad) => {
+        ReadError::Bad(bad) => {
             let field = match &bad.param {
                 Some(param) => format!("body.{param}"),
                 None => "body".to_owned(),
             };
             invalid(&field, bad.message)
         }
-        ReadFailure::Stopping => Problem::new(
+        ReadError::Stopping => Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "stopping",
             "the replica is stopping",

@@ -28,23 +28,23 @@ pub fn admin_body(bytes: &[u8]) {
         2 => read::<RoutingSettings>(body).map(Command::PutRouting),
         3 => read::<AdmissionSettings>(body).map(Command::PutAdmission),
         4 => read::<UserSpec>(body).map(Command::PutUser),
-        5 => read::<users::PutBody>(body)
+        5 => read::<users::PutUserBody>(body)
             .and_then(|body| body.limits)
             .map(|limits| {
                 let name = "bob".to_owned();
                 Command::PutUserLimits { name, limits }
             }),
         6 => {
-            if let Some(would_be) = read::<explain::WouldBe>(body) {
+            if let Some(would_be) = read::<explain::ExplainBody>(body) {
                 drop(explain::headers(&would_be.headers));
                 drop(explain::body_bytes(&would_be.body));
             }
             None
         }
         _ => {
-            drop(read::<backends::PutBody>(body));
+            drop(read::<backends::PutBackendBody>(body));
             drop(read::<cluster::NewMember>(body));
-            let _transfer = read::<cluster::Transfer>(body);
+            let _transfer = read::<cluster::TransferBody>(body);
             drop(users::key_of(&String::from_utf8_lossy(body)));
             None
         }

@@ -38,7 +38,7 @@ use axum::middleware;
 use axum::response::Html;
 use axum::routing::{MethodRouter, delete, get, post, put};
 use http::StatusCode;
-use state::View;
+use state::StateView;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
@@ -49,9 +49,9 @@ use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::divergence::Digests;
 use crate::error::Problem;
-use crate::events::Events;
-use crate::kv_events::board::Board;
-use crate::metrics::{Metrics, Replica};
+use crate::events::EventBus;
+use crate::kv_events::board::StreamBoard;
+use crate::metrics::{Metrics, ScrapedReplica};
 use crate::ports::Cluster;
 use crate::routing;
 use origin::{OwnNames, own_site};
@@ -68,7 +68,7 @@ pub struct Admin {
     /// The log and the members.
     pub cluster: Arc<dyn Cluster>,
     /// The published part of the state.
-    pub view: Arc<View>,
+    pub view: Arc<StateView>,
     /// For `explain` and requests in flight.
     pub router: Arc<routing::Router>,
     /// What waits for a backend.
@@ -80,9 +80,9 @@ pub struct Admin {
     /// Digests by index.
     pub digests: Arc<Digests>,
     /// The streams of KV events that this replica reads.
-    pub kv_board: Arc<Board>,
+    pub kv_board: Arc<StreamBoard>,
     /// What `/admin/v1/events` streams.
-    pub events: Events,
+    pub events: EventBus,
     /// Whether the replica takes requests, already and still.
     pub lifecycle: Lifecycle,
     /// Host names that the listener goes by, beside addresses and `localhost`.
@@ -128,7 +128,7 @@ impl Lifecycle {
 
 /// What handlers share.
 #[derive(Clone)]
-struct Shared {
+struct AdminState {
     admin: Arc<Admin>,
     /// One permit per open event stream.
     streams: Arc<Semaphore>,
@@ -136,7 +136,7 @@ struct Shared {
     backups: Arc<Semaphore>,
 }
 
-impl std::ops::Deref for Shared {
+impl std::ops::Deref for AdminState {
     type Target = Admin;
 
     fn deref(&self) -> &Admin {
@@ -145,93 +145,93 @@ impl std::ops::Deref for Shared {
 }
 
 /// One path of the API, as the index page lists it.
-struct Route {
+struct RouteInfo {
     path: &'static str,
     methods: &'static str,
     what: &'static str,
-    handlers: fn() -> MethodRouter<Shared>,
+    handlers: fn() -> MethodRouter<AdminState>,
 }
 
-const ROUTES: &[Route] = &[
-    Route {
+const ROUTES: &[RouteInfo] = &[
+    RouteInfo {
         path: "/livez",
         methods: "GET",
         what: "the process answers",
         handlers: || get(probes::livez),
     },
-    Route {
+    RouteInfo {
         path: "/readyz",
         methods: "GET",
         what: "the replica takes traffic; 503 with reasons otherwise",
         handlers: || get(probes::readyz),
     },
-    Route {
+    RouteInfo {
         path: "/metrics",
         methods: "GET",
         what: "OpenMetrics text",
         handlers: || get(probes::metrics),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster",
         methods: "GET",
         what: "role, leader, term, indexes, members",
         handlers: || get(cluster::show),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster/members",
         methods: "POST",
         what: "add a learner: {\"id\",\"address\"}",
         handlers: || post(cluster::add),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster/members/{id}",
         methods: "DELETE",
         what: "remove a member",
         handlers: || delete(cluster::remove),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster/members/{id}/promote",
         methods: "POST",
         what: "make a learner a voter",
         handlers: || post(cluster::promote),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster/transfer-leader",
         methods: "POST",
         what: "hand leadership over: {\"to\"} or nothing",
         handlers: || post(cluster::transfer),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster/snapshot",
         methods: "POST",
         what: "take a snapshot",
         handlers: || post(cluster::snapshot),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster/backup",
         methods: "GET",
         what: "the state as a file; ?read=local without a quorum",
         handlers: || get(backup::backup),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/cluster/restore",
         methods: "POST",
         what: "put a backup in the state's place; ?force=true if the cluster has users or blocks",
         handlers: || post(restore::restore),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/digest",
         methods: "GET",
         what: "128-bit digest of the state; ?index=N",
         handlers: || get(cluster::digest),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/backends",
         methods: "GET",
         what: "registered backends; ?limit ?cursor",
         handlers: || get(backends::list),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/backends/{id}",
         methods: "GET PUT DELETE",
         what: "one backend",
@@ -241,55 +241,55 @@ const ROUTES: &[Route] = &[
                 .merge(delete(backends::remove))
         },
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/backends/{id}/drain",
         methods: "POST",
         what: "give it no new requests",
         handlers: || post(backends::drain),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/backends/{id}/undrain",
         methods: "POST",
         what: "give it requests again",
         handlers: || post(backends::undrain),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/users",
         methods: "GET",
         what: "users by key; ?limit ?cursor",
         handlers: || get(users::list),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/users/{name}",
         methods: "GET PUT",
         what: "one user; PUT {\"weight_milli\", \"limits\"}, either",
         handlers: || get(users::show).merge(put(users::put)),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/users/{name}/forgive",
         methods: "POST",
         what: "forget what the user has used of its limits per window; counters stay",
         handlers: || post(users::forgive),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/ownership",
         methods: "GET",
         what: "owned blocks per backend and in all",
         handlers: || get(ownership::counts),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/blocks/{hash}",
         methods: "GET",
         what: "owners of a prefix, by its 16 hex digits",
         handlers: || get(ownership::owners),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/explain",
         methods: "POST",
         what: "how a request would be routed: {\"path\",\"headers\",\"body\"}",
         handlers: || post(explain::explain),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/policy",
         methods: "GET PUT DELETE",
         what: "the routing policy; ?model: that of one model",
@@ -299,31 +299,31 @@ const ROUTES: &[Route] = &[
                 .merge(delete(policy::remove))
         },
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/routing",
         methods: "GET PUT",
         what: "what routing follows beside the policy: models, learning, accuracy",
         handlers: || get(policy::show_routing).merge(put(policy::put_routing)),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/bins",
         methods: "GET",
         what: "output-length bins per model, queues here, limits per backend",
         handlers: || get(bins::show),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/admission",
         methods: "GET PUT",
         what: "how requests are admitted: order, limits, queue",
         handlers: || get(admission::show).merge(put(admission::put)),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/audit",
         methods: "GET",
         what: "the last administrative writes, newest first; ?limit",
         handlers: || get(cluster::audit),
     },
-    Route {
+    RouteInfo {
         path: "/admin/v1/events",
         methods: "GET",
         what: "server-sent events: leader, members, backends, policy, snapshots",
@@ -334,7 +334,7 @@ const ROUTES: &[Route] = &[
 /// The admin API over `admin`, to be served on the admin listener. From here on `admin.metrics`
 /// looks at the replica when scraped.
 pub fn router(admin: Arc<Admin>) -> Router {
-    admin.metrics.watch(Replica {
+    admin.metrics.watch(ScrapedReplica {
         cluster: Arc::clone(&admin.cluster),
         view: Arc::clone(&admin.view),
         router: Arc::clone(&admin.router),
@@ -343,7 +343,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         kv_board: Arc::clone(&admin.kv_board),
     });
     let names = OwnNames::new(&admin.hosts);
-    let shared = Shared {
+    let shared = AdminState {
         admin,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
         backups: Arc::new(Semaphore::new(1)),

@@ -5,22 +5,22 @@ use axum::response::Response;
 use serde::Serialize;
 use state::ids::{BlockHash, LogIndex, Slot};
 
-use super::Shared;
-use super::answer::{At, Params, ReadQuery, at_level, json};
+use super::AdminState;
+use super::answer::{PathParam, QueryParams, ReadQuery, at_level, json};
 use super::problem::invalid;
 use crate::error::Problem;
 
 #[derive(Serialize)]
-struct Counts {
+struct OwnershipCounts {
     index: LogIndex,
     /// A block counts once for every backend that holds it.
     owned_blocks: u64,
     leases: u64,
-    backends: Vec<Owner>,
+    backends: Vec<OwnerDetail>,
 }
 
 #[derive(Serialize)]
-struct Owner {
+struct OwnerDetail {
     backend: String,
     slot: Slot,
     owned_blocks: u64,
@@ -28,11 +28,11 @@ struct Owner {
 }
 
 pub(super) async fn counts(
-    State(admin): State<Shared>,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
-    let mut counts = Counts {
+    let mut counts = OwnershipCounts {
         index: LogIndex(0),
         owned_blocks: 0,
         leases: 0,
@@ -46,7 +46,7 @@ pub(super) async fn counts(
         counts.backends = registry
             .backends
             .iter()
-            .map(|backend| Owner {
+            .map(|backend| OwnerDetail {
                 backend: backend.spec.id.clone(),
                 slot: backend.handle.slot,
                 owned_blocks: state.owned_blocks(backend.handle.slot),
@@ -61,16 +61,16 @@ pub(super) async fn counts(
 }
 
 #[derive(Serialize)]
-struct Block {
+struct BlockDetail {
     index: LogIndex,
-    hash: BlockText,
+    hash: HexBlockHash,
     owners: Vec<BlockOwner>,
 }
 
 /// A hash as 16 hex digits.
-struct BlockText(BlockHash);
+struct HexBlockHash(BlockHash);
 
-impl Serialize for BlockText {
+impl Serialize for HexBlockHash {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(&self.0)
     }
@@ -84,9 +84,9 @@ struct BlockOwner {
 }
 
 pub(super) async fn owners(
-    State(admin): State<Shared>,
-    At(hash): At<String>,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    PathParam(hash): PathParam<String>,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     let hash = u64::from_str_radix(&hash, 16)
         .ok()
@@ -104,9 +104,9 @@ pub(super) async fn owners(
             slot,
         });
     });
-    Ok(json(&Block {
+    Ok(json(&BlockDetail {
         index,
-        hash: BlockText(hash),
+        hash: HexBlockHash(hash),
         owners,
     }))
 }

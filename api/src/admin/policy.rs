@@ -15,15 +15,16 @@ use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
 
 use super::answer::{
-    JSON, Json, Params, ReadLevel, ReadQuery, at_level, decode, json, name_of, read_body, submit,
+    JSON, Json, QueryParams, ReadLevel, ReadQuery, at_level, decode, json, name_of, read_body,
+    submit,
 };
 use super::origin::typed;
 use super::problem::{invalid, not_found};
-use super::{Admin, Shared};
+use super::{Admin, AdminState};
 use crate::error::Problem;
 
 #[derive(Serialize)]
-struct Policy {
+struct PolicyResponse {
     index: LogIndex,
     /// Whether the model asked for has a policy of its own; absent when none was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -33,7 +34,7 @@ struct Policy {
 }
 
 #[derive(Serialize)]
-struct Routing {
+struct RoutingResponse {
     index: LogIndex,
     /// Whether an operator or the first replica's config set it; `false`: the defaults.
     is_set: bool,
@@ -51,8 +52,8 @@ pub(super) struct PolicyQuery {
 }
 
 pub(super) async fn show(
-    State(admin): State<Shared>,
-    Params(query): Params<PolicyQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<PolicyQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
     // The index first: the policy is at least as new as it.
@@ -61,7 +62,7 @@ pub(super) async fn show(
     let routing = registry.routing.as_ref();
     let of_model = |model: &String| routing.and_then(|routing| routing.models.get(model));
     let own = query.model.as_ref().map(of_model);
-    Ok(json(&Policy {
+    Ok(json(&PolicyResponse {
         index,
         is_of_model: own.map(|own| own.is_some()),
         config: own.flatten().unwrap_or(&registry.policy).clone(),
@@ -99,8 +100,8 @@ pub(super) fn setting_at_fault(body: &[u8]) -> Option<(String, String)> {
 }
 
 pub(super) async fn put(
-    State(admin): State<Shared>,
-    Params(query): Params<PolicyQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<PolicyQuery>,
     PolicyJson(config): PolicyJson,
 ) -> Result<Response, Problem> {
     let Some(model) = query.model else {
@@ -114,8 +115,8 @@ pub(super) async fn put(
 
 /// Takes a model's own policy away.
 pub(super) async fn remove(
-    State(admin): State<Shared>,
-    Params(query): Params<PolicyQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<PolicyQuery>,
 ) -> Result<Response, Problem> {
     let mut routing = latest(&admin).await?;
     let model = query.model.unwrap_or_default();
@@ -128,13 +129,13 @@ pub(super) async fn remove(
 }
 
 pub(super) async fn show_routing(
-    State(admin): State<Shared>,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
     let set = admin.view.registry().routing.clone();
-    Ok(json(&Routing {
+    Ok(json(&RoutingResponse {
         index,
         is_set: set.is_some(),
         config: set.unwrap_or_default(),
@@ -142,7 +143,7 @@ pub(super) async fn show_routing(
 }
 
 pub(super) async fn put_routing(
-    State(admin): State<Shared>,
+    State(admin): State<AdminState>,
     Json(config): Json<RoutingSettings>,
 ) -> Result<Response, Problem> {
     submit(&admin, Command::PutRouting(config)).await

@@ -6,7 +6,7 @@ use http::header::CONTENT_TYPE;
 use http::{HeaderValue, StatusCode};
 use serde::Serialize;
 
-use super::{Admin, Shared, answer};
+use super::{Admin, AdminState, answer};
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
@@ -36,7 +36,7 @@ pub(super) async fn livez() -> Response {
     answer::json(&Alive { status: "alive" })
 }
 
-pub(super) async fn readyz(State(admin): State<Shared>) -> Response {
+pub(super) async fn readyz(State(admin): State<AdminState>) -> Response {
     let readiness = readiness(&admin);
     let status = match readiness.status {
         "not-ready" => StatusCode::SERVICE_UNAVAILABLE,
@@ -122,7 +122,7 @@ fn has_healthy_backend(admin: &Admin) -> bool {
     serving.any(|backend| admin.router.is_up(&registry, backend))
 }
 
-pub(super) async fn metrics(State(admin): State<Shared>) -> Response {
+pub(super) async fn metrics(State(admin): State<AdminState>) -> Response {
     admin.router.refresh_metrics();
     let text = admin.metrics.encode();
     (

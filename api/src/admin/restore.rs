@@ -14,18 +14,18 @@ use bytes::Bytes;
 use http::StatusCode;
 use http_body_util::BodyExt;
 use serde::{Deserialize, Serialize};
-use state::command::{Command, Committed, RESTORE_BYTES_MAX, Reject, Reply};
+use state::command::{Command, Committed, RESTORE_BYTES_MAX, Rejection, Reply};
 use state::ids::{LogIndex, RestoreId};
 use tokio::time::Instant;
 
-use super::answer::{Params, json, unsettled};
+use super::answer::{QueryParams, json, unsettled};
 use super::origin::typed;
 use super::problem::invalid;
-use super::{Admin, Shared};
-use crate::backup::{Damaged, Head, Piece, Reader};
+use super::{Admin, AdminState};
+use crate::backup::{BackupError, BackupHead, BackupPiece, BackupReader};
 use crate::divergence::hex;
 use crate::error::Problem;
-use crate::ports::ProposeFailure;
+use crate::ports::ProposeError;
 
 /// Longest a client may send nothing.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -46,12 +46,12 @@ pub(super) struct RestoreQuery {
 
 /// A restore that took place.
 #[derive(Serialize)]
-struct Restored {
+struct RestoreResponse {
     /// Where in the log.
     index: LogIndex,
     outcome: &'static str,
     /// What the file says of itself.
-    backup: Head,
+    backup: BackupHead,
     /// As of which index the rest is, on this replica.
     applied_index: u64,
     digest: String,
@@ -61,16 +61,16 @@ struct Restored {
 }
 
 pub(super) async fn restore(
-    State(shared): State<Shared>,
-    Params(query): Params<RestoreQuery>,
+    State(shared): State<AdminState>,
+    QueryParams(query): QueryParams<RestoreQuery>,
     request: Request,
 ) -> Result<Response, Problem> {
     typed(request.headers(), "application/octet-stream")?;
     // A task of its own: it gives the restore up when the client leaves, which drops this future.
     let running = tokio::spawn(async move {
-        let mut body = Incoming {
+        let mut body = RestoreUpload {
             body: request.into_body(),
-            reader: Reader::default(),
+            reader: BackupReader::default(),
         };
         let restored = run(&shared, query.force, &mut body).await;
         if restored.is_err() {
@@ -84,10 +84,12 @@ pub(super) async fn restore(
     })?
 }
 
-async fn run(admin: &Admin, force: bool, body: &mut Incoming) -> Result<Response, Problem> {
+async fn run(admin: &Admin, force: bool, body: &mut RestoreUpload) -> Result<Response, Problem> {
     let head = match body.next().await? {
-        Piece::Head(head) => head,
-        Piece::Chunk(_) | Piece::End => return Err(invalid("body", "a backup begins with a head")),
+        BackupPiece::Head(head) => head,
+        BackupPiece::Chunk(_) | BackupPiece::End => {
+            return Err(invalid("body", "a backup begins with a head"));
+        }
     };
     if !(1..=RESTORE_BYTES_MAX).contains(&head.bytes) {
         let found = format!("a state of {} bytes", head.bytes);
@@ -117,11 +119,11 @@ async fn run(admin: &Admin, force: bool, body: &mut Incoming) -> Result<Response
 }
 
 /// Puts all chunks into the log.
-async fn send(admin: &Admin, restore: RestoreId, body: &mut Incoming) -> Result<(), Problem> {
+async fn send(admin: &Admin, restore: RestoreId, body: &mut RestoreUpload) -> Result<(), Problem> {
     let mut number = 0;
     loop {
         match body.next().await? {
-            Piece::Chunk(chunk) => {
+            BackupPiece::Chunk(chunk) => {
                 let part = Command::RestorePart {
                     restore,
                     number,
@@ -130,13 +132,17 @@ async fn send(admin: &Admin, restore: RestoreId, body: &mut Incoming) -> Result<
                 committed(again(admin, part).await)?;
                 number += 1;
             }
-            Piece::End => return body.end().await,
-            Piece::Head(_) => return Err(invalid("body", "a second head")),
+            BackupPiece::End => return body.end().await,
+            BackupPiece::Head(_) => return Err(invalid("body", "a second head")),
         }
     }
 }
 
-async fn finish(admin: &Admin, restore: RestoreId, backup: Head) -> Result<Response, Problem> {
+async fn finish(
+    admin: &Admin,
+    restore: RestoreId,
+    backup: BackupHead,
+) -> Result<Response, Problem> {
     let bytes = backup.bytes;
     let finish = Command::FinishRestore { restore, bytes };
     let fate = committed(again(admin, finish).await);
@@ -152,7 +158,7 @@ async fn finish(admin: &Admin, restore: RestoreId, backup: Head) -> Result<Respo
         from_index = backup.index,
         "state restored"
     );
-    let mut restored = Restored {
+    let mut restored = RestoreResponse {
         index,
         outcome: "committed",
         backup,
@@ -173,11 +179,11 @@ async fn finish(admin: &Admin, restore: RestoreId, backup: Head) -> Result<Respo
 }
 
 /// Submits a command that can be repeated until its fate is known.
-async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeFailure> {
+async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeError> {
     let end = Instant::now() + AGAIN_TIMEOUT;
     loop {
         match admin.cluster.submit(command.clone()).await {
-            Err(ProposeFailure::Unknown(_) | ProposeFailure::Unavailable(_))
+            Err(ProposeError::Unknown(_) | ProposeError::Unavailable(_))
                 if Instant::now() < end =>
             {
                 tokio::time::sleep(AGAIN_PAUSE).await;
@@ -197,14 +203,14 @@ fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
 }
 
 /// The index of a command that took effect.
-fn committed(fate: Result<Committed, ProposeFailure>) -> Result<LogIndex, Problem> {
+fn committed(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
     let Committed { index, reply } = fate.map_err(unsettled)?;
     let mut reply = reply;
     while let Reply::Repeated(first) = reply {
         reply = *first;
     }
     match reply {
-        Reply::Rejected(Reject::Invalid { field, expected }) => {
+        Reply::Rejected(Rejection::Invalid { field, expected }) => {
             Err(refused(&field, &expected).member("index", index.0))
         }
         Reply::Rejected(reject) => Err(super::answer::rejected(&reject)),
@@ -236,13 +242,13 @@ fn refused(field: &str, expected: &str) -> Problem {
 }
 
 /// The file as it comes.
-struct Incoming {
+struct RestoreUpload {
     body: Body,
-    reader: Reader,
+    reader: BackupReader,
 }
 
-impl Incoming {
-    async fn next(&mut self) -> Result<Piece, Problem> {
+impl RestoreUpload {
+    async fn next(&mut self) -> Result<BackupPiece, Problem> {
         loop {
             if let Some(piece) = self.reader.piece().map_err(|fault| damaged(&fault))? {
                 return Ok(piece);
@@ -301,6 +307,6 @@ impl Incoming {
     }
 }
 
-fn damaged(fault: &Damaged) -> Problem {
+fn damaged(fault: &BackupError) -> Problem {
     invalid("body", fault.to_string()).member("offset", fault.offset)
 }

@@ -15,10 +15,10 @@ use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 
-use super::Shared;
+use super::AdminState;
 use super::answer::retry_after;
 use crate::error::Problem;
-use crate::events::Numbered;
+use crate::events::NumberedEvent;
 
 /// Event streams open at one time.
 pub const STREAMS_MAX: usize = 64;
@@ -38,14 +38,14 @@ struct Missed {
 }
 
 struct Subscriber {
-    receiver: Receiver<Arc<Numbered>>,
+    receiver: Receiver<Arc<NumberedEvent>>,
     stop: CancellationToken,
     hello: Option<SseEvent>,
     /// Given back when the stream is dropped.
     _permit: OwnedSemaphorePermit,
 }
 
-pub(super) async fn events(State(admin): State<Shared>) -> Response {
+pub(super) async fn events(State(admin): State<AdminState>) -> Response {
     let Ok(permit) = Arc::clone(&admin.streams).try_acquire_owned() else {
         let problem = Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,

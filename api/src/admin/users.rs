@@ -5,18 +5,20 @@ use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use state::command::{Command, UserSpec};
 use state::ids::{LogIndex, UserKey};
-use state::quotas::{Left, UserLimits};
+use state::quotas::{RemainingLimits, UserLimits};
 use state::users::{UserUsage, UserView};
 
-use super::Shared;
-use super::answer::{At, Json, ListQuery, Params, ReadQuery, at_level, json, name_of, submit};
+use super::AdminState;
+use super::answer::{
+    Json, ListQuery, PathParam, QueryParams, ReadQuery, at_level, json, name_of, submit,
+};
 use super::problem::{invalid, not_found};
 use crate::admission::Admission;
 use crate::error::Problem;
 
 /// A user as the state keeps one.
 #[derive(Serialize)]
-struct Shown {
+struct UserDetail {
     name: String,
     /// Hash of the name, 16 hex digits.
     key: String,
@@ -24,12 +26,12 @@ struct Shown {
     is_configured: bool,
     counter_milli_tokens: u64,
     in_flight: u64,
-    waiting: Waits,
+    waiting: QueuedRequests,
     /// Set for this user; absent: those of all users hold.
     #[serde(skip_serializing_if = "Option::is_none")]
     limits: Option<UserLimits>,
     /// Of the limits that hold; `null`: unbounded.
-    left: Left,
+    left: RemainingLimits,
     total: UserUsage,
     window: UserUsage,
     last_charge_ms: u64,
@@ -37,12 +39,12 @@ struct Shown {
 
 /// Requests that wait for a backend below its limit.
 #[derive(Serialize)]
-struct Waits {
+struct QueuedRequests {
     here: usize,
     cluster: u64,
 }
 
-impl Shown {
+impl UserDetail {
     fn of(user: &UserView, admission: &Admission) -> Self {
         Self {
             name: user.name.to_string(),
@@ -51,7 +53,7 @@ impl Shown {
             is_configured: user.is_configured,
             counter_milli_tokens: user.counter_milli_tokens,
             in_flight: user.in_flight,
-            waiting: Waits {
+            waiting: QueuedRequests {
                 here: admission.waiting_of(user.key),
                 cluster: user.waiting,
             },
@@ -65,31 +67,31 @@ impl Shown {
 }
 
 #[derive(Serialize)]
-struct List {
+struct UserList {
     index: LogIndex,
     /// What the counter of a user who comes is lifted to.
     virtual_time_milli_tokens: u64,
-    users: Vec<Shown>,
+    users: Vec<UserDetail>,
     /// Give it as `cursor` for what follows; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_cursor: Option<String>,
 }
 
 #[derive(Serialize)]
-struct One {
+struct UserResponse {
     index: LogIndex,
     #[serde(flatten)]
-    user: Shown,
+    user: UserDetail,
 }
 
 pub(super) async fn list(
-    State(admin): State<Shared>,
-    Params(query): Params<ListQuery>,
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ListQuery>,
 ) -> Result<Response, Problem> {
     let limit = query.limit()?;
     let after = query.cursor.as_deref().map(key_of).transpose()?;
     at_level(&admin, query.read).await?;
-    let mut answer = List {
+    let mut answer = UserList {
         index: LogIndex(0),
         virtual_time_milli_tokens: 0,
         users: Vec::new(),
@@ -103,7 +105,7 @@ pub(super) async fn list(
         users = state.users(after, limit + 1);
     });
     // Outside: the queues are not waited for while `apply` waits for us.
-    let shown = |user: &UserView| Shown::of(user, &admin.admission);
+    let shown = |user: &UserView| UserDetail::of(user, &admin.admission);
     answer.users = users.iter().map(shown).collect();
     if answer.users.len() > limit {
         answer.users.truncate(limit);
@@ -113,9 +115,9 @@ pub(super) async fn list(
 }
 
 pub(super) async fn show(
-    State(admin): State<Shared>,
-    At(name): At<String>,
-    Params(query): Params<ReadQuery>,
+    State(admin): State<AdminState>,
+    PathParam(name): PathParam<String>,
+    QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
     let mut found = None;
@@ -125,25 +127,25 @@ pub(super) async fn show(
         found = state.user_named(&name);
     });
     let user = found.ok_or_else(|| not_found(format!("no user has the name {name:?}")))?;
-    Ok(json(&One {
+    Ok(json(&UserResponse {
         index,
-        user: Shown::of(&user, &admin.admission),
+        user: UserDetail::of(&user, &admin.admission),
     }))
 }
 
 /// What is absent stays as it is.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct PutBody {
+pub(super) struct PutUserBody {
     weight_milli: Option<u32>,
     /// Without any bound: none of the user's own, those of all users hold.
     pub(super) limits: Option<UserLimits>,
 }
 
 pub(super) async fn put(
-    State(admin): State<Shared>,
-    At(name): At<String>,
-    Json(body): Json<PutBody>,
+    State(admin): State<AdminState>,
+    PathParam(name): PathParam<String>,
+    Json(body): Json<PutUserBody>,
 ) -> Result<Response, Problem> {
     if let Err(problem) = name_of("name", &name) {
         // One that a request gave itself can be bounded.
@@ -172,8 +174,8 @@ pub(super) async fn put(
 
 /// Forgets what the user has used of its limits per window.
 pub(super) async fn forgive(
-    State(admin): State<Shared>,
-    At(name): At<String>,
+    State(admin): State<AdminState>,
+    PathParam(name): PathParam<String>,
 ) -> Result<Response, Problem> {
     submit(&admin, Command::ForgiveUser { name }).await
 }

@@ -4,7 +4,7 @@
 use state::admission::Backlog;
 use state::ids::ModelKey;
 
-use crate::routing::{BadReport, put_number, take_number};
+use crate::routing::{LoadReportError, put_number, take_number};
 
 /// Models that one report lists; those with the greatest keys are left out, and hold nobody back
 /// then.
@@ -34,18 +34,18 @@ pub fn encode(lines: &[(ModelKey, Backlog)]) -> Vec<u8> {
 /// The backlogs of a report, by model, ascending.
 ///
 /// # Errors
-/// [`BadReport`].
-pub fn decode(mut bytes: &[u8]) -> Result<Vec<(ModelKey, Backlog)>, BadReport> {
+/// [`LoadReportError`].
+pub fn decode(mut bytes: &[u8]) -> Result<Vec<(ModelKey, Backlog)>, LoadReportError> {
     let mut lines: Vec<(ModelKey, Backlog)> = Vec::new();
     while let Some((key, rest)) = bytes.split_first_chunk() {
-        let (priority, rest) = rest.split_first_chunk().ok_or(BadReport::Malformed)?;
+        let (priority, rest) = rest.split_first_chunk().ok_or(LoadReportError::Malformed)?;
         bytes = rest;
         let model = ModelKey(u64::from_le_bytes(*key));
         let is_ascending = lines.last().is_none_or(|(before, _)| *before < model);
         if !is_ascending || lines.len() == MODELS_PER_REPORT_MAX {
-            return Err(BadReport::Malformed);
+            return Err(LoadReportError::Malformed);
         }
-        let small = |number: u64| u32::try_from(number).map_err(|_| BadReport::Malformed);
+        let small = |number: u64| u32::try_from(number).map_err(|_| LoadReportError::Malformed);
         let backlog = Backlog {
             priority: i16::from_le_bytes(*priority),
             least_milli: take_number(&mut bytes)?,
@@ -57,7 +57,7 @@ pub fn decode(mut bytes: &[u8]) -> Result<Vec<(ModelKey, Backlog)>, BadReport> {
     if bytes.is_empty() {
         Ok(lines)
     } else {
-        Err(BadReport::Malformed)
+        Err(LoadReportError::Malformed)
     }
 }
 
@@ -84,7 +84,7 @@ mod tests {
             .flat_map(|model| encode(&[line(model, 1)]))
             .collect();
         for bytes in [&[1, 2, 3][..], &[0; 8], &[0; 10], &unordered, &long] {
-            assert_eq!(decode(bytes), Err(BadReport::Malformed));
+            assert_eq!(decode(bytes), Err(LoadReportError::Malformed));
         }
     }
 

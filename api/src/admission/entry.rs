@@ -4,17 +4,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use state::ids::{ModelKey, Slot, Ticket, UserKey};
-use state::quotas::OverLimit;
+use state::quotas::LimitRejection;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Admission;
-use crate::routing::{Ask, Attempt, Decision, End, NoBackend, Router};
+use crate::routing::{Attempt, AttemptEnd, Decision, Router, RoutingRejection, RoutingRequest};
 
 /// A request as admission sees it: it can be decided about at any time.
-pub trait Candidate: Send + Sync + 'static {
+pub trait AdmissionRequest: Send + Sync + 'static {
     /// The request as routing sees it.
-    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> Ask<'a>;
+    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a>;
 
     /// Higher goes first.
     fn priority(&self) -> i16;
@@ -61,18 +61,18 @@ impl Drop for Admitted {
     /// Nobody took it: the client left while it was told. Nothing was sent.
     fn drop(&mut self) {
         if let Some(attempt) = self.attempt.take() {
-            attempt.end(End::NotRun);
+            attempt.end(AttemptEnd::NotRun);
         }
     }
 }
 
 /// Why a request has no backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NotAdmitted {
+pub enum AdmissionRejection {
     /// No backend can take it, now or soon.
-    NoBackend(NoBackend),
+    NoBackend(RoutingRejection),
     /// The user has used what the limits allow.
-    OverLimit(OverLimit),
+    OverLimit(LimitRejection),
     /// Too many wait for the model.
     QueueFull {
         /// When those who wait will have gone.
@@ -95,23 +95,23 @@ pub enum NotAdmitted {
 }
 
 /// What is kept of a request that waits.
-pub(super) struct Entry {
+pub(super) struct Waiter {
     pub(super) ticket: Ticket,
-    pub(super) candidate: Arc<dyn Candidate>,
+    pub(super) candidate: Arc<dyn AdmissionRequest>,
     /// Backends that were tried.
     pub(super) excluded: Vec<Slot>,
     pub(super) since: Instant,
     /// `None`: it has had its turn before, and does not count as waiting.
-    pub(super) wait: Option<Wait>,
+    pub(super) wait: Option<UserWaitGuard>,
     /// When the log was last told of it; `None`: never.
     pub(super) told: Option<Instant>,
     /// Priced tokens that the log has charged with its grant; `None`: it has none.
     pub(super) granted: Option<u64>,
-    pub(super) answer: oneshot::Sender<Result<Admitted, NotAdmitted>>,
+    pub(super) answer: oneshot::Sender<Result<Admitted, AdmissionRejection>>,
 }
 
-impl Entry {
-    pub(super) fn ask<'a>(&'a self, router: &'a Router) -> Ask<'a> {
+impl Waiter {
+    pub(super) fn ask<'a>(&'a self, router: &'a Router) -> RoutingRequest<'a> {
         self.candidate.ask(router, &self.excluded)
     }
 
@@ -126,12 +126,12 @@ impl Entry {
 }
 
 /// A user's request counts as waiting, for everybody, until this is dropped.
-pub(super) struct Wait {
+pub(super) struct UserWaitGuard {
     router: Arc<Router>,
     user: UserKey,
 }
 
-impl Wait {
+impl UserWaitGuard {
     pub(super) fn begin(router: &Arc<Router>, user: &str) -> Self {
         Self {
             router: Arc::clone(router),
@@ -140,28 +140,30 @@ impl Wait {
     }
 }
 
-impl Drop for Wait {
+impl Drop for UserWaitGuard {
     fn drop(&mut self) {
         self.router.end_wait(self.user);
     }
 }
 
 /// A place in the queue, given up when dropped.
-pub(super) struct Place {
+pub(super) struct QueueTicket {
     pub(super) admission: Arc<Admission>,
     pub(super) model: ModelKey,
     pub(super) ticket: Ticket,
-    pub(super) turn: oneshot::Receiver<Result<Admitted, NotAdmitted>>,
+    pub(super) turn: oneshot::Receiver<Result<Admitted, AdmissionRejection>>,
 }
 
-impl Place {
-    pub(super) async fn turn(&mut self) -> Result<Admitted, NotAdmitted> {
+impl QueueTicket {
+    pub(super) async fn turn(&mut self) -> Result<Admitted, AdmissionRejection> {
         // Answers go out before their sender is dropped; without one nobody serves any more.
-        (&mut self.turn).await.unwrap_or(Err(NotAdmitted::Leaving))
+        (&mut self.turn)
+            .await
+            .unwrap_or(Err(AdmissionRejection::Leaving))
     }
 }
 
-impl Drop for Place {
+impl Drop for QueueTicket {
     fn drop(&mut self) {
         self.admission.leave(self.model, self.ticket);
     }

@@ -14,17 +14,17 @@ use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
-use state::admission::Waiting;
+use state::admission::QueuedRequest;
 use state::command::Item;
 use state::grants::{GrantsView, Wait};
 use state::ids::{ModelKey, Ticket, UserKey};
 use tokio::time::Instant;
 
-use super::entry::Entry;
-use super::line::Line;
-use super::serve::{Asked, Look};
-use super::{Admission, Lines};
-use crate::routing::NoBackend;
+use super::entry::Waiter;
+use super::line::ModelQueue;
+use super::serve::{DecisionResult, QueueScan};
+use super::{Admission, ModelQueues};
+use crate::routing::RoutingRejection;
 
 /// How long room stays unused before it is asked for without a request having ended here.
 const UNUSED_MAX: Duration = Duration::from_millis(50);
@@ -37,9 +37,9 @@ const GRANTS_MAX: u64 = 256;
 
 /// What was asked of the log.
 #[derive(Debug, Default)]
-pub(super) struct Asking {
+pub(super) struct GrantRequests {
     /// Tickets that were given back: taken, or their requests are gone.
-    back: BTreeMap<Ticket, Back>,
+    back: BTreeMap<Ticket, ReturnedTicket>,
     /// Requests that had ended here at the last look.
     ended: u64,
     /// When grants of a model were last asked for.
@@ -47,7 +47,7 @@ pub(super) struct Asking {
 }
 
 #[derive(Debug)]
-struct Back {
+struct ReturnedTicket {
     at: Instant,
     /// Whether its grant was used, or handed on.
     is_settled: bool,
@@ -55,7 +55,13 @@ struct Back {
 
 impl Admission {
     /// Tells the log of a request that waits.
-    fn tell(&self, line: &mut Line, model: ModelKey, waiting: &Waiting, look: &Look) {
+    fn tell(
+        &self,
+        line: &mut ModelQueue,
+        model: ModelKey,
+        waiting: &QueuedRequest,
+        look: &QueueScan,
+    ) {
         let input = u64::from(waiting.input_tokens);
         let tokens = look.pricing.input(input, 0);
         let wait = Wait {
@@ -74,25 +80,25 @@ impl Admission {
 
     /// A request waits no more: the log is told, if it was told of it. Without a grant that was used,
     /// one that comes is handed on.
-    pub(super) fn tell_over(&self, entry: &Entry) {
+    pub(super) fn tell_over(&self, entry: &Waiter) {
         if entry.told.is_none() {
             return;
         }
         let ticket = entry.ticket;
         self.router.note(Item::Leave { ticket });
-        let back = Back {
+        let back = ReturnedTicket {
             at: Instant::now(),
             is_settled: entry.granted.is_some(),
         };
         self.asking().back.insert(ticket, back);
     }
 
-    fn asking(&self) -> MutexGuard<'_, Asking> {
+    fn asking(&self) -> MutexGuard<'_, GrantRequests> {
         self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets go whom the log has granted, tells it who waits and what room there is.
-    pub(super) fn serve_granted(&self, line: &mut Line, model: ModelKey, look: &Look) {
+    pub(super) fn serve_granted(&self, line: &mut ModelQueue, model: ModelKey, look: &QueueScan) {
         let grants = self.router.view().grants();
         let now = Instant::now();
         self.tell_all(line, model, &grants, look);
@@ -120,16 +126,22 @@ impl Admission {
     }
 
     /// Tells the log of those it was not told of, or does not know.
-    fn tell_all(&self, line: &mut Line, model: ModelKey, grants: &GrantsView, look: &Look) {
+    fn tell_all(
+        &self,
+        line: &mut ModelQueue,
+        model: ModelKey,
+        grants: &GrantsView,
+        look: &QueueScan,
+    ) {
         let (now, replica) = (Instant::now(), self.router.replica());
-        let is_due = |waiting: &&Waiting| {
+        let is_due = |waiting: &&QueuedRequest| {
             let told = line.entries.get(&waiting.ticket).and_then(|it| it.told);
             told.is_none_or(|at| {
                 let is_late = now.saturating_duration_since(at) >= TELL_AGAIN;
                 is_late && !grants.knows(replica, waiting.ticket)
             })
         };
-        let due: Vec<Waiting> = line.queue.iter().filter(is_due).copied().collect();
+        let due: Vec<QueuedRequest> = line.queue.iter().filter(is_due).copied().collect();
         for waiting in &due {
             self.tell(line, model, waiting, look);
         }
@@ -141,17 +153,17 @@ impl Admission {
     /// Lets go those with a grant as far as there is room; answers how many are left.
     fn use_grants(
         &self,
-        line: &mut Line,
+        line: &mut ModelQueue,
         model: ModelKey,
         grants: &GrantsView,
-        look: &Look,
+        look: &QueueScan,
     ) -> u64 {
         let mut open = 0;
         let granted = grants.granted(self.router.replica());
         for wait in granted.filter(|wait| wait.model == model) {
             // Until this run's first command is applied there may be grants of the run before, whose
             // tickets began at 1 too.
-            let is_its = |it: &Waiting| (it.user, it.priority) == (wait.user, wait.priority);
+            let is_its = |it: &QueuedRequest| (it.user, it.priority) == (wait.user, wait.priority);
             if !line.queue.get(wait.ticket).is_some_and(is_its) {
                 continue;
             }
@@ -159,16 +171,16 @@ impl Admission {
                 continue;
             };
             let asked = match self.ask(entry, look) {
-                Err(NoBackend::AtLimit) => {
+                Err(RoutingRejection::AtLimit) => {
                     open += 1;
                     continue;
                 }
-                Err(why) => Asked::Never(why),
-                Ok(decision) => Asked::Goes(decision),
+                Err(why) => DecisionResult::Never(why),
+                Ok(decision) => DecisionResult::Goes(decision),
             };
             line.queue.take(wait.ticket, look.now_ms);
             if let Some(mut entry) = line.entries.remove(&wait.ticket) {
-                if matches!(asked, Asked::Goes(_)) && !entry.answer.is_closed() {
+                if matches!(asked, DecisionResult::Goes(_)) && !entry.answer.is_closed() {
                     entry.granted = Some(u64::from(wait.tokens));
                     self.metrics.grants.inc();
                 }
@@ -179,7 +191,7 @@ impl Admission {
     }
 
     /// Hands on what was granted to requests that are gone, and takes in what has ended.
-    pub(super) fn settle_grants(&self, lines: &Lines) {
+    pub(super) fn settle_grants(&self, lines: &ModelQueues) {
         let grants = self.router.view().grants();
         let replica = self.router.replica();
         let now = Instant::now();
@@ -190,7 +202,7 @@ impl Admission {
                 continue;
             }
             let is_known = asking.back.contains_key(&wait.ticket);
-            let back = asking.back.entry(wait.ticket).or_insert(Back {
+            let back = asking.back.entry(wait.ticket).or_insert(ReturnedTicket {
                 at: now,
                 is_settled: false,
             });

@@ -16,7 +16,7 @@ const BUCKETS_S: [f64; 12] = [
 
 /// Why a request was not admitted, or left before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Left {
+pub(super) enum LeaveReason {
     /// The user is over a limit: 429.
     OverLimit,
     /// Too many wait: 503.
@@ -37,7 +37,7 @@ pub(super) enum Left {
     ClientGone,
 }
 
-impl Left {
+impl LeaveReason {
     fn label(self) -> &'static str {
         match self {
             Self::OverLimit => "over-limit",
@@ -54,7 +54,7 @@ impl Left {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Reason {
+struct ReasonLabels {
     reason: &'static str,
 }
 
@@ -64,7 +64,7 @@ pub struct AdmissionMetrics {
     pub(super) waiting: Gauge,
     pub(super) waiting_users: Gauge,
     waits: Histogram,
-    left: Family<Reason, Counter>,
+    left: Family<ReasonLabels, Counter>,
     pub(super) overloaded: Gauge,
     pub(super) predicted_wait: Gauge<f64, AtomicU64>,
     pub(super) wait_max: Gauge<f64, AtomicU64>,
@@ -166,8 +166,8 @@ impl AdmissionMetrics {
         self.waits.observe(seconds);
     }
 
-    pub(super) fn left(&self, why: Left) {
+    pub(super) fn left(&self, why: LeaveReason) {
         let reason = why.label();
-        self.left.get_or_create(&Reason { reason }).inc();
+        self.left.get_or_create(&ReasonLabels { reason }).inc();
     }
 }

@@ -31,23 +31,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use state::admission::{CODEL_TARGET_MS, Gate, Grants, Overload, Refused, Waiting};
+use state::admission::{CODEL_TARGET_MS, Gate, Grants, Overload, QueueRejection, QueuedRequest};
 use state::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
 use state::prefix::model_key;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-pub use entry::{Admitted, Candidate, NotAdmitted};
-pub use line::LineView;
+pub use entry::{AdmissionRejection, AdmissionRequest, Admitted};
+pub use line::ModelQueueView;
 pub use metrics::AdmissionMetrics;
 
 use crate::clock::LogTime;
-use crate::routing::{BadReport, Decision, NoBackend, Router, Terms};
-use entry::{Entry, Place, Wait};
-use granting::Asking;
-use line::Line;
-use metrics::Left;
+use crate::routing::{Decision, DispatchTerms, LoadReportError, Router, RoutingRejection};
+use entry::{QueueTicket, UserWaitGuard, Waiter};
+use granting::GrantRequests;
+use line::ModelQueue;
+use metrics::LeaveReason;
 
 /// How often queues are looked at while something waits and nobody says that anything has changed.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -61,12 +61,12 @@ const LEARNT_MAX: usize = 64;
 /// The queues of one replica.
 pub struct Admission {
     router: Arc<Router>,
-    lines: Mutex<Lines>,
+    lines: Mutex<ModelQueues>,
     /// Whether anything waits for any model, here or at a peer: what the fast path looks at.
     is_contended: AtomicBool,
     is_leaving: AtomicBool,
     /// What was asked of the log; locked within `lines`.
-    asking: Mutex<Asking>,
+    asking: Mutex<GrantRequests>,
     last_ticket: AtomicU64,
     /// The first request of a model waits, or the last one is gone.
     turned: Notify,
@@ -80,19 +80,19 @@ pub struct Admission {
 }
 
 #[derive(Default)]
-struct Lines {
+struct ModelQueues {
     /// Models something waits for here.
-    by_model: BTreeMap<ModelKey, Line>,
+    by_model: BTreeMap<ModelKey, ModelQueue>,
     /// Models something waits for, here or at a peer.
     gates: BTreeMap<ModelKey, Gate>,
     /// The model that was served first last time: the next one begins.
     served_first: ModelKey,
-    pace: serve::Pace,
+    pace: serve::ServiceRate,
     /// What was learnt of the load of models that something waited for.
     learnt: BTreeMap<ModelKey, Overload>,
 }
 
-impl Lines {
+impl ModelQueues {
     fn is_contended(&self, now_ms: u64) -> bool {
         !self.by_model.is_empty() || self.gates.values().any(|gate| gate.users(now_ms) > 0)
     }
@@ -157,17 +157,17 @@ impl Admission {
     /// turn before. Dropping the future takes the request out of the queue.
     ///
     /// # Errors
-    /// [`NotAdmitted`].
-    pub async fn admit<C: Candidate>(
+    /// [`AdmissionRejection`].
+    pub async fn admit<C: AdmissionRequest>(
         self: &Arc<Self>,
         candidate: &Arc<C>,
         excluded: &[Slot],
-    ) -> Result<Admitted, NotAdmitted> {
+    ) -> Result<Admitted, AdmissionRejection> {
         if excluded.is_empty() {
             let user = candidate.ask(&self.router, &[]).user;
             self.check_quota(user).map_err(|over| {
-                self.metrics.left(Left::OverLimit);
-                NotAdmitted::OverLimit(over)
+                self.metrics.left(LeaveReason::OverLimit);
+                AdmissionRejection::OverLimit(over)
             })?;
         }
         let may_go = !self.is_contended.load(Ordering::Acquire)
@@ -179,8 +179,8 @@ impl Admission {
                 Ok(decision) => {
                     return Ok(self.dispatch(decision, &**candidate, None));
                 }
-                Err(NoBackend::AtLimit) => {}
-                Err(why) => return Err(NotAdmitted::NoBackend(why)),
+                Err(RoutingRejection::AtLimit) => {}
+                Err(why) => return Err(AdmissionRejection::NoBackend(why)),
             }
         }
         let mut place = self.queue(candidate, excluded)?;
@@ -190,11 +190,11 @@ impl Admission {
     fn dispatch(
         &self,
         decision: Decision,
-        candidate: &dyn Candidate,
+        candidate: &dyn AdmissionRequest,
         granted_tokens: Option<u64>,
     ) -> Admitted {
         let ask = candidate.ask(&self.router, &[]);
-        let terms = Terms {
+        let terms = DispatchTerms {
             tokens_max: candidate.tokens_max(),
             granted_tokens,
         };
@@ -214,7 +214,7 @@ impl Admission {
         model_key(self.router.view().registry().hash_seed, model)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Lines> {
+    fn lock(&self) -> MutexGuard<'_, ModelQueues> {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -223,22 +223,24 @@ impl Admission {
         u64::try_from(self.epoch.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    fn queue<C: Candidate>(
+    fn queue<C: AdmissionRequest>(
         self: &Arc<Self>,
         candidate: &Arc<C>,
         excluded: &[Slot],
-    ) -> Result<Place, NotAdmitted> {
+    ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(&self.router, excluded);
         // A model nobody serves must not get a line.
         if !self.router.is_served(ask.model) {
-            return Err(NotAdmitted::NoBackend(NoBackend::UnknownModel));
+            return Err(AdmissionRejection::NoBackend(
+                RoutingRejection::UnknownModel,
+            ));
         }
         let model = self.model_key(ask.model);
         let (answer, turn) = oneshot::channel();
-        let entry = Entry {
+        let entry = Waiter {
             ticket,
-            candidate: Arc::clone(candidate) as Arc<dyn Candidate>,
+            candidate: Arc::clone(candidate) as Arc<dyn AdmissionRequest>,
             excluded: excluded.to_vec(),
             since: Instant::now(),
             wait: None,
@@ -254,7 +256,7 @@ impl Admission {
         }
         self.is_contended.store(true, Ordering::Release);
         self.router.load().less().notify_one();
-        Ok(Place {
+        Ok(QueueTicket {
             admission: Arc::clone(self),
             model,
             ticket,
@@ -263,19 +265,19 @@ impl Admission {
     }
 
     /// The request as the queue orders it.
-    fn waiting<C: Candidate>(
+    fn waiting<C: AdmissionRequest>(
         &self,
         ticket: Ticket,
         model: ModelKey,
         candidate: &Arc<C>,
-    ) -> Waiting {
+    ) -> QueuedRequest {
         let ask = candidate.ask(&self.router, &[]);
         let user = self.router.user_key(ask.user);
         let matched_blocks = self.router.best_match(&ask);
         let cached = matched_blocks.saturating_mul(ask.identity.tail.tokens_per_block);
         let outputs = self.router.view().outputs();
         let predicted = outputs.predict(user, model, candidate.tokens_max());
-        Waiting {
+        QueuedRequest {
             ticket,
             user,
             priority: candidate.priority(),
@@ -292,17 +294,17 @@ impl Admission {
     fn join(
         &self,
         model: ModelKey,
-        mut waiting: Waiting,
-        mut entry: Entry,
-    ) -> Result<(), NotAdmitted> {
+        mut waiting: QueuedRequest,
+        mut entry: Waiter,
+    ) -> Result<(), AdmissionRejection> {
         let (rules, pricing) = self.rules();
         let now_ms = self.now_ms();
         let mut lines = self.lock();
         if self.is_leaving.load(Ordering::Acquire) {
-            self.metrics.left(Left::Leaving);
-            return Err(NotAdmitted::Leaving);
+            self.metrics.left(LeaveReason::Leaving);
+            return Err(AdmissionRejection::Leaving);
         }
-        let Lines {
+        let ModelQueues {
             by_model,
             gates,
             learnt,
@@ -311,7 +313,7 @@ impl Admission {
         let gate = gates.entry(model).or_default();
         let line = by_model.entry(model).or_insert_with(|| {
             let learnt = learnt.remove(&model).unwrap_or_default();
-            Line::new(entry.model(&self.router), rules, learnt)
+            ModelQueue::new(entry.model(&self.router), rules, learnt)
         });
         let service = Duration::from_millis(line.queue.service_ms());
         waiting.due_ms = entry.candidate.wait_max(service).map(|wait_max| {
@@ -322,7 +324,7 @@ impl Admission {
         match line.queue.push(waiting, now_ms, &counters, gate) {
             Ok(()) => {
                 let user = entry.ask(&self.router).user.to_owned();
-                entry.wait = Some(Wait::begin(&self.router, &user));
+                entry.wait = Some(UserWaitGuard::begin(&self.router, &user));
                 line.entries.insert(waiting.ticket, entry);
                 self.metrics.waiting.inc();
                 if line.queue.len() == 1 {
@@ -332,17 +334,17 @@ impl Admission {
                 }
                 Ok(())
             }
-            Err(Refused::Full) => {
-                self.metrics.left(Left::QueueFull);
+            Err(QueueRejection::Full) => {
+                self.metrics.left(LeaveReason::QueueFull);
                 let retry_after_ms = line.queue.forecast(now_ms).drain_ms;
-                Err(NotAdmitted::QueueFull { retry_after_ms })
+                Err(AdmissionRejection::QueueFull { retry_after_ms })
             }
-            Err(Refused::TooLate {
+            Err(QueueRejection::TooLate {
                 wait_ms,
                 wait_ms_max,
             }) => {
-                self.metrics.left(Left::TooLate);
-                Err(NotAdmitted::TooLate {
+                self.metrics.left(LeaveReason::TooLate);
+                Err(AdmissionRejection::TooLate {
                     wait_ms,
                     wait_ms_max,
                 })
@@ -351,19 +353,24 @@ impl Admission {
     }
 
     /// Puts a request that has had its turn before those that have not.
-    fn rejoin(&self, model: ModelKey, ticket: Ticket, entry: Entry) -> Result<(), NotAdmitted> {
+    fn rejoin(
+        &self,
+        model: ModelKey,
+        ticket: Ticket,
+        entry: Waiter,
+    ) -> Result<(), AdmissionRejection> {
         let (rules, _) = self.rules();
         let mut lines = self.lock();
         if self.is_leaving.load(Ordering::Acquire) {
-            self.metrics.left(Left::Leaving);
-            return Err(NotAdmitted::Leaving);
+            self.metrics.left(LeaveReason::Leaving);
+            return Err(AdmissionRejection::Leaving);
         }
-        let Lines {
+        let ModelQueues {
             by_model, learnt, ..
         } = &mut *lines;
         let line = by_model.entry(model).or_insert_with(|| {
             let learnt = learnt.remove(&model).unwrap_or_default();
-            Line::new(entry.model(&self.router), rules, learnt)
+            ModelQueue::new(entry.model(&self.router), rules, learnt)
         });
         line.again.push_back(ticket);
         line.entries.insert(ticket, entry);
@@ -380,7 +387,7 @@ impl Admission {
         if let Some(entry) = line.left(ticket, self.now_ms()) {
             self.tell_over(&entry);
             self.metrics.waiting.dec();
-            self.metrics.left(Left::ClientGone);
+            self.metrics.left(LeaveReason::ClientGone);
             if lines.forget_empty() {
                 self.turned.notify_one();
             }
@@ -393,13 +400,13 @@ impl Admission {
         let mut lines = self.lock();
         for (_, mut line) in std::mem::take(&mut lines.by_model) {
             for (_, entry) in std::mem::take(&mut line.entries) {
-                self.refuse(entry, NotAdmitted::Leaving, Left::Leaving);
+                self.refuse(entry, AdmissionRejection::Leaving, LeaveReason::Leaving);
             }
         }
         self.turned.notify_one();
     }
 
-    fn refuse(&self, entry: Entry, why: NotAdmitted, left: Left) {
+    fn refuse(&self, entry: Waiter, why: AdmissionRejection, left: LeaveReason) {
         self.metrics.waiting.dec();
         self.metrics.left(left);
         self.tell_over(&entry);
@@ -431,8 +438,8 @@ impl Admission {
     /// Takes in what a peer says waits there; see [`backlog::encode`].
     ///
     /// # Errors
-    /// [`BadReport`]; what it said before then stands.
-    pub fn heard(&self, peer: ReplicaId, report: &[u8]) -> Result<(), BadReport> {
+    /// [`LoadReportError`]; what it said before then stands.
+    pub fn heard(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         if report.is_empty() && !self.is_contended.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -485,9 +492,9 @@ impl Admission {
 
     /// What waits here, by model.
     #[must_use]
-    pub fn lines(&self) -> Vec<LineView> {
+    pub fn lines(&self) -> Vec<ModelQueueView> {
         let lines = self.lock();
-        lines.by_model.values().map(Line::view).collect()
+        lines.by_model.values().map(ModelQueue::view).collect()
     }
 
     /// Requests of a user that wait here, of all models.

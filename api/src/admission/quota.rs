@@ -4,8 +4,8 @@
 //! since is added. Nothing is reserved between the check and the charge that follows at once: what
 //! requests on other threads slip in between is debt, as is what other replicas let in meanwhile.
 
-use state::admission::Pending;
-use state::quotas::OverLimit;
+use state::admission::PendingCharges;
+use state::quotas::LimitRejection;
 
 use super::Admission;
 
@@ -19,7 +19,7 @@ impl Admission {
     ///
     /// # Errors
     /// With the limit it would break.
-    pub(super) fn check_quota(&self, user: &str) -> Result<(), OverLimit> {
+    pub(super) fn check_quota(&self, user: &str) -> Result<(), LimitRejection> {
         let user = self.router.user_key(user);
         if self.router.view().quota(user).limits.is_unbounded() {
             return Ok(());
@@ -29,7 +29,7 @@ impl Admission {
         let unapplied = self.router.unapplied(user);
         let quota = self.router.view().quota(user);
         let (_, pricing) = self.rules();
-        let mut pending = Pending::default();
+        let mut pending = PendingCharges::default();
         pending.add(&unapplied, &pricing);
         let now_ms = self.log_time.present_ms(self.router.view().now_ms());
         quota.check(now_ms, &pending.used(user))

@@ -3,17 +3,18 @@
 use std::time::Duration;
 
 use state::admission::{
-    AdmissionSettings, Batching, CODEL_INTERVAL_MS, Counters, Expired, Forecast, Gate, Grants,
-    Next, Order, Pending, Pricing, Rules, UserFigures, Verdict, Waiting, Why, bound, slack_tokens,
+    AdmissionSettings, Batching, CODEL_INTERVAL_MS, Counters, DispatchVerdict, Expired,
+    ExpiryReason, Forecast, Gate, Grants, Next, Order, PendingCharges, Pricing, QueueSettings,
+    QueuedRequest, UserFigures, bound, slack_tokens,
 };
 use state::ids::{ModelKey, Slot, Ticket, UserKey};
 use tokio::time::Instant;
 
-use super::entry::{Entry, NotAdmitted};
-use super::line::Line;
-use super::metrics::Left;
-use super::{Admission, Lines};
-use crate::routing::{Decision, Largest, NoBackend, pricing_of};
+use super::entry::{AdmissionRejection, Waiter};
+use super::line::ModelQueue;
+use super::metrics::LeaveReason;
+use super::{Admission, ModelQueues};
+use crate::routing::{Decision, LargestRequest, RoutingRejection, pricing_of};
 
 /// How old the replicas' knowledge of each other's dispatches is at most, in the ordinary case: what
 /// one learns waits 20 ms for its flush, and then for its commit; reports go out every 20 ms.
@@ -26,10 +27,10 @@ const PACE_LEAST: Duration = Duration::from_millis(200);
 
 /// How fast this replica serves: what the gate's slack follows from.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
-    window: Option<Window>,
+pub(super) struct ServiceRate {
+    window: Option<RateWindow>,
     /// Of the window before.
-    largest_before: Largest,
+    largest_before: LargestRequest,
     rate_before: Option<u64>,
     peak: Peak,
 }
@@ -46,22 +47,22 @@ struct Peak {
 }
 
 #[derive(Debug)]
-struct Window {
+struct RateWindow {
     since: Instant,
     priced: u64,
 }
 
-impl Pace {
+impl ServiceRate {
     /// Takes in that `priced` tokens were charged here so far; answers the rate per second. At the end
     /// of a window it keeps what `largest` answers, the largest request since it was last asked.
-    fn look(&mut self, priced: u64, largest: impl Fn() -> Largest, now: Instant) -> u64 {
-        let window = self.window.get_or_insert(Window { since: now, priced });
+    fn look(&mut self, priced: u64, largest: impl Fn() -> LargestRequest, now: Instant) -> u64 {
+        let window = self.window.get_or_insert(RateWindow { since: now, priced });
         let age = now.saturating_duration_since(window.since);
         let served = priced.saturating_sub(window.priced);
         let age_ms = u64::try_from(age.as_millis()).unwrap_or(u64::MAX).max(1);
         let rate = served.saturating_mul(1000) / age_ms;
         if age >= PACE_WINDOW {
-            self.window = Some(Window { since: now, priced });
+            self.window = Some(RateWindow { since: now, priced });
             self.rate_before = Some(rate);
             self.largest_before = largest();
         }
@@ -74,40 +75,40 @@ impl Pace {
 }
 
 /// What one look at the queues goes by.
-pub(super) struct Look {
+pub(super) struct QueueScan {
     settings: AdmissionSettings,
-    rules: Rules,
+    rules: QueueSettings,
     pub(super) pricing: Pricing,
     pub(super) now_ms: u64,
     /// `G`.
     slack: u64,
 }
 
-impl Look {
+impl QueueScan {
     fn is_static(&self) -> bool {
         self.settings.batching == Batching::Static
     }
 }
 
 /// What came of asking about one request.
-pub(super) enum Asked {
+pub(super) enum DecisionResult {
     Goes(Decision),
-    Never(NoBackend),
+    Never(RoutingRejection),
 }
 
 impl Admission {
     /// What the queues go by, and what tokens cost.
-    pub(super) fn rules(&self) -> (Rules, Pricing) {
+    pub(super) fn rules(&self) -> (QueueSettings, Pricing) {
         let registry = self.router.view().registry();
         let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
         (self.rules_of(&settings, pricing), pricing)
     }
 
-    fn rules_of(&self, settings: &AdmissionSettings, pricing: Pricing) -> Rules {
-        Rules {
+    fn rules_of(&self, settings: &AdmissionSettings, pricing: Pricing) -> QueueSettings {
+        QueueSettings {
             target_ms: self.target_ms,
-            ..Rules::of(settings, pricing)
+            ..QueueSettings::of(settings, pricing)
         }
     }
 
@@ -130,7 +131,7 @@ impl Admission {
         move |user: UserKey| -> UserFigures {
             // In this order: what is applied in between counts twice for a moment, never not at all.
             let unapplied = self.router.unapplied(user);
-            let mut pending = Pending::default();
+            let mut pending = PendingCharges::default();
             pending.add(&unapplied, &pricing);
             pending.on_top(user, self.router.view().user_figures(user))
         }
@@ -144,7 +145,7 @@ impl Admission {
         let now_ms = self.now_ms();
         let mut lines = self.lock();
         let slack = self.slack(&mut lines, &settings, now_ms);
-        let look = Look {
+        let look = QueueScan {
             rules: self.rules_of(&settings, pricing),
             settings,
             pricing,
@@ -164,7 +165,7 @@ impl Admission {
     }
 
     /// `G`, from the settings and from what was served; shows it with the bound that follows.
-    fn slack(&self, lines: &mut Lines, settings: &AdmissionSettings, now_ms: u64) -> u64 {
+    fn slack(&self, lines: &mut ModelQueues, settings: &AdmissionSettings, now_ms: u64) -> u64 {
         let now = Instant::now();
         let router = &self.router;
         let rate = lines.pace.look(
@@ -194,8 +195,8 @@ impl Admission {
         slack
     }
 
-    fn serve_model(&self, lines: &mut Lines, model: ModelKey, look: &Look) {
-        let Lines {
+    fn serve_model(&self, lines: &mut ModelQueues, model: ModelKey, look: &QueueScan) {
+        let ModelQueues {
             by_model,
             gates,
             pace,
@@ -240,7 +241,7 @@ impl Admission {
     }
 
     /// How long backends take for an answer, by Little's law: what runs over what goes.
-    fn measure(&self, line: &mut Line, now_ms: u64) {
+    fn measure(&self, line: &mut ModelQueue, now_ms: u64) {
         let is_due = |at: u64| now_ms.saturating_sub(at) >= CODEL_INTERVAL_MS;
         if !line.measured_ms.is_none_or(is_due) {
             return;
@@ -252,21 +253,21 @@ impl Admission {
         }
     }
 
-    fn expire(&self, line: &mut Line, look: &Look) {
+    fn expire(&self, line: &mut ModelQueue, look: &QueueScan) {
         let retry_after_ms = line.queue.forecast(look.now_ms).drain_ms;
-        let too_long = NotAdmitted::WaitedTooLong { retry_after_ms };
+        let too_long = AdmissionRejection::WaitedTooLong { retry_after_ms };
         for Expired { waiting, why } in line.queue.expire(look.now_ms) {
             let left = match why {
-                Why::TooLong => Left::WaitedTooLong,
-                Why::Deadline => Left::Deadline,
-                Why::Overload => Left::Overload,
+                ExpiryReason::TooLong => LeaveReason::WaitedTooLong,
+                ExpiryReason::Deadline => LeaveReason::Deadline,
+                ExpiryReason::Overload => LeaveReason::Overload,
             };
             if let Some(entry) = line.entries.remove(&waiting.ticket) {
                 self.refuse(entry, too_long, left);
             }
         }
         let wait_max = Duration::from_millis(look.rules.wait_ms_max);
-        let is_over = |line: &Line, ticket: &Ticket| {
+        let is_over = |line: &ModelQueue, ticket: &Ticket| {
             let entry = line.entries.get(ticket);
             entry.is_none_or(|entry| entry.since.elapsed() >= wait_max)
         };
@@ -277,23 +278,26 @@ impl Admission {
         {
             let entry = line.again.pop_front();
             if let Some(entry) = entry.and_then(|ticket| line.entries.remove(&ticket)) {
-                self.refuse(entry, too_long, Left::WaitedTooLong);
+                self.refuse(entry, too_long, LeaveReason::WaitedTooLong);
             }
         }
     }
 
     /// Those who have had their turn go first, whoever of them can.
-    fn serve_again(&self, line: &mut Line, look: &Look) {
+    fn serve_again(&self, line: &mut ModelQueue, look: &QueueScan) {
         let again = std::mem::take(&mut line.again);
         for ticket in again {
             let Some(entry) = line.entries.get(&ticket) else {
                 continue;
             };
             match self.ask(entry, look) {
-                Err(NoBackend::AtLimit) => line.again.push_back(ticket),
+                Err(RoutingRejection::AtLimit) => line.again.push_back(ticket),
                 asked => {
                     if let Some(entry) = line.entries.remove(&ticket) {
-                        self.settle(entry, asked.map_or_else(Asked::Never, Asked::Goes));
+                        self.settle(
+                            entry,
+                            asked.map_or_else(DecisionResult::Never, DecisionResult::Goes),
+                        );
                     }
                 }
             }
@@ -301,7 +305,11 @@ impl Admission {
     }
 
     /// Whether there is room for this one, and where.
-    pub(super) fn ask(&self, entry: &Entry, look: &Look) -> Result<Decision, NoBackend> {
+    pub(super) fn ask(
+        &self,
+        entry: &Waiter,
+        look: &QueueScan,
+    ) -> Result<Decision, RoutingRejection> {
         if !look.is_static() {
             return self.router.decide(&entry.ask(&self.router));
         }
@@ -310,17 +318,22 @@ impl Admission {
         let ask = entry.candidate.ask(&self.router, &excluded);
         match self.router.decide(&ask) {
             // Some of those excluded have room later.
-            Err(NoBackend::AllTried) => {
+            Err(RoutingRejection::AllTried) => {
                 let alone = self.router.decide(&entry.ask(&self.router));
-                Err(alone.err().unwrap_or(NoBackend::AtLimit))
+                Err(alone.err().unwrap_or(RoutingRejection::AtLimit))
             }
             decided => decided,
         }
     }
 
     /// Takes out of the queue who goes next, with where to.
-    fn next(&self, line: &mut Line, gate: &mut Gate, look: &Look) -> (Next, Option<Asked>) {
-        let Line { queue, entries, .. } = line;
+    fn next(
+        &self,
+        line: &mut ModelQueue,
+        gate: &mut Gate,
+        look: &QueueScan,
+    ) -> (Next, Option<DecisionResult>) {
+        let ModelQueue { queue, entries, .. } = line;
         let mut asked = None;
         let counters = self.counters(look.pricing);
         let next = queue.next(look.now_ms, &counters, gate, |waiting| {
@@ -328,14 +341,14 @@ impl Admission {
             let entry = entry.expect("who stands in the queue has an entry");
             match self.ask(entry, look) {
                 Ok(decision) => {
-                    asked = Some(Asked::Goes(decision));
-                    Verdict::Go
+                    asked = Some(DecisionResult::Goes(decision));
+                    DispatchVerdict::Go
                 }
-                Err(NoBackend::AtLimit) if entry.is_selective() => Verdict::Skip,
-                Err(NoBackend::AtLimit) => Verdict::Stop,
+                Err(RoutingRejection::AtLimit) if entry.is_selective() => DispatchVerdict::Skip,
+                Err(RoutingRejection::AtLimit) => DispatchVerdict::Stop,
                 Err(why) => {
-                    asked = Some(Asked::Never(why));
-                    Verdict::Go
+                    asked = Some(DecisionResult::Never(why));
+                    DispatchVerdict::Go
                 }
             }
         });
@@ -343,7 +356,13 @@ impl Admission {
     }
 
     /// Least counter of who waits at the priority of the one who goes, here and elsewhere.
-    fn least(&self, line: &mut Line, gate: &Gate, going: &Waiting, look: &Look) -> u64 {
+    fn least(
+        &self,
+        line: &mut ModelQueue,
+        gate: &Gate,
+        going: &QueuedRequest,
+        look: &QueueScan,
+    ) -> u64 {
         let here = line
             .queue
             .backlog(look.now_ms, &self.counters(look.pricing));
@@ -353,11 +372,17 @@ impl Admission {
         here.into_iter().chain(elsewhere).min().unwrap_or(u64::MAX)
     }
 
-    fn go(&self, line: &mut Line, waiting: &Waiting, asked: Option<Asked>, look: &Look) {
+    fn go(
+        &self,
+        line: &mut ModelQueue,
+        waiting: &QueuedRequest,
+        asked: Option<DecisionResult>,
+        look: &QueueScan,
+    ) {
         let asked = asked.expect("only who was asked about goes");
         let backend = match &asked {
-            Asked::Goes(decision) if look.is_static() => Some(decision.backend),
-            Asked::Goes(_) | Asked::Never(_) => None,
+            DecisionResult::Goes(decision) if look.is_static() => Some(decision.backend),
+            DecisionResult::Goes(_) | DecisionResult::Never(_) => None,
         };
         let Some(entry) = line.entries.remove(&waiting.ticket) else {
             return;
@@ -371,14 +396,21 @@ impl Admission {
 
     /// Sends more of a bin to the backend that its first request went to: as many as it has room
     /// for, by arrival.
-    fn fill(&self, line: &mut Line, first: &Waiting, to: (Slot, u32), look: &Look) {
+    fn fill(
+        &self,
+        line: &mut ModelQueue,
+        first: &QueuedRequest,
+        to: (Slot, u32),
+        look: &QueueScan,
+    ) {
         let (slot, tokens_per_block) = to;
-        let tokens = |waiting: &Waiting| {
+        let tokens = |waiting: &QueuedRequest| {
             u64::from(waiting.input_tokens) + u64::from(waiting.predicted_output)
         };
-        let is_like =
-            |waiting: &&Waiting| (waiting.priority, waiting.bin) == (first.priority, first.bin);
-        let mut alike: Vec<Waiting> = line.queue.iter().filter(is_like).copied().collect();
+        let is_like = |waiting: &&QueuedRequest| {
+            (waiting.priority, waiting.bin) == (first.priority, first.bin)
+        };
+        let mut alike: Vec<QueuedRequest> = line.queue.iter().filter(is_like).copied().collect();
         alike.sort_unstable_by_key(|waiting| (waiting.arrived_ms, waiting.ticket));
         let room = self
             .router
@@ -393,21 +425,21 @@ impl Admission {
             if let Ok(decision) = self.router.decide(&ask) {
                 line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                    self.settle(entry, Asked::Goes(decision));
+                    self.settle(entry, DecisionResult::Goes(decision));
                 }
             }
         }
     }
 
-    pub(super) fn settle(&self, entry: Entry, asked: Asked) {
+    pub(super) fn settle(&self, entry: Waiter, asked: DecisionResult) {
         match asked {
             // Its client has left this moment, and no engine is to hear of it.
-            Asked::Goes(_) if entry.answer.is_closed() => {
+            DecisionResult::Goes(_) if entry.answer.is_closed() => {
                 self.tell_over(&entry);
                 self.metrics.waiting.dec();
-                self.metrics.left(Left::ClientGone);
+                self.metrics.left(LeaveReason::ClientGone);
             }
-            Asked::Goes(decision) => {
+            DecisionResult::Goes(decision) => {
                 self.tell_over(&entry);
                 let admitted = self.dispatch(decision, &*entry.candidate, entry.granted);
                 self.metrics.waiting.dec();
@@ -418,17 +450,21 @@ impl Admission {
                 // Who is gone gives it back by dropping it.
                 let _gone = entry.answer.send(Ok(admitted));
             }
-            Asked::Never(why) => self.refuse(entry, NotAdmitted::NoBackend(why), Left::NoBackend),
+            DecisionResult::Never(why) => self.refuse(
+                entry,
+                AdmissionRejection::NoBackend(why),
+                LeaveReason::NoBackend,
+            ),
         }
     }
 
     /// Drops what is empty, and says whether anything waits.
-    fn tidy(&self, lines: &mut Lines, look: &Look) {
+    fn tidy(&self, lines: &mut ModelQueues, look: &QueueScan) {
         if lines.forget_empty() {
             self.turned.notify_one();
         }
         self.show_load(lines, look.now_ms);
-        let Lines {
+        let ModelQueues {
             by_model, gates, ..
         } = lines;
         gates.retain(|model, gate| by_model.contains_key(model) || gate.users(look.now_ms) > 0);
@@ -446,7 +482,7 @@ impl Admission {
 }
 
 impl Admission {
-    fn show_load(&self, lines: &Lines, now_ms: u64) {
+    fn show_load(&self, lines: &ModelQueues, now_ms: u64) {
         let seconds = |ms: u64| Duration::from_millis(ms).as_secs_f64();
         let queues = lines.by_model.values().map(|line| &line.queue);
         let forecasts: Vec<Forecast> = queues.map(|queue| queue.forecast(now_ms)).collect();
@@ -470,11 +506,11 @@ mod tests {
 
     #[test]
     fn the_rate_is_what_was_served_within_a_window() {
-        let mut pace = Pace::default();
+        let mut pace = ServiceRate::default();
         let start = Instant::now();
         let at = |ms: u64| start + Duration::from_millis(ms);
-        let none = Largest::default;
-        let some = Largest {
+        let none = LargestRequest::default;
+        let some = LargestRequest {
             request: 77,
             output: 7,
         };

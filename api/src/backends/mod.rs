@@ -28,7 +28,7 @@ mod tests;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use state::View;
+use state::StateView;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, Slot, UserKey};
 use tokio::sync::watch;
@@ -48,13 +48,13 @@ use circuit::Circuits;
 use health::Board;
 
 use crate::clock::Clock;
-use crate::events::{Event, Events};
+use crate::events::{ClusterEvent, EventBus};
 
 /// What a replica knows of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {
     board: Board,
     settings: ProbeSettings,
-    events: OnceLock<Events>,
+    events: OnceLock<EventBus>,
     changes: watch::Sender<u64>,
     circuits: Arc<Circuits>,
 }
@@ -138,14 +138,14 @@ impl Backends {
     }
 
     /// Tells health changes to `events`; only the first call counts.
-    pub fn announce(&self, events: Events) {
+    pub fn announce(&self, events: EventBus) {
         // A second sink would be a wiring fault without effect on what is served.
         drop(self.events.set(events));
     }
 
     /// Probes every backend of `view`'s registry until `stop`. Probes of a removed backend end and
     /// close their connections within [`ProbeSettings::registry_interval`].
-    pub async fn run(self: Arc<Self>, view: Arc<View>, hooks: Hooks, stop: CancellationToken) {
+    pub async fn run(self: Arc<Self>, view: Arc<StateView>, hooks: Hooks, stop: CancellationToken) {
         probe::supervise(&self, &view, &hooks, &stop).await;
     }
 
@@ -264,7 +264,7 @@ impl Backends {
 
     fn announce_circuit(&self, id: String, is_open: bool) {
         if let Some(events) = self.events.get() {
-            events.send(Event::BackendCircuit { id, is_open });
+            events.send(ClusterEvent::BackendCircuit { id, is_open });
         }
     }
 
@@ -305,7 +305,7 @@ impl Backends {
             );
         }
         if let Some(events) = self.events.get() {
-            events.send(Event::BackendHealth {
+            events.send(ClusterEvent::BackendHealth {
                 id: record.id,
                 is_healthy,
                 detail: record.detail,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use state::View;
+use state::StateView;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -32,7 +32,7 @@ const ALARM_GAP: Duration = Duration::from_millis(50);
 /// A backend under probe.
 struct Probe {
     backends: Arc<Backends>,
-    view: Arc<View>,
+    view: Arc<StateView>,
     hooks: Hooks,
     stay: Stay,
     id: String,
@@ -51,7 +51,7 @@ impl Drop for Running {
 /// Keeps one probe per registered backend until `stop`.
 pub(super) async fn supervise(
     backends: &Arc<Backends>,
-    view: &Arc<View>,
+    view: &Arc<StateView>,
     hooks: &Hooks,
     stop: &CancellationToken,
 ) {

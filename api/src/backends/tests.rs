@@ -434,7 +434,7 @@ async fn a_moved_backend_is_probed_at_its_new_place_from_scratch() {
 async fn health_changes_are_announced() {
     let engine = Engine::start(vllm).await;
     let bench = Bench::new(quick(), engine.addr);
-    let events = Events::default();
+    let events = EventBus::default();
     let mut stream = events.subscribe();
     bench.backends.announce(events);
     bench.until_healthy(true).await;
@@ -442,7 +442,7 @@ async fn health_changes_are_announced() {
     bench.backends.report_failure(Slot(0));
     let unhealthy = loop {
         let event = tokio::time::timeout(PATIENCE, stream.recv()).await;
-        if let Event::BackendHealth {
+        if let ClusterEvent::BackendHealth {
             is_healthy: false,
             detail,
             id,

@@ -24,8 +24,8 @@ mod tests;
 use serde::{Deserialize, Serialize};
 use state::command::RESTORE_PART_BYTES;
 
-pub use read::{FileReader, Piece, Reader};
-pub use write::{Length, Writer, file_bytes};
+pub use read::{BackupPiece, BackupReader, FileReader};
+pub use write::{BackupWriter, LengthCounter, file_bytes};
 
 /// First bytes of every backup.
 pub const MAGIC: [u8; 8] = *b"QUORATEB";
@@ -45,7 +45,7 @@ const END_BYTES: usize = 16;
 
 /// What a backup says of itself. Unknown fields are passed over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Head {
+pub struct BackupHead {
     /// When it was made by the clock of the replica that made it, unix milliseconds.
     pub made_at_ms: u64,
     /// The cluster's id; `None`: it was not formed yet.
@@ -71,7 +71,7 @@ pub struct Head {
 /// A file that is no whole backup.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("backup damaged at byte {offset}: {what}")]
-pub struct Damaged {
+pub struct BackupError {
     /// Where in the file.
     pub offset: u64,
     /// What was found and what was expected.

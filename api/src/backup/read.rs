@@ -6,15 +6,15 @@ use bytes::{Buf, Bytes, BytesMut};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::{
-    CHECKSUM_BYTES, CHUNK_BYTES, Damaged, END_BYTES, FORMAT, HEAD_BYTES_MAX, Head, LENGTH_BYTES,
-    MAGIC, PREFIX_BYTES,
+    BackupError, BackupHead, CHECKSUM_BYTES, CHUNK_BYTES, END_BYTES, FORMAT, HEAD_BYTES_MAX,
+    LENGTH_BYTES, MAGIC, PREFIX_BYTES,
 };
 
 /// What of a backup has come as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Piece {
+pub enum BackupPiece {
     /// What it says of itself; comes first.
-    Head(Head),
+    Head(BackupHead),
     /// The next bytes of the state: [`CHUNK_BYTES`], or what is left.
     Chunk(Bytes),
     /// All of it was there.
@@ -24,17 +24,17 @@ pub enum Piece {
 /// Takes bytes as they come and gives out what is whole. Keeps what was pushed and not given out: push
 /// what is at hand, then take pieces until there is none.
 #[derive(Debug, Default)]
-pub struct Reader {
+pub struct BackupReader {
     buffer: BytesMut,
     /// Place of the buffer in the file.
     offset: u64,
-    head: Option<Head>,
+    head: Option<BackupHead>,
     chunks: u64,
     bytes: u64,
     is_ended: bool,
 }
 
-impl Reader {
+impl BackupReader {
     /// Adds what comes next in the file.
     pub fn push(&mut self, bytes: &[u8]) {
         self.buffer.extend_from_slice(bytes);
@@ -44,7 +44,7 @@ impl Reader {
     ///
     /// # Errors
     /// When what is there is no backup. Nothing after that means anything.
-    pub fn piece(&mut self) -> Result<Option<Piece>, Damaged> {
+    pub fn piece(&mut self) -> Result<Option<BackupPiece>, BackupError> {
         if self.is_ended {
             return self.end().map(|()| None);
         }
@@ -58,7 +58,7 @@ impl Reader {
     ///
     /// # Errors
     /// When the end is missing, or something follows it.
-    pub fn end(&self) -> Result<(), Damaged> {
+    pub fn end(&self) -> Result<(), BackupError> {
         match (self.is_ended, self.buffer.len()) {
             (true, 0) => Ok(()),
             (true, rest) => Err(self.damaged(0, format!("{rest} bytes follow the end"))),
@@ -66,7 +66,7 @@ impl Reader {
         }
     }
 
-    fn read_head(&mut self) -> Result<Option<Piece>, Damaged> {
+    fn read_head(&mut self) -> Result<Option<BackupPiece>, BackupError> {
         let given = &self.buffer[..self.buffer.len().min(MAGIC.len())];
         if !MAGIC.starts_with(given) {
             return Err(self.damaged(0, "not a Quorate backup"));
@@ -91,14 +91,14 @@ impl Reader {
         if (&self.buffer[whole..]).get_u64_le() != xxh3_64(&self.buffer[..whole]) {
             return Err(self.damaged(0, "the head's checksum does not match"));
         }
-        let head: Head = serde_json::from_slice(&self.buffer[PREFIX_BYTES..whole])
+        let head: BackupHead = serde_json::from_slice(&self.buffer[PREFIX_BYTES..whole])
             .map_err(|fault| self.damaged(PREFIX_BYTES, format!("head: {fault}")))?;
         self.take(whole + CHECKSUM_BYTES);
         self.head = Some(head.clone());
-        Ok(Some(Piece::Head(head)))
+        Ok(Some(BackupPiece::Head(head)))
     }
 
-    fn read_chunk(&mut self, bytes_all: u64) -> Result<Option<Piece>, Damaged> {
+    fn read_chunk(&mut self, bytes_all: u64) -> Result<Option<BackupPiece>, BackupError> {
         let Some(length) = self.buffer.first_chunk::<LENGTH_BYTES>() else {
             return Ok(None);
         };
@@ -124,10 +124,10 @@ impl Reader {
         self.take(CHECKSUM_BYTES);
         self.chunks += 1;
         self.bytes += u64::from(length);
-        Ok(Some(Piece::Chunk(chunk)))
+        Ok(Some(BackupPiece::Chunk(chunk)))
     }
 
-    fn read_end(&mut self, bytes_all: u64) -> Result<Option<Piece>, Damaged> {
+    fn read_end(&mut self, bytes_all: u64) -> Result<Option<BackupPiece>, BackupError> {
         let whole = LENGTH_BYTES + END_BYTES + CHECKSUM_BYTES;
         if self.buffer.len() < whole {
             return Ok(None);
@@ -146,7 +146,7 @@ impl Reader {
         }
         self.take(whole);
         self.is_ended = true;
-        Ok(Some(Piece::End))
+        Ok(Some(BackupPiece::End))
     }
 
     fn take(&mut self, bytes: usize) -> Bytes {
@@ -154,8 +154,8 @@ impl Reader {
         self.buffer.split_to(bytes).freeze()
     }
 
-    fn damaged(&self, at: usize, what: impl Into<String>) -> Damaged {
-        Damaged {
+    fn damaged(&self, at: usize, what: impl Into<String>) -> BackupError {
+        BackupError {
             offset: self.offset + at as u64,
             what: what.into(),
         }
@@ -163,11 +163,11 @@ impl Reader {
 }
 
 /// Gives out the state in a backup file as one stream. Faults of the file are [`io::Error`]s that hold
-/// [`Damaged`].
+/// [`BackupError`].
 #[derive(Debug)]
 pub struct FileReader<R> {
     file: R,
-    reader: Reader,
+    reader: BackupReader,
     chunk: Bytes,
     is_ended: bool,
     scratch: Vec<u8>,
@@ -178,25 +178,25 @@ impl<R: Read> FileReader<R> {
     ///
     /// # Errors
     /// Those of the file, or that it is no backup.
-    pub fn open(file: R) -> io::Result<(Self, Head)> {
+    pub fn open(file: R) -> io::Result<(Self, BackupHead)> {
         let mut opened = Self {
             file,
-            reader: Reader::default(),
+            reader: BackupReader::default(),
             chunk: Bytes::new(),
             is_ended: false,
             scratch: vec![0; 64 << 10],
         };
         match opened.next()? {
-            Some(Piece::Head(head)) => Ok((opened, head)),
-            Some(Piece::Chunk(_) | Piece::End) | None => {
+            Some(BackupPiece::Head(head)) => Ok((opened, head)),
+            Some(BackupPiece::Chunk(_) | BackupPiece::End) | None => {
                 unreachable!("a head comes first, or a fault")
             }
         }
     }
 
     /// The next piece; `None` behind the end.
-    fn next(&mut self) -> io::Result<Option<Piece>> {
-        let damaged = |fault: Damaged| io::Error::new(io::ErrorKind::InvalidData, fault);
+    fn next(&mut self) -> io::Result<Option<BackupPiece>> {
+        let damaged = |fault: BackupError| io::Error::new(io::ErrorKind::InvalidData, fault);
         loop {
             if let Some(piece) = self.reader.piece().map_err(damaged)? {
                 return Ok(Some(piece));
@@ -218,9 +218,9 @@ impl<R: Read> Read for FileReader<R> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         while self.chunk.is_empty() && !self.is_ended {
             match self.next()? {
-                Some(Piece::Chunk(chunk)) => self.chunk = chunk,
+                Some(BackupPiece::Chunk(chunk)) => self.chunk = chunk,
                 // What may follow the end is looked at, too.
-                Some(Piece::Head(_) | Piece::End) => {}
+                Some(BackupPiece::Head(_) | BackupPiece::End) => {}
                 None => self.is_ended = true,
             }
         }

@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 
 use super::*;
 
-fn head(bytes: u64) -> Head {
-    Head {
+fn head(bytes: u64) -> BackupHead {
+    BackupHead {
         made_at_ms: 1_700_000_000_000,
         cluster: Some("c".to_owned()),
         replica: 1,
@@ -21,7 +21,7 @@ fn head(bytes: u64) -> Head {
 
 fn written(state: &[u8]) -> Vec<u8> {
     let head = head(state.len() as u64);
-    let mut writer = Writer::new(Vec::new(), &head).unwrap();
+    let mut writer = BackupWriter::new(Vec::new(), &head).unwrap();
     writer.write_all(state).unwrap();
     let file = writer.finish().unwrap();
     assert_eq!(file.len() as u64, file_bytes(&head).unwrap());
@@ -32,7 +32,7 @@ fn state(length: usize) -> Vec<u8> {
     (0..length).map(|at| (at % 251) as u8).collect()
 }
 
-fn read(file: &[u8]) -> Result<(Head, Vec<u8>), String> {
+fn read(file: &[u8]) -> Result<(BackupHead, Vec<u8>), String> {
     let (mut reader, head) = FileReader::open(file).map_err(|error| error.to_string())?;
     let mut state = Vec::new();
     let read = reader.read_to_end(&mut state);
@@ -55,14 +55,14 @@ fn pieces_come_out_however_bytes_come_in() {
     let state = state(CHUNK_BYTES + 100);
     let file = written(&state);
     for step in [1, 13, 4096, file.len()] {
-        let (mut reader, mut found, mut ends) = (Reader::default(), Vec::new(), 0);
+        let (mut reader, mut found, mut ends) = (BackupReader::default(), Vec::new(), 0);
         for bytes in file.chunks(step) {
             reader.push(bytes);
             while let Some(piece) = reader.piece().unwrap() {
                 match piece {
-                    Piece::Head(read) => assert_eq!(read, head(state.len() as u64)),
-                    Piece::Chunk(chunk) => found.extend(chunk),
-                    Piece::End => ends += 1,
+                    BackupPiece::Head(read) => assert_eq!(read, head(state.len() as u64)),
+                    BackupPiece::Chunk(chunk) => found.extend(chunk),
+                    BackupPiece::End => ends += 1,
                 }
             }
             assert!(reader.end().is_ok() == (ends == 1));
@@ -140,7 +140,10 @@ fn faults_name_their_place_and_what_was_expected() {
 fn a_head_of_a_later_build_is_read() {
     let mut value = serde_json::to_value(head(0)).unwrap();
     value["more"] = "what this build does not know".into();
-    assert_eq!(serde_json::from_value::<Head>(value).unwrap(), head(0));
+    assert_eq!(
+        serde_json::from_value::<BackupHead>(value).unwrap(),
+        head(0)
+    );
 }
 
 proptest::proptest! {

@@ -5,23 +5,23 @@ use std::io::{self, Write};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::{
-    CHECKSUM_BYTES, CHUNK_BYTES, END_BYTES, FORMAT, HEAD_BYTES_MAX, Head, LENGTH_BYTES, MAGIC,
+    BackupHead, CHECKSUM_BYTES, CHUNK_BYTES, END_BYTES, FORMAT, HEAD_BYTES_MAX, LENGTH_BYTES, MAGIC,
 };
 
 /// Cuts the state that is written to it into chunks.
-pub struct Writer<W: Write> {
+pub struct BackupWriter<W: Write> {
     out: W,
     chunk: Vec<u8>,
     chunks: u64,
     bytes: u64,
 }
 
-impl<W: Write> Writer<W> {
+impl<W: Write> BackupWriter<W> {
     /// Begins a backup.
     ///
     /// # Errors
     /// Those of `out`.
-    pub fn new(mut out: W, head: &Head) -> io::Result<Self> {
+    pub fn new(mut out: W, head: &BackupHead) -> io::Result<Self> {
         out.write_all(&encode(head)?)?;
         Ok(Self {
             out,
@@ -63,7 +63,7 @@ impl<W: Write> Writer<W> {
     }
 }
 
-impl<W: Write> Write for Writer<W> {
+impl<W: Write> Write for BackupWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let taken = bytes.len().min(CHUNK_BYTES - self.chunk.len());
         self.chunk.extend_from_slice(&bytes[..taken]);
@@ -80,9 +80,9 @@ impl<W: Write> Write for Writer<W> {
 
 /// Counts what is written and keeps nothing of it.
 #[derive(Debug, Default)]
-pub struct Length(pub u64);
+pub struct LengthCounter(pub u64);
 
-impl Write for Length {
+impl Write for LengthCounter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0 += bytes.len() as u64;
         Ok(bytes.len())
@@ -93,11 +93,11 @@ impl Write for Length {
     }
 }
 
-/// Length of the whole file that begins with `head`.
+/// LengthCounter of the whole file that begins with `head`.
 ///
 /// # Errors
 /// When the head is too long.
-pub fn file_bytes(head: &Head) -> io::Result<u64> {
+pub fn file_bytes(head: &BackupHead) -> io::Result<u64> {
     let chunks = head.bytes.div_ceil(CHUNK_BYTES as u64);
     let around = (LENGTH_BYTES + CHECKSUM_BYTES) as u64;
     let end = (LENGTH_BYTES + END_BYTES + CHECKSUM_BYTES) as u64;
@@ -105,7 +105,7 @@ pub fn file_bytes(head: &Head) -> io::Result<u64> {
 }
 
 /// Everything before the first chunk.
-fn encode(head: &Head) -> io::Result<Vec<u8>> {
+fn encode(head: &BackupHead) -> io::Result<Vec<u8>> {
     let head = serde_json::to_vec(head).map_err(io::Error::other)?;
     if head.len() > HEAD_BYTES_MAX {
         let length = head.len();

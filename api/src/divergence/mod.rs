@@ -24,7 +24,7 @@ use arc_swap::ArcSwapOption;
 use state::ids::ReplicaId;
 use tokio::sync::{Notify, watch};
 
-use crate::events::{Event, Events};
+use crate::events::{ClusterEvent, EventBus};
 use crate::planted::{self, Bug};
 
 /// Peers are told the digest at every index divisible by this.
@@ -239,7 +239,7 @@ impl DigestRing {
 
 /// The digests of one replica, shared by the apply loop, the peers' messages and the admin API.
 pub struct Digests {
-    inner: Mutex<Inner>,
+    inner: Mutex<DigestsInner>,
     /// Smallest index somebody waits for; `u64::MAX` for none. Read at every apply.
     wanted_from: AtomicU64,
     /// Last index seen by [`Digests::applied`] that was recorded or passed a wanted one.
@@ -247,11 +247,11 @@ pub struct Digests {
     mismatches: AtomicU64,
     differs: Notify,
     minority: ArcSwapOption<Minority>,
-    events: OnceLock<Events>,
+    events: OnceLock<EventBus>,
 }
 
 #[derive(Default)]
-struct Inner {
+struct DigestsInner {
     ring: DigestRing,
     wanted: BTreeSet<u64>,
 }
@@ -273,16 +273,16 @@ impl Default for Digests {
 /// A message that is no claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("digest message: expected {MESSAGE_BYTES} bytes of version {MESSAGE_VERSION}")]
-pub struct BadClaim;
+pub struct ClaimError;
 
 /// Too many indexes are waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{WANTED_MAX} indexes are waited for, which is the limit")]
-pub struct TooManyWanted;
+pub struct TooManyWaitsRejection;
 
 impl Digests {
     /// Tells mismatches to `events`; only the first call counts.
-    pub fn announce(&self, events: Events) {
+    pub fn announce(&self, events: EventBus) {
         // A second sink would be a wiring fault without effect on what is compared.
         drop(self.events.set(events));
     }
@@ -321,12 +321,12 @@ impl Digests {
     /// Where too many are asked for already, it takes the place of one further ahead.
     ///
     /// # Errors
-    /// [`TooManyWanted`].
-    pub fn want(&self, index: u64) -> Result<(), TooManyWanted> {
+    /// [`TooManyWaitsRejection`].
+    pub fn want(&self, index: u64) -> Result<(), TooManyWaitsRejection> {
         let mut inner = self.lock();
         if inner.wanted.len() >= WANTED_MAX && !inner.wanted.contains(&index) {
             if inner.wanted.last().is_none_or(|last| *last < index) {
-                return Err(TooManyWanted);
+                return Err(TooManyWaitsRejection);
             }
             inner.wanted.pop_last();
         }
@@ -382,14 +382,14 @@ impl Digests {
     /// Takes a peer's claim.
     ///
     /// # Errors
-    /// [`BadClaim`] for bytes that are none.
-    pub fn receive(&self, peer: ReplicaId, message: &[u8]) -> Result<(), BadClaim> {
+    /// [`ClaimError`] for bytes that are none.
+    pub fn receive(&self, peer: ReplicaId, message: &[u8]) -> Result<(), ClaimError> {
         let (index, theirs) = match message.split_first() {
-            Some((&MESSAGE_VERSION, rest)) => rest.split_at_checked(8).ok_or(BadClaim)?,
-            _ => return Err(BadClaim),
+            Some((&MESSAGE_VERSION, rest)) => rest.split_at_checked(8).ok_or(ClaimError)?,
+            _ => return Err(ClaimError),
         };
-        let index = u64::from_le_bytes(index.try_into().map_err(|_| BadClaim)?);
-        let theirs = u128::from_le_bytes(theirs.try_into().map_err(|_| BadClaim)?);
+        let index = u64::from_le_bytes(index.try_into().map_err(|_| ClaimError)?);
+        let theirs = u128::from_le_bytes(theirs.try_into().map_err(|_| ClaimError)?);
         let mismatch = self.lock().ring.claim(peer, index, theirs);
         if let Some(mismatch) = mismatch {
             self.sound(&mismatch);
@@ -453,7 +453,7 @@ impl Digests {
             "replicas differ at the same log index"
         );
         if let Some(events) = self.events.get() {
-            events.send(Event::DigestMismatch {
+            events.send(ClusterEvent::DigestMismatch {
                 peer,
                 index,
                 ours,
@@ -462,12 +462,12 @@ impl Digests {
         }
     }
 
-    fn publish_wanted(&self, inner: &Inner) {
+    fn publish_wanted(&self, inner: &DigestsInner) {
         let first = inner.wanted.first().copied().unwrap_or(u64::MAX);
         self.wanted_from.store(first, Ordering::Release);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, DigestsInner> {
         // The ring is whole between any two of its changes: a panic elsewhere does not spoil it.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -122,7 +122,7 @@ fn nobody_is_in_the_minority_without_a_majority() {
 #[test]
 fn a_claim_ahead_is_compared_when_its_index_is_reached() {
     let digests = Digests::default();
-    let events = Events::default();
+    let events = EventBus::default();
     let mut stream = events.subscribe();
     digests.announce(events);
     digests.receive(PEER, &message(512, 8)).unwrap();
@@ -132,7 +132,7 @@ fn a_claim_ahead_is_compared_when_its_index_is_reached() {
     assert_eq!(digests.mismatches(), 1);
     assert_eq!(
         stream.try_recv().unwrap().event,
-        Event::DigestMismatch {
+        ClusterEvent::DigestMismatch {
             peer: PEER,
             index: 512,
             ours: hex(9),
@@ -148,7 +148,7 @@ fn a_claim_ahead_is_compared_when_its_index_is_reached() {
 fn garbage_is_refused() {
     let digests = Digests::default();
     for bad in [&[][..], &[1], &[2; MESSAGE_BYTES], &[1; MESSAGE_BYTES + 1]] {
-        assert_eq!(digests.receive(PEER, bad), Err(BadClaim));
+        assert_eq!(digests.receive(PEER, bad), Err(ClaimError));
     }
 }
 
@@ -167,7 +167,7 @@ fn memory_is_bounded() {
     for index in 0..WANTED_MAX as u64 {
         digests.want(index + 1).unwrap();
     }
-    assert_eq!(digests.want(9999), Err(TooManyWanted));
+    assert_eq!(digests.want(9999), Err(TooManyWaitsRejection));
     assert_eq!(digests.want(1), Ok(()));
     // Indexes that will not be reached soon do not shut out those that will.
     let digests = Digests::default();

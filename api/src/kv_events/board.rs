@@ -6,24 +6,24 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use serde::Serialize;
 use state::ids::Slot;
 
-use super::stream::Counts;
+use super::stream::StreamCounts;
 
 /// All streams that this replica reads.
 #[derive(Debug, Default)]
-pub struct Board(Mutex<BTreeMap<Slot, Standing>>);
+pub struct StreamBoard(Mutex<BTreeMap<Slot, BackendStreams>>);
 
 /// One backend's streams, as its reader sees them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Standing {
+pub struct BackendStreams {
     /// Why nothing is followed yet.
     pub detail: Option<String>,
     /// By rank.
-    pub ranks: Vec<RankStanding>,
+    pub ranks: Vec<RankStreamStatus>,
 }
 
 /// One rank's stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct RankStanding {
+pub struct RankStreamStatus {
     /// The rank.
     pub rank: u16,
     /// Where its events are had.
@@ -39,21 +39,21 @@ pub struct RankStanding {
     /// Messages that came and are not applied here.
     pub lag_messages: u64,
     /// What it met so far.
-    pub counts: Counts,
+    pub counts: StreamCounts,
 }
 
-impl Board {
+impl StreamBoard {
     /// How the streams of the backend in `slot` stand; `None`: another replica reads them, or nobody.
     #[must_use]
-    pub fn standing(&self, slot: Slot) -> Option<Standing> {
+    pub fn standing(&self, slot: Slot) -> Option<BackendStreams> {
         self.lock().get(&slot).cloned()
     }
 
-    pub(super) fn show(&self, slot: Slot, standing: Standing) {
+    pub(super) fn show(&self, slot: Slot, standing: BackendStreams) {
         self.lock().insert(slot, standing);
     }
 
-    pub(super) fn show_rank(&self, slot: Slot, rank: RankStanding) {
+    pub(super) fn show_rank(&self, slot: Slot, rank: RankStreamStatus) {
         let mut board = self.lock();
         let Some(standing) = board.get_mut(&slot) else {
             return;
@@ -68,7 +68,7 @@ impl Board {
         self.lock().remove(&slot);
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Slot, Standing>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Slot, BackendStreams>> {
         // Entries are written whole.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

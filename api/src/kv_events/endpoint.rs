@@ -18,27 +18,27 @@ pub const RANKS_MAX: u16 = 64;
 
 /// `kv_events` of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
+pub enum KvEventsSource {
     /// Asked from the engine.
     Auto,
     /// Here.
-    At(Endpoint),
+    At(KvEndpoint),
 }
 
 /// An endpoint, of the first rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Endpoint {
+pub struct KvEndpoint {
     /// Who listens.
-    pub side: Side,
+    pub side: ListeningSide,
     /// Where.
-    pub address: Address,
+    pub address: KvAddress,
     /// Data-parallel ranks.
     pub ranks: u16,
 }
 
 /// Which side of a connection listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
+pub enum ListeningSide {
     /// The engine.
     Engine,
     /// The reading replica.
@@ -47,7 +47,7 @@ pub enum Side {
 
 /// Where it listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Address {
+pub enum KvAddress {
     /// TCP.
     Tcp {
         /// Name or address; `None`: that of the backend's URL.
@@ -62,15 +62,15 @@ pub enum Address {
 /// What is no endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected {0}")]
-pub struct BadEndpoint(&'static str);
+pub struct EndpointError(&'static str);
 
 const FORM: &str = "tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional \
                     ?ranks=N, or auto";
 
-impl FromStr for Source {
-    type Err = BadEndpoint;
+impl FromStr for KvEventsSource {
+    type Err = EndpointError;
 
-    fn from_str(text: &str) -> Result<Self, BadEndpoint> {
+    fn from_str(text: &str) -> Result<Self, EndpointError> {
         match text {
             "auto" => Ok(Self::Auto),
             _ => text.parse().map(Self::At),
@@ -78,24 +78,24 @@ impl FromStr for Source {
     }
 }
 
-impl FromStr for Endpoint {
-    type Err = BadEndpoint;
+impl FromStr for KvEndpoint {
+    type Err = EndpointError;
 
-    fn from_str(text: &str) -> Result<Self, BadEndpoint> {
+    fn from_str(text: &str) -> Result<Self, EndpointError> {
         let (text, ranks) = match text.split_once("?ranks=") {
             Some((text, ranks)) => (text, ranks.parse().unwrap_or(0)),
             None => (text, 1),
         };
         if ranks == 0 || ranks > RANKS_MAX {
-            return Err(BadEndpoint("1 to 64 ranks"));
+            return Err(EndpointError("1 to 64 ranks"));
         }
         let (text, side) = match text.strip_prefix("bind:") {
-            Some(text) => (text, Side::Here),
-            None => (text, Side::Engine),
+            Some(text) => (text, ListeningSide::Here),
+            None => (text, ListeningSide::Engine),
         };
         let address = text.parse()?;
-        if matches!(address, Address::Ipc(_)) && ranks > 1 {
-            return Err(BadEndpoint("one rank per ipc:// endpoint"));
+        if matches!(address, KvAddress::Ipc(_)) && ranks > 1 {
+            return Err(EndpointError("one rank per ipc:// endpoint"));
         }
         Ok(Self {
             side,
@@ -105,20 +105,20 @@ impl FromStr for Endpoint {
     }
 }
 
-impl FromStr for Address {
-    type Err = BadEndpoint;
+impl FromStr for KvAddress {
+    type Err = EndpointError;
 
-    fn from_str(text: &str) -> Result<Self, BadEndpoint> {
+    fn from_str(text: &str) -> Result<Self, EndpointError> {
         if let Some(path) = text.strip_prefix("ipc://")
             && path.starts_with('/')
         {
             return Ok(Self::Ipc(PathBuf::from(path)));
         }
-        let rest = text.strip_prefix("tcp://").ok_or(BadEndpoint(FORM))?;
-        let (host, port) = rest.rsplit_once(':').ok_or(BadEndpoint(FORM))?;
-        let port: u16 = port.parse().map_err(|_| BadEndpoint(FORM))?;
+        let rest = text.strip_prefix("tcp://").ok_or(EndpointError(FORM))?;
+        let (host, port) = rest.rsplit_once(':').ok_or(EndpointError(FORM))?;
+        let port: u16 = port.parse().map_err(|_| EndpointError(FORM))?;
         if host.is_empty() || host.contains(['/', '?', '@', ' ']) || port == 0 {
-            return Err(BadEndpoint(FORM));
+            return Err(EndpointError(FORM));
         }
         let host = match host {
             "*" => None,
@@ -128,17 +128,17 @@ impl FromStr for Address {
     }
 }
 
-impl Endpoint {
+impl KvEndpoint {
     /// Where `rank` of an engine at `engine_host` is; `None` when there is no such port.
     #[must_use]
-    pub fn of_rank(&self, rank: u16, engine_host: &str) -> Option<Address> {
+    pub fn of_rank(&self, rank: u16, engine_host: &str) -> Option<KvAddress> {
         match &self.address {
-            Address::Ipc(path) => Some(Address::Ipc(path.clone())),
-            Address::Tcp { host, port } => Some(Address::Tcp {
+            KvAddress::Ipc(path) => Some(KvAddress::Ipc(path.clone())),
+            KvAddress::Tcp { host, port } => Some(KvAddress::Tcp {
                 host: Some(match (host, self.side) {
                     (Some(host), _) => host.clone(),
-                    (None, Side::Engine) => engine_host.to_owned(),
-                    (None, Side::Here) => "0.0.0.0".to_owned(),
+                    (None, ListeningSide::Engine) => engine_host.to_owned(),
+                    (None, ListeningSide::Here) => "0.0.0.0".to_owned(),
                 }),
                 port: port.checked_add(rank)?,
             }),
@@ -146,7 +146,7 @@ impl Endpoint {
     }
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for KvAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ipc(path) => write!(f, "ipc://{}", path.display()),
@@ -165,25 +165,25 @@ pub fn check(
     kv_events: Option<&str>,
     kv_replay: Option<&str>,
 ) -> Result<(), (&'static str, String)> {
-    let source = kv_events.map(str::parse::<Source>).transpose();
+    let source = kv_events.map(str::parse::<KvEventsSource>).transpose();
     let source = source.map_err(|bad| ("kv_events", bad.to_string()))?;
     let Some(replay) = kv_replay else {
         return Ok(());
     };
     let fault = |expected: &str| Err(("kv_replay", format!("expected {expected}")));
-    match (source, replay.parse::<Endpoint>()) {
+    match (source, replay.parse::<KvEndpoint>()) {
         (None, _) => fault("kv_events beside it"),
-        (Some(Source::Auto), _) => {
+        (Some(KvEventsSource::Auto), _) => {
             fault("no endpoint: with kv_events = \"auto\" the engine names it")
         }
         (_, Err(bad)) => Err(("kv_replay", bad.to_string())),
-        (_, Ok(replay)) if replay.side == Side::Here => {
+        (_, Ok(replay)) if replay.side == ListeningSide::Here => {
             fault("an endpoint the engine listens at: replays are asked for by the reader")
         }
-        (Some(Source::At(events)), Ok(replay)) if replay.ranks != events.ranks => {
+        (Some(KvEventsSource::At(events)), Ok(replay)) if replay.ranks != events.ranks => {
             fault("as many ranks as kv_events has")
         }
-        (Some(Source::At(_)), Ok(_)) => Ok(()),
+        (Some(KvEventsSource::At(_)), Ok(_)) => Ok(()),
     }
 }
 
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     fn shown(text: &str, rank: u16) -> String {
-        match text.parse::<Endpoint>() {
+        match text.parse::<KvEndpoint>() {
             Ok(endpoint) => match endpoint.of_rank(rank, "gpu") {
                 Some(address) => format!("{:?} {address}", endpoint.side),
                 None => "no such port".to_owned(),
@@ -225,14 +225,14 @@ mod tests {
             "tcp://a:1/x",
             "ipc://x",
         ] {
-            assert!(text.parse::<Source>().is_err(), "{text}");
+            assert!(text.parse::<KvEventsSource>().is_err(), "{text}");
         }
         for text in [
             "tcp://a:1?ranks=0",
             "tcp://a:1?ranks=65",
             "ipc:///x?ranks=2",
         ] {
-            assert!(text.parse::<Source>().is_err(), "{text}");
+            assert!(text.parse::<KvEventsSource>().is_err(), "{text}");
         }
     }
 

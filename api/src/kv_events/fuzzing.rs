@@ -15,10 +15,10 @@ use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 use tokio::runtime::Runtime;
 
-use super::endpoint::{Address, Endpoint, RANKS_MAX, Source, check};
-use super::stream::{Around, Effect, Identity, Stream};
+use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, RANKS_MAX, check};
+use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 use super::wire;
-use super::zmtp::{Connection, Kind, greeting, put_frame, ready};
+use super::zmtp::{SocketType, ZmtpConnection, greeting, put_frame, ready};
 
 /// A payload.
 pub fn kv_payload(bytes: &[u8]) {
@@ -30,9 +30,9 @@ pub fn kv_payload(bytes: &[u8]) {
         .events
         .iter()
         .map(|event| match event {
-            wire::Event::Stored(stored) => 1 + stored.hashes.len() + stored.tokens.len(),
-            wire::Event::Removed(removed) => 1 + removed.hashes.len(),
-            wire::Event::Cleared | wire::Event::Unknown => 1,
+            wire::EngineEvent::Stored(stored) => 1 + stored.hashes.len() + stored.tokens.len(),
+            wire::EngineEvent::Removed(removed) => 1 + removed.hashes.len(),
+            wire::EngineEvent::Cleared | wire::EngineEvent::Unknown => 1,
         })
         .sum();
     assert!(told <= bytes.len(), "{told} of {} bytes", bytes.len());
@@ -43,7 +43,7 @@ pub fn kv_payload(bytes: &[u8]) {
 /// byte), a sequence number (1 byte), the length of a payload (2 bytes, little-endian), the payload.
 pub fn kv_stream(mut bytes: &[u8]) {
     let mut rig = Rig::new();
-    let mut stream = Stream::new(identity(), true, None);
+    let mut stream = EventStream::new(identity(), true, None);
     let mut now_ms = 1_000_000;
     while let Some(([what, seq, low, high], rest)) = bytes.split_first_chunk() {
         let length = usize::from(u16::from_le_bytes([*low, *high])).min(rest.len());
@@ -51,7 +51,7 @@ pub fn kv_stream(mut bytes: &[u8]) {
         bytes = rest;
         now_ms += 20;
         let known = |engine: EngineHash| rig.known(engine);
-        let around = Around {
+        let around = StreamContext {
             now_ms,
             known: &known,
         };
@@ -88,13 +88,18 @@ pub fn zmtp(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else {
         return;
     };
-    let kind = [Kind::Pub, Kind::Sub, Kind::Dealer, Kind::Router][usize::from(kind % 4)];
+    let kind = [
+        SocketType::Pub,
+        SocketType::Sub,
+        SocketType::Dealer,
+        SocketType::Router,
+    ][usize::from(kind % 4)];
     for peer in [bytes.to_vec(), [&greeted(kind)[..], bytes].concat()] {
         let sent = peer.len();
         let stream = tokio::io::join(Cursor::new(peer), tokio::io::sink());
         RUNTIME.with(|runtime| {
             runtime.block_on(async {
-                let Ok(mut connection) = Connection::open(stream, kind).await else {
+                let Ok(mut connection) = ZmtpConnection::open(stream, kind).await else {
                     return;
                 };
                 let mut received = 0;
@@ -112,16 +117,16 @@ pub fn endpoint(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
-    if let Ok(endpoint) = text.parse::<Endpoint>() {
+    if let Ok(endpoint) = text.parse::<KvEndpoint>() {
         assert!((1..=RANKS_MAX).contains(&endpoint.ranks));
         for rank in [0, 1, endpoint.ranks - 1, u16::MAX] {
             let Some(address) = endpoint.of_rank(rank, "10.0.0.1") else {
                 continue;
             };
-            assert_eq!(address.to_string().parse::<Address>(), Ok(address));
+            assert_eq!(address.to_string().parse::<KvAddress>(), Ok(address));
         }
     }
-    let source = text.parse::<Source>();
+    let source = text.parse::<KvEventsSource>();
     let pair = text.split_once(' ');
     let (events, replay) = pair.map_or((Some(text), None), |(a, b)| (Some(a), Some(b)));
     if check(events, replay).is_ok() && pair.is_none() {
@@ -196,9 +201,9 @@ pub fn zmtp_seeds() -> Vec<Vec<u8>> {
     put_frame(&mut message, 4, b"\x04PING\x00\x0acontext");
     put_frame(&mut message, 0, &[5; 300]);
     vec![
-        [&[1][..], &greeted(Kind::Sub), &message].concat(),
+        [&[1][..], &greeted(SocketType::Sub), &message].concat(),
         [&[1][..], &message].concat(),
-        [&[2][..], &greeted(Kind::Dealer), &message].concat(),
+        [&[2][..], &greeted(SocketType::Dealer), &message].concat(),
     ]
 }
 
@@ -218,18 +223,18 @@ pub fn endpoint_seeds() -> Vec<Vec<u8>> {
 const IN_MEMORY: &str = "writing into memory cannot fail";
 
 /// What a peer that talks to `kind` sends before its first message.
-fn greeted(kind: Kind) -> Vec<u8> {
+fn greeted(kind: SocketType) -> Vec<u8> {
     let peer = match kind {
-        Kind::Pub => Kind::Sub,
-        Kind::Sub => Kind::Pub,
-        Kind::Dealer => Kind::Router,
-        Kind::Router => Kind::Dealer,
+        SocketType::Pub => SocketType::Sub,
+        SocketType::Sub => SocketType::Pub,
+        SocketType::Dealer => SocketType::Router,
+        SocketType::Router => SocketType::Dealer,
     };
     [&greeting()[..], &ready(peer)].concat()
 }
 
-fn identity() -> Identity {
-    Identity {
+fn identity() -> HashIdentity {
+    HashIdentity {
         hashing: 7.into(),
         model: "tiny".to_owned(),
         block_size: 16,
@@ -354,10 +359,10 @@ impl Rig {
         self.known.get(&engine).copied()
     }
 
-    fn tell(&mut self, effects: Vec<Effect>) {
+    fn tell(&mut self, effects: Vec<StreamEffect>) {
         let mut items = Vec::new();
         for effect in effects {
-            let Effect::Tell { publisher, news } = effect else {
+            let StreamEffect::Tell { publisher, news } = effect else {
                 continue;
             };
             if let KvNews::Message(message) = &news {

@@ -22,4 +22,4 @@ mod fixtures;
 #[cfg(test)]
 mod recorded;
 
-pub use pack::BadPack;
+pub use pack::MsgpackError;

@@ -9,7 +9,7 @@ const DEPTH_MAX: u32 = 32;
 /// Bytes that are not the msgpack that was expected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected {expected} {left} bytes before the end")]
-pub struct BadPack {
+pub struct MsgpackError {
     /// What was expected.
     pub expected: &'static str,
     /// Bytes from there to the end.
@@ -18,13 +18,13 @@ pub struct BadPack {
 
 /// What is still to be read.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Pack<'a> {
+pub(super) struct MsgpackReader<'a> {
     rest: &'a [u8],
 }
 
 /// A value that has no parts, or the number of parts that follow.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Value<'a> {
+pub(super) enum MsgpackValue<'a> {
     /// `nil`.
     Nil,
     /// A truth value.
@@ -45,7 +45,7 @@ pub(super) enum Value<'a> {
     Extension,
 }
 
-impl<'a> Pack<'a> {
+impl<'a> MsgpackReader<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
     }
@@ -55,14 +55,14 @@ impl<'a> Pack<'a> {
         self.rest.is_empty()
     }
 
-    fn bad(&self, expected: &'static str) -> BadPack {
-        BadPack {
+    fn bad(&self, expected: &'static str) -> MsgpackError {
+        MsgpackError {
             expected,
             left: self.rest.len(),
         }
     }
 
-    fn take(&mut self, bytes: usize) -> Result<&'a [u8], BadPack> {
+    fn take(&mut self, bytes: usize) -> Result<&'a [u8], MsgpackError> {
         match self.rest.split_at_checked(bytes) {
             Some((taken, rest)) => {
                 self.rest = rest;
@@ -73,81 +73,81 @@ impl<'a> Pack<'a> {
     }
 
     /// A big-endian number of `bytes` bytes, at most eight.
-    fn number(&mut self, bytes: usize) -> Result<u64, BadPack> {
+    fn number(&mut self, bytes: usize) -> Result<u64, MsgpackError> {
         let digits = self.take(bytes)?;
         Ok(digits
             .iter()
             .fold(0, |sum, digit| sum << 8 | u64::from(*digit)))
     }
 
-    fn signed(&mut self, bytes: usize) -> Result<u64, BadPack> {
+    fn signed(&mut self, bytes: usize) -> Result<u64, MsgpackError> {
         let shift = 64 - 8 * u32::try_from(bytes).unwrap_or(8);
         let number = self.number(bytes)? << shift;
         Ok((number.cast_signed() >> shift).cast_unsigned())
     }
 
-    fn length(&mut self, bytes: usize) -> Result<u32, BadPack> {
+    fn length(&mut self, bytes: usize) -> Result<u32, MsgpackError> {
         Ok(u32::try_from(self.number(bytes)?).unwrap_or(u32::MAX))
     }
 
-    fn run(&mut self, length: u32) -> Result<&'a [u8], BadPack> {
+    fn run(&mut self, length: u32) -> Result<&'a [u8], MsgpackError> {
         self.take(usize::try_from(length).unwrap_or(usize::MAX))
     }
 
     /// The next value, or the head of it.
-    pub(super) fn value(&mut self) -> Result<Value<'a>, BadPack> {
+    pub(super) fn value(&mut self) -> Result<MsgpackValue<'a>, MsgpackError> {
         let marker = Marker::from_u8(self.take(1)?[0]);
         Ok(match marker {
-            Marker::Null => Value::Nil,
-            Marker::True | Marker::False => Value::Flag,
-            Marker::FixPos(number) => Value::Integer(number.into()),
-            Marker::FixNeg(number) => Value::Integer(i64::from(number).cast_unsigned()),
-            Marker::U8 => Value::Integer(self.number(1)?),
-            Marker::U16 => Value::Integer(self.number(2)?),
-            Marker::U32 => Value::Integer(self.number(4)?),
-            Marker::U64 => Value::Integer(self.number(8)?),
-            Marker::I8 => Value::Integer(self.signed(1)?),
-            Marker::I16 => Value::Integer(self.signed(2)?),
-            Marker::I32 => Value::Integer(self.signed(4)?),
-            Marker::I64 => Value::Integer(self.signed(8)?),
-            Marker::F32 => self.take(4).map(|_| Value::Float)?,
-            Marker::F64 => self.take(8).map(|_| Value::Float)?,
-            Marker::FixStr(length) => Value::Text(self.run(length.into())?),
+            Marker::Null => MsgpackValue::Nil,
+            Marker::True | Marker::False => MsgpackValue::Flag,
+            Marker::FixPos(number) => MsgpackValue::Integer(number.into()),
+            Marker::FixNeg(number) => MsgpackValue::Integer(i64::from(number).cast_unsigned()),
+            Marker::U8 => MsgpackValue::Integer(self.number(1)?),
+            Marker::U16 => MsgpackValue::Integer(self.number(2)?),
+            Marker::U32 => MsgpackValue::Integer(self.number(4)?),
+            Marker::U64 => MsgpackValue::Integer(self.number(8)?),
+            Marker::I8 => MsgpackValue::Integer(self.signed(1)?),
+            Marker::I16 => MsgpackValue::Integer(self.signed(2)?),
+            Marker::I32 => MsgpackValue::Integer(self.signed(4)?),
+            Marker::I64 => MsgpackValue::Integer(self.signed(8)?),
+            Marker::F32 => self.take(4).map(|_| MsgpackValue::Float)?,
+            Marker::F64 => self.take(8).map(|_| MsgpackValue::Float)?,
+            Marker::FixStr(length) => MsgpackValue::Text(self.run(length.into())?),
             Marker::Str8 => self
                 .length(1)
                 .and_then(|it| self.run(it))
-                .map(Value::Text)?,
+                .map(MsgpackValue::Text)?,
             Marker::Str16 => self
                 .length(2)
                 .and_then(|it| self.run(it))
-                .map(Value::Text)?,
+                .map(MsgpackValue::Text)?,
             Marker::Str32 => self
                 .length(4)
                 .and_then(|it| self.run(it))
-                .map(Value::Text)?,
+                .map(MsgpackValue::Text)?,
             Marker::Bin8 => self
                 .length(1)
                 .and_then(|it| self.run(it))
-                .map(Value::Bytes)?,
+                .map(MsgpackValue::Bytes)?,
             Marker::Bin16 => self
                 .length(2)
                 .and_then(|it| self.run(it))
-                .map(Value::Bytes)?,
+                .map(MsgpackValue::Bytes)?,
             Marker::Bin32 => self
                 .length(4)
                 .and_then(|it| self.run(it))
-                .map(Value::Bytes)?,
-            Marker::FixArray(length) => Value::Array(length.into()),
-            Marker::Array16 => Value::Array(self.length(2)?),
-            Marker::Array32 => Value::Array(self.length(4)?),
-            Marker::FixMap(length) => Value::Map(length.into()),
-            Marker::Map16 => Value::Map(self.length(2)?),
-            Marker::Map32 => Value::Map(self.length(4)?),
-            Marker::FixExt1 => self.take(2).map(|_| Value::Extension)?,
-            Marker::FixExt2 => self.take(3).map(|_| Value::Extension)?,
-            Marker::FixExt4 => self.take(5).map(|_| Value::Extension)?,
-            Marker::FixExt8 => self.take(9).map(|_| Value::Extension)?,
-            Marker::FixExt16 => self.take(17).map(|_| Value::Extension)?,
+                .map(MsgpackValue::Bytes)?,
+            Marker::FixArray(length) => MsgpackValue::Array(length.into()),
+            Marker::Array16 => MsgpackValue::Array(self.length(2)?),
+            Marker::Array32 => MsgpackValue::Array(self.length(4)?),
+            Marker::FixMap(length) => MsgpackValue::Map(length.into()),
+            Marker::Map16 => MsgpackValue::Map(self.length(2)?),
+            Marker::Map32 => MsgpackValue::Map(self.length(4)?),
+            Marker::FixExt1 => self.take(2).map(|_| MsgpackValue::Extension)?,
+            Marker::FixExt2 => self.take(3).map(|_| MsgpackValue::Extension)?,
+            Marker::FixExt4 => self.take(5).map(|_| MsgpackValue::Extension)?,
+            Marker::FixExt8 => self.take(9).map(|_| MsgpackValue::Extension)?,
+            Marker::FixExt16 => self.take(17).map(|_| MsgpackValue::Extension)?,
             Marker::Ext8 => self.extension(1)?,
             Marker::Ext16 => self.extension(2)?,
             Marker::Ext32 => self.extension(4)?,
@@ -155,14 +155,14 @@ impl<'a> Pack<'a> {
         })
     }
 
-    fn extension(&mut self, length_bytes: usize) -> Result<Value<'a>, BadPack> {
+    fn extension(&mut self, length_bytes: usize) -> Result<MsgpackValue<'a>, MsgpackError> {
         let length = self.length(length_bytes)?;
         self.take(1)?;
-        self.run(length).map(|_| Value::Extension)
+        self.run(length).map(|_| MsgpackValue::Extension)
     }
 
     /// Passes over the next value with all its parts.
-    pub(super) fn skip(&mut self) -> Result<(), BadPack> {
+    pub(super) fn skip(&mut self) -> Result<(), MsgpackError> {
         // Values still to come at each level; a level is left when it has none.
         let mut levels = [0_u64; DEPTH_MAX as usize];
         let mut depth = 0;
@@ -176,8 +176,8 @@ impl<'a> Pack<'a> {
             }
             levels[depth] -= 1;
             let parts = match self.value()? {
-                Value::Array(parts) => u64::from(parts),
-                Value::Map(pairs) => 2 * u64::from(pairs),
+                MsgpackValue::Array(parts) => u64::from(parts),
+                MsgpackValue::Map(pairs) => 2 * u64::from(pairs),
                 _ => 0,
             };
             if parts > 0 {
@@ -188,19 +188,19 @@ impl<'a> Pack<'a> {
     }
 
     /// An array's length.
-    pub(super) fn array(&mut self) -> Result<u32, BadPack> {
+    pub(super) fn array(&mut self) -> Result<u32, MsgpackError> {
         let before = *self;
         match self.value()? {
-            Value::Array(length) => Ok(length),
+            MsgpackValue::Array(length) => Ok(length),
             _ => Err(before.bad("an array")),
         }
     }
 
     /// A number that fits 32 bits without a sign.
-    pub(super) fn small(&mut self) -> Result<u32, BadPack> {
+    pub(super) fn small(&mut self) -> Result<u32, MsgpackError> {
         let before = *self;
         match self.value()? {
-            Value::Integer(number) => {
+            MsgpackValue::Integer(number) => {
                 u32::try_from(number).map_err(|_| before.bad("a number of 32 bits"))
             }
             _ => Err(before.bad("a number of 32 bits")),
@@ -234,9 +234,12 @@ mod tests {
         for number in numbers {
             rmp::encode::write_sint(&mut bytes, number).unwrap();
         }
-        let mut pack = Pack::new(&bytes);
+        let mut pack = MsgpackReader::new(&bytes);
         for number in numbers {
-            assert_eq!(pack.value(), Ok(Value::Integer(number.cast_unsigned())));
+            assert_eq!(
+                pack.value(),
+                Ok(MsgpackValue::Integer(number.cast_unsigned()))
+            );
         }
         assert!(pack.is_empty());
     }
@@ -245,19 +248,19 @@ mod tests {
     fn nested_values_are_skipped_as_one() {
         // [{"a": [1, [2]]}, "b"], then 5.
         let bytes = b"\x92\x81\xa1a\x92\x01\x91\x02\xa1b\x05";
-        let mut pack = Pack::new(bytes);
+        let mut pack = MsgpackReader::new(bytes);
         pack.skip().unwrap();
-        assert_eq!(pack.value(), Ok(Value::Integer(5)));
+        assert_eq!(pack.value(), Ok(MsgpackValue::Integer(5)));
         let deep = [0x91_u8; 100];
-        assert!(Pack::new(&deep).skip().is_err());
+        assert!(MsgpackReader::new(&deep).skip().is_err());
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let mut pack = Pack::new(&bytes);
+            let mut pack = MsgpackReader::new(&bytes);
             while !pack.is_empty() && pack.value().is_ok() {}
-            let mut pack = Pack::new(&bytes);
+            let mut pack = MsgpackReader::new(&bytes);
             while !pack.is_empty() && pack.skip().is_ok() {}
         }
     }

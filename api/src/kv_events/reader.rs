@@ -1,7 +1,7 @@
 //! Reads the KV events of the backends that this replica is to read.
 //!
 //! One task per backend, which asks the engine what must be known (`source`), and one per
-//! data-parallel rank, which joins the sockets to a [`Stream`] and tells the cluster through the
+//! data-parallel rank, which joins the sockets to a [`EventStream`] and tells the cluster through the
 //! outbox. When the outbox has no room the task waits, and with it the engine's publisher, which
 //! then drops messages; they are replayed when there is room again. Nothing waits for a reader.
 
@@ -16,14 +16,14 @@ use std::time::Duration;
 use state::command::Item;
 use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRefusal};
 use state::ids::{BackendRef, Slot};
-use state::{Backend, Registry, View};
+use state::{Backend, Registry, StateView};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use super::board::{Board, Standing};
+use super::board::{BackendStreams, StreamBoard};
 use super::socket::Sockets;
-use super::source::{self, Found};
-use super::stream::{Identity, Stream};
+use super::source::{self, EngineSources};
+use super::stream::{EventStream, HashIdentity};
 use crate::backends::Backends;
 use crate::ports::Cluster;
 use crate::routing::Router;
@@ -36,11 +36,11 @@ const ASK_AGAIN: Duration = Duration::from_millis(500);
 
 /// What reading needs of a replica.
 #[derive(Clone)]
-pub struct Parts {
+pub struct ReaderParts {
     /// The replicated state.
     pub cluster: Arc<dyn Cluster>,
     /// Its published part.
-    pub view: Arc<View>,
+    pub view: Arc<StateView>,
     /// Takes what is told.
     pub router: Arc<Router>,
     /// How engines are asked.
@@ -48,24 +48,24 @@ pub struct Parts {
     /// How what they publish is reached.
     pub sockets: Arc<dyn Sockets>,
     /// Where is shown how their streams stand.
-    pub board: Arc<Board>,
+    pub board: Arc<StreamBoard>,
 }
 
 /// A backend's task; dropping it ends the task.
-struct Reading {
+struct ReaderTask {
     backend: Backend,
     task: AbortHandle,
 }
 
-impl Drop for Reading {
+impl Drop for ReaderTask {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
 /// Reads what is assigned to this replica until `stop`.
-pub async fn run(parts: Parts, stop: CancellationToken) {
-    let mut readings: BTreeMap<Slot, Reading> = BTreeMap::new();
+pub async fn run(parts: ReaderParts, stop: CancellationToken) {
+    let mut readings: BTreeMap<Slot, ReaderTask> = BTreeMap::new();
     let mut seen: Option<Arc<Registry>> = None;
     let mut ticks = tokio::time::interval(LOOK_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -99,7 +99,7 @@ pub async fn run(parts: Parts, stop: CancellationToken) {
         for backend in ours {
             let start = || {
                 let reading = read_backend(parts.clone(), backend.clone());
-                Reading {
+                ReaderTask {
                     backend: backend.clone(),
                     task: tokio::spawn(reading).abort_handle(),
                 }
@@ -111,7 +111,7 @@ pub async fn run(parts: Parts, stop: CancellationToken) {
 }
 
 /// Reads one backend for ever.
-async fn read_backend(parts: Parts, backend: Backend) {
+async fn read_backend(parts: ReaderParts, backend: Backend) {
     loop {
         read_while_sound(&parts, &backend).await;
         tracing::error!(backend = %backend.spec.id, "KV event reader failed; restarting it");
@@ -121,9 +121,9 @@ async fn read_backend(parts: Parts, backend: Backend) {
 }
 
 /// Reads one backend until the task of a rank breaks, which none should.
-async fn read_while_sound(parts: &Parts, backend: &Backend) {
+async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
     let slot = backend.handle.slot;
-    parts.board.show(slot, Standing::default());
+    parts.board.show(slot, BackendStreams::default());
     let found = loop {
         let key = parts.backends.keys();
         let key = key.of_probes(&backend.spec.id, &backend.spec.url).cloned();
@@ -133,7 +133,7 @@ async fn read_while_sound(parts: &Parts, backend: &Backend) {
                 let detail = Some(why);
                 parts.board.show(
                     slot,
-                    Standing {
+                    BackendStreams {
                         detail,
                         ranks: Vec::new(),
                     },
@@ -152,10 +152,10 @@ async fn read_while_sound(parts: &Parts, backend: &Backend) {
         }
     };
     name_ranks(parts, backend.handle, &found).await;
-    parts.board.show(slot, Standing::default());
+    parts.board.show(slot, BackendStreams::default());
     let mut ranks = JoinSet::new();
     for source in found.ranks {
-        let stream = Resume {
+        let stream = ResumePoint {
             parts,
             backend: backend.handle,
             identity: &identity,
@@ -174,7 +174,7 @@ async fn read_while_sound(parts: &Parts, backend: &Backend) {
 }
 
 /// What the state knows of the ranks of this life.
-fn known_ranks(parts: &Parts, backend: BackendRef) -> Vec<KvRankStatus> {
+fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
     let mut ranks = Vec::new();
     parts.cluster.with_state(&mut |state| {
         let status = state.kv_status(backend.slot);
@@ -185,7 +185,7 @@ fn known_ranks(parts: &Parts, backend: BackendRef) -> Vec<KvRankStatus> {
 }
 
 /// Nobody reads yet: what counts as exact is in doubt.
-fn object(parts: &Parts, backend: BackendRef) {
+fn object(parts: &ReaderParts, backend: BackendRef) {
     for rank in known_ranks(parts, backend) {
         if rank.condition == KvCondition::EXACT {
             // Without room it is told at the next try.
@@ -201,7 +201,7 @@ fn object(parts: &Parts, backend: BackendRef) {
 
 /// Has the state know of just the ranks there are: one of several that nobody has reached must not go
 /// unnoticed beside those that are exact, and one that is no more holds nothing.
-async fn name_ranks(parts: &Parts, backend: BackendRef, found: &Found) {
+async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSources) {
     let known = known_ranks(parts, backend);
     let is_known = |rank: u16| known.iter().any(|it| it.rank == rank);
     let mut news = Vec::new();
@@ -233,18 +233,18 @@ async fn name_ranks(parts: &Parts, backend: BackendRef, found: &Found) {
 }
 
 /// Tells the cluster once there is room for it.
-async fn tell(parts: &Parts, batch: KvBatch) {
+async fn tell(parts: &ReaderParts, batch: KvBatch) {
     while !parts.router.note(Item::KvEvents(batch.clone())) {
         tokio::time::sleep(ASK_AGAIN).await;
     }
 }
 
 /// Under which model and block size this engine's blocks are hashed.
-fn identify(parts: &Parts, found: &Found) -> Result<Identity, KvRefusal> {
+fn identify(parts: &ReaderParts, found: &EngineSources) -> Result<HashIdentity, KvRefusal> {
     let model = found.model.clone().ok_or(KvRefusal::Models)?;
     let block_size = parts.router.token_block_size(&model);
     let block_size = block_size.ok_or(KvRefusal::Tokenizer)?;
-    Ok(Identity {
+    Ok(HashIdentity {
         hashing: parts.view.registry().hashing(),
         model,
         block_size,
@@ -252,14 +252,14 @@ fn identify(parts: &Parts, found: &Found) -> Result<Identity, KvRefusal> {
 }
 
 /// Where a stream goes on.
-struct Resume<'a> {
-    parts: &'a Parts,
+struct ResumePoint<'a> {
+    parts: &'a ReaderParts,
     backend: BackendRef,
-    identity: &'a Identity,
+    identity: &'a HashIdentity,
 }
 
-impl Resume<'_> {
-    fn stream(&self, rank: u16, has_replay: bool) -> Stream {
+impl ResumePoint<'_> {
+    fn stream(&self, rank: u16, has_replay: bool) -> EventStream {
         let mut position = None;
         self.parts.cluster.with_state(&mut |state| {
             let positions = state.kv_positions(self.backend.slot);
@@ -270,15 +270,15 @@ impl Resume<'_> {
         let known = known.iter().find(|it| it.rank == rank);
         match known.and_then(|it| it.condition.reason) {
             Some(KvReason::Refused(refusal)) if is_void(refusal, &identity) => {
-                Stream::anew(identity, has_replay, position.map_or(0, |it| it.publisher))
+                EventStream::anew(identity, has_replay, position.map_or(0, |it| it.publisher))
             }
-            _ => Stream::new(identity, has_replay, position),
+            _ => EventStream::new(identity, has_replay, position),
         }
     }
 }
 
 /// Whether what an engine was refused for is mended: a refusal lasts as long as the run it was said of.
-fn is_void(refusal: KvRefusal, identity: &Identity) -> bool {
+fn is_void(refusal: KvRefusal, identity: &HashIdentity) -> bool {
     match refusal {
         KvRefusal::Tokenizer | KvRefusal::Models => true,
         KvRefusal::BlockSize { router, .. } => router != identity.block_size,
@@ -287,11 +287,16 @@ fn is_void(refusal: KvRefusal, identity: &Identity) -> bool {
 }
 
 /// Tells that this engine's events cannot be used, once there is room for it.
-async fn refuse(parts: &Parts, backend: BackendRef, found: &Found, refusal: KvRefusal) {
+async fn refuse(
+    parts: &ReaderParts,
+    backend: BackendRef,
+    found: &EngineSources,
+    refusal: KvRefusal,
+) {
     let detail = Some(format!("{refusal:?}"));
     parts.board.show(
         backend.slot,
-        Standing {
+        BackendStreams {
             detail,
             ranks: Vec::new(),
         },

@@ -1,4 +1,4 @@
-//! Recorded streams all the way: bytes, [`Stream`], log, state, and what routing then finds. Readers hand
+//! Recorded streams all the way: bytes, [`EventStream`], log, state, and what routing then finds. Readers hand
 //! over in between, and a second replica is rebuilt from snapshots.
 
 use std::collections::{BTreeMap, HashMap};
@@ -12,8 +12,8 @@ use state::ids::{
 use state::policy::{CostSettings, PolicyConfig};
 
 use super::fixtures::{self, Message};
-use super::stream::{Around, Effect, Identity, Stream};
-use super::wire::{self, Event};
+use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
+use super::wire::{self, EngineEvent};
 use crate::prompt::{TokenScope, chain_of_tokens};
 
 const HASH_SEED: u64 = 7;
@@ -27,13 +27,13 @@ struct Rig {
     rebuilt: RouterState,
     backend: BackendRef,
     seq: u64,
-    stream: Stream,
+    stream: EventStream,
     block_size: u32,
     sent: &'static [Message],
 }
 
-fn identity(block_size: u32) -> Identity {
-    Identity {
+fn identity(block_size: u32) -> HashIdentity {
+    HashIdentity {
         hashing: HASH_SEED.into(),
         model: MODEL.to_owned(),
         block_size,
@@ -58,7 +58,7 @@ impl Rig {
                 incarnation: Incarnation(0),
             },
             seq: 0,
-            stream: Stream::new(identity(block_size), true, None),
+            stream: EventStream::new(identity(block_size), true, None),
             block_size,
             sent: &[],
         };
@@ -105,16 +105,16 @@ impl Rig {
     }
 
     /// Lets the stream act and carries out what it wants, replays from what was sent so far.
-    fn act(&mut self, act: &mut dyn FnMut(&mut Stream, &Around<'_>)) {
+    fn act(&mut self, act: &mut dyn FnMut(&mut EventStream, &StreamContext<'_>)) {
         let (slot, state) = (self.backend.slot, &self.steady);
-        let around = Around {
+        let around = StreamContext {
             now_ms: 1000,
             known: &|engine| state.kv_router_hash(slot, 0, engine),
         };
         act(&mut self.stream, &around);
         for effect in self.stream.take_effects() {
             match effect {
-                Effect::Tell { publisher, news } => self.apply(Command::Batch {
+                StreamEffect::Tell { publisher, news } => self.apply(Command::Batch {
                     base_attempt: AttemptId(0),
                     items: vec![Item::KvEvents(KvBatch {
                         backend: self.backend,
@@ -123,14 +123,14 @@ impl Rig {
                         news,
                     })],
                 }),
-                Effect::Replay { from } => {
+                StreamEffect::Replay { from } => {
                     let sent = self.sent;
                     for message in sent.iter().filter(|it| it.seq >= from) {
                         self.act(&mut |stream, around| {
                             stream.replayed(message.seq, &message.payload, around);
                         });
                     }
-                    self.act(&mut Stream::replay_ended);
+                    self.act(&mut EventStream::replay_ended);
                 }
             }
         }
@@ -139,7 +139,7 @@ impl Rig {
     /// Another replica reads, from where the state is.
     fn hand_over(&mut self) {
         let position = self.steady.kv_positions(self.backend.slot).pop();
-        self.stream = Stream::new(identity(self.block_size), true, position);
+        self.stream = EventStream::new(identity(self.block_size), true, position);
         // Nobody had told that it is in doubt.
         self.act(&mut |stream, _| stream.object());
         if position.is_some() {
@@ -173,7 +173,7 @@ impl Cache {
     fn hear(&mut self, message: &Message) {
         for event in wire::decode(&message.payload).unwrap().events {
             match event {
-                Event::Stored(stored) => {
+                EngineEvent::Stored(stored) => {
                     let mut parent = stored.parent;
                     for name in stored.hashes {
                         *self.copies.entry(name).or_default() += 1;
@@ -181,13 +181,13 @@ impl Cache {
                         parent = Some(name);
                     }
                 }
-                Event::Removed(removed) => {
+                EngineEvent::Removed(removed) => {
                     for name in removed.hashes {
                         *self.copies.get_mut(&name).expect("it was stored") -= 1;
                     }
                 }
-                Event::Cleared => *self = Self::default(),
-                Event::Unknown => panic!("an event of an unknown kind"),
+                EngineEvent::Cleared => *self = Self::default(),
+                EngineEvent::Unknown => panic!("an event of an unknown kind"),
             }
         }
     }

@@ -12,8 +12,8 @@ use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
-use super::endpoint::{Address, Side};
-use super::zmtp::{Connection, Kind, ZmtpError};
+use super::endpoint::{KvAddress, ListeningSide};
+use super::zmtp::{SocketType, ZmtpConnection, ZmtpError};
 use crate::backends::pool::prepare;
 use crate::ports::BoxFuture;
 
@@ -33,7 +33,7 @@ const REPLAY_END: u64 = u64::MAX;
 
 /// What a socket brings.
 #[derive(Debug)]
-pub enum Incoming {
+pub enum SocketMessage {
     /// The subscription stands.
     Connected,
     /// A numbered message.
@@ -50,17 +50,17 @@ pub trait Sockets: Send + Sync + 'static {
     /// nobody takes from `queue` any more.
     fn subscribe(
         &self,
-        side: Side,
-        address: Address,
-        queue: mpsc::Sender<Incoming>,
+        side: ListeningSide,
+        address: KvAddress,
+        queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, ()>;
 
     /// Asks for all messages from `from` on, and queues them; says why when they are not complete.
     fn replay(
         &self,
-        address: Address,
+        address: KvAddress,
         from: u64,
-        queue: mpsc::Sender<Incoming>,
+        queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, Result<(), String>>;
 }
 
@@ -71,23 +71,23 @@ pub struct Zmq;
 impl Sockets for Zmq {
     fn subscribe(
         &self,
-        side: Side,
-        address: Address,
-        queue: mpsc::Sender<Incoming>,
+        side: ListeningSide,
+        address: KvAddress,
+        queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, ()> {
         Box::pin(async move {
             match side {
-                Side::Engine => subscribe_by_dialling(&address, &queue).await,
-                Side::Here => subscribe_by_listening(&address, &queue).await,
+                ListeningSide::Engine => subscribe_by_dialling(&address, &queue).await,
+                ListeningSide::Here => subscribe_by_listening(&address, &queue).await,
             }
         })
     }
 
     fn replay(
         &self,
-        address: Address,
+        address: KvAddress,
         from: u64,
-        queue: mpsc::Sender<Incoming>,
+        queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, Result<(), String>> {
         Box::pin(async move {
             let replayed = replay(&address, from, &queue).await;
@@ -98,7 +98,7 @@ impl Sockets for Zmq {
 
 /// A socket's task; dropping it closes the socket.
 pub(super) struct Socket {
-    incoming: mpsc::Receiver<Incoming>,
+    incoming: mpsc::Receiver<SocketMessage>,
     task: AbortHandle,
 }
 
@@ -110,7 +110,11 @@ impl Drop for Socket {
 
 impl Socket {
     /// Subscribes to everything an engine publishes at `address`, again whenever that breaks.
-    pub(super) fn subscription(sockets: &dyn Sockets, side: Side, address: Address) -> Self {
+    pub(super) fn subscription(
+        sockets: &dyn Sockets,
+        side: ListeningSide,
+        address: KvAddress,
+    ) -> Self {
         let (queue, incoming) = mpsc::channel(QUEUE_MESSAGES_MAX);
         let task = tokio::spawn(sockets.subscribe(side, address, queue));
         Self {
@@ -120,13 +124,13 @@ impl Socket {
     }
 
     /// Asks for all messages from `from` on.
-    pub(super) fn replay(sockets: &dyn Sockets, address: Address, from: u64) -> Self {
+    pub(super) fn replay(sockets: &dyn Sockets, address: KvAddress, from: u64) -> Self {
         let (queue, incoming) = mpsc::channel(QUEUE_MESSAGES_MAX);
         let replayed = sockets.replay(address, from, queue.clone());
         let task = tokio::spawn(async move {
             let last = match replayed.await {
-                Ok(()) => Incoming::End,
-                Err(why) => Incoming::Broke(why),
+                Ok(()) => SocketMessage::End,
+                Err(why) => SocketMessage::Broke(why),
             };
             // Nobody waits for it any more when this fails.
             drop(queue.send(last).await);
@@ -138,21 +142,23 @@ impl Socket {
     }
 
     /// The next of what comes. `None`: its task is over.
-    pub(super) async fn next(&mut self) -> Option<Incoming> {
+    pub(super) async fn next(&mut self) -> Option<SocketMessage> {
         self.incoming.recv().await
     }
 }
 
-async fn dial(address: &Address, kind: Kind) -> Result<Connection, ZmtpError> {
+async fn dial(address: &KvAddress, kind: SocketType) -> Result<ZmtpConnection, ZmtpError> {
     let connecting = async {
         match address {
-            Address::Ipc(path) => Connection::open(UnixStream::connect(path).await?, kind).await,
-            Address::Tcp { host, port } => {
+            KvAddress::Ipc(path) => {
+                ZmtpConnection::open(UnixStream::connect(path).await?, kind).await
+            }
+            KvAddress::Tcp { host, port } => {
                 let host = host.as_deref().unwrap_or("localhost");
                 let host = host.trim_start_matches('[').trim_end_matches(']');
                 let stream = TcpStream::connect((host, *port)).await?;
                 prepare(&stream, KEEP_ALIVE)?;
-                Connection::open(stream, kind).await
+                ZmtpConnection::open(stream, kind).await
             }
         }
     };
@@ -162,10 +168,10 @@ async fn dial(address: &Address, kind: Kind) -> Result<Connection, ZmtpError> {
     }
 }
 
-async fn subscribe_by_dialling(address: &Address, queue: &mpsc::Sender<Incoming>) {
+async fn subscribe_by_dialling(address: &KvAddress, queue: &mpsc::Sender<SocketMessage>) {
     let mut pause = PAUSES.0;
     loop {
-        let error = match dial(address, Kind::Sub).await {
+        let error = match dial(address, SocketType::Sub).await {
             Ok(mut connection) => {
                 pause = PAUSES.0;
                 pass_on(&mut connection, queue).await
@@ -173,7 +179,7 @@ async fn subscribe_by_dialling(address: &Address, queue: &mpsc::Sender<Incoming>
             Err(error) => error,
         };
         if queue
-            .send(Incoming::Broke(error.to_string()))
+            .send(SocketMessage::Broke(error.to_string()))
             .await
             .is_err()
         {
@@ -185,10 +191,10 @@ async fn subscribe_by_dialling(address: &Address, queue: &mpsc::Sender<Incoming>
 }
 
 /// Takes the newest engine that dials: an older connection is that of a process before it.
-async fn subscribe_by_listening(address: &Address, queue: &mpsc::Sender<Incoming>) {
-    let Address::Tcp { host, port } = address else {
+async fn subscribe_by_listening(address: &KvAddress, queue: &mpsc::Sender<SocketMessage>) {
+    let KvAddress::Tcp { host, port } = address else {
         let why = "an engine can dial tcp:// only".to_owned();
-        drop(queue.send(Incoming::Broke(why)).await);
+        drop(queue.send(SocketMessage::Broke(why)).await);
         return;
     };
     let host = host.as_deref().unwrap_or("0.0.0.0");
@@ -198,22 +204,22 @@ async fn subscribe_by_listening(address: &Address, queue: &mpsc::Sender<Incoming
             Ok(listener) => break listener,
             Err(error) => {
                 let why = format!("listen on {address}: {error}");
-                if queue.send(Incoming::Broke(why)).await.is_err() {
+                if queue.send(SocketMessage::Broke(why)).await.is_err() {
                     return;
                 }
                 sleep(PAUSES.1).await;
             }
         }
     };
-    let mut dialled: Option<Connection> = None;
-    let mut greeted: Option<Greeting> = None;
+    let mut dialled: Option<ZmtpConnection> = None;
+    let mut greeted: Option<PendingHandshake> = None;
     loop {
         match served_until_newer(&listener, dialled.as_mut(), &mut greeted, queue).await {
             Ok(newer) => dialled = Some(newer),
             Err(error) => {
                 dialled = None;
                 if queue
-                    .send(Incoming::Broke(error.to_string()))
+                    .send(SocketMessage::Broke(error.to_string()))
                     .await
                     .is_err()
                 {
@@ -225,16 +231,16 @@ async fn subscribe_by_listening(address: &Address, queue: &mpsc::Sender<Incoming
 }
 
 /// A connection whose handshake is under way.
-type Greeting = BoxFuture<'static, Result<Connection, ZmtpError>>;
+type PendingHandshake = BoxFuture<'static, Result<ZmtpConnection, ZmtpError>>;
 
 /// Passes on what comes over `dialled` until it breaks or a newer engine is connected. Who dials and
 /// says nothing holds nobody up.
 async fn served_until_newer(
     listener: &TcpListener,
-    dialled: Option<&mut Connection>,
-    greeted: &mut Option<Greeting>,
-    queue: &mpsc::Sender<Incoming>,
-) -> Result<Connection, ZmtpError> {
+    dialled: Option<&mut ZmtpConnection>,
+    greeted: &mut Option<PendingHandshake>,
+    queue: &mpsc::Sender<SocketMessage>,
+) -> Result<ZmtpConnection, ZmtpError> {
     let served = async {
         match dialled {
             Some(connection) => pass_on(connection, queue).await,
@@ -260,7 +266,7 @@ async fn served_until_newer(
             }
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) if prepare(&stream, KEEP_ALIVE).is_ok() => {
-                    *greeted = Some(Box::pin(Connection::open(stream, Kind::Sub)));
+                    *greeted = Some(Box::pin(ZmtpConnection::open(stream, SocketType::Sub)));
                 }
                 Ok(_) => {}
                 Err(_) => sleep(PAUSES.0).await,
@@ -270,11 +276,14 @@ async fn served_until_newer(
 }
 
 /// Subscribes and queues what comes until the connection breaks.
-async fn pass_on(connection: &mut Connection, queue: &mpsc::Sender<Incoming>) -> ZmtpError {
+async fn pass_on(
+    connection: &mut ZmtpConnection,
+    queue: &mpsc::Sender<SocketMessage>,
+) -> ZmtpError {
     if let Err(error) = connection.subscribe_to_all().await {
         return error;
     }
-    if queue.send(Incoming::Connected).await.is_err() {
+    if queue.send(SocketMessage::Connected).await.is_err() {
         return ZmtpError::Closed;
     }
     loop {
@@ -285,18 +294,22 @@ async fn pass_on(connection: &mut Connection, queue: &mpsc::Sender<Incoming>) ->
         let Some((seq, payload)) = message else {
             return ZmtpError::Message("it has no number");
         };
-        if queue.send(Incoming::Message(seq, payload)).await.is_err() {
+        if queue
+            .send(SocketMessage::Message(seq, payload))
+            .await
+            .is_err()
+        {
             return ZmtpError::Closed;
         }
     }
 }
 
 async fn replay(
-    address: &Address,
+    address: &KvAddress,
     from: u64,
-    queue: &mpsc::Sender<Incoming>,
+    queue: &mpsc::Sender<SocketMessage>,
 ) -> Result<(), ZmtpError> {
-    let mut connection = dial(address, Kind::Dealer).await?;
+    let mut connection = dial(address, SocketType::Dealer).await?;
     connection.send(&[b"", &from.to_be_bytes()]).await?;
     loop {
         let frames = timeout(REPLAY_SILENCE_MAX, connection.receive()).await;
@@ -304,7 +317,11 @@ async fn replay(
         match read(&frames) {
             Some((REPLAY_END, _)) => return Ok(()),
             Some((seq, payload)) => {
-                if queue.send(Incoming::Message(seq, payload)).await.is_err() {
+                if queue
+                    .send(SocketMessage::Message(seq, payload))
+                    .await
+                    .is_err()
+                {
                     return Ok(());
                 }
             }
@@ -330,7 +347,7 @@ mod tests {
     async fn numbers(socket: &mut Socket, count: usize) -> Vec<u64> {
         let mut numbers = Vec::new();
         while numbers.len() < count {
-            if let Some(Incoming::Message(seq, _)) = socket.next().await {
+            if let Some(SocketMessage::Message(seq, _)) = socket.next().await {
                 numbers.push(seq);
             }
         }
@@ -352,8 +369,9 @@ mod tests {
         let port = free.local_addr().unwrap().port();
         drop(free);
         let host = Some("127.0.0.1".to_owned());
-        let mut socket = Socket::subscription(&Zmq, Side::Here, Address::Tcp { host, port });
-        let mut engine = Connection::open(dial_in(port).await, Kind::Pub)
+        let mut socket =
+            Socket::subscription(&Zmq, ListeningSide::Here, KvAddress::Tcp { host, port });
+        let mut engine = ZmtpConnection::open(dial_in(port).await, SocketType::Pub)
             .await
             .unwrap();
         assert_eq!(&engine.receive().await.unwrap()[0][..], b"\x01");
@@ -366,7 +384,7 @@ mod tests {
             .unwrap();
         assert_eq!(numbers(&mut socket, 1).await, [1]);
         // An engine that restarted is heard in the place of the one before.
-        let mut next = Connection::open(dial_in(port).await, Kind::Pub)
+        let mut next = ZmtpConnection::open(dial_in(port).await, SocketType::Pub)
             .await
             .unwrap();
         next.receive().await.unwrap();

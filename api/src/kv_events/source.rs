@@ -11,7 +11,7 @@ use http::{HeaderValue, StatusCode};
 use serde::Deserialize;
 use state::Backend;
 
-use super::endpoint::{Address, Endpoint, Side, Source};
+use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, ListeningSide};
 use crate::backends::ProbeClient;
 
 /// Longest answer read, in bytes.
@@ -23,27 +23,27 @@ const ANSWER_MAX: Duration = Duration::from_secs(2);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RankSource {
     pub(super) rank: u16,
-    pub(super) side: Side,
-    pub(super) events: Address,
-    pub(super) replay: Option<Address>,
+    pub(super) side: ListeningSide,
+    pub(super) events: KvAddress,
+    pub(super) replay: Option<KvAddress>,
 }
 
 /// What an engine answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct EngineSources {
     /// The model that blocks without an adapter are of; `None`: there are several.
     pub(super) model: Option<String>,
     pub(super) ranks: Vec<RankSource>,
 }
 
 #[derive(Deserialize)]
-struct Models {
-    data: Vec<Model>,
+struct SourceModels {
+    data: Vec<SourceModel>,
 }
 
 /// vLLM lists adapters beside the models they are for, their `parent`.
 #[derive(Deserialize)]
-struct Model {
+struct SourceModel {
     id: String,
     #[serde(default)]
     parent: Option<String>,
@@ -79,10 +79,10 @@ struct ServerInfo {
 pub(super) async fn find(
     backend: &Backend,
     authorization: Option<HeaderValue>,
-) -> Result<Found, String> {
+) -> Result<EngineSources, String> {
     let spec = &backend.spec;
     let source = spec.kv_events.as_deref().unwrap_or_default();
-    let source: Source = source.parse().map_err(|bad| format!("kv_events: {bad}"))?;
+    let source: KvEventsSource = source.parse().map_err(|bad| format!("kv_events: {bad}"))?;
     let client = ProbeClient::new(&spec.url, authorization, ANSWER_MAX);
     let mut client = client.map_err(|failure| failure.to_string())?;
     let host = host(&spec.url);
@@ -95,16 +95,16 @@ pub(super) async fn find(
         }
     };
     let ranks = match source {
-        Source::At(events) => {
-            let replay = spec.kv_replay.as_deref().map(str::parse::<Endpoint>);
+        KvEventsSource::At(events) => {
+            let replay = spec.kv_replay.as_deref().map(str::parse::<KvEndpoint>);
             let replay = replay
                 .transpose()
                 .map_err(|bad| format!("kv_replay: {bad}"))?;
             ranks_of(&events, replay.as_ref(), &host)?
         }
-        Source::Auto => ask_where(&mut client, &host).await?,
+        KvEventsSource::Auto => ask_where(&mut client, &host).await?,
     };
-    Ok(Found { model, ranks })
+    Ok(EngineSources { model, ranks })
 }
 
 async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSource>, String> {
@@ -155,7 +155,10 @@ fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String
 }
 
 /// Where an engine at `host` says that it publishes.
-fn endpoints(publisher: &Publisher, host: &str) -> Result<(Endpoint, Option<Endpoint>), String> {
+fn endpoints(
+    publisher: &Publisher,
+    host: &str,
+) -> Result<(KvEndpoint, Option<KvEndpoint>), String> {
     let is_zmq = publisher.publisher.as_deref().is_none_or(|it| it == "zmq");
     if !publisher.enable_kv_cache_events || !is_zmq {
         return Err("the engine publishes no KV events".to_owned());
@@ -178,11 +181,11 @@ fn endpoints(publisher: &Publisher, host: &str) -> Result<(Endpoint, Option<Endp
 }
 
 /// An endpoint that an engine at `host` says it listens at, if it is one of its own.
-fn own_endpoint(text: &str, host: &str) -> Result<Endpoint, String> {
-    let mut endpoint: Endpoint = text.parse().map_err(|bad| format!("{text}: {bad}"))?;
+fn own_endpoint(text: &str, host: &str) -> Result<KvEndpoint, String> {
+    let mut endpoint: KvEndpoint = text.parse().map_err(|bad| format!("{text}: {bad}"))?;
     let is_own = match &mut endpoint.address {
-        Address::Ipc(_) => is_this_machine(host),
-        Address::Tcp { host: named, .. } => {
+        KvAddress::Ipc(_) => is_this_machine(host),
+        KvAddress::Tcp { host: named, .. } => {
             // Wherever on the engine's machine: reached as the engine is.
             if matches!(named.as_deref(), Some("[::]" | "0.0.0.0")) {
                 *named = None;
@@ -191,8 +194,8 @@ fn own_endpoint(text: &str, host: &str) -> Result<Endpoint, String> {
         }
     };
     match endpoint.side {
-        Side::Engine if is_own => Ok(endpoint),
-        Side::Engine | Side::Here => Err(format!(
+        ListeningSide::Engine if is_own => Ok(endpoint),
+        ListeningSide::Engine | ListeningSide::Here => Err(format!(
             "the engine at {host} names {text}, which is not on its host: if that is right, name it in kv_events"
         )),
     }
@@ -206,8 +209,8 @@ fn is_this_machine(host: &str) -> bool {
 }
 
 fn ranks_of(
-    events: &Endpoint,
-    replay: Option<&Endpoint>,
+    events: &KvEndpoint,
+    replay: Option<&KvEndpoint>,
     host: &str,
 ) -> Result<Vec<RankSource>, String> {
     let of_rank = |rank| {
@@ -227,7 +230,7 @@ fn ranks_of(
 }
 
 fn base_model(answer: &[u8]) -> Result<Option<String>, String> {
-    let models: Models =
+    let models: SourceModels =
         serde_json::from_slice(answer).map_err(|error| format!("/v1/models: {error}"))?;
     let mut bases = models
         .data

@@ -1,5 +1,5 @@
 //! One publisher's stream as its reader follows it: which messages count, what is missing, when the
-//! engine restarted. Pure: messages and ends of replays come in, [`Effect`]s come out.
+//! engine restarted. Pure: messages and ends of replays come in, [`StreamEffect`]s come out.
 //!
 //! Messages are numbered from 0 by each run of an engine, and an engine repeats the last ten
 //! thousand when asked. Rules:
@@ -24,8 +24,8 @@ use state::exact::{KvDoubt, KvMessage, KvNews, KvPosition, KvRefusal};
 use state::ids::{BlockHash, EngineHash};
 use xxhash_rust::xxh3::xxh3_64;
 
-pub use blocks::Identity;
-use blocks::{Blocks, Unusable};
+pub use blocks::HashIdentity;
+use blocks::{PublishedBlocks, UnusableEventsError};
 
 use super::wire;
 
@@ -41,7 +41,7 @@ const REPLAY_ATTEMPTS_MAX: u32 = 5;
 
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Effect {
+pub enum StreamEffect {
     /// Tell the cluster of this publisher's run.
     Tell {
         /// The run.
@@ -49,8 +49,8 @@ pub enum Effect {
         /// What of it.
         news: KvNews,
     },
-    /// Ask for all messages from this number on; answers go to [`Stream::replayed`], its end to
-    /// [`Stream::replay_ended`] or [`Stream::replay_failed`]. A replay under way is given up.
+    /// Ask for all messages from this number on; answers go to [`EventStream::replayed`], its end to
+    /// [`EventStream::replay_ended`] or [`EventStream::replay_failed`]. A replay under way is given up.
     Replay {
         /// First number.
         from: u64,
@@ -58,7 +58,7 @@ pub enum Effect {
 }
 
 /// What a stream needs of its surroundings at a call.
-pub struct Around<'a> {
+pub struct StreamContext<'a> {
     /// Unix milliseconds: numbers runs.
     pub now_ms: u64,
     /// The router's hash of a block that the replicated state knows.
@@ -67,7 +67,7 @@ pub struct Around<'a> {
 
 /// What a stream met, to be shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
-pub struct Counts {
+pub struct StreamCounts {
     /// Messages told.
     pub messages: u64,
     /// Blocks told as stored, copies included.
@@ -92,20 +92,20 @@ pub struct Counts {
 
 /// The run that is followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Run {
+struct PublisherRun {
     publisher: u64,
     /// Number and mark of the last message told.
     last: Option<(u64, u64)>,
 }
 
-impl Run {
+impl PublisherRun {
     fn next(&self) -> u64 {
         self.last.map_or(0, |(seq, _)| seq.saturating_add(1))
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+enum StreamPhase {
     /// Not connected.
     Detached,
     /// Waiting for what was asked for.
@@ -120,30 +120,30 @@ enum Phase {
 }
 
 /// A publisher's stream.
-pub struct Stream {
+pub struct EventStream {
     has_replay: bool,
     /// Greatest number of a run so far.
     newest_run: u64,
-    run: Option<Run>,
-    phase: Phase,
+    run: Option<PublisherRun>,
+    phase: StreamPhase,
     held: BTreeMap<u64, Bytes>,
     held_bytes: usize,
     marks: VecDeque<(u64, u64)>,
-    blocks: Blocks,
+    blocks: PublishedBlocks,
     /// Told last; a stream begins in doubt.
     doubt: Option<KvDoubt>,
     /// Whether this run cannot be used.
     refusal: Option<KvRefusal>,
-    counts: Counts,
-    effects: Vec<Effect>,
+    counts: StreamCounts,
+    effects: Vec<StreamEffect>,
 }
 
-impl Stream {
+impl EventStream {
     /// A stream that goes on from `position`; `None`: nothing was told of this publisher.
     /// `has_replay` says whether the engine can be asked to repeat messages.
     #[must_use]
-    pub fn new(identity: Identity, has_replay: bool, position: Option<KvPosition>) -> Self {
-        let run = position.map(|position| Run {
+    pub fn new(identity: HashIdentity, has_replay: bool, position: Option<KvPosition>) -> Self {
+        let run = position.map(|position| PublisherRun {
             publisher: position.publisher,
             last: position.last,
         });
@@ -151,21 +151,21 @@ impl Stream {
             has_replay,
             newest_run: run.map_or(0, |run| run.publisher),
             run,
-            phase: Phase::Detached,
+            phase: StreamPhase::Detached,
             held: BTreeMap::new(),
             held_bytes: 0,
             marks: run.and_then(|run| run.last).into_iter().collect(),
-            blocks: Blocks::new(identity),
+            blocks: PublishedBlocks::new(identity),
             doubt: Some(KvDoubt::Handover),
             refusal: None,
-            counts: Counts::default(),
+            counts: StreamCounts::default(),
             effects: Vec::new(),
         }
     }
 
     /// A stream that begins a run later than `publisher`, whatever was told of that one.
     #[must_use]
-    pub fn anew(identity: Identity, has_replay: bool, publisher: u64) -> Self {
+    pub fn anew(identity: HashIdentity, has_replay: bool, publisher: u64) -> Self {
         let mut stream = Self::new(identity, has_replay, None);
         stream.newest_run = publisher;
         stream
@@ -173,7 +173,7 @@ impl Stream {
 
     /// What it met so far.
     #[must_use]
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> StreamCounts {
         self.counts
     }
 
@@ -187,7 +187,7 @@ impl Stream {
     /// Whether it is up to date, as far as is known.
     #[must_use]
     pub fn is_following(&self) -> bool {
-        self.phase == Phase::Following
+        self.phase == StreamPhase::Following
     }
 
     /// Whether what was told is not known to be the newest.
@@ -203,7 +203,7 @@ impl Stream {
     }
 
     /// What is to be done, in order.
-    pub fn take_effects(&mut self) -> Vec<Effect> {
+    pub fn take_effects(&mut self) -> Vec<StreamEffect> {
         std::mem::take(&mut self.effects)
     }
 
@@ -213,14 +213,14 @@ impl Stream {
         if self.has_replay {
             self.ask(RECALL_MESSAGES);
         } else {
-            self.phase = Phase::Following;
+            self.phase = StreamPhase::Following;
         }
     }
 
     /// The subscription broke.
     pub fn disconnected(&mut self) {
         self.drop_held();
-        self.phase = Phase::Detached;
+        self.phase = StreamPhase::Detached;
         self.doubt(KvDoubt::Unreachable);
     }
 
@@ -230,7 +230,7 @@ impl Stream {
         if is_in_doubt && self.doubt.is_none() {
             self.doubt = Some(KvDoubt::Handover);
         }
-        if self.phase == Phase::Following && self.has_replay {
+        if self.phase == StreamPhase::Following && self.has_replay {
             self.ask(0);
         }
     }
@@ -252,17 +252,17 @@ impl Stream {
     }
 
     /// A message came by the subscription.
-    pub fn live(&mut self, seq: u64, payload: Bytes, around: &Around<'_>) {
+    pub fn live(&mut self, seq: u64, payload: Bytes, around: &StreamContext<'_>) {
         match self.phase {
-            Phase::Detached => {}
-            Phase::Replaying { .. } => self.hold(seq, payload),
-            Phase::Following => self.follow(seq, payload, around),
+            StreamPhase::Detached => {}
+            StreamPhase::Replaying { .. } => self.hold(seq, payload),
+            StreamPhase::Following => self.follow(seq, payload, around),
         }
     }
 
     /// A message came that was asked for.
-    pub fn replayed(&mut self, seq: u64, payload: &Bytes, around: &Around<'_>) {
-        let Phase::Replaying { is_verified, .. } = self.phase else {
+    pub fn replayed(&mut self, seq: u64, payload: &Bytes, around: &StreamContext<'_>) {
+        let StreamPhase::Replaying { is_verified, .. } = self.phase else {
             return;
         };
         let mark = xxh3_64(payload);
@@ -297,8 +297,8 @@ impl Stream {
     }
 
     /// Everything that was asked for has come.
-    pub fn replay_ended(&mut self, around: &Around<'_>) {
-        let Phase::Replaying { is_verified, .. } = self.phase else {
+    pub fn replay_ended(&mut self, around: &StreamContext<'_>) {
+        let StreamPhase::Replaying { is_verified, .. } = self.phase else {
             return;
         };
         match self.run {
@@ -309,14 +309,14 @@ impl Stream {
             }
             Some(_) => {}
         }
-        self.phase = Phase::Following;
+        self.phase = StreamPhase::Following;
         self.release_held(around);
         self.confirm();
     }
 
     /// The replay broke off or could not be had; the next one is asked for, less eagerly each time.
-    pub fn replay_failed(&mut self, around: &Around<'_>) {
-        let Phase::Replaying { attempts, .. } = self.phase else {
+    pub fn replay_failed(&mut self, around: &StreamContext<'_>) {
+        let StreamPhase::Replaying { attempts, .. } = self.phase else {
             return;
         };
         let attempts = attempts + 1;
@@ -325,14 +325,14 @@ impl Stream {
             if let Some((seq, payload)) = self.held.pop_first() {
                 self.held_bytes -= payload.len();
                 self.begin(seq, xxh3_64(&payload), &payload, around);
-                self.phase = Phase::Following;
+                self.phase = StreamPhase::Following;
                 self.release_held(around);
                 self.confirm();
                 return;
             }
         }
         self.ask(0);
-        if let Phase::Replaying {
+        if let StreamPhase::Replaying {
             attempts: tried, ..
         } = &mut self.phase
         {
@@ -343,16 +343,16 @@ impl Stream {
     fn ask(&mut self, recall: u64) {
         let last = self.run.and_then(|run| run.last);
         let from = last.map_or(0, |(seq, _)| seq.saturating_sub(recall));
-        self.phase = Phase::Replaying {
+        self.phase = StreamPhase::Replaying {
             is_verified: last.is_none(),
             attempts: 0,
         };
         self.counts.replays += 1;
-        self.effects.push(Effect::Replay { from });
+        self.effects.push(StreamEffect::Replay { from });
     }
 
     fn verified(&mut self) {
-        if let Phase::Replaying { is_verified, .. } = &mut self.phase {
+        if let StreamPhase::Replaying { is_verified, .. } = &mut self.phase {
             *is_verified = true;
         }
     }
@@ -365,7 +365,7 @@ impl Stream {
         self.ask(0);
     }
 
-    fn follow(&mut self, seq: u64, payload: Bytes, around: &Around<'_>) {
+    fn follow(&mut self, seq: u64, payload: Bytes, around: &StreamContext<'_>) {
         let mark = xxh3_64(&payload);
         let Some(run) = self.run else {
             // Only without replays: others know their run before they follow.
@@ -417,7 +417,7 @@ impl Stream {
         self.held_bytes = 0;
     }
 
-    fn release_held(&mut self, around: &Around<'_>) {
+    fn release_held(&mut self, around: &StreamContext<'_>) {
         for (seq, payload) in std::mem::take(&mut self.held) {
             self.held_bytes -= payload.len();
             self.live(seq, payload, around);
@@ -425,7 +425,7 @@ impl Stream {
     }
 
     /// A run whose first message at hand is `seq`.
-    fn begin(&mut self, seq: u64, mark: u64, payload: &Bytes, around: &Around<'_>) {
+    fn begin(&mut self, seq: u64, mark: u64, payload: &Bytes, around: &StreamContext<'_>) {
         self.begin_run(around);
         if seq == 0 {
             self.tell(KvNews::Begin);
@@ -434,15 +434,15 @@ impl Stream {
         self.tell_message(seq, mark, payload, seq > 0, around);
     }
 
-    fn begin_empty(&mut self, around: &Around<'_>) {
+    fn begin_empty(&mut self, around: &StreamContext<'_>) {
         self.begin_run(around);
         self.tell(KvNews::Begin);
     }
 
-    fn begin_run(&mut self, around: &Around<'_>) {
+    fn begin_run(&mut self, around: &StreamContext<'_>) {
         let publisher = around.now_ms.max(self.newest_run.saturating_add(1));
         self.newest_run = publisher;
-        self.run = Some(Run {
+        self.run = Some(PublisherRun {
             publisher,
             last: None,
         });
@@ -460,7 +460,7 @@ impl Stream {
         mark: u64,
         payload: &Bytes,
         is_after_loss: bool,
-        around: &Around<'_>,
+        around: &StreamContext<'_>,
     ) {
         if is_after_loss {
             self.counts.losses += 1;
@@ -477,14 +477,14 @@ impl Stream {
             return;
         }
         let converted = wire::decode(payload)
-            .map_err(|_| Unusable(KvRefusal::Unreadable))
+            .map_err(|_| UnusableEventsError(KvRefusal::Unreadable))
             .and_then(|payload| {
                 self.blocks
                     .convert(payload.events, around, &mut self.counts)
             });
         let parts = match converted {
             Ok(parts) => parts,
-            Err(Unusable(why)) => {
+            Err(UnusableEventsError(why)) => {
                 self.refusal = Some(why);
                 self.tell(KvNews::Refuse(why));
                 return;
@@ -513,7 +513,7 @@ impl Stream {
 
     /// Lifts a doubt, when nothing is missing.
     fn confirm(&mut self) {
-        if self.phase == Phase::Following
+        if self.phase == StreamPhase::Following
             && self.refusal.is_none()
             && let Some(run) = self.run
             && self.doubt.take().is_some()
@@ -526,7 +526,7 @@ impl Stream {
     fn tell(&mut self, news: KvNews) {
         if let Some(run) = self.run {
             let publisher = run.publisher;
-            self.effects.push(Effect::Tell { publisher, news });
+            self.effects.push(StreamEffect::Tell { publisher, news });
         }
     }
 }

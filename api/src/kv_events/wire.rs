@@ -7,24 +7,24 @@
 
 use state::ids::EngineHash;
 
-use super::pack::{BadPack, Pack, Value};
+use super::pack::{MsgpackError, MsgpackReader, MsgpackValue};
 
 /// A payload.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Payload {
+pub struct EventPayload {
     /// In order.
-    pub events: Vec<Event>,
+    pub events: Vec<EngineEvent>,
     /// Data-parallel rank, where it is told.
     pub rank: Option<u32>,
 }
 
 /// One event.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
+pub enum EngineEvent {
     /// Blocks entered the cache.
-    Stored(Stored),
+    Stored(BlockStored),
     /// Physical copies of blocks left it.
-    Removed(Removed),
+    Removed(BlockRemoved),
     /// Everything left it.
     Cleared,
     /// One or more events in a row of kinds unknown here.
@@ -33,7 +33,7 @@ pub enum Event {
 
 /// `BlockStored`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Stored {
+pub struct BlockStored {
     /// The engine's names of the blocks, in prompt order.
     pub hashes: Vec<EngineHash>,
     /// The block before the first; `None` at the start of a prompt.
@@ -43,23 +43,23 @@ pub struct Stored {
     /// Tokens per block.
     pub block_size: u32,
     /// Where the blocks are.
-    pub place: Place,
+    pub place: CacheLocation,
     /// What beside the tokens went into the hashes.
-    pub keys: Keys,
+    pub keys: BlockKeys,
 }
 
 /// `BlockRemoved`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Removed {
+pub struct BlockRemoved {
     /// Which; one entry per physical copy.
     pub hashes: Vec<EngineHash>,
     /// Where they were.
-    pub place: Place,
+    pub place: CacheLocation,
 }
 
 /// Which of an engine's caches an event is about.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Place {
+pub struct CacheLocation {
     /// Whether it is outside the GPU's memory.
     pub is_offloaded: bool,
     /// Of hybrid models: which group of layers.
@@ -70,7 +70,7 @@ pub struct Place {
 
 /// What beside tokens tells blocks apart.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Keys {
+pub struct BlockKeys {
     /// A LoRA adapter is at work, by number.
     pub has_adapter: bool,
     /// Its name.
@@ -82,7 +82,7 @@ pub struct Keys {
     pub foreign_from: Option<usize>,
 }
 
-impl Keys {
+impl BlockKeys {
     fn foreign(&mut self, block: u32) {
         let block = usize::try_from(block).unwrap_or(usize::MAX);
         self.foreign_from = Some(self.foreign_from.map_or(block, |from| from.min(block)));
@@ -92,27 +92,27 @@ impl Keys {
 /// Decodes a payload.
 ///
 /// # Errors
-/// [`BadPack`] when it is not of the shape engines publish.
-pub fn decode(bytes: &[u8]) -> Result<Payload, BadPack> {
-    let mut pack = Pack::new(bytes);
+/// [`MsgpackError`] when it is not of the shape engines publish.
+pub fn decode(bytes: &[u8]) -> Result<EventPayload, MsgpackError> {
+    let mut pack = MsgpackReader::new(bytes);
     let parts = pack.array()?;
     if parts < 2 {
-        return Err(BadPack {
+        return Err(MsgpackError {
             expected: "a time and events",
             left: bytes.len(),
         });
     }
     pack.skip()?;
-    let mut payload = Payload::default();
+    let mut payload = EventPayload::default();
     for _ in 0..pack.array()? {
         let event = event(&mut pack)?;
         // An event here takes far more than the byte that an unknown one may have there.
-        if event != Event::Unknown || payload.events.last() != Some(&event) {
+        if event != EngineEvent::Unknown || payload.events.last() != Some(&event) {
             payload.events.push(event);
         }
     }
     if parts > 2
-        && let Value::Integer(rank) = head(&mut pack)?
+        && let MsgpackValue::Integer(rank) = head(&mut pack)?
     {
         payload.rank = u32::try_from(rank).ok();
     }
@@ -120,10 +120,10 @@ pub fn decode(bytes: &[u8]) -> Result<Payload, BadPack> {
 }
 
 /// Reads a value without parts; one with parts is passed over as a whole.
-fn head<'a>(pack: &mut Pack<'a>) -> Result<Value<'a>, BadPack> {
+fn head<'a>(pack: &mut MsgpackReader<'a>) -> Result<MsgpackValue<'a>, MsgpackError> {
     let before = *pack;
     let value = pack.value()?;
-    if matches!(value, Value::Array(_) | Value::Map(_)) {
+    if matches!(value, MsgpackValue::Array(_) | MsgpackValue::Map(_)) {
         *pack = before;
         pack.skip()?;
     }
@@ -145,18 +145,18 @@ const STORED: [&[u8]; 10] = [
 ];
 const REMOVED: [&[u8]; 3] = [b"block_hashes", b"medium", b"group_idx"];
 
-fn event(pack: &mut Pack<'_>) -> Result<Event, BadPack> {
+fn event(pack: &mut MsgpackReader<'_>) -> Result<EngineEvent, MsgpackError> {
     let before = *pack;
     let (fields, by_name) = match pack.value()? {
-        Value::Array(fields) => (fields, false),
-        Value::Map(fields) => (fields, true),
-        _ => return Ok(Event::Unknown),
+        MsgpackValue::Array(fields) => (fields, false),
+        MsgpackValue::Map(fields) => (fields, true),
+        _ => return Ok(EngineEvent::Unknown),
     };
     let tag = if by_name {
         tag_by_name(*pack, fields)?
     } else if fields > 0 {
         match head(pack)? {
-            Value::Text(tag) => Some(tag),
+            MsgpackValue::Text(tag) => Some(tag),
             _ => None,
         }
     } else {
@@ -168,20 +168,20 @@ fn event(pack: &mut Pack<'_>) -> Result<Event, BadPack> {
         Some(b"AllBlocksCleared") => {
             *pack = before;
             pack.skip()?;
-            return Ok(Event::Cleared);
+            return Ok(EngineEvent::Cleared);
         }
         _ => {
             *pack = before;
             pack.skip()?;
-            return Ok(Event::Unknown);
+            return Ok(EngineEvent::Unknown);
         }
     };
-    let mut told = Told::default();
+    let mut told = EventFields::default();
     let values = if by_name { fields } else { fields - 1 };
     for place in 0..values as usize {
         let name = if by_name {
             match head(pack)? {
-                Value::Text(name) => name,
+                MsgpackValue::Text(name) => name,
                 _ => b"",
             }
         } else {
@@ -193,12 +193,15 @@ fn event(pack: &mut Pack<'_>) -> Result<Event, BadPack> {
 }
 
 /// The value of `type` in a map of so many fields.
-fn tag_by_name<'a>(mut pack: Pack<'a>, fields: u32) -> Result<Option<&'a [u8]>, BadPack> {
+fn tag_by_name<'a>(
+    mut pack: MsgpackReader<'a>,
+    fields: u32,
+) -> Result<Option<&'a [u8]>, MsgpackError> {
     for _ in 0..fields {
         let name = head(&mut pack)?;
-        if name == Value::Text(b"type") {
+        if name == MsgpackValue::Text(b"type") {
             return Ok(match head(&mut pack)? {
-                Value::Text(tag) => Some(tag),
+                MsgpackValue::Text(tag) => Some(tag),
                 _ => None,
             });
         }
@@ -209,14 +212,14 @@ fn tag_by_name<'a>(mut pack: Pack<'a>, fields: u32) -> Result<Option<&'a [u8]>, 
 
 /// An event's fields as they are met.
 #[derive(Default)]
-struct Told {
-    stored: Stored,
+struct EventFields {
+    stored: BlockStored,
     first_keys: Vec<String>,
 }
 
-impl Told {
-    fn field(&mut self, name: &[u8], pack: &mut Pack<'_>) -> Result<(), BadPack> {
-        let Stored {
+impl EventFields {
+    fn field(&mut self, name: &[u8], pack: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
+        let BlockStored {
             hashes,
             parent,
             tokens,
@@ -227,7 +230,7 @@ impl Told {
         match name {
             b"block_hashes" => read_hashes(pack, hashes)?,
             b"parent_block_hash" => match head(pack)? {
-                Value::Nil => *parent = None,
+                MsgpackValue::Nil => *parent = None,
                 value => {
                     *parent = hash(value);
                     if parent.is_none() {
@@ -238,7 +241,7 @@ impl Told {
             },
             b"token_ids" => read_tokens(pack, tokens)?,
             b"block_size" => *block_size = pack.small()?,
-            b"lora_id" => keys.has_adapter |= head(pack)? != Value::Nil,
+            b"lora_id" => keys.has_adapter |= head(pack)? != MsgpackValue::Nil,
             b"lora_name" => {
                 keys.adapter = text(head(pack)?);
                 keys.has_adapter |= keys.adapter.is_some();
@@ -247,15 +250,16 @@ impl Told {
             b"extra_keys" => self.read_extra_keys(pack)?,
             b"medium" => {
                 let medium = head(pack)?;
-                place.is_offloaded = !matches!(medium, Value::Nil | Value::Text(b"GPU"));
+                place.is_offloaded =
+                    !matches!(medium, MsgpackValue::Nil | MsgpackValue::Text(b"GPU"));
             }
             b"group_idx" => {
-                if let Value::Integer(group) = head(pack)? {
+                if let MsgpackValue::Integer(group) = head(pack)? {
                     place.group = u32::try_from(group).ok();
                 }
             }
             b"kv_cache_spec_kind" => {
-                if let Value::Text(kind) = head(pack)? {
+                if let MsgpackValue::Text(kind) = head(pack)? {
                     let is_full = kind.starts_with(b"full_attention") || kind.starts_with(b"mla");
                     place.is_full_attention = Some(is_full);
                 }
@@ -267,17 +271,17 @@ impl Told {
 
     /// One entry per block: `nil`, or what beside the tokens went into its hash. The adapter's name
     /// stands in every block, a salt only in a prompt's first; media stand where they are.
-    fn read_extra_keys(&mut self, pack: &mut Pack<'_>) -> Result<(), BadPack> {
+    fn read_extra_keys(&mut self, pack: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         let before = *pack;
-        let Value::Array(blocks) = pack.value()? else {
+        let MsgpackValue::Array(blocks) = pack.value()? else {
             *pack = before;
             return pack.skip();
         };
         for block in 0..blocks {
             let before = *pack;
             match pack.value()? {
-                Value::Nil => {}
-                Value::Array(keys) => {
+                MsgpackValue::Nil => {}
+                MsgpackValue::Array(keys) => {
                     for _ in 0..keys {
                         match text(head(pack)?) {
                             Some(key) if block == 0 => self.first_keys.push(key),
@@ -296,13 +300,13 @@ impl Told {
         Ok(())
     }
 
-    fn into_event(self, is_stored: bool) -> Event {
+    fn into_event(self, is_stored: bool) -> EngineEvent {
         let Self {
             mut stored,
             mut first_keys,
         } = self;
         if !is_stored {
-            return Event::Removed(Removed {
+            return EngineEvent::Removed(BlockRemoved {
                 hashes: stored.hashes,
                 place: stored.place,
             });
@@ -319,11 +323,14 @@ impl Told {
         } else if !first_keys.is_empty() {
             keys.foreign(0);
         }
-        Event::Stored(stored)
+        EngineEvent::Stored(stored)
     }
 }
 
-fn read_hashes(pack: &mut Pack<'_>, hashes: &mut Vec<EngineHash>) -> Result<(), BadPack> {
+fn read_hashes(
+    pack: &mut MsgpackReader<'_>,
+    hashes: &mut Vec<EngineHash>,
+) -> Result<(), MsgpackError> {
     for _ in 0..pack.array()? {
         // What is no hash names no block.
         hashes.extend(hash(head(pack)?));
@@ -331,7 +338,7 @@ fn read_hashes(pack: &mut Pack<'_>, hashes: &mut Vec<EngineHash>) -> Result<(), 
     Ok(())
 }
 
-fn read_tokens(pack: &mut Pack<'_>, tokens: &mut Vec<u32>) -> Result<(), BadPack> {
+fn read_tokens(pack: &mut MsgpackReader<'_>, tokens: &mut Vec<u32>) -> Result<(), MsgpackError> {
     for _ in 0..pack.array()? {
         tokens.push(pack.small()?);
     }
@@ -339,17 +346,17 @@ fn read_tokens(pack: &mut Pack<'_>, tokens: &mut Vec<u32>) -> Result<(), BadPack
 }
 
 /// A hash as an integer, or the last eight bytes of it, which is what the integer would be.
-fn hash(value: Value<'_>) -> Option<EngineHash> {
+fn hash(value: MsgpackValue<'_>) -> Option<EngineHash> {
     match value {
-        Value::Integer(hash) => Some(EngineHash(hash)),
-        Value::Bytes(bytes) => Some(EngineHash(u64::from_be_bytes(*bytes.last_chunk()?))),
+        MsgpackValue::Integer(hash) => Some(EngineHash(hash)),
+        MsgpackValue::Bytes(bytes) => Some(EngineHash(u64::from_be_bytes(*bytes.last_chunk()?))),
         _ => None,
     }
 }
 
-fn text(value: Value<'_>) -> Option<String> {
+fn text(value: MsgpackValue<'_>) -> Option<String> {
     match value {
-        Value::Text(text) => Some(String::from_utf8_lossy(text).into_owned()),
+        MsgpackValue::Text(text) => Some(String::from_utf8_lossy(text).into_owned()),
         _ => None,
     }
 }

@@ -27,7 +27,7 @@ const FLAG_COMMAND: u8 = 4;
 
 /// What a socket is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum SocketType {
     /// Sends to all who subscribed.
     Pub,
     /// Subscribes.
@@ -38,7 +38,7 @@ pub enum Kind {
     Router,
 }
 
-impl Kind {
+impl SocketType {
     fn name(self) -> &'static str {
         match self {
             Self::Pub => "PUB",
@@ -80,12 +80,12 @@ pub enum ZmtpError {
 }
 
 /// A byte stream that a connection runs over.
-pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 
 /// A connection after its handshake.
-pub struct Connection {
-    stream: Box<dyn Stream>,
+pub struct ZmtpConnection {
+    stream: Box<dyn ByteStream>,
     input: BytesMut,
     output: BytesMut,
     /// Frames of the message that is being received.
@@ -94,18 +94,21 @@ pub struct Connection {
 }
 
 /// A frame as it stands on the wire.
-struct Frame {
+struct ZmtpFrame {
     is_command: bool,
     has_more: bool,
     body: Bytes,
 }
 
-impl Connection {
+impl ZmtpConnection {
     /// Greets the peer as a socket of `kind`.
     ///
     /// # Errors
     /// When the peer is no ZMTP 3 socket that `kind` talks to.
-    pub async fn open(stream: impl Stream + 'static, kind: Kind) -> Result<Self, ZmtpError> {
+    pub async fn open(
+        stream: impl ByteStream + 'static,
+        kind: SocketType,
+    ) -> Result<Self, ZmtpError> {
         let mut connection = Self {
             stream: Box::new(stream),
             input: BytesMut::new(),
@@ -119,7 +122,7 @@ impl Connection {
         }
     }
 
-    async fn shake_hands(&mut self, kind: Kind) -> Result<(), ZmtpError> {
+    async fn shake_hands(&mut self, kind: SocketType) -> Result<(), ZmtpError> {
         self.output.put_slice(&greeting());
         self.output.put_slice(&ready(kind));
         self.flush().await?;
@@ -192,7 +195,7 @@ impl Connection {
         }
     }
 
-    async fn read_frame(&mut self) -> Result<Frame, ZmtpError> {
+    async fn read_frame(&mut self) -> Result<ZmtpFrame, ZmtpError> {
         loop {
             if let Some(frame) = take_frame(&mut self.input)? {
                 return Ok(frame);
@@ -241,10 +244,10 @@ fn check_greeting(bytes: &[u8]) -> Result<(), ZmtpError> {
     Ok(())
 }
 
-pub(super) fn ready(kind: Kind) -> Vec<u8> {
+pub(super) fn ready(kind: SocketType) -> Vec<u8> {
     let mut body = b"\x05READY".to_vec();
     put_property(&mut body, b"Socket-Type", kind.name().as_bytes());
-    if kind == Kind::Dealer {
+    if kind == SocketType::Dealer {
         put_property(&mut body, b"Identity", b"");
     }
     let mut frame = BytesMut::new();
@@ -259,7 +262,7 @@ fn put_property(body: &mut Vec<u8>, name: &[u8], value: &[u8]) {
     body.put_slice(value);
 }
 
-fn check_ready(body: &[u8], kind: Kind) -> Result<(), ZmtpError> {
+fn check_ready(body: &[u8], kind: SocketType) -> Result<(), ZmtpError> {
     let Some(mut rest) = body.strip_prefix(b"\x05READY") else {
         return Err(ZmtpError::Handshake("the peer sent no READY"));
     };
@@ -296,7 +299,7 @@ pub(super) fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
 }
 
 /// Takes a whole frame off the input; `None` when more bytes are needed.
-fn take_frame(input: &mut BytesMut) -> Result<Option<Frame>, ZmtpError> {
+fn take_frame(input: &mut BytesMut) -> Result<Option<ZmtpFrame>, ZmtpError> {
     let Some(&flags) = input.first() else {
         return Ok(None);
     };
@@ -319,7 +322,7 @@ fn take_frame(input: &mut BytesMut) -> Result<Option<Frame>, ZmtpError> {
         return Ok(None);
     }
     input.advance(head);
-    Ok(Some(Frame {
+    Ok(Some(ZmtpFrame {
         is_command: flags & FLAG_COMMAND != 0,
         has_more: flags & FLAG_MORE != 0,
         body: input.split_to(length).freeze(),
@@ -333,16 +336,18 @@ mod tests {
 
     use super::*;
 
-    async fn pair(left: Kind, right: Kind) -> (Connection, Connection) {
+    async fn pair(left: SocketType, right: SocketType) -> (ZmtpConnection, ZmtpConnection) {
         let (one, other) = duplex(256);
-        let (one, other) =
-            tokio::join!(Connection::open(one, left), Connection::open(other, right));
+        let (one, other) = tokio::join!(
+            ZmtpConnection::open(one, left),
+            ZmtpConnection::open(other, right)
+        );
         (one.unwrap(), other.unwrap())
     }
 
     #[tokio::test]
     async fn messages_arrive_as_they_were_sent() {
-        let (mut publisher, mut subscriber) = pair(Kind::Pub, Kind::Sub).await;
+        let (mut publisher, mut subscriber) = pair(SocketType::Pub, SocketType::Sub).await;
         subscriber.subscribe_to_all().await.unwrap();
         assert_eq!(publisher.receive().await.unwrap(), [&b"\x01"[..]]);
         let long = vec![7; 100_000];
@@ -354,7 +359,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_cancelled_receive_loses_nothing() {
-        let (mut dealer, mut router) = pair(Kind::Dealer, Kind::Router).await;
+        let (mut dealer, mut router) = pair(SocketType::Dealer, SocketType::Router).await;
         let body = vec![1; 10_000];
         let frames: [&[u8]; 2] = [b"", &body];
         let send = async { dealer.send(&frames).await.unwrap() };
@@ -375,15 +380,15 @@ mod tests {
     async fn a_socket_of_another_kind_is_refused() {
         let (one, other) = duplex(256);
         let (one, other) = tokio::join!(
-            Connection::open(one, Kind::Pub),
-            Connection::open(other, Kind::Router)
+            ZmtpConnection::open(one, SocketType::Pub),
+            ZmtpConnection::open(other, SocketType::Router)
         );
         assert!(one.is_err() && other.is_err());
     }
 
     #[tokio::test]
     async fn a_ping_is_answered() {
-        let (mut subscriber, mut publisher) = pair(Kind::Sub, Kind::Pub).await;
+        let (mut subscriber, mut publisher) = pair(SocketType::Sub, SocketType::Pub).await;
         put_frame(&mut publisher.output, FLAG_COMMAND, b"\x04PING\x00\x0aabc");
         publisher.send(&[b"x"]).await.unwrap();
         assert_eq!(subscriber.receive().await.unwrap(), [&b"x"[..]]);
@@ -398,9 +403,9 @@ mod tests {
     #[tokio::test]
     async fn an_announced_length_takes_no_memory() {
         let (one, mut other) = duplex(1024);
-        let opened = tokio::spawn(Connection::open(one, Kind::Sub));
+        let opened = tokio::spawn(ZmtpConnection::open(one, SocketType::Sub));
         other.write_all(&greeting()).await.unwrap();
-        other.write_all(&ready(Kind::Pub)).await.unwrap();
+        other.write_all(&ready(SocketType::Pub)).await.unwrap();
         let mut connection = opened.await.unwrap().unwrap();
         let mut frame = vec![FLAG_LONG];
         frame.extend((1_u64 << 50).to_be_bytes());
@@ -414,7 +419,7 @@ mod tests {
         fn any_bytes_are_frames_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
             let mut input = BytesMut::from(&bytes[..]);
             while let Ok(Some(_)) = take_frame(&mut input) {}
-            drop(check_ready(&bytes, Kind::Sub));
+            drop(check_ready(&bytes, SocketType::Sub));
         }
     }
 }

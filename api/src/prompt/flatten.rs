@@ -134,7 +134,7 @@ impl<'de> Visitor<'de> for Message<'_> {
                 "type" => kind = Some(map.next_value()?),
                 "content" => {
                     self.content.clear();
-                    map.next_value_seed(Content {
+                    map.next_value_seed(ContentText {
                         out: &mut *self.content,
                     })?;
                 }
@@ -167,11 +167,11 @@ impl<'de> Visitor<'de> for Message<'_> {
 }
 
 /// Message content: a string, an array of parts, or `null`. Answers whether there was any.
-pub(super) struct Content<'a> {
+pub(super) struct ContentText<'a> {
     pub(super) out: &'a mut Vec<u8>,
 }
 
-impl<'de> DeserializeSeed<'de> for Content<'_> {
+impl<'de> DeserializeSeed<'de> for ContentText<'_> {
     type Value = bool;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
@@ -179,7 +179,7 @@ impl<'de> DeserializeSeed<'de> for Content<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Content<'_> {
+impl<'de> Visitor<'de> for ContentText<'_> {
     type Value = bool;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -241,7 +241,7 @@ impl<'de> Visitor<'de> for Part<'_> {
                 "type" => kind = Some(map.next_value()?),
                 "text" => {
                     self.out.truncate(mark);
-                    has_text = map.next_value_seed(Content {
+                    has_text = map.next_value_seed(ContentText {
                         out: &mut *self.out,
                     })?;
                 }

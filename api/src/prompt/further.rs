@@ -19,12 +19,12 @@ pub const MEMBERS_MAX: usize = 4096;
 
 /// The names of a body's further fields, as hashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Further {
+pub struct FurtherFields {
     hashes: [u32; KEPT_MAX],
     count: usize,
 }
 
-impl Further {
+impl FurtherFields {
     pub(super) fn add(&mut self, name: &str) {
         if let Some(place) = self.hashes.get_mut(self.count) {
             *place = name_hash(name);
@@ -42,7 +42,7 @@ impl Further {
     }
 }
 
-/// What [`Further`] keeps of a name.
+/// What [`FurtherFields`] keeps of a name.
 #[must_use]
 pub fn name_hash(name: &str) -> u32 {
     let [a, b, c, d, ..] = xxh3_64(name.as_bytes()).to_le_bytes();
@@ -51,7 +51,7 @@ pub fn name_hash(name: &str) -> u32 {
 
 /// A field of the top-level object, as it stands in the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member<'a> {
+pub struct BodyMember<'a> {
     /// Its name, escapes resolved.
     pub name: Cow<'a, str>,
     /// From the quote before the name to the end of the value.
@@ -61,17 +61,17 @@ pub struct Member<'a> {
 /// All fields of a body that was read before, in order; `None` when there are more than
 /// [`MEMBERS_MAX`].
 #[must_use]
-pub fn members(text: &str) -> Option<Vec<Member<'_>>> {
+pub fn members(text: &str) -> Option<Vec<BodyMember<'_>>> {
     let mut json = serde_json::Deserializer::from_str(text);
-    json.deserialize_map(Members { text }).ok().flatten()
+    json.deserialize_map(BodyMembers { text }).ok().flatten()
 }
 
-struct Members<'de> {
+struct BodyMembers<'de> {
     text: &'de str,
 }
 
-impl<'de> Visitor<'de> for Members<'de> {
-    type Value = Option<Vec<Member<'de>>>;
+impl<'de> Visitor<'de> for BodyMembers<'de> {
+    type Value = Option<Vec<BodyMember<'de>>>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a JSON object")
@@ -88,7 +88,7 @@ impl<'de> Visitor<'de> for Members<'de> {
             before = end;
             if members.len() < MEMBERS_MAX + 1 {
                 let span = (start, end);
-                members.push(Member { name, span });
+                members.push(BodyMember { name, span });
             }
         }
         Ok(Some(members).filter(|members| members.len() <= MEMBERS_MAX))
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_name_that_is_there_is_never_missed() {
-        let mut further = Further::default();
+        let mut further = FurtherFields::default();
         assert!(!further.may_have(&[name_hash("a")]));
         for nth in 0..KEPT_MAX {
             further.add(&nth.to_string());

@@ -9,7 +9,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// Any JSON value, as far as a flag or a count can be seen in it.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Lax {
+pub(super) enum LaxValue {
     Null,
     Bool(bool),
     Number(f64),
@@ -23,11 +23,11 @@ const TEXT_BYTES_MAX: usize = 32;
 
 /// A value that is neither null nor of the wanted kind: only an engine can judge it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Unclear;
+pub(super) struct LaxError;
 
-impl Lax {
+impl LaxValue {
     /// `None` for null.
-    pub(super) fn flag(&self) -> Result<Option<bool>, Unclear> {
+    pub(super) fn flag(&self) -> Result<Option<bool>, LaxError> {
         match self {
             Self::Null => Ok(None),
             Self::Bool(flag) => Ok(Some(*flag)),
@@ -36,28 +36,28 @@ impl Lax {
             Self::Text(text) => match text.to_ascii_lowercase().as_str() {
                 "0" | "off" | "f" | "false" | "n" | "no" => Ok(Some(false)),
                 "1" | "on" | "t" | "true" | "y" | "yes" => Ok(Some(true)),
-                _ => Err(Unclear),
+                _ => Err(LaxError),
             },
-            Self::Number(_) | Self::Compound => Err(Unclear),
+            Self::Number(_) | Self::Compound => Err(LaxError),
         }
     }
 
     /// `None` for null; what is beyond a `u32` is as good as its maximum.
-    pub(super) fn count(&self) -> Result<Option<u32>, Unclear> {
+    pub(super) fn count(&self) -> Result<Option<u32>, LaxError> {
         let number = match self {
             Self::Null => return Ok(None),
             Self::Bool(flag) => f64::from(u8::from(*flag)),
             Self::Number(number) => *number,
-            Self::Text(text) => text.trim().parse().map_err(|_| Unclear)?,
-            Self::Compound => return Err(Unclear),
+            Self::Text(text) => text.trim().parse().map_err(|_| LaxError)?,
+            Self::Compound => return Err(LaxError),
         };
         let is_count = number.is_finite() && number >= 0.0 && number.fract() == 0.0;
         // The cast saturates.
-        is_count.then_some(Some(number as u32)).ok_or(Unclear)
+        is_count.then_some(Some(number as u32)).ok_or(LaxError)
     }
 }
 
-impl<'de> Deserialize<'de> for Lax {
+impl<'de> Deserialize<'de> for LaxValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(LaxVisitor)
     }
@@ -66,48 +66,48 @@ impl<'de> Deserialize<'de> for Lax {
 struct LaxVisitor;
 
 impl<'de> Visitor<'de> for LaxVisitor {
-    type Value = Lax;
+    type Value = LaxValue;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("any value")
     }
 
-    fn visit_unit<E>(self) -> Result<Lax, E> {
-        Ok(Lax::Null)
+    fn visit_unit<E>(self) -> Result<LaxValue, E> {
+        Ok(LaxValue::Null)
     }
 
-    fn visit_bool<E>(self, flag: bool) -> Result<Lax, E> {
-        Ok(Lax::Bool(flag))
+    fn visit_bool<E>(self, flag: bool) -> Result<LaxValue, E> {
+        Ok(LaxValue::Bool(flag))
     }
 
-    fn visit_u64<E>(self, number: u64) -> Result<Lax, E> {
-        Ok(Lax::Number(number as f64))
+    fn visit_u64<E>(self, number: u64) -> Result<LaxValue, E> {
+        Ok(LaxValue::Number(number as f64))
     }
 
-    fn visit_i64<E>(self, number: i64) -> Result<Lax, E> {
-        Ok(Lax::Number(number as f64))
+    fn visit_i64<E>(self, number: i64) -> Result<LaxValue, E> {
+        Ok(LaxValue::Number(number as f64))
     }
 
-    fn visit_f64<E>(self, number: f64) -> Result<Lax, E> {
-        Ok(Lax::Number(number))
+    fn visit_f64<E>(self, number: f64) -> Result<LaxValue, E> {
+        Ok(LaxValue::Number(number))
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<Lax, E> {
+    fn visit_str<E>(self, text: &str) -> Result<LaxValue, E> {
         Ok(if text.len() > TEXT_BYTES_MAX {
-            Lax::Compound
+            LaxValue::Compound
         } else {
-            Lax::Text(text.to_owned())
+            LaxValue::Text(text.to_owned())
         })
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Lax, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<LaxValue, A::Error> {
         while seq.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(Lax::Compound)
+        Ok(LaxValue::Compound)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Lax, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<LaxValue, A::Error> {
         while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(Lax::Compound)
+        Ok(LaxValue::Compound)
     }
 }
 
@@ -115,7 +115,7 @@ impl<'de> Visitor<'de> for LaxVisitor {
 mod tests {
     use super::*;
 
-    fn read(json: &str) -> Lax {
+    fn read(json: &str) -> LaxValue {
         serde_json::from_str(json).unwrap()
     }
 
@@ -129,7 +129,7 @@ mod tests {
         }
         assert_eq!(read("null").flag(), Ok(None));
         for json in ["2", "-1", "0.5", "\"\"", "\"maybe\"", "[]", "{\"a\":[1]}"] {
-            assert_eq!(read(json).flag(), Err(Unclear), "{json}");
+            assert_eq!(read(json).flag(), Err(LaxError), "{json}");
         }
     }
 
@@ -148,7 +148,7 @@ mod tests {
         assert_eq!(read("null").count(), Ok(None));
         let long = format!("\"{}\"", "1".repeat(TEXT_BYTES_MAX + 1));
         for json in ["-1", "1.5", "\"x\"", "\"nan\"", "[3]", "{}", &long] {
-            assert_eq!(read(json).count(), Err(Unclear), "{json}");
+            assert_eq!(read(json).count(), Err(LaxError), "{json}");
         }
     }
 }

@@ -28,24 +28,28 @@ mod tokens;
 use std::sync::Arc;
 
 use state::ids::BlockHash;
-use state::prefix::Root;
+use state::prefix::ChainRoot;
 
 pub use flatten::append_reply;
-pub use further::{Further, MEMBERS_MAX, Member, members, name_hash};
+pub use further::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_hash};
 pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
 pub use read::{is_read, parse, parse_routed};
 pub use tokenizer::{
-    BadTokenizer, Fallback, LoadFailure, Seam, Tokenizer, TokenizerSpec, Vocabulary,
+    Fallback, ReplyBoundary, Tokenizer, TokenizerLoadError, TokenizerSpec, TokenizerSpecError,
+    Vocabulary,
 };
 pub use tokens::{TokenScope, chain_of_tokens};
 
 #[cfg(feature = "fuzzing")]
 pub(crate) use tokenizer::fuzzing;
-pub(crate) use tokenizer::{Content, Encoded, Heard, NotEncoded, Question, Remote, question};
+pub(crate) use tokenizer::{
+    EncodeError, Encoded, EngineTokenizer, TokenizeRequest, TokenizeResult, TokenizerContent,
+    question,
+};
 
 /// What is read of a JSON body. Spans are byte ranges of the body.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Parsed {
+pub struct ParsedBody {
     /// The `model` field.
     pub model: String,
     /// The `stream` field; `false` when it is nothing that an engine takes for a flag.
@@ -64,7 +68,7 @@ pub struct Parsed {
     /// both spans are `None` (the object is never empty, it has a `model`).
     pub insert_at: usize,
     /// The fields that the router does not read.
-    pub further: Further,
+    pub further: FurtherFields,
     /// The `user` field.
     pub user: Option<String>,
     /// The `cache_salt` field.
@@ -76,7 +80,7 @@ pub struct Parsed {
     /// The prompt, flattened. Of a batch of prompts the first; empty when the path has none.
     pub prompt: Prompt,
     /// The other prompts of a batch.
-    pub batch: Batch,
+    pub batch: PromptBatch,
     /// How an answer continues the prompt.
     pub reply: ReplyShape,
 }
@@ -84,7 +88,7 @@ pub struct Parsed {
 /// How much a batch holds beside its first prompt. Only the first one's blocks are known, but all
 /// are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Batch {
+pub struct PromptBatch {
     /// Bytes of text.
     pub bytes: u64,
     /// Token ids.
@@ -150,7 +154,7 @@ impl Default for Prompt {
 /// A body that cannot be routed: becomes a 400.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct BadBody {
+pub struct BodyRejection {
     /// What is wrong, where (line and column for syntax), and what was expected.
     pub message: String,
     /// The field, for the error's `param`.
@@ -182,25 +186,25 @@ impl ModelSettings {
 
 /// A prompt's identity.
 #[derive(Debug, Clone)]
-pub struct Identity {
+pub struct PromptIdentity {
     /// Seed of the chain.
-    pub root: Root,
+    pub root: ChainRoot,
     /// All full blocks, chained.
     pub chain: Arc<[BlockHash]>,
-    /// Prompt tokens, of a batch all prompts': counted where [`Unit::Tokens`], else estimated.
+    /// Prompt tokens, of a batch all prompts': counted where [`BlockUnit::Tokens`], else estimated.
     pub tokens: u32,
     /// How many of `chain` an engine can have (last-token rule).
     pub matchable: u32,
     /// What the blocks are made of.
-    pub unit: Unit,
+    pub unit: BlockUnit,
     /// What is needed to go on with the chain when the answer is known.
-    pub tail: Tail,
+    pub tail: ChainTail,
 }
 
 /// What blocks are made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Unit {
+pub enum BlockUnit {
     /// Bytes of text: the model has no tokenizer.
     Characters,
     /// Token ids, as engines have them.
@@ -211,7 +215,7 @@ pub enum Unit {
 
 /// Where a prompt's last full block ends, and how the chain goes on from there.
 #[derive(Debug, Clone, Default)]
-pub struct Tail {
+pub struct ChainTail {
     /// What follows the last full block: bytes of text, or token ids of four bytes each.
     pub bytes: Vec<u8>,
     /// Bytes per block; 0 when blocks are of token ids.
@@ -221,14 +225,14 @@ pub struct Tail {
     /// Tokens of one block, estimated where blocks are of bytes.
     pub tokens_per_block: u32,
     /// How an answer's tokens continue the prompt's; `None`: in no known way, or blocks are of bytes.
-    pub seam: Option<Seam>,
+    pub seam: Option<ReplyBoundary>,
     /// Whether the text measured is all that the engine counts.
     pub is_partial: bool,
     /// The model's ratio, to estimate with and to teach.
     pub ratio: TokenRatio,
 }
 
-impl Tail {
+impl ChainTail {
     /// The token ids behind the last full block, where blocks are of token ids.
     #[must_use]
     pub fn ids(&self) -> Vec<u32> {

@@ -5,16 +5,16 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::{Batch, Prompt};
+use super::{Prompt, PromptBatch};
 
 /// A `prompt`: a string, token ids, or an array of either, of which the first is taken and the
 /// others are measured. `None` for `null` and for what has no text to hash, such as an image to
 /// embed.
-pub(super) struct Plain<'a> {
-    pub(super) batch: &'a mut Batch,
+pub(super) struct CompletionPrompt<'a> {
+    pub(super) batch: &'a mut PromptBatch,
 }
 
-impl<'de> DeserializeSeed<'de> for Plain<'_> {
+impl<'de> DeserializeSeed<'de> for CompletionPrompt<'_> {
     type Value = Option<Prompt>;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
@@ -22,7 +22,7 @@ impl<'de> DeserializeSeed<'de> for Plain<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Plain<'_> {
+impl<'de> Visitor<'de> for CompletionPrompt<'_> {
     type Value = Option<Prompt>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -42,10 +42,10 @@ impl<'de> Visitor<'de> for Plain<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-        match seq.next_element_seed(First)? {
+        match seq.next_element_seed(FirstElement)? {
             None => Ok(None),
             Some(Element::Prompt(first)) => {
-                while let Some(Further(size)) = seq.next_element()? {
+                while let Some(FurtherPrompt(size)) = seq.next_element()? {
                     self.batch.bytes += size.bytes;
                     self.batch.ids += size.ids;
                     self.batch.prompts = self.batch.prompts.saturating_add(1);
@@ -69,14 +69,14 @@ fn skip_map<'de, A: MapAccess<'de>>(mut map: A) -> Result<(), A::Error> {
 }
 
 /// The first element of a `prompt` array, which tells what kind of array it is.
-struct First;
+struct FirstElement;
 
 enum Element {
     Token(u32),
     Prompt(Option<Prompt>),
 }
 
-impl<'de> DeserializeSeed<'de> for First {
+impl<'de> DeserializeSeed<'de> for FirstElement {
     type Value = Element;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
@@ -84,7 +84,7 @@ impl<'de> DeserializeSeed<'de> for First {
     }
 }
 
-impl<'de> Visitor<'de> for First {
+impl<'de> Visitor<'de> for FirstElement {
     type Value = Element;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -117,57 +117,57 @@ impl<'de> Visitor<'de> for First {
 }
 
 /// The size of a further prompt of a batch. Whether it is one is the engine's to judge.
-struct Further(Batch);
+struct FurtherPrompt(PromptBatch);
 
-impl<'de> Deserialize<'de> for Further {
+impl<'de> Deserialize<'de> for FurtherPrompt {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(FurtherVisitor).map(Self)
+        deserializer.deserialize_any(FurtherPromptVisitor).map(Self)
     }
 }
 
-struct FurtherVisitor;
+struct FurtherPromptVisitor;
 
-impl<'de> Visitor<'de> for FurtherVisitor {
-    type Value = Batch;
+impl<'de> Visitor<'de> for FurtherPromptVisitor {
+    type Value = PromptBatch;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("any value")
     }
 
-    fn visit_unit<E>(self) -> Result<Batch, E> {
-        Ok(Batch::default())
+    fn visit_unit<E>(self) -> Result<PromptBatch, E> {
+        Ok(PromptBatch::default())
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<Batch, E> {
-        Ok(Batch::default())
+    fn visit_bool<E>(self, _: bool) -> Result<PromptBatch, E> {
+        Ok(PromptBatch::default())
     }
 
-    fn visit_u64<E>(self, _: u64) -> Result<Batch, E> {
-        Ok(Batch::default())
+    fn visit_u64<E>(self, _: u64) -> Result<PromptBatch, E> {
+        Ok(PromptBatch::default())
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<Batch, E> {
-        Ok(Batch::default())
+    fn visit_i64<E>(self, _: i64) -> Result<PromptBatch, E> {
+        Ok(PromptBatch::default())
     }
 
-    fn visit_f64<E>(self, _: f64) -> Result<Batch, E> {
-        Ok(Batch::default())
+    fn visit_f64<E>(self, _: f64) -> Result<PromptBatch, E> {
+        Ok(PromptBatch::default())
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<Batch, E> {
-        Ok(Batch {
+    fn visit_str<E>(self, text: &str) -> Result<PromptBatch, E> {
+        Ok(PromptBatch {
             bytes: text.len() as u64,
             ids: 0,
             prompts: 0,
         })
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Batch, A::Error> {
-        skip_map(map).map(|()| Batch::default())
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<PromptBatch, A::Error> {
+        skip_map(map).map(|()| PromptBatch::default())
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Batch, A::Error> {
-        let mut batch = Batch::default();
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<PromptBatch, A::Error> {
+        let mut batch = PromptBatch::default();
         while seq.next_element::<IgnoredAny>()?.is_some() {
             batch.ids += 1;
         }

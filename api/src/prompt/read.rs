@@ -16,18 +16,18 @@ use serde_json::error::Category;
 use serde_json::value::RawValue;
 
 use super::borrowed::Str;
-use super::flatten::{Content, Input, Messages, push_framed};
-use super::further::Further;
-use super::lax::{Lax, Unclear};
-use super::plain::Plain;
-use super::{BadBody, Batch, Parsed, Prompt, ReplyShape};
+use super::flatten::{ContentText, Input, Messages, push_framed};
+use super::further::FurtherFields;
+use super::lax::{LaxError, LaxValue};
+use super::plain::CompletionPrompt;
+use super::{BodyRejection, ParsedBody, Prompt, PromptBatch, ReplyShape};
 
 /// Reads a body posted to `path`.
 ///
 /// # Errors
-/// [`BadBody`] for malformed JSON, a missing or ill-typed `model`, ill-typed known fields.
-pub fn parse(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
-    let text = std::str::from_utf8(body).map_err(|error| BadBody {
+/// [`BodyRejection`] for malformed JSON, a missing or ill-typed `model`, ill-typed known fields.
+pub fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
+    let text = std::str::from_utf8(body).map_err(|error| BodyRejection {
         message: format!(
             "body is not UTF-8 at byte {}, expected a JSON object in UTF-8",
             error.valid_up_to()
@@ -35,24 +35,24 @@ pub fn parse(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
         param: None,
     })?;
     if text.trim_ascii_start().is_empty() {
-        return Err(BadBody {
+        return Err(BodyRejection {
             message: "body is empty, expected a JSON object".to_owned(),
             param: None,
         });
     }
     let field = Cell::new(None);
-    let mut found = Found::default();
+    let mut found = BodyFields::default();
     let mut json = serde_json::Deserializer::from_str(text);
-    let top = Top {
+    let top = BodyVisitor {
         text,
-        surface: Surface::of(path),
+        surface: PromptField::of(path),
         field: &field,
         found: &mut found,
     };
     json.deserialize_map(top)
         .and_then(|()| json.end())
         .map_err(|error| bad_body(&error, field.get()))?;
-    found.finish(Surface::of(path), text)
+    found.finish(PromptField::of(path), text)
 }
 
 /// Reads a body posted to `path` for routing: where the engine answers without running its model
@@ -60,11 +60,11 @@ pub fn parse(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
 ///
 /// # Errors
 /// As [`parse`].
-pub fn parse_routed(path: &str, body: &Bytes) -> Result<Parsed, BadBody> {
+pub fn parse_routed(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let mut parsed = parse(path, body)?;
     if is_uncomputed(path) {
         parsed.prompt = Prompt::default();
-        parsed.batch = Batch::default();
+        parsed.batch = PromptBatch::default();
         parsed.reply = ReplyShape::None;
     }
     Ok(parsed)
@@ -78,7 +78,7 @@ fn is_uncomputed(path: &str) -> bool {
 /// Bytes of an error's text kept at either end: it may quote a whole prompt.
 const QUOTED_BYTES_MAX: usize = 160;
 
-fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BadBody {
+fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BodyRejection {
     let category = error.classify();
     let mut error = error.to_string();
     if error.len() > 2 * QUOTED_BYTES_MAX {
@@ -87,15 +87,15 @@ fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BadBody {
         error.replace_range(head..tail, " [...] ");
     }
     match (category, field) {
-        (Category::Data, Some(field)) => BadBody {
+        (Category::Data, Some(field)) => BodyRejection {
             message: format!("{field}: {error}"),
             param: Some(field.to_owned()),
         },
-        (Category::Data, None) => BadBody {
+        (Category::Data, None) => BodyRejection {
             message: error.to_string(),
             param: None,
         },
-        (Category::Syntax | Category::Eof | Category::Io, _) => BadBody {
+        (Category::Syntax | Category::Eof | Category::Io, _) => BodyRejection {
             message: format!("body is not valid JSON: {error}"),
             param: None,
         },
@@ -104,7 +104,7 @@ fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BadBody {
 
 /// Where a path's prompt stands in its body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Surface {
+pub(super) enum PromptField {
     /// `messages`, with `system` and `tools`.
     Chat,
     /// `prompt`.
@@ -117,7 +117,7 @@ pub(super) enum Surface {
     Other,
 }
 
-impl Surface {
+impl PromptField {
     pub(super) fn of(path: &str) -> Self {
         match path.split('?').next().unwrap_or(path) {
             "/v1/chat/completions"
@@ -143,7 +143,7 @@ impl Surface {
 
 /// What has been met so far.
 #[derive(Default)]
-struct Found<'de> {
+struct BodyFields<'de> {
     model: Option<Cow<'de, str>>,
     stream: bool,
     include_usage: Option<bool>,
@@ -151,7 +151,7 @@ struct Found<'de> {
     stream_options_span: Option<(usize, usize)>,
     stream_options_null_span: Option<(usize, usize)>,
     are_options_unclear: bool,
-    further: Further,
+    further: FurtherFields,
     user: Option<String>,
     cache_salt: Option<String>,
     max_tokens: Option<u32>,
@@ -160,11 +160,11 @@ struct Found<'de> {
     system: Option<Vec<u8>>,
     messages: Option<Vec<u8>>,
     plain: Option<Prompt>,
-    batch: Batch,
+    batch: PromptBatch,
 }
 
-impl Found<'_> {
-    fn finish(self, surface: Surface, text: &str) -> Result<Parsed, BadBody> {
+impl BodyFields<'_> {
+    fn finish(self, surface: PromptField, text: &str) -> Result<ParsedBody, BodyRejection> {
         let model = match self.model {
             Some(model) if !model.is_empty() => model.into_owned(),
             Some(_) => return Err(no_model("model: is empty, expected a model id")),
@@ -178,7 +178,7 @@ impl Found<'_> {
         };
         let insert_at = text.find('{').map_or(0, |brace| brace + 1);
         let prompts = self.batch.prompts.saturating_add(1);
-        Ok(Parsed {
+        Ok(ParsedBody {
             choices: self.choices.unwrap_or(1).max(1).saturating_mul(prompts),
             model,
             stream: self.stream,
@@ -209,19 +209,19 @@ impl Found<'_> {
             return;
         }
         let options = serde_json::from_str::<StreamOptions>(raw.get());
-        match options.map_err(|_| Unclear).and_then(StreamOptions::flags) {
+        match options.map_err(|_| LaxError).and_then(StreamOptions::flags) {
             Ok((include_usage, continuous_usage)) => {
                 self.include_usage = include_usage;
                 self.continuous_usage = continuous_usage;
                 self.stream_options_span = span;
             }
-            Err(Unclear) => self.are_options_unclear = true,
+            Err(LaxError) => self.are_options_unclear = true,
         }
     }
 }
 
-fn no_model(message: &str) -> BadBody {
-    BadBody {
+fn no_model(message: &str) -> BodyRejection {
+    BodyRejection {
         message: message.to_owned(),
         param: Some("model".to_owned()),
     }
@@ -254,15 +254,15 @@ fn with_preamble(
 }
 
 /// The visitor of the top-level object.
-struct Top<'a, 'de> {
+struct BodyVisitor<'a, 'de> {
     text: &'de str,
-    surface: Surface,
+    surface: PromptField,
     /// The known field being read: names the culprit of an error.
     field: &'a Cell<Option<&'static str>>,
-    found: &'a mut Found<'de>,
+    found: &'a mut BodyFields<'de>,
 }
 
-impl<'de> Visitor<'de> for Top<'_, 'de> {
+impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -316,7 +316,7 @@ pub fn is_read(name: &str) -> bool {
     KNOWN.contains(&name)
 }
 
-impl<'de> Top<'_, 'de> {
+impl<'de> BodyVisitor<'_, 'de> {
     fn field_value<A: MapAccess<'de>>(
         &mut self,
         field: &'static str,
@@ -326,7 +326,7 @@ impl<'de> Top<'_, 'de> {
         match (field, self.surface) {
             ("model", _) => found.model = Some(map.next_value::<Str<'de>>()?.0),
             ("stream", _) => {
-                let flag = map.next_value::<Lax>()?.flag();
+                let flag = map.next_value::<LaxValue>()?.flag();
                 found.stream = flag == Ok(Some(true));
             }
             ("stream_options", _) => {
@@ -337,36 +337,39 @@ impl<'de> Top<'_, 'de> {
             ("cache_salt", _) => found.cache_salt = map.next_value()?,
             ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
                 // A `null` beside a number of the other spelling does not undo it.
-                let tokens = map.next_value::<Lax>()?.count();
+                let tokens = map.next_value::<LaxValue>()?.count();
                 found.max_tokens = tokens.ok().flatten().or(found.max_tokens);
             }
-            ("n" | "best_of", Surface::Chat | Surface::Completions) => {
-                let choices = map.next_value::<Lax>()?.count();
+            ("n" | "best_of", PromptField::Chat | PromptField::Completions) => {
+                let choices = map.next_value::<LaxValue>()?.count();
                 found.choices = choices.ok().flatten().max(found.choices);
             }
-            ("tools", Surface::Chat | Surface::Responses | Surface::Pooling) => {
+            ("tools", PromptField::Chat | PromptField::Responses | PromptField::Pooling) => {
                 let raw = map.next_value::<&'de RawValue>()?;
                 found.tools = (raw.get() != "null").then_some(raw);
             }
-            ("system", Surface::Chat) | ("instructions", Surface::Responses) => {
+            ("system", PromptField::Chat) | ("instructions", PromptField::Responses) => {
                 let mut text = Vec::new();
-                let is_some = map.next_value_seed(Content { out: &mut text })?;
+                let is_some = map.next_value_seed(ContentText { out: &mut text })?;
                 found.system = is_some.then_some(text);
             }
-            ("messages", Surface::Chat | Surface::Pooling) => {
+            ("messages", PromptField::Chat | PromptField::Pooling) => {
                 let mut out = found.fresh_messages(self.text.len());
                 map.next_value_seed(Messages { out: &mut out })?;
                 found.messages = Some(out);
             }
-            ("input", Surface::Responses) => {
+            ("input", PromptField::Responses) => {
                 let mut out = found.fresh_messages(self.text.len());
                 map.next_value_seed(Input { out: &mut out })?;
                 found.messages = Some(out);
             }
-            ("prompt", Surface::Completions)
-            | ("prompt" | "input" | "query" | "queries" | "text_1" | "data_1", Surface::Pooling) => {
-                found.batch = Batch::default();
-                found.plain = map.next_value_seed(Plain {
+            ("prompt", PromptField::Completions)
+            | (
+                "prompt" | "input" | "query" | "queries" | "text_1" | "data_1",
+                PromptField::Pooling,
+            ) => {
+                found.batch = PromptBatch::default();
+                found.plain = map.next_value_seed(CompletionPrompt {
                     batch: &mut found.batch,
                 })?;
             }
@@ -376,7 +379,7 @@ impl<'de> Top<'_, 'de> {
     }
 }
 
-impl Found<'_> {
+impl BodyFields<'_> {
     /// An empty buffer for flattened messages: of the last `messages` field if there was one.
     fn fresh_messages(&mut self, body_bytes: usize) -> Vec<u8> {
         match self.messages.take() {
@@ -391,12 +394,12 @@ impl Found<'_> {
 
 /// The two known fields of `stream_options`.
 struct StreamOptions {
-    include_usage: Lax,
-    continuous_usage: Lax,
+    include_usage: LaxValue,
+    continuous_usage: LaxValue,
 }
 
 impl StreamOptions {
-    fn flags(self) -> Result<(Option<bool>, Option<bool>), Unclear> {
+    fn flags(self) -> Result<(Option<bool>, Option<bool>), LaxError> {
         Ok((self.include_usage.flag()?, self.continuous_usage.flag()?))
     }
 }
@@ -413,8 +416,8 @@ impl<'de> Deserialize<'de> for StreamOptions {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
                 let mut options = StreamOptions {
-                    include_usage: Lax::Null,
-                    continuous_usage: Lax::Null,
+                    include_usage: LaxValue::Null,
+                    continuous_usage: LaxValue::Null,
                 };
                 while let Some(Str(key)) = map.next_key()? {
                     match &*key {

@@ -5,17 +5,17 @@ use expect_test::expect;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::{Parsed, Prompt, ReplyShape, append_reply, parse};
+use super::{ParsedBody, Prompt, ReplyShape, append_reply, parse};
 
-fn chat(body: &Value) -> Parsed {
+fn chat(body: &Value) -> ParsedBody {
     read("/v1/chat/completions", &body.to_string())
 }
 
-fn read(path: &str, body: &str) -> Parsed {
+fn read(path: &str, body: &str) -> ParsedBody {
     parse(path, &Bytes::copy_from_slice(body.as_bytes())).unwrap()
 }
 
-fn text(parsed: &Parsed) -> String {
+fn text(parsed: &ParsedBody) -> String {
     match &parsed.prompt {
         Prompt::Text(bytes) => String::from_utf8(bytes.clone()).unwrap(),
         Prompt::Tokens(tokens) => format!("{tokens:?}"),

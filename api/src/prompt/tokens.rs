@@ -9,7 +9,7 @@
 //! scope's own adapter stays empty.
 
 use state::ids::BlockHash;
-use state::prefix::{self, Hashing, Root, Scope};
+use state::prefix::{self, BlockHasher, ChainRoot, Scope};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// What stands for the tokenizer in the scope of token blocks.
@@ -29,7 +29,7 @@ pub struct TokenScope<'a> {
 impl TokenScope<'_> {
     /// What its chains begin with.
     #[must_use]
-    pub fn root(&self, hashing: &Hashing) -> Root {
+    pub fn root(&self, hashing: &BlockHasher) -> ChainRoot {
         let scope = Scope {
             model: self.model,
             adapter: "",
@@ -52,7 +52,7 @@ impl TokenScope<'_> {
 /// When the block size is 0.
 #[must_use]
 pub fn chain_of_tokens(
-    hashing: &Hashing,
+    hashing: &BlockHasher,
     scope: &TokenScope<'_>,
     parent: Option<BlockHash>,
     tokens: &[u32],

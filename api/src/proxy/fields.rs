@@ -9,7 +9,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName};
 
 use crate::error::Failure;
-use crate::prompt::{MEMBERS_MAX, Member, Parsed, members, name_hash};
+use crate::prompt::{BodyMember, MEMBERS_MAX, ParsedBody, members, name_hash};
 
 /// Fields that are refused unless the config says otherwise.
 pub const REFUSED_FIELDS: [&str; 6] = [
@@ -60,7 +60,11 @@ impl FieldRules {
     }
 
     /// The body without what is stripped; `None`: as it is.
-    pub(super) fn apply(&self, parsed: &Parsed, body: &Bytes) -> Result<Option<Bytes>, Failure> {
+    pub(super) fn apply(
+        &self,
+        parsed: &ParsedBody,
+        body: &Bytes,
+    ) -> Result<Option<Bytes>, Failure> {
         if !parsed.further.may_have(&self.hashes) {
             return Ok(None);
         }
@@ -70,7 +74,7 @@ impl FieldRules {
             param: None,
         })?;
         let is_in =
-            |names: &[String], member: &Member<'_>| names.iter().any(|it| *it == member.name);
+            |names: &[String], member: &BodyMember<'_>| names.iter().any(|it| *it == member.name);
         if let Some(member) = members.iter().find(|it| is_in(&self.refused, it)) {
             return Err(Failure::BadRequest {
                 message: format!("{}: is not taken from clients here", member.name),
@@ -87,7 +91,11 @@ impl FieldRules {
 }
 
 /// `text` without some of its members.
-fn without(text: &str, members: &[Member<'_>], is_out: impl Fn(&Member<'_>) -> bool) -> Bytes {
+fn without(
+    text: &str,
+    members: &[BodyMember<'_>],
+    is_out: impl Fn(&BodyMember<'_>) -> bool,
+) -> Bytes {
     let (first, last) = (&members[0], &members[members.len() - 1]);
     let mut out = String::with_capacity(text.len());
     out.push_str(&text[..first.span.0]);

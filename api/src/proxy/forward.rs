@@ -14,7 +14,7 @@ use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::ids::{BackendRef, Slot, UserKey};
-use state::quotas::Limit;
+use state::quotas::LimitKind;
 use tokio::time::{Instant, timeout, timeout_at};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -28,12 +28,15 @@ use super::relay::{Content, ERROR_BYTES_MAX, Relay, SharedRelay, Source, Waits};
 use super::splice::splice;
 use super::sse::{Events, Wanted};
 use super::suspects::Watched;
-use crate::admission::{Candidate, NotAdmitted};
+use crate::admission::{AdmissionRejection, AdmissionRequest};
 use crate::backends::pool::{EngineBody, Segments, SendFailure};
 use crate::error::{Failure, SHOULD_RETRY};
 use crate::prompt::ReplyShape;
-use crate::prompt::{Identity, Parsed};
-use crate::routing::{Ask, Attempt, Decision, End, Hidden, NoBackend, POLICY, Router, SELECT};
+use crate::prompt::{ParsedBody, PromptIdentity};
+use crate::routing::{
+    Attempt, AttemptEnd, Decision, HiddenOutput, POLICY, Router, RoutingRejection, RoutingRequest,
+    SELECT,
+};
 
 /// How long the rest of such an answer is waited for.
 const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -46,8 +49,8 @@ const RETRY_AFTER_MS_MAX: u64 = 60_000;
 pub(super) struct Asked {
     pub(super) head: http::request::Parts,
     pub(super) body: Bytes,
-    pub(super) parsed: Parsed,
-    pub(super) identity: Identity,
+    pub(super) parsed: ParsedBody,
+    pub(super) identity: PromptIdentity,
     pub(super) user: String,
     pub(super) request_id: HeaderValue,
     /// The client's address.
@@ -58,9 +61,9 @@ pub(super) struct Asked {
     pub(super) deadline: Option<Duration>,
 }
 
-impl Candidate for Asked {
-    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> Ask<'a> {
-        Ask {
+impl AdmissionRequest for Asked {
+    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        RoutingRequest {
             model: &self.parsed.model,
             identity: &self.identity,
             request_id: self.request_id.to_str().unwrap_or_default(),
@@ -194,8 +197,8 @@ pub(super) async fn forward(
 }
 
 /// What an answer leaves unseen until its end, were it not a stream; `None`: nothing is made for it.
-fn hidden(parsed: &Parsed) -> Option<Hidden> {
-    (parsed.reply != ReplyShape::None).then_some(Hidden {
+fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
+    (parsed.reply != ReplyShape::None).then_some(HiddenOutput {
         choices: parsed.choices,
         tokens_max: parsed.max_tokens,
         is_whole_at_once: true,
@@ -219,31 +222,31 @@ fn check_select(proxy: &Proxy, asked: &Asked) -> Result<(), Failure> {
 }
 
 /// Why a request was not admitted, as its client is told.
-fn refusal(why: NotAdmitted, asked: &Asked) -> Failure {
+fn refusal(why: AdmissionRejection, asked: &Asked) -> Failure {
     match why {
-        NotAdmitted::NoBackend(NoBackend::UnknownModel) => Failure::UnknownModel {
+        AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => Failure::UnknownModel {
             model: shown(&asked.parsed.model),
         },
-        NotAdmitted::NoBackend(NoBackend::NoneHealthy) => Failure::NoneHealthy,
-        NotAdmitted::NoBackend(NoBackend::NoneSelected) => Failure::NoneSelected,
-        NotAdmitted::NoBackend(NoBackend::AllTried) => Failure::Unreachable,
-        NotAdmitted::NoBackend(NoBackend::TooLarge) => Failure::BadRequest {
+        AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => Failure::NoneHealthy,
+        AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => Failure::NoneSelected,
+        AdmissionRejection::NoBackend(RoutingRejection::AllTried) => Failure::Unreachable,
+        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => Failure::BadRequest {
             message: "the prompt is larger than the cache of any backend".to_owned(),
             param: None,
         },
-        NotAdmitted::NoBackend(NoBackend::AtLimit) => Failure::Overloaded,
-        NotAdmitted::OverLimit(over) => Failure::OverLimit {
+        AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => Failure::Overloaded,
+        AdmissionRejection::OverLimit(over) => Failure::OverLimit {
             limit: match over.limit {
-                Limit::Requests => "requests per window",
-                Limit::Tokens => "tokens per window",
-                Limit::Concurrent => "requests at once",
+                LimitKind::Requests => "requests per window",
+                LimitKind::Tokens => "tokens per window",
+                LimitKind::Concurrent => "requests at once",
             },
             retry_after_ms: over.retry_after_ms,
         },
-        NotAdmitted::QueueFull { retry_after_ms } => Failure::QueueFull {
+        AdmissionRejection::QueueFull { retry_after_ms } => Failure::QueueFull {
             retry_after_ms: jittered(retry_after_ms, asked),
         },
-        NotAdmitted::TooLate {
+        AdmissionRejection::TooLate {
             wait_ms,
             wait_ms_max,
         } => Failure::TooLate {
@@ -251,10 +254,10 @@ fn refusal(why: NotAdmitted, asked: &Asked) -> Failure {
             wait_ms_max,
             retry_after_ms: jittered(wait_ms, asked),
         },
-        NotAdmitted::WaitedTooLong { retry_after_ms } => Failure::WaitedTooLong {
+        AdmissionRejection::WaitedTooLong { retry_after_ms } => Failure::WaitedTooLong {
             retry_after_ms: jittered(retry_after_ms, asked),
         },
-        NotAdmitted::Leaving => Failure::Leaving,
+        AdmissionRejection::Leaving => Failure::Leaving,
     }
 }
 
@@ -301,13 +304,13 @@ async fn attempt(
         }
         Ok(Ok(response)) if response.status().is_redirection() => {
             // Where to is the engine's own address space; the answer there would not be counted.
-            attempt.end(End::NotRun);
+            attempt.end(AttemptEnd::NotRun);
             return Tried::NotRun(Last::Failed(Failure::Redirected));
         }
         Ok(Ok(mut response)) => {
             let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
             if is_refusal && !is_last {
-                attempt.end(End::NotRun);
+                attempt.end(AttemptEnd::NotRun);
                 let held = hold(response).await;
                 return Tried::NotRun(held.map_or(Last::Failed(Failure::Refused), Last::Refused));
             }
@@ -325,7 +328,11 @@ async fn attempt(
         Ok(Err(failure)) => failure,
         Err(_) => {
             // It may have computed all the while.
-            attempt.end(if is_sent { End::Broken } else { End::NotRun });
+            attempt.end(if is_sent {
+                AttemptEnd::Broken
+            } else {
+                AttemptEnd::NotRun
+            });
             return Tried::Lost(Failure::EngineTimeout);
         }
     };
@@ -334,9 +341,9 @@ async fn attempt(
         sending.watched.broke();
     }
     attempt.end(if may_have_run {
-        End::Failed
+        AttemptEnd::Failed
     } else {
-        End::NotRun
+        AttemptEnd::NotRun
     });
     failed(proxy, decision, &failure)
 }
@@ -410,9 +417,9 @@ impl Drop for Pending {
         if let Some(attempt) = self.attempt.take() {
             let is_sent = self.is_sent.load(Ordering::Relaxed);
             attempt.end(if is_sent {
-                End::ClientLeft
+                AttemptEnd::ClientLeft
             } else {
-                End::NotRun
+                AttemptEnd::NotRun
             });
         }
     }
@@ -493,7 +500,7 @@ fn relay(
         }
         Content::Document { .. } | Content::Opaque => {
             let is_whole_at_once = matches!(content, Content::Document { .. });
-            attempt.hides(hidden(&asked.parsed).map(|hidden| Hidden {
+            attempt.hides(hidden(&asked.parsed).map(|hidden| HiddenOutput {
                 is_whole_at_once,
                 ..hidden
             }));
@@ -501,7 +508,7 @@ fn relay(
         }
     };
     clean_answer(&mut head.headers);
-    if !head.status.is_success() && end_of_error(proxy, head.status) == End::Failed {
+    if !head.status.is_success() && end_of_error(proxy, head.status) == AttemptEnd::Failed {
         let told = head.headers.entry(SHOULD_RETRY);
         told.or_insert(HeaderValue::from_static("false"));
     }
@@ -536,14 +543,14 @@ fn relay(
 
 /// How an attempt ends that an engine answered with no success: a server's error may come after it
 /// computed, a refusal does not.
-fn end_of_error(proxy: &Proxy, status: StatusCode) -> End {
+fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
     let is_refusal = proxy.settings.retry_statuses.contains(&status)
         || status == StatusCode::NOT_IMPLEMENTED
         || status == StatusCode::SERVICE_UNAVAILABLE;
     if status.is_server_error() && !is_refusal {
-        End::Failed
+        AttemptEnd::Failed
     } else {
-        End::NotRun
+        AttemptEnd::NotRun
     }
 }
 

@@ -19,7 +19,7 @@ use super::settings::ProxySettings;
 use super::splice::{UsageSplice, splice};
 use super::sse::{Events, Wanted};
 use crate::fuzzing::path_of;
-use crate::prompt::{Parsed, Prompt, parse, parse_routed};
+use crate::prompt::{ParsedBody, Prompt, parse, parse_routed};
 use crate::routing::Usage;
 
 /// A request: a path's number in one byte, then the body. What an engine is sent in its place is
@@ -63,8 +63,8 @@ pub fn prompt(bytes: &[u8]) {
 }
 
 /// What is read of a request apart from what splicing changes.
-fn comparable(parsed: Parsed) -> Parsed {
-    Parsed {
+fn comparable(parsed: ParsedBody) -> ParsedBody {
+    ParsedBody {
         include_usage: None,
         continuous_usage: None,
         stream_options_span: None,
@@ -173,9 +173,9 @@ pub fn headers(bytes: &[u8]) {
     }
     let mut settings = ProxySettings::new(ReplicaId(1));
     drop(route(&settings, &method, &path));
-    let parsed = Parsed {
+    let parsed = ParsedBody {
         user: Some(path.into_owned()),
-        ..Parsed::default()
+        ..ParsedBody::default()
     };
     names(&mut settings, &head, &parsed);
     assert!(
@@ -213,7 +213,7 @@ pub fn headers(bytes: &[u8]) {
 }
 
 /// Whoever is found in a head has a name within the bound.
-fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &Parsed) {
+fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &ParsedBody) {
     let mut keys = ApiKeys::default();
     keys.add("sk-one", None);
     for api_keys in [None, Some(keys)] {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use sha2::{Digest, Sha256};
-use state::prefix::Hashing;
+use state::prefix::BlockHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 type Hash = [u8; 32];
@@ -105,7 +105,7 @@ impl fmt::Debug for ApiKeys {
 /// The name of a user known only by a key. A hash that nobody outside the cluster can compute, so that
 /// a weak key cannot be guessed from the name.
 #[must_use]
-pub fn key_user_name(hashing: &Hashing, key: &[u8]) -> String {
+pub fn key_user_name(hashing: &BlockHasher, key: &[u8]) -> String {
     let hash = match &hashing.secret {
         Some(secret) => secret.hash(key),
         None => xxh3_64_with_seed(key, hashing.seed),
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(keys.holder(b"sk-on"), None);
         assert_eq!(format!("{keys:?}"), "ApiKeys(2 keys)");
         let secret = Some(HashSecret::of_number(1));
-        let hashings = [1.into(), 2.into(), Hashing { seed: 1, secret }];
+        let hashings = [1.into(), 2.into(), BlockHasher { seed: 1, secret }];
         let names = hashings.map(|hashing| key_user_name(&hashing, b"sk-one"));
         assert_eq!(names[0].len(), 20);
         assert!(names[0] != names[1] && names[0] != names[2]);

@@ -58,7 +58,7 @@ use http::header::{CONNECTION, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use state::{Backend, View};
+use state::{Backend, StateView};
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
@@ -77,8 +77,8 @@ use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{Failure, openai_response};
-use crate::prompt::{Identity, Parsed};
-use crate::routing::{ReadFailure, Router};
+use crate::prompt::{ParsedBody, PromptIdentity};
+use crate::routing::{ReadError, Router};
 use crate::seldom::Seldom;
 use budget::RetryBudget;
 use clients::{Clients, Turn, Users};
@@ -104,7 +104,7 @@ pub struct Proxy {
     admission: Arc<Admission>,
     router: Arc<Router>,
     backends: Arc<Backends>,
-    view: Arc<View>,
+    view: Arc<StateView>,
     pool: Pool,
     settings: ProxySettings,
     metrics: Arc<ProxyMetrics>,
@@ -139,7 +139,7 @@ impl Proxy {
     pub fn new(
         admission: Arc<Admission>,
         backends: Arc<Backends>,
-        view: Arc<View>,
+        view: Arc<StateView>,
         settings: ProxySettings,
         metrics: Arc<ProxyMetrics>,
     ) -> Self {
@@ -348,14 +348,14 @@ impl Proxy {
         self: &Arc<Self>,
         path: &str,
         body: &Bytes,
-    ) -> Result<(Parsed, Identity), Failure> {
+    ) -> Result<(ParsedBody, PromptIdentity), Failure> {
         match self.router.read(path, body).await {
             Ok(read) => Ok((read.parsed, read.identity)),
-            Err(ReadFailure::Bad(bad)) => Err(Failure::BadRequest {
+            Err(ReadError::Bad(bad)) => Err(Failure::BadRequest {
                 message: bad.message,
                 param: bad.param,
             }),
-            Err(ReadFailure::Stopping) => Err(Failure::Overloaded),
+            Err(ReadError::Stopping) => Err(Failure::Overloaded),
         }
     }
 

@@ -22,7 +22,7 @@ use super::sse::Events;
 use super::suspects::Watched;
 use crate::backends::pool::{EngineBody, SendFailure};
 use crate::error::{Failure, openai_body};
-use crate::routing::{Attempt, End};
+use crate::routing::{Attempt, AttemptEnd};
 
 /// Longest error answer of an engine that is passed on, in bytes.
 pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
@@ -194,7 +194,7 @@ impl Books {
         }
     }
 
-    fn end(&mut self, end: End, outcome: Outcome) {
+    fn end(&mut self, end: AttemptEnd, outcome: Outcome) {
         if let Some(attempt) = self.attempt.take() {
             attempt.end(end);
         }
@@ -255,7 +255,7 @@ impl Relay {
         self.books.ledger = Some(ledger);
         if self.engine.is_end_stream() {
             self.begin();
-            self.books.end(End::Finished, self.content.outcome());
+            self.books.end(AttemptEnd::Finished, self.content.outcome());
             self.books.settle();
             self.is_over = true;
         }
@@ -337,7 +337,7 @@ impl Relay {
             }
             Content::Opaque | Content::Error { .. } => None,
         };
-        self.books.end(End::Finished, self.content.outcome());
+        self.books.end(AttemptEnd::Finished, self.content.outcome());
         self.is_over = true;
         Ok(rest)
     }
@@ -364,7 +364,7 @@ impl Relay {
             proxy.backends.report_failure(*slot);
             watched.broke();
         }
-        self.books.end(End::Broken, Outcome::BrokenOff);
+        self.books.end(AttemptEnd::Broken, Outcome::BrokenOff);
         match &mut self.content {
             Content::Events {
                 events, is_named, ..

@@ -11,14 +11,14 @@ use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use state::prefix::Hashing;
+use state::prefix::BlockHasher;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::headers::{API_KEY, PRIORITY};
 use super::keys::{Holder, key_user_name};
 use super::settings::{IdentifyBy, ProxySettings};
 use crate::error::Failure;
-use crate::prompt::Parsed;
+use crate::prompt::ParsedBody;
 use crate::user_name;
 
 /// Who is charged when nobody can be told.
@@ -247,9 +247,9 @@ pub(super) struct Client<'a> {
 /// only where no keys are checked.
 pub(super) fn identify<'a>(
     settings: &ProxySettings,
-    hashing: impl Fn() -> Hashing,
+    hashing: impl Fn() -> BlockHasher,
     client: &Client<'a>,
-    parsed: &'a Parsed,
+    parsed: &'a ParsedBody,
 ) -> Result<Cow<'a, str>, Failure> {
     let Client {
         holder,
@@ -390,9 +390,9 @@ mod tests {
 
     /// Who asks from `peer`, with these fields and `"user":"body"`.
     fn named(settings: &ProxySettings, peer: &str, fields: &[(&'static str, &str)]) -> String {
-        let parsed = Parsed {
+        let parsed = ParsedBody {
             user: Some("body".into()),
-            ..Parsed::default()
+            ..ParsedBody::default()
         };
         let peer = HeaderValue::from_str(peer).unwrap();
         let headers = headers(fields);

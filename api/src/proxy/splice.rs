@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::sse::Wanted;
 use crate::backends::pool::Segments;
-use crate::prompt::Parsed;
+use crate::prompt::ParsedBody;
 
 /// Which usage reports are asked for on a client's behalf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
@@ -36,7 +36,7 @@ const FINAL: &[u8] = br#""stream_options":{"include_usage":true},"#;
 pub(super) fn splice(
     mode: UsageSplice,
     path: &str,
-    parsed: &Parsed,
+    parsed: &ParsedBody,
     body: &Bytes,
 ) -> (Segments, Wanted) {
     let untouched = || (Segments::from(body.clone()), Wanted::ALL);

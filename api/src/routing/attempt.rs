@@ -5,63 +5,63 @@
 //! settled once the engine has told how many of them it had cached, at the latest at the end; output
 //! tokens as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that hangs up has
 //! paid for what was made. Counters never fall: what was charged ahead and not used is the user's
-//! credit ([`state::admission::Ledger`]). What no report covers when the attempt ends, all of it or
+//! credit ([`state::admission::CreditLedger`]). What no report covers when the attempt ends, all of it or
 //! what was made since the last report, is estimated from its bytes then, of an answer that does not show
-//! until its end from the time it took ([`Hidden`]), and the believed prefix counts as cached. An attempt
+//! until its end from the time it took ([`HiddenOutput`]), and the believed prefix counts as cached. An attempt
 //! that never ran costs nothing; one that failed may have run, and costs its prompt and that estimate.
 
 use std::sync::Arc;
 
 use state::Registry;
-use state::admission::{AdmissionSettings, Ledger, Order, Pricing, Tab, Used};
-use state::command::{Charge, Outcome};
+use state::admission::{AdmissionSettings, Advance, CreditLedger, Order, Pricing, TokenDelta};
+use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
 use state::prefix::{model_key, user_key};
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
-use super::hidden::Hidden;
-use super::lengths::Expected;
-use super::load::Underway;
-use super::metrics::InFlight;
+use super::hidden::HiddenOutput;
+use super::lengths::ExpectedOutput;
+use super::load::LoadGuard;
+use super::metrics::InFlightGuard;
 use super::outbox::Outbox;
 use super::predictions::Prediction;
 use super::reply::ReplyChain;
-use super::room::Largest;
-use super::samples::{Ended, Running, Stopwatch};
-use super::{Ask, Decision, End, Router, Usage};
+use super::room::LargestRequest;
+use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
+use super::{AttemptEnd, Decision, Router, RoutingRequest, Usage};
 use crate::backends::Trial;
 use crate::planted::{self, Bug};
-use crate::prompt::{Identity, TokenRatio};
+use crate::prompt::{PromptIdentity, TokenRatio};
 use crate::user_name;
 
 /// Output tokens reported but not charged at most, while the answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
 
 /// A dispatch under way: counts as running, holds the lease, owes the charge. Dropping it without
-/// [`Attempt::end`] counts as [`End::ClientLeft`].
+/// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`].
 pub struct Attempt {
     router: Arc<Router>,
     id: AttemptId,
     user: UserKey,
     /// `None` once the attempt is over.
-    pub(super) open: Option<Open>,
+    pub(super) open: Option<OpenAttempt>,
 }
 
 /// What an attempt holds until its end.
-pub(super) struct Open {
+pub(super) struct OpenAttempt {
     backend: BackendRef,
-    stopwatch: Stopwatch,
+    stopwatch: AttemptTimer,
     /// Keeps others away from a backend whose circuit is open, until there is a verdict.
     trial: Option<Arc<Trial>>,
     /// When the answer's body began.
     began: Option<Instant>,
     /// What of the output does not show as it is made.
-    hidden: Option<Hidden>,
+    hidden: Option<HiddenOutput>,
     /// Whether the lease renews the age of blocks it found, not only of those it brought.
     pub(super) is_touching: bool,
-    underway: Underway,
-    meter: InFlight,
+    underway: LoadGuard,
+    meter: InFlightGuard,
     /// `None`: output cannot continue the prompt.
     reply: Option<ReplyChain>,
     prompt: PromptSize,
@@ -73,14 +73,14 @@ pub(super) struct Open {
     model: ModelKey,
     pricing: Pricing,
     /// What was charged ahead.
-    tab: Tab,
+    advance: Advance,
     /// What output is expected; `None`: none is charged ahead.
-    expected: Option<Expected>,
+    expected: Option<ExpectedOutput>,
 }
 
 /// On what terms a request is dispatched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Terms {
+pub struct DispatchTerms {
     /// Output tokens it asks for at most.
     pub tokens_max: Option<u32>,
     /// Priced tokens that the log has charged for it with its grant; `None`: it was not granted.
@@ -103,7 +103,7 @@ struct PromptSize {
 }
 
 impl PromptSize {
-    fn of(identity: &Identity, matched: u32, registry: &Registry) -> Self {
+    fn of(identity: &PromptIdentity, matched: u32, registry: &Registry) -> Self {
         let (tail, matched) = (&identity.tail, matched as usize);
         let tokens = u64::from(identity.tokens);
         let predicted = match tail.block_bytes {
@@ -150,7 +150,12 @@ pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
 impl Router {
     /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
     /// before this returns.
-    pub fn dispatch(self: &Arc<Self>, decision: &Decision, ask: &Ask<'_>, terms: Terms) -> Attempt {
+    pub fn dispatch(
+        self: &Arc<Self>,
+        decision: &Decision,
+        ask: &RoutingRequest<'_>,
+        terms: DispatchTerms,
+    ) -> Attempt {
         let id = self.next_attempt();
         let (backend, identity) = (decision.backend, ask.identity);
         let name = user_name::bounded(ask.user);
@@ -162,25 +167,25 @@ impl Router {
         let uncached_tokens = prompt.tokens - prompt.predicted;
         let expected = is_predicted(registry.admission.as_ref()).then(|| {
             let user = user_key(hash_seed, &name);
-            Expected::of(&self.view, user, model, terms.tokens_max)
+            ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
         });
-        let estimate = Used {
+        let estimate = TokenDelta {
             input_uncached: uncached_tokens,
             input_cached: prompt.predicted,
             output: expected.map_or(0, |expected| expected.tokens()),
         };
         let before = self.load.cluster(backend, Instant::now());
-        let stopwatch = Stopwatch::start(before, uncached_tokens);
+        let stopwatch = AttemptTimer::start(before, uncached_tokens);
         let underway = self.load.begin(backend, uncached_tokens);
-        let meter = InFlight::at(self.meter(backend, &decision.name));
+        let meter = InFlightGuard::at(self.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
-        let (user, tab) = self.desk.with(|outbox| {
+        let (user, advance) = self.desk.with(|outbox| {
             outbox.follow_restore(registry.restored);
             let user = outbox.payer(hash_seed, &name);
-            let (tab, ahead) = match terms.granted_tokens {
+            let (advance, ahead) = match terms.granted_tokens {
                 Some(tokens) => {
-                    let tab = Ledger::open_granted(tokens, &estimate, &pricing);
-                    (tab, Charge::default())
+                    let advance = CreditLedger::open_granted(tokens, &estimate, &pricing);
+                    (advance, Charge::default())
                 }
                 None => outbox.ledger.open(user, &estimate, &pricing),
             };
@@ -192,9 +197,9 @@ impl Router {
             self.priced.add(pricing.due(&charge));
             outbox.charge(charge);
             outbox.acquire(id, backend, &identity.chain, held);
-            (user, tab)
+            (user, advance)
         });
-        let open = Open {
+        let open = OpenAttempt {
             backend,
             stopwatch,
             trial: decision.trial.clone(),
@@ -210,7 +215,7 @@ impl Router {
             charged: nothing(user),
             model,
             pricing,
-            tab,
+            advance,
             expected,
         };
         Attempt {
@@ -264,7 +269,7 @@ impl Attempt {
     }
 
     /// The answer's output does not show as it is made; `None`: it does.
-    pub fn hides(&mut self, hidden: Option<Hidden>) {
+    pub fn hides(&mut self, hidden: Option<HiddenOutput>) {
         if let Some(open) = &mut self.open {
             open.hidden = hidden;
         }
@@ -333,38 +338,49 @@ impl Attempt {
     }
 
     /// Ends the attempt: releases the lease, settles the charge.
-    pub fn end(mut self, end: End) {
+    pub fn end(mut self, end: AttemptEnd) {
         self.close(end);
     }
 
-    fn close(&mut self, end: End) {
+    fn close(&mut self, end: AttemptEnd) {
         let Some(mut open) = self.open.take() else {
             return;
         };
         let mut charge = match end {
-            End::ClientLeft if planted::is(Bug::AbortNotCharged) => nothing(self.user),
-            End::NotRun => nothing(self.user),
-            End::Finished | End::Broken | End::ClientLeft | End::Failed => {
-                open.due(open.usage_or_estimate(&self.router, end))
-            }
+            AttemptEnd::ClientLeft if planted::is(Bug::AbortNotCharged) => nothing(self.user),
+            AttemptEnd::NotRun => nothing(self.user),
+            AttemptEnd::Finished
+            | AttemptEnd::Broken
+            | AttemptEnd::ClientLeft
+            | AttemptEnd::Failed => open.due(open.usage_or_estimate(&self.router, end)),
         };
         charge.ended = 1;
         let outcome = match end {
-            End::NotRun | End::Failed => Outcome::Discarded,
-            End::Finished | End::Broken | End::ClientLeft if open.is_touching => Outcome::Kept,
-            End::Finished | End::Broken | End::ClientLeft => Outcome::KeptUntouched,
+            AttemptEnd::NotRun | AttemptEnd::Failed => LeaseOutcome::Discarded,
+            AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft
+                if open.is_touching =>
+            {
+                LeaseOutcome::Kept
+            }
+            AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft => {
+                LeaseOutcome::KeptUntouched
+            }
         };
-        let reply = open.reply.take().filter(|_| outcome != Outcome::Discarded);
-        if end == End::Broken && open.began.is_none() {
+        let reply = open
+            .reply
+            .take()
+            .filter(|_| outcome != LeaseOutcome::Discarded);
+        if end == AttemptEnd::Broken && open.began.is_none() {
             let user = Some(self.user);
             self.router.backends.report_no_answer(open.backend, user);
         }
         let (router, id) = (Arc::clone(&self.router), self.id);
         let release = move |reply: Option<ReplyChain>| {
-            if end == End::ClientLeft && planted::is(Bug::AbortNotReleased) {
+            if end == AttemptEnd::ClientLeft && planted::is(Bug::AbortNotReleased) {
                 return;
             }
-            let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end == End::Finished));
+            let blocks =
+                reply.map_or_else(Vec::new, |reply| reply.finish(end == AttemptEnd::Finished));
             router.desk.with(|outbox| {
                 outbox.extend(id, blocks);
                 outbox.release(id, outcome);
@@ -379,13 +395,13 @@ impl Attempt {
         }
         self.router.desk.with(|outbox| {
             open.charge(&self.router, outbox, charge);
-            outbox.ledger.close(self.user, open.tab);
+            outbox.ledger.close(self.user, open.advance);
         });
-        if end != End::NotRun {
+        if end != AttemptEnd::NotRun {
             open.note_charged(charge);
             self.router.priced.request(open.price());
         }
-        if end == End::Finished {
+        if end == AttemptEnd::Finished {
             let tokens = open.charged.output;
             self.router.ended_with(self.user, open.model, tokens);
         }
@@ -395,7 +411,7 @@ impl Attempt {
 
 impl Drop for Attempt {
     fn drop(&mut self) {
-        self.close(End::ClientLeft);
+        self.close(AttemptEnd::ClientLeft);
     }
 }
 
@@ -412,17 +428,17 @@ fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
     settings.is_some_and(|settings| settings.order == Order::VtcPred)
 }
 
-impl Open {
+impl OpenAttempt {
     /// Charges tokens that came, from what was charged ahead as far as that goes.
     fn charge(&mut self, router: &Router, outbox: &mut Outbox, counts: Charge) {
-        let used = Used {
+        let used = TokenDelta {
             input_uncached: counts.input_uncached,
             input_cached: counts.input_cached,
             output: counts.output,
         };
         let settled = outbox
             .ledger
-            .settle(counts.user, &mut self.tab, &used, &self.pricing);
+            .settle(counts.user, &mut self.advance, &used, &self.pricing);
         let charge = Charge {
             started: counts.started,
             ended: counts.ended,
@@ -439,26 +455,26 @@ impl Open {
         let more = expected.map_or(0, |expected| expected.outgrown(produced, &router.view));
         if more > 0 {
             let (ledger, pricing) = (&mut outbox.ledger, &self.pricing);
-            let charge = ledger.raise(user, &mut self.tab, more, pricing);
+            let charge = ledger.raise(user, &mut self.advance, more, pricing);
             router.priced.add(pricing.due(&charge));
             outbox.charge(charge);
         }
     }
 
     /// Price of all that was charged.
-    fn price(&self) -> Largest {
+    fn price(&self) -> LargestRequest {
         let charged = &self.charged;
         let input = self
             .pricing
             .input(charged.input_uncached, charged.input_cached);
         let output = self.pricing.output(charged.output);
-        Largest {
+        LargestRequest {
             request: input + output,
             output,
         }
     }
 
-    fn usage_or_estimate(&self, router: &Router, end: End) -> Usage {
+    fn usage_or_estimate(&self, router: &Router, end: AttemptEnd) -> Usage {
         let mut usage = self.usage.unwrap_or_default();
         if usage.prompt_tokens == 0 {
             usage.prompt_tokens = self.prompt.tokens;
@@ -473,7 +489,7 @@ impl Open {
 
     /// Output that was made and did not show, by the time it took. Where an engine failed it may have
     /// stood still all the while: no more is charged than such answers usually have.
-    fn hidden_output(&self, router: &Router, end: End) -> u64 {
+    fn hidden_output(&self, router: &Router, end: AttemptEnd) -> u64 {
         let Some(hidden) = self.hidden else { return 0 };
         let made_by = self.began.filter(|_| hidden.is_whole_at_once);
         let elapsed = self.stopwatch.elapsed(made_by.unwrap_or_else(Instant::now));
@@ -484,10 +500,10 @@ impl Open {
         let learnt = learnt.and_then(|served| served.learnt.as_ref());
         let tokens = hidden.tokens(elapsed, &self.stopwatch.pace(learnt, running));
         match end {
-            End::Finished | End::ClientLeft | End::NotRun => tokens,
-            End::Broken | End::Failed => {
+            AttemptEnd::Finished | AttemptEnd::ClientLeft | AttemptEnd::NotRun => tokens,
+            AttemptEnd::Broken | AttemptEnd::Failed => {
                 let user = self.charged.user;
-                let usual = Expected::of(&router.view, user, self.model, hidden.tokens_max);
+                let usual = ExpectedOutput::of(&router.view, user, self.model, hidden.tokens_max);
                 tokens.min(usual.tokens().saturating_mul(hidden.choices.max(1).into()))
             }
         }
@@ -531,7 +547,7 @@ impl Open {
     fn count_gaps(&mut self, router: &Router, tokens: u64) {
         let requests = router.load.cluster(self.backend, Instant::now()).running;
         let limit = router.view.limit(self.backend.slot);
-        let running = Running {
+        let running = RunningRequests {
             requests,
             is_at_limit: limit.is_some_and(|limit| requests >= limit),
         };
@@ -541,12 +557,12 @@ impl Open {
     }
 
     /// Metrics, samples, and what the engine's count teaches about bytes per token.
-    fn report(&mut self, router: &Router, end: End) {
+    fn report(&mut self, router: &Router, end: AttemptEnd) {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
         self.count_gaps(router, usage.completion_tokens);
-        if end != End::NotRun {
-            let ended = Ended {
+        if end != AttemptEnd::NotRun {
+            let ended = EndedRequest {
                 prompt_tokens: usage.prompt_tokens,
                 cached_tokens: usage.cached_tokens.unwrap_or(self.prompt.predicted),
                 output_tokens: usage.completion_tokens,

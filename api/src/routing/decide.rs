@@ -5,13 +5,13 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use state::Registry;
 use state::ids::BlockHash;
-use state::policy::{self, MatchBy, Needs, Request};
+use state::policy::{self, MatchBy, Needs, PolicyRequest};
 use state::prefix::user_key;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::fleet::{Fleet, SCRATCH, Scratch, matchable, policy_of, user_of};
-use super::{Ask, Decision, NoBackend, Router, session};
+use super::fleet::{DecisionScratch, RoutingTable, SCRATCH, matchable, policy_of, user_of};
+use super::{Decision, Router, RoutingRejection, RoutingRequest, session};
 use crate::backends::Passage;
 use crate::user_name;
 
@@ -19,8 +19,8 @@ impl Router {
     /// Chooses a backend. Local memory only; waits for nothing.
     ///
     /// # Errors
-    /// [`NoBackend`].
-    pub fn decide(&self, ask: &Ask<'_>) -> Result<Decision, NoBackend> {
+    /// [`RoutingRejection`].
+    pub fn decide(&self, ask: &RoutingRequest<'_>) -> Result<Decision, RoutingRejection> {
         let fleet = self.fleet();
         let index = self.view.applied();
         let (config, _) = policy_of(&fleet, ask);
@@ -39,7 +39,7 @@ impl Router {
             self.match_blocks(&fleet, ask, needs.match_by, scratch);
             self.supplement(&fleet, &needs, scratch);
             let choice = policy::choose(config, &request, &scratch.candidates);
-            let choice = choice.ok_or(NoBackend::NoneHealthy)?;
+            let choice = choice.ok_or(RoutingRejection::NoneHealthy)?;
             Ok((choice, scratch.place(choice), scratch.are_circuits_kept))
         });
         self.metrics.decided(config.name(), decided.err());
@@ -66,20 +66,26 @@ impl Router {
     }
 
     /// The fleet as the registry has it.
-    pub(super) fn fleet(&self) -> Arc<Fleet> {
+    pub(super) fn fleet(&self) -> Arc<RoutingTable> {
         let registry = self.view.registry();
         let fleet = self.fleet.load();
         if Arc::ptr_eq(&fleet.registry, &registry) {
             return Arc::clone(&fleet);
         }
-        let fleet = Arc::new(Fleet::of(registry, &self.metrics));
+        let fleet = Arc::new(RoutingTable::of(registry, &self.metrics));
         self.fleet.store(Arc::clone(&fleet));
         fleet
     }
 
     /// Matches the prompt against what the log says, then goes on with what this replica has
     /// routed and the log does not say yet.
-    fn match_blocks(&self, fleet: &Fleet, ask: &Ask<'_>, match_by: MatchBy, scratch: &mut Scratch) {
+    fn match_blocks(
+        &self,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
+        match_by: MatchBy,
+        scratch: &mut DecisionScratch,
+    ) {
         self.match_applied(matchable(ask), match_by, scratch);
         self.match_overlay(fleet, matchable(ask), scratch);
     }
@@ -89,7 +95,7 @@ impl Router {
         &self,
         chain: &[BlockHash],
         match_by: MatchBy,
-        scratch: &mut Scratch,
+        scratch: &mut DecisionScratch,
     ) {
         let blocks = &self.view.blocks;
         if match_by == MatchBy::Position {
@@ -111,7 +117,12 @@ impl Router {
     }
 
     /// Goes on with what this replica has routed and the log does not say yet.
-    pub(super) fn match_overlay(&self, fleet: &Fleet, chain: &[BlockHash], scratch: &mut Scratch) {
+    pub(super) fn match_overlay(
+        &self,
+        fleet: &RoutingTable,
+        chain: &[BlockHash],
+        scratch: &mut DecisionScratch,
+    ) {
         let handles = scratch
             .places
             .iter()
@@ -124,7 +135,7 @@ impl Router {
     }
 
     /// Adds the load of this replica and its peers.
-    pub(super) fn weigh(&self, fleet: &Fleet, now: Instant, scratch: &mut Scratch) {
+    pub(super) fn weigh(&self, fleet: &RoutingTable, now: Instant, scratch: &mut DecisionScratch) {
         let mut candidates = std::mem::take(&mut scratch.candidates);
         self.load.add_each(
             now,
@@ -142,7 +153,12 @@ impl Router {
     }
 
     /// Adds what only some policies look at.
-    pub(super) fn supplement(&self, fleet: &Fleet, needs: &Needs<'_>, scratch: &mut Scratch) {
+    pub(super) fn supplement(
+        &self,
+        fleet: &RoutingTable,
+        needs: &Needs<'_>,
+        scratch: &mut DecisionScratch,
+    ) {
         let service = self.view.service();
         let learns = needs.learnt && learns(&fleet.registry);
         for candidate in &mut scratch.candidates {
@@ -160,12 +176,12 @@ impl Router {
     /// The request as a policy sees it. `turn` is what round-robin counts by.
     pub(super) fn request(
         &self,
-        fleet: &Fleet,
-        ask: &Ask<'_>,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
         needs: &Needs<'_>,
         turn: u64,
-    ) -> Request {
-        Request {
+    ) -> PolicyRequest {
+        PolicyRequest {
             jitter: xxh3_64(ask.request_id.as_bytes()),
             blocks: u32::try_from(matchable(ask).len()).unwrap_or(u32::MAX),
             tokens: ask.identity.tokens,
@@ -199,7 +215,7 @@ fn learns(registry: &Registry) -> bool {
 
 /// Names the prompt's first `blocks` blocks, or as many as there are; a prompt shorter than a block
 /// by all its bytes.
-fn prefix_key(ask: &Ask<'_>, blocks: u32) -> u64 {
+fn prefix_key(ask: &RoutingRequest<'_>, blocks: u32) -> u64 {
     let identity = ask.identity;
     let first = identity.chain.get(..blocks as usize);
     match first.unwrap_or(&identity.chain).last() {

@@ -7,12 +7,12 @@ use state::Backend;
 use state::command::EngineFacts;
 use state::ids::{BackendRef, LogIndex};
 use state::policy::{self, PolicyConfig, Prices, Reason, UserTokens};
-use state::service::Served;
+use state::service::BackendServiceView;
 use tokio::time::Instant;
 
-use super::fleet::{PolicySource, Scratch, matchable, policy_of};
-use super::verdict::Verdict;
-use super::{Ask, Load, NoBackend, OutboxStatus, Router};
+use super::fleet::{DecisionScratch, PolicySource, matchable, policy_of};
+use super::verdict::FilterVerdict;
+use super::{Load, OutboxStatus, Router, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;
 
 /// Most block hashes shown.
@@ -48,7 +48,7 @@ pub struct Explanation {
     /// Whether probes are doubted, so that backends may be candidates that are not healthy.
     pub is_panic: bool,
     /// Every registered backend, by slot.
-    pub backends: Vec<Explained>,
+    pub backends: Vec<ExplainedBackend>,
     /// The chosen backend's id.
     pub choice: Option<String>,
     /// Blocks it is believed to hold.
@@ -56,7 +56,7 @@ pub struct Explanation {
     /// Why it was chosen.
     pub reason: Option<Reason>,
     /// Why none was.
-    pub refusal: Option<NoBackend>,
+    pub refusal: Option<RoutingRejection>,
 }
 
 /// What only some policies look at of a request; `None`: this one does not, or there is none.
@@ -74,7 +74,7 @@ pub struct ExplainedRequest {
 
 /// One backend's part in a decision.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Explained {
+pub struct ExplainedBackend {
     /// Its id.
     pub id: String,
     /// How commands name it.
@@ -82,7 +82,7 @@ pub struct Explained {
     /// What it said of itself.
     pub facts: EngineFacts,
     /// Whether it may take the request.
-    pub verdict: Verdict,
+    pub verdict: FilterVerdict,
     /// Leading blocks it holds by the log; candidates only.
     pub matched_applied: u32,
     /// The same with this replica's overlay: what the policy counts.
@@ -105,7 +105,7 @@ pub struct Explained {
     /// Its circuit, as this replica has it.
     pub circuit: CircuitView,
     /// Limit, capacity, learnt prices and accuracy, as replicated.
-    pub service: Option<Served>,
+    pub service: Option<BackendServiceView>,
     /// Learnt prices that the policy counts with; candidates only.
     pub prices: Option<Prices>,
     /// Which step of the policy it counts in, the first is 0; candidates only. Compared first.
@@ -121,11 +121,11 @@ pub struct Explained {
 impl Router {
     /// What [`Router::decide`] would answer now, and why. Changes nothing and counts nothing.
     #[must_use]
-    pub fn explain(&self, ask: &Ask<'_>) -> Explanation {
+    pub fn explain(&self, ask: &RoutingRequest<'_>) -> Explanation {
         let fleet = self.fleet();
         let index = self.view.applied();
         let now = Instant::now();
-        let mut scratch = Scratch::default();
+        let mut scratch = DecisionScratch::default();
         let registered = fleet.registry.backends.iter();
         let mut backends: Vec<_> = registered.map(|it| self.seen(it, now)).collect();
         let admitted = self.admit(&fleet, ask, now, &mut scratch, |at, verdict| {
@@ -187,13 +187,13 @@ impl Router {
     }
 
     /// A backend before anything is known of its part in the decision.
-    fn seen(&self, backend: &Backend, now: Instant) -> Explained {
+    fn seen(&self, backend: &Backend, now: Instant) -> ExplainedBackend {
         let glance = self.backends.glance(backend.handle.slot);
-        Explained {
+        ExplainedBackend {
             id: backend.spec.id.clone(),
             backend: backend.handle,
             facts: backend.facts.clone(),
-            verdict: Verdict::Candidate,
+            verdict: FilterVerdict::Candidate,
             matched_applied: 0,
             matched: 0,
             here: self.load.here(backend.handle),

@@ -11,32 +11,32 @@ use state::outputs::batch::fits;
 use state::policy::Candidate;
 use tokio::time::Instant;
 
-use super::fleet::{Fleet, Scratch, user_of};
-use super::verdict::Verdict;
-use super::{Ask, NoBackend, Router};
+use super::fleet::{DecisionScratch, RoutingTable, user_of};
+use super::verdict::FilterVerdict;
+use super::{Router, RoutingRejection, RoutingRequest};
 use crate::backends::Glance;
 use crate::planted::{self, Bug};
-use crate::prompt::Unit;
+use crate::prompt::BlockUnit;
 
 /// How far an estimate of a prompt's tokens may be off when it is held against a cache.
 const ESTIMATE_MARGIN: u64 = 2;
 
 /// Which backends with an open circuit are passed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ejected {
+enum Ejection {
     All,
-    /// Those in `Scratch::open`.
+    /// Those in `DecisionScratch::open`.
     Listed,
     None,
 }
 
 /// A request on its way through the filters.
-struct Sieve<'a, S> {
+struct FilterPass<'a, S> {
     router: &'a Router,
-    fleet: &'a Fleet,
-    ask: &'a Ask<'a>,
+    fleet: &'a RoutingTable,
+    ask: &'a RoutingRequest<'a>,
     now: Instant,
-    scratch: &'a mut Scratch,
+    scratch: &'a mut DecisionScratch,
     /// How many passed the filters that look at one backend by itself.
     passed: usize,
     /// Hears the verdict on the backend at a place of the registry; a later one replaces it.
@@ -48,16 +48,16 @@ impl Router {
     /// the verdict on the one at each place of the registry, the last one counts.
     ///
     /// # Errors
-    /// [`NoBackend`].
+    /// [`RoutingRejection`].
     pub(super) fn admit(
         &self,
-        fleet: &Fleet,
-        ask: &Ask<'_>,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
         now: Instant,
-        scratch: &mut Scratch,
-        seen: impl FnMut(usize, Verdict),
-    ) -> Result<(), NoBackend> {
-        let mut sieve = Sieve {
+        scratch: &mut DecisionScratch,
+        seen: impl FnMut(usize, FilterVerdict),
+    ) -> Result<(), RoutingRejection> {
+        let mut sieve = FilterPass {
             router: self,
             fleet,
             ask,
@@ -67,10 +67,10 @@ impl Router {
             seen,
         };
         sieve.scratch.is_panic = false;
-        let mut sifted = sieve.sift(Ejected::All);
+        let mut sifted = sieve.sift(Ejection::All);
         if sieve.may_panic() && self.is_panic(&fleet.registry, ask.model, now) {
             sieve.scratch.is_panic = true;
-            sifted = sieve.sift(Ejected::All);
+            sifted = sieve.sift(Ejection::All);
         }
         let open = sieve.scratch.open.len();
         let ejected_max = self.backends.ejected_max(open + sieve.passed);
@@ -78,11 +78,11 @@ impl Router {
             // So many failing at once are rather the requests' fault. The first to fail stay out.
             sieve.scratch.open.sort_unstable();
             sieve.scratch.open.truncate(ejected_max);
-            sifted = sieve.sift(Ejected::Listed);
+            sifted = sieve.sift(Ejection::Listed);
         }
-        if sifted.is_err() && sieve.scratch.tally.count(Verdict::CircuitOpen) > 0 {
+        if sifted.is_err() && sieve.scratch.tally.count(FilterVerdict::CircuitOpen) > 0 {
             // When all that could take it fail, circuits do not tell the bad ones from the good.
-            sifted = sieve.sift(Ejected::None);
+            sifted = sieve.sift(Ejection::None);
         }
         sifted?;
         self.weigh(fleet, now, sieve.scratch);
@@ -90,9 +90,9 @@ impl Router {
     }
 }
 
-impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
+impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     /// All filters but the last, which looks at the load.
-    fn sift(&mut self, ejected: Ejected) -> Result<(), NoBackend> {
+    fn sift(&mut self, ejected: Ejection) -> Result<(), RoutingRejection> {
         if let Some(refusal) = self.gather(ejected) {
             return Err(refusal);
         }
@@ -105,26 +105,26 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
     /// than a look at what was counted.
     fn may_panic(&self) -> bool {
         let out = |verdict| self.scratch.tally.count(verdict) as usize;
-        let healthy = self.passed + out(Verdict::CircuitOpen);
-        let doubtful = out(Verdict::Unhealthy) + out(Verdict::Tried);
+        let healthy = self.passed + out(FilterVerdict::CircuitOpen);
+        let doubtful = out(FilterVerdict::Unhealthy) + out(FilterVerdict::Tried);
         self.router.backends.are_below_threshold(healthy, doubtful)
     }
 
     /// The filters that look at one backend by itself. Answers why there is no candidate.
-    fn gather(&mut self, ejected: Ejected) -> Option<NoBackend> {
+    fn gather(&mut self, ejected: Ejection) -> Option<RoutingRejection> {
         self.scratch.clear();
-        self.scratch.are_circuits_kept = ejected == Ejected::All;
-        if ejected == Ejected::All {
+        self.scratch.are_circuits_kept = ejected == Ejection::All;
+        if ejected == Ejection::All {
             self.scratch.open.clear();
         }
-        let mut refusal = NoBackend::UnknownModel;
+        let mut refusal = RoutingRejection::UnknownModel;
         for (at, backend) in self.fleet.registry.backends.iter().enumerate() {
             let glance = self.router.backends.glance(backend.handle.slot);
             let verdict = self.verdict(backend, glance, ejected);
             (self.seen)(at, verdict);
             self.scratch.tally.add(verdict);
             match (verdict, glance) {
-                (Verdict::Candidate, Some(glance)) => {
+                (FilterVerdict::Candidate, Some(glance)) => {
                     self.scratch.places.push(at);
                     self.scratch.candidates.push(Candidate {
                         slot: backend.handle.slot,
@@ -134,16 +134,18 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
                         ..Candidate::default()
                     });
                 }
-                (Verdict::OtherModel, _) => {}
-                (Verdict::Tried, _) => refusal = NoBackend::AllTried,
-                (Verdict::CircuitOpen, _) if ejected == Ejected::All => {
+                (FilterVerdict::OtherModel, _) => {}
+                (FilterVerdict::Tried, _) => refusal = RoutingRejection::AllTried,
+                (FilterVerdict::CircuitOpen, _) if ejected == Ejection::All => {
                     let opened_at = self.router.backends.opened_at(backend.handle);
                     self.scratch.open.push((opened_at, backend.handle.slot));
-                    if refusal == NoBackend::UnknownModel {
-                        refusal = NoBackend::NoneHealthy;
+                    if refusal == RoutingRejection::UnknownModel {
+                        refusal = RoutingRejection::NoneHealthy;
                     }
                 }
-                _ if refusal == NoBackend::UnknownModel => refusal = NoBackend::NoneHealthy,
+                _ if refusal == RoutingRejection::UnknownModel => {
+                    refusal = RoutingRejection::NoneHealthy;
+                }
                 _ => {}
             }
         }
@@ -151,33 +153,38 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
         self.scratch.candidates.is_empty().then_some(refusal)
     }
 
-    fn verdict(&self, backend: &Backend, glance: Option<Glance>, ejected: Ejected) -> Verdict {
+    fn verdict(
+        &self,
+        backend: &Backend,
+        glance: Option<Glance>,
+        ejected: Ejection,
+    ) -> FilterVerdict {
         let user = || user_of(self.fleet, self.ask);
         let is_up = |glance: Glance| {
             let is_panic = self.scratch.is_panic;
             glance.is_healthy || is_panic && self.router.may_lie(backend, glance, self.now)
         };
         let is_open = |handle: BackendRef| match ejected {
-            Ejected::All => !self.router.backends.is_let_through(handle, user, self.now),
-            Ejected::Listed => self
+            Ejection::All => !self.router.backends.is_let_through(handle, user, self.now),
+            Ejection::Listed => self
                 .scratch
                 .open
                 .iter()
                 .any(|(_, slot)| *slot == handle.slot),
-            Ejected::None => false,
+            Ejection::None => false,
         };
         if !backend.serves(self.ask.model) {
-            Verdict::OtherModel
+            FilterVerdict::OtherModel
         } else if self.ask.excluded.contains(&backend.handle.slot) {
-            Verdict::Tried
+            FilterVerdict::Tried
         } else if !glance.is_some_and(is_up) {
-            Verdict::Unhealthy
+            FilterVerdict::Unhealthy
         } else if backend.draining && !planted::is(Bug::DrainingChosen) {
-            Verdict::Draining
+            FilterVerdict::Draining
         } else if is_open(backend.handle) {
-            Verdict::CircuitOpen
+            FilterVerdict::CircuitOpen
         } else {
-            Verdict::Candidate
+            FilterVerdict::Candidate
         }
     }
 
@@ -185,7 +192,7 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
     /// the others are out. What the operator says comes first: an engine under `"*"` that lists the
     /// model puts nobody out whose description names it.
     fn keep_loaded(&mut self) {
-        let Scratch {
+        let DecisionScratch {
             candidates, places, ..
         } = &*self.scratch;
         let model = self.ask.model;
@@ -200,58 +207,58 @@ impl<S: FnMut(usize, Verdict)> Sieve<'_, S> {
             return;
         }
         let is_named_listed = listed.any(|(_, backend)| names(backend));
-        self.retain(Verdict::NotLoaded, |candidate, backend| {
+        self.retain(FilterVerdict::NotLoaded, |candidate, backend| {
             candidate.is_model_listed || (!is_named_listed && names(backend))
         });
     }
 
-    fn keep_labelled(&mut self) -> Result<(), NoBackend> {
+    fn keep_labelled(&mut self) -> Result<(), RoutingRejection> {
         let wanted = self.router.wanted(self.ask.model, self.ask.headers);
         if wanted.is_any() {
             return Ok(());
         }
-        self.retain(Verdict::OtherLabels, |_, backend| wanted.has(backend));
+        self.retain(FilterVerdict::OtherLabels, |_, backend| wanted.has(backend));
         if self.scratch.candidates.is_empty() {
-            return Err(NoBackend::NoneSelected);
+            return Err(RoutingRejection::NoneSelected);
         }
         Ok(())
     }
 
     /// A prompt that no cache holds would never run; where batches are formed it would stop those
     /// behind it. What the engine or the operator says is what counts, not what was learnt.
-    fn keep_large_enough(&mut self) -> Result<(), NoBackend> {
+    fn keep_large_enough(&mut self) -> Result<(), RoutingRejection> {
         let identity = self.ask.identity;
         // Text has fewer tokens than estimated where they are long.
         let margin = match identity.unit {
-            Unit::Tokens => 1,
-            Unit::Characters | Unit::CharactersFor(_) => ESTIMATE_MARGIN,
+            BlockUnit::Tokens => 1,
+            BlockUnit::Characters | BlockUnit::CharactersFor(_) => ESTIMATE_MARGIN,
         };
         let blocks = identity.chain.len() as u64;
-        self.retain(Verdict::TooSmall, |_, backend| {
+        self.retain(FilterVerdict::TooSmall, |_, backend| {
             let capacity = backend.capacity_blocks();
             fits(blocks, capacity.map(|blocks| u64::from(blocks) * margin))
         });
         if self.scratch.candidates.is_empty() {
-            return Err(NoBackend::TooLarge);
+            return Err(RoutingRejection::TooLarge);
         }
         Ok(())
     }
 
-    fn keep_below_limit(&mut self) -> Result<(), NoBackend> {
+    fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
         let service = self.router.view.service();
-        self.retain(Verdict::AtLimit, |candidate, _| {
+        self.retain(FilterVerdict::AtLimit, |candidate, _| {
             let limit = service.limit(candidate.slot);
             limit.is_none_or(|limit| candidate.running < limit)
         });
         if self.scratch.candidates.is_empty() {
-            return Err(NoBackend::AtLimit);
+            return Err(RoutingRejection::AtLimit);
         }
         Ok(())
     }
 
     /// Keeps the candidates that `stays` says; the verdict on the others is `verdict`.
-    fn retain(&mut self, verdict: Verdict, stays: impl Fn(&Candidate, &Backend) -> bool) {
-        let Scratch {
+    fn retain(&mut self, verdict: FilterVerdict, stays: impl Fn(&Candidate, &Backend) -> bool) {
+        let DecisionScratch {
             candidates,
             places,
             tally,

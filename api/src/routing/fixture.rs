@@ -8,10 +8,10 @@ use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
 use state::prefix::HashSecret;
 
-use super::{OutboxSettings, Parts, Router};
+use super::{OutboxSettings, Router, RouterParts};
 use crate::backends::{Backends, Health, ProbeSettings};
 use crate::clock::Clock;
-use crate::ports::{BoxFuture, Propose, ProposeFailure};
+use crate::ports::{BoxFuture, Propose, ProposeError};
 use crate::prompt::ModelSettings;
 
 /// The state with what it takes to apply to it.
@@ -126,24 +126,24 @@ impl Port {
         }
     }
 
-    pub(super) fn answer(&self, envelope: Envelope) -> Result<Committed, ProposeFailure> {
+    pub(super) fn answer(&self, envelope: Envelope) -> Result<Committed, ProposeError> {
         self.proposed.lock().unwrap().push(envelope.origin);
         let fault = self.faults.lock().unwrap().pop();
         match fault {
             None => Ok(self.log.lock().unwrap().apply(envelope)),
-            Some(Fault::Refused) => Err(ProposeFailure::Unavailable("no leader".to_owned())),
+            Some(Fault::Refused) => Err(ProposeError::Unavailable("no leader".to_owned())),
             Some(Fault::AnswerLost) => {
                 self.log.lock().unwrap().apply(envelope);
-                Err(ProposeFailure::Unknown("connection lost".to_owned()))
+                Err(ProposeError::Unknown("connection lost".to_owned()))
             }
-            Some(Fault::Lost) => Err(ProposeFailure::Unknown("timed out".to_owned())),
-            Some(Fault::Stopping) => Err(ProposeFailure::Stopping),
+            Some(Fault::Lost) => Err(ProposeError::Unknown("timed out".to_owned())),
+            Some(Fault::Stopping) => Err(ProposeError::Stopping),
         }
     }
 }
 
 impl Propose for Port {
-    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         Box::pin(async move { self.answer(envelope) })
     }
 }
@@ -172,7 +172,7 @@ pub(super) fn router_with(
     for backend in &log.state.view().registry().backends {
         backends.assume(backend.handle.slot, &HEALTHY);
     }
-    Arc::new(Router::new(Parts {
+    Arc::new(Router::new(RouterParts {
         view: log.state.view(),
         backends: Arc::new(backends),
         models: vec![model],

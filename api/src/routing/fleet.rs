@@ -9,20 +9,20 @@ use state::ids::{BackendRef, BlockHash, Slot, UserKey};
 use state::policy::{Candidate, Choice, PolicyConfig};
 use state::prefix::user_key;
 
-use super::Ask;
-use super::metrics::{Meter, RoutingMetrics};
-use super::verdict::Tally;
+use super::RoutingRequest;
+use super::metrics::{BackendMeter, RoutingMetrics};
+use super::verdict::FilterCounts;
 use crate::user_name;
 
 /// The registry with what decisions need beside it.
-pub(super) struct Fleet {
+pub(super) struct RoutingTable {
     pub(super) registry: Arc<Registry>,
     /// By place in `registry.backends`.
     names: Vec<Arc<str>>,
-    meters: Vec<Arc<Meter>>,
+    meters: Vec<Arc<BackendMeter>>,
 }
 
-impl Fleet {
+impl RoutingTable {
     pub(super) fn of(registry: Arc<Registry>, metrics: &RoutingMetrics) -> Self {
         let ids = || {
             registry
@@ -37,7 +37,7 @@ impl Fleet {
         }
     }
 
-    pub(super) fn meter(&self, backend: BackendRef) -> Option<Arc<Meter>> {
+    pub(super) fn meter(&self, backend: BackendRef) -> Option<Arc<BackendMeter>> {
         let at = self.place(backend.slot)?;
         (self.registry.backends[at].handle == backend).then(|| Arc::clone(&self.meters[at]))
     }
@@ -56,11 +56,11 @@ impl Fleet {
 
 /// The candidates of one decision, by slot ascending, with their place in the registry.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct DecisionScratch {
     pub(super) candidates: Vec<Candidate>,
     pub(super) places: Vec<usize>,
     /// Who was taken out on the way.
-    pub(super) tally: Tally,
+    pub(super) tally: FilterCounts,
     /// Whether all backends with an open circuit were taken out.
     pub(super) are_circuits_kept: bool,
     /// Those with an open circuit, by when it opened.
@@ -69,14 +69,14 @@ pub(super) struct Scratch {
     pub(super) is_panic: bool,
 }
 
-impl Scratch {
+impl DecisionScratch {
     pub(super) fn clear(&mut self) {
         self.candidates.clear();
         self.places.clear();
-        self.tally = Tally::default();
+        self.tally = FilterCounts::default();
     }
 
-    pub(super) fn handle(&self, fleet: &Fleet, i: usize) -> BackendRef {
+    pub(super) fn handle(&self, fleet: &RoutingTable, i: usize) -> BackendRef {
         fleet.registry.backends[self.places[i]].handle
     }
 
@@ -91,11 +91,11 @@ impl Scratch {
 
 thread_local! {
     /// Keeps its capacity from one decision to the next, so that none allocates.
-    pub(super) static SCRATCH: RefCell<Scratch> = RefCell::default();
+    pub(super) static SCRATCH: RefCell<DecisionScratch> = RefCell::default();
 }
 
 /// Whose request it is, as circuits tell users apart.
-pub(super) fn user_of(fleet: &Fleet, ask: &Ask<'_>) -> UserKey {
+pub(super) fn user_of(fleet: &RoutingTable, ask: &RoutingRequest<'_>) -> UserKey {
     user_key(fleet.registry.hash_seed, &user_name::bounded(ask.user))
 }
 
@@ -112,7 +112,10 @@ pub enum PolicySource {
 }
 
 /// The policy that decides, and who says so: the request, else the model, else the cluster.
-pub(super) fn policy_of<'a>(fleet: &'a Fleet, ask: &Ask<'a>) -> (&'a PolicyConfig, PolicySource) {
+pub(super) fn policy_of<'a>(
+    fleet: &'a RoutingTable,
+    ask: &RoutingRequest<'a>,
+) -> (&'a PolicyConfig, PolicySource) {
     let live = &fleet.registry.policy;
     let models = fleet.registry.routing.as_ref().map(|it| &it.models);
     match (ask.policy, models.and_then(|models| models.get(ask.model))) {
@@ -124,7 +127,7 @@ pub(super) fn policy_of<'a>(fleet: &'a Fleet, ask: &Ask<'a>) -> (&'a PolicyConfi
 }
 
 /// The blocks of the prompt that an engine can have.
-pub(super) fn matchable<'a>(ask: &Ask<'a>) -> &'a [BlockHash] {
+pub(super) fn matchable<'a>(ask: &RoutingRequest<'a>) -> &'a [BlockHash] {
     let chain = &ask.identity.chain;
     &chain[..chain.len().min(ask.identity.matchable as usize)]
 }

@@ -3,11 +3,11 @@
 //! Without `stream` an answer shows at its end only. Who leaves before, or whose engine breaks before,
 //! has had tokens made all the same, as many as the time allows: the time since the dispatch, without
 //! what a first token takes there, over the time between two tokens, both as learnt of the backend
-//! ([`state::service::Learnt`]). The estimate is as good as these prices; the request's own bound holds.
+//! ([`state::service::LearntPrices`]). The estimate is as good as these prices; the request's own bound holds.
 
 use std::time::Duration;
 
-use state::service::Learnt;
+use state::service::LearntPrices;
 
 use super::Load;
 
@@ -21,7 +21,7 @@ const DECODE_NS_UNKNOWN: u64 = 1_000_000;
 
 /// An answer whose output does not show as it is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Hidden {
+pub struct HiddenOutput {
     /// Answers that are made at once: `n`, for each prompt of a batch.
     pub choices: u32,
     /// Output tokens of each at most, as the request says.
@@ -30,9 +30,9 @@ pub struct Hidden {
     pub is_whole_at_once: bool,
 }
 
-impl Hidden {
+impl HiddenOutput {
     /// Output tokens made within `elapsed` of the dispatch.
-    pub(super) fn tokens(&self, elapsed: Duration, pace: &Pace) -> u64 {
+    pub(super) fn tokens(&self, elapsed: Duration, pace: &BackendPace) -> u64 {
         let Some(making) = elapsed.checked_sub(pace.first_token) else {
             return 0;
         };
@@ -45,18 +45,18 @@ impl Hidden {
 
 /// How fast a backend is, for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Pace {
+pub(super) struct BackendPace {
     /// From dispatch to the first token.
     pub(super) first_token: Duration,
     /// Between two tokens.
     pub(super) gap: Duration,
 }
 
-impl Pace {
+impl BackendPace {
     /// Of a request with `uncached_tokens` that met `before` at the backend, and runs there with
     /// `running`, itself among them.
     pub(super) fn of(
-        learnt: Option<&Learnt>,
+        learnt: Option<&LearntPrices>,
         before: Load,
         uncached_tokens: u64,
         running: u32,
@@ -98,13 +98,13 @@ impl Pace {
 mod tests {
     use super::*;
 
-    const PACE: Pace = Pace {
+    const PACE: BackendPace = BackendPace {
         first_token: Duration::from_millis(200),
         gap: Duration::from_millis(20),
     };
 
-    fn hidden(choices: u32, tokens_max: Option<u32>) -> Hidden {
-        Hidden {
+    fn hidden(choices: u32, tokens_max: Option<u32>) -> HiddenOutput {
+        HiddenOutput {
             choices,
             tokens_max,
             is_whole_at_once: true,
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn output_is_what_the_time_allows() {
-        let made = |ms, hidden: Hidden| hidden.tokens(Duration::from_millis(ms), &PACE);
+        let made = |ms, hidden: HiddenOutput| hidden.tokens(Duration::from_millis(ms), &PACE);
         assert_eq!(made(0, hidden(1, None)), 0);
         assert_eq!(made(199, hidden(1, None)), 0, "it still reads the prompt");
         assert_eq!(made(200, hidden(1, None)), 1);
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn absurd_prices_make_no_absurd_output() {
-        let pace = Pace {
+        let pace = BackendPace {
             first_token: Duration::ZERO,
             gap: Duration::ZERO,
         };
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn the_pace_is_what_was_learnt_at_that_load() {
-        let learnt = Learnt {
+        let learnt = LearntPrices {
             prefill_ns_per_token: 50_000,
             decode_ns_per_request: 2_000_000,
             first_token_base_us: 3_000,
@@ -157,13 +157,16 @@ mod tests {
             waiting: 1,
             pending_prefill_tokens: 60,
         };
-        let pace = Pace::of(Some(&learnt), before, 40, 6);
+        let pace = BackendPace::of(Some(&learnt), before, 40, 6);
         assert_eq!(pace.first_token, Duration::from_millis(3 + 5 + 8));
         assert_eq!(pace.gap, Duration::from_millis(8 + 3));
-        let pace = Pace::of(None, before, 40, 6);
+        let pace = BackendPace::of(None, before, 40, 6);
         assert_eq!(pace.first_token, Duration::from_millis(10 + 4));
         assert_eq!(pace.gap, GAP_UNKNOWN);
-        let unmeasured = Learnt { gaps: 0, ..learnt };
-        assert_eq!(Pace::of(Some(&unmeasured), before, 40, 6).gap, GAP_UNKNOWN);
+        let unmeasured = LearntPrices { gaps: 0, ..learnt };
+        assert_eq!(
+            BackendPace::of(Some(&unmeasured), before, 40, 6).gap,
+            GAP_UNKNOWN
+        );
     }
 }

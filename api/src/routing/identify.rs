@@ -8,8 +8,8 @@ use state::prefix::{self, Scope};
 
 use super::Router;
 use crate::prompt::{
-    BYTES_PER_TOKEN, Batch, Identity, ModelSettings, Parsed, Prompt, ReplyShape, Seam, Tail,
-    TokenRatio, TokenScope, Tokenizer, Unit,
+    BYTES_PER_TOKEN, BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch,
+    PromptIdentity, ReplyBoundary, ReplyShape, TokenRatio, TokenScope, Tokenizer,
 };
 
 /// Bytes per block where no `[[models]]` entry applies.
@@ -21,12 +21,12 @@ const MODELS_MAX: usize = 1024;
 
 /// Ratios by model.
 #[derive(Default)]
-pub(super) struct Ratios {
+pub(super) struct TokenRatios {
     by_model: RwLock<HashMap<String, TokenRatio>>,
     others: TokenRatio,
 }
 
-impl Ratios {
+impl TokenRatios {
     /// Models with a ratio of their own.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
@@ -65,10 +65,10 @@ impl Router {
     /// a quarter as many. With a tokenizer a block is `block_size` ids, and four bytes stand for one
     /// where there are no ids.
     #[must_use]
-    pub fn identify(&self, parsed: &Parsed) -> Identity {
+    pub fn identify(&self, parsed: &ParsedBody) -> PromptIdentity {
         let cut = self.cut_of(&parsed.model);
         match &parsed.prompt {
-            Prompt::Text(text) => self.characters(parsed, text, cut.bytes, Unit::Characters),
+            Prompt::Text(text) => self.characters(parsed, text, cut.bytes, BlockUnit::Characters),
             Prompt::Tokens(ids) => self.tokens(parsed, ids, cut.tokens, None),
         }
     }
@@ -76,14 +76,20 @@ impl Router {
     /// Identity of a prompt whose token ids are known.
     pub(super) fn identify_tokens(
         &self,
-        parsed: &Parsed,
+        parsed: &ParsedBody,
         ids: &[u32],
-        seam: Option<Seam>,
-    ) -> Identity {
+        seam: Option<ReplyBoundary>,
+    ) -> PromptIdentity {
         self.tokens(parsed, ids, self.cut_of(&parsed.model).tokens, seam)
     }
 
-    fn characters(&self, parsed: &Parsed, text: &[u8], block_bytes: u32, unit: Unit) -> Identity {
+    fn characters(
+        &self,
+        parsed: &ParsedBody,
+        text: &[u8],
+        block_bytes: u32,
+        unit: BlockUnit,
+    ) -> PromptIdentity {
         let scope = Scope {
             model: &parsed.model,
             adapter: "",
@@ -97,18 +103,18 @@ impl Router {
         prefix::chain_bytes(&root, text, block_bytes as usize, &mut chain);
         let matchable = prefix::matchable_blocks(text.len() as u64, block_bytes);
         let rest = &text[chain.len() * block_bytes as usize..];
-        Identity {
+        PromptIdentity {
             root,
             tokens: with_batch(u64::from(ratio.tokens(text.len())), parsed, &ratio),
             matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
             unit,
-            tail: Tail {
+            tail: ChainTail {
                 bytes: rest.to_vec(),
                 block_bytes: block_bytes as usize,
                 reply: parsed.reply,
                 tokens_per_block: ratio.block_tokens(block_bytes as usize),
                 seam: None,
-                is_partial: parsed.batch != Batch::default(),
+                is_partial: parsed.batch != PromptBatch::default(),
                 ratio,
             },
             chain: chain.into(),
@@ -117,11 +123,11 @@ impl Router {
 
     fn tokens(
         &self,
-        parsed: &Parsed,
+        parsed: &ParsedBody,
         ids: &[u32],
         block_size: u32,
-        seam: Option<Seam>,
-    ) -> Identity {
+        seam: Option<ReplyBoundary>,
+    ) -> PromptIdentity {
         let scope = TokenScope {
             model: &parsed.model,
             salt: parsed.cache_salt.as_deref().unwrap_or(""),
@@ -133,12 +139,12 @@ impl Router {
         prefix::chain_tokens(&root, ids, block_size as usize, &mut chain);
         let matchable = prefix::matchable_blocks(ids.len() as u64, block_size);
         let rest = &ids[chain.len() * block_size as usize..];
-        Identity {
+        PromptIdentity {
             root,
             tokens: with_batch(ids.len() as u64, parsed, &ratio),
             matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
-            unit: Unit::Tokens,
-            tail: Tail {
+            unit: BlockUnit::Tokens,
+            tail: ChainTail {
                 bytes: rest.iter().flat_map(|id| id.to_le_bytes()).collect(),
                 block_bytes: 0,
                 reply: parsed.reply,
@@ -184,16 +190,16 @@ impl Router {
         tokenizer.map_or_else(|| "character".to_owned(), |it| it.spec().to_string())
     }
 
-    fn cut_of(&self, model: &str) -> Cut {
+    fn cut_of(&self, model: &str) -> BlockLength {
         let settings = self.settings_of(model);
         let block_size = settings.map_or(BLOCK_BYTES, |it| it.block_size).max(1);
         if settings.is_none_or(|it| it.tokenizer.is_character()) {
-            Cut {
+            BlockLength {
                 bytes: block_size,
                 tokens: (block_size / BLOCK_BYTES_PER_ID).max(1),
             }
         } else {
-            Cut {
+            BlockLength {
                 bytes: block_size.saturating_mul(BLOCK_BYTES_PER_ID),
                 tokens: block_size,
             }
@@ -217,14 +223,14 @@ impl Router {
 }
 
 /// How long a model's blocks are.
-struct Cut {
+struct BlockLength {
     bytes: u32,
     tokens: u32,
 }
 
 /// Tokens of a prompt and of the further ones of its batch.
-fn with_batch(tokens: u64, parsed: &Parsed, ratio: &TokenRatio) -> u32 {
-    let Batch { bytes, ids, .. } = parsed.batch;
+fn with_batch(tokens: u64, parsed: &ParsedBody, ratio: &TokenRatio) -> u32 {
+    let PromptBatch { bytes, ids, .. } = parsed.batch;
     let further = match usize::try_from(bytes) {
         Ok(0) => 0,
         Ok(bytes) => u64::from(ratio.tokens(bytes)),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-use state::View;
+use state::StateView;
 use state::command::{Item, OUTPUTS_PER_ITEM_MAX};
 use state::ids::{ModelKey, UserKey};
 
@@ -15,9 +15,9 @@ const PAIRS_MAX: usize = 4096;
 
 /// Lengths by user and model, in the order the requests ended.
 #[derive(Debug, Default)]
-pub(super) struct Lengths(Mutex<BTreeMap<(UserKey, ModelKey), Vec<u32>>>);
+pub(super) struct OutputLengths(Mutex<BTreeMap<(UserKey, ModelKey), Vec<u32>>>);
 
-impl Lengths {
+impl OutputLengths {
     /// Adds one; what exceeds an item's bound within a second is left out.
     fn add(&self, user: UserKey, model: ModelKey, tokens: u32) {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -60,15 +60,20 @@ impl Router {
 
 /// How long an answer under way is expected to become, where that is charged ahead.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Expected {
+pub(super) struct ExpectedOutput {
     model: ModelKey,
     tokens: u32,
     /// The request's own bound.
     tokens_max: Option<u32>,
 }
 
-impl Expected {
-    pub(super) fn of(view: &View, user: UserKey, model: ModelKey, tokens_max: Option<u32>) -> Self {
+impl ExpectedOutput {
+    pub(super) fn of(
+        view: &StateView,
+        user: UserKey,
+        model: ModelKey,
+        tokens_max: Option<u32>,
+    ) -> Self {
         let tokens = view.outputs().predict(user, model, tokens_max).tokens;
         Self {
             model,
@@ -83,7 +88,7 @@ impl Expected {
     }
 
     /// So many tokens came. When they are all that were expected: how many are expected to follow.
-    pub(super) fn outgrown(&mut self, produced: u64, view: &View) -> u64 {
+    pub(super) fn outgrown(&mut self, produced: u64, view: &StateView) -> u64 {
         let produced = u32::try_from(produced).unwrap_or(u32::MAX);
         if produced < self.tokens {
             return 0;
@@ -103,7 +108,7 @@ mod tests {
     #[test]
     fn an_answer_that_outgrows_its_prediction_is_expected_to_go_on() {
         let view = RouterState::new().view();
-        let of = |tokens_max| Expected::of(&view, UserKey(1), ModelKey(1), tokens_max);
+        let of = |tokens_max| ExpectedOutput::of(&view, UserKey(1), ModelKey(1), tokens_max);
         let mut expected = of(Some(64));
         assert_eq!(expected.tokens(), 64, "nothing is known but its bound");
         assert_eq!(expected.outgrown(63, &view), 0);
@@ -117,7 +122,7 @@ mod tests {
 
     #[test]
     fn lengths_are_kept_by_user_and_model_within_an_items_bound() {
-        let lengths = Lengths::default();
+        let lengths = OutputLengths::default();
         for tokens in 0..1000 {
             lengths.add(UserKey(1), ModelKey(1), tokens);
         }

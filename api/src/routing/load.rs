@@ -5,7 +5,7 @@
 //! old does worse than one that knows its own only). So a peer's report counts until
 //! [`EXPIRY`] after it came, and counts as nothing then.
 //!
-//! What runs here is counted in one [`Gauge`] per life of a backend. Whoever counted something in
+//! What runs here is counted in one [`BackendLoad`] per life of a backend. Whoever counted something in
 //! holds that gauge and counts it out there, so a slot that changes hands in between starts at
 //! zero, and the old life's numbers still end at zero.
 
@@ -55,24 +55,24 @@ impl Load {
 
 /// What this replica has under way at one life of a backend.
 #[derive(Debug)]
-pub(super) struct Gauge {
+pub(super) struct BackendLoad {
     backend: BackendRef,
     running: AtomicU32,
     waiting: AtomicU32,
     pending_prefill_tokens: AtomicU64,
-    less: Arc<Less>,
+    less: Arc<LessLoadSignal>,
 }
 
 /// Who is told when a backend may have become less busy.
 #[derive(Debug, Default)]
-struct Less {
+struct LessLoadSignal {
     told: Arc<Notify>,
     /// Requests that ended here.
     ended: AtomicU64,
 }
 
-impl Gauge {
-    fn new(backend: BackendRef, less: Arc<Less>) -> Self {
+impl BackendLoad {
+    fn new(backend: BackendRef, less: Arc<LessLoadSignal>) -> Self {
         Self {
             backend,
             less,
@@ -93,13 +93,13 @@ impl Gauge {
 
 /// One request under way: counted in when made, counted out when dropped.
 #[derive(Debug)]
-pub struct Underway {
-    gauge: Arc<Gauge>,
+pub struct LoadGuard {
+    gauge: Arc<BackendLoad>,
     /// What is still counted as pending; `None` once the first byte came.
     pending_prefill_tokens: Option<u64>,
 }
 
-impl Underway {
+impl LoadGuard {
     /// The prefill is done: the request counts as running only.
     pub fn first_byte(&mut self) {
         if let Some(tokens) = self.pending_prefill_tokens.take() {
@@ -109,7 +109,7 @@ impl Underway {
     }
 }
 
-impl Drop for Underway {
+impl Drop for LoadGuard {
     fn drop(&mut self) {
         self.first_byte();
         self.gauge.running.fetch_sub(1, Relaxed);
@@ -120,7 +120,7 @@ impl Drop for Underway {
 
 /// A report that is none; says why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum BadReport {
+pub enum LoadReportError {
     /// Its version byte.
     #[error("load report has version {0}, expected {REPORT_VERSION}")]
     Version(u8),
@@ -139,12 +139,12 @@ struct PeerLoad {
 
 /// The load of every backend, as far as known here.
 pub struct LoadTable {
-    gauges: Box<[ArcSwapOption<Gauge>]>,
+    gauges: Box<[ArcSwapOption<BackendLoad>]>,
     /// Replaced as a whole by each report; readers never wait.
     peers: ArcSwap<Vec<Arc<PeerLoad>>>,
     /// Held by those who replace `peers` or a gauge.
     writing: Mutex<()>,
-    less: Arc<Less>,
+    less: Arc<LessLoadSignal>,
 }
 
 impl Default for LoadTable {
@@ -164,20 +164,20 @@ impl LoadTable {
     }
 
     /// Counts in one request of `pending_prefill_tokens` at `backend`.
-    pub fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> Underway {
+    pub fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> LoadGuard {
         let gauge = self.gauge(backend);
         gauge.running.fetch_add(1, Relaxed);
         gauge.waiting.fetch_add(1, Relaxed);
         gauge
             .pending_prefill_tokens
             .fetch_add(pending_prefill_tokens, Relaxed);
-        Underway {
+        LoadGuard {
             gauge,
             pending_prefill_tokens: Some(pending_prefill_tokens),
         }
     }
 
-    fn gauge(&self, backend: BackendRef) -> Arc<Gauge> {
+    fn gauge(&self, backend: BackendRef) -> Arc<BackendLoad> {
         let Some(place) = self.gauges.get(usize::from(backend.slot.0)) else {
             return Arc::new(self.new_gauge(backend));
         };
@@ -187,8 +187,8 @@ impl LoadTable {
         }
     }
 
-    fn new_gauge(&self, backend: BackendRef) -> Gauge {
-        Gauge::new(backend, Arc::clone(&self.less))
+    fn new_gauge(&self, backend: BackendRef) -> BackendLoad {
+        BackendLoad::new(backend, Arc::clone(&self.less))
     }
 
     /// Told when a backend may have become less busy: a request ended here, or a peer reported.
@@ -204,7 +204,11 @@ impl LoadTable {
     }
 
     /// A dispatch to a life that is over gets a gauge that nobody reads.
-    fn replace_gauge(&self, place: &ArcSwapOption<Gauge>, backend: BackendRef) -> Arc<Gauge> {
+    fn replace_gauge(
+        &self,
+        place: &ArcSwapOption<BackendLoad>,
+        backend: BackendRef,
+    ) -> Arc<BackendLoad> {
         let _writing = self.lock();
         match place.load_full() {
             Some(gauge) if gauge.backend == backend => gauge,
@@ -298,13 +302,13 @@ impl LoadTable {
     /// Takes in a peer's report in place of its earlier one; forgets peers not heard from.
     ///
     /// # Errors
-    /// [`BadReport`]; the earlier report then stands.
+    /// [`LoadReportError`]; the earlier report then stands.
     pub fn merge_report(
         &self,
         from: ReplicaId,
         report: &[u8],
         now: Instant,
-    ) -> Result<(), BadReport> {
+    ) -> Result<(), LoadReportError> {
         let entries = read_report(report)?;
         let _writing = self.lock();
         let mut peers: Vec<_> = self
@@ -354,41 +358,41 @@ pub(crate) fn put_number(out: &mut Vec<u8>, mut number: u64) {
     out.push(number.to_le_bytes()[0]);
 }
 
-pub(crate) fn take_number(bytes: &mut &[u8]) -> Result<u64, BadReport> {
+pub(crate) fn take_number(bytes: &mut &[u8]) -> Result<u64, LoadReportError> {
     let mut number = 0_u64;
     for shift in (0..64).step_by(7) {
-        let (&byte, rest) = bytes.split_first().ok_or(BadReport::Malformed)?;
+        let (&byte, rest) = bytes.split_first().ok_or(LoadReportError::Malformed)?;
         *bytes = rest;
         let bits = u64::from(byte & 0x7f);
         if shift == 63 && bits > 1 {
-            return Err(BadReport::Malformed);
+            return Err(LoadReportError::Malformed);
         }
         number |= bits << shift;
         if byte & 0x80 == 0 {
             return Ok(number);
         }
     }
-    Err(BadReport::Malformed)
+    Err(LoadReportError::Malformed)
 }
 
-fn read_report(report: &[u8]) -> Result<Vec<(BackendRef, Load)>, BadReport> {
-    let (&version, mut rest) = report.split_first().ok_or(BadReport::Malformed)?;
+fn read_report(report: &[u8]) -> Result<Vec<(BackendRef, Load)>, LoadReportError> {
+    let (&version, mut rest) = report.split_first().ok_or(LoadReportError::Malformed)?;
     if version != REPORT_VERSION {
-        return Err(BadReport::Version(version));
+        return Err(LoadReportError::Version(version));
     }
     let mut entries: Vec<(BackendRef, Load)> = Vec::new();
-    let small = |number: u64| u32::try_from(number).map_err(|_| BadReport::Malformed);
+    let small = |number: u64| u32::try_from(number).map_err(|_| LoadReportError::Malformed);
     while !rest.is_empty() {
         let step = take_number(&mut rest)?;
         let slot = match entries.last() {
             None => step,
-            Some(_) if step == 0 => return Err(BadReport::Malformed),
+            Some(_) if step == 0 => return Err(LoadReportError::Malformed),
             Some((last, _)) => step.saturating_add(u64::from(last.slot.0)),
         };
         if slot >= BACKENDS_MAX as u64 {
-            return Err(BadReport::Malformed);
+            return Err(LoadReportError::Malformed);
         }
-        let slot = Slot(u16::try_from(slot).map_err(|_| BadReport::Malformed)?);
+        let slot = Slot(u16::try_from(slot).map_err(|_| LoadReportError::Malformed)?);
         let incarnation = Incarnation(small(take_number(&mut rest)?)?);
         let load = Load {
             running: small(take_number(&mut rest)?)?,
@@ -402,11 +406,11 @@ fn read_report(report: &[u8]) -> Result<Vec<(BackendRef, Load)>, BadReport> {
 
 /// Decides when peers are told: at once when the load changed, else every [`KEEPALIVE`].
 #[derive(Debug, Default)]
-pub struct Reporter {
+pub struct LoadReporter {
     last: Option<(Instant, Vec<u8>)>,
 }
 
-impl Reporter {
+impl LoadReporter {
     /// The report to send at `now`, if one is due. Call it every 20 ms.
     pub fn due(&mut self, table: &LoadTable, now: Instant) -> Option<Vec<u8>> {
         let report = table.local_report();
@@ -513,7 +517,7 @@ mod tests {
     #[test]
     fn reports_go_out_on_change_and_to_stay_alive() {
         let table = LoadTable::default();
-        let mut reporter = Reporter::default();
+        let mut reporter = LoadReporter::default();
         let now = Instant::now();
         assert!(reporter.due(&table, now).is_some());
         assert!(
@@ -547,11 +551,11 @@ mod tests {
 
     #[test]
     fn malformed_reports_are_refused() {
-        let malformed = Err(BadReport::Malformed);
+        let malformed = Err(LoadReportError::Malformed);
         let table = LoadTable::default();
         let merge = |bytes: &[u8]| table.merge_report(ReplicaId(1), bytes, Instant::now());
         assert_eq!(merge(&[]), malformed);
-        assert_eq!(merge(&[9]), Err(BadReport::Version(9)));
+        assert_eq!(merge(&[9]), Err(LoadReportError::Version(9)));
         assert_eq!(merge(&[1, 0]), malformed);
         assert_eq!(
             merge(&[1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1]),

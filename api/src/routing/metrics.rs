@@ -14,49 +14,49 @@ use prometheus_client::registry::Registry;
 use super::outbox::OutboxStatus;
 use super::outbox::driver::DriverMetrics;
 use super::read::TokenizingMetrics;
-use super::verdict::{Tally, Verdict};
-use super::{End, NoBackend};
+use super::verdict::{FilterCounts, FilterVerdict};
+use super::{AttemptEnd, RoutingRejection};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Backend {
+struct BackendLabels {
     backend: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Ended {
+struct EndLabels {
     backend: String,
     outcome: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Decided {
+struct DecisionLabels {
     policy: &'static str,
     outcome: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Model {
+struct ModelLabels {
     model: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Filter {
+struct FilterLabels {
     filter: &'static str,
 }
 
 /// Backends taken out by each filter, with the counters looked up once.
 #[derive(Debug, Clone)]
-struct Filtered {
-    family: Family<Filter, Counter>,
-    /// In the order of a [`Tally`]'s counts.
-    counters: [Counter; Verdict::FILTERS.len()],
+struct FilterCounters {
+    family: Family<FilterLabels, Counter>,
+    /// In the order of a [`FilterCounts`]'s counts.
+    counters: [Counter; FilterVerdict::FILTERS.len()],
 }
 
-impl Default for Filtered {
+impl Default for FilterCounters {
     fn default() -> Self {
-        let family = Family::<Filter, Counter>::default();
-        let counter = |(_, filter)| family.get_or_create_owned(&Filter { filter });
-        let counters = Verdict::FILTERS.map(counter);
+        let family = Family::<FilterLabels, Counter>::default();
+        let counter = |(_, filter)| family.get_or_create_owned(&FilterLabels { filter });
+        let counters = FilterVerdict::FILTERS.map(counter);
         Self { family, counters }
     }
 }
@@ -65,14 +65,14 @@ impl Default for Filtered {
 /// count together.
 #[derive(Debug, Clone, Default)]
 pub struct RoutingMetrics {
-    decisions: Family<Decided, Counter>,
-    filtered: Filtered,
-    panics: Family<Model, Gauge>,
-    in_flight: Family<Backend, Gauge>,
-    ended: Family<Ended, Counter>,
-    prompt_tokens: Family<Backend, Counter>,
-    predicted_tokens: Family<Backend, Counter>,
-    cached_tokens: Family<Backend, Counter>,
+    decisions: Family<DecisionLabels, Counter>,
+    filtered: FilterCounters,
+    panics: Family<ModelLabels, Gauge>,
+    in_flight: Family<BackendLabels, Gauge>,
+    ended: Family<EndLabels, Counter>,
+    prompt_tokens: Family<BackendLabels, Counter>,
+    predicted_tokens: Family<BackendLabels, Counter>,
+    cached_tokens: Family<BackendLabels, Counter>,
     /// Backends with series above. Held while series come and go.
     shown: Arc<Mutex<BTreeSet<String>>>,
     outbox_items: Gauge,
@@ -83,35 +83,35 @@ pub struct RoutingMetrics {
     pub(super) tokenizing: TokenizingMetrics,
 }
 
-/// All ends, in the order of [`Meter`]'s counters.
-const ENDS: [End; 5] = [
-    End::Finished,
-    End::Broken,
-    End::ClientLeft,
-    End::NotRun,
-    End::Failed,
+/// All ends, in the order of [`BackendMeter`]'s counters.
+const ENDS: [AttemptEnd; 5] = [
+    AttemptEnd::Finished,
+    AttemptEnd::Broken,
+    AttemptEnd::ClientLeft,
+    AttemptEnd::NotRun,
+    AttemptEnd::Failed,
 ];
 
 /// One attempt in its backend's gauge: counted in when made, counted out when dropped.
 #[derive(Debug)]
-pub(super) struct InFlight(Arc<Meter>);
+pub(super) struct InFlightGuard(Arc<BackendMeter>);
 
-impl InFlight {
-    pub(super) fn at(meter: Arc<Meter>) -> Self {
+impl InFlightGuard {
+    pub(super) fn at(meter: Arc<BackendMeter>) -> Self {
         meter.in_flight.inc();
         Self(meter)
     }
 }
 
-impl Deref for InFlight {
-    type Target = Meter;
+impl Deref for InFlightGuard {
+    type Target = BackendMeter;
 
-    fn deref(&self) -> &Meter {
+    fn deref(&self) -> &BackendMeter {
         &self.0
     }
 }
 
-impl Drop for InFlight {
+impl Drop for InFlightGuard {
     fn drop(&mut self) {
         self.0.in_flight.dec();
     }
@@ -119,7 +119,7 @@ impl Drop for InFlight {
 
 /// The metrics of one backend, looked up once.
 #[derive(Debug)]
-pub(super) struct Meter {
+pub(super) struct BackendMeter {
     in_flight: Gauge,
     prompt_tokens: Counter,
     predicted_tokens: Counter,
@@ -213,20 +213,20 @@ impl RoutingMetrics {
         );
     }
 
-    pub(super) fn meter(&self, backend: &str) -> Arc<Meter> {
+    pub(super) fn meter(&self, backend: &str) -> Arc<BackendMeter> {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
         shown.insert(backend.to_owned());
-        let labels = Backend {
+        let labels = BackendLabels {
             backend: backend.to_owned(),
         };
-        let ended = |end: End| {
-            let labels = Ended {
+        let ended = |end: AttemptEnd| {
+            let labels = EndLabels {
                 backend: backend.to_owned(),
                 outcome: end.label(),
             };
             self.ended.get_or_create_owned(&labels)
         };
-        Arc::new(Meter {
+        Arc::new(BackendMeter {
             in_flight: self.in_flight.get_or_create_owned(&labels),
             prompt_tokens: self.prompt_tokens.get_or_create_owned(&labels),
             predicted_tokens: self.predicted_tokens.get_or_create_owned(&labels),
@@ -251,7 +251,7 @@ impl RoutingMetrics {
     }
 
     fn remove(&self, backend: &str) {
-        let labels = Backend {
+        let labels = BackendLabels {
             backend: backend.to_owned(),
         };
         self.in_flight.remove(&labels);
@@ -263,22 +263,22 @@ impl RoutingMetrics {
             family.remove(&labels);
         }
         for end in ENDS {
-            self.ended.remove(&Ended {
+            self.ended.remove(&EndLabels {
                 backend: backend.to_owned(),
                 outcome: end.label(),
             });
         }
     }
 
-    pub(super) fn decided(&self, policy: &'static str, refusal: Option<NoBackend>) {
-        let outcome = refusal.map_or("chosen", NoBackend::label);
+    pub(super) fn decided(&self, policy: &'static str, refusal: Option<RoutingRejection>) {
+        let outcome = refusal.map_or("chosen", RoutingRejection::label);
         self.decisions
-            .get_or_create(&Decided { policy, outcome })
+            .get_or_create(&DecisionLabels { policy, outcome })
             .inc();
     }
 
     /// Counts the backends that a decision's filters took out.
-    pub(super) fn filtered(&self, tally: &Tally) {
+    pub(super) fn filtered(&self, tally: &FilterCounts) {
         for (counter, &count) in self.filtered.counters.iter().zip(tally.counts()) {
             if count > 0 {
                 counter.inc_by(u64::from(count));
@@ -288,7 +288,7 @@ impl RoutingMetrics {
 
     /// Shows that a model is in panic mode, or not.
     pub(super) fn shows_panic(&self, model: &str, is_panic: bool) {
-        let labels = Model {
+        let labels = ModelLabels {
             model: model.to_owned(),
         };
         if is_panic {
@@ -308,14 +308,14 @@ impl RoutingMetrics {
     }
 }
 
-impl Meter {
-    pub(super) fn count_end(&self, end: End) {
+impl BackendMeter {
+    pub(super) fn count_end(&self, end: AttemptEnd) {
         let at = match end {
-            End::Finished => 0,
-            End::Broken => 1,
-            End::ClientLeft => 2,
-            End::NotRun => 3,
-            End::Failed => 4,
+            AttemptEnd::Finished => 0,
+            AttemptEnd::Broken => 1,
+            AttemptEnd::ClientLeft => 2,
+            AttemptEnd::NotRun => 3,
+            AttemptEnd::Failed => 4,
         };
         self.ended[at].inc();
     }

@@ -41,47 +41,47 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use http::HeaderMap;
-use state::View;
+use state::StateView;
 use state::command::{Charge, EngineFacts, Item};
 use state::ids::{AttemptId, BackendRef, LogIndex, ReplicaId, SessionId, Slot, UserKey};
 use state::policy::{PolicyConfig, Reason, Touch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use self::fleet::Fleet;
-use self::identify::Ratios;
-use self::lengths::Lengths;
-use self::metrics::Meter;
-use self::outbox::driver::{Desk, Driver};
+use self::fleet::RoutingTable;
+use self::identify::TokenRatios;
+use self::lengths::OutputLengths;
+use self::metrics::BackendMeter;
+use self::outbox::driver::{OutboxDriver, SharedOutbox};
 use self::panic::Panics;
-use self::read::Tokenizing;
-use self::room::Priced;
-use self::samples::Samples;
+use self::read::TokenizerWorkers;
+use self::room::PricedTotal;
+use self::samples::ServiceSamples;
 use crate::backends::{Backends, Trial};
 use crate::clock::Clock;
 use crate::ports::Propose;
-use crate::prompt::{Identity, ModelSettings};
+use crate::prompt::{ModelSettings, PromptIdentity};
 
 pub(crate) use attempt::pricing_of;
-pub use attempt::{Attempt, Terms};
-pub use explain::{Explained, ExplainedRequest, Explanation};
+pub use attempt::{Attempt, DispatchTerms};
+pub use explain::{ExplainedBackend, ExplainedRequest, Explanation};
 pub use fleet::PolicySource;
-pub use hidden::Hidden;
-pub use load::{BadReport, EXPIRY, KEEPALIVE, Load, LoadTable, Reporter, Underway};
+pub use hidden::HiddenOutput;
+pub use load::{EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable};
 pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
-pub use outbox::{Next, Outbox, OutboxSettings, OutboxStatus};
+pub use outbox::{AfterProposal, Outbox, OutboxSettings, OutboxStatus};
 pub use overlay::Overlay;
-pub use read::{Read, ReadFailure};
-pub use room::Largest;
-pub use select::{BadSelect, Labels, SELECT, SelectSettings};
-pub use session::{POLICY, UnknownPolicy};
-pub use verdict::Verdict;
+pub use read::{ReadError, ReadRequest};
+pub use room::LargestRequest;
+pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
+pub use session::{POLICY, PolicyRejection};
+pub use verdict::FilterVerdict;
 
 /// What a [`Router`] is made of.
-pub struct Parts {
+pub struct RouterParts {
     /// The replicated state's read side.
-    pub view: Arc<View>,
+    pub view: Arc<StateView>,
     /// Health and engine metrics.
     pub backends: Arc<Backends>,
     /// `[[models]]`, first match counts.
@@ -100,13 +100,13 @@ pub struct Parts {
 
 /// Chooses backends and keeps the books of what was dispatched. One per replica.
 pub struct Router {
-    view: Arc<View>,
+    view: Arc<StateView>,
     backends: Arc<Backends>,
     models: Vec<ModelSettings>,
-    ratios: Ratios,
+    ratios: TokenRatios,
     load: LoadTable,
     overlay: Arc<Overlay>,
-    desk: Desk,
+    desk: SharedOutbox,
     flush_interval: Duration,
     last_attempt: AtomicU64,
     /// What round-robin counts by.
@@ -114,26 +114,26 @@ pub struct Router {
     overrides: Vec<PolicyConfig>,
     metrics: RoutingMetrics,
     /// What is derived from the registry, as of the last decision.
-    fleet: ArcSwap<Fleet>,
+    fleet: ArcSwap<RoutingTable>,
     select: SelectSettings,
-    samples: Samples,
+    samples: ServiceSamples,
     replica: ReplicaId,
-    lengths: Lengths,
-    priced: Priced,
+    lengths: OutputLengths,
+    priced: PricedTotal,
     /// This replica's run.
     session: SessionId,
-    tokenizing: Tokenizing,
+    tokenizing: TokenizerWorkers,
     clock: Clock,
     panics: Panics,
 }
 
 /// A request as routing sees it.
 #[derive(Debug, Clone, Copy)]
-pub struct Ask<'a> {
+pub struct RoutingRequest<'a> {
     /// Model id.
     pub model: &'a str,
     /// The prompt's blocks.
-    pub identity: &'a Identity,
+    pub identity: &'a PromptIdentity,
     /// `x-request-id`: its hash breaks ties.
     pub request_id: &'a str,
     /// The name that the tokens are charged to.
@@ -172,7 +172,7 @@ pub struct Decision {
 /// Why no backend can take a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum NoBackend {
+pub enum RoutingRejection {
     /// No registered backend serves the model: 404.
     UnknownModel,
     /// Some do, none of them is healthy and not draining: 503.
@@ -187,7 +187,7 @@ pub enum NoBackend {
     AtLimit,
 }
 
-impl NoBackend {
+impl RoutingRejection {
     fn label(self) -> &'static str {
         match self {
             Self::UnknownModel => "unknown-model",
@@ -213,7 +213,7 @@ pub struct Usage {
 
 /// How an attempt ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
+pub enum AttemptEnd {
     /// The engine answered to the end.
     Finished,
     /// The engine broke after its first byte.
@@ -226,7 +226,7 @@ pub enum End {
     Failed,
 }
 
-impl End {
+impl AttemptEnd {
     fn label(self) -> &'static str {
         match self {
             Self::Finished => "finished",
@@ -241,7 +241,7 @@ impl End {
 impl Router {
     /// A router with nothing under way.
     #[must_use]
-    pub fn new(parts: Parts) -> Self {
+    pub fn new(parts: RouterParts) -> Self {
         let overlay = Arc::new(Overlay::default());
         let metrics = RoutingMetrics::default();
         let outbox = Outbox::new(
@@ -254,14 +254,14 @@ impl Router {
             parts.view.want_all();
         }
         Self {
-            fleet: ArcSwap::from_pointee(Fleet::of(parts.view.registry(), &metrics)),
+            fleet: ArcSwap::from_pointee(RoutingTable::of(parts.view.registry(), &metrics)),
             view: parts.view,
             backends: parts.backends,
             models: parts.models,
-            ratios: Ratios::default(),
+            ratios: TokenRatios::default(),
             load: LoadTable::default(),
             overlay,
-            desk: Desk::new(outbox),
+            desk: SharedOutbox::new(outbox),
             flush_interval: parts.outbox.flush_interval,
             last_attempt: AtomicU64::new(0),
             // Replicas begin in different places.
@@ -269,12 +269,12 @@ impl Router {
             overrides: parts.overrides,
             metrics,
             select: SelectSettings::default(),
-            samples: Samples::default(),
+            samples: ServiceSamples::default(),
             replica: parts.replica,
-            lengths: Lengths::default(),
-            priced: Priced::default(),
+            lengths: OutputLengths::default(),
+            priced: PricedTotal::default(),
             session: parts.session,
-            tokenizing: Tokenizing::default(),
+            tokenizing: TokenizerWorkers::default(),
             clock: parts.clock,
             panics: Panics::default(),
         }
@@ -340,7 +340,7 @@ impl Router {
 
     /// The replicated state's read side.
     #[must_use]
-    pub fn view(&self) -> &Arc<View> {
+    pub fn view(&self) -> &Arc<StateView> {
         &self.view
     }
 
@@ -352,7 +352,7 @@ impl Router {
         stop: CancellationToken,
         drain_max: Duration,
     ) -> OutboxStatus {
-        let driver = Driver {
+        let driver = OutboxDriver {
             desk: &self.desk,
             propose: &*propose,
             applied: &|| self.view.applied(),
@@ -367,7 +367,7 @@ impl Router {
         AttemptId(self.last_attempt.fetch_add(1, Relaxed) + 1)
     }
 
-    fn meter(&self, backend: BackendRef, name: &str) -> Arc<Meter> {
+    fn meter(&self, backend: BackendRef, name: &str) -> Arc<BackendMeter> {
         let known = self.fleet.load().meter(backend);
         known.unwrap_or_else(|| self.metrics.meter(name))
     }

@@ -18,12 +18,12 @@ use crate::sync::{AtomicUsize, Ordering::Relaxed, RwLock};
 
 /// Blocks of a chain, in order; shares the chain it is a part of.
 #[derive(Debug, Clone)]
-pub(super) struct Run {
+pub(super) struct BlockRun {
     chain: Arc<[BlockHash]>,
     part: Range<usize>,
 }
 
-impl Run {
+impl BlockRun {
     pub(super) fn new(chain: Arc<[BlockHash]>, part: Range<usize>) -> Self {
         assert!(
             part.end <= chain.len(),
@@ -43,16 +43,16 @@ impl Run {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Start {
+struct RunKey {
     backend: BackendRef,
     first: BlockHash,
 }
 
 /// Hashes are uniform already; the backend is mixed in with one multiplication.
 #[derive(Default)]
-struct StartHasher(u64);
+struct RunKeyHasher(u64);
 
-impl Hasher for StartHasher {
+impl Hasher for RunKeyHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -76,13 +76,13 @@ impl Hasher for StartHasher {
     }
 }
 
-type Runs = HashMap<Start, Vec<Run>, BuildHasherDefault<StartHasher>>;
+type RunMap = HashMap<RunKey, Vec<BlockRun>, BuildHasherDefault<RunKeyHasher>>;
 
 /// The pending runs of all backends. Readers share; a writer holds it for one insertion.
 pub struct Overlay {
     /// Runs pending; lets readers pass without the lock when there is none.
     count: AtomicUsize,
-    runs: RwLock<Runs>,
+    runs: RwLock<RunMap>,
 }
 
 /// Starts of runs there is room for from the beginning: growing would hold readers up.
@@ -90,7 +90,7 @@ const STARTS_EXPECTED: usize = 8192;
 
 impl Default for Overlay {
     fn default() -> Self {
-        let runs = Runs::with_capacity_and_hasher(STARTS_EXPECTED, BuildHasherDefault::default());
+        let runs = RunMap::with_capacity_and_hasher(STARTS_EXPECTED, BuildHasherDefault::default());
         Self {
             count: AtomicUsize::new(0),
             runs: RwLock::new(runs),
@@ -100,28 +100,29 @@ impl Default for Overlay {
 
 impl Overlay {
     /// Notes that `run` is on its way to `backend`. An empty run is nothing.
-    pub(super) fn add(&self, backend: BackendRef, run: &Run) {
+    pub(super) fn add(&self, backend: BackendRef, run: &BlockRun) {
         let Some(&first) = run.blocks().first() else {
             return;
         };
         let mut runs = self.runs.write().unwrap_or_else(PoisonError::into_inner);
-        runs.entry(Start { backend, first })
+        runs.entry(RunKey { backend, first })
             .or_default()
             .push(run.clone());
         self.count.fetch_add(1, Relaxed);
     }
 
     /// Forgets a run: it is applied, or given up.
-    pub(super) fn remove(&self, backend: BackendRef, run: &Run) {
+    pub(super) fn remove(&self, backend: BackendRef, run: &BlockRun) {
         let Some(&first) = run.blocks().first() else {
             return;
         };
         let mut runs = self.runs.write().unwrap_or_else(PoisonError::into_inner);
-        let start = Start { backend, first };
+        let start = RunKey { backend, first };
         let Some(same_start) = runs.get_mut(&start) else {
             return;
         };
-        let is_same = |other: &Run| Arc::ptr_eq(&other.chain, &run.chain) && other.part == run.part;
+        let is_same =
+            |other: &BlockRun| Arc::ptr_eq(&other.chain, &run.chain) && other.part == run.part;
         if let Some(at) = same_start.iter().position(is_same) {
             same_start.swap_remove(at);
             self.count.fetch_sub(1, Relaxed);
@@ -145,10 +146,10 @@ impl Overlay {
         for (backend, matched) in matches {
             let mut at = *matched as usize;
             while let Some(&first) = chain.get(at) {
-                let Some(same_start) = runs.get(&Start { backend, first }) else {
+                let Some(same_start) = runs.get(&RunKey { backend, first }) else {
                     break;
                 };
-                let common = |run: &Run| {
+                let common = |run: &BlockRun| {
                     let pairs = run.blocks().iter().zip(&chain[at..]);
                     pairs
                         .take_while(|(pending, wanted)| pending == wanted)
@@ -190,8 +191,8 @@ mod tests {
         hashes.iter().copied().map(BlockHash).collect()
     }
 
-    fn run(hashes: &[u64]) -> Run {
-        Run::new(chain(hashes), 0..hashes.len())
+    fn run(hashes: &[u64]) -> BlockRun {
+        BlockRun::new(chain(hashes), 0..hashes.len())
     }
 
     fn extended(overlay: &Overlay, backend: BackendRef, hashes: &[u64], matched: u32) -> u32 {
@@ -203,7 +204,7 @@ mod tests {
     #[test]
     fn a_pending_run_extends_the_match_of_its_backend_only() {
         let overlay = Overlay::default();
-        overlay.add(A, &Run::new(chain(&[1, 2, 3, 4]), 1..4));
+        overlay.add(A, &BlockRun::new(chain(&[1, 2, 3, 4]), 1..4));
         assert_eq!(extended(&overlay, A, &[1, 2, 3, 4, 5], 1), 4);
         assert_eq!(extended(&overlay, A, &[1, 2, 3, 9], 1), 3);
         assert_eq!(

@@ -26,8 +26,9 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::Router;
 use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
 use crate::prompt::{
-    BadBody, Content, Encoded, Fallback, Heard, Identity, NotEncoded, Parsed, Prompt, Question,
-    Remote, Tokenizer, Unit, parse_routed, question,
+    BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback, ParsedBody, Prompt,
+    PromptIdentity, TokenizeRequest, TokenizeResult, Tokenizer, TokenizerContent, parse_routed,
+    question,
 };
 
 /// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
@@ -44,39 +45,39 @@ const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// A request that was read.
 #[derive(Debug)]
-pub struct Read {
+pub struct ReadRequest {
     /// Its body, less the prompt.
-    pub parsed: Parsed,
+    pub parsed: ParsedBody,
     /// Its prompt.
-    pub identity: Identity,
+    pub identity: PromptIdentity,
     /// The prompt's token ids, where they are known.
     pub ids: Vec<u32>,
 }
 
 /// Why a request was not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ReadFailure {
+pub enum ReadError {
     /// Its body cannot be routed.
-    Bad(BadBody),
+    Bad(BodyRejection),
     /// The runtime is going down.
     Stopping,
 }
 
-impl From<BadBody> for ReadFailure {
-    fn from(bad: BadBody) -> Self {
+impl From<BodyRejection> for ReadError {
+    fn from(bad: BodyRejection) -> Self {
         Self::Bad(bad)
     }
 }
 
 /// What tokenizing shares between requests.
-pub(super) struct Tokenizing {
+pub(super) struct TokenizerWorkers {
     /// One per text that is tokenized in the blocking pool.
     pub(super) workers: Arc<Semaphore>,
     /// To engines' tokenizers.
     pool: Pool,
 }
 
-impl Default for Tokenizing {
+impl Default for TokenizerWorkers {
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -87,14 +88,14 @@ impl Default for Tokenizing {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct How {
+struct TokenizeLabels {
     outcome: &'static str,
 }
 
 /// How prompts of models with a tokenizer were identified.
 #[derive(Debug, Clone)]
 pub(super) struct TokenizingMetrics {
-    prompts: Family<How, Counter>,
+    prompts: Family<TokenizeLabels, Counter>,
     seconds: Histogram,
 }
 
@@ -124,13 +125,15 @@ impl TokenizingMetrics {
     }
 
     fn count(&self, outcome: &'static str, began: Instant) {
-        self.prompts.get_or_create(&How { outcome }).inc();
+        self.prompts
+            .get_or_create(&TokenizeLabels { outcome })
+            .inc();
         self.seconds.observe(began.elapsed().as_secs_f64());
     }
 }
 
 /// Token ids of a prompt.
-enum Tokens {
+enum PromptTokens {
     Encoded(Encoded),
     Ids(Vec<u32>),
     Nothing,
@@ -140,8 +143,12 @@ impl Router {
     /// Reads the body of a request to `path` and identifies its prompt.
     ///
     /// # Errors
-    /// [`ReadFailure`].
-    pub async fn read(self: &Arc<Self>, path: &str, body: &Bytes) -> Result<Read, ReadFailure> {
+    /// [`ReadError`].
+    pub async fn read(
+        self: &Arc<Self>,
+        path: &str,
+        body: &Bytes,
+    ) -> Result<ReadRequest, ReadError> {
         let mut read = if body.len() <= PARSED_INLINE_BYTES_MAX {
             self.parse(path, body)?
         } else {
@@ -158,10 +165,10 @@ impl Router {
         Ok(read)
     }
 
-    fn parse(&self, path: &str, body: &Bytes) -> Result<Read, BadBody> {
+    fn parse(&self, path: &str, body: &Bytes) -> Result<ReadRequest, BodyRejection> {
         let parsed = parse_routed(path, body)?;
         let identity = self.identify(&parsed);
-        Ok(Read {
+        Ok(ReadRequest {
             parsed,
             identity,
             ids: Vec::new(),
@@ -169,7 +176,7 @@ impl Router {
     }
 
     /// What a prompt is still to be tokenized by.
-    fn due_tokenizer(&self, read: &Read) -> Option<Arc<Tokenizer>> {
+    fn due_tokenizer(&self, read: &ReadRequest) -> Option<Arc<Tokenizer>> {
         match &read.parsed.prompt {
             Prompt::Text(text) if !text.is_empty() => {
                 self.tokenizer_of(&read.parsed.model).cloned()
@@ -183,27 +190,27 @@ impl Router {
         tokenizer: &Arc<Tokenizer>,
         path: &str,
         body: &Bytes,
-        read: &mut Read,
-    ) -> Result<(), ReadFailure> {
+        read: &mut ReadRequest,
+    ) -> Result<(), ReadError> {
         let began = Instant::now();
         let (outcome, tokens) = match tokenizer.remote() {
             Some(remote) => ("engine", self.ask(remote, path, body, read).await),
             None => self.encode(tokenizer, path, body).await?,
         };
         let outcome = match tokens {
-            Ok(Tokens::Encoded(Encoded { ids, seam })) => {
+            Ok(PromptTokens::Encoded(Encoded { ids, seam })) => {
                 read.identity = self.identify_tokens(&read.parsed, &ids, seam);
                 read.ids = ids;
                 outcome
             }
-            Ok(Tokens::Ids(ids)) => {
+            Ok(PromptTokens::Ids(ids)) => {
                 read.identity = self.identify_tokens(&read.parsed, &ids, None);
                 read.ids = ids;
                 outcome
             }
-            Ok(Tokens::Nothing) => "nothing",
+            Ok(PromptTokens::Nothing) => "nothing",
             Err(why) => {
-                read.identity.unit = Unit::CharactersFor(why);
+                read.identity.unit = BlockUnit::CharactersFor(why);
                 why.label()
             }
         };
@@ -217,15 +224,17 @@ impl Router {
         tokenizer: &Arc<Tokenizer>,
         path: &str,
         body: &Bytes,
-    ) -> Result<(&'static str, Result<Tokens, Fallback>), ReadFailure> {
+    ) -> Result<(&'static str, Result<PromptTokens, Fallback>), ReadError> {
         let mut prepared = None;
         if body.len() <= RENDERED_INLINE_BYTES_MAX {
             match tokenizer.content(path, body) {
-                Ok(Content::Text(text)) => match tokenizer.encode(&text, FRESH_INLINE_BYTES_MAX) {
-                    Ok(encoded) => return Ok(("here", Ok(Tokens::Encoded(encoded)))),
-                    Err(NotEncoded::Never(why)) => return Ok(("here", Err(why))),
-                    Err(NotEncoded::MoreThanAllowed) => prepared = Some(text),
-                },
+                Ok(TokenizerContent::Text(text)) => {
+                    match tokenizer.encode(&text, FRESH_INLINE_BYTES_MAX) {
+                        Ok(encoded) => return Ok(("here", Ok(PromptTokens::Encoded(encoded)))),
+                        Err(EncodeError::Never(why)) => return Ok(("here", Err(why))),
+                        Err(EncodeError::MoreThanAllowed) => prepared = Some(text),
+                    }
+                }
                 other => return Ok(("here", known(other))),
             }
         }
@@ -240,15 +249,15 @@ impl Router {
             let _permit = permit;
             let text = match prepared.map_or_else(
                 || tokenizer.content(&path, &body),
-                |text| Ok(Content::Text(text)),
+                |text| Ok(TokenizerContent::Text(text)),
             ) {
-                Ok(Content::Text(text)) => text,
+                Ok(TokenizerContent::Text(text)) => text,
                 other => return known(other),
             };
             match tokenizer.encode(&text, usize::MAX) {
-                Ok(encoded) => Ok(Tokens::Encoded(encoded)),
-                Err(NotEncoded::Never(why)) => Err(why),
-                Err(NotEncoded::MoreThanAllowed) => Err(Fallback::TooLong),
+                Ok(encoded) => Ok(PromptTokens::Encoded(encoded)),
+                Err(EncodeError::Never(why)) => Err(why),
+                Err(EncodeError::MoreThanAllowed) => Err(Fallback::TooLong),
             }
         })
         .await?;
@@ -258,44 +267,46 @@ impl Router {
     /// Asks an engine.
     async fn ask(
         &self,
-        remote: &Remote,
+        remote: &EngineTokenizer,
         path: &str,
         body: &Bytes,
-        read: &Read,
-    ) -> Result<Tokens, Fallback> {
+        read: &ReadRequest,
+    ) -> Result<PromptTokens, Fallback> {
         let model = &read.parsed.model;
         let question = match question(path, model, body)? {
-            Question::Ask(question) => question,
-            Question::Ids(ids) => return Ok(Tokens::Ids(ids)),
-            Question::Nothing => return Ok(Tokens::Nothing),
+            TokenizeRequest::Ask(question) => question,
+            TokenizeRequest::Ids(ids) => return Ok(PromptTokens::Ids(ids)),
+            TokenizeRequest::Nothing => return Ok(PromptTokens::Nothing),
         };
         let tokens = remote
             .tokens(&question, || self.post_tokenize(model, question.clone()))
             .await;
         let ids = tokens.ok_or(Fallback::Engine)?;
-        Ok(Tokens::Ids(ids.to_vec()))
+        Ok(PromptTokens::Ids(ids.to_vec()))
     }
 
     /// `POST /tokenize` to one of the healthy engines that serve `model`: which one, the question
     /// says, so that they share the work.
-    async fn post_tokenize(&self, model: &str, question: Bytes) -> Heard {
+    async fn post_tokenize(&self, model: &str, question: Bytes) -> TokenizeResult {
         let Some(response) = self.send_tokenize(model, question).await else {
-            return Heard::Nothing;
+            return TokenizeResult::Nothing;
         };
         match response.status() {
             StatusCode::OK => {}
             // The template refuses the conversation, or the prompt is too long.
             StatusCode::BAD_REQUEST
             | StatusCode::PAYLOAD_TOO_LARGE
-            | StatusCode::UNPROCESSABLE_ENTITY => return Heard::Refused,
-            _ => return Heard::Nothing,
+            | StatusCode::UNPROCESSABLE_ENTITY => return TokenizeResult::Refused,
+            _ => return TokenizeResult::Nothing,
         }
         let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX);
         let Ok(body) = body.collect().await else {
-            return Heard::Nothing;
+            return TokenizeResult::Nothing;
         };
         let answer = serde_json::from_slice(&body.to_bytes());
-        answer.map_or(Heard::Nothing, |Tokenized { tokens }| Heard::Tokens(tokens))
+        answer.map_or(TokenizeResult::Nothing, |TokenizeResponse { tokens }| {
+            TokenizeResult::Tokens(tokens)
+        })
     }
 
     async fn send_tokenize(&self, model: &str, question: Bytes) -> Option<Response<EngineBody>> {
@@ -331,23 +342,23 @@ impl Router {
 
 /// What an engine answers to `/tokenize`.
 #[derive(Deserialize)]
-struct Tokenized {
+struct TokenizeResponse {
     tokens: Vec<u32>,
 }
 
 /// What needs no tokenizing.
-fn known(content: Result<Content, Fallback>) -> Result<Tokens, Fallback> {
+fn known(content: Result<TokenizerContent, Fallback>) -> Result<PromptTokens, Fallback> {
     match content? {
-        Content::Ids(ids) => Ok(Tokens::Ids(ids)),
-        Content::Nothing => Ok(Tokens::Nothing),
+        TokenizerContent::Ids(ids) => Ok(PromptTokens::Ids(ids)),
+        TokenizerContent::Nothing => Ok(PromptTokens::Nothing),
         // Only asked of what has no text.
-        Content::Text(_) => Err(Fallback::Unclear),
+        TokenizerContent::Text(_) => Err(Fallback::Unclear),
     }
 }
 
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ReadFailure> {
+) -> Result<T, ReadError> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|_| ReadFailure::Stopping)
+    done.map_err(|_| ReadError::Stopping)
 }

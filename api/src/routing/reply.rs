@@ -1,9 +1,9 @@
 //! Blocks that an answer completes: the chain of the prompt goes on with the output as it streams.
 
 use state::ids::BlockHash;
-use state::prefix::{self, Root};
+use state::prefix::{self, ChainRoot};
 
-use crate::prompt::{Identity, ReplyShape, Seam};
+use crate::prompt::{PromptIdentity, ReplyBoundary, ReplyShape};
 
 /// Most blocks recorded of one answer; what is longer is cut there, which loses only locality.
 const REPLY_BLOCKS_MAX: usize = 8192;
@@ -25,7 +25,7 @@ pub(super) enum ReplyChain {
 
 impl ReplyChain {
     /// `None` when output cannot continue this prompt.
-    pub(super) fn of(identity: &Identity) -> Option<Self> {
+    pub(super) fn of(identity: &PromptIdentity) -> Option<Self> {
         let tail = &identity.tail;
         if tail.block_bytes > 0 && tail.reply != ReplyShape::None {
             return Some(Self::Bytes(ByteChain::of(identity)));
@@ -81,12 +81,12 @@ impl ReplyChain {
 /// A chain of blocks of token ids.
 #[derive(Debug)]
 pub(super) struct TokenChain {
-    root: Root,
+    root: ChainRoot,
     block_size: u32,
     last: Option<BlockHash>,
     /// Behind the last full block.
     rest: Vec<u32>,
-    seam: Seam,
+    seam: ReplyBoundary,
     /// The answer; `None`: it is not all the output, or too long.
     text: Option<String>,
 }
@@ -118,7 +118,7 @@ impl TokenChain {
 /// A chain of blocks of bytes.
 #[derive(Debug)]
 pub(super) struct ByteChain {
-    root: Root,
+    root: ChainRoot,
     block_bytes: usize,
     shape: ReplyShape,
     last: Option<BlockHash>,
@@ -129,7 +129,7 @@ pub(super) struct ByteChain {
 }
 
 impl ByteChain {
-    fn of(identity: &Identity) -> Self {
+    fn of(identity: &PromptIdentity) -> Self {
         let tail = &identity.tail;
         Self {
             root: identity.root.clone(),
@@ -189,18 +189,18 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::prompt::{Parsed, parse};
+    use crate::prompt::{ParsedBody, parse};
     use crate::routing::OutboxSettings;
     use crate::routing::fixture::{Log, Port, router};
 
-    fn chat(turns: &[(&str, &str)]) -> Parsed {
+    fn chat(turns: &[(&str, &str)]) -> ParsedBody {
         let message = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
         let messages: Vec<_> = turns.iter().map(message).collect();
         let body = json!({"model": "m", "messages": messages}).to_string();
         parse("/v1/chat/completions", &Bytes::from(body)).unwrap()
     }
 
-    fn completion(prompt: &str) -> Parsed {
+    fn completion(prompt: &str) -> ParsedBody {
         let body = json!({"model": "m", "prompt": prompt}).to_string();
         parse("/v1/completions", &Bytes::from(body)).unwrap()
     }

@@ -5,17 +5,17 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use state::command::Charge;
 use state::ids::{ReplicaId, Slot, UserKey};
-use state::outputs::batch::Room;
+use state::outputs::batch::BatchRoom;
 use state::prefix::user_key;
 use tokio::time::Instant;
 
 use super::fleet::{SCRATCH, matchable};
-use super::{Ask, Router};
+use super::{Router, RoutingRequest};
 use crate::user_name;
 
 /// What was charged here, in priced tokens.
 #[derive(Debug, Default)]
-pub(super) struct Priced {
+pub(super) struct PricedTotal {
     all: AtomicU64,
     largest_request: AtomicU64,
     largest_output: AtomicU64,
@@ -23,14 +23,14 @@ pub(super) struct Priced {
 
 /// The most that a request came to, in priced tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Largest {
+pub struct LargestRequest {
     /// All of one.
     pub request: u64,
     /// The output of one, perhaps another.
     pub output: u64,
 }
 
-impl Largest {
+impl LargestRequest {
     /// The larger of each.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
@@ -41,14 +41,14 @@ impl Largest {
     }
 }
 
-impl Priced {
+impl PricedTotal {
     /// Counts what goes into the outbox.
     pub(super) fn add(&self, tokens: u64) {
         self.all.fetch_add(tokens, Relaxed);
     }
 
     /// Counts a request that is over.
-    pub(super) fn request(&self, price: Largest) {
+    pub(super) fn request(&self, price: LargestRequest) {
         self.largest_request.fetch_max(price.request, Relaxed);
         self.largest_output.fetch_max(price.output, Relaxed);
     }
@@ -97,16 +97,16 @@ impl Router {
 
     /// Price of the largest request that ended here since [`Router::take_largest_request`].
     #[must_use]
-    pub fn largest_request(&self) -> Largest {
-        Largest {
+    pub fn largest_request(&self) -> LargestRequest {
+        LargestRequest {
             request: self.priced.largest_request.load(Relaxed),
             output: self.priced.largest_output.load(Relaxed),
         }
     }
 
     /// The same; looks for a new one from here on.
-    pub fn take_largest_request(&self) -> Largest {
-        Largest {
+    pub fn take_largest_request(&self) -> LargestRequest {
+        LargestRequest {
             request: self.priced.largest_request.swap(0, Relaxed),
             output: self.priced.largest_output.swap(0, Relaxed),
         }
@@ -130,7 +130,7 @@ impl Router {
 
     /// Requests that the backends which may take this one have room for, all together.
     #[must_use]
-    pub fn free_places(&self, ask: &Ask<'_>) -> u64 {
+    pub fn free_places(&self, ask: &RoutingRequest<'_>) -> u64 {
         let fleet = self.fleet();
         SCRATCH.with_borrow_mut(|scratch| {
             let admitted = self.admit(&fleet, ask, Instant::now(), scratch, |_, _| {});
@@ -156,7 +156,7 @@ impl Router {
 
     /// Leading blocks of the prompt that the backend with most of them is believed to hold.
     #[must_use]
-    pub fn best_match(&self, ask: &Ask<'_>) -> u32 {
+    pub fn best_match(&self, ask: &RoutingRequest<'_>) -> u32 {
         let mut best = 0;
         self.view
             .blocks
@@ -192,7 +192,7 @@ impl Router {
     /// What the backend in `slot` has room for beside one request of `tokens`, with nothing else
     /// there. One without a limit takes a batch of `BATCH_DEFAULT`.
     #[must_use]
-    pub fn batch_room(&self, slot: Slot, tokens: u64, tokens_per_block: u32) -> Room {
+    pub fn batch_room(&self, slot: Slot, tokens: u64, tokens_per_block: u32) -> BatchRoom {
         let registry = self.view.registry();
         let found = registry
             .backends
@@ -202,7 +202,7 @@ impl Router {
         let capacity_tokens =
             capacity_blocks.map(|blocks| u64::from(blocks) * u64::from(tokens_per_block));
         let limit = self.view.limit(slot).unwrap_or(BATCH_DEFAULT);
-        Room {
+        BatchRoom {
             requests: limit.saturating_sub(1),
             tokens: capacity_tokens.map(|capacity| capacity.saturating_sub(tokens)),
         }

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use state::command::{BACKENDS_MAX, Item};
 use state::ids::{BackendRef, UserKey};
-use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, Learnt, RUNNING_MAX, ServiceSample};
+use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, LearntPrices, RUNNING_MAX, ServiceSample};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::hidden::Pace;
+use super::hidden::BackendPace;
 use super::predictions::{Prediction, Predictions};
 use super::{Load, Router};
 
@@ -29,29 +29,29 @@ const AGE_MAX: Duration = Duration::from_secs(5);
 const TOKENS_MAX: u64 = 1 << 24;
 
 /// What is summed up, by slot.
-pub(super) struct Samples(Box<[Mutex<Place>]>);
+pub(super) struct ServiceSamples(Box<[Mutex<BackendSamples>]>);
 
 /// What is summed up of one backend.
 #[derive(Default)]
-struct Place {
+struct BackendSamples {
     /// `None`: nothing came yet.
     backend: Option<BackendRef>,
-    sum: Option<Sum>,
+    sum: Option<PendingSample>,
     predictions: Predictions,
 }
 
-struct Sum {
+struct PendingSample {
     since: Instant,
     sample: ServiceSample,
 }
 
-impl Default for Samples {
+impl Default for ServiceSamples {
     fn default() -> Self {
         Self((0..BACKENDS_MAX).map(|_| Mutex::default()).collect())
     }
 }
 
-impl Samples {
+impl ServiceSamples {
     /// Adds to the sample of `backend`. What came of an earlier life is left out.
     pub(super) fn add(&self, backend: BackendRef, event: impl FnOnce(&mut ServiceSample)) {
         self.with(backend, |sample, _| event(sample));
@@ -74,10 +74,10 @@ impl Samples {
         if place.backend.replace(backend) != Some(backend) {
             (place.sum, place.predictions) = Default::default();
         }
-        let Place {
+        let BackendSamples {
             sum, predictions, ..
         } = &mut *place;
-        let sum = sum.get_or_insert_with(|| Sum {
+        let sum = sum.get_or_insert_with(|| PendingSample {
             since: Instant::now(),
             sample: ServiceSample::empty(backend),
         });
@@ -86,7 +86,7 @@ impl Samples {
 
     /// Takes out the samples that are worth it at `now`.
     pub(super) fn take(&self, now: Instant) -> Vec<ServiceSample> {
-        let is_due = |sum: &mut Sum| {
+        let is_due = |sum: &mut PendingSample| {
             let sample = &sum.sample;
             sample.ended.max(sample.first_tokens) >= EVENTS_MIN
                 || sample.gaps >= GAPS_MIN
@@ -102,7 +102,7 @@ impl Samples {
     }
 }
 
-fn lock(place: &Mutex<Place>) -> MutexGuard<'_, Place> {
+fn lock(place: &Mutex<BackendSamples>) -> MutexGuard<'_, BackendSamples> {
     // Sums: half an event is worth little and harms nothing.
     place.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -127,7 +127,7 @@ impl Router {
 }
 
 /// One attempt's service as it is measured.
-pub(super) struct Stopwatch {
+pub(super) struct AttemptTimer {
     dispatched: Instant,
     /// At the backend just before the dispatch, all replicas.
     before: Load,
@@ -141,12 +141,12 @@ pub(super) struct Stopwatch {
 
 /// What ran at a backend while tokens came.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Running {
+pub(super) struct RunningRequests {
     pub(super) requests: u32,
     pub(super) is_at_limit: bool,
 }
 
-impl Stopwatch {
+impl AttemptTimer {
     pub(super) fn start(before: Load, uncached_tokens: u64) -> Self {
         let now = Instant::now();
         Self {
@@ -164,8 +164,8 @@ impl Stopwatch {
     }
 
     /// How fast the attempt can have been served, while `running` ran with it.
-    pub(super) fn pace(&self, learnt: Option<&Learnt>, running: u32) -> Pace {
-        Pace::of(learnt, self.before, self.uncached_tokens, running)
+    pub(super) fn pace(&self, learnt: Option<&LearntPrices>, running: u32) -> BackendPace {
+        BackendPace::of(learnt, self.before, self.uncached_tokens, running)
     }
 
     /// The first token of a stream came at `now`.
@@ -196,7 +196,12 @@ impl Stopwatch {
     }
 
     /// Counts the gaps up to the last output, when there were `tokens` of it in all.
-    pub(super) fn count(&mut self, tokens: u64, running: Running, sample: &mut ServiceSample) {
+    pub(super) fn count(
+        &mut self,
+        tokens: u64,
+        running: RunningRequests,
+        sample: &mut ServiceSample,
+    ) {
         let Some((at, counted)) = self.counted else {
             return;
         };
@@ -219,7 +224,7 @@ fn micros(from: Instant, to: Instant) -> u64 {
 }
 
 /// A request that ended, as the engine counted it.
-pub(super) struct Ended {
+pub(super) struct EndedRequest {
     pub(super) prompt_tokens: u64,
     /// As the engine says, else as predicted.
     pub(super) cached_tokens: u64,
@@ -228,7 +233,7 @@ pub(super) struct Ended {
     pub(super) block_tokens: u32,
 }
 
-impl Ended {
+impl EndedRequest {
     pub(super) fn count(&self, sample: &mut ServiceSample) {
         let (prompt, output) = (
             self.prompt_tokens.min(TOKENS_MAX),

@@ -15,7 +15,7 @@ const LABELS_MAX: usize = 16;
 /// A request asks for labels in a form that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("x-quorate-select is no list of at most {LABELS_MAX} key=value, separated by commas")]
-pub struct BadSelect;
+pub struct SelectRejection;
 
 /// Which labels backends must have.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -31,12 +31,12 @@ pub type Labels = Vec<(String, String)>;
 
 /// What one request wants.
 #[derive(Debug, Default)]
-pub(super) struct Wanted<'a> {
+pub(super) struct WantedLabels<'a> {
     of_model: &'a [(String, String)],
     of_request: Vec<(&'a str, &'a str)>,
 }
 
-impl Wanted<'_> {
+impl WantedLabels<'_> {
     pub(super) fn is_any(&self) -> bool {
         self.of_model.is_empty() && self.of_request.is_empty()
     }
@@ -60,18 +60,22 @@ impl Router {
     /// Whether the labels that a request with these headers asks for can be read.
     ///
     /// # Errors
-    /// [`BadSelect`], where requests may ask at all.
-    pub fn check_select(&self, headers: &HeaderMap) -> Result<(), BadSelect> {
+    /// [`SelectRejection`], where requests may ask at all.
+    pub fn check_select(&self, headers: &HeaderMap) -> Result<(), SelectRejection> {
         self.asked_labels(headers).map(drop)
     }
 
     /// What a request for `model` with these headers wants. A header that cannot be read was
     /// refused before.
-    pub(super) fn wanted<'a>(&'a self, model: &str, headers: Option<&'a HeaderMap>) -> Wanted<'a> {
+    pub(super) fn wanted<'a>(
+        &'a self,
+        model: &str,
+        headers: Option<&'a HeaderMap>,
+    ) -> WantedLabels<'a> {
         let mut models = self.select.models.iter();
         let of_model = models.find(|(name, _)| name == model || name == "*");
         let of_request = headers.map(|headers| self.asked_labels(headers));
-        Wanted {
+        WantedLabels {
             of_model: of_model.map_or(&[], |(_, labels)| labels),
             of_request: of_request.and_then(Result::ok).unwrap_or_default(),
         }
@@ -80,18 +84,18 @@ impl Router {
     fn asked_labels<'a>(
         &self,
         headers: &'a HeaderMap,
-    ) -> Result<Vec<(&'a str, &'a str)>, BadSelect> {
+    ) -> Result<Vec<(&'a str, &'a str)>, SelectRejection> {
         if !self.select.allow {
             return Ok(Vec::new());
         }
         let mut labels = Vec::new();
         for field in headers.get_all(SELECT) {
-            let text = field.to_str().map_err(|_| BadSelect)?;
+            let text = field.to_str().map_err(|_| SelectRejection)?;
             for pair in text.split(',') {
-                let (key, value) = pair.split_once('=').ok_or(BadSelect)?;
+                let (key, value) = pair.split_once('=').ok_or(SelectRejection)?;
                 let (key, value) = (key.trim(), value.trim());
                 if key.is_empty() || labels.len() == LABELS_MAX {
-                    return Err(BadSelect);
+                    return Err(SelectRejection);
                 }
                 labels.push((key, value));
             }

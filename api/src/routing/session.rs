@@ -14,18 +14,18 @@ pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 /// A request asks for a policy that there is not.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("x-quorate-policy names no policy, expected one of {}", state::policy::POLICY_NAMES.join(", "))]
-pub struct UnknownPolicy;
+pub struct PolicyRejection;
 
 impl Router {
     /// The policy that a request with these headers asks for; `None`: it leaves that to others.
     /// Where the live one has the same name it decides, with its own settings.
     ///
     /// # Errors
-    /// [`UnknownPolicy`], where requests may ask at all.
+    /// [`PolicyRejection`], where requests may ask at all.
     pub fn asked_policy(
         &self,
         headers: &HeaderMap,
-    ) -> Result<Option<&PolicyConfig>, UnknownPolicy> {
+    ) -> Result<Option<&PolicyConfig>, PolicyRejection> {
         let Some(asked) = headers.get(POLICY) else {
             return Ok(None);
         };
@@ -33,7 +33,7 @@ impl Router {
             return Ok(None);
         }
         let named = self.overrides.iter().find(|policy| asked == policy.name());
-        named.map(Some).ok_or(UnknownPolicy)
+        named.map(Some).ok_or(PolicyRejection)
     }
 }
 

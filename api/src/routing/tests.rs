@@ -21,10 +21,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::fixture::{HEALTHY, Log, Port, router};
 use super::{
-    Ask, Attempt, Decision, End, NoBackend, OutboxSettings, Router, Terms, Usage, Verdict,
+    Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, OutboxSettings, Router,
+    RoutingRejection, RoutingRequest, Usage,
 };
 use crate::backends::Health;
-use crate::prompt::{Identity, Parsed, parse};
+use crate::prompt::{ParsedBody, PromptIdentity, parse};
 
 mod stories;
 
@@ -40,19 +41,23 @@ impl Bench {
         Self { port, router }
     }
 
-    fn identify(&self, text: &str) -> Identity {
+    fn identify(&self, text: &str) -> PromptIdentity {
         self.router.identify(&completion(text))
     }
 
-    fn decide(&self, identity: &Identity, excluded: &[Slot]) -> Result<Decision, NoBackend> {
+    fn decide(
+        &self,
+        identity: &PromptIdentity,
+        excluded: &[Slot],
+    ) -> Result<Decision, RoutingRejection> {
         self.router.decide(&ask(identity, excluded))
     }
 
-    fn start(&self, identity: &Identity) -> (Decision, Attempt) {
+    fn start(&self, identity: &PromptIdentity) -> (Decision, Attempt) {
         let decision = self.decide(identity, &[]).unwrap();
-        let attempt = self
-            .router
-            .dispatch(&decision, &ask(identity, &[]), Terms::default());
+        let attempt =
+            self.router
+                .dispatch(&decision, &ask(identity, &[]), DispatchTerms::default());
         (decision, attempt)
     }
 
@@ -98,8 +103,8 @@ impl Bench {
     }
 }
 
-fn ask<'a>(identity: &'a Identity, excluded: &'a [Slot]) -> Ask<'a> {
-    Ask {
+fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+    RoutingRequest {
         model: "m",
         identity,
         request_id: "r-1",
@@ -110,11 +115,11 @@ fn ask<'a>(identity: &'a Identity, excluded: &'a [Slot]) -> Ask<'a> {
     }
 }
 
-fn completion(text: &str) -> Parsed {
+fn completion(text: &str) -> ParsedBody {
     body("/v1/completions", &json!({"model": "m", "prompt": text}))
 }
 
-fn body(path: &str, body: &Value) -> Parsed {
+fn body(path: &str, body: &Value) -> ParsedBody {
     parse(path, &Bytes::from(body.to_string())).unwrap()
 }
 
@@ -161,18 +166,18 @@ fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
 fn a_backend_is_refused_for_the_right_reason() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
-    let other = Ask {
+    let other = RoutingRequest {
         model: "other",
         ..ask(&identity, &[])
     };
     assert_eq!(
         bench.router.decide(&other).unwrap_err(),
-        NoBackend::UnknownModel
+        RoutingRejection::UnknownModel
     );
     let both = [Slot(0), Slot(1)];
     assert_eq!(
         bench.decide(&identity, &both).unwrap_err(),
-        NoBackend::AllTried
+        RoutingRejection::AllTried
     );
     assert_eq!(
         bench.decide(&identity, &both[..1]).unwrap().backend.slot,
@@ -194,11 +199,11 @@ fn a_backend_is_refused_for_the_right_reason() {
     });
     assert_eq!(
         bench.decide(&identity, &[]).unwrap_err(),
-        NoBackend::NoneHealthy
+        RoutingRejection::NoneHealthy
     );
     assert_eq!(
         bench.decide(&identity, &both[1..]).unwrap_err(),
-        NoBackend::AllTried
+        RoutingRejection::AllTried
     );
     let verdicts: Vec<_> = bench
         .router
@@ -207,7 +212,10 @@ fn a_backend_is_refused_for_the_right_reason() {
         .iter()
         .map(|it| it.verdict)
         .collect();
-    assert_eq!(verdicts, [Verdict::Unhealthy, Verdict::Draining]);
+    assert_eq!(
+        verdicts,
+        [FilterVerdict::Unhealthy, FilterVerdict::Draining]
+    );
 }
 
 #[test]
@@ -231,12 +239,12 @@ fn a_star_stands_for_what_the_engine_lists() {
     bench.flush();
     assert_eq!(
         bench.decide(&identity, &[]).unwrap_err(),
-        NoBackend::UnknownModel
+        RoutingRejection::UnknownModel
     );
     assert!(
         bench
             .router
-            .decide(&Ask {
+            .decide(&RoutingRequest {
                 model: "n",
                 ..ask(&identity, &[])
             })
@@ -250,7 +258,7 @@ fn a_routed_prefix_is_seen_before_and_after_it_commits() {
     let first = bench.identify(&"a".repeat(1000));
     let (chosen, attempt) = bench.start(&first);
     assert_eq!((chosen.matched, chosen.total), (0, 62));
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     let again = bench.decide(&first, &[]).unwrap();
     assert_eq!((again.backend, again.matched), (chosen.backend, 62));
     assert_eq!(again.index, chosen.index, "nothing was applied meanwhile");
@@ -277,7 +285,7 @@ fn a_failed_attempt_gives_its_blocks_back() {
     let (_, attempt) = bench.start(&identity);
     bench.flush();
     assert_eq!(bench.decide(&identity, &[]).unwrap().matched, 6);
-    attempt.end(End::NotRun);
+    attempt.end(AttemptEnd::NotRun);
     bench.flush();
     assert_eq!(bench.decide(&identity, &[]).unwrap().matched, 0);
     assert_eq!(bench.charged(), [0, 0, 0]);
@@ -317,7 +325,7 @@ fn explain_is_the_decision_and_changes_nothing() {
     let bench = Bench::new(3);
     let identity = bench.identify(&"a".repeat(500));
     let (_, attempt) = bench.start(&identity);
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     let before = bench.router.outbox_status();
     let explanation = bench.router.explain(&ask(&identity, &[]));
     assert_eq!(explanation, bench.router.explain(&ask(&identity, &[])));
@@ -335,13 +343,13 @@ fn explain_is_the_decision_and_changes_nothing() {
     let text = serde_json::to_value(&explanation).unwrap();
     assert_eq!(text["policy"]["policy"], "cost");
     assert_eq!(text["backends"][0]["verdict"], "candidate");
-    let refused = bench.router.explain(&Ask {
+    let refused = bench.router.explain(&RoutingRequest {
         model: "x",
         ..ask(&identity, &[])
     });
     assert_eq!(
         (refused.refusal, refused.choice),
-        (Some(NoBackend::UnknownModel), None)
+        (Some(RoutingRejection::UnknownModel), None)
     );
 }
 
@@ -362,7 +370,7 @@ fn a_reply_is_recorded_as_the_next_turn_has_it() {
         .as_bytes()
         .chunks(3)
         .for_each(|part| attempt.output(std::str::from_utf8(part).unwrap()));
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     let next = json!([question, {"role": "assistant", "content": reply},
         {"role": "user", "content": "go on, and say more than one block of text"}]);
     let next = bench.router.identify(&turn(&next));
@@ -398,7 +406,7 @@ fn tokens_are_charged_as_they_are_reported() {
 fn without_a_word_on_the_cache_input_is_charged_at_the_end_as_believed() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));
-    bench.start(&identity).1.end(End::Finished);
+    bench.start(&identity).1.end(AttemptEnd::Finished);
     assert_eq!(
         bench.charged(),
         [100, 0, 0],
@@ -409,7 +417,7 @@ fn without_a_word_on_the_cache_input_is_charged_at_the_end_as_believed() {
     attempt.usage(usage(100, None, 50));
     assert_eq!(bench.charged(), [100, 0, 50]);
     attempt.usage(usage(100, None, 60));
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     assert_eq!(bench.charged(), [104, 96, 60]);
 }
 
@@ -435,7 +443,7 @@ fn engines_teach_how_long_a_token_is() {
     for _ in 0..200 {
         let (_, mut attempt) = bench.start(&identity);
         attempt.usage(usage(800, Some(0), 1));
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
     }
     let identity = bench.identify(&text);
     assert_eq!((identity.tokens, identity.tail.tokens_per_block), (800, 8));
@@ -449,7 +457,7 @@ fn a_panicking_request_leaves_nothing_behind() {
     let router = Arc::clone(&bench.router);
     let decision = bench.decide(&identity, &[]).unwrap();
     let panicked = std::thread::spawn(move || {
-        let _attempt = router.dispatch(&decision, &ask(&identity, &[]), Terms::default());
+        let _attempt = router.dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
         panic!("on purpose");
     });
     assert!(panicked.join().is_err());
@@ -463,7 +471,7 @@ fn metrics_show_predictions_and_ends() {
     for _ in 0..2 {
         let (_, mut attempt) = bench.start(&identity);
         attempt.usage(usage(100, Some(90), 5));
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
     }
     assert!(bench.decide(&identity, &[Slot(0)]).is_err());
     let mut registry = prometheus_client::registry::Registry::default();
@@ -502,7 +510,7 @@ fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
     let decision = bench.decide(&identity, &[Slot(1)]).unwrap();
     let attempt = bench
         .router
-        .dispatch(&decision, &ask(&identity, &[]), Terms::default());
+        .dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
     let [first, second] = shown();
     assert!(first > 0 && first == second);
     bench.admin(Command::DeleteBackend {
@@ -511,13 +519,13 @@ fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
     assert_eq!(shown(), [0, second]);
     let late = bench
         .router
-        .dispatch(&decision, &ask(&identity, &[]), Terms::default());
+        .dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
     drop((attempt, late));
     assert_eq!(shown(), [0, second]);
     bench.admin(Command::PutBackend(super::fixture::spec(0, None)));
     bench.router.backends.assume(Slot(0), &HEALTHY);
     let (_, attempt) = bench.start(&identity);
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     assert_eq!(shown(), [first, second]);
     bench.assert_quiet();
 }
@@ -530,7 +538,7 @@ fn a_word_on_the_cache_that_changes_makes_no_prompt_longer() {
     attempt.usage(usage(100, Some(0), 1));
     attempt.usage(usage(100, Some(60), 1));
     attempt.usage(usage(110, Some(60), 1));
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     assert_eq!(bench.charged(), [100, 10, 1]);
 }
 
@@ -538,7 +546,7 @@ fn a_word_on_the_cache_that_changes_makes_no_prompt_longer() {
 fn a_model_nobody_serves_is_not_remembered() {
     let bench = Bench::new(1);
     for name in ["other".to_owned(), "x".repeat(1000), "m".to_owned()] {
-        let parsed = Parsed {
+        let parsed = ParsedBody {
             model: name,
             ..completion("hello")
         };

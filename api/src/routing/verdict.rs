@@ -5,7 +5,7 @@ use serde::Serialize;
 /// Whether a backend may take a request, and if not, why: the first reason there is, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
+pub enum FilterVerdict {
     /// It may.
     Candidate,
     /// It serves other models.
@@ -28,7 +28,7 @@ pub enum Verdict {
     AtLimit,
 }
 
-impl Verdict {
+impl FilterVerdict {
     /// All that take a backend out.
     pub(super) const FILTERS: [(Self, &'static str); 9] = [
         (Self::OtherModel, "other-model"),
@@ -43,24 +43,24 @@ impl Verdict {
     ];
 }
 
-/// How many backends each filter took out, in the order of [`Verdict::FILTERS`].
+/// How many backends each filter took out, in the order of [`FilterVerdict::FILTERS`].
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Tally([u32; Verdict::FILTERS.len()]);
+pub(super) struct FilterCounts([u32; FilterVerdict::FILTERS.len()]);
 
-impl Tally {
-    pub(super) fn add(&mut self, verdict: Verdict) {
+impl FilterCounts {
+    pub(super) fn add(&mut self, verdict: FilterVerdict) {
         if let Some(count) = (verdict as usize).checked_sub(1) {
             self.0[count] += 1;
         }
     }
 
-    pub(super) fn count(&self, verdict: Verdict) -> u32 {
+    pub(super) fn count(&self, verdict: FilterVerdict) -> u32 {
         (verdict as usize)
             .checked_sub(1)
             .map_or(0, |count| self.0[count])
     }
 
-    /// In the order of [`Verdict::FILTERS`].
+    /// In the order of [`FilterVerdict::FILTERS`].
     pub(super) fn counts(&self) -> &[u32] {
         &self.0
     }

@@ -7,12 +7,12 @@ use std::time::Duration;
 use api::admission::Admission;
 use api::backends::{Backends, EngineKeys, Health, Hooks, ProbeSettings};
 use api::clock::Clock;
-use api::ports::{BoxFuture, Propose, ProposeFailure};
+use api::ports::{BoxFuture, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{
     Drained, Expose, Outcome, Proxy, ProxyMetrics, ProxySettings, RequestLabels, Server,
 };
-use api::routing::{OutboxSettings, Parts, Router};
+use api::routing::{OutboxSettings, Router, RouterParts};
 use state::command::{
     BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Reply,
 };
@@ -115,7 +115,7 @@ impl Fleet {
             tokenizer: Tokenizer::character(),
             block_size: 16,
         };
-        let router = Arc::new(Router::new(Parts {
+        let router = Arc::new(Router::new(RouterParts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
             models: vec![models],
@@ -283,7 +283,7 @@ fn append(log: &mut (RouterState, u64), envelope: Envelope) -> Committed {
 }
 
 impl Propose for Log {
-    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         let committed = append(&mut self.0.lock().unwrap(), envelope);
         Box::pin(async move { Ok(committed) })
     }
@@ -294,7 +294,7 @@ impl Propose for Log {
 struct Bill(Mutex<Charge>);
 
 impl Propose for Bill {
-    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         let Command::Batch { items, .. } = envelope.command else {
             unreachable!("an outbox proposes batches")
         };

@@ -6,8 +6,8 @@
 use std::io::{Read, Write};
 
 use api::backup::{
-    CHUNK_BYTES, Damaged, FileReader, HEAD_BYTES_MAX, Head, MAGIC, Piece, Reader, Writer,
-    file_bytes,
+    BackupError, BackupHead, BackupPiece, BackupReader, BackupWriter, CHUNK_BYTES, FileReader,
+    HEAD_BYTES_MAX, MAGIC, file_bytes,
 };
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -25,7 +25,7 @@ pub(super) fn file_seeds() -> Vec<Vec<u8>> {
     let lengths = [0, 1, 300, CHUNK_BYTES + 3];
     let written = lengths.map(|length| {
         let state: Vec<u8> = (0..length).map(|at| (at % 253) as u8).collect();
-        let head = Head {
+        let head = BackupHead {
             made_at_ms: 1_700_000_000_000,
             cluster: (length > 1).then(|| "c".repeat(32)),
             replica: 3,
@@ -42,8 +42,8 @@ pub(super) fn file_seeds() -> Vec<Vec<u8>> {
     written.into()
 }
 
-fn write(head: &Head, state: &[u8]) -> Vec<u8> {
-    let mut writer = Writer::new(Vec::new(), head).expect("memory takes it");
+fn write(head: &BackupHead, state: &[u8]) -> Vec<u8> {
+    let mut writer = BackupWriter::new(Vec::new(), head).expect("memory takes it");
     writer.write_all(state).expect("memory takes it");
     writer.finish().expect("memory takes it")
 }
@@ -60,16 +60,16 @@ fn read_both_ways(bytes: &[u8]) {
     }
 }
 
-fn in_steps(bytes: &[u8], step: usize) -> Result<(Head, Vec<u8>), Damaged> {
-    let mut reader = Reader::default();
+fn in_steps(bytes: &[u8], step: usize) -> Result<(BackupHead, Vec<u8>), BackupError> {
+    let mut reader = BackupReader::default();
     let (mut head, mut state) = (None, Vec::new());
     for bytes in bytes.chunks(step) {
         reader.push(bytes);
         while let Some(piece) = reader.piece()? {
             match piece {
-                Piece::Head(read) => head = Some(read),
-                Piece::Chunk(chunk) => state.extend(chunk),
-                Piece::End => {}
+                BackupPiece::Head(read) => head = Some(read),
+                BackupPiece::Chunk(chunk) => state.extend(chunk),
+                BackupPiece::End => {}
             }
         }
     }
@@ -77,7 +77,7 @@ fn in_steps(bytes: &[u8], step: usize) -> Result<(Head, Vec<u8>), Damaged> {
     Ok((head.expect("a file that ends has a head"), state))
 }
 
-fn at_once(bytes: &[u8]) -> Option<(Head, Vec<u8>)> {
+fn at_once(bytes: &[u8]) -> Option<(BackupHead, Vec<u8>)> {
     let (mut reader, head) = FileReader::open(bytes).ok()?;
     let mut state = Vec::new();
     reader.read_to_end(&mut state).ok()?;

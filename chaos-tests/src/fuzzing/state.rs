@@ -9,8 +9,8 @@ use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::codec::{decode_envelope, decode_reply, encode_envelope, encode_reply};
 use state::command::{
-    BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, Origin, Outcome,
-    Reject, Reply, UserSpec,
+    BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome,
+    Origin, Rejection, Reply, UserSpec,
 };
 use state::exact::{KvBatch, KvEvent, KvMessage, KvNews};
 use state::grants::Wait;
@@ -105,7 +105,7 @@ pub(super) fn reply_seeds() -> Vec<Vec<u8>> {
         Reply::Applied,
         Reply::Repeated(Box::new(Reply::Batch(batch.clone()))),
         Reply::Batch(batch),
-        Reply::Rejected(Reject::NotInitialised),
+        Reply::Rejected(Rejection::NotInitialised),
     ];
     replies.iter().map(encode_reply).collect()
 }
@@ -284,11 +284,11 @@ fn learnt(backend: BackendRef) -> Command {
         },
         Item::Release {
             attempt: 1,
-            outcome: Outcome::Kept,
+            outcome: LeaseOutcome::Kept,
         },
         Item::Release {
             attempt: 2,
-            outcome: Outcome::Discarded,
+            outcome: LeaseOutcome::Discarded,
         },
         Item::Charge(Charge {
             user,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
 use state::command::{
-    BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Outcome as Ending,
+    BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, LeaseOutcome as Ending, Origin,
     Reply, UserSpec,
 };
 use state::exact::{KvMode, KvPosition};

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use state::RouterState;
-use state::command::{Command, Reject, Reply};
+use state::command::{Command, Rejection, Reply};
 
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -162,7 +162,7 @@ impl Registers {
             Command::InitCluster { .. } | Command::FoundCluster { .. }
                 if self.0.contains_key(&key) =>
             {
-                return Reply::Rejected(Reject::AlreadyInitialised);
+                return Reply::Rejected(Rejection::AlreadyInitialised);
             }
             Command::InitCluster { policy, .. } | Command::FoundCluster { policy, .. } => {
                 format!("{policy:?}")
@@ -184,7 +184,7 @@ impl Registers {
 }
 
 /// What no state takes.
-fn validate(command: &Command) -> Result<(), Reject> {
+fn validate(command: &Command) -> Result<(), Rejection> {
     match command {
         Command::PutBackend(spec) => spec.validate(),
         Command::PutUser(spec) => spec.validate(),
@@ -202,7 +202,7 @@ fn backend(spec: &str, draining: bool) -> String {
 }
 
 fn unknown(name: &str) -> Reply {
-    Reply::Rejected(Reject::UnknownBackend {
+    Reply::Rejected(Rejection::UnknownBackend {
         name: name.to_owned(),
     })
 }

@@ -18,7 +18,7 @@ use stateright::semantics::{ConsistencyTester, LinearizabilityTester, Sequential
 
 use super::history::{Action, History, Operation, Outcome};
 use super::register::{Key, Value};
-use state::command::{Command, Reject, Reply};
+use state::command::{Command, Rejection, Reply};
 
 /// Most operations of one piece.
 pub const OPERATIONS_MAX: usize = 48;
@@ -349,7 +349,7 @@ fn answer(outcome: &Outcome, texts: &mut Texts) -> Option<Option<Answer>> {
         Outcome::Unknown => None,
         Outcome::Read { value, .. } => Some(Answer::Saw(texts.held(value))),
         Outcome::Written(committed) => match plain(&committed.reply) {
-            Reply::Rejected(Reject::UnknownBackend { .. }) => Some(Answer::Refused),
+            Reply::Rejected(Rejection::UnknownBackend { .. }) => Some(Answer::Refused),
             Reply::Rejected(_) => return None,
             Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => Some(Answer::Done),
         },

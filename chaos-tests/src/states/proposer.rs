@@ -7,8 +7,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 use rand::Rng;
 use rand::rngs::StdRng;
-use state::admission::{Ledger, Pricing, Tab, Used};
-use state::command::{Charge, Command, Item, Lane, Origin, Outcome, Reply};
+use state::admission::{Advance, CreditLedger, Pricing, TokenDelta};
+use state::command::{Charge, Command, Item, Lane, LeaseOutcome, Origin, Reply};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId};
 use state::prefix::user_key;
 
@@ -38,7 +38,7 @@ pub(super) struct Proposer {
     decided: VecDeque<Attempt>,
     /// Told of, and not over.
     open: Vec<Attempt>,
-    ledger: Ledger,
+    ledger: CreditLedger,
     named: BTreeSet<u32>,
 }
 
@@ -51,7 +51,7 @@ struct Attempt {
     backend: BackendRef,
     chain: Vec<BlockHash>,
     matched: usize,
-    tab: Tab,
+    advance: Advance,
     /// What is charged ahead; told of with the acquire.
     ahead: Charge,
     /// Whether its lease is open, for all that is known.
@@ -68,7 +68,7 @@ impl Proposer {
             clock_error_ms: rng.random_range(-400..400),
             decided: VecDeque::new(),
             open: Vec::new(),
-            ledger: Ledger::default(),
+            ledger: CreditLedger::default(),
             named: BTreeSet::new(),
         }
     }
@@ -148,7 +148,7 @@ impl States {
         let owned = |block: &&BlockHash| view.blocks.owns(backend.slot, **block);
         let matched = chain.iter().take_while(owned).count();
         let user = self.rng.random_range(0..USERS);
-        let estimate = Used {
+        let estimate = TokenDelta {
             input_uncached: (chain.len() - matched) as u64 * BLOCK_TOKENS,
             input_cached: matched as u64 * BLOCK_TOKENS,
             output: 0,
@@ -157,7 +157,7 @@ impl States {
         let proposer = &mut self.proposers[who];
         proposer.attempts += 1;
         let key = user_key(HASH_SEED, &name(user));
-        let (tab, ahead) = proposer.ledger.open(key, &estimate, &Pricing::default());
+        let (advance, ahead) = proposer.ledger.open(key, &estimate, &Pricing::default());
         proposer.decided.push_back(Attempt {
             id: AttemptId(proposer.attempts),
             ticket,
@@ -165,7 +165,7 @@ impl States {
             backend,
             chain,
             matched,
-            tab,
+            advance,
             ahead,
             is_leased: false,
         });
@@ -177,11 +177,11 @@ impl States {
         user: u32,
         backend: BackendRef,
         at: LogIndex,
-        estimate: &Used,
+        estimate: &TokenDelta,
     ) -> Ticket {
         let (run, now_us) = (self.replicas[who].run, self.now_us);
         let history = &mut self.record.history;
-        let most = Used {
+        let most = TokenDelta {
             output: OUTPUT_TOKENS_MAX,
             ..*estimate
         };
@@ -245,9 +245,9 @@ impl States {
             }
             let is_run = self.rng.random_bool(0.85);
             let outcome = match (is_run, self.rng.random_bool(0.8)) {
-                (false, _) => Outcome::Discarded,
-                (true, true) => Outcome::Kept,
-                (true, false) => Outcome::KeptUntouched,
+                (false, _) => LeaseOutcome::Discarded,
+                (true, true) => LeaseOutcome::Kept,
+                (true, false) => LeaseOutcome::KeptUntouched,
             };
             if is_run && self.rng.random_bool(0.3) {
                 let tip = attempt.chain.last().map_or(attempt.id.0, |tip| tip.0);
@@ -263,12 +263,12 @@ impl States {
             });
             let used = match is_run {
                 true => attempt.used(self.rng.random_range(1..=OUTPUT_TOKENS_MAX)),
-                false => Used::default(),
+                false => TokenDelta::default(),
             };
             let key = user_key(HASH_SEED, &name(attempt.user));
             let ledger = &mut self.proposers[who].ledger;
-            let settled = ledger.settle(key, &mut attempt.tab, &used, &Pricing::default());
-            ledger.close(key, attempt.tab);
+            let settled = ledger.settle(key, &mut attempt.advance, &used, &Pricing::default());
+            ledger.close(key, attempt.advance);
             items.push(Item::Charge(Charge {
                 ended: 1,
                 ..settled
@@ -297,8 +297,8 @@ impl Attempt {
         }
     }
 
-    fn used(&self, output: u64) -> Used {
-        Used {
+    fn used(&self, output: u64) -> TokenDelta {
+        TokenDelta {
             input_uncached: (self.chain.len() - self.matched) as u64 * BLOCK_TOKENS,
             input_cached: self.matched as u64 * BLOCK_TOKENS,
             output,
@@ -311,7 +311,7 @@ pub(super) fn name(user: u32) -> String {
     format!("user-{user}")
 }
 
-fn tokens(used: &Used) -> Tokens {
+fn tokens(used: &TokenDelta) -> Tokens {
     Tokens {
         input_uncached: used.input_uncached,
         input_cached: used.input_cached,

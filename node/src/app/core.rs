@@ -14,13 +14,13 @@ use api::admission::Admission;
 use api::backends::Backends;
 use api::clock::Clock;
 use api::divergence::Digests;
-use api::events::Events;
+use api::events::EventBus;
 use api::ports::{Cluster, Propose};
-use api::routing::{OutboxSettings, OutboxStatus, Parts, Router};
+use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
 use raft::{Replica, StartError, Storage, Transport};
 use state::ids::SessionId;
-use state::prefix::{HashSecret, Hashing};
-use state::{RouterState, View};
+use state::prefix::{BlockHasher, HashSecret};
+use state::{RouterState, StateView};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -99,11 +99,11 @@ struct Stops {
 /// What the parts of a core share.
 struct Shares {
     shared: Arc<Shared>,
-    view: Arc<View>,
+    view: Arc<StateView>,
     backends: Arc<Backends>,
     router: Arc<Router>,
     admission: Arc<Admission>,
-    events: Events,
+    events: EventBus,
     clocks: Arc<Clocks>,
 }
 
@@ -112,12 +112,12 @@ impl Shares {
         let clock = clocks.clock();
         let shared = Arc::new(Shared::default());
         let view = shared.state().view();
-        let events = Events::new(clock.clone());
+        let events = EventBus::new(clock.clone());
         shared.digests.announce(events.clone());
         let backends = Backends::new(formation::probe_settings(config)).breaking(config.circuit);
         let backends = Arc::new(backends);
         backends.announce(events.clone());
-        let router = Router::new(Parts {
+        let router = Router::new(RouterParts {
             replica: config.node.id,
             session,
             view: Arc::clone(&view),
@@ -171,7 +171,7 @@ impl Core {
             clock,
             witness,
         } = ports;
-        let hashing = Hashing {
+        let hashing = BlockHasher {
             seed: hash_seed,
             secret: Some(hash_secret),
         };
@@ -274,7 +274,7 @@ impl Core {
 
     /// The read side of the state.
     #[must_use]
-    pub fn view(&self) -> &Arc<View> {
+    pub fn view(&self) -> &Arc<StateView> {
         &self.parts.view
     }
 
@@ -286,7 +286,7 @@ impl Core {
 
     /// What happens in the cluster, as far as it is told here.
     #[must_use]
-    pub fn events(&self) -> &Events {
+    pub fn events(&self) -> &EventBus {
         &self.parts.events
     }
 

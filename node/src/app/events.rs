@@ -1,12 +1,12 @@
 //! Writes to the log what happens in the cluster and nobody else writes there: changes of the
 //! registry, the policy and the quorum. Roles, members and health are told where they are found.
 
-use api::events::{Event, Events};
+use api::events::{ClusterEvent, EventBus};
 use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 
 /// Logs every event until `stop`.
-pub(super) async fn log(events: Events, stop: CancellationToken) {
+pub(super) async fn log(events: EventBus, stop: CancellationToken) {
     let mut events = events.subscribe();
     loop {
         let event = tokio::select! {
@@ -26,21 +26,21 @@ pub(super) async fn log(events: Events, stop: CancellationToken) {
     }
 }
 
-fn is_told_here(event: &Event) -> bool {
+fn is_told_here(event: &ClusterEvent) -> bool {
     match event {
-        Event::Backend { .. }
-        | Event::Ownership { .. }
-        | Event::BackendAccuracy { .. }
-        | Event::Policy { .. }
-        | Event::Routing { .. }
-        | Event::Quorum { .. } => true,
-        Event::Leader { .. }
-        | Event::Role { .. }
-        | Event::Member { .. }
-        | Event::Snapshot { .. }
-        | Event::Fault { .. }
-        | Event::BackendHealth { .. }
-        | Event::BackendCircuit { .. }
-        | Event::DigestMismatch { .. } => false,
+        ClusterEvent::Backend { .. }
+        | ClusterEvent::Ownership { .. }
+        | ClusterEvent::BackendAccuracy { .. }
+        | ClusterEvent::Policy { .. }
+        | ClusterEvent::Routing { .. }
+        | ClusterEvent::Quorum { .. } => true,
+        ClusterEvent::Leader { .. }
+        | ClusterEvent::Role { .. }
+        | ClusterEvent::Member { .. }
+        | ClusterEvent::Snapshot { .. }
+        | ClusterEvent::Fault { .. }
+        | ClusterEvent::BackendHealth { .. }
+        | ClusterEvent::BackendCircuit { .. }
+        | ClusterEvent::DigestMismatch { .. } => false,
     }
 }

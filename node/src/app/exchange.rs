@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use api::admission::{Admission, backlog};
 use api::divergence::Digests;
-use api::routing::{Reporter, Router};
+use api::routing::{LoadReporter, Router};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica};
 use state::ids::ReplicaId;
@@ -136,7 +136,7 @@ pub(super) async fn tell(
     stop: CancellationToken,
 ) {
     let mut ticks = every(INTERVAL);
-    let mut reporter = Reporter::default();
+    let mut reporter = LoadReporter::default();
     let mut told = Vec::new();
     loop {
         tokio::select! {

@@ -11,7 +11,7 @@ use raft::{Formation, Options, Peers, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
 use state::ids::SessionId;
 use state::policy::PolicyConfig;
-use state::prefix::Hashing;
+use state::prefix::BlockHasher;
 use state::users::FairnessSettings;
 
 use super::formats;
@@ -78,7 +78,7 @@ pub(super) fn raft_options(
 pub(super) fn first_command(
     config: &Config,
     session: SessionId,
-    hashing: Hashing,
+    hashing: BlockHasher,
     clock: &Clock,
 ) -> Vec<u8> {
     state::codec::encode_envelope(&Envelope {
@@ -93,7 +93,7 @@ pub(super) fn first_command(
     })
 }
 
-fn founding(policy: PolicyConfig, hashing: Hashing) -> Command {
+fn founding(policy: PolicyConfig, hashing: BlockHasher) -> Command {
     let (hash_seed, fairness) = (hashing.seed, FairnessSettings::default());
     match hashing.secret {
         Some(hash_secret) => Command::FoundCluster {

@@ -125,7 +125,7 @@ impl Machine for RouterMachine {
     }
 }
 
-struct Frozen(state::Frozen);
+struct Frozen(state::FrozenState);
 
 impl FrozenMachine for Frozen {
     fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {

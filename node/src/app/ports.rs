@@ -4,11 +4,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use api::ports::{
-    BoxFuture, ChangeFailure, Cluster, ClusterStatus, MemberStatus, Propose, ProposeFailure,
+    BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, Propose, ProposeError,
 };
-use raft::{ChangeError, ProposeError, Replica, Role};
+use raft::{Replica, Role};
 use state::RouterState;
-use state::command::{Command, Committed, Envelope, Lane, Origin, Reject, Reply};
+use state::command::{Command, Committed, Envelope, Lane, Origin, Rejection, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
@@ -80,7 +80,7 @@ impl LogPort {
         restored.expect("what was written can be read");
     }
 
-    async fn submit(&self, command: Command) -> Result<Committed, ProposeFailure> {
+    async fn submit(&self, command: Command) -> Result<Committed, ProposeError> {
         let mut seq = self.admin_seq.lock().await;
         *seq += 1;
         let origin = Origin {
@@ -102,12 +102,12 @@ impl LogPort {
             let failure = match self.propose(envelope.clone()).await {
                 Ok(committed) if is_stale(&committed.reply) && may_be_logged => {
                     let why = "another run of this replica began meanwhile";
-                    return Err(ProposeFailure::Unknown(why.to_owned()));
+                    return Err(ProposeError::Unknown(why.to_owned()));
                 }
                 Ok(committed) if is_stale(&committed.reply) => {
                     if sessions == SESSIONS_MAX {
                         let why = "another process goes by this replica's id";
-                        return Err(ProposeFailure::Unavailable(why.to_owned()));
+                        return Err(ProposeError::Unavailable(why.to_owned()));
                     }
                     sessions += 1;
                     envelope.origin.session = self.session_after(envelope.origin.session);
@@ -115,12 +115,12 @@ impl LogPort {
                     tokio::time::sleep(SUBMIT_PAUSE).await;
                     continue;
                 }
-                Err(failure @ ProposeFailure::Unavailable(_)) => failure,
-                Err(ProposeFailure::Unknown(_)) if planted::is(Bug::UnknownAcknowledged) => {
+                Err(failure @ ProposeError::Unavailable(_)) => failure,
+                Err(ProposeError::Unknown(_)) if planted::is(Bug::UnknownAcknowledged) => {
                     let (index, reply) = (self.shared.state().applied(), Reply::Applied);
                     return Ok(Committed { index, reply });
                 }
-                Err(failure @ ProposeFailure::Unknown(_)) => {
+                Err(failure @ ProposeError::Unknown(_)) => {
                     may_be_logged = true;
                     if planted::is(Bug::UnknownRenumbered) {
                         *seq += 1;
@@ -133,9 +133,7 @@ impl LogPort {
             if Instant::now() + SUBMIT_PAUSE >= deadline {
                 // Only if no try may have reached a log is it safe to say that it did not happen.
                 return Err(match failure {
-                    ProposeFailure::Unavailable(why) if may_be_logged => {
-                        ProposeFailure::Unknown(why)
-                    }
+                    ProposeError::Unavailable(why) if may_be_logged => ProposeError::Unknown(why),
                     failure => failure,
                 });
             }
@@ -167,7 +165,7 @@ impl LogPort {
 /// Whether a command was refused because its run is thought over.
 fn is_stale(reply: &Reply) -> bool {
     match reply {
-        Reply::Rejected(Reject::StaleSession { .. }) => true,
+        Reply::Rejected(Rejection::StaleSession { .. }) => true,
         Reply::Repeated(first) => is_stale(first),
         Reply::Rejected(_) | Reply::Applied | Reply::Batch(_) => false,
     }
@@ -184,22 +182,22 @@ fn is_formed(state: &RouterState) -> bool {
 /// command: under another number they would apply it once more.
 fn is_not_formed(reply: &Reply) -> bool {
     match reply {
-        Reply::Rejected(reject) => *reject == Reject::NotInitialised,
+        Reply::Rejected(reject) => *reject == Rejection::NotInitialised,
         Reply::Repeated(first) => is_not_formed(first),
         Reply::Applied | Reply::Batch(_) => false,
     }
 }
 
 impl Propose for LogPort {
-    fn propose(&self, mut envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn propose(&self, mut envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         Box::pin(async move {
             let origin = envelope.origin;
             if !is_formed(&self.shared.state()) {
-                return Err(ProposeFailure::Unavailable(NOT_FORMED.to_owned()));
+                return Err(ProposeError::Unavailable(NOT_FORMED.to_owned()));
             }
             let others = || self.replica.status().members.len().saturating_sub(1);
             if !self.clocks.is_settled(others) {
-                return Err(ProposeFailure::Unavailable(CLOCKS_UNHEARD.to_owned()));
+                return Err(ProposeError::Unavailable(CLOCKS_UNHEARD.to_owned()));
             }
             let clock_ms = self.clocks.unix_ms();
             envelope.proposed_at_ms = {
@@ -211,11 +209,11 @@ impl Propose for LogPort {
                 .replica
                 .propose(command, PROPOSE_TIMEOUT)
                 .await
-                .map_err(propose_failure)?;
+                .map_err(propose_error)?;
             let reply = state::codec::decode_reply(&committed.reply)
-                .map_err(|error| ProposeFailure::Unknown(format!("decode reply: {error}")))?;
+                .map_err(|error| ProposeError::Unknown(format!("decode reply: {error}")))?;
             if is_not_formed(&reply) {
-                return Err(ProposeFailure::Unknown(LEADER_IS_WRONG.to_owned()));
+                return Err(ProposeError::Unknown(LEADER_IS_WRONG.to_owned()));
             }
             if origin.lane == Lane::Outbox && !is_stale(&reply) {
                 // The outbox finds its session over by itself; admin commands are to be of that run.
@@ -229,35 +227,35 @@ impl Propose for LogPort {
     }
 }
 
-fn propose_failure(error: ProposeError) -> ProposeFailure {
+fn propose_error(error: raft::ProposeError) -> ProposeError {
     match error {
-        ProposeError::NoLeader => ProposeFailure::Unavailable("no leader is known".to_owned()),
+        raft::ProposeError::NoLeader => ProposeError::Unavailable("no leader is known".to_owned()),
         // Some member could not read it yet, or it is an admin command above the bound: batches are cut
         // far below. It entered no log.
-        error @ (ProposeError::Refused(_) | ProposeError::TooLarge { .. }) => {
-            ProposeFailure::Unavailable(error.to_string())
+        error @ (raft::ProposeError::Refused(_) | raft::ProposeError::TooLarge { .. }) => {
+            ProposeError::Unavailable(error.to_string())
         }
-        ProposeError::Unknown(why) => ProposeFailure::Unknown(why),
-        ProposeError::Stopped(_) => ProposeFailure::Stopping,
+        raft::ProposeError::Unknown(why) => ProposeError::Unknown(why),
+        raft::ProposeError::Stopped(_) => ProposeError::Stopping,
     }
 }
 
-fn change_failure(error: ChangeError) -> ChangeFailure {
+fn change_error(error: raft::ChangeError) -> ChangeError {
     match error {
-        ChangeError::Refused(why) => ChangeFailure::Refused(why),
-        ChangeError::Unknown(why) => ChangeFailure::Unknown(why),
+        raft::ChangeError::Refused(why) => ChangeError::Refused(why),
+        raft::ChangeError::Unknown(why) => ChangeError::Unknown(why),
     }
 }
 
 impl Cluster for LogPort {
-    fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         Box::pin(LogPort::submit(self, command))
     }
 
-    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeFailure>> {
+    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeError>> {
         Box::pin(async move {
             let index = self.replica.read_barrier(PROPOSE_TIMEOUT).await;
-            index.map(LogIndex).map_err(propose_failure)
+            index.map(LogIndex).map_err(propose_error)
         })
     }
 
@@ -279,35 +277,35 @@ impl Cluster for LogPort {
         &self,
         id: ReplicaId,
         address: String,
-    ) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    ) -> BoxFuture<'_, Result<u64, ChangeError>> {
         Box::pin(async move {
             self.replica
                 .add_learner(id.0, address)
                 .await
-                .map_err(change_failure)
+                .map_err(change_error)
         })
     }
 
-    fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
-        Box::pin(async move { self.replica.promote(id.0).await.map_err(change_failure) })
+    fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
+        Box::pin(async move { self.replica.promote(id.0).await.map_err(change_error) })
     }
 
-    fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
-        Box::pin(async move { self.replica.remove(id.0).await.map_err(change_failure) })
+    fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
+        Box::pin(async move { self.replica.remove(id.0).await.map_err(change_error) })
     }
 
     fn transfer_leader(
         &self,
         to: Option<ReplicaId>,
-    ) -> BoxFuture<'_, Result<ReplicaId, ChangeFailure>> {
+    ) -> BoxFuture<'_, Result<ReplicaId, ChangeError>> {
         Box::pin(async move {
             let to = self.replica.transfer_leader(to.map(|to| to.0)).await;
-            to.map(ReplicaId).map_err(change_failure)
+            to.map(ReplicaId).map_err(change_error)
         })
     }
 
-    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
-        Box::pin(async move { self.replica.snapshot().await.map_err(change_failure) })
+    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeError>> {
+        Box::pin(async move { self.replica.snapshot().await.map_err(change_error) })
     }
 }
 
@@ -477,17 +475,17 @@ mod tests {
         port.lose_state();
         let before = port.shared.state().applied();
         let failure = port.propose(batch(2)).await.unwrap_err();
-        assert_eq!(failure, ProposeFailure::Unavailable(NOT_FORMED.to_owned()));
+        assert_eq!(failure, ProposeError::Unavailable(NOT_FORMED.to_owned()));
         assert_eq!(port.shared.state().applied(), before);
         port.replica.shutdown().await;
     }
 
     #[test]
     fn a_leader_without_state_is_not_believed() {
-        let refused = Reply::Rejected(Reject::NotInitialised);
+        let refused = Reply::Rejected(Rejection::NotInitialised);
         assert!(is_not_formed(&refused));
         assert!(is_not_formed(&Reply::Repeated(Box::new(refused))));
-        assert!(!is_not_formed(&Reply::Rejected(Reject::TooManyUsers)));
+        assert!(!is_not_formed(&Reply::Rejected(Rejection::TooManyUsers)));
         assert!(!is_not_formed(&Reply::Applied));
     }
 

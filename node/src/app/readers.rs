@@ -9,7 +9,7 @@ use api::ports::Cluster;
 use state::command::Command;
 use state::ids::{BackendRef, ReplicaId, Slot};
 use state::readers::Assignment;
-use state::{Registry, View};
+use state::{Registry, StateView};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -21,7 +21,11 @@ const INTERVAL: Duration = Duration::from_millis(100);
 const SILENT_MAX: Duration = Duration::from_millis(500);
 
 /// Decides as long as this replica leads, until `stop`.
-pub(super) async fn assign(cluster: Arc<dyn Cluster>, view: Arc<View>, stop: CancellationToken) {
+pub(super) async fn assign(
+    cluster: Arc<dyn Cluster>,
+    view: Arc<StateView>,
+    stop: CancellationToken,
+) {
     let mut heard: BTreeMap<ReplicaId, Instant> = BTreeMap::new();
     let mut ticks = every(INTERVAL);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {

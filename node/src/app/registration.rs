@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::ports::Cluster;
-use state::View;
+use state::StateView;
 use state::admission::AdmissionSettings;
 use state::command::{BackendSpec, Command, Reply};
 use state::policy::RoutingSettings;
@@ -25,7 +25,7 @@ pub(super) struct First {
 /// Registers what is missing, then ends; also ends at `stop`.
 pub(super) async fn register(
     cluster: Arc<dyn Cluster>,
-    view: Arc<View>,
+    view: Arc<StateView>,
     first: First,
     stop: CancellationToken,
 ) {
@@ -78,7 +78,7 @@ async fn put_setting(cluster: &dyn Cluster, command: Command, is_set: impl Fn() 
     }
 }
 
-async fn put(cluster: &dyn Cluster, view: &View, spec: BackendSpec) {
+async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
     let is_known = || {
         view.registry()
             .backends

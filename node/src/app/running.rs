@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use api::admin::{self, Admin, Lifecycle};
 use api::backends::Hooks;
-use api::kv_events::board::Board;
+use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
 use api::ports::Cluster;
@@ -151,11 +151,11 @@ fn admin(
 }
 
 /// The loops that connect the core to engines and operators.
-fn spawn_loops(core: &Core, kv_board: Arc<Board>) {
+fn spawn_loops(core: &Core, kv_board: Arc<StreamBoard>) {
     let (backends, view) = (core.backends(), core.view());
     let probing = Arc::clone(backends).run(Arc::clone(view), probe_hooks(core), core.stopping());
     core.beside(probing);
-    let reading = reader::Parts {
+    let reading = reader::ReaderParts {
         cluster: core.cluster(),
         view: Arc::clone(view),
         router: Arc::clone(core.router()),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::backends::Backends;
 use api::ports::Cluster;
-use state::View;
+use state::StateView;
 
 /// Longest wait. Without a quorum, or with dead engines, a replica serves what it can after it.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const INTERVAL: Duration = Duration::from_millis(20);
 
 /// Waits until this replica has caught up and every registered backend was probed.
-pub(super) async fn warm_up(cluster: &dyn Cluster, view: &View, backends: &Backends) {
+pub(super) async fn warm_up(cluster: &dyn Cluster, view: &StateView, backends: &Backends) {
     let warm = async {
         let mut looks = tokio::time::interval(INTERVAL);
         while !(cluster.status().caught_up && is_probed(view, backends)) {
@@ -26,7 +26,7 @@ pub(super) async fn warm_up(cluster: &dyn Cluster, view: &View, backends: &Backe
     }
 }
 
-fn is_probed(view: &View, backends: &Backends) -> bool {
+fn is_probed(view: &StateView, backends: &Backends) -> bool {
     let registry = view.registry();
     let mut registered = registry.backends.iter().map(|backend| backend.handle.slot);
     let is_probed = |slot| {

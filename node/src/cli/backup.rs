@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
-use api::backup::{FileReader, Head};
+use api::backup::{BackupHead, FileReader};
 use bytes::Bytes;
 use futures_util::stream;
 use http::{Method, Request};
@@ -129,7 +129,7 @@ pub(super) async fn restore(args: Restore) -> anyhow::Result<ExitCode> {
 }
 
 /// A backup in words.
-fn told(head: &Head) -> String {
+fn told(head: &BackupHead) -> String {
     let made_at = UNIX_EPOCH.checked_add(Duration::from_millis(head.made_at_ms));
     let made_at = made_at.map_or_else(
         || format!("{} ms", head.made_at_ms),
@@ -220,13 +220,13 @@ async fn next_bytes(body: &mut Incoming) -> anyhow::Result<Option<Bytes>> {
 }
 
 /// Reads a backup as a whole, state and all; answers its head.
-async fn verified(path: &Path) -> anyhow::Result<Head> {
+async fn verified(path: &Path) -> anyhow::Result<BackupHead> {
     let opened = path.to_owned();
     let read = tokio::task::spawn_blocking(move || read_whole(&opened));
     read.await?.with_context(|| path.display().to_string())
 }
 
-fn read_whole(path: &Path) -> anyhow::Result<Head> {
+fn read_whole(path: &Path) -> anyhow::Result<BackupHead> {
     let file = File::open(path)?;
     let bar = bar("checking", file.metadata()?.len())?;
     let file = bar.wrap_read(BufReader::with_capacity(READ_BYTES, file));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
-use state::command::Reject;
+use state::command::Rejection;
 use state::quotas::UserLimits;
 
 use super::fault::Fault;
@@ -18,7 +18,7 @@ pub(super) fn settings(values: &Values, faults: &mut Vec<Fault>) -> Option<Admis
     let settings = read(values)?;
     match settings.validate() {
         Ok(()) => Some(settings),
-        Err(Reject::Invalid { field, expected }) => {
+        Err(Rejection::Invalid { field, expected }) => {
             let path = key_of(&field);
             let found = values.get(path.as_str()).map(|setting| &setting.value);
             let found = found.map_or_else(String::new, ToString::to_string);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use api::backends::EngineKeys;
 use http::HeaderValue;
-use state::command::{BACKENDS_MAX, BackendSpec, Reject};
+use state::command::{BACKENDS_MAX, BackendSpec, Rejection};
 
 use super::Probes;
 use super::fault::{Fault, Place};
@@ -111,7 +111,7 @@ pub(super) fn backends(
     let backend = |(nth, entry): (usize, &Entry)| {
         let spec = backend(entry)?;
         // The cluster would refuse it.
-        if let Err(Reject::Invalid { field, expected }) = spec.validate() {
+        if let Err(Rejection::Invalid { field, expected }) = spec.validate() {
             let message = format!("backends[{nth}].{field} is out of bounds");
             let key = field.split(['.', '[']).next().unwrap_or(&field);
             refuse(&entry.values, key, message, &expected, faults);

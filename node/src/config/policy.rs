@@ -2,7 +2,7 @@
 //! validation: a new policy needs no code here.
 
 use serde_json::{Map, json};
-use state::command::Reject;
+use state::command::Rejection;
 use state::policy::{POLICY_NAMES, PolicyConfig};
 
 use super::fault::Fault;
@@ -49,7 +49,7 @@ fn policy(name: &str, values: &Values, faults: &mut Vec<Fault>) -> Option<Policy
         .expect("the key table names the settings' fields and their types");
     match policy.validate() {
         Ok(()) => Some(policy),
-        Err(Reject::Invalid { field, expected }) => {
+        Err(Rejection::Invalid { field, expected }) => {
             let path = format!("{table}.{field}");
             let found = values.get(path.as_str()).map(|setting| &setting.value);
             let found = found.map_or_else(String::new, ToString::to_string);

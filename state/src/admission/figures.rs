@@ -1,7 +1,7 @@
 //! Figures of a user for admission, including what the log does not know yet.
 //!
 //! Replicas read the users' figures from the published state. What a replica has charged and not
-//! seen applied stands in its [`Pending`] and is added on top, so that its own last dispatches count
+//! seen applied stands in its [`PendingCharges`] and is added on top, so that its own last dispatches count
 //! at once.
 
 use std::collections::BTreeMap;
@@ -67,12 +67,12 @@ impl<F: Fn(UserKey) -> UserFigures> Counters for F {
 
 /// What a replica has charged and not seen applied.
 #[derive(Debug, Clone, Default)]
-pub struct Pending {
-    users: BTreeMap<UserKey, Owed>,
+pub struct PendingCharges {
+    users: BTreeMap<UserKey, PendingCharge>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct Owed {
+struct PendingCharge {
     priced: u64,
     tokens: u64,
     started: u64,
@@ -81,7 +81,7 @@ struct Owed {
     dequeued: u64,
 }
 
-impl Owed {
+impl PendingCharge {
     fn of(charge: &Charge, pricing: &Pricing) -> Self {
         Self {
             priced: pricing.due(charge),
@@ -103,11 +103,11 @@ impl Owed {
     }
 }
 
-impl Pending {
+impl PendingCharges {
     /// Takes a charge that goes into the outbox.
     pub fn add(&mut self, charge: &Charge, pricing: &Pricing) {
         let owed = self.users.entry(charge.user).or_default();
-        owed.zip(&Owed::of(charge, pricing), u64::saturating_add);
+        owed.zip(&PendingCharge::of(charge, pricing), u64::saturating_add);
     }
 
     /// Forgets a charge that is applied here. Charges may be settled in other portions than they
@@ -116,8 +116,8 @@ impl Pending {
         let Some(owed) = self.users.get_mut(&charge.user) else {
             return;
         };
-        owed.zip(&Owed::of(charge, pricing), u64::saturating_sub);
-        if *owed == Owed::default() {
+        owed.zip(&PendingCharge::of(charge, pricing), u64::saturating_sub);
+        if *owed == PendingCharge::default() {
             self.users.remove(&charge.user);
         }
     }

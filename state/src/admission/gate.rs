@@ -42,12 +42,12 @@ pub struct Backlog {
 /// What the peers told of one model, and how long it held this replica back.
 #[derive(Debug, Clone, Default)]
 pub struct Gate {
-    peers: BTreeMap<ReplicaId, Told>,
+    peers: BTreeMap<ReplicaId, PeerBacklog>,
     slack_tokens: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Told {
+struct PeerBacklog {
     backlog: Backlog,
     heard_ms: u64,
     /// How long it has held this replica back while there was room, since it changed.
@@ -58,7 +58,7 @@ struct Told {
     stalls: u32,
 }
 
-impl Told {
+impl PeerBacklog {
     fn counts(&self, now_ms: u64) -> bool {
         now_ms.saturating_sub(self.heard_ms) < PEER_SILENT_MS && !self.is_stalled()
     }
@@ -121,7 +121,7 @@ impl Gate {
         };
         let before = self.peers.get(&peer);
         let told = before.map_or(
-            Told {
+            PeerBacklog {
                 backlog,
                 heard_ms: now_ms,
                 held_ms: 0,

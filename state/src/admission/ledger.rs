@@ -20,12 +20,12 @@ pub const CREDITED_USERS_MAX: usize = 100_000;
 
 /// What one dispatch has charged ahead and not used yet, in priced tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Tab {
+pub struct Advance {
     input: u64,
     output: u64,
 }
 
-impl Tab {
+impl Advance {
     /// What is charged ahead and not used.
     #[must_use]
     pub fn left(&self) -> u64 {
@@ -35,7 +35,7 @@ impl Tab {
 
 /// Tokens of one request that came since the last look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Used {
+pub struct TokenDelta {
     /// Prompt tokens the engine computed.
     pub input_uncached: u64,
     /// Prompt tokens the engine had cached.
@@ -46,32 +46,37 @@ pub struct Used {
 
 /// The users' credit at one replica.
 #[derive(Debug, Clone, Default)]
-pub struct Ledger {
+pub struct CreditLedger {
     credits: BTreeMap<UserKey, u64>,
 }
 
-impl Ledger {
+impl CreditLedger {
     /// A dispatch begins: charges `estimate` ahead. The charge has no counts of requests. Which
     /// output to charge ahead is the caller's to say: none, or with `vtc-pred` what is predicted.
-    pub fn open(&mut self, user: UserKey, estimate: &Used, pricing: &Pricing) -> (Tab, Charge) {
-        let tab = Tab {
+    pub fn open(
+        &mut self,
+        user: UserKey,
+        estimate: &TokenDelta,
+        pricing: &Pricing,
+    ) -> (Advance, Charge) {
+        let advance = Advance {
             input: pricing.input(estimate.input_uncached, estimate.input_cached),
             output: pricing.output(estimate.output),
         };
         let charge = Charge {
             user,
-            advance: tab.left() - self.take(user, tab.left()),
+            advance: advance.left() - self.take(user, advance.left()),
             ..Charge::default()
         };
-        (tab, charge)
+        (advance, charge)
     }
 
     /// A dispatch begins whose price of `tokens` the log has charged with its grant.
     #[must_use]
-    pub fn open_granted(tokens: u64, estimate: &Used, pricing: &Pricing) -> Tab {
+    pub fn open_granted(tokens: u64, estimate: &TokenDelta, pricing: &Pricing) -> Advance {
         let input = pricing.input(estimate.input_uncached, estimate.input_cached);
         let input = input.min(tokens);
-        Tab {
+        Advance {
             input,
             output: tokens - input,
         }
@@ -81,12 +86,12 @@ impl Ledger {
     pub fn raise(
         &mut self,
         user: UserKey,
-        tab: &mut Tab,
+        advance: &mut Advance,
         output: u64,
         pricing: &Pricing,
     ) -> Charge {
         let ahead = pricing.output(output);
-        tab.output = tab.output.saturating_add(ahead);
+        advance.output = advance.output.saturating_add(ahead);
         Charge {
             user,
             advance: ahead - self.take(user, ahead),
@@ -98,13 +103,13 @@ impl Ledger {
     pub fn settle(
         &mut self,
         user: UserKey,
-        tab: &mut Tab,
-        used: &Used,
+        advance: &mut Advance,
+        used: &TokenDelta,
         pricing: &Pricing,
     ) -> Charge {
         let input = pricing.input(used.input_uncached, used.input_cached);
         let output = pricing.output(used.output);
-        let from_tab = take(&mut tab.input, input) + take(&mut tab.output, output);
+        let from_tab = take(&mut advance.input, input) + take(&mut advance.output, output);
         let from_tab = match planted::is(Bug::AdvanceForgotten) {
             true => 0,
             false => from_tab,
@@ -121,8 +126,8 @@ impl Ledger {
     }
 
     /// A dispatch is over: what it did not use is the user's credit.
-    pub fn close(&mut self, user: UserKey, tab: Tab) {
-        self.credit(user, tab.left());
+    pub fn close(&mut self, user: UserKey, advance: Advance) {
+        self.credit(user, advance.left());
     }
 
     /// Gives `user` credit of so many priced tokens, as for a grant that is not used.

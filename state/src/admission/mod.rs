@@ -13,11 +13,14 @@ mod queue;
 #[cfg(test)]
 mod tests;
 
-pub use figures::{Counters, Pending, UserFigures};
+pub use figures::{Counters, PendingCharges, UserFigures};
 pub use gate::{Backlog, GATE_RETRY_MS, GATE_STALL_MS, Gate, PEER_SILENT_MS, bound, slack_tokens};
-pub use ledger::{CREDITED_USERS_MAX, Ledger, Tab, Used};
+pub use ledger::{Advance, CREDITED_USERS_MAX, CreditLedger, TokenDelta};
 pub use overload::{CODEL_INTERVAL_MS, CODEL_TARGET_MS, Overload, SHORT_QUEUE};
-pub use queue::{Expired, Forecast, Next, Queue, Refused, Rules, Verdict, Waiting, Why};
+pub use queue::{
+    DispatchVerdict, Expired, ExpiryReason, Forecast, Next, Queue, QueueRejection, QueueSettings,
+    QueuedRequest,
+};
 
 pub(crate) use crate::pricing::milli_tokens;
 pub use crate::pricing::{ChargeInput, Pricing};

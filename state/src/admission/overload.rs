@@ -64,7 +64,7 @@ struct Interval {
 
 /// What a queue may do about overload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Bounds {
+pub(super) struct WaitBounds {
     /// Longest wait at any time.
     pub(super) wait_ms_max: u64,
     /// Longest wait in overload.
@@ -120,7 +120,7 @@ impl Overload {
     }
 
     /// Looks whether `waiting` requests are overload. Answers whether that has changed.
-    pub(super) fn look(&mut self, now_ms: u64, waiting: usize, bounds: &Bounds) -> bool {
+    pub(super) fn look(&mut self, now_ms: u64, waiting: usize, bounds: &WaitBounds) -> bool {
         let was_on = self.is_on;
         let Interval {
             since_ms,
@@ -190,7 +190,7 @@ impl Overload {
     }
 
     /// Longest wait of a request whose client tells no deadline.
-    pub(super) fn wait_ms_max(&self, bounds: &Bounds) -> u64 {
+    pub(super) fn wait_ms_max(&self, bounds: &WaitBounds) -> u64 {
         let patience_ms = self.patience_ms().unwrap_or(u64::MAX);
         let most_ms = bounds.wait_ms_max.min(patience_ms);
         if self.is_on {
@@ -205,7 +205,7 @@ impl Overload {
 mod tests {
     use super::*;
 
-    const BOUNDS: Bounds = Bounds {
+    const BOUNDS: WaitBounds = WaitBounds {
         wait_ms_max: 10_000,
         target_ms: 1000,
     };

@@ -22,13 +22,13 @@ const MILLION: u64 = 1_000_000;
 /// What a queue has seen of it.
 #[derive(Debug, Clone)]
 pub(super) struct Patience {
-    steps: [Step; STEPS],
+    steps: [AgeBucket; STEPS],
     /// When it was halved last; `None`: never.
     halved_ms: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Step {
+struct AgeBucket {
     /// Requests that waited into it.
     reached: u32,
     /// Of these, whose clients left within it.
@@ -38,7 +38,7 @@ struct Step {
 impl Default for Patience {
     fn default() -> Self {
         Self {
-            steps: [Step::default(); STEPS],
+            steps: [AgeBucket::default(); STEPS],
             halved_ms: None,
         }
     }
@@ -69,7 +69,7 @@ impl Patience {
         let halved_ms = *self.halved_ms.get_or_insert(now_ms);
         if now_ms.saturating_sub(halved_ms) >= HALF_LIFE_MS {
             self.halved_ms = Some(now_ms);
-            self.steps.iter_mut().for_each(Step::halve);
+            self.steps.iter_mut().for_each(AgeBucket::halve);
         }
     }
 
@@ -89,7 +89,7 @@ impl Patience {
     }
 }
 
-impl Step {
+impl AgeBucket {
     fn halve(&mut self) {
         self.reached /= 2;
         self.left /= 2;

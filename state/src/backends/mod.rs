@@ -54,7 +54,7 @@ impl Backend {
 
 /// What a change of a backend means for what it owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Effect {
+pub(crate) enum SlotChange {
     /// Nothing about ownership changed.
     Unchanged,
     /// The same engine with another capacity.
@@ -93,7 +93,7 @@ impl Backends {
     }
 
     /// Adds or changes the backend that `spec` names; `None` when there is no room.
-    pub(crate) fn put(&mut self, spec: BackendSpec) -> Option<Effect> {
+    pub(crate) fn put(&mut self, spec: BackendSpec) -> Option<SlotChange> {
         let Some(slot) = self.named(&spec.id).map(|backend| backend.handle.slot) else {
             return self.add(spec);
         };
@@ -110,9 +110,9 @@ impl Backends {
         }
         let is_resized = backend.capacity_blocks() != capacity_before;
         Some(if is_resized {
-            Effect::Resized(slot)
+            SlotChange::Resized(slot)
         } else {
-            Effect::Unchanged
+            SlotChange::Unchanged
         })
     }
 
@@ -139,14 +139,14 @@ impl Backends {
     /// An observation of an earlier start than known is old news and changes nothing. A restarted
     /// engine keeps what it does not say anew until it says so: most often it is unchanged, and a
     /// backend without models would answer nobody.
-    pub(crate) fn observe(&mut self, handle: BackendRef, facts: EngineFacts) -> Option<Effect> {
+    pub(crate) fn observe(&mut self, handle: BackendRef, facts: EngineFacts) -> Option<SlotChange> {
         let backend = self
             .by_slot
             .get_mut(&handle.slot)
             .filter(|it| it.handle == handle)?;
         let known = &mut backend.facts;
         let is_restarted = match (known.started_at_s, facts.started_at_s) {
-            (Some(known), Some(said)) if said < known => return Some(Effect::Unchanged),
+            (Some(known), Some(said)) if said < known => return Some(SlotChange::Unchanged),
             (Some(known), Some(said)) => said > known,
             (None, _) | (_, None) => false,
         };
@@ -159,13 +159,13 @@ impl Backends {
         }
         let is_resized = backend.capacity_blocks() != capacity_before;
         Some(if is_resized {
-            Effect::Resized(handle.slot)
+            SlotChange::Resized(handle.slot)
         } else {
-            Effect::Unchanged
+            SlotChange::Unchanged
         })
     }
 
-    fn add(&mut self, spec: BackendSpec) -> Option<Effect> {
+    fn add(&mut self, spec: BackendSpec) -> Option<SlotChange> {
         let limit = u16::try_from(BACKENDS_MAX).expect("BACKENDS_MAX fits a slot");
         let slot = (0..limit)
             .map(Slot)
@@ -188,14 +188,14 @@ impl Backends {
     }
 
     /// Starts a new life of what stands in `slot`.
-    fn begin(&mut self, slot: Slot) -> Effect {
+    fn begin(&mut self, slot: Slot) -> SlotChange {
         let last = self.incarnations.entry(slot).or_default();
         // Four thousand million restarts of one engine: wrapping is as good as any other answer.
         *last = Incarnation(last.0.wrapping_add(1));
         if let Some(backend) = self.by_slot.get_mut(&slot) {
             backend.handle.incarnation = *last;
         }
-        Effect::Begun(slot)
+        SlotChange::Begun(slot)
     }
 
     /// Begins new lives of all backends, other ones than any that this registry or `others` ever gave
@@ -259,12 +259,12 @@ mod tests {
     #[test]
     fn slots_are_reused_and_incarnations_never() {
         let mut backends = Backends::default();
-        assert_eq!(backends.put(spec("a", 1)), Some(Effect::Begun(Slot(0))));
-        assert_eq!(backends.put(spec("b", 2)), Some(Effect::Begun(Slot(1))));
+        assert_eq!(backends.put(spec("a", 1)), Some(SlotChange::Begun(Slot(0))));
+        assert_eq!(backends.put(spec("b", 2)), Some(SlotChange::Begun(Slot(1))));
         let first = backends.named("a").unwrap().handle;
         assert_eq!(backends.remove("a"), Some(Slot(0)));
         assert_eq!(backends.remove("a"), None);
-        assert_eq!(backends.put(spec("c", 3)), Some(Effect::Begun(Slot(0))));
+        assert_eq!(backends.put(spec("c", 3)), Some(SlotChange::Begun(Slot(0))));
         assert!(!backends.is_live(first));
         assert_eq!(
             backends.named("c").unwrap().handle.incarnation,
@@ -278,14 +278,14 @@ mod tests {
         let mut backends = Backends::default();
         backends.put(spec("a", 1));
         let handle = backends.named("a").unwrap().handle;
-        assert_eq!(backends.put(spec("a", 1)), Some(Effect::Unchanged));
+        assert_eq!(backends.put(spec("a", 1)), Some(SlotChange::Unchanged));
         let resized = BackendSpec {
             capacity_blocks: Some(9),
             ..spec("a", 1)
         };
-        assert_eq!(backends.put(resized), Some(Effect::Resized(Slot(0))));
+        assert_eq!(backends.put(resized), Some(SlotChange::Resized(Slot(0))));
         assert!(backends.is_live(handle));
-        assert_eq!(backends.put(spec("a", 2)), Some(Effect::Begun(Slot(0))));
+        assert_eq!(backends.put(spec("a", 2)), Some(SlotChange::Begun(Slot(0))));
         assert!(!backends.is_live(handle));
     }
 
@@ -296,7 +296,7 @@ mod tests {
         let handle = backends.named("a").unwrap().handle;
         assert_eq!(
             backends.observe(handle, started(100)),
-            Some(Effect::Unchanged)
+            Some(SlotChange::Unchanged)
         );
         let sized = EngineFacts {
             capacity_blocks: Some(5),
@@ -304,17 +304,17 @@ mod tests {
         };
         assert_eq!(
             backends.observe(handle, sized),
-            Some(Effect::Resized(Slot(0)))
+            Some(SlotChange::Resized(Slot(0)))
         );
         let old = EngineFacts {
             capacity_blocks: Some(6),
             ..started(99)
         };
-        assert_eq!(backends.observe(handle, old), Some(Effect::Unchanged));
+        assert_eq!(backends.observe(handle, old), Some(SlotChange::Unchanged));
         assert_eq!(backends.named("a").unwrap().capacity_blocks(), Some(5));
         assert_eq!(
             backends.observe(handle, started(101)),
-            Some(Effect::Begun(Slot(0)))
+            Some(SlotChange::Begun(Slot(0)))
         );
         assert_eq!(backends.observe(handle, started(102)), None);
         assert_eq!(backends.named("a").unwrap().capacity_blocks(), Some(5));
@@ -327,7 +327,7 @@ mod tests {
             assert!(backends.put(spec(&number.to_string(), 1)).is_some());
         }
         assert_eq!(backends.put(spec("one-more", 1)), None);
-        assert_eq!(backends.put(spec("7", 1)), Some(Effect::Unchanged));
+        assert_eq!(backends.put(spec("7", 1)), Some(SlotChange::Unchanged));
         assert_eq!(backends.iter().count(), BACKENDS_MAX);
     }
 }

@@ -6,7 +6,7 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::bounds::{LIST_BYTES_MAX, NAME_BYTES_MAX};
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
 
 /// Most models or labels of one backend.
@@ -59,8 +59,8 @@ impl BackendSpec {
     /// Checks every field.
     ///
     /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
         let is_id = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
         ensure(
             is_name(&self.id) && self.id.bytes().all(is_id),

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use crate::ids::{BlockHash, EngineHash};
-use crate::ownership::index::Hashes;
+use crate::ownership::index::HashLookup;
 
 /// Entries of one chunk; copying one takes some four microseconds.
 pub(super) const CHUNK_ENTRIES: usize = 1024;
@@ -21,7 +21,7 @@ const FREE: u32 = u32::MAX - 1;
 
 /// A block of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct CachedBlock {
     /// What the engine calls it.
     pub(super) engine: EngineHash,
     /// What it is called here.
@@ -41,7 +41,7 @@ pub(super) struct Entry {
     pub(super) is_reported: bool,
 }
 
-impl Entry {
+impl CachedBlock {
     const EMPTY: Self = Self {
         engine: EngineHash(0),
         router: BlockHash(0),
@@ -55,19 +55,19 @@ impl Entry {
     };
 }
 
-pub(super) type Chunk = [Entry; CHUNK_ENTRIES];
+pub(super) type BlockChunk = [CachedBlock; CHUNK_ENTRIES];
 
 /// See the module's text.
 #[derive(Clone)]
-pub(super) struct Entries {
-    chunks: Vec<Arc<Chunk>>,
+pub(super) struct CachedBlocks {
+    chunks: Vec<Arc<BlockChunk>>,
     /// Entries handed out so far, free ones included.
     len: u32,
     /// First free one.
     free: u32,
 }
 
-impl Entries {
+impl CachedBlocks {
     pub(super) fn new() -> Self {
         Self {
             chunks: Vec::new(),
@@ -82,18 +82,18 @@ impl Entries {
     }
 
     /// A present entry. `index` must be that of one.
-    pub(super) fn get(&self, index: u32) -> &Entry {
+    pub(super) fn get(&self, index: u32) -> &CachedBlock {
         &self.chunks[index as usize / CHUNK_ENTRIES][index as usize % CHUNK_ENTRIES]
     }
 
     /// To change a present entry.
-    pub(super) fn get_mut(&mut self, index: u32) -> &mut Entry {
+    pub(super) fn get_mut(&mut self, index: u32) -> &mut CachedBlock {
         let chunk = &mut self.chunks[index as usize / CHUNK_ENTRIES];
         &mut Arc::make_mut(chunk)[index as usize % CHUNK_ENTRIES]
     }
 
     /// Stores an entry; answers its index, or `None` when there are too many.
-    pub(super) fn insert(&mut self, entry: Entry) -> Option<u32> {
+    pub(super) fn insert(&mut self, entry: CachedBlock) -> Option<u32> {
         if self.free != NONE {
             let index = self.free;
             self.free = self.get(index).next;
@@ -105,7 +105,8 @@ impl Entries {
             return None;
         }
         if index as usize / CHUNK_ENTRIES == self.chunks.len() {
-            self.chunks.push(Arc::new([Entry::EMPTY; CHUNK_ENTRIES]));
+            self.chunks
+                .push(Arc::new([CachedBlock::EMPTY; CHUNK_ENTRIES]));
         }
         self.len += 1;
         *self.get_mut(index) = entry;
@@ -115,17 +116,17 @@ impl Entries {
     /// Frees a present entry.
     pub(super) fn remove(&mut self, index: u32) {
         let next = self.free;
-        *self.get_mut(index) = Entry {
+        *self.get_mut(index) = CachedBlock {
             next,
-            ..Entry::EMPTY
+            ..CachedBlock::EMPTY
         };
         self.free = index;
     }
 
     /// Appends an entry, or a free one, as an image has them in order. `false`: there are too many.
-    pub(super) fn push(&mut self, entry: Option<Entry>) -> bool {
+    pub(super) fn push(&mut self, entry: Option<CachedBlock>) -> bool {
         let free = std::mem::replace(&mut self.free, NONE);
-        let index = self.insert(entry.unwrap_or(Entry::EMPTY));
+        let index = self.insert(entry.unwrap_or(CachedBlock::EMPTY));
         self.free = free;
         if let (Some(index), None) = (index, entry) {
             self.remove(index);
@@ -134,27 +135,27 @@ impl Entries {
     }
 
     /// The present entry at `index`.
-    pub(super) fn present(&self, index: u32) -> Option<&Entry> {
+    pub(super) fn present(&self, index: u32) -> Option<&CachedBlock> {
         (index < self.len)
             .then(|| self.get(index))
             .filter(|entry| entry.parent != FREE)
     }
 
     /// Present entries with their indexes, ascending by index.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Entry)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &CachedBlock)> {
         (0..self.len).filter_map(|index| Some((index, self.present(index)?)))
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.chunks.len() * (size_of::<Chunk>() + 2 * size_of::<usize>())
-            + self.chunks.capacity() * size_of::<Arc<Chunk>>()
+        self.chunks.len() * (size_of::<BlockChunk>() + 2 * size_of::<usize>())
+            + self.chunks.capacity() * size_of::<Arc<BlockChunk>>()
     }
 }
 
 /// Entries by the engine's hash.
-pub(super) struct ByEngine<'a>(pub(super) &'a Entries);
+pub(super) struct ByEngine<'a>(pub(super) &'a CachedBlocks);
 
-impl Hashes for ByEngine<'_> {
+impl HashLookup for ByEngine<'_> {
     #[inline]
     fn hash(&self, record: u32) -> BlockHash {
         BlockHash(self.0.get(record).engine.0)
@@ -162,9 +163,9 @@ impl Hashes for ByEngine<'_> {
 }
 
 /// Entries by the router's hash.
-pub(super) struct ByRouter<'a>(pub(super) &'a Entries);
+pub(super) struct ByRouter<'a>(pub(super) &'a CachedBlocks);
 
-impl Hashes for ByRouter<'_> {
+impl HashLookup for ByRouter<'_> {
     #[inline]
     fn hash(&self, record: u32) -> BlockHash {
         self.0.get(record).router

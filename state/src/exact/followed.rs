@@ -1,10 +1,10 @@
-//! [`Exact`]: all followed backends, and what a batch of news means for them.
+//! [`FollowedBackends`]: all followed backends, and what a batch of news means for them.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::exact::status::{KvMap, KvRankStatus, KvStatus};
-use crate::exact::stream::{Lapse, Show, Stream};
+use crate::exact::stream::{Lapse, RankStream, ShownBlocks};
 use crate::exact::{
     KV_BLOCKS_PER_BATCH_MAX, KV_CONFIRM_MS_MAX, KV_ENTRIES_MAX, KV_ENTRIES_PER_BACKEND_MAX,
     KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvMode, KvNews, KvPosition,
@@ -19,7 +19,7 @@ pub(super) const FADING_STEPS_MAX: usize = 64;
 
 /// What news changed beside the blocks.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Changes {
+pub(crate) struct KvChanges {
     /// Blocks that went and at which leases end.
     pub(crate) outlived: Vec<BlockHash>,
     /// Whether the backend's condition is another one.
@@ -27,8 +27,8 @@ pub(crate) struct Changes {
 }
 
 /// All followed backends.
-pub(crate) struct Exact {
-    pub(super) followed: BTreeMap<Slot, Followed>,
+pub(crate) struct FollowedBackends {
+    pub(super) followed: BTreeMap<Slot, FollowedBackend>,
     /// Entries of all of them.
     pub(super) entries: u64,
     /// Most entries of one, and of all.
@@ -36,9 +36,9 @@ pub(crate) struct Exact {
 }
 
 /// One followed backend.
-pub(super) struct Followed {
+pub(super) struct FollowedBackend {
     pub(super) backend: BackendRef,
-    pub(super) ranks: BTreeMap<u16, Stream>,
+    pub(super) ranks: BTreeMap<u16, RankStream>,
     /// Whether what the ranks hold is reported to the ownership: they all are known.
     pub(super) is_shown: bool,
     /// Releases that wait for their blocks to be confirmed: until when, and up to which epoch. Both
@@ -46,13 +46,13 @@ pub(super) struct Followed {
     pub(super) fading: VecDeque<(u64, u64)>,
 }
 
-impl Default for Exact {
+impl Default for FollowedBackends {
     fn default() -> Self {
         Self::with_limits(KV_ENTRIES_PER_BACKEND_MAX, KV_ENTRIES_MAX)
     }
 }
 
-impl Exact {
+impl FollowedBackends {
     /// With at most so many entries of one backend, and of all.
     pub(super) fn with_limits(per_backend: u64, all: u64) -> Self {
         Self {
@@ -64,23 +64,27 @@ impl Exact {
 
     /// Applies what a reader tells of a present life of a backend. `None`: it breaks a bound, and
     /// changes nothing. What is old news changes nothing, too.
-    pub(crate) fn apply(&mut self, batch: &KvBatch, ownership: &mut Ownership) -> Option<Changes> {
+    pub(crate) fn apply(
+        &mut self,
+        batch: &KvBatch,
+        ownership: &mut Ownership,
+    ) -> Option<KvChanges> {
         if batch.blocks() > KV_BLOCKS_PER_BATCH_MAX {
             return None;
         }
         let slot = batch.backend.slot;
-        let of_others = self.entries - self.followed.get(&slot).map_or(0, Followed::entries);
+        let of_others = self.entries - self.followed.get(&slot).map_or(0, FollowedBackend::entries);
         let is_first = !self.followed.contains_key(&slot);
         let followed = self
             .followed
             .entry(slot)
-            .or_insert_with(|| Followed::new(batch.backend));
+            .or_insert_with(|| FollowedBackend::new(batch.backend));
         if followed.ranks.len() >= KV_RANKS_MAX && !followed.ranks.contains_key(&batch.rank) {
             return None;
         }
         let (per_backend, all) = self.limits;
         let room = per_backend.min(all.saturating_sub(of_others));
-        let mut changes = Changes::default();
+        let mut changes = KvChanges::default();
         let before = followed.condition();
         followed.apply(batch, room, ownership, &mut changes.outlived);
         changes.is_condition_changed = is_first || followed.condition() != before;
@@ -118,7 +122,7 @@ impl Exact {
     /// Forgets what stood in `slot`; answers whether anything was known of it.
     pub(crate) fn forget(&mut self, slot: Slot) -> bool {
         let gone = self.followed.remove(&slot);
-        self.entries -= gone.as_ref().map_or(0, Followed::entries);
+        self.entries -= gone.as_ref().map_or(0, FollowedBackend::entries);
         gone.is_some()
     }
 
@@ -206,7 +210,7 @@ impl Exact {
     }
 }
 
-impl Followed {
+impl FollowedBackend {
     pub(super) fn new(backend: BackendRef) -> Self {
         Self {
             backend,
@@ -223,7 +227,7 @@ impl Followed {
 
     /// That of the worst rank.
     pub(super) fn condition(&self) -> KvCondition {
-        let conditions = self.ranks.values().map(Stream::condition);
+        let conditions = self.ranks.values().map(RankStream::condition);
         conditions
             .reduce(|worst, it| if it.mode > worst.mode { it } else { worst })
             .unwrap_or(KvCondition::EXACT)
@@ -239,7 +243,7 @@ impl Followed {
         let (slot, rank) = (self.backend.slot, batch.rank);
         let others = self.ranks.iter().filter(|(other, _)| **other != rank);
         let of_others: u64 = others.map(|(_, it)| u64::from(it.tree.len())).sum();
-        let mut show = Show {
+        let mut show = ShownBlocks {
             ownership,
             slot,
             is_shown: self.is_shown,
@@ -248,7 +252,7 @@ impl Followed {
             outlived,
         };
         let publisher = batch.publisher;
-        let begin = || Stream::new(slot, rank, publisher);
+        let begin = || RankStream::new(slot, rank, publisher);
         let stream = self.ranks.entry(rank).or_insert_with(begin);
         match publisher.cmp(&stream.progress.publisher) {
             Ordering::Less => return,
@@ -269,8 +273,8 @@ impl Followed {
     }
 
     /// Lets the reports follow what is known: all ranks' or none.
-    fn settle(&mut self, show: &mut Show<'_>) {
-        let is_known = self.ranks.values().all(Stream::is_known);
+    fn settle(&mut self, show: &mut ShownBlocks<'_>) {
+        let is_known = self.ranks.values().all(RankStream::is_known);
         if is_known && !self.is_shown {
             // What leases brought before stays in use until the engine's word is complete.
             self.fading.clear();
@@ -282,11 +286,11 @@ impl Followed {
                 full.lapse(Lapse::TooManyBlocks, show);
             }
         }
-        if self.is_shown && !self.ranks.values().all(Stream::is_known) {
+        if self.is_shown && !self.ranks.values().all(RankStream::is_known) {
             self.is_shown = false;
             self.fading.clear();
             show.ownership.clear(show.slot, show.outlived);
-            self.ranks.values_mut().for_each(Stream::hidden);
+            self.ranks.values_mut().for_each(RankStream::hidden);
         }
     }
 
@@ -300,7 +304,7 @@ impl Followed {
     }
 }
 
-impl Stream {
+impl RankStream {
     fn status(&self, rank: u16) -> KvRankStatus {
         let position = self.position(rank);
         KvRankStatus {

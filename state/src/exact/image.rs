@@ -7,31 +7,31 @@
 use bincode::{Decode, Encode};
 
 use crate::encoding;
-use crate::exact::entries::{CHUNK_ENTRIES, Entries, Entry, NONE};
-use crate::exact::followed::{Exact, FADING_STEPS_MAX, Followed};
-use crate::exact::stream::{Progress, Stream};
+use crate::exact::entries::{CHUNK_ENTRIES, CachedBlock, CachedBlocks, NONE};
+use crate::exact::followed::{FADING_STEPS_MAX, FollowedBackend, FollowedBackends};
+use crate::exact::stream::{RankStream, StreamProgress};
 use crate::exact::{KV_ENTRIES_MAX, KV_RANKS_MAX};
 use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 
 /// What can be read of one piece.
 #[derive(Encode, Decode)]
-enum Piece {
-    Heads(Vec<Head>),
-    Entries(Slot, u16, Vec<Option<Saved>>),
+enum ImageSection {
+    Heads(Vec<FollowedHeader>),
+    Entries(Slot, u16, Vec<Option<SavedBlock>>),
 }
 
 /// A followed backend without its blocks.
 #[derive(Clone, Encode, Decode)]
-struct Head {
+struct FollowedHeader {
     backend: BackendRef,
     is_shown: bool,
     fading: Vec<(u64, u64)>,
-    ranks: Vec<(u16, Progress)>,
+    ranks: Vec<(u16, StreamProgress)>,
 }
 
 /// An entry without what follows from the others.
 #[derive(Encode, Decode)]
-struct Saved {
+struct SavedBlock {
     engine: EngineHash,
     router: BlockHash,
     parent: Option<u32>,
@@ -41,12 +41,12 @@ struct Saved {
 }
 
 /// An image that later changes do not touch.
-pub(crate) struct ExactImage {
-    heads: Vec<Head>,
-    entries: Vec<(Slot, u16, Entries)>,
+pub(crate) struct FollowedImage {
+    heads: Vec<FollowedHeader>,
+    entries: Vec<(Slot, u16, CachedBlocks)>,
 }
 
-impl Exact {
+impl FollowedBackends {
     /// Adds to the digest's bytes; nothing while no backend is followed.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         for followed in self.followed.values() {
@@ -57,24 +57,24 @@ impl Exact {
         }
     }
 
-    pub(crate) fn freeze(&self) -> ExactImage {
+    pub(crate) fn freeze(&self) -> FollowedImage {
         let trees = self.followed.iter().flat_map(|(slot, followed)| {
             let ranks = followed.ranks.iter();
             ranks.map(|(rank, stream)| (*slot, *rank, stream.tree.entries.clone()))
         });
-        ExactImage {
-            heads: self.followed.values().map(Followed::head).collect(),
+        FollowedImage {
+            heads: self.followed.values().map(FollowedBackend::head).collect(),
             entries: trees.collect(),
         }
     }
 
     /// Takes one piece; answers what is wrong with it.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
-        match encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
-            Piece::Heads(heads) => heads
+        match encoding::from_bytes::<ImageSection, { encoding::SECTION_BYTES_MAX }>(bytes)? {
+            ImageSection::Heads(heads) => heads
                 .into_iter()
                 .try_for_each(|head| self.restore_head(head)),
-            Piece::Entries(slot, rank, saved) => {
+            ImageSection::Entries(slot, rank, saved) => {
                 let followed = self.followed.get_mut(&slot);
                 let stream = followed.and_then(|it| it.ranks.get_mut(&rank));
                 let tree = &mut stream
@@ -85,7 +85,7 @@ impl Exact {
                     return Err(format!("more than {KV_ENTRIES_MAX} blocks"));
                 }
                 let mut saved = saved.into_iter();
-                if saved.all(|it| tree.entries.push(it.map(Saved::entry))) {
+                if saved.all(|it| tree.entries.push(it.map(SavedBlock::entry))) {
                     return Ok(());
                 }
                 Err(format!("rank {rank} of slot {slot} has too many blocks"))
@@ -93,15 +93,15 @@ impl Exact {
         }
     }
 
-    fn restore_head(&mut self, head: Head) -> Result<(), String> {
+    fn restore_head(&mut self, head: FollowedHeader) -> Result<(), String> {
         let slot = head.backend.slot;
-        let mut followed = Followed::new(head.backend);
+        let mut followed = FollowedBackend::new(head.backend);
         followed.is_shown = head.is_shown;
         followed.fading = head.fading.into();
         for (rank, progress) in head.ranks {
             followed
                 .ranks
-                .insert(rank, Stream::of(slot, rank, progress));
+                .insert(rank, RankStream::of(slot, rank, progress));
         }
         if self.followed.insert(slot, followed).is_some() {
             return Err(format!("slot {slot} stands twice"));
@@ -115,7 +115,7 @@ impl Exact {
             let mut ranks = followed.ranks.values_mut();
             ranks.try_for_each(|stream| stream.tree.rebuild())?;
         }
-        self.entries = self.followed.values().map(Followed::entries).sum();
+        self.entries = self.followed.values().map(FollowedBackend::entries).sum();
         self.check()
     }
 
@@ -125,7 +125,7 @@ impl Exact {
         let mut entries = 0;
         for (slot, followed) in &self.followed {
             entries += followed.entries();
-            let is_known = followed.ranks.values().all(Stream::is_known);
+            let is_known = followed.ranks.values().all(RankStream::is_known);
             let is_bounded = (1..=KV_RANKS_MAX).contains(&followed.ranks.len())
                 && followed.fading.len() <= FADING_STEPS_MAX
                 && followed.fading.iter().is_sorted();
@@ -147,10 +147,10 @@ impl Exact {
     }
 }
 
-impl Followed {
-    fn head(&self) -> Head {
+impl FollowedBackend {
+    fn head(&self) -> FollowedHeader {
         let ranks = self.ranks.iter();
-        Head {
+        FollowedHeader {
             backend: self.backend,
             is_shown: self.is_shown,
             fading: self.fading.iter().copied().collect(),
@@ -161,8 +161,8 @@ impl Followed {
     }
 }
 
-impl Saved {
-    fn of(entry: &Entry) -> Self {
+impl SavedBlock {
+    fn of(entry: &CachedBlock) -> Self {
         Self {
             engine: entry.engine,
             router: entry.router,
@@ -172,8 +172,8 @@ impl Saved {
         }
     }
 
-    fn entry(self) -> Entry {
-        Entry {
+    fn entry(self) -> CachedBlock {
+        CachedBlock {
             engine: self.engine,
             router: self.router,
             parent: self.parent.unwrap_or(NONE),
@@ -187,17 +187,17 @@ impl Saved {
     }
 }
 
-impl ExactImage {
+impl FollowedImage {
     /// Everything, encoded, in pieces of a bounded size; none while no backend is followed.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        let heads =
-            (!self.heads.is_empty()).then(|| encoding::to_bytes(&Piece::Heads(self.heads.clone())));
+        let heads = (!self.heads.is_empty())
+            .then(|| encoding::to_bytes(&ImageSection::Heads(self.heads.clone())));
         let entries = self.entries.iter().flat_map(|(slot, rank, entries)| {
             let starts = (0..entries.len()).step_by(CHUNK_ENTRIES);
             starts.map(move |start| {
                 let end = entries.len().min(start + CHUNK_ENTRIES as u32);
-                let saved = (start..end).map(|index| entries.present(index).map(Saved::of));
-                encoding::to_bytes(&Piece::Entries(*slot, *rank, saved.collect()))
+                let saved = (start..end).map(|index| entries.present(index).map(SavedBlock::of));
+                encoding::to_bytes(&ImageSection::Entries(*slot, *rank, saved.collect()))
             })
         });
         heads.into_iter().chain(entries)

@@ -41,8 +41,8 @@ mod tests;
 
 use bincode::{Decode, Encode};
 
-pub(crate) use followed::Exact;
-pub(crate) use image::ExactImage;
+pub(crate) use followed::FollowedBackends;
+pub(crate) use image::FollowedImage;
 pub use status::{KvCondition, KvMap, KvMode, KvRankStatus, KvReason, KvStatus};
 
 use crate::ids::{BackendRef, BlockHash, EngineHash};

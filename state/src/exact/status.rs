@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::exact::entries::Entries;
+use crate::exact::entries::CachedBlocks;
 use crate::exact::{KvDoubt, KvRefusal};
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 
@@ -134,7 +134,7 @@ pub struct KvRankStatus {
 /// An image of one rank's blocks: the engine's hashes with the router's. Cheap to take; later
 /// events do not touch it.
 pub struct KvMap {
-    pub(super) entries: Entries,
+    pub(super) entries: CachedBlocks,
 }
 
 impl KvMap {

@@ -3,16 +3,16 @@
 use bincode::{Decode, Encode};
 
 use crate::exact::entries::NONE;
-use crate::exact::tree::{Stored, Tree};
+use crate::exact::tree::{BlockTree, StoreResult};
 use crate::exact::{
     KvCondition, KvDoubt, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRefusal,
 };
 use crate::ids::{BlockHash, EngineHash, Slot};
-use crate::ownership::{Ownership, Refused};
+use crate::ownership::{Ownership, ReportRejection};
 use crate::planted::{self, Bug};
 
 /// Where the blocks of one backend are shown.
-pub(super) struct Show<'a> {
+pub(super) struct ShownBlocks<'a> {
     pub(super) ownership: &'a mut Ownership,
     pub(super) slot: Slot,
     /// Whether owned blocks are reported there: not while any rank's cache is unknown.
@@ -42,7 +42,7 @@ pub(super) enum Flaw {
 
 /// All of a stream but the cache.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
-pub(super) struct Progress {
+pub(super) struct StreamProgress {
     pub(super) publisher: u64,
     /// The message, and the part of it, that is applied next.
     next: (u64, u16),
@@ -58,15 +58,15 @@ pub(super) struct Progress {
 }
 
 /// See the module's text.
-pub(super) struct Stream {
-    pub(super) progress: Progress,
-    pub(super) tree: Tree,
+pub(super) struct RankStream {
+    pub(super) progress: StreamProgress,
+    pub(super) tree: BlockTree,
 }
 
-impl Stream {
+impl RankStream {
     /// A run of which nothing is applied. It is in doubt until its reader says that it caught up.
     pub(super) fn new(slot: Slot, rank: u16, publisher: u64) -> Self {
-        let progress = Progress {
+        let progress = StreamProgress {
             publisher,
             next: (0, 0),
             last: None,
@@ -80,10 +80,10 @@ impl Stream {
     }
 
     /// A stream that got so far, with an empty cache.
-    pub(super) fn of(slot: Slot, rank: u16, progress: Progress) -> Self {
+    pub(super) fn of(slot: Slot, rank: u16, progress: StreamProgress) -> Self {
         Self {
             progress,
-            tree: Tree::new(slot, rank),
+            tree: BlockTree::new(slot, rank),
         }
     }
 
@@ -141,12 +141,12 @@ impl Stream {
         }
     }
 
-    pub(super) fn refuse(&mut self, refusal: KvRefusal, show: &mut Show<'_>) {
+    pub(super) fn refuse(&mut self, refusal: KvRefusal, show: &mut ShownBlocks<'_>) {
         self.lapse(Lapse::Refused(refusal), show);
     }
 
     /// The cache is unknown from here on. What leases imply stays where nothing was reported.
-    pub(super) fn lapse(&mut self, lapse: Lapse, show: &mut Show<'_>) {
+    pub(super) fn lapse(&mut self, lapse: Lapse, show: &mut ShownBlocks<'_>) {
         if show.is_shown {
             self.empty(show);
         }
@@ -156,7 +156,7 @@ impl Stream {
     }
 
     /// Applies a message if it is the next one.
-    pub(super) fn message(&mut self, message: &KvMessage, show: &mut Show<'_>) {
+    pub(super) fn message(&mut self, message: &KvMessage, show: &mut ShownBlocks<'_>) {
         let next = self.progress.next;
         let at = (message.seq, message.part);
         let is_loss = message.is_after_loss && message.part == 0 && message.seq > next.0;
@@ -187,7 +187,7 @@ impl Stream {
         it.awaited_seq = it.awaited_seq.max(seq);
     }
 
-    fn event(&mut self, event: &KvEvent, show: &mut Show<'_>) {
+    fn event(&mut self, event: &KvEvent, show: &mut ShownBlocks<'_>) {
         match event {
             KvEvent::Stored { parent, blocks } if self.is_known() => {
                 self.stored(*parent, blocks, show);
@@ -209,7 +209,7 @@ impl Stream {
         &mut self,
         parent: Option<EngineHash>,
         blocks: &[(EngineHash, BlockHash)],
-        show: &mut Show<'_>,
+        show: &mut ShownBlocks<'_>,
     ) {
         let mut behind = NONE;
         if let Some(parent) = parent {
@@ -225,19 +225,19 @@ impl Stream {
             self.warm(group, show);
             for (engine, router) in group {
                 let stored = self.tree.store(*engine, *router, behind);
-                if stored == Stored::Full || u64::from(self.tree.len()) > show.room {
+                if stored == StoreResult::Full || u64::from(self.tree.len()) > show.room {
                     return self.lapse(Lapse::TooManyBlocks, show);
                 }
                 behind = match stored {
-                    Stored::Full => return,
-                    Stored::Copy(index) => index,
-                    Stored::Fresh(index) => {
+                    StoreResult::Full => return,
+                    StoreResult::Copy(index) => index,
+                    StoreResult::Fresh(index) => {
                         if !self.show(index, show) {
                             return self.lapse(Lapse::TooManyBlocks, show);
                         }
                         index
                     }
-                    Stored::Contradiction(index) => {
+                    StoreResult::Contradiction(index) => {
                         self.progress.flaw = Some(Flaw::Contradiction);
                         self.hide(index, show);
                         self.tree.set_foreign(index);
@@ -248,7 +248,7 @@ impl Stream {
         }
     }
 
-    fn removed(&mut self, block: EngineHash, show: &mut Show<'_>) {
+    fn removed(&mut self, block: EngineHash, show: &mut ShownBlocks<'_>) {
         if let Some(index) = self.tree.find(block)
             && self.tree.take_copy(index) == 0
         {
@@ -258,7 +258,7 @@ impl Stream {
     }
 
     /// An empty cache is a known one.
-    fn cleared(&mut self, show: &mut Show<'_>) {
+    fn cleared(&mut self, show: &mut ShownBlocks<'_>) {
         if let Some(Lapse::Refused(_)) = self.progress.lapse {
             return;
         }
@@ -268,7 +268,7 @@ impl Stream {
     }
 
     /// Takes away all blocks of this rank; of a backend without another one also what leases imply.
-    pub(super) fn empty(&mut self, show: &mut Show<'_>) {
+    pub(super) fn empty(&mut self, show: &mut ShownBlocks<'_>) {
         if show.is_only_rank {
             show.ownership.clear(show.slot, show.outlived);
         } else if show.is_shown {
@@ -280,7 +280,7 @@ impl Stream {
     }
 
     /// Reports what is owned of the whole cache; `false`: there is no room for it.
-    pub(super) fn show_all(&mut self, show: &mut Show<'_>) -> bool {
+    pub(super) fn show_all(&mut self, show: &mut ShownBlocks<'_>) -> bool {
         self.tree
             .roots()
             .into_iter()
@@ -297,7 +297,7 @@ impl Stream {
     }
 
     /// Reports what of `top` and behind it is owned and was not; `false`: there is no room for it.
-    fn show(&mut self, top: u32, show: &mut Show<'_>) -> bool {
+    fn show(&mut self, top: u32, show: &mut ShownBlocks<'_>) -> bool {
         if !show.is_shown {
             return true;
         }
@@ -315,12 +315,12 @@ impl Stream {
                 .report(show.slot, parent, entry.router, outlived)
             {
                 Ok(()) => tree.set_reported(index, true),
-                Err(Refused::Contradiction) => {
+                Err(ReportRejection::Contradiction) => {
                     progress.flaw = Some(Flaw::Contradiction);
                     tree.set_foreign(index);
                     return false;
                 }
-                Err(Refused::NoRoom) => has_room = false,
+                Err(ReportRejection::NoRoom) => has_room = false,
             }
             has_room
         });
@@ -328,7 +328,7 @@ impl Stream {
     }
 
     /// Ends the reports of `top` and all behind it, the deepest first.
-    fn hide(&mut self, top: u32, show: &mut Show<'_>) {
+    fn hide(&mut self, top: u32, show: &mut ShownBlocks<'_>) {
         if self.tree.entries.get(top).first_child == NONE {
             self.hide_one(top, show);
             return;
@@ -338,7 +338,7 @@ impl Stream {
         }
     }
 
-    fn hide_one(&mut self, index: u32, show: &mut Show<'_>) {
+    fn hide_one(&mut self, index: u32, show: &mut ShownBlocks<'_>) {
         let entry = *self.tree.entries.get(index);
         if entry.is_reported {
             self.tree.set_reported(index, false);
@@ -348,7 +348,7 @@ impl Stream {
     }
 
     /// Loads the memory that storing these blocks will touch, so that its latencies overlap.
-    fn warm(&self, blocks: &[(EngineHash, BlockHash)], show: &Show<'_>) {
+    fn warm(&self, blocks: &[(EngineHash, BlockHash)], show: &ShownBlocks<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         let mut routers = [BlockHash(0); GROUP_BLOCKS];
         let places = engines.iter_mut().zip(&mut routers);
@@ -361,7 +361,7 @@ impl Stream {
     }
 
     /// As [`Self::warm`], for blocks that go.
-    fn warm_removals(&self, blocks: &[EngineHash], show: &Show<'_>) {
+    fn warm_removals(&self, blocks: &[EngineHash], show: &ShownBlocks<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         for (to, engine) in engines.iter_mut().zip(blocks) {
             *to = BlockHash(engine.0);

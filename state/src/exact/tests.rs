@@ -1,12 +1,12 @@
 //! Bounds, which take small ones to be reached.
 
-use crate::exact::followed::Exact;
+use crate::exact::followed::FollowedBackends;
 use crate::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
 use crate::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
 use crate::ownership::{OWNED_BLOCKS_MAX, Ownership};
 
 struct Rig {
-    exact: Exact,
+    exact: FollowedBackends,
     ownership: Ownership,
     next_seq: u64,
 }
@@ -15,7 +15,7 @@ impl Rig {
     /// Two engines, of whose blocks so many are kept, and of all blocks so many owned.
     fn new(per_backend: u64, all: u64, owned: u64) -> Self {
         let mut rig = Self {
-            exact: Exact::with_limits(per_backend, all),
+            exact: FollowedBackends::with_limits(per_backend, all),
             ownership: Ownership::with_limits(16, owned),
             next_seq: 0,
         };

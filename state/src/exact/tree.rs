@@ -1,20 +1,20 @@
 //! One rank's cache: what the engine holds, as a forest of entries that are found by either hash.
 //!
-//! Which entries count as owned follows from them alone, see [`Tree::is_owned`]; [`Tree::revive`] and
-//! [`Tree::strand`] say what begins or ceases to count when an entry comes or goes.
+//! Which entries count as owned follows from them alone, see [`BlockTree::is_owned`]; [`BlockTree::revive`] and
+//! [`BlockTree::strand`] say what begins or ceases to count when an entry comes or goes.
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::exact::entries::{ByEngine, ByRouter, Entries, Entry, NONE};
+use crate::exact::entries::{ByEngine, ByRouter, CachedBlock, CachedBlocks, NONE};
 use crate::ids::{BlockHash, EngineHash, Slot};
-use crate::ownership::index::Index;
+use crate::ownership::index::RecordIndex;
 
 /// See the module's text.
-pub(super) struct Tree {
-    pub(super) entries: Entries,
-    by_engine: Index,
+pub(super) struct BlockTree {
+    pub(super) entries: CachedBlocks,
+    by_engine: RecordIndex,
     /// Without foreign entries: of those that look alike the first.
-    by_router: Index,
+    by_router: RecordIndex,
     /// Present entries.
     len: u32,
     /// Of these, those that some physical block holds.
@@ -29,7 +29,7 @@ pub(super) struct Tree {
 
 /// What became of a block that the engine stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stored {
+pub(super) enum StoreResult {
     /// Another copy of a present block.
     Copy(u32),
     /// A block that was not there.
@@ -40,14 +40,14 @@ pub(super) enum Stored {
     Full,
 }
 
-impl Tree {
+impl BlockTree {
     pub(super) fn new(slot: Slot, rank: u16) -> Self {
         let [slot_low, slot_high] = slot.0.to_le_bytes();
         let [rank_low, rank_high] = rank.to_le_bytes();
         Self {
-            entries: Entries::new(),
-            by_engine: Index::new(),
-            by_router: Index::new(),
+            entries: CachedBlocks::new(),
+            by_engine: RecordIndex::new(),
+            by_router: RecordIndex::new(),
             len: 0,
             live: 0,
             reported: 0,
@@ -99,7 +99,12 @@ impl Tree {
     }
 
     /// Counts one more physical block behind `parent` (an entry, or [`NONE`]).
-    pub(super) fn store(&mut self, engine: EngineHash, router: BlockHash, parent: u32) -> Stored {
+    pub(super) fn store(
+        &mut self,
+        engine: EngineHash,
+        router: BlockHash,
+        parent: u32,
+    ) -> StoreResult {
         let Some(index) = self.find(engine) else {
             return self.insert(engine, router, parent);
         };
@@ -108,18 +113,18 @@ impl Tree {
         self.live += u32::from(is_fresh);
         self.change(index, |entry| entry.copies = entry.copies.saturating_add(1));
         if (entry.router, entry.parent) != (router, parent) {
-            Stored::Contradiction(index)
+            StoreResult::Contradiction(index)
         } else if is_fresh {
-            Stored::Fresh(index)
+            StoreResult::Fresh(index)
         } else {
-            Stored::Copy(index)
+            StoreResult::Copy(index)
         }
     }
 
-    fn insert(&mut self, engine: EngineHash, router: BlockHash, parent: u32) -> Stored {
+    fn insert(&mut self, engine: EngineHash, router: BlockHash, parent: u32) -> StoreResult {
         let is_foreign = (parent != NONE && self.entries.get(parent).is_foreign)
             || self.find_router(router).is_some();
-        let entry = Entry {
+        let entry = CachedBlock {
             engine,
             router,
             parent,
@@ -131,10 +136,10 @@ impl Tree {
             is_reported: false,
         };
         let Some(index) = self.entries.insert(entry) else {
-            return Stored::Full;
+            return StoreResult::Full;
         };
         self.enter(index);
-        Stored::Fresh(index)
+        StoreResult::Fresh(index)
     }
 
     /// Enters a present entry into its parent's list, the lookups and the counts.
@@ -185,7 +190,7 @@ impl Tree {
 
     /// Whether the block counts as owned: it is there, nothing that only looks like it came before it,
     /// and the block before it counts.
-    pub(super) fn is_owned(&self, entry: &Entry) -> bool {
+    pub(super) fn is_owned(&self, entry: &CachedBlock) -> bool {
         let is_rooted = entry.parent == NONE || self.entries.get(entry.parent).is_reported;
         entry.copies > 0 && !entry.is_foreign && is_rooted
     }
@@ -257,7 +262,7 @@ impl Tree {
         self.entries.get_mut(parent).first_child = index;
     }
 
-    fn unlink(&mut self, entry: &Entry) {
+    fn unlink(&mut self, entry: &CachedBlock) {
         if entry.prev != NONE {
             self.entries.get_mut(entry.prev).next = entry.next;
         } else if entry.parent != NONE {
@@ -268,7 +273,7 @@ impl Tree {
         }
     }
 
-    fn change(&mut self, index: u32, change: impl FnOnce(&mut Entry)) {
+    fn change(&mut self, index: u32, change: impl FnOnce(&mut CachedBlock)) {
         let before = self.hash(self.entries.get(index));
         change(self.entries.get_mut(index));
         let after = self.hash(self.entries.get(index));
@@ -276,7 +281,7 @@ impl Tree {
     }
 
     /// What an entry adds to the digest: nothing that depends on where it is kept.
-    fn hash(&self, entry: &Entry) -> u128 {
+    fn hash(&self, entry: &CachedBlock) -> u128 {
         let parent = (entry.parent != NONE).then(|| self.entries.get(entry.parent).engine.0);
         let mut bytes = [0_u8; 33];
         bytes[..4].copy_from_slice(&self.place);
@@ -295,8 +300,8 @@ impl Tree {
     pub(super) fn rebuild(&mut self) -> Result<(), String> {
         self.check_paths()?;
         let present: Vec<u32> = self.entries.iter().map(|(index, _)| index).collect();
-        self.by_engine = Index::with_room(present.len());
-        self.by_router = Index::with_room(present.len());
+        self.by_engine = RecordIndex::with_room(present.len());
+        self.by_router = RecordIndex::with_room(present.len());
         (self.len, self.live, self.reported, self.sum) = (0, 0, 0, 0);
         for &index in &present {
             let entry = *self.entries.get(index);

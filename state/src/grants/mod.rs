@@ -18,7 +18,7 @@
 //!   are void, so that proposing too many costs no more than a request too many at an engine.
 //! - A granted request goes before everything that waits here, as soon as there is room for it, and
 //!   `Leave` is proposed. Its client is gone: `Leave` and `Grant {model, 1}`, so that the next one
-//!   goes; the price already charged becomes credit of the user (`Ledger::credit`).
+//!   goes; the price already charged becomes credit of the user (`CreditLedger::credit`).
 //! - A replica that is gone has its requests taken out and its open grants handed on.
 
 #[cfg(test)]
@@ -83,7 +83,7 @@ impl GrantsView {
 
 /// A request in the list, as it stands in snapshots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
-pub(crate) struct Entry {
+pub(crate) struct WaitEntry {
     replica: ReplicaId,
     wait: Wait,
     /// Log order.
@@ -94,8 +94,8 @@ pub(crate) struct Entry {
 /// All waiting and granted requests.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct WaitingList {
-    entries: BTreeMap<(ReplicaId, Ticket), Entry>,
-    lanes: BTreeMap<Place, Lane>,
+    entries: BTreeMap<(ReplicaId, Ticket), WaitEntry>,
+    queues: BTreeMap<WaitQueueKey, WaitQueue>,
     per_replica: BTreeMap<ReplicaId, usize>,
     /// 0 whenever nothing waits.
     last_seq: u64,
@@ -104,25 +104,25 @@ pub(crate) struct WaitingList {
 }
 
 /// Model, and priority from high to low.
-type Place = (ModelKey, Reverse<i16>);
+type WaitQueueKey = (ModelKey, Reverse<i16>);
 
 /// Requests of one model and priority that wait.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-struct Lane {
+struct WaitQueue {
     /// `(counter, log order of the first request, user)`. Counters are as last seen; since they only
     /// rise, a first one that is still what it was is the least.
     order: BTreeSet<(u64, u64, UserKey)>,
-    lines: BTreeMap<UserKey, Line>,
+    users: BTreeMap<UserKey, UserTickets>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-struct Line {
+struct UserTickets {
     counter: u64,
     /// By log order; never empty.
     tickets: BTreeMap<u64, (ReplicaId, Ticket)>,
 }
 
-impl Line {
+impl UserTickets {
     fn first(&self) -> u64 {
         let (seq, _) = self
             .tickets
@@ -132,25 +132,25 @@ impl Line {
     }
 }
 
-impl Lane {
-    fn insert(&mut self, entry: &Entry) {
+impl WaitQueue {
+    fn insert(&mut self, entry: &WaitEntry) {
         let user = entry.wait.user;
-        let line = self.lines.entry(user).or_default();
+        let line = self.users.entry(user).or_default();
         line.tickets
             .insert(entry.seq, (entry.replica, entry.wait.ticket));
         // Log order rises: a line that was there keeps its first.
         self.order.insert((line.counter, line.first(), user));
     }
 
-    fn remove(&mut self, entry: &Entry) {
+    fn remove(&mut self, entry: &WaitEntry) {
         let user = entry.wait.user;
-        let Some(line) = self.lines.get_mut(&user) else {
+        let Some(line) = self.users.get_mut(&user) else {
             return;
         };
         self.order.remove(&(line.counter, line.first(), user));
         line.tickets.remove(&entry.seq);
         if line.tickets.is_empty() {
-            self.lines.remove(&user);
+            self.users.remove(&user);
         } else {
             self.order.insert((line.counter, line.first(), user));
         }
@@ -160,7 +160,7 @@ impl Lane {
     fn next(&mut self, counter: impl Fn(UserKey) -> u64) -> Option<(ReplicaId, Ticket)> {
         loop {
             let &(seen, first, user) = self.order.first()?;
-            let line = self.lines.get_mut(&user)?;
+            let line = self.users.get_mut(&user)?;
             let present = counter(user);
             if present == seen {
                 return line.tickets.get(&first).copied();
@@ -175,7 +175,7 @@ impl Lane {
 impl WaitingList {
     /// Takes a request in. Answers whether it was: not a second time, and not beyond the bounds.
     pub(crate) fn wait(&mut self, replica: ReplicaId, wait: Wait) -> bool {
-        let entry = Entry {
+        let entry = WaitEntry {
             replica,
             wait,
             seq: self.last_seq + 1,
@@ -188,7 +188,7 @@ impl WaitingList {
         is_taken
     }
 
-    fn insert(&mut self, entry: Entry) -> bool {
+    fn insert(&mut self, entry: WaitEntry) -> bool {
         let key = (entry.replica, entry.wait.ticket);
         let of_replica = self.per_replica.get(&entry.replica).copied();
         let is_welcome = of_replica.unwrap_or_default() < WAITING_PER_REPLICA_MAX
@@ -201,7 +201,7 @@ impl WaitingList {
         *self.per_replica.entry(entry.replica).or_default() += 1;
         self.digest = self.digest.wrapping_add(hash(&entry));
         if !entry.is_granted {
-            self.lanes.entry(place(&entry)).or_default().insert(&entry);
+            self.queues.entry(place(&entry)).or_default().insert(&entry);
         }
         self.entries.insert(key, entry);
         true
@@ -227,15 +227,15 @@ impl WaitingList {
         true
     }
 
-    fn unlist(&mut self, entry: &Entry) {
+    fn unlist(&mut self, entry: &WaitEntry) {
         if entry.is_granted {
             return;
         }
         let place = place(entry);
-        if let Some(lane) = self.lanes.get_mut(&place) {
+        if let Some(lane) = self.queues.get_mut(&place) {
             lane.remove(entry);
-            if lane.lines.is_empty() {
-                self.lanes.remove(&place);
+            if lane.users.is_empty() {
+                self.queues.remove(&place);
             }
         }
     }
@@ -247,7 +247,7 @@ impl WaitingList {
         counter: impl Fn(UserKey) -> u64,
     ) -> Option<(ReplicaId, Wait)> {
         let all = (model, Reverse(i16::MAX))..=(model, Reverse(i16::MIN));
-        let (_, lane) = self.lanes.range_mut(all).next()?;
+        let (_, lane) = self.queues.range_mut(all).next()?;
         let key = lane.next(counter)?;
         let mut entry = *self.entries.get(&key)?;
         self.unlist(&entry);
@@ -261,7 +261,7 @@ impl WaitingList {
     /// Takes out all of a replica's requests; answers the models of those that were granted.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
         let all = (replica, Ticket(0))..=(replica, Ticket(u64::MAX));
-        let entries: Vec<Entry> = self.entries.range(all).map(|(_, entry)| *entry).collect();
+        let entries: Vec<WaitEntry> = self.entries.range(all).map(|(_, entry)| *entry).collect();
         for entry in &entries {
             self.leave(replica, entry.wait.ticket);
         }
@@ -292,14 +292,14 @@ impl WaitingList {
     }
 
     /// Everything in it, for snapshots.
-    pub(crate) fn image(&self) -> (u64, Vec<Entry>) {
+    pub(crate) fn image(&self) -> (u64, Vec<WaitEntry>) {
         (self.last_seq, self.entries.values().copied().collect())
     }
 
     /// The list that [`WaitingList::image`] told of; says what is wrong with it.
-    pub(crate) fn restored((last_seq, entries): (u64, Vec<Entry>)) -> Result<Self, String> {
+    pub(crate) fn restored((last_seq, entries): (u64, Vec<WaitEntry>)) -> Result<Self, String> {
         let mut list = Self::default();
-        let mut by_log: Vec<Entry> = entries;
+        let mut by_log: Vec<WaitEntry> = entries;
         by_log.sort_by_key(|entry| entry.seq);
         for entry in by_log {
             let is_later = entry.seq > list.last_seq;
@@ -325,19 +325,20 @@ impl WaitingList {
         let Ok(rebuilt) = Self::restored(self.image()) else {
             return false;
         };
-        let lines = |list: &Self| -> Vec<(Place, UserKey, Vec<u64>)> {
-            let of_lane = |(place, lane): (&Place, &Lane)| {
+        let lines = |list: &Self| -> Vec<(WaitQueueKey, UserKey, Vec<u64>)> {
+            let of_lane = |(place, lane): (&WaitQueueKey, &WaitQueue)| {
                 let place = *place;
-                let line = |(user, line): (&UserKey, &Line)| {
+                let line = |(user, line): (&UserKey, &UserTickets)| {
                     (place, *user, line.tickets.keys().copied().collect())
                 };
-                lane.lines.iter().map(line).collect::<Vec<_>>()
+                lane.users.iter().map(line).collect::<Vec<_>>()
             };
-            list.lanes.iter().flat_map(of_lane).collect()
+            list.queues.iter().flat_map(of_lane).collect()
         };
-        let is_ordered = self.lanes.values().all(|lane| {
-            let first = |(user, line): (&UserKey, &Line)| (line.counter, line.first(), *user);
-            let order: BTreeSet<_> = lane.lines.iter().map(first).collect();
+        let is_ordered = self.queues.values().all(|lane| {
+            let first =
+                |(user, line): (&UserKey, &UserTickets)| (line.counter, line.first(), *user);
+            let order: BTreeSet<_> = lane.users.iter().map(first).collect();
             order == lane.order
         });
         is_ordered
@@ -347,10 +348,10 @@ impl WaitingList {
     }
 }
 
-fn place(entry: &Entry) -> Place {
+fn place(entry: &WaitEntry) -> WaitQueueKey {
     (entry.wait.model, Reverse(entry.wait.priority))
 }
 
-fn hash(entry: &Entry) -> u128 {
+fn hash(entry: &WaitEntry) -> u128 {
     xxh3_128(&encoding::to_bytes(entry))
 }

@@ -26,7 +26,7 @@ pub use crate::bounds::{
     RESTORE_BYTES_MAX, RESTORE_PART_BYTES, USERS_MAX,
 };
 pub use crate::charge::Charge;
-pub use crate::reject::Reject;
+pub use crate::reject::Rejection;
 
 /// A command with its origin: what one log entry holds.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
@@ -211,7 +211,7 @@ pub enum Item {
         /// A dispatch with an open lease.
         attempt: u32,
         /// Whether the blocks stay in the engine's cache.
-        outcome: Outcome,
+        outcome: LeaseOutcome,
     },
     /// Names a user the state may not know. Repeats are harmless.
     DefineUser {
@@ -261,7 +261,7 @@ pub enum Item {
 
 /// How an attempt ended, as far as the engine's cache is concerned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
-pub enum Outcome {
+pub enum LeaseOutcome {
     /// The engine ran it: full blocks stay cached, also when the client left.
     Kept,
     /// The engine never ran it (no connection, an error before the first byte): blocks that only
@@ -285,8 +285,8 @@ impl UserSpec {
     /// Checks every field.
     ///
     /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
         ensure(is_name(&self.name), "name", "1 to 256 bytes")?;
         ensure(self.weight_milli > 0, "weight_milli", "at least 1")
     }
@@ -305,7 +305,7 @@ pub enum Reply {
     /// one only that it was applied is remembered: [`Reply::Applied`]. Never nested.
     Repeated(Box<Reply>),
     /// Refused; nothing changed.
-    Rejected(Reject),
+    Rejected(Rejection),
 }
 
 /// What of a batch did not take effect.

@@ -8,25 +8,25 @@ use crate::command::{Origin, UserSpec};
 use crate::ids::{ReplicaId, SessionId};
 use crate::planted::{self, Bug};
 use crate::policy::PolicyConfig;
-use crate::prefix::{Hashing, user_key};
+use crate::prefix::{BlockHasher, user_key};
 use crate::pricing::FairnessSettings;
-use crate::reject::Reject;
+use crate::reject::Rejection;
 
 impl RouterState {
     pub(super) fn init_cluster(
         &mut self,
         origin: &Origin,
-        hashing: Hashing,
+        hashing: BlockHasher,
         policy: PolicyConfig,
         fairness: FairnessSettings,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         if self.config.initialised {
-            return Err(Reject::AlreadyInitialised);
+            return Err(Rejection::AlreadyInitialised);
         }
         policy.validate()?;
         fairness.validate()?;
         let subject = policy.name().to_owned();
-        self.config = super::Config {
+        self.config = super::ClusterConfig {
             initialised: true,
             hash_seed: hashing.seed,
             policy,
@@ -37,16 +37,24 @@ impl RouterState {
         Ok(())
     }
 
-    pub(super) fn put_backend(&mut self, origin: &Origin, spec: BackendSpec) -> Result<(), Reject> {
+    pub(super) fn put_backend(
+        &mut self,
+        origin: &Origin,
+        spec: BackendSpec,
+    ) -> Result<(), Rejection> {
         spec.validate()?;
         let name = spec.id.clone();
-        let effect = self.backends.put(spec).ok_or(Reject::TooManyBackends)?;
+        let effect = self.backends.put(spec).ok_or(Rejection::TooManyBackends)?;
         self.follow(effect);
         self.note(origin, AuditAction::PutBackend, name);
         Ok(())
     }
 
-    pub(super) fn delete_backend(&mut self, origin: &Origin, name: String) -> Result<(), Reject> {
+    pub(super) fn delete_backend(
+        &mut self,
+        origin: &Origin,
+        name: String,
+    ) -> Result<(), Rejection> {
         let Some(slot) = self.backends.remove(&name) else {
             return Err(unknown_backend(name));
         };
@@ -66,7 +74,7 @@ impl RouterState {
         origin: &Origin,
         name: String,
         draining: bool,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         if !self.backends.set_draining(&name, draining) {
             return Err(unknown_backend(name));
         }
@@ -79,11 +87,11 @@ impl RouterState {
         Ok(())
     }
 
-    pub(super) fn put_user(&mut self, origin: &Origin, spec: UserSpec) -> Result<(), Reject> {
+    pub(super) fn put_user(&mut self, origin: &Origin, spec: UserSpec) -> Result<(), Rejection> {
         spec.validate()?;
         let key = user_key(self.config.hash_seed, &spec.name);
         if !self.users.configure(key, &spec.name, spec.weight_milli) {
-            return Err(Reject::TooManyUsers);
+            return Err(Rejection::TooManyUsers);
         }
         self.note(origin, AuditAction::PutUser, spec.name);
         Ok(())
@@ -93,7 +101,7 @@ impl RouterState {
         &mut self,
         origin: &Origin,
         policy: PolicyConfig,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         policy.validate()?;
         let subject = policy.name().to_owned();
         self.config.policy = policy;
@@ -107,7 +115,7 @@ impl RouterState {
         origin: &Origin,
         replica: ReplicaId,
         session: SessionId,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         if self.sessions.is_current(replica, session) {
             self.close_replica(replica);
             self.note(origin, AuditAction::ExpireSession, replica.to_string());
@@ -129,7 +137,7 @@ impl RouterState {
 }
 
 /// The name comes from a command and is kept in a reply: no longer than a name can be.
-fn unknown_backend(mut name: String) -> Reject {
+fn unknown_backend(mut name: String) -> Rejection {
     name.truncate(name.floor_char_boundary(NAME_BYTES_MAX));
-    Reject::UnknownBackend { name }
+    Rejection::UnknownBackend { name }
 }

@@ -8,7 +8,7 @@ use super::RouterState;
 use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
 use crate::backends::EngineFacts;
 use crate::bounds::BLOCKS_PER_ITEM_MAX;
-use crate::command::{BatchReply, Item, Outcome};
+use crate::command::{BatchReply, Item, LeaseOutcome};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, UserKey};
 use crate::planted::{self, Bug};
 use crate::prefix::user_key;
@@ -16,7 +16,7 @@ use crate::validate::is_name;
 
 /// What became of an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fate {
+enum ItemResult {
     Applied,
     Dropped,
     MissingTip(AttemptId),
@@ -32,16 +32,16 @@ impl RouterState {
         let mut reply = BatchReply::default();
         for item in items {
             match self.item(replica, base_attempt, item) {
-                Fate::Applied => {}
-                Fate::Dropped => reply.dropped = reply.dropped.saturating_add(1),
-                Fate::MissingTip(attempt) => reply.missing_tip.push(attempt),
+                ItemResult::Applied => {}
+                ItemResult::Dropped => reply.dropped = reply.dropped.saturating_add(1),
+                ItemResult::MissingTip(attempt) => reply.missing_tip.push(attempt),
             }
         }
         self.exact.fade(&mut self.ownership, self.time.now_ms);
         reply
     }
 
-    fn item(&mut self, replica: ReplicaId, base_attempt: AttemptId, item: Item) -> Fate {
+    fn item(&mut self, replica: ReplicaId, base_attempt: AttemptId, item: Item) -> ItemResult {
         let holder = |attempt: u32| {
             let attempt = AttemptId(base_attempt.0.checked_add(u64::from(attempt))?);
             Some(Holder { replica, attempt })
@@ -53,7 +53,7 @@ impl RouterState {
                 tip,
                 new,
             } => {
-                return holder(attempt).map_or(Fate::Dropped, |holder| {
+                return holder(attempt).map_or(ItemResult::Dropped, |holder| {
                     self.acquire(holder, backend, tip, &new)
                 });
             }
@@ -82,9 +82,9 @@ impl RouterState {
             Item::Grant { model, count } => self.grant(model, count),
         };
         if is_applied {
-            Fate::Applied
+            ItemResult::Applied
         } else {
-            Fate::Dropped
+            ItemResult::Dropped
         }
     }
 
@@ -94,20 +94,20 @@ impl RouterState {
         backend: BackendRef,
         tip: Option<BlockHash>,
         new: &[BlockHash],
-    ) -> Fate {
+    ) -> ItemResult {
         let is_welcome = new.len() <= BLOCKS_PER_ITEM_MAX
             && self.backends.is_live(backend)
             && !self.leases.contains(holder)
             && self.leases.of_replica(holder.replica) < LEASES_PER_REPLICA_MAX;
         if !is_welcome {
-            return Fate::Dropped;
+            return ItemResult::Dropped;
         }
         match self.ownership.acquire(backend.slot, tip, new) {
             Ok(lease) => {
                 self.leases.open(holder, OpenLease::of(backend, &lease));
-                Fate::Applied
+                ItemResult::Applied
             }
-            Err(_) => Fate::MissingTip(holder.attempt),
+            Err(_) => ItemResult::MissingTip(holder.attempt),
         }
     }
 
@@ -124,15 +124,15 @@ impl RouterState {
             .open(holder, OpenLease::of(open.backend, &lease))
     }
 
-    fn release(&mut self, holder: Holder, outcome: Outcome) -> bool {
+    fn release(&mut self, holder: Holder, outcome: LeaseOutcome) -> bool {
         let Some(open) = self.leases.close(holder) else {
             return false;
         };
         match outcome {
-            Outcome::Kept => self.ownership.release(open.lease(), true),
-            Outcome::KeptUntouched => self.ownership.release_untouched(open.lease()),
-            Outcome::Discarded if planted::is(Bug::DiscardKeepsPin) => {}
-            Outcome::Discarded => self.ownership.release(open.lease(), false),
+            LeaseOutcome::Kept => self.ownership.release(open.lease(), true),
+            LeaseOutcome::KeptUntouched => self.ownership.release_untouched(open.lease()),
+            LeaseOutcome::Discarded if planted::is(Bug::DiscardKeepsPin) => {}
+            LeaseOutcome::Discarded => self.ownership.release(open.lease(), false),
         }
         self.exact
             .released(open.backend.slot, &self.ownership, self.time.now_ms);

@@ -26,14 +26,14 @@
 //! I4's "never fall" is about time: a check of one moment cannot see it; the property tests do.
 
 use super::RouterState;
-use crate::error::Broken;
+use crate::error::InvariantError;
 
 impl RouterState {
     /// Checks every invariant; for tests and `debug_assert`, slow on a large state.
     ///
     /// # Errors
     /// The first broken one.
-    pub fn check(&self) -> Result<(), Broken> {
+    pub fn check(&self) -> Result<(), InvariantError> {
         self.check_ownership()?;
         self.check_exact()?;
         self.check_leases()?;
@@ -47,7 +47,7 @@ impl RouterState {
     }
 
     /// I1 to I3, I6 and ownership's part of I8.
-    fn check_ownership(&self) -> Result<(), Broken> {
+    fn check_ownership(&self) -> Result<(), InvariantError> {
         let tips = self
             .leases
             .iter()
@@ -56,7 +56,7 @@ impl RouterState {
     }
 
     /// I22 and I23.
-    fn check_exact(&self) -> Result<(), Broken> {
+    fn check_exact(&self) -> Result<(), InvariantError> {
         let sound = self.exact.check();
         sound.map_err(|detail| broken("I22", detail))?;
         let mut followed = self.exact.conditions();
@@ -69,7 +69,7 @@ impl RouterState {
     }
 
     /// I5, and the leases' part of I8. What was measured is of present backends.
-    fn check_leases(&self) -> Result<(), Broken> {
+    fn check_leases(&self) -> Result<(), InvariantError> {
         self.backends
             .check()
             .map_err(|detail| broken("I5", detail))?;
@@ -90,7 +90,7 @@ impl RouterState {
     }
 
     /// I7's part that spans users and sessions.
-    fn check_users_in_flight(&self) -> Result<(), Broken> {
+    fn check_users_in_flight(&self) -> Result<(), InvariantError> {
         let stray = self
             .users
             .replicas_open()
@@ -107,7 +107,7 @@ impl RouterState {
     }
 
     /// I18, and the waiting list's part of I8.
-    fn check_waiting(&self) -> Result<(), Broken> {
+    fn check_waiting(&self) -> Result<(), InvariantError> {
         ensure(
             self.waiting.is_consistent(),
             "I18",
@@ -138,7 +138,7 @@ impl RouterState {
     }
 
     /// I9, and the small parts of I8.
-    fn check_published(&self) -> Result<(), Broken> {
+    fn check_published(&self) -> Result<(), InvariantError> {
         ensure(
             self.cold_digest == self.hash_cold(),
             "I8",
@@ -168,7 +168,7 @@ impl RouterState {
     }
 }
 
-fn ensure(holds: bool, number: &'static str, detail: &str) -> Result<(), Broken> {
+fn ensure(holds: bool, number: &'static str, detail: &str) -> Result<(), InvariantError> {
     if holds {
         Ok(())
     } else {
@@ -176,6 +176,6 @@ fn ensure(holds: bool, number: &'static str, detail: &str) -> Result<(), Broken>
     }
 }
 
-fn broken(number: &'static str, detail: String) -> Broken {
-    Broken { number, detail }
+fn broken(number: &'static str, detail: String) -> InvariantError {
+    InvariantError { number, detail }
 }

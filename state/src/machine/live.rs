@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use bincode::{Decode, Encode};
 
 use super::{AuditAction, RouterState};
-use crate::backends::{Backend, Effect};
+use crate::backends::{Backend, SlotChange};
 use crate::charge::Charge;
 use crate::command::{Origin, UserSpec};
 use crate::encoding;
@@ -20,21 +20,23 @@ use crate::policy::RoutingSettings;
 use crate::prefix::user_key;
 use crate::pricing::Pricing;
 use crate::readers::Assignment;
-use crate::reject::Reject;
-use crate::service::{Holding, Limit, LimitFigures, Served, ServiceSample, ServiceView};
+use crate::reject::Rejection;
+use crate::service::{
+    AdaptiveLimit, BackendServiceView, Holding, LimitFigures, ServiceSample, ServiceView,
+};
 use crate::settings::AdmissionSettings;
 use crate::settings::UserLimits;
-use crate::users::Terms;
+use crate::users::ChargeTerms;
 use crate::validate::{ensure, is_name};
 
 /// Replicated settings that an operator may set; `None`: nobody has.
 #[derive(Debug, Clone, PartialEq, Default, Encode, Decode)]
-pub(super) struct Settings {
+pub(super) struct LiveSettings {
     pub(super) routing: Option<RoutingSettings>,
     pub(super) admission: Option<AdmissionSettings>,
 }
 
-impl Settings {
+impl LiveSettings {
     /// Checks what `apply` relies on; says what is wrong.
     pub(super) fn validate(&self) -> Result<(), String> {
         let routing = self
@@ -83,7 +85,7 @@ impl RouterState {
         &mut self,
         origin: &Origin,
         settings: RoutingSettings,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         settings.validate()?;
         self.settings.routing = Some(settings);
         self.note(origin, AuditAction::PutRouting, String::new());
@@ -94,7 +96,7 @@ impl RouterState {
         &mut self,
         origin: &Origin,
         settings: AdmissionSettings,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         settings.validate()?;
         if settings.bins != self.admission_settings().bins {
             self.outputs.rebin(settings.bins);
@@ -110,13 +112,13 @@ impl RouterState {
         origin: &Origin,
         name: String,
         limits: UserLimits,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         ensure(is_name(&name), "name", "1 to 256 bytes")?;
         limits.validate()?;
         let key = user_key(self.config.hash_seed, &name);
         let limits = Some(limits).filter(|limits| !limits.is_unbounded());
         if !self.users.limit(key, &name, limits) {
-            return Err(Reject::TooManyUsers);
+            return Err(Rejection::TooManyUsers);
         }
         self.note(origin, AuditAction::PutUserLimits, name);
         Ok(())
@@ -128,7 +130,7 @@ impl RouterState {
         origin: &Origin,
         user: UserSpec,
         limits: UserLimits,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         limits.validate()?;
         let name = user.name.clone();
         self.put_user(origin, user)?;
@@ -136,7 +138,7 @@ impl RouterState {
         self.put_user_limits(origin, name, limits)
     }
 
-    pub(super) fn forgive_user(&mut self, origin: &Origin, name: String) -> Result<(), Reject> {
+    pub(super) fn forgive_user(&mut self, origin: &Origin, name: String) -> Result<(), Rejection> {
         let key = user_key(self.config.hash_seed, &name);
         let is_known = is_name(&name) && self.users.forgive(key);
         ensure(is_known, "name", "a user who is known")?;
@@ -148,7 +150,7 @@ impl RouterState {
         &mut self,
         origin: &Origin,
         readers: &[Assignment],
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         let backends = &self.backends;
         let changed = self.readers.replace(readers, |it| backends.is_live(it))?;
         for slot in changed {
@@ -157,7 +159,7 @@ impl RouterState {
                 self.exact.doubt(slot, KvDoubt::Handover);
             } else if self.exact.forget(slot) {
                 // What events told is not kept up by anybody: begin anew with leases.
-                self.follow(Effect::Begun(slot));
+                self.follow(SlotChange::Begun(slot));
             }
         }
         self.note(origin, AuditAction::AssignReaders, String::new());
@@ -237,7 +239,7 @@ impl RouterState {
         let capacity = self.told_blocks(slot);
         match self.service.figures(slot) {
             Some(figures) => figures.limit.figures(settings, capacity),
-            None => Limit::default().figures(settings, capacity),
+            None => AdaptiveLimit::default().figures(settings, capacity),
         }
     }
 
@@ -248,7 +250,7 @@ impl RouterState {
             let slot = backend.handle.slot;
             let figures = self.service.figures(slot);
             let limits = self.limits(slot, &settings);
-            Served {
+            BackendServiceView {
                 backend: backend.handle,
                 limit: limits.limit,
                 limits,
@@ -272,9 +274,9 @@ impl RouterState {
     }
 
     /// What charges are settled by.
-    pub(super) fn terms(&self) -> Terms {
+    pub(super) fn terms(&self) -> ChargeTerms {
         let admission = self.settings.admission.as_ref();
-        Terms {
+        ChargeTerms {
             pricing: Pricing {
                 prices: self.config.fairness,
                 charge: admission.map(|it| it.charge).unwrap_or_default(),

@@ -2,7 +2,7 @@
 //!
 //! `apply` is the only way the state changes. It looks at nothing but the state and the command,
 //! answers every command and panics on none. What readers on other threads need is published
-//! through [`View`] as it goes.
+//! through [`StateView`] as it goes.
 
 mod admin;
 mod audit;
@@ -21,41 +21,41 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::backends::{Backends, Effect};
+use crate::backends::{Backends, SlotChange};
 use crate::command::{Command, Envelope, Origin, Reply};
 use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::ownership::Ownership;
 use crate::planted::{self, Bug};
 use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
-use crate::prefix::{HashSecret, Hashing};
+use crate::prefix::{BlockHasher, HashSecret};
 use crate::pricing::FairnessSettings;
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::users::{self, Users};
 
-use crate::exact::Exact;
+use crate::exact::FollowedBackends;
 use crate::grants::WaitingList;
 use crate::outputs::Outputs;
 use crate::readers::Readers;
-use crate::service::Service;
+use crate::service::ServiceStats;
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 use leases::Leases;
-use live::Settings;
-pub use published::{Registry, View};
+use live::LiveSettings;
+pub use published::{Registry, StateView};
 pub use report::{LeaseView, SessionView};
-use restoring::Staged;
+use restoring::StagedRestore;
 pub use restoring::{RESTORE_IDLE_MS_MAX, ReadBackup, RestoreView, StagedBackup};
-use sessions::{Admission, Sessions};
-pub use snapshot::{Frozen, SNAPSHOT_VERSION};
-use time::Time;
+use sessions::{Dedup, Sessions};
+pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
+use time::ReplicatedTime;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
 
 /// The whole replicated state of a replica.
 pub struct RouterState {
     applied: LogIndex,
-    time: Time,
-    config: Config,
+    time: ReplicatedTime,
+    config: ClusterConfig,
     /// What blocks are hashed under; `None`: the cluster was founded before there was a secret.
     hash_secret: Option<HashSecret>,
     backends: Backends,
@@ -64,14 +64,14 @@ pub struct RouterState {
     leases: Leases,
     users: Users,
     audit: Audit,
-    settings: Settings,
+    settings: LiveSettings,
     readers: Readers,
-    service: Service,
+    service: ServiceStats,
     outputs: Outputs,
     waiting: WaitingList,
-    exact: Exact,
+    exact: FollowedBackends,
     /// A backup that is being brought in.
-    staged: Option<Staged>,
+    staged: Option<StagedRestore>,
     /// A backup that was read ahead of the command that switches to it. No part of the state: what
     /// is in it follows from `staged`.
     prepared: Option<ReadBackup>,
@@ -86,19 +86,19 @@ pub struct RouterState {
     is_outputs_changed: bool,
     /// Whether a command changed who waits for grants.
     is_waiting_changed: bool,
-    view: Arc<View>,
+    view: Arc<StateView>,
 }
 
 /// Replicated settings.
 #[derive(Debug, Clone, PartialEq, bincode::Encode, bincode::Decode)]
-struct Config {
+struct ClusterConfig {
     initialised: bool,
     hash_seed: u64,
     policy: PolicyConfig,
     fairness: FairnessSettings,
 }
 
-impl Default for Config {
+impl Default for ClusterConfig {
     fn default() -> Self {
         Self {
             initialised: false,
@@ -109,7 +109,7 @@ impl Default for Config {
     }
 }
 
-impl Config {
+impl ClusterConfig {
     /// Checks what `apply` relies on; says what is wrong.
     fn validate(&self) -> Result<(), String> {
         let settings = self.policy.validate();
@@ -130,20 +130,20 @@ impl RouterState {
     #[must_use]
     pub fn new() -> Self {
         let ownership = Ownership::new();
-        let config = Config::default();
+        let config = ClusterConfig::default();
         let backends = Backends::default();
-        let view = Arc::new(View::new(
+        let view = Arc::new(StateView::new(
             ownership.view(),
             Registry::of(
                 &config,
                 &backends,
-                &Settings::default(),
-                (&Exact::default(), &Readers::default()),
+                &LiveSettings::default(),
+                (&FollowedBackends::default(), &Readers::default()),
             ),
         ));
         let mut state = Self {
             applied: LogIndex(0),
-            time: Time::default(),
+            time: ReplicatedTime::default(),
             config,
             hash_secret: None,
             backends,
@@ -152,12 +152,12 @@ impl RouterState {
             leases: Leases::new(),
             users: Users::new(),
             audit: Audit::default(),
-            settings: Settings::default(),
+            settings: LiveSettings::default(),
             readers: Readers::default(),
-            service: Service::default(),
+            service: ServiceStats::default(),
             outputs: Outputs::default(),
             waiting: WaitingList::default(),
-            exact: Exact::default(),
+            exact: FollowedBackends::default(),
             staged: None,
             prepared: None,
             cold_digest: 0,
@@ -216,7 +216,7 @@ impl RouterState {
 
     /// What readers on other threads hold: always the same handle, also after a restore.
     #[must_use]
-    pub fn view(&self) -> Arc<View> {
+    pub fn view(&self) -> Arc<StateView> {
         Arc::clone(&self.view)
     }
 
@@ -260,16 +260,16 @@ impl RouterState {
         let replica = origin.replica;
         if origin.seq == 0 {
             let (field, expected) = ("origin.seq".to_owned(), "at least 1".to_owned());
-            return Some(Reply::Rejected(Reject::Invalid { field, expected }));
+            return Some(Reply::Rejected(Rejection::Invalid { field, expected }));
         }
-        match self.sessions.admit(origin, proposed_at_ms) {
-            Admission::Fresh => None,
-            Admission::FreshRun => {
+        match self.sessions.dedup(origin, proposed_at_ms) {
+            Dedup::Fresh => None,
+            Dedup::FreshRun => {
                 self.close_replica(replica);
                 None
             }
-            Admission::Repeated(reply) => Some(Reply::Repeated(Box::new(reply))),
-            Admission::Stale => Some(Reply::Rejected(Reject::StaleSession { replica })),
+            Dedup::Repeated(reply) => Some(Reply::Repeated(Box::new(reply))),
+            Dedup::Stale => Some(Reply::Rejected(Rejection::StaleSession { replica })),
         }
     }
 
@@ -287,13 +287,13 @@ impl RouterState {
                 policy,
                 fairness,
             } => {
-                let hashing = Hashing {
+                let hashing = BlockHasher {
                     seed: hash_seed,
                     secret: Some(hash_secret),
                 };
                 self.init_cluster(origin, hashing, policy, fairness)
             }
-            _ if !self.config.initialised => Err(Reject::NotInitialised),
+            _ if !self.config.initialised => Err(Rejection::NotInitialised),
             Command::Batch {
                 base_attempt,
                 items,
@@ -361,14 +361,14 @@ impl RouterState {
     }
 
     /// Lets ownership and leases follow a change of a backend.
-    fn follow(&mut self, effect: Effect) {
+    fn follow(&mut self, effect: SlotChange) {
         match effect {
-            Effect::Unchanged => {}
-            Effect::Resized(slot) => {
+            SlotChange::Unchanged => {}
+            SlotChange::Resized(slot) => {
                 let capacity = self.capacity_blocks(slot);
                 self.ownership.set_capacity(slot, capacity);
             }
-            Effect::Begun(slot) => {
+            SlotChange::Begun(slot) => {
                 self.leases.forget_slot(slot);
                 self.service.forget(slot);
                 self.exact.forget(slot);

@@ -1,37 +1,37 @@
-//! [`View`]: what the hot path reads of the state, from any thread.
+//! [`StateView`]: what the hot path reads of the state, from any thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::{ArcSwap, ArcSwapOption, Guard};
 
-use super::Config;
-use super::live::Settings;
+use super::ClusterConfig;
+use super::live::LiveSettings;
 use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends};
-use crate::exact::{Exact, KvCondition};
+use crate::exact::{FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ReplicaId, Slot, UserKey};
 use crate::outputs::OutputsView;
 use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
-use crate::prefix::{HashSecret, Hashing};
+use crate::prefix::{BlockHasher, HashSecret};
 use crate::pricing::FairnessSettings;
 use crate::quotas::Quota;
 use crate::readers::{Assignment, Readers};
 use crate::service::ServiceView;
 use crate::settings::AdmissionSettings;
-use crate::users::{Lately, UsersView};
+use crate::users::{RecentUsage, UsersView};
 use crate::view::BlockView;
 
 /// What the hot path reads of the state, from any thread, without waiting for `apply`.
-pub struct View {
+pub struct StateView {
     /// Which backend holds which blocks.
     pub blocks: BlockView,
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
     now_ms: AtomicU64,
     /// What users used lately; `None` while no policy looks at it.
-    lately: ArcSwapOption<Lately>,
+    lately: ArcSwapOption<RecentUsage>,
     /// Whether any policy may be asked for, live or not.
     wants_all: AtomicBool,
     service: ArcSwap<ServiceView>,
@@ -42,7 +42,7 @@ pub struct View {
     grants: ArcSwap<GrantsView>,
 }
 
-impl View {
+impl StateView {
     pub(super) fn new(blocks: BlockView, registry: Registry) -> Self {
         Self {
             blocks,
@@ -178,7 +178,7 @@ impl View {
         self.lately.load().is_some()
     }
 
-    pub(super) fn publish_lately(&self, lately: Option<Lately>) {
+    pub(super) fn publish_lately(&self, lately: Option<RecentUsage>) {
         self.lately.store(lately.map(Arc::new));
     }
 
@@ -234,10 +234,10 @@ pub struct Registry {
 
 impl Registry {
     pub(super) fn of(
-        config: &Config,
+        config: &ClusterConfig,
         backends: &Backends,
-        settings: &Settings,
-        (exact, readers): (&Exact, &Readers),
+        settings: &LiveSettings,
+        (exact, readers): (&FollowedBackends, &Readers),
     ) -> Self {
         let reader = |backend: &Backend| {
             Some(Assignment {
@@ -262,8 +262,8 @@ impl Registry {
 
     /// How the cluster hashes blocks.
     #[must_use]
-    pub fn hashing(&self) -> Hashing {
-        Hashing {
+    pub fn hashing(&self) -> BlockHasher {
+        BlockHasher {
             seed: self.hash_seed,
             secret: self.hash_secret.clone(),
         }

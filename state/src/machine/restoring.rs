@@ -35,16 +35,16 @@ use std::sync::Arc;
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::time::Time;
+use super::time::ReplicatedTime;
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::bounds::{NAME_BYTES_MAX, RESTORE_BYTES_MAX, RESTORE_PART_BYTES};
 use crate::command::{Command, Origin};
 use crate::encoding;
-use crate::error::CorruptSnapshot;
+use crate::error::SnapshotError;
 use crate::grants::WaitingList;
 use crate::ids::{LogIndex, ReplicaId, RestoreId};
 use crate::readers::Readers;
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::validate::ensure;
 
 /// A restore of which nothing was heard for so long, in replicated milliseconds, is over.
@@ -55,7 +55,7 @@ const PARTS_MAX: u32 = RESTORE_BYTES_MAX.div_ceil(RESTORE_PART_BYTES as u64) as 
 
 /// A restore that is under way.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Staged {
+pub(super) struct StagedRestore {
     restore: RestoreId,
     /// Replicated time of its last command.
     touched_ms: u64,
@@ -85,7 +85,7 @@ pub struct StagedBackup {
 pub struct ReadBackup {
     restore: RestoreId,
     sum: u64,
-    found: Result<Box<RouterState>, CorruptSnapshot>,
+    found: Result<Box<RouterState>, SnapshotError>,
 }
 
 impl StagedBackup {
@@ -94,7 +94,7 @@ impl StagedBackup {
     #[must_use]
     pub fn read(&self) -> ReadBackup {
         let mut state = Box::new(RouterState::new());
-        let mut parts = Parts {
+        let mut parts = PartsReader {
             rest: &self.parts,
             given: 0,
         };
@@ -108,13 +108,13 @@ impl StagedBackup {
 }
 
 /// Parts as one stream.
-struct Parts<'a> {
+struct PartsReader<'a> {
     rest: &'a [Arc<[u8]>],
     /// Bytes given of the first.
     given: usize,
 }
 
-impl Read for Parts<'_> {
+impl Read for PartsReader<'_> {
     fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
         while let Some((first, rest)) = self.rest.split_first() {
             let left = &first[self.given..];
@@ -131,7 +131,7 @@ impl Read for Parts<'_> {
     }
 }
 
-impl Staged {
+impl StagedRestore {
     fn begun(restore: RestoreId, now_ms: u64) -> Self {
         Self {
             restore,
@@ -146,7 +146,7 @@ impl Staged {
     }
 
     /// Takes a part; one that is there already has to be the same.
-    fn take(&mut self, number: u32, bytes: Vec<u8>) -> Result<(), Reject> {
+    fn take(&mut self, number: u32, bytes: Vec<u8>) -> Result<(), Rejection> {
         ensure(
             number < PARTS_MAX,
             "number",
@@ -167,7 +167,7 @@ impl Staged {
     }
 
     /// All parts, which have to be `bytes` long together.
-    fn whole(&self, bytes: u64) -> Result<StagedBackup, Reject> {
+    fn whole(&self, bytes: u64) -> Result<StagedBackup, Rejection> {
         let part_bytes = RESTORE_PART_BYTES as u64;
         for number in 0..bytes.div_ceil(part_bytes) {
             let expected = part_bytes.min(bytes - number * part_bytes);
@@ -196,36 +196,37 @@ impl Staged {
 
     /// Everything in it, encoded, in pieces of a bounded size.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        let head = encoding::to_bytes(&Piece::Begun(self.restore, self.touched_ms));
+        let head = encoding::to_bytes(&RestoreSection::Begun(self.restore, self.touched_ms));
         let parts = self.parts.iter();
-        let parts =
-            parts.map(|(number, part)| encoding::to_bytes(&Piece::Part(*number, part.to_vec())));
+        let parts = parts.map(|(number, part)| {
+            encoding::to_bytes(&RestoreSection::Part(*number, part.to_vec()))
+        });
         std::iter::once(head).chain(parts)
     }
 
     /// Takes one piece into `staged`; answers what is wrong with it.
     pub(super) fn restore_piece(staged: &mut Option<Self>, bytes: &[u8]) -> Result<(), String> {
         match (
-            encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?,
+            encoding::from_bytes::<RestoreSection, { encoding::SECTION_BYTES_MAX }>(bytes)?,
             staged,
         ) {
-            (Piece::Begun(restore, touched_ms), staged @ None) => {
+            (RestoreSection::Begun(restore, touched_ms), staged @ None) => {
                 *staged = Some(Self::begun(restore, touched_ms));
                 Ok(())
             }
-            (Piece::Part(number, part), Some(staged)) => {
+            (RestoreSection::Part(number, part), Some(staged)) => {
                 let taken = staged.take(number, part);
                 taken.map_err(|reject| reject.to_string())
             }
-            (Piece::Begun(..), Some(_)) => Err("two restores are under way".to_owned()),
-            (Piece::Part(..), None) => Err("a part of no restore".to_owned()),
+            (RestoreSection::Begun(..), Some(_)) => Err("two restores are under way".to_owned()),
+            (RestoreSection::Part(..), None) => Err("a part of no restore".to_owned()),
         }
     }
 }
 
 /// What a section of a snapshot says of a restore.
 #[derive(Encode, Decode)]
-enum Piece {
+enum RestoreSection {
     Begun(RestoreId, u64),
     Part(u32, Vec<u8>),
 }
@@ -276,11 +277,15 @@ impl RouterState {
     /// Ends a restore that is not heard of.
     pub(super) fn forget_idle_restore(&mut self) {
         let now_ms = self.time.now_ms;
-        let is_idle = |it: &mut Staged| now_ms - it.touched_ms > RESTORE_IDLE_MS_MAX;
+        let is_idle = |it: &mut StagedRestore| now_ms - it.touched_ms > RESTORE_IDLE_MS_MAX;
         self.staged.take_if(is_idle);
     }
 
-    pub(super) fn begin_restore(&mut self, restore: RestoreId, force: bool) -> Result<(), Reject> {
+    pub(super) fn begin_restore(
+        &mut self,
+        restore: RestoreId,
+        force: bool,
+    ) -> Result<(), Rejection> {
         match &self.staged {
             Some(staged) if staged.restore == restore => return Ok(()),
             Some(staged) => {
@@ -296,7 +301,7 @@ impl RouterState {
             "set: the cluster is not empty, {users} users and {blocks} blocks would be gone"
         );
         ensure(force || self.is_empty(), "force", &expected)?;
-        self.staged = Some(Staged::begun(restore, self.time.now_ms));
+        self.staged = Some(StagedRestore::begun(restore, self.time.now_ms));
         Ok(())
     }
 
@@ -305,7 +310,7 @@ impl RouterState {
         restore: RestoreId,
         number: u32,
         bytes: Vec<u8>,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         let now_ms = self.time.now_ms;
         let staged = self.staged_as(restore)?;
         staged.take(number, bytes)?;
@@ -318,7 +323,7 @@ impl RouterState {
         origin: &Origin,
         restore: RestoreId,
         bytes: u64,
-    ) -> Result<(), Reject> {
+    ) -> Result<(), Rejection> {
         let prepared = self.prepared.take();
         let backup = self.staged_as(restore)?.whole(bytes)?;
         let is_of = |read: &ReadBackup| (read.restore, read.sum) == (backup.restore, backup.sum);
@@ -340,11 +345,11 @@ impl RouterState {
         self.staged.take_if(|staged| staged.restore == restore);
     }
 
-    fn staged_as(&mut self, restore: RestoreId) -> Result<&mut Staged, Reject> {
+    fn staged_as(&mut self, restore: RestoreId) -> Result<&mut StagedRestore, Rejection> {
         let staged = self.staged.as_mut();
         staged
             .filter(|it| it.restore == restore)
-            .ok_or_else(|| Reject::Invalid {
+            .ok_or_else(|| Rejection::Invalid {
                 field: "restore".to_owned(),
                 expected: "one that is under way: it was given up, or not heard of for a minute"
                     .to_owned(),
@@ -369,7 +374,7 @@ impl RouterState {
         fresh.exact.rename(handle);
         fresh.readers = Readers::default();
         let now_ms = fresh.time.now_ms.max(self.time.now_ms);
-        fresh.time = Time {
+        fresh.time = ReplicatedTime {
             now_ms,
             ..self.time
         };
@@ -405,9 +410,9 @@ impl RouterState {
 }
 
 /// Refuses a backup; `why` is kept in a reply.
-fn unusable(mut why: String) -> Reject {
+fn unusable(mut why: String) -> Rejection {
     why.truncate(why.floor_char_boundary(2 * NAME_BYTES_MAX));
-    Reject::Invalid {
+    Rejection::Invalid {
         field: "backup".to_owned(),
         expected: format!("a whole one: {why}"),
     }

@@ -23,7 +23,7 @@ const LATE_COMMAND_MS: u64 = 60_000;
 
 /// What an origin says about a command.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Admission {
+pub(super) enum Dedup {
     /// To be applied.
     Fresh,
     /// To be applied, after what the replica's earlier run left open is closed.
@@ -41,12 +41,12 @@ struct Session {
     begun_at_ms: u64,
     /// Oldest first.
     former: Vec<SessionId>,
-    outbox: Option<Answered>,
-    admin: Option<Answered>,
+    outbox: Option<LastReply>,
+    admin: Option<LastReply>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
-struct Answered {
+struct LastReply {
     seq: u64,
     reply: Reply,
 }
@@ -56,7 +56,7 @@ struct Answered {
 pub(super) struct Sessions(BTreeMap<ReplicaId, Session>);
 
 impl Sessions {
-    pub(super) fn admit(&mut self, origin: &Origin, proposed_at_ms: u64) -> Admission {
+    pub(super) fn dedup(&mut self, origin: &Origin, proposed_at_ms: u64) -> Dedup {
         let begun = Session {
             current: origin.session,
             begun_at_ms: proposed_at_ms,
@@ -66,15 +66,15 @@ impl Sessions {
         };
         let Some(session) = self.0.get_mut(&origin.replica) else {
             self.0.insert(origin.replica, begun);
-            return Admission::FreshRun;
+            return Dedup::FreshRun;
         };
         let comes_back = planted::is(Bug::EndedRunComesBack);
         if session.former.contains(&origin.session) && !comes_back {
-            return Admission::Stale;
+            return Dedup::Stale;
         }
         if session.current != origin.session {
             if session.would_be_late(proposed_at_ms) && !comes_back {
-                return Admission::Stale;
+                return Dedup::Stale;
             }
             session.former.push(session.current);
             if session.former.len() > FORMER_SESSIONS_MAX {
@@ -82,23 +82,23 @@ impl Sessions {
             }
             let former = std::mem::take(&mut session.former);
             *session = Session { former, ..begun };
-            return Admission::FreshRun;
+            return Dedup::FreshRun;
         }
         match session.lane(origin.lane) {
             Some(last) if origin.seq == last.seq && !planted::is(Bug::DedupDropped) => {
-                Admission::Repeated(last.reply.clone())
+                Dedup::Repeated(last.reply.clone())
             }
             Some(last) if origin.seq < last.seq && !planted::is(Bug::DedupOfLastOnly) => {
-                Admission::Repeated(Reply::Applied)
+                Dedup::Repeated(Reply::Applied)
             }
-            Some(_) | None => Admission::Fresh,
+            Some(_) | None => Dedup::Fresh,
         }
     }
 
     /// Remembers the reply to an admitted command.
     pub(super) fn answer(&mut self, origin: &Origin, reply: Reply) {
         if let Some(session) = self.0.get_mut(&origin.replica) {
-            *session.lane(origin.lane) = Some(Answered {
+            *session.lane(origin.lane) = Some(LastReply {
                 seq: origin.seq,
                 reply,
             });
@@ -127,7 +127,7 @@ impl Sessions {
 
     /// Replica, present session, last sequence number of the outbox and of the admin lane.
     pub(super) fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
-        let seq = |lane: &Option<Answered>| lane.as_ref().map_or(0, |last| last.seq);
+        let seq = |lane: &Option<LastReply>| lane.as_ref().map_or(0, |last| last.seq);
         self.0.iter().map(move |(replica, session)| {
             (
                 *replica,
@@ -145,7 +145,7 @@ impl Session {
         (1..=LATE_COMMAND_MS).contains(&age_ms)
     }
 
-    fn lane(&mut self, lane: Lane) -> &mut Option<Answered> {
+    fn lane(&mut self, lane: Lane) -> &mut Option<LastReply> {
         match lane {
             Lane::Outbox => &mut self.outbox,
             Lane::Admin => &mut self.admin,
@@ -167,32 +167,32 @@ mod tests {
     }
 
     /// Admits it at a time when nothing is late.
-    fn admit(sessions: &mut Sessions, origin: &Origin) -> Admission {
-        sessions.admit(origin, 0)
+    fn admit(sessions: &mut Sessions, origin: &Origin) -> Dedup {
+        sessions.dedup(origin, 0)
     }
 
     #[test]
     fn a_repeat_gets_the_reply_of_its_time() {
         let mut sessions = Sessions::default();
         let first = origin(5, Lane::Outbox, 1);
-        assert_eq!(admit(&mut sessions, &first), Admission::FreshRun);
+        assert_eq!(admit(&mut sessions, &first), Dedup::FreshRun);
         let reply = Reply::Batch(crate::command::BatchReply {
             dropped: 3,
             ..Default::default()
         });
         sessions.answer(&first, reply.clone());
-        assert_eq!(admit(&mut sessions, &first), Admission::Repeated(reply));
+        assert_eq!(admit(&mut sessions, &first), Dedup::Repeated(reply));
 
         let third = origin(5, Lane::Outbox, 3);
-        assert_eq!(admit(&mut sessions, &third), Admission::Fresh);
+        assert_eq!(admit(&mut sessions, &third), Dedup::Fresh);
         sessions.answer(&third, Reply::Applied);
         assert_eq!(
             admit(&mut sessions, &first),
-            Admission::Repeated(Reply::Applied)
+            Dedup::Repeated(Reply::Applied)
         );
         assert_eq!(
             admit(&mut sessions, &origin(5, Lane::Admin, 1)),
-            Admission::Fresh
+            Dedup::Fresh
         );
     }
 
@@ -202,19 +202,19 @@ mod tests {
         for session in 1..=20 {
             assert_eq!(
                 admit(&mut sessions, &origin(session, Lane::Admin, 1)),
-                Admission::FreshRun
+                Dedup::FreshRun
             );
             assert!(sessions.is_current(ReplicaId(1), SessionId(session)));
         }
         for session in 12..20 {
             assert_eq!(
                 admit(&mut sessions, &origin(session, Lane::Admin, 9)),
-                Admission::Stale
+                Dedup::Stale
             );
         }
         assert_eq!(
             admit(&mut sessions, &origin(20, Lane::Admin, 2)),
-            Admission::Fresh
+            Dedup::Fresh
         );
     }
 
@@ -222,9 +222,9 @@ mod tests {
     fn a_late_first_command_of_an_ended_run_begins_nothing() {
         let mut sessions = Sessions::default();
         let first = |session| origin(session, Lane::Outbox, 1);
-        assert_eq!(sessions.admit(&first(2), 100_000), Admission::FreshRun);
-        assert_eq!(sessions.admit(&first(1), 99_999), Admission::Stale);
-        assert_eq!(sessions.admit(&first(1), 40_000), Admission::Stale);
+        assert_eq!(sessions.dedup(&first(2), 100_000), Dedup::FreshRun);
+        assert_eq!(sessions.dedup(&first(1), 99_999), Dedup::Stale);
+        assert_eq!(sessions.dedup(&first(1), 40_000), Dedup::Stale);
         assert!(sessions.is_current(ReplicaId(1), SessionId(2)));
         // Who knows stamps so that it is none.
         assert_eq!(
@@ -234,7 +234,7 @@ mod tests {
         );
         assert_eq!(sessions.stamp_ms(ReplicaId(1), SessionId(2), 5), 5);
         // A clock that was set back is no late command.
-        assert_eq!(sessions.admit(&first(3), 39_999), Admission::FreshRun);
-        assert_eq!(sessions.admit(&first(4), 39_999), Admission::FreshRun);
+        assert_eq!(sessions.dedup(&first(3), 39_999), Dedup::FreshRun);
+        assert_eq!(sessions.dedup(&first(4), 39_999), Dedup::FreshRun);
     }
 }

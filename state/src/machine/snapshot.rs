@@ -20,11 +20,11 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::RouterState;
 use super::leases::LeasesImage;
-use super::restoring::Staged;
+use super::restoring::StagedRestore;
 use super::sessions::Sessions;
 use crate::encoding;
-use crate::error::CorruptSnapshot;
-use crate::exact::ExactImage;
+use crate::error::SnapshotError;
+use crate::exact::FollowedImage;
 use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::ownership::FrozenOwnership;
@@ -69,7 +69,7 @@ mod tag {
 }
 
 /// A frozen image of a state, ready to be written.
-pub struct Frozen {
+pub struct FrozenState {
     version: u16,
     applied: LogIndex,
     digest: u128,
@@ -80,12 +80,12 @@ pub struct Frozen {
     time: Option<Vec<u8>>,
     leases: LeasesImage,
     users: UsersImage,
-    exact: ExactImage,
-    staged: Option<Staged>,
+    exact: FollowedImage,
+    staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
 
-impl Frozen {
+impl FrozenState {
     /// Index of the last log entry in it.
     #[must_use]
     pub fn applied(&self) -> LogIndex {
@@ -123,7 +123,7 @@ impl Frozen {
         for piece in self.exact.pieces() {
             write_section(out, tag::EXACT, &piece)?;
         }
-        for piece in self.staged.iter().flat_map(Staged::pieces) {
+        for piece in self.staged.iter().flat_map(StagedRestore::pieces) {
             write_section(out, tag::RESTORE, &piece)?;
         }
         if let Some(time) = &self.time {
@@ -147,7 +147,7 @@ impl RouterState {
     /// A frozen image of the state as it is, taken in microseconds; writing it out happens
     /// elsewhere while `apply` goes on.
     #[must_use]
-    pub fn freeze(&self) -> Frozen {
+    pub fn freeze(&self) -> FrozenState {
         let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
             true => encoding::to_bytes(&Sessions::default()),
             false => encoding::to_bytes(&self.sessions),
@@ -160,7 +160,7 @@ impl RouterState {
             (false, false) => SNAPSHOT_VERSION_RESTORES,
             (false, true) => SNAPSHOT_VERSION_COMMON,
         };
-        Frozen {
+        FrozenState {
             version,
             hashing: self.hash_secret.as_ref().map(encoding::to_bytes),
             applied: self.applied,
@@ -191,12 +191,12 @@ impl RouterState {
         }
     }
 
-    /// Replaces the whole state by a snapshot that [`Frozen::write_to`] wrote.
+    /// Replaces the whole state by a snapshot that [`FrozenState::write_to`] wrote.
     ///
     /// # Errors
     /// With the offset of the fault; the state is then as it was.
-    pub fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
-        let mut input = Input {
+    pub fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
+        let mut input = CountingReader {
             inner: snapshot,
             offset: 0,
         };
@@ -215,7 +215,7 @@ impl RouterState {
         let read = self
             .ownership
             .restore_reported(&mut input, &|slot| fresh.exact.reports(slot))
-            .map_err(|fault| CorruptSnapshot {
+            .map_err(|fault| SnapshotError {
                 offset: base + fault.offset,
                 what: fault.what,
             });
@@ -260,13 +260,13 @@ impl RouterState {
     }
 
     /// Whether this is the state that was frozen.
-    fn confirm(&self, digest: u128, offset: u64) -> Result<(), CorruptSnapshot> {
+    fn confirm(&self, digest: u128, offset: u64) -> Result<(), SnapshotError> {
         let own = self.digest();
         if own == digest {
             return Ok(());
         }
         let what = format!("its state has the digest {own:032x}, {digest:032x} expected");
-        Err(CorruptSnapshot { offset, what })
+        Err(SnapshotError { offset, what })
     }
 
     fn restore_section(&mut self, tag: u8, payload: &[u8]) -> Result<(), String> {
@@ -299,7 +299,7 @@ impl RouterState {
             }
             tag::EXACT => self.exact.restore_piece(payload)?,
             tag::TIME => self.time.paced = Some(section(payload)?),
-            tag::RESTORE => Staged::restore_piece(&mut self.staged, payload)?,
+            tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),
         }
@@ -332,12 +332,12 @@ fn checksum(tag: u8, length: u32, payload: &[u8]) -> u64 {
 }
 
 /// A stream that knows its offset.
-struct Input<'a> {
+struct CountingReader<'a> {
     inner: &'a mut dyn Read,
     offset: u64,
 }
 
-impl Read for Input<'_> {
+impl Read for CountingReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let read = self.inner.read(buffer)?;
         self.offset += read as u64;
@@ -345,8 +345,8 @@ impl Read for Input<'_> {
     }
 }
 
-impl Input<'_> {
-    fn header(&mut self) -> Result<(LogIndex, u128), CorruptSnapshot> {
+impl CountingReader<'_> {
+    fn header(&mut self) -> Result<(LogIndex, u128), SnapshotError> {
         let header: [u8; HEADER_BYTES] = self.array("header")?;
         let checksum = u64::from_le_bytes(self.array("header's checksum")?);
         let (magic, rest) = header.split_at(MAGIC.len());
@@ -370,7 +370,7 @@ impl Input<'_> {
     }
 
     /// Reads all sections up to the end section into `state`.
-    fn sections(&mut self, state: &mut RouterState) -> Result<(), CorruptSnapshot> {
+    fn sections(&mut self, state: &mut RouterState) -> Result<(), SnapshotError> {
         loop {
             let start = self.offset;
             let [tag] = self.array("section's tag")?;
@@ -401,7 +401,7 @@ impl Input<'_> {
     }
 
     /// Requires the stream to end here.
-    fn end(&mut self) -> Result<(), CorruptSnapshot> {
+    fn end(&mut self) -> Result<(), SnapshotError> {
         let offset = self.offset;
         match self.inner.read(&mut [0]) {
             Ok(0) => Ok(()),
@@ -410,15 +410,15 @@ impl Input<'_> {
         }
     }
 
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], CorruptSnapshot> {
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], SnapshotError> {
         let mut bytes = [0; N];
         self.read_exact(&mut bytes)
             .map_err(|error| self.fault(self.offset, format!("{what}: {error}")))?;
         Ok(bytes)
     }
 
-    fn fault(&self, offset: u64, what: impl std::fmt::Display) -> CorruptSnapshot {
-        CorruptSnapshot {
+    fn fault(&self, offset: u64, what: impl std::fmt::Display) -> SnapshotError {
+        SnapshotError {
             offset,
             what: what.to_string(),
         }
@@ -430,7 +430,7 @@ mod tests {
     use super::*;
     use crate::command::{Command, Envelope, Lane, Origin, Reply};
     use crate::ids::{ReplicaId, SessionId};
-    use crate::machine::Config;
+    use crate::machine::ClusterConfig;
     use crate::policy::PolicyConfig;
     use crate::pricing::FairnessSettings;
 
@@ -481,9 +481,9 @@ mod tests {
             input_price: u32::MAX,
             output_price: u32::MAX,
         };
-        let config = Config {
+        let config = ClusterConfig {
             fairness,
-            ..Config::default()
+            ..ClusterConfig::default()
         };
         let payload = encoding::to_bytes(&(&config, 0_u64));
         let refused = RouterState::new().restore_section(tag::CONFIG, &payload);

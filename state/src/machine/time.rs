@@ -6,7 +6,7 @@
 //! it is set forth and back. The *time* is what passed since, by the stamps; it never falls, and only
 //! its differences mean something.
 //!
-//! A stamp close to the last one ([`Paced::is_near`]) is followed at once. Any other may come from a
+//! A stamp close to the last one ([`PacedTime::is_near`]) is followed at once. Any other may come from a
 //! wrong clock, or tell that all clocks were set right, or that the cluster has slept. It is believed
 //! when the stamps have told the same for [`UNANIMOUS_MS`] with no stamp in between that fits the old
 //! calendar: one wrong clock among right ones that propose is then never believed. What is known to
@@ -36,32 +36,32 @@ const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
 
 /// See the module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Time {
+pub(super) struct ReplicatedTime {
     /// Unix milliseconds at first; never falls.
     pub(super) now_ms: u64,
     /// How it follows the stamps; `None` before the cluster was told to pace it.
-    pub(super) paced: Option<Paced>,
+    pub(super) paced: Option<PacedTime>,
     /// Stamp of the command that is being applied. No part of the state.
     pub(super) stamped_ms: u64,
 }
 
 /// A time that is paced by stamps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
-pub(super) struct Paced {
+pub(super) struct PacedTime {
     /// The latest stamp that was believed.
     stamp_ms: u64,
     /// Stamps that do not fit it.
-    apart: Option<Apart>,
+    apart: Option<DivergentStamps>,
 }
 
 /// Stamps one after the other that fit each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
-struct Apart {
+struct DivergentStamps {
     first_ms: u64,
     last_ms: u64,
 }
 
-impl Time {
+impl ReplicatedTime {
     /// A command was stamped so.
     pub(super) fn pass(&mut self, stamped_ms: u64) {
         self.stamped_ms = stamped_ms;
@@ -86,7 +86,7 @@ impl Time {
     /// From the next command on it is paced.
     pub(super) fn pace(&mut self) {
         let stamp_ms = self.now_ms;
-        self.paced.get_or_insert(Paced {
+        self.paced.get_or_insert(PacedTime {
             stamp_ms,
             apart: None,
         });
@@ -107,7 +107,7 @@ impl Time {
     }
 }
 
-impl Paced {
+impl PacedTime {
     /// Takes a stamp; answers how much passed.
     fn pass(&mut self, stamped_ms: u64) -> u64 {
         if is_near(stamped_ms, self.stamp_ms) || planted::is(Bug::OneClockBelieved) {
@@ -116,11 +116,12 @@ impl Paced {
             self.stamp_ms = self.stamp_ms.max(stamped_ms);
             return passed_ms.min(LEAP_MS_MAX);
         }
-        let alone = Apart {
+        let alone = DivergentStamps {
             first_ms: stamped_ms,
             last_ms: stamped_ms,
         };
-        let is_before = |it: &Apart| stamped_ms.saturating_add(STAMP_LATE_MS_MAX) < it.last_ms;
+        let is_before =
+            |it: &DivergentStamps| stamped_ms.saturating_add(STAMP_LATE_MS_MAX) < it.last_ms;
         let Some(mut apart) = self.apart.filter(|it| !is_before(it)) else {
             self.apart = Some(alone);
             return 0;
@@ -147,7 +148,7 @@ impl Paced {
     }
 
     /// A bug that tests can plant.
-    fn is_held(&self, apart: &Apart) -> bool {
+    fn is_held(&self, apart: &DivergentStamps) -> bool {
         planted::is(Bug::TimeHeld) && apart.last_ms < self.stamp_ms
     }
 }
@@ -165,15 +166,15 @@ mod tests {
     const DAY: u64 = 24 * 60 * 60 * 1000;
     const START: u64 = 20_000 * DAY;
 
-    fn paced() -> Time {
-        let mut time = Time::default();
+    fn paced() -> ReplicatedTime {
+        let mut time = ReplicatedTime::default();
         time.pass(START);
         time.pace();
         time
     }
 
     /// What passes with each stamp, given from [`START`] on.
-    fn passes(time: &mut Time, stamps: &[i64]) -> Vec<u64> {
+    fn passes(time: &mut ReplicatedTime, stamps: &[i64]) -> Vec<u64> {
         let stamps = stamps.iter().map(|at| START.saturating_add_signed(*at));
         let step = |stamp| {
             let before = time.now_ms;
@@ -258,7 +259,7 @@ mod tests {
 
     #[test]
     fn what_ran_ahead_before_it_was_paced_goes_on() {
-        let mut time = Time::default();
+        let mut time = ReplicatedTime::default();
         time.pass(START);
         for hours in 1..13 {
             time.pass(START + DAY);

@@ -23,7 +23,7 @@ pub fn fits(tokens: u64, capacity_tokens: Option<u64>) -> bool {
 
 /// How a bin is selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rule {
+pub struct SelectionRule {
     /// Which bin goes next.
     pub selection: BinSelection,
     /// Wait after which a request's bin goes before its turn, milliseconds.
@@ -32,7 +32,7 @@ pub struct Rule {
 
 /// A bin as its selection sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Standing {
+pub struct BinStatus {
     /// Requests that wait in it.
     pub waiting: usize,
     /// When the one waiting for longest arrived; meaningless when none waits.
@@ -41,9 +41,14 @@ pub struct Standing {
 
 /// Algorithm 5's selection: the bin to take from, `None` when all are empty. `next` is the bin whose
 /// turn it is in round-robin order; a bin that goes before its turn leaves it as it is.
-pub fn select(bins: &[Standing], next: &mut usize, rule: &Rule, now_ms: u64) -> Option<usize> {
+pub fn select(
+    bins: &[BinStatus],
+    next: &mut usize,
+    rule: &SelectionRule,
+    now_ms: u64,
+) -> Option<usize> {
     let filled = || bins.iter().enumerate().filter(|(_, bin)| bin.waiting > 0);
-    let is_aged = |bin: &Standing| now_ms.saturating_sub(bin.oldest_ms) >= rule.age_ms_max.into();
+    let is_aged = |bin: &BinStatus| now_ms.saturating_sub(bin.oldest_ms) >= rule.age_ms_max.into();
     let aged = filled().filter(|(_, bin)| is_aged(bin));
     if let Some((at, _)) = aged.min_by_key(|(_, bin)| bin.oldest_ms) {
         return Some(at);
@@ -66,14 +71,14 @@ pub fn select(bins: &[Standing], next: &mut usize, rule: &Rule, now_ms: u64) -> 
 
 /// What a backend has room for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Room {
+pub struct BatchRoom {
     /// Requests: `min(b_mem, b_SLA)` less what runs.
     pub requests: u32,
     /// Tokens; `None`: unknown, they do not bound.
     pub tokens: Option<u64>,
 }
 
-impl Room {
+impl BatchRoom {
     /// Algorithm 3: how many of the first candidates, by their tokens, there is room for.
     pub fn take(&self, candidates: impl Iterator<Item = u64>) -> usize {
         let mut sum = 0_u64;
@@ -89,7 +94,7 @@ impl Room {
 
 /// A request that waits in a bin.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Candidate<T> {
+pub struct BinnedRequest<T> {
     /// When it arrived.
     pub arrived_ms: u64,
     /// Tokens it is expected to hold at its end: prompt and predicted output.
@@ -104,17 +109,17 @@ pub struct Batch<T> {
     /// The bin they are of.
     pub bin: u16,
     /// In the order they arrived; not empty.
-    pub candidates: Vec<Candidate<T>>,
+    pub candidates: Vec<BinnedRequest<T>>,
 }
 
 /// Queues by bin. Each is first come, first served.
 #[derive(Debug, Clone)]
-pub struct Bins<T> {
-    queues: Vec<VecDeque<Candidate<T>>>,
+pub struct BinQueues<T> {
+    queues: Vec<VecDeque<BinnedRequest<T>>>,
     next: usize,
 }
 
-impl<T> Bins<T> {
+impl<T> BinQueues<T> {
     /// `bins` empty queues, at least one.
     #[must_use]
     pub fn new(bins: u16) -> Self {
@@ -125,7 +130,7 @@ impl<T> Bins<T> {
     }
 
     /// Adds a request behind those of its bin; one beyond the last bin is of the last.
-    pub fn push(&mut self, bin: u16, candidate: Candidate<T>) {
+    pub fn push(&mut self, bin: u16, candidate: BinnedRequest<T>) {
         let last = self.queues.len() - 1;
         self.queues[usize::from(bin).min(last)].push_back(candidate);
     }
@@ -164,12 +169,17 @@ impl<T> Bins<T> {
 
     /// Algorithms 5 and 3: the next batch that there is room for; `None` when nothing waits or the
     /// selected bin's first request has no room.
-    pub fn form(&mut self, now_ms: u64, rule: &Rule, room: &Room) -> Option<Batch<T>> {
-        let standing = |queue: &VecDeque<Candidate<T>>| Standing {
+    pub fn form(
+        &mut self,
+        now_ms: u64,
+        rule: &SelectionRule,
+        room: &BatchRoom,
+    ) -> Option<Batch<T>> {
+        let standing = |queue: &VecDeque<BinnedRequest<T>>| BinStatus {
             waiting: queue.len(),
             oldest_ms: queue.front().map_or(0, |first| first.arrived_ms),
         };
-        let bins: Vec<Standing> = self.queues.iter().map(standing).collect();
+        let bins: Vec<BinStatus> = self.queues.iter().map(standing).collect();
         let mut next = self.next;
         let at = select(&bins, &mut next, rule, now_ms)?;
         let queue = &mut self.queues[at];

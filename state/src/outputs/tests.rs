@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use proptest::prelude::*;
 
-use super::batch::{Bins, Candidate, Room, Rule, fits};
+use super::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule, fits};
 use super::literal;
 use super::*;
 use crate::settings::BinSelection;
@@ -271,23 +271,23 @@ proptest! {
 
 // Algorithms 3 and 5.
 
-fn rule(selection: BinSelection) -> Rule {
-    Rule {
+fn rule(selection: BinSelection) -> SelectionRule {
+    SelectionRule {
         selection,
         age_ms_max: 5_000,
     }
 }
 
 /// Bins with candidates of these tokens; a candidate's item counts through all, its arrival too.
-fn bins_of(tokens: &[&[u64]]) -> Bins<usize> {
-    let mut bins = Bins::new(tokens.len() as u16);
+fn bins_of(tokens: &[&[u64]]) -> BinQueues<usize> {
+    let mut bins = BinQueues::new(tokens.len() as u16);
     let mut item = 0;
     for (bin, tokens) in tokens.iter().enumerate() {
         for tokens in *tokens {
             let arrived_ms = item as u64;
             bins.push(
                 bin as u16,
-                Candidate {
+                BinnedRequest {
                     arrived_ms,
                     tokens: *tokens,
                     item,
@@ -301,10 +301,10 @@ fn bins_of(tokens: &[&[u64]]) -> Bins<usize> {
 
 /// The batches until nothing more is formed, as bin and items.
 fn batches(
-    bins: &mut Bins<usize>,
+    bins: &mut BinQueues<usize>,
     now_ms: u64,
     selection: BinSelection,
-    room: Room,
+    room: BatchRoom,
 ) -> Vec<(u16, Vec<usize>)> {
     std::iter::from_fn(|| bins.form(now_ms, &rule(selection), &room))
         .map(|batch| {
@@ -316,7 +316,7 @@ fn batches(
         .collect()
 }
 
-const ROOM: Room = Room {
+const ROOM: BatchRoom = BatchRoom {
     requests: 2,
     tokens: Some(100),
 };
@@ -350,7 +350,7 @@ fn what_has_no_room_stays_at_the_front_in_its_order() {
 #[test]
 fn an_old_request_goes_before_its_bins_turn() {
     let mut bins = bins_of(&[&[10], &[10; 50]]);
-    let select = |bins: &mut Bins<usize>, now_ms| {
+    let select = |bins: &mut BinQueues<usize>, now_ms| {
         let rule = rule(BinSelection::LongestQueue);
         bins.form(now_ms, &rule, &ROOM).map(|batch| batch.bin)
     };
@@ -385,7 +385,7 @@ fn changed_boundaries_keep_the_order_of_arrival() {
     bins.rebin(2, |item| (item % 2) as u16);
     bins.remove(|item| *item == 2);
     assert_eq!(bins.waiting(), [2, 3]);
-    let room = Room {
+    let room = BatchRoom {
         requests: 9,
         tokens: None,
     };
@@ -401,10 +401,10 @@ proptest! {
         requests in 1_u32..10,
         capacity in 100_u64..300,
     ) {
-        let mut bins = Bins::new(4);
+        let mut bins = BinQueues::new(4);
         let mut waiting = vec![VecDeque::new(); 4];
         for (at, (bin, tokens)) in pushes.iter().enumerate() {
-            let candidate = Candidate { arrived_ms: at as u64, tokens: *tokens, item: at };
+            let candidate = BinnedRequest { arrived_ms: at as u64, tokens: *tokens, item: at };
             bins.push(*bin, candidate);
             waiting[usize::from(*bin).min(3)].push_back((at, *tokens));
         }
@@ -413,7 +413,7 @@ proptest! {
         } else {
             BinSelection::LongestQueue
         };
-        let room = Room { requests, tokens: Some(capacity) };
+        let room = BatchRoom { requests, tokens: Some(capacity) };
         while let Some(batch) = bins.form(0, &rule(selection), &room) {
             let bin = &mut waiting[usize::from(batch.bin)];
             let mut sum = 0;

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use crate::ids::BlockHash;
-use crate::ownership::index::Hashes;
+use crate::ownership::index::HashLookup;
 
 /// Records of one chunk. Copying one takes about two microseconds: the price of the first change
 /// of each chunk after a snapshot began.
@@ -48,9 +48,9 @@ impl Chunk {
     };
 
     /// The record at `at`, `None` when it is free.
-    pub(super) fn get(&self, at: usize) -> Option<Record> {
+    pub(super) fn get(&self, at: usize) -> Option<BlockRecord> {
         let parent = self.parent[at];
-        (parent == NO_RECORD || parent & FREE == 0).then(|| Record {
+        (parent == NO_RECORD || parent & FREE == 0).then(|| BlockRecord {
             hash: BlockHash(self.hash[at]),
             parent,
             children: (self.meta[at] & CHILDREN) as u32,
@@ -60,7 +60,7 @@ impl Chunk {
         })
     }
 
-    pub(super) fn set(&mut self, at: usize, record: Record) {
+    pub(super) fn set(&mut self, at: usize, record: BlockRecord) {
         self.hash[at] = record.hash.0;
         self.meta[at] = record.epoch << CHILDREN_BITS | u64::from(record.children);
         self.parent[at] = record.parent;
@@ -71,7 +71,7 @@ impl Chunk {
 
 /// One owned block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Record {
+pub(super) struct BlockRecord {
     pub(super) hash: BlockHash,
     /// [`NO_RECORD`] for a first block.
     pub(super) parent: u32,
@@ -87,7 +87,7 @@ pub(super) struct Record {
     pub(super) epoch: u64,
 }
 
-impl Record {
+impl BlockRecord {
     /// Whether nothing holds it: no lease ends here, no owned block follows, no engine reports it.
     pub(super) fn is_free_leaf(&self) -> bool {
         self.children == 0 && self.leases == 0 && self.reports == 0
@@ -123,7 +123,7 @@ impl Arena {
     }
 
     /// A live record. `index` must be that of one.
-    pub(super) fn get(&self, index: u32) -> Record {
+    pub(super) fn get(&self, index: u32) -> BlockRecord {
         let (chunk, at) = place(index);
         self.chunks[chunk]
             .get(at)
@@ -131,7 +131,7 @@ impl Arena {
     }
 
     /// As [`Self::get`]; `None` when `index` names no live record.
-    pub(super) fn try_get(&self, index: u32) -> Option<Record> {
+    pub(super) fn try_get(&self, index: u32) -> Option<BlockRecord> {
         let (chunk, at) = place(index);
         self.chunks.get(chunk)?.get(at)
     }
@@ -144,13 +144,13 @@ impl Arena {
     }
 
     /// Overwrites a live record.
-    pub(super) fn set(&mut self, index: u32, record: Record) {
+    pub(super) fn set(&mut self, index: u32, record: BlockRecord) {
         let (chunk, at) = place(index);
         Arc::make_mut(&mut self.chunks[chunk]).set(at, record);
     }
 
     /// Stores a new record; answers its index. The caller keeps the number below [`RECORDS_MAX`].
-    pub(super) fn insert(&mut self, record: Record) -> u32 {
+    pub(super) fn insert(&mut self, record: BlockRecord) -> u32 {
         let index = if self.free == FREE_END {
             self.len
         } else {
@@ -179,7 +179,7 @@ impl Arena {
 
     /// Adds a chunk as a snapshot holds it: `None` for what was free then. Only before any other
     /// change, and in order.
-    pub(super) fn push_chunk(&mut self, records: &[Option<Record>]) {
+    pub(super) fn push_chunk(&mut self, records: &[Option<BlockRecord>]) {
         let mut chunk = Chunk::EMPTY;
         for (at, record) in records.iter().enumerate() {
             match record {
@@ -195,7 +195,7 @@ impl Arena {
     }
 
     /// Indexes and records in use, ascending by index.
-    pub(super) fn live(&self) -> impl Iterator<Item = (u32, Record)> {
+    pub(super) fn live(&self) -> impl Iterator<Item = (u32, BlockRecord)> {
         (0..self.len).filter_map(|index| Some((index, self.try_get(index)?)))
     }
 
@@ -205,7 +205,7 @@ impl Arena {
     }
 }
 
-impl Hashes for Arena {
+impl HashLookup for Arena {
     #[inline]
     fn hash(&self, record: u32) -> BlockHash {
         Arena::hash(self, record)

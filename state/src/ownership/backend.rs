@@ -20,9 +20,9 @@
 use std::collections::BTreeSet;
 
 use crate::ids::{BlockHash, Slot};
-use crate::ownership::arena::{Arena, EPOCH_MAX, NO_RECORD, Record};
+use crate::ownership::arena::{Arena, BlockRecord, EPOCH_MAX, NO_RECORD};
 use crate::ownership::digest;
-use crate::ownership::index::Index;
+use crate::ownership::index::RecordIndex;
 use crate::planted::{self, Bug};
 use crate::view::ViewWriter;
 
@@ -30,7 +30,7 @@ use crate::view::ViewWriter;
 pub(super) const GROUP_BLOCKS: usize = 32;
 
 /// What all backends share.
-pub(super) struct Common {
+pub(super) struct SharedIndex {
     /// The published index.
     pub(super) view: ViewWriter,
     /// Blocks owned, over all backends.
@@ -40,7 +40,7 @@ pub(super) struct Common {
 }
 
 /// See the module's text.
-pub(super) struct Backend {
+pub(super) struct BackendBlocks {
     pub(super) slot: Slot,
     /// Blocks; `None`: unknown, unbounded.
     pub(super) capacity: Option<u32>,
@@ -49,7 +49,7 @@ pub(super) struct Backend {
     /// Sum of the records' digests: kept per backend, so that dropping one takes nothing apart.
     pub(super) sum: u128,
     pub(super) arena: Arena,
-    pub(super) index: Index,
+    pub(super) index: RecordIndex,
     /// `epoch << 24 | record` of every free leaf.
     pub(super) evictable: BTreeSet<u64>,
     /// Blocks owned.
@@ -66,7 +66,7 @@ pub(super) struct Walk {
     pub(super) inserted: u32,
 }
 
-impl Backend {
+impl BackendBlocks {
     pub(super) fn new(slot: Slot, capacity: Option<u32>) -> Self {
         Self {
             slot,
@@ -74,7 +74,7 @@ impl Backend {
             epoch: 0,
             sum: 0,
             arena: Arena::new(),
-            index: Index::new(),
+            index: RecordIndex::new(),
             evictable: BTreeSet::new(),
             owned: 0,
             reported: 0,
@@ -93,7 +93,12 @@ impl Backend {
     /// before it, so such a chain contradicts itself, and following it would break the rule that
     /// who owns a block owns what is before it. Ends early, too, when there is no room and
     /// nothing to evict.
-    pub(super) fn walk(&mut self, common: &mut Common, from: u32, chain: &[BlockHash]) -> Walk {
+    pub(super) fn walk(
+        &mut self,
+        common: &mut SharedIndex,
+        from: u32,
+        chain: &[BlockHash],
+    ) -> Walk {
         let mut walk = Walk {
             tip: from,
             inserted: 0,
@@ -112,7 +117,12 @@ impl Backend {
         walk
     }
 
-    fn walk_group(&mut self, common: &mut Common, walk: &mut Walk, group: &[BlockHash]) -> bool {
+    fn walk_group(
+        &mut self,
+        common: &mut SharedIndex,
+        walk: &mut Walk,
+        group: &[BlockHash],
+    ) -> bool {
         for &block in group {
             match self.find(block) {
                 Some(record) if self.arena.get(record).parent == walk.tip => walk.tip = record,
@@ -129,7 +139,7 @@ impl Backend {
 
     /// Whether one more block fits among all backends' blocks, after evicting here if need be; but not
     /// `tip`, which is to get a child.
-    pub(super) fn make_room(&mut self, common: &mut Common, tip: u32) -> bool {
+    pub(super) fn make_room(&mut self, common: &mut SharedIndex, tip: u32) -> bool {
         if common.owned < common.owned_max {
             return true;
         }
@@ -147,7 +157,7 @@ impl Backend {
 
     /// Loads the memory that `blocks` will touch. They are spread over all of it, so each would
     /// wait for its own cache misses; together these overlap.
-    pub(super) fn warm(&self, common: &Common, blocks: &[BlockHash]) {
+    pub(super) fn warm(&self, common: &SharedIndex, blocks: &[BlockHash]) {
         std::hint::black_box(
             self.index
                 .warm(blocks)
@@ -162,7 +172,7 @@ impl Backend {
             return false;
         };
         self.unsettle(index, &record);
-        self.change(index, record, Record { leases, ..record });
+        self.change(index, record, BlockRecord { leases, ..record });
         true
     }
 
@@ -173,7 +183,7 @@ impl Backend {
         let Some(leases) = record.leases.checked_sub(1) else {
             return false;
         };
-        self.change(index, record, Record { leases, ..record });
+        self.change(index, record, BlockRecord { leases, ..record });
         true
     }
 
@@ -182,12 +192,12 @@ impl Backend {
         let epoch = self.next_epoch();
         let record = self.arena.get(index);
         self.unsettle(index, &record);
-        self.change(index, record, Record { epoch, ..record });
+        self.change(index, record, BlockRecord { epoch, ..record });
         self.settle(index);
     }
 
     /// Removes `index` and what is before it, as far as nothing holds it and nobody ever kept it.
-    pub(super) fn give_back(&mut self, common: &mut Common, mut index: u32) {
+    pub(super) fn give_back(&mut self, common: &mut SharedIndex, mut index: u32) {
         while index != NO_RECORD {
             let record = self.arena.get(index);
             if !record.is_free_leaf() || record.epoch > 0 {
@@ -202,7 +212,7 @@ impl Backend {
     /// Evicts while more is owned than the capacity allows and anything can go. What the engine
     /// reports does not count: what leases bring comes on top of it, until the engine reports that,
     /// too, or what left for it.
-    pub(super) fn trim(&mut self, common: &mut Common) {
+    pub(super) fn trim(&mut self, common: &mut SharedIndex) {
         let mut capacity = self.capacity.unwrap_or(u32::MAX);
         if planted::is(Bug::CapacityOffByOne) {
             capacity = capacity.saturating_add(1);
@@ -224,7 +234,7 @@ impl Backend {
     }
 
     /// As [`Self::warm`], for the blocks that are likely to go next: the path of the first leaf.
-    fn warm_evictions(&self, common: &Common, count: usize) {
+    fn warm_evictions(&self, common: &SharedIndex, count: usize) {
         let Some(&first) = self.evictable.first() else {
             return;
         };
@@ -244,7 +254,7 @@ impl Backend {
     /// `outlived` the tips of leases among them.
     pub(super) fn remove(
         &mut self,
-        common: &mut Common,
+        common: &mut SharedIndex,
         block: BlockHash,
         outlived: &mut Vec<BlockHash>,
     ) -> u32 {
@@ -267,7 +277,7 @@ impl Backend {
 
     /// Removes everything; adds to `outlived` the tips of leases. Only readers are told block by block,
     /// children before parents; the rest is dropped whole.
-    pub(super) fn clear(&mut self, common: &mut Common, outlived: &mut Vec<BlockHash>) {
+    pub(super) fn clear(&mut self, common: &mut SharedIndex, outlived: &mut Vec<BlockHash>) {
         let mut group = Vec::with_capacity(GROUP_BLOCKS);
         let mut children: Vec<u32> = vec![0; self.arena.len() as usize];
         for (index, record) in self.arena.live() {
@@ -301,7 +311,7 @@ impl Backend {
     }
 
     /// Takes a group of blocks from the readers, and empties it.
-    fn hide(&self, common: &mut Common, group: &mut Vec<BlockHash>) {
+    fn hide(&self, common: &mut SharedIndex, group: &mut Vec<BlockHash>) {
         std::hint::black_box(common.view.warm(group));
         for block in group.drain(..) {
             common.view.remove(self.slot, block);
@@ -309,7 +319,12 @@ impl Backend {
     }
 
     /// Adds a block behind `parent`; readers see it from here on.
-    pub(super) fn insert(&mut self, common: &mut Common, block: BlockHash, parent: u32) -> u32 {
+    pub(super) fn insert(
+        &mut self,
+        common: &mut SharedIndex,
+        block: BlockHash,
+        parent: u32,
+    ) -> u32 {
         let parent_hash = (parent != NO_RECORD).then(|| {
             let mut record = self.arena.get(parent);
             self.unsettle(parent, &record);
@@ -317,7 +332,7 @@ impl Backend {
             self.arena.set(parent, record);
             record.hash
         });
-        let record = Record {
+        let record = BlockRecord {
             hash: block,
             parent,
             children: 0,
@@ -341,7 +356,7 @@ impl Backend {
     }
 
     /// Evicts the first free leaf in order; `false` when there is none.
-    pub(super) fn evict(&mut self, common: &mut Common) -> bool {
+    pub(super) fn evict(&mut self, common: &mut SharedIndex) -> bool {
         let key = match planted::is(Bug::EvictsByPlace) {
             true => self.pop_by_place(),
             false => self.evictable.pop_first(),
@@ -367,7 +382,7 @@ impl Backend {
 
     /// Removes a record without children that is not in `evictable`, and hands its epoch to its
     /// parent, which the caller settles.
-    fn remove_leaf(&mut self, common: &mut Common, index: u32, record: &Record) {
+    fn remove_leaf(&mut self, common: &mut SharedIndex, index: u32, record: &BlockRecord) {
         common.view.remove(self.slot, record.hash);
         self.index.remove(record.hash, index);
         self.sum = self.sum.wrapping_sub(self.digest_of(record));
@@ -382,7 +397,7 @@ impl Backend {
             self.change(
                 record.parent,
                 parent,
-                Record {
+                BlockRecord {
                     epoch,
                     children,
                     ..parent
@@ -395,7 +410,7 @@ impl Backend {
     /// go before their parents, so that no reader finds a gap.
     fn fell(
         &mut self,
-        common: &mut Common,
+        common: &mut SharedIndex,
         leaves: Vec<u32>,
         end: u32,
         outlived: &mut Vec<BlockHash>,
@@ -467,14 +482,14 @@ impl Backend {
     }
 
     /// Takes a record that will not be a free leaf of this epoch any more out of the evictable ones.
-    pub(super) fn unsettle(&mut self, index: u32, record: &Record) {
+    pub(super) fn unsettle(&mut self, index: u32, record: &BlockRecord) {
         // Fresh records are free leaves for a moment, but they are never in the set.
         if record.is_free_leaf() && record.epoch > 0 {
             self.evictable.remove(&key(index, record));
         }
     }
 
-    fn change(&mut self, index: u32, old: Record, new: Record) {
+    fn change(&mut self, index: u32, old: BlockRecord, new: BlockRecord) {
         let parent = self.parent_hash(&old);
         let removed = digest::of_record(self.slot, &old, parent);
         let added = digest::of_record(self.slot, &new, parent);
@@ -483,11 +498,11 @@ impl Backend {
     }
 
     /// A live record's share of the digest.
-    pub(super) fn digest_of(&self, record: &Record) -> u128 {
+    pub(super) fn digest_of(&self, record: &BlockRecord) -> u128 {
         digest::of_record(self.slot, record, self.parent_hash(record))
     }
 
-    fn parent_hash(&self, record: &Record) -> Option<BlockHash> {
+    fn parent_hash(&self, record: &BlockRecord) -> Option<BlockHash> {
         (record.parent != NO_RECORD).then(|| self.arena.hash(record.parent))
     }
 
@@ -511,7 +526,7 @@ impl Backend {
         self.epoch = carriers.len() as u64;
         for (epoch, (_, index)) in (1..).zip(carriers) {
             let record = self.arena.get(index);
-            self.change(index, record, Record { epoch, ..record });
+            self.change(index, record, BlockRecord { epoch, ..record });
             self.settle(index);
         }
     }
@@ -525,7 +540,7 @@ impl Backend {
 }
 
 /// The place of a free leaf in the order of eviction.
-pub(super) fn key(index: u32, record: &Record) -> u64 {
+pub(super) fn key(index: u32, record: &BlockRecord) -> u64 {
     record.epoch << 24 | u64::from(index)
 }
 

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::error::Broken;
+use crate::error::InvariantError;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
-use crate::ownership::arena::{NO_RECORD, Record};
-use crate::ownership::backend::{Backend, key};
+use crate::ownership::arena::{BlockRecord, NO_RECORD};
+use crate::ownership::backend::{BackendBlocks, key};
 
 impl Ownership {
     /// Checks, given the tips of all open leases:
@@ -22,7 +22,10 @@ impl Ownership {
     ///
     /// # Errors
     /// The first that does not hold.
-    pub fn check(&self, leases: impl IntoIterator<Item = (Slot, BlockHash)>) -> Result<(), Broken> {
+    pub fn check(
+        &self,
+        leases: impl IntoIterator<Item = (Slot, BlockHash)>,
+    ) -> Result<(), InvariantError> {
         let mut open = BTreeMap::<(Slot, BlockHash), u16>::new();
         for lease in leases {
             *open.entry(lease).or_default() += 1;
@@ -80,11 +83,11 @@ impl Ownership {
 
     fn check_record(
         &self,
-        backend: &Backend,
+        backend: &BackendBlocks,
         index: u32,
-        record: &Record,
+        record: &BlockRecord,
         open: &mut BTreeMap<(Slot, BlockHash), u16>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), InvariantError> {
         let slot = backend.slot;
         if record.parent != NO_RECORD && backend.arena.try_get(record.parent).is_none() {
             return broken(
@@ -113,7 +116,7 @@ impl Ownership {
     }
 }
 
-fn check_backend(backend: &Backend) -> Result<(), Broken> {
+fn check_backend(backend: &BackendBlocks) -> Result<(), InvariantError> {
     let slot = backend.slot;
     let mut children = vec![0_u32; backend.arena.len() as usize];
     let (mut owned, mut reported, mut free_leaves, mut leaves) = (0, 0, 0, Vec::new());
@@ -170,7 +173,7 @@ fn check_backend(backend: &Backend) -> Result<(), Broken> {
 
 /// How many records stand on a path from a leaf to a first block; with right child counts only those
 /// on a cycle do not.
-fn reached_from(backend: &Backend, leaves: &[u32]) -> u32 {
+fn reached_from(backend: &BackendBlocks, leaves: &[u32]) -> u32 {
     let mut is_reached = vec![false; backend.arena.len() as usize];
     let mut reached = 0;
     for &leaf in leaves {
@@ -184,6 +187,6 @@ fn reached_from(backend: &Backend, leaves: &[u32]) -> u32 {
     reached
 }
 
-fn broken(number: &'static str, detail: String) -> Result<(), Broken> {
-    Err(Broken { number, detail })
+fn broken(number: &'static str, detail: String) -> Result<(), InvariantError> {
+    Err(InvariantError { number, detail })
 }

@@ -7,10 +7,10 @@
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ids::{BlockHash, Slot};
-use crate::ownership::arena::Record;
+use crate::ownership::arena::BlockRecord;
 
 /// The hash of one record. `parent`: the hash of its parent.
-pub(super) fn of_record(slot: Slot, record: &Record, parent: Option<BlockHash>) -> u128 {
+pub(super) fn of_record(slot: Slot, record: &BlockRecord, parent: Option<BlockHash>) -> u128 {
     let mut bytes = [0_u8; 29];
     bytes[..8].copy_from_slice(&record.hash.0.to_le_bytes());
     bytes[8..16].copy_from_slice(&parent.map_or(0, |hash| hash.0).to_le_bytes());

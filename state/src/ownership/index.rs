@@ -30,13 +30,13 @@ const UNUSED: u32 = u32::MAX;
 const REMOVED: u32 = u32::MAX - 1;
 
 /// Where the hash of a record is looked up.
-pub(crate) trait Hashes {
+pub(crate) trait HashLookup {
     /// The hash of a record that the index holds.
     fn hash(&self, record: u32) -> BlockHash;
 }
 
 /// See the module's text.
-pub(crate) struct Index {
+pub(crate) struct RecordIndex {
     /// Bits of the hash that choose in `directory`.
     depth: u32,
     /// Segment by the upper `depth` bits of the mixed hash.
@@ -54,7 +54,7 @@ struct Segment {
     depth: u32,
 }
 
-impl Index {
+impl RecordIndex {
     pub(crate) fn new() -> Self {
         Self {
             depth: 0,
@@ -81,7 +81,7 @@ impl Index {
 
     /// The record of `block`.
     #[inline]
-    pub(crate) fn find(&self, block: BlockHash, records: &impl Hashes) -> Option<u32> {
+    pub(crate) fn find(&self, block: BlockHash, records: &impl HashLookup) -> Option<u32> {
         let mixed = mix(block);
         let entries = &self.segments[self.segment_of(mixed)].entries;
         let tag = tag(block);
@@ -110,7 +110,7 @@ impl Index {
     }
 
     /// Adds a record that the arena holds and the index does not.
-    pub(crate) fn insert(&mut self, block: BlockHash, record: u32, records: &impl Hashes) {
+    pub(crate) fn insert(&mut self, block: BlockHash, record: u32, records: &impl HashLookup) {
         let mixed = mix(block);
         let mut id = self.segment_of(mixed);
         if self.segments[id].live as usize >= SEGMENT_RECORDS_MAX
@@ -172,7 +172,7 @@ impl Index {
     }
 
     /// Shares a segment's records out to two by the next bit of their hash.
-    fn split(&mut self, id: usize, records: &impl Hashes) {
+    fn split(&mut self, id: usize, records: &impl HashLookup) {
         let depth = self.segments[id].depth;
         if depth == self.depth {
             self.directory = self.directory.iter().flat_map(|&id| [id, id]).collect();
@@ -235,7 +235,7 @@ impl Segment {
         self.entries[at] = entry;
     }
 
-    fn rebuild(&mut self, records: &impl Hashes) {
+    fn rebuild(&mut self, records: &impl HashLookup) {
         let mut fresh = Self::new(self.live as usize, self.depth);
         for entry in self.records() {
             fresh.put(mixed(entry, records), entry);
@@ -249,7 +249,7 @@ fn tag(block: BlockHash) -> u32 {
     (block.0 as u32) << 24
 }
 
-fn mixed(entry: u32, records: &impl Hashes) -> u64 {
+fn mixed(entry: u32, records: &impl HashLookup) -> u64 {
     mix(records.hash(entry & RECORD))
 }
 

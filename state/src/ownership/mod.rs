@@ -26,9 +26,9 @@ use crate::ids::{BlockHash, Slot};
 use crate::planted::{self, Bug};
 use crate::view::{BlockView, SHARDS, ViewWriter};
 use arena::NO_RECORD;
-use backend::{Backend, Common};
+use backend::{BackendBlocks, SharedIndex};
 
-pub(crate) use reports::Refused;
+pub(crate) use reports::ReportRejection;
 pub use snapshot::FrozenOwnership;
 
 /// Most blocks owned over all backends. A backend that inserts beyond it evicts its own; what it
@@ -38,8 +38,8 @@ pub const OWNED_BLOCKS_MAX: u64 = 16_000_000;
 /// All backends' owned blocks: the writer's side of the block index.
 pub struct Ownership {
     /// By slot.
-    backends: Vec<Option<Box<Backend>>>,
-    common: Common,
+    backends: Vec<Option<Box<BackendBlocks>>>,
+    common: SharedIndex,
 }
 
 /// A dispatch's hold on a backend's blocks: pins its deepest block, and through parent links all
@@ -93,7 +93,7 @@ impl Ownership {
         let view = ViewWriter::new(shards);
         Self {
             backends: Vec::new(),
-            common: Common {
+            common: SharedIndex {
                 view,
                 owned: 0,
                 owned_max,
@@ -119,7 +119,7 @@ impl Ownership {
             self.backends.resize_with(at + 1, || None);
         }
         self.common.view.admit(slot);
-        self.backends[at] = Some(Box::new(Backend::new(slot, capacity)));
+        self.backends[at] = Some(Box::new(BackendBlocks::new(slot, capacity)));
     }
 
     /// Forgets the backend and all it owns. Leases on it must not be used any more.
@@ -316,11 +316,11 @@ impl Ownership {
         (backends + self.common.view.memory_bytes()) as u64
     }
 
-    fn backend(&self, slot: Slot) -> Option<&Backend> {
+    fn backend(&self, slot: Slot) -> Option<&BackendBlocks> {
         self.backends.get(usize::from(slot.0))?.as_deref()
     }
 
-    fn backend_mut(&mut self, slot: Slot) -> Option<(&mut Backend, &mut Common)> {
+    fn backend_mut(&mut self, slot: Slot) -> Option<(&mut BackendBlocks, &mut SharedIndex)> {
         let backend = self.backends.get_mut(usize::from(slot.0))?.as_deref_mut()?;
         Some((backend, &mut self.common))
     }

@@ -8,12 +8,12 @@
 
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
-use crate::ownership::arena::{NO_RECORD, Record};
-use crate::ownership::backend::{Backend, Common};
+use crate::ownership::arena::{BlockRecord, NO_RECORD};
+use crate::ownership::backend::{BackendBlocks, SharedIndex};
 
 /// A report that is not taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum ReportRejection {
     /// The block before it is not owned, or another report has it behind another block.
     Contradiction,
     /// There is no room for it, and nothing of this backend that could go.
@@ -30,10 +30,10 @@ impl Ownership {
         parent: Option<BlockHash>,
         block: BlockHash,
         outlived: &mut Vec<BlockHash>,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ReportRejection> {
         match self.backend_mut(slot) {
             Some((backend, common)) => backend.report(common, parent, block, outlived),
-            None => Err(Refused::Contradiction),
+            None => Err(ReportRejection::Contradiction),
         }
     }
 
@@ -73,7 +73,7 @@ impl Ownership {
     }
 }
 
-impl Backend {
+impl BackendBlocks {
     /// Counts one more report of a record; `false` when there are too many to count.
     pub(super) fn count_report(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
@@ -81,25 +81,25 @@ impl Backend {
             return false;
         };
         self.unsettle(index, &record);
-        self.arena.set(index, Record { reports, ..record });
+        self.arena.set(index, BlockRecord { reports, ..record });
         self.reported += u32::from(record.reports == 0);
         true
     }
 
     fn report(
         &mut self,
-        common: &mut Common,
+        common: &mut SharedIndex,
         parent: Option<BlockHash>,
         block: BlockHash,
         outlived: &mut Vec<BlockHash>,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ReportRejection> {
         let mut behind = self.behind(parent)?;
         let mut known = self.find(block);
         if let Some(index) = known {
             let record = self.arena.get(index);
             if record.parent != behind {
                 if record.reports > 0 {
-                    return Err(Refused::Contradiction);
+                    return Err(ReportRejection::Contradiction);
                 }
                 self.remove(common, block, outlived);
                 behind = self.behind(parent)?;
@@ -109,23 +109,28 @@ impl Backend {
         let index = match known {
             Some(index) => index,
             None if self.make_room(common, behind) => self.insert(common, block, behind),
-            None => return Err(Refused::NoRoom),
+            None => return Err(ReportRejection::NoRoom),
         };
         if self.count_report(index) {
             Ok(())
         } else {
-            Err(Refused::Contradiction)
+            Err(ReportRejection::Contradiction)
         }
     }
 
     /// The record of the block before one that is reported.
-    fn behind(&self, parent: Option<BlockHash>) -> Result<u32, Refused> {
+    fn behind(&self, parent: Option<BlockHash>) -> Result<u32, ReportRejection> {
         parent.map_or(Ok(NO_RECORD), |parent| {
-            self.find(parent).ok_or(Refused::Contradiction)
+            self.find(parent).ok_or(ReportRejection::Contradiction)
         })
     }
 
-    fn unreport(&mut self, common: &mut Common, block: BlockHash, outlived: &mut Vec<BlockHash>) {
+    fn unreport(
+        &mut self,
+        common: &mut SharedIndex,
+        block: BlockHash,
+        outlived: &mut Vec<BlockHash>,
+    ) {
         let Some(index) = self.find(block) else {
             return;
         };
@@ -137,7 +142,7 @@ impl Backend {
             }
             reports => {
                 let reports = reports - 1;
-                self.arena.set(index, Record { reports, ..record });
+                self.arena.set(index, BlockRecord { reports, ..record });
             }
         }
     }

@@ -21,12 +21,14 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::bounds::BACKENDS_MAX;
-use crate::error::CorruptSnapshot;
+use crate::error::SnapshotError;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
-use crate::ownership::arena::{CHUNK_RECORDS, Chunk, EPOCH_MAX, NO_RECORD, RECORDS_MAX, Record};
-use crate::ownership::backend::{Backend, Common, GROUP_BLOCKS, key};
-use crate::ownership::index::Index;
+use crate::ownership::arena::{
+    BlockRecord, CHUNK_RECORDS, Chunk, EPOCH_MAX, NO_RECORD, RECORDS_MAX,
+};
+use crate::ownership::backend::{BackendBlocks, GROUP_BLOCKS, SharedIndex, key};
+use crate::ownership::index::RecordIndex;
 use crate::planted::{self, Bug};
 
 const MAGIC: &[u8; 8] = b"QUOROWNS";
@@ -75,7 +77,7 @@ impl Ownership {
     ///
     /// # Errors
     /// With the offset, from where `input` stood, of the section that is wrong; nothing changed then.
-    pub fn restore(&mut self, input: &mut dyn Read) -> Result<(), CorruptSnapshot> {
+    pub fn restore(&mut self, input: &mut dyn Read) -> Result<(), SnapshotError> {
         self.restore_reported(input, &|_| Vec::new())
     }
 
@@ -84,7 +86,7 @@ impl Ownership {
         &mut self,
         input: &mut dyn Read,
         reports: &dyn Fn(Slot) -> Vec<BlockHash>,
-    ) -> Result<(), CorruptSnapshot> {
+    ) -> Result<(), SnapshotError> {
         let mut sections = Sections {
             input,
             section: 0,
@@ -99,7 +101,7 @@ impl Ownership {
         let backends = backends.u32();
         let mut fresh = Self {
             backends: Vec::new(),
-            common: Common {
+            common: SharedIndex {
                 view: self.common.view.unpublished(),
                 owned: 0,
                 owned_max: self.common.owned_max,
@@ -134,7 +136,7 @@ impl Ownership {
         &mut self,
         sections: &mut Sections<'_>,
         reports: &dyn Fn(Slot) -> Vec<BlockHash>,
-    ) -> Result<(), CorruptSnapshot> {
+    ) -> Result<(), SnapshotError> {
         let head = sections.next(23)?;
         let slot = Slot(head.u16());
         let capacity = (head.u8() == 1, head.u32());
@@ -168,16 +170,16 @@ impl Ownership {
     }
 }
 
-impl Backend {
+impl BackendBlocks {
     /// Rebuilds from the records alone what an image leaves out; answers how many there are, or what
     /// is wrong with them.
-    fn rebuild(&mut self, common: &mut Common, reports: &[BlockHash]) -> Result<u32, String> {
+    fn rebuild(&mut self, common: &mut SharedIndex, reports: &[BlockHash]) -> Result<u32, String> {
         let live: Vec<u32> = self.arena.live().map(|(index, _)| index).collect();
         if common.owned + live.len() as u64 > common.owned_max {
             return Err(format!("more than {} blocks", common.owned_max));
         }
         self.check_paths(&live)?;
-        self.index = Index::with_room(live.len());
+        self.index = RecordIndex::with_room(live.len());
         for group in live.chunks(GROUP_BLOCKS) {
             let blocks: Vec<_> = group.iter().map(|&index| self.arena.hash(index)).collect();
             self.warm(common, &blocks);
@@ -205,7 +207,7 @@ impl Backend {
     }
 
     /// Enters records into the lookup, the view, the digest and their parents' counts.
-    fn link(&mut self, common: &mut Common, records: &[u32]) -> Result<(), String> {
+    fn link(&mut self, common: &mut SharedIndex, records: &[u32]) -> Result<(), String> {
         for &index in records {
             let record = self.arena.get(index);
             if record.parent != NO_RECORD {
@@ -353,7 +355,7 @@ struct Sections<'a> {
 
 impl Sections<'_> {
     /// The next section, which must have `length` bytes.
-    fn next(&mut self, length: usize) -> Result<Fields<'_>, CorruptSnapshot> {
+    fn next(&mut self, length: usize) -> Result<Fields<'_>, SnapshotError> {
         self.read()?;
         if self.payload.len() != length {
             let found = self.payload.len();
@@ -366,8 +368,8 @@ impl Sections<'_> {
     fn next_chunk(
         &mut self,
         count: usize,
-        backend: &Backend,
-    ) -> Result<Vec<Option<Record>>, CorruptSnapshot> {
+        backend: &BackendBlocks,
+    ) -> Result<Vec<Option<BlockRecord>>, SnapshotError> {
         self.read()?;
         let bitmap = self.payload.get(..BITMAP_BYTES).unwrap_or(&[]);
         let is_live = |at: usize| {
@@ -387,7 +389,7 @@ impl Sections<'_> {
         let columns = [hashes, parents, epochs, leases].map(Fields::new);
         let [hashes, parents, epochs, leases] = &columns;
         let records = (0..count).map(|at| {
-            is_live(at).then(|| Record {
+            is_live(at).then(|| BlockRecord {
                 hash: BlockHash(hashes.u64()),
                 parent: parents.u32(),
                 children: 0,
@@ -397,7 +399,7 @@ impl Sections<'_> {
             })
         });
         let records: Vec<_> = records.collect();
-        let is_sound = |record: &Record| {
+        let is_sound = |record: &BlockRecord| {
             record.epoch <= backend.epoch
                 && (record.parent == NO_RECORD || record.parent < RECORDS_MAX)
         };
@@ -407,7 +409,7 @@ impl Sections<'_> {
         Ok(records)
     }
 
-    fn read(&mut self) -> Result<(), CorruptSnapshot> {
+    fn read(&mut self) -> Result<(), SnapshotError> {
         self.start = self.offset;
         let mut length = [0; 4];
         self.fill(&mut length)?;
@@ -428,21 +430,21 @@ impl Sections<'_> {
         Ok(())
     }
 
-    fn fill(&mut self, bytes: &mut [u8]) -> Result<(), CorruptSnapshot> {
+    fn fill(&mut self, bytes: &mut [u8]) -> Result<(), SnapshotError> {
         let read = self.input.read_exact(bytes);
         read.map_err(|error| self.fault(format!("read ownership: {error}")))?;
         self.offset += bytes.len() as u64;
         Ok(())
     }
 
-    fn fault(&self, what: impl Into<String>) -> CorruptSnapshot {
-        CorruptSnapshot {
+    fn fault(&self, what: impl Into<String>) -> SnapshotError {
+        SnapshotError {
             offset: self.start,
             what: what.into(),
         }
     }
 
-    fn corrupt<T>(&self, what: impl Into<String>) -> Result<T, CorruptSnapshot> {
+    fn corrupt<T>(&self, what: impl Into<String>) -> Result<T, SnapshotError> {
         Err(self.fault(what))
     }
 }

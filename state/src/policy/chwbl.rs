@@ -13,9 +13,9 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Needs, Policy, Rank, Ranks, load_bound, mix};
-use super::{Candidate, Reason, Request};
+use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
 /// Largest load factor, in thousandths.
@@ -46,7 +46,7 @@ impl Default for ChwblSettings {
 }
 
 impl Policy for ChwblSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_least("prefix_blocks", self.prefix_blocks, 1)?;
         at_least("virtual_nodes", self.virtual_nodes, 1)?;
         at_most("virtual_nodes", self.virtual_nodes, VIRTUAL_NODES_MAX)?;
@@ -67,18 +67,18 @@ impl Policy for ChwblSettings {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         Chwbl {
-            key: Key::of(request.prefix_key, self.virtual_nodes),
+            key: RingKey::of(request.prefix_key, self.virtual_nodes),
             load_max: load_bound(self.load_factor_milli, candidates),
         }
     }
 }
 
 /// A place on the ring.
-struct Key {
+struct RingKey {
     /// Parts of the ring.
     parts: u64,
     /// Which part, `0..parts`.
@@ -87,7 +87,7 @@ struct Key {
     offset: u64,
 }
 
-impl Key {
+impl RingKey {
     fn of(hash: u64, virtual_nodes: u32) -> Self {
         let parts = u64::from(virtual_nodes.max(1));
         // Prompt hashes and slots are mixed alike: a key must not fall on its own virtual node.
@@ -119,7 +119,7 @@ fn virtual_node(slot: Slot, part: u64) -> u64 {
 }
 
 struct Chwbl {
-    key: Key,
+    key: RingKey,
     load_max: u64,
 }
 

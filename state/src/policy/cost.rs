@@ -8,9 +8,9 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{ByScore, Near, Needs, Policy, Ranks, product};
-use super::{Candidate, Prices, Reason, Request};
-use crate::reject::Reject;
+use super::rank::{ByScore, Needs, Policy, Ranks, Tolerance, product};
+use super::{Candidate, PolicyRequest, Prices, Reason};
+use crate::reject::Rejection;
 use crate::validate::at_most;
 
 /// Constants of the `cost` policy. Integers: the settings are replicated.
@@ -49,7 +49,7 @@ impl Default for CostSettings {
 }
 
 impl Policy for CostSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_most("eviction_permille", self.eviction_permille, 1000)?;
         at_most("near_permille", self.near_permille, 1000)?;
         at_most(
@@ -68,13 +68,13 @@ impl Policy for CostSettings {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         let usual = usual_prices(self, candidates);
         ByScore {
             score: move |candidate: &Candidate| score(self, usual, request, candidate),
-            near: Near::Permille(self.near_permille),
+            near: Tolerance::Permille(self.near_permille),
             prefers_prefix: true,
             reason: Reason::LeastCost,
         }
@@ -127,7 +127,7 @@ fn believed(own: Option<Prices>, usual: Prices) -> Prices {
 pub(super) fn score(
     settings: &CostSettings,
     usual: Prices,
-    request: &Request,
+    request: &PolicyRequest,
     candidate: &Candidate,
 ) -> u64 {
     let prices = believed(candidate.prices, usual);
@@ -154,7 +154,7 @@ pub(super) fn score(
 fn eviction_ns(
     settings: &CostSettings,
     prices: Prices,
-    request: &Request,
+    request: &PolicyRequest,
     candidate: &Candidate,
 ) -> u64 {
     let new = request.blocks.saturating_sub(candidate.matched);

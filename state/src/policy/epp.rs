@@ -10,9 +10,9 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{Near, Policy, Rank, Ranks, product};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::rank::{Policy, Rank, Ranks, Tolerance, product};
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::{at_most, ensure};
 
 /// Largest weight.
@@ -55,7 +55,7 @@ impl Default for EppSettings {
 }
 
 impl Policy for EppSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_most("prefix_weight", self.prefix_weight, WEIGHT_MAX)?;
         at_most("queue_weight", self.queue_weight, WEIGHT_MAX)?;
         at_most("kv_weight", self.kv_weight, WEIGHT_MAX)?;
@@ -70,7 +70,7 @@ impl Policy for EppSettings {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         let waiting = || candidates.iter().map(|candidate| candidate.waiting);
@@ -91,7 +91,7 @@ impl EppSettings {
 
 struct Epp<'a> {
     settings: &'a EppSettings,
-    request: &'a Request,
+    request: &'a PolicyRequest,
     shortest: u32,
     longest: u32,
 }
@@ -144,6 +144,6 @@ impl Ranks for Epp<'_> {
     fn near_limit(&self, best: u64) -> u64 {
         let sum = self.settings.weights() * PARTS / 1000;
         let window = sum.saturating_mul(u64::from(self.settings.near_permille));
-        Near::Within(window).limit(best)
+        Tolerance::Within(window).limit(best)
     }
 }

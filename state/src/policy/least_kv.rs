@@ -6,9 +6,9 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{ByScore, Near, Policy, Ranks};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::rank::{ByScore, Policy, Ranks, Tolerance};
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::at_most;
 
 /// Settings of the `least-kv` policy.
@@ -26,14 +26,14 @@ impl Default for LeastKvSettings {
 }
 
 impl Policy for LeastKvSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_most("near_permille", self.near_permille, 1000)
     }
 
-    fn ranks<'a>(&'a self, _: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+    fn ranks<'a>(&'a self, _: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
         ByScore {
             score: |candidate: &Candidate| u64::from(candidate.kv_usage_permille),
-            near: Near::Within(u64::from(self.near_permille)),
+            near: Tolerance::Within(u64::from(self.near_permille)),
             prefers_prefix: false,
             reason: Reason::LeastKv,
         }

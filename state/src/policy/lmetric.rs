@@ -4,9 +4,9 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{ByScore, Near, Policy, Ranks};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::rank::{ByScore, Policy, Ranks, Tolerance};
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::at_most;
 
 /// Settings of the `lmetric` policy.
@@ -29,14 +29,14 @@ impl Default for LmetricSettings {
 }
 
 impl Policy for LmetricSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_most("near_permille", self.near_permille, 1000)
     }
 
-    fn ranks<'a>(&'a self, request: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+    fn ranks<'a>(&'a self, request: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
         ByScore {
             score: |candidate: &Candidate| score(self, request, candidate),
-            near: Near::Permille(self.near_permille),
+            near: Tolerance::Permille(self.near_permille),
             prefers_prefix: true,
             reason: Reason::LeastCost,
         }
@@ -44,7 +44,7 @@ impl Policy for LmetricSettings {
 }
 
 /// Tokens times requests.
-fn score(settings: &LmetricSettings, request: &Request, candidate: &Candidate) -> u64 {
+fn score(settings: &LmetricSettings, request: &PolicyRequest, candidate: &Candidate) -> u64 {
     let prefill_tokens = candidate
         .pending_prefill_tokens
         .saturating_add(request.uncached_tokens(candidate.matched))

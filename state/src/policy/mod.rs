@@ -1,6 +1,6 @@
 //! Routing policies: pure functions from (request, candidates) to a choice with its reasons.
 //!
-//! A policy sees only what stands in [`Request`] and [`Candidate`]; who gathers them (match, load,
+//! A policy sees only what stands in [`PolicyRequest`] and [`Candidate`]; who gathers them (match, load,
 //! health) does so the same way for every policy, and what only some policies look at is gathered
 //! only for these ([`PolicyConfig::needs`]). Ties among near-equal scores are broken by the
 //! request's `jitter`, a hash of its id: without it simultaneous arrivals herd. Integers only, so
@@ -35,7 +35,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use self::rank::{Policy, Ranks, pick};
 use crate::ids::Slot;
-use crate::reject::Reject;
+use crate::reject::Rejection;
 use crate::validate::{at_most, ensure, is_name};
 
 pub use chwbl::ChwblSettings;
@@ -47,7 +47,7 @@ pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
 pub use rank::{MatchBy, Needs, SessionNames, Touch};
 pub use session::SessionSettings;
-pub use vllm_cache_aware::{Hashing, VllmCacheAwareSettings};
+pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
 
 /// Makes [`PolicyConfig`] and everything that must know all policies from one table. An entry is
@@ -86,14 +86,14 @@ macro_rules! policies {
             /// Checks every setting.
             ///
             /// # Errors
-            /// [`Reject::Invalid`] with the first field that is out of bounds.
-            pub fn validate(&self) -> Result<(), Reject> {
+            /// [`Rejection::Invalid`] with the first field that is out of bounds.
+            pub fn validate(&self) -> Result<(), Rejection> {
                 match self {
                     $(Self::$variant $(($settings))? => Policy::validate($policy),)*
                 }
             }
 
-            /// What of [`Request`] and [`Candidate`] the policy looks at beside what is always
+            /// What of [`PolicyRequest`] and [`Candidate`] the policy looks at beside what is always
             /// there.
             #[must_use]
             pub fn needs(&self) -> Needs<'_> {
@@ -105,7 +105,7 @@ macro_rules! policies {
 
         fn choose_among(
             policy: &PolicyConfig,
-            request: &Request,
+            request: &PolicyRequest,
             candidates: &[Candidate],
         ) -> Option<Choice> {
             match policy {
@@ -121,7 +121,7 @@ macro_rules! policies {
         #[must_use]
         pub fn scores(
             policy: &PolicyConfig,
-            request: &Request,
+            request: &PolicyRequest,
             candidates: &[Candidate],
         ) -> Vec<Score> {
             match policy {
@@ -198,14 +198,14 @@ impl RoutingSettings {
     /// Checks every setting.
     ///
     /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Reject> {
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
         let is_few = self.models.len() <= MODEL_POLICIES_MAX;
         ensure(is_few, "models", "at most 64 models")?;
         for (model, policy) in &self.models {
             ensure(is_name(model), "models", "model ids of 1 to 256 bytes")?;
             policy.validate().map_err(|reject| match reject {
-                Reject::Invalid { field, expected } => Reject::Invalid {
+                Rejection::Invalid { field, expected } => Rejection::Invalid {
                     field: format!("models.{model}.{field}"),
                     expected,
                 },
@@ -241,7 +241,7 @@ fn no_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Erro
 
 /// What a policy knows of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Request {
+pub struct PolicyRequest {
     /// Hash of the request id: breaks ties.
     pub jitter: u64,
     /// Full blocks of the prompt that an engine could have (the last-token rule applied).
@@ -367,7 +367,7 @@ pub struct Score {
     pub reason: Reason,
 }
 
-impl Request {
+impl PolicyRequest {
     /// Prompt tokens that a backend holding `matched` blocks would have to compute.
     fn uncached_tokens(&self, matched: u32) -> u64 {
         let cached = u64::from(matched.min(self.blocks)) * u64::from(self.tokens_per_block);
@@ -386,7 +386,7 @@ impl Request {
 #[must_use]
 pub fn choose(
     policy: &PolicyConfig,
-    request: &Request,
+    request: &PolicyRequest,
     candidates: &[Candidate],
 ) -> Option<Choice> {
     if let [only] = candidates {

@@ -4,7 +4,7 @@
 //! The draw is that of the request's jitter, so that a repeated decision draws the same two.
 
 use super::rank::{Policy, Rank, Ranks, draw, requests};
-use super::{Candidate, Reason, Request};
+use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
 /// The policy; it has no settings.
@@ -13,7 +13,7 @@ pub(super) struct PowerOfTwo;
 impl Policy for PowerOfTwo {
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         let mut drawn: [Option<(u64, Slot)>; 2] = [None; 2];
@@ -26,13 +26,13 @@ impl Policy for PowerOfTwo {
                 drawn[1] = draw;
             }
         }
-        Drawn(drawn.map(|draw| draw.map(|(_, slot)| slot)))
+        PowerOfTwoRanks(drawn.map(|draw| draw.map(|(_, slot)| slot)))
     }
 }
 
-struct Drawn([Option<Slot>; 2]);
+struct PowerOfTwoRanks([Option<Slot>; 2]);
 
-impl Ranks for Drawn {
+impl Ranks for PowerOfTwoRanks {
     fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
         Rank {
             tier: u8::from(!self.0.contains(&Some(candidate.slot))),

@@ -14,9 +14,9 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::rank::{Near, Policy, Rank, Ranks, product};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::rank::{Policy, Rank, Ranks, Tolerance, product};
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
 /// Largest proportion of loads, in thousandths.
@@ -55,7 +55,7 @@ impl Default for PrebleE2Settings {
 }
 
 impl Policy for PrebleE2Settings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_most("exploit_above_permille", self.exploit_above_permille, 1000)?;
         at_least("imbalance_milli", self.imbalance_milli, 1000)?;
         at_most("imbalance_milli", self.imbalance_milli, IMBALANCE_MILLI_MAX)?;
@@ -65,7 +65,7 @@ impl Policy for PrebleE2Settings {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         let matched = candidates.iter().map(|it| it.matched.min(request.blocks));
@@ -99,7 +99,7 @@ impl PrebleE2Settings {
     }
 
     /// `M`: prefill that what must be evicted will cost again.
-    fn eviction_ns(&self, request: &Request, candidate: &Candidate) -> u64 {
+    fn eviction_ns(&self, request: &PolicyRequest, candidate: &Candidate) -> u64 {
         let evicted = request
             .missing_blocks(candidate.matched)
             .saturating_sub(candidate.free_blocks);
@@ -111,7 +111,7 @@ impl PrebleE2Settings {
     }
 
     /// `P`: the request's own prefill.
-    fn prefill_ns(&self, request: &Request, candidate: &Candidate) -> u64 {
+    fn prefill_ns(&self, request: &PolicyRequest, candidate: &Candidate) -> u64 {
         request
             .uncached_tokens(candidate.matched)
             .saturating_mul(u64::from(self.prefill_ns_per_token))
@@ -120,7 +120,7 @@ impl PrebleE2Settings {
 
 struct PrebleE2<'a> {
     settings: &'a PrebleE2Settings,
-    request: &'a Request,
+    request: &'a PolicyRequest,
     /// The longest match, when it is to be exploited.
     exploited_blocks: Option<u32>,
     load_ns_max: u64,
@@ -145,7 +145,7 @@ impl Ranks for PrebleE2<'_> {
     }
 
     fn near_limit(&self, best: u64) -> u64 {
-        Near::Permille(self.settings.near_permille).limit(best)
+        Tolerance::Permille(self.settings.near_permille).limit(best)
     }
 
     fn prefers_prefix(&self) -> bool {

@@ -14,8 +14,8 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Policy, Rank, Ranks};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
 /// Largest factor, in thousandths.
@@ -44,7 +44,7 @@ impl Default for PrefixCacheSettings {
 }
 
 impl Policy for PrefixCacheSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_most(
             "standard_deviation_factor_milli",
             self.standard_deviation_factor_milli,
@@ -55,7 +55,7 @@ impl Policy for PrefixCacheSettings {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         let spread = Spread::of(candidates);
@@ -104,7 +104,7 @@ impl Spread {
 }
 
 struct PrefixCache<'a> {
-    request: &'a Request,
+    request: &'a PolicyRequest,
     is_imbalanced: bool,
     blocks_min: u32,
     factor_milli: u32,

@@ -1,16 +1,16 @@
 //! `random`: any candidate, by the request's jitter. A baseline.
 
-use super::rank::{ByScore, Near, Policy, Ranks};
-use super::{Candidate, Reason, Request};
+use super::rank::{ByScore, Policy, Ranks, Tolerance};
+use super::{Candidate, PolicyRequest, Reason};
 
 /// The policy; it has no settings.
 pub(super) struct Random;
 
 impl Policy for Random {
-    fn ranks<'a>(&'a self, _: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+    fn ranks<'a>(&'a self, _: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
         ByScore {
             score: |_: &Candidate| 0,
-            near: Near::Equal,
+            near: Tolerance::Equal,
             prefers_prefix: false,
             reason: Reason::Jitter,
         }

@@ -5,17 +5,17 @@ use std::cmp::Reverse;
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use super::{Candidate, Choice, Reason, Request};
+use super::{Candidate, Choice, PolicyRequest, Reason};
 use crate::ids::{AttemptId, SessionId, Slot};
-use crate::reject::Reject;
+use crate::reject::Rejection;
 
 /// A policy with its settings.
 pub(super) trait Policy {
     /// Checks every setting.
     ///
     /// # Errors
-    /// [`Reject::Invalid`] with the first field that is out of bounds.
-    fn validate(&self) -> Result<(), Reject> {
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    fn validate(&self) -> Result<(), Rejection> {
         Ok(())
     }
 
@@ -27,7 +27,7 @@ pub(super) trait Policy {
     /// Looks at the candidates as a whole and answers how it ranks each of them.
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a, Self>;
 }
@@ -35,13 +35,13 @@ pub(super) trait Policy {
 /// What a policy looks at beside what is always there; it costs time to gather.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Needs<'a> {
-    /// `Request::prefix_key` over so many blocks.
+    /// `PolicyRequest::prefix_key` over so many blocks.
     pub prefix_blocks: Option<u32>,
-    /// `Request::session`, and where a request names it.
+    /// `PolicyRequest::session`, and where a request names it.
     pub session: Option<SessionNames<'a>>,
-    /// `Request::turn`.
+    /// `PolicyRequest::turn`.
     pub turn: bool,
-    /// `Request::user`.
+    /// `PolicyRequest::user`.
     pub user_tokens: bool,
     /// `Candidate::prices`.
     pub learnt: bool,
@@ -139,14 +139,14 @@ impl Rank {
 /// Ranks by a score alone.
 pub(super) struct ByScore<F> {
     pub(super) score: F,
-    pub(super) near: Near,
+    pub(super) near: Tolerance,
     pub(super) prefers_prefix: bool,
     pub(super) reason: Reason,
 }
 
 /// Which scores count as equal to the best.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Near {
+pub(super) enum Tolerance {
     /// Those equal to it.
     Equal,
     /// Those within so many thousandths of it.
@@ -155,7 +155,7 @@ pub(super) enum Near {
     Within(u64),
 }
 
-impl Near {
+impl Tolerance {
     pub(super) fn limit(self, best: u64) -> u64 {
         match self {
             Self::Equal => best,
@@ -185,7 +185,7 @@ impl<F: Fn(&Candidate) -> u64> Ranks for ByScore<F> {
 /// The best rank; among near-equal ones the highest draw of the request's jitter.
 pub(super) fn pick(
     ranks: &impl Ranks,
-    request: &Request,
+    request: &PolicyRequest,
     candidates: &[Candidate],
 ) -> Option<Choice> {
     let ranked = || {

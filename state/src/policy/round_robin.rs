@@ -4,7 +4,7 @@
 //! every decision, and a hash of the request in its place would be `random`.
 
 use super::rank::{BySlot, Needs, Policy, Rank, Ranks};
-use super::{Candidate, Reason, Request};
+use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
 /// The policy; it has no settings.
@@ -20,20 +20,20 @@ impl Policy for RoundRobin {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         let count = (candidates.len() as u64).max(1);
         // Below the number of candidates, which is a `usize`.
         let place = (request.turn % count) as usize;
-        Turn(BySlot::of(candidates).slot(place))
+        RoundRobinRanks(BySlot::of(candidates).slot(place))
     }
 }
 
 /// Whose turn it is.
-struct Turn(Slot);
+struct RoundRobinRanks(Slot);
 
-impl Ranks for Turn {
+impl Ranks for RoundRobinRanks {
     fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
         let behind = candidate.slot.0.wrapping_sub(self.0.0);
         Rank::first(u64::from(behind), Reason::Turn)

@@ -6,8 +6,8 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Needs, Policy, Rank, Ranks, SessionNames, draw, requests};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
 
 /// Settings of the `session` policy.
@@ -30,7 +30,7 @@ impl Default for SessionSettings {
 }
 
 impl Policy for SessionSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         ensure(
             is_token(&self.header),
             "header",
@@ -53,8 +53,8 @@ impl Policy for SessionSettings {
         }
     }
 
-    fn ranks<'a>(&'a self, request: &'a Request, _: &'a [Candidate]) -> impl Ranks + use<'a> {
-        Session(request.session)
+    fn ranks<'a>(&'a self, request: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+        SessionRanks(request.session)
     }
 }
 
@@ -64,9 +64,9 @@ fn is_token(text: &str) -> bool {
     is_name(text) && text.bytes().all(is_token_byte)
 }
 
-struct Session(Option<u64>);
+struct SessionRanks(Option<u64>);
 
-impl Ranks for Session {
+impl Ranks for SessionRanks {
     fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
         match self.0 {
             Some(session) => Rank::first(!draw(session, candidate.slot), Reason::Session),

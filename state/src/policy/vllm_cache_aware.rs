@@ -9,8 +9,8 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use super::rank::{MatchBy, Needs, Policy, Rank, Ranks, Touch, load_bound};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
 /// Largest load factor, in thousandths.
@@ -25,7 +25,7 @@ pub struct VllmCacheAwareSettings {
     /// How far above the average a holder's load may be, in thousandths; at least 1000.
     pub load_factor_milli: u32,
     /// How blocks are named.
-    pub hashing: Hashing,
+    pub hashing: BlockNaming,
     /// When a match renews a block's age.
     pub touch: Touch,
 }
@@ -33,7 +33,7 @@ pub struct VllmCacheAwareSettings {
 /// How blocks are named.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Hashing {
+pub enum BlockNaming {
     /// By their content and all before them; found for all backends at once.
     Chained,
     /// By their position as well: found for each backend by binary search over positions, as the
@@ -47,14 +47,14 @@ impl Default for VllmCacheAwareSettings {
         Self {
             cache_threshold_permille: 300,
             load_factor_milli: 1250,
-            hashing: Hashing::Chained,
+            hashing: BlockNaming::Chained,
             touch: Touch::Always,
         }
     }
 }
 
 impl Policy for VllmCacheAwareSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         at_most(
             "cache_threshold_permille",
             self.cache_threshold_permille,
@@ -71,8 +71,8 @@ impl Policy for VllmCacheAwareSettings {
     fn needs(&self) -> Needs<'_> {
         Needs {
             match_by: match self.hashing {
-                Hashing::Chained => MatchBy::Mask,
-                Hashing::Position => MatchBy::Position,
+                BlockNaming::Chained => MatchBy::Mask,
+                BlockNaming::Position => MatchBy::Position,
             },
             touch: self.touch,
             ..Needs::default()
@@ -81,7 +81,7 @@ impl Policy for VllmCacheAwareSettings {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         VllmCacheAware {
@@ -93,7 +93,7 @@ impl Policy for VllmCacheAwareSettings {
 }
 
 struct VllmCacheAware<'a> {
-    request: &'a Request,
+    request: &'a PolicyRequest,
     threshold_permille: u32,
     load_max: u64,
 }

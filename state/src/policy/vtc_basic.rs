@@ -15,8 +15,8 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use super::rank::{BySlot, Needs, Policy, Rank, Ranks, draw};
-use super::{Candidate, Reason, Request};
-use crate::reject::Reject;
+use super::{Candidate, PolicyRequest, Reason};
+use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
 
 /// Largest weight, in thousandths.
@@ -93,7 +93,7 @@ impl VtcBasicSettings {
     }
 
     /// `max(min_tokens, (least + most) / 2)`, in thousandths of a token.
-    fn bucket_milli(&self, request: &Request) -> u64 {
+    fn bucket_milli(&self, request: &PolicyRequest) -> u64 {
         let milli = |tokens: u32| u64::from(tokens) * 1000;
         let min_milli = milli(self.token_tracker_min_tokens);
         let least = request.user.least_milli.unwrap_or(min_milli);
@@ -106,7 +106,7 @@ impl VtcBasicSettings {
 }
 
 impl Policy for VtcBasicSettings {
-    fn validate(&self) -> Result<(), Reject> {
+    fn validate(&self) -> Result<(), Rejection> {
         let window_size = self.token_tracker_window_size;
         at_least("token_tracker_window_size", window_size, 1)?;
         at_most("token_tracker_window_size", window_size, WINDOW_SIZE_MAX)?;
@@ -137,7 +137,7 @@ impl Policy for VtcBasicSettings {
 
     fn ranks<'a>(
         &'a self,
-        request: &'a Request,
+        request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
         let last = (candidates.len() as u64).saturating_sub(1);

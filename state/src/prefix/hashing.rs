@@ -58,31 +58,31 @@ impl fmt::Debug for HashSecret {
 
 /// A cluster's seed and secret.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Hashing {
+pub struct BlockHasher {
     /// Of users, models and the beginnings of chains.
     pub seed: u64,
     /// In every block; `None`: of a cluster founded before there was one.
     pub secret: Option<HashSecret>,
 }
 
-impl From<u64> for Hashing {
+impl From<u64> for BlockHasher {
     fn from(seed: u64) -> Self {
         Self { seed, secret: None }
     }
 }
 
-impl Hashing {
+impl BlockHasher {
     /// What chains of `scope` begin with: its fields under the seed, each with its length, so that no
     /// two scopes read alike.
     #[must_use]
-    pub fn root(&self, scope: &Scope<'_>) -> Root {
+    pub fn root(&self, scope: &Scope<'_>) -> ChainRoot {
         let mut hasher = Xxh3::with_seed(self.seed);
         for field in [scope.model, scope.adapter, scope.salt, scope.tokenizer] {
             hasher.update(&(field.len() as u64).to_le_bytes());
             hasher.update(field.as_bytes());
         }
         hasher.update(&scope.block_size.to_le_bytes());
-        Root {
+        ChainRoot {
             scope: hasher.digest(),
             secret: self.secret.clone(),
         }
@@ -91,12 +91,12 @@ impl Hashing {
 
 /// How the blocks of one scope are hashed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Root {
+pub struct ChainRoot {
     scope: u64,
     secret: Option<HashSecret>,
 }
 
-impl From<u64> for Root {
+impl From<u64> for ChainRoot {
     /// Without a secret.
     fn from(scope: u64) -> Self {
         let secret = None;
@@ -104,7 +104,7 @@ impl From<u64> for Root {
     }
 }
 
-impl Root {
+impl ChainRoot {
     #[cfg(test)]
     pub(super) fn under(self, secret: HashSecret) -> Self {
         let secret = Some(secret);

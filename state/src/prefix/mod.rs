@@ -1,7 +1,7 @@
 //! Prefix identity: from prompt bytes or token ids to chained block hashes.
 //!
 //! `h(i) = xxh3_64(link ++ block i)` under the cluster's secret, where the link is `h(i-1)` as
-//! little-endian and for the first block what names the scope. Clusters without a secret ([`Hashing`]):
+//! little-endian and for the first block what names the scope. Clusters without a secret ([`BlockHasher`]):
 //! `h(0) = xxh3_64(block 0, seed = scope)`, `h(i) = xxh3_64(h(i-1) ++ block i)`.
 //! A last partial block is no block. Token ids are hashed as little-endian `u32`s.
 //!
@@ -12,7 +12,7 @@ mod hashing;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use self::hashing::{HashSecret, Hashing, Root, SECRET_BYTES};
+pub use self::hashing::{BlockHasher, ChainRoot, HashSecret, SECRET_BYTES};
 use crate::ids::{BlockHash, ModelKey, UserKey};
 
 /// Largest block, in bytes, that is hashed from the stack.
@@ -51,7 +51,7 @@ pub fn model_key(hash_seed: u64, name: &str) -> ModelKey {
 ///
 /// # Panics
 /// When `block_size` is 0.
-pub fn chain_bytes(root: &Root, bytes: &[u8], block_size: usize, out: &mut Vec<BlockHash>) {
+pub fn chain_bytes(root: &ChainRoot, bytes: &[u8], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_bytes(root, None, bytes, block_size, out);
 }
 
@@ -60,7 +60,7 @@ pub fn chain_bytes(root: &Root, bytes: &[u8], block_size: usize, out: &mut Vec<B
 /// # Panics
 /// When `block_size` is 0.
 pub fn continue_bytes(
-    root: &Root,
+    root: &ChainRoot,
     last: Option<BlockHash>,
     bytes: &[u8],
     block_size: usize,
@@ -89,7 +89,7 @@ pub fn continue_bytes(
 ///
 /// # Panics
 /// When `block_size` is 0.
-pub fn chain_tokens(root: &Root, tokens: &[u32], block_size: usize, out: &mut Vec<BlockHash>) {
+pub fn chain_tokens(root: &ChainRoot, tokens: &[u32], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_tokens(root, None, tokens, block_size, out);
 }
 
@@ -98,7 +98,7 @@ pub fn chain_tokens(root: &Root, tokens: &[u32], block_size: usize, out: &mut Ve
 /// # Panics
 /// When `block_size` is 0.
 pub fn continue_tokens(
-    root: &Root,
+    root: &ChainRoot,
     last: Option<BlockHash>,
     tokens: &[u32],
     block_size: usize,
@@ -152,18 +152,18 @@ mod tests {
         block_size: 4,
     };
 
-    fn chain(root: &Root, bytes: &[u8], block_size: usize) -> Vec<BlockHash> {
+    fn chain(root: &ChainRoot, bytes: &[u8], block_size: usize) -> Vec<BlockHash> {
         let mut out = Vec::new();
         chain_bytes(root, bytes, block_size, &mut out);
         out
     }
 
-    fn root(seed: u64, scope: &Scope<'_>) -> Root {
-        Hashing::from(seed).root(scope)
+    fn root(seed: u64, scope: &Scope<'_>) -> ChainRoot {
+        BlockHasher::from(seed).root(scope)
     }
 
-    fn keyed(seed: u64) -> Hashing {
-        Hashing {
+    fn keyed(seed: u64) -> BlockHasher {
+        BlockHasher {
             seed,
             secret: Some(HashSecret::of_number(seed)),
         }
@@ -191,12 +191,12 @@ mod tests {
     }
 
     /// A root with and without a secret, and its parts.
-    fn roots(scope: u64) -> [(Root, Option<Vec<u8>>); 2] {
+    fn roots(scope: u64) -> [(ChainRoot, Option<Vec<u8>>); 2] {
         let secret = HashSecret::of_number(scope);
         let bytes = secret.bytes().to_vec();
         [
-            (Root::from(scope), None),
-            (Root::from(scope).under(secret), Some(bytes)),
+            (ChainRoot::from(scope), None),
+            (ChainRoot::from(scope).under(secret), Some(bytes)),
         ]
     }
 
@@ -244,7 +244,7 @@ mod tests {
         ) {
             let text = [prefix.clone(), left].concat();
             let other = [prefix, right].concat();
-            let root = Root::from(7);
+            let root = ChainRoot::from(7);
             let (a, b) = (chain(&root, &text, 8), chain(&root, &other, 8));
             let same_bytes = text.iter().zip(&other).take_while(|(a, b)| a == b).count();
             let same_blocks = a.iter().zip(&b).take_while(|(a, b)| a == b).count();
@@ -357,7 +357,8 @@ mod tests {
         other[lane + 8..lane + 16].copy_from_slice(&(low ^ swap).to_le_bytes());
         assert_ne!(block, other);
         let first = [b'x'; 128];
-        let second = |root: &Root, block: &[u8]| chain(root, &[&first, block].concat(), 128)[1];
+        let second =
+            |root: &ChainRoot, block: &[u8]| chain(root, &[&first, block].concat(), 128)[1];
         for seed in 0..100 {
             let public = root(seed, &SCOPE);
             assert_eq!(second(&public, &block), second(&public, &other), "any seed");

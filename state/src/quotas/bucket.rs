@@ -5,14 +5,14 @@
 
 use bincode::{Decode, Encode};
 
-use super::{Left, UserLimits};
+use super::{RemainingLimits, UserLimits};
 
 /// Debt is forgiven beyond so many windows: one absurd report must not lock a user out for years.
 const DEBT_WINDOWS_MAX: u128 = 600;
 
 /// What was used and has not drained; all 0 when both buckets are full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct Spent {
+pub(crate) struct Consumed {
     /// Requests, times `window_ms`.
     requests: u128,
     /// Tokens, times `window_ms`.
@@ -25,12 +25,12 @@ pub(crate) struct Spent {
 
 /// Milliseconds until a request is allowed; 0: it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Waits {
+pub(super) struct RetryAfter {
     pub(super) requests: u64,
     pub(super) tokens: u64,
 }
 
-impl Spent {
+impl Consumed {
     /// As it is at `now_ms`, in the window of `limits`. What is not bounded counts nothing.
     fn drained(&self, limits: &UserLimits, now_ms: u64) -> Self {
         let window_ms = limits.window_ms();
@@ -88,7 +88,7 @@ impl Spent {
         now_ms: u64,
         requests: u64,
         tokens: u64,
-    ) -> Waits {
+    ) -> RetryAfter {
         let spent = self.drained(limits, now_ms);
         let window_ms = u128::from(spent.window_ms);
         let wait = |needed: u128, limit: Option<u64>| {
@@ -99,21 +99,21 @@ impl Spent {
         // A request needs one of its kind, and any token.
         let requests = spent.requests + (u128::from(requests) + 1) * window_ms;
         let tokens = spent.tokens + u128::from(tokens) * window_ms + 1;
-        Waits {
+        RetryAfter {
             requests: wait(requests, limits.requests.map(u64::from)).unwrap_or_default(),
             tokens: wait(tokens, limits.tokens).unwrap_or_default(),
         }
     }
 
     /// Whole units left.
-    pub(super) fn left(&self, limits: &UserLimits, now_ms: u64) -> Left {
+    pub(super) fn left(&self, limits: &UserLimits, now_ms: u64) -> RemainingLimits {
         let spent = self.drained(limits, now_ms);
         let window_ms = u128::from(spent.window_ms);
         let left = |used: u128, limit: u64| {
             let left = (u128::from(limit) * window_ms).saturating_sub(used) / window_ms.max(1);
             u64::try_from(left).unwrap_or(u64::MAX)
         };
-        Left {
+        RemainingLimits {
             requests: limits
                 .requests
                 .map(|limit| left(spent.requests, u64::from(limit))),

@@ -18,7 +18,7 @@ mod tests;
 
 use serde::Serialize;
 
-pub(crate) use bucket::Spent;
+pub(crate) use bucket::Consumed;
 
 pub use crate::settings::{TOKENS_MAX, UserLimits, WINDOW_MS_DEFAULT, WINDOW_MS_MAX};
 
@@ -28,7 +28,7 @@ pub const CONCURRENT_RETRY_MS: u64 = 1000;
 /// Which bound a request would break.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Limit {
+pub enum LimitKind {
     /// Requests per window.
     Requests,
     /// Tokens per window.
@@ -39,16 +39,16 @@ pub enum Limit {
 
 /// A request that its user's limits do not allow at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct OverLimit {
+pub struct LimitRejection {
     /// The bound it would break.
-    pub limit: Limit,
+    pub limit: LimitKind,
     /// When it may be allowed, if nothing else is admitted until then. At least 1.
     pub retry_after_ms: u64,
 }
 
 /// What is left of a user's limits; `None`: unbounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-pub struct Left {
+pub struct RemainingLimits {
     /// Requests that would be admitted at once.
     pub requests: Option<u64>,
     /// Tokens before requests are refused; 0 also in debt.
@@ -62,7 +62,7 @@ pub struct Left {
 pub struct Quota {
     /// The user's own limits, or those of users without any.
     pub limits: UserLimits,
-    pub(crate) spent: Spent,
+    pub(crate) consumed: Consumed,
     /// Requests in flight, all replicas.
     pub(crate) in_flight: u64,
     /// Requests that wait, all replicas: admitted, and not counted in `spent` before they begin.
@@ -75,14 +75,14 @@ impl Quota {
     ///
     /// # Errors
     /// With the bound it would break; of several the one that lasts longest.
-    pub fn check(&self, now_ms: u64, pending: &PendingUse) -> Result<(), OverLimit> {
+    pub fn check(&self, now_ms: u64, pending: &PendingUse) -> Result<(), LimitRejection> {
         if self.limits.is_unbounded() {
             return Ok(());
         }
         let since = pending.requests.saturating_add(self.waiting);
         let admitted = since.saturating_sub(pending.dequeued);
         let waits = self
-            .spent
+            .consumed
             .waits_ms(&self.limits, now_ms, admitted, pending.tokens);
         // What is over here gives its place back at once, not when the log has it: a client that
         // asks again right after an answer is within its limit.
@@ -95,16 +95,16 @@ impl Quota {
             Some(_) | None => 0,
         };
         let longest = [
-            (waits.requests, Limit::Requests),
-            (waits.tokens, Limit::Tokens),
-            (concurrent, Limit::Concurrent),
+            (waits.requests, LimitKind::Requests),
+            (waits.tokens, LimitKind::Tokens),
+            (concurrent, LimitKind::Concurrent),
         ]
         .into_iter()
         .max()
         .filter(|(wait_ms, _)| *wait_ms > 0);
         match longest {
             None => Ok(()),
-            Some((retry_after_ms, limit)) => Err(OverLimit {
+            Some((retry_after_ms, limit)) => Err(LimitRejection {
                 limit,
                 retry_after_ms,
             }),
@@ -113,10 +113,10 @@ impl Quota {
 
     /// What is left at `now_ms`.
     #[must_use]
-    pub fn left(&self, now_ms: u64) -> Left {
-        let left = self.spent.left(&self.limits, now_ms);
+    pub fn left(&self, now_ms: u64) -> RemainingLimits {
+        let left = self.consumed.left(&self.limits, now_ms);
         let open = self.open();
-        Left {
+        RemainingLimits {
             requests: left.requests.map(|it| it.saturating_sub(self.waiting)),
             concurrent: self
                 .limits

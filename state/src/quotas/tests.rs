@@ -11,16 +11,16 @@ fn limits(requests: Option<u32>, tokens: Option<u64>, window_ms: u32) -> UserLim
     }
 }
 
-fn quota(limits: UserLimits, spent: Spent) -> Quota {
+fn quota(limits: UserLimits, spent: Consumed) -> Quota {
     Quota {
         limits,
-        spent,
+        consumed: spent,
         ..Quota::default()
     }
 }
 
-fn spent(limits: &UserLimits, uses: &[(u64, u64, u64)]) -> Spent {
-    let mut spent = Spent::default();
+fn spent(limits: &UserLimits, uses: &[(u64, u64, u64)]) -> Consumed {
+    let mut spent = Consumed::default();
     for (now_ms, requests, tokens) in uses {
         spent.spend(limits, *now_ms, *requests, *tokens);
         assert!(spent.is_valid());
@@ -35,8 +35,8 @@ fn requests(requests: u64) -> PendingUse {
     }
 }
 
-fn over(limit: Limit, retry_after_ms: u64) -> Result<(), OverLimit> {
-    Err(OverLimit {
+fn over(limit: LimitKind, retry_after_ms: u64) -> Result<(), LimitRejection> {
+    Err(LimitRejection {
         limit,
         retry_after_ms,
     })
@@ -45,16 +45,22 @@ fn over(limit: Limit, retry_after_ms: u64) -> Result<(), OverLimit> {
 #[test]
 fn a_bucket_holds_one_window_and_refills_evenly() {
     let limits = limits(Some(20), None, 1000);
-    let full = quota(limits, Spent::default());
+    let full = quota(limits, Consumed::default());
     assert_eq!(full.check(0, &requests(19)), Ok(()));
-    assert_eq!(full.check(0, &requests(20)), over(Limit::Requests, 50));
+    assert_eq!(full.check(0, &requests(20)), over(LimitKind::Requests, 50));
     let empty = quota(limits, spent(&limits, &[(10_000, 20, 0)]));
-    assert_eq!(empty.check(10_000, &requests(0)), over(Limit::Requests, 50));
-    assert_eq!(empty.check(10_049, &requests(0)), over(Limit::Requests, 1));
+    assert_eq!(
+        empty.check(10_000, &requests(0)),
+        over(LimitKind::Requests, 50)
+    );
+    assert_eq!(
+        empty.check(10_049, &requests(0)),
+        over(LimitKind::Requests, 1)
+    );
     assert_eq!(empty.check(10_050, &requests(0)), Ok(()));
     assert_eq!(
         empty.check(10_050, &requests(3)),
-        over(Limit::Requests, 150)
+        over(LimitKind::Requests, 150)
     );
     let left = |now_ms| empty.left(now_ms).requests;
     assert_eq!(
@@ -62,7 +68,7 @@ fn a_bucket_holds_one_window_and_refills_evenly() {
         [0, 10, 20, 20].map(Some)
     );
     // A reader whose clock is behind sees what the state says.
-    assert_eq!(empty.check(0, &requests(0)), over(Limit::Requests, 50));
+    assert_eq!(empty.check(0, &requests(0)), over(LimitKind::Requests, 50));
 }
 
 #[test]
@@ -74,11 +80,11 @@ fn what_was_used_beyond_the_bucket_is_owed() {
     // 2000 in debt at 1000 a minute, and one token more to go on.
     assert_eq!(
         quota.check(0, &PendingUse::default()),
-        over(Limit::Tokens, 120_001)
+        over(LimitKind::Tokens, 120_001)
     );
     assert_eq!(
         quota.check(120_000, &PendingUse::default()),
-        over(Limit::Tokens, 1)
+        over(LimitKind::Tokens, 1)
     );
     assert_eq!(quota.check(120_001, &PendingUse::default()), Ok(()));
     let pending = PendingUse {
@@ -87,7 +93,7 @@ fn what_was_used_beyond_the_bucket_is_owed() {
     };
     assert_eq!(
         quota.check(180_000, &pending),
-        over(Limit::Tokens, 1),
+        over(LimitKind::Tokens, 1),
         "what is on its way counts"
     );
 }
@@ -104,7 +110,7 @@ fn requests_in_flight_and_waiting_are_bounded_together() {
         waiting: 1,
         ..Quota::default()
     };
-    let full = over(Limit::Concurrent, CONCURRENT_RETRY_MS);
+    let full = over(LimitKind::Concurrent, CONCURRENT_RETRY_MS);
     assert_eq!(quota.check(0, &requests(0)), Ok(()));
     assert_eq!(quota.check(0, &requests(1)), full);
     assert_eq!(quota.left(0).concurrent, Some(1));
@@ -138,7 +144,7 @@ fn waiting_requests_are_admitted_ones() {
         ..Quota::default()
     };
     assert_eq!(quota.check(0, &requests(0)), Ok(()));
-    assert_eq!(quota.check(0, &requests(1)), over(Limit::Requests, 500));
+    assert_eq!(quota.check(0, &requests(1)), over(LimitKind::Requests, 500));
     assert_eq!(quota.left(0).requests, Some(1));
     let left = PendingUse {
         dequeued: 1,
@@ -165,7 +171,7 @@ fn another_window_or_limit_goes_on_from_what_was_used() {
 fn a_full_bucket_is_nothing() {
     let limits = limits(Some(10), Some(10), 1000);
     let spent = spent(&limits, &[(0, 5, 5), (500, 0, 0)]);
-    assert_eq!(spent, Spent::default());
+    assert_eq!(spent, Consumed::default());
 }
 
 #[test]
@@ -184,7 +190,7 @@ fn forged_use_is_bounded() {
     let debt = quota(second, spent(&second, &[(0, u64::MAX, 0)]));
     assert_eq!(
         debt.check(600_000, &requests(0)),
-        over(Limit::Requests, 1000)
+        over(LimitKind::Requests, 1000)
     );
 }
 

@@ -9,7 +9,7 @@
 //!
 //! What is not among the amounts still comes with some of them: requests cost time by themselves,
 //! and many bring many tokens. That does not average out, so the weight on the beginning may grow
-//! with that of the observations (`Term::kept_in`): an amount that hardly varies says little about
+//! with that of the observations (`Regressor::kept_in`): an amount that hardly varies says little about
 //! its own price, however often it is seen.
 
 use bincode::{Decode, Encode};
@@ -28,7 +28,7 @@ const SURPRISE_WEIGHT: i64 = 128;
 
 /// One of the amounts that a sum is made of.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Term {
+pub(super) struct Regressor {
     /// Largest amount that is learnt from.
     pub(super) amount_max: i64,
     /// An amount as it typically is: the unit of what an error in the coefficient weighs.
@@ -46,7 +46,7 @@ const PRIOR_WEIGHT: i64 = 2;
 
 /// What `N` amounts cost, in thousandths of the observed unit each.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
-pub(super) struct Fit<const N: usize> {
+pub(super) struct RecursiveLeastSquares<const N: usize> {
     weight: i64,
     /// Sums of the products of any two amounts.
     squares: [[i64; N]; N],
@@ -56,7 +56,7 @@ pub(super) struct Fit<const N: usize> {
     coefficients_milli: [i64; N],
 }
 
-impl<const N: usize> Default for Fit<N> {
+impl<const N: usize> Default for RecursiveLeastSquares<N> {
     fn default() -> Self {
         Self {
             weight: 0,
@@ -67,12 +67,12 @@ impl<const N: usize> Default for Fit<N> {
     }
 }
 
-impl<const N: usize> Fit<N> {
+impl<const N: usize> RecursiveLeastSquares<N> {
     /// Learns that `amounts` together cost `observed`, on average over `events`. Amounts beyond
     /// their bounds teach nothing: taken as less than they are, they would seem dear.
     pub(super) fn observe(
         &mut self,
-        terms: &[Term; N],
+        terms: &[Regressor; N],
         amounts: [i64; N],
         observed: i64,
         events: u64,
@@ -80,7 +80,7 @@ impl<const N: usize> Fit<N> {
         let weight = i64::try_from(events)
             .unwrap_or(i64::MAX)
             .min(OBSERVATION_WEIGHT_MAX);
-        let is_within = |(amount, term): (&i64, &Term)| (0..=term.amount_max).contains(amount);
+        let is_within = |(amount, term): (&i64, &Regressor)| (0..=term.amount_max).contains(amount);
         if weight == 0 || !amounts.iter().zip(terms).all(is_within) {
             return;
         }
@@ -137,7 +137,7 @@ impl<const N: usize> Fit<N> {
     }
 
     /// Sets one coefficient after the other to the best one given the others, within its bounds.
-    fn sweep(&mut self, terms: &[Term; N]) {
+    fn sweep(&mut self, terms: &[Regressor; N]) {
         for (i, term) in terms.iter().enumerate() {
             let prior_weight = (self.weight / term.kept_in).max(PRIOR_WEIGHT);
             let prior = i128::from(prior_weight) * i128::from(term.typical).pow(2);

@@ -12,7 +12,7 @@ use bincode::{Decode, Encode};
 use serde::Serialize;
 
 use super::ServiceSample;
-use super::fit::{Fit, Term};
+use super::fit::{RecursiveLeastSquares, Regressor};
 use crate::policy::Prices;
 
 /// First tokens (faded) after which the prices of a backend are used.
@@ -25,8 +25,8 @@ const RUNNING_PARTS: u64 = 16;
 const FADES: i64 = i64::MAX;
 
 /// A base: there once per event.
-const fn once(prior_us: i64, most_us: i64) -> Term {
-    Term {
+const fn once(prior_us: i64, most_us: i64) -> Regressor {
+    Regressor {
         amount_max: 1,
         typical: 1,
         prior_milli: prior_us * 1000,
@@ -36,9 +36,9 @@ const fn once(prior_us: i64, most_us: i64) -> Term {
 }
 
 /// Microseconds of base, per prefill token, per sixteenth of a running request.
-const FIRST_TOKEN: [Term; 3] = [
+const FIRST_TOKEN: [Regressor; 3] = [
     once(0, 60_000_000),
-    Term {
+    Regressor {
         amount_max: 1 << 18,
         typical: 512,
         // A price of 100 microseconds, between 1 microsecond and 10 milliseconds.
@@ -47,7 +47,7 @@ const FIRST_TOKEN: [Term; 3] = [
         // What counts is how far loads lie apart: a hundred tokens weigh as much as the beginning.
         kept_in: 24,
     },
-    Term {
+    Regressor {
         amount_max: 1 << 14,
         typical: 4 * RUNNING_PARTS as i64,
         // A price of 1 millisecond a request, up to 1 second.
@@ -58,9 +58,9 @@ const FIRST_TOKEN: [Term; 3] = [
 ];
 
 /// Microseconds of base, per sixteenth of a running request.
-const GAP: [Term; 2] = [
+const GAP: [Regressor; 2] = [
     once(10_000, 10_000_000),
-    Term {
+    Regressor {
         amount_max: 1 << 14,
         typical: 4 * RUNNING_PARTS as i64,
         prior_milli: 0,
@@ -71,14 +71,14 @@ const GAP: [Term; 2] = [
 
 /// What is being learnt of one life of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct Learning {
-    first_token: Fit<3>,
-    gap: Fit<2>,
+pub(crate) struct PriceLearner {
+    first_token: RecursiveLeastSquares<3>,
+    gap: RecursiveLeastSquares<2>,
 }
 
 /// Prices of a backend, as learnt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Learnt {
+pub struct LearntPrices {
     /// What one uncached prompt token adds to a first token, nanoseconds.
     pub prefill_ns_per_token: u32,
     /// What each request running adds to a first token, nanoseconds: at least one step's share.
@@ -95,7 +95,7 @@ pub struct Learnt {
     pub gaps: u32,
 }
 
-impl Learnt {
+impl LearntPrices {
     /// What a decision counts with; `None` while too little is behind it.
     #[must_use]
     pub fn prices(&self) -> Option<Prices> {
@@ -107,7 +107,7 @@ impl Learnt {
     }
 }
 
-impl Learning {
+impl PriceLearner {
     /// Takes in a plausible sample.
     pub(crate) fn observe(&mut self, sample: &ServiceSample) {
         let mean = |sum: u64, count: u64| {
@@ -130,7 +130,7 @@ impl Learning {
     }
 
     /// The prices, as far as they are known; `None` before the first sample.
-    pub(crate) fn learnt(&self) -> Option<Learnt> {
+    pub(crate) fn learnt(&self) -> Option<LearntPrices> {
         let (first_token, gap) = (&self.first_token, &self.gap);
         if first_token.weight() == 0 && gap.weight() == 0 {
             return None;
@@ -140,7 +140,7 @@ impl Learning {
         let per_request = |ns_per_part: i64| ns(ns_per_part * RUNNING_PARTS as i64);
         let gap_ns_per_request = per_request(gap.coefficient_milli(1));
         let decode_ns_per_request = per_request(first_token.coefficient_milli(2));
-        Some(Learnt {
+        Some(LearntPrices {
             prefill_ns_per_token: ns(first_token.coefficient_milli(1)),
             decode_ns_per_request: decode_ns_per_request.max(gap_ns_per_request),
             first_token_base_us: ns(first_token.coefficient_milli(0) / 1000),

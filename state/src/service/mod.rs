@@ -20,11 +20,11 @@ use crate::ids::{BackendRef, Slot};
 
 pub use accuracy::AccuracyView;
 pub(crate) use accuracy::{Accuracy, Holding};
-pub(crate) use learnt::Learning;
-pub use learnt::{LEARNT_FIRST_TOKENS_MIN, Learnt};
-pub(crate) use limits::Limit;
+pub(crate) use learnt::PriceLearner;
+pub use learnt::{LEARNT_FIRST_TOKENS_MIN, LearntPrices};
+pub(crate) use limits::AdaptiveLimit;
 pub use limits::LimitFigures;
-pub use published::{Served, ServiceView};
+pub use published::{BackendServiceView, ServiceView};
 
 /// Longest time to a first token that a sample may tell, microseconds each.
 pub const FIRST_TOKEN_US_MAX: u64 = 3_600_000_000;
@@ -135,26 +135,26 @@ impl ServiceSample {
 
 /// What is known of one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct Figures {
+pub(crate) struct BackendStats {
     /// What its first tokens and gaps cost.
-    pub(crate) learning: Learning,
+    pub(crate) learning: PriceLearner,
     /// How well predictions of cached prefixes hold.
     pub(crate) accuracy: Accuracy,
     /// How many requests it is given at once.
-    pub(crate) limit: Limit,
+    pub(crate) limit: AdaptiveLimit,
 }
 
 /// All backends, by slot. A new life of a backend starts anew.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct Service(BTreeMap<Slot, Figures>);
+pub(crate) struct ServiceStats(BTreeMap<Slot, BackendStats>);
 
-impl Service {
+impl ServiceStats {
     /// The figures of the backend in `slot`; those of a slot without any begin empty.
-    pub(crate) fn figures_mut(&mut self, slot: Slot) -> &mut Figures {
+    pub(crate) fn figures_mut(&mut self, slot: Slot) -> &mut BackendStats {
         self.0.entry(slot).or_default()
     }
 
-    pub(crate) fn figures(&self, slot: Slot) -> Option<&Figures> {
+    pub(crate) fn figures(&self, slot: Slot) -> Option<&BackendStats> {
         self.0.get(&slot)
     }
 

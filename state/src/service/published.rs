@@ -2,12 +2,12 @@
 
 use serde::Serialize;
 
-use super::{AccuracyView, Learnt, LimitFigures};
+use super::{AccuracyView, LearntPrices, LimitFigures};
 use crate::ids::{BackendRef, Slot};
 
 /// What is known of one backend's service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Served {
+pub struct BackendServiceView {
     /// The backend.
     #[serde(skip)]
     pub backend: BackendRef,
@@ -19,7 +19,7 @@ pub struct Served {
     /// corrected by what its answers say; `None`: unknown.
     pub capacity_blocks: Option<u32>,
     /// Its prices; `None` before anything was measured.
-    pub learnt: Option<Learnt>,
+    pub learnt: Option<LearntPrices>,
     /// How well predictions of its cache hold; `None` before anything was measured.
     pub accuracy: Option<AccuracyView>,
 }
@@ -28,12 +28,12 @@ pub struct Served {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServiceView {
     /// By slot.
-    by_slot: Vec<Option<Served>>,
+    by_slot: Vec<Option<BackendServiceView>>,
 }
 
 impl ServiceView {
     /// Of `served`, by slot ascending.
-    pub(crate) fn of(served: impl Iterator<Item = Served>) -> Self {
+    pub(crate) fn of(served: impl Iterator<Item = BackendServiceView>) -> Self {
         let mut by_slot = Vec::new();
         for served in served {
             by_slot.resize(usize::from(served.backend.slot.0), None);
@@ -44,7 +44,7 @@ impl ServiceView {
 
     /// Of the backend in `slot`.
     #[must_use]
-    pub fn get(&self, slot: Slot) -> Option<&Served> {
+    pub fn get(&self, slot: Slot) -> Option<&BackendServiceView> {
         self.by_slot.get(usize::from(slot.0))?.as_ref()
     }
 

@@ -51,8 +51,8 @@ impl Engine {
         sample
     }
 
-    fn taught(&self, samples: usize) -> Learning {
-        let (mut learning, mut draw) = (Learning::default(), 1);
+    fn taught(&self, samples: usize) -> PriceLearner {
+        let (mut learning, mut draw) = (PriceLearner::default(), 1);
         for _ in 0..samples {
             learning.observe(&self.sample(&mut draw, 8));
         }
@@ -123,7 +123,7 @@ fn a_few_samples_tell_a_fast_engine_from_a_slow_one() {
 
 #[test]
 fn nothing_is_chosen_by_before_enough_is_known() {
-    let (mut learning, mut draw) = (Learning::default(), 1);
+    let (mut learning, mut draw) = (PriceLearner::default(), 1);
     assert_eq!(learning.learnt(), None);
     learning.observe(&ENGINES[0].sample(&mut draw, LEARNT_FIRST_TOKENS_MIN - 1));
     assert_eq!(learning.learnt().unwrap().prices(), None);
@@ -133,7 +133,7 @@ fn nothing_is_chosen_by_before_enough_is_known() {
 
 #[test]
 fn load_that_never_changes_is_explained_in_proportion() {
-    let mut learning = Learning::default();
+    let mut learning = PriceLearner::default();
     let mut sample = ServiceSample::empty(BACKEND);
     (sample.first_tokens, sample.first_token_us) = (8, 8 * 300_000);
     (sample.prefill_tokens, sample.first_running) = (8 * 1000, 8 * 2);
@@ -150,8 +150,8 @@ fn load_that_never_changes_is_explained_in_proportion() {
 
 /// An engine and its host as they are in bursts of mostly cached requests: each waits for those
 /// before it, tokens or none, which the model has no price for.
-fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> Learnt {
-    let (mut learning, mut draw) = (Learning::default(), 1_u64);
+fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> LearntPrices {
+    let (mut learning, mut draw) = (PriceLearner::default(), 1_u64);
     let mut next = |below: u64| {
         draw = draw
             .wrapping_mul(0x5851_f42d_4c95_7f2d)
@@ -287,7 +287,7 @@ proptest! {
             1..30,
         ),
     ) {
-        let (mut learning, mut accuracy) = (Learning::default(), Accuracy::default());
+        let (mut learning, mut accuracy) = (PriceLearner::default(), Accuracy::default());
         for (numbers, shifts) in samples {
             let mut at = 0;
             let numbers = numbers.map(|number| {

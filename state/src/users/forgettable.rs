@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::User;
-use super::standing::Standing;
+use super::standing::AdmissionAccount;
 use crate::ids::UserKey;
 
 /// `(counter, key)` of users.
@@ -33,7 +33,7 @@ impl Rank {
     pub(super) fn of(user: &User) -> Option<Self> {
         // What was used of the limits goes with the user: they begin anew with full buckets.
         let is_needed =
-            |standing: &Standing| !standing.waiting.is_empty() || standing.limits.is_some();
+            |standing: &AdmissionAccount| !standing.waiting.is_empty() || standing.limits.is_some();
         let is_kept = user.is_configured || user.standing.as_deref().is_some_and(is_needed);
         (user.is_idle() && !is_kept).then(|| Self {
             is_charged: user.charged_ever > 0,

@@ -1,7 +1,7 @@
 //! The user table in snapshots: written from a frozen copy, read back with every bound checked.
 
 use super::table::{Users, UsersImage};
-use super::{Standing, User};
+use super::{AdmissionAccount, User};
 use crate::encoding;
 use crate::ids::UserKey;
 
@@ -58,7 +58,7 @@ impl Users {
 
     /// Takes what admission keeps of the users of one piece, who are there already.
     pub(crate) fn restore_standings(&mut self, bytes: &[u8]) -> Result<(), String> {
-        type Piece = Vec<(UserKey, Box<Standing>)>;
+        type Piece = Vec<(UserKey, Box<AdmissionAccount>)>;
         for (key, standing) in
             encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?
         {

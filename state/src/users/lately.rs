@@ -17,7 +17,7 @@ use crate::policy::{UserTokens, VtcBasicSettings};
 const ROUND_USERS: usize = 2048;
 
 /// Goes round the active users.
-pub(super) struct Rounds {
+pub(super) struct UsageScan {
     /// Everyone who may have used something within the window.
     active: BTreeSet<UserKey>,
     /// Last one looked at; `None` at the beginning of a round.
@@ -43,7 +43,7 @@ impl Extremes {
     }
 }
 
-impl Rounds {
+impl UsageScan {
     /// Everyone is active until looked at.
     pub(super) fn over(map: &UserMap) -> Self {
         Self {
@@ -59,7 +59,7 @@ impl Rounds {
     }
 
     /// Looks at the next users.
-    pub(super) fn go_on(&mut self, users: &Lately) {
+    pub(super) fn go_on(&mut self, users: &RecentUsage) {
         let from = self.last.map_or(Bound::Unbounded, Bound::Excluded);
         let mut idle = Vec::new();
         let mut next = self.active.range((from, Bound::Unbounded));
@@ -88,13 +88,13 @@ impl Rounds {
     }
 
     /// Tells `lately` of the last whole round.
-    pub(super) fn tell(&self, lately: &mut Lately) {
+    pub(super) fn tell(&self, lately: &mut RecentUsage) {
         lately.extremes = self.known;
     }
 }
 
 /// A frozen view of what users used within the window.
-pub struct Lately {
+pub struct RecentUsage {
     map: UserMap,
     now_ms: u64,
     bucket_ms: u64,
@@ -103,7 +103,7 @@ pub struct Lately {
     extremes: Extremes,
 }
 
-impl Lately {
+impl RecentUsage {
     pub(super) fn of(
         map: UserMap,
         now_ms: u64,
@@ -150,7 +150,7 @@ impl Lately {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Terms, Users, WINDOW_BUCKET_MS};
+    use super::super::{ChargeTerms, Users, WINDOW_BUCKET_MS};
     use super::*;
     use crate::command::Charge;
     use crate::ids::ReplicaId;
@@ -162,7 +162,7 @@ mod tests {
             output,
             ..Charge::default()
         };
-        assert!(users.charge(ReplicaId(1), &charge, &Terms::default(), now_ms));
+        assert!(users.charge(ReplicaId(1), &charge, &ChargeTerms::default(), now_ms));
     }
 
     fn tokens(users: &mut Users, user: u64, now_ms: u64) -> [Option<u64>; 3] {

@@ -46,16 +46,16 @@ use serde::Serialize;
 
 use crate::ids::{ReplicaId, UserKey};
 use crate::planted::{self, Bug};
-use crate::quotas::{Left, Quota};
+use crate::quotas::{Quota, RemainingLimits};
 use crate::settings::UserLimits;
 
 pub use crate::bounds::CHARGE_TOKENS_MAX;
 pub use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
-pub use lately::Lately;
+pub use lately::RecentUsage;
 pub use published::UsersView;
-use standing::{Standing, add, sum, take};
-pub(crate) use table::{Terms, Users, UsersImage};
-use window::Window;
+use standing::{AdmissionAccount, add, sum, take};
+pub(crate) use table::{ChargeTerms, Users, UsersImage};
+use window::UsageWindow;
 pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
 /// Tokens and requests of one user, added up. Sums saturate.
@@ -100,7 +100,7 @@ pub struct UserView {
     /// Limits set for this user; `None`: those of all users hold.
     pub limits: Option<UserLimits>,
     /// What is left of the limits that hold.
-    pub left: Left,
+    pub left: RemainingLimits,
     /// Since the user is known.
     pub total: UserUsage,
     /// Over the last [`WINDOW_BUCKETS`] buckets, the present one included. Of [`WINDOW_BUCKET_MS`]
@@ -125,10 +125,10 @@ struct User {
     /// By replica, ascending, without zeros.
     in_flight: Vec<(ReplicaId, u32)>,
     total: UserUsage,
-    window: Window,
+    window: UsageWindow,
     last_charge_ms: u64,
     /// What admission keeps; no part of the encoding. `None`: nothing.
-    standing: Option<Box<Standing>>,
+    standing: Option<Box<AdmissionAccount>>,
 }
 
 impl Encode for User {
@@ -176,7 +176,7 @@ impl User {
             charged_ever: 0,
             in_flight: Vec::new(),
             total: UserUsage::default(),
-            window: Window::default(),
+            window: UsageWindow::default(),
             last_charge_ms: 0,
             standing: None,
         }
@@ -226,10 +226,10 @@ impl User {
     }
 
     /// Changes what admission keeps.
-    fn stand(&mut self, change: impl FnOnce(&mut Standing)) {
+    fn stand(&mut self, change: impl FnOnce(&mut AdmissionAccount)) {
         let mut standing = self.standing.take().unwrap_or_default();
         change(&mut standing);
-        self.standing = Some(standing).filter(|standing| **standing != Standing::default());
+        self.standing = Some(standing).filter(|standing| **standing != AdmissionAccount::default());
     }
 
     /// The limits that hold.
@@ -242,7 +242,7 @@ impl User {
         let standing = self.standing.as_deref();
         Quota {
             limits: self.limits(of_all),
-            spent: standing.map(|it| it.spent).unwrap_or_default(),
+            consumed: standing.map(|it| it.consumed).unwrap_or_default(),
             in_flight: self.in_flight(),
             waiting: self.waiting(),
         }

@@ -6,21 +6,21 @@
 use bincode::{Decode, Encode};
 
 use crate::ids::ReplicaId;
-use crate::quotas::Spent;
+use crate::quotas::Consumed;
 use crate::settings::UserLimits;
 
 /// What admission keeps of a user. A default one is not kept.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-pub(super) struct Standing {
+pub(super) struct AdmissionAccount {
     /// Requests that wait, by replica, ascending, without zeros.
     pub(super) waiting: Vec<(ReplicaId, u32)>,
     /// The user's own limits; `None`: those of all.
     pub(super) limits: Option<UserLimits>,
     /// What was used of the limits.
-    pub(super) spent: Spent,
+    pub(super) consumed: Consumed,
 }
 
-impl Standing {
+impl AdmissionAccount {
     /// Whether a restored one could have been made here.
     pub(super) fn is_valid(&self) -> bool {
         let waiting = &self.waiting;
@@ -28,7 +28,7 @@ impl Standing {
             && waiting.is_sorted_by(|a, b| a.0 < b.0)
             && waiting.iter().all(|(_, requests)| *requests > 0)
             && self.limits.is_none_or(|limits| limits.validate().is_ok())
-            && self.spent.is_valid()
+            && self.consumed.is_valid()
     }
 }
 

@@ -6,22 +6,22 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::forgettable::{Forgettable, Rank};
-use super::lately::Rounds;
+use super::lately::UsageScan;
 use super::map::UserMap;
 use super::{
-    CHARGE_TOKENS_MAX, Lately, Standing, User, UserUsage, UserView, UsersView, WINDOW_BUCKET_MS,
-    WINDOW_BUCKETS, add, take,
+    AdmissionAccount, CHARGE_TOKENS_MAX, RecentUsage, User, UserUsage, UserView, UsersView,
+    WINDOW_BUCKET_MS, WINDOW_BUCKETS, add, take,
 };
 use crate::bounds::USERS_MAX;
 use crate::charge::Charge;
 use crate::cow::CowMap;
 use crate::encoding;
-use crate::error::Broken;
+use crate::error::InvariantError;
 use crate::ids::{ReplicaId, UserKey};
 use crate::planted::{self, Bug};
 use crate::policy::VtcBasicSettings;
 use crate::pricing::Pricing;
-use crate::quotas::Spent;
+use crate::quotas::Consumed;
 use crate::settings::UserLimits;
 
 /// Charges of users that are gone, and what is kept beside the users.
@@ -37,7 +37,7 @@ pub(crate) struct UsersTotals {
 
 /// What charges are settled by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Terms {
+pub(crate) struct ChargeTerms {
     /// What tokens cost.
     pub(crate) pricing: Pricing,
     /// Limits of users without any of their own.
@@ -64,7 +64,7 @@ pub(crate) struct Users {
     /// Whether a user changed since the last [`Users::publish`].
     is_changed: bool,
     /// Kept while somebody asks for [`Users::lately`].
-    rounds: Option<Rounds>,
+    rounds: Option<UsageScan>,
     /// For hashing.
     scratch: Vec<u8>,
 }
@@ -115,9 +115,11 @@ impl Users {
 
     /// What users used within their windows, for readers on other threads. Meant to be asked for
     /// after every command; [`Users::forget_lately`] ends it.
-    pub(crate) fn lately(&mut self, now_ms: u64, settings: &VtcBasicSettings) -> Lately {
-        let mut lately = Lately::of(self.map.clone(), now_ms, self.bucket_ms, settings);
-        let rounds = self.rounds.get_or_insert_with(|| Rounds::over(&self.map));
+    pub(crate) fn lately(&mut self, now_ms: u64, settings: &VtcBasicSettings) -> RecentUsage {
+        let mut lately = RecentUsage::of(self.map.clone(), now_ms, self.bucket_ms, settings);
+        let rounds = self
+            .rounds
+            .get_or_insert_with(|| UsageScan::over(&self.map));
         rounds.go_on(&lately);
         rounds.tell(&mut lately);
         lately
@@ -203,7 +205,7 @@ impl Users {
         &mut self,
         replica: ReplicaId,
         charge: &Charge,
-        terms: &Terms,
+        terms: &ChargeTerms,
         now_ms: u64,
     ) -> bool {
         let usage = UserUsage {
@@ -273,7 +275,7 @@ impl Users {
         let is_known = self.map.get(&key).is_some();
         is_known
             && self.change(key, |user| {
-                user.stand(|standing| standing.spent = Spent::default());
+                user.stand(|standing| standing.consumed = Consumed::default());
                 false
             })
     }
@@ -312,7 +314,7 @@ impl Users {
             let Some(user) = self.map.get(&key) else {
                 continue;
             };
-            let waits = |standing: &Standing| standing.waiting.iter().any(is_its);
+            let waits = |standing: &AdmissionAccount| standing.waiting.iter().any(is_its);
             let waits = user.standing.as_deref().is_some_and(waits);
             if !waits && !user.in_flight.iter().any(is_its) {
                 continue;
@@ -440,8 +442,8 @@ impl Users {
     }
 
     /// I4, I7 and the table's part of I8.
-    pub(crate) fn check(&self) -> Result<(), Broken> {
-        let broken = |number, detail| Err(Broken { number, detail });
+    pub(crate) fn check(&self) -> Result<(), InvariantError> {
+        let broken = |number, detail| Err(InvariantError { number, detail });
         let mut rebuilt = Self::with_max(self.users_max);
         let mut charged = self.totals.forgotten;
         let mut users = 0;
@@ -503,7 +505,7 @@ impl User {
         now_ms: u64,
     ) {
         let limits = self.limits(of_all);
-        let has_spent = |standing: &Standing| standing.spent != Spent::default();
+        let has_spent = |standing: &AdmissionAccount| standing.consumed != Consumed::default();
         let is_counted = limits.has_rate() || self.standing.as_deref().is_some_and(has_spent);
         if !is_counted && charge.queued == 0 && charge.dequeued == 0 {
             return;
@@ -514,7 +516,7 @@ impl User {
             take(&mut standing.waiting, replica, charge.dequeued);
             if is_counted {
                 standing
-                    .spent
+                    .consumed
                     .spend(&limits, now_ms, usage.requests, tokens);
             }
         });

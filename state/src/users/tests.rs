@@ -16,8 +16,8 @@ const NO_LIMITS: UserLimits = UserLimits {
 };
 
 /// One for input, two for output, no limits.
-fn terms() -> Terms {
-    Terms::default()
+fn terms() -> ChargeTerms {
+    ChargeTerms::default()
 }
 
 fn charge(user: u64, input: u64, output: u64, started: u32, ended: u32) -> Charge {
@@ -168,9 +168,9 @@ fn limits_are_the_users_own_or_those_of_all() {
         requests: Some(10),
         ..NO_LIMITS
     };
-    let terms = Terms {
+    let terms = ChargeTerms {
         limits: of_all,
-        ..Terms::default()
+        ..ChargeTerms::default()
     };
     assert!(users.charge(ReplicaId(1), &charge(1, 0, 0, 4, 4), &terms, 1));
     assert!(users.charge(ReplicaId(1), &charge(2, 70, 3, 4, 4), &terms, 1));

@@ -12,25 +12,25 @@ pub const WINDOW_BUCKET_MS: u64 = 60_000;
 /// Usage of the last [`WINDOW_BUCKETS`] buckets. Their length is given with each call, as it is one
 /// for all users; usage noted under another length counts nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
-pub(super) struct Window {
-    buckets: [Bucket; WINDOW_BUCKETS],
+pub(super) struct UsageWindow {
+    buckets: [WindowBucket; WINDOW_BUCKETS],
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
-struct Bucket {
+struct WindowBucket {
     /// Which stretch of time, counted from the epoch; a bucket of an earlier one counts nothing.
     stretch: u64,
     usage: UserUsage,
 }
 
-impl Window {
+impl UsageWindow {
     pub(super) fn add(&mut self, now_ms: u64, bucket_ms: u64, usage: &UserUsage) {
         let stretch = now_ms / bucket_ms;
         let place = usize::try_from(stretch % WINDOW_BUCKETS as u64)
             .expect("a remainder by the number of buckets is a place");
         let bucket = &mut self.buckets[place];
         if bucket.stretch != stretch {
-            *bucket = Bucket {
+            *bucket = WindowBucket {
                 stretch,
                 usage: UserUsage::default(),
             };
@@ -57,7 +57,7 @@ impl Window {
     pub(super) fn requests_within(&self, now_ms: u64, bucket_ms: u64, span_ms: u64) -> u64 {
         let since_ms = now_ms.saturating_sub(span_ms);
         let newest = now_ms / bucket_ms;
-        let counted = |bucket: &Bucket| {
+        let counted = |bucket: &WindowBucket| {
             let age = newest.checked_sub(bucket.stretch)?;
             let end_ms = bucket.stretch.saturating_add(1).saturating_mul(bucket_ms);
             let overlap_ms = match age {
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn buckets_leave_one_by_one() {
-        let mut window = Window::default();
+        let mut window = UsageWindow::default();
         for minute in 0..5 {
             window.add(
                 minute * WINDOW_BUCKET_MS,
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn the_end_of_time_is_a_time() {
-        let mut window = Window::default();
+        let mut window = UsageWindow::default();
         window.add(u64::MAX, WINDOW_BUCKET_MS, &output(u64::MAX));
         window.add(u64::MAX, WINDOW_BUCKET_MS, &output(1));
         assert_eq!(window.sum(u64::MAX, WINDOW_BUCKET_MS).output, u64::MAX);

@@ -1,7 +1,7 @@
 //! What admission adds to the state: commands, snapshots, and that a state without it is as before.
 
 use state::admission::{AdmissionSettings, ChargeInput};
-use state::command::{Charge, Command, Item, Reject, Reply, UserSpec};
+use state::command::{Charge, Command, Item, Rejection, Reply, UserSpec};
 use state::grants::Wait;
 use state::ids::{ModelKey, ReplicaId, Ticket};
 use state::prefix::user_key;
@@ -31,9 +31,15 @@ fn limits_are_set_checked_and_removed() {
     assert_eq!(user(&driver).unwrap().limits, Some(limits(5)));
     assert_eq!(user(&driver).unwrap().left.requests, Some(5));
     let refused = driver.apply(1, put("bob", limits(0)));
-    assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+    assert!(matches!(
+        refused,
+        Reply::Rejected(Rejection::Invalid { .. })
+    ));
     let refused = driver.apply(1, put("", limits(1)));
-    assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+    assert!(matches!(
+        refused,
+        Reply::Rejected(Rejection::Invalid { .. })
+    ));
     driver.apply(1, put("bob", UserLimits::default()));
     assert_eq!(user(&driver).unwrap().limits, None);
     let settings = AdmissionSettings {
@@ -41,7 +47,10 @@ fn limits_are_set_checked_and_removed() {
         ..AdmissionSettings::default()
     };
     let refused = driver.apply(1, Command::PutAdmission(settings));
-    assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+    assert!(matches!(
+        refused,
+        Reply::Rejected(Rejection::Invalid { .. })
+    ));
     assert_eq!(driver.state.check(), Ok(()));
 }
 
@@ -57,7 +66,10 @@ fn weight_and_limits_are_set_together_or_not_at_all() {
     let mut driver = Driver::new();
     for wrong in [set(0, limits(5)), set(2000, limits(0))] {
         let refused = driver.apply(1, wrong);
-        assert!(matches!(refused, Reply::Rejected(Reject::Invalid { .. })));
+        assert!(matches!(
+            refused,
+            Reply::Rejected(Rejection::Invalid { .. })
+        ));
         assert_eq!(driver.state.user_named("bob"), None);
     }
     assert_eq!(driver.apply(1, set(2000, limits(5))), Reply::Applied);

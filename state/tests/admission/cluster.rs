@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
-use state::admission::{Ledger, Pending, Pricing, UserFigures};
+use state::admission::{CreditLedger, PendingCharges, Pricing, UserFigures};
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId, UserKey};
-use state::{RouterState, View};
+use state::{RouterState, StateView};
 
 use crate::common;
 
@@ -21,9 +21,9 @@ const FLUSH_MS: u64 = 20;
 pub(crate) struct Replica {
     pub(crate) id: ReplicaId,
     pub(crate) state: RouterState,
-    pub(crate) view: Arc<View>,
-    pub(crate) ledger: Ledger,
-    pending: Pending,
+    pub(crate) view: Arc<StateView>,
+    pub(crate) ledger: CreditLedger,
+    pending: PendingCharges,
     charges: BTreeMap<UserKey, Charge>,
     /// Its batch in the log that it has not applied.
     outstanding: Option<Vec<Charge>>,
@@ -50,8 +50,8 @@ impl Replica {
             id: ReplicaId(id),
             state,
             view,
-            ledger: Ledger::default(),
-            pending: Pending::default(),
+            ledger: CreditLedger::default(),
+            pending: PendingCharges::default(),
             charges: BTreeMap::new(),
             outstanding: None,
             seq: 0,
@@ -70,7 +70,7 @@ impl Replica {
         self.pending.on_top(user, self.view.user_figures(user))
     }
 
-    pub(crate) fn pending(&self) -> &Pending {
+    pub(crate) fn pending(&self) -> &PendingCharges {
         &self.pending
     }
 

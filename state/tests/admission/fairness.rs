@@ -4,8 +4,8 @@
 //! backlogs through the exchange, both late. What users were really served is counted beside it.
 
 use state::admission::{
-    AdmissionSettings, Backlog, Gate, Next, Order, Pricing, Queue, Rules, Tab, Used, Verdict,
-    Waiting, bound, slack_tokens,
+    AdmissionSettings, Advance, Backlog, DispatchVerdict, Gate, Next, Order, Pricing, Queue,
+    QueueSettings, QueuedRequest, TokenDelta, bound, slack_tokens,
 };
 use state::command::{Charge, Command, UserSpec};
 use state::ids::{ReplicaId, Ticket, UserKey};
@@ -41,7 +41,7 @@ struct User {
 struct Running {
     user: usize,
     replica: usize,
-    tab: Tab,
+    advance: Advance,
     output_left: u64,
     uncharged: u64,
 }
@@ -89,7 +89,7 @@ impl Simulation {
             wait_ms_max: u32::MAX,
             ..AdmissionSettings::default()
         };
-        let rules = Rules::of(&settings, Pricing::default());
+        let rules = QueueSettings::of(&settings, Pricing::default());
         let mut gate = Gate::default();
         gate.set_slack(slack);
         let users = homes.iter().zip(weights).enumerate();
@@ -155,7 +155,7 @@ impl Simulation {
 
     fn push(&mut self, user: UserKey, at: usize) {
         self.next_ticket += 1;
-        let waiting = Waiting {
+        let waiting = QueuedRequest {
             ticket: Ticket(self.next_ticket),
             user,
             priority: 0,
@@ -195,15 +195,17 @@ impl Simulation {
             let is_over = it.output_left == 0;
             if is_over || it.uncharged == STEP_TOKENS {
                 let replica = &mut replicas[it.replica];
-                let used = Used {
+                let used = TokenDelta {
                     output: std::mem::take(&mut it.uncharged),
-                    ..Used::default()
+                    ..TokenDelta::default()
                 };
                 let user = users[it.user].key;
-                let mut charge = replica.ledger.settle(user, &mut it.tab, &used, &pricing);
+                let mut charge = replica
+                    .ledger
+                    .settle(user, &mut it.advance, &used, &pricing);
                 if is_over {
                     charge.ended = 1;
-                    replica.ledger.close(user, it.tab);
+                    replica.ledger.close(user, it.advance);
                 }
                 replica.charge(&charge, &pricing);
             }
@@ -251,11 +253,11 @@ impl Simulation {
         let (now_ms, pricing) = (self.cluster.now_ms, self.cluster.pricing);
         let replica = &mut self.cluster.replicas[at];
         let stuck: Vec<UserKey> = self.stuck.iter().map(|it| self.users[*it].key).collect();
-        let verdict = |waiting: &Waiting| {
+        let verdict = |waiting: &QueuedRequest| {
             if stuck.contains(&waiting.user) {
-                Verdict::Skip
+                DispatchVerdict::Skip
             } else {
-                Verdict::Go
+                DispatchVerdict::Go
             }
         };
         let figures = |user: UserKey| replica.figures(user);
@@ -266,14 +268,14 @@ impl Simulation {
         let users = self.users.iter().position(|it| it.key == waiting.user);
         let user = users.expect("only these wait");
         let input = u64::from(waiting.input_tokens);
-        let estimate = Used {
+        let estimate = TokenDelta {
             input_uncached: input,
-            ..Used::default()
+            ..TokenDelta::default()
         };
-        let (mut tab, mut charge) = replica.ledger.open(waiting.user, &estimate, &pricing);
+        let (mut advance, mut charge) = replica.ledger.open(waiting.user, &estimate, &pricing);
         let settled = replica
             .ledger
-            .settle(waiting.user, &mut tab, &estimate, &pricing);
+            .settle(waiting.user, &mut advance, &estimate, &pricing);
         charge.add(&settled);
         (charge.started, charge.dequeued) = (1, 1);
         replica.charge(&charge, &pricing);
@@ -281,7 +283,7 @@ impl Simulation {
         self.running.push(Running {
             user,
             replica: at,
-            tab,
+            advance,
             output_left: u64::from(waiting.predicted_output),
             uncharged: 0,
         });

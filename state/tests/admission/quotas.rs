@@ -1,6 +1,6 @@
 //! A user's limits hold for the cluster, not for each replica.
 
-use state::command::{Charge, Command, Item, Reject, Reply};
+use state::command::{Charge, Command, Item, Rejection, Reply};
 use state::ids::UserKey;
 use state::quotas::UserLimits;
 
@@ -158,7 +158,7 @@ fn a_forgiven_user_is_served_again_and_keeps_what_was_charged() {
     let forgive = Command::ForgiveUser { name: name.clone() };
     let unknown = driver.apply(1, forgive.clone());
     assert!(
-        matches!(unknown, Reply::Rejected(Reject::Invalid { .. })),
+        matches!(unknown, Reply::Rejected(Rejection::Invalid { .. })),
         "{unknown:?}"
     );
     driver.apply(1, Command::PutUserLimits { name, limits });

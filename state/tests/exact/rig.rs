@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use state::RouterState;
-use state::command::{Command, EngineFacts, Item, Lane, Outcome, Reply};
+use state::command::{Command, EngineFacts, Item, Lane, LeaseOutcome, Reply};
 use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvMode, KvNews};
 use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, Slot};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -190,10 +190,10 @@ impl Rig {
     pub(crate) fn release(&mut self, is_abort: bool) {
         let over = self.dispatches.iter().filter(|(_, it)| it.is_finished);
         let mut over: Vec<_> = over
-            .map(|(id, it)| (*id, it.attempt, Outcome::Kept))
+            .map(|(id, it)| (*id, it.attempt, LeaseOutcome::Kept))
             .collect();
         if is_abort && let Some((id, it)) = self.dispatches.iter().find(|(_, it)| !it.is_finished) {
-            over.push((*id, it.attempt, Outcome::Discarded));
+            over.push((*id, it.attempt, LeaseOutcome::Discarded));
         }
         for (id, attempt, outcome) in over {
             self.dispatches.remove(&id);

@@ -1,6 +1,6 @@
 //! One rule each, as scripts: what engines say and what is then owned.
 
-use state::command::{Command, Item, Outcome, Reply};
+use state::command::{Command, Item, LeaseOutcome, Reply};
 use state::exact::{
     KV_BLOCKS_PER_BATCH_MAX, KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvEvent, KvMessage,
     KvMode, KvNews, KvReason, KvRefusal,
@@ -112,7 +112,7 @@ impl Scene {
     }
 
     fn release(&mut self, attempt: u32) -> u32 {
-        let outcome = Outcome::Kept;
+        let outcome = LeaseOutcome::Kept;
         self.apply(Item::Release { attempt, outcome })
     }
 

@@ -8,7 +8,7 @@ use state::ids::RestoreId;
 use state::prefix::user_key;
 
 use super::*;
-use crate::backup::{FileReader, Head};
+use crate::backup::{BackupHead, FileReader};
 
 const BACKUP: &str = "/admin/v1/cluster/backup";
 const RESTORE: &str = "/admin/v1/cluster/restore";
@@ -78,7 +78,7 @@ impl Bench {
     }
 }
 
-fn head_of(file: &[u8]) -> Head {
+fn head_of(file: &[u8]) -> BackupHead {
     FileReader::open(file).unwrap().1
 }
 
@@ -178,11 +178,11 @@ async fn a_damaged_file_changes_nothing_and_says_where() {
 
 #[tokio::test]
 async fn a_whole_file_around_a_broken_state_changes_nothing() {
-    let head = Head {
+    let head = BackupHead {
         bytes: 9,
         ..head_of(&busy(1).backup().await)
     };
-    let mut writer = crate::backup::Writer::new(Vec::new(), &head).unwrap();
+    let mut writer = crate::backup::BackupWriter::new(Vec::new(), &head).unwrap();
     std::io::Write::write_all(&mut writer, b"no state!").unwrap();
     let fresh = Bench::new();
     let answer = fresh

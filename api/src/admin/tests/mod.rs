@@ -25,9 +25,9 @@ use super::*;
 use crate::admission::Admission;
 use crate::backends::{Health, ProbeSettings};
 use crate::clock::Clock;
-use crate::ports::{BoxFuture, ChangeFailure, ClusterStatus, MemberStatus, ProposeFailure};
+use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
 use crate::prompt::ModelSettings;
-use crate::routing::{OutboxSettings, Parts};
+use crate::routing::{OutboxSettings, RouterParts};
 
 /// What becomes of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +41,7 @@ enum Fate {
 /// A cluster of one that commits at once, or does as it is told.
 struct Fake {
     state: Mutex<RouterState>,
-    view: Arc<View>,
+    view: Arc<StateView>,
     digests: Arc<Digests>,
     status: Mutex<ClusterStatus>,
     fate: Mutex<Fate>,
@@ -70,12 +70,12 @@ impl Fake {
         Committed { index, reply }
     }
 
-    fn change(&self, what: String) -> Result<u64, ChangeFailure> {
+    fn change(&self, what: String) -> Result<u64, ChangeError> {
         self.changes.lock().unwrap().push(what);
         match *self.fate.lock().unwrap() {
             Fate::Commit => Ok(77),
-            Fate::Unknown => Err(ChangeFailure::Unknown("timed out".to_owned())),
-            Fate::Unavailable | Fate::Stopping => Err(ChangeFailure::Refused("not now".to_owned())),
+            Fate::Unknown => Err(ChangeError::Unknown("timed out".to_owned())),
+            Fate::Unavailable | Fate::Stopping => Err(ChangeError::Refused("not now".to_owned())),
         }
     }
 }
@@ -85,20 +85,20 @@ fn ready<'a, T: Send + 'a>(value: T) -> BoxFuture<'a, T> {
 }
 
 impl Cluster for Fake {
-    fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         ready(match *self.fate.lock().unwrap() {
             Fate::Commit => Ok(self.apply(Lane::Admin, command)),
-            Fate::Unknown => Err(ProposeFailure::Unknown("timed out".to_owned())),
-            Fate::Unavailable => Err(ProposeFailure::Unavailable("no leader".to_owned())),
-            Fate::Stopping => Err(ProposeFailure::Stopping),
+            Fate::Unknown => Err(ProposeError::Unknown("timed out".to_owned())),
+            Fate::Unavailable => Err(ProposeError::Unavailable("no leader".to_owned())),
+            Fate::Stopping => Err(ProposeError::Stopping),
         })
     }
 
-    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeFailure>> {
+    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeError>> {
         *self.barriers.lock().unwrap() += 1;
         ready(match *self.fate.lock().unwrap() {
             Fate::Commit => Ok(self.view.applied()),
-            _ => Err(ProposeFailure::Unavailable("no leader".to_owned())),
+            _ => Err(ProposeError::Unavailable("no leader".to_owned())),
         })
     }
 
@@ -116,27 +116,27 @@ impl Cluster for Fake {
         &self,
         id: ReplicaId,
         address: String,
-    ) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    ) -> BoxFuture<'_, Result<u64, ChangeError>> {
         ready(self.change(format!("add {id} {address}")))
     }
 
-    fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
         ready(self.change(format!("promote {id}")))
     }
 
-    fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
         ready(self.change(format!("remove {id}")))
     }
 
     fn transfer_leader(
         &self,
         to: Option<ReplicaId>,
-    ) -> BoxFuture<'_, Result<ReplicaId, ChangeFailure>> {
+    ) -> BoxFuture<'_, Result<ReplicaId, ChangeError>> {
         let done = self.change(format!("transfer {to:?}"));
         ready(done.map(|_| to.unwrap_or(ReplicaId(2))))
     }
 
-    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeError>> {
         ready(self.change("snapshot".to_owned()))
     }
 }
@@ -209,7 +209,7 @@ impl Bench {
             barriers: Mutex::default(),
         });
         let backends = Arc::new(Backends::new(ProbeSettings::default()));
-        let router = Arc::new(routing::Router::new(Parts {
+        let router = Arc::new(routing::Router::new(RouterParts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
             models: vec![ModelSettings::characters("*", 16)],
@@ -228,7 +228,7 @@ impl Bench {
             metrics: Arc::new(Metrics::default()),
             digests,
             kv_board: Arc::default(),
-            events: Events::default(),
+            events: EventBus::default(),
             lifecycle: Lifecycle::default(),
             hosts: vec!["Quorate-1.example".to_owned()],
         });

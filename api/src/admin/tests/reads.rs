@@ -9,7 +9,7 @@ use state::command::{Charge, Item};
 use state::ids::{BackendRef, UserKey};
 
 use super::*;
-use crate::events::{self, Event};
+use crate::events::{self, ClusterEvent};
 
 /// One request of three blocks at `gpu-1`, under way.
 fn acquire(bench: &Bench, attempt: u32) {
@@ -323,7 +323,10 @@ async fn events_are_streamed_until_the_replica_stops() {
     };
     let hello = next().await.unwrap();
     assert_eq!(hello, "event: connected\ndata: {\"applied_index\":1}\n\n");
-    bench.admin.events.send(Event::Quorum { has_quorum: false });
+    bench
+        .admin
+        .events
+        .send(ClusterEvent::Quorum { has_quorum: false });
     let event = next().await.unwrap();
     assert!(
         event.starts_with("event: quorum\ndata: {\"at_ms\":"),
@@ -393,22 +396,22 @@ fn changes_of_status_and_registry_are_told_in_order() {
     third.is_voter = false;
     after.members.insert(ReplicaId(3), third);
     after.members.get_mut(&ReplicaId(1)).unwrap().is_connected = false;
-    let member = |id, change| Event::Member {
+    let member = |id, change| ClusterEvent::Member {
         id: ReplicaId(id),
         change,
     };
     assert_eq!(
         status_changes(&before, &after),
         [
-            Event::Leader {
+            ClusterEvent::Leader {
                 leader: Some(ReplicaId(2)),
                 term: 4
             },
-            Event::Role { role: "follower" },
-            Event::Fault {
+            ClusterEvent::Role { role: "follower" },
+            ClusterEvent::Fault {
                 detail: "disk full".to_owned()
             },
-            Event::Snapshot { index: 8 },
+            ClusterEvent::Snapshot { index: 8 },
             member(1, MemberChange::Disconnected),
             member(3, MemberChange::Added),
             member(2, MemberChange::Removed),
@@ -427,7 +430,7 @@ fn changes_of_status_and_registry_are_told_in_order() {
     });
     bench.apply(Command::PutPolicy(PolicyConfig::Cost(Default::default())));
     let after = bench.admin.view.registry();
-    let backend = |id: &str, change| Event::Backend {
+    let backend = |id: &str, change| ClusterEvent::Backend {
         id: id.to_owned(),
         change,
     };
@@ -436,7 +439,7 @@ fn changes_of_status_and_registry_are_told_in_order() {
         [
             backend("gpu-2", BackendChange::Removed),
             backend("gpu-1", BackendChange::Draining),
-            Event::Policy {
+            ClusterEvent::Policy {
                 config: PolicyConfig::Cost(Default::default())
             },
         ]

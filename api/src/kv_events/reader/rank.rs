@@ -1,4 +1,4 @@
-//! One rank's reader: sockets on one side, the outbox on the other, a [`Stream`] between them.
+//! One rank's reader: sockets on one side, the outbox on the other, a [`EventStream`] between them.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -8,11 +8,11 @@ use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvPosition, KvReason};
 use state::ids::BackendRef;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use super::Parts;
-use crate::kv_events::board::RankStanding;
-use crate::kv_events::socket::{Incoming, Socket};
+use super::ReaderParts;
+use crate::kv_events::board::RankStreamStatus;
+use crate::kv_events::socket::{Socket, SocketMessage};
 use crate::kv_events::source::RankSource;
-use crate::kv_events::stream::{Around, Effect, Identity, Stream};
+use crate::kv_events::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 
 /// From one look at the state, the clock and the outbox to the next.
 const TICK: Duration = Duration::from_millis(50);
@@ -27,11 +27,11 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from
 
 /// See the module.
 pub(super) struct RankReader {
-    parts: Parts,
+    parts: ReaderParts,
     backend: BackendRef,
-    identity: Identity,
+    identity: HashIdentity,
     source: RankSource,
-    stream: Stream,
+    stream: EventStream,
     subscription: Socket,
     replay: Option<Socket>,
     /// A replay to be begun: when, from where.
@@ -47,30 +47,30 @@ pub(super) struct RankReader {
     last_objection: Option<Instant>,
     /// While the state is behind what was told: where it stands, and since when.
     behind: Option<(Option<KvPosition>, Instant)>,
-    shown: RankStanding,
+    shown: RankStreamStatus,
 }
 
 /// What a reader waits for.
-enum Event {
-    Live(Incoming),
-    Replayed(Incoming),
+enum ReaderEvent {
+    Live(SocketMessage),
+    Replayed(SocketMessage),
     Tick,
 }
 
 impl RankReader {
     pub(super) fn new(
-        parts: Parts,
+        parts: ReaderParts,
         backend: BackendRef,
-        identity: Identity,
+        identity: HashIdentity,
         source: RankSource,
-        stream: Stream,
+        stream: EventStream,
     ) -> Self {
         let subscription =
             Socket::subscription(&*parts.sockets, source.side, source.events.clone());
-        let shown = RankStanding {
+        let shown = RankStreamStatus {
             rank: source.rank,
             endpoint: source.events.to_string(),
-            ..RankStanding::default()
+            ..RankStreamStatus::default()
         };
         Self {
             parts,
@@ -100,31 +100,31 @@ impl RankReader {
             let has_room = self.pending.is_empty();
             let event = tokio::select! {
                 biased;
-                _ = ticks.tick() => Event::Tick,
-                Some(incoming) = next(&mut self.replay), if has_room => Event::Replayed(incoming),
-                Some(incoming) = self.subscription.next(), if has_room => Event::Live(incoming),
+                _ = ticks.tick() => ReaderEvent::Tick,
+                Some(incoming) = next(&mut self.replay), if has_room => ReaderEvent::Replayed(incoming),
+                Some(incoming) = self.subscription.next(), if has_room => ReaderEvent::Live(incoming),
             };
             match event {
-                Event::Live(incoming) => self.live(incoming),
-                Event::Replayed(incoming) => self.replayed(incoming),
-                Event::Tick => self.tick(),
+                ReaderEvent::Live(incoming) => self.live(incoming),
+                ReaderEvent::Replayed(incoming) => self.replayed(incoming),
+                ReaderEvent::Tick => self.tick(),
             }
             self.act();
         }
     }
 
-    fn live(&mut self, incoming: Incoming) {
+    fn live(&mut self, incoming: SocketMessage) {
         match incoming {
-            Incoming::Connected => {
+            SocketMessage::Connected => {
                 self.shown.is_connected = true;
                 self.shown.detail = None;
                 self.stream.connected();
             }
-            Incoming::Message(seq, payload) => {
+            SocketMessage::Message(seq, payload) => {
                 self.sign(seq);
                 self.with_stream(|stream, around| stream.live(seq, payload, around));
             }
-            Incoming::Broke(why) => {
+            SocketMessage::Broke(why) => {
                 self.shown.detail = Some(why);
                 if std::mem::take(&mut self.shown.is_connected) {
                     self.replay = None;
@@ -133,29 +133,29 @@ impl RankReader {
                 }
             }
             // A subscription has no end.
-            Incoming::End => {}
+            SocketMessage::End => {}
         }
     }
 
-    fn replayed(&mut self, incoming: Incoming) {
+    fn replayed(&mut self, incoming: SocketMessage) {
         match incoming {
-            Incoming::Message(seq, payload) => {
+            SocketMessage::Message(seq, payload) => {
                 self.sign(seq);
                 self.with_stream(|stream, around| stream.replayed(seq, &payload, around));
             }
-            Incoming::End => {
+            SocketMessage::End => {
                 self.replay = None;
                 self.pause = PAUSES.0;
                 self.last_sign = Instant::now();
-                self.with_stream(Stream::replay_ended);
+                self.with_stream(EventStream::replay_ended);
             }
-            Incoming::Broke(why) => {
+            SocketMessage::Broke(why) => {
                 self.replay = None;
                 self.shown.detail = Some(format!("replay: {why}"));
                 self.pause = (self.pause * 2).min(PAUSES.1);
-                self.with_stream(Stream::replay_failed);
+                self.with_stream(EventStream::replay_failed);
             }
-            Incoming::Connected => {}
+            SocketMessage::Connected => {}
         }
     }
 
@@ -255,16 +255,16 @@ impl RankReader {
         self.pending.clear();
         self.behind = None;
         let has_replay = self.source.replay.is_some();
-        self.stream = Stream::new(self.identity.clone(), has_replay, position);
+        self.stream = EventStream::new(self.identity.clone(), has_replay, position);
         if self.shown.is_connected {
             self.stream.connected();
         }
     }
 
-    fn with_stream(&mut self, act: impl FnOnce(&mut Stream, &Around<'_>)) {
+    fn with_stream(&mut self, act: impl FnOnce(&mut EventStream, &StreamContext<'_>)) {
         let (slot, rank) = (self.backend.slot, self.source.rank);
         let cluster = &self.parts.cluster;
-        let around = Around {
+        let around = StreamContext {
             now_ms: self.parts.router.clock().unix_ms(),
             known: &|engine| {
                 let mut found = None;
@@ -279,15 +279,15 @@ impl RankReader {
     fn act(&mut self) {
         for effect in self.stream.take_effects() {
             match effect {
-                Effect::Tell { publisher, news } => {
+                StreamEffect::Tell { publisher, news } => {
                     let batch = self.batch(publisher, news);
                     self.pending.push_back(batch);
                 }
-                Effect::Replay { from } if self.pause > PAUSES.0 => {
+                StreamEffect::Replay { from } if self.pause > PAUSES.0 => {
                     self.replay = None;
                     self.due = Some((Instant::now() + self.pause, from));
                 }
-                Effect::Replay { from } => self.begin_replay(from),
+                StreamEffect::Replay { from } => self.begin_replay(from),
             }
         }
         while let Some(batch) = self.pending.front() {
@@ -340,7 +340,7 @@ impl RankReader {
     }
 }
 
-async fn next(socket: &mut Option<Socket>) -> Option<Incoming> {
+async fn next(socket: &mut Option<Socket>) -> Option<SocketMessage> {
     match socket {
         Some(socket) => socket.next().await,
         None => std::future::pending().await,

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use bytes::Bytes;
 use state::RouterState;
-use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Outcome};
+use state::command::{BackendSpec, Command, Committed, Envelope, Lane, LeaseOutcome, Origin};
 use state::exact::{KvEvent, KvMessage, KvMode};
 use state::ids::{AttemptId, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId};
 use state::policy::{CostSettings, PolicyConfig};
@@ -15,8 +15,8 @@ use tokio::net::TcpListener;
 
 use super::*;
 use crate::backends::ProbeSettings;
-use crate::kv_events::zmtp::{Connection, Kind};
-use crate::ports::{BoxFuture, ChangeFailure, ClusterStatus, Propose, ProposeFailure};
+use crate::kv_events::zmtp::{SocketType, ZmtpConnection};
+use crate::ports::{BoxFuture, ChangeError, ClusterStatus, Propose, ProposeError};
 use crate::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use crate::routing::{self, OutboxSettings};
 
@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// A cluster of one; may lose what is told of a message once.
 struct Log {
     state: Mutex<RouterState>,
-    view: Arc<View>,
+    view: Arc<StateView>,
     to_lose: Mutex<Option<u64>>,
 }
 
@@ -117,7 +117,7 @@ impl Log {
 }
 
 impl Propose for Log {
-    fn propose(&self, mut envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn propose(&self, mut envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         if let Command::Batch { items, .. } = &mut envelope.command {
             let mut to_lose = self.to_lose.lock().unwrap();
             items.retain(|item| match item {
@@ -133,11 +133,11 @@ impl Propose for Log {
 }
 
 impl Cluster for Log {
-    fn submit(&self, _: Command) -> BoxFuture<'_, Result<Committed, ProposeFailure>> {
+    fn submit(&self, _: Command) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         unreachable!("readers use the outbox")
     }
 
-    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeFailure>> {
+    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeError>> {
         unreachable!("readers read what is applied")
     }
 
@@ -166,26 +166,26 @@ impl Cluster for Log {
         }
     }
 
-    fn add_member(&self, _: ReplicaId, _: String) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    fn add_member(&self, _: ReplicaId, _: String) -> BoxFuture<'_, Result<u64, ChangeError>> {
         unreachable!("readers change no members")
     }
 
-    fn promote_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    fn promote_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
         unreachable!("readers change no members")
     }
 
-    fn remove_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    fn remove_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
         unreachable!("readers change no members")
     }
 
     fn transfer_leader(
         &self,
         _: Option<ReplicaId>,
-    ) -> BoxFuture<'_, Result<ReplicaId, ChangeFailure>> {
+    ) -> BoxFuture<'_, Result<ReplicaId, ChangeError>> {
         unreachable!("readers change no leader")
     }
 
-    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeFailure>> {
+    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeError>> {
         unreachable!("readers take no snapshots")
     }
 }
@@ -197,7 +197,7 @@ fn read(log: &Arc<Log>) {
             .join("tests/fixtures/tokenizers/chatml/tokenizer.json"),
     );
     let backends = Arc::new(Backends::new(ProbeSettings::default()));
-    let router = Arc::new(Router::new(routing::Parts {
+    let router = Arc::new(Router::new(routing::RouterParts {
         view: log.view.clone(),
         backends: backends.clone(),
         models: vec![ModelSettings {
@@ -211,7 +211,7 @@ fn read(log: &Arc<Log>) {
         overrides: PolicyConfig::defaults(),
         clock: crate::clock::Clock::default(),
     }));
-    let parts = Parts {
+    let parts = ReaderParts {
         cluster: log.clone(),
         view: log.view.clone(),
         router: router.clone(),
@@ -244,7 +244,7 @@ async fn engine(messages: u8) -> (u16, u16) {
         loop {
             let (socket, _) = events.accept().await.unwrap();
             tokio::spawn(async move {
-                let mut peer = Connection::open(socket, Kind::Pub).await.unwrap();
+                let mut peer = ZmtpConnection::open(socket, SocketType::Pub).await.unwrap();
                 while peer.receive().await.is_ok() {}
             });
         }
@@ -252,7 +252,9 @@ async fn engine(messages: u8) -> (u16, u16) {
     tokio::spawn(async move {
         loop {
             let (socket, _) = replay.accept().await.unwrap();
-            let mut peer = Connection::open(socket, Kind::Router).await.unwrap();
+            let mut peer = ZmtpConnection::open(socket, SocketType::Router)
+                .await
+                .unwrap();
             let asked = peer.receive().await.unwrap();
             let from = u64::from_be_bytes(asked.last().unwrap()[..].try_into().unwrap());
             for seq in (0..messages).filter(|seq| u64::from(*seq) >= from) {
@@ -341,7 +343,7 @@ async fn what_no_event_confirms_fades_in_a_quiet_cluster() {
         },
         Item::Release {
             attempt: 1,
-            outcome: Outcome::Kept,
+            outcome: LeaseOutcome::Kept,
         },
     ];
     log.admin(Command::Batch {

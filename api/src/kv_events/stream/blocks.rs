@@ -12,10 +12,10 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use bytes::Bytes;
 use state::exact::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRefusal};
 use state::ids::{BlockHash, EngineHash};
-use state::prefix::Hashing;
+use state::prefix::BlockHasher;
 
-use super::{Around, Counts};
-use crate::kv_events::wire::{self, Event, Place, Removed, Stored};
+use super::{StreamContext, StreamCounts};
+use crate::kv_events::wire::{self, BlockRemoved, BlockStored, CacheLocation, EngineEvent};
 use crate::prompt::{TokenScope, chain_of_tokens};
 
 /// Hashes remembered beside those that the replicated state knows: of messages not applied yet, and
@@ -28,9 +28,9 @@ const GROUPS_MAX: usize = 64;
 
 /// What hashes depend on beside tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identity {
+pub struct HashIdentity {
     /// The cluster's seed and secret.
-    pub hashing: Hashing,
+    pub hashing: BlockHasher,
     /// The model that blocks without an adapter are of.
     pub model: String,
     /// Tokens per block by which the router hashes it, and models served under adapters' names.
@@ -39,11 +39,11 @@ pub struct Identity {
 
 /// These events cannot be used.
 #[derive(Debug)]
-pub(super) struct Unusable(pub(super) KvRefusal);
+pub(super) struct UnusableEventsError(pub(super) KvRefusal);
 
 /// Blocks in a row behind a parent that is not known.
 #[derive(Debug)]
-struct Orphans {
+struct OrphanBlocks {
     parent: EngineHash,
     hashes: Vec<EngineHash>,
     tokens: Vec<u32>,
@@ -51,28 +51,28 @@ struct Orphans {
 
 /// What is known of a publisher's blocks.
 #[derive(Debug)]
-pub(super) struct Blocks {
-    identity: Identity,
+pub(super) struct PublishedBlocks {
+    identity: HashIdentity,
     remembered: HashMap<EngineHash, BlockHash>,
     /// In the order they came.
     remembered_order: VecDeque<EngineHash>,
     /// Oldest first.
-    orphans: VecDeque<Orphans>,
+    orphans: VecDeque<OrphanBlocks>,
     orphans_len: usize,
     /// Whether a group's attention is full.
     groups: BTreeMap<u32, bool>,
 }
 
 /// A message's events, cut into parts.
-struct Cut<'a> {
+struct MessageParts<'a> {
     parts: Vec<Vec<KvEvent>>,
     /// Blocks in the last one.
     blocks: usize,
-    counts: &'a mut Counts,
+    counts: &'a mut StreamCounts,
 }
 
-impl<'a> Cut<'a> {
-    fn new(counts: &'a mut Counts) -> Self {
+impl<'a> MessageParts<'a> {
+    fn new(counts: &'a mut StreamCounts) -> Self {
         Self {
             parts: vec![Vec::new()],
             blocks: 0,
@@ -127,8 +127,8 @@ impl<'a> Cut<'a> {
     }
 }
 
-impl Blocks {
-    pub(super) fn new(identity: Identity) -> Self {
+impl PublishedBlocks {
+    pub(super) fn new(identity: HashIdentity) -> Self {
         Self {
             identity,
             remembered: HashMap::new(),
@@ -150,7 +150,7 @@ impl Blocks {
     /// Looks at a message that was told before only for its groups.
     pub(super) fn learn_groups(&mut self, payload: &Bytes) {
         for event in wire::decode(payload).unwrap_or_default().events {
-            if let Event::Stored(stored) = event {
+            if let EngineEvent::Stored(stored) = event {
                 self.learn_group(&stored.place);
             }
         }
@@ -159,20 +159,20 @@ impl Blocks {
     /// A message's events as the cluster is told them, in parts, at least one.
     pub(super) fn convert(
         &mut self,
-        events: Vec<Event>,
-        around: &Around<'_>,
-        counts: &mut Counts,
-    ) -> Result<Vec<Vec<KvEvent>>, Unusable> {
-        let mut cut = Cut::new(counts);
+        events: Vec<EngineEvent>,
+        around: &StreamContext<'_>,
+        counts: &mut StreamCounts,
+    ) -> Result<Vec<Vec<KvEvent>>, UnusableEventsError> {
+        let mut cut = MessageParts::new(counts);
         for event in events {
             match event {
-                Event::Stored(stored) => self.store(&stored, around, &mut cut)?,
-                Event::Removed(removed) => self.remove(&removed, &mut cut),
-                Event::Cleared => {
+                EngineEvent::Stored(stored) => self.store(&stored, around, &mut cut)?,
+                EngineEvent::Removed(removed) => self.remove(&removed, &mut cut),
+                EngineEvent::Cleared => {
                     self.forget();
                     cut.clear();
                 }
-                Event::Unknown => {}
+                EngineEvent::Unknown => {}
             }
         }
         Ok(cut.parts)
@@ -180,17 +180,17 @@ impl Blocks {
 
     fn store(
         &mut self,
-        stored: &Stored,
-        around: &Around<'_>,
-        cut: &mut Cut<'_>,
-    ) -> Result<(), Unusable> {
+        stored: &BlockStored,
+        around: &StreamContext<'_>,
+        cut: &mut MessageParts<'_>,
+    ) -> Result<(), UnusableEventsError> {
         self.learn_group(&stored.place);
         if stored.hashes.is_empty() || !self.is_indexed(&stored.place) {
             return Ok(());
         }
         let router = self.identity.block_size;
         if stored.block_size != router {
-            return Err(Unusable(KvRefusal::BlockSize {
+            return Err(UnusableEventsError(KvRefusal::BlockSize {
                 engine: stored.block_size,
                 router,
             }));
@@ -231,7 +231,7 @@ impl Blocks {
         (adapter, salt): (Option<&str>, &str),
         hashes: &[EngineHash],
         tokens: &[u32],
-        cut: &mut Cut<'_>,
+        cut: &mut MessageParts<'_>,
     ) {
         let scope = TokenScope {
             model: adapter.unwrap_or(&self.identity.model),
@@ -249,7 +249,12 @@ impl Blocks {
     }
 
     /// Tells the blocks that waited for one of `parents`, and those that waited for these.
-    fn adopt(&mut self, parents: &[EngineHash], around: &Around<'_>, cut: &mut Cut<'_>) {
+    fn adopt(
+        &mut self,
+        parents: &[EngineHash],
+        around: &StreamContext<'_>,
+        cut: &mut MessageParts<'_>,
+    ) {
         let mut parents = parents.to_vec();
         while !self.orphans.is_empty()
             && let Some(parent) = parents.pop()
@@ -262,7 +267,7 @@ impl Blocks {
                 let Some(known) = self.router_hash(parent, around) else {
                     break;
                 };
-                let Orphans { hashes, tokens, .. } = orphans;
+                let OrphanBlocks { hashes, tokens, .. } = orphans;
                 self.chain(Some((parent, known)), (None, ""), &hashes, &tokens, cut);
                 parents.extend(hashes);
             }
@@ -274,7 +279,7 @@ impl Blocks {
             return;
         }
         self.orphans_len += hashes.len();
-        self.orphans.push_back(Orphans {
+        self.orphans.push_back(OrphanBlocks {
             parent,
             hashes: hashes.to_vec(),
             tokens: tokens.to_vec(),
@@ -286,7 +291,7 @@ impl Blocks {
         }
     }
 
-    fn remove(&mut self, removed: &Removed, cut: &mut Cut<'_>) {
+    fn remove(&mut self, removed: &BlockRemoved, cut: &mut MessageParts<'_>) {
         if !self.is_indexed(&removed.place) {
             return;
         }
@@ -313,7 +318,7 @@ impl Blocks {
         false
     }
 
-    fn router_hash(&self, engine: EngineHash, around: &Around<'_>) -> Option<BlockHash> {
+    fn router_hash(&self, engine: EngineHash, around: &StreamContext<'_>) -> Option<BlockHash> {
         let remembered = self.remembered.get(&engine).copied();
         remembered.or_else(|| (around.known)(engine))
     }
@@ -329,7 +334,7 @@ impl Blocks {
         }
     }
 
-    fn learn_group(&mut self, place: &Place) {
+    fn learn_group(&mut self, place: &CacheLocation) {
         if let (Some(group), Some(is_full)) = (place.group, place.is_full_attention)
             && (self.groups.len() < GROUPS_MAX || self.groups.contains_key(&group))
         {
@@ -339,7 +344,7 @@ impl Blocks {
 
     /// Whether the event is about the one cache that is followed: on the GPU, of the first group
     /// with full attention.
-    fn is_indexed(&self, place: &Place) -> bool {
+    fn is_indexed(&self, place: &CacheLocation) -> bool {
         if place.is_offloaded || place.is_full_attention == Some(false) {
             return false;
         }

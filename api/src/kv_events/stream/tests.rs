@@ -101,13 +101,13 @@ impl View {
 
 /// A stream with the view of those it tells, and what it asked for.
 struct Table {
-    stream: Stream,
+    stream: EventStream,
     view: View,
     asked: Option<u64>,
 }
 
-fn identity(block_size: u32) -> Identity {
-    Identity {
+fn identity(block_size: u32) -> HashIdentity {
+    HashIdentity {
         hashing: 7.into(),
         model: "tiny".to_owned(),
         block_size,
@@ -115,7 +115,7 @@ fn identity(block_size: u32) -> Identity {
 }
 
 impl Table {
-    fn new(stream: Stream) -> Self {
+    fn new(stream: EventStream) -> Self {
         Self {
             stream,
             view: View::default(),
@@ -124,19 +124,19 @@ impl Table {
     }
 
     fn fresh() -> Self {
-        Self::new(Stream::new(identity(BLOCK), true, None))
+        Self::new(EventStream::new(identity(BLOCK), true, None))
     }
 
-    fn act(&mut self, act: impl FnOnce(&mut Stream, &Around<'_>)) -> &mut Self {
-        let around = Around {
+    fn act(&mut self, act: impl FnOnce(&mut EventStream, &StreamContext<'_>)) -> &mut Self {
+        let around = StreamContext {
             now_ms: 1000,
             known: &|_| None,
         };
         act(&mut self.stream, &around);
         for effect in self.stream.take_effects() {
             match effect {
-                Effect::Tell { publisher, news } => self.view.take(publisher, news),
-                Effect::Replay { from } => {
+                StreamEffect::Tell { publisher, news } => self.view.take(publisher, news),
+                StreamEffect::Replay { from } => {
                     self.view.story += &format!("[ask {from}] ");
                     self.asked = Some(from);
                 }
@@ -167,7 +167,7 @@ impl Table {
                 }
             }
             if self.asked.is_none() {
-                self.act(Stream::replay_ended);
+                self.act(EventStream::replay_ended);
             }
         }
         self
@@ -303,9 +303,11 @@ fn a_replay_that_cannot_be_had_is_a_loss_in_the_end() {
         .live("a", [4, 5])
         .check("[ask 0] begin 0 1 current gap [ask 1]");
     for _ in 1..REPLAY_ATTEMPTS_MAX {
-        table.act(Stream::replay_failed).check("[ask 1]");
+        table.act(EventStream::replay_failed).check("[ask 1]");
     }
-    table.act(Stream::replay_failed).check("lost 4 5 current");
+    table
+        .act(EventStream::replay_failed)
+        .check("lost 4 5 current");
 }
 
 #[test]
@@ -339,12 +341,20 @@ fn a_restart_behind_a_broken_connection_is_seen_by_the_last_message() {
 
 #[test]
 fn the_next_reader_goes_on_where_the_last_one_was() {
-    let mut table = Table::new(Stream::new(identity(BLOCK), true, Some(position("a", 80))));
+    let mut table = Table::new(EventStream::new(
+        identity(BLOCK),
+        true,
+        Some(position("a", 80)),
+    ));
     table.view.publisher = 5;
     table.view.last = Some(80);
     table.connect().check("[ask 16]");
     table.answer("a", 10..83).check("81 82 current");
-    let mut table = Table::new(Stream::new(identity(BLOCK), true, Some(position("b", 80))));
+    let mut table = Table::new(EventStream::new(
+        identity(BLOCK),
+        true,
+        Some(position("b", 80)),
+    ));
     table.view.publisher = 5;
     table.connect().answer("a", 0..82);
     assert!(table.view.story.starts_with("[ask 16] [ask 0] begin 0 1 "));
@@ -375,7 +385,11 @@ fn quiet_is_checked_and_a_doubt_lifted() {
 
 #[test]
 fn a_reader_that_begins_anew_says_that_it_is_in_doubt() {
-    let mut table = Table::new(Stream::new(identity(BLOCK), true, Some(position("a", 1))));
+    let mut table = Table::new(EventStream::new(
+        identity(BLOCK),
+        true,
+        Some(position("a", 1)),
+    ));
     (table.view.publisher, table.view.last) = (5, Some(1));
     table.act(|stream, _| stream.object()).check("handover");
     table.connect().answer("a", 0..3);
@@ -385,7 +399,7 @@ fn a_reader_that_begins_anew_says_that_it_is_in_doubt() {
 
 #[test]
 fn a_run_that_is_followed_anew_begins_later() {
-    let mut table = Table::new(Stream::anew(identity(BLOCK), true, 5_000));
+    let mut table = Table::new(EventStream::anew(identity(BLOCK), true, 5_000));
     table.connect().answer("a", 0..2);
     table.check("[ask 0] begin 0 1 current");
     assert_eq!(table.view.publisher, 5_001);
@@ -393,17 +407,17 @@ fn a_run_that_is_followed_anew_begins_later() {
 
 #[test]
 fn without_replays_a_gap_is_a_loss() {
-    let mut table = Table::new(Stream::new(identity(BLOCK), false, None));
+    let mut table = Table::new(EventStream::new(identity(BLOCK), false, None));
     table.connect().live("a", [0, 1]).check("begin 0 current 1");
     table.live("a", [1, 3, 4]).check("lost 3 current 4");
     table.live("b", [0]).check("begin 0 current");
-    let mut table = Table::new(Stream::new(identity(BLOCK), false, None));
+    let mut table = Table::new(EventStream::new(identity(BLOCK), false, None));
     table.connect().live("a", [7, 8]).check("lost 7 current 8");
 }
 
 #[test]
 fn blocks_of_another_size_are_refused_once() {
-    let mut table = Table::new(Stream::new(identity(BLOCK + 1), true, None));
+    let mut table = Table::new(EventStream::new(identity(BLOCK + 1), true, None));
     table.connect().answer("a", 0..0).live("a", 0..3);
     table.check("[ask 0] begin current BlockSize { engine: 2, router: 3 }");
     // The next run may be another engine.
@@ -450,14 +464,14 @@ fn large_messages_come_in_parts() {
             stored(bytes, block, block.checked_sub(1), [1, 2]);
         }
     });
-    let around = Around {
+    let around = StreamContext {
         now_ms: 1000,
         known: &|_| None,
     };
     table.stream.live(0, large, &around);
     let mut parts = Vec::new();
     for effect in table.stream.take_effects() {
-        if let Effect::Tell {
+        if let StreamEffect::Tell {
             news: KvNews::Message(message),
             ..
         } = effect
@@ -483,8 +497,8 @@ fn large_messages_come_in_parts() {
 #[test]
 fn recorded_hits_are_predicted() {
     for (name, block_size) in [("vllm012_bs16", 16), ("vllm032_bs32", 32)] {
-        let mut table = Table::new(Stream::new(identity(block_size), true, None));
-        table.connect().act(Stream::replay_ended);
+        let mut table = Table::new(EventStream::new(identity(block_size), true, None));
+        table.connect().act(EventStream::replay_ended);
         let mut messages = fixtures::messages(name).iter().peekable();
         let mut predicted = 0;
         for request in fixtures::requests(name) {

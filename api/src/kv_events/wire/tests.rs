@@ -14,7 +14,7 @@ fn payload(event: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn one(event: &[u8]) -> Event {
+fn one(event: &[u8]) -> EngineEvent {
     let mut payload = decode(&payload(event)).unwrap();
     assert_eq!(payload.events.len(), 1);
     payload.events.remove(0)
@@ -34,16 +34,16 @@ fn recorded_streams_decode_completely() {
             assert_eq!(payload.rank, Some(0));
             for event in payload.events {
                 match event {
-                    Event::Stored(stored) => {
+                    EngineEvent::Stored(stored) => {
                         assert_eq!(stored.block_size, block_size);
                         let tokens = stored.hashes.len() * block_size as usize;
                         assert_eq!(stored.tokens.len(), tokens);
                         assert!(!stored.place.is_offloaded && !stored.keys.has_adapter);
                         assert_eq!(stored.keys.foreign_from, None);
                     }
-                    Event::Removed(removed) => assert_eq!(removed.hashes.len(), 1),
-                    Event::Cleared => {}
-                    Event::Unknown => panic!("{name}: an event of message {}", message.seq),
+                    EngineEvent::Removed(removed) => assert_eq!(removed.hashes.len(), 1),
+                    EngineEvent::Cleared => {}
+                    EngineEvent::Unknown => panic!("{name}: an event of message {}", message.seq),
                 }
                 events += 1;
             }
@@ -58,7 +58,7 @@ fn a_recorded_salt_is_read_where_it_is_told() {
         .iter()
         .flat_map(|message| decode(&message.payload).unwrap().events)
         .filter_map(|event| match event {
-            Event::Stored(stored) => stored.keys.salt,
+            EngineEvent::Stored(stored) => stored.keys.salt,
             _ => None,
         })
         .collect();
@@ -75,7 +75,7 @@ fn hashes_are_integers_or_the_end_of_bytes() {
     let mut digest = [9_u8; 32];
     digest[24..].copy_from_slice(&77_u64.to_be_bytes());
     pack::write_bin(&mut event, &digest).unwrap();
-    let Event::Removed(removed) = one(&event) else {
+    let EngineEvent::Removed(removed) = one(&event) else {
         panic!("a removal");
     };
     assert_eq!(removed.hashes, [7, u64::MAX, 77].map(EngineHash));
@@ -93,23 +93,23 @@ fn unknown_fields_and_kinds_are_passed_over() {
         text(&mut event, name);
         event.extend(value);
     }
-    let Event::Removed(removed) = one(&event) else {
+    let EngineEvent::Removed(removed) = one(&event) else {
         panic!("a removal");
     };
     assert_eq!(removed.hashes, [EngineHash(5)]);
     assert!(removed.place.is_offloaded);
-    assert_eq!(one(b"\x92\xa3New\x01"), Event::Unknown);
-    assert_eq!(one(b"\x81\xa4type\xa3New"), Event::Unknown);
-    assert_eq!(one(b"\x91\xb0AllBlocksCleared"), Event::Cleared);
-    assert_eq!(one(b"\x07"), Event::Unknown);
-    assert_eq!(one(b"\x90"), Event::Unknown);
+    assert_eq!(one(b"\x92\xa3New\x01"), EngineEvent::Unknown);
+    assert_eq!(one(b"\x81\xa4type\xa3New"), EngineEvent::Unknown);
+    assert_eq!(one(b"\x91\xb0AllBlocksCleared"), EngineEvent::Cleared);
+    assert_eq!(one(b"\x07"), EngineEvent::Unknown);
+    assert_eq!(one(b"\x90"), EngineEvent::Unknown);
 }
 
 #[test]
 fn unknown_events_in_a_row_take_the_room_of_one() {
     let mut bytes = b"\x92\x00\xdd\x00\x01\x00\x00".to_vec();
     bytes.extend([0xc0; 1 << 16]);
-    assert_eq!(decode(&bytes).unwrap().events, [Event::Unknown]);
+    assert_eq!(decode(&bytes).unwrap().events, [EngineEvent::Unknown]);
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn a_parent_that_cannot_be_named_is_no_first_block() {
         let mut event = b"\x95\xabBlockStored\x91\x01".to_vec();
         event.extend(parent);
         event.extend(b"\x92\x07\x08\x02");
-        let Event::Stored(stored) = one(&event) else {
+        let EngineEvent::Stored(stored) = one(&event) else {
             panic!("blocks are stored");
         };
         assert_eq!(stored.parent, None);
@@ -145,7 +145,7 @@ fn further_keys_end_what_can_be_hashed() {
         text(&mut event, "extra_keys");
         event.extend(extra_keys);
         match one(&event) {
-            Event::Stored(stored) => stored.keys,
+            EngineEvent::Stored(stored) => stored.keys,
             other => panic!("{other:?}"),
         }
     };

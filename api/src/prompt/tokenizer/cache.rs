@@ -14,7 +14,7 @@ const ENTRY_BYTES: usize = 64;
 
 /// A text's name in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Key(u128);
+pub(super) struct TextKey(u128);
 
 /// Tokens by text.
 #[derive(Debug)]
@@ -27,8 +27,8 @@ pub(super) struct TokenCache {
 
 #[derive(Debug, Default)]
 struct Generations {
-    young: HashMap<Key, Arc<[u32]>>,
-    old: HashMap<Key, Arc<[u32]>>,
+    young: HashMap<TextKey, Arc<[u32]>>,
+    old: HashMap<TextKey, Arc<[u32]>>,
     /// Of the young one.
     bytes: usize,
 }
@@ -45,12 +45,12 @@ impl TokenCache {
     }
 
     /// The name of `text`.
-    pub(super) fn key(&self, text: &[u8]) -> Key {
-        Key(xxh3_128_with_seed(text, self.seed))
+    pub(super) fn key(&self, text: &[u8]) -> TextKey {
+        TextKey(xxh3_128_with_seed(text, self.seed))
     }
 
     /// The tokens kept under `key`.
-    pub(super) fn get(&self, key: Key) -> Option<Arc<[u32]>> {
+    pub(super) fn get(&self, key: TextKey) -> Option<Arc<[u32]>> {
         let mut generations = self.generations();
         if let Some(tokens) = generations.young.get(&key) {
             return Some(Arc::clone(tokens));
@@ -61,11 +61,11 @@ impl TokenCache {
     }
 
     /// Keeps `tokens` under `key`, unless they alone would fill the cache.
-    pub(super) fn insert(&self, key: Key, tokens: &Arc<[u32]>) {
+    pub(super) fn insert(&self, key: TextKey, tokens: &Arc<[u32]>) {
         self.keep(&mut self.generations(), key, tokens);
     }
 
-    fn keep(&self, generations: &mut Generations, key: Key, tokens: &Arc<[u32]>) {
+    fn keep(&self, generations: &mut Generations, key: TextKey, tokens: &Arc<[u32]>) {
         let bytes = tokens.len() * size_of::<u32>() + ENTRY_BYTES;
         let young_max = self.bytes_max / 2;
         if bytes > young_max {

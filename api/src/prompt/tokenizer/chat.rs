@@ -10,15 +10,15 @@
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::super::read::Surface;
+use super::super::read::PromptField;
 
 /// Why a body has no text for a tokenizer; it is identified by its characters then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Unclear;
+pub(super) struct UnclearBodyError;
 
 /// What is read of a body.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Wanted {
+pub(super) enum TokenizerInput {
     /// A conversation.
     Chat(Box<Chat>),
     /// One text, of a batch the first.
@@ -48,25 +48,26 @@ pub(super) struct Chat {
 }
 
 /// Reads the body of a request to `path`.
-pub(super) fn read(path: &str, body: &[u8]) -> Result<Wanted, Unclear> {
-    let mut body: Map<String, Value> = serde_json::from_slice(body).map_err(|_| Unclear)?;
-    let surface = Surface::of(path);
+pub(super) fn read(path: &str, body: &[u8]) -> Result<TokenizerInput, UnclearBodyError> {
+    let mut body: Map<String, Value> =
+        serde_json::from_slice(body).map_err(|_| UnclearBodyError)?;
+    let surface = PromptField::of(path);
     match surface {
-        Surface::Chat if path.starts_with("/v1/messages") => anthropic(body),
-        Surface::Chat => openai(body, true),
-        Surface::Responses => responses(body),
-        Surface::Completions => plain(body.remove("prompt"), &body),
-        Surface::Pooling => {
+        PromptField::Chat if path.starts_with("/v1/messages") => anthropic(body),
+        PromptField::Chat => openai(body, true),
+        PromptField::Responses => responses(body),
+        PromptField::Completions => plain(body.remove("prompt"), &body),
+        PromptField::Pooling => {
             let text = ["prompt", "input", "query", "queries", "text_1", "data_1"]
                 .iter()
                 .find_map(|field| body.remove(*field).filter(|value| !value.is_null()));
             match text {
                 Some(text) => plain(Some(text), &body),
                 None if body.contains_key("messages") => openai(body, path == "/tokenize"),
-                None => Ok(Wanted::Nothing),
+                None => Ok(TokenizerInput::Nothing),
             }
         }
-        Surface::Other => Ok(Wanted::Nothing),
+        PromptField::Other => Ok(TokenizerInput::Nothing),
     }
 }
 
@@ -74,26 +75,29 @@ fn flag(body: &Map<String, Value>, name: &str, default: bool) -> bool {
     body.get(name).and_then(Value::as_bool).unwrap_or(default)
 }
 
-fn plain(prompt: Option<Value>, body: &Map<String, Value>) -> Result<Wanted, Unclear> {
+fn plain(
+    prompt: Option<Value>,
+    body: &Map<String, Value>,
+) -> Result<TokenizerInput, UnclearBodyError> {
     let first = match prompt {
         Some(Value::Array(items)) if items.iter().all(Value::is_number) => {
             let ids = items.iter().map(token_id).collect::<Option<Vec<u32>>>();
-            return ids.map(Wanted::Ids).ok_or(Unclear);
+            return ids.map(TokenizerInput::Ids).ok_or(UnclearBodyError);
         }
         Some(Value::Array(items)) => items.into_iter().next(),
         other => other,
     };
     match first {
-        Some(Value::String(text)) => Ok(Wanted::Plain {
+        Some(Value::String(text)) => Ok(TokenizerInput::Plain {
             text,
             add_special_tokens: flag(body, "add_special_tokens", true),
         }),
         Some(Value::Array(ids)) => {
             let ids = ids.iter().map(token_id).collect::<Option<Vec<u32>>>();
-            ids.map(Wanted::Ids).ok_or(Unclear)
+            ids.map(TokenizerInput::Ids).ok_or(UnclearBodyError)
         }
-        None | Some(Value::Null | Value::Object(_)) => Ok(Wanted::Nothing),
-        Some(_) => Err(Unclear),
+        None | Some(Value::Null | Value::Object(_)) => Ok(TokenizerInput::Nothing),
+        Some(_) => Err(UnclearBodyError),
     }
 }
 
@@ -101,7 +105,10 @@ fn token_id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
-fn openai(mut body: Map<String, Value>, is_reply_wanted: bool) -> Result<Wanted, Unclear> {
+fn openai(
+    mut body: Map<String, Value>,
+    is_reply_wanted: bool,
+) -> Result<TokenizerInput, UnclearBodyError> {
     let messages = array(body.remove("messages"))?;
     let messages = messages.into_iter().map(message);
     chat(messages.collect::<Result<_, _>>()?, body, is_reply_wanted)
@@ -112,18 +119,18 @@ fn chat(
     messages: Vec<Value>,
     mut body: Map<String, Value>,
     is_reply_wanted: bool,
-) -> Result<Wanted, Unclear> {
+) -> Result<TokenizerInput, UnclearBodyError> {
     let mut kwargs = match body.remove("chat_template_kwargs") {
         Some(Value::Object(kwargs)) => kwargs,
         None | Some(Value::Null) => Map::new(),
-        Some(_) => return Err(Unclear),
+        Some(_) => return Err(UnclearBodyError),
     };
     if let Some(effort @ Value::String(_)) = body.remove("reasoning_effort") {
         kwargs.entry("reasoning_effort").or_insert(effort);
     }
     let is_list = |value: &Value| value.as_array().is_some_and(|items| !items.is_empty());
     let tools = body.remove("tools").filter(is_list).map(tools);
-    Ok(Wanted::Chat(Box::new(Chat {
+    Ok(TokenizerInput::Chat(Box::new(Chat {
         messages,
         tools: tools.transpose()?,
         documents: body.remove("documents").filter(is_list),
@@ -134,18 +141,18 @@ fn chat(
     })))
 }
 
-fn array(value: Option<Value>) -> Result<Vec<Value>, Unclear> {
+fn array(value: Option<Value>) -> Result<Vec<Value>, UnclearBodyError> {
     match value {
         Some(Value::Array(items)) => Ok(items),
-        _ => Err(Unclear),
+        _ => Err(UnclearBodyError),
     }
 }
 
 /// Tools as vLLM's types dump them: fields in a fixed order, absent ones `null`.
-fn tools(tools: Value) -> Result<Value, Unclear> {
+fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
     let tool = |tool: Value| {
         let Value::Object(mut tool) = tool else {
-            return Err(Unclear);
+            return Err(UnclearBodyError);
         };
         let function = match tool.remove("function") {
             Some(function) => function,
@@ -159,7 +166,7 @@ fn tools(tools: Value) -> Result<Value, Unclear> {
             }
         };
         let Value::Object(mut function) = function else {
-            return Err(Unclear);
+            return Err(UnclearBodyError);
         };
         let mut ordered = Map::new();
         for field in ["name", "description", "parameters"] {
@@ -173,12 +180,12 @@ fn tools(tools: Value) -> Result<Value, Unclear> {
 }
 
 /// A message with its content as text parts and markers.
-fn message(message: Value) -> Result<Value, Unclear> {
+fn message(message: Value) -> Result<Value, UnclearBodyError> {
     let Value::Object(mut message) = message else {
-        return Err(Unclear);
+        return Err(UnclearBodyError);
     };
     if !message.get("role").is_some_and(Value::is_string) {
-        return Err(Unclear);
+        return Err(UnclearBodyError);
     }
     if let Some(Value::Array(parts)) = message.get_mut("content") {
         let whole = std::mem::take(parts).into_iter().filter_map(part);
@@ -238,14 +245,17 @@ fn marker(part: &Map<String, Value>) -> String {
 }
 
 /// `/v1/messages`: tool uses and tool results are parts there, and messages of their own here.
-fn anthropic(mut body: Map<String, Value>) -> Result<Wanted, Unclear> {
+fn anthropic(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
     let mut messages = Vec::new();
     match body.remove("system") {
         None | Some(Value::Null) => {}
         Some(content) => messages.push(message(json!({"role": "system", "content": content}))?),
     }
     for turn in array(body.remove("messages"))? {
-        let role = turn.get("role").and_then(Value::as_str).ok_or(Unclear)?;
+        let role = turn
+            .get("role")
+            .and_then(Value::as_str)
+            .ok_or(UnclearBodyError)?;
         let parts = match turn.get("content") {
             Some(Value::Array(parts)) => parts,
             _ => {
@@ -288,7 +298,7 @@ fn anthropic(mut body: Map<String, Value>) -> Result<Wanted, Unclear> {
 }
 
 /// `/v1/responses`: calls and their outputs are items there, and messages here.
-fn responses(mut body: Map<String, Value>) -> Result<Wanted, Unclear> {
+fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
     let mut messages = Vec::new();
     match body.remove("instructions") {
         None | Some(Value::Null) => {}
@@ -321,7 +331,7 @@ fn responses(mut body: Map<String, Value>) -> Result<Wanted, Unclear> {
                 }
             }
         }
-        _ => return Err(Unclear),
+        _ => return Err(UnclearBodyError),
     }
     chat(messages, body, true)
 }
@@ -399,7 +409,7 @@ mod tests {
 
     fn messages(path: &str, body: &Value) -> Value {
         match read(path, body.to_string().as_bytes()).unwrap() {
-            Wanted::Chat(chat) => chat.messages.into(),
+            TokenizerInput::Chat(chat) => chat.messages.into(),
             other => panic!("{other:?} is no chat"),
         }
     }
@@ -463,7 +473,9 @@ mod tests {
             {"role": "assistant", "content": "x", "tool_calls": []},
         ]});
         let wanted = read("/v1/chat/completions", body.to_string().as_bytes()).unwrap();
-        let Wanted::Chat(chat) = wanted else { panic!() };
+        let TokenizerInput::Chat(chat) = wanted else {
+            panic!()
+        };
         let arguments =
             |name: &str, value: Value| json!({"function": {"name": name, "arguments": value}});
         let calls = [("f", json!({"x": 1})), ("g", json!({})), ("h", json!({}))];
@@ -494,7 +506,7 @@ mod tests {
             json!({"messages": [], "tools": [{"function": 1}]}),
         ] {
             let read = read("/v1/chat/completions", body.to_string().as_bytes());
-            assert_eq!(read, Err(Unclear), "{body}");
+            assert_eq!(read, Err(UnclearBodyError), "{body}");
         }
     }
 
@@ -504,14 +516,14 @@ mod tests {
             let body = json!({"prompt": prompt}).to_string();
             read("/v1/completions", body.as_bytes()).unwrap()
         };
-        let text = |text: &str| Wanted::Plain {
+        let text = |text: &str| TokenizerInput::Plain {
             text: text.to_owned(),
             add_special_tokens: true,
         };
         assert_eq!(read(json!("a")), text("a"));
         assert_eq!(read(json!(["a", "b"])), text("a"));
-        assert_eq!(read(json!([1, 2])), Wanted::Ids(vec![1, 2]));
-        assert_eq!(read(json!([[1], [2]])), Wanted::Ids(vec![1]));
-        assert_eq!(read(json!(null)), Wanted::Nothing);
+        assert_eq!(read(json!([1, 2])), TokenizerInput::Ids(vec![1, 2]));
+        assert_eq!(read(json!([[1], [2]])), TokenizerInput::Ids(vec![1]));
+        assert_eq!(read(json!(null)), TokenizerInput::Nothing);
     }
 }

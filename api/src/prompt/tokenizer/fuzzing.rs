@@ -7,11 +7,11 @@ use std::sync::LazyLock;
 
 use serde_json::{Map, json};
 
-use super::chat::{self, Wanted};
+use super::chat::{self, TokenizerInput};
 use super::huggingface::HuggingFace;
 use super::remote::question;
 use super::template::ChatTemplate;
-use super::{Content, Tokenizer, TokenizerSpec};
+use super::{Tokenizer, TokenizerContent, TokenizerSpec};
 use crate::fuzzing::path_of;
 
 /// Much of what templates do: loops, conditions, filters, tools as JSON.
@@ -35,11 +35,11 @@ pub fn chat(bytes: &[u8]) {
         assert!(asked.is_err());
         return;
     };
-    if let Wanted::Chat(chat) = wanted {
+    if let TokenizerInput::Chat(chat) = wanted {
         // A template may refuse a conversation.
         drop(RENDERER.render(&chat));
     }
-    if let Ok(Content::Text(text)) = Tokenizer::character().content(path, body) {
+    if let Ok(TokenizerContent::Text(text)) = Tokenizer::character().content(path, body) {
         let read: usize = text.parts.iter().map(String::len).sum();
         // Frames and JSON's escapes may lengthen a message.
         assert!(read <= 64 + 16 * body.len(), "{read} of {}", body.len());
@@ -57,7 +57,8 @@ pub fn chat_template(bytes: &[u8]) {
         return;
     };
     for body in [CHAT, TOOLS] {
-        if let Ok(Wanted::Chat(chat)) = chat::read("/v1/chat/completions", body.as_bytes()) {
+        if let Ok(TokenizerInput::Chat(chat)) = chat::read("/v1/chat/completions", body.as_bytes())
+        {
             drop(template.render(&chat));
         }
     }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::{Map, Value};
 
-use super::LoadFailure;
+use super::TokenizerLoadError;
 use super::template::ChatTemplate;
 
 /// Longest file read, in bytes.
@@ -27,13 +27,13 @@ pub(super) struct HuggingFace {
     /// `None`: the model has none.
     pub(super) template: Option<ChatTemplate>,
     /// `None`: text is tokenized as a whole.
-    marks: Option<Marks>,
+    marks: Option<SpecialTokens>,
     /// What stands before a text with special tokens, and behind it.
     around: (Vec<u32>, Vec<u32>),
 }
 
 /// The special tokens that text is cut at.
-struct Marks {
+struct SpecialTokens {
     /// `None`: there are none.
     matcher: Option<AhoCorasick>,
     /// By pattern.
@@ -42,29 +42,33 @@ struct Marks {
 
 /// What a text is cut into.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Piece {
+pub(super) enum TextPiece {
     Special(u32),
     Text(Range<usize>),
 }
 
 impl HuggingFace {
     /// Reads `file`, and the chat template from `chat_template` or from beside it.
-    pub(super) fn load(file: &Path, chat_template: Option<&Path>) -> Result<Self, LoadFailure> {
+    pub(super) fn load(
+        file: &Path,
+        chat_template: Option<&Path>,
+    ) -> Result<Self, TokenizerLoadError> {
         let bytes = read(file)?;
-        let json: Value =
-            serde_json::from_slice(&bytes).map_err(|error| LoadFailure::new(file, &error))?;
+        let json: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| TokenizerLoadError::new(file, &error))?;
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes)
-            .map_err(|error| LoadFailure::new(file, &error))?;
+            .map_err(|error| TokenizerLoadError::new(file, &error))?;
         if json["model"]["dropout"].as_f64().is_some_and(|it| it > 0.0) {
             let what = "model.dropout is set: tokens would be drawn at random";
-            return Err(LoadFailure::new(file, &what));
+            return Err(TokenizerLoadError::new(file, &what));
         }
         tokenizer
             .with_truncation(None)
-            .map_err(|error| LoadFailure::new(file, &error))?;
+            .map_err(|error| TokenizerLoadError::new(file, &error))?;
         tokenizer.with_padding(None);
-        let marks = Marks::of(&tokenizer, &json).map_err(|error| LoadFailure::new(file, &error))?;
-        let around = around(&tokenizer).map_err(|error| LoadFailure::new(file, &error))?;
+        let marks = SpecialTokens::of(&tokenizer, &json)
+            .map_err(|error| TokenizerLoadError::new(file, &error))?;
+        let around = around(&tokenizer).map_err(|error| TokenizerLoadError::new(file, &error))?;
         Ok(Self {
             template: template(file, chat_template)?,
             tokenizer,
@@ -79,20 +83,20 @@ impl HuggingFace {
     }
 
     /// Cuts `text` into pieces whose tokens do not depend on each other.
-    pub(super) fn cut(&self, text: &str) -> Vec<Piece> {
-        let Some(Marks { matcher, ids }) = &self.marks else {
-            return vec![Piece::Text(0..text.len())];
+    pub(super) fn cut(&self, text: &str) -> Vec<TextPiece> {
+        let Some(SpecialTokens { matcher, ids }) = &self.marks else {
+            return vec![TextPiece::Text(0..text.len())];
         };
         let mut pieces = Vec::new();
         let mut end = 0;
-        let push = |pieces: &mut Vec<Piece>, range: Range<usize>| {
+        let push = |pieces: &mut Vec<TextPiece>, range: Range<usize>| {
             if !range.is_empty() {
-                pieces.push(Piece::Text(range));
+                pieces.push(TextPiece::Text(range));
             }
         };
         for found in matcher.iter().flat_map(|matcher| matcher.find_iter(text)) {
             push(&mut pieces, end..found.start());
-            pieces.push(Piece::Special(ids[found.pattern().as_usize()]));
+            pieces.push(TextPiece::Special(ids[found.pattern().as_usize()]));
             end = found.end();
         }
         push(&mut pieces, end..text.len());
@@ -111,7 +115,7 @@ impl HuggingFace {
     }
 }
 
-impl Marks {
+impl SpecialTokens {
     /// `None`: text must not be cut.
     fn of(
         tokenizer: &tokenizers::Tokenizer,
@@ -162,18 +166,18 @@ fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Ve
     Ok((whole[..at].to_vec(), whole[at + plain.len()..].to_vec()))
 }
 
-fn read(file: &Path) -> Result<Vec<u8>, LoadFailure> {
+fn read(file: &Path) -> Result<Vec<u8>, TokenizerLoadError> {
     let length = fs::metadata(file)
-        .map_err(|error| LoadFailure::new(file, &error))?
+        .map_err(|error| TokenizerLoadError::new(file, &error))?
         .len();
     if length > FILE_BYTES_MAX {
         let what = format!("is longer than {FILE_BYTES_MAX} bytes");
-        return Err(LoadFailure::new(file, &what));
+        return Err(TokenizerLoadError::new(file, &what));
     }
-    fs::read(file).map_err(|error| LoadFailure::new(file, &error))
+    fs::read(file).map_err(|error| TokenizerLoadError::new(file, &error))
 }
 
-fn read_if_any(file: &Path) -> Result<Option<Vec<u8>>, LoadFailure> {
+fn read_if_any(file: &Path) -> Result<Option<Vec<u8>>, TokenizerLoadError> {
     match fs::metadata(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         _ => read(file).map(Some),
@@ -181,12 +185,15 @@ fn read_if_any(file: &Path) -> Result<Option<Vec<u8>>, LoadFailure> {
 }
 
 /// The template of `chosen`, else of `chat_template.jinja`, else of `tokenizer_config.json`.
-fn template(tokenizer: &Path, chosen: Option<&Path>) -> Result<Option<ChatTemplate>, LoadFailure> {
+fn template(
+    tokenizer: &Path,
+    chosen: Option<&Path>,
+) -> Result<Option<ChatTemplate>, TokenizerLoadError> {
     let beside = |name: &str| tokenizer.with_file_name(name);
     let config_file = beside("tokenizer_config.json");
     let config: Value = match read_if_any(&config_file)? {
         Some(bytes) => serde_json::from_slice(&bytes)
-            .map_err(|error| LoadFailure::new(&config_file, &error))?,
+            .map_err(|error| TokenizerLoadError::new(&config_file, &error))?,
         None => Value::Null,
     };
     let (file, source) = match chosen {
@@ -200,7 +207,7 @@ fn template(tokenizer: &Path, chosen: Option<&Path>) -> Result<Option<ChatTempla
     let (file, source): (PathBuf, String) = match source {
         Some(bytes) => {
             let source =
-                String::from_utf8(bytes).map_err(|error| LoadFailure::new(&file, &error))?;
+                String::from_utf8(bytes).map_err(|error| TokenizerLoadError::new(&file, &error))?;
             (file, source)
         }
         None => match config_template(&config["chat_template"]) {
@@ -210,7 +217,7 @@ fn template(tokenizer: &Path, chosen: Option<&Path>) -> Result<Option<ChatTempla
     };
     ChatTemplate::new(&source, special_tokens(&config))
         .map(Some)
-        .map_err(|error| LoadFailure::new(&file, &error))
+        .map_err(|error| TokenizerLoadError::new(&file, &error))
 }
 
 /// One template, or of named ones the default.

@@ -29,11 +29,11 @@ use std::sync::Arc;
 use tiktoken_rs::CoreBPE;
 
 use self::cache::TokenCache;
-use self::chat::{Chat, Unclear, Wanted};
-use self::huggingface::{HuggingFace, Piece};
-use self::template::Replies;
+use self::chat::{Chat, TokenizerInput, UnclearBodyError};
+use self::huggingface::{HuggingFace, TextPiece};
+use self::template::ReplyRendering;
 
-pub(crate) use self::remote::{Heard, Question, Remote, question};
+pub(crate) use self::remote::{EngineTokenizer, TokenizeRequest, TokenizeResult, question};
 
 /// What is kept of tokens met before, per tokenizer, in bytes.
 const CACHE_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -71,12 +71,12 @@ pub enum Vocabulary {
     "expected \"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \
      \"huggingface:FILE\" or \"engine\""
 )]
-pub struct BadTokenizer;
+pub struct TokenizerSpecError;
 
 impl FromStr for TokenizerSpec {
-    type Err = BadTokenizer;
+    type Err = TokenizerSpecError;
 
-    fn from_str(text: &str) -> Result<Self, BadTokenizer> {
+    fn from_str(text: &str) -> Result<Self, TokenizerSpecError> {
         match (text, text.split_once(':')) {
             ("character", _) => Ok(Self::Character),
             ("engine", _) => Ok(Self::Engine),
@@ -85,7 +85,7 @@ impl FromStr for TokenizerSpec {
             (_, Some(("huggingface", file))) if !file.is_empty() => {
                 Ok(Self::HuggingFace(file.into()))
             }
-            _ => Err(BadTokenizer),
+            _ => Err(TokenizerSpecError),
         }
     }
 }
@@ -105,14 +105,14 @@ impl fmt::Display for TokenizerSpec {
 /// A tokenizer's file that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}: {what}", file.display())]
-pub struct LoadFailure {
+pub struct TokenizerLoadError {
     /// The file.
     pub file: PathBuf,
     /// What is wrong with it.
     pub what: String,
 }
 
-impl LoadFailure {
+impl TokenizerLoadError {
     fn new(file: &Path, what: &dyn fmt::Display) -> Self {
         Self {
             file: file.to_owned(),
@@ -159,15 +159,15 @@ pub struct Tokenizer {
     spec: TokenizerSpec,
     /// As the config has it.
     chat_template: Option<PathBuf>,
-    kind: Kind,
+    kind: TokenizerKind,
     cache: TokenCache,
 }
 
-enum Kind {
+enum TokenizerKind {
     Character,
     Tiktoken(&'static CoreBPE),
     HuggingFace(Box<HuggingFace>),
-    Engine(Remote),
+    Engine(EngineTokenizer),
 }
 
 impl fmt::Debug for Tokenizer {
@@ -190,30 +190,30 @@ impl Eq for Tokenizer {}
 
 /// A prompt's text as a tokenizer takes it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Text {
+pub(crate) struct TokenizerText {
     /// Tokenized each by itself, one behind the other.
     parts: Vec<String>,
     adds_special: bool,
-    after: After,
+    after: ReplyPosition,
 }
 
 /// How an answer stands behind a text in the next turn's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum After {
+enum ReplyPosition {
     /// Not in a known way.
     Unknown,
     /// Right behind it.
     Joined,
     /// Right behind it, if a template leaves it as it is.
-    Rendered(Replies),
+    Rendered(ReplyRendering),
     /// As a framed message.
     Framed,
 }
 
 /// A prompt as a tokenizer sees it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Content {
-    Text(Text),
+pub(crate) enum TokenizerContent {
+    Text(TokenizerText),
     Ids(Vec<u32>),
     Nothing,
 }
@@ -223,12 +223,12 @@ pub(crate) enum Content {
 pub(crate) struct Encoded {
     pub(crate) ids: Vec<u32>,
     /// `None`: output does not continue it in a known way.
-    pub(crate) seam: Option<Seam>,
+    pub(crate) seam: Option<ReplyBoundary>,
 }
 
 /// Why a text was not tokenized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NotEncoded {
+pub(crate) enum EncodeError {
     /// There is more text to tokenize than was allowed for.
     MoreThanAllowed,
     /// It cannot be.
@@ -237,37 +237,37 @@ pub(crate) enum NotEncoded {
 
 /// Where an answer's tokens join those of its prompt.
 #[derive(Debug, Clone)]
-pub struct Seam {
+pub struct ReplyBoundary {
     tokenizer: Arc<Tokenizer>,
     /// Text that is tokenized together with the answer: what follows the last special token.
     opening: String,
     /// Its tokens in the prompt.
     ids: Vec<u32>,
     closing: &'static str,
-    after: After,
+    after: ReplyPosition,
 }
 
 impl Tokenizer {
     /// Loads what `spec` names. `chat_template`: a file in place of the one beside the tokenizer.
     ///
     /// # Errors
-    /// [`LoadFailure`], which names the file.
+    /// [`TokenizerLoadError`], which names the file.
     pub fn load(
         spec: TokenizerSpec,
         chat_template: Option<&Path>,
-    ) -> Result<Arc<Self>, LoadFailure> {
+    ) -> Result<Arc<Self>, TokenizerLoadError> {
         let kind = match &spec {
-            TokenizerSpec::Character => Kind::Character,
+            TokenizerSpec::Character => TokenizerKind::Character,
             TokenizerSpec::Tiktoken(Vocabulary::Cl100k) => {
-                Kind::Tiktoken(tiktoken_rs::cl100k_base_singleton())
+                TokenizerKind::Tiktoken(tiktoken_rs::cl100k_base_singleton())
             }
             TokenizerSpec::Tiktoken(Vocabulary::O200k) => {
-                Kind::Tiktoken(tiktoken_rs::o200k_base_singleton())
+                TokenizerKind::Tiktoken(tiktoken_rs::o200k_base_singleton())
             }
             TokenizerSpec::HuggingFace(file) => {
-                Kind::HuggingFace(Box::new(HuggingFace::load(file, chat_template)?))
+                TokenizerKind::HuggingFace(Box::new(HuggingFace::load(file, chat_template)?))
             }
-            TokenizerSpec::Engine => Kind::Engine(Remote::default()),
+            TokenizerSpec::Engine => TokenizerKind::Engine(EngineTokenizer::default()),
         };
         Ok(Arc::new(Self {
             spec,
@@ -283,7 +283,7 @@ impl Tokenizer {
         Arc::new(Self {
             spec: TokenizerSpec::Character,
             chat_template: None,
-            kind: Kind::Character,
+            kind: TokenizerKind::Character,
             cache: TokenCache::new(0),
         })
     }
@@ -297,7 +297,7 @@ impl Tokenizer {
     /// Whether its blocks are of bytes, not of tokens.
     #[must_use]
     pub fn is_character(&self) -> bool {
-        matches!(self.kind, Kind::Character)
+        matches!(self.kind, TokenizerKind::Character)
     }
 
     /// The token ids of a request, tokenized where it is called: for an engine's own side. `None`
@@ -305,9 +305,9 @@ impl Tokenizer {
     #[must_use]
     pub fn encode_request(self: &Arc<Self>, path: &str, body: &[u8]) -> Option<Vec<u32>> {
         match self.content(path, body).ok()? {
-            Content::Text(text) => Some(self.encode(&text, usize::MAX).ok()?.ids),
-            Content::Ids(ids) => Some(ids),
-            Content::Nothing => None,
+            TokenizerContent::Text(text) => Some(self.encode(&text, usize::MAX).ok()?.ids),
+            TokenizerContent::Ids(ids) => Some(ids),
+            TokenizerContent::Nothing => None,
         }
     }
 
@@ -323,54 +323,58 @@ impl Tokenizer {
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> Option<String> {
         match &self.kind {
-            Kind::Character | Kind::Engine(_) => None,
-            Kind::Tiktoken(bpe) => {
+            TokenizerKind::Character | TokenizerKind::Engine(_) => None,
+            TokenizerKind::Tiktoken(bpe) => {
                 let bytes = bpe.decode_bytes(ids).ok()?;
                 Some(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace(files) => files.decode(ids),
+            TokenizerKind::HuggingFace(files) => files.decode(ids),
         }
     }
 
-    pub(crate) fn remote(&self) -> Option<&Remote> {
+    pub(crate) fn remote(&self) -> Option<&EngineTokenizer> {
         match &self.kind {
-            Kind::Engine(remote) => Some(remote),
-            Kind::Character | Kind::Tiktoken(_) | Kind::HuggingFace(_) => None,
+            TokenizerKind::Engine(remote) => Some(remote),
+            TokenizerKind::Character
+            | TokenizerKind::Tiktoken(_)
+            | TokenizerKind::HuggingFace(_) => None,
         }
     }
 
     /// Reads the prompt of a request to `path`.
-    pub(crate) fn content(&self, path: &str, body: &[u8]) -> Result<Content, Fallback> {
-        let wanted = chat::read(path, body).map_err(|Unclear| Fallback::Unclear)?;
+    pub(crate) fn content(&self, path: &str, body: &[u8]) -> Result<TokenizerContent, Fallback> {
+        let wanted = chat::read(path, body).map_err(|UnclearBodyError| Fallback::Unclear)?;
         match wanted {
-            Wanted::Nothing => Ok(Content::Nothing),
-            Wanted::Ids(ids) => Ok(Content::Ids(ids)),
-            Wanted::Plain {
+            TokenizerInput::Nothing => Ok(TokenizerContent::Nothing),
+            TokenizerInput::Ids(ids) => Ok(TokenizerContent::Ids(ids)),
+            TokenizerInput::Plain {
                 text,
                 add_special_tokens,
-            } => Ok(Content::Text(Text {
+            } => Ok(TokenizerContent::Text(TokenizerText {
                 parts: vec![text],
                 adds_special: add_special_tokens,
                 after: if path.starts_with("/v1/completions") {
-                    After::Joined
+                    ReplyPosition::Joined
                 } else {
-                    After::Unknown
+                    ReplyPosition::Unknown
                 },
             })),
-            Wanted::Chat(chat) => self.render(&chat).map(Content::Text),
+            TokenizerInput::Chat(chat) => self.render(&chat).map(TokenizerContent::Text),
         }
     }
 
-    fn render(&self, chat: &Chat) -> Result<Text, Fallback> {
+    fn render(&self, chat: &Chat) -> Result<TokenizerText, Fallback> {
         let template = match &self.kind {
-            Kind::HuggingFace(files) => files.template.as_ref(),
-            Kind::Character | Kind::Tiktoken(_) | Kind::Engine(_) => None,
+            TokenizerKind::HuggingFace(files) => files.template.as_ref(),
+            TokenizerKind::Character | TokenizerKind::Tiktoken(_) | TokenizerKind::Engine(_) => {
+                None
+            }
         };
         let Some(template) = template else {
-            return Ok(Text {
+            return Ok(TokenizerText {
                 parts: framed(chat),
                 adds_special: chat.add_special_tokens,
-                after: After::Framed,
+                after: ReplyPosition::Framed,
             });
         };
         // As in `encode_piece`: a library meets foreign text.
@@ -380,13 +384,13 @@ impl Tokenizer {
             Fallback::Template
         })?;
         let is_open = chat.add_generation_prompt && !chat.continue_final_message;
-        Ok(Text {
+        Ok(TokenizerText {
             parts: vec![text],
             adds_special: chat.add_special_tokens,
             after: if is_open {
-                After::Rendered(template.replies())
+                ReplyPosition::Rendered(template.replies())
             } else {
-                After::Unknown
+                ReplyPosition::Unknown
             },
         })
     }
@@ -394,15 +398,15 @@ impl Tokenizer {
     /// Tokenizes a text, of which `fresh_bytes_max` bytes at most may be new.
     pub(crate) fn encode(
         self: &Arc<Self>,
-        text: &Text,
+        text: &TokenizerText,
         mut fresh_bytes_max: usize,
-    ) -> Result<Encoded, NotEncoded> {
+    ) -> Result<Encoded, EncodeError> {
         let bytes: usize = text.parts.iter().map(String::len).sum();
         if bytes > TOKENIZED_BYTES_MAX {
-            return Err(NotEncoded::Never(Fallback::TooLong));
+            return Err(EncodeError::Never(Fallback::TooLong));
         }
         let around = match &self.kind {
-            Kind::HuggingFace(files) if text.adds_special => files.around(),
+            TokenizerKind::HuggingFace(files) if text.adds_special => files.around(),
             _ => (&[][..], &[][..]),
         };
         let mut ids = around.0.to_vec();
@@ -422,11 +426,11 @@ impl Tokenizer {
     /// `tail`: what follows the last special token of the last part, whose tokens end `ids`.
     fn seam(
         self: &Arc<Self>,
-        text: &Text,
+        text: &TokenizerText,
         tail: std::ops::Range<usize>,
         ids: &[u32],
-    ) -> Option<Seam> {
-        let seam = |opening: &str, ids: &[u32], closing| Seam {
+    ) -> Option<ReplyBoundary> {
+        let seam = |opening: &str, ids: &[u32], closing| ReplyBoundary {
             tokenizer: Arc::clone(self),
             opening: opening.to_owned(),
             ids: ids.to_vec(),
@@ -434,9 +438,10 @@ impl Tokenizer {
             after: text.after,
         };
         match text.after {
-            After::Unknown | After::Rendered(Replies::Changed) => None,
-            After::Framed => Some(seam("<|assistant|>\n", &[], "\n")),
-            After::Joined | After::Rendered(Replies::Kept | Replies::KeptTrimmed) => {
+            ReplyPosition::Unknown | ReplyPosition::Rendered(ReplyRendering::Changed) => None,
+            ReplyPosition::Framed => Some(seam("<|assistant|>\n", &[], "\n")),
+            ReplyPosition::Joined
+            | ReplyPosition::Rendered(ReplyRendering::Kept | ReplyRendering::KeptTrimmed) => {
                 let opening = text.parts.last()?.get(tail)?;
                 if opening.len() > SEAM_BYTES_MAX {
                     return None;
@@ -454,21 +459,21 @@ impl Tokenizer {
         text: &str,
         fresh_bytes_max: &mut usize,
         ids: &mut Vec<u32>,
-    ) -> Result<std::ops::Range<usize>, NotEncoded> {
+    ) -> Result<std::ops::Range<usize>, EncodeError> {
         let pieces = match &self.kind {
-            Kind::HuggingFace(files) => files.cut(text),
-            Kind::Character | Kind::Tiktoken(_) | Kind::Engine(_) => {
-                vec![Piece::Text(0..text.len())]
+            TokenizerKind::HuggingFace(files) => files.cut(text),
+            TokenizerKind::Character | TokenizerKind::Tiktoken(_) | TokenizerKind::Engine(_) => {
+                vec![TextPiece::Text(0..text.len())]
             }
         };
         let mut tail = text.len()..text.len();
         for piece in pieces {
             match piece {
-                Piece::Special(id) => {
+                TextPiece::Special(id) => {
                     ids.push(id);
                     tail = text.len()..text.len();
                 }
-                Piece::Text(range) => {
+                TextPiece::Text(range) => {
                     let piece = &text[range.clone()];
                     ids.extend_from_slice(&self.encode_piece(piece, fresh_bytes_max)?);
                     tail = range;
@@ -482,27 +487,27 @@ impl Tokenizer {
         &self,
         piece: &str,
         fresh_bytes_max: &mut usize,
-    ) -> Result<Arc<[u32]>, NotEncoded> {
+    ) -> Result<Arc<[u32]>, EncodeError> {
         let key = self.cache.key(piece.as_bytes());
         if let Some(tokens) = self.cache.get(key) {
             return Ok(tokens);
         }
         *fresh_bytes_max = fresh_bytes_max
             .checked_sub(piece.len())
-            .ok_or(NotEncoded::MoreThanAllowed)?;
+            .ok_or(EncodeError::MoreThanAllowed)?;
         // Libraries that meet foreign text: what they do not expect must not end the replica.
         let tokens = catch_unwind(AssertUnwindSafe(|| match &self.kind {
-            Kind::Character | Kind::Engine(_) => None,
-            Kind::Tiktoken(bpe) => {
+            TokenizerKind::Character | TokenizerKind::Engine(_) => None,
+            TokenizerKind::Tiktoken(bpe) => {
                 let nothing_special = std::collections::HashSet::new();
                 bpe.encode(piece, &nothing_special).ok().map(|(ids, _)| ids)
             }
-            Kind::HuggingFace(files) => files.encode(piece),
+            TokenizerKind::HuggingFace(files) => files.encode(piece),
         }));
         let tokens: Arc<[u32]> = tokens
             .ok()
             .flatten()
-            .ok_or(NotEncoded::Never(Fallback::Tokenizer))?
+            .ok_or(EncodeError::Never(Fallback::Tokenizer))?
             .into();
         self.cache.insert(key, &tokens);
         Ok(tokens)
@@ -525,16 +530,16 @@ fn framed(chat: &Chat) -> Vec<String> {
     tools.chain(messages).collect()
 }
 
-impl Seam {
+impl ReplyBoundary {
     /// The tokens that `reply` adds to its prompt's, if they are known exactly. `is_whole`: it came
     /// to its end.
     pub(crate) fn continuation(&self, reply: &str, is_whole: bool) -> Option<Vec<u32>> {
         let is_same_later = match self.after {
-            After::Unknown | After::Rendered(Replies::Changed) => false,
-            After::Joined | After::Framed => true,
+            ReplyPosition::Unknown | ReplyPosition::Rendered(ReplyRendering::Changed) => false,
+            ReplyPosition::Joined | ReplyPosition::Framed => true,
             // Templates take earlier thoughts out.
-            After::Rendered(Replies::Kept) => !reply.contains("</think>"),
-            After::Rendered(Replies::KeptTrimmed) => {
+            ReplyPosition::Rendered(ReplyRendering::Kept) => !reply.contains("</think>"),
+            ReplyPosition::Rendered(ReplyRendering::KeptTrimmed) => {
                 !reply.contains("</think>") && reply.trim().len() == reply.len()
             }
         };

@@ -17,7 +17,7 @@ const DEPTH_MAX: usize = 64;
 pub(super) fn tojson(value: &Value, kwargs: &Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = kwargs.get("indent")?;
     let separators: Option<Vec<String>> = kwargs.get("separators")?;
-    let style = Style {
+    let style = DumpsStyle {
         is_ascii: kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
         is_sorted: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
         indent: indent.filter(|it| !it.is_none()).as_ref().map(indentation),
@@ -37,7 +37,7 @@ fn indentation(value: &Value) -> String {
 }
 
 /// How `json.dumps` was told to write.
-struct Style {
+struct DumpsStyle {
     is_ascii: bool,
     is_sorted: bool,
     /// One level's; `None`: all on one line.
@@ -46,7 +46,7 @@ struct Style {
     separators: Option<Vec<String>>,
 }
 
-impl Style {
+impl DumpsStyle {
     fn between_items(&self) -> &str {
         let own = if self.indent.is_some() { "," } else { ", " };
         let given = self.separators.as_ref().and_then(|pair| pair.first());

@@ -17,8 +17,8 @@ use tokio::sync::OnceCell;
 use tokio::time::Instant;
 
 use super::CACHE_BYTES_MAX;
-use super::cache::{Key, TokenCache};
-use super::chat::{self, Wanted};
+use super::cache::{TextKey, TokenCache};
+use super::chat::{self, TokenizerInput};
 use super::{Fallback, TOKENIZED_BYTES_MAX};
 
 /// Longest wait for an engine's tokens.
@@ -31,11 +31,11 @@ const REST: Duration = Duration::from_secs(1);
 const UNDER_WAY_MAX: usize = 1024;
 
 /// `None`: there was no answer.
-type Answer = Arc<OnceCell<Option<Arc<[u32]>>>>;
+type SharedAnswer = Arc<OnceCell<Option<Arc<[u32]>>>>;
 
 /// What came of asking an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Heard {
+pub(crate) enum TokenizeResult {
     /// The prompt's tokens.
     Tokens(Vec<u32>),
     /// The engine does not take this prompt.
@@ -46,19 +46,19 @@ pub(crate) enum Heard {
 
 /// What engines have answered, and what is being asked.
 #[derive(Debug)]
-pub(crate) struct Remote {
+pub(crate) struct EngineTokenizer {
     answers: TokenCache,
-    state: Mutex<State>,
+    state: Mutex<EngineTokenizerState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    under_way: HashMap<Key, Answer>,
+struct EngineTokenizerState {
+    under_way: HashMap<TextKey, SharedAnswer>,
     failures: u32,
     rests_until: Option<Instant>,
 }
 
-impl Default for Remote {
+impl Default for EngineTokenizer {
     fn default() -> Self {
         Self {
             answers: TokenCache::new(CACHE_BYTES_MAX),
@@ -69,7 +69,7 @@ impl Default for Remote {
 
 /// What an engine is asked, and what needs no asking.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Question {
+pub(crate) enum TokenizeRequest {
     /// The body of a `POST /tokenize`.
     Ask(Bytes),
     /// The prompt is of these ids.
@@ -79,18 +79,18 @@ pub(crate) enum Question {
 }
 
 /// What to ask an engine for the prompt of a request to `path`.
-pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<Question, Fallback> {
-    let wanted = chat::read(path, body).map_err(|chat::Unclear| Fallback::Unclear)?;
+pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<TokenizeRequest, Fallback> {
+    let wanted = chat::read(path, body).map_err(|chat::UnclearBodyError| Fallback::Unclear)?;
     let asked = match wanted {
-        Wanted::Nothing => return Ok(Question::Nothing),
-        Wanted::Ids(ids) => return Ok(Question::Ids(ids)),
-        Wanted::Plain {
+        TokenizerInput::Nothing => return Ok(TokenizeRequest::Nothing),
+        TokenizerInput::Ids(ids) => return Ok(TokenizeRequest::Ids(ids)),
+        TokenizerInput::Plain {
             text,
             add_special_tokens,
         } => json!({"model": model, "prompt": text, "add_special_tokens": add_special_tokens}),
         // Engines do not take documents there.
-        Wanted::Chat(chat) if chat.documents.is_some() => return Err(Fallback::Unclear),
-        Wanted::Chat(chat) => {
+        TokenizerInput::Chat(chat) if chat.documents.is_some() => return Err(Fallback::Unclear),
+        TokenizerInput::Chat(chat) => {
             let mut asked = json!({
                 "model": model,
                 "messages": chat.messages,
@@ -111,10 +111,10 @@ pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<Question,
     if asked.len() > TOKENIZED_BYTES_MAX {
         return Err(Fallback::TooLong);
     }
-    Ok(Question::Ask(asked.into()))
+    Ok(TokenizeRequest::Ask(asked.into()))
 }
 
-impl Remote {
+impl EngineTokenizer {
     /// The answer to `question`: a kept one, else what `ask` gets. `None`: there is none in time.
     pub(crate) async fn tokens<F>(
         &self,
@@ -122,20 +122,20 @@ impl Remote {
         ask: impl FnOnce() -> F,
     ) -> Option<Arc<[u32]>>
     where
-        F: Future<Output = Heard>,
+        F: Future<Output = TokenizeResult>,
     {
         let key = self.answers.key(question);
         if let Some(tokens) = self.answers.get(key) {
             return Some(tokens);
         }
-        let place = Place {
+        let place = AnswerWait {
             remote: self,
             key,
             answer: self.join(key)?,
         };
         let asked = place.answer.get_or_init(|| async {
             let heard = tokio::time::timeout(DEADLINE, ask()).await;
-            self.heard(key, heard.unwrap_or(Heard::Nothing))
+            self.heard(key, heard.unwrap_or(TokenizeResult::Nothing))
         });
         // Whoever asks may have been at it for a while when this one joins: it waits no longer than
         // one that asks itself.
@@ -145,7 +145,7 @@ impl Remote {
 
     /// The place where the answer to `key` is waited for. `None`: engines rest, or too much is
     /// under way.
-    fn join(&self, key: Key) -> Option<Answer> {
+    fn join(&self, key: TextKey) -> Option<SharedAnswer> {
         let mut state = self.state();
         if state
             .rests_until
@@ -157,25 +157,25 @@ impl Remote {
         match state.under_way.entry(key) {
             Entry::Occupied(known) => Some(Arc::clone(known.get())),
             Entry::Vacant(_) if is_full => None,
-            Entry::Vacant(free) => Some(Arc::clone(free.insert(Answer::default()))),
+            Entry::Vacant(free) => Some(Arc::clone(free.insert(SharedAnswer::default()))),
         }
     }
 
-    fn heard(&self, key: Key, heard: Heard) -> Option<Arc<[u32]>> {
+    fn heard(&self, key: TextKey, heard: TokenizeResult) -> Option<Arc<[u32]>> {
         let mut state = self.state();
         match heard {
-            Heard::Tokens(tokens) => {
+            TokenizeResult::Tokens(tokens) => {
                 state.failures = 0;
                 state.rests_until = None;
                 let tokens: Arc<[u32]> = tokens.into();
                 self.answers.insert(key, &tokens);
                 Some(tokens)
             }
-            Heard::Refused => {
+            TokenizeResult::Refused => {
                 state.failures = 0;
                 None
             }
-            Heard::Nothing => {
+            TokenizeResult::Nothing => {
                 state.failures = state.failures.saturating_add(1);
                 if state.failures >= FAILURES_MAX {
                     state.rests_until = Some(Instant::now() + REST);
@@ -185,23 +185,23 @@ impl Remote {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, EngineTokenizerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Waits for the answer to a question. Whoever leaves, also a client that hung up, frees the place.
-struct Place<'a> {
-    remote: &'a Remote,
-    key: Key,
-    answer: Answer,
+struct AnswerWait<'a> {
+    remote: &'a EngineTokenizer,
+    key: TextKey,
+    answer: SharedAnswer,
 }
 
-impl Drop for Place<'_> {
+impl Drop for AnswerWait<'_> {
     fn drop(&mut self) {
         let mut state = self.remote.state();
         // Those who still wait keep the answer and need no place for it.
-        let is_same = |known: &Answer| Arc::ptr_eq(known, &self.answer);
+        let is_same = |known: &SharedAnswer| Arc::ptr_eq(known, &self.answer);
         if state.under_way.get(&self.key).is_some_and(is_same) {
             state.under_way.remove(&self.key);
         }
@@ -216,7 +216,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_engine_that_hangs_costs_a_deadline_now_and_then() {
-        let remote = Remote::default();
+        let remote = EngineTokenizer::default();
         let began = tokio::time::Instant::now();
         for nth in 0..20_u32 {
             let question = Bytes::from(nth.to_string());
@@ -228,13 +228,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn whoever_leaves_hands_the_question_on() {
-        let remote = Remote::default();
+        let remote = EngineTokenizer::default();
         let question = Bytes::from_static(b"q");
         let leaver = tokio::time::timeout(DEADLINE / 2, remote.tokens(&question, pending));
         let stayer = async {
             tokio::task::yield_now().await;
             remote
-                .tokens(&question, || async { Heard::Tokens(vec![1]) })
+                .tokens(&question, || async { TokenizeResult::Tokens(vec![1]) })
                 .await
         };
         let (left, stayed) = tokio::join!(leaver, stayer);
@@ -246,7 +246,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn whoever_hangs_up_frees_the_place() {
-        let remote = Remote::default();
+        let remote = EngineTokenizer::default();
         for nth in 0..10_u32 {
             let question = Bytes::from(nth.to_string());
             let asked = remote.tokens(&question, pending);
@@ -257,14 +257,16 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn refused_prompts_do_not_stop_the_asking() {
-        let remote = Remote::default();
+        let remote = EngineTokenizer::default();
         for nth in 0..10_u32 {
             let question = Bytes::from(nth.to_string());
-            let tokens = remote.tokens(&question, || async { Heard::Refused }).await;
+            let tokens = remote
+                .tokens(&question, || async { TokenizeResult::Refused })
+                .await;
             assert_eq!(tokens, None);
         }
         let question = Bytes::from_static(b"q");
-        let good = remote.tokens(&question, || async { Heard::Tokens(vec![1]) });
+        let good = remote.tokens(&question, || async { TokenizeResult::Tokens(vec![1]) });
         assert_eq!(good.await.as_deref(), Some(&[1][..]));
     }
 
@@ -281,7 +283,7 @@ mod tests {
             "chat_template_kwargs": {"enable_thinking": false},
         });
         let asked = question("/v1/chat/completions", "m", body.to_string().as_bytes());
-        let Ok(Question::Ask(asked)) = asked else {
+        let Ok(TokenizeRequest::Ask(asked)) = asked else {
             panic!("{asked:?}");
         };
         let asked: Value = serde_json::from_slice(&asked).unwrap();
@@ -293,7 +295,7 @@ mod tests {
         assert_eq!(asked.get("temperature"), None);
         let ids = json!({"prompt": [1, 2]}).to_string();
         let ids = question("/v1/completions", "m", ids.as_bytes());
-        assert_eq!(ids, Ok(Question::Ids(vec![1, 2])));
+        assert_eq!(ids, Ok(TokenizeRequest::Ids(vec![1, 2])));
         let documents = json!({"messages": [], "documents": [{"text": "x"}]}).to_string();
         let documents = question("/v1/chat/completions", "m", documents.as_bytes());
         assert_eq!(documents, Err(Fallback::Unclear));

@@ -30,12 +30,12 @@ pub(super) struct ChatTemplate {
     /// Whether contents are lists of parts for it.
     has_parts: bool,
     /// How an answer stands in the next turn's prompt.
-    replies: Replies,
+    replies: ReplyRendering,
 }
 
 /// What a template makes of an answer when it comes back in the next turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Replies {
+pub(super) enum ReplyRendering {
     /// It stands right behind the generation prompt, as it was.
     Kept,
     /// So, if it has no white space at its ends.
@@ -69,14 +69,14 @@ impl ChatTemplate {
             environment,
             special_tokens,
             has_parts: false,
-            replies: Replies::Changed,
+            replies: ReplyRendering::Changed,
         };
         template.has_parts = template.takes_parts();
         template.replies = template.try_replies();
         Ok(template)
     }
 
-    pub(super) fn replies(&self) -> Replies {
+    pub(super) fn replies(&self) -> ReplyRendering {
         self.replies
     }
 
@@ -103,7 +103,7 @@ impl ChatTemplate {
         let is_reply_wanted = chat.add_generation_prompt && !chat.continue_final_message;
         variables.insert("add_generation_prompt".to_owned(), is_reply_wanted.into());
         let template = self.environment.get_template(NAME)?;
-        let mut out = Bounded(Vec::new());
+        let mut out = BoundedWriter(Vec::new());
         template.render_captured_to(Value::from(Serde(variables)), &mut out)?;
         let text = String::from_utf8(out.0)
             .map_err(|_| Error::new(ErrorKind::BadSerialization, "the text is not UTF-8"))?;
@@ -127,11 +127,11 @@ impl ChatTemplate {
     }
 
     /// Tries what becomes of an answer in the next turn.
-    fn try_replies(&self) -> Replies {
+    fn try_replies(&self) -> ReplyRendering {
         let user = |text: &str| json!({"role": "user", "content": text});
         let first = self.render(&plain_chat(vec![user("first")], true));
         let Ok(first) = first else {
-            return Replies::Changed;
+            return ReplyRendering::Changed;
         };
         let is_kept = |reply: &str| {
             let assistant = json!({"role": "assistant", "content": reply});
@@ -140,11 +140,11 @@ impl ChatTemplate {
             next.is_ok_and(|next| next.starts_with(&format!("{first}{reply}")))
         };
         if !is_kept("the reply") {
-            Replies::Changed
+            ReplyRendering::Changed
         } else if is_kept(" \n the reply \n ") {
-            Replies::Kept
+            ReplyRendering::Kept
         } else {
-            Replies::KeptTrimmed
+            ReplyRendering::KeptTrimmed
         }
     }
 }
@@ -215,9 +215,9 @@ fn cut_at_mark(mut text: String) -> Result<String, Error> {
 }
 
 /// Takes so many bytes and no more.
-struct Bounded(Vec<u8>);
+struct BoundedWriter(Vec<u8>);
 
-impl Write for Bounded {
+impl Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0.len() + bytes.len() > RENDERED_BYTES_MAX {
             return Err(io::Error::other("the rendered prompt is too long"));
@@ -288,10 +288,10 @@ mod tests {
     #[test]
     fn what_becomes_of_a_reply_is_tried() {
         let kept = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
-        assert_eq!(template(kept).replies(), Replies::Kept);
+        assert_eq!(template(kept).replies(), ReplyRendering::Kept);
         let trimmed = kept.replace("m.content", "m.content | trim");
-        assert_eq!(template(&trimmed).replies(), Replies::KeptTrimmed);
+        assert_eq!(template(&trimmed).replies(), ReplyRendering::KeptTrimmed);
         let changed = kept.replace("{{ m.content", "-{{ m.content");
-        assert_eq!(template(&changed).replies(), Replies::Changed);
+        assert_eq!(template(&changed).replies(), ReplyRendering::Changed);
     }
 }

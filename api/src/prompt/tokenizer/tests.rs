@@ -53,7 +53,7 @@ struct PromptCase {
 
 fn rendered(tokenizer: &Arc<Tokenizer>, body: &Value) -> Result<String, Fallback> {
     match tokenizer.content("/v1/chat/completions", body.to_string().as_bytes())? {
-        Content::Text(text) => Ok(text.parts.concat()),
+        TokenizerContent::Text(text) => Ok(text.parts.concat()),
         other => panic!("{other:?} is no text"),
     }
 }
@@ -128,7 +128,11 @@ fn names_are_read_and_shown_the_same() {
         assert_eq!(name.parse::<TokenizerSpec>().unwrap().to_string(), name);
     }
     for name in ["", "Character", "tiktoken:gpt2", "huggingface:", "engine:x"] {
-        assert_eq!(name.parse::<TokenizerSpec>(), Err(BadTokenizer), "{name}");
+        assert_eq!(
+            name.parse::<TokenizerSpec>(),
+            Err(TokenizerSpecError),
+            "{name}"
+        );
     }
 }
 
@@ -169,11 +173,11 @@ fn files_that_cannot_be_used_are_named() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-fn seam(tokenizer: &Arc<Tokenizer>, path: &str, body: &Value) -> (Vec<u32>, Option<Seam>) {
+fn seam(tokenizer: &Arc<Tokenizer>, path: &str, body: &Value) -> (Vec<u32>, Option<ReplyBoundary>) {
     let content = tokenizer
         .content(path, body.to_string().as_bytes())
         .unwrap();
-    let Content::Text(text) = content else {
+    let TokenizerContent::Text(text) = content else {
         panic!("{content:?}")
     };
     let encoded = tokenizer.encode(&text, usize::MAX).unwrap();
@@ -243,19 +247,19 @@ fn a_completion_goes_on_where_its_tokens_stay() {
 #[test]
 fn what_is_new_counts_and_what_is_known_does_not() {
     let tokenizer = load("chatml");
-    let text = |text: &str| Text {
+    let text = |text: &str| TokenizerText {
         parts: vec![format!("<|im_start|>{text}<|im_end|>\n")],
         adds_special: false,
-        after: After::Unknown,
+        after: ReplyPosition::Unknown,
     };
     let long = text(&"words and ".repeat(100));
     let too_much = tokenizer.encode(&long, 512).unwrap_err();
-    assert_eq!(too_much, NotEncoded::MoreThanAllowed);
+    assert_eq!(too_much, EncodeError::MoreThanAllowed);
     let ids = tokenizer.encode(&long, 2000).unwrap().ids;
     assert_eq!(tokenizer.encode(&long, 0).unwrap().ids, ids);
     let endless = text(&"x".repeat(TOKENIZED_BYTES_MAX));
     let never = tokenizer.encode(&endless, usize::MAX).unwrap_err();
-    assert_eq!(never, NotEncoded::Never(Fallback::TooLong));
+    assert_eq!(never, EncodeError::Never(Fallback::TooLong));
 }
 
 #[test]
@@ -293,7 +297,7 @@ proptest! {
         let text = pieces.concat();
         LOADED.with(|loaded| {
             for tokenizer in loaded {
-                let Kind::HuggingFace(files) = &tokenizer.kind else { unreachable!() };
+                let TokenizerKind::HuggingFace(files) = &tokenizer.kind else { unreachable!() };
                 prop_assert_eq!(tokenizer.encode_text(&text), files.encode(&text));
             }
             Ok(())

@@ -6,8 +6,8 @@ use state::command::{Charge, Command, EngineFacts, Envelope, Item, Lane, Origin}
 use state::ids::AttemptId;
 use tokio::time::Instant;
 
-use super::steps::{Step, What};
-use super::{Outbox, Outstanding, Size};
+use super::steps::{LeaseStep, LeaseStepKind};
+use super::{Outbox, OutstandingEnvelope, QueuedSize};
 
 /// Largest batch as encoded. Sizes are summed up as upper bounds, what is left is for the envelope.
 pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
@@ -18,12 +18,12 @@ const FRAME_BYTES: usize = 48;
 
 /// An envelope in the making.
 #[derive(Default)]
-struct Cut {
+struct BatchBuilder {
     items: Vec<Item>,
-    size: Size,
+    size: QueuedSize,
 }
 
-impl Cut {
+impl BatchBuilder {
     fn has_room(&self, bytes: usize) -> bool {
         self.size.bytes + bytes <= BATCH_BYTES_MAX
     }
@@ -49,7 +49,7 @@ impl Outbox {
             return None;
         }
         self.sweep();
-        let mut cut = Cut::default();
+        let mut cut = BatchBuilder::default();
         self.cut_users(&mut cut);
         self.cut_facts(&mut cut);
         self.cut_notes(&mut cut);
@@ -81,7 +81,7 @@ impl Outbox {
             if let Some(run) = step.run() {
                 runs.push((step.backend, run.clone()));
             }
-            if matches!(step.what, What::Acquire { .. }) {
+            if matches!(step.what, LeaseStepKind::Acquire { .. }) {
                 acquires.push(step.attempt);
             }
             cut.items.push(step.into_item(base));
@@ -95,7 +95,7 @@ impl Outbox {
             proposed_at_ms: unix_ms,
             command,
         };
-        let outstanding = Outstanding {
+        let outstanding = OutstandingEnvelope {
             envelope,
             size: cut.size,
             acquires,
@@ -106,7 +106,7 @@ impl Outbox {
         Some(&self.outstanding.insert(outstanding).envelope)
     }
 
-    fn cut_users(&mut self, cut: &mut Cut) {
+    fn cut_users(&mut self, cut: &mut BatchBuilder) {
         let half = BATCH_BYTES_MAX / 2;
         while cut.size.bytes < half
             && let Some((key, name)) = self.names.pop_front()
@@ -129,7 +129,7 @@ impl Outbox {
         self.charges.remove(&user)
     }
 
-    fn cut_steps(&mut self, cut: &mut Cut) -> Vec<Step> {
+    fn cut_steps(&mut self, cut: &mut BatchBuilder) -> Vec<LeaseStep> {
         let mut steps = Vec::new();
         let (mut least, mut most) = (u64::MAX, 0);
         while let Some(step) = self.steps.front() {
@@ -156,7 +156,7 @@ impl Outbox {
         steps
     }
 
-    fn cut_facts(&mut self, cut: &mut Cut) {
+    fn cut_facts(&mut self, cut: &mut BatchBuilder) {
         while let Some(entry) = self.facts.first_entry() {
             let bytes = facts_bytes(entry.get());
             if bytes > BATCH_BYTES_MAX {
@@ -176,7 +176,7 @@ impl Outbox {
 
 impl Outbox {
     /// Notes take what room is left, but for a quarter that lease steps have for themselves.
-    fn cut_notes(&mut self, cut: &mut Cut) {
+    fn cut_notes(&mut self, cut: &mut BatchBuilder) {
         let most = BATCH_BYTES_MAX / 4 * 3;
         while let Some((item, bytes)) = self
             .notes
@@ -193,23 +193,23 @@ fn facts_bytes(facts: &EngineFacts) -> usize {
     FRAME_BYTES + models.map(|model| model.len() + 9).sum::<usize>()
 }
 
-impl Step {
+impl LeaseStep {
     fn into_item(self, base: AttemptId) -> Item {
         let offset = self.attempt.0 - base.0;
         let attempt = u32::try_from(offset).expect("a batch is cut before offsets exceed 32 bits");
         let backend = self.backend;
         match self.what {
-            What::Acquire { tip, run } => Item::Acquire {
+            LeaseStepKind::Acquire { tip, run } => Item::Acquire {
                 attempt,
                 backend,
                 tip,
                 new: run.blocks().to_vec(),
             },
-            What::Extend { run } => Item::Materialize {
+            LeaseStepKind::Extend { run } => Item::Materialize {
                 attempt,
                 new: run.blocks().to_vec(),
             },
-            What::Release { outcome } => Item::Release { attempt, outcome },
+            LeaseStepKind::Release { outcome } => Item::Release { attempt, outcome },
         }
     }
 }

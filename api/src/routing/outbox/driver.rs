@@ -8,7 +8,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
-use super::fate::Next;
+use super::fate::AfterProposal;
 use super::{Outbox, OutboxStatus};
 use crate::clock::Clock;
 use crate::ports::Propose;
@@ -19,7 +19,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// The outbox as requests and the driver share it. Every hold of the lock is short.
-pub(in crate::routing) struct Desk {
+pub(in crate::routing) struct SharedOutbox {
     outbox: Mutex<Outbox>,
     full: Notify,
 }
@@ -33,7 +33,7 @@ pub(in crate::routing) struct DriverMetrics {
     pub(in crate::routing) retries: prometheus_client::metrics::counter::Counter,
 }
 
-impl Desk {
+impl SharedOutbox {
     pub(in crate::routing) fn new(outbox: Outbox) -> Self {
         Self {
             outbox: Mutex::new(outbox),
@@ -66,8 +66,8 @@ impl Desk {
 }
 
 /// The driver's surroundings.
-pub(in crate::routing) struct Driver<'a> {
-    pub(in crate::routing) desk: &'a Desk,
+pub(in crate::routing) struct OutboxDriver<'a> {
+    pub(in crate::routing) desk: &'a SharedOutbox,
     pub(in crate::routing) propose: &'a dyn Propose,
     /// The index applied here.
     pub(in crate::routing) applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
@@ -77,7 +77,7 @@ pub(in crate::routing) struct Driver<'a> {
     pub(in crate::routing) clock: Clock,
 }
 
-impl Driver<'_> {
+impl OutboxDriver<'_> {
     /// Flushes until `stop`, then until all is flushed or `drain_max` has passed. Answers what is
     /// left.
     pub(in crate::routing) async fn run(
@@ -106,7 +106,7 @@ impl Driver<'_> {
                 () = self.desk.full.notified() => {}
                 _ = interval.tick() => {}
             }
-            if self.flush().await == Flushed::Stopped {
+            if self.flush().await == FlushResult::Stopped {
                 return;
             }
         }
@@ -115,15 +115,15 @@ impl Driver<'_> {
     async fn drain(&self) {
         loop {
             match self.flush().await {
-                Flushed::One => {}
-                Flushed::Nothing | Flushed::Stopped => return,
+                FlushResult::One => {}
+                FlushResult::Nothing | FlushResult::Stopped => return,
             }
         }
     }
 
     /// Proposes one envelope until its fate is known. May be dropped at any time: what is
     /// outstanding is proposed again.
-    async fn flush(&self) -> Flushed {
+    async fn flush(&self) -> FlushResult {
         let mut pause = PAUSE_MIN;
         loop {
             let envelope = {
@@ -133,7 +133,7 @@ impl Driver<'_> {
                     Some(envelope) => envelope,
                     None => match outbox.cut(Instant::now(), self.clock.unix_ms()).cloned() {
                         Some(envelope) => envelope,
-                        None => return Flushed::Nothing,
+                        None => return FlushResult::Nothing,
                     },
                 }
             };
@@ -145,20 +145,22 @@ impl Driver<'_> {
                 next
             });
             match next {
-                Next::GoOn => {
+                AfterProposal::GoOn => {
                     self.metrics.flushes.inc();
-                    return Flushed::One;
+                    return FlushResult::One;
                 }
-                Next::Refused(because) => {
+                AfterProposal::Refused(because) => {
                     tracing::error!(seq, because, "outbox batch was rejected");
-                    return Flushed::One;
+                    return FlushResult::One;
                 }
-                Next::Stop => return Flushed::Stopped,
-                Next::Renewed => tracing::error!(seq, "another run of this replica's id is known"),
-                Next::Retry(because) if pause == PAUSE_MAX => {
+                AfterProposal::Stop => return FlushResult::Stopped,
+                AfterProposal::Renewed => {
+                    tracing::error!(seq, "another run of this replica's id is known");
+                }
+                AfterProposal::Retry(because) if pause == PAUSE_MAX => {
                     tracing::warn!(seq, because, "outbox stalled");
                 }
-                Next::Retry(because) => {
+                AfterProposal::Retry(because) => {
                     tracing::debug!(seq, because, "proposing outbox batch again");
                 }
             }
@@ -170,7 +172,7 @@ impl Driver<'_> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flushed {
+enum FlushResult {
     One,
     Nothing,
     Stopped,

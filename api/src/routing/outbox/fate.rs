@@ -3,18 +3,18 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use state::command::{BatchReply, Committed, Outcome, Reject, Reply};
+use state::command::{BatchReply, Committed, LeaseOutcome, Rejection, Reply};
 use state::ids::{AttemptId, BlockHash, LogIndex};
 
-use super::steps::{Step, What, acquire_steps};
-use super::{Outbox, Settling};
+use super::steps::{LeaseStep, LeaseStepKind, acquire_steps};
+use super::{CommittedEnvelope, Outbox};
 use crate::planted::{self, Bug};
-use crate::ports::ProposeFailure;
-use crate::routing::overlay::Run;
+use crate::ports::ProposeError;
+use crate::routing::overlay::BlockRun;
 
 /// What to do after an envelope's fate was reported.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Next {
+pub enum AfterProposal {
     /// It is applied: go on.
     GoOn,
     /// It was refused for good, says why: go on without it.
@@ -23,7 +23,7 @@ pub enum Next {
     /// later.
     Retry(String),
     /// The state knows a later run of this replica: two processes share its id, or a backup was
-    /// put back. Go on as [`Next::Retry`], in a session of its own.
+    /// put back. Go on as [`AfterProposal::Retry`], in a session of its own.
     Renewed,
     /// The replica stops.
     Stop,
@@ -32,16 +32,16 @@ pub enum Next {
 impl Outbox {
     /// Notes the fate of the outstanding envelope. Where its session was declared over while the
     /// replica was thought gone, this run goes on under the next one.
-    pub fn fate(&mut self, fate: Result<Committed, ProposeFailure>) -> Next {
+    pub fn fate(&mut self, fate: Result<Committed, ProposeError>) -> AfterProposal {
         let committed = match fate {
             Ok(committed) => committed,
-            Err(ProposeFailure::Stopping) => return Next::Stop,
-            Err(ProposeFailure::Unknown(_)) if planted::is(Bug::OutboxForgetsUnknown) => {
+            Err(ProposeError::Stopping) => return AfterProposal::Stop,
+            Err(ProposeError::Unknown(_)) if planted::is(Bug::OutboxForgetsUnknown) => {
                 self.confirmed(LogIndex(0), &BatchReply::default());
-                return Next::GoOn;
+                return AfterProposal::GoOn;
             }
-            Err(failure @ (ProposeFailure::Unavailable(_) | ProposeFailure::Unknown(_))) => {
-                let is_unknown = matches!(failure, ProposeFailure::Unknown(_));
+            Err(failure @ (ProposeError::Unavailable(_) | ProposeError::Unknown(_))) => {
+                let is_unknown = matches!(failure, ProposeError::Unknown(_));
                 if is_unknown && planted::is(Bug::OutboxRenumbersUnknown) {
                     self.renumber();
                 }
@@ -50,7 +50,7 @@ impl Outbox {
                     let charges: Vec<_> = outstanding.copied().collect();
                     charges.into_iter().for_each(|charge| self.charge(charge));
                 }
-                return Next::Retry(failure.to_string());
+                return AfterProposal::Retry(failure.to_string());
             }
         };
         match plain(committed.reply) {
@@ -58,23 +58,23 @@ impl Outbox {
             Reply::Applied | Reply::Repeated(_) => {
                 self.confirmed(committed.index, &BatchReply::default());
             }
-            Reply::Rejected(reject @ Reject::NotInitialised) => {
+            Reply::Rejected(reject @ Rejection::NotInitialised) => {
                 self.renumber();
-                return Next::Retry(reject.to_string());
+                return AfterProposal::Retry(reject.to_string());
             }
-            Reply::Rejected(Reject::StaleSession { .. }) => {
+            Reply::Rejected(Rejection::StaleSession { .. }) => {
                 (self.session, self.last_seq) = (self.session.successor(), 0);
                 self.renumber();
-                return Next::Renewed;
+                return AfterProposal::Renewed;
             }
             Reply::Rejected(reject) => {
                 let items = self.outstanding.as_ref().map_or(0, |it| it.size.items);
                 self.dropped += items as u64;
                 self.confirmed(committed.index, &BatchReply::default());
-                return Next::Refused(reject.to_string());
+                return AfterProposal::Refused(reject.to_string());
             }
         }
-        Next::GoOn
+        AfterProposal::GoOn
     }
 
     /// Gives the outstanding envelope a new number: its last one was used up by a refusal.
@@ -91,7 +91,7 @@ impl Outbox {
             return;
         };
         self.dropped += u64::from(reply.dropped);
-        self.settling.push_back(Settling {
+        self.settling.push_back(CommittedEnvelope {
             index,
             runs: outstanding.runs,
             charges: outstanding.charges,
@@ -122,7 +122,7 @@ impl Outbox {
             .filter(|attempt| self.leases.contains_key(attempt))
             .collect();
         self.void_steps(missing);
-        let mut steps: VecDeque<Step> = VecDeque::new();
+        let mut steps: VecDeque<LeaseStep> = VecDeque::new();
         let mut ascending = void;
         ascending.sort_unstable();
         for attempt in ascending {
@@ -161,23 +161,23 @@ impl Outbox {
 
     /// All steps of an attempt from the prompt's first block to its release. An attempt whose
     /// blocks would be given back at once is let go instead.
-    fn whole_steps(&mut self, attempt: AttemptId) -> Vec<Step> {
+    fn whole_steps(&mut self, attempt: AttemptId) -> Vec<LeaseStep> {
         let Some(lease) = self.leases.get_mut(&attempt) else {
             return Vec::new();
         };
-        if lease.end == Some(Outcome::Discarded) {
+        if lease.end == Some(LeaseOutcome::Discarded) {
             self.leases.remove(&attempt);
             return Vec::new();
         }
         let runs = lease.unconfirmed.iter().flatten();
-        let chain: Arc<[BlockHash]> = runs.flat_map(Run::blocks).copied().collect();
-        lease.unconfirmed = Some(vec![Run::new(Arc::clone(&chain), 0..chain.len())]);
+        let chain: Arc<[BlockHash]> = runs.flat_map(BlockRun::blocks).copied().collect();
+        lease.unconfirmed = Some(vec![BlockRun::new(Arc::clone(&chain), 0..chain.len())]);
         let backend = lease.backend;
         let mut steps = acquire_steps(attempt, backend, None, &chain, 0);
-        steps.extend(lease.end.map(|outcome| Step {
+        steps.extend(lease.end.map(|outcome| LeaseStep {
             attempt,
             backend,
-            what: What::Release { outcome },
+            what: LeaseStepKind::Release { outcome },
         }));
         steps
     }

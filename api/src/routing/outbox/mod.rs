@@ -25,16 +25,16 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use state::admission::Ledger;
-use state::command::{Charge, EngineFacts, Envelope, Item, Outcome};
+use state::admission::CreditLedger;
+use state::command::{Charge, EngineFacts, Envelope, Item, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use tokio::time::Instant;
 
-use self::steps::{Step, What, acquire_steps, runs_of};
-use super::overlay::{Overlay, Run};
+use self::steps::{LeaseStep, LeaseStepKind, acquire_steps, runs_of};
+use super::overlay::{BlockRun, Overlay};
 use crate::planted::{self, Bug};
 
-pub use fate::Next;
+pub use fate::AfterProposal;
 
 /// Users with a charge queued when a request of a further one begins. Reached only without a
 /// quorum, or by made-up names. Requests under way may add their users to it.
@@ -88,24 +88,24 @@ pub struct OutboxStatus {
 
 /// An attempt that is open, or whose acquire is not confirmed.
 #[derive(Debug)]
-struct Lease {
+struct PendingLease {
     backend: BackendRef,
     /// All blocks, to acquire anew should the tip be missing; `None` once confirmed.
-    unconfirmed: Option<Vec<Run>>,
+    unconfirmed: Option<Vec<BlockRun>>,
     /// Whether the acquire has left.
     is_sent: bool,
-    end: Option<Outcome>,
+    end: Option<LeaseOutcome>,
     /// Its steps in the queue.
-    queued: Size,
+    queued: QueuedSize,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Size {
+struct QueuedSize {
     items: usize,
     bytes: usize,
 }
 
-impl Size {
+impl QueuedSize {
     fn add(&mut self, bytes: usize) {
         self.items += 1;
         self.bytes += bytes;
@@ -119,13 +119,13 @@ impl Size {
 
 /// The envelope whose fate is not known.
 #[derive(Debug)]
-struct Outstanding {
+struct OutstandingEnvelope {
     envelope: Envelope,
-    size: Size,
+    size: QueuedSize,
     /// Attempts it acquires for.
     acquires: Vec<AttemptId>,
     /// What leaves the overlay when it is applied here.
-    runs: Vec<(BackendRef, Run)>,
+    runs: Vec<(BackendRef, BlockRun)>,
     /// What it charges.
     charges: BTreeMap<UserKey, Charge>,
     since: Instant,
@@ -133,9 +133,9 @@ struct Outstanding {
 
 /// An envelope that is committed, but perhaps not applied here.
 #[derive(Debug)]
-struct Settling {
+struct CommittedEnvelope {
     index: LogIndex,
-    runs: Vec<(BackendRef, Run)>,
+    runs: Vec<(BackendRef, BlockRun)>,
     charges: BTreeMap<UserKey, Charge>,
 }
 
@@ -146,16 +146,16 @@ pub struct Outbox {
     last_seq: u64,
     settings: OutboxSettings,
     overlay: Arc<Overlay>,
-    leases: HashMap<AttemptId, Lease>,
-    steps: VecDeque<Step>,
-    queued: Size,
+    leases: HashMap<AttemptId, PendingLease>,
+    steps: VecDeque<LeaseStep>,
+    queued: QueuedSize,
     /// Attempts whose acquire stands in `steps`, oldest first; may name sent or forgotten ones.
     unsent: VecDeque<AttemptId>,
     /// Attempts whose steps in `steps` are void.
     forgotten: HashSet<AttemptId>,
     charges: BTreeMap<UserKey, Charge>,
     /// What users paid ahead and did not use.
-    pub ledger: Ledger,
+    pub ledger: CreditLedger,
     /// The user whose charge left last: the next one's goes next, so that none waits for ever.
     last_charged: UserKey,
     names: VecDeque<(UserKey, String)>,
@@ -166,9 +166,9 @@ pub struct Outbox {
     /// Items that stand for themselves, each with its size, in order.
     notes: VecDeque<(Item, usize)>,
     notes_bytes: usize,
-    outstanding: Option<Outstanding>,
+    outstanding: Option<OutstandingEnvelope>,
     /// In the order of the log.
-    settling: VecDeque<Settling>,
+    settling: VecDeque<CommittedEnvelope>,
     dropped: u64,
 }
 
@@ -189,11 +189,11 @@ impl Outbox {
             overlay,
             leases: HashMap::new(),
             steps: VecDeque::new(),
-            queued: Size::default(),
+            queued: QueuedSize::default(),
             unsent: VecDeque::new(),
             forgotten: HashSet::new(),
             charges: BTreeMap::new(),
-            ledger: Ledger::default(),
+            ledger: CreditLedger::default(),
             last_charged: UserKey::default(),
             names: VecDeque::new(),
             named: HashSet::new(),
@@ -215,13 +215,13 @@ impl Outbox {
         chain: &Arc<[BlockHash]>,
         matched: usize,
     ) {
-        let whole = Run::new(Arc::clone(chain), 0..chain.len());
-        let lease = Lease {
+        let whole = BlockRun::new(Arc::clone(chain), 0..chain.len());
+        let lease = PendingLease {
             backend,
             unconfirmed: Some(vec![whole]),
             is_sent: false,
             end: None,
-            queued: Size::default(),
+            queued: QueuedSize::default(),
         };
         self.leases.insert(attempt, lease);
         self.unsent.push_back(attempt);
@@ -243,13 +243,13 @@ impl Outbox {
         let backend = lease.backend;
         let chain: Arc<[BlockHash]> = blocks.into();
         if let Some(unconfirmed) = &mut lease.unconfirmed {
-            unconfirmed.push(Run::new(Arc::clone(&chain), 0..chain.len()));
+            unconfirmed.push(BlockRun::new(Arc::clone(&chain), 0..chain.len()));
         }
         for run in runs_of(&chain, 0) {
-            self.push(Step {
+            self.push(LeaseStep {
                 attempt,
                 backend,
-                what: What::Extend { run },
+                what: LeaseStepKind::Extend { run },
             });
         }
         self.bound();
@@ -259,7 +259,7 @@ impl Outbox {
     ///
     /// # Panics
     /// When it was released before.
-    pub fn release(&mut self, attempt: AttemptId, outcome: Outcome) {
+    pub fn release(&mut self, attempt: AttemptId, outcome: LeaseOutcome) {
         let Some(lease) = self.leases.get_mut(&attempt) else {
             return;
         };
@@ -267,10 +267,10 @@ impl Outbox {
         let backend = lease.backend;
         lease.end = Some(outcome);
         let is_confirmed = lease.unconfirmed.is_none();
-        self.push(Step {
+        self.push(LeaseStep {
             attempt,
             backend,
-            what: What::Release { outcome },
+            what: LeaseStepKind::Release { outcome },
         });
         if is_confirmed {
             self.leases.remove(&attempt);
@@ -283,7 +283,7 @@ impl Outbox {
         self.charges.entry(charge.user).or_default().add(&charge);
     }
 
-    /// What `user` was charged here since what is applied; [`Outbox::settle`] first.
+    /// LeaseStepKind `user` was charged here since what is applied; [`Outbox::settle`] first.
     #[must_use]
     pub fn unapplied(&self, user: UserKey) -> Charge {
         let outstanding = self.outstanding.iter().map(|it| &it.charges);
@@ -360,7 +360,7 @@ impl Outbox {
         true
     }
 
-    fn push(&mut self, step: Step) {
+    fn push(&mut self, step: LeaseStep) {
         if let Some(run) = step.run() {
             self.overlay.add(step.backend, run);
         }
@@ -450,7 +450,7 @@ impl Outbox {
 
     pub(super) fn status(&self, now: Instant) -> OutboxStatus {
         let outstanding = self.outstanding.as_ref();
-        let sent = outstanding.map_or(Size::default(), |outstanding| outstanding.size);
+        let sent = outstanding.map_or(QueuedSize::default(), |outstanding| outstanding.size);
         let others = self.charges.len() + self.names.len() + self.facts.len();
         let queued_items = self.queued.items + self.notes.len();
         let oldest_ms = outstanding.map_or(0, |outstanding| {

@@ -2,49 +2,56 @@
 
 use std::sync::Arc;
 
-use state::command::Outcome;
+use state::command::LeaseOutcome;
 use state::ids::{AttemptId, BackendRef, BlockHash};
 
-use crate::routing::overlay::Run;
+use crate::routing::overlay::BlockRun;
 
 /// Blocks of one lease step: longer chains are sent as several. Two fit into one envelope.
 pub(super) const RUN_BLOCKS_MAX: usize = 4000;
 
 /// One lease item to come.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct LeaseStep {
     pub(super) attempt: AttemptId,
     pub(super) backend: BackendRef,
-    pub(super) what: What,
+    pub(super) what: LeaseStepKind,
 }
 
 #[derive(Debug)]
-pub(super) enum What {
-    Acquire { tip: Option<BlockHash>, run: Run },
-    Extend { run: Run },
-    Release { outcome: Outcome },
+pub(super) enum LeaseStepKind {
+    Acquire {
+        tip: Option<BlockHash>,
+        run: BlockRun,
+    },
+    Extend {
+        run: BlockRun,
+    },
+    Release {
+        outcome: LeaseOutcome,
+    },
 }
 
-impl Step {
-    pub(super) fn run(&self) -> Option<&Run> {
+impl LeaseStep {
+    pub(super) fn run(&self) -> Option<&BlockRun> {
         match &self.what {
-            What::Acquire { run, .. } | What::Extend { run } => Some(run),
-            What::Release { .. } => None,
+            LeaseStepKind::Acquire { run, .. } | LeaseStepKind::Extend { run } => Some(run),
+            LeaseStepKind::Release { .. } => None,
         }
     }
 
     /// Upper bound of the item's encoding.
     pub(super) fn bytes(&self) -> usize {
-        32 + 8 * self.run().map_or(0, Run::len)
+        32 + 8 * self.run().map_or(0, BlockRun::len)
     }
 }
 
 /// The parts of `chain` from `from` on, none longer than one step carries.
-pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<Item = Run> {
+pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<Item = BlockRun> {
     let starts = (from..chain.len()).step_by(RUN_BLOCKS_MAX);
     starts.map(|start| {
         let end = chain.len().min(start + RUN_BLOCKS_MAX);
-        Run::new(Arc::clone(chain), start..end)
+        BlockRun::new(Arc::clone(chain), start..end)
     })
 }
 
@@ -55,20 +62,20 @@ pub(super) fn acquire_steps(
     tip: Option<BlockHash>,
     chain: &Arc<[BlockHash]>,
     from: usize,
-) -> Vec<Step> {
+) -> Vec<LeaseStep> {
     let mut runs = runs_of(chain, from);
     let run = runs
         .next()
-        .unwrap_or_else(|| Run::new(Arc::clone(chain), from..from));
-    let mut steps = vec![Step {
+        .unwrap_or_else(|| BlockRun::new(Arc::clone(chain), from..from));
+    let mut steps = vec![LeaseStep {
         attempt,
         backend,
-        what: What::Acquire { tip, run },
+        what: LeaseStepKind::Acquire { tip, run },
     }];
-    steps.extend(runs.map(|run| Step {
+    steps.extend(runs.map(|run| LeaseStep {
         attempt,
         backend,
-        what: What::Extend { run },
+        what: LeaseStepKind::Extend { run },
     }));
     steps
 }

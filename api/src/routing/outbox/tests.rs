@@ -5,23 +5,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use state::command::{Charge, Command, Committed, EngineFacts, Item, Outcome, Reject, Reply};
+use state::command::{
+    Charge, Command, Committed, EngineFacts, Item, LeaseOutcome, Rejection, Reply,
+};
 use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Desk, Driver, DriverMetrics};
-use super::fate::Next;
+use super::driver::{DriverMetrics, OutboxDriver, SharedOutbox};
+use super::fate::AfterProposal;
 use super::steps::RUN_BLOCKS_MAX;
 use super::{CHARGED_USERS_MAX, OVERFLOW_USER, Outbox, OutboxSettings};
 use crate::clock::Clock;
-use crate::ports::ProposeFailure;
+use crate::ports::ProposeError;
 use crate::routing::fixture::{Fault, Log, Port};
 use crate::routing::overlay::Overlay;
 
 mod driver;
 
-const KEEP: Outcome = Outcome::Kept;
+const KEEP: LeaseOutcome = LeaseOutcome::Kept;
 
 fn outbox(settings: OutboxSettings) -> Outbox {
     Outbox::new(
@@ -83,7 +85,7 @@ fn deliver(outbox: &mut Outbox, log: &mut Log) -> Reply {
         .clone();
     let committed = log.apply(envelope);
     let reply = committed.reply.clone();
-    assert_eq!(outbox.fate(Ok(committed)), Next::GoOn);
+    assert_eq!(outbox.fate(Ok(committed)), AfterProposal::GoOn);
     outbox.settle(log.state.applied());
     reply
 }
@@ -166,11 +168,11 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
     cut(&mut outbox);
     let first = outbox.outstanding().unwrap().clone();
     for failure in [
-        ProposeFailure::Unavailable(String::new()),
-        ProposeFailure::Unknown(String::new()),
+        ProposeError::Unavailable(String::new()),
+        ProposeError::Unknown(String::new()),
     ] {
         let next = outbox.fate(Err(failure));
-        assert!(matches!(next, Next::Retry(_)));
+        assert!(matches!(next, AfterProposal::Retry(_)));
         assert_eq!(outbox.outstanding(), Some(&first));
     }
     log.apply(first);
@@ -183,7 +185,10 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
     });
     cut(&mut outbox);
     assert_eq!(outbox.outstanding().unwrap().origin.seq, 2);
-    assert_eq!(outbox.fate(Err(ProposeFailure::Stopping)), Next::Stop);
+    assert_eq!(
+        outbox.fate(Err(ProposeError::Stopping)),
+        AfterProposal::Stop
+    );
 }
 
 #[test]
@@ -201,19 +206,19 @@ fn a_refused_number_is_not_used_again() {
             reply: Reply::Rejected(reject),
         })
     };
-    let next = outbox.fate(reject(Reject::NotInitialised));
-    assert!(matches!(next, Next::Retry(_)));
+    let next = outbox.fate(reject(Rejection::NotInitialised));
+    assert!(matches!(next, AfterProposal::Retry(_)));
     let origin = outbox.outstanding().unwrap().origin;
     assert_eq!((origin.session, origin.seq), (SessionId(1), 2));
-    let stale = Reject::StaleSession {
+    let stale = Rejection::StaleSession {
         replica: ReplicaId(1),
     };
-    assert_eq!(outbox.fate(reject(stale)), Next::Renewed);
+    assert_eq!(outbox.fate(reject(stale)), AfterProposal::Renewed);
     let origin = outbox.outstanding().unwrap().origin;
     assert_eq!((origin.session, origin.seq), (SessionId(1).successor(), 1));
-    let invalid = Reject::TooManyBackends;
+    let invalid = Rejection::TooManyBackends;
     let next = outbox.fate(reject(invalid));
-    assert!(matches!(next, Next::Refused(_)));
+    assert!(matches!(next, AfterProposal::Refused(_)));
     assert_eq!(outbox.status(Instant::now()).dropped, 1);
 }
 
@@ -353,7 +358,7 @@ fn a_missing_tip_brings_the_whole_chain_in_front_of_the_rest() {
     outbox.extend(AttemptId(2), vec![BlockHash(5)]);
     outbox.release(AttemptId(2), KEEP);
     outbox.acquire(AttemptId(3), at, &blocks, 3);
-    outbox.release(AttemptId(3), Outcome::Discarded);
+    outbox.release(AttemptId(3), LeaseOutcome::Discarded);
     assert_eq!(cut(&mut outbox).len(), 6);
     outbox.extend(AttemptId(1), vec![BlockHash(6)]);
     outbox.acquire(AttemptId(4), at, &chain([9]), 0);
@@ -512,7 +517,11 @@ impl Run {
             Event::End { open, is_kept } => {
                 if open < self.open.len() {
                     let (id, _) = self.open.remove(open);
-                    let outcome = if is_kept { KEEP } else { Outcome::Discarded };
+                    let outcome = if is_kept {
+                        KEEP
+                    } else {
+                        LeaseOutcome::Discarded
+                    };
                     self.outbox.release(id, outcome);
                     self.outbox.charge(Charge {
                         user: user("u"),
@@ -563,7 +572,7 @@ proptest! {
         while run.flush() {}
         prop_assert!(run.outbox.leases.is_empty() && run.outbox.steps.is_empty());
         prop_assert!(run.outbox.overlay.is_empty() && run.outbox.unsent.is_empty());
-        prop_assert_eq!(run.outbox.queued, super::Size::default());
+        prop_assert_eq!(run.outbox.queued, super::QueuedSize::default());
         let log = run.port.log.lock().unwrap();
         prop_assert_eq!(log.state.open_leases(), 0);
         prop_assert_eq!(log.state.check(), Ok(()));

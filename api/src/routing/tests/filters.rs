@@ -10,11 +10,11 @@ use state::ids::UserKey;
 use state::policy::RoutingSettings;
 
 use super::super::fixture::spec;
-use super::super::{BadSelect, PolicySource, SELECT, SelectSettings};
+use super::super::{PolicySource, SELECT, SelectRejection, SelectSettings};
 use super::*;
 
 impl Bench {
-    pub(super) fn verdicts(&self, ask: &Ask<'_>) -> Vec<Verdict> {
+    pub(super) fn verdicts(&self, ask: &RoutingRequest<'_>) -> Vec<FilterVerdict> {
         let explained = self.router.explain(ask);
         explained.backends.iter().map(|it| it.verdict).collect()
     }
@@ -66,10 +66,10 @@ fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
     bench.fail(0, 4);
     assert_eq!(
         bench.verdicts(&ask(&identity, &[])),
-        [Verdict::Candidate; 2]
+        [FilterVerdict::Candidate; 2]
     );
     bench.fail(0, 1);
-    let open = [Verdict::CircuitOpen, Verdict::Candidate];
+    let open = [FilterVerdict::CircuitOpen, FilterVerdict::Candidate];
     assert_eq!(bench.verdicts(&ask(&identity, &[])), open);
     for _ in 0..20 {
         assert_eq!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(1));
@@ -78,7 +78,7 @@ fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
     bench.router.backends.report_answer(handle, UserKey(1));
     assert_eq!(
         bench.verdicts(&ask(&identity, &[])),
-        [Verdict::Candidate; 2]
+        [FilterVerdict::Candidate; 2]
     );
 }
 
@@ -89,11 +89,11 @@ fn when_every_circuit_is_open_the_first_stay_out() {
     bench.fail(0, 5);
     bench.fail(1, 5);
     assert!(bench.decide(&identity, &[]).is_ok());
-    let first = [Verdict::CircuitOpen, Verdict::Candidate];
+    let first = [FilterVerdict::CircuitOpen, FilterVerdict::Candidate];
     assert_eq!(bench.verdicts(&ask(&identity, &[])), first);
     // But a request that cannot go elsewhere still finds nobody it has not tried.
     let tried = bench.decide(&identity, &[Slot(0), Slot(1)]);
-    assert_eq!(tried.unwrap_err(), NoBackend::AllTried);
+    assert_eq!(tried.unwrap_err(), RoutingRejection::AllTried);
 }
 
 #[test]
@@ -104,9 +104,11 @@ fn half_of_a_models_backends_are_passed_over_at_most() {
         bench.fail(slot, 5);
     }
     let verdicts = bench.verdicts(&ask(&identity, &[]));
-    let out = verdicts.iter().filter(|it| **it == Verdict::CircuitOpen);
+    let out = verdicts
+        .iter()
+        .filter(|it| **it == FilterVerdict::CircuitOpen);
     assert_eq!(out.count(), 2);
-    assert_eq!(verdicts[1], Verdict::Candidate);
+    assert_eq!(verdicts[1], FilterVerdict::Candidate);
     for _ in 0..20 {
         assert!(bench.decide(&identity, &[]).is_ok());
     }
@@ -120,7 +122,7 @@ fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
     });
     let identity = bench.identify("hello");
     let headers = select("zone=b");
-    let asked = Ask {
+    let asked = RoutingRequest {
         headers: Some(&headers),
         ..ask(&identity, &[])
     };
@@ -131,7 +133,7 @@ fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
         "nobody else may take it"
     );
     let headers = select("zone=a");
-    let asked = Ask {
+    let asked = RoutingRequest {
         headers: Some(&headers),
         ..ask(&identity, &[])
     };
@@ -148,10 +150,10 @@ fn attempts_tell_the_circuit_how_they_went() {
     let handle = bench.port.log.lock().unwrap().handle(0);
     for _ in 0..5 {
         let (_, attempt) = bench.start(&identity);
-        attempt.end(End::Broken);
+        attempt.end(AttemptEnd::Broken);
     }
     assert!(bench.router.backends.circuit(handle).is_open);
-    for end in [End::ClientLeft, End::NotRun] {
+    for end in [AttemptEnd::ClientLeft, AttemptEnd::NotRun] {
         let (_, attempt) = bench.start(&identity);
         attempt.end(end);
         assert!(bench.router.backends.circuit(handle).is_open, "no verdict");
@@ -159,7 +161,7 @@ fn attempts_tell_the_circuit_how_they_went() {
     let (_, mut attempt) = bench.start(&identity);
     attempt.first_byte();
     assert!(!bench.router.backends.circuit(handle).is_open);
-    attempt.end(End::Broken);
+    attempt.end(AttemptEnd::Broken);
     assert_eq!(bench.router.backends.circuit(handle).recent_failures, 0);
     bench.assert_quiet();
 }
@@ -170,15 +172,19 @@ fn a_model_goes_to_those_who_have_it_loaded_if_any_has() {
     let identity = bench.identify("hello");
     assert_eq!(
         bench.verdicts(&ask(&identity, &[])),
-        [Verdict::Candidate; 3]
+        [FilterVerdict::Candidate; 3]
     );
     bench.lists(0, &["base"]);
     assert_eq!(
         bench.verdicts(&ask(&identity, &[])),
-        [Verdict::Candidate; 3]
+        [FilterVerdict::Candidate; 3]
     );
     bench.lists(1, &["base", "m"]);
-    let loaded = [Verdict::NotLoaded, Verdict::Candidate, Verdict::NotLoaded];
+    let loaded = [
+        FilterVerdict::NotLoaded,
+        FilterVerdict::Candidate,
+        FilterVerdict::NotLoaded,
+    ];
     assert_eq!(bench.verdicts(&ask(&identity, &[])), loaded);
     assert_eq!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(1));
     // The one that has it was tried: the others may load it.
@@ -197,9 +203,9 @@ fn labels_of_request_and_model_must_all_be_there() {
     let only = |verdicts: [bool; 3]| {
         verdicts.map(|is_in| {
             if is_in {
-                Verdict::Candidate
+                FilterVerdict::Candidate
             } else {
-                Verdict::OtherLabels
+                FilterVerdict::OtherLabels
             }
         })
     };
@@ -208,19 +214,19 @@ fn labels_of_request_and_model_must_all_be_there() {
         only([true, false, true])
     );
     let headers = select("tier=x");
-    let asked = Ask {
+    let asked = RoutingRequest {
         headers: Some(&headers),
         ..ask(&identity, &[])
     };
     assert_eq!(bench.verdicts(&asked), only([false, false, true]));
     let headers = select("tier=x, zone = b");
-    let none = Ask {
+    let none = RoutingRequest {
         headers: Some(&headers),
         ..ask(&identity, &[])
     };
     assert_eq!(
         bench.router.decide(&none).unwrap_err(),
-        NoBackend::NoneSelected
+        RoutingRejection::NoneSelected
     );
     for bad in [
         "",
@@ -231,7 +237,7 @@ fn labels_of_request_and_model_must_all_be_there() {
     ] {
         assert_eq!(
             bench.router.check_select(&select(bad)),
-            Err(BadSelect),
+            Err(SelectRejection),
             "{bad}"
         );
     }
@@ -244,11 +250,11 @@ fn a_header_has_no_say_where_the_config_gives_it_none() {
     let identity = bench.identify("hello");
     let headers = select("zone=c,nonsense");
     assert_eq!(bench.router.check_select(&headers), Ok(()));
-    let asked = Ask {
+    let asked = RoutingRequest {
         headers: Some(&headers),
         ..ask(&identity, &[])
     };
-    assert_eq!(bench.verdicts(&asked), [Verdict::Candidate; 3]);
+    assert_eq!(bench.verdicts(&asked), [FilterVerdict::Candidate; 3]);
 }
 
 #[test]
@@ -262,17 +268,24 @@ fn whoever_is_at_its_limit_is_held_back_until_it_has_room() {
     let mut attempts: Vec<_> = (0..4).map(|_| bench.start(&identity)).collect();
     assert_eq!(
         bench.decide(&identity, &[]).unwrap_err(),
-        NoBackend::AtLimit
+        RoutingRejection::AtLimit
     );
-    assert_eq!(bench.verdicts(&ask(&identity, &[])), [Verdict::AtLimit; 2]);
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        [FilterVerdict::AtLimit; 2]
+    );
     let (decision, attempt) = attempts.pop().unwrap();
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     let freed = bench.decide(&identity, &[]).unwrap();
     assert_eq!(freed.backend, decision.backend);
     // One tried and one at its limit: there is somebody to wait for.
     let other = Slot(1 - freed.backend.slot.0);
     let tried = bench.decide(&identity, &[freed.backend.slot]).unwrap_err();
-    assert_eq!(tried, NoBackend::AtLimit, "{other:?} may have room later");
+    assert_eq!(
+        tried,
+        RoutingRejection::AtLimit,
+        "{other:?} may have room later"
+    );
     drop(attempts);
     bench.assert_quiet();
 }
@@ -290,8 +303,11 @@ fn a_prompt_goes_only_where_it_fits() {
     assert_eq!(chosen.backend.slot, Slot(1), "half, rounded up");
     capacity(1, blocks / 2 - 1);
     let refused = bench.decide(&identity, &[]).unwrap_err();
-    assert_eq!(refused, NoBackend::TooLarge);
-    assert_eq!(bench.verdicts(&ask(&identity, &[])), [Verdict::TooSmall; 2]);
+    assert_eq!(refused, RoutingRejection::TooLarge);
+    assert_eq!(
+        bench.verdicts(&ask(&identity, &[])),
+        [FilterVerdict::TooSmall; 2]
+    );
     bench.decide(&bench.identify("hello"), &[]).unwrap();
 }
 
@@ -324,7 +340,7 @@ fn filters_are_counted_by_name() {
 fn a_model_has_its_own_policy_unless_the_request_names_one() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
-    let of = |ask: &Ask<'_>| {
+    let of = |ask: &RoutingRequest<'_>| {
         let explained = bench.router.explain(ask);
         (explained.policy.name(), explained.policy_source)
     };
@@ -346,7 +362,7 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
     bench.admin(Command::PutPolicy(live.clone()));
     let mut headers = HeaderMap::new();
     headers.insert("x-quorate-policy", HeaderValue::from_static("cost"));
-    let asked = Ask {
+    let asked = RoutingRequest {
         policy: bench.router.asked_policy(&headers).unwrap(),
         ..ask(&identity, &[])
     };

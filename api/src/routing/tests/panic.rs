@@ -43,8 +43,8 @@ impl Bench {
         let identity = self.identify("hello");
         let verdicts = self.verdicts(&ask(&identity, &[]));
         let is_in = |verdict| match verdict {
-            Verdict::Candidate => true,
-            Verdict::Unhealthy => false,
+            FilterVerdict::Candidate => true,
+            FilterVerdict::Unhealthy => false,
             other => panic!("{other:?}"),
         };
         verdicts.into_iter().map(is_in).collect()
@@ -102,7 +102,7 @@ fn who_refuses_connections_or_drains_does_not_count() {
         draining: true,
     });
     let identity = bench.identify("hello");
-    let alone = [Verdict::Candidate, Verdict::Draining];
+    let alone = [FilterVerdict::Candidate, FilterVerdict::Draining];
     assert_eq!(bench.verdicts(&ask(&identity, &[])), alone);
 }
 
@@ -123,7 +123,7 @@ async fn an_answer_speaks_for_a_backend_for_a_while_and_until_it_cannot_be_reach
     let identity = bench.identify("hello");
     assert_eq!(
         bench.decide(&identity, &[]).unwrap_err(),
-        NoBackend::NoneHealthy
+        RoutingRejection::NoneHealthy
     );
 }
 
@@ -140,7 +140,7 @@ fn circuits_hold_while_probes_are_doubted() {
     }
     let identity = bench.identify("hello");
     let verdicts = bench.verdicts(&ask(&identity, &[]));
-    let is_out = |verdict: &Verdict| *verdict == Verdict::CircuitOpen;
+    let is_out = |verdict: &FilterVerdict| *verdict == FilterVerdict::CircuitOpen;
     assert_eq!(verdicts.iter().position(is_out), Some(2));
     assert_eq!(verdicts.iter().filter(|it| is_out(it)).count(), 1);
     for _ in 0..20 {

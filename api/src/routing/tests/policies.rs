@@ -1,6 +1,6 @@
 //! What is gathered for the policies that look at more than blocks and load, and which one decides.
 
-use super::super::{POLICY, UnknownPolicy};
+use super::super::{POLICY, PolicyRejection};
 use super::*;
 
 #[test]
@@ -15,7 +15,7 @@ fn a_session_keeps_its_backend_and_moves_with_nobody() {
         let mut headers = http::HeaderMap::new();
         headers.insert("x-quorate-session", http::HeaderValue::from(name));
         let decide = |request_id| {
-            let ask = Ask {
+            let ask = RoutingRequest {
                 headers: Some(&headers),
                 request_id,
                 ..ask(&identity, &[])
@@ -60,10 +60,10 @@ fn vtc_basic_sees_what_users_used_and_only_while_it_decides() {
     )));
     let (_, mut attempt) = bench.start(&identity);
     attempt.usage(usage(3000, Some(1000), 500));
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     bench.flush();
     let of = |user| {
-        let ask = Ask {
+        let ask = RoutingRequest {
             user,
             ..ask(&identity, &[])
         };
@@ -97,7 +97,7 @@ fn a_request_may_ask_for_another_policy() {
         let headers = headers(policy.name());
         let asked = bench.router.asked_policy(&headers).unwrap();
         assert_eq!(asked, Some(&policy));
-        let ask = Ask {
+        let ask = RoutingRequest {
             headers: Some(&headers),
             policy: asked,
             ..ask(&identity, &[])
@@ -109,7 +109,7 @@ fn a_request_may_ask_for_another_policy() {
     }
     assert_eq!(
         bench.router.asked_policy(&headers("magic")),
-        Err(UnknownPolicy)
+        Err(PolicyRejection)
     );
     assert_eq!(bench.router.asked_policy(&http::HeaderMap::new()), Ok(None));
 }
@@ -124,7 +124,7 @@ fn preble_e2_and_epp_see_what_only_they_look_at() {
         Default::default(),
     )));
     let (decision, attempt) = bench.start(&identity);
-    attempt.end(End::Finished);
+    attempt.end(AttemptEnd::Finished);
     bench.flush();
     let explanation = bench.router.explain(&ask(&identity, &[]));
     let at = usize::from(decision.backend.slot.0);

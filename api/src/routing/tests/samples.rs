@@ -10,7 +10,7 @@ impl Bench {
         self.flush();
     }
 
-    fn served(&self, slot: u16) -> state::service::Served {
+    fn served(&self, slot: u16) -> state::service::BackendServiceView {
         *self.router.view.service().get(Slot(slot)).unwrap()
     }
 }
@@ -23,7 +23,7 @@ fn streams_teach_prices_and_whole_answers_do_not() {
         let (_, mut attempt) = bench.start(&identity);
         attempt.first_byte();
         attempt.usage(usage(250, Some(0), 40));
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
     }
     bench.tell();
     let served = bench.served(0);
@@ -37,7 +37,7 @@ fn streams_teach_prices_and_whole_answers_do_not() {
         for tokens in [1, 40, 80] {
             attempt.usage(usage(250, Some(0), tokens));
         }
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
         bench.tell();
     }
     let learnt = bench.served(0).learnt.unwrap();
@@ -65,7 +65,7 @@ fn predictions_are_held_against_what_engines_tell() {
         attempt.first_byte();
         // The engine has nothing of what is believed to be there.
         attempt.usage(usage(16_384, Some(0), 1));
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
         bench.tell();
         let accuracy = bench.served(0).accuracy.unwrap();
         assert!(accuracy.predicted_tokens >= predicted);
@@ -86,9 +86,11 @@ fn a_sample_waits_until_it_is_worth_its_place() {
     let finish = |excluded: &[Slot]| {
         let decision = bench.decide(&identity, excluded).unwrap();
         let asked = ask(&identity, excluded);
-        let mut attempt = bench.router.dispatch(&decision, &asked, Terms::default());
+        let mut attempt = bench
+            .router
+            .dispatch(&decision, &asked, DispatchTerms::default());
         attempt.usage(usage(3, Some(0), 2));
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
     };
     for _ in 0..7 {
         finish(&[Slot(1)]);
@@ -120,7 +122,7 @@ fn a_sampled_touch_is_told_to_the_log() {
     let is_touching = |_| {
         let (_, attempt) = bench.start(&identity);
         let is_touching = attempt.open.as_ref().unwrap().is_touching;
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
         is_touching
     };
     let touching = (0..400).map(is_touching).filter(|it| *it).count();

@@ -8,18 +8,18 @@ struct Story {
     shared: bool,
     output: usize,
     reported: Option<(u64, Option<u64>, u64)>,
-    end: Option<End>,
+    end: Option<AttemptEnd>,
     flush: bool,
 }
 
 fn story() -> impl Strategy<Value = Story> {
     let end = prop_oneof![
         Just(None),
-        Just(Some(End::Finished)),
-        Just(Some(End::Broken)),
-        Just(Some(End::ClientLeft)),
-        Just(Some(End::NotRun)),
-        Just(Some(End::Failed)),
+        Just(Some(AttemptEnd::Finished)),
+        Just(Some(AttemptEnd::Broken)),
+        Just(Some(AttemptEnd::ClientLeft)),
+        Just(Some(AttemptEnd::NotRun)),
+        Just(Some(AttemptEnd::Failed)),
     ];
     let reported = proptest::option::of((0_u64..500, proptest::option::of(0_u64..600), 0_u64..200));
     (

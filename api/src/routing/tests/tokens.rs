@@ -11,9 +11,9 @@ use tokio::net::TcpListener;
 use super::super::fixture::{router_with, spec};
 use super::*;
 use crate::prompt::{
-    Fallback, ModelSettings, TokenScope, Tokenizer, TokenizerSpec, Unit, chain_of_tokens,
+    BlockUnit, Fallback, ModelSettings, TokenScope, Tokenizer, TokenizerSpec, chain_of_tokens,
 };
-use crate::routing::{Read, ReadFailure};
+use crate::routing::{ReadError, ReadRequest};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -42,7 +42,7 @@ fn chat(turns: &[(&str, &str)]) -> Value {
     json!({"model": "m", "messages": messages})
 }
 
-async fn read(bench: &Bench, path: &str, body: &Value) -> Read {
+async fn read(bench: &Bench, path: &str, body: &Value) -> ReadRequest {
     let body = Bytes::from(body.to_string());
     bench.router.read(path, &body).await.unwrap()
 }
@@ -51,7 +51,7 @@ async fn read(bench: &Bench, path: &str, body: &Value) -> Read {
 async fn ids_are_identified_alike_wherever_they_come_from() {
     let bench = bench(fixture("chatml"));
     let text = read(&bench, CHAT, &chat(&[("user", "How are you, and who?")])).await;
-    assert_eq!(text.identity.unit, Unit::Tokens);
+    assert_eq!(text.identity.unit, BlockUnit::Tokens);
     assert_eq!(text.identity.tokens as usize, text.ids.len());
     assert_eq!(text.identity.matchable as usize, (text.ids.len() - 1) / 4);
     assert_eq!(text.identity.tail.tokens_per_block, 4);
@@ -96,7 +96,7 @@ fn an_answer_is_known_in_the_next_turn() {
                 // A thought, which the next turn leaves out.
                 attempt.other_output(10);
             }
-            attempt.end(End::Finished);
+            attempt.end(AttemptEnd::Finished);
             bench.flush();
             let turns = [question, ("assistant", reply), ("user", "Well.")];
             let next = read(&bench, &turns);
@@ -117,14 +117,14 @@ async fn what_has_no_tokens_is_identified_by_its_characters() {
         ("user", "x"),
     ];
     let without = read(&bench, CHAT, &chat(&refused)).await;
-    let expected = Unit::CharactersFor(Fallback::Template);
+    let expected = BlockUnit::CharactersFor(Fallback::Template);
     assert_eq!((without.identity.unit, without.ids.len()), (expected, 0));
     assert_eq!(without.identity.tail.block_bytes, 16);
     assert!(!without.identity.chain.is_empty());
     let tokens = read(&bench, CHAT, &chat(&[("user", "hello")])).await;
     assert_ne!(without.identity.root, tokens.identity.root);
     let bad = bench.router.read(CHAT, &Bytes::from_static(b"{")).await;
-    assert!(matches!(bad, Err(ReadFailure::Bad(_))));
+    assert!(matches!(bad, Err(ReadError::Bad(_))));
 }
 
 #[tokio::test]
@@ -135,7 +135,7 @@ async fn long_and_new_texts_are_tokenized_elsewhere_to_the_same_end() {
         let body = chat(&[("user", &content)]);
         let first = read(&bench, CHAT, &body).await;
         let again = read(&bench, CHAT, &body).await;
-        assert_eq!(first.identity.unit, Unit::Tokens, "{bytes} bytes");
+        assert_eq!(first.identity.unit, BlockUnit::Tokens, "{bytes} bytes");
         assert_eq!(first.ids, again.ids);
         assert_eq!(first.identity.chain, again.identity.chain);
     }
@@ -202,7 +202,7 @@ async fn an_engine_is_asked_once_for_what_many_ask() {
     let body = chat(&[("user", "hello")]);
     let reads = join_all((0..20).map(|_| read(&bench, CHAT, &body))).await;
     for read in reads {
-        assert_eq!(read.identity.unit, Unit::Tokens);
+        assert_eq!(read.identity.unit, BlockUnit::Tokens);
         assert_eq!(read.ids, [1, 2, 3, 4, 5, 6, 7, 8, 9]);
         assert_eq!(read.identity.chain.len(), 2);
     }
@@ -217,7 +217,7 @@ async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
     let (bench, asked) = asking("404 Not Found").await;
     for turn in 0..10 {
         let read = read(&bench, CHAT, &chat(&[("user", &turn.to_string())])).await;
-        let expected = Unit::CharactersFor(Fallback::Engine);
+        let expected = BlockUnit::CharactersFor(Fallback::Engine);
         assert_eq!(read.identity.unit, expected);
     }
     assert!(asked.load(Ordering::Relaxed) < 10);
@@ -231,8 +231,8 @@ async fn a_prompt_does_not_wait_for_ever_for_others() {
     let all = workers.acquire_many_owned(cores).await.unwrap();
     let long = chat(&[("user", &"How are you, and who? ".repeat(200))]);
     let late = read(&bench, CHAT, &long).await;
-    assert_eq!(late.identity.unit, Unit::CharactersFor(Fallback::Busy));
+    assert_eq!(late.identity.unit, BlockUnit::CharactersFor(Fallback::Busy));
     drop(all);
     let read = read(&bench, CHAT, &long).await;
-    assert_eq!(read.identity.unit, Unit::Tokens);
+    assert_eq!(read.identity.unit, BlockUnit::Tokens);
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use loom::thread;
 use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
 
-use crate::overlay::{Overlay, Run};
+use crate::overlay::{BlockRun, Overlay};
 use crate::{Model, explore};
 
 pub(crate) const ALL: &[Model] = &[
@@ -24,10 +24,10 @@ const BACKEND: BackendRef = BackendRef {
     incarnation: Incarnation(1),
 };
 
-fn run(blocks: &[u64]) -> Run {
+fn run(blocks: &[u64]) -> BlockRun {
     let chain: Arc<[BlockHash]> = blocks.iter().map(|block| BlockHash(*block)).collect();
     let length = chain.len();
-    Run::new(chain, 0..length)
+    BlockRun::new(chain, 0..length)
 }
 
 fn matched(overlay: &Overlay, chain: &[u64]) -> u32 {

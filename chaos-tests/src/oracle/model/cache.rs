@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use state::command::Outcome;
+use state::command::LeaseOutcome;
 use state::ids::BlockHash;
 
 /// A backend's blocks.
@@ -82,21 +82,21 @@ impl Cache {
     }
 
     /// A lease ends. `is_bringer`: it brought blocks.
-    pub(super) fn release(&mut self, tip: BlockHash, outcome: Outcome, is_bringer: bool) {
+    pub(super) fn release(&mut self, tip: BlockHash, outcome: LeaseOutcome, is_bringer: bool) {
         self.unpin(Some(tip));
         let Some(block) = self.blocks.get_mut(&tip) else {
             return;
         };
         let is_touched = match outcome {
-            Outcome::Kept => true,
-            Outcome::KeptUntouched => is_bringer || block.released == 0,
-            Outcome::Discarded => false,
+            LeaseOutcome::Kept => true,
+            LeaseOutcome::KeptUntouched => is_bringer || block.released == 0,
+            LeaseOutcome::Discarded => false,
         };
         if is_touched {
             self.releases += 1;
             block.released = self.releases;
         }
-        if outcome == Outcome::Discarded {
+        if outcome == LeaseOutcome::Discarded {
             self.give_back(tip);
         }
         self.trim(None);
@@ -199,10 +199,10 @@ mod tests {
         for (first, second) in [(1, 2), (3, 4)] {
             let (tip, inserted) = cache.acquire(None, &blocks(&[first, second]));
             assert_eq!(inserted, 2);
-            cache.release(tip.unwrap(), Outcome::Kept, true);
+            cache.release(tip.unwrap(), LeaseOutcome::Kept, true);
         }
         let (tip, _) = cache.acquire(Some(BlockHash(1)), &[]);
-        cache.release(tip.unwrap(), Outcome::Kept, false);
+        cache.release(tip.unwrap(), LeaseOutcome::Kept, false);
         let (_, inserted) = cache.acquire(None, &blocks(&[5]));
         assert_eq!((owned(&cache), inserted), (vec![1, 3, 4, 5], 1));
     }
@@ -213,9 +213,9 @@ mod tests {
         let (held, _) = cache.acquire(None, &blocks(&[1, 2, 3]));
         assert_eq!(owned(&cache), [1, 2, 3]);
         let (other, inserted) = cache.acquire(Some(BlockHash(1)), &blocks(&[9]));
-        cache.release(other.unwrap(), Outcome::Discarded, inserted > 0);
+        cache.release(other.unwrap(), LeaseOutcome::Discarded, inserted > 0);
         assert_eq!(owned(&cache), [1, 2, 3]);
-        cache.release(held.unwrap(), Outcome::Kept, true);
+        cache.release(held.unwrap(), LeaseOutcome::Kept, true);
         assert_eq!(owned(&cache), [1, 2]);
     }
 }

@@ -18,7 +18,7 @@ pub mod waiting;
 use std::collections::BTreeMap;
 
 use state::admission::{AdmissionSettings, ChargeInput, Grants, Order};
-use state::command::{Charge, Command, Envelope, Item, Outcome, Reject, Reply};
+use state::command::{Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey};
 use state::users::FairnessSettings;
 
@@ -101,7 +101,7 @@ impl Model {
     fn run(&mut self, envelope: &Envelope) -> Reply {
         let (replica, command) = (envelope.origin.replica, &envelope.command);
         if !is_founding(command) && self.registers.value(&Key::Policy).is_none() {
-            return Reply::Rejected(Reject::NotInitialised);
+            return Reply::Rejected(Rejection::NotInitialised);
         }
         let reply = self.registers.write(command);
         if let Reply::Rejected(_) = reply {
@@ -245,7 +245,7 @@ impl Model {
         }
     }
 
-    fn release(&mut self, holder: (ReplicaId, AttemptId), outcome: Outcome) {
+    fn release(&mut self, holder: (ReplicaId, AttemptId), outcome: LeaseOutcome) {
         let Some(lease) = self.leases.remove(&holder) else {
             return;
         };
@@ -277,7 +277,7 @@ impl Model {
     fn close(&mut self, replica: ReplicaId) {
         let open: Vec<_> = self.leases.keys().copied().collect();
         for holder in open.into_iter().filter(|(holder, _)| *holder == replica) {
-            self.release(holder, Outcome::Kept);
+            self.release(holder, LeaseOutcome::Kept);
         }
         self.users.close(replica);
         for model in self.waiting.close(replica) {

@@ -8,7 +8,7 @@ use state::RouterState;
 use state::admission::{AdmissionSettings, ChargeInput};
 use state::codec::encode_envelope;
 use state::command::{
-    BackendSpec, Charge, Command, EngineFacts, Envelope, Item, Lane, Origin, Outcome, UserSpec,
+    BackendSpec, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome, Origin, UserSpec,
 };
 use state::grants::Wait;
 use state::ids::{
@@ -247,9 +247,9 @@ impl Script {
             5..8 => Item::Release {
                 attempt,
                 outcome: match self.rng.random_range(0..3) {
-                    0 => Outcome::Kept,
-                    1 => Outcome::Discarded,
-                    _ => Outcome::KeptUntouched,
+                    0 => LeaseOutcome::Kept,
+                    1 => LeaseOutcome::Discarded,
+                    _ => LeaseOutcome::KeptUntouched,
                 },
             },
             8..10 => Item::Charge(Charge {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::admission::Candidate;
-use api::prompt::{Identity, Parsed, Prompt, ReplyShape};
-use api::routing::{Ask, Attempt, Decision, End, Router, Usage};
+use api::admission::AdmissionRequest;
+use api::prompt::{ParsedBody, Prompt, PromptIdentity, ReplyShape};
+use api::routing::{Attempt, AttemptEnd, Decision, Router, RoutingRequest, Usage};
 use lab::rng::Rng;
 use state::ids::Slot;
 use xxhash_rust::xxh3::xxh3_64;
@@ -32,14 +32,14 @@ pub(super) struct Request {
     pub(super) model: &'static str,
     pub(super) user: String,
     pub(super) id: String,
-    pub(super) identity: Identity,
+    pub(super) identity: PromptIdentity,
     pub(super) tokens_max: Option<u32>,
     pub(super) priority: i16,
 }
 
-impl Candidate for Request {
-    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> Ask<'a> {
-        Ask {
+impl AdmissionRequest for Request {
+    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        RoutingRequest {
             model: self.model,
             identity: &self.identity,
             request_id: &self.id,
@@ -89,7 +89,7 @@ impl Chat {
             .extend((0..tokens).map(|_| token(rng.below(1 << 20))));
     }
 
-    pub(super) fn parsed(&self) -> Parsed {
+    pub(super) fn parsed(&self) -> ParsedBody {
         let prompt = if self.is_text {
             let bytes = |token: &u32| format!("{:0width$x}", token % 0xffff, width = TOKEN_BYTES);
             Prompt::Text(
@@ -101,7 +101,7 @@ impl Chat {
         } else {
             Prompt::Tokens(self.tokens.clone())
         };
-        Parsed {
+        ParsedBody {
             model: self.model.to_owned(),
             prompt,
             reply: if self.is_text {
@@ -109,7 +109,7 @@ impl Chat {
             } else {
                 ReplyShape::None
             },
-            ..Parsed::default()
+            ..ParsedBody::default()
         }
     }
 }
@@ -178,7 +178,7 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> (u64, &
             }
         };
         let Some(service) = reach(desk, ticket, &request, &decision, chat) else {
-            attempt.end(End::NotRun);
+            attempt.end(AttemptEnd::NotRun);
             excluded.push(decision.backend.slot);
             continue;
         };
@@ -215,7 +215,7 @@ pub(super) fn reach(
         }
     });
     // Whatever way the prompt is sent, an engine sees its tokens.
-    let tokens = desk.router().identify(&Parsed {
+    let tokens = desk.router().identify(&ParsedBody {
         prompt: Prompt::Tokens(chat.tokens.clone()),
         ..chat.parsed()
     });
@@ -286,7 +286,7 @@ impl Stream<'_> {
             output,
         };
         if leaves_after == Some(0) {
-            attempt.end(End::ClientLeft);
+            attempt.end(AttemptEnd::ClientLeft);
             self.end("left-early", None);
             return 0;
         }
@@ -298,12 +298,12 @@ impl Stream<'_> {
             attempt.output(&text);
             attempt.usage(usage(made));
             if service.breaks_after == Some(made) {
-                attempt.end(End::Broken);
+                attempt.end(AttemptEnd::Broken);
                 self.end("broken", Some(told(made)));
                 return made;
             }
             if leaves_after == Some(made) {
-                attempt.end(End::ClientLeft);
+                attempt.end(AttemptEnd::ClientLeft);
                 self.end("left", Some(told(made)));
                 return made;
             }
@@ -311,7 +311,7 @@ impl Stream<'_> {
                 tokio::time::sleep(Duration::from_millis(service.gap_ms)).await;
             }
         }
-        attempt.end(End::Finished);
+        attempt.end(AttemptEnd::Finished);
         self.end("finished", Some(told(service.output)));
         service.output
     }

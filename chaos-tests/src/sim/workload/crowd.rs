@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::routing::{Attempt, End, Hidden, Usage};
+use api::routing::{Attempt, AttemptEnd, HiddenOutput, Usage};
 use lab::rng::Rng;
 use tokio::time::{Instant, sleep};
 
@@ -209,7 +209,7 @@ impl Client<'_> {
             }
         };
         let Some(service) = chat::reach(desk, ticket, &request, &decision, chat) else {
-            attempt.end(End::NotRun);
+            attempt.end(AttemptEnd::NotRun);
             chat::ended(desk, ticket, Some(Tokens::default()));
             return Came::Nothing("not run");
         };
@@ -257,7 +257,7 @@ impl Answer<'_> {
 
     /// Nothing shows of it, and its client leaves before it does.
     async fn leave_unseen(&self, mut attempt: Attempt) {
-        attempt.hides(Some(Hidden {
+        attempt.hides(Some(HiddenOutput {
             choices: 1,
             tokens_max: self.request.tokens_max,
             is_whole_at_once: false,
@@ -266,7 +266,7 @@ impl Answer<'_> {
         for _ in 0..self.made {
             sleep(HIDDEN_GAP).await;
         }
-        attempt.end(End::ClientLeft);
+        attempt.end(AttemptEnd::ClientLeft);
         self.over(self.made, None);
     }
 
@@ -279,7 +279,7 @@ impl Answer<'_> {
         sleep(Duration::from_millis(self.service.first_ms)).await;
         attempt.first_byte();
         attempt.first_token();
-        let mut end = End::Finished;
+        let mut end = AttemptEnd::Finished;
         let mut made = 0;
         while made < self.made {
             made += 1;
@@ -290,7 +290,7 @@ impl Answer<'_> {
             sleep(gap).await;
             let has_left = manner == Manner::Impatient && Instant::now() >= self.until;
             if has_left || self.leaves_after == Some(made) {
-                end = End::ClientLeft;
+                end = AttemptEnd::ClientLeft;
                 break;
             }
         }

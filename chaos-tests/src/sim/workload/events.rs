@@ -4,9 +4,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::kv_events::endpoint::{Address, Side};
-use api::kv_events::reader::{self, Parts};
-use api::kv_events::socket::{Incoming, Sockets};
+use api::kv_events::endpoint::{KvAddress, ListeningSide};
+use api::kv_events::reader::{self, ReaderParts};
+use api::kv_events::socket::{SocketMessage, Sockets};
 use api::ports::BoxFuture;
 use bytes::Bytes;
 use lab::rng::Rng;
@@ -27,7 +27,7 @@ const SILENCE: Duration = Duration::from_secs(3);
 
 /// Reads what is assigned to this replica, until it goes.
 pub(super) async fn read(desk: Desk) {
-    let parts = Parts {
+    let parts = ReaderParts {
         cluster: Arc::clone(&desk.cluster),
         view: Arc::clone(&desk.view),
         router: Arc::clone(desk.router()),
@@ -55,10 +55,10 @@ struct Line {
 }
 
 impl Played {
-    fn line(&self, address: &Address) -> Line {
+    fn line(&self, address: &KvAddress) -> Line {
         let host = match address {
-            Address::Tcp { host, .. } => host.clone().unwrap_or_default(),
-            Address::Ipc(path) => path.display().to_string(),
+            KvAddress::Tcp { host, .. } => host.clone().unwrap_or_default(),
+            KvAddress::Ipc(path) => path.display().to_string(),
         };
         Line {
             desk: self.desk.clone(),
@@ -71,9 +71,9 @@ impl Played {
 impl Sockets for Played {
     fn subscribe(
         &self,
-        _: Side,
-        address: Address,
-        queue: mpsc::Sender<Incoming>,
+        _: ListeningSide,
+        address: KvAddress,
+        queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, ()> {
         let line = self.line(&address);
         Box::pin(async move {
@@ -85,9 +85,9 @@ impl Sockets for Played {
 
     fn replay(
         &self,
-        address: Address,
+        address: KvAddress,
         from: u64,
-        queue: mpsc::Sender<Incoming>,
+        queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, Result<(), String>> {
         let line = self.line(&address);
         Box::pin(async move { line.replay(from, &queue).await })
@@ -105,12 +105,12 @@ impl Line {
     }
 
     /// One connection; answers whether anybody still listens.
-    async fn follow(&self, queue: &mpsc::Sender<Incoming>) -> bool {
+    async fn follow(&self, queue: &mpsc::Sender<SocketMessage>) -> bool {
         let publisher = self.desk.scene.engines().publisher(&self.url);
         let Some((run, mut next)) = publisher else {
             return queue.send(broke("connection refused")).await.is_ok();
         };
-        if queue.send(Incoming::Connected).await.is_err() {
+        if queue.send(SocketMessage::Connected).await.is_err() {
             return false;
         }
         // Nothing comes and nothing says so.
@@ -133,7 +133,7 @@ impl Line {
                 let copies = 1 + u64::from(self.one_in(40));
                 for _ in 0..copies {
                     // A publisher drops what a subscriber does not fetch.
-                    let sent = queue.try_send(Incoming::Message(seq, payload.clone()));
+                    let sent = queue.try_send(SocketMessage::Message(seq, payload.clone()));
                     if let Err(TrySendError::Closed(_)) = sent {
                         return false;
                     }
@@ -145,7 +145,7 @@ impl Line {
         }
     }
 
-    async fn replay(&self, from: u64, queue: &mpsc::Sender<Incoming>) -> Result<(), String> {
+    async fn replay(&self, from: u64, queue: &mpsc::Sender<SocketMessage>) -> Result<(), String> {
         tokio::time::sleep(Duration::from_millis(1 + self.below(60))).await;
         let engine = self.desk.scene.engines().publisher(&self.url);
         let (run, _) = engine.ok_or("connection refused")?;
@@ -161,7 +161,7 @@ impl Line {
         };
         for (seq, payload) in &messages[..sent] {
             if queue
-                .send(Incoming::Message(*seq, payload.clone()))
+                .send(SocketMessage::Message(*seq, payload.clone()))
                 .await
                 .is_err()
             {
@@ -175,6 +175,6 @@ impl Line {
     }
 }
 
-fn broke(why: &str) -> Incoming {
-    Incoming::Broke(why.to_owned())
+fn broke(why: &str) -> SocketMessage {
+    SocketMessage::Broke(why.to_owned())
 }

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use api::ports::{ChangeFailure, Cluster};
+use api::ports::{ChangeError, Cluster};
 use lab::rng::Rng;
 use node::app::core::Core;
 use state::command::BackendSpec;
@@ -125,7 +125,7 @@ struct Desk {
     run: Run,
     cluster: Arc<dyn Cluster>,
     admission: Arc<api::admission::Admission>,
-    view: Arc<state::View>,
+    view: Arc<state::StateView>,
     backends: Arc<api::backends::Backends>,
 }
 
@@ -202,8 +202,8 @@ impl Stage {
             };
             let outcome = match &done {
                 Ok(()) => "ok",
-                Err(ChangeFailure::Refused(_)) => "refused",
-                Err(ChangeFailure::Unknown(_)) => "unknown",
+                Err(ChangeError::Refused(_)) => "refused",
+                Err(ChangeError::Unknown(_)) => "unknown",
             };
             let now_us = scene.time.now_us();
             scene

@@ -1,6 +1,6 @@
 //! An operator who changes what is replicated: backends, policies, admission, users.
 
-use api::ports::ProposeFailure;
+use api::ports::ProposeError;
 use lab::rng::Rng;
 use state::admission::{
     AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Grants, Order,
@@ -61,8 +61,8 @@ pub(super) async fn submit(desk: &Desk, client: u32, command: Command) {
             };
             (Outcome::Written(committed), how)
         }
-        Err(ProposeFailure::Unavailable(_)) => (Outcome::Refused, "refused"),
-        Err(ProposeFailure::Unknown(_) | ProposeFailure::Stopping) => (Outcome::Unknown, "unknown"),
+        Err(ProposeError::Unavailable(_)) => (Outcome::Refused, "refused"),
+        Err(ProposeError::Unknown(_) | ProposeError::Stopping) => (Outcome::Unknown, "unknown"),
     };
     desk.scene.count(what, how);
     let now_us = desk.now_us();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::admission::{Admitted, Candidate};
+use api::admission::{AdmissionRequest, Admitted};
 use state::ids::Slot;
 use tokio::time::timeout;
 
@@ -38,7 +38,7 @@ impl Waiting {
 
 /// Waits for a turn for so long. Who has left must not keep a place in the queue: it would be sent to an
 /// engine, or keep others from being.
-pub(super) async fn admitted<C: Candidate>(
+pub(super) async fn admitted<C: AdmissionRequest>(
     desk: &Desk,
     request: &Arc<C>,
     excluded: &[Slot],
@@ -65,14 +65,14 @@ pub(super) async fn admitted<C: Candidate>(
     }
 }
 
-fn not_admitted(why: api::admission::NotAdmitted) -> &'static str {
-    use api::admission::NotAdmitted;
+fn not_admitted(why: api::admission::AdmissionRejection) -> &'static str {
+    use api::admission::AdmissionRejection;
     match why {
-        NotAdmitted::NoBackend(_) => "no-backend",
-        NotAdmitted::OverLimit(_) => OVER_LIMIT,
-        NotAdmitted::QueueFull { .. } => QUEUE_FULL,
-        NotAdmitted::TooLate { .. } => TOO_LATE,
-        NotAdmitted::WaitedTooLong { .. } => WAITED_TOO_LONG,
-        NotAdmitted::Leaving => "leaving",
+        AdmissionRejection::NoBackend(_) => "no-backend",
+        AdmissionRejection::OverLimit(_) => OVER_LIMIT,
+        AdmissionRejection::QueueFull { .. } => QUEUE_FULL,
+        AdmissionRejection::TooLate { .. } => TOO_LATE,
+        AdmissionRejection::WaitedTooLong { .. } => WAITED_TOO_LONG,
+        AdmissionRejection::Leaving => "leaving",
     }
 }

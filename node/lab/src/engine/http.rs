@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use api::prompt::{Parsed, ReplyShape};
+use api::prompt::{ParsedBody, ReplyShape};
 use axum::body::Body;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, State};
@@ -376,7 +376,7 @@ fn read<T: DeserializeOwned>(body: &[u8], param: Option<&str>) -> Result<T, Refu
     serde_json::from_slice(body).map_err(|error| Refusal::bad_request(error.to_string(), param))
 }
 
-fn parse(path: &str, body: &Bytes) -> Result<Parsed, Refusal> {
+fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, Refusal> {
     api::prompt::parse(path, body)
         .map_err(|bad| Refusal::bad_request(bad.message, bad.param.as_deref()))
 }

@@ -8,11 +8,11 @@
 use std::collections::BTreeMap;
 
 use state::admission::{
-    AdmissionSettings, Backlog, Batching, CODEL_INTERVAL_MS, Counters, Expired, Gate, Next,
-    Pricing, Queue, Refused, Rules, Verdict, Waiting, slack_tokens,
+    AdmissionSettings, Backlog, Batching, CODEL_INTERVAL_MS, Counters, DispatchVerdict, Expired,
+    Gate, Next, Pricing, Queue, QueueRejection, QueueSettings, QueuedRequest, slack_tokens,
 };
 use state::ids::{ReplicaId, Ticket};
-use state::outputs::batch::{Bins, Candidate, Room, Rule};
+use state::outputs::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule};
 
 use super::events::Micros;
 use super::plan::Plan;
@@ -52,7 +52,7 @@ enum Line {
         /// Requests by ticket.
         requests: BTreeMap<Ticket, usize>,
     },
-    Batches(Bins<usize>),
+    Batches(BinQueues<usize>),
 }
 
 /// A request as the lobby sees it.
@@ -61,7 +61,7 @@ pub struct Guest {
     /// The request.
     pub request: usize,
     /// What the queue orders by; its ticket is given here.
-    pub waiting: Waiting,
+    pub waiting: QueuedRequest,
     /// Prompt and output tokens as known at the arrival.
     pub price: u64,
 }
@@ -82,16 +82,16 @@ impl Lobby {
     #[must_use]
     pub fn new(plan: &Plan, pricing: Pricing, lag: Micros) -> Self {
         let settings = &plan.admission;
-        let rules = Rules {
+        let rules = QueueSettings {
             target_ms: u64::try_from(plan.codel_target.as_millis()).unwrap_or(u64::MAX),
-            ..Rules::of(settings, pricing)
+            ..QueueSettings::of(settings, pricing)
         };
         let line = match settings.batching {
             Batching::Continuous => Line::Ordered {
                 queue: Box::new(Queue::new(rules)),
                 requests: BTreeMap::new(),
             },
-            Batching::Static => Line::Batches(Bins::new(settings.bins)),
+            Batching::Static => Line::Batches(BinQueues::new(settings.bins)),
         };
         Self {
             settings: settings.clone(),
@@ -113,14 +113,18 @@ impl Lobby {
     ///
     /// # Errors
     /// When it may not wait.
-    pub fn push(&mut self, guest: Guest, counters: &impl Counters) -> Result<Ticket, Refused> {
+    pub fn push(
+        &mut self,
+        guest: Guest,
+        counters: &impl Counters,
+    ) -> Result<Ticket, QueueRejection> {
         self.largest = self.largest.max(guest.price);
         let now_ms = guest.waiting.arrived_ms;
         self.last_ticket += 1;
         let ticket = Ticket(self.last_ticket);
         match &mut self.line {
             Line::Ordered { queue, requests } => {
-                let waiting = Waiting {
+                let waiting = QueuedRequest {
                     ticket,
                     ..guest.waiting
                 };
@@ -128,13 +132,13 @@ impl Lobby {
                 requests.insert(ticket, guest.request);
             }
             Line::Batches(bins) => {
-                let Waiting {
+                let QueuedRequest {
                     input_tokens,
                     predicted_output,
                     bin,
                     ..
                 } = guest.waiting;
-                let candidate = Candidate {
+                let candidate = BinnedRequest {
                     arrived_ms: now_ms,
                     tokens: u64::from(input_tokens) + u64::from(predicted_output),
                     item: guest.request,
@@ -199,7 +203,11 @@ impl Lobby {
         };
         self.gate.set_slack(slack);
         self.slack_most = self.slack_most.max(slack);
-        let verdict = if has_room { Verdict::Go } else { Verdict::Stop };
+        let verdict = if has_room {
+            DispatchVerdict::Go
+        } else {
+            DispatchVerdict::Stop
+        };
         let next = queue.next(unix_ms(now), counters, &mut self.gate, |_| verdict);
         self.is_held = matches!(next, Next::Held { .. });
         match next {
@@ -217,11 +225,11 @@ impl Lobby {
         let Line::Batches(bins) = &mut self.line else {
             return Vec::new();
         };
-        let rule = Rule {
+        let rule = SelectionRule {
             selection: self.settings.bin_selection,
             age_ms_max: self.settings.bin_age_ms_max,
         };
-        let room = Room {
+        let room = BatchRoom {
             requests,
             tokens: None,
         };

@@ -7,16 +7,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::ports::ProposeFailure;
-use api::routing::{LoadTable, Outbox, OutboxSettings, Overlay, Reporter, Underway};
-use state::admission::{Counters, Ledger, Order, Pending, Pricing, Tab, Used, UserFigures};
-use state::command::{Charge, Command, Committed, Envelope, Item, Lane, Origin, Outcome, Reply};
+use api::ports::ProposeError;
+use api::routing::{LoadGuard, LoadReporter, LoadTable, Outbox, OutboxSettings, Overlay};
+use state::admission::{
+    Advance, Counters, CreditLedger, Order, PendingCharges, Pricing, TokenDelta, UserFigures,
+};
+use state::command::{
+    Charge, Command, Committed, Envelope, Item, Lane, LeaseOutcome, Origin, Reply,
+};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, SessionId, UserKey,
 };
-use state::policy::{self, Candidate, PolicyConfig, Request};
+use state::policy::{self, Candidate, PolicyConfig, PolicyRequest};
 use state::prefix::{continue_bytes, model_key};
-use state::{RouterState, View};
+use state::{RouterState, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -77,15 +81,15 @@ pub struct Replica {
     pub session: SessionId,
     /// What the log has brought it.
     pub state: RouterState,
-    view: Arc<View>,
+    view: Arc<StateView>,
     /// What it has learnt and not seen applied.
     pub outbox: Outbox,
     overlay: Arc<Overlay>,
     /// Who is busy.
     pub load: LoadTable,
     /// When peers are told.
-    pub reporter: Reporter,
-    ledger: Ledger,
+    pub reporter: LoadReporter,
+    ledger: CreditLedger,
     pricing: Pricing,
     model: ModelKey,
     samples: Samples,
@@ -150,9 +154,9 @@ pub struct Flight {
     /// Where.
     pub backend: BackendRef,
     attempt: AttemptId,
-    underway: Underway,
+    underway: LoadGuard,
     user: UserKey,
-    tab: Tab,
+    advance: Advance,
     before: Before,
     /// Prompt tokens predicted to be cached.
     predicted: u32,
@@ -179,8 +183,8 @@ impl Replica {
             outbox: Outbox::new(id, session, settings, Arc::clone(&overlay)),
             overlay,
             load: LoadTable::default(),
-            reporter: Reporter::default(),
-            ledger: Ledger::default(),
+            reporter: LoadReporter::default(),
+            ledger: CreditLedger::default(),
             pricing: run.pricing,
             model: model_key(HASH_SEED, MODEL),
             samples: Samples::default(),
@@ -268,7 +272,7 @@ impl Replica {
         self.overlay.extend(chain, matches);
     }
 
-    fn request(&mut self, config: &PolicyConfig, ask: &Ask<'_>) -> Request {
+    fn request(&mut self, config: &PolicyConfig, ask: &Ask<'_>) -> PolicyRequest {
         let needs = config.needs();
         let chain = &ask.prompt.chain;
         let prefix_key = needs.prefix_blocks.map_or(0, |blocks| {
@@ -277,7 +281,7 @@ impl Replica {
         });
         let turn = self.turn;
         self.turn += u64::from(needs.turn);
-        Request {
+        PolicyRequest {
             jitter: xxh3_64(&ask.number.to_le_bytes()),
             blocks: ask.prompt.matchable,
             tokens: ask.prompt.tokens,
@@ -333,12 +337,12 @@ impl Replica {
         let held = self.held(decision, &ask.prompt.chain);
         let user = self.outbox.payer(HASH_SEED, sent.user);
         let is_output_ahead = sent.order == Order::VtcPred;
-        let estimate = Used {
+        let estimate = TokenDelta {
             input_uncached: uncached,
             input_cached: cached,
             output: u64::from(sent.predicted_output) * u64::from(is_output_ahead),
         };
-        let (tab, ahead) = self.ledger.open(user, &estimate, &self.pricing);
+        let (advance, ahead) = self.ledger.open(user, &estimate, &self.pricing);
         self.outbox.charge(Charge {
             started: 1,
             dequeued: u32::from(sent.was_queued),
@@ -351,7 +355,7 @@ impl Replica {
             attempt,
             underway,
             user,
-            tab,
+            advance,
             before: Before {
                 at: sent.at,
                 running: decision.running,
@@ -380,7 +384,7 @@ impl Replica {
     /// What the engine has told so far. Answers what that was charged, in priced tokens.
     pub fn served(&mut self, flight: &mut Flight, prompt: &Prompt, told: &Told) -> u64 {
         flight.underway.first_byte();
-        let mut used = Used::default();
+        let mut used = TokenDelta::default();
         if flight.first.is_none() {
             flight.first = Some((told.at, told.cached));
             used.input_cached = u64::from(told.cached.min(prompt.tokens));
@@ -389,7 +393,7 @@ impl Replica {
                 .first_token(flight.backend, &flight.before, told.at);
         }
         let due = u64::from(told.output).saturating_sub(flight.charged_output);
-        if due < OUTPUT_STEP_TOKENS && used == Used::default() {
+        if due < OUTPUT_STEP_TOKENS && used == TokenDelta::default() {
             return 0;
         }
         used.output = due;
@@ -397,10 +401,9 @@ impl Replica {
         self.settle(flight, &used, 0)
     }
 
-    fn settle(&mut self, flight: &mut Flight, used: &Used, ended: u32) -> u64 {
-        let charge = self
-            .ledger
-            .settle(flight.user, &mut flight.tab, used, &self.pricing);
+    fn settle(&mut self, flight: &mut Flight, used: &TokenDelta, ended: u32) -> u64 {
+        let (user, advance) = (flight.user, &mut flight.advance);
+        let charge = self.ledger.settle(user, advance, used, &self.pricing);
         self.outbox.charge(Charge { ended, ..charge });
         self.pricing.input(used.input_uncached, used.input_cached)
             + self.pricing.output(used.output)
@@ -410,13 +413,13 @@ impl Replica {
     pub fn end(&mut self, mut flight: Flight, prompt: &Prompt, told: &Told) -> u64 {
         self.outbox
             .extend(flight.attempt, output_blocks(prompt, told.output));
-        self.outbox.release(flight.attempt, Outcome::Kept);
-        let used = Used {
+        self.outbox.release(flight.attempt, LeaseOutcome::Kept);
+        let used = TokenDelta {
             output: u64::from(told.output).saturating_sub(flight.charged_output),
-            ..Used::default()
+            ..TokenDelta::default()
         };
         let priced = self.settle(&mut flight, &used, 1);
-        self.ledger.close(flight.user, flight.tab);
+        self.ledger.close(flight.user, flight.advance);
         let instant = self.clock.at(told.at);
         let running = self.load.cluster(flight.backend, instant).running;
         if let Some((first, cached)) = flight.first {
@@ -454,7 +457,7 @@ impl Replica {
     /// The users' figures, with what this replica has charged on top.
     pub fn counters(&self) -> impl Counters {
         |user: UserKey| -> UserFigures {
-            let mut pending = Pending::default();
+            let mut pending = PendingCharges::default();
             pending.add(&self.outbox.unapplied(user), &self.pricing);
             pending.on_top(user, self.view.user_figures(user))
         }
@@ -520,10 +523,10 @@ impl Replica {
         self.outbox.settle(self.view.applied());
     }
 
-    fn told(&mut self, fate: Result<Committed, ProposeFailure>) {
+    fn told(&mut self, fate: Result<Committed, ProposeError>) {
         // Nothing to be done about any answer: a simulated log refuses no session and loses nothing.
         let next = self.outbox.fate(fate);
-        debug_assert_eq!(next, api::routing::Next::GoOn, "{}", self.id);
+        debug_assert_eq!(next, api::routing::AfterProposal::GoOn, "{}", self.id);
     }
 
     /// Whether a batch should be cut now or at the next flush.

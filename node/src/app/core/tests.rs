@@ -4,11 +4,11 @@
 use std::net::SocketAddr;
 use std::sync::Mutex;
 
-use api::admission::{Admitted, Candidate};
+use api::admission::{AdmissionRequest, Admitted};
 use api::backends::{Fault, Roster, Stay};
 use api::ports::BoxFuture;
-use api::prompt::{Identity, parse};
-use api::routing::{Ask, Attempt, End, Usage};
+use api::prompt::{PromptIdentity, parse};
+use api::routing::{Attempt, AttemptEnd, RoutingRequest, Usage};
 use lab::rng::Rng;
 use raft::{MemoryDisk, PeerChannel, PeerService};
 use state::admission::{AdmissionSettings, Concurrency};
@@ -63,14 +63,14 @@ impl Witness for Heard {
 
 /// A request for the next words of one of a few conversations.
 struct Chat {
-    identity: Identity,
+    identity: PromptIdentity,
     id: String,
     user: String,
 }
 
-impl Candidate for Chat {
-    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> Ask<'a> {
-        Ask {
+impl AdmissionRequest for Chat {
+    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        RoutingRequest {
             model: "m",
             identity: &self.identity,
             request_id: &self.id,
@@ -166,8 +166,8 @@ async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
     });
     match tokens % 5 {
         0 => drop(attempt),
-        1 => attempt.end(End::Broken),
-        _ => attempt.end(End::Finished),
+        1 => attempt.end(AttemptEnd::Broken),
+        _ => attempt.end(AttemptEnd::Finished),
     }
 }
 

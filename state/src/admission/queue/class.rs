@@ -5,41 +5,41 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ids::{Ticket, UserKey};
 
-/// Of those behind a line's head, so many are looked at.
+/// Of those behind a queue's head, so many are looked at.
 const BEHIND_MAX: usize = 16;
 
 /// Priority and bin.
-pub(super) type Place = (Reverse<i16>, u16);
-/// A line as sorted: key, first arrival, its ticket, user.
-pub(super) type Head = (u64, u64, Ticket, UserKey);
+pub(super) type ClassKey = (Reverse<i16>, u16);
+/// A queue as sorted: key, first arrival, its ticket, user.
+pub(super) type UserQueueKey = (u64, u64, Ticket, UserKey);
 
 /// Requests of one priority and bin.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Class {
-    /// By key, then by the line's first arrival.
-    pub(super) heads: BTreeSet<Head>,
-    /// By the line's longest match, of users who have deficit left; kept for `dlpm` only.
-    pub(super) solvent: BTreeSet<(Match, UserKey)>,
-    pub(super) lines: BTreeMap<UserKey, Line>,
+    /// By key, then by the queue's first arrival.
+    pub(super) heads: BTreeSet<UserQueueKey>,
+    /// By the queue's longest match, of users who have deficit left; kept for `dlpm` only.
+    pub(super) solvent: BTreeSet<(MatchKey, UserKey)>,
+    pub(super) queues: BTreeMap<UserKey, UserQueue>,
     pub(super) waiting: usize,
 }
 
 /// Longest match first, then first come.
-pub(super) type Match = (Reverse<u32>, u64, Ticket);
+pub(super) type MatchKey = (Reverse<u32>, u64, Ticket);
 
 /// One user's requests in one class; never empty.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Line {
+pub(super) struct UserQueue {
     /// As in `heads`.
     pub(super) key: u64,
     pub(super) arrivals: BTreeSet<(u64, Ticket)>,
-    pub(super) matches: BTreeSet<Match>,
+    pub(super) matches: BTreeSet<MatchKey>,
     pub(super) is_solvent: bool,
     /// Its head as in `heads`.
     hooked: (u64, Ticket),
 }
 
-impl Line {
+impl UserQueue {
     pub(super) fn len(&self) -> u64 {
         self.arrivals.len() as u64
     }
@@ -51,7 +51,7 @@ impl Line {
         } else {
             self.arrivals.first()
         };
-        *head.expect("a line is never empty")
+        *head.expect("a queue is never empty")
     }
 
     /// Those behind its head, as they come.
@@ -65,33 +65,33 @@ impl Line {
         }
     }
 
-    pub(super) fn best(&self) -> Match {
-        *self.matches.first().expect("a line is never empty")
+    pub(super) fn best(&self) -> MatchKey {
+        *self.matches.first().expect("a queue is never empty")
     }
 }
 
 impl Class {
-    /// Takes a line out of the orders, before it changes.
+    /// Takes a queue out of the orders, before it changes.
     pub(super) fn unhook(&mut self, user: UserKey) {
-        if let Some(line) = self
-            .lines
+        if let Some(queue) = self
+            .queues
             .get(&user)
-            .filter(|line| !line.arrivals.is_empty())
+            .filter(|queue| !queue.arrivals.is_empty())
         {
-            let (arrived_ms, ticket) = line.hooked;
-            self.heads.remove(&(line.key, arrived_ms, ticket, user));
-            self.solvent.remove(&(line.best(), user));
+            let (arrived_ms, ticket) = queue.hooked;
+            self.heads.remove(&(queue.key, arrived_ms, ticket, user));
+            self.solvent.remove(&(queue.best(), user));
         }
     }
 
-    /// Puts a line into the orders.
+    /// Puts a queue into the orders.
     pub(super) fn hook(&mut self, user: UserKey, is_newest_first: bool) {
-        if let Some(line) = self.lines.get_mut(&user) {
-            line.hooked = line.head(is_newest_first);
-            let (arrived_ms, ticket) = line.hooked;
-            self.heads.insert((line.key, arrived_ms, ticket, user));
-            if line.is_solvent {
-                self.solvent.insert((line.best(), user));
+        if let Some(queue) = self.queues.get_mut(&user) {
+            queue.hooked = queue.head(is_newest_first);
+            let (arrived_ms, ticket) = queue.hooked;
+            self.heads.insert((queue.key, arrived_ms, ticket, user));
+            if queue.is_solvent {
+                self.solvent.insert((queue.best(), user));
             }
         }
     }

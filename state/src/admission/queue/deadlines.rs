@@ -2,26 +2,26 @@
 //!
 //! A request is refused when it would not go in time: what is ahead of it in the order in force, over
 //! the rate at which the queue is served, is longer than it may wait. It may wait for
-//! [`Rules::wait_ms_max`], for what its client says, for what clients were seen to wait, and in
+//! [`QueueSettings::wait_ms_max`], for what its client says, for what clients were seen to wait, and in
 //! overload for the target.
 //!
 //! What is ahead follows the order: a user whose counter is below those of others who wait is not
 //! refused because they are many. Nobody is refused while little is ahead, or while the rate is
 //! unknown; a rate is believed only as far as what was measured excludes a higher one. In overload
 //! the newest of a user's requests goes first, but the prediction stays as if it went last: one of
-//! the line has to be refused, and this one has not waited yet.
+//! the queue has to be refused, and this one has not waited yet.
 
 use std::cmp::Reverse;
 
-use super::super::overload::{Bounds, Overload, SHORT_QUEUE};
+use super::super::overload::{Overload, SHORT_QUEUE, WaitBounds};
 use super::super::{Order, UserFigures, milli_tokens};
-use super::class::{Class, Line};
-use super::{Presence, Queue, Waiting};
+use super::class::{Class, UserQueue};
+use super::{Queue, QueuedRequest, WaitingUser};
 use crate::ids::{Ticket, UserKey};
 
 /// Why a request may not wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
+pub enum QueueRejection {
     /// The queue is full.
     #[error("the queue is full")]
     Full,
@@ -39,14 +39,14 @@ pub enum Refused {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expired {
     /// The request.
-    pub waiting: Waiting,
+    pub waiting: QueuedRequest,
     /// What ended its wait.
-    pub why: Why,
+    pub why: ExpiryReason,
 }
 
 /// What ended the wait of a request that did not go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Why {
+pub enum ExpiryReason {
     /// The longest wait of all.
     TooLong,
     /// Its client's deadline, or what clients were seen to wait.
@@ -72,18 +72,18 @@ impl Queue {
     /// Counts the request as arrived, and answers whether it may wait.
     pub(super) fn check(
         &mut self,
-        waiting: &Waiting,
-        presence: &Presence,
+        waiting: &QueuedRequest,
+        presence: &WaitingUser,
         figures: &UserFigures,
         now_ms: u64,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), QueueRejection> {
         if self.requests.is_empty() {
             self.overload.begin(now_ms);
         }
         self.overload.arrived();
         self.look(now_ms);
         if self.requests.len() >= self.rules.queue_max {
-            return Err(Refused::Full);
+            return Err(QueueRejection::Full);
         }
         let ahead = self.ahead(waiting, presence, figures);
         if waiting.is_selective || ahead <= SHORT_QUEUE {
@@ -94,7 +94,7 @@ impl Queue {
         let wait_ms_max = self.overload.wait_ms_max(&self.bounds()).min(due_ms);
         let wait_ms = self.overload.wait_ms(ahead, now_ms);
         if wait_ms > wait_ms_max {
-            return Err(Refused::TooLate {
+            return Err(QueueRejection::TooLate {
                 wait_ms,
                 wait_ms_max,
             });
@@ -103,7 +103,7 @@ impl Queue {
     }
 
     /// Requests that go before this one, were it last of its user's, by the keys as last seen.
-    fn ahead(&self, waiting: &Waiting, presence: &Presence, figures: &UserFigures) -> u64 {
+    fn ahead(&self, waiting: &QueuedRequest, presence: &WaitingUser, figures: &UserFigures) -> u64 {
         let own = Reverse(waiting.priority);
         let higher = self.classes.range(..(own, 0));
         let higher: u64 = higher.map(|(_, class)| class.waiting as u64).sum();
@@ -116,7 +116,7 @@ impl Queue {
             Order::Rpm => 1,
             _ => milli_tokens(price, weight_milli).max(1),
         };
-        let of_user = |(_, class): (_, &Class)| class.lines.get(&waiting.user).map(Line::len);
+        let of_user = |(_, class): (_, &Class)| class.queues.get(&waiting.user).map(UserQueue::len);
         let before: u64 = equal.clone().filter_map(of_user).sum();
         let counter = presence.counter_milli(figures);
         let raised = before.saturating_mul(step(presence.weight_milli));
@@ -127,19 +127,19 @@ impl Queue {
         let upto = (reached, u64::MAX, Ticket(u64::MAX), UserKey(u64::MAX));
         let heads = equal.flat_map(|(_, class)| {
             let heads = class.heads.range(..=upto);
-            heads.filter_map(|(key, _, _, user)| Some((*key, *user, class.lines.get(user)?)))
+            heads.filter_map(|(key, _, _, user)| Some((*key, *user, class.queues.get(user)?)))
         });
         let others = heads.filter(|(_, user, _)| *user != waiting.user);
-        let going = others.map(|(key, user, line)| {
+        let going = others.map(|(key, user, queue)| {
             let weight_milli = self.users.get(&user).map_or(0, |it| it.weight_milli);
             let turns = 1 + (reached - key) / step(weight_milli);
-            turns.min(line.len())
+            turns.min(queue.len())
         });
         higher + before + going.sum::<u64>()
     }
 
-    fn bounds(&self) -> Bounds {
-        Bounds {
+    fn bounds(&self) -> WaitBounds {
+        WaitBounds {
             wait_ms_max: self.rules.wait_ms_max,
             target_ms: self.rules.target_ms,
         }
@@ -160,7 +160,7 @@ impl Queue {
     }
 
     /// Takes a request out that goes to a backend.
-    pub fn take(&mut self, ticket: Ticket, now_ms: u64) -> Option<Waiting> {
+    pub fn take(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         self.overload.departed(now_ms);
         self.stayed(&waiting, now_ms);
@@ -169,7 +169,7 @@ impl Queue {
     }
 
     /// Takes a request out whose client has left.
-    pub fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<Waiting> {
+    pub fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
         self.overload.patience.left(waited_ms);
@@ -183,7 +183,7 @@ impl Queue {
         }
     }
 
-    fn stayed(&mut self, waiting: &Waiting, now_ms: u64) {
+    fn stayed(&mut self, waiting: &QueuedRequest, now_ms: u64) {
         let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
         self.overload.patience.stayed(waited_ms);
     }
@@ -201,18 +201,18 @@ impl Queue {
                 break;
             }
             let why = if waited_ms >= bounds.wait_ms_max {
-                Why::TooLong
+                ExpiryReason::TooLong
             } else if self.overload.is_on() && waited_ms >= bounds.target_ms {
-                Why::Overload
+                ExpiryReason::Overload
             } else {
-                Why::Deadline
+                ExpiryReason::Deadline
             };
             expired.extend(self.remove(ticket).map(|waiting| Expired { waiting, why }));
         }
         while let Some(&(due_ms, ticket)) = self.dues.first()
             && due_ms <= now_ms
         {
-            let why = Why::Deadline;
+            let why = ExpiryReason::Deadline;
             expired.extend(self.remove(ticket).map(|waiting| Expired { waiting, why }));
         }
         for gone in &expired {

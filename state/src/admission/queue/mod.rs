@@ -20,14 +20,14 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
-use self::class::{Class, Match, Place};
+use self::class::{Class, ClassKey, MatchKey};
 use super::overload::{CODEL_TARGET_MS, Overload};
 use super::{
     AdmissionSettings, Backlog, BinSelection, Counters, Gate, Order, Pricing, UserFigures,
 };
 use crate::ids::{Ticket, UserKey};
 
-pub use self::deadlines::{Expired, Forecast, Refused, Why};
+pub use self::deadlines::{Expired, ExpiryReason, Forecast, QueueRejection};
 
 /// Lines looked at again on every call.
 const REFRESH_LINES: usize = 4;
@@ -36,7 +36,7 @@ const REFRESH_MS: u64 = 1000;
 
 /// A request that waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Waiting {
+pub struct QueuedRequest {
     /// Names it.
     pub ticket: Ticket,
     /// Who pays.
@@ -61,7 +61,7 @@ pub struct Waiting {
 
 /// What the queue goes by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rules {
+pub struct QueueSettings {
     /// Who goes first among requests of equal priority.
     pub order: Order,
     /// Requests that wait at most.
@@ -78,7 +78,7 @@ pub struct Rules {
     pub pricing: Pricing,
 }
 
-impl Rules {
+impl QueueSettings {
     /// As the replicated settings say.
     #[must_use]
     pub fn of(settings: &AdmissionSettings, pricing: Pricing) -> Self {
@@ -96,7 +96,7 @@ impl Rules {
 
 /// Whether a request can go, as whoever knows the backends says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum DispatchVerdict {
     /// There is room for it.
     Go,
     /// There is no room for this one; there may be for another.
@@ -109,7 +109,7 @@ pub enum Verdict {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     /// This one; it has left the queue.
-    Go(Waiting),
+    Go(QueuedRequest),
     /// There is room, and users who wait at other replicas have precedence. To be asked again when a
     /// peer tells something, at the latest after so many milliseconds.
     Held {
@@ -125,10 +125,10 @@ pub enum Next {
 /// Requests of one model that wait at one replica. See the module's documentation.
 #[derive(Debug, Clone)]
 pub struct Queue {
-    rules: Rules,
-    requests: BTreeMap<Ticket, Waiting>,
-    classes: BTreeMap<Place, Class>,
-    users: BTreeMap<UserKey, Presence>,
+    rules: QueueSettings,
+    requests: BTreeMap<Ticket, QueuedRequest>,
+    classes: BTreeMap<ClassKey, Class>,
+    users: BTreeMap<UserKey, WaitingUser>,
     /// All requests by arrival.
     ages: BTreeSet<(u64, Ticket)>,
     /// Requests with a deadline of their own, by it.
@@ -137,14 +137,14 @@ pub struct Queue {
     /// Bin that went last.
     last_bin: u16,
     /// Line looked at last, of those looked at a few per call.
-    last_looked: Option<(Place, UserKey)>,
+    last_looked: Option<(ClassKey, UserKey)>,
     /// When all lines were looked at; `None`: they are to be.
     refreshed_ms: Option<u64>,
 }
 
 /// A user who waits here.
 #[derive(Debug, Clone, Copy)]
-struct Presence {
+struct WaitingUser {
     waiting: usize,
     weight_milli: u32,
     /// Least counter of those who waited when this user came, until the state has lifted the user.
@@ -156,7 +156,7 @@ struct Presence {
 impl Queue {
     /// An empty queue.
     #[must_use]
-    pub fn new(rules: Rules) -> Self {
+    pub fn new(rules: QueueSettings) -> Self {
         Self {
             rules,
             requests: BTreeMap::new(),
@@ -172,7 +172,7 @@ impl Queue {
     }
 
     /// Goes by other rules from the next call on.
-    pub fn set_rules(&mut self, rules: Rules) {
+    pub fn set_rules(&mut self, rules: QueueSettings) {
         if rules != self.rules {
             self.rules = rules;
             self.refreshed_ms = None;
@@ -215,12 +215,12 @@ impl Queue {
 
     /// A request that waits.
     #[must_use]
-    pub fn get(&self, ticket: Ticket) -> Option<&Waiting> {
+    pub fn get(&self, ticket: Ticket) -> Option<&QueuedRequest> {
         self.requests.get(&ticket)
     }
 
     /// All requests that wait, by ticket.
-    pub fn iter(&self) -> impl Iterator<Item = &Waiting> {
+    pub fn iter(&self) -> impl Iterator<Item = &QueuedRequest> {
         self.requests.values()
     }
 
@@ -233,11 +233,11 @@ impl Queue {
     /// When its ticket waits already.
     pub fn push(
         &mut self,
-        waiting: Waiting,
+        waiting: QueuedRequest,
         now_ms: u64,
         counters: &impl Counters,
         gate: &Gate,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), QueueRejection> {
         let figures = counters.figures(waiting.user);
         let presence = self.arrive(&waiting, &figures, now_ms, gate);
         self.check(&waiting, &presence, &figures, now_ms)?;
@@ -251,7 +251,7 @@ impl Queue {
         let class = self.classes.entry(class_of(&waiting)).or_default();
         class.waiting += 1;
         class.unhook(waiting.user);
-        let line = class.lines.entry(waiting.user).or_default();
+        let line = class.queues.entry(waiting.user).or_default();
         line.arrivals.insert((waiting.arrived_ms, ticket));
         line.matches.insert(match_of(&waiting));
         self.sort(class_of(&waiting), waiting.user, &figures);
@@ -263,13 +263,13 @@ impl Queue {
     /// wait.
     fn arrive(
         &self,
-        waiting: &Waiting,
+        waiting: &QueuedRequest,
         figures: &UserFigures,
         now_ms: u64,
         gate: &Gate,
-    ) -> Presence {
+    ) -> WaitingUser {
         if let Some(presence) = self.users.get(&waiting.user) {
-            return Presence {
+            return WaitingUser {
                 waiting: presence.waiting + 1,
                 ..*presence
             };
@@ -287,7 +287,7 @@ impl Queue {
             // Their keys are no counters, or not to be lifted.
             Order::Lcf | Order::Rpm | Order::Fcfs => 0,
         };
-        let mut presence = Presence {
+        let mut presence = WaitingUser {
             waiting: 1,
             weight_milli: figures.weight_milli,
             floor_milli,
@@ -302,7 +302,7 @@ impl Queue {
     }
 
     /// Takes a request out.
-    pub fn remove(&mut self, ticket: Ticket) -> Option<Waiting> {
+    pub fn remove(&mut self, ticket: Ticket) -> Option<QueuedRequest> {
         let waiting = self.requests.remove(&ticket)?;
         self.ages.remove(&(waiting.arrived_ms, ticket));
         if let Some(due_ms) = waiting.due_ms {
@@ -314,17 +314,17 @@ impl Queue {
         class.waiting -= 1;
         class.unhook(waiting.user);
         let line = class
-            .lines
+            .queues
             .get_mut(&waiting.user)
             .expect("its line is there");
         line.arrivals.remove(&(waiting.arrived_ms, ticket));
         line.matches.remove(&match_of(&waiting));
         if line.arrivals.is_empty() {
-            class.lines.remove(&waiting.user);
+            class.queues.remove(&waiting.user);
         } else {
             class.hook(waiting.user, is_newest_first);
         }
-        if class.lines.is_empty() {
+        if class.queues.is_empty() {
             self.classes.remove(&place);
         }
         let presence = self
@@ -359,12 +359,12 @@ impl Queue {
         let is_due = |last_ms: u64| now_ms.saturating_sub(last_ms) >= REFRESH_MS;
         if self.refreshed_ms.is_none_or(is_due) {
             self.refreshed_ms = Some(now_ms);
-            let lines = |(place, class): (&Place, &Class)| {
+            let lines = |(place, class): (&ClassKey, &Class)| {
                 let place = *place;
-                let users: Vec<UserKey> = class.lines.keys().copied().collect();
+                let users: Vec<UserKey> = class.queues.keys().copied().collect();
                 users.into_iter().map(move |user| (place, user))
             };
-            let all: Vec<(Place, UserKey)> = self.classes.iter().flat_map(lines).collect();
+            let all: Vec<(ClassKey, UserKey)> = self.classes.iter().flat_map(lines).collect();
             for (place, user) in all {
                 self.sort(place, user, &counters.figures(user));
             }
@@ -379,7 +379,7 @@ impl Queue {
         }
     }
 
-    fn line_after(&self, last: Option<(Place, UserKey)>) -> Option<(Place, UserKey)> {
+    fn line_after(&self, last: Option<(ClassKey, UserKey)>) -> Option<(ClassKey, UserKey)> {
         let from = last.map_or(Bound::Unbounded, |(place, _)| Bound::Included(place));
         self.classes
             .range((from, Bound::Unbounded))
@@ -388,15 +388,15 @@ impl Queue {
                     Some((last, user)) if last == *place => Bound::Excluded(user),
                     _ => Bound::Unbounded,
                 };
-                let (user, _) = class.lines.range((after, Bound::Unbounded)).next()?;
+                let (user, _) = class.queues.range((after, Bound::Unbounded)).next()?;
                 Some((*place, *user))
             })
     }
 
     /// Puts a line where it belongs by the user's present figures; answers its key.
-    fn sort(&mut self, place: Place, user: UserKey, figures: &UserFigures) -> u64 {
+    fn sort(&mut self, place: ClassKey, user: UserKey, figures: &UserFigures) -> u64 {
         let is_newest_first = self.is_newest_first();
-        let head = |class: &Class| Some(class.lines.get(&user)?.head(is_newest_first).1);
+        let head = |class: &Class| Some(class.queues.get(&user)?.head(is_newest_first).1);
         let Some((ticket, presence)) = self
             .classes
             .get(&place)
@@ -410,7 +410,7 @@ impl Queue {
             && presence.counter_milli(figures) < presence.served_to_milli;
         if let Some(class) = self.classes.get_mut(&place) {
             class.unhook(user);
-            if let Some(line) = class.lines.get_mut(&user) {
+            if let Some(line) = class.queues.get_mut(&user) {
                 (line.key, line.is_solvent) = (key, is_solvent);
             }
             class.hook(user, is_newest_first);
@@ -418,14 +418,14 @@ impl Queue {
         key
     }
 
-    fn key(&self, waiting: &Waiting, figures: &UserFigures) -> u64 {
+    fn key(&self, waiting: &QueuedRequest, figures: &UserFigures) -> u64 {
         let presence = self.users.get(&waiting.user);
         let counter = presence.map_or(figures.counter_milli, |it| it.counter_milli(figures));
         self.key_at(waiting, figures, counter)
     }
 
     /// The key of a request whose user's counter is taken to be `counter`.
-    fn key_at(&self, waiting: &Waiting, figures: &UserFigures, counter: u64) -> u64 {
+    fn key_at(&self, waiting: &QueuedRequest, figures: &UserFigures, counter: u64) -> u64 {
         match self.rules.order {
             Order::Vtc | Order::VtcPred | Order::Dlpm => counter,
             Order::VtcMaxFair => {
@@ -442,14 +442,14 @@ impl Queue {
     }
 
     /// What a request will come to, in priced tokens.
-    fn price(&self, waiting: &Waiting) -> u64 {
+    fn price(&self, waiting: &QueuedRequest) -> u64 {
         let pricing = &self.rules.pricing;
         pricing.input(u64::from(waiting.input_tokens), 0)
             + pricing.output(u64::from(waiting.predicted_output))
     }
 }
 
-impl Presence {
+impl WaitingUser {
     fn counter_milli(&self, figures: &UserFigures) -> u64 {
         if figures.is_lifted {
             figures.counter_milli
@@ -459,11 +459,11 @@ impl Presence {
     }
 }
 
-fn class_of(waiting: &Waiting) -> Place {
+fn class_of(waiting: &QueuedRequest) -> ClassKey {
     (Reverse(waiting.priority), waiting.bin)
 }
 
-fn match_of(waiting: &Waiting) -> Match {
+fn match_of(waiting: &QueuedRequest) -> MatchKey {
     (
         Reverse(waiting.matched_blocks),
         waiting.arrived_ms,

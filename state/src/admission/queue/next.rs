@@ -4,8 +4,10 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::ops::Bound;
 
-use super::class::{Head, Line, Match, Place};
-use super::{Next, Presence, Queue, Verdict, Waiting, class_of, is_gated, quantum};
+use super::class::{ClassKey, MatchKey, UserQueue, UserQueueKey};
+use super::{
+    DispatchVerdict, Next, Queue, QueuedRequest, WaitingUser, class_of, is_gated, quantum,
+};
 use crate::admission::gate::{GATE_RETRY_MS, Gate};
 use crate::admission::{BinSelection, Counters, Order, UserFigures};
 use crate::ids::{Ticket, UserKey};
@@ -17,13 +19,13 @@ const BEHIND_MAX: usize = 64;
 
 /// Where in a class's order a request stands.
 #[derive(Debug, Clone, Copy)]
-enum At {
-    Head(Head),
-    Match(Match, UserKey),
+enum Position {
+    Head(UserQueueKey),
+    Match(MatchKey, UserKey),
 }
 
 /// One look for who goes next.
-struct Round<F> {
+struct Search<F> {
     now_ms: u64,
     verdict: F,
     /// Requests that could not go.
@@ -33,11 +35,11 @@ struct Round<F> {
     /// By key, those put off because they are too far ahead of others here.
     beyond: BTreeSet<(u64, Ticket)>,
     /// Lines of which a request was asked about that there is no room for.
-    stuck: Vec<(Place, UserKey)>,
+    stuck: Vec<(ClassKey, UserKey)>,
 }
 
 /// How a look ends.
-enum End {
+enum SearchEnd {
     Go(Ticket),
     /// There is none for anybody.
     NoRoom,
@@ -53,14 +55,14 @@ impl Queue {
         now_ms: u64,
         counters: &impl Counters,
         gate: &mut Gate,
-        verdict: impl FnMut(&Waiting) -> Verdict,
+        verdict: impl FnMut(&QueuedRequest) -> DispatchVerdict,
     ) -> Next {
         if self.requests.is_empty() {
             return Next::Nobody;
         }
         self.look(now_ms);
         self.refresh(now_ms, counters);
-        let mut round = Round {
+        let mut round = Search {
             now_ms,
             verdict,
             looks: 0,
@@ -73,20 +75,20 @@ impl Queue {
             .into_iter()
             .find_map(|priority| self.next_of(priority, counters, gate, &mut round));
         match end {
-            Some(End::Go(ticket)) => {
+            Some(SearchEnd::Go(ticket)) => {
                 let waiting = self.take(ticket, now_ms);
                 let waiting = waiting.expect("it was just asked about");
                 self.last_bin = waiting.bin;
                 Next::Go(waiting)
             }
-            Some(End::NoRoom) => {
+            Some(SearchEnd::NoRoom) => {
                 gate.no_room();
                 Next::NoRoom
             }
-            Some(End::Enough) | None if round.is_held => Next::Held {
+            Some(SearchEnd::Enough) | None if round.is_held => Next::Held {
                 retry_ms: GATE_RETRY_MS,
             },
-            Some(End::Enough) | None => Next::NoRoom,
+            Some(SearchEnd::Enough) | None => Next::NoRoom,
         }
     }
 
@@ -97,8 +99,8 @@ impl Queue {
         priority: Reverse<i16>,
         counters: &impl Counters,
         gate: &mut Gate,
-        round: &mut Round<impl FnMut(&Waiting) -> Verdict>,
-    ) -> Option<End> {
+        round: &mut Search<impl FnMut(&QueuedRequest) -> DispatchVerdict>,
+    ) -> Option<SearchEnd> {
         let bins = self.bin_turns(priority);
         let least = self.least(priority, counters).unwrap_or_default();
         let aged = self.aged(priority, round.now_ms).filter(|_| bins.len() > 1);
@@ -135,14 +137,14 @@ impl Queue {
         end
     }
 
-    /// Requests behind the first of their lines: there may be room for them where there is none for
+    /// Requests behind the first of their queues: there may be room for them where there is none for
     /// that one. A few only, after all firsts, so that nobody's are looked at instead of others'.
-    fn behind(&self, stuck: &[(Place, UserKey)]) -> Vec<Ticket> {
-        let lines = stuck
+    fn behind(&self, stuck: &[(ClassKey, UserKey)]) -> Vec<Ticket> {
+        let queues = stuck
             .iter()
-            .filter_map(|(place, user)| self.classes.get(place)?.lines.get(user));
-        let behind = |line: &Line| line.behind(self.is_newest_first());
-        lines.flat_map(behind).take(BEHIND_MAX).collect()
+            .filter_map(|(place, user)| self.classes.get(place)?.queues.get(user));
+        let behind = |queue: &UserQueue| queue.behind(self.is_newest_first());
+        queues.flat_map(behind).take(BEHIND_MAX).collect()
     }
 
     /// Asks whether a request can go; one too far ahead of `least` is put off instead.
@@ -152,8 +154,8 @@ impl Queue {
         least: u64,
         counters: &impl Counters,
         gate: &mut Gate,
-        round: &mut Round<impl FnMut(&Waiting) -> Verdict>,
-    ) -> Option<End> {
+        round: &mut Search<impl FnMut(&QueuedRequest) -> DispatchVerdict>,
+    ) -> Option<SearchEnd> {
         let waiting = self.requests.get(&ticket)?;
         let figures = counters.figures(waiting.user);
         let key = self.key(waiting, &figures);
@@ -166,29 +168,29 @@ impl Queue {
             is_gated(self.rules.order) && gate.holds(priority, key, weight_milli, round.now_ms);
         // That there is room for somebody who is held need be known of one only.
         let verdict = if is_held && round.is_held {
-            Verdict::Skip
+            DispatchVerdict::Skip
         } else {
             (round.verdict)(waiting)
         };
         match verdict {
-            Verdict::Stop => return Some(End::NoRoom),
-            Verdict::Go if !is_held => return Some(End::Go(ticket)),
-            Verdict::Go => {
+            DispatchVerdict::Stop => return Some(SearchEnd::NoRoom),
+            DispatchVerdict::Go if !is_held => return Some(SearchEnd::Go(ticket)),
+            DispatchVerdict::Go => {
                 gate.hold(priority, key, weight_milli, round.now_ms);
                 if !gate.holds(priority, key, weight_milli, round.now_ms) {
-                    return Some(End::Go(ticket));
+                    return Some(SearchEnd::Go(ticket));
                 }
                 round.is_held = true;
             }
-            Verdict::Skip => {
-                let line = (class_of(waiting), waiting.user);
-                if !is_held && !round.stuck.contains(&line) {
-                    round.stuck.push(line);
+            DispatchVerdict::Skip => {
+                let queue = (class_of(waiting), waiting.user);
+                if !is_held && !round.stuck.contains(&queue) {
+                    round.stuck.push(queue);
                 }
             }
         }
         round.looks += 1;
-        (round.looks >= LOOKS_MAX).then_some(End::Enough)
+        (round.looks >= LOOKS_MAX).then_some(SearchEnd::Enough)
     }
 
     /// Bins of one priority in their turn.
@@ -215,35 +217,35 @@ impl Queue {
     /// The next request of a class after the place of another, and its place.
     fn candidate(
         &mut self,
-        place: Place,
-        after: Option<At>,
+        place: ClassKey,
+        after: Option<Position>,
         counters: &impl Counters,
         gate: &Gate,
-    ) -> Option<(At, Ticket)> {
+    ) -> Option<(Position, Ticket)> {
         match (self.rules.order, after) {
             (Order::Dlpm, None) => self.first_solvent(place, counters, gate),
-            (Order::Dlpm, Some(At::Match(best, user))) => self
+            (Order::Dlpm, Some(Position::Match(best, user))) => self
                 .next_solvent(place, Some((best, user)), counters)
                 .or_else(|| self.next_head(place, None, counters)),
-            (_, Some(At::Head(head))) => self.next_head(place, Some(head), counters),
-            (_, None | Some(At::Match(..))) => self.next_head(place, None, counters),
+            (_, Some(Position::Head(head))) => self.next_head(place, Some(head), counters),
+            (_, None | Some(Position::Match(..))) => self.next_head(place, None, counters),
         }
     }
 
-    /// The first line whose key is after `after`, looked at again.
+    /// The first queue whose key is after `after`, looked at again.
     fn next_head(
         &mut self,
-        place: Place,
-        after: Option<Head>,
+        place: ClassKey,
+        after: Option<UserQueueKey>,
         counters: &impl Counters,
-    ) -> Option<(At, Ticket)> {
+    ) -> Option<(Position, Ticket)> {
         loop {
             let from = after.map_or(Bound::Unbounded, Bound::Excluded);
             let heads = &self.classes.get(&place)?.heads;
             let &head = heads.range((from, Bound::Unbounded)).next()?;
             let (key, _, ticket, user) = head;
             if self.sort(place, user, &counters.figures(user)) == key {
-                return Some((At::Head(head), ticket));
+                return Some((Position::Head(head), ticket));
             }
         }
     }
@@ -255,12 +257,12 @@ impl Queue {
         counters: &impl Counters,
     ) -> Option<u64> {
         let classes = self.classes.range((priority, 0)..=(priority, u16::MAX));
-        let places: Vec<Place> = classes.map(|(place, _)| *place).collect();
+        let places: Vec<ClassKey> = classes.map(|(place, _)| *place).collect();
         places
             .into_iter()
             .filter_map(|place| match self.next_head(place, None, counters)? {
-                (At::Head((key, ..)), _) => Some(key),
-                (At::Match(..), _) => None,
+                (Position::Head((key, ..)), _) => Some(key),
+                (Position::Match(..), _) => None,
             })
             .min()
     }
@@ -268,10 +270,10 @@ impl Queue {
     /// `dlpm`: the longest match among users with deficit left; when nobody has any, after a refill.
     fn first_solvent(
         &mut self,
-        place: Place,
+        place: ClassKey,
         counters: &impl Counters,
         gate: &Gate,
-    ) -> Option<(At, Ticket)> {
+    ) -> Option<(Position, Ticket)> {
         let first = self.next_solvent(place, None, counters);
         if first.is_some() {
             return first;
@@ -282,35 +284,35 @@ impl Queue {
 
     fn next_solvent(
         &mut self,
-        place: Place,
-        after: Option<(Match, UserKey)>,
+        place: ClassKey,
+        after: Option<(MatchKey, UserKey)>,
         counters: &impl Counters,
-    ) -> Option<(At, Ticket)> {
+    ) -> Option<(Position, Ticket)> {
         loop {
             let from = after.map_or(Bound::Unbounded, Bound::Excluded);
             let solvent = &self.classes.get(&place)?.solvent;
             let &(best, user) = solvent.range((from, Bound::Unbounded)).next()?;
             self.sort(place, user, &counters.figures(user));
-            let is_solvent = |line: &Line| line.is_solvent;
+            let is_solvent = |queue: &UserQueue| queue.is_solvent;
             if self
                 .classes
                 .get(&place)?
-                .lines
+                .queues
                 .get(&user)
                 .is_some_and(is_solvent)
             {
-                return Some((At::Match(best, user), best.2));
+                return Some((Position::Match(best, user), best.2));
             }
         }
     }
 
     /// `dlpm`: nobody has deficit left. Gives everyone as many quanta as it takes for one to have.
-    fn refill(&mut self, place: Place, counters: &impl Counters, gate: &Gate) {
+    fn refill(&mut self, place: ClassKey, counters: &impl Counters, gate: &Gate) {
         let Some(class) = self.classes.get(&place) else {
             return;
         };
-        let users: Vec<UserKey> = class.lines.keys().copied().collect();
-        let quanta = |figures: &UserFigures, presence: &Presence| {
+        let users: Vec<UserKey> = class.queues.keys().copied().collect();
+        let quanta = |figures: &UserFigures, presence: &WaitingUser| {
             let quantum = figures.milli_of(quantum(gate)).max(1);
             let behind = presence
                 .counter_milli(figures)

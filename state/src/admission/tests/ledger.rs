@@ -8,8 +8,8 @@ use crate::quotas::PendingUse;
 
 const ALICE: UserKey = UserKey(7);
 
-fn used(input_uncached: u64, input_cached: u64, output: u64) -> Used {
-    Used {
+fn used(input_uncached: u64, input_cached: u64, output: u64) -> TokenDelta {
+    TokenDelta {
         input_uncached,
         input_cached,
         output,
@@ -25,63 +25,63 @@ fn pricing(charge: ChargeInput) -> Pricing {
 
 #[test]
 fn what_was_charged_ahead_and_not_used_pays_for_what_comes_next() {
-    let mut ledger = Ledger::default();
+    let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
     // Estimated 100, really 70 uncached and 30 cached, then 10 tokens of output.
-    let (mut tab, ahead) = ledger.open(ALICE, &used(100, 0, 0), &pricing);
-    assert_eq!((pricing.due(&ahead), tab.left()), (100, 100));
-    let input = ledger.settle(ALICE, &mut tab, &used(70, 30, 0), &pricing);
+    let (mut advance, ahead) = ledger.open(ALICE, &used(100, 0, 0), &pricing);
+    assert_eq!((pricing.due(&ahead), advance.left()), (100, 100));
+    let input = ledger.settle(ALICE, &mut advance, &used(70, 30, 0), &pricing);
     assert_eq!((pricing.due(&input), input.settled), (0, 70));
-    let output = ledger.settle(ALICE, &mut tab, &used(0, 0, 10), &pricing);
+    let output = ledger.settle(ALICE, &mut advance, &used(0, 0, 10), &pricing);
     assert_eq!(pricing.due(&output), 20, "input's advance is not output's");
-    ledger.close(ALICE, tab);
+    ledger.close(ALICE, advance);
     assert_eq!(ledger.credit_of(ALICE), 30);
-    let (tab, ahead) = ledger.open(ALICE, &used(50, 0, 0), &pricing);
-    assert_eq!((pricing.due(&ahead), tab.left()), (20, 50));
+    let (advance, ahead) = ledger.open(ALICE, &used(50, 0, 0), &pricing);
+    assert_eq!((pricing.due(&ahead), advance.left()), (20, 50));
     assert_eq!(ledger.credit_of(ALICE), 0);
 }
 
 #[test]
 fn a_prediction_that_was_too_low_is_made_up_for_and_a_high_one_refunded() {
-    let mut ledger = Ledger::default();
+    let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
-    let (mut tab, ahead) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
+    let (mut advance, ahead) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
     assert_eq!(pricing.due(&ahead), 20);
-    let more = ledger.settle(ALICE, &mut tab, &used(10, 0, 8), &pricing);
+    let more = ledger.settle(ALICE, &mut advance, &used(10, 0, 8), &pricing);
     assert_eq!(pricing.due(&more), 6);
-    ledger.close(ALICE, tab);
+    ledger.close(ALICE, advance);
     assert_eq!(ledger.credit_of(ALICE), 0);
-    let (mut tab, _) = ledger.open(ALICE, &used(10, 0, 50), &pricing);
-    ledger.settle(ALICE, &mut tab, &used(10, 0, 8), &pricing);
-    ledger.close(ALICE, tab);
+    let (mut advance, _) = ledger.open(ALICE, &used(10, 0, 50), &pricing);
+    ledger.settle(ALICE, &mut advance, &used(10, 0, 8), &pricing);
+    ledger.close(ALICE, advance);
     assert_eq!(ledger.credit_of(ALICE), 84);
 }
 
 #[test]
 fn a_prediction_can_be_raised() {
-    let mut ledger = Ledger::default();
+    let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
-    let (mut tab, _) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
-    ledger.settle(ALICE, &mut tab, &used(10, 0, 5), &pricing);
+    let (mut advance, _) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
+    ledger.settle(ALICE, &mut advance, &used(10, 0, 5), &pricing);
     ledger.credit(ALICE, 3);
-    let more = ledger.raise(ALICE, &mut tab, 4, &pricing);
+    let more = ledger.raise(ALICE, &mut advance, 4, &pricing);
     assert_eq!(
-        (pricing.due(&more), tab.left()),
+        (pricing.due(&more), advance.left()),
         (5, 8),
         "credit pays first"
     );
-    let output = ledger.settle(ALICE, &mut tab, &used(0, 0, 3), &pricing);
+    let output = ledger.settle(ALICE, &mut advance, &used(0, 0, 3), &pricing);
     assert_eq!(pricing.due(&output), 0);
-    ledger.close(ALICE, tab);
+    ledger.close(ALICE, advance);
     assert_eq!(ledger.credit_of(ALICE), 2);
 }
 
 #[test]
 fn a_grant_has_paid_already() {
-    let mut ledger = Ledger::default();
+    let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
-    let mut tab = Ledger::open_granted(100, &used(60, 0, 0), &pricing);
-    let charge = ledger.settle(ALICE, &mut tab, &used(60, 0, 30), &pricing);
+    let mut advance = CreditLedger::open_granted(100, &used(60, 0, 0), &pricing);
+    let charge = ledger.settle(ALICE, &mut advance, &used(60, 0, 30), &pricing);
     assert_eq!(pricing.due(&charge), 20);
     ledger.credit(ALICE, 11);
     assert_eq!(ledger.credit_of(ALICE), 11);
@@ -118,7 +118,7 @@ fn settings_say_which_prompt_tokens_count() {
 #[test]
 fn what_is_pending_counts_until_it_is_applied() {
     let pricing = Pricing::default();
-    let mut pending = Pending::default();
+    let mut pending = PendingCharges::default();
     let first = Charge {
         user: ALICE,
         started: 2,
@@ -172,25 +172,25 @@ proptest! {
         is_full: bool,
     ) {
         let pricing = pricing(if is_full { ChargeInput::Full } else { ChargeInput::Uncached });
-        let mut ledger = Ledger::default();
+        let mut ledger = CreditLedger::default();
         let (mut charged, mut real, mut open) = (0, 0, 0);
         let mut all = Charge::default();
         let mut last = 0;
         for (uncached, cached, output, comes, is_closed) in requests {
-            let (mut tab, charge) = ledger.open(ALICE, &used(uncached, cached, output), &pricing);
+            let (mut advance, charge) = ledger.open(ALICE, &used(uncached, cached, output), &pricing);
             all.add(&charge);
             charged += pricing.due(&charge);
             for (uncached, cached, output) in comes {
                 let used = used(uncached, cached, output);
-                let charge = ledger.settle(ALICE, &mut tab, &used, &pricing);
+                let charge = ledger.settle(ALICE, &mut advance, &used, &pricing);
                 real += pricing.input(uncached, cached) + pricing.output(output);
                 charged += pricing.due(&charge);
                 all.add(&charge);
             }
             if is_closed {
-                ledger.close(ALICE, tab);
+                ledger.close(ALICE, advance);
             } else {
-                open += tab.left();
+                open += advance.left();
             }
             prop_assert!(charged >= last, "a counter fell");
             last = charged;

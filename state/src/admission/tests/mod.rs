@@ -43,17 +43,17 @@ impl Counters for Users {
     }
 }
 
-fn rules(order: Order) -> Rules {
+fn rules(order: Order) -> QueueSettings {
     let settings = AdmissionSettings {
         order,
         ..AdmissionSettings::default()
     };
-    Rules::of(&settings, Pricing::default())
+    QueueSettings::of(&settings, Pricing::default())
 }
 
 /// A request of `user` that came at the time `ticket`.
-fn waiting(user: u64, ticket: u64) -> Waiting {
-    Waiting {
+fn waiting(user: u64, ticket: u64) -> QueuedRequest {
+    QueuedRequest {
         ticket: Ticket(ticket),
         user: UserKey(user),
         priority: 0,
@@ -67,7 +67,7 @@ fn waiting(user: u64, ticket: u64) -> Waiting {
     }
 }
 
-fn queue(order: Order, users: &Users, requests: &[Waiting]) -> Queue {
+fn queue(order: Order, users: &Users, requests: &[QueuedRequest]) -> Queue {
     let mut queue = Queue::new(rules(order));
     for request in requests {
         queue
@@ -77,8 +77,8 @@ fn queue(order: Order, users: &Users, requests: &[Waiting]) -> Queue {
     queue
 }
 
-fn all(_: &Waiting) -> Verdict {
-    Verdict::Go
+fn all(_: &QueuedRequest) -> DispatchVerdict {
+    DispatchVerdict::Go
 }
 
 /// Who goes next without peers; takes it out.

@@ -27,16 +27,16 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 /// Who goes, by the definition.
 fn naive(
-    requests: &BTreeMap<u64, Waiting>,
+    requests: &BTreeMap<u64, QueuedRequest>,
     users: &Users,
     order: Order,
     skipped: u64,
 ) -> Option<u64> {
-    let head = |it: &Waiting| {
-        let same = |other: &&Waiting| (other.user, other.priority) == (it.user, it.priority);
+    let head = |it: &QueuedRequest| {
+        let same = |other: &&QueuedRequest| (other.user, other.priority) == (it.user, it.priority);
         requests.values().filter(same).map(|it| it.ticket).min() == Some(it.ticket)
     };
-    let key = |it: &Waiting| {
+    let key = |it: &QueuedRequest| {
         let figures = users.figures(it.user);
         match order {
             Order::Lcf => figures.served_milli,
@@ -65,7 +65,7 @@ proptest! {
         for (ticket, step) in (1..).zip(steps) {
             match step {
                 Step::Push { user, priority, bin } => {
-                    let request = Waiting { priority, bin, ..waiting(user, ticket) };
+                    let request = QueuedRequest { priority, bin, ..waiting(user, ticket) };
                     queue.push(request, 0, &users, &gate).unwrap();
                     requests.insert(ticket, request);
                 }
@@ -82,8 +82,8 @@ proptest! {
                 }
                 Step::Next { skipped } => {
                     let expected = naive(&requests, &users, order, skipped);
-                    let verdict = |it: &Waiting| {
-                        if it.user.0 == skipped { Verdict::Skip } else { Verdict::Go }
+                    let verdict = |it: &QueuedRequest| {
+                        if it.user.0 == skipped { DispatchVerdict::Skip } else { DispatchVerdict::Go }
                     };
                     let next = match queue.next(0, &users, &mut gate, verdict) {
                         Next::Go(request) => Some(request.ticket.0),
@@ -115,7 +115,7 @@ proptest! {
         gate.set_slack(slack);
         let mut queue = Queue::new(rules(order));
         for (ticket, (user, bin, priority, matched_blocks)) in (0..).zip(&pushes) {
-            let request = Waiting {
+            let request = QueuedRequest {
                 bin: *bin,
                 priority: *priority,
                 matched_blocks: *matched_blocks,
@@ -127,8 +127,8 @@ proptest! {
         let mut now_ms = 0;
         while !queue.is_empty() {
             now_ms += 1;
-            let stubborn = |it: &Waiting| {
-                if (it.ticket.0 + now_ms + odd % 7).is_multiple_of(3) { Verdict::Skip } else { Verdict::Go }
+            let stubborn = |it: &QueuedRequest| {
+                if (it.ticket.0 + now_ms + odd % 7).is_multiple_of(3) { DispatchVerdict::Skip } else { DispatchVerdict::Go }
             };
             if let Next::Go(request) = queue.next(now_ms, &users, &mut gate, stubborn) {
                 prop_assert!(gone.insert(request.ticket));

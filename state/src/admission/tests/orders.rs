@@ -21,8 +21,8 @@ fn vtc_takes_the_least_counter_then_the_first_come() {
 fn vtc_shares_evenly_whoever_asks_more() {
     // Sheng et al., section 4: of two backlogged clients each is served half, at equal prices.
     let mut users = Users::with(&[0, 0]);
-    let many: Vec<Waiting> = (1..=90).map(|ticket| waiting(1, ticket)).collect();
-    let few: Vec<Waiting> = (91..=100).map(|ticket| waiting(2, ticket)).collect();
+    let many: Vec<QueuedRequest> = (1..=90).map(|ticket| waiting(1, ticket)).collect();
+    let few: Vec<QueuedRequest> = (91..=100).map(|ticket| waiting(2, ticket)).collect();
     let mut queue = queue(Order::Vtc, &users, &[many, few].concat());
     let mut served = [0_u64; 2];
     for _ in 0..20 {
@@ -43,7 +43,7 @@ fn weights_divide_what_is_served() {
     for user in 1..=4 {
         users.figures_mut(user).weight_milli = 1000 * user as u32;
     }
-    let requests: Vec<Waiting> = (0..400)
+    let requests: Vec<QueuedRequest> = (0..400)
         .map(|ticket| waiting(ticket % 4 + 1, ticket))
         .collect();
     let mut queue = queue(Order::Vtc, &users, &requests);
@@ -73,13 +73,13 @@ fn vtc_max_fair_counts_what_is_under_way() {
 #[test]
 fn vtc_pred_goes_by_counters_that_hold_the_prediction() {
     // The prediction is in the counter from dispatch on, by the ledger's advance.
-    let mut ledger = Ledger::default();
+    let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
     let mut users = Users::with(&[0, 50]);
-    let estimate = Used {
+    let estimate = TokenDelta {
         input_uncached: 10,
         output: 100,
-        ..Used::default()
+        ..TokenDelta::default()
     };
     let (_, charge) = ledger.open(UserKey(1), &estimate, &pricing);
     users.set(1, pricing.due(&charge));
@@ -130,11 +130,11 @@ fn fcfs_takes_the_first_come() {
 fn priority_goes_before_every_order() {
     for order in [Order::Vtc, Order::Dlpm, Order::Rpm, Order::Fcfs, Order::Lcf] {
         let users = Users::with(&[0, 1_000_000]);
-        let urgent = Waiting {
+        let urgent = QueuedRequest {
             priority: 5,
             ..waiting(2, 9)
         };
-        let idle = Waiting {
+        let idle = QueuedRequest {
             priority: -1,
             ..waiting(1, 0)
         };
@@ -148,11 +148,11 @@ fn dlpm_takes_the_longest_match_while_there_is_deficit() {
     // Cao et al., "Locality-aware fair scheduling in LLM serving", 2025: a quantum of 100 lets the
     // user with long matches be served about that much before the other's turn.
     let mut users = Users::with(&[0, 0]);
-    let long = |ticket| Waiting {
+    let long = |ticket| QueuedRequest {
         matched_blocks: 50,
         ..waiting(1, ticket)
     };
-    let mut requests: Vec<Waiting> = (1..=20).map(long).collect();
+    let mut requests: Vec<QueuedRequest> = (1..=20).map(long).collect();
     requests.extend((21..=40).map(|ticket| waiting(2, ticket)));
     let mut gate = Gate::default();
     gate.set_slack(100);
@@ -183,7 +183,7 @@ fn dlpm_gives_no_deficit_for_coming_anew() {
     }
     let mut served = [0_u64; 2];
     for ticket in 101..161 {
-        let long = Waiting {
+        let long = QueuedRequest {
             matched_blocks: 50,
             ..waiting(1, ticket)
         };
@@ -203,7 +203,7 @@ fn dlpm_gives_no_deficit_for_coming_anew() {
 #[test]
 fn dlpm_takes_within_a_user_the_longest_match_too() {
     let users = Users::with(&[0]);
-    let requests = [(1, 0), (2, 9), (3, 4)].map(|(ticket, matched_blocks)| Waiting {
+    let requests = [(1, 0), (2, 9), (3, 4)].map(|(ticket, matched_blocks)| QueuedRequest {
         matched_blocks,
         ..waiting(1, ticket)
     });

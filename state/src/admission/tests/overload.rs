@@ -29,9 +29,13 @@ impl Counter {
         }
     }
 
-    fn push(&mut self, user: u64, change: impl Fn(Waiting) -> Waiting) -> Result<(), Refused> {
+    fn push(
+        &mut self,
+        user: u64,
+        change: impl Fn(QueuedRequest) -> QueuedRequest,
+    ) -> Result<(), QueueRejection> {
         self.last_ticket += 1;
-        let waiting = change(Waiting {
+        let waiting = change(QueuedRequest {
             arrived_ms: self.now_ms,
             ..waiting(user, self.last_ticket)
         });
@@ -64,7 +68,7 @@ impl Counter {
     }
 }
 
-const TOO_LATE: fn(&Refused) -> bool = |it| matches!(it, Refused::TooLate { .. });
+const TOO_LATE: fn(&QueueRejection) -> bool = |it| matches!(it, QueueRejection::TooLate { .. });
 
 #[test]
 fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
@@ -73,7 +77,7 @@ fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
     at.second(&[1], 70, 20);
     assert_eq!(at.refused, 0);
     let within = |ms: u64| {
-        move |it: Waiting| Waiting {
+        move |it: QueuedRequest| QueuedRequest {
             due_ms: Some(1000 + ms),
             ..it
         }
@@ -86,12 +90,12 @@ fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
     at.users.set(2, 0);
     at.push(2, within(100)).expect("it goes first");
     // Those who wait go first by their priority, or by their order.
-    let urgent = |it: Waiting| Waiting {
+    let urgent = |it: QueuedRequest| QueuedRequest {
         priority: 1,
         ..within(100)(it)
     };
     at.push(1, urgent).expect("it goes before all");
-    let selective = |it: Waiting| Waiting {
+    let selective = |it: QueuedRequest| QueuedRequest {
         is_selective: true,
         ..within(100)(it)
     };
@@ -103,7 +107,7 @@ fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
 fn first_come_first_served_counts_all_who_wait() {
     let mut at = Counter::new(Order::Fcfs);
     at.second(&[1], 70, 20);
-    let soon = |it: Waiting| Waiting {
+    let soon = |it: QueuedRequest| QueuedRequest {
         due_ms: Some(1500),
         ..it
     };
@@ -113,7 +117,7 @@ fn first_come_first_served_counts_all_who_wait() {
 #[test]
 fn nobody_is_refused_while_the_rate_is_unknown_or_little_waits() {
     let mut at = Counter::new(Order::Vtc);
-    let at_once = |it: Waiting| Waiting {
+    let at_once = |it: QueuedRequest| QueuedRequest {
         due_ms: Some(1),
         ..it
     };
@@ -128,14 +132,14 @@ fn nobody_is_refused_while_the_rate_is_unknown_or_little_waits() {
 #[test]
 fn a_deadline_ends_a_wait() {
     let mut at = Counter::new(Order::Vtc);
-    at.push(1, |it| Waiting {
+    at.push(1, |it| QueuedRequest {
         due_ms: Some(700),
         ..it
     })
     .unwrap();
     assert_eq!(at.queue.expire(699), []);
     let expired = at.queue.expire(700);
-    assert_eq!(expired[0].why, Why::Deadline);
+    assert_eq!(expired[0].why, ExpiryReason::Deadline);
     assert!(at.queue.is_empty());
 }
 
@@ -160,7 +164,7 @@ fn in_overload_who_goes_is_fresh_and_the_rest_is_refused_or_dropped_soon() {
         assert!(longest <= 1000, "{order:?}: {longest} ms");
         assert!(at.refused > 1400, "{order:?}: {} refused", at.refused);
         assert!(
-            at.expired.iter().all(|it| it.why == Why::Overload),
+            at.expired.iter().all(|it| it.why == ExpiryReason::Overload),
             "{order:?}"
         );
         if order != Order::Fcfs {
@@ -240,5 +244,5 @@ fn what_clients_were_seen_to_wait_is_their_deadline() {
     at.now_ms = 10_000;
     at.push(1, |it| it).unwrap();
     assert_eq!(at.queue.expire(12_399), []);
-    assert_eq!(at.queue.expire(12_400)[0].why, Why::Deadline);
+    assert_eq!(at.queue.expire(12_400)[0].why, ExpiryReason::Deadline);
 }

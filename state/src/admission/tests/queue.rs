@@ -6,7 +6,7 @@ use crate::ids::ReplicaId;
 #[test]
 fn a_full_queue_refuses_and_what_leaves_makes_room() {
     let users = Users::default();
-    let mut queue = Queue::new(Rules {
+    let mut queue = Queue::new(QueueSettings {
         queue_max: 2,
         ..rules(Order::Vtc)
     });
@@ -14,7 +14,7 @@ fn a_full_queue_refuses_and_what_leaves_makes_room() {
     let push = |queue: &mut Queue, ticket| queue.push(waiting(1, ticket), 0, &users, &gate);
     assert_eq!(push(&mut queue, 1), Ok(()));
     assert_eq!(push(&mut queue, 2), Ok(()));
-    assert_eq!(push(&mut queue, 3), Err(Refused::Full));
+    assert_eq!(push(&mut queue, 3), Err(QueueRejection::Full));
     assert_eq!(queue.remove(Ticket(1)), Some(waiting(1, 1)));
     assert_eq!(queue.remove(Ticket(1)), None);
     assert_eq!(push(&mut queue, 3), Ok(()));
@@ -45,7 +45,7 @@ fn who_waited_too_long_is_told_in_order() {
             .collect::<Vec<_>>()
     };
     assert_eq!(expired(&mut queue, 10_009), []);
-    let too_long = [(10, Why::TooLong), (20, Why::TooLong)];
+    let too_long = [(10, ExpiryReason::TooLong), (20, ExpiryReason::TooLong)];
     assert_eq!(expired(&mut queue, 10_020), too_long);
     assert_eq!(drain(&mut queue, &users), [30]);
 }
@@ -90,28 +90,28 @@ fn one_that_cannot_go_lets_others_pass_and_stop_ends_it() {
     let requests = [waiting(1, 1), waiting(2, 2), waiting(3, 3)];
     let mut queue = queue(Order::Vtc, &users, &requests);
     let mut gate = Gate::default();
-    let skip_first = |request: &Waiting| match request.user.0 {
-        1 => Verdict::Skip,
-        _ => Verdict::Go,
+    let skip_first = |request: &QueuedRequest| match request.user.0 {
+        1 => DispatchVerdict::Skip,
+        _ => DispatchVerdict::Go,
     };
     assert_eq!(
         queue.next(0, &users, &mut gate, skip_first),
         Next::Go(waiting(2, 2))
     );
     let mut asked = 0;
-    let stop = |_: &Waiting| {
+    let stop = |_: &QueuedRequest| {
         asked += 1;
-        Verdict::Stop
+        DispatchVerdict::Stop
     };
     assert_eq!(queue.next(0, &users, &mut gate, stop), Next::NoRoom);
     assert_eq!(asked, 1);
-    let none = |_: &Waiting| Verdict::Skip;
+    let none = |_: &QueuedRequest| DispatchVerdict::Skip;
     assert_eq!(queue.next(0, &users, &mut gate, none), Next::NoRoom);
     assert_eq!(drain(&mut queue, &users), [1, 3]);
 }
 
-fn binned(user: u64, ticket: u64, bin: u16) -> Waiting {
-    Waiting {
+fn binned(user: u64, ticket: u64, bin: u16) -> QueuedRequest {
+    QueuedRequest {
         bin,
         ..waiting(user, ticket)
     }
@@ -134,7 +134,7 @@ fn bins_take_turns_within_the_slack() {
         [(0, 2), (1, 1), (2, 3)]
     );
     assert_eq!(drain(&mut turns, &users), [5, 3, 1, 4, 2, 6]);
-    let mut longest = Queue::new(Rules {
+    let mut longest = Queue::new(QueueSettings {
         bin_selection: BinSelection::LongestQueue,
         ..rules(Order::Vtc)
     });
@@ -163,9 +163,9 @@ fn a_bins_turn_does_not_carry_a_user_beyond_the_slack() {
     // Nobody else can go: the room is used.
     users.set(1, 1000);
     let mut queue = queue(Order::Vtc, &users, &requests);
-    let only_1 = |request: &Waiting| match request.user.0 {
-        1 => Verdict::Go,
-        _ => Verdict::Skip,
+    let only_1 = |request: &QueuedRequest| match request.user.0 {
+        1 => DispatchVerdict::Go,
+        _ => DispatchVerdict::Skip,
     };
     let next = queue.next(0, &users, &mut Gate::default(), only_1);
     assert_eq!(next, Next::Go(requests[0]));
@@ -188,7 +188,7 @@ fn an_old_request_goes_before_its_bins_turn() {
 #[test]
 fn the_backlog_is_that_of_the_highest_priority() {
     let users = Users::with(&[5, 3, 9]);
-    let urgent = Waiting {
+    let urgent = QueuedRequest {
         priority: 1,
         ..waiting(3, 3)
     };
@@ -242,9 +242,9 @@ fn who_has_no_room_keeps_nobody_behind_from_going() {
     for order in [Order::Vtc, Order::Dlpm, Order::Fcfs] {
         let requests = [1, 2, 3, 4].map(|ticket| waiting(1, ticket));
         let mut queue = queue(order, &users, &requests);
-        let verdict = |it: &Waiting| match it.ticket.0 {
-            1 | 2 => Verdict::Skip,
-            _ => Verdict::Go,
+        let verdict = |it: &QueuedRequest| match it.ticket.0 {
+            1 | 2 => DispatchVerdict::Skip,
+            _ => DispatchVerdict::Go,
         };
         let mut next = || queue.next(0, &users, &mut Gate::default(), verdict);
         assert_eq!(next(), Next::Go(waiting(1, 3)), "{order:?}");

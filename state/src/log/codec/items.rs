@@ -25,7 +25,7 @@ use bincode::{Decode, Encode};
 
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use super::kv;
-use crate::command::{Charge, Item, Outcome};
+use crate::command::{Charge, Item, LeaseOutcome};
 use crate::ids::{BlockHash, ModelKey, Ticket, UserKey};
 
 const ACQUIRE: u8 = 0;
@@ -156,9 +156,9 @@ impl<C> Decode<C> for Item {
             }
             RELEASE if count == 0 => {
                 let outcome = if has_flag {
-                    Outcome::Discarded
+                    LeaseOutcome::Discarded
                 } else {
-                    Outcome::Kept
+                    LeaseOutcome::Kept
                 };
                 Ok(Self::Release {
                     attempt: get_u32(decoder)?,
@@ -167,7 +167,7 @@ impl<C> Decode<C> for Item {
             }
             RELEASE if tag == RELEASE | UNTOUCHED => Ok(Self::Release {
                 attempt: get_u32(decoder)?,
-                outcome: Outcome::KeptUntouched,
+                outcome: LeaseOutcome::KeptUntouched,
             }),
             DEFINE_USER if tag == DEFINE_USER => {
                 let key = get_user(decoder)?;
@@ -228,12 +228,12 @@ fn get_model<D: Decoder>(decoder: &mut D) -> Result<ModelKey, DecodeError> {
 fn put_release<E: Encoder>(
     encoder: &mut E,
     attempt: u32,
-    outcome: Outcome,
+    outcome: LeaseOutcome,
 ) -> Result<(), EncodeError> {
     let flag = match outcome {
-        Outcome::Kept => 0,
-        Outcome::Discarded => FLAG,
-        Outcome::KeptUntouched => UNTOUCHED,
+        LeaseOutcome::Kept => 0,
+        LeaseOutcome::Discarded => FLAG,
+        LeaseOutcome::KeptUntouched => UNTOUCHED,
     };
     put_byte(encoder, RELEASE | flag)?;
     put(encoder, u64::from(attempt))

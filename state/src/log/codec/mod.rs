@@ -17,7 +17,7 @@ use bincode::{Decode, Encode};
 
 use super::command::{Command, Envelope, Item, Reply};
 use crate::encoding::{append_bytes, from_bytes, to_bytes};
-use crate::error::Undecodable;
+use crate::error::DecodeEntryError;
 
 /// The newest version of commands. Their first byte is that of their kind, see [`format_of`].
 pub const FORMAT_VERSION: u8 = 4;
@@ -86,10 +86,10 @@ pub fn fits(command: &Command) -> bool {
 ///
 /// # Errors
 /// When it is not a command of a known version, exceeds the limit or has trailing bytes.
-pub fn decode_envelope(bytes: &[u8]) -> Result<Envelope, Undecodable> {
+pub fn decode_envelope(bytes: &[u8]) -> Result<Envelope, DecodeEntryError> {
     if bytes.len() > ENVELOPE_BYTES_MAX {
         let length = bytes.len();
-        return Err(Undecodable(format!(
+        return Err(DecodeEntryError(format!(
             "{length} bytes, at most {ENVELOPE_BYTES_MAX} expected"
         )));
     }
@@ -112,7 +112,7 @@ pub fn encode_reply(reply: &Reply) -> Vec<u8> {
 ///
 /// # Errors
 /// As [`decode_envelope`].
-pub fn decode_reply(bytes: &[u8]) -> Result<Reply, Undecodable> {
+pub fn decode_reply(bytes: &[u8]) -> Result<Reply, DecodeEntryError> {
     decode(bytes)
 }
 
@@ -122,14 +122,14 @@ fn encode<T: Encode>(version: u8, value: &T) -> Vec<u8> {
     bytes
 }
 
-fn decode<T: Decode<()>>(bytes: &[u8]) -> Result<T, Undecodable> {
+fn decode<T: Decode<()>>(bytes: &[u8]) -> Result<T, DecodeEntryError> {
     match bytes.split_first() {
         Some((FORMAT_VERSION_FIRST..=FORMAT_VERSION, payload)) => {
-            from_bytes::<T, DECODE_BYTES_MAX>(payload).map_err(Undecodable)
+            from_bytes::<T, DECODE_BYTES_MAX>(payload).map_err(DecodeEntryError)
         }
-        Some((version, _)) => Err(Undecodable(format!(
+        Some((version, _)) => Err(DecodeEntryError(format!(
             "format version {version}, {FORMAT_VERSION} or an earlier one expected"
         ))),
-        None => Err(Undecodable("no bytes".to_owned())),
+        None => Err(DecodeEntryError("no bytes".to_owned())),
     }
 }

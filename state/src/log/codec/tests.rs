@@ -7,13 +7,13 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::command::{
-    BackendSpec, BatchReply, Charge, Command, EngineFacts, Item, Lane, Origin, Outcome, Reject,
-    UserSpec,
+    BackendSpec, BatchReply, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, Origin,
+    Rejection, UserSpec,
 };
 use crate::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, ReplicaId, SessionId, Slot, UserKey,
 };
-use crate::policy::{CostSettings, Hashing, PolicyConfig, Touch, VllmCacheAwareSettings};
+use crate::policy::{BlockNaming, CostSettings, PolicyConfig, Touch, VllmCacheAwareSettings};
 use crate::pricing::FairnessSettings;
 use crate::settings::UserLimits;
 
@@ -129,11 +129,11 @@ fn items() -> Vec<Item> {
         },
         Item::Release {
             attempt: 4,
-            outcome: Outcome::Kept,
+            outcome: LeaseOutcome::Kept,
         },
         Item::Release {
             attempt: u32::MAX,
-            outcome: Outcome::Discarded,
+            outcome: LeaseOutcome::Discarded,
         },
         Item::DefineUser {
             key: UserKey(0xbeef),
@@ -160,15 +160,15 @@ fn replies() -> Vec<Reply> {
         Reply::Batch(batch.clone()),
         Reply::Repeated(Box::new(Reply::Applied)),
         Reply::Repeated(Box::new(Reply::Batch(batch))),
-        Reply::Rejected(Reject::NotInitialised),
-        Reply::Rejected(Reject::AlreadyInitialised),
-        Reply::Rejected(Reject::StaleSession {
+        Reply::Rejected(Rejection::NotInitialised),
+        Reply::Rejected(Rejection::AlreadyInitialised),
+        Reply::Rejected(Rejection::StaleSession {
             replica: ReplicaId(2),
         }),
-        Reply::Rejected(Reject::UnknownBackend { name }),
-        Reply::Rejected(Reject::TooManyBackends),
-        Reply::Rejected(Reject::TooManyUsers),
-        Reply::Rejected(Reject::Invalid { field, expected }),
+        Reply::Rejected(Rejection::UnknownBackend { name }),
+        Reply::Rejected(Rejection::TooManyBackends),
+        Reply::Rejected(Rejection::TooManyUsers),
+        Reply::Rejected(Rejection::Invalid { field, expected }),
     ]
 }
 
@@ -291,14 +291,14 @@ fn replies_have_their_bytes() {
 fn an_untouched_release_has_its_bytes() {
     let release = Item::Release {
         attempt: 5,
-        outcome: Outcome::KeptUntouched,
+        outcome: LeaseOutcome::KeptUntouched,
     };
     assert_eq!(to_bytes(&release), [0x12, 5]);
     let read: Item = from_bytes::<_, 64>(&[0x12, 5]).unwrap();
     assert_eq!(read, release);
     assert!(from_bytes::<Item, 64>(&[0x1a, 5]).is_err());
     let position = PolicyConfig::VllmCacheAware(VllmCacheAwareSettings {
-        hashing: Hashing::Position,
+        hashing: BlockNaming::Position,
         touch: Touch::Sampled,
         ..VllmCacheAwareSettings::default()
     });
@@ -320,7 +320,7 @@ fn a_request_costs_at_most_sixteen_bytes_beside_its_new_blocks() {
         };
         let release = Item::Release {
             attempt,
-            outcome: Outcome::Kept,
+            outcome: LeaseOutcome::Kept,
         };
         to_bytes(&acquire).len() + to_bytes(&release).len()
     };
@@ -396,7 +396,7 @@ fn the_densest_envelope_can_be_decoded() {
     let items = vec![
         Item::Release {
             attempt: 1,
-            outcome: Outcome::Kept
+            outcome: LeaseOutcome::Kept
         };
         releases
     ];

@@ -6,7 +6,7 @@ use super::*;
 #[test]
 fn chwbl_moves_only_what_it_must_and_bounds_the_load() {
     let policy = PolicyConfig::Chwbl(ChwblSettings::default());
-    let request = |prefix_key| Request {
+    let request = |prefix_key| PolicyRequest {
         prefix_key,
         ..REQUEST
     };
@@ -138,7 +138,7 @@ fn vtc_cases() -> [VtcCase; 8] {
 fn vtc_basic_case_by_case() {
     for (what, settings, tokens, backends, expected) in vtc_cases() {
         let policy = PolicyConfig::VtcBasic(settings);
-        let request = Request {
+        let request = PolicyRequest {
             user: tokens,
             ..REQUEST
         };
@@ -255,7 +255,7 @@ fn the_baselines_do_what_they_are_called() {
 
     let candidates = fleet(&[(7, 0, 0), (2, 0, 9), (4, 0, 0)]);
     let turns = (0..7_u64).map(|turn| {
-        let request = Request { turn, ..REQUEST };
+        let request = PolicyRequest { turn, ..REQUEST };
         let choice = choose(&PolicyConfig::RoundRobin, &request, &candidates).unwrap();
         assert_eq!(choice.reason, Reason::Turn);
         choice.slot.0
@@ -267,7 +267,7 @@ fn the_baselines_do_what_they_are_called() {
     let loads = fleet(&loads);
     let mut shares = [0_u32; 10];
     for jitter in 0..9000 {
-        let request = Request {
+        let request = PolicyRequest {
             jitter: rank::mix(jitter),
             ..REQUEST
         };
@@ -282,7 +282,7 @@ fn the_baselines_do_what_they_are_called() {
     let session = PolicyConfig::Session(SessionSettings::default());
     let mut seen = [false; 3];
     for name in 0..64 {
-        let request = |jitter| Request {
+        let request = |jitter| PolicyRequest {
             session: Some(rank::mix(name)),
             jitter,
             ..REQUEST

@@ -40,7 +40,7 @@ impl Fleet {
 
     /// Sends one request with this prompt, and ends the oldest when there are enough.
     fn send(&mut self, policy: &PolicyConfig, number: u64, prompt: usize) {
-        let mut request = Request {
+        let mut request = PolicyRequest {
             jitter: rank::mix(number),
             turn: number,
             session: Some(rank::mix(number)),
@@ -105,7 +105,7 @@ fn misses_do_not_all_go_to_one_backend() {
         for number in 0..4_000_u64 {
             // Simultaneous arrivals on an idle fleet: nothing is held, nobody is busy.
             let fleet = Fleet::new();
-            let mut request = Request {
+            let mut request = PolicyRequest {
                 jitter: rank::mix(number),
                 turn: number,
                 session: Some(rank::mix(number)),

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-const REQUEST: Request = Request {
+const REQUEST: PolicyRequest = PolicyRequest {
     jitter: 1,
     blocks: 100,
     tokens: 1600,
@@ -95,9 +95,9 @@ prop_compose! {
         jitter: u64, blocks in 0_u32..10_000, tokens: u32, tokens_per_block in 0_u32..1024,
         prefix_key: u64, session: Option<u64>, turn: u64,
         own_milli: u64, least_milli: Option<u64>, most_milli: Option<u64>,
-    ) -> Request {
+    ) -> PolicyRequest {
         let user = UserTokens { own_milli, least_milli, most_milli };
-        Request { jitter, blocks, tokens, tokens_per_block, prefix_key, session, turn, user }
+        PolicyRequest { jitter, blocks, tokens, tokens_per_block, prefix_key, session, turn, user }
     }
 }
 
@@ -158,7 +158,7 @@ proptest! {
             PolicyConfig::Cost(CostSettings { near_permille, .. })
             | PolicyConfig::Lmetric(LmetricSettings { near_permille, .. })
             | PolicyConfig::PrebleE2(PrebleE2Settings { near_permille, .. }) => {
-                rank::Near::Permille(*near_permille).limit(best.score)
+                rank::Tolerance::Permille(*near_permille).limit(best.score)
             }
             PolicyConfig::Epp(_) | PolicyConfig::LeastKv(_) => u64::MAX,
             _ => best.score,
@@ -252,7 +252,7 @@ fn under_load_the_window_does_not_send_a_request_away_from_its_prefix() {
         ..loaded
     };
     for jitter in 0..64 {
-        let request = Request { jitter, ..REQUEST };
+        let request = PolicyRequest { jitter, ..REQUEST };
         assert_eq!(
             choose(&policy, &request, &[cold, warm]).unwrap().slot,
             Slot(1)
@@ -274,7 +274,7 @@ fn equal_candidates_share_simultaneous_arrivals() {
     ] {
         let mut shares = [0_u32; 4];
         for request in 0..4000_u64 {
-            let request = Request {
+            let request = PolicyRequest {
                 jitter: request.wrapping_mul(0x2545_f491_4f6c_dd1d),
                 ..REQUEST
             };
@@ -430,7 +430,7 @@ fn decided(policy: &PolicyConfig, candidates: &[Candidate; 2]) -> [u32; 2] {
     let mut shares = [0; 2];
     for number in 0..64 {
         let jitter = rank::mix(number);
-        let choice = choose(policy, &Request { jitter, ..REQUEST }, candidates).unwrap();
+        let choice = choose(policy, &PolicyRequest { jitter, ..REQUEST }, candidates).unwrap();
         shares[usize::from(choice.slot.0)] += 1;
     }
     shares

@@ -163,7 +163,7 @@ fn prefix_cache_case_by_case() {
     });
     assert_eq!(decide(&any_match, &short), (1, Reason::LongestPrefix));
     // A prompt of a single block can match no more than that.
-    let tiny = Request {
+    let tiny = PolicyRequest {
         blocks: 1,
         ..REQUEST
     };

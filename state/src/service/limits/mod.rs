@@ -1,6 +1,6 @@
 //! Adaptive limits: how many requests a backend is given at once, `b_t = min(b_mem, b_SLA)`.
 //!
-//! `Footprint` learns what requests hold and answers `b_mem` (Algorithm 1), `Pace` learns what
+//! `Footprint` learns what requests hold and answers `b_mem` (Algorithm 1), `SlaController` learns what
 //! the time between tokens allows and answers `b_SLA` (Algorithms 2 and 7). Both are computed in
 //! `apply` from replicated samples, so that every replica has the same limit at the same log index and
 //! whoever leads next goes on where the last leader was.
@@ -24,18 +24,18 @@ use serde::Serialize;
 use super::ServiceSample;
 use crate::settings::{AdmissionSettings, Concurrency, SlaSettings};
 pub(crate) use footprint::Footprint;
-pub(crate) use pace::Pace;
+pub(crate) use pace::SlaController;
 
 /// Most tokens that one of the router's blocks is believed to hold.
 const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 
 /// What is learnt about the limit of one life of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct Limit {
+pub(crate) struct AdaptiveLimit {
     footprint: Footprint,
     /// Tokens per block as last told; 0: never.
     block_tokens: u32,
-    pace: Pace,
+    pace: SlaController,
 }
 
 /// The limit of one backend and what it follows from.
@@ -61,7 +61,7 @@ pub struct LimitFigures {
     pub interval: Option<(u32, u32)>,
 }
 
-impl Limit {
+impl AdaptiveLimit {
     /// Takes in what a replica measured.
     pub(crate) fn observe(
         &mut self,
@@ -78,7 +78,7 @@ impl Limit {
             let b_mem = self.b_mem(sla, capacity_blocks);
             self.pace.observe(sample, sla, b_mem);
         } else {
-            self.pace = Pace::default();
+            self.pace = SlaController::default();
         }
     }
 

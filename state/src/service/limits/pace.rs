@@ -41,7 +41,7 @@ const STEP_MIN: u32 = 2;
 
 /// The controller of one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct Pace {
+pub(crate) struct SlaController {
     /// Ends of the interval; 0 and 0 before the first sample: all that the settings allow.
     low: u32,
     high: u32,
@@ -56,7 +56,7 @@ pub(crate) struct Pace {
 }
 
 /// What the sums since the last decision say.
-struct Verdict {
+struct Measurement {
     inter_token_us: u32,
     /// Requests that ran, on the average over the gaps, rounded.
     running: u32,
@@ -64,7 +64,7 @@ struct Verdict {
     is_at_limit: bool,
 }
 
-impl Pace {
+impl SlaController {
     /// Takes in a sample; `b_mem` is the memory bound in force.
     pub(crate) fn observe(
         &mut self,
@@ -112,9 +112,9 @@ impl Pace {
     }
 
     /// Ends a stretch of samples.
-    fn conclude(&mut self) -> Verdict {
+    fn conclude(&mut self) -> Measurement {
         let gaps = self.gaps.max(1);
-        let verdict = Verdict {
+        let verdict = Measurement {
             inter_token_us: u32::try_from(self.gap_us / gaps).unwrap_or(u32::MAX).max(1),
             running: u32::try_from(self.running.saturating_add(gaps / 2) / gaps)
                 .unwrap_or(u32::MAX),
@@ -129,7 +129,7 @@ impl Pace {
         verdict
     }
 
-    fn decide(&mut self, verdict: &Verdict, sla: &SlaSettings, b_mem: Option<u32>) {
+    fn decide(&mut self, verdict: &Measurement, sla: &SlaSettings, b_mem: Option<u32>) {
         let bound = middle((self.low, self.high));
         // Some slack: what runs is an average, and replicas see each other late.
         let is_above = verdict.running > bound.saturating_add(bound / 8 + 1);

@@ -231,7 +231,7 @@ proptest! {
 /// An engine whose inter-token time follows from how many run.
 struct Modelled<F> {
     inter_token_us: F,
-    pace: Pace,
+    pace: SlaController,
     sla: SlaSettings,
     b_mem: Option<u32>,
 }
@@ -263,7 +263,7 @@ impl<F: FnMut(u32) -> u32> Modelled<F> {
 fn modelled<F: FnMut(u32) -> u32>(inter_token_us: F, sla: SlaSettings) -> Modelled<F> {
     Modelled {
         inter_token_us,
-        pace: Pace::default(),
+        pace: SlaController::default(),
         sla,
         b_mem: None,
     }
@@ -350,12 +350,12 @@ fn the_literal_controller_is_trapped_at_two_after_an_idle_spell() {
 }
 
 /// A controller at so low a bound.
-fn low_pace(bound: u32) -> Pace {
+fn low_pace(bound: u32) -> SlaController {
     let sla = SlaSettings {
         batch_max: bound,
         ..sla(50_000)
     };
-    let mut pace = Pace::default();
+    let mut pace = SlaController::default();
     (0..60).for_each(|_| pace.observe(&tokens(49_000, bound, true), &sla, None));
     assert_eq!(pace.b_sla(&sla), bound);
     pace
@@ -449,7 +449,7 @@ fn both_ends_can_be_reached() {
 #[test]
 fn a_few_gaps_decide_nothing() {
     let sla = sla(50_000);
-    let mut pace = Pace::default();
+    let mut pace = SlaController::default();
     let few = ServiceSample {
         gaps: 1,
         gap_us: 900_000,
@@ -467,10 +467,11 @@ fn a_few_gaps_decide_nothing() {
 
 #[test]
 fn the_limit_is_the_smaller_bound_within_what_is_allowed() {
-    let mut limit = Limit::default();
+    let mut limit = AdaptiveLimit::default();
     let mut settings = adaptive(0);
-    let limit_of =
-        |limit: &Limit, settings: &AdmissionSettings, blocks| limit.figures(settings, blocks).limit;
+    let limit_of = |limit: &AdaptiveLimit, settings: &AdmissionSettings, blocks| {
+        limit.figures(settings, blocks).limit
+    };
     assert_eq!(
         limit_of(&limit, &settings, Some(1000)),
         None,
@@ -500,11 +501,11 @@ fn the_limit_is_the_smaller_bound_within_what_is_allowed() {
 
 #[test]
 fn without_a_service_level_no_controller_remembers_anything() {
-    let mut limit = Limit::default();
+    let mut limit = AdaptiveLimit::default();
     limit.observe(&tokens(90_000, 10, true), &adaptive(50_000), None);
-    assert_ne!(limit, Limit::default());
+    assert_ne!(limit, AdaptiveLimit::default());
     limit.observe(&tokens(90_000, 10, true), &adaptive(0), None);
-    assert_eq!(limit, Limit::default());
+    assert_eq!(limit, AdaptiveLimit::default());
 }
 
 fn any_sample() -> impl Strategy<Value = ServiceSample> {
@@ -550,7 +551,7 @@ proptest! {
     fn whatever_is_told_the_limit_stays_within_the_settings(
         steps in prop::collection::vec((any_settings(), any_sample(), any::<Option<u32>>()), 1..60),
     ) {
-        let mut limit = Limit::default();
+        let mut limit = AdaptiveLimit::default();
         for (settings, sample, capacity) in steps {
             prop_assert_eq!(settings.validate(), Ok(()));
             limit.observe(&sample, &settings, capacity);

@@ -3,12 +3,12 @@
 use super::*;
 
 fn driver<'a>(
-    desk: &'a Desk,
+    desk: &'a SharedOutbox,
     port: &'a Port,
     applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
-) -> Driver<'a> {
+) -> OutboxDriver<'a> {
     let flush_interval = OutboxSettings::default().flush_interval;
-    Driver {
+    OutboxDriver {
         desk,
         propose: port,
         applied,
@@ -29,7 +29,7 @@ fn charge(output: u64) -> Charge {
 #[tokio::test(start_paused = true)]
 async fn the_driver_repeats_until_the_log_answers_and_drains_at_the_end() {
     let port = Port::new(Log::new(&[None]));
-    let desk = Desk::new(outbox(OutboxSettings::default()));
+    let desk = SharedOutbox::new(outbox(OutboxSettings::default()));
     let view = port.log.lock().unwrap().state.view();
     let applied = || view.applied();
     let driver = driver(&desk, &port, &applied);
@@ -70,7 +70,7 @@ async fn the_driver_repeats_until_the_log_answers_and_drains_at_the_end() {
 #[tokio::test(start_paused = true)]
 async fn the_driver_gives_up_at_the_end_of_the_drain() {
     let port = Port::new(Log::new(&[None]));
-    let desk = Desk::new(outbox(OutboxSettings::default()));
+    let desk = SharedOutbox::new(outbox(OutboxSettings::default()));
     let applied = || LogIndex(0);
     let driver = driver(&desk, &port, &applied);
     port.faults.lock().unwrap().extend([Fault::Refused; 1000]);
@@ -86,7 +86,7 @@ async fn the_driver_gives_up_at_the_end_of_the_drain() {
 #[tokio::test(start_paused = true)]
 async fn the_driver_ends_when_the_replica_stops() {
     let port = Port::new(Log::new(&[None]));
-    let desk = Desk::new(outbox(OutboxSettings::default()));
+    let desk = SharedOutbox::new(outbox(OutboxSettings::default()));
     let applied = || LogIndex(0);
     port.faults.lock().unwrap().push(Fault::Stopping);
     desk.with(|outbox| outbox.charge(charge(1)));

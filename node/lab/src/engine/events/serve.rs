@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::kv_events::zmtp::{Connection, Kind, ZmtpError};
+use api::kv_events::zmtp::{SocketType, ZmtpConnection, ZmtpError};
 use bytes::Bytes;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
@@ -74,7 +74,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
 
 /// A peer that subscribes to a beginning of the topic gets everything from there on.
 async fn subscriber(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), ZmtpError> {
-    let mut connection = Connection::open(socket, Kind::Pub).await?;
+    let mut connection = ZmtpConnection::open(socket, SocketType::Pub).await?;
     loop {
         let frames = connection.receive().await?;
         let topic = frames.first().and_then(|frame| frame.strip_prefix(b"\x01"));
@@ -108,7 +108,7 @@ async fn subscriber(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), 
 }
 
 async fn replay(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), ZmtpError> {
-    let mut connection = Connection::open(socket, Kind::Router).await?;
+    let mut connection = ZmtpConnection::open(socket, SocketType::Router).await?;
     loop {
         let frames = connection.receive().await?;
         let from = frames.last().and_then(|frame| frame.first_chunk::<8>());
@@ -130,7 +130,7 @@ async fn replay(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), Zmtp
 }
 
 async fn answer(
-    connection: &mut Connection,
+    connection: &mut ZmtpConnection,
     envelope: &[Bytes],
     seq: &[u8],
     payload: &[u8],

@@ -1,6 +1,6 @@
 //! What is published, read by another implementation of ZeroMQ.
 
-use api::kv_events::wire::{self, Event};
+use api::kv_events::wire::{self, EngineEvent};
 use bytes::Bytes;
 use serde_json::json;
 use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, SubSocket};
@@ -33,7 +33,7 @@ async fn complete(engine: &EngineHandle, prompt: &str, salt: &str) {
 }
 
 /// Topic, number and events of a message.
-fn read(frames: &[Bytes]) -> (String, u64, Vec<Event>) {
+fn read(frames: &[Bytes]) -> (String, u64, Vec<EngineEvent>) {
     let [.., topic, seq, payload] = frames else {
         panic!("{} frames", frames.len());
     };
@@ -47,7 +47,7 @@ fn read(frames: &[Bytes]) -> (String, u64, Vec<Event>) {
 }
 
 /// All that the engine repeats from a number on.
-async fn replay(engine: &EngineHandle, from: u64) -> Vec<(u64, Vec<Event>)> {
+async fn replay(engine: &EngineHandle, from: u64) -> Vec<(u64, Vec<EngineEvent>)> {
     let mut dealer = DealerSocket::new();
     dealer.connect(&engine.kv_replay().unwrap()).await.unwrap();
     let start = Bytes::copy_from_slice(&from.to_be_bytes());
@@ -87,7 +87,7 @@ async fn another_implementation_reads_both_forms() {
             }
         };
         assert_eq!((topic.as_str(), seq < number), ("kv-events", true));
-        let [Event::Stored(stored)] = &events[..] else {
+        let [EngineEvent::Stored(stored)] = &events[..] else {
             panic!("{events:?}");
         };
         assert_eq!((stored.hashes.len(), stored.tokens.len()), (4, 128));
@@ -111,7 +111,7 @@ async fn a_reset_is_told_with_the_next_step() {
     complete(&engine, &"b".repeat(256), "").await;
     let replayed = replay(&engine, 1).await;
     assert!(
-        matches!(&replayed[..], [(1, events)] if matches!(events[..], [Event::Cleared, Event::Stored(_)])),
+        matches!(&replayed[..], [(1, events)] if matches!(events[..], [EngineEvent::Cleared, EngineEvent::Stored(_)])),
         "{replayed:?}"
     );
     let body = json!({ "model": "emulated", "prompt": "b".repeat(600) });

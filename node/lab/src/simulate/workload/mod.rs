@@ -11,7 +11,7 @@ mod tests;
 use std::sync::Arc;
 
 use state::ids::BlockHash;
-use state::prefix::{Hashing, Root, Scope, chain_bytes, matchable_blocks};
+use state::prefix::{BlockHasher, ChainRoot, Scope, chain_bytes, matchable_blocks};
 
 use super::events::Micros;
 use super::plan::BLOCK_TOKENS;
@@ -76,7 +76,7 @@ pub struct Prompt {
     /// Tokens.
     pub tokens: u32,
     /// Seed of the chain.
-    pub root: Root,
+    pub root: ChainRoot,
     /// Bytes behind the last full block.
     pub tail: Vec<u8>,
     /// As the engine sees it.
@@ -113,7 +113,7 @@ impl Prompt {
             tokenizer: "character",
             block_size: block_bytes,
         };
-        let root = Hashing::from(HASH_SEED).root(&scope);
+        let root = BlockHasher::from(HASH_SEED).root(&scope);
         let block_bytes = block_bytes as usize;
         let mut chain = Vec::new();
         chain_bytes(&root, text, block_bytes, &mut chain);

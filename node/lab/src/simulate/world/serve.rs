@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use state::admission::{Batching, Refused, Waiting};
+use state::admission::{Batching, QueueRejection, QueuedRequest};
 use state::ids::Ticket;
 
 use super::{Event, Micros, Place, Request, Stage, World};
@@ -116,8 +116,10 @@ impl World<'_> {
         let drain_ms = lobby.drain_ms(self.now);
         match pushed {
             Ok(ticket) => self.requests[request].ticket = ticket,
-            Err(Refused::TooLate { wait_ms, .. }) => return self.turn_away(request, wait_ms),
-            Err(Refused::Full) => return self.turn_away(request, drain_ms),
+            Err(QueueRejection::TooLate { wait_ms, .. }) => {
+                return self.turn_away(request, wait_ms);
+            }
+            Err(QueueRejection::Full) => return self.turn_away(request, drain_ms),
         }
         self.places[place]
             .replica
@@ -135,7 +137,7 @@ impl World<'_> {
         let cached = matched_blocks * BLOCK_TOKENS;
         Guest {
             request,
-            waiting: Waiting {
+            waiting: QueuedRequest {
                 ticket: Default::default(),
                 user: self.keys[asked.user],
                 priority: 0,
