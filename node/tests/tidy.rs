@@ -9,6 +9,8 @@ mod docs;
 mod modules;
 #[path = "tidy/paths.rs"]
 mod paths;
+#[path = "tidy/types.rs"]
+mod types;
 
 /// Longest source file, in lines.
 const LINES_MAX: usize = 600;
