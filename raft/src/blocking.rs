@@ -3,8 +3,6 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::options::Storage;
-
 /// Where work that blocks is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Blocking {
@@ -17,14 +15,6 @@ pub(crate) enum Blocking {
 }
 
 impl Blocking {
-    /// As fits where a replica keeps its data.
-    pub(crate) fn over(storage: &Storage) -> Self {
-        match storage {
-            Storage::Sled => Self::Pool,
-            Storage::Memory(_) => Self::InPlace,
-        }
-    }
-
     /// Does some work and answers its result.
     ///
     /// # Errors

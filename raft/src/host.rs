@@ -32,6 +32,9 @@ use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMem
 use crate::watch;
 use crate::wire::{self, proto};
 
+/// Raft over the machine.
+pub(crate) type Raft = openraft::Raft<Config, Host>;
+
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
 
 /// Wait after a snapshot that could not be written; doubled each time up to the maximum.

@@ -16,6 +16,7 @@
 //! | `identity` | who a replica is and the one cluster it belongs to |
 //! | `files` | the port to files, small ones, and the folders below a data directory |
 //! | `memory` | a disk in memory that forgets in a crash what was not synced |
+//! | `storage` | where data is kept, and what follows from that |
 //! | `blocking` | work that blocks: on a pool, or in place over a disk in memory |
 //! | `chance`, `runtime`, `watch` | random numbers, timers and wake-ups, the same again in a simulation |
 //! | `wire`, `types` | the wire types and openraft's, and the way between |
@@ -53,7 +54,10 @@ mod runtime;
 mod seldom;
 mod snapshot;
 mod status;
+mod storage;
 mod sync;
+#[cfg(feature = "planted")]
+pub mod trial;
 mod types;
 pub mod watch;
 mod wire;
@@ -72,9 +76,10 @@ pub use net::lies;
 pub use net::{
     PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService, Secret, Tcp, Transport,
 };
-pub use options::{Formation, Options, Peers, Storage};
+pub use options::{Formation, Options, Peers};
 pub use replica::Replica;
 pub use status::{Member, Role, Status};
+pub use storage::Storage;
 
 /// What a cluster is called that nobody named.
 pub const DEFAULT_NAME: &str = "quorate";

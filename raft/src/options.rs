@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::memory::MemoryDisk;
+use crate::storage::Storage;
 
 /// How a replica is started.
 #[derive(Debug, Clone)]
@@ -60,16 +60,4 @@ pub enum Peers {
     List(Vec<String>),
     /// One `host:port` that resolves to every peer; looked up anew at each try.
     Dns(String),
-}
-
-/// Where log, identity and snapshots are kept.
-#[derive(Debug, Clone, Default)]
-pub enum Storage {
-    /// The log in sled, all of it below the data directory, synced before anything is answered.
-    #[default]
-    Sled,
-    /// In memory, for tests and simulation, with identity and snapshots: it survives a restart of
-    /// the replica that is given the same disk. Nothing is written below the data directory, and
-    /// what blocks is done in place.
-    Memory(MemoryDisk),
 }

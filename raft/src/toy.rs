@@ -12,8 +12,9 @@ use crate::machine::{
 };
 use crate::memory::MemoryDisk;
 use crate::net::{Tcp, Transport};
-use crate::options::{Formation, Options, Peers, Storage};
+use crate::options::{Formation, Options, Peers};
 use crate::replica::Replica;
+use crate::storage::Storage;
 
 struct Deaf;
 

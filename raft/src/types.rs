@@ -23,7 +23,6 @@ pub(crate) type Entry = openraft::Entry<LeaderId, Payload>;
 pub(crate) type Membership = openraft::Membership<u64, Node>;
 pub(crate) type StoredMembership = openraft::StoredMembership<LeaderId, u64, Node>;
 pub(crate) type SnapshotMeta = openraft::SnapshotMeta<LeaderId, u64, Node>;
-pub(crate) type Raft = openraft::Raft<Config, crate::host::Host>;
 pub(crate) type Metrics = openraft::RaftMetrics<Config>;
 
 /// A command's bytes.

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::time::Duration;
 
 use super::weight;
 use crate::types::{Entry, LogId, Vote};
@@ -82,4 +83,25 @@ pub(crate) trait Disk: Send + Sync + 'static {
 
     /// Lets go of files and threads. Reads and writes fail from then on.
     fn close(&self);
+}
+
+/// A disk that blocks nobody: a task writes, waits as long as a sync takes, and then syncs.
+pub(crate) trait TimedDisk: Disk {
+    /// Makes all changes readable, in order, and none of them durable.
+    ///
+    /// # Errors
+    /// As [`Disk::write`].
+    fn write_unsynced(&self, changes: &[Change]) -> io::Result<()>;
+
+    /// How long the next sync takes.
+    ///
+    /// # Errors
+    /// As [`Disk::write`].
+    fn sync_time(&self) -> io::Result<Duration>;
+
+    /// Makes durable what was written.
+    ///
+    /// # Errors
+    /// As [`Disk::write`].
+    fn sync(&self) -> io::Result<()>;
 }

@@ -28,14 +28,13 @@ use futures_util::Stream;
 use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use tokio::sync::oneshot;
 
-use self::disk::{Change, Contents, Disk};
+use self::disk::{Change, Contents, Disk, TimedDisk};
 use self::sled::SledDisk;
 use self::writer::{Done, Op, Watch, Writer};
 use crate::blocking::Blocking;
 use crate::error::StartError;
 use crate::fault::Fault;
 use crate::files::{Layout, io_error};
-use crate::options::Storage;
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
 use crate::watch;
@@ -89,35 +88,29 @@ pub(crate) fn weight(entry: &Entry) -> usize {
 }
 
 impl LogStore {
-    /// Opens the log and checks all of it. Blocks.
-    pub(crate) fn open(
-        storage: &Storage,
-        layout: &Layout,
-        fault: Fault,
-    ) -> Result<Self, StartError> {
-        let blocking = Blocking::over(storage);
-        let opening = |error| io_error(&layout.log(), error);
-        let (writer, disk, memory): (_, Arc<dyn Disk>, _) = match storage {
-            Storage::Sled => {
-                let (disk, contents) = SledDisk::open(layout)?;
-                let disk = Arc::new(disk);
-                let memory = Memory::new(&*disk, contents);
-                let writer = Writer::on_thread(disk.clone(), memory.clone(), fault);
-                (writer.map_err(opening)?, disk, memory)
-            }
-            Storage::Memory(disk) => {
-                let disk = Arc::new(disk.open());
-                let memory = Memory::new(&*disk, disk.contents().map_err(opening)?);
-                let writer = Writer::on_task(disk.clone(), memory.clone(), fault);
-                (writer, disk, memory)
-            }
-        };
+    /// Opens the log on sled and checks all of it. Blocks.
+    pub(crate) fn on_sled(layout: &Layout, fault: Fault) -> Result<Self, StartError> {
+        let (disk, contents) = SledDisk::open(layout)?;
+        let disk = Arc::new(disk);
+        let memory = Memory::new(&*disk, contents);
+        let writer = Writer::on_thread(disk.clone(), memory.clone(), fault);
         Ok(Self {
-            writer: Arc::new(writer),
+            writer: Arc::new(writer.map_err(|error| io_error(&layout.log(), error))?),
             disk,
-            blocking,
+            blocking: Blocking::Pool,
             memory,
         })
+    }
+
+    /// A log on a disk that blocks nobody and holds `contents`.
+    pub(crate) fn in_memory(disk: Arc<impl TimedDisk>, contents: Contents, fault: Fault) -> Self {
+        let memory = Memory::new(&*disk, contents);
+        Self {
+            writer: Arc::new(Writer::on_task(disk.clone(), memory.clone(), fault)),
+            disk,
+            blocking: Blocking::InPlace,
+            memory,
+        }
     }
 
     /// Whether nothing was ever voted for or written.

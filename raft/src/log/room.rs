@@ -13,8 +13,8 @@ use rustix::fs::{FallocateFlags, fallocate, fstatvfs};
 use rustix::io::Errno;
 
 use super::disk::Change;
-use super::sled::SEGMENT_BYTES;
 
+pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
 /// Space without which no write begins: several of sled's segments.
 const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
 /// Space taken beyond that, so that not each write asks for more.

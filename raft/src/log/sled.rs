@@ -31,7 +31,7 @@ use prost::Message;
 
 use super::disk::{Change, Contents, Disk};
 use super::mark::{Mark, MarkFile};
-use super::room::Room;
+use super::room::{Room, SEGMENT_BYTES};
 use super::{record, release, weight};
 use crate::error::StartError;
 use crate::files::{Files, Layout, System, damaged, io_error};
@@ -41,7 +41,6 @@ use crate::wire::proto;
 /// Indexes per tree.
 const RANGE: u64 = 1024;
 const VALUE_BYTES_MAX: usize = 32 * 1024;
-pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
 const CACHE_BYTES: u64 = 64 * 1024 * 1024;
 /// Entries after which the mark is moved on: so many may be forgotten by sled unnoticed.
 const MARK_EVERY: u64 = 1024;

@@ -10,6 +10,7 @@ use super::*;
 use crate::host::Host;
 use crate::memory::{MemoryDisk, Shortage};
 use crate::snapshot::SnapshotFolder;
+use crate::storage::Storage;
 use crate::toy::Toy;
 use crate::types::{Command, LeaderId};
 
@@ -31,7 +32,7 @@ impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
         let host = Host::open(
             Box::new(Toy::default()),
             snapshots,
-            Blocking::over(&storage),
+            storage.blocking(),
             Fault::new(),
             CancellationToken::new(),
         )
@@ -43,7 +44,7 @@ impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
 fn open(folder: &TempDir, storage: &Storage) -> Result<LogStore, StartError> {
     let layout = Layout::new(folder.path());
     layout.create().unwrap();
-    LogStore::open(storage, &layout, Fault::new())
+    storage.open_log(&layout, Fault::new())
 }
 
 fn log_id(term: u64, index: u64) -> LogId {
@@ -168,7 +169,7 @@ async fn a_failed_disk_is_never_written_again() {
     let fault = Fault::new();
     let layout = Layout::new(folder.path());
     let storage = Storage::Memory(disk.clone());
-    let mut log = LogStore::open(&storage, &layout, fault.clone()).unwrap();
+    let mut log = storage.open_log(&layout, fault.clone()).unwrap();
     log.blocking_append(entries(1, 0..1, 1)).await.unwrap();
     disk.fail(Some("disk full".to_owned()));
     assert!(log.blocking_append(entries(1, 1..2, 1)).await.is_err());
@@ -190,7 +191,7 @@ async fn a_full_disk_is_waited_for() {
     let (disk, fault) = (MemoryDisk::new(), Fault::new());
     let layout = Layout::new(folder.path());
     let storage = Storage::Memory(disk.clone());
-    let log = LogStore::open(&storage, &layout, fault.clone()).unwrap();
+    let log = storage.open_log(&layout, fault.clone()).unwrap();
     disk.run_short(Some(Shortage::Space));
     let mut waiting = log.waiting();
     let mut writes = log.clone();

@@ -17,10 +17,9 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task;
 use tokio_util::sync::CancellationToken;
 
-use super::disk::{Change, Disk};
+use super::disk::{Change, Disk, TimedDisk};
 use crate::fault::Fault;
 use crate::files::is_shortage;
-use crate::memory::MemoryHandle;
 use crate::planted::{self, Bug};
 use crate::types::Config;
 use crate::watch;
@@ -104,7 +103,7 @@ impl Writer {
     }
 
     /// A writer with a task of its own, which waits as long as the disk takes.
-    pub(crate) fn on_task(disk: Arc<MemoryHandle>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
+    pub(crate) fn on_task(disk: Arc<impl TimedDisk>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
         let run = Arc::new(Run::new(disk.clone(), watch, fault));
         let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
         let task = tokio::spawn({
@@ -115,7 +114,7 @@ impl Writer {
                     if planted::is(Bug::AckBeforeFlush) {
                         run.answer(&Ok(()), std::mem::take(&mut done));
                     }
-                    let result = run.write_slowly(&disk, &mut changes).await;
+                    let result = run.write_slowly(&*disk, &mut changes).await;
                     run.answer(&result, done);
                 }
             }
@@ -226,7 +225,11 @@ impl Run {
         Ok(())
     }
 
-    async fn write_slowly(&self, disk: &MemoryHandle, changes: &mut Vec<Change>) -> io::Result<()> {
+    async fn write_slowly(
+        &self,
+        disk: &impl TimedDisk,
+        changes: &mut Vec<Change>,
+    ) -> io::Result<()> {
         self.refuse_if_failed()?;
         let mut wait = AGAIN_FIRST;
         while !self.has_room_for(changes)? {
@@ -243,7 +246,7 @@ impl Run {
         if !time.is_zero() {
             tokio::time::sleep(time).await;
         }
-        self.is_final(disk.sync_log())?;
+        self.is_final(disk.sync())?;
         self.watch.after(changes);
         Ok(())
     }

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
+use std::time::Duration;
 
 use super::{MemoryHandle, Shortage, Step};
-use crate::log::disk::{Change, Contents, Disk};
+use crate::log::disk::{Change, Contents, Disk, TimedDisk};
 use crate::log::weight;
 use crate::types::Entry;
 
@@ -61,9 +62,27 @@ impl MemoryHandle {
     pub(crate) fn contents(&self) -> io::Result<Contents> {
         self.with(|state| Ok(state.seen.log.contents))
     }
+}
 
-    /// Changes the log without making it durable.
-    pub(crate) fn write_unsynced(&self, changes: &[Change]) -> io::Result<()> {
+impl Disk for MemoryHandle {
+    fn room_for(&self, _changes: &[Change]) -> io::Result<()> {
+        self.with(|state| state.refuse_if_short(Shortage::Space))
+    }
+
+    fn write(&self, changes: &[Change]) -> io::Result<()> {
+        self.write_unsynced(changes)?;
+        self.sync()
+    }
+
+    fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
+        self.with(|state| Ok(state.seen.log.read(range, bytes_max)))
+    }
+
+    fn close(&self) {}
+}
+
+impl TimedDisk for MemoryHandle {
+    fn write_unsynced(&self, changes: &[Change]) -> io::Result<()> {
         self.with(|state| {
             state.refuse_if_failed()?;
             for change in changes {
@@ -84,29 +103,20 @@ impl MemoryHandle {
         })
     }
 
-    /// Makes durable what was written to the log.
-    pub(crate) fn sync_log(&self) -> io::Result<()> {
+    fn sync_time(&self) -> io::Result<Duration> {
+        self.with(|state| {
+            Ok(state
+                .sync_time
+                .as_mut()
+                .map_or(Duration::ZERO, |time| time()))
+        })
+    }
+
+    fn sync(&self) -> io::Result<()> {
         self.with(|state| {
             state.refuse_if_failed()?;
             state.sync(|step| matches!(step, Step::Log(_)));
             Ok(())
         })
     }
-}
-
-impl Disk for MemoryHandle {
-    fn room_for(&self, _changes: &[Change]) -> io::Result<()> {
-        self.with(|state| state.refuse_if_short(Shortage::Space))
-    }
-
-    fn write(&self, changes: &[Change]) -> io::Result<()> {
-        self.write_unsynced(changes)?;
-        self.sync_log()
-    }
-
-    fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
-        self.with(|state| Ok(state.seen.log.read(range, bytes_max)))
-    }
-
-    fn close(&self) {}
 }

@@ -135,16 +135,6 @@ impl fmt::Debug for MemoryDisk {
 }
 
 impl MemoryHandle {
-    /// How long the log's next sync takes.
-    pub(crate) fn sync_time(&self) -> io::Result<Duration> {
-        self.with(|state| {
-            Ok(state
-                .sync_time
-                .as_mut()
-                .map_or(Duration::ZERO, |time| time()))
-        })
-    }
-
     fn with<T>(&self, work: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
         let mut state = self.disk.lock();
         if state.era != self.era {

@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::files::Files;
-use crate::log::disk::{Contents, Disk};
+use crate::log::disk::{Contents, Disk, TimedDisk};
 use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
 
 fn entry(index: u64) -> Entry {
@@ -71,7 +71,7 @@ fn a_replica_from_before_a_crash_changes_nothing() {
     let mut file = before.create(Path::new("/data/a")).unwrap();
     disk.crash(|unsynced| unsynced);
     assert!(before.write(&[Change::Vote(Vote::new(1, 1))]).is_err());
-    assert!(before.sync_log().is_err());
+    assert!(before.sync().is_err());
     assert!(before.read(0..1, 1).is_err());
     assert!(file.write(b"late").is_err());
     let after = disk.open();

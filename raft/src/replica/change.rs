@@ -33,8 +33,6 @@ const CHANGE_TIMEOUT: Duration = Duration::from_secs(15);
 const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest a voter is waited for to take leadership.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(3);
-/// Longest wait for a call to one peer about itself.
-pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(20);
 /// Pause before a change that could not be finished is tried again.
 const FINISH_AGAIN: Duration = Duration::from_secs(1);

@@ -26,7 +26,7 @@ use futures_util::future::join_all;
 use openraft::async_runtime::WatchReceiver;
 
 use super::Inner;
-use super::change::INFO_TIMEOUT;
+use super::introduce::INFO_TIMEOUT;
 use super::introduce::check_told;
 use crate::chance;
 use crate::error::ChangeError;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use tokio::net::lookup_host;
 use tonic::{Code, Status};
@@ -10,6 +11,9 @@ use super::Inner;
 use crate::options::{Formation, Peers};
 use crate::wire::{self, proto};
 use crate::{DEFAULT_NAME, types};
+
+/// Longest wait for a call to one peer about itself.
+pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Most labels of a member, and the most bytes of a name, a value and an address. All members' together
 /// stay far below what the head of a snapshot may take.
@@ -122,7 +126,7 @@ impl Inner {
                 status.message().to_owned()
             })
         };
-        let answer = tokio::time::timeout(super::change::INFO_TIMEOUT, asking).await;
+        let answer = tokio::time::timeout(INFO_TIMEOUT, asking).await;
         let info = answer.map_err(|_| "no answer in time".to_owned())??;
         let (theirs, ours) = (
             named(&info.cluster_name),

@@ -29,17 +29,17 @@ use self::heard::Heard;
 use crate::blocking::Blocking;
 use crate::error::{ChangeError, Committed, ProposeError, StartError};
 use crate::fault::Fault;
-use crate::files::{Layout, Lock, damaged, io_error};
-use crate::host::Host;
+use crate::files::{Lock, damaged, io_error};
+use crate::host::{Host, Raft};
 use crate::identity::Identity;
 use crate::log::LogStore;
 use crate::machine::{CheckCommand, Machine, PeerHandler};
 use crate::net::{self, Installing, Links, Network, SHOWS_STORE, Transport};
-use crate::options::{Formation, Options, Peers, Storage};
+use crate::options::{Formation, Options, Peers};
 use crate::seldom::Seldom;
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
-use crate::types::{Raft, shown};
+use crate::types::shown;
 use crate::watch;
 
 /// Longest wait for tasks and connections to end.
@@ -103,7 +103,7 @@ impl Replica {
     ) -> Result<Self, StartError> {
         let config = prepare(&mut options)?;
         let (fault, cancel) = (Fault::new(), CancellationToken::new());
-        let blocking = Blocking::over(&options.storage);
+        let blocking = options.storage.blocking();
         let check = machine.check();
         let opened = {
             let (options, fault, stop) = (options.clone(), fault.clone(), cancel.clone());
@@ -362,10 +362,7 @@ fn open(
     fault: Fault,
     stop: CancellationToken,
 ) -> Result<(Lock, Identity, LogStore, Host), StartError> {
-    let layout = match &options.storage {
-        Storage::Sled => Layout::new(&options.data_dir),
-        Storage::Memory(disk) => Layout::over(Arc::new(disk.open()), &options.data_dir),
-    };
+    let layout = options.storage.layout(&options.data_dir);
     layout.create()?;
     // Before anything is read or tidied up: another process may be at work on it.
     let lock = layout.lock()?;
@@ -373,9 +370,9 @@ fn open(
     let folder = layout.snapshots();
     let snapshots = SnapshotFolder::open(layout.files.clone(), folder.clone())
         .map_err(|error| io_error(&folder, error))?;
-    let blocking = Blocking::over(&options.storage);
+    let blocking = options.storage.blocking();
     let host = Host::open(machine, snapshots, blocking, fault.clone(), stop)?;
-    let log = LogStore::open(&options.storage, &layout, fault)?;
+    let log = options.storage.open_log(&layout, fault)?;
     if log.purged() > host.applied() {
         let (begin, reached) = (shown(log.purged().as_ref()), shown(host.applied().as_ref()));
         log.close_blocking();

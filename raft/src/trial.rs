@@ -1,0 +1,52 @@
+//! The log on sled by itself: entries that stay behind a truncation show in hardly any simulated
+//! cluster, as they must be read back before the new leader's entries have grown over them.
+
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+
+use bytes::Bytes;
+use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
+
+use crate::fault::Fault;
+use crate::files::Layout;
+use crate::log::LogStore;
+use crate::types::{Command, Entry, LeaderId, LogId, Payload};
+
+/// A leader of term 1 writes ten entries below `folder`, one of term 2 replaces the last five by
+/// two. Answers index and term of each that is there after a restart.
+///
+/// # Errors
+/// When the log cannot be opened, written or read.
+pub async fn replace_entries(folder: &Path) -> io::Result<Vec<(u64, u64)>> {
+    let mut log = open(folder)?;
+    log.blocking_append(entries(1, 0..10)).await?;
+    log.truncate_after(Some(log_id(1, 4))).await?;
+    log.blocking_append(entries(2, 5..7)).await?;
+    log.close().await;
+    drop(log);
+    let mut log = open(folder)?;
+    let read = log.try_get_log_entries(..).await?;
+    log.close().await;
+    let ids = read.iter().map(|entry| entry.log_id);
+    Ok(ids.map(|it| (it.index, it.leader_id.term)).collect())
+}
+
+fn open(folder: &Path) -> io::Result<LogStore> {
+    let layout = Layout::new(folder);
+    layout.create().map_err(io::Error::other)?;
+    LogStore::on_sled(&layout, Fault::new()).map_err(io::Error::other)
+}
+
+fn log_id(term: u64, index: u64) -> LogId {
+    let leader_id = LeaderId { term, node_id: 1 };
+    LogId { leader_id, index }
+}
+
+fn entries(term: u64, indexes: Range<u64>) -> Vec<Entry> {
+    let entry = |index| Entry {
+        log_id: log_id(term, index),
+        payload: Payload::Normal(Command(Bytes::from_static(b"command"))),
+    };
+    indexes.map(entry).collect()
+}
