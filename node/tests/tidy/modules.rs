@@ -15,16 +15,8 @@ const CRATES: &[&str] = &["state", "raft", "api", "node/lab", "node", "chaos-tes
 
 /// Circles that are still to be opened: the parent, and its children in the circle.
 const OPEN: &[(&str, &[&str])] = &[
-    (
-        "raft",
-        &[
-            "blocking", "host", "log", "memory", "options", "planted", "snapshot", "types", "wire",
-        ],
-    ),
     ("raft", &["net", "replica"]),
-    ("raft::log", &["room", "sled"]),
     ("raft::net", &["accept", "transport"]),
-    ("raft::replica", &["change", "introduce"]),
     ("api::proxy", &["expose", "headers"]),
     ("api::proxy", &["ahead", "forward", "relay", "suspects"]),
 ];
