@@ -149,7 +149,7 @@ async fn a_damaged_file_changes_nothing_and_says_where() {
     };
     let last_chunk = file.len() - 100;
     let damaged = [
-        (flipped(0), "another magic number"),
+        (flipped(0), "not a Quorate backup"),
         (flipped(8), "format 0, this build reads 1"),
         (
             flipped(RESTORE_PART_BYTES),
