@@ -73,7 +73,7 @@ fn the_node_reads_any_bytes() {
 #[test]
 fn every_target_is_run_and_has_a_name_of_its_own() {
     for target in TARGETS {
-        let crates = ["state_", "raft_", "api_", "node_"];
+        let crates = ["state_", "raft_", "api_", "lab_", "node_"];
         assert!(
             crates.iter().any(|it| target.name.starts_with(it)),
             "{}",
