@@ -67,7 +67,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("raft.BarrierWithoutQuorum", "I41", PARTED, 6, 1),
     ("raft.BarrierNotAwaited", "I31", STOPPED, 6, 1),
     ("api.OutboxForgetsUnknown", "I38", CUT_SHORT, 4, 3),
-    ("api.OutboxRenumbersUnknown", "I38", CUT_SHORT, 6, 12),
+    ("api.OutboxRenumbersUnknown", "I38", CUT_SHORT, 6, 18),
     ("api.OutboxChargesUnknownAgain", "I38", CUT_SHORT, 6, 7),
     ("api.OverlayKeepsVoided", "I14", &[], 4, 6),
     ("api.OverlayKeepsApplied", "I14", &[], 2, 1),
