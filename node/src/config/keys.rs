@@ -133,7 +133,7 @@ const BEFORE_POLICIES: &[Key] = &[
         "cluster.heartbeat",
         Kind::Duration,
         By("50ms"),
-        "Interval of the leader's heartbeats.",
+        "Interval of the leader's heartbeats. Must exceed a round trip between replicas: an unanswered heartbeat is dropped after it.",
     ),
     key(
         "cluster.election_timeout",

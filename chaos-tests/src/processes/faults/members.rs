@@ -50,7 +50,7 @@ async fn join(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
             return Ok(true);
         };
         // It asks to be let in itself and may be first.
-        let is_in = refused.to_string().contains("is a member already");
+        let is_in = format!("{refused:#}").contains("is a member already");
         last.replace(Some(refused));
         Ok(is_in)
     });

@@ -294,6 +294,11 @@ impl Stage {
                     answer.replace(Some(value));
                     Ok(true)
                 }
+                // It went into the log before a leader was lost, and the answer with it.
+                Err(error) if is_gone(&method, &error) => {
+                    answer.replace(Some(Value::Null));
+                    Ok(true)
+                }
                 Err(error) => {
                     last.replace(Some(error));
                     Ok(false)
@@ -305,6 +310,11 @@ impl Stage {
         }
         answer.take().context("no answer")
     }
+}
+
+/// Whether what was to be removed is no member any more.
+fn is_gone(method: &Method, error: &anyhow::Error) -> bool {
+    method == Method::DELETE && format!("{error:#}").contains("is no member")
 }
 
 /// How long a fault lasts, where nothing tells its end.
