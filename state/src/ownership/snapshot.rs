@@ -203,7 +203,13 @@ impl BackendBlocks {
         }
         self.owned = live.len() as u32;
         common.owned += live.len() as u64;
-        Ok(self.owned)
+        match self.capacity {
+            Some(most) if self.unreported() > most && !self.evictable.is_empty() => Err(format!(
+                "{} blocks beside reported ones of at most {most}, some of them evictable",
+                self.unreported()
+            )),
+            _ => Ok(self.owned),
+        }
     }
 
     /// Enters records into the lookup, the view, the digest and their parents' counts.
