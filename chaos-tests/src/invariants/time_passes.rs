@@ -35,8 +35,8 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
         let is_behind = is_at_rest && passed_ms + SLACK_MS < real_ms;
         if is_behind || passed_ms > real_ms + SLACK_MS {
             let detail = format!(
-                "{run}, index {}: {passed_ms} ms passed in {real_ms} ms",
-                image.index
+                "{run}, index {}: {passed_ms} ms passed in {real_ms} ms since index {}",
+                image.index, first.index
             );
             return Err(super::violation(NUMBER, NAME, detail));
         }
