@@ -4,7 +4,7 @@ use anyhow::Context as _;
 use http::Method;
 use serde_json::json;
 
-use super::{Stage, until};
+use super::{Stage, says, until};
 
 const MEMBERS: &str = "/admin/v1/cluster/members";
 
@@ -50,7 +50,7 @@ async fn join(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
             return Ok(true);
         };
         // It asks to be let in itself and may be first.
-        let is_in = format!("{refused:#}").contains("is a member already");
+        let is_in = says(&refused, "is a member already");
         last.replace(Some(refused));
         Ok(is_in)
     });

@@ -314,7 +314,12 @@ impl Stage {
 
 /// Whether what was to be removed is no member any more.
 fn is_gone(method: &Method, error: &anyhow::Error) -> bool {
-    method == Method::DELETE && format!("{error:#}").contains("is no member")
+    method == Method::DELETE && says(error, "is no member")
+}
+
+/// Whether an answer has these words: they stand behind what was asked, among the causes.
+fn says(error: &anyhow::Error, words: &str) -> bool {
+    format!("{error:#}").contains(words)
 }
 
 /// How long a fault lasts, where nothing tells its end.
