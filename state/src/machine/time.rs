@@ -9,9 +9,12 @@
 //! A stamp close to the last one ([`PacedTime::is_near`]) is followed at once. Any other may come from a
 //! wrong clock, or tell that all clocks were set right, or that the cluster has slept. It is believed
 //! when the stamps have told the same for [`UNANIMOUS_MS`] with no stamp in between that fits the old
-//! calendar: one wrong clock among right ones that propose is then never believed. What is known to
-//! have passed meanwhile has passed: all of a gap forwards, of a calendar that was set back what the
-//! new one tells.
+//! calendar: one wrong clock among right ones that propose is then never believed. Then all of a gap
+//! forwards has passed; of a calendar that was set back, what the new one tells from there on.
+//!
+//! Old stamps need not mean that the calendar was set back: what one side of a partition proposed
+//! arrives late and at once. A stamp that reaches the former calendar therefore counts from there, less
+//! what was counted since.
 //!
 //! Before the cluster was told to go by this ([`Command::PaceTime`](crate::command::Command::PaceTime))
 //! time is the latest stamp, moved by [`TIME_STEP_MS_MAX`] at most at once, as builds before format 4
@@ -52,6 +55,15 @@ pub(super) struct PacedTime {
     stamp_ms: u64,
     /// Stamps that do not fit it.
     apart: Option<DivergentStamps>,
+    /// How it was last set back, until the calendar is there again.
+    set_back: Option<SetBack>,
+}
+
+/// A calendar that was set back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+struct SetBack {
+    from_ms: u64,
+    to_ms: u64,
 }
 
 /// Stamps one after the other that fit each other.
@@ -89,6 +101,7 @@ impl ReplicatedTime {
         self.paced.get_or_insert(PacedTime {
             stamp_ms,
             apart: None,
+            set_back: None,
         });
     }
 
@@ -112,9 +125,7 @@ impl PacedTime {
     fn pass(&mut self, stamped_ms: u64) -> u64 {
         if is_near(stamped_ms, self.stamp_ms) || planted::is(Bug::OneClockBelieved) {
             self.apart = None;
-            let passed_ms = stamped_ms.saturating_sub(self.stamp_ms);
-            self.stamp_ms = self.stamp_ms.max(stamped_ms);
-            return passed_ms.min(LEAP_MS_MAX);
+            return self.go_on(stamped_ms);
         }
         let alone = DivergentStamps {
             first_ms: stamped_ms,
@@ -136,13 +147,28 @@ impl PacedTime {
             self.apart = Some(apart);
             return 0;
         }
-        let passed_ms = match apart.last_ms.checked_sub(self.stamp_ms) {
-            Some(gap_ms) => gap_ms,
-            None => apart.last_ms.saturating_sub(apart.first_ms),
-        };
-        *self = Self {
-            stamp_ms: apart.last_ms,
-            apart: (!fits).then_some(alone),
+        self.apart = (!fits).then_some(alone);
+        if apart.last_ms >= self.stamp_ms {
+            return self.go_on(apart.last_ms);
+        }
+        self.set_back = Some(SetBack {
+            from_ms: self.stamp_ms,
+            to_ms: apart.last_ms,
+        });
+        self.stamp_ms = apart.last_ms;
+        0
+    }
+
+    /// The calendar goes on to a stamp, if that is later; answers how much passed.
+    fn go_on(&mut self, stamped_ms: u64) -> u64 {
+        let last_ms = self.stamp_ms;
+        self.stamp_ms = last_ms.max(stamped_ms);
+        let passed_ms = match self.set_back.take_if(|it| stamped_ms >= it.from_ms) {
+            Some(back) => {
+                let counted_ms = last_ms.saturating_sub(back.to_ms);
+                (stamped_ms - back.from_ms).saturating_sub(counted_ms)
+            }
+            None => stamped_ms.saturating_sub(last_ms),
         };
         passed_ms.min(LEAP_MS_MAX)
     }
@@ -213,9 +239,32 @@ mod tests {
         let mut time = paced();
         let back = -(DAY as i64);
         let stamps = [back, back + 500, back + 1000, back + 1500, back + 2000];
-        assert_eq!(passes(&mut time, &stamps), [0, 0, 1000, 500, 500]);
-        assert_eq!(time.lead_ms(), DAY);
+        assert_eq!(passes(&mut time, &stamps), [0, 0, 0, 500, 500]);
+        assert_eq!(time.lead_ms(), DAY - 1000);
         assert_eq!(time.calendar_ms(), START - DAY + 2000);
+    }
+
+    #[test]
+    fn stamps_that_come_late_count_nothing_twice() {
+        let mut time = paced();
+        // Of a replica that was cut off: its outbox, and an administrator's command.
+        assert_eq!(
+            passes(&mut time, &[-5000, -3000, 100, 200]),
+            [0, 0, 100, 100]
+        );
+        let burst = [-4000, -3000, -2500, -2000, 1500, 1600];
+        assert_eq!(passes(&mut time, &burst), [0, 0, 500, 500, 300, 100]);
+        assert_eq!((time.now_ms, time.lead_ms()), (START + 1600, 0));
+    }
+
+    #[test]
+    fn a_calendar_that_was_set_back_and_forth_has_not_leapt() {
+        let mut time = paced();
+        let back = -(DAY as i64);
+        passes(&mut time, &[back, back + 1000, back + 10_000]);
+        assert_eq!(time.now_ms, START + 9000);
+        assert_eq!(passes(&mut time, &[20_000, 21_000]), [0, 12_000]);
+        assert_eq!((time.now_ms, time.lead_ms()), (START + 21_000, 0));
     }
 
     #[test]
@@ -267,6 +316,6 @@ mod tests {
         }
         time.pace();
         let passed = passes(&mut time, &[0, 500, 1000, 1020]);
-        assert_eq!(passed, [0, 0, 1000, 20]);
+        assert_eq!(passed, [0, 0, 0, 20]);
     }
 }

@@ -20,6 +20,8 @@ pub struct Time {
     calendar_ms: Option<u64>,
     /// Stamps since that do not fit it, but each other.
     odd: Vec<u64>,
+    /// What the calendar showed before it was set back, and to what that was.
+    back: Option<(u64, u64)>,
 }
 
 impl Time {
@@ -36,10 +38,7 @@ impl Time {
         };
         if fits(stamp_ms, calendar_ms) {
             self.odd.clear();
-            self.go_on(
-                stamp_ms.max(calendar_ms),
-                stamp_ms.saturating_sub(calendar_ms),
-            );
+            self.go_on(calendar_ms, stamp_ms.max(calendar_ms));
             return;
         }
         let newest_ms = self.odd.iter().copied().max();
@@ -55,20 +54,29 @@ impl Time {
             return;
         }
         let reached_ms = self.odd.iter().copied().max().unwrap_or(newest_ms);
-        let since_ms = if reached_ms >= calendar_ms {
-            calendar_ms
+        if reached_ms < calendar_ms {
+            self.back = Some((calendar_ms, reached_ms));
+            self.calendar_ms = Some(reached_ms);
         } else {
-            first_ms
-        };
-        self.go_on(reached_ms, reached_ms.saturating_sub(since_ms));
+            self.go_on(calendar_ms, reached_ms);
+        }
         self.odd = match fits(stamp_ms, newest_ms) {
             true => Vec::new(),
             false => vec![stamp_ms],
         };
     }
 
-    fn go_on(&mut self, calendar_ms: u64, passed_ms: u64) {
-        self.calendar_ms = Some(calendar_ms);
+    fn go_on(&mut self, was_ms: u64, is_ms: u64) {
+        let mut passed_ms = is_ms - was_ms;
+        if let Some((from_ms, to_ms)) = self.back
+            && is_ms >= from_ms
+        {
+            // The former calendar was right: of the time since, this much was counted.
+            let counted_ms = was_ms.saturating_sub(to_ms);
+            passed_ms = (is_ms - from_ms).saturating_sub(counted_ms);
+            self.back = None;
+        }
+        self.calendar_ms = Some(is_ms);
         self.now_ms = self.now_ms.saturating_add(passed_ms.min(LEAP_MS));
     }
 }
