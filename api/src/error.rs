@@ -1,7 +1,7 @@
 //! Every error answer of this crate is shaped here: OpenAI's form on the data plane, problem+json
 //! (RFC 9457) on the admin API.
 //!
-//! What can go wrong on the data plane is a [`Failure`]; [`rescue`] alone decides its status, its
+//! What can go wrong on the data plane is a [`ProxyError`]; [`rescue`] alone decides its status, its
 //! words for the client and whether the client's SDK should try again. What only an operator may
 //! read (addresses, operating-system errors) is logged where it happens and never gets in here.
 
@@ -82,7 +82,7 @@ impl IntoResponse for Problem {
 
 /// Why the data plane cannot give a client an engine's answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Failure {
+pub enum ProxyError {
     /// The request cannot be read: syntax, types, missing fields, a body shorter than announced.
     #[error("{message}")]
     BadRequest {
@@ -207,7 +207,7 @@ pub enum Failure {
 
 /// A data-plane failure as HTTP tells it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answer {
+pub struct ErrorResponse {
     /// HTTP status.
     pub status: StatusCode,
     /// OpenAI's `type`.
@@ -222,62 +222,64 @@ pub struct Answer {
 
 /// The one place that decides how a failure looks from outside.
 #[must_use]
-pub fn rescue(failure: &Failure) -> Answer {
+pub fn rescue(failure: &ProxyError) -> ErrorResponse {
     let (status, type_, code) = match failure {
-        Failure::BadRequest { .. } => (400, "invalid_request_error", "invalid_request"),
-        Failure::BadKey => (401, "invalid_request_error", "invalid_api_key"),
-        Failure::UnknownRoute { .. } => (404, "invalid_request_error", "unknown_url"),
-        Failure::WrongMethod { .. } => (405, "invalid_request_error", "method_not_supported"),
-        Failure::UnknownModel { .. } => (404, "invalid_request_error", "model_not_found"),
-        Failure::BodyTooLarge { .. } => (413, "invalid_request_error", "request_too_large"),
-        Failure::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
-        Failure::BadExpectation => (417, "invalid_request_error", "expectation_failed"),
-        Failure::AddressAtLimit | Failure::UserAtLimit => {
+        ProxyError::BadRequest { .. } => (400, "invalid_request_error", "invalid_request"),
+        ProxyError::BadKey => (401, "invalid_request_error", "invalid_api_key"),
+        ProxyError::UnknownRoute { .. } => (404, "invalid_request_error", "unknown_url"),
+        ProxyError::WrongMethod { .. } => (405, "invalid_request_error", "method_not_supported"),
+        ProxyError::UnknownModel { .. } => (404, "invalid_request_error", "model_not_found"),
+        ProxyError::BodyTooLarge { .. } => (413, "invalid_request_error", "request_too_large"),
+        ProxyError::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
+        ProxyError::BadExpectation => (417, "invalid_request_error", "expectation_failed"),
+        ProxyError::AddressAtLimit | ProxyError::UserAtLimit => {
             (429, "rate_limit_error", "too_many_requests_at_once")
         }
-        Failure::BreaksBackends => (422, "invalid_request_error", "request_breaks_backends"),
-        Failure::OverLimit { .. } => (429, "rate_limit_error", "rate_limit_exceeded"),
-        Failure::QueueFull { .. } => (503, "server_error", "queue_full"),
-        Failure::TooLate { .. } => (503, "server_error", "queue_too_long"),
-        Failure::WaitedTooLong { .. } => (503, "server_error", "queue_timeout"),
-        Failure::Leaving => (503, "server_error", "replica_leaving"),
-        Failure::NoneHealthy => (503, "server_error", "no_healthy_backend"),
-        Failure::NoneSelected => (503, "server_error", "no_backend_selected"),
-        Failure::OutOfConnections => (503, "server_error", "out_of_connections"),
-        Failure::Unreachable => (503, "server_error", "backend_unreachable"),
-        Failure::Refused => (503, "server_error", "backends_refuse"),
-        Failure::Overloaded => (503, "server_error", "overloaded"),
-        Failure::EngineBroke | Failure::EngineBrokeOff => (502, "server_error", "backend_broke"),
-        Failure::Redirected => (502, "server_error", "backend_redirects"),
-        Failure::EngineTimeout => (504, "server_error", "backend_timeout"),
+        ProxyError::BreaksBackends => (422, "invalid_request_error", "request_breaks_backends"),
+        ProxyError::OverLimit { .. } => (429, "rate_limit_error", "rate_limit_exceeded"),
+        ProxyError::QueueFull { .. } => (503, "server_error", "queue_full"),
+        ProxyError::TooLate { .. } => (503, "server_error", "queue_too_long"),
+        ProxyError::WaitedTooLong { .. } => (503, "server_error", "queue_timeout"),
+        ProxyError::Leaving => (503, "server_error", "replica_leaving"),
+        ProxyError::NoneHealthy => (503, "server_error", "no_healthy_backend"),
+        ProxyError::NoneSelected => (503, "server_error", "no_backend_selected"),
+        ProxyError::OutOfConnections => (503, "server_error", "out_of_connections"),
+        ProxyError::Unreachable => (503, "server_error", "backend_unreachable"),
+        ProxyError::Refused => (503, "server_error", "backends_refuse"),
+        ProxyError::Overloaded => (503, "server_error", "overloaded"),
+        ProxyError::EngineBroke | ProxyError::EngineBrokeOff => {
+            (502, "server_error", "backend_broke")
+        }
+        ProxyError::Redirected => (502, "server_error", "backend_redirects"),
+        ProxyError::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
     let retry_after_s = match failure {
-        Failure::NoneHealthy
-        | Failure::NoneSelected
-        | Failure::OutOfConnections
-        | Failure::Unreachable
-        | Failure::Refused
-        | Failure::Overloaded
-        | Failure::AddressAtLimit
-        | Failure::UserAtLimit
-        | Failure::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
-        Failure::OverLimit { retry_after_ms, .. }
-        | Failure::QueueFull { retry_after_ms }
-        | Failure::TooLate { retry_after_ms, .. }
-        | Failure::WaitedTooLong { retry_after_ms } => {
+        ProxyError::NoneHealthy
+        | ProxyError::NoneSelected
+        | ProxyError::OutOfConnections
+        | ProxyError::Unreachable
+        | ProxyError::Refused
+        | ProxyError::Overloaded
+        | ProxyError::AddressAtLimit
+        | ProxyError::UserAtLimit
+        | ProxyError::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
+        ProxyError::OverLimit { retry_after_ms, .. }
+        | ProxyError::QueueFull { retry_after_ms }
+        | ProxyError::TooLate { retry_after_ms, .. }
+        | ProxyError::WaitedTooLong { retry_after_ms } => {
             let seconds = u32::try_from(retry_after_ms.div_ceil(1000));
             Some(seconds.unwrap_or(u32::MAX).max(1))
         }
         _ => None,
     };
     let should_retry = match failure {
-        Failure::EngineBroke
-        | Failure::EngineBrokeOff
-        | Failure::EngineTimeout
-        | Failure::BreaksBackends => Some(false),
+        ProxyError::EngineBroke
+        | ProxyError::EngineBrokeOff
+        | ProxyError::EngineTimeout
+        | ProxyError::BreaksBackends => Some(false),
         _ => None,
     };
-    Answer {
+    ErrorResponse {
         status: StatusCode::from_u16(status).expect("the codes above are valid"),
         type_,
         code,
@@ -288,7 +290,7 @@ pub fn rescue(failure: &Failure) -> Answer {
 
 /// OpenAI's error object for a failure.
 #[must_use]
-pub fn openai_body(failure: &Failure) -> Bytes {
+pub fn openai_body(failure: &ProxyError) -> Bytes {
     #[derive(Serialize)]
     struct Body<'a> {
         error: Error<'a>,
@@ -303,8 +305,8 @@ pub fn openai_body(failure: &Failure) -> Bytes {
     }
     let answer = rescue(failure);
     let param = match failure {
-        Failure::BadRequest { param, .. } => param.as_deref(),
-        Failure::UnknownModel { .. } => Some("model"),
+        ProxyError::BadRequest { param, .. } => param.as_deref(),
+        ProxyError::UnknownModel { .. } => Some("model"),
         _ => None,
     };
     let error = Error {
@@ -320,7 +322,7 @@ pub fn openai_body(failure: &Failure) -> Bytes {
 
 /// A whole OpenAI-shaped error answer.
 #[must_use]
-pub fn openai_response(failure: &Failure) -> http::Response<Bytes> {
+pub fn openai_response(failure: &ProxyError) -> http::Response<Bytes> {
     let answer = rescue(failure);
     let mut response = http::Response::new(openai_body(failure));
     *response.status_mut() = answer.status;
@@ -333,7 +335,7 @@ pub fn openai_response(failure: &Failure) -> http::Response<Bytes> {
         let value = if should_retry { "true" } else { "false" };
         headers.insert(SHOULD_RETRY, HeaderValue::from_static(value));
     }
-    if let Failure::WrongMethod { allowed } = failure {
+    if let ProxyError::WrongMethod { allowed } = failure {
         headers.insert(ALLOW, HeaderValue::from_static(allowed));
     }
     response
@@ -345,7 +347,7 @@ mod tests {
 
     #[test]
     fn an_error_has_openais_four_fields_in_openais_order() {
-        let failure = Failure::UnknownModel { model: "m".into() };
+        let failure = ProxyError::UnknownModel { model: "m".into() };
         assert_eq!(
             openai_body(&failure),
             r#"{"error":{"message":"the model `m` does not exist","type":"invalid_request_error","param":"model","code":"model_not_found"}}"#
@@ -354,14 +356,14 @@ mod tests {
 
     #[test]
     fn a_503_says_when_to_come_back_and_a_charged_failure_says_not_to() {
-        let response = openai_response(&Failure::NoneHealthy);
+        let response = openai_response(&ProxyError::NoneHealthy);
         assert_eq!(response.status(), 503);
         assert_eq!(response.headers()[RETRY_AFTER], "1");
         assert!(!response.headers().contains_key(SHOULD_RETRY));
-        let response = openai_response(&Failure::EngineTimeout);
+        let response = openai_response(&ProxyError::EngineTimeout);
         assert_eq!(response.status(), 504);
         assert_eq!(response.headers()[SHOULD_RETRY], "false");
-        for failure in [Failure::EngineBroke, Failure::BreaksBackends] {
+        for failure in [ProxyError::EngineBroke, ProxyError::BreaksBackends] {
             assert_eq!(openai_response(&failure).headers()[SHOULD_RETRY], "false");
         }
     }

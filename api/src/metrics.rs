@@ -21,7 +21,7 @@ use state::service::BackendServiceView;
 use state::{Backend, StateView};
 use tokio::time::Instant;
 
-use crate::backends::{Backends, Record};
+use crate::backends::{Backends, ProbeRecord};
 use crate::divergence::Digests;
 use crate::kv_events::board::{BackendStreams, StreamBoard};
 use crate::kv_events::stream::StreamCounts;
@@ -477,7 +477,7 @@ const KV_COUNTERS: [KvCounter; 7] = [
 /// A backend as it is scraped.
 struct BackendRow<'a> {
     backend: &'a Backend,
-    record: Record,
+    record: ProbeRecord,
     served: Option<BackendServiceView>,
     is_circuit_open: bool,
     /// Requests in flight from here.

@@ -3,16 +3,16 @@
 macro_rules! kinds {
     (
         $(#[$attribute:meta])*
-        pub enum Kind;
+        pub enum $Kind:ident;
         $($kind:ident $name:literal $what:literal;)*
     ) => {
         $(#[$attribute])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-        pub enum Kind {
+        pub enum $Kind {
             $(#[doc = $what] $kind,)*
         }
 
-        impl Kind {
+        impl $Kind {
             /// All of them.
             pub const ALL: &[Self] = &[$(Self::$kind,)*];
 

@@ -2,14 +2,14 @@
 //!
 //! A harness that finds nothing proves nothing until it is known to find what it should. Every
 //! crate has its bugs at the places where people would make them (`state::planted` and so on); here
-//! they are planted one at a time, on this thread, for as long as a [`Plot`] lives.
+//! they are planted one at a time, on this thread, for as long as a [`PlantedGuard`] lives.
 //! docs/internals/testing.md lists which invariant catches which.
 
 use std::fmt;
 
 /// One bug of one crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bug {
+pub enum PlantedBug {
     /// In the replicated state.
     State(state::planted::Bug),
     /// In the log.
@@ -20,7 +20,7 @@ pub enum Bug {
     Node(node::planted::Bug),
 }
 
-impl Bug {
+impl PlantedBug {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {
         let state = state::planted::Bug::ALL.iter().copied().map(Self::State);
@@ -30,7 +30,7 @@ impl Bug {
         state.chain(raft).chain(api).chain(node)
     }
 
-    /// The bug of this name, as [`Bug`] displays it.
+    /// The bug of this name, as [`PlantedBug`] displays it.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::all().find(|bug| bug.to_string() == name)
@@ -38,8 +38,8 @@ impl Bug {
 
     /// Plants it on this thread, in place of any other.
     #[must_use]
-    pub fn plant(self) -> Plot {
-        let plot = Plot(self);
+    pub fn plant(self) -> PlantedGuard {
+        let plot = PlantedGuard(self);
         clear();
         match self {
             Self::State(bug) => state::planted::plant(Some(bug)),
@@ -51,7 +51,7 @@ impl Bug {
     }
 }
 
-impl fmt::Display for Bug {
+impl fmt::Display for PlantedBug {
     /// `state.LiftLost`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -65,22 +65,22 @@ impl fmt::Display for Bug {
 
 /// A planted bug; taken out when this goes. To be dropped on the thread that planted it.
 #[derive(Debug)]
-pub struct Plot(Bug);
+pub struct PlantedGuard(PlantedBug);
 
-impl Plot {
+impl PlantedGuard {
     /// How often the product came by it: a bug that is never met cannot be caught.
     #[must_use]
     pub fn met(&self) -> u64 {
         match self.0 {
-            Bug::State(_) => state::planted::met(),
-            Bug::Raft(_) => raft::planted::met(),
-            Bug::Api(_) => api::planted::met(),
-            Bug::Node(_) => node::planted::met(),
+            PlantedBug::State(_) => state::planted::met(),
+            PlantedBug::Raft(_) => raft::planted::met(),
+            PlantedBug::Api(_) => api::planted::met(),
+            PlantedBug::Node(_) => node::planted::met(),
         }
     }
 }
 
-impl Drop for Plot {
+impl Drop for PlantedGuard {
     fn drop(&mut self) {
         clear();
     }
@@ -99,9 +99,10 @@ mod tests {
 
     #[test]
     fn every_bug_has_a_name_of_its_own() {
-        let names: std::collections::BTreeSet<_> = Bug::all().map(|bug| bug.to_string()).collect();
-        assert_eq!(names.len(), Bug::all().count());
-        assert!(Bug::all().all(|bug| Bug::named(&bug.to_string()) == Some(bug)));
-        assert_eq!(Bug::named("state.Nothing"), None);
+        let names: std::collections::BTreeSet<_> =
+            PlantedBug::all().map(|bug| bug.to_string()).collect();
+        assert_eq!(names.len(), PlantedBug::all().count());
+        assert!(PlantedBug::all().all(|bug| PlantedBug::named(&bug.to_string()) == Some(bug)));
+        assert_eq!(PlantedBug::named("state.Nothing"), None);
     }
 }

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use chaos_tests::processes::{Cluster, ClusterOptions, until};
+use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use http::{HeaderValue, StatusCode};
-use lab::replay::client::{Ask, Client, Failure};
+use lab::replay::client::{ReplayClient, ReplayError, ReplayRequest};
 
 /// Requests of the greedy user under way at a time: far more than the engines take.
 const GREEDY: usize = 64;
@@ -81,7 +81,7 @@ impl Load {
     }
 
     async fn send(self: Arc<Self>, sender: usize) {
-        let client = Client::new(Duration::from_secs(60));
+        let client = ReplayClient::new(Duration::from_secs(60));
         let mut ticks = tokio::time::interval(self.pause.max(Duration::from_millis(1)));
         let mut number = 0_u64;
         while !self.is_over.load(Ordering::Relaxed) {
@@ -91,7 +91,7 @@ impl Load {
             let body = format!(
                 r#"{{"model":"emulated","stream":true,"max_tokens":16,"stream_options":{{"include_usage":true}},"messages":[{{"role":"user","content":"{prompt}"}}]}}"#
             );
-            let ask = Ask {
+            let ask = ReplayRequest {
                 uri: format!("{}/v1/chat/completions", self.url)
                     .parse()
                     .expect("a replica's url"),
@@ -102,7 +102,7 @@ impl Load {
         }
     }
 
-    fn count(&self, answer: Result<lab::replay::client::Answer, Failure>) {
+    fn count(&self, answer: Result<lab::replay::client::ReplayAnswer, ReplayError>) {
         let got = &self.got;
         let add = |counter: &AtomicU64, more: u64| {
             counter.fetch_add(more, Ordering::Relaxed);
@@ -116,7 +116,7 @@ impl Load {
                 let ttft = u64::try_from(answer.ttft.as_micros()).unwrap_or(u64::MAX);
                 add(&got.first_token_us, ttft);
             }
-            Err(Failure::Status { status, .. }) if status == StatusCode::TOO_MANY_REQUESTS => {
+            Err(ReplayError::Status { status, .. }) if status == StatusCode::TOO_MANY_REQUESTS => {
                 add(&got.refused, 1);
             }
             Err(_) => add(&got.failed, 1),
@@ -133,7 +133,7 @@ struct Contest {
 }
 
 impl Contest {
-    fn start(cluster: &Cluster, at: [usize; 2]) -> Self {
+    fn start(cluster: &ProcessCluster, at: [usize; 2]) -> Self {
         let (greedy, modest) = (Arc::new(Got::default()), Arc::new(Got::default()));
         let is_over = Arc::new(AtomicBool::new(false));
         let load = |replica: usize, user, under_way, got: &Arc<Got>| Load {
@@ -195,7 +195,7 @@ fn options(config: &'static str) -> ClusterOptions {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> anyhow::Result<()> {
-    let mut cluster = Cluster::start(options(VTC)).await?;
+    let mut cluster = ProcessCluster::start(options(VTC)).await?;
     // The leader is neither's replica: only its part in agreeing is lost.
     let leader = cluster.leader().await?;
     let others: Vec<usize> = (0..3).filter(|replica| *replica != leader).collect();
@@ -227,7 +227,7 @@ async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> any
 
 #[tokio::test(flavor = "multi_thread")]
 async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<()> {
-    let cluster = Cluster::start(options(FCFS)).await?;
+    let cluster = ProcessCluster::start(options(FCFS)).await?;
     // At one replica: over several each serves its own at whatever rate it gets.
     let contest = Contest::start(&cluster, [0, 0]);
     contest.after(WARM_UP).await?;
@@ -246,7 +246,7 @@ async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<
 #[tokio::test(flavor = "multi_thread")]
 async fn a_limit_of_requests_holds_over_all_replicas_together() -> anyhow::Result<()> {
     const RATE: f64 = 20.0;
-    let cluster = Cluster::start(ClusterOptions {
+    let cluster = ProcessCluster::start(ClusterOptions {
         engine_speed: 50.0,
         config: "[admission.user_limits]\nrequests = 20\nwindow = \"1s\"\n",
         ..ClusterOptions::default()

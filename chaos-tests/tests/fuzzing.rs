@@ -6,7 +6,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
-use chaos_tests::fuzzing::{TARGETS, Target, named, sweep};
+use chaos_tests::fuzzing::{FuzzTarget, TARGETS, named, sweep};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -31,7 +31,7 @@ fn check(prefix: &str) {
     }
 }
 
-fn run(target: &Target, bytes: &[u8]) {
+fn run(target: &FuzzTarget, bytes: &[u8]) {
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
     let outcome = catch_unwind(AssertUnwindSafe(|| (target.body)(bytes)));

@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use chaos_tests::processes::{Cluster, ClusterOptions, until};
+use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use http::Method;
 use node::json_client::JsonClient;
 use rand::rngs::SmallRng;
@@ -145,7 +145,7 @@ impl Load<'_> {
 }
 
 /// Mode and reader of every engine's ownership, as one replica shows them.
-async fn ownership(cluster: &Cluster, replica: usize) -> anyhow::Result<Vec<(String, u64)>> {
+async fn ownership(cluster: &ProcessCluster, replica: usize) -> anyhow::Result<Vec<(String, u64)>> {
     let backends = cluster.ask(replica, "/admin/v1/backends").await?;
     let list = backends["backends"].as_array().context("no backends")?;
     let of = |backend: &Value| {
@@ -156,7 +156,7 @@ async fn ownership(cluster: &Cluster, replica: usize) -> anyhow::Result<Vec<(Str
     Ok(list.iter().map(of).collect())
 }
 
-async fn wait_exact(cluster: &Cluster, replica: usize, without: u64) -> anyhow::Result<()> {
+async fn wait_exact(cluster: &ProcessCluster, replica: usize, without: u64) -> anyhow::Result<()> {
     until("every engine is read and exact", async || {
         let shown = ownership(cluster, replica).await?;
         Ok(shown
@@ -198,8 +198,8 @@ async fn check_beliefs(
     Ok(compared)
 }
 
-async fn start() -> anyhow::Result<Cluster> {
-    Cluster::start(ClusterOptions {
+async fn start() -> anyhow::Result<ProcessCluster> {
+    ProcessCluster::start(ClusterOptions {
         engine_speed: 4.0,
         engine_args: &[
             "--num-gpu-blocks",
@@ -218,7 +218,11 @@ async fn start() -> anyhow::Result<Cluster> {
 
 /// Waits until what is believed is what the engines hold, and checks that the replicas agree and the
 /// engines have evicted; answers how many beliefs were compared.
-async fn check_at_rest(cluster: &Cluster, witness: usize, load: &Load<'_>) -> anyhow::Result<u64> {
+async fn check_at_rest(
+    cluster: &ProcessCluster,
+    witness: usize,
+    load: &Load<'_>,
+) -> anyhow::Result<u64> {
     let backends = cluster.ask(witness, "/admin/v1/backends").await?;
     let backends = backends["backends"].as_array().context("no backends")?;
     let engine = |it: &Value| {

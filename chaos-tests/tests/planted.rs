@@ -9,9 +9,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use chaos_tests::planted::Bug;
+use chaos_tests::planted::PlantedBug;
 use chaos_tests::sim::faults::Fault;
-use chaos_tests::sim::{self, Outcome, Run};
+use chaos_tests::sim::{self, SeedOptions, SeedResult};
 use chaos_tests::states;
 
 /// Steps of a made-up log.
@@ -88,7 +88,7 @@ const IN_CLUSTERS: &[InCluster] = &[
 ];
 
 /// What no simulated cluster shows, and the log on sled by itself does: see `raft::trial`.
-const IN_THE_LOG: Bug = Bug::Raft(raft::planted::Bug::TruncationNotKept);
+const IN_THE_LOG: PlantedBug = PlantedBug::Raft(raft::planted::Bug::TruncationNotKept);
 
 /// A bug, how it shows, what goes wrong meanwhile (all of it when empty), for how many seconds, and the
 /// seed from which on it is looked for.
@@ -128,11 +128,11 @@ fn seen_in_states(seed: u64) -> Option<String> {
 }
 
 /// What a simulated cluster shows of a seed.
-fn seen_in_clusters(run: &Run) -> Option<String> {
+fn seen_in_clusters(run: &SeedOptions) -> Option<String> {
     match catch_unwind(AssertUnwindSafe(|| sim::run(run))) {
         Ok(report) => match report.expect("a world can be made").outcome {
-            Outcome::Held => None,
-            Outcome::Broke(how) => Some(how),
+            SeedResult::Held => None,
+            SeedResult::Broke(how) => Some(how),
         },
         Err(_) => Some("panicked".to_owned()),
     }
@@ -164,7 +164,7 @@ fn verdict(name: &str, how: &str, seen: Option<&str>) -> Option<String> {
 #[test]
 fn bugs_of_the_state_are_caught() {
     let missed = IN_STATES.iter().filter_map(|(name, how, from)| {
-        let bug = Bug::named(name).expect("the table names bugs");
+        let bug = PlantedBug::named(name).expect("the table names bugs");
         let planted = bug.plant();
         let seen = first(*from, seen_in_states);
         assert!(planted.met() > 0, "{name} was never met");
@@ -175,9 +175,9 @@ fn bugs_of_the_state_are_caught() {
 
 /// Looks for a bug of the table; says what is wrong with how it showed.
 fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<String> {
-    let bug = Bug::named(name).expect("the table names bugs");
+    let bug = PlantedBug::named(name).expect("the table names bugs");
     let seen = first(*from, |seed| {
-        seen_in_clusters(&Run {
+        seen_in_clusters(&SeedOptions {
             seed,
             faulty: Duration::from_secs(*seconds),
             only: only.to_vec(),
@@ -237,7 +237,7 @@ fn the_table_lists_every_bug_once() {
     let clusters = IN_CLUSTERS.iter().map(|(name, ..)| *name);
     let listed = states.chain(clusters).map(str::to_owned);
     let mut listed: Vec<String> = listed.chain([IN_THE_LOG.to_string()]).collect();
-    let mut all: Vec<String> = Bug::all().map(|bug| bug.to_string()).collect();
+    let mut all: Vec<String> = PlantedBug::all().map(|bug| bug.to_string()).collect();
     listed.sort_unstable();
     all.sort_unstable();
     assert_eq!(listed, all);

@@ -1,9 +1,9 @@
 //! A few faults that need no root, one after the other on three replicas under load, each followed by
 //! every check. The others, and many of each, are done by the program `faults`.
 
-use chaos_tests::processes::faults::{Kind, Stage, cluster_options_for};
-use chaos_tests::processes::load::{Load, LoadOptions};
-use chaos_tests::processes::{Cluster, ClusterOptions, Site, checks, until};
+use chaos_tests::processes::faults::{FaultContext, FaultKind, cluster_options_for};
+use chaos_tests::processes::load::{LoadOptions, RunningLoad};
+use chaos_tests::processes::{ClusterOptions, ProcessCluster, Site, checks, until};
 use http::Method;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
@@ -12,14 +12,14 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
 /// In this order: those that renumber replicas come last.
-const KINDS: &[Kind] = &[
-    Kind::PauseLeader,
-    Kind::TransferLeader,
-    Kind::AwayForSnapshot,
-    Kind::RollingRestart,
-    Kind::CorruptLog,
-    Kind::TruncateSnapshot,
-    Kind::JoinAndRemove,
+const KINDS: &[FaultKind] = &[
+    FaultKind::PauseLeader,
+    FaultKind::TransferLeader,
+    FaultKind::AwayForSnapshot,
+    FaultKind::RollingRestart,
+    FaultKind::CorruptLog,
+    FaultKind::TruncateSnapshot,
+    FaultKind::JoinAndRemove,
 ];
 
 /// Requests answered before the first fault.
@@ -27,10 +27,10 @@ const WARM_UP: u64 = 100;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn faults_fail_nobody_else_and_leave_nothing_wrong() -> anyhow::Result<()> {
-    let cluster = Cluster::start(cluster_options_for(Site::Loopback)).await?;
-    let load = Load::start(&cluster, LoadOptions::default());
+    let cluster = ProcessCluster::start(cluster_options_for(Site::Loopback)).await?;
+    let load = RunningLoad::start(&cluster, LoadOptions::default());
     load.after(WARM_UP).await?;
-    let mut stage = Stage {
+    let mut stage = FaultContext {
         cluster,
         load,
         random: SmallRng::seed_from_u64(6),
@@ -54,7 +54,7 @@ const DESCRIPTORS: u32 = 320;
 const CROWD: [usize; 3] = [400, 60, 200];
 
 /// Connections that stay open: a chat begins on each of the first kind, the others say nothing.
-async fn crowd(cluster: &Cluster, number: usize) -> anyhow::Result<Vec<TcpStream>> {
+async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<Vec<TcpStream>> {
     let data = cluster.data_url(number).trim_start_matches("http://");
     let (admin, peer) = (
         cluster.admin_addr(number).to_string(),
@@ -93,7 +93,7 @@ async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> 
         descriptors: Some(DESCRIPTORS),
         ..ClusterOptions::default()
     };
-    let cluster = Cluster::start(options).await?;
+    let cluster = ProcessCluster::start(options).await?;
     let mut crowds = Vec::new();
     for number in cluster.up() {
         crowds.push(crowd(&cluster, number).await?);
@@ -113,7 +113,7 @@ async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> 
     }
     cluster.wait_idle().await?;
     cluster.check_digests().await?;
-    let load = Load::start(&cluster, LoadOptions::default());
+    let load = RunningLoad::start(&cluster, LoadOptions::default());
     load.after(WARM_UP).await?;
     checks::check_failures(&load)?;
     load.stop().await?;

@@ -9,10 +9,10 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-use chaos_tests::processes::{Cluster, ClusterOptions, until};
+use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use lab::replay::chats::{Chats, ChatsOptions};
-use lab::replay::load::{Plan, Progress, Work, run};
-use lab::replay::report::Report;
+use lab::replay::load::{LoadPlan, LoadProgress, LoadSource, run};
+use lab::replay::report::LoadReport;
 use lab::replay::targets::Targets;
 
 /// Chats under way.
@@ -47,10 +47,10 @@ async fn load(
     targets: &Targets,
     chats: &mut Chats,
     requests: u64,
-    on_progress: impl Fn(Progress),
-) -> Report {
-    let plan = Plan {
-        work: Work::Chats { chats, requests },
+    on_progress: impl Fn(LoadProgress),
+) -> LoadReport {
+    let plan = LoadPlan {
+        work: LoadSource::Chats { chats, requests },
         model: "emulated".to_owned(),
         speed: 1.0,
         in_flight_max: IN_FLIGHT,
@@ -90,7 +90,7 @@ async fn after(ended: &Cell<u64>, more: u64) -> anyhow::Result<()> {
 
 /// Two replicas carry the load while the leader is dead, and three once it is back.
 async fn kill_the_leader_under_load(
-    cluster: &mut Cluster,
+    cluster: &mut ProcessCluster,
     chats: &mut Chats,
 ) -> anyhow::Result<()> {
     let targets = cluster.targets();
@@ -128,15 +128,15 @@ enum Disk {
 /// Kills every replica in the middle of a load and starts them again; answers the hit rate of the
 /// `requests` that come after.
 async fn restart_all_under_load(
-    cluster: &mut Cluster,
+    cluster: &mut ProcessCluster,
     chats: &mut Chats,
     disk: Disk,
     requests: u64,
 ) -> anyhow::Result<f64> {
     const BEFORE_THE_KILL: u64 = 60;
     let targets = cluster.targets();
-    let latest = Cell::new(None::<Progress>);
-    let at_restart = Cell::new(None::<Progress>);
+    let latest = Cell::new(None::<LoadProgress>);
+    let at_restart = Cell::new(None::<LoadProgress>);
     let faults = async {
         until("the load runs", async || {
             Ok(latest
@@ -169,7 +169,7 @@ async fn restart_all_under_load(
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_replicas_fail_nobody_else_and_come_back_with_what_they_knew() -> anyhow::Result<()>
 {
-    let mut cluster = Cluster::start(ClusterOptions::default()).await?;
+    let mut cluster = ProcessCluster::start(ClusterOptions::default()).await?;
     let mut chats = chats();
     let report = load(&cluster.targets(), &mut chats, TURNS as u64 * ROUND, |_| {}).await;
     assert_eq!(

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use chaos_tests::sim::faults::Fault;
-use chaos_tests::sim::{Outcome, Report, Run, run};
+use chaos_tests::sim::{SeedOptions, SeedReport, SeedResult, run};
 
-fn seed(seed: u64, faulty_ms: u64) -> Run {
-    Run {
+fn seed(seed: u64, faulty_ms: u64) -> SeedOptions {
+    SeedOptions {
         seed,
         faulty: Duration::from_millis(faulty_ms),
         only: Vec::new(),
@@ -16,15 +16,15 @@ fn seed(seed: u64, faulty_ms: u64) -> Run {
     }
 }
 
-fn held(of: &Run) -> Report {
+fn held(of: &SeedOptions) -> SeedReport {
     let report = run(of).expect("a world can be made");
-    assert_eq!(report.outcome, Outcome::Held, "seed {}, {of:?}", of.seed);
+    assert_eq!(report.outcome, SeedResult::Held, "seed {}, {of:?}", of.seed);
     report
 }
 
 #[test]
 fn the_same_seed_gives_the_same_trace() {
-    let of = Run {
+    let of = SeedOptions {
         is_traced: true,
         ..seed(1, 1500)
     };
@@ -42,7 +42,7 @@ fn another_seed_gives_another_trace() {
 
 #[test]
 fn a_calm_cluster_loses_nobody() {
-    let calm = Run {
+    let calm = SeedOptions {
         is_calm: true,
         ..seed(5, 1500)
     };
@@ -60,7 +60,7 @@ fn each_of(faults: &[Fault]) {
     for (number, fault) in (100..).zip(faults) {
         let mut happened = 0;
         for extra in 0..4 {
-            let report = held(&Run {
+            let report = held(&SeedOptions {
                 only: vec![*fault],
                 ..seed(number + 100 * extra, 1000)
             });
@@ -108,7 +108,7 @@ fn networks_fail() {
 #[test]
 fn peers_lie() {
     each_of(&[Fault::Liar]);
-    held(&Run {
+    held(&SeedOptions {
         only: vec![Fault::Liar, Fault::IsolateLeader, Fault::Crash],
         ..seed(8, 3000)
     });
@@ -117,7 +117,7 @@ fn peers_lie() {
 #[test]
 fn members_change() {
     each_of(&[Fault::Join, Fault::Transfer, Fault::Snapshot]);
-    held(&Run {
+    held(&SeedOptions {
         only: vec![Fault::Join, Fault::Promote, Fault::Remove, Fault::Crash],
         ..seed(7, 4000)
     });

@@ -85,9 +85,9 @@ fn fitting(connections: u32, requests: u32, descriptors: u64) -> (u32, u32) {
 
 /// Metrics: how many descriptors are open, and how many may be.
 #[derive(Debug)]
-pub struct Scraped;
+pub struct DescriptorMetrics;
 
-impl Collector for Scraped {
+impl Collector for DescriptorMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut gauge = |name: &str, help: &str, value: u64| {
             let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));

@@ -17,8 +17,8 @@ use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use lab::engine::{Engine, EngineHandle, EngineOptions};
-use node::app::{Addresses, App, ShutdownHandle, Sockets};
+use lab::engine::{EmulatedEngine, EngineHandle, EngineOptions};
+use node::app::{Addresses, App, BoundSockets, ShutdownHandle};
 use node::config::{Config, Listen, Origin, load};
 use node::json_client::JsonClient;
 use serde_json::{Value, json};
@@ -153,7 +153,7 @@ async fn engines(count: usize) -> Vec<EngineHandle> {
             seed: seed as u64,
             ..EngineOptions::default()
         };
-        engines.push(Engine::start(options).await.unwrap());
+        engines.push(EmulatedEngine::start(options).await.unwrap());
     }
     engines
 }
@@ -198,7 +198,7 @@ struct Started {
 }
 
 impl Replica {
-    fn run(config: Config, sockets: Sockets) -> Self {
+    fn run(config: Config, sockets: BoundSockets) -> Self {
         let app = App::on(config.clone(), sockets).unwrap();
         let (addresses, shutdown) = (app.addresses(), ShutdownHandle::new());
         let (tell, started) = oneshot::channel();
@@ -240,7 +240,7 @@ impl Replica {
             peer,
             advertise: config.listen.advertise.clone(),
         };
-        Self::run(config, Sockets::bind(&listen).unwrap())
+        Self::run(config, BoundSockets::bind(&listen).unwrap())
     }
 }
 
@@ -253,7 +253,7 @@ fn cluster(count: usize, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica
         advertise: "127.0.0.1".to_owned(),
     };
     let sockets: Vec<_> = (0..count)
-        .map(|_| Sockets::bind(&listen).unwrap())
+        .map(|_| BoundSockets::bind(&listen).unwrap())
         .collect();
     let peers: Vec<_> = sockets
         .iter()

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Where work that blocks is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Blocking {
+pub(crate) enum BlockingMode {
     /// On a pool of threads.
     Pool,
     /// At once, in place: over a disk in memory nothing blocks, and a simulation that shall run
@@ -14,7 +14,7 @@ pub(crate) enum Blocking {
     InPlace,
 }
 
-impl Blocking {
+impl BlockingMode {
     /// Does some work and answers its result.
     ///
     /// # Errors

@@ -6,11 +6,11 @@ use crate::watch;
 
 /// Set once, by whoever finds it: the log, the machine, or Raft. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Fault(Arc<watch::Sender<Option<String>>>);
+pub(crate) struct FatalError(Arc<watch::WatchSender<Option<String>>>);
 
-impl Fault {
+impl FatalError {
     pub(crate) fn new() -> Self {
-        Self(Arc::new(watch::Sender::new(None)))
+        Self(Arc::new(watch::WatchSender::new(None)))
     }
 
     /// Keeps the first fault; later ones follow from it.
@@ -30,7 +30,7 @@ impl Fault {
         self.0.borrow().clone()
     }
 
-    pub(crate) fn watch(&self) -> watch::Receiver<Option<String>> {
+    pub(crate) fn watch(&self) -> watch::WatchReceiver<Option<String>> {
         self.0.subscribe()
     }
 }

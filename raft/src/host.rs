@@ -1,4 +1,4 @@
-//! Runs a [`Machine`] under openraft: applies what is committed, takes and restores snapshots.
+//! Runs a [`StateMachine`] under openraft: applies what is committed, takes and restores snapshots.
 //!
 //! The machine is behind a lock so that a snapshot can be restored on a blocking thread, and frozen
 //! anew by a builder whose first try failed. A snapshot is frozen between two applies and written
@@ -7,7 +7,7 @@
 //! A snapshot that cannot be written (the disk is full) stops nothing: the log holds all of it. It
 //! is tried again until it can be. So is one that cannot be opened, for want of descriptors.
 //!
-//! A machine that cannot be trusted takes over the state of another replica's ([`Host::take_over`]),
+//! A machine that cannot be trusted takes over the state of another replica's ([`StateMachineAdapter::take_over`]),
 //! beside Raft: its log was never in doubt. The machine is then ahead of what Raft has handed over
 //! and passes over the entries it has; until Raft has caught up no snapshot is taken, as Raft would
 //! drop entries that it has yet to hand over.
@@ -21,11 +21,11 @@ use futures_util::{Stream, StreamExt};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
 use tokio_util::sync::CancellationToken;
 
-use crate::blocking::Blocking;
+use crate::blocking::BlockingMode;
 use crate::error::StartError;
-use crate::fault::Fault;
+use crate::fault::FatalError;
 use crate::files::{damaged, io_error, is_shortage};
-use crate::machine::{FrozenMachine, Machine};
+use crate::machine::{FrozenMachine, StateMachine};
 use crate::planted::{self, Bug};
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
 use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, shown};
@@ -33,7 +33,7 @@ use crate::watch;
 use crate::wire::{self, proto};
 
 /// Raft over the machine.
-pub(crate) type Raft = openraft::Raft<Config, Host>;
+pub(crate) type Raft = openraft::Raft<Config, StateMachineAdapter>;
 
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
 
@@ -46,29 +46,29 @@ const OPEN_AGAIN_MAX: Duration = Duration::from_secs(1);
 
 /// The machine and how far it is. Clones share it.
 #[derive(Clone)]
-pub(crate) struct Host(Arc<Shared>);
+pub(crate) struct StateMachineAdapter(Arc<AdapterShared>);
 
-struct Shared {
+struct AdapterShared {
     /// Taken before `position` by whoever needs both, and held over both.
-    machine: Mutex<Box<dyn Machine>>,
-    position: Mutex<Position>,
+    machine: Mutex<Box<dyn StateMachine>>,
+    position: Mutex<AppliedPosition>,
     folder: SnapshotFolder,
-    blocking: Blocking,
-    fault: Fault,
+    blocking: BlockingMode,
+    fault: FatalError,
     /// Command bytes applied since the last snapshot was frozen.
     bytes_since_snapshot: AtomicU64,
     /// Why the last try to write a snapshot failed; `None` after one that did not.
-    unwritten: watch::Sender<Option<String>>,
-    /// Whether entries that are handed over wait, see [`Host::pause`].
-    is_paused: watch::Sender<bool>,
+    unwritten: watch::WatchSender<Option<String>>,
+    /// Whether entries that are handed over wait, see [`StateMachineAdapter::pause`].
+    is_paused: watch::WatchSender<bool>,
     /// The replica stops.
     stop: CancellationToken,
 }
 
 /// Lets entries be applied again when it goes.
-pub(crate) struct Paused(Arc<Shared>);
+pub(crate) struct PausedApply(Arc<AdapterShared>);
 
-impl Drop for Paused {
+impl Drop for PausedApply {
     fn drop(&mut self) {
         self.0.is_paused.send_replace(false);
     }
@@ -76,7 +76,7 @@ impl Drop for Paused {
 
 /// How far the machine is, and what is part of the replicated state beside it.
 #[derive(Debug, Clone, Default)]
-struct Position {
+struct AppliedPosition {
     applied: Option<LogId>,
     membership: StoredMembership,
     has_commands: bool,
@@ -85,7 +85,7 @@ struct Position {
     handed_over: Option<LogId>,
 }
 
-impl Position {
+impl AppliedPosition {
     fn is_ahead(&self) -> bool {
         self.applied > self.handed_over
     }
@@ -93,7 +93,7 @@ impl Position {
 
 /// Why another replica's state was not taken over.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum NotTaken {
+pub(crate) enum InstallError {
     /// It stands before what is applied here: to be asked again.
     #[error("the state reaches {theirs}, {ours} is applied here")]
     Behind { theirs: u64, ours: u64 },
@@ -102,24 +102,24 @@ pub(crate) enum NotTaken {
     Unreadable(#[from] StartError),
 }
 
-impl Host {
+impl StateMachineAdapter {
     /// Restores the newest snapshot. Blocks.
     pub(crate) fn open(
-        machine: Box<dyn Machine>,
+        machine: Box<dyn StateMachine>,
         folder: SnapshotFolder,
-        blocking: Blocking,
-        fault: Fault,
+        blocking: BlockingMode,
+        fault: FatalError,
         stop: CancellationToken,
     ) -> Result<Self, StartError> {
-        let host = Self(Arc::new(Shared {
+        let host = Self(Arc::new(AdapterShared {
             machine: Mutex::new(machine),
             position: Mutex::default(),
             folder,
             blocking,
             fault,
             bytes_since_snapshot: AtomicU64::new(0),
-            unwritten: watch::Sender::new(None),
-            is_paused: watch::Sender::new(false),
+            unwritten: watch::WatchSender::new(None),
+            is_paused: watch::WatchSender::new(false),
             stop,
         }));
         let folder = &host.0.folder;
@@ -148,7 +148,7 @@ impl Host {
     }
 
     /// Failures to write a snapshot, as they come.
-    pub(crate) fn unwritten(&self) -> watch::Receiver<Option<String>> {
+    pub(crate) fn unwritten(&self) -> watch::WatchReceiver<Option<String>> {
         self.0.unwritten.subscribe()
     }
 
@@ -157,14 +157,14 @@ impl Host {
         self.0.folder.unfinished()
     }
 
-    fn position(&self) -> MutexGuard<'_, Position> {
+    fn position(&self) -> MutexGuard<'_, AppliedPosition> {
         self.0
             .position
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn machine(&self) -> MutexGuard<'_, Box<dyn Machine>> {
+    fn machine(&self) -> MutexGuard<'_, Box<dyn StateMachine>> {
         self.0
             .machine
             .lock()
@@ -173,7 +173,7 @@ impl Host {
 
     /// Replaces the machine's state by a snapshot file. Blocks.
     fn restore(&self, file: &SnapshotFile) -> Result<(), StartError> {
-        let whole = |_: &Position, _: Option<LogId>| Ok(());
+        let whole = |_: &AppliedPosition, _: Option<LogId>| Ok(());
         let restored = self.replace(file, whole)?;
         let mut position = self.position();
         // Unless a machine that was ahead of it has stayed so.
@@ -183,9 +183,9 @@ impl Host {
 
     /// Has entries that are handed over wait until the answer goes: a state that is fetched meanwhile
     /// is not outrun.
-    pub(crate) fn pause(&self) -> Paused {
+    pub(crate) fn pause(&self) -> PausedApply {
         self.0.is_paused.send_replace(true);
-        Paused(Arc::clone(&self.0))
+        PausedApply(Arc::clone(&self.0))
     }
 
     /// Waits while paused.
@@ -206,12 +206,12 @@ impl Host {
     /// this one or further; answers the index. The file becomes the newest snapshot, as the one
     /// before may be of the state that is replaced. Blocks, and with it what Raft hands over
     /// meanwhile.
-    pub(crate) fn take_over(&self, file: &SnapshotFile) -> Result<u64, NotTaken> {
-        let is_far_enough = |position: &Position, theirs: Option<LogId>| {
+    pub(crate) fn take_over(&self, file: &SnapshotFile) -> Result<u64, InstallError> {
+        let is_far_enough = |position: &AppliedPosition, theirs: Option<LogId>| {
             if theirs >= position.applied || planted::is(Bug::OlderStateTakenOver) {
                 return Ok(());
             }
-            Err(NotTaken::Behind {
+            Err(InstallError::Behind {
                 theirs: shown(theirs.as_ref()),
                 ours: shown(position.applied.as_ref()),
             })
@@ -232,7 +232,7 @@ impl Host {
     fn replace<E: From<StartError>>(
         &self,
         file: &SnapshotFile,
-        accept: impl FnOnce(&Position, Option<LogId>) -> Result<(), E>,
+        accept: impl FnOnce(&AppliedPosition, Option<LogId>) -> Result<(), E>,
     ) -> Result<Option<LogId>, E> {
         let (mut reader, head) = SnapshotReader::open(file)?;
         let has_commands = head.has_commands;
@@ -299,7 +299,7 @@ impl Host {
     }
 
     /// Freezes the machine for a snapshot; `None` while it is ahead of Raft.
-    fn freeze(&self) -> Option<Frozen> {
+    fn freeze(&self) -> Option<FrozenSnapshot> {
         let machine = self.machine();
         let position = self.position();
         if position.is_ahead() {
@@ -310,7 +310,7 @@ impl Host {
     }
 
     /// Freezes the machine for somebody else.
-    fn freeze_aside(&self) -> Frozen {
+    fn freeze_aside(&self) -> FrozenSnapshot {
         let machine = self.machine();
         let position = self.position();
         (machine.freeze(), position.clone())
@@ -373,16 +373,16 @@ fn is_gone(error: &StartError) -> bool {
     matches!(error, StartError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
 }
 
-type Frozen = (Box<dyn FrozenMachine>, Position);
+type FrozenSnapshot = (Box<dyn FrozenMachine>, AppliedPosition);
 
 /// Writes one frozen state; if that fails, a newer one later.
-pub(crate) struct Builder {
-    host: Host,
+pub(crate) struct SnapshotBuilder {
+    host: StateMachineAdapter,
     /// Behind a lock only because openraft wants builders to be shareable.
-    frozen: Mutex<Option<Frozen>>,
+    frozen: Mutex<Option<FrozenSnapshot>>,
 }
 
-impl RaftSnapshotBuilder<Config> for Builder {
+impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
     type SnapshotData = SnapshotFile;
 
     async fn build_snapshot(&mut self) -> io::Result<Snapshot> {
@@ -429,7 +429,7 @@ impl RaftSnapshotBuilder<Config> for Builder {
 fn write(
     folder: &SnapshotFolder,
     machine: &dyn FrozenMachine,
-    position: &Position,
+    position: &AppliedPosition,
 ) -> io::Result<Snapshot> {
     let meta = SnapshotMeta {
         last_log_id: position.applied,
@@ -445,7 +445,7 @@ fn write(
 fn write_file(
     file: &SnapshotFile,
     machine: &dyn FrozenMachine,
-    position: &Position,
+    position: &AppliedPosition,
 ) -> io::Result<()> {
     let meta = SnapshotMeta {
         last_log_id: position.applied,
@@ -463,9 +463,9 @@ fn write_file(
     written
 }
 
-impl RaftStateMachine<Config> for Host {
+impl RaftStateMachine<Config> for StateMachineAdapter {
     type SnapshotData = SnapshotFile;
-    type SnapshotBuilder = Builder;
+    type SnapshotBuilder = SnapshotBuilder;
 
     async fn applied_state(&mut self) -> io::Result<(Option<LogId>, StoredMembership)> {
         let position = self.position();
@@ -488,8 +488,8 @@ impl RaftStateMachine<Config> for Host {
         Ok(())
     }
 
-    async fn get_snapshot_builder(&mut self) -> Builder {
-        Builder {
+    async fn get_snapshot_builder(&mut self) -> SnapshotBuilder {
+        SnapshotBuilder {
             host: self.clone(),
             frozen: Mutex::new(self.freeze()),
         }

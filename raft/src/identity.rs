@@ -18,17 +18,17 @@ use crate::wire::{self, proto};
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Identity {
+pub(crate) struct ReplicaIdentity {
     pub(crate) id: u64,
     pub(crate) store: u64,
     files: Arc<dyn Files>,
     path: PathBuf,
-    bond: Mutex<Bond>,
+    binding: Mutex<ClusterBinding>,
 }
 
 /// What ties a replica to a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Bond {
+pub(crate) enum ClusterBinding {
     /// Nothing.
     Free,
     /// A claim by a replica that wants to found this cluster; may be itself.
@@ -42,7 +42,7 @@ pub(crate) enum Bond {
     Member(u128),
 }
 
-impl Bond {
+impl ClusterBinding {
     /// The cluster it stands for.
     pub(crate) fn cluster(self) -> Option<u128> {
         match self {
@@ -52,7 +52,7 @@ impl Bond {
     }
 }
 
-impl Identity {
+impl ReplicaIdentity {
     /// Reads the identity below a data directory, or makes one.
     pub(crate) fn open(layout: &Layout, id: u64) -> Result<Self, StartError> {
         let (files, path) = (layout.files.clone(), layout.identity());
@@ -68,19 +68,19 @@ impl Identity {
             Some(kept) => {
                 let cluster = wire::join_optional(kept.cluster_high, kept.cluster_low);
                 let bond = match cluster {
-                    None => Bond::Free,
-                    Some(cluster) if kept.claimant != 0 => Bond::Claimed {
+                    None => ClusterBinding::Free,
+                    Some(cluster) if kept.claimant != 0 => ClusterBinding::Claimed {
                         cluster,
                         by: kept.claimant,
                     },
-                    Some(cluster) => Bond::Member(cluster),
+                    Some(cluster) => ClusterBinding::Member(cluster),
                 };
                 Self {
                     id,
                     store: kept.store,
                     files,
                     path,
-                    bond: Mutex::new(bond),
+                    binding: Mutex::new(bond),
                 }
             }
             None if files.exists(&layout.mark()) || files.exists(&layout.log()) => {
@@ -93,9 +93,9 @@ impl Identity {
                     store,
                     files,
                     path,
-                    bond: Mutex::new(Bond::Free),
+                    binding: Mutex::new(ClusterBinding::Free),
                 };
-                new.keep(Bond::Free)
+                new.keep(ClusterBinding::Free)
                     .map_err(|error| io_error(&new.path, error))?;
                 new
             }
@@ -104,7 +104,7 @@ impl Identity {
     }
 
     /// What ties it to a cluster.
-    pub(crate) fn bond(&self) -> Bond {
+    pub(crate) fn bond(&self) -> ClusterBinding {
         *self.lock()
     }
 
@@ -116,16 +116,17 @@ impl Identity {
     /// Takes a founder's claim, unless it is tied to another cluster.
     pub(crate) fn claim(&self, cluster: u128, by: u64) -> io::Result<bool> {
         self.change(|bond| match bond {
-            Bond::Free => Some(Bond::Claimed { cluster, by }),
-            Bond::Claimed { cluster: other, .. } if other == cluster => Some(bond),
-            Bond::Claimed { .. } | Bond::Member(_) => None,
+            ClusterBinding::Free => Some(ClusterBinding::Claimed { cluster, by }),
+            ClusterBinding::Claimed { cluster: other, .. } if other == cluster => Some(bond),
+            ClusterBinding::Claimed { .. } | ClusterBinding::Member(_) => None,
         })
     }
 
     /// Gives a claim up that can lead to nothing.
-    pub(crate) fn give_up(&self, claim: Bond) -> io::Result<bool> {
+    pub(crate) fn give_up(&self, claim: ClusterBinding) -> io::Result<bool> {
         self.change(|bond| {
-            (bond == claim && matches!(bond, Bond::Claimed { .. })).then_some(Bond::Free)
+            (bond == claim && matches!(bond, ClusterBinding::Claimed { .. }))
+                .then_some(ClusterBinding::Free)
         })
     }
 
@@ -134,7 +135,7 @@ impl Identity {
         self.change(|bond| {
             bond.cluster()
                 .is_none_or(|tied| tied == cluster)
-                .then_some(Bond::Member(cluster))
+                .then_some(ClusterBinding::Member(cluster))
         })
     }
 
@@ -142,8 +143,10 @@ impl Identity {
     /// it was claimed for can then do without it.
     pub(crate) fn join(&self, cluster: u128) -> io::Result<bool> {
         self.change(|bond| match bond {
-            Bond::Free | Bond::Claimed { .. } => Some(Bond::Member(cluster)),
-            Bond::Member(member) => (member == cluster).then_some(bond),
+            ClusterBinding::Free | ClusterBinding::Claimed { .. } => {
+                Some(ClusterBinding::Member(cluster))
+            }
+            ClusterBinding::Member(member) => (member == cluster).then_some(bond),
         })
     }
 
@@ -160,7 +163,10 @@ impl Identity {
         }
     }
 
-    fn change(&self, next: impl FnOnce(Bond) -> Option<Bond>) -> io::Result<bool> {
+    fn change(
+        &self,
+        next: impl FnOnce(ClusterBinding) -> Option<ClusterBinding>,
+    ) -> io::Result<bool> {
         let mut bond = self.lock();
         let Some(next) = next(*bond) else {
             return Ok(false);
@@ -172,11 +178,11 @@ impl Identity {
         Ok(true)
     }
 
-    fn keep(&self, bond: Bond) -> io::Result<()> {
+    fn keep(&self, bond: ClusterBinding) -> io::Result<()> {
         let (cluster_high, cluster_low) = wire::split(bond.cluster().unwrap_or(0));
         let claimant = match bond {
-            Bond::Claimed { by, .. } => by,
-            Bond::Free | Bond::Member(_) => 0,
+            ClusterBinding::Claimed { by, .. } => by,
+            ClusterBinding::Free | ClusterBinding::Member(_) => 0,
         };
         let identity = proto::Identity {
             id: self.id,
@@ -188,8 +194,8 @@ impl Identity {
         files::store_message(&*self.files, &self.path, &identity)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Bond> {
-        self.bond.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ClusterBinding> {
+        self.binding.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -197,10 +203,10 @@ impl Identity {
 mod tests {
     use super::*;
 
-    fn open(folder: &std::path::Path, id: u64) -> Result<Identity, StartError> {
+    fn open(folder: &std::path::Path, id: u64) -> Result<ReplicaIdentity, StartError> {
         let layout = Layout::new(folder);
         layout.create().unwrap();
-        Identity::open(&layout, id)
+        ReplicaIdentity::open(&layout, id)
     }
 
     #[test]
@@ -224,15 +230,18 @@ mod tests {
         assert!(!identity.enter(8).unwrap());
         assert_eq!(
             open(folder.path(), 1).unwrap().bond(),
-            Bond::Claimed { cluster: 7, by: 2 }
+            ClusterBinding::Claimed { cluster: 7, by: 2 }
         );
         assert!(identity.enter(7).unwrap());
         assert!(
-            !identity.give_up(Bond::Member(7)).unwrap(),
+            !identity.give_up(ClusterBinding::Member(7)).unwrap(),
             "a member stays"
         );
         assert!(!identity.join(8).unwrap());
-        assert_eq!(open(folder.path(), 1).unwrap().bond(), Bond::Member(7));
+        assert_eq!(
+            open(folder.path(), 1).unwrap().bond(),
+            ClusterBinding::Member(7)
+        );
     }
 
     #[test]
@@ -241,9 +250,9 @@ mod tests {
         let identity = open(folder.path(), 1).unwrap();
         assert!(identity.claim(7, 2).unwrap());
         assert!(identity.give_up(identity.bond()).unwrap());
-        assert_eq!(identity.bond(), Bond::Free);
+        assert_eq!(identity.bond(), ClusterBinding::Free);
         assert!(identity.claim(8, 3).unwrap());
         assert!(identity.join(9).unwrap());
-        assert_eq!(identity.bond(), Bond::Member(9));
+        assert_eq!(identity.bond(), ClusterBinding::Member(9));
     }
 }

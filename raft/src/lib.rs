@@ -1,6 +1,6 @@
 //! Replicates opaque commands in one agreed order.
 //!
-//! A [`Machine`] is driven by a Raft log (openraft) kept in sled and carried between replicas by
+//! A [`StateMachine`] is driven by a Raft log (openraft) kept in sled and carried between replicas by
 //! gRPC (tonic). Nothing here knows what a command means, and no openraft or sled name appears in
 //! this interface, so that either can be replaced.
 //!
@@ -68,15 +68,15 @@ mod toy;
 pub use error::{ChangeError, Committed, ProposeError, StartError};
 pub use files::set_store_aside;
 pub use machine::{
-    CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
+    CheckCommand, FrozenMachine, PeerHandler, SnapshotError, StateMachine, StopReplicaError,
 };
-pub use memory::{MemoryDisk, Shortage};
+pub use memory::{DiskShortage, MemoryDisk};
 #[cfg(feature = "fuzzing")]
 pub use net::lies;
 pub use net::{
     PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService, Secret, Tcp, Transport,
 };
-pub use options::{Formation, Options, Peers};
+pub use options::{Formation, Peers, ReplicaOptions};
 pub use replica::Replica;
 pub use status::{Member, Role, Status};
 pub use storage::Storage;

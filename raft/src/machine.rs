@@ -11,18 +11,18 @@ use crate::status::Status;
 pub type CheckCommand = Arc<dyn Fn(&[u8], &dyn Fn() -> Status) -> Result<(), String> + Send + Sync>;
 
 /// What a replicated log drives. The bytes are opaque on purpose.
-pub trait Machine: Send + 'static {
+pub trait StateMachine: Send + 'static {
     /// What a command must pass before it is proposed: a committed one that cannot be decoded stops
     /// every replica. Called once, before the machine runs.
     fn check(&self) -> CheckCommand;
 
     /// Applies one committed command and answers it. Called in log order, once per index; entries
-    /// without a command (membership, leader's blank) arrive through [`Machine::skip`].
+    /// without a command (membership, leader's blank) arrive through [`StateMachine::skip`].
     ///
     /// # Errors
-    /// Only when the command cannot be decoded, which [`Machine::check`] is to say before: the
+    /// Only when the command cannot be decoded, which [`StateMachine::check`] is to say before: the
     /// replica then stops.
-    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica>;
+    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError>;
 
     /// Notes an index that carries no command.
     fn skip(&mut self, index: u64);
@@ -34,7 +34,7 @@ pub trait Machine: Send + 'static {
     ///
     /// # Errors
     /// Says what is wrong with the snapshot and where; the state is then as it was.
-    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot>;
+    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError>;
 }
 
 /// A state frozen for a snapshot, written out beside the running machine.
@@ -49,12 +49,12 @@ pub trait FrozenMachine: Send + 'static {
 /// Why a replica cannot go on.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct StopReplica(pub String);
+pub struct StopReplicaError(pub String);
 
 /// A snapshot's bytes are not a state.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct CorruptSnapshot(pub String);
+pub struct SnapshotError(pub String);
 
 /// Receives what peers send outside the log.
 pub trait PeerHandler: Send + Sync + 'static {

@@ -9,7 +9,7 @@ use crate::storage::Storage;
 
 /// How a replica is started.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct ReplicaOptions {
     /// `1..=255`.
     pub id: u8,
     /// Log, vote and snapshots live below it.

@@ -5,13 +5,13 @@ use std::future::Future;
 use std::time::Duration;
 
 use openraft::async_runtime::AsyncRuntime;
-use openraft::async_runtime::watch::{RecvError, SendError, Watch, WatchReceiver, WatchSender};
+use openraft::async_runtime::watch::{self, RecvError, SendError, Watch};
 use openraft::impls::TokioRuntime;
 use openraft::{OptionalSend, OptionalSync};
 
 use crate::chance::Generator;
 use crate::patience::{Elapsed, Timeout};
-use crate::watch::{Receiver, Ref, Sender};
+use crate::watch::{WatchReceiver, WatchRef, WatchSender};
 
 /// See the module.
 #[derive(Debug)]
@@ -85,18 +85,18 @@ impl AsyncRuntime for Runtime {
 pub(crate) struct Watched;
 
 impl Watch for Watched {
-    type Sender<T: OptionalSend + OptionalSync> = Sender<T>;
-    type Receiver<T: OptionalSend + OptionalSync> = Receiver<T>;
-    type Ref<'a, T: OptionalSend + 'a> = Ref<'a, T>;
+    type Sender<T: OptionalSend + OptionalSync> = WatchSender<T>;
+    type Receiver<T: OptionalSend + OptionalSync> = WatchReceiver<T>;
+    type Ref<'a, T: OptionalSend + 'a> = WatchRef<'a, T>;
 
-    fn channel<T: OptionalSend + OptionalSync>(init: T) -> (Sender<T>, Receiver<T>) {
-        let sender = Sender::new(init);
+    fn channel<T: OptionalSend + OptionalSync>(init: T) -> (WatchSender<T>, WatchReceiver<T>) {
+        let sender = WatchSender::new(init);
         let receiver = sender.subscribe();
         (sender, receiver)
     }
 }
 
-impl<T: OptionalSend + OptionalSync> WatchSender<Watched, T> for Sender<T> {
+impl<T: OptionalSend + OptionalSync> watch::WatchSender<Watched, T> for WatchSender<T> {
     fn send(&self, value: T) -> Result<(), SendError<T>> {
         if !self.has_receivers() {
             return Err(SendError(value));
@@ -109,28 +109,30 @@ impl<T: OptionalSend + OptionalSync> WatchSender<Watched, T> for Sender<T> {
     where
         F: FnOnce(&mut T) -> bool,
     {
-        Sender::send_if_modified(self, modify)
+        WatchSender::send_if_modified(self, modify)
     }
 
-    fn borrow_watched(&self) -> Ref<'_, T> {
+    fn borrow_watched(&self) -> WatchRef<'_, T> {
         self.borrow()
     }
 
-    fn subscribe(&self) -> Receiver<T> {
-        Sender::subscribe(self)
+    fn subscribe(&self) -> WatchReceiver<T> {
+        WatchSender::subscribe(self)
     }
 }
 
-impl<T: OptionalSend + OptionalSync> WatchReceiver<Watched, T> for Receiver<T> {
+impl<T: OptionalSend + OptionalSync> watch::WatchReceiver<Watched, T> for WatchReceiver<T> {
     async fn changed(&mut self) -> Result<(), RecvError> {
-        Receiver::changed(self).await.map_err(|_| RecvError(()))
+        WatchReceiver::changed(self)
+            .await
+            .map_err(|_| RecvError(()))
     }
 
-    fn borrow_watched(&self) -> Ref<'_, T> {
+    fn borrow_watched(&self) -> WatchRef<'_, T> {
         self.borrow()
     }
 
-    fn borrow_and_update(&mut self) -> Ref<'_, T> {
-        Receiver::borrow_and_update(self)
+    fn borrow_and_update(&mut self) -> WatchRef<'_, T> {
+        WatchReceiver::borrow_and_update(self)
     }
 }

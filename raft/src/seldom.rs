@@ -10,9 +10,9 @@ const EVERY: Duration = Duration::from_secs(10);
 
 /// Lets one line through every ten seconds.
 #[derive(Debug, Default)]
-pub(crate) struct Seldom(Mutex<Option<Instant>>);
+pub(crate) struct LogThrottle(Mutex<Option<Instant>>);
 
-impl Seldom {
+impl LogThrottle {
     /// Whether it is time for a line.
     pub(crate) fn may_say(&self) -> bool {
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::blocking::Blocking;
+use crate::blocking::BlockingMode;
 use crate::error::StartError;
-use crate::fault::Fault;
+use crate::fault::FatalError;
 use crate::files::{Layout, io_error};
 use crate::log::LogStore;
 use crate::memory::MemoryDisk;
@@ -24,10 +24,10 @@ pub enum Storage {
 
 impl Storage {
     /// How work that blocks is done there.
-    pub(crate) fn blocking(&self) -> Blocking {
+    pub(crate) fn blocking(&self) -> BlockingMode {
         match self {
-            Self::Sled => Blocking::Pool,
-            Self::Memory(_) => Blocking::InPlace,
+            Self::Sled => BlockingMode::Pool,
+            Self::Memory(_) => BlockingMode::InPlace,
         }
     }
 
@@ -40,7 +40,11 @@ impl Storage {
     }
 
     /// Opens the log and checks all of it. Blocks.
-    pub(crate) fn open_log(&self, layout: &Layout, fault: Fault) -> Result<LogStore, StartError> {
+    pub(crate) fn open_log(
+        &self,
+        layout: &Layout,
+        fault: FatalError,
+    ) -> Result<LogStore, StartError> {
         match self {
             Self::Sled => LogStore::on_sled(layout, fault),
             Self::Memory(disk) => {

@@ -8,11 +8,11 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 
 use crate::machine::{
-    CheckCommand, CorruptSnapshot, FrozenMachine, Machine, PeerHandler, StopReplica,
+    CheckCommand, FrozenMachine, PeerHandler, SnapshotError, StateMachine, StopReplicaError,
 };
 use crate::memory::MemoryDisk;
 use crate::net::{Tcp, Transport};
-use crate::options::{Formation, Options, Peers};
+use crate::options::{Formation, Peers, ReplicaOptions};
 use crate::replica::Replica;
 use crate::storage::Storage;
 
@@ -34,7 +34,7 @@ pub(crate) async fn replica(
 /// As [`replica`], over a transport of the caller's.
 pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Replica, MemoryDisk) {
     let disk = MemoryDisk::new();
-    let options = Options {
+    let options = ReplicaOptions {
         id,
         data_dir: "/toy".into(),
         advertise: tcp.local_addr().to_string(),
@@ -51,17 +51,22 @@ pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Repli
         snapshot_every_bytes: 1 << 20,
         storage: Storage::Memory(disk.clone()),
     };
-    let replica = Replica::start(options, Arc::new(tcp), Toy::default(), Arc::new(Deaf));
+    let replica = Replica::start(
+        options,
+        Arc::new(tcp),
+        RecordingMachine::default(),
+        Arc::new(Deaf),
+    );
     (replica.await.unwrap(), disk)
 }
 
 /// Commands in the order they were applied. Clones share them.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Toy(pub(crate) Arc<Mutex<Vec<Vec<u8>>>>);
+pub(crate) struct RecordingMachine(pub(crate) Arc<Mutex<Vec<Vec<u8>>>>);
 
-struct Frozen(Vec<Vec<u8>>);
+struct FrozenRecorder(Vec<Vec<u8>>);
 
-impl Machine for Toy {
+impl StateMachine for RecordingMachine {
     fn check(&self) -> CheckCommand {
         Arc::new(|command, _| match command {
             b"poison" => Err("poison is no command".to_owned()),
@@ -69,7 +74,7 @@ impl Machine for Toy {
         })
     }
 
-    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
+    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError> {
         self.0.lock().unwrap().push(command.to_vec());
         Ok(index.to_le_bytes().to_vec())
     }
@@ -77,11 +82,11 @@ impl Machine for Toy {
     fn skip(&mut self, _index: u64) {}
 
     fn freeze(&self) -> Box<dyn FrozenMachine> {
-        Box::new(Frozen(self.0.lock().unwrap().clone()))
+        Box::new(FrozenRecorder(self.0.lock().unwrap().clone()))
     }
 
-    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
-        let corrupt = |error: std::io::Error| CorruptSnapshot(error.to_string());
+    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
+        let corrupt = |error: std::io::Error| SnapshotError(error.to_string());
         let mut commands = Vec::new();
         let mut length = [0; 4];
         let mut bytes = Vec::new();
@@ -98,7 +103,7 @@ impl Machine for Toy {
     }
 }
 
-impl FrozenMachine for Frozen {
+impl FrozenMachine for FrozenRecorder {
     fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
         for command in &self.0 {
             out.write_all(&(command.len() as u32).to_le_bytes())?;

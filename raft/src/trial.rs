@@ -8,7 +8,7 @@ use std::path::Path;
 use bytes::Bytes;
 use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 
-use crate::fault::Fault;
+use crate::fault::FatalError;
 use crate::files::Layout;
 use crate::log::LogStore;
 use crate::types::{Command, Entry, LeaderId, LogId, Payload};
@@ -35,7 +35,7 @@ pub async fn replace_entries(folder: &Path) -> io::Result<Vec<(u64, u64)>> {
 fn open(folder: &Path) -> io::Result<LogStore> {
     let layout = Layout::new(folder);
     layout.create().map_err(io::Error::other)?;
-    LogStore::on_sled(&layout, Fault::new()).map_err(io::Error::other)
+    LogStore::on_sled(&layout, FatalError::new()).map_err(io::Error::other)
 }
 
 fn log_id(term: u64, index: u64) -> LogId {

@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError};
 
 use crate::sync::{AtomicUsize, Notify, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-struct Shared<T> {
+struct WatchShared<T> {
     current: RwLock<Versioned<T>>,
     changed: Notify,
     senders: AtomicUsize,
@@ -23,23 +23,23 @@ struct Versioned<T> {
 }
 
 /// Changes the value. Clones change the same one.
-pub struct Sender<T>(Arc<Shared<T>>);
+pub struct WatchSender<T>(Arc<WatchShared<T>>);
 
 /// Reads the value and waits for changes. A clone has seen what the original has.
-pub struct Receiver<T> {
-    shared: Arc<Shared<T>>,
+pub struct WatchReceiver<T> {
+    shared: Arc<WatchShared<T>>,
     seen: u64,
 }
 
 /// The value, which does not change while this is held: not to be held for long.
-pub struct Ref<'a, T>(RwLockReadGuard<'a, Versioned<T>>);
+pub struct WatchRef<'a, T>(RwLockReadGuard<'a, Versioned<T>>);
 
 /// Whoever could change the value is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("nobody is left to change the value")]
-pub struct Closed;
+pub struct WatchClosedError;
 
-impl<T> Shared<T> {
+impl<T> WatchShared<T> {
     fn read(&self) -> RwLockReadGuard<'_, Versioned<T>> {
         self.current.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -49,7 +49,7 @@ impl<T> Shared<T> {
     }
 
     /// Waits for a version other than `seen` and sees it.
-    async fn changed(&self, seen: &mut u64) -> Result<(), Closed> {
+    async fn changed(&self, seen: &mut u64) -> Result<(), WatchClosedError> {
         loop {
             // Before the look: a change after the look wakes it even though it does not wait yet.
             let notified = self.changed.notified();
@@ -61,17 +61,17 @@ impl<T> Shared<T> {
                 return Ok(());
             }
             if is_closed {
-                return Err(Closed);
+                return Err(WatchClosedError);
             }
             notified.await;
         }
     }
 }
 
-impl<T> Sender<T> {
+impl<T> WatchSender<T> {
     /// Begins with `value`.
     pub fn new(value: T) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(WatchShared {
             current: RwLock::new(Versioned { value, version: 0 }),
             changed: Notify::new(),
             senders: AtomicUsize::new(1),
@@ -81,9 +81,9 @@ impl<T> Sender<T> {
 
     /// A receiver that has seen the present value.
     #[must_use]
-    pub fn subscribe(&self) -> Receiver<T> {
+    pub fn subscribe(&self) -> WatchReceiver<T> {
         self.0.receivers.fetch_add(1, Ordering::Relaxed);
-        Receiver {
+        WatchReceiver {
             seen: self.0.read().version,
             shared: self.0.clone(),
         }
@@ -91,8 +91,8 @@ impl<T> Sender<T> {
 
     /// The present value.
     #[must_use]
-    pub fn borrow(&self) -> Ref<'_, T> {
-        Ref(self.0.read())
+    pub fn borrow(&self) -> WatchRef<'_, T> {
+        WatchRef(self.0.read())
     }
 
     /// Puts `value` in place of the present one, which is answered.
@@ -129,14 +129,14 @@ impl<T> Sender<T> {
     }
 }
 
-impl<T> Clone for Sender<T> {
+impl<T> Clone for WatchSender<T> {
     fn clone(&self) -> Self {
         self.0.senders.fetch_add(1, Ordering::Relaxed);
         Self(self.0.clone())
     }
 }
 
-impl<T> Drop for Sender<T> {
+impl<T> Drop for WatchSender<T> {
     fn drop(&mut self) {
         if self.0.senders.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.0.changed.notify_waiters();
@@ -144,30 +144,30 @@ impl<T> Drop for Sender<T> {
     }
 }
 
-impl<T: Default> Default for Sender<T> {
+impl<T: Default> Default for WatchSender<T> {
     fn default() -> Self {
         Self::new(T::default())
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Sender<T> {
+impl<T: fmt::Debug> fmt::Debug for WatchSender<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Sender").field(&*self.borrow()).finish()
     }
 }
 
-impl<T> Receiver<T> {
+impl<T> WatchReceiver<T> {
     /// The present value. Whether it was seen does not change.
     #[must_use]
-    pub fn borrow(&self) -> Ref<'_, T> {
-        Ref(self.shared.read())
+    pub fn borrow(&self) -> WatchRef<'_, T> {
+        WatchRef(self.shared.read())
     }
 
     /// The present value, which is seen by this.
-    pub fn borrow_and_update(&mut self) -> Ref<'_, T> {
+    pub fn borrow_and_update(&mut self) -> WatchRef<'_, T> {
         let current = self.shared.read();
         self.seen = current.version;
-        Ref(current)
+        WatchRef(current)
     }
 
     /// Whether there is a value that was not seen yet.
@@ -184,25 +184,25 @@ impl<T> Receiver<T> {
     /// Waits for a value that was not seen yet; then it is.
     ///
     /// # Errors
-    /// [`Closed`] when there is none and never will be.
-    pub async fn changed(&mut self) -> Result<(), Closed> {
+    /// [`WatchClosedError`] when there is none and never will be.
+    pub async fn changed(&mut self) -> Result<(), WatchClosedError> {
         self.shared.changed(&mut self.seen).await
     }
 
     /// Waits for a value, beginning with the present one, that is as wished.
     ///
     /// # Errors
-    /// [`Closed`] when there is none and never will be.
+    /// [`WatchClosedError`] when there is none and never will be.
     pub async fn wait_for(
         &mut self,
         mut wish: impl FnMut(&T) -> bool,
-    ) -> Result<Ref<'_, T>, Closed> {
+    ) -> Result<WatchRef<'_, T>, WatchClosedError> {
         loop {
             {
                 let current = self.shared.read();
                 self.seen = current.version;
                 if wish(&current.value) {
-                    return Ok(Ref(current));
+                    return Ok(WatchRef(current));
                 }
             }
             self.shared.changed(&mut self.seen).await?;
@@ -210,7 +210,7 @@ impl<T> Receiver<T> {
     }
 }
 
-impl<T> Clone for Receiver<T> {
+impl<T> Clone for WatchReceiver<T> {
     fn clone(&self) -> Self {
         self.shared.receivers.fetch_add(1, Ordering::Relaxed);
         Self {
@@ -220,19 +220,19 @@ impl<T> Clone for Receiver<T> {
     }
 }
 
-impl<T> Drop for Receiver<T> {
+impl<T> Drop for WatchReceiver<T> {
     fn drop(&mut self) {
         self.shared.receivers.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Receiver<T> {
+impl<T: fmt::Debug> fmt::Debug for WatchReceiver<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Receiver").field(&*self.borrow()).finish()
     }
 }
 
-impl<T> Deref for Ref<'_, T> {
+impl<T> Deref for WatchRef<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -240,7 +240,7 @@ impl<T> Deref for Ref<'_, T> {
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Ref<'_, T> {
+impl<T: fmt::Debug> fmt::Debug for WatchRef<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&**self, f)
     }
@@ -254,7 +254,7 @@ mod tests {
 
     #[tokio::test]
     async fn waiters_wake_in_the_order_in_which_they_began_to_wait() {
-        let sender = Sender::new(0);
+        let sender = WatchSender::new(0);
         let woken = Arc::new(Mutex::new(Vec::new()));
         let mut waiting = Vec::new();
         for number in 0..20 {
@@ -274,7 +274,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_change_is_seen_once_and_the_end_is_seen() {
-        let sender = Sender::new(0);
+        let sender = WatchSender::new(0);
         let mut receiver = sender.subscribe();
         assert!(!sender.send_if_modified(|_| false));
         assert!(!receiver.has_changed());
@@ -297,6 +297,6 @@ mod tests {
         drop(sender);
         other.send_replace(7);
         drop(other);
-        assert_eq!(later.await.unwrap(), Err(Closed));
+        assert_eq!(later.await.unwrap(), Err(WatchClosedError));
     }
 }

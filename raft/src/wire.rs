@@ -15,7 +15,7 @@ use crate::types;
 /// A message lacks a part or contradicts itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("malformed message: {0}")]
-pub(crate) struct Malformed(pub(crate) &'static str);
+pub(crate) struct MalformedMessageError(pub(crate) &'static str);
 
 pub(crate) fn split(wide: u128) -> (u64, u64) {
     ((wide >> 64) as u64, wide as u64)
@@ -118,9 +118,9 @@ impl From<&types::Membership> for proto::Membership {
 }
 
 impl TryFrom<proto::Membership> for types::Membership {
-    type Error = Malformed;
+    type Error = MalformedMessageError;
 
-    fn try_from(wire: proto::Membership) -> Result<Self, Malformed> {
+    fn try_from(wire: proto::Membership) -> Result<Self, MalformedMessageError> {
         let voters: Vec<BTreeSet<u64>> = wire
             .voters
             .into_iter()
@@ -134,7 +134,7 @@ impl TryFrom<proto::Membership> for types::Membership {
         if voters.is_empty() && nodes.is_empty() {
             return Ok(Self::default());
         }
-        Self::new(voters, nodes).map_err(|_| Malformed("a voter is no member"))
+        Self::new(voters, nodes).map_err(|_| MalformedMessageError("a voter is no member"))
     }
 }
 
@@ -148,12 +148,12 @@ impl From<&types::StoredMembership> for proto::StoredMembership {
 }
 
 impl TryFrom<proto::StoredMembership> for types::StoredMembership {
-    type Error = Malformed;
+    type Error = MalformedMessageError;
 
-    fn try_from(wire: proto::StoredMembership) -> Result<Self, Malformed> {
+    fn try_from(wire: proto::StoredMembership) -> Result<Self, MalformedMessageError> {
         let membership = wire
             .membership
-            .ok_or(Malformed("no membership"))?
+            .ok_or(MalformedMessageError("no membership"))?
             .try_into()?;
         Ok(Self::new(wire.log_id.map(Into::into), membership))
     }
@@ -176,17 +176,23 @@ impl From<types::Entry> for proto::Entry {
 }
 
 impl TryFrom<proto::Entry> for types::Entry {
-    type Error = Malformed;
+    type Error = MalformedMessageError;
 
-    fn try_from(wire: proto::Entry) -> Result<Self, Malformed> {
-        let payload = match wire.payload.ok_or(Malformed("an entry without payload"))? {
+    fn try_from(wire: proto::Entry) -> Result<Self, MalformedMessageError> {
+        let payload = match wire
+            .payload
+            .ok_or(MalformedMessageError("an entry without payload"))?
+        {
             proto::entry::Payload::Blank(_) => types::Payload::Blank,
             proto::entry::Payload::Command(bytes) => types::Payload::Normal(types::Command(bytes)),
             proto::entry::Payload::Membership(membership) => {
                 types::Payload::Membership(membership.try_into()?)
             }
         };
-        let log_id = wire.log_id.ok_or(Malformed("an entry without id"))?.into();
+        let log_id = wire
+            .log_id
+            .ok_or(MalformedMessageError("an entry without id"))?
+            .into();
         Ok(Self { log_id, payload })
     }
 }
@@ -201,12 +207,12 @@ pub(crate) fn snapshot_meta(meta: &types::SnapshotMeta, has_commands: bool) -> p
 }
 
 impl TryFrom<proto::SnapshotMeta> for types::SnapshotMeta {
-    type Error = Malformed;
+    type Error = MalformedMessageError;
 
-    fn try_from(wire: proto::SnapshotMeta) -> Result<Self, Malformed> {
+    fn try_from(wire: proto::SnapshotMeta) -> Result<Self, MalformedMessageError> {
         let membership = wire
             .membership
-            .ok_or(Malformed("a snapshot without membership"))?;
+            .ok_or(MalformedMessageError("a snapshot without membership"))?;
         Ok(Self {
             last_log_id: wire.last.map(Into::into),
             last_membership: membership.try_into()?,
@@ -285,7 +291,7 @@ mod tests {
         };
         assert_eq!(
             types::Entry::try_from(wire),
-            Err(Malformed("an entry without payload"))
+            Err(MalformedMessageError("an entry without payload"))
         );
     }
 }

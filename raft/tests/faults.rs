@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{Cluster, PATIENCE, Seat, listeners};
-use raft::{Formation, MemoryDisk, Peers, ProposeError, Role, Shortage, StartError, Storage};
+use raft::{DiskShortage, Formation, MemoryDisk, Peers, ProposeError, Role, StartError, Storage};
 use tokio::net::TcpListener;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -66,7 +66,7 @@ async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
     let Storage::Memory(disk) = cluster.seat(leader).options.storage.clone() else {
         unreachable!("they were given memory")
     };
-    disk.run_short(Some(Shortage::Space));
+    disk.run_short(Some(DiskShortage::Space));
     let full = cluster.seat(leader).replica().clone();
     let learnt = tokio::spawn(async move {
         loop {
@@ -117,7 +117,7 @@ async fn alone_on_memory() -> (Cluster, MemoryDisk) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_on_a_full_disk_can_be_stopped() {
     let (mut cluster, disk) = alone_on_memory().await;
-    disk.run_short(Some(Shortage::Space));
+    disk.run_short(Some(DiskShortage::Space));
     let replica = cluster.seats[0].replica().clone();
     let proposed = tokio::spawn(async move { replica.propose(b"x".to_vec(), PATIENCE).await });
     cluster.seats[0]
@@ -134,7 +134,7 @@ async fn a_replica_on_a_full_disk_can_be_stopped() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_snapshot_waits_for_descriptors() {
     let (mut cluster, disk) = alone_on_memory().await;
-    disk.run_short(Some(Shortage::Descriptors));
+    disk.run_short(Some(DiskShortage::Descriptors));
     let replica = cluster.seats[0].replica().clone();
     assert!(replica.snapshot().await.is_err());
     cluster.seats[0].propose("the log goes on").await;

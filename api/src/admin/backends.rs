@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use super::answer::{Json, ListQuery, PathName, QueryParams, ReadQuery, at_level, json, submit};
 use super::problem::{invalid, not_found};
 use super::{Admin, AdminState};
-use crate::backends::{CircuitView, EngineMetrics, Record};
+use crate::backends::{CircuitView, EngineMetrics, ProbeRecord};
 use crate::error::Problem;
 use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
@@ -211,7 +211,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
 
 /// What is known of a backend beside the registry.
 struct BackendContext {
-    record: Record,
+    record: ProbeRecord,
     in_flight: InFlightCounts,
     owned_blocks: u64,
     ownership: OwnershipDetail,

@@ -69,10 +69,10 @@ pub struct CircuitView {
 }
 
 #[derive(Debug, Default)]
-struct Circuit {
+struct CircuitBreaker {
     backend: Option<BackendRef>,
     /// The last attempts, the latest last.
-    recent: VecDeque<Outcome>,
+    recent: VecDeque<AttemptRecord>,
     openings: u32,
     /// When it opened, microseconds since `began`.
     opened_us: u64,
@@ -88,51 +88,51 @@ struct Circuit {
 
 /// How an attempt went.
 #[derive(Debug, Clone, Copy)]
-struct Outcome {
+struct AttemptRecord {
     /// `None`: it did not come so far that the request could be at fault.
     user: Option<UserKey>,
     is_failure: bool,
 }
 
 #[derive(Default)]
-struct Cell {
+struct BreakerCell {
     /// 0: closed. Else microseconds since `began` from which on a request is let through.
     closed_until_us: AtomicU64,
-    circuit: Mutex<Circuit>,
+    circuit: Mutex<CircuitBreaker>,
 }
 
 /// All circuits, by slot.
-pub(super) struct Circuits {
-    cells: Box<[Cell]>,
+pub(super) struct CircuitBreakers {
+    cells: Box<[BreakerCell]>,
     settings: CircuitSettings,
     began: Instant,
 }
 
 /// A request let through an open circuit. When dropped without a verdict, the next one may be.
-pub(crate) struct Trial {
-    circuits: Arc<Circuits>,
+pub(crate) struct HalfOpenProbe {
+    circuits: Arc<CircuitBreakers>,
     backend: BackendRef,
     number: u64,
 }
 
 /// Whether a request may go.
-pub(crate) enum Passage {
+pub(crate) enum BreakerState {
     /// Yes: the circuit is closed.
     Closed,
     /// Yes, as the one that tries a backend whose circuit is open.
-    Trial(Trial),
+    HalfOpen(HalfOpenProbe),
     /// No: there is another such, or the pause is not over.
-    Barred,
+    Open,
 }
 
-impl Circuits {
+impl CircuitBreakers {
     pub(super) fn new(settings: CircuitSettings) -> Self {
         Self::of_slots(BACKENDS_MAX, settings)
     }
 
     pub(super) fn of_slots(slots: usize, settings: CircuitSettings) -> Self {
         Self {
-            cells: (0..slots).map(|_| Cell::default()).collect(),
+            cells: (0..slots).map(|_| BreakerCell::default()).collect(),
             settings,
             began: Instant::now(),
         }
@@ -169,36 +169,36 @@ impl Circuits {
         share.max(1).min(backends.saturating_sub(1))
     }
 
-    /// A request is to go to `backend`. Of several that [`Circuits::allows`] told so at once one is
+    /// A request is to go to `backend`. Of several that [`CircuitBreakers::allows`] told so at once one is
     /// let through an open circuit, and while it is under way no other one is.
     pub(super) fn enter(
         self: &Arc<Self>,
         backend: BackendRef,
         user: impl FnOnce() -> UserKey,
         now: Instant,
-    ) -> Passage {
+    ) -> BreakerState {
         let Some(cell) = self.cell(backend) else {
-            return Passage::Closed;
+            return BreakerState::Closed;
         };
         if cell.closed_until_us.load(Relaxed) == 0 {
-            return Passage::Closed;
+            return BreakerState::Closed;
         }
         let mut circuit = cell.lock();
         let until_us = cell.closed_until_us.load(Relaxed);
         if circuit.backend != Some(backend) || until_us == 0 {
-            return Passage::Closed;
+            return BreakerState::Closed;
         }
         if self.micros(now) < until_us {
-            return Passage::Barred;
+            return BreakerState::Open;
         }
         let user = user();
         if circuit.is_barred(|| user, self.micros(now)) {
-            return Passage::Barred;
+            return BreakerState::Open;
         }
         circuit.trials += 1;
         circuit.trial = Some((circuit.trials, user));
         cell.pause(self.micros(now + self.settings.backoff_max));
-        Passage::Trial(Trial {
+        BreakerState::HalfOpen(HalfOpenProbe {
             circuits: Arc::clone(self),
             backend,
             number: circuit.trials,
@@ -305,7 +305,7 @@ impl Circuits {
         }
     }
 
-    fn cell(&self, backend: BackendRef) -> Option<&Cell> {
+    fn cell(&self, backend: BackendRef) -> Option<&BreakerCell> {
         self.cells.get(usize::from(backend.slot.0))
     }
 
@@ -315,7 +315,7 @@ impl Circuits {
     }
 }
 
-impl Circuit {
+impl CircuitBreaker {
     fn note(&mut self, user: Option<UserKey>, is_failure: bool) {
         if self.recent.len() == RECENT_MAX {
             // A busy user does not push all others out.
@@ -324,7 +324,7 @@ impl Circuit {
             let out = oldest.filter(|_| mine >= RECENT_MAX / 2).unwrap_or(0);
             self.recent.remove(out);
         }
-        self.recent.push_back(Outcome { user, is_failure });
+        self.recent.push_back(AttemptRecord { user, is_failure });
     }
 
     fn failures(&self) -> u32 {
@@ -372,8 +372,8 @@ impl Circuit {
     }
 }
 
-impl Cell {
-    fn lock(&self) -> MutexGuard<'_, Circuit> {
+impl BreakerCell {
+    fn lock(&self) -> MutexGuard<'_, CircuitBreaker> {
         // Every change leaves it well formed.
         self.circuit.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -383,13 +383,13 @@ impl Cell {
     }
 }
 
-impl fmt::Debug for Trial {
+impl fmt::Debug for HalfOpenProbe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Trial").field(&self.backend).finish()
     }
 }
 
-impl Drop for Trial {
+impl Drop for HalfOpenProbe {
     fn drop(&mut self) {
         let Some(cell) = self.circuits.cell(self.backend) else {
             return;
@@ -435,24 +435,24 @@ mod tests {
         }
     }
 
-    fn opened() -> (Arc<Circuits>, Instant) {
-        let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+    fn opened() -> (Arc<CircuitBreakers>, Instant) {
+        let (circuits, now) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
         assert!(!circuits.failed(backend(1), None, now));
         assert!(!circuits.failed(backend(1), None, now));
         assert!(circuits.failed(backend(1), None, now));
         (circuits, now)
     }
 
-    fn tried(circuits: &Arc<Circuits>, now: Instant) -> Trial {
+    fn tried(circuits: &Arc<CircuitBreakers>, now: Instant) -> HalfOpenProbe {
         match circuits.enter(backend(1), ada, now) {
-            Passage::Trial(trial) => trial,
-            Passage::Closed | Passage::Barred => panic!("it is due and nobody tries it"),
+            BreakerState::HalfOpen(trial) => trial,
+            BreakerState::Closed | BreakerState::Open => panic!("it is due and nobody tries it"),
         }
     }
 
     #[test]
     fn a_share_of_failures_opens_and_a_lesser_one_does_not() {
-        let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+        let (circuits, now) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
         for _ in 0..10 {
             assert!(!circuits.failed(backend(1), None, now));
             assert!(!circuits.passed(backend(1), ADA, now), "it was not open");
@@ -472,7 +472,7 @@ mod tests {
 
     #[test]
     fn one_user_alone_opens_no_circuit_that_serves_others() {
-        let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+        let (circuits, now) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
         assert!(!circuits.passed(backend(1), BOB, now));
         for _ in 0..100 {
             assert!(!circuits.failed(backend(1), Some(ADA), now));
@@ -481,7 +481,7 @@ mod tests {
             circuits.failed(backend(1), Some(BOB), now),
             "two see it fail"
         );
-        let (circuits, now) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+        let (circuits, now) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
         assert!(!circuits.failed(backend(1), Some(ADA), now));
         assert!(!circuits.failed(backend(1), Some(ADA), now));
         assert!(
@@ -492,7 +492,7 @@ mod tests {
 
     #[test]
     fn whoever_failed_a_trial_comes_after_others_and_does_not_prolong_the_pause() {
-        let (circuits, start) = (Arc::new(Circuits::new(SETTINGS)), Instant::now());
+        let (circuits, start) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
         circuits.failed(backend(1), Some(BOB), start);
         circuits.failed(backend(1), Some(ADA), start);
         assert!(circuits.failed(backend(1), Some(ADA), start));
@@ -515,7 +515,7 @@ mod tests {
 
     #[test]
     fn some_may_be_passed_over_and_never_all() {
-        let circuits = Circuits::new(SETTINGS);
+        let circuits = CircuitBreakers::new(SETTINGS);
         let most = [0, 1, 2, 3, 4, 10].map(|backends| circuits.ejected_max(backends));
         assert_eq!(most, [0, 0, 1, 1, 2, 5]);
     }
@@ -526,14 +526,14 @@ mod tests {
         let due = now + Duration::from_secs(1);
         assert!(matches!(
             circuits.enter(backend(1), ada, now),
-            Passage::Barred
+            BreakerState::Open
         ));
         assert!(circuits.allows(backend(1), ada, due));
         let trial = tried(&circuits, due);
         assert!(!circuits.allows(backend(1), ada, due), "one at a time");
         assert!(matches!(
             circuits.enter(backend(1), ada, due),
-            Passage::Barred
+            BreakerState::Open
         ));
         drop(trial);
         assert!(
@@ -577,7 +577,7 @@ mod tests {
         assert!(circuits.allows(backend(2), ada, now));
         assert!(matches!(
             circuits.enter(backend(2), ada, now),
-            Passage::Closed
+            BreakerState::Closed
         ));
         assert!(!circuits.failed(backend(2), None, now));
         assert!(circuits.allows(backend(2), ada, now));
@@ -589,7 +589,7 @@ mod tests {
             failures: 0,
             ..SETTINGS
         };
-        let (circuits, now) = (Circuits::new(settings), Instant::now());
+        let (circuits, now) = (CircuitBreakers::new(settings), Instant::now());
         for _ in 0..100 {
             assert!(!circuits.failed(backend(1), None, now));
         }

@@ -19,14 +19,14 @@ const HTTP_PORT: u16 = 80;
 
 /// An answer, read whole.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ProbeResponse {
     pub(crate) status: StatusCode,
     pub(crate) body: Bytes,
 }
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ProbeFailure {
+pub(crate) enum ProbeError {
     #[error("{0:?} is not http://host:port")]
     Url(String),
     #[error("{0:?} is not a path")]
@@ -41,7 +41,7 @@ pub(crate) enum ProbeFailure {
     TooLong(usize),
 }
 
-impl ProbeFailure {
+impl ProbeError {
     /// Whether nothing can be told of the backend: this process could not even ask.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self, Self::Connect(error) if is_local(error))
@@ -55,15 +55,15 @@ pub(crate) struct ProbeClient {
     host: HeaderValue,
     authorization: Option<HeaderValue>,
     timeout: Duration,
-    connection: Option<Connection>,
+    connection: Option<ProbeConnection>,
 }
 
-struct Connection {
+struct ProbeConnection {
     sender: SendRequest<Empty<Bytes>>,
     driver: AbortHandle,
 }
 
-impl Drop for Connection {
+impl Drop for ProbeConnection {
     fn drop(&mut self) {
         self.driver.abort();
     }
@@ -75,8 +75,8 @@ impl ProbeClient {
         url: &str,
         authorization: Option<HeaderValue>,
         timeout: Duration,
-    ) -> Result<Self, ProbeFailure> {
-        let bad = || ProbeFailure::Url(url.to_owned());
+    ) -> Result<Self, ProbeError> {
+        let bad = || ProbeError::Url(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| bad())?;
         let authority = uri.authority().ok_or_else(bad)?;
         if uri.scheme_str() != Some("http") || authority.host().is_empty() {
@@ -102,7 +102,7 @@ impl ProbeClient {
         &mut self,
         path: &str,
         body_bytes_max: usize,
-    ) -> Result<Answer, ProbeFailure> {
+    ) -> Result<ProbeResponse, ProbeError> {
         let limit = self.timeout;
         // The connection is out of its place meanwhile: whatever ends the call early closes it.
         let kept = self.connection.take();
@@ -112,21 +112,21 @@ impl ProbeClient {
                 Ok(answer)
             }
             Ok(Err(failure)) => Err(failure),
-            Err(_) => Err(ProbeFailure::Timeout(limit)),
+            Err(_) => Err(ProbeError::Timeout(limit)),
         }
     }
 
     async fn exchange(
         &self,
-        kept: Option<Connection>,
+        kept: Option<ProbeConnection>,
         path: &str,
         body_bytes_max: usize,
-    ) -> Result<(Answer, Connection), ProbeFailure> {
+    ) -> Result<(ProbeResponse, ProbeConnection), ProbeError> {
         if let Some(mut connection) = kept.filter(|kept| !kept.sender.is_closed()) {
             match self.ask(&mut connection, path, body_bytes_max).await {
                 Ok(answer) => return Ok((answer, connection)),
                 // Engines close idle connections when they like: only a new one tells.
-                Err(ProbeFailure::Http(_)) => {}
+                Err(ProbeError::Http(_)) => {}
                 Err(failure) => return Err(failure),
             }
         }
@@ -135,57 +135,57 @@ impl ProbeClient {
         Ok((answer, connection))
     }
 
-    async fn connect(&self) -> Result<Connection, ProbeFailure> {
+    async fn connect(&self) -> Result<ProbeConnection, ProbeError> {
         let stream = TcpStream::connect(&self.address)
             .await
-            .map_err(ProbeFailure::Connect)?;
+            .map_err(ProbeError::Connect)?;
         let (sender, driver) = http1::handshake(TokioIo::new(stream))
             .await
-            .map_err(ProbeFailure::Http)?;
+            .map_err(ProbeError::Http)?;
         let driver = tokio::spawn(async move {
             // Its end is seen by whoever uses the sender.
             drop(driver.await);
         })
         .abort_handle();
-        Ok(Connection { sender, driver })
+        Ok(ProbeConnection { sender, driver })
     }
 
     async fn ask(
         &self,
-        connection: &mut Connection,
+        connection: &mut ProbeConnection,
         path: &str,
         body_bytes_max: usize,
-    ) -> Result<Answer, ProbeFailure> {
+    ) -> Result<ProbeResponse, ProbeError> {
         let request = self.request(path)?;
         let sender = &mut connection.sender;
-        sender.ready().await.map_err(ProbeFailure::Http)?;
+        sender.ready().await.map_err(ProbeError::Http)?;
         let response = sender
             .send_request(request)
             .await
-            .map_err(ProbeFailure::Http)?;
+            .map_err(ProbeError::Http)?;
         let status = response.status();
         let mut frames = response.into_body();
         let mut body = BytesMut::new();
         while let Some(frame) = frames.frame().await {
-            let frame = frame.map_err(ProbeFailure::Http)?;
+            let frame = frame.map_err(ProbeError::Http)?;
             if let Some(data) = frame.data_ref() {
                 if body.len() + data.len() > body_bytes_max {
-                    return Err(ProbeFailure::TooLong(body_bytes_max));
+                    return Err(ProbeError::TooLong(body_bytes_max));
                 }
                 body.extend_from_slice(data);
             }
         }
-        Ok(Answer {
+        Ok(ProbeResponse {
             status,
             body: body.freeze(),
         })
     }
 
-    fn request(&self, path: &str) -> Result<Request<Empty<Bytes>>, ProbeFailure> {
+    fn request(&self, path: &str) -> Result<Request<Empty<Bytes>>, ProbeError> {
         let mut request = Request::new(Empty::new());
         *request.uri_mut() = path
             .parse()
-            .map_err(|_| ProbeFailure::Path(path.to_owned()))?;
+            .map_err(|_| ProbeError::Path(path.to_owned()))?;
         let headers = request.headers_mut();
         headers.insert(HOST, self.host.clone());
         headers.insert(ACCEPT, HeaderValue::from_static("*/*"));

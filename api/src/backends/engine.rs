@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 
-use super::text::{self, BadPage, Sample};
+use super::text::{self, MetricsPageError, Sample};
 
 /// Most models one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
@@ -36,8 +36,8 @@ impl EngineMetrics {
     /// Reads a metrics page.
     ///
     /// # Errors
-    /// [`BadPage`] when the page does not follow the text format.
-    pub fn read(page: &[u8]) -> Result<Self, BadPage> {
+    /// [`MetricsPageError`] when the page does not follow the text format.
+    pub fn read(page: &[u8]) -> Result<Self, MetricsPageError> {
         let mut metrics = Self::default();
         text::read(page, |sample| metrics.add(&sample))?;
         Ok(metrics)
@@ -117,7 +117,7 @@ fn most_permille(most: &mut Option<u32>, ratio: f64) {
 /// An answer to `GET /v1/models` that is no model list.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("model list: {0}")]
-pub(super) struct BadModels(String);
+pub(super) struct ModelListError(String);
 
 #[derive(Deserialize)]
 struct ModelList {
@@ -132,12 +132,12 @@ struct ListedModel {
 /// Reads the model ids of an OpenAI model list, sorted, each once.
 ///
 /// # Errors
-/// [`BadModels`] when it is no such list or breaks a bound.
-pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, BadModels> {
+/// [`ModelListError`] when it is no such list or breaks a bound.
+pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, ModelListError> {
     let list: ModelList =
-        serde_json::from_slice(body).map_err(|fault| BadModels(fault.to_string()))?;
+        serde_json::from_slice(body).map_err(|fault| ModelListError(fault.to_string()))?;
     if list.data.len() > MODELS_PER_ENGINE_MAX {
-        return Err(BadModels(format!(
+        return Err(ModelListError(format!(
             "{} models, expected at most {MODELS_PER_ENGINE_MAX}",
             list.data.len()
         )));
@@ -147,7 +147,7 @@ pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, BadModels> {
         .iter()
         .find(|id| id.is_empty() || id.len() > NAME_BYTES_MAX)
     {
-        return Err(BadModels(format!(
+        return Err(ModelListError(format!(
             "a model id of {} bytes, expected 1 to {NAME_BYTES_MAX}",
             bad.len()
         )));
@@ -156,7 +156,7 @@ pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, BadModels> {
     models.dedup();
     let bytes: usize = models.iter().map(String::len).sum();
     if bytes > LIST_BYTES_MAX {
-        return Err(BadModels(format!(
+        return Err(ModelListError(format!(
             "model ids of {bytes} bytes together, expected at most {LIST_BYTES_MAX}"
         )));
     }

@@ -30,7 +30,7 @@ const UNTOLD_START_S: u64 = 1;
 
 /// What an engine said in one round.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Saw {
+pub(crate) struct EngineReading {
     /// Its models, where it was asked.
     pub(crate) models: Option<Vec<String>>,
     /// Tokens its cache holds.
@@ -43,7 +43,7 @@ pub(crate) struct Saw {
 
 /// The circumstances of a round.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Round {
+pub(crate) struct ProbeRound {
     /// Tokens one router block of this backend's model stands for.
     pub(crate) tokens_per_block: f64,
     /// Whether this replica leads.
@@ -56,20 +56,20 @@ pub(crate) struct Round {
 
 /// What a replica remembers of one backend between rounds.
 #[derive(Debug, Default)]
-pub(crate) struct Memory {
+pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,
     prompt_tokens: Option<u64>,
     cache_tokens: Option<u64>,
     proposed: Option<(EngineFacts, Instant)>,
 }
 
-impl Memory {
+impl FactsMemory {
     /// What to propose about `known` after seeing `saw`; `None` when there is no news.
     pub(crate) fn news(
         &mut self,
         known: &Backend,
-        saw: &Saw,
-        round: &Round,
+        saw: &EngineReading,
+        round: &ProbeRound,
     ) -> Option<EngineFacts> {
         if self.handle != Some(known.handle) {
             *self = Self {
@@ -95,7 +95,12 @@ impl Memory {
         self.hold_back(facts, round.now)
     }
 
-    fn new_start(&mut self, known: &Backend, saw: &Saw, round: &Round) -> Option<u64> {
+    fn new_start(
+        &mut self,
+        known: &Backend,
+        saw: &EngineReading,
+        round: &ProbeRound,
+    ) -> Option<u64> {
         let before = std::mem::replace(&mut self.prompt_tokens, saw.prompt_tokens);
         if let Some(started) = saw.started_at_s {
             return (known.facts.started_at_s < Some(started)).then_some(started);
@@ -109,7 +114,12 @@ impl Memory {
         is_new.then_some(round.unix_s)
     }
 
-    fn new_capacity(&mut self, known: &Backend, saw: &Saw, round: &Round) -> Option<u32> {
+    fn new_capacity(
+        &mut self,
+        known: &Backend,
+        saw: &EngineReading,
+        round: &ProbeRound,
+    ) -> Option<u32> {
         let before = self.cache_tokens;
         if saw.cache_tokens.is_some() {
             self.cache_tokens = saw.cache_tokens;
@@ -143,7 +153,7 @@ impl Memory {
 
 /// Router blocks that `cache_tokens` come to, rounded up: a capacity is better over- than
 /// underestimated.
-fn blocks(cache_tokens: Option<u64>, round: &Round) -> Option<u32> {
+fn blocks(cache_tokens: Option<u64>, round: &ProbeRound) -> Option<u32> {
     let per_block = round.tokens_per_block;
     if !(per_block.is_finite() && per_block > 0.0) {
         return None;
@@ -182,8 +192,8 @@ mod tests {
         }
     }
 
-    fn round(now: Instant) -> Round {
-        Round {
+    fn round(now: Instant) -> ProbeRound {
+        ProbeRound {
             tokens_per_block: 32.0,
             is_leader: false,
             unix_s: 1_000_000,
@@ -191,8 +201,8 @@ mod tests {
         }
     }
 
-    fn saw() -> Saw {
-        Saw {
+    fn saw() -> EngineReading {
+        EngineReading {
             models: Some(vec!["m".into()]),
             cache_tokens: Some(3200),
             started_at_s: Some(500),
@@ -210,7 +220,7 @@ mod tests {
 
     #[test]
     fn everything_is_news_once() {
-        let (mut memory, now) = (Memory::default(), Instant::now());
+        let (mut memory, now) = (FactsMemory::default(), Instant::now());
         let unknown = backend(EngineFacts::default());
         assert_eq!(memory.news(&unknown, &saw(), &round(now)), Some(told()));
         assert_eq!(memory.news(&unknown, &saw(), &round(now)), None);
@@ -221,8 +231,8 @@ mod tests {
 
     #[test]
     fn a_later_start_is_a_restart_and_tells_everything() {
-        let (mut memory, now) = (Memory::default(), Instant::now());
-        let later = Saw {
+        let (mut memory, now) = (FactsMemory::default(), Instant::now());
+        let later = EngineReading {
             started_at_s: Some(501),
             ..saw()
         };
@@ -234,7 +244,7 @@ mod tests {
             memory.news(&backend(told()), &later, &round(now)),
             Some(expected)
         );
-        let earlier = Saw {
+        let earlier = EngineReading {
             started_at_s: Some(499),
             ..saw()
         };
@@ -243,8 +253,8 @@ mod tests {
 
     #[test]
     fn falling_counters_are_a_restart_where_the_start_is_not_told() {
-        let (mut memory, now) = (Memory::default(), Instant::now());
-        let silent = |prompt_tokens| Saw {
+        let (mut memory, now) = (FactsMemory::default(), Instant::now());
+        let silent = |prompt_tokens| EngineReading {
             started_at_s: None,
             prompt_tokens: Some(prompt_tokens),
             ..saw()
@@ -256,14 +266,14 @@ mod tests {
         assert_eq!(facts.started_at_s, Some(1_000_000));
         // Its first life has a start too, or the first restart would not be a later one.
         let unknown = backend(EngineFacts::default());
-        let first = Memory::default().news(&unknown, &silent(100), &round(now));
+        let first = FactsMemory::default().news(&unknown, &silent(100), &round(now));
         assert_eq!(first.unwrap().started_at_s, Some(UNTOLD_START_S));
         // Another replica dated the same restart three seconds ago.
         let fresh = backend(EngineFacts {
             started_at_s: Some(999_997),
             ..told()
         });
-        let mut other = Memory::default();
+        let mut other = FactsMemory::default();
         assert_eq!(other.news(&fresh, &silent(100), &round(now)), None);
         assert_eq!(other.news(&fresh, &silent(4), &round(now)), None);
     }
@@ -272,25 +282,25 @@ mod tests {
     fn a_known_capacity_is_refined_by_the_leader_and_only_when_far_off() {
         let now = Instant::now();
         let known = backend(told());
-        let mut at = Round {
+        let mut at = ProbeRound {
             tokens_per_block: 31.0,
             is_leader: true,
             ..round(now)
         };
-        assert_eq!(Memory::default().news(&known, &saw(), &at), None);
+        assert_eq!(FactsMemory::default().news(&known, &saw(), &at), None);
         at.tokens_per_block = 30.0;
-        let facts = Memory::default().news(&known, &saw(), &at).unwrap();
+        let facts = FactsMemory::default().news(&known, &saw(), &at).unwrap();
         assert_eq!(facts.capacity_blocks, Some(107));
         at.is_leader = false;
-        assert_eq!(Memory::default().news(&known, &saw(), &at), None);
+        assert_eq!(FactsMemory::default().news(&known, &saw(), &at), None);
     }
 
     #[test]
     fn anyone_tells_a_capacity_the_engine_changed() {
-        let (mut memory, now) = (Memory::default(), Instant::now());
+        let (mut memory, now) = (FactsMemory::default(), Instant::now());
         let known = backend(told());
         assert_eq!(memory.news(&known, &saw(), &round(now)), None);
-        let grown = Saw {
+        let grown = EngineReading {
             cache_tokens: Some(6400),
             ..saw()
         };
@@ -303,7 +313,7 @@ mod tests {
     fn an_operators_capacity_stands() {
         let mut known = backend(EngineFacts::default());
         known.spec.capacity_blocks = Some(7);
-        let facts = Memory::default().news(&known, &saw(), &round(Instant::now()));
+        let facts = FactsMemory::default().news(&known, &saw(), &round(Instant::now()));
         assert_eq!(facts.unwrap().capacity_blocks, None);
     }
 

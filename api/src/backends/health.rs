@@ -1,6 +1,6 @@
 //! Current health and engine metrics of each backend, readable by the data plane without blocking.
 //!
-//! A [`Board`] has one cell per slot. Writers (the probes, and the data plane when a request fails)
+//! A [`HealthTable`] has one cell per slot. Writers (the probes, and the data plane when a request fails)
 //! take the cell's short lock, change the record and publish it twice: as one packed word for the
 //! candidate loop of every request, side by side with the other slots' words, and as an
 //! [`Arc<Health>`] for whoever wants the words too.
@@ -90,7 +90,7 @@ impl Glance {
 
 /// Everything the probes know of one backend, for the admin API.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
-pub struct Record {
+pub struct ProbeRecord {
     /// The backend's id.
     pub id: String,
     /// Whether requests may go there.
@@ -117,7 +117,7 @@ pub struct Record {
     pub told: Option<EngineFacts>,
 }
 
-impl Record {
+impl ProbeRecord {
     fn unprobed(id: &str) -> Self {
         Self {
             id: id.to_owned(),
@@ -192,34 +192,34 @@ impl Record {
 
 /// Counts the tenants of a cell, so that a probe of an earlier one cannot write into it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Tenancy(u64);
+pub(crate) struct OccupancyId(u64);
 
 #[derive(Default)]
-struct Tenant {
-    tenancy: Tenancy,
-    record: Option<Record>,
+struct Occupant {
+    tenancy: OccupancyId,
+    record: Option<ProbeRecord>,
 }
 
 /// One slot's place.
 #[derive(Default)]
-struct Cell {
+struct HealthCell {
     health: ArcSwapOption<Health>,
-    tenant: Mutex<Tenant>,
+    tenant: Mutex<Occupant>,
     alarm: Notify,
 }
 
 /// What is known of every slot.
-pub(crate) struct Board {
+pub(crate) struct HealthTable {
     /// Apart from the cells: a decision that looks at hundreds of backends reads a few cache lines.
     glances: Box<[AtomicU64]>,
-    cells: Box<[Cell]>,
+    cells: Box<[HealthCell]>,
 }
 
-impl Board {
+impl HealthTable {
     pub(crate) fn new(slots: usize) -> Self {
         Self {
             glances: (0..slots).map(|_| AtomicU64::new(0)).collect(),
-            cells: (0..slots).map(|_| Cell::default()).collect(),
+            cells: (0..slots).map(|_| HealthCell::default()).collect(),
         }
     }
 
@@ -233,7 +233,7 @@ impl Board {
         self.cell(slot)?.health.load_full()
     }
 
-    pub(crate) fn record(&self, slot: Slot) -> Option<Record> {
+    pub(crate) fn record(&self, slot: Slot) -> Option<ProbeRecord> {
         self.cell(slot)?.lock().record.clone()
     }
 
@@ -246,18 +246,18 @@ impl Board {
     }
 
     /// A backend that nothing is known of moves in. A slot off the board stays as it is.
-    pub(crate) fn move_in(&self, slot: Slot, id: &str) -> Tenancy {
-        self.replace(slot, Some(Record::unprobed(id)))
+    pub(crate) fn register(&self, slot: Slot, id: &str) -> OccupancyId {
+        self.replace(slot, Some(ProbeRecord::unprobed(id)))
     }
 
     /// The backend is gone.
-    pub(crate) fn move_out(&self, slot: Slot) {
+    pub(crate) fn unregister(&self, slot: Slot) {
         self.replace(slot, None);
     }
 
-    fn replace(&self, slot: Slot, record: Option<Record>) -> Tenancy {
+    fn replace(&self, slot: Slot, record: Option<ProbeRecord>) -> OccupancyId {
         let Some(cell) = self.cell(slot) else {
-            return Tenancy::default();
+            return OccupancyId::default();
         };
         let mut tenant = cell.lock();
         tenant.tenancy.0 += 1;
@@ -271,8 +271,8 @@ impl Board {
     pub(crate) fn update(
         &self,
         slot: Slot,
-        tenancy: Option<Tenancy>,
-        change: impl FnOnce(&mut Record),
+        tenancy: Option<OccupancyId>,
+        change: impl FnOnce(&mut ProbeRecord),
     ) -> Option<bool> {
         let cell = self.cell(slot)?;
         let mut tenant = cell.lock();
@@ -287,7 +287,7 @@ impl Board {
         turned
     }
 
-    fn publish(&self, slot: Slot, cell: &Cell, tenant: &Tenant) {
+    fn publish(&self, slot: Slot, cell: &HealthCell, tenant: &Occupant) {
         let record = tenant.record.as_ref();
         let word = record.map_or(0, |record| record.glance().pack());
         cell.health
@@ -295,13 +295,13 @@ impl Board {
         self.glances[usize::from(slot.0)].store(word, Ordering::Release);
     }
 
-    fn cell(&self, slot: Slot) -> Option<&Cell> {
+    fn cell(&self, slot: Slot) -> Option<&HealthCell> {
         self.cells.get(usize::from(slot.0))
     }
 }
 
-impl Cell {
-    fn lock(&self) -> MutexGuard<'_, Tenant> {
+impl HealthCell {
+    fn lock(&self) -> MutexGuard<'_, Occupant> {
         // A record is whole between any two of its changes: a panic elsewhere does not spoil it.
         self.tenant.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -317,13 +317,13 @@ mod tests {
 
     #[test]
     fn two_failures_in_a_row_make_unhealthy_and_one_success_healthy() {
-        let board = Board::new(1);
+        let board = HealthTable::new(1);
         assert_eq!(board.glance(S), None);
-        let tenancy = Some(board.move_in(S, "a"));
+        let tenancy = Some(board.register(S, "a"));
         assert!(!board.glance(S).unwrap().is_healthy);
-        assert_eq!(board.update(S, tenancy, Record::passed), Some(true));
+        assert_eq!(board.update(S, tenancy, ProbeRecord::passed), Some(true));
         assert_eq!(board.update(S, tenancy, |r| r.failed("one".into())), None);
-        assert_eq!(board.update(S, tenancy, Record::passed), None);
+        assert_eq!(board.update(S, tenancy, ProbeRecord::passed), None);
         assert_eq!(board.update(S, tenancy, |r| r.failed("one".into())), None);
         assert!(board.health(S).unwrap().is_healthy);
         assert_eq!(
@@ -332,17 +332,17 @@ mod tests {
             "a report of the data plane counts like a probe"
         );
         assert_eq!(board.health(S).unwrap().detail.as_deref(), Some("two"));
-        assert_eq!(board.update(S, tenancy, Record::passed), Some(true));
+        assert_eq!(board.update(S, tenancy, ProbeRecord::passed), Some(true));
         assert_eq!(board.record(S).unwrap().failures_total, 3);
     }
 
     #[test]
     fn only_a_probe_that_was_not_refused_is_doubtful() {
-        let board = Board::new(1);
+        let board = HealthTable::new(1);
         let is_doubtful = || board.glance(S).unwrap().is_doubtful;
-        let tenancy = Some(board.move_in(S, "a"));
+        let tenancy = Some(board.register(S, "a"));
         assert!(!is_doubtful(), "not probed yet");
-        board.update(S, tenancy, Record::passed);
+        board.update(S, tenancy, ProbeRecord::passed);
         for _ in 0..FAILURES_MAX {
             assert!(!is_doubtful(), "it is healthy");
             board.update(S, tenancy, |r| r.probe_failed(Fault::Unwell, "slow".into()));
@@ -354,7 +354,7 @@ mod tests {
             r.probe_failed(Fault::Unreachable, "refused".into());
         });
         assert!(!is_doubtful());
-        board.update(S, tenancy, Record::passed);
+        board.update(S, tenancy, ProbeRecord::passed);
         for _ in 0..FAILURES_MAX {
             board.update(S, None, |r| r.failed("a request failed".into()));
         }
@@ -364,19 +364,19 @@ mod tests {
 
     #[test]
     fn a_probe_of_an_earlier_backend_changes_nothing() {
-        let board = Board::new(1);
-        let first = board.move_in(S, "a");
-        board.move_out(S);
-        assert_eq!(board.update(S, Some(first), Record::passed), None);
+        let board = HealthTable::new(1);
+        let first = board.register(S, "a");
+        board.unregister(S);
+        assert_eq!(board.update(S, Some(first), ProbeRecord::passed), None);
         assert_eq!(board.health(S), None);
-        board.move_in(S, "a");
-        assert_eq!(board.update(S, Some(first), Record::passed), None);
+        board.register(S, "a");
+        assert_eq!(board.update(S, Some(first), ProbeRecord::passed), None);
         assert!(!board.health(S).unwrap().is_healthy);
     }
 
     #[test]
     fn old_figures_are_forgotten_after_failed_scrapes() {
-        let mut record = Record::unprobed("a");
+        let mut record = ProbeRecord::unprobed("a");
         record.scraped(EngineMetrics {
             waiting: Some(9),
             ..EngineMetrics::default()

@@ -35,28 +35,28 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
-pub(crate) use circuit::{Passage, Trial};
 pub(crate) use client::ProbeClient;
 pub use engine::{EngineMetrics, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
-pub use health::{FAILURES_MAX, Fault, Glance, Health, Record, SCRAPE_FAILURES_MAX};
+pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::EngineKeys;
-pub use roster::{Roster, Stay};
+pub use roster::{Occupancy, SlotTable};
 
-use circuit::Circuits;
-use health::Board;
+use circuit::CircuitBreakers;
+use health::HealthTable;
 
 use crate::clock::Clock;
 use crate::events::{ClusterEvent, EventBus};
 
 /// What a replica knows of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {
-    board: Board,
+    board: HealthTable,
     settings: ProbeSettings,
     events: OnceLock<EventBus>,
     changes: watch::Sender<u64>,
-    circuits: Arc<Circuits>,
+    circuits: Arc<CircuitBreakers>,
 }
 
 /// How backends are probed.
@@ -117,18 +117,18 @@ impl Backends {
     #[must_use]
     pub fn new(settings: ProbeSettings) -> Self {
         Self {
-            board: Board::new(BACKENDS_MAX),
+            board: HealthTable::new(BACKENDS_MAX),
             settings,
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
-            circuits: Arc::new(Circuits::new(CircuitSettings::default())),
+            circuits: Arc::new(CircuitBreakers::new(CircuitSettings::default())),
         }
     }
 
     /// With circuits that open and close by these settings.
     #[must_use]
     pub fn breaking(mut self, circuit: CircuitSettings) -> Self {
-        self.circuits = Arc::new(Circuits::new(circuit));
+        self.circuits = Arc::new(CircuitBreakers::new(circuit));
         self
     }
 
@@ -164,7 +164,7 @@ impl Backends {
 
     /// Everything known of the backend in `slot`, for display.
     #[must_use]
-    pub fn record(&self, slot: Slot) -> Option<Record> {
+    pub fn record(&self, slot: Slot) -> Option<ProbeRecord> {
         self.board.record(slot)
     }
 
@@ -236,7 +236,11 @@ impl Backends {
     }
 
     /// A request is to go there: whether its circuit lets it.
-    pub(crate) fn enter(&self, backend: BackendRef, user: impl FnOnce() -> UserKey) -> Passage {
+    pub(crate) fn enter(
+        &self,
+        backend: BackendRef,
+        user: impl FnOnce() -> UserKey,
+    ) -> BreakerState {
         self.circuits.enter(backend, user, Instant::now())
     }
 
@@ -275,7 +279,7 @@ impl Backends {
 
     /// Takes `health` for what is known of `slot` without probing: for simulations and tests.
     pub fn assume(&self, slot: Slot, health: &Health) {
-        let tenancy = self.board.move_in(slot, &format!("slot-{slot}"));
+        let tenancy = self.board.register(slot, &format!("slot-{slot}"));
         self.board.update(slot, Some(tenancy), |record| {
             record.is_healthy = health.is_healthy;
             record.detail.clone_from(&health.detail);

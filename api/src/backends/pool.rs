@@ -87,7 +87,7 @@ pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()
 
 /// Why an engine gave no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum SendFailure {
+pub enum SendError {
     /// The backend's URL is not `http://host:port`.
     #[error("backend url {0:?} is not http://host:port")]
     Url(String),
@@ -105,7 +105,7 @@ pub enum SendFailure {
     Ended,
 }
 
-impl SendFailure {
+impl SendError {
     /// Whether this process lacked what a connection takes: the engine was not even asked.
     #[must_use]
     pub fn is_local(&self) -> bool {
@@ -171,11 +171,11 @@ pub struct Pool {
     settings: PoolSettings,
     counters: PoolCounters,
     /// By slot.
-    endpoints: RwLock<Vec<Option<Arc<Endpoint>>>>,
+    endpoints: RwLock<Vec<Option<Arc<EngineEndpoint>>>>,
 }
 
 /// One engine's address and its idle connections.
-pub struct Endpoint {
+pub struct EngineEndpoint {
     handle: BackendRef,
     /// `host:port`.
     address: String,
@@ -183,7 +183,7 @@ pub struct Endpoint {
     settings: PoolSettings,
     counters: PoolCounters,
     /// Oldest first.
-    idle: Mutex<Links>,
+    idle: Mutex<PooledConnections>,
 }
 
 impl Pool {
@@ -201,8 +201,12 @@ impl Pool {
     /// are of no use to it.
     ///
     /// # Errors
-    /// [`SendFailure::Url`].
-    pub fn endpoint(&self, handle: BackendRef, url: &str) -> Result<Arc<Endpoint>, SendFailure> {
+    /// [`SendError::Url`].
+    pub fn endpoint(
+        &self,
+        handle: BackendRef,
+        url: &str,
+    ) -> Result<Arc<EngineEndpoint>, SendError> {
         let index = usize::from(handle.slot.0);
         {
             let endpoints = self
@@ -227,8 +231,8 @@ impl Pool {
         Ok(endpoint)
     }
 
-    fn build(&self, handle: BackendRef, url: &str) -> Result<Endpoint, SendFailure> {
-        let bad_url = || SendFailure::Url(url.to_owned());
+    fn build(&self, handle: BackendRef, url: &str) -> Result<EngineEndpoint, SendError> {
+        let bad_url = || SendError::Url(url.to_owned());
         let uri: http::Uri = url.parse().map_err(|_| bad_url())?;
         let authority = uri.authority().ok_or_else(bad_url)?;
         if uri.scheme_str() != Some("http") {
@@ -240,7 +244,7 @@ impl Pool {
             authority.port_u16().unwrap_or(80)
         );
         let host = HeaderValue::from_str(authority.as_str()).map_err(|_| bad_url())?;
-        Ok(Endpoint {
+        Ok(EngineEndpoint {
             handle,
             address,
             host,
@@ -262,7 +266,7 @@ impl Pool {
         self.keep_idle(|_| false);
     }
 
-    fn keep_idle(&self, is_kept: impl Fn(&Link) -> bool) {
+    fn keep_idle(&self, is_kept: impl Fn(&PooledConnection) -> bool) {
         let endpoints: Vec<_> = {
             let endpoints = self
                 .endpoints
@@ -276,7 +280,7 @@ impl Pool {
     }
 }
 
-impl Endpoint {
+impl EngineEndpoint {
     /// The value of the `host` header for requests to it.
     #[must_use]
     pub fn host(&self) -> &HeaderValue {
@@ -295,41 +299,41 @@ impl Endpoint {
     /// later may have reached the engine, and may be what it died of.
     ///
     /// # Errors
-    /// [`SendFailure`]; only [`SendFailure::Connect`] means that nothing reached the engine.
+    /// [`SendError`]; only [`SendError::Connect`] means that nothing reached the engine.
     pub async fn send(
         self: &Arc<Self>,
         build: &(impl Fn() -> Request<Segments> + Sync),
-    ) -> Result<Response<EngineBody>, SendFailure> {
+    ) -> Result<Response<EngineBody>, SendError> {
         if let Some(link) = self.take_idle() {
             self.counters.reused.inc();
             match self.exchange(link, build()).await {
-                Exchange::Over(done) => return done,
-                Exchange::Unsent(_) => self.counters.reset.inc(),
+                ExchangeResult::Over(done) => return done,
+                ExchangeResult::Unsent(_) => self.counters.reset.inc(),
             };
         }
         let link = self.connect().await?;
         match self.exchange(link, build()).await {
-            Exchange::Over(done) => done,
-            Exchange::Unsent(error) => Err(SendFailure::Broke(error)),
+            ExchangeResult::Over(done) => done,
+            ExchangeResult::Unsent(error) => Err(SendError::Broke(error)),
         }
     }
 
-    async fn connect(&self) -> Result<Box<Link>, SendFailure> {
+    async fn connect(&self) -> Result<Box<PooledConnection>, SendError> {
         let connect = TcpStream::connect(self.address.as_str());
         let stream = tokio::time::timeout(self.settings.connect_timeout, connect)
             .await
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
-            .map_err(SendFailure::Connect)?;
-        prepare(&stream, self.settings.keep_alive).map_err(SendFailure::Connect)?;
+            .map_err(SendError::Connect)?;
+        prepare(&stream, self.settings.keep_alive).map_err(SendError::Connect)?;
         self.counters.opened.inc();
         let (sender, connection) = http1::Builder::new()
             .max_buf_size(HEAD_BYTES_MAX)
             .max_headers(HEADERS_MAX)
             .handshake(TokioIo::new(stream))
             .await
-            .map_err(SendFailure::Broke)?;
+            .map_err(SendError::Broke)?;
         let idle_since = Instant::now();
-        Ok(Box::new(Link {
+        Ok(Box::new(PooledConnection {
             sender,
             connection,
             is_over: false,
@@ -339,9 +343,9 @@ impl Endpoint {
 
     async fn exchange(
         self: &Arc<Self>,
-        mut link: Box<Link>,
+        mut link: Box<PooledConnection>,
         request: Request<Segments>,
-    ) -> Exchange {
+    ) -> ExchangeResult {
         let mut response = pin!(link.sender.try_send_request(request));
         let response = poll_fn(|cx| {
             link.drive(cx);
@@ -355,12 +359,12 @@ impl Endpoint {
                     // It comes back if it was not taken from its queue.
                     let is_unsent = error.take_message().is_some();
                     Poll::Ready(Err(match is_unsent {
-                        true => Exchange::Unsent(error.into_error()),
-                        false => Exchange::Over(Err(SendFailure::Broke(error.into_error()))),
+                        true => ExchangeResult::Unsent(error.into_error()),
+                        false => ExchangeResult::Over(Err(SendError::Broke(error.into_error()))),
                     }))
                 }
                 Poll::Pending if link.is_over => {
-                    Poll::Ready(Err(Exchange::Over(Err(SendFailure::Ended))))
+                    Poll::Ready(Err(ExchangeResult::Over(Err(SendError::Ended))))
                 }
                 Poll::Pending => Poll::Pending,
             }
@@ -371,7 +375,7 @@ impl Endpoint {
             Err(exchange) => return exchange,
         };
         let endpoint = Arc::clone(self);
-        Exchange::Over(Ok(response.map(|incoming| {
+        ExchangeResult::Over(Ok(response.map(|incoming| {
             let mut body = EngineBody {
                 incoming,
                 link: Some(link),
@@ -383,7 +387,7 @@ impl Endpoint {
         })))
     }
 
-    fn take_idle(&self) -> Option<Box<Link>> {
+    fn take_idle(&self) -> Option<Box<PooledConnection>> {
         loop {
             // The newest is the least likely to have been closed.
             let mut link = self.idle().pop()?;
@@ -393,7 +397,7 @@ impl Endpoint {
         }
     }
 
-    fn give_back(&self, mut link: Box<Link>) {
+    fn give_back(&self, mut link: Box<PooledConnection>) {
         if link.is_reusable() {
             link.idle_since = Instant::now();
             let mut idle = self.idle();
@@ -403,24 +407,24 @@ impl Endpoint {
         }
     }
 
-    fn idle(&self) -> MutexGuard<'_, Links> {
+    fn idle(&self) -> MutexGuard<'_, PooledConnections> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// How a request went over one connection.
-enum Exchange {
+enum ExchangeResult {
     /// It was sent, or begun to be.
-    Over(Result<Response<EngineBody>, SendFailure>),
+    Over(Result<Response<EngineBody>, SendError>),
     /// The connection was closed before any of it was.
     Unsent(hyper::Error),
 }
 
 /// Boxed, because a connection is large and moves between the pool and requests all the time.
-type Links = Vec<Box<Link>>;
+type PooledConnections = Vec<Box<PooledConnection>>;
 
 /// A connection with both of its ends.
-struct Link {
+struct PooledConnection {
     sender: http1::SendRequest<Segments>,
     connection: http1::Connection<TokioIo<TcpStream>, Segments>,
     /// Whether `connection` has ended; it must not be polled again.
@@ -428,7 +432,7 @@ struct Link {
     idle_since: Instant,
 }
 
-impl Link {
+impl PooledConnection {
     fn drive(&mut self, cx: &mut Context<'_>) {
         if !self.is_over {
             // Its error also reaches whoever waits for the answer or its body.
@@ -448,8 +452,8 @@ impl Link {
 pub struct EngineBody {
     incoming: Incoming,
     /// `None` after the end.
-    link: Option<Box<Link>>,
-    endpoint: Arc<Endpoint>,
+    link: Option<Box<PooledConnection>>,
+    endpoint: Arc<EngineEndpoint>,
     /// What came first, if it was waited for and is not taken yet.
     first: Option<Bytes>,
 }
@@ -470,8 +474,8 @@ impl EngineBody {
     /// Waits for the first data, which stay here to be taken, or for the end.
     ///
     /// # Errors
-    /// [`SendFailure`], when the connection breaks before.
-    pub fn poll_first(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), SendFailure>> {
+    /// [`SendError`], when the connection breaks before.
+    pub fn poll_first(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), SendError>> {
         while self.first.is_none() {
             let Some(frame) = ready!(self.poll_engine(cx)) else {
                 break;
@@ -485,7 +489,7 @@ impl EngineBody {
     fn poll_engine(
         &mut self,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, SendFailure>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, SendError>>> {
         let Some(link) = &mut self.link else {
             return Poll::Ready(None);
         };
@@ -499,7 +503,7 @@ impl EngineBody {
             }
             Poll::Ready(Some(Err(error))) => {
                 self.link = None;
-                Poll::Ready(Some(Err(SendFailure::Broke(error))))
+                Poll::Ready(Some(Err(SendError::Broke(error))))
             }
             Poll::Ready(None) => {
                 if let Some(link) = self.link.take() {
@@ -509,7 +513,7 @@ impl EngineBody {
             }
             Poll::Pending if link.is_over => {
                 self.link = None;
-                Poll::Ready(Some(Err(SendFailure::Ended)))
+                Poll::Ready(Some(Err(SendError::Ended)))
             }
             Poll::Pending => Poll::Pending,
         }
@@ -518,12 +522,12 @@ impl EngineBody {
 
 impl Body for EngineBody {
     type Data = Bytes;
-    type Error = SendFailure;
+    type Error = SendError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, SendFailure>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, SendError>>> {
         match self.first.take() {
             Some(first) => Poll::Ready(Some(Ok(Frame::data(first)))),
             None => self.poll_engine(cx),

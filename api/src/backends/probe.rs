@@ -13,11 +13,11 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::client::{Answer, ProbeClient, ProbeFailure};
+use super::client::{ProbeClient, ProbeError, ProbeResponse};
 use super::engine::{self, EngineMetrics};
-use super::facts::{Memory, Round, Saw};
+use super::facts::{EngineReading, FactsMemory, ProbeRound};
 use super::health::Fault;
-use super::roster::{Roster, Stay, backend_at};
+use super::roster::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, text};
 
 /// Health paths in the order they are tried; the first the engine knows is kept.
@@ -34,15 +34,15 @@ struct Probe {
     backends: Arc<Backends>,
     view: Arc<StateView>,
     hooks: Hooks,
-    stay: Stay,
+    stay: Occupancy,
     id: String,
     url: String,
 }
 
 /// A running probe task; dropping it ends the task.
-struct Running(AbortHandle);
+struct ProbeTask(AbortHandle);
 
-impl Drop for Running {
+impl Drop for ProbeTask {
     fn drop(&mut self) {
         self.0.abort();
     }
@@ -55,7 +55,7 @@ pub(super) async fn supervise(
     hooks: &Hooks,
     stop: &CancellationToken,
 ) {
-    let mut roster = Roster::new(Arc::clone(backends));
+    let mut roster = SlotTable::new(Arc::clone(backends));
     let mut ticks = tokio::time::interval(backends.settings.registry_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -73,7 +73,7 @@ pub(super) async fn supervise(
                 id: backend.spec.id.clone(),
                 url: backend.spec.url.clone(),
             };
-            Running(tokio::spawn(probe.run()).abort_handle())
+            ProbeTask(tokio::spawn(probe.run()).abort_handle())
         });
     }
 }
@@ -95,13 +95,13 @@ impl Probe {
     }
 
     async fn watch_liveness(&self, mut client: ProbeClient) {
-        let mut path = Path::new(self.backends.settings.health_path.clone());
+        let mut path = HealthPath::new(self.backends.settings.health_path.clone());
         loop {
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
-                Err(Unwell::Engine(fault, why)) => self.stay.failed(fault, why),
+                Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
                 // It stays what it was: nobody asked it.
-                Err(Unwell::Here(why)) => tracing::debug!(why, "could not probe backend"),
+                Err(UnhealthyError::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
             let pause = jittered(self.backends.settings.interval);
             let gap = pause.min(ALARM_GAP);
@@ -115,11 +115,11 @@ impl Probe {
     }
 
     async fn watch_words(&self, mut client: ProbeClient) {
-        let mut memory = Memory::default();
+        let mut memory = FactsMemory::default();
         let mut models_due = Instant::now();
         loop {
             let metrics = self.scrape(&mut client).await;
-            let mut saw = Saw {
+            let mut saw = EngineReading {
                 models: None,
                 cache_tokens: metrics.cache_tokens,
                 started_at_s: metrics.started_at_s,
@@ -181,7 +181,7 @@ impl Probe {
         }
     }
 
-    fn tell_news(&self, memory: &mut Memory, saw: &Saw) {
+    fn tell_news(&self, memory: &mut FactsMemory, saw: &EngineReading) {
         let registry = self.view.registry();
         let Some(known) = backend_at(&registry, self.stay.slot(), &self.url) else {
             // Removed or moved meanwhile: these words are about another engine.
@@ -195,7 +195,7 @@ impl Probe {
             .chain(saw.models.iter().flatten())
             .chain(known.spec.models.iter())
             .find(|model| *model != "*");
-        let round = Round {
+        let round = ProbeRound {
             tokens_per_block: (self.hooks.tokens_per_block)(model.map_or("*", String::as_str)),
             is_leader: (self.hooks.is_leader)(),
             // A clock before 1970 tells no start time worth proposing.
@@ -210,13 +210,13 @@ impl Probe {
 }
 
 /// Which path tells liveness.
-struct Path {
+struct HealthPath {
     /// Fixed by the settings, or found out.
     known: Option<Cow<'static, str>>,
     is_fixed: bool,
 }
 
-impl Path {
+impl HealthPath {
     fn new(fixed: Option<String>) -> Self {
         Self {
             is_fixed: fixed.is_some(),
@@ -225,7 +225,7 @@ impl Path {
     }
 
     /// Asks once; while no path is known, every candidate.
-    async fn probe(&mut self, client: &mut ProbeClient) -> Result<(), Unwell> {
+    async fn probe(&mut self, client: &mut ProbeClient) -> Result<(), UnhealthyError> {
         let candidates = match self.known.clone() {
             Some(path) => vec![path],
             None => HEALTH_PATHS.map(Cow::Borrowed).to_vec(),
@@ -235,12 +235,12 @@ impl Path {
             let answer = client
                 .get(&path, HEALTH_BYTES_MAX)
                 .await
-                .map_err(|failure| Unwell::of(&failure))?;
+                .map_err(|failure| UnhealthyError::of(&failure))?;
             if !is_unknown_path(answer.status) {
                 let verdict = success(Ok(answer)).map(drop);
                 let verdict = verdict.map_err(|why| {
                     let why = format!("{path}: {why}");
-                    Unwell::Engine(Fault::Unwell, why)
+                    UnhealthyError::Engine(Fault::Unwell, why)
                 });
                 self.known = Some(path);
                 return verdict;
@@ -250,30 +250,28 @@ impl Path {
         if !self.is_fixed {
             self.known = None;
         }
-        Err(Unwell::Engine(Fault::Unwell, why))
+        Err(UnhealthyError::Engine(Fault::Unwell, why))
     }
 }
 
 /// Why a probe did not find an engine well.
-enum Unwell {
+enum UnhealthyError {
     /// It is not, as far as can be told.
     Engine(Fault, String),
     /// It could not be asked, for want of something here.
     Here(String),
 }
 
-impl Unwell {
-    fn of(failure: &ProbeFailure) -> Self {
+impl UnhealthyError {
+    fn of(failure: &ProbeError) -> Self {
         let why = failure.to_string();
         match failure {
             _ if failure.is_local() => Self::Here(why),
-            ProbeFailure::Url(_) | ProbeFailure::Connect(_) => {
-                Self::Engine(Fault::Unreachable, why)
-            }
-            ProbeFailure::Path(_)
-            | ProbeFailure::Timeout(_)
-            | ProbeFailure::Http(_)
-            | ProbeFailure::TooLong(_) => Self::Engine(Fault::Unwell, why),
+            ProbeError::Url(_) | ProbeError::Connect(_) => Self::Engine(Fault::Unreachable, why),
+            ProbeError::Path(_)
+            | ProbeError::Timeout(_)
+            | ProbeError::Http(_)
+            | ProbeError::TooLong(_) => Self::Engine(Fault::Unwell, why),
         }
     }
 }
@@ -285,7 +283,7 @@ fn is_unknown_path(status: StatusCode) -> bool {
     )
 }
 
-fn success(answer: Result<Answer, ProbeFailure>) -> Result<Answer, String> {
+fn success(answer: Result<ProbeResponse, ProbeError>) -> Result<ProbeResponse, String> {
     let answer = answer.map_err(|failure| failure.to_string())?;
     if answer.status.is_success() {
         Ok(answer)

@@ -8,23 +8,23 @@ use state::{Backend, Registry};
 
 use super::Backends;
 use super::engine::EngineMetrics;
-use super::health::{Fault, Record, Tenancy};
+use super::health::{Fault, OccupancyId, ProbeRecord};
 
 /// The backends of a registry, each with a watcher of its own, which is dropped when the backend
 /// leaves or moves to another address. Nothing that a watcher tells outlives the stay it tells of.
-pub struct Roster<W> {
+pub struct SlotTable<W> {
     backends: Arc<Backends>,
     seen: Option<Arc<Registry>>,
-    entries: BTreeMap<Slot, Entry<W>>,
+    entries: BTreeMap<Slot, SlotEntry<W>>,
 }
 
-struct Entry<W> {
+struct SlotEntry<W> {
     id: String,
     url: String,
     watcher: W,
 }
 
-impl<W> Roster<W> {
+impl<W> SlotTable<W> {
     /// Nobody has moved in.
     #[must_use]
     pub fn new(backends: Arc<Backends>) -> Self {
@@ -37,7 +37,11 @@ impl<W> Roster<W> {
 
     /// Takes in who is registered: who is gone moves out, and `begin` makes the watcher of whoever
     /// moves in.
-    pub fn follow(&mut self, registry: Arc<Registry>, mut begin: impl FnMut(Stay, &Backend) -> W) {
+    pub fn follow(
+        &mut self,
+        registry: Arc<Registry>,
+        mut begin: impl FnMut(Occupancy, &Backend) -> W,
+    ) {
         let is_known = |seen: &Arc<Registry>| Arc::ptr_eq(seen, &registry);
         if self.seen.as_ref().is_some_and(is_known) {
             return;
@@ -47,17 +51,17 @@ impl<W> Roster<W> {
             let known = backend_at(&registry, *slot, &entry.url);
             let is_there = known.is_some_and(|backend| backend.spec.id == entry.id);
             if !is_there {
-                backends.board.move_out(*slot);
+                backends.board.unregister(*slot);
                 backends.changed();
             }
             is_there
         });
         for backend in &registry.backends {
             let slot = backend.handle.slot;
-            self.entries.entry(slot).or_insert_with(|| Entry {
+            self.entries.entry(slot).or_insert_with(|| SlotEntry {
                 id: backend.spec.id.clone(),
                 url: backend.spec.url.clone(),
-                watcher: begin(Stay::begin(backends, backend), backend),
+                watcher: begin(Occupancy::begin(backends, backend), backend),
             });
         }
         self.seen = Some(registry);
@@ -81,25 +85,25 @@ pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> O
 
 /// One backend's stay in its slot. What is told through it after the backend has left counts for
 /// nothing.
-pub struct Stay {
+pub struct Occupancy {
     backends: Arc<Backends>,
     slot: Slot,
-    tenancy: Tenancy,
+    tenancy: OccupancyId,
 }
 
-impl Stay {
+impl Occupancy {
     fn begin(backends: &Arc<Backends>, backend: &Backend) -> Self {
         let slot = backend.handle.slot;
         Self {
             backends: Arc::clone(backends),
             slot,
-            tenancy: backends.board.move_in(slot, &backend.spec.id),
+            tenancy: backends.board.register(slot, &backend.spec.id),
         }
     }
 
     /// It answered a probe.
     pub fn passed(&self) {
-        self.update(Record::passed);
+        self.update(ProbeRecord::passed);
     }
 
     /// It did not answer a probe, or not well; says why.
@@ -112,7 +116,7 @@ impl Stay {
         self.update(|record| record.scraped(metrics));
     }
 
-    pub(super) fn update(&self, change: impl FnOnce(&mut Record)) {
+    pub(super) fn update(&self, change: impl FnOnce(&mut ProbeRecord)) {
         let board = &self.backends.board;
         let turned = board.update(self.slot, Some(self.tenancy), change);
         self.backends.changed();

@@ -19,18 +19,18 @@ pub struct Sample<'a> {
     /// Name with its suffixes, `vllm:prefix_cache_hits_total`.
     pub name: &'a str,
     /// Its labels; checked already.
-    pub labels: Labels<'a>,
+    pub labels: SampleLabels<'a>,
     /// Its value; may be infinite or not a number.
     pub value: f64,
 }
 
 /// The labels of a sample, between the braces.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Labels<'a>(&'a str);
+pub struct SampleLabels<'a>(&'a str);
 
 /// A page that does not follow the format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum BadPage {
+pub enum MetricsPageError {
     /// Too long as a whole.
     #[error("metrics page is longer than {PAGE_BYTES_MAX} bytes")]
     TooLong,
@@ -53,16 +53,19 @@ pub enum BadPage {
 /// Calls `sample` for every sample of `page`, in order.
 ///
 /// # Errors
-/// [`BadPage`] at the first fault; samples before it were given out.
-pub fn read<'a>(page: &'a [u8], mut sample: impl FnMut(Sample<'a>)) -> Result<(), BadPage> {
+/// [`MetricsPageError`] at the first fault; samples before it were given out.
+pub fn read<'a>(
+    page: &'a [u8],
+    mut sample: impl FnMut(Sample<'a>),
+) -> Result<(), MetricsPageError> {
     if page.len() > PAGE_BYTES_MAX {
-        return Err(BadPage::TooLong);
+        return Err(MetricsPageError::TooLong);
     }
-    let text = std::str::from_utf8(page).map_err(|fault| BadPage::NotText {
+    let text = std::str::from_utf8(page).map_err(|fault| MetricsPageError::NotText {
         offset: fault.valid_up_to(),
     })?;
     for (number, line) in text.split('\n').enumerate() {
-        let bad = |expected| BadPage::Line {
+        let bad = |expected| MetricsPageError::Line {
             line: number + 1,
             expected,
         };
@@ -89,9 +92,9 @@ fn read_line(line: &str) -> Result<Sample<'_>, &'static str> {
     let (labels, rest) = match rest.strip_prefix('{') {
         Some(inside) => {
             let end = labels_end(inside)?;
-            (Labels(&inside[..end]), &inside[end + 1..])
+            (SampleLabels(&inside[..end]), &inside[end + 1..])
         }
-        None if rest.starts_with([' ', '\t']) => (Labels::default(), rest),
+        None if rest.starts_with([' ', '\t']) => (SampleLabels::default(), rest),
         None => return Err("a blank or labels after the name"),
     };
     let mut words = rest.split([' ', '\t']).filter(|word| !word.is_empty());
@@ -170,7 +173,7 @@ fn label_end(bytes: &[u8], at: usize) -> Result<usize, &'static str> {
     }
 }
 
-impl<'a> Labels<'a> {
+impl<'a> SampleLabels<'a> {
     /// The value of the label `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Cow<'a, str>> {
@@ -218,7 +221,7 @@ mod tests {
 
     use super::*;
 
-    fn all(page: &str) -> Result<Vec<String>, BadPage> {
+    fn all(page: &str) -> Result<Vec<String>, MetricsPageError> {
         let mut lines = Vec::new();
         read(page.as_bytes(), |sample| {
             let labels: Vec<_> = sample
@@ -270,7 +273,7 @@ mod tests {
             ("a 1 later", 1, "a timestamp or nothing after the value"),
             ("a 1 2 3", 1, "nothing after the timestamp"),
         ] {
-            let bad = BadPage::Line { line, expected };
+            let bad = MetricsPageError::Line { line, expected };
             assert_eq!(all(page), Err(bad), "{page:?}");
         }
     }
@@ -280,15 +283,15 @@ mod tests {
         let long_line = format!("a{{x=\"{}\"}} 1", "y".repeat(LINE_BYTES_MAX));
         assert!(matches!(
             all(&long_line),
-            Err(BadPage::Line { line: 1, .. })
+            Err(MetricsPageError::Line { line: 1, .. })
         ));
         let labels = "x=\"1\",".repeat(LABELS_MAX + 1);
         assert!(all(&format!("a{{{labels}}} 1")).is_err());
         let page = vec![b'\n'; PAGE_BYTES_MAX + 1];
-        assert_eq!(read(&page, |_| {}), Err(BadPage::TooLong));
+        assert_eq!(read(&page, |_| {}), Err(MetricsPageError::TooLong));
         assert_eq!(
             read(b"a 1\n\xff", |_| {}),
-            Err(BadPage::NotText { offset: 4 })
+            Err(MetricsPageError::NotText { offset: 4 })
         );
     }
 

@@ -14,7 +14,7 @@ pub struct IpPrefix {
 /// Text that is no prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected an IP address or a prefix such as 10.0.0.0/8")]
-pub struct BadPrefix;
+pub struct IpPrefixError;
 
 impl IpPrefix {
     /// The addresses of this host itself.
@@ -53,18 +53,18 @@ impl IpPrefix {
 }
 
 impl FromStr for IpPrefix {
-    type Err = BadPrefix;
+    type Err = IpPrefixError;
 
-    fn from_str(text: &str) -> Result<Self, BadPrefix> {
+    fn from_str(text: &str) -> Result<Self, IpPrefixError> {
         let (address, bits) = match text.split_once('/') {
-            Some((address, bits)) => (address, Some(bits.parse().map_err(|_| BadPrefix)?)),
+            Some((address, bits)) => (address, Some(bits.parse().map_err(|_| IpPrefixError)?)),
             None => (text, None),
         };
-        let network: IpAddr = address.parse().map_err(|_| BadPrefix)?;
+        let network: IpAddr = address.parse().map_err(|_| IpPrefixError)?;
         let bits_max = if network.is_ipv4() { 32 } else { 128 };
         let bits = bits.unwrap_or(bits_max);
         if bits > bits_max {
-            return Err(BadPrefix);
+            return Err(IpPrefixError);
         }
         Ok(Self { network, bits })
     }
@@ -116,7 +116,7 @@ mod tests {
             "lo",
             "10.0.0.0/-1",
         ] {
-            assert_eq!(text.parse::<IpPrefix>(), Err(BadPrefix), "{text}");
+            assert_eq!(text.parse::<IpPrefix>(), Err(IpPrefixError), "{text}");
         }
     }
 

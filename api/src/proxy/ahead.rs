@@ -17,17 +17,17 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::relay::BrokenAnswer;
+use super::relay::ResponseBodyError;
 
 /// A client that takes the rest of a finished answer more slowly than this is given up.
 const LEAST_BYTES_PER_S: u64 = 4 * 1024;
 
 /// A piece of an answer, or how it broke.
-pub(super) type Piece = Result<Bytes, BrokenAnswer>;
+pub(super) type AnswerPiece = Result<Bytes, ResponseBodyError>;
 
 /// How far answers are read ahead.
 #[derive(Debug, Clone)]
-pub(super) struct Bounds {
+pub(super) struct ReadAheadBounds {
     /// Bytes of one answer that are kept at most.
     pub(super) bytes_max: u64,
     /// Bytes kept of all answers, and of all requests' bodies.
@@ -41,19 +41,19 @@ pub(super) struct Bounds {
 }
 
 /// What is kept of one answer.
-pub(super) struct Ahead {
-    bounds: Bounds,
-    pieces: VecDeque<Piece>,
+pub(super) struct ReadAhead {
+    bounds: ReadAheadBounds,
+    pieces: VecDeque<AnswerPiece>,
     bytes: u64,
-    /// Of [`Bounds::held_back`].
+    /// Of [`ReadAheadBounds::held_back`].
     left: Duration,
     /// Since when the engine is kept waiting, or the rest of the answer waits.
     since: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl Ahead {
-    pub(super) fn new(bounds: Bounds) -> Self {
+impl ReadAhead {
+    pub(super) fn new(bounds: ReadAheadBounds) -> Self {
         Self {
             left: bounds.held_back,
             bounds,
@@ -70,7 +70,7 @@ impl Ahead {
 
     /// Whether another piece may be kept.
     pub(super) fn has_room(&self) -> bool {
-        let Bounds {
+        let ReadAheadBounds {
             bytes_max,
             held_bytes,
             held_bytes_max,
@@ -80,7 +80,7 @@ impl Ahead {
     }
 
     /// Keeps a piece.
-    pub(super) fn push(&mut self, piece: Piece) {
+    pub(super) fn push(&mut self, piece: AnswerPiece) {
         let bytes = length(&piece);
         self.bytes += bytes;
         self.bounds.held_bytes.fetch_add(bytes, Relaxed);
@@ -88,7 +88,7 @@ impl Ahead {
     }
 
     /// The next piece for the client.
-    pub(super) fn take(&mut self) -> Option<Piece> {
+    pub(super) fn take(&mut self) -> Option<AnswerPiece> {
         let piece = self.pieces.pop_front()?;
         let bytes = length(&piece);
         self.bytes -= bytes;
@@ -131,12 +131,12 @@ impl Ahead {
     }
 }
 
-impl Drop for Ahead {
+impl Drop for ReadAhead {
     fn drop(&mut self) {
         self.bounds.held_bytes.fetch_sub(self.bytes, Relaxed);
     }
 }
 
-fn length(piece: &Piece) -> u64 {
+fn length(piece: &AnswerPiece) -> u64 {
     piece.as_ref().map_or(0, |bytes| bytes.len() as u64)
 }

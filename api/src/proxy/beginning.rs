@@ -14,7 +14,7 @@ use http::{HeaderMap, Response};
 use http_body::Body;
 use tokio::time::{Instant, timeout_at};
 
-use crate::backends::pool::{EngineBody, SendFailure};
+use crate::backends::pool::{EngineBody, SendError};
 
 /// How long a head waits for the first byte of its body.
 const HEAD_HELD_MAX: Duration = Duration::from_secs(1);
@@ -23,11 +23,11 @@ const HEAD_HELD_MAX: Duration = Duration::from_secs(1);
 /// has come for a while, or by `first_byte_by`.
 ///
 /// # Errors
-/// [`SendFailure`], when the answer is broken off before.
+/// [`SendError`], when the answer is broken off before.
 pub(super) async fn begin(
     response: &mut Response<EngineBody>,
     first_byte_by: Instant,
-) -> Result<(), SendFailure> {
+) -> Result<(), SendError> {
     let must_begin = response.status().is_success() && !is_framed(response.headers());
     let body = response.body_mut();
     if body.is_end_stream() {
@@ -42,7 +42,7 @@ pub(super) async fn begin(
         }
     };
     match began {
-        Ok(()) if must_begin && body.is_end_stream() => Err(SendFailure::Ended),
+        Ok(()) if must_begin && body.is_end_stream() => Err(SendError::Ended),
         began => began,
     }
 }

@@ -13,20 +13,20 @@ const CELLS: u64 = 256;
 
 /// Budgets of all models.
 pub(super) struct RetryBudget {
-    cells: Box<[Cell]>,
+    cells: Box<[BudgetCell]>,
     hasher: RandomState,
     percent: u32,
     least: u32,
 }
 
 #[derive(Default)]
-struct Cell {
+struct BudgetCell {
     requests: AtomicU32,
     retries: AtomicU32,
 }
 
 /// A request for a model, to the end of its answer.
-pub(super) struct Spending {
+pub(super) struct BudgetGuard {
     budget: Arc<RetryBudget>,
     at: usize,
     is_retry: bool,
@@ -36,18 +36,18 @@ impl RetryBudget {
     /// So many per hundred requests, and so many whatever there are.
     pub(super) fn new(percent: u32, least: u32) -> Self {
         Self {
-            cells: (0..CELLS).map(|_| Cell::default()).collect(),
+            cells: (0..CELLS).map(|_| BudgetCell::default()).collect(),
             hasher: RandomState::new(),
             percent,
             least,
         }
     }
 
-    pub(super) fn begin(self: &Arc<Self>, model: &str) -> Spending {
+    pub(super) fn begin(self: &Arc<Self>, model: &str) -> BudgetGuard {
         let at = self.hasher.hash_one(model) % CELLS;
         let at = usize::try_from(at).expect("less than the number of cells");
         self.cells[at].requests.fetch_add(1, Relaxed);
-        Spending {
+        BudgetGuard {
             budget: Arc::clone(self),
             at,
             is_retry: false,
@@ -55,10 +55,10 @@ impl RetryBudget {
     }
 }
 
-impl Spending {
+impl BudgetGuard {
     /// Whether it may go to a further engine. From then on it counts as a retry.
     pub(super) fn may_retry(&mut self) -> bool {
-        let Cell { requests, retries } = &self.budget.cells[self.at];
+        let BudgetCell { requests, retries } = &self.budget.cells[self.at];
         let share = u64::from(requests.load(Relaxed)) * u64::from(self.budget.percent) / 100;
         let allowed = share.max(u64::from(self.budget.least));
         if self.is_retry {
@@ -73,7 +73,7 @@ impl Spending {
     }
 }
 
-impl Drop for Spending {
+impl Drop for BudgetGuard {
     fn drop(&mut self) {
         let cell = &self.budget.cells[self.at];
         cell.requests.fetch_sub(1, Relaxed);
@@ -96,7 +96,7 @@ mod tests {
         drop(few);
         let mut many: Vec<_> = (0..100).map(|_| budget.begin("m")).collect();
         assert_eq!(many.iter_mut().filter(|it| it.is_retry).count(), 0);
-        let granted: Vec<_> = many.iter_mut().map(Spending::may_retry).collect();
+        let granted: Vec<_> = many.iter_mut().map(BudgetGuard::may_retry).collect();
         assert_eq!(granted.iter().filter(|may| **may).count(), 20);
         assert!(many[0].may_retry(), "its third engine");
         drop(many);

@@ -20,34 +20,34 @@ const SHARDS: usize = 64;
 const V6_CLIENT_BITS: u32 = 64;
 
 /// Everybody who is connected.
-pub(super) struct Clients {
-    book: Mutex<Book>,
+pub(super) struct ClientTable {
+    book: Mutex<ConnectionTable>,
     epoch: Instant,
     connections_per_address_max: usize,
     requests_per_address_max: usize,
 }
 
 #[derive(Default)]
-struct Book {
+struct ConnectionTable {
     last: u64,
     /// By the order in which they opened.
-    seats: BTreeMap<u64, Arc<Seat>>,
+    seats: BTreeMap<u64, Arc<ClientConnection>>,
     /// Addresses with a connection.
-    shares: BTreeMap<IpAddr, Arc<Share>>,
+    shares: BTreeMap<IpAddr, Arc<AddressCounts>>,
 }
 
 /// What one client address has open.
 #[derive(Default)]
-struct Share {
+struct AddressCounts {
     /// Changed under the lock of the book.
     connections: AtomicUsize,
     requests: AtomicUsize,
 }
 
 /// One connection.
-pub(super) struct Seat {
+pub(super) struct ClientConnection {
     /// `None`: the address has no limit.
-    share: Option<Arc<Share>>,
+    share: Option<Arc<AddressCounts>>,
     /// Requests whose answer is not at its end.
     open: AtomicUsize,
     /// Milliseconds since the epoch at which the last one ended.
@@ -57,20 +57,20 @@ pub(super) struct Seat {
 }
 
 /// A connection in the book, until it is dropped.
-pub(super) struct Seated {
-    clients: Arc<Clients>,
+pub(super) struct ConnectionGuard {
+    clients: Arc<ClientTable>,
     address: IpAddr,
     id: u64,
-    pub(super) seat: Arc<Seat>,
+    pub(super) seat: Arc<ClientConnection>,
 }
 
 /// A request of a connection, from its head to the end of its answer.
-pub(super) struct Turn {
-    clients: Arc<Clients>,
-    seat: Arc<Seat>,
+pub(super) struct ConnectionRequestGuard {
+    clients: Arc<ClientTable>,
+    seat: Arc<ClientConnection>,
 }
 
-impl Clients {
+impl ClientTable {
     pub(super) fn new(connections_per_address_max: usize, requests_per_address_max: usize) -> Self {
         Self {
             book: Mutex::default(),
@@ -82,7 +82,11 @@ impl Clients {
 
     /// Takes in a connection; `None` when its address has as many as it may. One that `is_exempt`
     /// speaks for many clients and has no limits.
-    pub(super) fn seat(self: &Arc<Self>, address: IpAddr, is_exempt: bool) -> Option<Seated> {
+    pub(super) fn seat(
+        self: &Arc<Self>,
+        address: IpAddr,
+        is_exempt: bool,
+    ) -> Option<ConnectionGuard> {
         let address = client_of(address);
         let mut book = self.book();
         let share = (!is_exempt).then(|| Arc::clone(book.shares.entry(address).or_default()));
@@ -94,7 +98,7 @@ impl Clients {
         }
         book.last += 1;
         let id = book.last;
-        let seat = Arc::new(Seat {
+        let seat = Arc::new(ClientConnection {
             share,
             open: AtomicUsize::new(0),
             idle_since_ms: AtomicU64::new(self.now_ms()),
@@ -102,7 +106,7 @@ impl Clients {
             leave: Notify::new(),
         });
         book.seats.insert(id, Arc::clone(&seat));
-        Some(Seated {
+        Some(ConnectionGuard {
             clients: Arc::clone(self),
             address,
             id,
@@ -133,13 +137,13 @@ impl Clients {
         u64::try_from(self.epoch.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
+    fn book(&self) -> MutexGuard<'_, ConnectionTable> {
         // Every change leaves it well formed.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Seat {
+impl ClientConnection {
     /// Whether no request is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.open.load(Relaxed) == 0
@@ -155,14 +159,14 @@ impl Seat {
     }
 }
 
-impl Seated {
+impl ConnectionGuard {
     /// A request began; the second part says whether its address may have one more.
-    pub(super) fn turn(&self) -> (Turn, bool) {
-        Turn::begin(&self.clients, &self.seat)
+    pub(super) fn turn(&self) -> (ConnectionRequestGuard, bool) {
+        ConnectionRequestGuard::begin(&self.clients, &self.seat)
     }
 }
 
-impl Drop for Seated {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         let mut book = self.clients.book();
         book.seats.remove(&self.id);
@@ -175,8 +179,8 @@ impl Drop for Seated {
     }
 }
 
-impl Turn {
-    fn begin(clients: &Arc<Clients>, seat: &Arc<Seat>) -> (Self, bool) {
+impl ConnectionRequestGuard {
+    fn begin(clients: &Arc<ClientTable>, seat: &Arc<ClientConnection>) -> (Self, bool) {
         seat.open.fetch_add(1, Relaxed);
         let share = seat.share.as_ref();
         let before = share.map(|share| share.requests.fetch_add(1, Relaxed));
@@ -189,7 +193,7 @@ impl Turn {
     }
 }
 
-impl Drop for Turn {
+impl Drop for ConnectionRequestGuard {
     fn drop(&mut self) {
         if let Some(share) = &self.seat.share {
             share.requests.fetch_sub(1, Relaxed);
@@ -212,19 +216,19 @@ fn client_of(address: IpAddr) -> IpAddr {
 }
 
 /// Requests each user has under way.
-pub(super) struct Users {
+pub(super) struct UserRequests {
     shards: Box<[Mutex<HashMap<u64, usize>>]>,
     hasher: RandomState,
     requests_max: usize,
 }
 
 /// A user's request, counted until it is dropped.
-pub(super) struct Counted {
-    users: Arc<Users>,
+pub(super) struct UserRequestGuard {
+    users: Arc<UserRequests>,
     user: u64,
 }
 
-impl Users {
+impl UserRequests {
     pub(super) fn new(requests_max: usize) -> Self {
         Self {
             shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
@@ -234,7 +238,7 @@ impl Users {
     }
 
     /// Counts a request of `user`; `None` when there are as many as may be.
-    pub(super) fn count(self: &Arc<Self>, user: &str) -> Option<Counted> {
+    pub(super) fn count(self: &Arc<Self>, user: &str) -> Option<UserRequestGuard> {
         let user = self.hasher.hash_one(user);
         let mut shard = self.shard(user);
         let requests = shard.entry(user).or_insert(0);
@@ -243,7 +247,7 @@ impl Users {
         }
         *requests += 1;
         let users = Arc::clone(self);
-        Some(Counted { users, user })
+        Some(UserRequestGuard { users, user })
     }
 
     fn shard(&self, user: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
@@ -256,7 +260,7 @@ impl Users {
     }
 }
 
-impl Drop for Counted {
+impl Drop for UserRequestGuard {
     fn drop(&mut self) {
         let mut shard = self.users.shard(self.user);
         if let Some(requests) = shard.get_mut(&self.user) {
@@ -278,7 +282,7 @@ mod tests {
 
     #[test]
     fn an_address_has_its_share_and_a_network_of_ipv6_is_one_client() {
-        let clients = Arc::new(Clients::new(2, 1));
+        let clients = Arc::new(ClientTable::new(2, 1));
         let first = clients.seat(address("2001:db8::1"), false).unwrap();
         let second = clients.seat(address("2001:db8::2:2"), false).unwrap();
         assert!(clients.seat(address("2001:db8::3"), false).is_none());
@@ -297,7 +301,7 @@ mod tests {
 
     #[test]
     fn an_ipv4_address_is_one_client_however_it_is_written() {
-        let clients = Arc::new(Clients::new(1, 1));
+        let clients = Arc::new(ClientTable::new(1, 1));
         let _first = clients.seat(address("192.0.2.7"), false).unwrap();
         assert!(clients.seat(address("::ffff:192.0.2.7"), false).is_none());
         assert!(clients.seat(address("192.0.2.8"), false).is_some());
@@ -305,7 +309,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_longest_idle_go_first_and_whoever_has_a_request_stays() {
-        let clients = Arc::new(Clients::new(9, 9));
+        let clients = Arc::new(ClientTable::new(9, 9));
         let mut seated = Vec::new();
         for _ in 0..4 {
             seated.push(clients.seat(address("192.0.2.7"), false).unwrap());
@@ -326,7 +330,7 @@ mod tests {
 
     #[test]
     fn a_user_has_so_many_requests_and_leaves_nothing_behind() {
-        let users = Arc::new(Users::new(2));
+        let users = Arc::new(UserRequests::new(2));
         let both = [users.count("ada").unwrap(), users.count("ada").unwrap()];
         assert!(users.count("ada").is_none());
         assert!(users.count("bob").is_some());

@@ -15,9 +15,9 @@ use std::time::Duration;
 use http::HeaderMap;
 
 /// A header, and how its value reads.
-type Reading = (&'static str, fn(&str) -> Option<Duration>);
+type HeaderReader = (&'static str, fn(&str) -> Option<Duration>);
 
-const READINGS: [Reading; 5] = [
+const READINGS: [HeaderReader; 5] = [
     ("x-request-timeout", with_unit),
     ("x-envoy-expected-rq-timeout-ms", |text| {
         text.parse().ok().map(Duration::from_millis)
@@ -29,7 +29,7 @@ const READINGS: [Reading; 5] = [
 
 /// How long the client waits; `None`: it does not tell.
 pub(super) fn told(headers: &HeaderMap) -> Option<Duration> {
-    let read = |(name, read): &Reading| read(headers.get(*name)?.to_str().ok()?.trim());
+    let read = |(name, read): &HeaderReader| read(headers.get(*name)?.to_str().ok()?.trim());
     let told = READINGS.iter().filter_map(read);
     told.filter(|deadline| !deadline.is_zero()).min()
 }

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 
-use super::inspect::{Findings, inspect, read_usage};
+use super::inspect::{AnswerDelta, inspect, read_usage};
 use super::scan::is_whole;
 use crate::routing::Usage;
 
@@ -19,7 +19,7 @@ const USAGE_BYTES_MAX: usize = 16 * 1024;
 
 /// What a document turned out to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Read {
+pub(super) struct DocumentEnd {
     /// Whether it looks complete.
     pub(super) is_whole: bool,
     /// Whether all of its output was seen: its beginning was kept.
@@ -32,7 +32,7 @@ pub(super) struct Document {
     frames: VecDeque<Bytes>,
     bytes: usize,
     /// What the bytes before the kept ones said; `None` while all are kept.
-    passed: Option<Scanner>,
+    passed: Option<UsageScanner>,
 }
 
 impl Document {
@@ -49,14 +49,14 @@ impl Document {
     }
 
     /// Reads what is kept, at the document's end.
-    pub(super) fn read(&mut self, note: impl FnOnce(&Findings<'_>)) -> Read {
+    pub(super) fn read(&mut self, note: impl FnOnce(&AnswerDelta<'_>)) -> DocumentEnd {
         if let Some(scanner) = &mut self.passed {
             self.frames.iter().for_each(|frame| scanner.push(frame));
-            note(&Findings {
+            note(&AnswerDelta {
                 usage: scanner.usage,
-                ..Findings::default()
+                ..AnswerDelta::default()
             });
-            return Read {
+            return DocumentEnd {
                 is_whole: scanner.is_whole(),
                 is_all: false,
             };
@@ -71,7 +71,7 @@ impl Document {
             }
         };
         note(&inspect(bytes));
-        Read {
+        DocumentEnd {
             is_whole: is_whole(bytes),
             is_all: true,
         }
@@ -88,7 +88,7 @@ fn join(frames: &VecDeque<Bytes>, bytes: usize) -> Vec<u8> {
 
 /// Finds the top-level `usage` member of a document that comes in pieces, without keeping them.
 #[derive(Debug, Default)]
-struct Scanner {
+struct UsageScanner {
     /// Objects and arrays around the present byte.
     depth: usize,
     /// Where in a string the present byte is, if in one.
@@ -113,7 +113,7 @@ enum Escape {
 
 const USAGE: &[u8] = b"usage";
 
-impl Scanner {
+impl UsageScanner {
     fn push(&mut self, piece: &[u8]) {
         let mut at = 0;
         while let Some(byte) = piece.get(at) {
@@ -198,14 +198,14 @@ mod tests {
 
     use super::*;
 
-    fn scan(json: &[u8], piece_bytes: usize) -> Scanner {
-        let mut scanner = Scanner::default();
+    fn scan(json: &[u8], piece_bytes: usize) -> UsageScanner {
+        let mut scanner = UsageScanner::default();
         json.chunks(piece_bytes)
             .for_each(|piece| scanner.push(piece));
         scanner
     }
 
-    fn completion_tokens(scanner: &Scanner) -> Option<u64> {
+    fn completion_tokens(scanner: &UsageScanner) -> Option<u64> {
         scanner.usage.map(|usage| usage.completion_tokens)
     }
 

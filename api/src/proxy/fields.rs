@@ -8,7 +8,7 @@
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName};
 
-use crate::error::Failure;
+use crate::error::ProxyError;
 use crate::prompt::{BodyMember, MEMBERS_MAX, ParsedBody, members, name_hash};
 
 /// Fields that are refused unless the config says otherwise.
@@ -64,19 +64,19 @@ impl FieldRules {
         &self,
         parsed: &ParsedBody,
         body: &Bytes,
-    ) -> Result<Option<Bytes>, Failure> {
+    ) -> Result<Option<Bytes>, ProxyError> {
         if !parsed.further.may_have(&self.hashes) {
             return Ok(None);
         }
         let text = str::from_utf8(body).unwrap_or_default();
-        let members = members(text).ok_or_else(|| Failure::BadRequest {
+        let members = members(text).ok_or_else(|| ProxyError::BadRequest {
             message: format!("the body has more than {MEMBERS_MAX} fields"),
             param: None,
         })?;
         let is_in =
             |names: &[String], member: &BodyMember<'_>| names.iter().any(|it| *it == member.name);
         if let Some(member) = members.iter().find(|it| is_in(&self.refused, it)) {
-            return Err(Failure::BadRequest {
+            return Err(ProxyError::BadRequest {
                 message: format!("{}: is not taken from clients here", member.name),
                 param: Some(member.name.to_string()),
             });

@@ -19,18 +19,21 @@ use tokio::time::{Instant, timeout, timeout_at};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Proxy;
-use super::ahead::Bounds;
+use super::ahead::ReadAheadBounds;
 use super::beginning::{begin, is_framed};
 use super::deadline;
 use super::headers::{Hop, clean_answer, toward_engine};
-use super::metrics::Ledger;
-use super::relay::{Content, ERROR_BYTES_MAX, Relay, SharedRelay, Source, Waits};
+use super::metrics::RequestMetricsGuard;
+use super::relay::{
+    BodyKind, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
+    SharedResponseBody,
+};
 use super::splice::splice;
-use super::sse::{Events, Wanted};
-use super::suspects::Watched;
+use super::sse::{SseStream, WantedUsage};
+use super::suspects::WatchedRequest;
 use crate::admission::{AdmissionRejection, AdmissionRequest};
-use crate::backends::pool::{EngineBody, Segments, SendFailure};
-use crate::error::{Failure, SHOULD_RETRY};
+use crate::backends::pool::{EngineBody, Segments, SendError};
+use crate::error::{ProxyError, SHOULD_RETRY};
 use crate::prompt::ReplyShape;
 use crate::prompt::{ParsedBody, PromptIdentity};
 use crate::routing::{
@@ -46,7 +49,7 @@ const RETRY_AFTER_MS_LEAST: u64 = 1000;
 const RETRY_AFTER_MS_MAX: u64 = 60_000;
 
 /// A request that is read and understood.
-pub(super) struct Asked {
+pub(super) struct ProxiedRequest {
     pub(super) head: http::request::Parts,
     pub(super) body: Bytes,
     pub(super) parsed: ParsedBody,
@@ -61,7 +64,7 @@ pub(super) struct Asked {
     pub(super) deadline: Option<Duration>,
 }
 
-impl AdmissionRequest for Asked {
+impl AdmissionRequest for ProxiedRequest {
     fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         RoutingRequest {
             model: &self.parsed.model,
@@ -94,17 +97,17 @@ impl AdmissionRequest for Asked {
 }
 
 /// What the client gets.
-pub(super) enum Forwarded {
+pub(super) enum ForwardResult {
     /// An engine's answer as it comes.
-    Relayed(Response<SharedRelay>),
+    Relayed(Response<SharedResponseBody>),
     /// An engine's refusal, after which no other backend could be tried.
     Held(Response<Bytes>),
 }
 
 /// How the last attempt went, for when there is no further one.
-enum Last {
+enum LastAttempt {
     None,
-    Failed(Failure),
+    Failed(ProxyError),
     Refused(Response<Bytes>),
 }
 
@@ -113,31 +116,31 @@ enum Last {
     clippy::large_enum_variant,
     reason = "made once a request and taken apart at once"
 )]
-enum Tried {
+enum AttemptResult {
     Answered(Response<EngineBody>, Attempt),
     /// The next candidate may be tried.
-    NotRun(Last),
+    NotRun(LastAttempt),
     /// It may have run: nobody else is asked.
-    Lost(Failure),
+    Lost(ProxyError),
 }
 
 /// The request as every attempt sends it.
-struct Sending<'a> {
-    asked: &'a Asked,
+struct OutgoingRequest<'a> {
+    asked: &'a ProxiedRequest,
     uri: Uri,
     body: Segments,
     first_byte_by: Instant,
-    watched: Watched,
+    watched: WatchedRequest,
 }
 
 pub(super) async fn forward(
     proxy: &Arc<Proxy>,
-    asked: &Arc<Asked>,
-    ledger: &mut Ledger,
-) -> Result<Forwarded, Failure> {
+    asked: &Arc<ProxiedRequest>,
+    ledger: &mut RequestMetricsGuard,
+) -> Result<ForwardResult, ProxyError> {
     if proxy.suspects.refuses(asked) {
         proxy.metrics.suspects_refused.inc();
-        return Err(Failure::BreaksBackends);
+        return Err(ProxyError::BreaksBackends);
     }
     ledger.spends(proxy.budget.begin(&asked.parsed.model));
     let path = asked.head.uri.path();
@@ -153,7 +156,7 @@ pub(super) async fn forward(
         .path_and_query()
         .cloned()
         .map_or_else(Uri::default, Uri::from);
-    let mut sending = Sending {
+    let mut sending = OutgoingRequest {
         asked,
         uri,
         body,
@@ -163,7 +166,7 @@ pub(super) async fn forward(
     check_policy(proxy, asked)?;
     check_select(proxy, asked)?;
     let mut excluded: Vec<Slot> = Vec::new();
-    let mut last = Last::None;
+    let mut last = LastAttempt::None;
     loop {
         let admitted = match proxy.admission.admit(asked, &excluded).await {
             Ok(admitted) => admitted,
@@ -175,21 +178,21 @@ pub(super) async fn forward(
         sending.watched.sent();
         let is_last = excluded.len() + 1 >= proxy.settings.attempts_max;
         match attempt(proxy, &sending, &decision, taken, is_last).await {
-            Tried::Answered(response, attempt) => {
+            AttemptResult::Answered(response, attempt) => {
                 let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
-                return Ok(Forwarded::Relayed(relayed));
+                return Ok(ForwardResult::Relayed(relayed));
             }
-            Tried::Lost(failure) => return Err(failure),
-            Tried::NotRun(how) => last = how,
+            AttemptResult::Lost(failure) => return Err(failure),
+            AttemptResult::NotRun(how) => last = how,
         }
         // A connection that could not be made was no load.
-        let is_refusal = !matches!(last, Last::Failed(Failure::Unreachable));
+        let is_refusal = !matches!(last, LastAttempt::Failed(ProxyError::Unreachable));
         let is_spent = !is_last && is_refusal && !ledger.may_retry();
         if is_spent {
             proxy.metrics.retries_refused.inc();
         }
         if is_last || is_spent {
-            return give_up(last, Failure::Unreachable);
+            return give_up(last, ProxyError::Unreachable);
         }
         proxy.metrics.retries.inc();
         excluded.push(decision.backend.slot);
@@ -205,37 +208,39 @@ fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
     })
 }
 
-fn check_policy(proxy: &Proxy, asked: &Asked) -> Result<(), Failure> {
+fn check_policy(proxy: &Proxy, asked: &ProxiedRequest) -> Result<(), ProxyError> {
     let policy = proxy.router.asked_policy(&asked.head.headers);
-    policy.map(|_| ()).map_err(|unknown| Failure::BadRequest {
-        message: unknown.to_string(),
-        param: Some(POLICY.to_string()),
-    })
+    policy
+        .map(|_| ())
+        .map_err(|unknown| ProxyError::BadRequest {
+            message: unknown.to_string(),
+            param: Some(POLICY.to_string()),
+        })
 }
 
-fn check_select(proxy: &Proxy, asked: &Asked) -> Result<(), Failure> {
+fn check_select(proxy: &Proxy, asked: &ProxiedRequest) -> Result<(), ProxyError> {
     let checked = proxy.router.check_select(&asked.head.headers);
-    checked.map_err(|bad| Failure::BadRequest {
+    checked.map_err(|bad| ProxyError::BadRequest {
         message: bad.to_string(),
         param: Some(SELECT.to_string()),
     })
 }
 
 /// Why a request was not admitted, as its client is told.
-fn refusal(why: AdmissionRejection, asked: &Asked) -> Failure {
+fn refusal(why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
     match why {
-        AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => Failure::UnknownModel {
+        AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => ProxyError::UnknownModel {
             model: shown(&asked.parsed.model),
         },
-        AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => Failure::NoneHealthy,
-        AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => Failure::NoneSelected,
-        AdmissionRejection::NoBackend(RoutingRejection::AllTried) => Failure::Unreachable,
-        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => Failure::BadRequest {
+        AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
+        AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => ProxyError::NoneSelected,
+        AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
+        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => ProxyError::BadRequest {
             message: "the prompt is larger than the cache of any backend".to_owned(),
             param: None,
         },
-        AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => Failure::Overloaded,
-        AdmissionRejection::OverLimit(over) => Failure::OverLimit {
+        AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,
+        AdmissionRejection::OverLimit(over) => ProxyError::OverLimit {
             limit: match over.limit {
                 LimitKind::Requests => "requests per window",
                 LimitKind::Tokens => "tokens per window",
@@ -243,27 +248,27 @@ fn refusal(why: AdmissionRejection, asked: &Asked) -> Failure {
             },
             retry_after_ms: over.retry_after_ms,
         },
-        AdmissionRejection::QueueFull { retry_after_ms } => Failure::QueueFull {
+        AdmissionRejection::QueueFull { retry_after_ms } => ProxyError::QueueFull {
             retry_after_ms: jittered(retry_after_ms, asked),
         },
         AdmissionRejection::TooLate {
             wait_ms,
             wait_ms_max,
-        } => Failure::TooLate {
+        } => ProxyError::TooLate {
             wait_ms,
             wait_ms_max,
             retry_after_ms: jittered(wait_ms, asked),
         },
-        AdmissionRejection::WaitedTooLong { retry_after_ms } => Failure::WaitedTooLong {
+        AdmissionRejection::WaitedTooLong { retry_after_ms } => ProxyError::WaitedTooLong {
             retry_after_ms: jittered(retry_after_ms, asked),
         },
-        AdmissionRejection::Leaving => Failure::Leaving,
+        AdmissionRejection::Leaving => ProxyError::Leaving,
     }
 }
 
 /// When a refused client should ask again: up to half as much later than after `wait_ms`, by its
 /// request, so that those who were refused together do not come back together.
-fn jittered(wait_ms: u64, asked: &Asked) -> u64 {
+fn jittered(wait_ms: u64, asked: &ProxiedRequest) -> u64 {
     let wait_ms = wait_ms.clamp(RETRY_AFTER_MS_LEAST, RETRY_AFTER_MS_MAX);
     wait_ms + xxh3_64(asked.request_id.as_bytes()) % (wait_ms / 2)
 }
@@ -273,22 +278,22 @@ pub(super) fn shown(model: &str) -> String {
     model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
 }
 
-fn give_up(last: Last, otherwise: Failure) -> Result<Forwarded, Failure> {
+fn give_up(last: LastAttempt, otherwise: ProxyError) -> Result<ForwardResult, ProxyError> {
     match last {
-        Last::None => Err(otherwise),
-        Last::Failed(failure) => Err(failure),
-        Last::Refused(response) => Ok(Forwarded::Held(response)),
+        LastAttempt::None => Err(otherwise),
+        LastAttempt::Failed(failure) => Err(failure),
+        LastAttempt::Refused(response) => Ok(ForwardResult::Held(response)),
     }
 }
 
 async fn attempt(
     proxy: &Arc<Proxy>,
-    sending: &Sending<'_>,
+    sending: &OutgoingRequest<'_>,
     decision: &Decision,
     attempt: Attempt,
     is_last: bool,
-) -> Tried {
-    let pending = Pending::of(attempt);
+) -> AttemptResult {
+    let pending = PendingAttempt::of(attempt);
     let send = send(proxy, sending, decision, &pending.is_sent);
     let sent = timeout_at(sending.first_byte_by, send).await;
     let (attempt, is_sent) = pending.over();
@@ -300,22 +305,25 @@ async fn attempt(
     let failure = match sent {
         Ok(Ok(response)) if response.status().is_informational() => {
             // Nobody asked for another protocol.
-            SendFailure::Ended
+            SendError::Ended
         }
         Ok(Ok(response)) if response.status().is_redirection() => {
             // Where to is the engine's own address space; the answer there would not be counted.
             attempt.end(AttemptEnd::NotRun);
-            return Tried::NotRun(Last::Failed(Failure::Redirected));
+            return AttemptResult::NotRun(LastAttempt::Failed(ProxyError::Redirected));
         }
         Ok(Ok(mut response)) => {
             let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
             if is_refusal && !is_last {
                 attempt.end(AttemptEnd::NotRun);
                 let held = hold(response).await;
-                return Tried::NotRun(held.map_or(Last::Failed(Failure::Refused), Last::Refused));
+                return AttemptResult::NotRun(held.map_or(
+                    LastAttempt::Failed(ProxyError::Refused),
+                    LastAttempt::Refused,
+                ));
             }
             let failure = match begin(&mut response, sending.first_byte_by).await {
-                Ok(()) => return Tried::Answered(response, attempt),
+                Ok(()) => return AttemptResult::Answered(response, attempt),
                 Err(failure) => failure,
             };
             if response.status().is_success() {
@@ -333,10 +341,10 @@ async fn attempt(
             } else {
                 AttemptEnd::NotRun
             });
-            return Tried::Lost(Failure::EngineTimeout);
+            return AttemptResult::Lost(ProxyError::EngineTimeout);
         }
     };
-    let may_have_run = is_sent && matches!(failure, SendFailure::Broke(_) | SendFailure::Ended);
+    let may_have_run = is_sent && matches!(failure, SendError::Broke(_) | SendError::Ended);
     if may_have_run {
         sending.watched.broke();
     }
@@ -349,21 +357,21 @@ async fn attempt(
 }
 
 /// What follows from an attempt that failed before the first byte of its answer's body.
-fn failed(proxy: &Proxy, decision: &Decision, failure: &SendFailure) -> Tried {
+fn failed(proxy: &Proxy, decision: &Decision, failure: &SendError) -> AttemptResult {
     if failure.is_local() {
         tracing::debug!(backend = &*decision.name, error = %failure, "could not query backend");
         proxy.pool.close_idle();
-        return Tried::NotRun(Last::Failed(Failure::OutOfConnections));
+        return AttemptResult::NotRun(LastAttempt::Failed(ProxyError::OutOfConnections));
     }
-    if !matches!(failure, SendFailure::Gone) {
+    if !matches!(failure, SendError::Gone) {
         proxy.backends.report_failure(decision.backend.slot);
     }
     tracing::debug!(backend = &*decision.name, error = %failure, "attempt failed");
     match failure {
-        SendFailure::Url(_) | SendFailure::Gone | SendFailure::Connect(_) => {
-            Tried::NotRun(Last::Failed(Failure::Unreachable))
+        SendError::Url(_) | SendError::Gone | SendError::Connect(_) => {
+            AttemptResult::NotRun(LastAttempt::Failed(ProxyError::Unreachable))
         }
-        SendFailure::Broke(_) | SendFailure::Ended => Tried::Lost(Failure::EngineBroke),
+        SendError::Broke(_) | SendError::Ended => AttemptResult::Lost(ProxyError::EngineBroke),
     }
 }
 
@@ -373,16 +381,16 @@ fn judge(
     proxy: &Proxy,
     backend: BackendRef,
     user: UserKey,
-    sent: &Result<Response<EngineBody>, SendFailure>,
+    sent: &Result<Response<EngineBody>, SendError>,
 ) {
     match sent {
         Ok(response) if response.status().is_success() => {}
         Ok(response) if response.status().is_client_error() => {
             proxy.backends.report_answer(backend, user);
         }
-        Err(SendFailure::Gone) => {}
+        Err(SendError::Gone) => {}
         Err(failure) if failure.is_local() => {}
-        Err(SendFailure::Url(_) | SendFailure::Connect(_)) => {
+        Err(SendError::Url(_) | SendError::Connect(_)) => {
             proxy.backends.report_no_answer(backend, None);
         }
         Ok(_) | Err(_) => proxy.backends.report_no_answer(backend, Some(user)),
@@ -391,12 +399,12 @@ fn judge(
 
 /// An attempt while its answer's head is waited for. A client that leaves then pays only if its
 /// request was sent.
-struct Pending {
+struct PendingAttempt {
     attempt: Option<Attempt>,
     is_sent: AtomicBool,
 }
 
-impl Pending {
+impl PendingAttempt {
     fn of(attempt: Attempt) -> Self {
         Self {
             attempt: Some(attempt),
@@ -412,7 +420,7 @@ impl Pending {
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingAttempt {
     fn drop(&mut self) {
         if let Some(attempt) = self.attempt.take() {
             let is_sent = self.is_sent.load(Ordering::Relaxed);
@@ -427,10 +435,10 @@ impl Drop for Pending {
 
 async fn send(
     proxy: &Proxy,
-    sending: &Sending<'_>,
+    sending: &OutgoingRequest<'_>,
     decision: &Decision,
     is_sent: &AtomicBool,
-) -> Result<Response<EngineBody>, SendFailure> {
+) -> Result<Response<EngineBody>, SendError> {
     let asked = sending.asked;
     let registry = proxy.view.registry();
     let backend = registry
@@ -439,7 +447,7 @@ async fn send(
         .map(|at| &registry.backends[at])
         .ok()
         .filter(|backend| backend.handle == decision.backend)
-        .ok_or(SendFailure::Gone)?;
+        .ok_or(SendError::Gone)?;
     let endpoint = proxy
         .pool
         .endpoint(decision.backend, backend.spec.url.as_str())?;
@@ -480,26 +488,26 @@ async fn hold(response: Response<EngineBody>) -> Option<Response<Bytes>> {
 
 fn relay(
     proxy: &Arc<Proxy>,
-    sending: &Sending<'_>,
+    sending: &OutgoingRequest<'_>,
     decision: &Decision,
     response: Response<EngineBody>,
     mut attempt: Attempt,
-    wanted: Wanted,
-) -> Response<SharedRelay> {
+    wanted: WantedUsage,
+) -> Response<SharedResponseBody> {
     let asked = sending.asked;
     let (mut head, body) = response.into_parts();
     let content = content(head.status, &head.headers, asked.head.uri.path(), wanted);
     let attempt = match content {
-        Content::Error { .. } => {
+        BodyKind::Error { .. } => {
             attempt.end(end_of_error(proxy, head.status));
             None
         }
-        Content::Events { .. } => {
+        BodyKind::Events { .. } => {
             attempt.hides(None);
             Some(attempt)
         }
-        Content::Document { .. } | Content::Opaque => {
-            let is_whole_at_once = matches!(content, Content::Document { .. });
+        BodyKind::Document { .. } | BodyKind::Opaque => {
+            let is_whole_at_once = matches!(content, BodyKind::Document { .. });
             attempt.hides(hidden(&asked.parsed).map(|hidden| HiddenOutput {
                 is_whole_at_once,
                 ..hidden
@@ -512,24 +520,24 @@ fn relay(
         let told = head.headers.entry(SHOULD_RETRY);
         told.or_insert(HeaderValue::from_static("false"));
     }
-    if let Content::Events { .. } = content {
+    if let BodyKind::Events { .. } = content {
         head.headers.remove(CONTENT_LENGTH);
     }
     // A hop's own: with an engine's HTTP/1.0 the client's stream would lose its framing.
     head.version = Version::default();
     let expose = proxy.settings.expose;
     expose.decision(&mut head.headers, head.status, decision);
-    let source = Source {
+    let source = RespondingBackend {
         proxy: Arc::clone(proxy),
         slot: decision.backend.slot,
         name: Arc::clone(&decision.name),
         request_id: asked.request_id.clone(),
         watched: sending.watched.clone(),
     };
-    let waits = Waits {
+    let waits = ResponseTimeouts {
         first_byte_by: sending.first_byte_by,
         answer_idle: proxy.settings.timeouts.answer_idle,
-        ahead: Bounds {
+        ahead: ReadAheadBounds {
             bytes_max: proxy.settings.limits.read_ahead_bytes_max,
             held_bytes: Arc::clone(&proxy.held_bytes),
             held_bytes_max: proxy.settings.limits.held_bytes_max,
@@ -537,7 +545,7 @@ fn relay(
             untaken: proxy.settings.timeouts.untaken,
         },
     };
-    let relay = Relay::new(body, content, attempt, source, waits);
+    let relay = ResponseBody::new(body, content, attempt, source, waits);
     Response::from_parts(head, Arc::new(Mutex::new(relay)))
 }
 
@@ -555,9 +563,9 @@ fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
 }
 
 /// How the body of an answer is read.
-fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: Wanted) -> Content {
+fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: WantedUsage) -> BodyKind {
     if !status.is_success() {
-        return Content::error();
+        return BodyKind::error();
     }
     let is_encoded = headers
         .get(CONTENT_ENCODING)
@@ -567,19 +575,19 @@ fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: Wanted) 
         .map_or(&b""[..], HeaderValue::as_bytes);
     let is_framed = is_framed(headers);
     if is_encoded {
-        Content::Opaque
+        BodyKind::Opaque
     } else if starts_with(media_type, b"text/event-stream") {
         let is_named = matches!(path, "/v1/messages" | "/v1/responses");
-        Content::Events {
-            events: Events::new(wanted),
+        BodyKind::Events {
+            events: SseStream::new(wanted),
             // Named streams have no common last event.
             has_clear_end: is_framed || is_named,
             is_named,
         }
     } else if starts_with(media_type, b"application/json") {
-        Content::document(is_framed)
+        BodyKind::document(is_framed)
     } else {
-        Content::Opaque
+        BodyKind::Opaque
     }
 }
 

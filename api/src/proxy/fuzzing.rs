@@ -16,8 +16,8 @@ use super::request::{Client, check_key, identify, priority};
 use super::routes::route;
 use super::scan::{is_whole, members};
 use super::settings::ProxySettings;
-use super::splice::{UsageSplice, splice};
-use super::sse::{Events, Wanted};
+use super::splice::{UsageRequest, splice};
+use super::sse::{SseStream, WantedUsage};
 use crate::fuzzing::path_of;
 use crate::prompt::{ParsedBody, Prompt, parse, parse_routed};
 use crate::routing::Usage;
@@ -40,9 +40,9 @@ pub fn prompt(bytes: &[u8]) {
     // Frames around messages, and escapes of what is written as JSON.
     assert!(read <= 64 + 16 * body.len(), "{read} of {}", body.len());
     for mode in [
-        UsageSplice::Continuous,
-        UsageSplice::Final,
-        UsageSplice::Off,
+        UsageRequest::Continuous,
+        UsageRequest::Final,
+        UsageRequest::Off,
     ] {
         let (segments, wanted) = splice(mode, path, &parsed, &body);
         let length = segments.len();
@@ -52,7 +52,7 @@ pub fn prompt(bytes: &[u8]) {
             .unwrap_or_else(|never| match never {});
         let sent = sent.to_bytes();
         assert_eq!(sent.len() as u64, length);
-        if wanted == Wanted::ALL {
+        if wanted == WantedUsage::ALL {
             assert_eq!(sent, body, "nothing is asked for, so nothing is changed");
             continue;
         }
@@ -80,7 +80,7 @@ pub fn answer_events(bytes: &[u8]) {
     let Some(([flags, frame_bytes], stream)) = bytes.split_first_chunk() else {
         return;
     };
-    let wanted = Wanted {
+    let wanted = WantedUsage {
         final_chunk: flags & 1 != 0,
         running: flags & 2 != 0,
     };
@@ -88,7 +88,7 @@ pub fn answer_events(bytes: &[u8]) {
     let whole = relayed(wanted, stream, stream.len().max(1));
     assert_eq!(cut, whole);
     assert!(cut.bytes.len() <= stream.len());
-    if wanted == Wanted::ALL {
+    if wanted == WantedUsage::ALL {
         assert_eq!(cut.bytes, stream);
     }
 }
@@ -102,8 +102,8 @@ struct Relayed {
     is_done: bool,
 }
 
-fn relayed(wanted: Wanted, stream: &[u8], frame_bytes: usize) -> Relayed {
-    let mut events = Events::new(wanted);
+fn relayed(wanted: WantedUsage, stream: &[u8], frame_bytes: usize) -> Relayed {
+    let mut events = SseStream::new(wanted);
     let mut relayed = Relayed::default();
     let Relayed {
         bytes,
@@ -112,7 +112,7 @@ fn relayed(wanted: Wanted, stream: &[u8], frame_bytes: usize) -> Relayed {
         other_bytes,
         ..
     } = &mut relayed;
-    let mut observe = |findings: &super::inspect::Findings<'_>| {
+    let mut observe = |findings: &super::inspect::AnswerDelta<'_>| {
         text.push_str(findings.text.as_deref().unwrap_or_default());
         *usage = findings.usage.or(*usage);
         *other_bytes += findings.other_bytes;

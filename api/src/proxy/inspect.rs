@@ -11,7 +11,7 @@ use crate::routing::Usage;
 
 /// What one JSON document, an event's payload or a whole answer, tells.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Findings<'a> {
+pub(super) struct AnswerDelta<'a> {
     /// Tokens so far, when the document reports them.
     pub(super) usage: Option<Usage>,
     /// Text that continues the prompt: of the first choice, or of the one answer.
@@ -29,8 +29,8 @@ pub(super) struct Findings<'a> {
 }
 
 /// Reads a document.
-pub(super) fn inspect(json: &[u8]) -> Findings<'_> {
-    let mut findings = Findings::default();
+pub(super) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
+    let mut findings = AnswerDelta::default();
     let mut previous_end = None;
     let mut cut_to_next_member = None;
     let (mut kind, mut delta) = (&b""[..], None);
@@ -77,12 +77,12 @@ pub(super) fn inspect(json: &[u8]) -> Findings<'_> {
     findings
 }
 
-impl<'a> Findings<'a> {
+impl<'a> AnswerDelta<'a> {
     fn read_choices(&mut self, choices: &'a [u8]) {
         let mut count = 0_usize;
         for choice in elements(choices) {
             count += 1;
-            let made = Made::of(choice);
+            let made = ChoiceOutput::of(choice);
             self.other_bytes += made.other_bytes;
             match made.text {
                 Some(text) if made.index == 0 => self.add_text(text),
@@ -142,13 +142,13 @@ impl<'a> Findings<'a> {
 }
 
 /// What a choice tells: a chunk's delta, a whole message or a completion.
-struct Made<'a> {
+struct ChoiceOutput<'a> {
     index: u64,
     text: Option<Cow<'a, str>>,
     other_bytes: usize,
 }
 
-impl<'a> Made<'a> {
+impl<'a> ChoiceOutput<'a> {
     fn of(choice: &'a [u8]) -> Self {
         let mut made = Self {
             index: 0,
@@ -201,13 +201,13 @@ fn literal_bytes(literal: &[u8]) -> usize {
 
 /// Token counts under the names of all endpoints.
 #[derive(Deserialize)]
-struct Reported {
+struct ReportedUsage {
     #[serde(alias = "input_tokens")]
     prompt_tokens: Option<u64>,
     #[serde(alias = "output_tokens")]
     completion_tokens: Option<u64>,
     #[serde(alias = "input_tokens_details")]
-    prompt_tokens_details: Option<Details>,
+    prompt_tokens_details: Option<TokenDetails>,
     /// Messages endpoint: not part of its `input_tokens`.
     cache_read_input_tokens: Option<u64>,
     /// Messages endpoint: not part of its `input_tokens`.
@@ -215,13 +215,13 @@ struct Reported {
 }
 
 #[derive(Deserialize)]
-struct Details {
+struct TokenDetails {
     cached_tokens: Option<u64>,
 }
 
 /// The value of a `usage` member; `None` when it tells no counts.
 pub(super) fn read_usage(json: &[u8]) -> Option<Usage> {
-    let reported: Option<Reported> = serde_json::from_slice(json).ok()?;
+    let reported: Option<ReportedUsage> = serde_json::from_slice(json).ok()?;
     let reported = reported?;
     if reported.prompt_tokens.is_none() && reported.completion_tokens.is_none() {
         return None;

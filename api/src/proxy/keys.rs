@@ -13,10 +13,10 @@ use sha2::{Digest, Sha256};
 use state::prefix::BlockHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-type Hash = [u8; 32];
+type KeyHash = [u8; 32];
 
 /// `None`: a key without a name, see [`key_user_name`].
-type User = Option<Arc<str>>;
+type KeyUser = Option<Arc<str>>;
 
 /// Whom a request's key stands for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,19 +31,19 @@ pub enum Holder {
 
 /// The keys that are served, each with the user it stands for. Clones are the same set.
 #[derive(Clone)]
-pub struct ApiKeys(Arc<Known>);
+pub struct ApiKeys(Arc<KeySet>);
 
-struct Known {
+struct KeySet {
     salt: [u8; 32],
-    users: ArcSwap<BTreeMap<Hash, User>>,
+    users: ArcSwap<BTreeMap<KeyHash, KeyUser>>,
 }
 
 /// A key as it is told, and whom its tokens are charged to; `None`: [`key_user_name`].
-pub type ToldKey = (String, Option<String>);
+pub type KeyEntry = (String, Option<String>);
 
 impl Default for ApiKeys {
     fn default() -> Self {
-        let known = Known {
+        let known = KeySet {
             salt: rand::random(),
             users: ArcSwap::default(),
         };
@@ -61,12 +61,12 @@ impl ApiKeys {
     }
 
     /// Has these keys and no others served from here on.
-    pub fn replace(&self, keys: Vec<ToldKey>) {
+    pub fn replace(&self, keys: Vec<KeyEntry>) {
         let users = keys.into_iter().map(|(key, user)| self.entry(&key, user));
         self.0.users.store(Arc::new(users.collect()));
     }
 
-    fn entry(&self, key: &str, user: Option<String>) -> (Hash, User) {
+    fn entry(&self, key: &str, user: Option<String>) -> (KeyHash, KeyUser) {
         (self.hash(key.as_bytes()), user.map(Arc::from))
     }
 
@@ -78,7 +78,7 @@ impl ApiKeys {
         Some(user.clone().map_or(Holder::Unnamed, Holder::Named))
     }
 
-    fn hash(&self, key: &[u8]) -> Hash {
+    fn hash(&self, key: &[u8]) -> KeyHash {
         Sha256::new()
             .chain_update(self.0.salt)
             .chain_update(key)

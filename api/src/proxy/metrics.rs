@@ -1,4 +1,4 @@
-//! Metrics of the data plane, and the [`Ledger`] that counts every request exactly once, even if
+//! Metrics of the data plane, and the [`RequestMetricsGuard`] that counts every request exactly once, even if
 //! its future is dropped.
 
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-use super::budget::Spending;
-use super::clients::{Counted, Turn};
+use super::budget::BudgetGuard;
+use super::clients::{ConnectionRequestGuard, UserRequestGuard};
 use crate::backends::pool::PoolCounters;
-use crate::error::Failure;
+use crate::error::ProxyError;
 
 /// Upper bounds of the histograms' buckets, in seconds.
 const BUCKETS_S: [f64; 14] = [
@@ -25,7 +25,7 @@ const BUCKETS_S: [f64; 14] = [
 
 /// How a request ended, as `quorate_proxy_requests_total` tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Outcome {
+pub enum RequestOutcome {
     /// An engine's answer reached the client to its end.
     Finished,
     /// Answered here, without an engine: the model list.
@@ -42,7 +42,7 @@ pub enum Outcome {
     ClientLeft,
 }
 
-impl EncodeLabelValue for Outcome {
+impl EncodeLabelValue for RequestOutcome {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
         let label = match self {
             Self::Finished => "finished",
@@ -61,7 +61,7 @@ impl EncodeLabelValue for Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct RequestLabels {
     /// How it ended.
-    pub outcome: Outcome,
+    pub outcome: RequestOutcome,
     /// HTTP status the client was told; 0 when it left before.
     pub code: u16,
 }
@@ -220,25 +220,25 @@ impl ProxyMetrics {
 
 /// One request's account: counts it from its creation to its drop, and holds what it takes up
 /// meanwhile. A request whose future or body is dropped without a word was left by its client.
-pub(super) struct Ledger {
+pub(super) struct RequestMetricsGuard {
     metrics: Arc<ProxyMetrics>,
     started: Instant,
     /// When its body was here.
     read_at: Option<Instant>,
-    outcome: Outcome,
+    outcome: RequestOutcome,
     code: u16,
-    stage: Stage,
+    stage: RequestStage,
     /// Of its connection and its address.
-    _turn: Option<Turn>,
+    _turn: Option<ConnectionRequestGuard>,
     /// Of its user.
-    counted: Option<Counted>,
+    counted: Option<UserRequestGuard>,
     /// Of its model.
-    spending: Option<Spending>,
+    spending: Option<BudgetGuard>,
 }
 
 /// What a request counts as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum RequestStage {
     /// Its body is on its way.
     Reading,
     /// Its body is here.
@@ -247,16 +247,16 @@ enum Stage {
     Refused,
 }
 
-impl Ledger {
-    pub(super) fn open(metrics: &Arc<ProxyMetrics>, turn: Option<Turn>) -> Self {
+impl RequestMetricsGuard {
+    pub(super) fn open(metrics: &Arc<ProxyMetrics>, turn: Option<ConnectionRequestGuard>) -> Self {
         metrics.reading.inc();
         Self {
             metrics: Arc::clone(metrics),
             started: Instant::now(),
             read_at: None,
-            outcome: Outcome::ClientLeft,
+            outcome: RequestOutcome::ClientLeft,
             code: 0,
-            stage: Stage::Reading,
+            stage: RequestStage::Reading,
             _turn: turn,
             counted: None,
             spending: None,
@@ -264,43 +264,43 @@ impl Ledger {
     }
 
     /// The request's body is here: it is under way, unless `requests_max` are.
-    pub(super) fn is_read(&mut self, requests_max: usize) -> Result<(), Failure> {
+    pub(super) fn is_read(&mut self, requests_max: usize) -> Result<(), ProxyError> {
         let before = self.metrics.in_flight.inc();
         self.metrics.reading.dec();
-        self.stage = Stage::UnderWay;
+        self.stage = RequestStage::UnderWay;
         self.read_at = Some(Instant::now());
         match usize::try_from(before) {
             Ok(before) if before < requests_max => Ok(()),
-            Ok(_) | Err(_) => Err(Failure::Overloaded),
+            Ok(_) | Err(_) => Err(ProxyError::Overloaded),
         }
     }
 
     /// Counts it as one of its user's.
-    pub(super) fn counts(&mut self, counted: Counted) {
+    pub(super) fn counts(&mut self, counted: UserRequestGuard) {
         self.counted = Some(counted);
     }
 
     /// Counts it as one of its model's.
-    pub(super) fn spends(&mut self, spending: Spending) {
+    pub(super) fn spends(&mut self, spending: BudgetGuard) {
         self.spending = Some(spending);
     }
 
     /// Whether the retry budget of its model lets it go to another engine.
     pub(super) fn may_retry(&mut self) -> bool {
-        self.spending.as_mut().is_none_or(Spending::may_retry)
+        self.spending.as_mut().is_none_or(BudgetGuard::may_retry)
     }
 
     /// It is refused: what is still done with it holds no room that others could have.
     pub(super) fn is_refused(&mut self) {
         self.leave_stage();
-        self.stage = Stage::Refused;
+        self.stage = RequestStage::Refused;
     }
 
     fn leave_stage(&self) {
         match self.stage {
-            Stage::Reading => drop(self.metrics.reading.dec()),
-            Stage::UnderWay => drop(self.metrics.in_flight.dec()),
-            Stage::Refused => {}
+            RequestStage::Reading => drop(self.metrics.reading.dec()),
+            RequestStage::UnderWay => drop(self.metrics.in_flight.dec()),
+            RequestStage::Refused => {}
         }
     }
 
@@ -319,12 +319,12 @@ impl Ledger {
         }
     }
 
-    pub(super) fn ends(&mut self, outcome: Outcome) {
+    pub(super) fn ends(&mut self, outcome: RequestOutcome) {
         self.outcome = outcome;
     }
 }
 
-impl Drop for Ledger {
+impl Drop for RequestMetricsGuard {
     fn drop(&mut self) {
         self.leave_stage();
         let Self {
@@ -352,7 +352,7 @@ mod tests {
         let metrics = Arc::new(ProxyMetrics::default());
         let mut registry = Registry::default();
         metrics.register(&mut registry);
-        drop(Ledger::open(&metrics, None));
+        drop(RequestMetricsGuard::open(&metrics, None));
         let mut page = String::new();
         prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
         let line = "quorate_proxy_requests_total{outcome=\"client-left\",code=\"0\"} 1\n";
@@ -364,7 +364,7 @@ mod tests {
         let metrics = Arc::new(ProxyMetrics::default());
         let mut registry = Registry::default();
         metrics.register(&mut registry);
-        let mut ledger = Ledger::open(&metrics, None);
+        let mut ledger = RequestMetricsGuard::open(&metrics, None);
         tokio::time::advance(Duration::from_secs(3)).await;
         ledger.is_read(1).unwrap();
         tokio::time::advance(Duration::from_secs(2)).await;

@@ -2,12 +2,12 @@
 //! and streams the answer back.
 //!
 //! What leaves and what comes back is the client's and the engine's, byte for byte, except for
-//! usage reporting ([`UsageSplice`]) and the headers of one hop. A client that goes away takes its
+//! usage reporting ([`UsageRequest`]) and the headers of one hop. A client that goes away takes its
 //! request with it: everything a request holds, down to the engine's connection, is owned by the
 //! future and then the body that hyper drops when the client's connection ends, whether that is
 //! during prefill or in mid-stream.
 //!
-//! So does one that stays and stops reading, after [`Timeouts::untaken`]. Until then its answer is read
+//! So does one that stays and stops reading, after [`ProxyTimeouts::untaken`]. Until then its answer is read
 //! ahead, so that the engine's place is free when the engine is done.
 //!
 //! A client that shuts down only its sending side counts as gone: engines' time is too dear to be
@@ -62,33 +62,33 @@ use state::{Backend, StateView};
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
-pub use addresses::{BadPrefix, IpPrefix};
+pub use addresses::{IpPrefix, IpPrefixError};
 pub use expose::Expose;
 pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
-pub use keys::{ApiKeys, Holder, ToldKey, key_user_name};
-pub use metrics::{Outcome, ProxyMetrics, RequestLabels, Seconds};
-pub use relay::BrokenAnswer;
+pub use keys::{ApiKeys, Holder, KeyEntry, key_user_name};
+pub use metrics::{ProxyMetrics, RequestLabels, RequestOutcome, Seconds};
+pub use relay::ResponseBodyError;
 pub use routes::{INFERENCE_PATHS, is_plain};
-pub use server::{Drained, Server};
-pub use settings::{BadIdentifyBy, IdentifyBy, Limits, ProxySettings, Timeouts};
-pub use splice::UsageSplice;
+pub use server::{DrainResult, Server};
+pub use settings::{IdentifyBy, IdentifyByError, ProxyLimits, ProxySettings, ProxyTimeouts};
+pub use splice::UsageRequest;
 
 use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
-use crate::error::{Failure, openai_response};
+use crate::error::{ProxyError, openai_response};
 use crate::prompt::{ParsedBody, PromptIdentity};
 use crate::routing::{ReadError, Router};
 use crate::seldom::Seldom;
 use budget::RetryBudget;
-use clients::{Clients, Turn, Users};
-use forward::{Asked, Forwarded, forward};
+use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
+use forward::{ForwardResult, ProxiedRequest, forward};
 use headers::request_id;
-use metrics::Ledger;
-use pace::{Handed, hand_over};
-use relay::{SharedRelay, lock};
+use metrics::RequestMetricsGuard;
+use pace::{HandedOverBody, hand_over};
+use relay::{SharedResponseBody, lock};
 pub(crate) use request::ANONYMOUS;
-use request::Held;
+use request::HeldBodyBytes;
 use routes::Route;
 use suspects::Suspects;
 
@@ -113,8 +113,8 @@ pub struct Proxy {
     held_bytes: Arc<AtomicU64>,
     /// Tasks beside those of the connections: h2 streams, and answers to them.
     tasks: TaskTracker,
-    clients: Arc<Clients>,
-    users: Arc<Users>,
+    clients: Arc<ClientTable>,
+    users: Arc<UserRequests>,
     budget: Arc<RetryBudget>,
     suspects: Arc<Suspects>,
     /// Lines of the log about answers that backends broke off.
@@ -122,15 +122,15 @@ pub struct Proxy {
 }
 
 /// The body of an answer.
-pub struct AnswerBody(Kind);
+pub struct AnswerBody(AnswerBodyKind);
 
-enum Kind {
+enum AnswerBodyKind {
     /// Made here; `None` once sent.
     Local(Option<Bytes>),
     /// An engine's.
-    Relay(SharedRelay),
+    Relay(SharedResponseBody),
     /// An engine's, made by another task.
-    Handed(Handed),
+    Handed(HandedOverBody),
 }
 
 impl Proxy {
@@ -146,11 +146,11 @@ impl Proxy {
         let pool = Pool::new(settings.pool, metrics.pool.clone());
         let replica = HeaderValue::from(u16::from(settings.replica.0));
         let limits = &settings.limits;
-        let clients = Clients::new(
+        let clients = ClientTable::new(
             limits.connections_per_address_max,
             limits.requests_per_address_max,
         );
-        let users = Users::new(limits.requests_per_user_max);
+        let users = UserRequests::new(limits.requests_per_user_max);
         let budget = RetryBudget::new(
             settings.retry_budget_percent,
             settings.retry_concurrency_min,
@@ -186,10 +186,10 @@ impl Proxy {
     async fn answer(
         self: Arc<Self>,
         peer: HeaderValue,
-        (turn, is_within): (Turn, bool),
+        (turn, is_within): (ConnectionRequestGuard, bool),
         request: Request<Incoming>,
     ) -> Response<AnswerBody> {
-        let mut ledger = Ledger::open(&self.metrics, Some(turn));
+        let mut ledger = RequestMetricsGuard::open(&self.metrics, Some(turn));
         let id = request_id(request.headers());
         let span = tracing::debug_span!(
             "request",
@@ -203,38 +203,38 @@ impl Proxy {
                 return self.handle(peer, id.clone(), head, body, &mut ledger).await;
             }
             ledger.is_refused();
-            Err(Failure::AddressAtLimit)
+            Err(ProxyError::AddressAtLimit)
         };
         let handled = handled.instrument(span).await;
         let mut response = match handled {
-            Ok(Forwarded::Relayed(response)) => {
+            Ok(ForwardResult::Relayed(response)) => {
                 ledger.answered(response.status());
                 response.map(|relay| {
                     lock(&relay).account(ledger);
                     AnswerBody(self.body(relay, version))
                 })
             }
-            Ok(Forwarded::Held(response)) => {
+            Ok(ForwardResult::Held(response)) => {
                 let is_error =
                     response.status().is_client_error() || response.status().is_server_error();
                 let outcome = if is_error {
-                    Outcome::EngineError
+                    RequestOutcome::EngineError
                 } else {
-                    Outcome::Local
+                    RequestOutcome::Local
                 };
                 local(response, outcome, ledger)
             }
             Err(failure) => {
                 let mut response = openai_response(&failure);
-                if failure == Failure::BadKey && version <= Version::HTTP_11 {
+                if failure == ProxyError::BadKey && version <= Version::HTTP_11 {
                     // Whoever has no key has no claim to a connection.
                     response.headers_mut().insert(CONNECTION, CLOSE);
                 }
                 let is_clients = response.status().is_client_error();
                 let outcome = if is_clients {
-                    Outcome::Refused
+                    RequestOutcome::Refused
                 } else {
-                    Outcome::Failed
+                    RequestOutcome::Failed
                 };
                 local(response, outcome, ledger)
             }
@@ -245,12 +245,12 @@ impl Proxy {
     }
 
     /// Over HTTP/1.1 the connection drives the answer; see [`pace`].
-    fn body(&self, relay: SharedRelay, version: Version) -> Kind {
+    fn body(&self, relay: SharedResponseBody, version: Version) -> AnswerBodyKind {
         if version == Version::HTTP_2 && !lock(&relay).is_end_stream() {
             let untaken = self.settings.timeouts.untaken;
-            Kind::Handed(hand_over(relay, untaken, &self.tasks))
+            AnswerBodyKind::Handed(hand_over(relay, untaken, &self.tasks))
         } else {
-            Kind::Relay(relay)
+            AnswerBodyKind::Relay(relay)
         }
     }
 
@@ -260,19 +260,19 @@ impl Proxy {
         request_id: HeaderValue,
         head: http::request::Parts,
         mut body: Incoming,
-        ledger: &mut Ledger,
-    ) -> Result<Forwarded, Failure> {
+        ledger: &mut RequestMetricsGuard,
+    ) -> Result<ForwardResult, ProxyError> {
         let held_bytes_max = self.settings.limits.held_bytes_max;
-        let mut held = Held::none(&self.held_bytes, held_bytes_max);
+        let mut held = HeldBodyBytes::none(&self.held_bytes, held_bytes_max);
         let (holder, mut body_bytes) = match self.take_in(&head, &mut body, &mut held).await {
             Ok(Some(taken)) => taken,
-            Ok(None) => return self.models(head.uri.path()).map(Forwarded::Held),
+            Ok(None) => return self.models(head.uri.path()).map(ForwardResult::Held),
             Err(failure) => {
                 drop(held);
                 ledger.is_refused();
                 // Over HTTP/2 the stream is reset instead.
                 let is_wanted = head.version <= Version::HTTP_11 && !body.is_end_stream();
-                if is_wanted && failure != Failure::BodyTimeout {
+                if is_wanted && failure != ProxyError::BodyTimeout {
                     request::discard(&self.settings, &head.headers, body).await;
                 }
                 return Err(failure);
@@ -294,10 +294,10 @@ impl Proxy {
         };
         let user = request::identify(&self.settings, hashing, &client, &parsed)?.into_owned();
         let counted = self.users.count(&user);
-        ledger.counts(counted.ok_or(Failure::UserAtLimit)?);
+        ledger.counts(counted.ok_or(ProxyError::UserAtLimit)?);
         let priority = request::priority(&head.headers, self.settings.priority_max)?;
         let deadline = deadline::told(&head.headers);
-        let asked = Asked {
+        let asked = ProxiedRequest {
             head,
             body: body_bytes,
             parsed,
@@ -317,8 +317,8 @@ impl Proxy {
         &self,
         head: &http::request::Parts,
         body: &mut Incoming,
-        held: &mut Held,
-    ) -> Result<Option<(Holder, Bytes)>, Failure> {
+        held: &mut HeldBodyBytes,
+    ) -> Result<Option<(Holder, Bytes)>, ProxyError> {
         request::check_head(head)?;
         let holder = request::check_key(&self.settings, &head.headers)?;
         match routes::route(&self.settings, &head.method, head.uri.path())? {
@@ -329,10 +329,10 @@ impl Proxy {
                 // This one is among them.
                 let reading = self.metrics.reading.get();
                 if is_full || reading > signed(limits.reading_max) {
-                    return Err(Failure::Overloaded);
+                    return Err(ProxyError::Overloaded);
                 }
                 let reading_max = signed(limits.reading_max / 2);
-                let upload = request::Upload {
+                let upload = request::BodyReader {
                     settings: &self.settings,
                     headers: &head.headers,
                     is_crowded: &|| self.metrics.reading.get() > reading_max,
@@ -348,25 +348,27 @@ impl Proxy {
         self: &Arc<Self>,
         path: &str,
         body: &Bytes,
-    ) -> Result<(ParsedBody, PromptIdentity), Failure> {
+    ) -> Result<(ParsedBody, PromptIdentity), ProxyError> {
         match self.router.read(path, body).await {
             Ok(read) => Ok((read.parsed, read.identity)),
-            Err(ReadError::Bad(bad)) => Err(Failure::BadRequest {
+            Err(ReadError::Bad(bad)) => Err(ProxyError::BadRequest {
                 message: bad.message,
                 param: bad.param,
             }),
-            Err(ReadError::Stopping) => Err(Failure::Overloaded),
+            Err(ReadError::Stopping) => Err(ProxyError::Overloaded),
         }
     }
 
-    fn models(&self, path: &str) -> Result<Response<Bytes>, Failure> {
+    fn models(&self, path: &str) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
         let is_up = |backend: &Backend| self.router.is_up(&registry, backend);
         let body = match path.strip_prefix("/v1/models/") {
             None => models::list(&registry, is_up),
-            Some(id) => models::one(&registry, is_up, id).ok_or_else(|| Failure::UnknownModel {
-                model: forward::shown(id),
-            })?,
+            Some(id) => {
+                models::one(&registry, is_up, id).ok_or_else(|| ProxyError::UnknownModel {
+                    model: forward::shown(id),
+                })?
+            }
         };
         let mut response = Response::new(body);
         let json = HeaderValue::from_static("application/json");
@@ -380,52 +382,62 @@ fn signed(limit: usize) -> i64 {
     i64::try_from(limit).unwrap_or(i64::MAX)
 }
 
-fn local(response: Response<Bytes>, outcome: Outcome, mut ledger: Ledger) -> Response<AnswerBody> {
+fn local(
+    response: Response<Bytes>,
+    outcome: RequestOutcome,
+    mut ledger: RequestMetricsGuard,
+) -> Response<AnswerBody> {
     ledger.answered(response.status());
     ledger.ends(outcome);
-    response.map(|body| AnswerBody(Kind::Local(Some(body).filter(|body| !body.is_empty()))))
+    response.map(|body| {
+        AnswerBody(AnswerBodyKind::Local(
+            Some(body).filter(|body| !body.is_empty()),
+        ))
+    })
 }
 
 impl AnswerBody {
     /// The engine's answer that the connection itself writes.
-    fn relay(&self) -> Option<&SharedRelay> {
+    fn relay(&self) -> Option<&SharedResponseBody> {
         match &self.0 {
-            Kind::Relay(relay) => Some(relay),
-            Kind::Local(_) | Kind::Handed(_) => None,
+            AnswerBodyKind::Relay(relay) => Some(relay),
+            AnswerBodyKind::Local(_) | AnswerBodyKind::Handed(_) => None,
         }
     }
 }
 
 impl Body for AnswerBody {
     type Data = Bytes;
-    type Error = BrokenAnswer;
+    type Error = ResponseBodyError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BrokenAnswer>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, ResponseBodyError>>> {
         match &mut self.0 {
-            Kind::Local(body) => Poll::Ready(body.take().map(|body| Ok(Frame::data(body)))),
-            Kind::Relay(relay) => Pin::new(&mut *lock(relay)).poll_frame(cx),
-            Kind::Handed(handed) => Pin::new(handed).poll_frame(cx),
+            AnswerBodyKind::Local(body) => {
+                Poll::Ready(body.take().map(|body| Ok(Frame::data(body))))
+            }
+            AnswerBodyKind::Relay(relay) => Pin::new(&mut *lock(relay)).poll_frame(cx),
+            AnswerBodyKind::Handed(handed) => Pin::new(handed).poll_frame(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.0 {
-            Kind::Local(body) => body.is_none(),
-            Kind::Relay(relay) => lock(relay).is_end_stream(),
-            Kind::Handed(handed) => handed.is_end_stream(),
+            AnswerBodyKind::Local(body) => body.is_none(),
+            AnswerBodyKind::Relay(relay) => lock(relay).is_end_stream(),
+            AnswerBodyKind::Handed(handed) => handed.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.0 {
-            Kind::Local(body) => {
+            AnswerBodyKind::Local(body) => {
                 SizeHint::with_exact(body.as_ref().map_or(0, |body| body.len() as u64))
             }
-            Kind::Relay(relay) => lock(relay).size_hint(),
-            Kind::Handed(handed) => handed.size_hint(),
+            AnswerBodyKind::Relay(relay) => lock(relay).size_hint(),
+            AnswerBodyKind::Handed(handed) => handed.size_hint(),
         }
     }
 }

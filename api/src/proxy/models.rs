@@ -7,13 +7,13 @@ use serde::Serialize;
 use state::{Backend, Registry};
 
 #[derive(Serialize)]
-struct List<'a> {
+struct ModelListBody<'a> {
     object: &'static str,
-    data: Vec<Entry<'a>>,
+    data: Vec<ModelEntry<'a>>,
 }
 
 #[derive(Serialize)]
-struct Entry<'a> {
+struct ModelEntry<'a> {
     id: &'a str,
     object: &'static str,
     /// Unix seconds at which the oldest engine that serves it started; 0 when none told.
@@ -38,8 +38,8 @@ fn union(registry: &Registry, is_up: impl Fn(&Backend) -> bool) -> BTreeMap<&str
     models
 }
 
-fn entry((id, created): (&str, u64)) -> Entry<'_> {
-    Entry {
+fn entry((id, created): (&str, u64)) -> ModelEntry<'_> {
+    ModelEntry {
         id,
         object: "model",
         created,
@@ -50,7 +50,7 @@ fn entry((id, created): (&str, u64)) -> Entry<'_> {
 /// The list in OpenAI's shape, ordered by id.
 pub(super) fn list(registry: &Registry, is_up: impl Fn(&Backend) -> bool) -> Bytes {
     let data = union(registry, is_up).into_iter().map(entry).collect();
-    let list = List {
+    let list = ModelListBody {
         object: "list",
         data,
     };

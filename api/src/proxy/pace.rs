@@ -2,7 +2,7 @@
 //! an engine's request.
 //!
 //! hyper asks for the next piece of a body only when there is room for it, so an answer cannot time
-//! its own reader. Over HTTP/1.1 the socket tells: [`Paced`] fails a write that has waited for too
+//! its own reader. Over HTTP/1.1 the socket tells: [`WriteTimeoutSocket`] fails a write that has waited for too
 //! long. An h2 stream can stand still while its connection lives: there a task of its own asks for
 //! the pieces and hands them over one by one ([`hand_over`]). While a client takes nothing, both have its
 //! answer read ahead ([`super::ahead`]), each in the task that is there anyway.
@@ -23,13 +23,13 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::task::TaskTracker;
 
 use super::AnswerBody;
-use super::relay::{BrokenAnswer, Relay, SharedRelay, lock};
+use super::relay::{ResponseBody, ResponseBodyError, SharedResponseBody, lock};
 
 /// The engine's answer that an HTTP/1.1 connection writes.
 #[derive(Clone, Default)]
-pub(super) struct Written(Arc<Mutex<Weak<Mutex<Relay>>>>);
+pub(super) struct CurrentResponse(Arc<Mutex<Weak<Mutex<ResponseBody>>>>);
 
-impl Written {
+impl CurrentResponse {
     /// It is this one from here on, if it is one.
     pub(super) fn is(&self, answer: &AnswerBody) {
         if let Some(relay) = answer.relay() {
@@ -47,17 +47,17 @@ impl Written {
 }
 
 /// A socket whose writes fail once its other side has taken nothing for `patience`.
-pub(super) struct Paced<S> {
+pub(super) struct WriteTimeoutSocket<S> {
     stream: S,
     patience: Duration,
-    written: Written,
+    written: CurrentResponse,
     /// Kept from one wait to the next.
     timer: Option<Pin<Box<Sleep>>>,
     is_waiting: bool,
 }
 
-impl<S> Paced<S> {
-    pub(super) fn new(stream: S, patience: Duration, written: Written) -> Self {
+impl<S> WriteTimeoutSocket<S> {
+    pub(super) fn new(stream: S, patience: Duration, written: CurrentResponse) -> Self {
         Self {
             stream,
             patience,
@@ -90,7 +90,7 @@ impl<S> Paced<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Paced<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for WriteTimeoutSocket<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -100,7 +100,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Paced<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Paced<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for WriteTimeoutSocket<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -132,27 +132,35 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Paced<S> {
     }
 }
 
-type Piece = Result<Frame<Bytes>, BrokenAnswer>;
+type BodyPiece = Result<Frame<Bytes>, ResponseBodyError>;
 
 /// An answer that another task makes: one piece waits here, at most.
-pub(super) struct Handed {
+pub(super) struct HandedOverBody {
     /// `None` is the answer's end; without it the channel's end is none.
-    pieces: mpsc::Receiver<Option<Piece>>,
+    pieces: mpsc::Receiver<Option<BodyPiece>>,
     is_over: bool,
 }
 
 /// Has `relay` driven by a task of its own, which gives it up when a piece is not taken for
 /// `patience`, and when the reader is dropped.
-pub(super) fn hand_over(relay: SharedRelay, patience: Duration, tasks: &TaskTracker) -> Handed {
+pub(super) fn hand_over(
+    relay: SharedResponseBody,
+    patience: Duration,
+    tasks: &TaskTracker,
+) -> HandedOverBody {
     let (sender, pieces) = mpsc::channel(1);
     tasks.spawn(drive(relay, sender, patience));
-    Handed {
+    HandedOverBody {
         pieces,
         is_over: false,
     }
 }
 
-async fn drive(relay: SharedRelay, reader: mpsc::Sender<Option<Piece>>, patience: Duration) {
+async fn drive(
+    relay: SharedResponseBody,
+    reader: mpsc::Sender<Option<BodyPiece>>,
+    patience: Duration,
+) {
     loop {
         let place = match reader.try_reserve() {
             Ok(place) => place,
@@ -179,17 +187,17 @@ async fn drive(relay: SharedRelay, reader: mpsc::Sender<Option<Piece>>, patience
     }
 }
 
-impl Body for Handed {
+impl Body for HandedOverBody {
     type Data = Bytes;
-    type Error = BrokenAnswer;
+    type Error = ResponseBodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Piece>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<BodyPiece>> {
         if self.is_over {
             return Poll::Ready(None);
         }
         let piece = match ready!(self.pieces.poll_recv(cx)) {
             Some(piece) => piece,
-            None => Some(Err(BrokenAnswer::Untaken)),
+            None => Some(Err(ResponseBodyError::Untaken)),
         };
         self.is_over = !matches!(piece, Some(Ok(_)));
         Poll::Ready(piece)

@@ -14,14 +14,14 @@ use state::ids::Slot;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Proxy;
-use super::ahead::{Ahead, Bounds, Piece};
+use super::ahead::{AnswerPiece, ReadAhead, ReadAheadBounds};
 use super::document::Document;
-use super::inspect::Findings;
-use super::metrics::{Ledger, Outcome};
-use super::sse::Events;
-use super::suspects::Watched;
-use crate::backends::pool::{EngineBody, SendFailure};
-use crate::error::{Failure, openai_body};
+use super::inspect::AnswerDelta;
+use super::metrics::{RequestMetricsGuard, RequestOutcome};
+use super::sse::SseStream;
+use super::suspects::WatchedRequest;
+use crate::backends::pool::{EngineBody, SendError};
+use crate::error::{ProxyError, openai_body};
 use crate::routing::{Attempt, AttemptEnd};
 
 /// Longest error answer of an engine that is passed on, in bytes.
@@ -30,10 +30,10 @@ pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
 /// Why an answer ends before its end. The connection to the client is then cut, so that nobody
 /// takes what came for the whole.
 #[derive(Debug, thiserror::Error)]
-pub enum BrokenAnswer {
+pub enum ResponseBodyError {
     /// The engine's connection broke.
     #[error("backend broke off: {0}")]
-    Engine(#[from] SendFailure),
+    Engine(#[from] SendError),
     /// The engine fell silent.
     #[error("backend fell silent")]
     Silent,
@@ -50,11 +50,11 @@ pub enum BrokenAnswer {
 }
 
 /// What the body is.
-pub(super) enum Content {
+pub(super) enum BodyKind {
     /// Server-sent events.
     Events {
-        events: Events,
-        /// Whether the end of the body shows that it is the end, see [`BrokenAnswer::Unfinished`].
+        events: SseStream,
+        /// Whether the end of the body shows that it is the end, see [`ResponseBodyError::Unfinished`].
         has_clear_end: bool,
         /// Whether events of this endpoint are named.
         is_named: bool,
@@ -74,7 +74,7 @@ pub(super) enum Content {
     },
 }
 
-impl Content {
+impl BodyKind {
     pub(super) fn document(has_clear_end: bool) -> Self {
         Self::Document {
             document: Document::default(),
@@ -91,10 +91,10 @@ impl Content {
     }
 
     /// How a request ends whose answer is complete.
-    fn outcome(&self) -> Outcome {
+    fn outcome(&self) -> RequestOutcome {
         match self {
-            Self::Error { .. } => Outcome::EngineError,
-            Self::Events { .. } | Self::Document { .. } | Self::Opaque => Outcome::Finished,
+            Self::Error { .. } => RequestOutcome::EngineError,
+            Self::Events { .. } | Self::Document { .. } | Self::Opaque => RequestOutcome::Finished,
         }
     }
 
@@ -106,56 +106,56 @@ impl Content {
 }
 
 /// Who answers, for the books and the log.
-pub(super) struct Source {
+pub(super) struct RespondingBackend {
     pub(super) proxy: Arc<Proxy>,
     pub(super) slot: Slot,
     pub(super) name: Arc<str>,
     pub(super) request_id: HeaderValue,
-    pub(super) watched: Watched,
+    pub(super) watched: WatchedRequest,
 }
 
 /// An answer that its connection writes, and reads ahead when it cannot.
-pub(super) type SharedRelay = Arc<Mutex<Relay>>;
+pub(super) type SharedResponseBody = Arc<Mutex<ResponseBody>>;
 
 /// Never contended: one task holds both sides.
-pub(super) fn lock(relay: &SharedRelay) -> MutexGuard<'_, Relay> {
+pub(super) fn lock(relay: &SharedResponseBody) -> MutexGuard<'_, ResponseBody> {
     relay.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The body of a forwarded answer.
-pub(super) struct Relay {
+pub(super) struct ResponseBody {
     engine: EngineBody,
-    content: Content,
-    books: Books,
-    source: Source,
-    patience: Patience,
+    content: BodyKind,
+    accounting: RequestAccounting,
+    source: RespondingBackend,
+    idle_timeout: IdleTimeout,
     answer_idle: Duration,
     /// Whether the engine's part is over; pieces may still wait.
     is_over: bool,
     /// What was read while the client took nothing.
-    ahead: Ahead,
+    ahead: ReadAhead,
 }
 
 /// What is noted of an answer.
-struct Books {
+struct RequestAccounting {
     /// `None` once it has ended.
     attempt: Option<Attempt>,
-    ledger: Option<Ledger>,
+    ledger: Option<RequestMetricsGuard>,
     /// How the request ends once its client has taken all.
-    outcome: Option<Outcome>,
+    outcome: Option<RequestOutcome>,
     has_begun: bool,
-    choices: Choices,
+    choices: ChoiceTokens,
 }
 
 /// Output tokens by choice. On a chunk about one choice, vLLM and SGLang report that choice's
 /// tokens only; the usage without choices at the end is the sum.
 #[derive(Default)]
-struct Choices(Vec<(u64, u64)>);
+struct ChoiceTokens(Vec<(u64, u64)>);
 
 /// Most choices counted apart.
 const CHOICES_MAX: usize = 1024;
 
-impl Choices {
+impl ChoiceTokens {
     /// Tokens of all choices when `choice` has `tokens`.
     fn sum(&mut self, choice: u64, tokens: u64) -> u64 {
         if let Some((_, known)) = self.0.iter_mut().find(|(index, _)| *index == choice) {
@@ -169,8 +169,8 @@ impl Choices {
     }
 }
 
-impl Books {
-    fn note(&mut self, findings: &Findings<'_>) {
+impl RequestAccounting {
+    fn note(&mut self, findings: &AnswerDelta<'_>) {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
@@ -194,7 +194,7 @@ impl Books {
         }
     }
 
-    fn end(&mut self, end: AttemptEnd, outcome: Outcome) {
+    fn end(&mut self, end: AttemptEnd, outcome: RequestOutcome) {
         if let Some(attempt) = self.attempt.take() {
             attempt.end(end);
         }
@@ -209,30 +209,30 @@ impl Books {
     }
 }
 
-impl Relay {
+impl ResponseBody {
     /// `attempt` is `None` for an engine's error, which has ended it.
     pub(super) fn new(
         engine: EngineBody,
-        content: Content,
+        content: BodyKind,
         attempt: Option<Attempt>,
-        source: Source,
-        waits: Waits,
+        source: RespondingBackend,
+        waits: ResponseTimeouts,
     ) -> Self {
         Self {
             engine,
             content,
-            books: Books {
+            accounting: RequestAccounting {
                 attempt,
                 ledger: None,
                 outcome: None,
                 has_begun: false,
-                choices: Choices::default(),
+                choices: ChoiceTokens::default(),
             },
             source,
-            patience: Patience::until(waits.first_byte_by),
+            idle_timeout: IdleTimeout::until(waits.first_byte_by),
             answer_idle: waits.answer_idle,
             is_over: false,
-            ahead: Ahead::new(waits.ahead),
+            ahead: ReadAhead::new(waits.ahead),
         }
     }
 
@@ -251,47 +251,51 @@ impl Relay {
     }
 
     /// Hands over the request's account. An answer without a body is at its end with that.
-    pub(super) fn account(&mut self, ledger: Ledger) {
-        self.books.ledger = Some(ledger);
+    pub(super) fn account(&mut self, ledger: RequestMetricsGuard) {
+        self.accounting.ledger = Some(ledger);
         if self.engine.is_end_stream() {
             self.begin();
-            self.books.end(AttemptEnd::Finished, self.content.outcome());
-            self.books.settle();
+            self.accounting
+                .end(AttemptEnd::Finished, self.content.outcome());
+            self.accounting.settle();
             self.is_over = true;
         }
     }
 
     /// The first byte is here.
     fn begin(&mut self) {
-        let books = &mut self.books;
+        let books = &mut self.accounting;
         if !std::mem::replace(&mut books.has_begun, true)
             && let Some(attempt) = &mut books.attempt
         {
             attempt.first_byte();
-            if let Content::Events { .. } = self.content {
+            if let BodyKind::Events { .. } = self.content {
                 attempt.first_token();
             }
-            books.ledger.iter().for_each(Ledger::first_byte);
+            books
+                .ledger
+                .iter()
+                .for_each(RequestMetricsGuard::first_byte);
         }
     }
 
     /// Takes in a frame; answers what goes on to the client.
-    fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, BrokenAnswer> {
+    fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
         self.begin();
-        let books = &mut self.books;
-        self.patience.restart(self.answer_idle);
+        let books = &mut self.accounting;
+        self.idle_timeout.restart(self.answer_idle);
         let passed = match &mut self.content {
-            Content::Events { events, .. } => {
+            BodyKind::Events { events, .. } => {
                 events.push(data, &mut |findings| books.note(findings))
             }
-            Content::Document { document, .. } => {
+            BodyKind::Document { document, .. } => {
                 document.push(data.clone());
                 Some(data)
             }
-            Content::Opaque => Some(data),
-            Content::Error { bytes_left } => {
+            BodyKind::Opaque => Some(data),
+            BodyKind::Error { bytes_left } => {
                 let left = bytes_left.checked_sub(data.len() as u64);
-                *bytes_left = left.ok_or(BrokenAnswer::TooLong)?;
+                *bytes_left = left.ok_or(ResponseBodyError::TooLong)?;
                 Some(data)
             }
         };
@@ -309,42 +313,43 @@ impl Relay {
     }
 
     /// The engine's body is at its end.
-    fn finish(&mut self) -> Result<Option<Bytes>, BrokenAnswer> {
+    fn finish(&mut self) -> Result<Option<Bytes>, ResponseBodyError> {
         let rest = match &mut self.content {
-            Content::Events {
+            BodyKind::Events {
                 events,
                 has_clear_end,
                 ..
             } => {
-                let rest = events.finish(&mut |findings| self.books.note(findings));
+                let rest = events.finish(&mut |findings| self.accounting.note(findings));
                 if !*has_clear_end && !events.is_done() {
-                    return Err(BrokenAnswer::Unfinished);
+                    return Err(ResponseBodyError::Unfinished);
                 }
                 rest
             }
-            Content::Document {
+            BodyKind::Document {
                 document,
                 has_clear_end,
             } => {
-                let read = document.read(|findings| self.books.note(findings));
+                let read = document.read(|findings| self.accounting.note(findings));
                 if !*has_clear_end && !read.is_whole {
-                    return Err(BrokenAnswer::Unfinished);
+                    return Err(ResponseBodyError::Unfinished);
                 }
                 if read.is_all {
-                    self.books.is_all_seen();
+                    self.accounting.is_all_seen();
                 }
                 None
             }
-            Content::Opaque | Content::Error { .. } => None,
+            BodyKind::Opaque | BodyKind::Error { .. } => None,
         };
-        self.books.end(AttemptEnd::Finished, self.content.outcome());
+        self.accounting
+            .end(AttemptEnd::Finished, self.content.outcome());
         self.is_over = true;
         Ok(rest)
     }
 
     /// Closes the books over a broken answer. A stream of events gets one more that says so.
-    fn break_off(&mut self, why: BrokenAnswer) -> Result<Bytes, BrokenAnswer> {
-        let Source {
+    fn break_off(&mut self, why: ResponseBodyError) -> Result<Bytes, ResponseBodyError> {
+        let RespondingBackend {
             proxy,
             slot,
             name,
@@ -360,13 +365,14 @@ impl Relay {
                 "backend broke off an answer"
             );
         }
-        if matches!(why, BrokenAnswer::Engine(_)) {
+        if matches!(why, ResponseBodyError::Engine(_)) {
             proxy.backends.report_failure(*slot);
             watched.broke();
         }
-        self.books.end(AttemptEnd::Broken, Outcome::BrokenOff);
+        self.accounting
+            .end(AttemptEnd::Broken, RequestOutcome::BrokenOff);
         match &mut self.content {
-            Content::Events {
+            BodyKind::Events {
                 events, is_named, ..
             } => Ok(last_event(&why, events.abandon(), *is_named)),
             _ => Err(why),
@@ -376,10 +382,10 @@ impl Relay {
 
 /// The event that ends a broken stream. `is_within` says that the client has seen the beginning of
 /// another one.
-fn last_event(why: &BrokenAnswer, is_within: bool, is_named: bool) -> Bytes {
+fn last_event(why: &ResponseBodyError, is_within: bool, is_named: bool) -> Bytes {
     let failure = match why {
-        BrokenAnswer::Silent => Failure::EngineTimeout,
-        _ => Failure::EngineBrokeOff,
+        ResponseBodyError::Silent => ProxyError::EngineTimeout,
+        _ => ProxyError::EngineBrokeOff,
     };
     let body = openai_body(&failure);
     let mut event = BytesMut::with_capacity(body.len() + 64);
@@ -398,9 +404,9 @@ fn last_event(why: &BrokenAnswer, is_within: bool, is_named: bool) -> Bytes {
     event.freeze()
 }
 
-impl Relay {
+impl ResponseBody {
     /// The next piece of the engine's answer, as it goes on to the client.
-    fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<Piece>> {
+    fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
         if self.is_over {
             return Poll::Ready(None);
         }
@@ -424,8 +430,8 @@ impl Relay {
                     Err(why) => break why,
                 },
                 Poll::Pending => {
-                    ready!(self.patience.poll_lost(cx));
-                    break BrokenAnswer::Silent;
+                    ready!(self.idle_timeout.poll_lost(cx));
+                    break ResponseBodyError::Silent;
                 }
             }
         };
@@ -434,21 +440,21 @@ impl Relay {
     }
 }
 
-impl Body for Relay {
+impl Body for ResponseBody {
     type Data = Bytes;
-    type Error = BrokenAnswer;
+    type Error = ResponseBodyError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BrokenAnswer>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, ResponseBodyError>>> {
         let this = &mut *self;
         let piece = match this.ahead.take() {
             Some(piece) => Some(piece),
             None => ready!(this.poll_engine(cx)),
         };
         if this.is_over && this.ahead.is_empty() {
-            this.books.settle();
+            this.accounting.settle();
         }
         Poll::Ready(piece.map(|piece| piece.map(Frame::data)))
     }
@@ -459,8 +465,8 @@ impl Body for Relay {
 
     fn size_hint(&self) -> SizeHint {
         match self.content {
-            Content::Events { .. } => SizeHint::default(),
-            Content::Document { .. } | Content::Opaque | Content::Error { .. } => {
+            BodyKind::Events { .. } => SizeHint::default(),
+            BodyKind::Document { .. } | BodyKind::Opaque | BodyKind::Error { .. } => {
                 self.engine.size_hint()
             }
         }
@@ -469,23 +475,23 @@ impl Body for Relay {
 
 /// How long an answer is waited for.
 #[derive(Debug, Clone)]
-pub(super) struct Waits {
+pub(super) struct ResponseTimeouts {
     /// When the first byte of the body must be here.
     pub(super) first_byte_by: Instant,
     /// Between two pieces of it.
     pub(super) answer_idle: Duration,
     /// For a client that takes it slowly.
-    pub(super) ahead: Bounds,
+    pub(super) ahead: ReadAheadBounds,
 }
 
 /// A deadline that moves on with every frame, without a timer being moved every time.
-struct Patience {
+struct IdleTimeout {
     deadline: Instant,
     /// Set when there was first something to wait for; it may fire early, never late.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl Patience {
+impl IdleTimeout {
     fn until(deadline: Instant) -> Self {
         Self {
             deadline,

@@ -17,7 +17,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::headers::{API_KEY, PRIORITY};
 use super::keys::{Holder, key_user_name};
 use super::settings::{IdentifyBy, ProxySettings};
-use crate::error::Failure;
+use crate::error::ProxyError;
 use crate::prompt::ParsedBody;
 use crate::user_name;
 
@@ -28,13 +28,13 @@ pub(crate) const ANONYMOUS: &str = "anonymous";
 const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
 
 /// A body's bytes in the sum of all that are held; taken out when dropped.
-pub(super) struct Held {
+pub(super) struct HeldBodyBytes {
     all: Arc<AtomicU64>,
     bytes: u64,
     bytes_max: u64,
 }
 
-impl Held {
+impl HeldBodyBytes {
     pub(super) fn none(all: &Arc<AtomicU64>, bytes_max: u64) -> Self {
         Self {
             all: Arc::clone(all),
@@ -43,24 +43,24 @@ impl Held {
         }
     }
 
-    fn add(&mut self, bytes: usize) -> Result<(), Failure> {
+    fn add(&mut self, bytes: usize) -> Result<(), ProxyError> {
         let bytes = bytes as u64;
         self.bytes += bytes;
         if self.all.fetch_add(bytes, Relaxed) + bytes > self.bytes_max {
-            return Err(Failure::Overloaded);
+            return Err(ProxyError::Overloaded);
         }
         Ok(())
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldBodyBytes {
     fn drop(&mut self) {
         self.all.fetch_sub(self.bytes, Relaxed);
     }
 }
 
 /// A body on its way in.
-pub(super) struct Upload<'a> {
+pub(super) struct BodyReader<'a> {
     pub(super) settings: &'a ProxySettings,
     pub(super) headers: &'a HeaderMap,
     /// Whether many others are on their way: then it has less time.
@@ -72,13 +72,13 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Whole bodies get this part of their time while many are on their way.
 const CROWDED_PART: u32 = 10;
 
-impl Upload<'_> {
+impl BodyReader<'_> {
     /// Reads the body to its end, within the limits.
     pub(super) async fn read(
         &self,
         body: &mut Incoming,
-        held: &mut Held,
-    ) -> Result<Bytes, Failure> {
+        held: &mut HeldBodyBytes,
+    ) -> Result<Bytes, ProxyError> {
         if self
             .headers
             .get(CONTENT_ENCODING)
@@ -91,7 +91,7 @@ impl Upload<'_> {
         let bytes_max = self.settings.limits.body_bytes_max;
         let announced = content_length(self.headers);
         if announced.is_some_and(|length| length > bytes_max) {
-            return Err(Failure::BodyTooLarge { bytes_max });
+            return Err(ProxyError::BodyTooLarge { bytes_max });
         }
         let began = Instant::now();
         let mut whole = BytesMut::new();
@@ -100,7 +100,7 @@ impl Upload<'_> {
             held.add(data.len())?;
             let length = whole.len() + first.len() + data.len();
             if length as u64 > bytes_max {
-                return Err(Failure::BodyTooLarge { bytes_max });
+                return Err(ProxyError::BodyTooLarge { bytes_max });
             }
             if length == data.len() {
                 // Most bodies are one frame and need no copy.
@@ -122,7 +122,11 @@ impl Upload<'_> {
     }
 
     /// The next piece; `None` at the end.
-    async fn piece(&self, body: &mut Incoming, began: Instant) -> Result<Option<Bytes>, Failure> {
+    async fn piece(
+        &self,
+        body: &mut Incoming,
+        began: Instant,
+    ) -> Result<Option<Bytes>, ProxyError> {
         let waits_since = Instant::now();
         loop {
             let until = self.patience(began, waits_since);
@@ -132,7 +136,7 @@ impl Upload<'_> {
                 Ok(None) => return Ok(None),
                 // Others may have come meanwhile.
                 Err(_) if self.patience(began, waits_since) > Instant::now() => continue,
-                Err(_) => return Err(Failure::BodyTimeout),
+                Err(_) => return Err(ProxyError::BodyTimeout),
             };
             // Trailers are not passed on.
             if let Ok(data) = frame.into_data() {
@@ -181,8 +185,8 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-fn bad_request(message: &str) -> Failure {
-    Failure::BadRequest {
+fn bad_request(message: &str) -> ProxyError {
+    ProxyError::BadRequest {
         message: message.to_owned(),
         param: None,
     }
@@ -205,7 +209,7 @@ fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
 
 /// Refuses heads that HTTP does not allow: one host is named (RFC 9112, 3.2), and nothing but
 /// `100-continue` can be expected (RFC 9110, 10.1.1).
-pub(super) fn check_head(head: &http::request::Parts) -> Result<(), Failure> {
+pub(super) fn check_head(head: &http::request::Parts) -> Result<(), ProxyError> {
     let hosts = head.headers.get_all(HOST).iter().count();
     if hosts > 1 {
         return Err(bad_request("more than one host header"));
@@ -217,16 +221,19 @@ pub(super) fn check_head(head: &http::request::Parts) -> Result<(), Failure> {
     if expected.all(|it| it.as_bytes().eq_ignore_ascii_case(b"100-continue")) {
         return Ok(());
     }
-    Err(Failure::BadExpectation)
+    Err(ProxyError::BadExpectation)
 }
 
 /// Whom the client's key stands for. Refuses clients without a known key, where keys are checked.
-pub(super) fn check_key(settings: &ProxySettings, headers: &HeaderMap) -> Result<Holder, Failure> {
+pub(super) fn check_key(
+    settings: &ProxySettings,
+    headers: &HeaderMap,
+) -> Result<Holder, ProxyError> {
     match &settings.api_keys {
         None => Ok(Holder::Unchecked),
         Some(keys) => api_key(headers)
             .and_then(|key| keys.holder(key))
-            .ok_or(Failure::BadKey),
+            .ok_or(ProxyError::BadKey),
     }
 }
 
@@ -250,7 +257,7 @@ pub(super) fn identify<'a>(
     hashing: impl Fn() -> BlockHasher,
     client: &Client<'a>,
     parsed: &'a ParsedBody,
-) -> Result<Cow<'a, str>, Failure> {
+) -> Result<Cow<'a, str>, ProxyError> {
     let Client {
         holder,
         peer,
@@ -303,7 +310,7 @@ fn is_trusted(settings: &ProxySettings, peer: &HeaderValue) -> bool {
 }
 
 /// A name that a trusted proxy gives: not one that is made here.
-fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, Failure> {
+fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
     let said = [SAID_IN_HEADER, SAID_IN_BODY];
     let is_of_key = name.strip_prefix("key-").is_some_and(user_name::is_hash);
     let is_made_here = is_of_key
@@ -317,14 +324,14 @@ fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, Failure> {
 }
 
 /// A name that a client gives itself.
-fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, Failure> {
+fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, ProxyError> {
     check_name(name, place)?;
     let named = format!("{prefix}{name}");
     Ok(Cow::Owned(user_name::bounded(&named).into_owned()))
 }
 
 /// Names are shown on terminals and in tables: what changes how the rest is shown is refused.
-fn check_name(name: &str, place: &str) -> Result<(), Failure> {
+fn check_name(name: &str, place: &str) -> Result<(), ProxyError> {
     let is_format = |it: char| {
         matches!(
             it,
@@ -337,21 +344,21 @@ fn check_name(name: &str, place: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-fn bad_name(what: &str, place: &str) -> Failure {
-    Failure::BadRequest {
+fn bad_name(what: &str, place: &str) -> ProxyError {
+    ProxyError::BadRequest {
         message: format!("the user's name {what}"),
         param: Some(place.to_owned()),
     }
 }
 
 /// The priority that a request asks for, as far as it may.
-pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, Failure> {
+pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, ProxyError> {
     let Some(value) = headers.get(PRIORITY) else {
         return Ok(0);
     };
     let text = value.to_str().ok().map(str::trim);
     let asked: Option<i64> = text.and_then(|text| text.parse().ok());
-    let asked = asked.ok_or_else(|| Failure::BadRequest {
+    let asked = asked.ok_or_else(|| ProxyError::BadRequest {
         message: "x-quorate-priority must be an integer".to_owned(),
         param: Some(PRIORITY.to_string()),
     })?;
@@ -456,11 +463,11 @@ mod tests {
         assert_eq!(check_key(&settings, &known), Ok(Holder::Unnamed));
         for key in ["Bearer sk-2", "Bearer sk-", "Bearer "] {
             let unknown = headers(&[("authorization", key)]);
-            assert_eq!(check_key(&settings, &unknown), Err(Failure::BadKey));
+            assert_eq!(check_key(&settings, &unknown), Err(ProxyError::BadKey));
         }
         assert_eq!(
             check_key(&settings, &HeaderMap::new()),
-            Err(Failure::BadKey)
+            Err(ProxyError::BadKey)
         );
     }
 

@@ -7,7 +7,7 @@
 use http::Method;
 
 use super::settings::ProxySettings;
-use crate::error::Failure;
+use crate::error::ProxyError;
 
 /// Paths routed by their body's `model`; `requests.extra_paths` adds others.
 pub const INFERENCE_PATHS: [&str; 25] = [
@@ -104,7 +104,7 @@ pub(super) fn route<'a>(
     settings: &ProxySettings,
     method: &Method,
     path: &'a str,
-) -> Result<Route<'a>, Failure> {
+) -> Result<Route<'a>, ProxyError> {
     let (route, allowed, is_method_right) = if path == "/v1/models" {
         (Route::Models, "GET", method == Method::GET)
     } else if let Some(id) = path.strip_prefix("/v1/models/") {
@@ -114,7 +114,7 @@ pub(super) fn route<'a>(
     } else {
         let mut path = path.to_owned();
         path.truncate(path.floor_char_boundary(SHOWN_PATH_BYTES_MAX));
-        return Err(Failure::UnknownRoute {
+        return Err(ProxyError::UnknownRoute {
             method: method.as_str().to_owned(),
             path,
         });
@@ -122,7 +122,7 @@ pub(super) fn route<'a>(
     if is_method_right {
         Ok(route)
     } else {
-        Err(Failure::WrongMethod { allowed })
+        Err(ProxyError::WrongMethod { allowed })
     }
 }
 

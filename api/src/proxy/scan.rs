@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// A member of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Member {
+pub(super) struct JsonMember {
     /// The key as written, without its quotes. Escapes are not decoded.
     pub(super) key: Range<usize>,
     /// The value.
@@ -16,23 +16,23 @@ pub(super) struct Member {
 }
 
 /// Goes through the members of an object, in order.
-pub(super) struct Members<'a> {
+pub(super) struct JsonMembers<'a> {
     json: &'a [u8],
     /// Where the next member's key, or the object's end, is looked for; `None` after the end.
     at: Option<usize>,
 }
 
 /// The members of the object that `json` begins with, after white space. None for other values.
-pub(super) fn members(json: &[u8]) -> Members<'_> {
+pub(super) fn members(json: &[u8]) -> JsonMembers<'_> {
     let start = skip_space(json, 0);
     let at = (json.get(start) == Some(&b'{')).then_some(start + 1);
-    Members { json, at }
+    JsonMembers { json, at }
 }
 
-impl Iterator for Members<'_> {
-    type Item = Member;
+impl Iterator for JsonMembers<'_> {
+    type Item = JsonMember;
 
-    fn next(&mut self) -> Option<Member> {
+    fn next(&mut self) -> Option<JsonMember> {
         let json = self.json;
         let start = skip_space(json, self.at.take()?);
         if json.get(start) != Some(&b'"') {
@@ -49,7 +49,7 @@ impl Iterator for Members<'_> {
         if json.get(comma) == Some(&b',') {
             self.at = Some(comma + 1);
         }
-        Some(Member {
+        Some(JsonMember {
             key: start + 1..key_end - 1,
             value: value_start..value_end,
         })
@@ -63,20 +63,20 @@ pub(super) fn value_of<'a>(json: &'a [u8], key: &str) -> Option<&'a [u8]> {
 }
 
 /// Goes through the elements of an array, in order.
-pub(super) struct Elements<'a> {
+pub(super) struct JsonElements<'a> {
     json: &'a [u8],
     /// Where the next element, or the array's end, is looked for; `None` after the end.
     at: Option<usize>,
 }
 
 /// The elements of the array that `json` begins with, after white space. None for other values.
-pub(super) fn elements(json: &[u8]) -> Elements<'_> {
+pub(super) fn elements(json: &[u8]) -> JsonElements<'_> {
     let start = skip_space(json, 0);
     let at = (json.get(start) == Some(&b'[')).then_some(start + 1);
-    Elements { json, at }
+    JsonElements { json, at }
 }
 
-impl<'a> Iterator for Elements<'a> {
+impl<'a> Iterator for JsonElements<'a> {
     type Item = &'a [u8];
 
     fn next(&mut self) -> Option<&'a [u8]> {

@@ -24,8 +24,8 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::clients::Seated;
-use super::pace::{Paced, Written};
+use super::clients::ConnectionGuard;
+use super::pace::{CurrentResponse, WriteTimeoutSocket};
 use super::{AnswerBody, CLOSE, Proxy};
 use crate::backends::pool::prepare;
 use crate::seldom::Seldom;
@@ -57,7 +57,7 @@ pub struct Server {
 
 /// How draining went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Drained {
+pub struct DrainResult {
     /// Connections that were open when the deadline came, and were cut.
     pub cut: usize,
 }
@@ -84,20 +84,20 @@ impl Server {
     /// Serves until `drain` is cancelled. Then stops accepting, lets every connection finish what
     /// it has begun (`connection: close` and GOAWAY tell clients to go elsewhere), and cuts what is
     /// left after `deadline`.
-    pub async fn run(self, drain: CancellationToken, deadline: Duration) -> Drained {
+    pub async fn run(self, drain: CancellationToken, deadline: Duration) -> DrainResult {
         let Self {
             listener,
             proxy,
             leaving,
         } = self;
         let tracker = TaskTracker::new();
-        let stop = Stop {
+        let stop = ShutdownSignals {
             leaving,
             drain,
             linger: LINGER.min(deadline / 4),
             cut: CancellationToken::new(),
         };
-        let mut door = Door {
+        let mut door = Acceptor {
             listener,
             room: Arc::new(Semaphore::new(proxy.settings.limits.connections_max)),
             knocking: None,
@@ -106,7 +106,7 @@ impl Server {
         let failures = Seldom::new(1, ACCEPT_TOLD_EVERY);
         let mut reap = interval(REAP_INTERVAL);
         reap.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let context = || Context {
+        let context = || ConnectionContext {
             proxy: Arc::clone(&proxy),
             builder: Arc::clone(&builder),
             stop: stop.clone(),
@@ -151,12 +151,12 @@ impl Server {
         // the outbox is emptied.
         proxy.tasks.close();
         proxy.tasks.wait().await;
-        Drained { cut }
+        DrainResult { cut }
     }
 }
 
 /// Where connections come in.
-struct Door {
+struct Acceptor {
     listener: TcpListener,
     room: Arc<Semaphore>,
     /// Accepted before there was room for it.
@@ -167,11 +167,11 @@ struct Door {
 struct Accepted {
     stream: TcpStream,
     peer: IpAddr,
-    seated: Seated,
+    seated: ConnectionGuard,
     _room: OwnedSemaphorePermit,
 }
 
-impl Door {
+impl Acceptor {
     /// The next connection; `None` for one whose address has as many as it may. While there is no
     /// room, the longest idle connections are closed. Cancelled, it loses nothing.
     async fn accept(&mut self, proxy: &Proxy) -> io::Result<Option<Accepted>> {
@@ -213,9 +213,9 @@ impl Door {
 
 /// Runs h2 streams where the drain can wait for them.
 #[derive(Clone)]
-struct Tracked(TaskTracker);
+struct TrackedExecutor(TaskTracker);
 
-impl<F> Executor<F> for Tracked
+impl<F> Executor<F> for TrackedExecutor
 where
     F: Future<Output: Send> + Send + 'static,
 {
@@ -224,9 +224,9 @@ where
     }
 }
 
-fn builder(proxy: &Proxy) -> auto::Builder<Tracked> {
+fn builder(proxy: &Proxy) -> auto::Builder<TrackedExecutor> {
     let (limits, timeouts) = (&proxy.settings.limits, &proxy.settings.timeouts);
-    let mut builder = auto::Builder::new(Tracked(proxy.tasks.clone()));
+    let mut builder = auto::Builder::new(TrackedExecutor(proxy.tasks.clone()));
     builder
         .http1()
         .timer(TokioTimer::new())
@@ -251,7 +251,7 @@ const FAREWELL: Duration = Duration::from_millis(500);
 
 /// The steps of stopping.
 #[derive(Clone)]
-struct Stop {
+struct ShutdownSignals {
     /// Tell clients to go elsewhere.
     leaving: CancellationToken,
     /// Finish what has begun.
@@ -262,7 +262,7 @@ struct Stop {
     linger: Duration,
 }
 
-impl Stop {
+impl ShutdownSignals {
     /// Whether clients are to go elsewhere.
     fn is_leaving(&self) -> bool {
         self.leaving.is_cancelled() || self.drain.is_cancelled()
@@ -270,13 +270,13 @@ impl Stop {
 }
 
 /// What serving a connection takes.
-struct Context {
+struct ConnectionContext {
     proxy: Arc<Proxy>,
-    builder: Arc<auto::Builder<Tracked>>,
-    stop: Stop,
+    builder: Arc<auto::Builder<TrackedExecutor>>,
+    stop: ShutdownSignals,
 }
 
-impl Context {
+impl ConnectionContext {
     async fn serve(self, accepted: Accepted) {
         let Accepted {
             stream,
@@ -284,22 +284,19 @@ impl Context {
             seated,
             _room,
         } = accepted;
-        let Self {
-            proxy,
-            builder,
-            stop,
-        } = self;
+        let (proxy, stop) = (self.proxy, self.stop);
         let timeouts = proxy.settings.timeouts;
         if let Err(error) = prepare(&stream, timeouts.keep_alive) {
             tracing::debug!(%error, "connection closed before it was served");
             return;
         }
-        let _open = Open::connection(&proxy.metrics.connections);
+        let _open = ConnectionGaugeGuard::connection(&proxy.metrics.connections);
         let seat = Arc::clone(&seated.seat);
-        let asked = Arc::new(Asked::default());
+        let asked = Arc::new(ConnectionRequests::default());
         let service = service(&proxy, seated, peer, &asked, &stop);
-        let stream = TokioIo::new(Paced::new(stream, timeouts.untaken, asked.written.clone()));
-        let mut connection = pin!(builder.serve_connection(stream, service));
+        let written = asked.written.clone();
+        let stream = WriteTimeoutSocket::new(stream, timeouts.untaken, written);
+        let mut connection = pin!(self.builder.serve_connection(TokioIo::new(stream), service));
         // hyper's own timer begins only when it knows which protocol is spoken, and is for HTTP/1.1.
         let mut patience = pin!(sleep(timeouts.first_request));
         let (mut is_first, mut is_waiting, mut is_evicted) = (true, true, false);
@@ -353,10 +350,10 @@ impl Context {
 /// Answers the requests of one connection.
 fn service(
     proxy: &Arc<Proxy>,
-    seated: Seated,
+    seated: ConnectionGuard,
     peer: IpAddr,
-    asked: &Arc<Asked>,
-    stop: &Stop,
+    asked: &Arc<ConnectionRequests>,
+    stop: &ShutdownSignals,
 ) -> impl Service<
     Request<Incoming>,
     Response = Response<AnswerBody>,
@@ -384,13 +381,13 @@ fn service(
 
 /// What the timer and the socket of a connection must know of its requests.
 #[derive(Default)]
-struct Asked {
+struct ConnectionRequests {
     has_asked: AtomicBool,
     is_h2: AtomicBool,
-    written: Written,
+    written: CurrentResponse,
 }
 
-impl Asked {
+impl ConnectionRequests {
     /// A request began.
     fn note(&self, is_h2: bool) {
         self.has_asked.store(true, Ordering::Relaxed);
@@ -404,16 +401,16 @@ impl Asked {
 }
 
 /// A connection in its gauge, until it is dropped: also by a panic.
-struct Open(Gauge);
+struct ConnectionGaugeGuard(Gauge);
 
-impl Open {
+impl ConnectionGaugeGuard {
     fn connection(gauge: &Gauge) -> Self {
         gauge.inc();
         Self(gauge.clone())
     }
 }
 
-impl Drop for Open {
+impl Drop for ConnectionGaugeGuard {
     fn drop(&mut self) {
         self.0.dec();
     }

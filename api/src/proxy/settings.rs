@@ -11,7 +11,7 @@ use super::addresses::IpPrefix;
 use super::expose::Expose;
 use super::fields::{FieldRules, HeaderRules};
 use super::keys::ApiKeys;
-use super::splice::UsageSplice;
+use super::splice::UsageRequest;
 use crate::backends::pool::PoolSettings;
 
 /// Settings of one replica's data plane.
@@ -22,9 +22,9 @@ pub struct ProxySettings {
     /// What clients are told beside answers.
     pub expose: Expose,
     /// Limits of what clients may send and hold.
-    pub limits: Limits,
+    pub limits: ProxyLimits,
     /// How long to wait for clients and engines.
-    pub timeouts: Timeouts,
+    pub timeouts: ProxyTimeouts,
     /// Where the user's name is looked for, in this order; nobody found is `anonymous`.
     pub identify_by: Vec<IdentifyBy>,
     /// Addresses that speak for many clients, such as load balancers: what they say of users is believed,
@@ -49,7 +49,7 @@ pub struct ProxySettings {
     /// Highest priority that a request may ask for; what is higher counts as this.
     pub priority_max: i16,
     /// Which usage reports are asked for on a client's behalf.
-    pub usage_splice: UsageSplice,
+    pub usage_splice: UsageRequest,
     /// Paths beyond the built-in ones to which a POST with a JSON `model` is routed. Exact, without
     /// a query. Engine control paths stay closed even when they stand here.
     pub extra_paths: Vec<String>,
@@ -59,7 +59,7 @@ pub struct ProxySettings {
 
 /// Limits of what clients may send and hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct ProxyLimits {
     /// Longest request body, in bytes: 413 beyond.
     pub body_bytes_max: u64,
     /// Most bytes of request bodies held at once, from their first byte to the head of the answer:
@@ -80,7 +80,7 @@ pub struct Limits {
     /// Most requests under way, their body here: 503 beyond.
     pub requests_max: usize,
     /// Most requests whose body is on its way: 503 beyond. From half of it on bodies have to hurry:
-    /// [`Timeouts::body_idle_crowded`].
+    /// [`ProxyTimeouts::body_idle_crowded`].
     pub reading_max: usize,
     /// Of both kinds together, most from one client address: 429 beyond.
     pub requests_per_address_max: usize,
@@ -90,7 +90,7 @@ pub struct Limits {
     pub streams_per_connection_max: u32,
 }
 
-impl Default for Limits {
+impl Default for ProxyLimits {
     fn default() -> Self {
         Self {
             body_bytes_max: 32 * 1024 * 1024,
@@ -111,7 +111,7 @@ impl Default for Limits {
 
 /// How long to wait for clients and engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timeouts {
+pub struct ProxyTimeouts {
     /// From a connection to its first request.
     pub first_request: Duration,
     /// For a connection's next request: its head must be complete when this is over. Covers idle
@@ -143,7 +143,7 @@ pub struct Timeouts {
     pub keep_alive: Duration,
 }
 
-impl Default for Timeouts {
+impl Default for ProxyTimeouts {
     fn default() -> Self {
         Self {
             first_request: Duration::from_secs(10),
@@ -168,8 +168,8 @@ impl ProxySettings {
         Self {
             replica,
             expose: Expose::default(),
-            limits: Limits::default(),
-            timeouts: Timeouts::default(),
+            limits: ProxyLimits::default(),
+            timeouts: ProxyTimeouts::default(),
             identify_by: vec![
                 IdentifyBy::ApiKey,
                 IdentifyBy::Header(HeaderName::from_static("x-quorate-user")),
@@ -184,7 +184,7 @@ impl ProxySettings {
             retry_budget_percent: 20,
             retry_concurrency_min: 3,
             priority_max: 0,
-            usage_splice: UsageSplice::default(),
+            usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),
             pool: PoolSettings::default(),
         }
@@ -206,18 +206,18 @@ pub enum IdentifyBy {
 /// Text that names no place of a user's name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected api_key, header:NAME or body:user")]
-pub struct BadIdentifyBy;
+pub struct IdentifyByError;
 
 impl FromStr for IdentifyBy {
-    type Err = BadIdentifyBy;
+    type Err = IdentifyByError;
 
-    fn from_str(text: &str) -> Result<Self, BadIdentifyBy> {
+    fn from_str(text: &str) -> Result<Self, IdentifyByError> {
         match text {
             "api_key" => Ok(Self::ApiKey),
             "body:user" => Ok(Self::BodyUser),
             _ => {
-                let name = text.strip_prefix("header:").ok_or(BadIdentifyBy)?;
-                name.parse().map(Self::Header).map_err(|_| BadIdentifyBy)
+                let name = text.strip_prefix("header:").ok_or(IdentifyByError)?;
+                name.parse().map(Self::Header).map_err(|_| IdentifyByError)
             }
         }
     }
@@ -242,7 +242,7 @@ mod tests {
         for text in ["api_key", "header:x-user", "body:user"] {
             assert_eq!(text.parse::<IdentifyBy>().unwrap().to_string(), text);
         }
-        assert_eq!("cookie".parse::<IdentifyBy>(), Err(BadIdentifyBy));
-        assert_eq!("header:".parse::<IdentifyBy>(), Err(BadIdentifyBy));
+        assert_eq!("cookie".parse::<IdentifyBy>(), Err(IdentifyByError));
+        assert_eq!("header:".parse::<IdentifyBy>(), Err(IdentifyByError));
     }
 }

@@ -8,14 +8,14 @@
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
-use super::sse::Wanted;
+use super::sse::WantedUsage;
 use crate::backends::pool::Segments;
 use crate::prompt::ParsedBody;
 
 /// Which usage reports are asked for on a client's behalf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum UsageSplice {
+pub enum UsageRequest {
     /// Running usage on every chunk, and a final chunk.
     #[default]
     Continuous,
@@ -34,24 +34,24 @@ const FINAL: &[u8] = br#""stream_options":{"include_usage":true},"#;
 
 /// The body for the engine, and what of its usage reports the client asked for itself.
 pub(super) fn splice(
-    mode: UsageSplice,
+    mode: UsageRequest,
     path: &str,
     parsed: &ParsedBody,
     body: &Bytes,
-) -> (Segments, Wanted) {
-    let untouched = || (Segments::from(body.clone()), Wanted::ALL);
+) -> (Segments, WantedUsage) {
+    let untouched = || (Segments::from(body.clone()), WantedUsage::ALL);
     let has_option = matches!(path, "/v1/chat/completions" | "/v1/completions");
     let is_asked = parsed.stream && has_option && !parsed.are_options_unclear;
-    if !is_asked || mode == UsageSplice::Off {
+    if !is_asked || mode == UsageRequest::Off {
         return untouched();
     }
     let final_chunk = parsed.include_usage == Some(true);
     let running = final_chunk && parsed.continuous_usage == Some(true);
-    let wanted = Wanted {
+    let wanted = WantedUsage {
         final_chunk,
         running,
     };
-    if running || (final_chunk && mode == UsageSplice::Final) {
+    if running || (final_chunk && mode == UsageRequest::Final) {
         return untouched();
     }
     let spliced = match parsed
@@ -65,11 +65,11 @@ pub(super) fn splice(
 }
 
 /// Adds the option as the object's first member.
-fn insert(mode: UsageSplice, body: &Bytes, at: usize) -> Option<Segments> {
+fn insert(mode: UsageRequest, body: &Bytes, at: usize) -> Option<Segments> {
     if at == 0 || at > body.len() {
         return None;
     }
-    let option = if mode == UsageSplice::Continuous {
+    let option = if mode == UsageRequest::Continuous {
         CONTINUOUS
     } else {
         FINAL
@@ -83,14 +83,14 @@ fn insert(mode: UsageSplice, body: &Bytes, at: usize) -> Option<Segments> {
 
 /// Completes the client's own options object, or puts one in the place of null. It alone is
 /// written anew, with its other members.
-fn replace(mode: UsageSplice, body: &Bytes, (start, end): (usize, usize)) -> Option<Segments> {
+fn replace(mode: UsageRequest, body: &Bytes, (start, end): (usize, usize)) -> Option<Segments> {
     if end.saturating_sub(start) > OPTIONS_BYTES_MAX {
         return None;
     }
     let options: Option<Map<String, Value>> = serde_json::from_slice(body.get(start..end)?).ok()?;
     let mut options = options.unwrap_or_default();
     options.insert("include_usage".to_owned(), Value::Bool(true));
-    if mode == UsageSplice::Continuous {
+    if mode == UsageRequest::Continuous {
         options.insert("continuous_usage_stats".to_owned(), Value::Bool(true));
     }
     let options = serde_json::to_vec(&options).ok()?;
@@ -111,7 +111,7 @@ mod tests {
     const COMPLETIONS: &str = "/v1/completions";
 
     /// Reads and splices `body`.
-    fn spliced(mode: UsageSplice, path: &str, body: &str) -> (String, Wanted) {
+    fn spliced(mode: UsageRequest, path: &str, body: &str) -> (String, WantedUsage) {
         let body = Bytes::copy_from_slice(body.as_bytes());
         let parsed = crate::prompt::parse(path, &body).unwrap();
         let (segments, wanted) = splice(mode, path, &parsed, &body);
@@ -131,18 +131,18 @@ mod tests {
     #[test]
     fn the_option_is_added_in_front_and_the_rest_keeps_its_bytes() {
         let body = "{ \"model\" : \"m\",\n\"stream\":true }\n";
-        let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, body);
+        let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, body);
         let option = r#"{"stream_options":{"include_usage":true,"continuous_usage_stats":true}, "#;
         assert_eq!(out, body.replace("{ ", option));
         assert_eq!(
             wanted,
-            Wanted {
+            WantedUsage {
                 final_chunk: false,
                 running: false
             }
         );
         let body = r#"{"model":"m","stream":true}"#;
-        let (out, _) = spliced(UsageSplice::Final, COMPLETIONS, body);
+        let (out, _) = spliced(UsageRequest::Final, COMPLETIONS, body);
         assert_eq!(
             out,
             r#"{"stream_options":{"include_usage":true},"model":"m","stream":true}"#
@@ -166,7 +166,7 @@ mod tests {
             ),
         ] {
             let body = format!(r#"{{"stream_options":{options},"model":"m","stream":true}}"#);
-            let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, &body);
+            let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, &body);
             assert_eq!(out, body.replace(options, expected));
             assert!(!wanted.final_chunk);
         }
@@ -176,11 +176,11 @@ mod tests {
     fn what_only_an_engine_can_judge_reaches_it_as_it_is() {
         for options in ["5", "[]", r#"{"include_usage":"x"}"#] {
             let body = format!(r#"{{"model":"m","stream":true,"stream_options":{options}}}"#);
-            let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, &body);
-            assert_eq!((out, wanted), (body, Wanted::ALL));
+            let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, &body);
+            assert_eq!((out, wanted), (body, WantedUsage::ALL));
         }
         let body = r#"{"model":"m","stream":"true","stream_options":{"include_usage":1}}"#;
-        let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, body);
+        let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, body);
         let options = r#"{"include_usage":true,"continuous_usage_stats":true}"#;
         assert_eq!(out, body.replace(r#"{"include_usage":1}"#, options));
         assert!(wanted.final_chunk && !wanted.running);
@@ -190,8 +190,8 @@ mod tests {
     fn options_that_are_long_for_no_reason_are_left_alone() {
         let zeros = "0,".repeat(OPTIONS_BYTES_MAX);
         let body = format!(r#"{{"model":"m","stream":true,"stream_options":{{"x":[{zeros}0]}}}}"#);
-        let (out, wanted) = spliced(UsageSplice::Continuous, COMPLETIONS, &body);
-        assert_eq!((out, wanted), (body, Wanted::ALL));
+        let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, &body);
+        assert_eq!((out, wanted), (body, WantedUsage::ALL));
     }
 
     #[test]
@@ -199,12 +199,15 @@ mod tests {
         let all = r#"{"model":"m","stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#;
         let bare = r#"{"model":"m","stream":true}"#;
         for (mode, path, body) in [
-            (UsageSplice::Continuous, COMPLETIONS, all),
-            (UsageSplice::Off, COMPLETIONS, bare),
-            (UsageSplice::Continuous, "/v1/responses", bare),
-            (UsageSplice::Continuous, COMPLETIONS, r#"{"model":"m"}"#),
+            (UsageRequest::Continuous, COMPLETIONS, all),
+            (UsageRequest::Off, COMPLETIONS, bare),
+            (UsageRequest::Continuous, "/v1/responses", bare),
+            (UsageRequest::Continuous, COMPLETIONS, r#"{"model":"m"}"#),
         ] {
-            assert_eq!(spliced(mode, path, body), (body.to_owned(), Wanted::ALL));
+            assert_eq!(
+                spliced(mode, path, body),
+                (body.to_owned(), WantedUsage::ALL)
+            );
         }
     }
 }

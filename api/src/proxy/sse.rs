@@ -8,21 +8,21 @@ use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 
-use super::inspect::{Findings, inspect};
+use super::inspect::{AnswerDelta, inspect};
 
 /// Longest event that is read, in bytes.
 pub(super) const EVENT_BYTES_MAX: usize = 256 * 1024;
 
 /// What of usage the client asked for; the rest is taken out of the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(super) struct WantedUsage {
     /// The last chunk, which has nothing but usage.
     pub(super) final_chunk: bool,
     /// The running `usage` of the other chunks.
     pub(super) running: bool,
 }
 
-impl Wanted {
+impl WantedUsage {
     /// For streams whose requests were not added to.
     pub(super) const ALL: Self = Self {
         final_chunk: true,
@@ -32,20 +32,20 @@ impl Wanted {
 
 /// The state of one stream.
 #[derive(Debug)]
-pub(super) struct Events {
-    wanted: Wanted,
+pub(super) struct SseStream {
+    wanted: WantedUsage,
     /// The beginning of an event, or nothing.
     held: BytesMut,
-    scan: Scan,
+    scan: EventScan,
     /// The present event is too long and passes through unread.
-    passing: Option<Passing>,
+    passing: Option<SkippedEvent>,
     /// Whether `[DONE]` came.
     is_done: bool,
 }
 
 /// How far the event at the start of a buffer is understood.
 #[derive(Debug, Default)]
-struct Scan {
+struct EventScan {
     /// Start of the line that is not complete yet.
     line: usize,
     /// No line end stands between `line` and here.
@@ -56,7 +56,7 @@ struct Scan {
     has_many: bool,
 }
 
-impl Scan {
+impl EventScan {
     /// The position after the event, or `None` when it is not complete.
     fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
         loop {
@@ -95,14 +95,14 @@ impl Scan {
 
 /// Finds the end of an event without holding any of it.
 #[derive(Debug)]
-struct Passing {
+struct SkippedEvent {
     /// Whether nothing but its beginning is known of the present line.
     is_line_empty: bool,
     /// Whether the last byte was a carriage return, of whose line end a line feed may be part.
     is_after_return: bool,
 }
 
-impl Passing {
+impl SkippedEvent {
     fn new() -> Self {
         Self {
             is_line_empty: true,
@@ -135,12 +135,12 @@ impl Passing {
     }
 }
 
-impl Events {
-    pub(super) fn new(wanted: Wanted) -> Self {
+impl SseStream {
+    pub(super) fn new(wanted: WantedUsage) -> Self {
         Self {
             wanted,
             held: BytesMut::new(),
-            scan: Scan::default(),
+            scan: EventScan::default(),
             passing: None,
             is_done: false,
         }
@@ -155,7 +155,7 @@ impl Events {
     pub(super) fn push(
         &mut self,
         frame: Bytes,
-        observe: &mut impl FnMut(&Findings<'_>),
+        observe: &mut impl FnMut(&AnswerDelta<'_>),
     ) -> Option<Bytes> {
         let bytes = if self.held.is_empty() {
             frame
@@ -166,13 +166,13 @@ impl Events {
             if !is_complete && self.held.len() <= EVENT_BYTES_MAX {
                 return None;
             }
-            self.scan = Scan::default();
+            self.scan = EventScan::default();
             self.held.split().freeze()
         };
         self.pass(&bytes, observe)
     }
 
-    fn pass(&mut self, bytes: &Bytes, observe: &mut impl FnMut(&Findings<'_>)) -> Option<Bytes> {
+    fn pass(&mut self, bytes: &Bytes, observe: &mut impl FnMut(&AnswerDelta<'_>)) -> Option<Bytes> {
         let mut cuts = Vec::new();
         let mut start = 0;
         while start < bytes.len() {
@@ -185,7 +185,7 @@ impl Events {
                 start += length;
                 continue;
             }
-            let mut scan = Scan::default();
+            let mut scan = EventScan::default();
             match scan.event_end(rest) {
                 Some(length) => {
                     if let Some(payload) = scan.payload() {
@@ -194,7 +194,7 @@ impl Events {
                     }
                     start += length;
                 }
-                None if rest.len() > EVENT_BYTES_MAX => self.passing = Some(Passing::new()),
+                None if rest.len() > EVENT_BYTES_MAX => self.passing = Some(SkippedEvent::new()),
                 None => {
                     self.held.extend_from_slice(rest);
                     self.scan = scan;
@@ -212,7 +212,7 @@ impl Events {
         json: &[u8],
         payload: Range<usize>,
         length: usize,
-        observe: &mut impl FnMut(&Findings<'_>),
+        observe: &mut impl FnMut(&AnswerDelta<'_>),
     ) -> Option<Range<usize>> {
         if json == b"[DONE]" {
             self.is_done = true;
@@ -230,12 +230,12 @@ impl Events {
 
     /// The stream ends: what was held back goes on as it is. An event that lacks only its blank
     /// line is read.
-    pub(super) fn finish(&mut self, observe: &mut impl FnMut(&Findings<'_>)) -> Option<Bytes> {
+    pub(super) fn finish(&mut self, observe: &mut impl FnMut(&AnswerDelta<'_>)) -> Option<Bytes> {
         let rest = self.held.split().freeze();
         let mut ended = BytesMut::with_capacity(rest.len() + 2);
         ended.extend_from_slice(&rest);
         ended.extend_from_slice(b"\n\n");
-        let mut scan = Scan::default();
+        let mut scan = EventScan::default();
         if let (Some(length), Some(payload)) = (scan.event_end(&ended), scan.payload()) {
             self.judge(&ended[payload.clone()], payload, length, observe);
         }
@@ -285,14 +285,18 @@ mod tests {
         "data: {\"id\":\"c\",\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":2}}\n\n",
         "data: [DONE]\n\n",
     );
-    const NOTHING: Wanted = Wanted {
+    const NOTHING: WantedUsage = WantedUsage {
         final_chunk: false,
         running: false,
     };
 
     /// Runs `stream` through in frames cut at `cuts`; answers what comes out, the text and usage.
-    fn run(wanted: Wanted, stream: &[u8], frame_bytes: &[usize]) -> (Vec<u8>, String, Usage, bool) {
-        let mut events = Events::new(wanted);
+    fn run(
+        wanted: WantedUsage,
+        stream: &[u8],
+        frame_bytes: &[usize],
+    ) -> (Vec<u8>, String, Usage, bool) {
+        let mut events = SseStream::new(wanted);
         let (mut out, mut text, mut usage) = (Vec::new(), String::new(), Usage::default());
         let mut rest = stream;
         let mut lengths = frame_bytes.iter().copied().cycle();
@@ -336,7 +340,7 @@ mod tests {
 
     #[test]
     fn a_client_that_asked_for_the_final_chunk_gets_it_and_its_nulls() {
-        let wanted = Wanted {
+        let wanted = WantedUsage {
             final_chunk: true,
             running: false,
         };
@@ -362,7 +366,7 @@ mod tests {
         let (usage_chunk, done) = (STREAM.rfind("data: {").unwrap(), "data: [DONE]");
         let cut = STREAM[..STREAM.find(done).unwrap()].trim_end();
         assert!(cut.len() > usage_chunk);
-        let (_, _, usage, is_done) = run(Wanted::ALL, cut.as_bytes(), &[]);
+        let (_, _, usage, is_done) = run(WantedUsage::ALL, cut.as_bytes(), &[]);
         assert_eq!((usage.completion_tokens, is_done), (2, false));
         for end in ["", "\n", "\r"] {
             let (.., is_done) = run(NOTHING, format!("{done}{end}").as_bytes(), &[]);
@@ -386,7 +390,7 @@ mod tests {
             let stream = if carriage_returns { STREAM.replace("\r\n", "\n").replace('\n', "\r") } else { STREAM.into() };
             let whole = run(NOTHING, stream.as_bytes(), &[]);
             prop_assert_eq!(run(NOTHING, stream.as_bytes(), &frame_bytes), whole);
-            let untouched = run(Wanted::ALL, stream.as_bytes(), &frame_bytes);
+            let untouched = run(WantedUsage::ALL, stream.as_bytes(), &frame_bytes);
             prop_assert_eq!(untouched.0, stream.as_bytes());
         }
 
@@ -395,7 +399,7 @@ mod tests {
             bytes in prop::collection::vec(prop::sample::select(b"data: {}[]\"usage,\\\n\r".to_vec()), 0..300),
             frame_bytes in prop::collection::vec(1_usize..20, 1..5),
         ) {
-            prop_assert_eq!(run(Wanted::ALL, &bytes, &frame_bytes).0, bytes);
+            prop_assert_eq!(run(WantedUsage::ALL, &bytes, &frame_bytes).0, bytes);
         }
     }
 }

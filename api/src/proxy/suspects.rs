@@ -14,7 +14,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::forward::Asked;
+use super::forward::ProxiedRequest;
 
 /// How long a broken connection is remembered, and how long a request is then refused.
 const REMEMBERED: Duration = Duration::from_secs(60);
@@ -40,7 +40,7 @@ struct Suspect {
 
 /// A request under way, as it is told apart.
 #[derive(Clone)]
-pub(super) struct Watched {
+pub(super) struct WatchedRequest {
     suspects: Arc<Suspects>,
     print: u64,
     sent_at: Instant,
@@ -56,20 +56,20 @@ impl Suspects {
     }
 
     /// Whether the request is refused.
-    pub(super) fn refuses(&self, asked: &Asked) -> bool {
+    pub(super) fn refuses(&self, asked: &ProxiedRequest) -> bool {
         self.count.load(Relaxed) > 0 && self.is_refused(self.print(asked), Instant::now())
     }
 
     /// The request, which is sent now or later.
-    pub(super) fn watch(self: &Arc<Self>, asked: &Asked) -> Watched {
-        Watched {
+    pub(super) fn watch(self: &Arc<Self>, asked: &ProxiedRequest) -> WatchedRequest {
+        WatchedRequest {
             suspects: Arc::clone(self),
             print: self.print(asked),
             sent_at: Instant::now(),
         }
     }
 
-    fn print(&self, asked: &Asked) -> u64 {
+    fn print(&self, asked: &ProxiedRequest) -> u64 {
         let body = &asked.body;
         let edge = EDGE_BYTES.min(body.len());
         let length = body.len() as u64;
@@ -117,7 +117,7 @@ impl Suspects {
     }
 }
 
-impl Watched {
+impl WatchedRequest {
     /// It is sent now.
     pub(super) fn sent(&mut self) {
         self.sent_at = Instant::now();

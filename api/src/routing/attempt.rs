@@ -30,7 +30,7 @@ use super::reply::ReplyChain;
 use super::room::LargestRequest;
 use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
 use super::{AttemptEnd, Decision, Router, RoutingRequest, Usage};
-use crate::backends::Trial;
+use crate::backends::HalfOpenProbe;
 use crate::planted::{self, Bug};
 use crate::prompt::{PromptIdentity, TokenRatio};
 use crate::user_name;
@@ -53,7 +53,7 @@ pub(super) struct OpenAttempt {
     backend: BackendRef,
     stopwatch: AttemptTimer,
     /// Keeps others away from a backend whose circuit is open, until there is a verdict.
-    trial: Option<Arc<Trial>>,
+    trial: Option<Arc<HalfOpenProbe>>,
     /// When the answer's body began.
     began: Option<Instant>,
     /// What of the output does not show as it is made.

@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::fleet::{DecisionScratch, RoutingTable, SCRATCH, matchable, policy_of, user_of};
 use super::{Decision, Router, RoutingRejection, RoutingRequest, session};
-use crate::backends::Passage;
+use crate::backends::BreakerState;
 use crate::user_name;
 
 impl Router {
@@ -46,11 +46,11 @@ impl Router {
         let (choice, at, are_circuits_kept) = decided?;
         let backend = fleet.registry.backends[at].handle;
         let trial = match self.backends.enter(backend, || user_of(&fleet, ask)) {
-            Passage::Closed => None,
-            Passage::Trial(trial) => Some(Arc::new(trial)),
+            BreakerState::Closed => None,
+            BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
             // Another request has become the trial meanwhile: it goes there alone.
-            Passage::Barred if are_circuits_kept => return self.decide(ask),
-            Passage::Barred => None,
+            BreakerState::Open if are_circuits_kept => return self.decide(ask),
+            BreakerState::Open => None,
         };
         Ok(Decision {
             trial,

@@ -57,7 +57,7 @@ use self::panic::Panics;
 use self::read::TokenizerWorkers;
 use self::room::PricedTotal;
 use self::samples::ServiceSamples;
-use crate::backends::{Backends, Trial};
+use crate::backends::{Backends, HalfOpenProbe};
 use crate::clock::Clock;
 use crate::ports::Propose;
 use crate::prompt::{ModelSettings, PromptIdentity};
@@ -166,7 +166,7 @@ pub struct Decision {
     /// Applied index the decision was made at.
     pub index: LogIndex,
     /// The backend's circuit is open: this request is the one that tries it.
-    pub(crate) trial: Option<Arc<Trial>>,
+    pub(crate) trial: Option<Arc<HalfOpenProbe>>,
 }
 
 /// Why no backend can take a request.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::proxy::Drained;
+use api::proxy::DrainResult;
 use api::routing::LoadTable;
 use state::admission::{AdmissionSettings, Batching, Concurrency, Grants, Order};
 use state::command::Command;
@@ -404,7 +404,7 @@ async fn who_waits_when_the_replica_leaves_is_told_to_ask_another() {
     let mut second = wait(&fleet, &chat_of("b", "")).await;
     fleet.drain.cancel();
     assert_refused(&second.answer().await, 503, "replica_leaving");
-    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 1 });
+    assert_eq!(fleet.server.await.unwrap(), DrainResult { cut: 1 });
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::proxy::{ApiKeys, Outcome};
+use api::proxy::{ApiKeys, RequestOutcome};
 use tokio::io::AsyncWriteExt;
 
 use super::client::{Answer, chat, post};
@@ -49,7 +49,7 @@ async fn bodies_that_cannot_be_routed_are_refused_with_a_reason() {
     }
     fleet.is_idle().await;
     assert_eq!(engine.requests().len(), 0);
-    assert_eq!(fleet.count(Outcome::Refused, 404), 2);
+    assert_eq!(fleet.count(RequestOutcome::Refused, 404), 2);
 }
 
 #[tokio::test]

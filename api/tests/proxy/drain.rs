@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::proxy::Drained;
+use api::proxy::DrainResult;
 use http_body_util::{BodyExt, Full};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -47,7 +47,7 @@ async fn draining_finishes_streams_closes_idle_connections_and_accepts_nothing()
     assert!(answer.is_complete && answer.body.ends_with(DONE));
     assert!(streaming.is_closed().await);
     fleet.is_idle().await;
-    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 0 });
+    assert_eq!(fleet.server.await.unwrap(), DrainResult { cut: 0 });
 }
 
 #[tokio::test]
@@ -80,7 +80,7 @@ async fn who_asks_again_while_the_replica_leaves_is_told_to_go_elsewhere() {
         assert!(new.is_closed().await);
     }
     fleet.drain.cancel();
-    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 0 });
+    assert_eq!(fleet.server.await.unwrap(), DrainResult { cut: 0 });
 }
 
 #[tokio::test]
@@ -110,7 +110,7 @@ async fn http2_streams_are_in_the_books_when_the_drain_is_over() {
     eventually("it is running", || engine.requests().len() == 1).await;
     let streaming = sender.send_request(request()).await.unwrap();
     fleet.drain.cancel();
-    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 1 });
+    assert_eq!(fleet.server.await.unwrap(), DrainResult { cut: 1 });
     assert_eq!(fleet.metrics.in_flight.get(), 0);
     assert!(prefill.await.unwrap().is_err());
     assert!(streaming.collect().await.is_err());
@@ -134,7 +134,7 @@ async fn a_request_that_was_on_its_way_when_the_drain_began_is_answered() {
         );
         assert!(client.is_closed().await);
     }
-    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 0 });
+    assert_eq!(fleet.server.await.unwrap(), DrainResult { cut: 0 });
 }
 
 #[tokio::test]
@@ -148,5 +148,5 @@ async fn what_is_not_finished_at_the_deadline_is_cut() {
     assert!(!client.answer().await.is_complete);
     eventually("the engine is left", || engine.abandoned() == 1).await;
     fleet.is_idle().await;
-    assert_eq!(fleet.server.await.unwrap(), Drained { cut: 1 });
+    assert_eq!(fleet.server.await.unwrap(), DrainResult { cut: 1 });
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::proxy::Outcome;
+use api::proxy::RequestOutcome;
 use tokio::sync::Semaphore;
 
 use super::client::chat;
@@ -40,7 +40,7 @@ async fn a_stream_the_engine_breaks_off_ends_with_an_error_event() {
     assert!(!answer.body.contains("[DONE]"));
     assert_eq!(last_event_code(&answer.body), "backend_broke");
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::BrokenOff, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::BrokenOff, 200), 1);
 }
 
 #[tokio::test]
@@ -70,7 +70,7 @@ async fn a_stream_that_broke_after_its_last_event_is_whole() {
     let answer = fleet.client().await.ask(chat(STREAM)).await;
     assert!(answer.is_complete && answer.body.ends_with("[DONE]\n\n"));
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::Finished, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
 }
 
 #[tokio::test]
@@ -100,7 +100,7 @@ async fn a_document_the_engine_breaks_off_never_looks_whole() {
         // The head may or may not have been on its way when the connection was cut.
         assert!(!answer.is_complete, "{head}");
         fleet.is_idle().await;
-        assert_eq!(fleet.count(Outcome::BrokenOff, 200), 1);
+        assert_eq!(fleet.count(RequestOutcome::BrokenOff, 200), 1);
     }
 }
 
@@ -131,7 +131,7 @@ async fn an_answer_that_breaks_before_its_first_byte_is_a_502() {
         assert_eq!(answer.header("x-should-retry"), Some("false"), "{text}");
         assert_eq!(engine.requests().len(), 1, "{text}");
         fleet.is_idle().await;
-        assert_eq!(fleet.count(Outcome::Failed, 502), 1, "{text}");
+        assert_eq!(fleet.count(RequestOutcome::Failed, 502), 1, "{text}");
     }
 }
 
@@ -174,7 +174,7 @@ async fn a_head_does_not_wait_for_a_slow_first_token() {
     let answer = client.answer().await;
     assert!(answer.is_complete && answer.body.ends_with(DONE));
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::Finished, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
 }
 
 #[tokio::test]

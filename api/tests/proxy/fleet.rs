@@ -10,7 +10,7 @@ use api::clock::Clock;
 use api::ports::{BoxFuture, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{
-    Drained, Expose, Outcome, Proxy, ProxyMetrics, ProxySettings, RequestLabels, Server,
+    DrainResult, Expose, Proxy, ProxyMetrics, ProxySettings, RequestLabels, RequestOutcome, Server,
 };
 use api::routing::{OutboxSettings, Router, RouterParts};
 use state::command::{
@@ -36,7 +36,7 @@ pub(crate) struct Fleet {
     pub(crate) admission: Arc<Admission>,
     pub(crate) leaving: CancellationToken,
     pub(crate) drain: CancellationToken,
-    pub(crate) server: JoinHandle<Drained>,
+    pub(crate) server: JoinHandle<DrainResult>,
     log: Arc<Log>,
 }
 
@@ -241,7 +241,7 @@ impl Fleet {
             .sum()
     }
 
-    pub(crate) fn count(&self, outcome: Outcome, code: u16) -> u64 {
+    pub(crate) fn count(&self, outcome: RequestOutcome, code: u16) -> u64 {
         self.metrics
             .requests
             .get_or_create(&RequestLabels { outcome, code })

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use api::proxy::{Outcome, UsageSplice};
+use api::proxy::{RequestOutcome, UsageRequest};
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
@@ -69,7 +69,7 @@ async fn the_body_reaches_the_engine_byte_for_byte_and_the_answer_comes_back_so(
         "{head}"
     );
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::Finished, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
 }
 
 #[tokio::test]
@@ -129,7 +129,7 @@ async fn usage_is_asked_for_and_hidden_from_those_who_did_not_ask() {
 async fn with_splicing_off_nothing_is_added_or_taken_out() {
     let engine = Engine::always(streamed()).await;
     let fleet = Fleet::start_with(&[&engine], std::time::Duration::ZERO, |settings| {
-        settings.usage_splice = UsageSplice::Off;
+        settings.usage_splice = UsageRequest::Off;
     })
     .await;
     let answer = fleet.client().await.ask(chat(",\"stream\":true")).await;
@@ -229,7 +229,7 @@ async fn an_engines_own_error_passes_untouched() {
     let answer = fleet.client().await.ask(chat("")).await;
     assert_eq!((answer.status, answer.body.as_str()), (400, body));
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::EngineError, 400), 1);
+    assert_eq!(fleet.count(RequestOutcome::EngineError, 400), 1);
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! Clients that leave: the engine learns it at once, and nothing stays behind.
 
-use api::proxy::Outcome;
+use api::proxy::RequestOutcome;
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::AsyncWriteExt;
@@ -28,7 +28,7 @@ async fn leaving_during_prefill_closes_the_engines_connection() {
     assert_eq!(fleet.running(), 1);
     drop(client);
     is_left(&engine, &fleet).await;
-    assert_eq!(fleet.count(Outcome::ClientLeft, 0), 1);
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 0), 1);
 }
 
 #[tokio::test]
@@ -40,7 +40,7 @@ async fn leaving_in_mid_stream_closes_the_engines_connection() {
     client.read_until("\"a\"").await;
     drop(client);
     is_left(&engine, &fleet).await;
-    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::proxy::Outcome;
+use api::proxy::RequestOutcome;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
@@ -55,7 +55,7 @@ async fn a_refusal_sends_the_request_on_and_is_passed_on_when_all_refuse() {
     assert_eq!((answer.status, answer.body.as_str()), (503, body));
     assert_eq!(full.requests().len() + full_too.requests().len(), tried + 2);
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::EngineError, 503), 1);
+    assert_eq!(fleet.count(RequestOutcome::EngineError, 503), 1);
 }
 
 #[tokio::test]

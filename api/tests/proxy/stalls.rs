@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::proxy::Outcome;
+use api::proxy::RequestOutcome;
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
@@ -38,7 +38,7 @@ async fn a_client_that_stops_reading_is_left() {
     eventually("it is running", || fleet.running() == 1).await;
     fleet.is_idle().await;
     eventually("no connection", || fleet.metrics.connections.get() == 0).await;
-    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
     assert!(!client.answer().await.is_complete);
 }
 
@@ -65,7 +65,7 @@ async fn an_http2_stream_that_stands_still_is_left_and_the_others_go_on() {
     let standing = sender.send_request(request()).await.unwrap();
     assert_eq!(standing.status(), 200);
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
     let other = sender.send_request(request()).await.unwrap();
     assert_eq!(other.collect().await.unwrap().to_bytes(), "{}");
     assert!(standing.collect().await.is_err(), "it never looks whole");
@@ -112,7 +112,7 @@ async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
     assert!(answer.body.len() > LONG * 1024 * 1024);
     assert!(answer.body.ends_with(DONE));
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::Finished, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
     let charge = fleet.charged().await;
     assert_eq!((charge.input_uncached, charge.output), (7, 2));
 }
@@ -122,7 +122,7 @@ async fn a_client_that_takes_nothing_pays_for_what_was_made() {
     let (_engine, fleet, client) = unread().await;
     drop(client);
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
     let charge = fleet.charged().await;
     assert_eq!((charge.input_uncached, charge.output), (7, 2));
 }
@@ -139,7 +139,7 @@ async fn a_client_that_keeps_an_engine_waiting_is_left_before_one_that_keeps_byt
     client.send(chat(STREAM)).await;
     eventually("it is running", || fleet.running() == 1).await;
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
     assert!(!client.answer().await.is_complete);
 }
 
@@ -156,5 +156,5 @@ async fn what_all_answers_keep_is_bounded() {
     client.send(chat(STREAM)).await;
     eventually("it is running", || fleet.running() == 1).await;
     fleet.is_idle().await;
-    assert_eq!(fleet.count(Outcome::ClientLeft, 200), 1);
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
 }

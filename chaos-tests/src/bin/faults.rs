@@ -9,10 +9,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use chaos_tests::processes::Cluster;
+use chaos_tests::processes::ProcessCluster;
 use chaos_tests::processes::failover::{self, Failover, QuorumLoss};
-use chaos_tests::processes::faults::{Kind, Stage, cluster_options};
-use chaos_tests::processes::load::{Load, LoadOptions};
+use chaos_tests::processes::faults::{FaultContext, FaultKind, cluster_options};
+use chaos_tests::processes::load::{LoadOptions, RunningLoad};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 use comfy_table::CellAlignment;
@@ -26,13 +26,13 @@ const WARM_UP: u64 = 300;
 
 /// Do faults to a cluster of real processes and check what must hold
 #[derive(Debug, Parser)]
-struct Args {
+struct FaultsArgs {
     /// Faults to do
     #[arg(long, value_name = "N", default_value_t = 0)]
     faults: u64,
     /// Kinds of faults, joined by commas; default: all that this machine allows
-    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = Kind::named)]
-    kinds: Vec<Kind>,
+    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = FaultKind::named)]
+    kinds: Vec<FaultKind>,
     /// Seed of the order of faults and of whom they meet
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
@@ -58,7 +58,7 @@ struct Args {
 
 /// What came of one kind of fault.
 #[derive(Debug, Default)]
-struct Row {
+struct FaultRow {
     faults: u64,
     answered: u64,
     lost: u64,
@@ -69,7 +69,7 @@ struct Row {
 }
 
 fn main() -> anyhow::Result<ExitCode> {
-    let args = Args::parse();
+    let args = FaultsArgs::parse();
     if args.list {
         list()?;
         return Ok(ExitCode::SUCCESS);
@@ -77,7 +77,7 @@ fn main() -> anyhow::Result<ExitCode> {
     terminal::run(run(&args))
 }
 
-async fn run(args: &Args) -> anyhow::Result<ExitCode> {
+async fn run(args: &FaultsArgs) -> anyhow::Result<ExitCode> {
     let seed = args.seed.unwrap_or_else(rand::random);
     let mut is_clean = true;
     if args.faults > 0 {
@@ -102,11 +102,11 @@ async fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// A cluster under load that knows something.
-async fn stage(seed: u64) -> anyhow::Result<Stage> {
-    let cluster = Cluster::start(cluster_options()).await?;
-    let load = Load::start(&cluster, LoadOptions::default());
+async fn stage(seed: u64) -> anyhow::Result<FaultContext> {
+    let cluster = ProcessCluster::start(cluster_options()).await?;
+    let load = RunningLoad::start(&cluster, LoadOptions::default());
     load.after(WARM_UP).await?;
-    Ok(Stage {
+    Ok(FaultContext {
         cluster,
         load,
         random: SmallRng::seed_from_u64(seed),
@@ -114,7 +114,7 @@ async fn stage(seed: u64) -> anyhow::Result<Stage> {
 }
 
 /// Does the faults; answers whether everything held.
-async fn faults(args: &Args, seed: u64) -> anyhow::Result<bool> {
+async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
     let (kinds, left_out) = allowed(&args.kinds);
     for (kind, why) in &left_out {
         say(format_args!("left out: {}: {why}", kind.name()))?;
@@ -123,8 +123,8 @@ async fn faults(args: &Args, seed: u64) -> anyhow::Result<bool> {
     let bar = ProgressBar::new(args.faults).with_style(ProgressStyle::with_template(
         "{bar:30} {pos}/{len} {elapsed} (left {eta}) {msg}",
     )?);
-    let mut rows: BTreeMap<Kind, Row> = BTreeMap::new();
-    let mut current: Option<Stage> = None;
+    let mut rows: BTreeMap<FaultKind, FaultRow> = BTreeMap::new();
+    let mut current: Option<FaultContext> = None;
     for number in args.from..args.from + args.faults {
         let kind = kind_of(&kinds, seed, number);
         bar.set_message(kind.name());
@@ -163,12 +163,12 @@ async fn faults(args: &Args, seed: u64) -> anyhow::Result<bool> {
 
 /// Does one fault; answers whether everything held.
 async fn one(
-    stage: &mut Stage,
-    kind: Kind,
-    row: &mut Row,
+    stage: &mut FaultContext,
+    kind: FaultKind,
+    row: &mut FaultRow,
     (bar, is_verbose): (&ProgressBar, bool),
 ) -> bool {
-    let counts = |stage: &Stage| {
+    let counts = |stage: &FaultContext| {
         let book = stage.load.book();
         (book.answered, book.lost, book.failed)
     };
@@ -192,8 +192,12 @@ async fn one(
 }
 
 /// The kinds that can be had of those asked for, and why the others cannot.
-fn allowed(asked: &[Kind]) -> (Vec<Kind>, Vec<(Kind, String)>) {
-    let asked = if asked.is_empty() { Kind::ALL } else { asked };
+fn allowed(asked: &[FaultKind]) -> (Vec<FaultKind>, Vec<(FaultKind, String)>) {
+    let asked = if asked.is_empty() {
+        FaultKind::ALL
+    } else {
+        asked
+    };
     let (mut kinds, mut left_out) = (Vec::new(), Vec::new());
     for kind in asked {
         match kind.need().why_not() {
@@ -205,7 +209,7 @@ fn allowed(asked: &[Kind]) -> (Vec<Kind>, Vec<(Kind, String)>) {
 }
 
 /// Every kind comes as often as every other, in an order that changes from round to round.
-fn kind_of(kinds: &[Kind], seed: u64, number: u64) -> Kind {
+fn kind_of(kinds: &[FaultKind], seed: u64, number: u64) -> FaultKind {
     let count = kinds.len() as u64;
     let mut round = SmallRng::seed_from_u64(seed.wrapping_add(number / count));
     let _: u64 = round.random();
@@ -229,14 +233,14 @@ async fn failovers(count: u32, seed: u64) -> anyhow::Result<Vec<Failover>> {
 
 fn list() -> anyhow::Result<()> {
     let mut table = table(&["kind", "what", "here"]);
-    for kind in Kind::ALL {
+    for kind in FaultKind::ALL {
         let here = kind.need().why_not().unwrap_or_else(|| "yes".to_owned());
         table.add_row([kind.name(), kind.what(), &here]);
     }
     say(table)
 }
 
-fn print_rows(seed: u64, rows: &BTreeMap<Kind, Row>) -> anyhow::Result<bool> {
+fn print_rows(seed: u64, rows: &BTreeMap<FaultKind, FaultRow>) -> anyhow::Result<bool> {
     let heads = [
         "fault",
         "faults",
@@ -248,7 +252,7 @@ fn print_rows(seed: u64, rows: &BTreeMap<Kind, Row>) -> anyhow::Result<bool> {
         "longest s",
     ];
     let mut table = table(&heads);
-    let mut sum = Row::default();
+    let mut sum = FaultRow::default();
     for (kind, row) in rows {
         table.add_row(cells(kind.name(), row));
         sum.faults += row.faults;
@@ -272,7 +276,7 @@ fn print_rows(seed: u64, rows: &BTreeMap<Kind, Row>) -> anyhow::Result<bool> {
     Ok(sum.violations == 0)
 }
 
-fn cells(name: &str, row: &Row) -> [String; 8] {
+fn cells(name: &str, row: &FaultRow) -> [String; 8] {
     let mean = row.took.as_secs_f64() / row.faults.max(1) as f64;
     [
         name.to_owned(),

@@ -4,13 +4,13 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use chaos_tests::soak::{self, Kind, Options, Report};
+use chaos_tests::soak::{self, ClientKind, SoakOptions, SoakReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
 /// Load a cluster with honest users and everybody else at once and check what must hold
 #[derive(Debug, Parser)]
-struct Args {
+struct SoakArgs {
     /// How long everybody is there
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     seconds: u64,
@@ -21,8 +21,8 @@ struct Args {
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// Who is there beside honest users, joined by commas; default: everybody
-    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = Kind::named)]
-    only: Vec<Kind>,
+    #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = ClientKind::named)]
+    only: Vec<ClientKind>,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -32,10 +32,10 @@ struct Args {
 }
 
 fn main() -> anyhow::Result<ExitCode> {
-    let args = Args::parse();
+    let args = SoakArgs::parse();
     if args.list {
         let mut table = table(&["kind", "what"]);
-        for kind in Kind::ALL {
+        for kind in ClientKind::ALL {
             table.add_row([kind.name(), kind.what()]);
         }
         say(table)?;
@@ -44,8 +44,8 @@ fn main() -> anyhow::Result<ExitCode> {
     terminal::run(run(&args))
 }
 
-async fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let options = Options {
+async fn run(args: &SoakArgs) -> anyhow::Result<ExitCode> {
+    let options = SoakOptions {
         storm: Duration::from_secs(args.seconds),
         factor: args.factor,
         seed: args.seed.unwrap_or_else(rand::random),
@@ -65,7 +65,7 @@ async fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
-fn print(options: &Options, report: &Report) -> anyhow::Result<()> {
+fn print(options: &SoakOptions, report: &SoakReport) -> anyhow::Result<()> {
     let [alone, storm] = report.honest;
     say(format_args!(
         "seed {}, {} s, {} times the capacity of {:.1} answers a second; honest users got {alone:.2} a \

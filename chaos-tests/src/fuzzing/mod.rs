@@ -1,7 +1,7 @@
 //! Everything that reads foreign bytes, as functions of bytes that must not panic, hang or take memory
 //! beyond a bound, whatever they are given.
 //!
-//! A [`Target`] is such a function with seeds: real encodings, from which mutations start. The
+//! A [`FuzzTarget`] is such a function with seeds: real encodings, from which mutations start. The
 //! functions stand where what they read is reachable: in `api`, `raft` and `node` behind the
 //! feature `fuzzing`, here where all of it is public. `chaos-tests/tests/fuzzing.rs` runs all of
 //! them over seeded mutations ([`mutate`]), `chaos-tests/fuzz` under libFuzzer
@@ -11,11 +11,11 @@ mod backup;
 pub mod mutate;
 mod state;
 
-use mutate::Numbers;
+use mutate::MutationRng;
 
 /// One reader of foreign bytes.
 #[derive(Debug, Clone, Copy)]
-pub struct Target {
+pub struct FuzzTarget {
     /// Its name, also of its cargo-fuzz target.
     pub name: &'static str,
     /// Reads the bytes; panics when something does not hold.
@@ -30,8 +30,8 @@ pub struct Target {
 
 const MIB: usize = 1 << 20;
 
-const fn target(name: &'static str, body: fn(&[u8]), seeds: fn() -> Vec<Vec<u8>>) -> Target {
-    Target {
+const fn target(name: &'static str, body: fn(&[u8]), seeds: fn() -> Vec<Vec<u8>>) -> FuzzTarget {
+    FuzzTarget {
         name,
         body,
         seeds,
@@ -41,15 +41,15 @@ const fn target(name: &'static str, body: fn(&[u8]), seeds: fn() -> Vec<Vec<u8>>
 }
 
 /// All targets, by crate and name.
-pub static TARGETS: &[Target] = &[
+pub static TARGETS: &[FuzzTarget] = &[
     // What a command may take in memory is bounded by the codec.
-    Target {
+    FuzzTarget {
         held_bytes_max: 192 * MIB,
         mutations: 60,
         ..target("state_commands", state::commands, state::commands_seeds)
     },
     target("state_reply", state::reply, state::reply_seeds),
-    Target {
+    FuzzTarget {
         held_bytes_max: 512 * MIB,
         mutations: 60,
         ..target("state_snapshot", state::snapshot, state::snapshot_seeds)
@@ -64,7 +64,7 @@ pub static TARGETS: &[Target] = &[
         raft::fuzzing::peer_message,
         raft::fuzzing::peer_message_seeds,
     ),
-    Target {
+    FuzzTarget {
         mutations: 60,
         ..target(
             "raft_snapshot_file",
@@ -88,7 +88,7 @@ pub static TARGETS: &[Target] = &[
         api::fuzzing::chat_template,
         api::fuzzing::chat_template_seeds,
     ),
-    Target {
+    FuzzTarget {
         held_bytes_max: 128 * MIB,
         mutations: 40,
         ..target(
@@ -154,7 +154,7 @@ pub static TARGETS: &[Target] = &[
         node::fuzzing::exchange,
         node::fuzzing::exchange_seeds,
     ),
-    Target {
+    FuzzTarget {
         mutations: 60,
         ..target(
             "node_config",
@@ -172,16 +172,16 @@ pub static TARGETS: &[Target] = &[
 
 /// The target of a name.
 #[must_use]
-pub fn named(name: &str) -> Option<&'static Target> {
+pub fn named(name: &str) -> Option<&'static FuzzTarget> {
     TARGETS.iter().find(|target| target.name == name)
 }
 
 /// Runs a target over its seeds as they are and over `mutations` mutations of each.
 ///
 /// `run` is handed every input, and runs it; it may measure what that takes.
-pub fn sweep(target: &Target, seed: u64, mutations: u32, mut run: impl FnMut(&[u8])) {
+pub fn sweep(target: &FuzzTarget, seed: u64, mutations: u32, mut run: impl FnMut(&[u8])) {
     let seeds = (target.seeds)();
-    let mut numbers = Numbers::new(seed);
+    let mut numbers = MutationRng::new(seed);
     run(&[]);
     for original in &seeds {
         run(original);

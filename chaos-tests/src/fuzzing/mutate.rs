@@ -27,9 +27,9 @@ const LIES: [u64; 12] = [
 
 /// Uniform numbers from a seed.
 #[derive(Debug, Clone)]
-pub struct Numbers(SplitMix64);
+pub struct MutationRng(SplitMix64);
 
-impl Numbers {
+impl MutationRng {
     /// The numbers of a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
@@ -52,7 +52,7 @@ impl Numbers {
 
 /// An input made of `original` by one to four changes; `others` are what parts are borrowed from.
 #[must_use]
-pub fn mutated(original: &[u8], others: &[Vec<u8>], numbers: &mut Numbers) -> Vec<u8> {
+pub fn mutated(original: &[u8], others: &[Vec<u8>], numbers: &mut MutationRng) -> Vec<u8> {
     let mut bytes = original.to_vec();
     for _ in 0..=numbers.below(CHANGES_MAX) {
         change(&mut bytes, others, numbers);
@@ -61,7 +61,7 @@ pub fn mutated(original: &[u8], others: &[Vec<u8>], numbers: &mut Numbers) -> Ve
     bytes
 }
 
-fn change(bytes: &mut Vec<u8>, others: &[Vec<u8>], numbers: &mut Numbers) {
+fn change(bytes: &mut Vec<u8>, others: &[Vec<u8>], numbers: &mut MutationRng) {
     let at = numbers.below(bytes.len() + 1);
     let rest = bytes.len() - at;
     let length = numbers.below(rest.min(64) + 1);
@@ -95,7 +95,7 @@ fn change(bytes: &mut Vec<u8>, others: &[Vec<u8>], numbers: &mut Numbers) {
 
 /// Writes a number that is no length of anything over what stands at `at`, as fixed-width formats
 /// have it in either order, or as LEB128.
-fn lie(bytes: &mut Vec<u8>, at: usize, numbers: &mut Numbers) {
+fn lie(bytes: &mut Vec<u8>, at: usize, numbers: &mut MutationRng) {
     let number = LIES[numbers.below(LIES.len())];
     let written = match numbers.below(7) {
         0 => (number as u16).to_le_bytes().to_vec(),
@@ -133,13 +133,13 @@ mod tests {
         let original: Vec<u8> = (0..=255).cycle().take(3 * INPUT_BYTES_MAX / 2).collect();
         let others = [original.clone(), vec![7; 9], Vec::new()];
         let run = |seed| {
-            let mut numbers = Numbers::new(seed);
+            let mut numbers = MutationRng::new(seed);
             let one = |_| mutated(&original[..300], &others, &mut numbers);
             (0..2000).map(one).collect::<Vec<_>>()
         };
         assert_eq!(run(1), run(1));
         assert_ne!(run(1), run(2));
-        let mut numbers = Numbers::new(3);
+        let mut numbers = MutationRng::new(3);
         for _ in 0..100 {
             assert!(mutated(&original, &others, &mut numbers).len() <= INPUT_BYTES_MAX);
             let _grown = mutated(&[], &[], &mut numbers);

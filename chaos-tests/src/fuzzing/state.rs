@@ -71,7 +71,7 @@ pub(super) fn snapshot(bytes: &[u8]) {
     if state.restore(&mut &*bytes).is_err() {
         assert_eq!(state.digest(), empty, "a refused snapshot changes nothing");
     }
-    let Some(mut forged) = Image(bytes.to_vec()).accepted() else {
+    let Some(mut forged) = SnapshotBytes(bytes.to_vec()).accepted() else {
         return;
     };
     for (command, seq) in every_command(&forged).into_iter().zip(1_000_000..) {
@@ -387,9 +387,9 @@ fn read_of_an_engine(backend: BackendRef) -> impl Iterator<Item = Item> {
 
 /// A snapshot's bytes, whose checksums and digests are made to fit what stands there. The layout is
 /// that of `state/src/machine/snapshot.rs`.
-struct Image(Vec<u8>);
+struct SnapshotBytes(Vec<u8>);
 
-impl Image {
+impl SnapshotBytes {
     const HEADER_DIGEST: std::ops::Range<usize> = 18..34;
     const HEADER_BYTES: usize = 34;
     const CHECKSUM_BYTES: usize = 8;
@@ -479,9 +479,11 @@ mod tests {
         }
         for seed in snapshot_seeds() {
             let mut broken = seed.clone();
-            broken[Image::HEADER_BYTES] ^= 1;
+            broken[SnapshotBytes::HEADER_BYTES] ^= 1;
             assert!(RouterState::new().restore(&mut &*broken).is_err());
-            let sealed = Image(broken).accepted().expect("sealed, it is whole again");
+            let sealed = SnapshotBytes(broken)
+                .accepted()
+                .expect("sealed, it is whole again");
             assert_eq!(sealed.digest(), restored(&seed).digest());
         }
     }

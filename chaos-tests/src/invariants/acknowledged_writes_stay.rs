@@ -1,11 +1,11 @@
 //! An acknowledged write is in the log at the index the client was told, as requested, and had the
 //! effect the client was told.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::history::{Action, Operation, Outcome};
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::history::{Action, Operation, OperationResult};
 use crate::oracle::linear::effective;
-use crate::oracle::model::Effect;
+use crate::oracle::model::CommandEffect;
 use crate::oracle::search::plain;
 use state::command::{Committed, Reply};
 
@@ -18,10 +18,10 @@ pub const NAME: &str = "an acknowledged write stands in the log as it was asked 
 ///
 /// # Errors
 /// When one is not there, is another one, or had another effect than the client was told.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for operation in &record.history.operations {
-        if let Outcome::Written(committed) = &operation.outcome {
+        if let OperationResult::Written(committed) = &operation.outcome {
             subjects += 1;
             stands(record, operation, committed).map_err(|why| {
                 let detail = format!("{operation:?}: {why}");
@@ -32,7 +32,7 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
     Ok(subjects)
 }
 
-fn stands(record: &Record, operation: &Operation, committed: &Committed) -> Result<(), String> {
+fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> Result<(), String> {
     let Action::Write(command) = &operation.action else {
         return Err("a read was answered as a write".to_owned());
     };
@@ -53,7 +53,7 @@ fn stands(record: &Record, operation: &Operation, committed: &Committed) -> Resu
     let Some(effect) = comparison.effects.get(&index) else {
         return Err("its effect is not known".to_owned());
     };
-    if *effect == Effect::Stale {
+    if *effect == CommandEffect::Stale {
         let is_told = matches!(plain(&committed.reply), Reply::Rejected(_));
         return if is_told {
             Ok(())
@@ -72,9 +72,13 @@ fn stands(record: &Record, operation: &Operation, committed: &Committed) -> Resu
     }
     let told = plain(&committed.reply);
     match comparison.effects.get(&index) {
-        Some(Effect::Done(reply)) if reply == told => Ok(()),
+        Some(CommandEffect::Done(reply)) if reply == told => Ok(()),
         // Of a repeat before the last command only that it was applied is remembered.
-        Some(Effect::Done(_)) if *effect == Effect::Repeat && *told == Reply::Applied => Ok(()),
+        Some(CommandEffect::Done(_))
+            if *effect == CommandEffect::Repeat && *told == Reply::Applied =>
+        {
+            Ok(())
+        }
         other => Err(format!("its effect was {other:?}")),
     }
 }
@@ -82,11 +86,11 @@ fn stands(record: &Record, operation: &Operation, committed: &Committed) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, drain, put};
+    use crate::invariants::fixture::{RecordBuilder, drain, put};
 
     #[test]
     fn a_write_that_is_not_there_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let index = story.write(1, put("a", 1));
         story.acknowledged(1, put("a", 1), index);
         assert_eq!(check(&story.record), Ok(1));
@@ -96,11 +100,11 @@ mod tests {
 
     #[test]
     fn a_write_of_another_replica_or_of_the_future_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let index = story.write(1, put("a", 1));
         story.acknowledged(2, put("a", 1), index);
         assert!(check(&story.record).is_err());
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let index = story.write(1, put("a", 1));
         story.acknowledged(1, put("a", 1), index + 1);
         assert!(check(&story.record).is_err());
@@ -108,7 +112,7 @@ mod tests {
 
     #[test]
     fn an_effect_that_was_not_told_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let index = story.write(1, drain("nobody", true));
         story.acknowledged(1, drain("nobody", true), index);
         assert!(check(&story.record).is_err());

@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use state::ids::{ReplicaId, UserKey};
 use state::users::FairnessSettings;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::history::Tokens;
-use crate::oracle::observation::Run;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::history::RequestTokens;
+use crate::oracle::observation::ReplicaRun;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I44";
@@ -24,7 +24,7 @@ pub const NAME: &str = "what is charged ahead is used up";
 ///
 /// # Errors
 /// When more was charged ahead than prompts were under way for.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let model = &comparison.model;
     if model.charges_otherwise || model.is_replaced {
@@ -52,8 +52,11 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 }
 
 /// The most that the prompts of a user cost that were under way at once, run by run.
-fn most_at_once(record: &Record, prices: FairnessSettings) -> BTreeMap<(Run, &str), i128> {
-    let mut changes: BTreeMap<(Run, &str), Vec<(u64, i128)>> = BTreeMap::new();
+fn most_at_once(
+    record: &RunRecord,
+    prices: FairnessSettings,
+) -> BTreeMap<(ReplicaRun, &str), i128> {
+    let mut changes: BTreeMap<(ReplicaRun, &str), Vec<(u64, i128)>> = BTreeMap::new();
     for request in &record.history.requests {
         let worth = worth(&request.most, prices);
         let changes = changes.entry((request.run, &request.user)).or_default();
@@ -77,7 +80,7 @@ fn most_at_once(record: &Record, prices: FairnessSettings) -> BTreeMap<(Run, &st
 }
 
 /// Price of a prompt: all that is charged ahead.
-fn worth(tokens: &Tokens, prices: FairnessSettings) -> i128 {
+fn worth(tokens: &RequestTokens, prices: FairnessSettings) -> i128 {
     let input = i128::from(tokens.input_uncached) + i128::from(tokens.input_cached);
     input * i128::from(prices.input_price)
 }
@@ -85,20 +88,20 @@ fn worth(tokens: &Tokens, prices: FairnessSettings) -> i128 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, run};
-    use crate::oracle::history::End;
+    use crate::invariants::fixture::{RecordBuilder, run};
+    use crate::oracle::history::RequestEnd;
 
     #[test]
     fn an_advance_that_is_never_settled_is_seen() {
-        let mut story = Story::begun();
-        let most = Tokens {
+        let mut story = RecordBuilder::begun();
+        let most = RequestTokens {
             input_uncached: 10,
-            ..Tokens::default()
+            ..RequestTokens::default()
         };
         let history = &mut story.record.history;
         for at_us in [1, 100] {
             let request = history.request(run(1, 1), "ann", at_us, most);
-            let end = End {
+            let end = RequestEnd {
                 at_us: at_us + 50,
                 used: None,
             };

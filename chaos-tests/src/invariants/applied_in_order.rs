@@ -2,8 +2,8 @@
 //! leaps, and never backwards, except where the world has taken the state: then it may take over that of
 //! another at an index it has passed.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 use crate::oracle::observation::Cause;
 
 /// In docs/ARCHITECTURE.md.
@@ -15,7 +15,7 @@ pub const NAME: &str = "a run applies every index once and in order";
 ///
 /// # Errors
 /// When an index is applied twice, left out, or a snapshot brings a state back.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (run, steps) in &record.observation.steps {
         let mut at = 0;
@@ -49,8 +49,8 @@ mod tests {
     use super::*;
     use crate::invariants::fixture::run;
 
-    fn applied(indices: &[u64]) -> Record {
-        let mut record = Record::default();
+    fn applied(indices: &[u64]) -> RunRecord {
+        let mut record = RunRecord::default();
         for index in indices {
             record
                 .observation

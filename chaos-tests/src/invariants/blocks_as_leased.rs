@@ -1,9 +1,9 @@
 //! A backend in lease mode owns exactly the blocks that leases brought and eviction (least recently
 //! released first) did not take.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I35";
@@ -14,18 +14,18 @@ pub const NAME: &str = "backends own what leases brought, less what had to go";
 ///
 /// # Errors
 /// When a state holds something else.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    super::replayed(record, &[Part::Blocks], NUMBER, NAME)
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    super::replayed(record, &[StatePart::Blocks], NUMBER, NAME)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
     #[test]
     fn another_block_than_the_one_that_had_to_go_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 0));
         story.image(|image| {

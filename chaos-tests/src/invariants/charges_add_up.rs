@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 
 use state::users::UserUsage;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::history::{Request, Tokens};
-use crate::oracle::image::Image;
-use crate::oracle::observation::{Observation, Run};
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::history::{InferenceRequest, RequestTokens};
+use crate::oracle::image::StateImage;
+use crate::oracle::observation::{Observation, ReplicaRun};
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I38";
@@ -23,7 +23,7 @@ pub const NAME: &str = "users are charged what their requests used, once";
 ///
 /// # Errors
 /// When somebody was charged too much, or too little.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let seen = &record.observation;
     let mut subjects = 0;
     for (at_us, run, image) in &seen.images {
@@ -39,7 +39,7 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
         let image = &at_rest.image;
         for (user, [least, most]) in bounds(record, u64::MAX) {
             let total = total(record, image, user);
-            subjects += u64::from(least != Tokens::default());
+            subjects += u64::from(least != RequestTokens::default());
             if exceeds(&total, &most) {
                 return Err(wrong(at_rest.run, image, user, &total, "more than", &most));
             }
@@ -52,8 +52,8 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 }
 
 /// The least and the most that each user can have been charged for requests before `at_us`.
-fn bounds(record: &Record, at_us: u64) -> BTreeMap<&str, [Tokens; 2]> {
-    let mut bounds: BTreeMap<&str, [Tokens; 2]> = BTreeMap::new();
+fn bounds(record: &RunRecord, at_us: u64) -> BTreeMap<&str, [RequestTokens; 2]> {
+    let mut bounds: BTreeMap<&str, [RequestTokens; 2]> = BTreeMap::new();
     for request in &record.history.requests {
         if request.called_at_us > at_us {
             continue;
@@ -73,7 +73,7 @@ fn bounds(record: &Record, at_us: u64) -> BTreeMap<&str, [Tokens; 2]> {
 }
 
 /// Whether the outbox of the request's replica was empty at some time after the request's end.
-pub(super) fn is_handed_over(seen: &Observation, request: &Request) -> bool {
+pub(super) fn is_handed_over(seen: &Observation, request: &InferenceRequest) -> bool {
     let Some(end) = request.end else {
         return false;
     };
@@ -81,37 +81,37 @@ pub(super) fn is_handed_over(seen: &Observation, request: &Request) -> bool {
     last_us.is_some_and(|last_us| *last_us > end.at_us)
 }
 
-pub(super) fn total(record: &Record, image: &Image, user: &str) -> UserUsage {
+pub(super) fn total(record: &RunRecord, image: &StateImage, user: &str) -> UserUsage {
     let key = record.comparison().model.users.key(user);
     image.users.get(&key).map(|it| it.total).unwrap_or_default()
 }
 
-fn add(sum: &mut Tokens, more: &Tokens) {
+fn add(sum: &mut RequestTokens, more: &RequestTokens) {
     sum.input_uncached += more.input_uncached;
     sum.input_cached += more.input_cached;
     sum.output += more.output;
 }
 
-fn exceeds(total: &UserUsage, most: &Tokens) -> bool {
+fn exceeds(total: &UserUsage, most: &RequestTokens) -> bool {
     total.input_uncached > most.input_uncached
         || total.input_cached > most.input_cached
         || total.output > most.output
 }
 
-fn falls_short(total: &UserUsage, least: &Tokens) -> bool {
+fn falls_short(total: &UserUsage, least: &RequestTokens) -> bool {
     total.input_uncached < least.input_uncached
         || total.input_cached < least.input_cached
         || total.output < least.output
 }
 
 fn wrong(
-    run: Run,
-    image: &Image,
+    run: ReplicaRun,
+    image: &StateImage,
     user: &str,
     total: &UserUsage,
     than: &str,
-    bound: &Tokens,
-) -> Violation {
+    bound: &RequestTokens,
+) -> PropertyError {
     let detail = format!(
         "{run}, index {}: {user:?} was charged {total:?}, {than} {bound:?}",
         image.index
@@ -122,24 +122,24 @@ fn wrong(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, run};
-    use crate::oracle::history::End;
+    use crate::invariants::fixture::{RecordBuilder, run};
+    use crate::oracle::history::RequestEnd;
 
     /// A user has used `output` tokens, and the state says `charged`.
-    fn used(output: u64, charged: u64, is_handed_over: bool) -> Result<Subjects, Violation> {
-        let mut story = Story::begun();
+    fn used(output: u64, charged: u64, is_handed_over: bool) -> Result<Subjects, PropertyError> {
+        let mut story = RecordBuilder::begun();
         story.charge(1, "ann", charged);
         let history = &mut story.record.history;
-        let most = Tokens {
+        let most = RequestTokens {
             output: 100,
-            ..Tokens::default()
+            ..RequestTokens::default()
         };
         let request = history.request(run(1, 1), "ann", 1, most);
-        let used = Some(Tokens {
+        let used = Some(RequestTokens {
             output,
-            ..Tokens::default()
+            ..RequestTokens::default()
         });
-        history.ended(request, End { at_us: 5, used });
+        history.ended(request, RequestEnd { at_us: 5, used });
         if is_handed_over {
             story.record.observation.outbox_is_empty(6, run(1, 1));
         }

@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 
 use super::charges_add_up::{is_handed_over, total};
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::history::Request;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::history::InferenceRequest;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I63";
@@ -19,14 +19,14 @@ pub const NAME: &str = "what engines computed is charged, told or not";
 const MISSED_TOKENS_MAX: u64 = 32;
 
 /// Prompt and output tokens.
-type Sum = [u64; 2];
+type TokenSums = [u64; 2];
 
 /// Compares the sums of those users at rest of whose requests it is known what engines computed.
 ///
 /// # Errors
 /// When somebody was served for less.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    let mut least: BTreeMap<&str, (Sum, u64)> = BTreeMap::new();
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    let mut least: BTreeMap<&str, (TokenSums, u64)> = BTreeMap::new();
     for request in &record.history.requests {
         if request.end.is_none() || !is_handed_over(&record.observation, request) {
             continue;
@@ -58,7 +58,7 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 }
 
 /// What is to be charged for a request at least; `None`: it is not known what it took.
-fn due(request: &Request) -> Option<Sum> {
+fn due(request: &InferenceRequest) -> Option<TokenSums> {
     let used = request.end.and_then(|end| end.used);
     if let Some(used) = used {
         return Some([used.input_uncached + used.input_cached, used.output]);
@@ -71,23 +71,23 @@ fn due(request: &Request) -> Option<Sum> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, run};
-    use crate::oracle::history::{End, Tokens};
+    use crate::invariants::fixture::{RecordBuilder, run};
+    use crate::oracle::history::{RequestEnd, RequestTokens};
 
     /// An engine has made `output` tokens and told nothing of it; the state says `charged`.
-    fn hidden(output: u64, charged: u64) -> Result<Subjects, Violation> {
-        let mut story = Story::begun();
+    fn hidden(output: u64, charged: u64) -> Result<Subjects, PropertyError> {
+        let mut story = RecordBuilder::begun();
         story.charge(1, "ann", charged);
         let history = &mut story.record.history;
-        let request = history.request(run(1, 1), "ann", 1, Tokens::default());
-        let computed = Tokens {
+        let request = history.request(run(1, 1), "ann", 1, RequestTokens::default());
+        let computed = RequestTokens {
             output,
-            ..Tokens::default()
+            ..RequestTokens::default()
         };
         history.computed(request, computed);
         history.ended(
             request,
-            End {
+            RequestEnd {
                 at_us: 5,
                 used: None,
             },

@@ -1,8 +1,8 @@
 //! Healed and left alone, all members reach one state, with every acknowledged write in it.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::history::Outcome;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::history::OperationResult;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I42";
@@ -13,12 +13,12 @@ pub const NAME: &str = "healed and left alone, all members reach one state";
 ///
 /// # Errors
 /// When two differ, or one lacks an acknowledged write.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let at_rest = &record.observation.at_rest;
     let operations = record.history.operations.iter();
     let written = operations.filter_map(|operation| match &operation.outcome {
-        Outcome::Written(committed) => Some(committed.index.0),
-        Outcome::Read { .. } | Outcome::Refused | Outcome::Unknown => None,
+        OperationResult::Written(committed) => Some(committed.index.0),
+        OperationResult::Read { .. } | OperationResult::Refused | OperationResult::Unknown => None,
     });
     let last = written.max().unwrap_or(0);
     let place = |at: &crate::oracle::observation::AtRest| (at.image.index, at.image.digest);
@@ -39,11 +39,11 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, put};
+    use crate::invariants::fixture::{RecordBuilder, put};
 
     #[test]
     fn a_replica_that_stays_behind_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.rest();
         assert_eq!(check(&story.record), Ok(1));
         let index = story.write(1, put("a", 1));
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn another_state_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.rest();
         let at_rest = &mut story.record.observation.at_rest;
         let mut other = at_rest.values().next().unwrap().clone();

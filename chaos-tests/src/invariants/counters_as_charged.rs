@@ -1,9 +1,9 @@
 //! Users' totals, counters with every lift, and requests in flight and waiting follow from the
 //! charges in the log.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I33";
@@ -14,21 +14,21 @@ pub const NAME: &str = "users have the counters, sums and requests that the log 
 ///
 /// # Errors
 /// When a state holds something else.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    super::replayed(record, &[Part::Users], NUMBER, NAME)
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    super::replayed(record, &[StatePart::Users], NUMBER, NAME)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
     #[test]
     fn a_charge_too_many_and_a_lift_too_few_are_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 1));
-        let mut other = Story::lively();
+        let mut other = RecordBuilder::lively();
         other.image(|image| image.users.values_mut().next().unwrap().total.output += 1);
         assert!(check(&other.record).is_err());
         story.image(|image| {

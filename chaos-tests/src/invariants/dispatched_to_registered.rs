@@ -3,8 +3,8 @@
 
 use std::ops::Bound::{Excluded, Included};
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 use state::ids::LogIndex;
 
 /// In docs/ARCHITECTURE.md.
@@ -16,7 +16,7 @@ pub const NAME: &str = "requests go to registered backends that do not drain";
 ///
 /// # Errors
 /// When one went elsewhere.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let mut subjects = 0;
     let known = comparison.effects.keys().next_back().copied().unwrap_or(0);
@@ -44,13 +44,17 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, drain, put, run};
-    use crate::oracle::history::{Dispatch, Tokens};
+    use crate::invariants::fixture::{RecordBuilder, drain, put, run};
+    use crate::oracle::history::{Dispatch, RequestTokens};
 
-    fn dispatched(story: &mut Story, from: u64, until: u64) -> Result<Subjects, Violation> {
+    fn dispatched(
+        story: &mut RecordBuilder,
+        from: u64,
+        until: u64,
+    ) -> Result<Subjects, PropertyError> {
         let backend = story.backend("a");
         let history = &mut story.record.history;
-        let request = history.request(run(1, 1), "ann", 1, Tokens::default());
+        let request = history.request(run(1, 1), "ann", 1, RequestTokens::default());
         let dispatch = Dispatch {
             at_us: 2,
             backend,
@@ -62,7 +66,7 @@ mod tests {
 
     #[test]
     fn a_backend_that_drains_or_is_not_there_yet_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let put = story.write(1, put("a", 1));
         let drained = story.write(1, drain("a", true));
         assert_eq!(dispatched(&mut story, put, put), Ok(1));
@@ -74,7 +78,7 @@ mod tests {
 
     #[test]
     fn an_earlier_life_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let first = story.write(1, put("a", 1));
         assert_eq!(dispatched(&mut story, first, first), Ok(1));
         let moved = story.write(1, put("a", 2));

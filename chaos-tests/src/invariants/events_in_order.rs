@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use state::ids::BackendRef;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I40";
@@ -17,7 +17,7 @@ pub const NAME: &str = "what is applied of a stream of KV events goes forwards";
 ///
 /// # Errors
 /// When a later state is behind an earlier one.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut images: Vec<_> = record.observation.images.iter().collect();
     images.sort_by_key(|(_, _, image)| image.index);
     let mut last: BTreeMap<(BackendRef, u16), (u64, Option<u64>)> = BTreeMap::new();
@@ -46,12 +46,12 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, following};
+    use crate::invariants::fixture::{RecordBuilder, following};
     use state::exact::KvMode;
 
     #[test]
     fn a_stream_that_goes_back_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.image(|image| following(image, KvMode::Exact, 7, Some(3)));
         story.image(|image| following(image, KvMode::Exact, 7, Some(4)));
         story.image(|image| following(image, KvMode::Exact, 8, None));

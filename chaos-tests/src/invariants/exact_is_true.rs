@@ -6,9 +6,9 @@ use std::collections::BTreeSet;
 use state::exact::KvMode;
 use state::ids::BlockHash;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
 use crate::oracle::image::KvImage;
 use crate::oracle::observation::Observation;
 
@@ -21,9 +21,9 @@ pub const NAME: &str = "what is called exact is what the engine holds";
 ///
 /// # Errors
 /// When a block is reported that the engine did not hold, or the other way round.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let seen = &record.observation;
-    let mut subjects = super::replayed(record, &[Part::Streams], NUMBER, NAME)?;
+    let mut subjects = super::replayed(record, &[StatePart::Streams], NUMBER, NAME)?;
     for (_, run, image) in &seen.images {
         for (name, backend) in &image.backends {
             let exact = backend.kv.as_ref().filter(|kv| kv.mode == KvMode::Exact);
@@ -64,11 +64,11 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::invariants::fixture::{Story, following};
+    use crate::invariants::fixture::{RecordBuilder, following};
 
     #[test]
     fn a_false_claim_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         let cached = Arc::new(BTreeSet::from([BlockHash(1), BlockHash(2)]));
         story.record.observation.published(3, 0, cached);
         story.image(|image| {

@@ -14,18 +14,18 @@ use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::user_key;
 use state::users::FairnessSettings;
 
-use crate::oracle::Record;
-use crate::oracle::history::{Action, Outcome};
-use crate::oracle::image::{Image, KvImage};
-use crate::oracle::observation::{AtRest, Run};
-use crate::oracle::register::Key;
+use crate::oracle::RunRecord;
+use crate::oracle::history::{Action, OperationResult};
+use crate::oracle::image::{KvImage, StateImage};
+use crate::oracle::observation::{AtRest, ReplicaRun};
+use crate::oracle::register::RegisterKey;
 
 const HASH_SEED: u64 = 5;
 
 /// A run of a replica.
-pub(crate) fn run(replica: u8, number: u32) -> Run {
+pub(crate) fn run(replica: u8, number: u32) -> ReplicaRun {
     let replica = ReplicaId(replica);
-    Run { replica, number }
+    ReplicaRun { replica, number }
 }
 
 /// Adds a backend, or moves it to another port.
@@ -48,7 +48,7 @@ pub(crate) fn drain(name: &str, draining: bool) -> Command {
 }
 
 /// Has the backend `a` of an image followed by its KV events.
-pub(crate) fn following(image: &mut Image, mode: KvMode, publisher: u64, seq: Option<u64>) {
+pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, seq: Option<u64>) {
     let backend = image.backends.get_mut("a").expect("the story has it");
     backend.kv = Some(KvImage {
         mode,
@@ -61,19 +61,19 @@ pub(crate) fn following(image: &mut Image, mode: KvMode, publisher: u64, seq: Op
 }
 
 /// A cluster with its record.
-pub(crate) struct Story {
+pub(crate) struct RecordBuilder {
     /// What its oracle knows.
-    pub(crate) record: Record,
+    pub(crate) record: RunRecord,
     state: RouterState,
     seq: u64,
     now_us: u64,
 }
 
-impl Story {
+impl RecordBuilder {
     /// A cluster that was formed.
     pub(crate) fn begun() -> Self {
         let mut story = Self {
-            record: Record::default(),
+            record: RunRecord::default(),
             state: RouterState::new(),
             seq: 0,
             now_us: 10,
@@ -207,7 +207,7 @@ impl Story {
     }
 
     /// A client asked a replica, from just before the last step until now.
-    pub(crate) fn asked(&mut self, replica: u8, action: Action, outcome: Outcome) {
+    pub(crate) fn asked(&mut self, replica: u8, action: Action, outcome: OperationResult) {
         self.now_us += 10;
         let history = &mut self.record.history;
         let ticket = history.call(1, run(replica, 1), self.now_us - 15, action);
@@ -220,7 +220,11 @@ impl Story {
             index: LogIndex(index),
             reply: Reply::Applied,
         };
-        self.asked(replica, Action::Write(command), Outcome::Written(committed));
+        self.asked(
+            replica,
+            Action::Write(command),
+            OperationResult::Written(committed),
+        );
     }
 
     /// A backend's present life.
@@ -228,17 +232,17 @@ impl Story {
         self.state.backend(name).expect("it is there").handle
     }
 
-    fn taken(&self) -> Image {
+    fn taken(&self) -> StateImage {
         let keys = [
-            Key::Backend("a".to_owned()),
-            Key::Policy,
-            Key::Weight("ann".to_owned()),
+            RegisterKey::Backend("a".to_owned()),
+            RegisterKey::Policy,
+            RegisterKey::Weight("ann".to_owned()),
         ];
-        Image::of(&self.state, &keys)
+        StateImage::of(&self.state, &keys)
     }
 
     /// An image of the state, changed.
-    pub(crate) fn image(&mut self, change: impl FnOnce(&mut Image)) {
+    pub(crate) fn image(&mut self, change: impl FnOnce(&mut StateImage)) {
         let mut image = self.taken();
         change(&mut image);
         let at_us = self.now_us;

@@ -1,8 +1,8 @@
 //! A lease that was opened is open until it is released, its session ends or its backend begins another life.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I34";
@@ -13,18 +13,18 @@ pub const NAME: &str = "exactly those leases are open that the log opened and di
 ///
 /// # Errors
 /// When a state holds something else.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    super::replayed(record, &[Part::Leases], NUMBER, NAME)
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    super::replayed(record, &[StatePart::Leases], NUMBER, NAME)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
     #[test]
     fn a_lease_that_is_lost_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 0));
         story.image(|image| image.leases.clear());

@@ -1,8 +1,8 @@
 //! Administrative writes and barrier reads are linearizable, one register per key. The log is the
 //! order that explains every answer.
 
-use super::{Subjects, Violation};
-use crate::oracle::{Record, linear};
+use super::{PropertyError, Subjects};
+use crate::oracle::{RunRecord, linear};
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I31";
@@ -14,6 +14,6 @@ pub const NAME: &str =
 ///
 /// # Errors
 /// When the log's order is not the one that the clients saw.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     linear::check(record).map_err(|detail| super::violation(NUMBER, NAME, detail))
 }

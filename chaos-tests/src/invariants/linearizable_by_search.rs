@@ -1,11 +1,11 @@
 //! The same property as [`super::linearizable`], judged without the log: an established checker looks for
 //! an order that explains what clients were told, key by key.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 use crate::oracle::history::{Action, Operation};
-use crate::oracle::register::{Key, Registers, Value};
-use crate::oracle::search::{self, Tally};
+use crate::oracle::register::{RegisterKey, RegisterText, Registers};
+use crate::oracle::search::{self, SearchCounts};
 use state::codec::decode_envelope;
 
 pub use super::linearizable::NUMBER;
@@ -16,7 +16,7 @@ pub const NAME: &str = "administrative writes and barrier reads are linearizable
 ///
 /// # Errors
 /// When no order explains what was seen of a key.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let tally = examine(record)?;
     Ok(tally.explained)
 }
@@ -25,17 +25,17 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 ///
 /// # Errors
 /// As [`check`].
-pub fn examine(record: &Record) -> Result<Tally, Violation> {
+pub fn examine(record: &RunRecord) -> Result<SearchCounts, PropertyError> {
     let told = search::check(&record.history, |key| before(record, key));
     told.map_err(|detail| super::violation(NUMBER, NAME, detail))
 }
 
 /// What a key held before anybody asked for it: what a cluster begins with nobody is asked for, so that it
 /// is taken from the log.
-fn before(record: &Record, key: &Key) -> Value {
+fn before(record: &RunRecord, key: &RegisterKey) -> RegisterText {
     let is_its = |operation: &&Operation| match &operation.action {
         Action::Read(its) => its == key,
-        Action::Write(command) => Key::all_of(command).contains(key),
+        Action::Write(command) => RegisterKey::all_of(command).contains(key),
     };
     let mut operations = record.history.operations.iter();
     let from_us = operations.find(is_its)?.called_at_us;

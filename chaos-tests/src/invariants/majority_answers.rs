@@ -1,8 +1,8 @@
 //! A replica that cannot reach a majority neither acknowledges a write nor answers a barrier read.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::history::Outcome;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::history::OperationResult;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I41";
@@ -14,7 +14,7 @@ pub const NAME: &str = "without a majority nothing is acknowledged";
 ///
 /// # Errors
 /// When one was acknowledged.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for cut in &record.observation.cut_off {
         for operation in &record.history.operations {
@@ -29,8 +29,8 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
             }
             subjects += 1;
             match operation.outcome {
-                Outcome::Refused | Outcome::Unknown => {}
-                Outcome::Written(_) | Outcome::Read { .. } => {
+                OperationResult::Refused | OperationResult::Unknown => {}
+                OperationResult::Written(_) | OperationResult::Read { .. } => {
                     let detail = format!("{operation:?}, although {cut:?}");
                     return Err(super::violation(NUMBER, NAME, detail));
                 }
@@ -43,16 +43,16 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, put};
+    use crate::invariants::fixture::{RecordBuilder, put};
     use crate::oracle::history::Action;
     use state::ids::ReplicaId;
 
     #[test]
     fn an_acknowledgement_of_a_minority_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let seen = &mut story.record.observation;
         seen.reaches_majority(0, ReplicaId(1), false);
-        story.asked(1, Action::Write(put("a", 1)), Outcome::Unknown);
+        story.asked(1, Action::Write(put("a", 1)), OperationResult::Unknown);
         assert_eq!(check(&story.record), Ok(1));
         let index = story.write(1, put("a", 1));
         story.acknowledged(1, put("a", 1), index);

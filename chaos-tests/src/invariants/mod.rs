@@ -1,6 +1,6 @@
 //! The invariants of a run, one per file, numbered as in docs/ARCHITECTURE.md.
 //!
-//! Each is a function over a [`Record`]. It answers how many things it looked at: a check that never
+//! Each is a function over a [`RunRecord`]. It answers how many things it looked at: a check that never
 //! had anything to look at has proved nothing, and the runner says so.
 
 pub mod acknowledged_writes_stay;
@@ -31,8 +31,8 @@ pub mod time_as_stamped;
 pub mod time_passes;
 pub mod writes_happen_once;
 
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
 
 /// What was looked at: how many things could have broken the property.
 pub type Subjects = u64;
@@ -40,7 +40,7 @@ pub type Subjects = u64;
 /// A property that does not hold.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{number} {name}: {detail}")]
-pub struct Violation {
+pub struct PropertyError {
     /// Number as in docs/ARCHITECTURE.md, `"I25"`.
     pub number: &'static str,
     /// The property, as a statement.
@@ -57,7 +57,7 @@ pub struct Invariant {
     /// The property, as a statement.
     pub name: &'static str,
     /// Looks at a run so far.
-    pub check: fn(&Record) -> Result<Subjects, Violation>,
+    pub check: fn(&RunRecord) -> Result<Subjects, PropertyError>,
 }
 
 /// Lists a property's module.
@@ -72,7 +72,7 @@ macro_rules! invariant {
 }
 
 /// All properties of a run. Each may be asked for at any time; those about what is healed have no
-/// subject before [`Record::observation`] says what is there then. [`sound_state`] is about one state
+/// subject before [`RunRecord::observation`] says what is there then. [`sound_state`] is about one state
 /// and asked for where the state is.
 pub const ALL: &[Invariant] = &[
     invariant!(same_log),
@@ -117,7 +117,7 @@ const CHEAP: &[Invariant] = &[
 ///
 /// # Errors
 /// The first that does not hold.
-pub fn check_in_passing(record: &Record) -> Result<(), Violation> {
+pub fn check_in_passing(record: &RunRecord) -> Result<(), PropertyError> {
     let mut looked_at = CHEAP.iter().map(|it| (it.check)(record));
     looked_at.try_for_each(|it| it.map(drop))
 }
@@ -126,12 +126,12 @@ pub fn check_in_passing(record: &Record) -> Result<(), Violation> {
 ///
 /// # Errors
 /// The first that does not hold.
-pub fn check_all(record: &Record) -> Result<Vec<Subjects>, Violation> {
+pub fn check_all(record: &RunRecord) -> Result<Vec<Subjects>, PropertyError> {
     ALL.iter().map(|it| (it.check)(record)).collect()
 }
 
-fn violation(number: &'static str, name: &'static str, detail: String) -> Violation {
-    Violation {
+fn violation(number: &'static str, name: &'static str, detail: String) -> PropertyError {
+    PropertyError {
         number,
         name,
         detail,
@@ -140,11 +140,11 @@ fn violation(number: &'static str, name: &'static str, detail: String) -> Violat
 
 /// What a naive replay of the log says of some parts of the state.
 fn replayed(
-    record: &Record,
-    parts: &[Part],
+    record: &RunRecord,
+    parts: &[StatePart],
     number: &'static str,
     name: &'static str,
-) -> Result<Subjects, Violation> {
+) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let mut differences = comparison.differences.iter();
     if let Some(difference) = differences.find(|it| parts.contains(&it.part)) {

@@ -1,8 +1,8 @@
 //! At rest nothing is left of any request: no lease, nothing in flight or waiting, no outbox, no
 //! overlay.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 use crate::oracle::observation::AtRest;
 
 /// In docs/ARCHITECTURE.md.
@@ -14,7 +14,7 @@ pub const NAME: &str = "when no request is under way nothing is left of any";
 ///
 /// # Errors
 /// When something is left.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let at_rest = &record.observation.at_rest;
     for at in at_rest.values() {
         let left = left(at);
@@ -53,11 +53,11 @@ fn left(at: &AtRest) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
     #[test]
     fn what_is_left_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.rest();
         assert!(check(&story.record).is_err());
         let at_rest = story.record.observation.at_rest.values_mut();

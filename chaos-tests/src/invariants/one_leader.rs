@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 
 use state::ids::ReplicaId;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::observation::Run;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::observation::ReplicaRun;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I28";
@@ -24,8 +24,8 @@ pub const NAME: &str = "a replica leads a term in one run at most";
 ///
 /// # Errors
 /// When two runs of a replica led in one term.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    let mut leaders: BTreeMap<(u64, ReplicaId), Run> = BTreeMap::new();
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    let mut leaders: BTreeMap<(u64, ReplicaId), ReplicaRun> = BTreeMap::new();
     for leading in &record.observation.leading {
         let key = (leading.term, leading.run.replica);
         let leader = leaders.entry(key).or_insert(leading.run);
@@ -47,7 +47,7 @@ mod tests {
 
     #[test]
     fn two_runs_that_lead_one_term_are_seen() {
-        let mut record = Record::default();
+        let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.leads(1, run(1, 1), 1);
         seen.leads(2, run(1, 1), 1);

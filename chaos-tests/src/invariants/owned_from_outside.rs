@@ -3,8 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 use crate::oracle::image::BackendImage;
 
 /// In docs/ARCHITECTURE.md.
@@ -16,7 +16,7 @@ pub const NAME: &str = "ownership is prefix-closed and within capacity";
 ///
 /// # Errors
 /// When one owns what it cannot.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (_, run, image) in &record.observation.images {
         for (name, backend) in &image.backends {
@@ -57,10 +57,10 @@ fn is_sound(backend: &BackendImage) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
-    fn broken(change: impl FnOnce(&mut BackendImage)) -> Result<Subjects, Violation> {
-        let mut story = Story::lively();
+    fn broken(change: impl FnOnce(&mut BackendImage)) -> Result<Subjects, PropertyError> {
+        let mut story = RecordBuilder::lively();
         story.image(|image| {
             let mut backends = image.backends.values_mut();
             change(backends.find(|it| it.owned.len() > 2).unwrap());

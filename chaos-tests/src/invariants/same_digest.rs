@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::observation::{Run, Step};
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::observation::{ReplicaRun, StateStep};
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I26";
@@ -15,8 +15,8 @@ pub const NAME: &str = "states at the same index have the same digest";
 ///
 /// # Errors
 /// When two differ at one index.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    let mut digests: BTreeMap<u64, (u128, Run, Step)> = BTreeMap::new();
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    let mut digests: BTreeMap<u64, (u128, ReplicaRun, StateStep)> = BTreeMap::new();
     let mut subjects = 0;
     for (run, steps) in &record.observation.steps {
         for step in steps {
@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn a_digest_that_differs_is_seen() {
-        let mut record = Record::default();
+        let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, Some(b"a"), Some(7));
         seen.applied(2, run(2, 1), 1, Some(b"a"), Some(7));
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn a_state_that_is_spoiled_on_purpose_does_not_count() {
-        let mut record = Record::default();
+        let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, Some(b"a"), Some(7));
         seen.applied(2, run(2, 1), 1, Some(b"a"), None);

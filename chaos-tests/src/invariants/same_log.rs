@@ -2,8 +2,8 @@
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 use crate::oracle::observation::Cause;
 
 /// In docs/ARCHITECTURE.md.
@@ -15,7 +15,7 @@ pub const NAME: &str = "all replicas apply the same command at the same index";
 ///
 /// # Errors
 /// When two replicas applied different things at one index.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let log = record.observation.log.iter();
     let hashes: std::collections::BTreeMap<u64, Option<u128>> = log
         .map(|(index, entry)| (*index, entry.command.as_deref().map(xxh3_128)))
@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn another_command_at_the_same_index_is_seen() {
-        let mut record = Record::default();
+        let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, None, None);
         seen.applied(2, run(1, 1), 2, Some(b"a"), None);
@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn a_command_in_place_of_none_is_seen() {
-        let mut record = Record::default();
+        let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, None, None);
         seen.applied(2, run(2, 1), 1, Some(b"a"), None);

@@ -1,8 +1,8 @@
 //! Settings, the registry and the sessions are what the writes in the log left, one after the other.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I32";
@@ -13,18 +13,23 @@ pub const NAME: &str = "settings, backends and sessions are those that the log w
 ///
 /// # Errors
 /// When a state holds something else.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    super::replayed(record, &[Part::Settings, Part::Sessions], NUMBER, NAME)
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    super::replayed(
+        record,
+        &[StatePart::Settings, StatePart::Sessions],
+        NUMBER,
+        NAME,
+    )
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
     #[test]
     fn a_setting_that_nobody_wrote_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 3));
         story.image(|image| {
@@ -36,7 +41,7 @@ mod tests {
 
     #[test]
     fn a_session_that_went_on_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.image(|image| {
             let (_, seqs) = image.sessions.values_mut().next().unwrap();
             seqs[1] += 1;

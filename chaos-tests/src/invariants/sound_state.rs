@@ -2,8 +2,8 @@
 
 use state::RouterState;
 
-use super::Violation;
-use crate::oracle::observation::Run;
+use super::PropertyError;
+use crate::oracle::observation::ReplicaRun;
 
 /// As a statement.
 pub const NAME: &str = "a state is sound";
@@ -12,8 +12,8 @@ pub const NAME: &str = "a state is sound";
 ///
 /// # Errors
 /// The first invariant that does not hold, under its own number.
-pub fn check(run: Run, state: &RouterState) -> Result<(), Violation> {
-    state.check().map_err(|broken| Violation {
+pub fn check(run: ReplicaRun, state: &RouterState) -> Result<(), PropertyError> {
+    state.check().map_err(|broken| PropertyError {
         number: broken.number,
         name: NAME,
         detail: format!("{run}, index {}: {}", state.applied(), broken.detail),

@@ -1,9 +1,9 @@
 //! Replicated time goes by the stamps of the commands that had effect, forwards only: as fast as those that
 //! follow each other, and past those of one clock that differs from all others.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I36";
@@ -14,18 +14,18 @@ pub const NAME: &str = "replicated time passes as the stamps tell that agree";
 ///
 /// # Errors
 /// When a state holds something else.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
-    super::replayed(record, &[Part::Time], NUMBER, NAME)
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    super::replayed(record, &[StatePart::Time], NUMBER, NAME)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
     #[test]
     fn a_time_of_its_own_is_seen() {
-        let mut story = Story::lively();
+        let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert_eq!(check(&story.record), Ok(1));
         story.image(|image| image.now_ms -= 1);

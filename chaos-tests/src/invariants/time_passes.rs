@@ -1,8 +1,8 @@
 //! Replicated time passes as the real one does, whatever a minority of the clocks show: at no time more of it
 //! has passed, and healed not less.
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
 
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I50";
@@ -17,7 +17,7 @@ const SLACK_MS: u64 = 5000;
 ///
 /// # Errors
 /// When one is ahead, or one at rest behind.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let observation = &record.observation;
     let paced = |(_, _, image): &&(u64, _, std::sync::Arc<_>)| is_paced(image);
     let Some((began_us, _, first)) = observation.images.iter().find(paced) else {
@@ -45,18 +45,21 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
     Ok(subjects)
 }
 
-fn is_paced(image: &crate::oracle::image::Image) -> bool {
+fn is_paced(image: &crate::oracle::image::StateImage) -> bool {
     image.is_time_paced
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::Story;
+    use crate::invariants::fixture::RecordBuilder;
 
     /// A cluster at rest ten seconds after it was seen first, when so much had passed for it.
-    fn after_ten_seconds(passed_ms: u64, are_clocks_doubted: bool) -> Result<Subjects, Violation> {
-        let mut story = Story::lively();
+    fn after_ten_seconds(
+        passed_ms: u64,
+        are_clocks_doubted: bool,
+    ) -> Result<Subjects, PropertyError> {
+        let mut story = RecordBuilder::lively();
         story.image(|image| image.is_time_paced = true);
         story.rest();
         let observation = &mut story.record.observation;

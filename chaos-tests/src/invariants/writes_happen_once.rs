@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 
-use super::{Subjects, Violation};
-use crate::oracle::Record;
-use crate::oracle::history::{Action, Outcome};
-use crate::oracle::model::Effect;
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::history::{Action, OperationResult};
+use crate::oracle::model::CommandEffect;
 use state::ids::ReplicaId;
 
 /// In docs/ARCHITECTURE.md.
@@ -20,18 +20,18 @@ pub const NAME: &str = "a write happens at most once, and never when it was refu
 ///
 /// # Errors
 /// When one had more effects than were asked for.
-pub fn check(record: &Record) -> Result<Subjects, Violation> {
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut asked: BTreeMap<(ReplicaId, String), i64> = BTreeMap::new();
     for operation in &record.history.operations {
         if let Action::Write(command) = &operation.action {
             let key = (operation.run.replica, format!("{command:?}"));
-            let may_happen = operation.outcome != Outcome::Refused;
+            let may_happen = operation.outcome != OperationResult::Refused;
             *asked.entry(key).or_default() += i64::from(may_happen);
         }
     }
     let comparison = record.comparison();
     for (index, found) in &comparison.commands {
-        if !matches!(comparison.effects.get(index), Some(Effect::Done(_))) {
+        if !matches!(comparison.effects.get(index), Some(CommandEffect::Done(_))) {
             continue;
         }
         let key = (found.origin.replica, format!("{:?}", found.command));
@@ -50,11 +50,11 @@ pub fn check(record: &Record) -> Result<Subjects, Violation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::fixture::{Story, put};
+    use crate::invariants::fixture::{RecordBuilder, put};
 
     #[test]
     fn a_second_effect_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         let index = story.write(1, put("a", 1));
         story.acknowledged(1, put("a", 1), index);
         story.write_again(index);
@@ -65,13 +65,13 @@ mod tests {
 
     #[test]
     fn what_was_refused_and_happened_is_seen() {
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         story.write(1, put("a", 1));
-        story.asked(1, Action::Write(put("a", 1)), Outcome::Unknown);
+        story.asked(1, Action::Write(put("a", 1)), OperationResult::Unknown);
         assert_eq!(check(&story.record), Ok(1));
-        let mut story = Story::begun();
+        let mut story = RecordBuilder::begun();
         story.write(1, put("a", 1));
-        story.asked(1, Action::Write(put("a", 1)), Outcome::Refused);
+        story.asked(1, Action::Write(put("a", 1)), OperationResult::Refused);
         assert!(check(&story.record).is_err());
     }
 }

@@ -5,7 +5,7 @@
 //! peers can be cut while clients go on, and so that a host can move for its peers alone. Names on a
 //! host come from its own hosts file, which can be changed at any time.
 //!
-//! Everything carries the id of this process in its name and goes with the [`Network`]. What a killed
+//! Everything carries the id of this process in its name and goes with the [`NetnsNetwork`]. What a killed
 //! process left behind is removed by the next one. Needs root, `ip` and `nft`. Netem is not used: many
 //! kernels come without, and nftables can lose packets by chance too.
 
@@ -33,21 +33,21 @@ const BRIDGE_HOST: u8 = 254;
 
 /// Hosts on a bridge.
 #[derive(Debug)]
-pub struct Network {
+pub struct NetnsNetwork {
     /// The third byte of all addresses.
     subnet: u8,
-    hosts: Vec<Host>,
+    hosts: Vec<NetnsHost>,
 }
 
 #[derive(Debug)]
-struct Host {
+struct NetnsHost {
     name: String,
     has_moved: bool,
 }
 
 /// Which packets between hosts are lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Loss {
+pub enum PacketLoss {
     /// All.
     All,
     /// So many in a hundred, by chance.
@@ -56,7 +56,7 @@ pub enum Loss {
 
 /// From one host to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Way {
+pub struct HostPair {
     /// The host that sends.
     pub from: usize,
     /// The host that receives, where they are dropped.
@@ -77,7 +77,7 @@ pub fn why_not() -> Option<String> {
     None
 }
 
-impl Network {
+impl NetnsNetwork {
     /// Brings up so many hosts.
     ///
     /// # Errors
@@ -128,13 +128,13 @@ impl Network {
     ///
     /// # Errors
     /// When `nft` fails.
-    pub fn lose(&self, loss: Loss, ways: &[Way]) -> anyhow::Result<()> {
+    pub fn lose(&self, loss: PacketLoss, ways: &[HostPair]) -> anyhow::Result<()> {
         for host in 0..self.hosts.len() {
             let mut rules = String::from("flush chain inet chaos input\n");
             for way in ways.iter().filter(|way| way.to == host) {
                 let chance = match loss {
-                    Loss::All => String::new(),
-                    Loss::Percent(percent) => format!("numgen random mod 100 < {percent} "),
+                    PacketLoss::All => String::new(),
+                    PacketLoss::Percent(percent) => format!("numgen random mod 100 < {percent} "),
                 };
                 let _ = writeln!(
                     rules,
@@ -154,7 +154,7 @@ impl Network {
     /// # Errors
     /// When `nft` fails.
     pub fn heal(&self) -> anyhow::Result<()> {
-        self.lose(Loss::All, &[])
+        self.lose(PacketLoss::All, &[])
     }
 
     /// Takes a host's only link down, or up again.
@@ -197,7 +197,7 @@ impl Network {
         let name = format!("{NAME_PREFIX}{}-{number}", process::id());
         let folder = etc_folder(&name);
         fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
-        self.hosts.push(Host {
+        self.hosts.push(NetnsHost {
             name: name.clone(),
             has_moved: false,
         });
@@ -232,7 +232,7 @@ impl Network {
     }
 }
 
-impl Drop for Network {
+impl Drop for NetnsNetwork {
     fn drop(&mut self) {
         for (number, host) in self.hosts.iter().enumerate() {
             // The kernel takes a namespace away later, when it gets to it; the link goes at once.

@@ -1,4 +1,4 @@
-//! The log replayed by the naive [`Model`], and every image of a state held against it.
+//! The log replayed by the naive [`ReferenceModel`], and every image of a state held against it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,16 +7,16 @@ use state::command::{Command, Envelope};
 use state::exact::KvMode;
 use state::ids::{BackendRef, LogIndex, UserKey};
 
-use super::image::{BackendImage, Image, UserImage};
-use super::model::users::User;
-use super::model::{Effect, Model};
-use super::observation::{Observation, Run};
+use super::image::{BackendImage, StateImage, UserImage};
+use super::model::users::ModelUser;
+use super::model::{CommandEffect, ReferenceModel};
+use super::observation::{Observation, ReplicaRun};
 
 /// What came of replaying the log.
 #[derive(Debug)]
-pub struct Comparison {
+pub struct ReplayComparison {
     /// What became of every command, by index; up to the first one that cannot be replayed.
-    pub effects: BTreeMap<u64, Effect>,
+    pub effects: BTreeMap<u64, CommandEffect>,
     /// The commands that are no batches, by index: batches are most of the log, and nobody asks for one.
     pub commands: BTreeMap<u64, Envelope>,
     /// Which backends there were from an index on, and whether they drained.
@@ -24,14 +24,14 @@ pub struct Comparison {
     /// What states hold and should not, or should and do not.
     pub differences: Vec<Difference>,
     /// How many things of each part were compared.
-    pub compared: BTreeMap<Part, u64>,
+    pub compared: BTreeMap<StatePart, u64>,
     /// The model after all of it.
-    pub model: Model,
+    pub model: ReferenceModel,
 }
 
 /// A part of the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
+pub enum StatePart {
     /// Replicated time.
     Time,
     /// Runs and their sequence numbers.
@@ -52,12 +52,12 @@ pub enum Part {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
     /// In which part.
-    pub part: Part,
+    pub part: StatePart,
     /// Whose state, at which index, and what.
     pub detail: String,
 }
 
-impl Comparison {
+impl ReplayComparison {
     pub(super) fn of(seen: &Observation) -> Self {
         let mut comparison = Self {
             effects: BTreeMap::new(),
@@ -65,9 +65,9 @@ impl Comparison {
             backends: BTreeMap::from([(0, BTreeMap::new())]),
             differences: Vec::new(),
             compared: BTreeMap::new(),
-            model: Model::default(),
+            model: ReferenceModel::default(),
         };
-        let mut images: BTreeMap<u64, Vec<(Run, &Image)>> = BTreeMap::new();
+        let mut images: BTreeMap<u64, Vec<(ReplicaRun, &StateImage)>> = BTreeMap::new();
         let at_rest = seen.at_rest.values().map(|it| (it.run, &*it.image));
         let images_seen = seen.images.iter().map(|(_, run, image)| (*run, &**image));
         for (run, image) in images_seen.chain(at_rest) {
@@ -115,8 +115,8 @@ impl Comparison {
         }
     }
 
-    fn compare(&mut self, run: Run, image: &Image) {
-        let mut look = Look {
+    fn compare(&mut self, run: ReplicaRun, image: &StateImage) {
+        let mut look = ImageComparison {
             at: format!("{run}, index {}", image.index),
             image,
             model: &self.model,
@@ -133,16 +133,22 @@ impl Comparison {
 }
 
 /// One image held against the model.
-struct Look<'a> {
+struct ImageComparison<'a> {
     at: String,
-    image: &'a Image,
-    model: &'a Model,
+    image: &'a StateImage,
+    model: &'a ReferenceModel,
     differences: &'a mut Vec<Difference>,
-    compared: &'a mut BTreeMap<Part, u64>,
+    compared: &'a mut BTreeMap<StatePart, u64>,
 }
 
-impl Look<'_> {
-    fn same<T: PartialEq + std::fmt::Debug>(&mut self, part: Part, what: &str, is: &T, must: &T) {
+impl ImageComparison<'_> {
+    fn same<T: PartialEq + std::fmt::Debug>(
+        &mut self,
+        part: StatePart,
+        what: &str,
+        is: &T,
+        must: &T,
+    ) {
         *self.compared.entry(part).or_default() += 1;
         if is != must {
             let detail = format!("{}: {what} is {is:?}, the log says {must:?}", self.at);
@@ -152,7 +158,12 @@ impl Look<'_> {
 
     fn time_and_sessions(&mut self) {
         let (image, model) = (self.image, self.model);
-        self.same(Part::Time, "the time", &image.now_ms, &model.time.now_ms);
+        self.same(
+            StatePart::Time,
+            "the time",
+            &image.now_ms,
+            &model.time.now_ms,
+        );
         let must: BTreeMap<_, _> = model
             .sessions
             .iter()
@@ -162,7 +173,7 @@ impl Look<'_> {
         for replica in replicas {
             let what = format!("the run of replica {replica}");
             let (is, must) = (image.sessions.get(replica), must.get(replica));
-            self.same(Part::Sessions, &what, &is, &must);
+            self.same(StatePart::Sessions, &what, &is, &must);
         }
     }
 
@@ -170,7 +181,7 @@ impl Look<'_> {
         let (image, model) = (self.image, self.model);
         for (key, is) in &image.registers {
             let must = model.registers.value(key);
-            self.same(Part::Settings, &format!("{key:?}"), is, &must);
+            self.same(StatePart::Settings, &format!("{key:?}"), is, &must);
         }
         let is: BTreeMap<&String, _> = image
             .backends
@@ -183,7 +194,7 @@ impl Look<'_> {
             .iter()
             .map(|(name, it)| (name, (it.handle, it.draining)))
             .collect();
-        self.same(Part::Settings, "the registry", &is, &must);
+        self.same(StatePart::Settings, "the registry", &is, &must);
     }
 
     fn users(&mut self) {
@@ -193,10 +204,10 @@ impl Look<'_> {
         for key in users {
             let is = image.users.get(key).copied();
             let must = model.users.users.get(key).map(image_of);
-            self.same(Part::Users, &format!("user {key}"), &is, &must);
+            self.same(StatePart::Users, &format!("user {key}"), &is, &must);
         }
         let must = model.users.virtual_time();
-        self.same(Part::Users, "virtual time", &image.virtual_time, &must);
+        self.same(StatePart::Users, "virtual time", &image.virtual_time, &must);
     }
 
     /// Of backends that are followed.
@@ -209,7 +220,7 @@ impl Look<'_> {
             let mut backends = is.iter().chain(&must).map(|(backend, _)| *backend);
             if backends.all(|backend| model.follows(backend)) {
                 self.same(
-                    Part::Leases,
+                    StatePart::Leases,
                     &format!("the lease of {holder:?}"),
                     &is,
                     &must,
@@ -243,14 +254,14 @@ impl Look<'_> {
                 let what = format!(
                     "that rank {rank} of {name}, called exact at {applied:?}, has message {newest}"
                 );
-                self.same(Part::Streams, &what, &(applied >= Some(newest)), &true);
+                self.same(StatePart::Streams, &what, &(applied >= Some(newest)), &true);
             }
         }
     }
 
-    fn blocks_of(&mut self, name: &str, is: &BackendImage, must: &super::model::cache::Cache) {
+    fn blocks_of(&mut self, name: &str, is: &BackendImage, must: &super::model::cache::ModelCache) {
         let hashes: BTreeSet<_> = is.owned.keys().chain(must.blocks.keys()).collect();
-        *self.compared.entry(Part::Blocks).or_default() += 1;
+        *self.compared.entry(StatePart::Blocks).or_default() += 1;
         for hash in hashes {
             let is = is.owned.get(hash);
             let is = is.map(|it| (it.parent, u32::from(it.leases)));
@@ -261,7 +272,7 @@ impl Look<'_> {
                      {must:?}",
                     self.at
                 );
-                let part = Part::Blocks;
+                let part = StatePart::Blocks;
                 self.differences.push(Difference { part, detail });
                 return;
             }
@@ -269,7 +280,7 @@ impl Look<'_> {
     }
 }
 
-fn image_of(user: &User) -> UserImage {
+fn image_of(user: &ModelUser) -> UserImage {
     UserImage {
         counter_milli_tokens: user.counter(),
         weight_milli: user.weight_milli,

@@ -1,18 +1,18 @@
 //! The history of a run: what clients did and what they were told.
 //!
-//! Administrative writes and reads are [`Operation`]s, requests for inference are [`Request`]s. What
-//! a client was not told, the history does not know: a write that timed out is [`Outcome::Unknown`] and
+//! Administrative writes and reads are [`Operation`]s, requests for inference are [`InferenceRequest`]s. What
+//! a client was not told, the history does not know: a write that timed out is [`OperationResult::Unknown`] and
 //! may take effect once, at any later time, or never.
 
 use state::command::{Command, Committed};
 use state::ids::{BackendRef, LogIndex};
 
-use super::observation::Run;
-use super::register::{Key, Value};
+use super::observation::ReplicaRun;
+use super::register::{RegisterKey, RegisterText};
 
 /// Names an operation or a request of a history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ticket(usize);
+pub struct HistoryId(usize);
 
 /// Everything the clients did, in the order of the calls.
 #[derive(Debug, Default)]
@@ -20,7 +20,7 @@ pub struct History {
     /// Administrative writes and reads.
     pub operations: Vec<Operation>,
     /// Requests for inference.
-    pub requests: Vec<Request>,
+    pub requests: Vec<InferenceRequest>,
 }
 
 /// One administrative write or read.
@@ -29,15 +29,15 @@ pub struct Operation {
     /// Who asked. A client has one operation under way at a time.
     pub client: u32,
     /// Whom.
-    pub run: Run,
+    pub run: ReplicaRun,
     /// When it asked.
     pub called_at_us: u64,
     /// When it was answered; `None`: it was not, or its replica crashed.
     pub returned_at_us: Option<u64>,
     /// For what.
     pub action: Action,
-    /// What it was told; [`Outcome::Unknown`] until it is.
-    pub outcome: Outcome,
+    /// What it was told; [`OperationResult::Unknown`] until it is.
+    pub outcome: OperationResult,
 }
 
 /// What a client asks for.
@@ -46,12 +46,12 @@ pub enum Action {
     /// To write.
     Write(Command),
     /// To read behind a barrier: to see everything that was committed when it asked.
-    Read(Key),
+    Read(RegisterKey),
 }
 
 /// What a client knows of what it asked for.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Outcome {
+pub enum OperationResult {
     /// The write stands in the log, and was answered.
     Written(Committed),
     /// It was read.
@@ -59,7 +59,7 @@ pub enum Outcome {
         /// Index up to which the state was applied that was looked at.
         index: LogIndex,
         /// What was there.
-        value: Value,
+        value: RegisterText,
     },
     /// It did not happen and will not.
     Refused,
@@ -69,21 +69,21 @@ pub enum Outcome {
 
 /// One request for inference, from its call to its end.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Request {
+pub struct InferenceRequest {
     /// Who serves it.
-    pub run: Run,
+    pub run: ReplicaRun,
     /// Who pays.
     pub user: String,
     /// When it came.
     pub called_at_us: u64,
     /// The most that its user is to be charged, whatever becomes of it.
-    pub most: Tokens,
+    pub most: RequestTokens,
     /// To which backends it went, one after the other.
     pub dispatches: Vec<Dispatch>,
     /// What an engine computed for it; `None`: that is not known.
-    pub computed: Option<Tokens>,
+    pub computed: Option<RequestTokens>,
     /// How it ended; `None`: not yet, or its replica crashed before.
-    pub end: Option<End>,
+    pub end: Option<RequestEnd>,
 }
 
 /// One attempt of a request.
@@ -99,17 +99,17 @@ pub struct Dispatch {
 
 /// The end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct End {
+pub struct RequestEnd {
     /// When the attempt was given back.
     pub at_us: u64,
     /// What the engine said it used; `None`: it said nothing, so that the router may charge what it
     /// estimates.
-    pub used: Option<Tokens>,
+    pub used: Option<RequestTokens>,
 }
 
 /// Tokens of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Tokens {
+pub struct RequestTokens {
     /// Prompt tokens that the engine computed.
     pub input_uncached: u64,
     /// Prompt tokens that it had cached.
@@ -120,28 +120,34 @@ pub struct Tokens {
 
 impl History {
     /// A client asks for something.
-    pub fn call(&mut self, client: u32, run: Run, at_us: u64, action: Action) -> Ticket {
+    pub fn call(&mut self, client: u32, run: ReplicaRun, at_us: u64, action: Action) -> HistoryId {
         self.operations.push(Operation {
             client,
             run,
             called_at_us: at_us,
             returned_at_us: None,
             action,
-            outcome: Outcome::Unknown,
+            outcome: OperationResult::Unknown,
         });
-        Ticket(self.operations.len() - 1)
+        HistoryId(self.operations.len() - 1)
     }
 
     /// It is answered.
-    pub fn answer(&mut self, ticket: Ticket, at_us: u64, outcome: Outcome) {
+    pub fn answer(&mut self, ticket: HistoryId, at_us: u64, outcome: OperationResult) {
         let operation = &mut self.operations[ticket.0];
         operation.returned_at_us = Some(at_us);
         operation.outcome = outcome;
     }
 
     /// A request comes.
-    pub fn request(&mut self, run: Run, user: &str, at_us: u64, most: Tokens) -> Ticket {
-        self.requests.push(Request {
+    pub fn request(
+        &mut self,
+        run: ReplicaRun,
+        user: &str,
+        at_us: u64,
+        most: RequestTokens,
+    ) -> HistoryId {
+        self.requests.push(InferenceRequest {
             run,
             user: user.to_owned(),
             called_at_us: at_us,
@@ -150,21 +156,21 @@ impl History {
             computed: None,
             end: None,
         });
-        Ticket(self.requests.len() - 1)
+        HistoryId(self.requests.len() - 1)
     }
 
     /// It goes to a backend.
-    pub fn dispatched(&mut self, ticket: Ticket, dispatch: Dispatch) {
+    pub fn dispatched(&mut self, ticket: HistoryId, dispatch: Dispatch) {
         self.requests[ticket.0].dispatches.push(dispatch);
     }
 
     /// An engine has computed so much for it, whatever it told.
-    pub fn computed(&mut self, ticket: Ticket, tokens: Tokens) {
+    pub fn computed(&mut self, ticket: HistoryId, tokens: RequestTokens) {
         self.requests[ticket.0].computed = Some(tokens);
     }
 
     /// It ends.
-    pub fn ended(&mut self, ticket: Ticket, end: End) {
+    pub fn ended(&mut self, ticket: HistoryId, end: RequestEnd) {
         self.requests[ticket.0].end = Some(end);
     }
 }

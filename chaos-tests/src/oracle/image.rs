@@ -7,12 +7,12 @@ use state::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, SessionId, UserKey
 use state::users::UserUsage;
 use state::{Backend, RouterState};
 
-use super::register::{Key, Value};
+use super::register::{RegisterKey, RegisterText};
 
 /// What a state holds at one index. Digests are equal at equal index, so one replica's image stands
 /// for all of them; taking one copies every owned block, which is dear: some ten per run.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Image {
+pub struct StateImage {
     /// Up to where it is applied.
     pub index: u64,
     /// Its digest.
@@ -31,7 +31,7 @@ pub struct Image {
     /// lane.
     pub sessions: BTreeMap<ReplicaId, (SessionId, [u64; 2])>,
     /// Every key that was asked for, with what it holds.
-    pub registers: BTreeMap<Key, Value>,
+    pub registers: BTreeMap<RegisterKey, RegisterText>,
     /// Virtual time of the fair order.
     pub virtual_time: u64,
 }
@@ -95,10 +95,10 @@ pub struct UserImage {
     pub waiting: u64,
 }
 
-impl Image {
+impl StateImage {
     /// Takes it; of the registers those in `keys`.
     #[must_use]
-    pub fn of<'a>(state: &RouterState, keys: impl IntoIterator<Item = &'a Key>) -> Self {
+    pub fn of<'a>(state: &RouterState, keys: impl IntoIterator<Item = &'a RegisterKey>) -> Self {
         let backends = state.backends().map(|backend| {
             let image = BackendImage::of(state, backend);
             (backend.spec.id.clone(), image)

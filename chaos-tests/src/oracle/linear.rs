@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 
 use state::ids::LogIndex;
 
-use super::Record;
-use super::history::{Action, Operation, Outcome};
-use super::model::Effect;
-use super::register::{Key, Registers, Value};
+use super::RunRecord;
+use super::history::{Action, Operation, OperationResult};
+use super::model::CommandEffect;
+use super::register::{RegisterKey, RegisterText, Registers};
 
 /// An operation with the place in the log at which it took effect.
 struct Placed<'a> {
@@ -24,7 +24,7 @@ struct Placed<'a> {
 ///
 /// # Errors
 /// What contradicts the log's order.
-pub fn check(record: &Record) -> Result<u64, String> {
+pub fn check(record: &RunRecord) -> Result<u64, String> {
     let mut placed: Vec<Placed> = Vec::new();
     for operation in &record.history.operations {
         if let Some(index) = place(record, operation) {
@@ -37,21 +37,21 @@ pub fn check(record: &Record) -> Result<u64, String> {
 }
 
 /// Where an operation took effect; `None`: not known, or nowhere.
-fn place(record: &Record, operation: &Operation) -> Option<u64> {
+fn place(record: &RunRecord, operation: &Operation) -> Option<u64> {
     match &operation.outcome {
-        Outcome::Read { index, .. } => Some(index.0),
-        Outcome::Written(committed) => effective(record, committed.index),
-        Outcome::Refused | Outcome::Unknown => None,
+        OperationResult::Read { index, .. } => Some(index.0),
+        OperationResult::Written(committed) => effective(record, committed.index),
+        OperationResult::Refused | OperationResult::Unknown => None,
     }
 }
 
 /// Where the command that stands at `index` took effect: there, or where it came first.
-pub(crate) fn effective(record: &Record, index: LogIndex) -> Option<u64> {
+pub(crate) fn effective(record: &RunRecord, index: LogIndex) -> Option<u64> {
     let comparison = record.comparison();
     match comparison.effects.get(&index.0)? {
-        Effect::Done(_) => Some(index.0),
-        Effect::Stale => None,
-        Effect::Repeat => {
+        CommandEffect::Done(_) => Some(index.0),
+        CommandEffect::Stale => None,
+        CommandEffect::Repeat => {
             let origin = comparison.commands.get(&index.0)?.origin;
             comparison.model.sessions.effects.get(&origin).copied()
         }
@@ -92,10 +92,10 @@ fn in_time(placed: &[Placed]) -> Result<(), String> {
 }
 
 /// Each read finds what the writes up to its index left.
-fn reads_see_writes(record: &Record, placed: &[Placed]) -> Result<(), String> {
-    let mut reads: BTreeMap<u64, Vec<(&Key, &Value, &Operation)>> = BTreeMap::new();
+fn reads_see_writes(record: &RunRecord, placed: &[Placed]) -> Result<(), String> {
+    let mut reads: BTreeMap<u64, Vec<(&RegisterKey, &RegisterText, &Operation)>> = BTreeMap::new();
     for it in placed {
-        if let (Action::Read(key), Outcome::Read { value, .. }) =
+        if let (Action::Read(key), OperationResult::Read { value, .. }) =
             (&it.operation.action, &it.operation.outcome)
         {
             let at = reads.entry(it.index).or_default();
@@ -107,7 +107,7 @@ fn reads_see_writes(record: &Record, placed: &[Placed]) -> Result<(), String> {
     let mut commands = comparison.commands.iter().peekable();
     for (index, reads) in reads {
         while let Some((at, envelope)) = commands.next_if(|(at, _)| **at <= index) {
-            if let Some(Effect::Done(_)) = comparison.effects.get(at) {
+            if let Some(CommandEffect::Done(_)) = comparison.effects.get(at) {
                 registers.write(&envelope.command);
             }
         }

@@ -17,29 +17,29 @@ pub mod search;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use comparison::Comparison;
+use comparison::ReplayComparison;
 pub use history::History;
-use history::Outcome;
+use history::OperationResult;
 pub use observation::Observation;
-use observation::Run;
+use observation::ReplicaRun;
 
 /// Everything known of one run of a cluster.
 #[derive(Debug, Default)]
-pub struct Record {
+pub struct RunRecord {
     /// What the replicas did.
     pub observation: Observation,
     /// What the clients saw.
     pub history: History,
-    /// The last [`Record::comparison`], with what it was made of: entries, images.
-    compared: Mutex<Option<([usize; 3], Arc<Comparison>)>>,
+    /// The last [`RunRecord::comparison`], with what it was made of: entries, images.
+    compared: Mutex<Option<([usize; 3], Arc<ReplayComparison>)>>,
 }
 
-impl Record {
+impl RunRecord {
     /// What a client is to make of what a run told it: nothing, while the world has taken the run's state.
     #[must_use]
-    pub fn as_told(&self, run: Run, outcome: Outcome) -> Outcome {
+    pub fn as_told(&self, run: ReplicaRun, outcome: OperationResult) -> OperationResult {
         if self.observation.is_spoiled(run) {
-            Outcome::Unknown
+            OperationResult::Unknown
         } else {
             outcome
         }
@@ -47,14 +47,14 @@ impl Record {
 
     /// The log replayed by the naive model, and where states differ from it. Made once for as long as
     /// nothing was added that it looks at.
-    pub fn comparison(&self) -> Arc<Comparison> {
+    pub fn comparison(&self) -> Arc<ReplayComparison> {
         let seen = &self.observation;
         let made_of = [seen.log.len(), seen.images.len(), seen.at_rest.len()];
         let mut compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
         match &*compared {
             Some((known, comparison)) if *known == made_of => Arc::clone(comparison),
             _ => {
-                let comparison = Arc::new(Comparison::of(seen));
+                let comparison = Arc::new(ReplayComparison::of(seen));
                 *compared = Some((made_of, Arc::clone(&comparison)));
                 comparison
             }

@@ -9,18 +9,18 @@ use std::sync::Arc;
 use state::ids::{BlockHash, LogIndex, ReplicaId};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::image::Image;
+use super::image::StateImage;
 
 /// One run of a replica: from its start until it is stopped, or crashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Run {
+pub struct ReplicaRun {
     /// The replica.
     pub replica: ReplicaId,
     /// Counts its runs, from 1.
     pub number: u32,
 }
 
-impl std::fmt::Display for Run {
+impl std::fmt::Display for ReplicaRun {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "replica {} (run {})", self.replica, self.number)
     }
@@ -32,19 +32,19 @@ pub struct Observation {
     /// Every command of the log, as the first replica that applied it saw it.
     pub log: BTreeMap<u64, LogEntry>,
     /// How every run changed its state, one after the other.
-    pub steps: BTreeMap<Run, Vec<Step>>,
+    pub steps: BTreeMap<ReplicaRun, Vec<StateStep>>,
     /// When runs began and ended.
-    pub runs: BTreeMap<Run, Span>,
+    pub runs: BTreeMap<ReplicaRun, Span>,
     /// When the world took the state from a run, to see whether it gets it back.
-    pub spoiled: Vec<(u64, Run)>,
+    pub spoiled: Vec<(u64, ReplicaRun)>,
     /// Who led which term, as seen at a replica that took itself for the leader.
     pub leading: Vec<Leading>,
     /// When replicas could not reach a majority.
     pub cut_off: Vec<CutOff>,
     /// When a run's outbox was last seen with nothing in it: all that ended before is in the log.
-    pub outbox_empty: BTreeMap<Run, u64>,
+    pub outbox_empty: BTreeMap<ReplicaRun, u64>,
     /// What states held, now and then.
-    pub images: Vec<(u64, Run, Arc<Image>)>,
+    pub images: Vec<(u64, ReplicaRun, Arc<StateImage>)>,
     /// Whether there was a time in which it could not be said what time it is: so many clocks were wrong,
     /// or of replicas that others did not hear.
     pub are_clocks_doubted: bool,
@@ -67,7 +67,7 @@ pub struct LogEntry {
 
 /// How a state came to an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Step {
+pub struct StateStep {
     /// When.
     pub at_us: u64,
     /// Where it is now.
@@ -104,7 +104,7 @@ pub struct Leading {
     /// When it was seen first.
     pub at_us: u64,
     /// Who.
-    pub run: Run,
+    pub run: ReplicaRun,
     /// Which term.
     pub term: u64,
 }
@@ -123,9 +123,9 @@ pub struct CutOff {
 #[derive(Debug, Clone)]
 pub struct AtRest {
     /// Which run of it.
-    pub run: Run,
+    pub run: ReplicaRun,
     /// Its state.
-    pub image: Arc<Image>,
+    pub image: Arc<StateImage>,
     /// Items of its outbox that no log has.
     pub outbox_items: usize,
     /// Blocks it believes in before the log tells it.
@@ -136,7 +136,7 @@ pub struct AtRest {
 
 impl Observation {
     /// A replica starts.
-    pub fn started(&mut self, at_us: u64, run: Run) {
+    pub fn started(&mut self, at_us: u64, run: ReplicaRun) {
         let span = Span {
             from_us: at_us,
             until_us: None,
@@ -145,7 +145,7 @@ impl Observation {
     }
 
     /// It crashed or was stopped.
-    pub fn ended(&mut self, at_us: u64, run: Run) {
+    pub fn ended(&mut self, at_us: u64, run: ReplicaRun) {
         if let Some(span) = self.runs.get_mut(&run) {
             span.until_us = Some(at_us);
         }
@@ -155,7 +155,7 @@ impl Observation {
     pub fn applied(
         &mut self,
         at_us: u64,
-        run: Run,
+        run: ReplicaRun,
         index: u64,
         command: Option<&[u8]>,
         digest: Option<u128>,
@@ -169,18 +169,18 @@ impl Observation {
     }
 
     /// A state was read from a snapshot.
-    pub fn restored(&mut self, at_us: u64, run: Run, index: u64, digest: Option<u128>) {
+    pub fn restored(&mut self, at_us: u64, run: ReplicaRun, index: u64, digest: Option<u128>) {
         self.step(run, at_us, index, Cause::Restored, digest);
     }
 
     /// The world takes the state from a run. Until it is restored, its digest does not count.
-    pub fn spoiled(&mut self, at_us: u64, run: Run) {
+    pub fn spoiled(&mut self, at_us: u64, run: ReplicaRun) {
         self.spoiled.push((at_us, run));
     }
 
     /// Whether a run's state is not to be believed: it was taken and has not come back.
     #[must_use]
-    pub fn is_spoiled(&self, run: Run) -> bool {
+    pub fn is_spoiled(&self, run: ReplicaRun) -> bool {
         let mut spoiled = self.spoiled.iter().rev();
         let Some((since_us, _)) = spoiled.find(|(_, whose)| *whose == run) else {
             return false;
@@ -190,7 +190,7 @@ impl Observation {
     }
 
     /// A replica takes itself for the leader of a term. May be told again and again.
-    pub fn leads(&mut self, at_us: u64, run: Run, term: u64) {
+    pub fn leads(&mut self, at_us: u64, run: ReplicaRun, term: u64) {
         let of_run = self.leading.iter().rev().find(|it| it.run == run);
         if of_run.is_none_or(|it| it.term != term) {
             self.leading.push(Leading { at_us, run, term });
@@ -219,12 +219,12 @@ impl Observation {
     }
 
     /// A run's outbox holds nothing that is not known to be in the log.
-    pub fn outbox_is_empty(&mut self, at_us: u64, run: Run) {
+    pub fn outbox_is_empty(&mut self, at_us: u64, run: ReplicaRun) {
         self.outbox_empty.insert(run, at_us);
     }
 
     /// Keeps what a state holds.
-    pub fn image(&mut self, at_us: u64, run: Run, image: Image) {
+    pub fn image(&mut self, at_us: u64, run: ReplicaRun, image: StateImage) {
         self.images.push((at_us, run, Arc::new(image)));
     }
 
@@ -239,8 +239,15 @@ impl Observation {
         LogIndex(self.log.last_key_value().map_or(0, |(index, _)| *index))
     }
 
-    fn step(&mut self, run: Run, at_us: u64, index: u64, cause: Cause, digest: Option<u128>) {
-        self.steps.entry(run).or_default().push(Step {
+    fn step(
+        &mut self,
+        run: ReplicaRun,
+        at_us: u64,
+        index: u64,
+        cause: Cause,
+        digest: Option<u128>,
+    ) {
+        self.steps.entry(run).or_default().push(StateStep {
             at_us,
             index,
             cause,

@@ -1,6 +1,6 @@
 //! Registers that administrative writes change and barrier reads see.
 //!
-//! Each [`Key`] names a part of the state that can be written and read as a whole. [`Registers`] is the
+//! Each [`RegisterKey`] names a part of the state that can be written and read as a whole. [`Registers`] is the
 //! sequential specification: what one write after the other leaves behind, written without a look at
 //! how `state` does it.
 
@@ -11,7 +11,7 @@ use state::command::{Command, Rejection, Reply};
 
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Key {
+pub enum RegisterKey {
     /// A backend: whether it is there, how it is described, whether it drains.
     Backend(String),
     /// The routing policy.
@@ -27,11 +27,11 @@ pub enum Key {
 }
 
 /// What a key holds, in words; `None`: nothing was ever written, or it was removed.
-pub type Value = Option<String>;
+pub type RegisterText = Option<String>;
 
 /// All keys with what they hold.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Registers(BTreeMap<Key, Register>);
+pub struct Registers(BTreeMap<RegisterKey, Register>);
 
 /// What one key holds.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -41,7 +41,7 @@ struct Register {
     draining: bool,
 }
 
-impl Key {
+impl RegisterKey {
     /// What a command writes: nothing that can be read as a whole, one key, or two at once.
     #[must_use]
     pub fn all_of(command: &Command) -> Vec<Self> {
@@ -75,7 +75,7 @@ impl Key {
 
     /// What a state holds there.
     #[must_use]
-    pub fn value_in(&self, state: &RouterState) -> Value {
+    pub fn value_in(&self, state: &RouterState) -> RegisterText {
         let view = state.view();
         match self {
             Self::Backend(name) => state
@@ -108,18 +108,20 @@ impl Key {
 impl Registers {
     /// What a key holds.
     #[must_use]
-    pub fn value(&self, key: &Key) -> Value {
+    pub fn value(&self, key: &RegisterKey) -> RegisterText {
         let register = self.0.get(key)?;
         Some(match key {
-            Key::Backend(_) => backend(&register.text, register.draining),
-            Key::Policy | Key::Routing | Key::Admission | Key::Weight(_) | Key::Limits(_) => {
-                register.text.clone()
-            }
+            RegisterKey::Backend(_) => backend(&register.text, register.draining),
+            RegisterKey::Policy
+            | RegisterKey::Routing
+            | RegisterKey::Admission
+            | RegisterKey::Weight(_)
+            | RegisterKey::Limits(_) => register.text.clone(),
         })
     }
 
     /// All keys that hold something, with it.
-    pub fn iter(&self) -> impl Iterator<Item = (&Key, Value)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&RegisterKey, RegisterText)> {
         self.0.keys().map(|key| (key, self.value(key)))
     }
 
@@ -134,7 +136,7 @@ impl Registers {
             let (name, limits) = (user.name.clone(), *limits);
             return self.write(&Command::PutUserLimits { name, limits });
         }
-        let Some(key) = Key::all_of(command).pop() else {
+        let Some(key) = RegisterKey::all_of(command).pop() else {
             return Reply::Applied;
         };
         let text = match command {

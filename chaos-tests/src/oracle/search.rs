@@ -16,8 +16,8 @@ use std::rc::Rc;
 
 use stateright::semantics::{ConsistencyTester, LinearizabilityTester, SequentialSpec};
 
-use super::history::{Action, History, Operation, Outcome};
-use super::register::{Key, Value};
+use super::history::{Action, History, Operation, OperationResult};
+use super::register::{RegisterKey, RegisterText};
 use state::command::{Command, Rejection, Reply};
 
 /// Most operations of one piece.
@@ -29,7 +29,7 @@ pub const STEPS_MAX: u64 = 50_000;
 
 /// What came of searching.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Tally {
+pub struct SearchCounts {
     /// Operations in histories that were explained.
     pub explained: u64,
     /// Pieces that were explained.
@@ -45,12 +45,15 @@ pub struct Tally {
 /// # Errors
 /// The first key whose history no order explains. `first` tells what a key held before any operation on
 /// it, as nobody was asked then.
-pub fn check(history: &History, first: impl Fn(&Key) -> Value) -> Result<Tally, String> {
-    let mut tally = Tally::default();
+pub fn check(
+    history: &History,
+    first: impl Fn(&RegisterKey) -> RegisterText,
+) -> Result<SearchCounts, String> {
+    let mut tally = SearchCounts::default();
     for (key, operations) in by_key(history) {
         let mut texts = Texts::default();
         let mut holds = texts.held(&first(&key));
-        let mut unknown: Vec<Step> = Vec::new();
+        let mut unknown: Vec<SearchStep> = Vec::new();
         for piece in pieces(&key, &operations, &mut texts) {
             let verdict = piece.search(holds, &unknown, &mut tally);
             if verdict == Some(false) {
@@ -68,11 +71,11 @@ pub fn check(history: &History, first: impl Fn(&Key) -> Value) -> Result<Tally, 
 }
 
 /// What a key holds: a text by number, and whether it drains.
-type Held = Option<(u32, bool)>;
+type RegisterValue = Option<(u32, bool)>;
 
 /// What is done to a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Op {
+enum RegisterOp {
     /// Sets the text; whether it drains stays.
     Set(u32),
     Clear,
@@ -85,57 +88,57 @@ enum Op {
 
 /// What it answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Answer {
+enum RegisterReturn {
     Done,
     Refused,
-    Saw(Held),
+    Saw(RegisterValue),
 }
 
 /// One operation of a piece.
 #[derive(Debug, Clone, Copy)]
-struct Step {
+struct SearchStep {
     client: u32,
     called_at_us: u64,
-    op: Op,
+    op: RegisterOp,
     /// `None`: unknown.
-    returned: Option<(u64, Answer)>,
+    returned: Option<(u64, RegisterReturn)>,
 }
 
 /// The sequential specification of one key.
 #[derive(Debug, Clone)]
-struct Register {
-    holds: Held,
+struct RegisterSpec {
+    holds: RegisterValue,
     steps: Rc<Cell<u64>>,
 }
 
-impl SequentialSpec for Register {
-    type Op = Op;
-    type Ret = Answer;
+impl SequentialSpec for RegisterSpec {
+    type Op = RegisterOp;
+    type Ret = RegisterReturn;
 
-    fn invoke(&mut self, op: &Op) -> Answer {
+    fn invoke(&mut self, op: &RegisterOp) -> RegisterReturn {
         match (op, self.holds) {
-            (Op::Set(text), held) => {
+            (RegisterOp::Set(text), held) => {
                 self.holds = Some((*text, held.is_some_and(|(_, draining)| draining)));
-                Answer::Done
+                RegisterReturn::Done
             }
-            (Op::Clear, _) => {
+            (RegisterOp::Clear, _) => {
                 self.holds = None;
-                Answer::Done
+                RegisterReturn::Done
             }
-            (Op::Remove | Op::Drain(_), None) => Answer::Refused,
-            (Op::Remove, Some(_)) => {
+            (RegisterOp::Remove | RegisterOp::Drain(_), None) => RegisterReturn::Refused,
+            (RegisterOp::Remove, Some(_)) => {
                 self.holds = None;
-                Answer::Done
+                RegisterReturn::Done
             }
-            (Op::Drain(draining), Some((text, _))) => {
+            (RegisterOp::Drain(draining), Some((text, _))) => {
                 self.holds = Some((text, *draining));
-                Answer::Done
+                RegisterReturn::Done
             }
-            (Op::Read, holds) => Answer::Saw(holds),
+            (RegisterOp::Read, holds) => RegisterReturn::Saw(holds),
         }
     }
 
-    fn is_valid_step(&mut self, op: &Op, answer: &Answer) -> bool {
+    fn is_valid_step(&mut self, op: &RegisterOp, answer: &RegisterReturn) -> bool {
         self.steps.set(self.steps.get() + 1);
         self.steps.get() <= STEPS_MAX && self.invoke(op) == *answer
     }
@@ -152,7 +155,7 @@ impl Texts {
     }
 
     /// What a read saw. Of a backend the text tells of draining, too.
-    fn held(&mut self, value: &Value) -> Held {
+    fn held(&mut self, value: &RegisterText) -> RegisterValue {
         let value = value.as_deref()?;
         for draining in [false, true] {
             if let Some(spec) = value.strip_prefix(&format!("draining: {draining}, ")) {
@@ -163,44 +166,46 @@ impl Texts {
     }
 
     /// What an action does to `key`.
-    fn op(&mut self, key: &Key, action: &Action) -> Op {
+    fn op(&mut self, key: &RegisterKey, action: &Action) -> RegisterOp {
         let Action::Write(command) = action else {
-            return Op::Read;
+            return RegisterOp::Read;
         };
         match command {
-            Command::PutBackend(spec) => Op::Set(self.number(&format!("{spec:?}"))),
-            Command::DeleteBackend { .. } => Op::Remove,
-            Command::SetDraining { draining, .. } => Op::Drain(*draining),
-            Command::PutUser(spec) => Op::Set(self.number(&spec.weight_milli.to_string())),
-            Command::PutPolicy(policy) => Op::Set(self.number(&format!("{policy:?}"))),
-            Command::PutRouting(settings) => Op::Set(self.number(&format!("{settings:?}"))),
-            Command::PutAdmission(settings) => Op::Set(self.number(&format!("{settings:?}"))),
-            Command::SetUser { user, .. } if matches!(key, Key::Weight(_)) => {
-                Op::Set(self.number(&user.weight_milli.to_string()))
+            Command::PutBackend(spec) => RegisterOp::Set(self.number(&format!("{spec:?}"))),
+            Command::DeleteBackend { .. } => RegisterOp::Remove,
+            Command::SetDraining { draining, .. } => RegisterOp::Drain(*draining),
+            Command::PutUser(spec) => RegisterOp::Set(self.number(&spec.weight_milli.to_string())),
+            Command::PutPolicy(policy) => RegisterOp::Set(self.number(&format!("{policy:?}"))),
+            Command::PutRouting(settings) => RegisterOp::Set(self.number(&format!("{settings:?}"))),
+            Command::PutAdmission(settings) => {
+                RegisterOp::Set(self.number(&format!("{settings:?}")))
+            }
+            Command::SetUser { user, .. } if matches!(key, RegisterKey::Weight(_)) => {
+                RegisterOp::Set(self.number(&user.weight_milli.to_string()))
             }
             Command::PutUserLimits { limits, .. } | Command::SetUser { limits, .. } => {
                 match limits.is_unbounded() {
-                    true => Op::Clear,
-                    false => Op::Set(self.number(&format!("{limits:?}"))),
+                    true => RegisterOp::Clear,
+                    false => RegisterOp::Set(self.number(&format!("{limits:?}"))),
                 }
             }
             // Of no key: nobody asks for it here.
-            _ => Op::Read,
+            _ => RegisterOp::Read,
         }
     }
 }
 
 /// Part of a key's history that begins with a known value.
 #[derive(Debug, Default)]
-struct Piece {
-    steps: Vec<Step>,
+struct KeyHistoryPart {
+    steps: Vec<SearchStep>,
     /// What it ends with, where that was read.
-    ends_with: Option<Held>,
+    ends_with: Option<RegisterValue>,
 }
 
-impl Piece {
+impl KeyHistoryPart {
     /// What goes on into the pieces behind it.
-    fn unknown(&self) -> impl Iterator<Item = Step> {
+    fn unknown(&self) -> impl Iterator<Item = SearchStep> {
         self.steps
             .iter()
             .filter(|it| it.returned.is_none())
@@ -208,15 +213,21 @@ impl Piece {
     }
 
     /// Whether some order explains it; `None`: not decided.
-    fn search(&self, holds: Held, before: &[Step], tally: &mut Tally) -> Option<bool> {
-        let mut steps: Vec<Step> = before.iter().chain(&self.steps).copied().collect();
+    fn search(
+        &self,
+        holds: RegisterValue,
+        before: &[SearchStep],
+        tally: &mut SearchCounts,
+    ) -> Option<bool> {
+        let mut steps: Vec<SearchStep> = before.iter().chain(&self.steps).copied().collect();
         // What nobody saw need not have happened: only a set that is read explains anything.
-        let seen: BTreeSet<u32> = steps.iter().filter_map(Step::saw).collect();
-        let keeps_answers = |op: Op| matches!(op, Op::Remove | Op::Drain(_));
+        let seen: BTreeSet<u32> = steps.iter().filter_map(SearchStep::saw).collect();
+        let keeps_answers =
+            |op: RegisterOp| matches!(op, RegisterOp::Remove | RegisterOp::Drain(_));
         let has_answers = steps.iter().any(|it| keeps_answers(it.op));
         steps.retain(|it| match (it.op, it.returned) {
-            (Op::Set(text), None) => has_answers || seen.contains(&text),
-            (Op::Read, None) => false,
+            (RegisterOp::Set(text), None) => has_answers || seen.contains(&text),
+            (RegisterOp::Read, None) => false,
             _ => true,
         });
         if steps.iter().filter(|it| it.returned.is_none()).count() > UNKNOWN_MAX {
@@ -227,7 +238,7 @@ impl Piece {
         tally.beyond += steps.len().saturating_sub(OPERATIONS_MAX) as u64;
         steps.truncate(OPERATIONS_MAX);
         let counted = Rc::new(Cell::new(0));
-        let register = Register {
+        let register = RegisterSpec {
             holds,
             steps: Rc::clone(&counted),
         };
@@ -243,17 +254,20 @@ impl Piece {
     }
 }
 
-impl Step {
+impl SearchStep {
     fn saw(&self) -> Option<u32> {
         match self.returned {
-            Some((_, Answer::Saw(Some((text, _))))) => Some(text),
+            Some((_, RegisterReturn::Saw(Some((text, _))))) => Some(text),
             _ => None,
         }
     }
 }
 
 /// Tells the tester of calls and returns in the order of time.
-fn played(register: Register, steps: &[Step]) -> LinearizabilityTester<(u32, u32), Register> {
+fn played(
+    register: RegisterSpec,
+    steps: &[SearchStep],
+) -> LinearizabilityTester<(u32, u32), RegisterSpec> {
     let until_us = steps.last().map_or(0, |it| it.called_at_us);
     let mut events: Vec<(u64, bool, usize)> = Vec::new();
     for (at, step) in steps.iter().enumerate() {
@@ -266,7 +280,7 @@ fn played(register: Register, steps: &[Step]) -> LinearizabilityTester<(u32, u32
         }
     }
     // Behind the last call nothing begins, so that the order of returns says nothing.
-    let late = |step: &Step| step.returned.is_some_and(|(at_us, _)| at_us > until_us);
+    let late = |step: &SearchStep| step.returned.is_some_and(|(at_us, _)| at_us > until_us);
     let late = steps.iter().enumerate().filter(|(_, step)| late(step));
     events.extend(late.map(|(at, _)| (u64::MAX, true, at)));
     events.sort_unstable();
@@ -292,12 +306,12 @@ fn played(register: Register, steps: &[Step]) -> LinearizabilityTester<(u32, u32
 }
 
 /// The operations on each key, in the order of the calls.
-fn by_key(history: &History) -> BTreeMap<Key, Vec<&Operation>> {
-    let mut keys: BTreeMap<Key, Vec<&Operation>> = BTreeMap::new();
+fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
+    let mut keys: BTreeMap<RegisterKey, Vec<&Operation>> = BTreeMap::new();
     for operation in &history.operations {
         let its = match &operation.action {
             Action::Read(key) => vec![key.clone()],
-            Action::Write(command) => Key::all_of(command),
+            Action::Write(command) => RegisterKey::all_of(command),
         };
         for key in its {
             keys.entry(key).or_default().push(operation);
@@ -310,8 +324,8 @@ fn by_key(history: &History) -> BTreeMap<Key, Vec<&Operation>> {
 }
 
 /// Cuts a key's history behind every read that overlaps with nothing whose outcome is known.
-fn pieces(key: &Key, operations: &[&Operation], texts: &mut Texts) -> Vec<Piece> {
-    let mut pieces = vec![Piece::default()];
+fn pieces(key: &RegisterKey, operations: &[&Operation], texts: &mut Texts) -> Vec<KeyHistoryPart> {
+    let mut pieces = vec![KeyHistoryPart::default()];
     let mut latest_us = 0;
     for (at, operation) in operations.iter().enumerate() {
         let op = texts.op(key, &operation.action);
@@ -320,7 +334,7 @@ fn pieces(key: &Key, operations: &[&Operation], texts: &mut Texts) -> Vec<Piece>
         };
         let returned = operation.returned_at_us.zip(answer);
         let piece = pieces.last_mut().expect("there is a first piece");
-        piece.steps.push(Step {
+        piece.steps.push(SearchStep {
             client: operation.client,
             called_at_us: operation.called_at_us,
             op,
@@ -333,9 +347,9 @@ fn pieces(key: &Key, operations: &[&Operation], texts: &mut Texts) -> Vec<Piece>
         latest_us = latest_us.max(returned_at_us);
         let next = operations.get(at + 1);
         let is_before_all = next.is_none_or(|next| next.called_at_us > returned_at_us);
-        if let (Answer::Saw(held), true, true) = (answer, is_after_all, is_before_all) {
+        if let (RegisterReturn::Saw(held), true, true) = (answer, is_after_all, is_before_all) {
             piece.ends_with = Some(held);
-            pieces.push(Piece::default());
+            pieces.push(KeyHistoryPart::default());
         }
     }
     pieces
@@ -343,15 +357,15 @@ fn pieces(key: &Key, operations: &[&Operation], texts: &mut Texts) -> Vec<Piece>
 
 /// What a client was told; outer `None`: that it did not happen.
 #[allow(clippy::option_option)] // Not happened, happened with an unknown answer, answered.
-fn answer(outcome: &Outcome, texts: &mut Texts) -> Option<Option<Answer>> {
+fn answer(outcome: &OperationResult, texts: &mut Texts) -> Option<Option<RegisterReturn>> {
     Some(match outcome {
-        Outcome::Refused => return None,
-        Outcome::Unknown => None,
-        Outcome::Read { value, .. } => Some(Answer::Saw(texts.held(value))),
-        Outcome::Written(committed) => match plain(&committed.reply) {
-            Reply::Rejected(Rejection::UnknownBackend { .. }) => Some(Answer::Refused),
+        OperationResult::Refused => return None,
+        OperationResult::Unknown => None,
+        OperationResult::Read { value, .. } => Some(RegisterReturn::Saw(texts.held(value))),
+        OperationResult::Written(committed) => match plain(&committed.reply) {
+            Reply::Rejected(Rejection::UnknownBackend { .. }) => Some(RegisterReturn::Refused),
             Reply::Rejected(_) => return None,
-            Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => Some(Answer::Done),
+            Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => Some(RegisterReturn::Done),
         },
     })
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use hyper::body::Bytes;
-use lab::replay::client::Answer;
+use lab::replay::client::ReplayAnswer;
 use tokio::time::Instant;
 
 /// Answers kept to ask for what is known of their prompts.
@@ -22,7 +22,7 @@ const BYTES_PER_TOKEN_MIN: u64 = 2;
 
 /// What a user used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct UserTotals {
     /// Requests.
     pub requests: u64,
     /// Prompt tokens computed.
@@ -33,7 +33,7 @@ pub struct Usage {
     pub output: u64,
 }
 
-impl Usage {
+impl UserTotals {
     fn add(&mut self, other: &Self) {
         self.requests += other.requests;
         self.uncached += other.uncached;
@@ -50,7 +50,7 @@ impl Usage {
 
 /// A request that was answered.
 #[derive(Debug, Clone)]
-pub struct Answered {
+pub struct AnsweredRequest {
     /// By which replica.
     pub replica: usize,
     /// Charged to whom.
@@ -60,14 +60,14 @@ pub struct Answered {
     /// When its answer was whole.
     pub ended: Instant,
     /// The answer.
-    pub answer: Answer,
+    pub answer: ReplayAnswer,
     /// What was asked.
     pub body: Bytes,
 }
 
 /// A request that went down with its replica.
 #[derive(Debug)]
-pub(super) struct Lost {
+pub(super) struct LostRequest {
     pub(super) user: String,
     pub(super) body_bytes: u64,
     pub(super) output_max: u64,
@@ -75,7 +75,7 @@ pub(super) struct Lost {
 
 /// A time without an answer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Stall {
+pub struct LongestStall {
     /// Longest time between two answers of any replica.
     pub gap: Duration,
     /// Longest time of a request to its first token.
@@ -84,7 +84,7 @@ pub struct Stall {
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct Book {
+pub struct ClientLedger {
     /// Requests answered.
     pub answered: u64,
     /// Requests lost with their replica.
@@ -93,23 +93,23 @@ pub struct Book {
     pub failed: u64,
     /// The first failures, in words.
     pub failures: Vec<String>,
-    /// Since [`Book::measure`].
-    pub stall: Stall,
+    /// Since [`ClientLedger::measure`].
+    pub stall: LongestStall,
     by_replica: BTreeMap<usize, u64>,
     last_answer: Option<Instant>,
-    recent: VecDeque<Answered>,
-    account: Account,
+    recent: VecDeque<AnsweredRequest>,
+    account: UsageSince,
 }
 
 /// A time within which what a replica answered may be unknown to the others.
 #[derive(Debug, Clone, Copy)]
-struct Doubt {
+struct UnknownWindow {
     since: Instant,
     /// When it was killed.
     until: Instant,
 }
 
-impl Doubt {
+impl UnknownWindow {
     fn covers(&self, at: Instant) -> bool {
         (self.since..=self.until).contains(&at)
     }
@@ -117,19 +117,19 @@ impl Doubt {
 
 /// What was used since counters were last compared.
 #[derive(Debug, Default)]
-struct Account {
+struct UsageSince {
     /// Counters then.
-    before: BTreeMap<String, Usage>,
+    before: BTreeMap<String, UserTotals>,
     /// Answers: who, by which replica, when, how much.
-    answers: Vec<(String, usize, Instant, Usage)>,
+    answers: Vec<(String, usize, Instant, UserTotals)>,
     /// At most what lost requests used.
-    lost: BTreeMap<String, Usage>,
+    lost: BTreeMap<String, UserTotals>,
     /// Replicas that were killed, and since when what they answered may be unknown to the others.
-    doubts: BTreeMap<usize, Doubt>,
+    doubts: BTreeMap<usize, UnknownWindow>,
 }
 
-impl Book {
-    pub(super) fn note_answer(&mut self, answered: Answered) {
+impl ClientLedger {
+    pub(super) fn note_answer(&mut self, answered: AnsweredRequest) {
         self.answered += 1;
         *self.by_replica.entry(answered.replica).or_default() += 1;
         if let Some(last) = self.last_answer.replace(answered.ended) {
@@ -138,7 +138,7 @@ impl Book {
         self.stall.ttft = self.stall.ttft.max(answered.answer.ttft);
         let answer = &answered.answer;
         let cached = answer.cached_tokens.unwrap_or(0);
-        let usage = Usage {
+        let usage = UserTotals {
             requests: 1,
             uncached: answer.prompt_tokens.unwrap_or(0).saturating_sub(cached),
             cached,
@@ -151,9 +151,9 @@ impl Book {
         self.recent.truncate(RECENT_MAX);
     }
 
-    pub(super) fn note_lost(&mut self, lost: Lost) {
+    pub(super) fn note_lost(&mut self, lost: LostRequest) {
         self.lost += 1;
-        let most = Usage {
+        let most = UserTotals {
             requests: 1,
             uncached: lost.body_bytes / BYTES_PER_TOKEN_MIN,
             cached: 0,
@@ -176,7 +176,7 @@ impl Book {
 
     /// Begins to measure stalls.
     pub fn measure(&mut self) {
-        self.stall = Stall::default();
+        self.stall = LongestStall::default();
         self.last_answer = Some(Instant::now());
     }
 
@@ -188,7 +188,7 @@ impl Book {
 
     /// What a replica answered between the two may be unknown to the others, for it was killed.
     pub fn doubt(&mut self, replica: usize, since: Instant, until: Instant) {
-        let new = Doubt { since, until };
+        let new = UnknownWindow { since, until };
         let doubt = self.account.doubts.entry(replica).or_insert(new);
         doubt.since = doubt.since.min(since);
         doubt.until = doubt.until.max(until);
@@ -196,7 +196,7 @@ impl Book {
 
     /// The last requests that were answered, newest first, without those in doubt.
     #[must_use]
-    pub fn recent(&self, count: usize) -> Vec<Answered> {
+    pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
         let doubts = &self.account.doubts;
         self.recent
             .iter()
@@ -210,8 +210,8 @@ impl Book {
     ///
     /// # Errors
     /// What does not fit.
-    pub fn compare(&self, charged: &BTreeMap<String, Usage>) -> anyhow::Result<()> {
-        let mut expected: BTreeMap<&str, Expected> = BTreeMap::new();
+    pub fn compare(&self, charged: &BTreeMap<String, UserTotals>) -> anyhow::Result<()> {
+        let mut expected: BTreeMap<&str, ExpectedCounters> = BTreeMap::new();
         for (user, usage) in &self.account.before {
             let entry = expected.entry(user).or_default();
             entry.surely.add(usage);
@@ -243,34 +243,34 @@ impl Book {
     }
 
     /// Takes the counters as found for the beginning of the next account.
-    pub fn begin_account(&mut self, charged: BTreeMap<String, Usage>) {
+    pub fn begin_account(&mut self, charged: BTreeMap<String, UserTotals>) {
         // What is in doubt stays unknown when the doubts of this account are forgotten.
         let doubts = &self.account.doubts;
         self.recent.retain(|answered| is_known(answered, doubts));
-        self.account = Account {
+        self.account = UsageSince {
             before: charged,
-            ..Account::default()
+            ..UsageSince::default()
         };
     }
 }
 
 /// Whether all replicas must know of a request that was answered.
-fn is_known(answered: &Answered, doubts: &BTreeMap<usize, Doubt>) -> bool {
+fn is_known(answered: &AnsweredRequest, doubts: &BTreeMap<usize, UnknownWindow>) -> bool {
     let doubt = doubts.get(&answered.replica);
     doubt.is_none_or(|doubt| !doubt.covers(answered.ended))
 }
 
 /// What a user's counters may be.
 #[derive(Debug, Default)]
-struct Expected {
-    surely: Usage,
-    perhaps: Usage,
+struct ExpectedCounters {
+    surely: UserTotals,
+    perhaps: UserTotals,
     /// A replica of the user's was killed: accounts were left unsettled.
     is_coarse: bool,
 }
 
-impl Expected {
-    fn check(&self, user: &str, found: &Usage) -> anyhow::Result<()> {
+impl ExpectedCounters {
+    fn check(&self, user: &str, found: &UserTotals) -> anyhow::Result<()> {
         if !self.is_coarse {
             let surely = &self.surely;
             ensure!(
@@ -298,14 +298,14 @@ impl Expected {
 mod tests {
     use super::*;
 
-    fn answered(replica: usize, prompt: u64, cached: u64) -> Answered {
-        let answer = Answer {
+    fn answered(replica: usize, prompt: u64, cached: u64) -> AnsweredRequest {
+        let answer = ReplayAnswer {
             prompt_tokens: Some(prompt),
             cached_tokens: Some(cached),
             completion_tokens: Some(2),
-            ..Answer::default()
+            ..ReplayAnswer::default()
         };
-        Answered {
+        AnsweredRequest {
             replica,
             user: format!("of {replica}"),
             sent: Instant::now(),
@@ -315,9 +315,9 @@ mod tests {
         }
     }
 
-    fn charged(list: &[(&str, u64, u64, u64, u64)]) -> BTreeMap<String, Usage> {
+    fn charged(list: &[(&str, u64, u64, u64, u64)]) -> BTreeMap<String, UserTotals> {
         let usage = |(user, requests, uncached, cached, output): &(&str, u64, u64, u64, u64)| {
-            let usage = Usage {
+            let usage = UserTotals {
                 requests: *requests,
                 uncached: *uncached,
                 cached: *cached,
@@ -330,7 +330,7 @@ mod tests {
 
     #[test]
     fn users_of_a_replica_that_lived_are_charged_to_the_token() {
-        let mut book = Book::default();
+        let mut book = ClientLedger::default();
         book.begin_account(charged(&[("of 0", 5, 10, 0, 1)]));
         book.note_answer(answered(0, 100, 30));
         assert!(book.compare(&charged(&[("of 0", 6, 80, 30, 3)])).is_ok());
@@ -347,11 +347,11 @@ mod tests {
 
     #[test]
     fn users_of_a_replica_that_was_killed_are_charged_within_bounds() {
-        let mut book = Book::default();
+        let mut book = ClientLedger::default();
         book.note_answer(answered(0, 100, 30));
         let (before, now) = (Instant::now() - Duration::from_secs(9), Instant::now());
         book.doubt(0, before, before);
-        book.note_lost(Lost {
+        book.note_lost(LostRequest {
             user: "of 0".to_owned(),
             body_bytes: 100,
             output_max: 4,

@@ -11,9 +11,9 @@ use http::Method;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use super::book::Usage;
-use super::load::{Load, charged};
-use super::{Cluster, until};
+use super::book::UserTotals;
+use super::load::{RunningLoad, charged};
+use super::{ProcessCluster, until};
 
 /// Recent prompts that every replica is asked about.
 const RECALLED: usize = 6;
@@ -24,7 +24,7 @@ const SETTLED: Duration = Duration::from_millis(300);
 ///
 /// # Errors
 /// What does not hold.
-pub async fn check(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
+pub async fn check(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     load.rest().await?;
     for number in cluster.up() {
         cluster.wait_ready(number).await?;
@@ -43,7 +43,7 @@ pub async fn check(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// What failed.
-pub fn check_failures(load: &Load) -> anyhow::Result<()> {
+pub fn check_failures(load: &RunningLoad) -> anyhow::Result<()> {
     let book = load.book();
     ensure!(
         book.failed == 0,
@@ -55,7 +55,7 @@ pub fn check_failures(load: &Load) -> anyhow::Result<()> {
 }
 
 /// Every user was charged what the engines told. The last charges may be on their way for a moment.
-async fn check_counters(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
+async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     for number in cluster.up() {
         let last = RefCell::new(None);
         let fits = until("counters are what the engines told", async || {
@@ -78,7 +78,9 @@ async fn check_counters(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
 
 /// Counters that have not changed for many times the interval at which replicas tell what they learnt:
 /// bounds alone would take those for right that still grow.
-async fn settled_counters(cluster: &Cluster) -> anyhow::Result<BTreeMap<String, Usage>> {
+async fn settled_counters(
+    cluster: &ProcessCluster,
+) -> anyhow::Result<BTreeMap<String, UserTotals>> {
     let first = *cluster.up().first().context("no replica is up")?;
     let last = RefCell::new(charged(cluster, first).await?);
     let since = Cell::new(Instant::now());
@@ -95,7 +97,7 @@ async fn settled_counters(cluster: &Cluster) -> anyhow::Result<BTreeMap<String, 
 }
 
 /// No engine is believed to hold more than it can.
-async fn check_ownership(cluster: &Cluster) -> anyhow::Result<()> {
+async fn check_ownership(cluster: &ProcessCluster) -> anyhow::Result<()> {
     for number in cluster.up() {
         let ownership = cluster.ask(number, "/admin/v1/ownership").await?;
         let backends = ownership["backends"].as_array().context("no backends")?;
@@ -113,7 +115,7 @@ async fn check_ownership(cluster: &Cluster) -> anyhow::Result<()> {
 }
 
 /// Of the prompts that were answered last every replica believes that the engine has them.
-async fn check_knowledge(cluster: &Cluster, load: &Load) -> anyhow::Result<()> {
+async fn check_knowledge(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     for answered in load.recent(RECALLED) {
         let engine = answered.answer.backend.as_deref().context("no backend")?;
         let body: Value = serde_json::from_slice(&answered.body)?;

@@ -14,7 +14,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// Where a process runs and what it may have.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Bounds<'a> {
+pub(super) struct ProcessLimits<'a> {
     /// A network namespace.
     pub(super) namespace: Option<&'a str>,
     /// Descriptors.
@@ -23,14 +23,14 @@ pub(super) struct Bounds<'a> {
 
 /// A running process whose output goes to a file.
 #[derive(Debug)]
-pub(super) struct Child {
+pub(super) struct ChildProcess {
     process: std::process::Child,
 }
 
-impl Child {
+impl ChildProcess {
     /// Starts `program`; what it prints is appended to `log`.
     pub(super) fn spawn(
-        bounds: Bounds<'_>,
+        bounds: ProcessLimits<'_>,
         program: &Path,
         args: &[&str],
         log: &Path,
@@ -107,7 +107,7 @@ impl Child {
     }
 }
 
-impl Drop for Child {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         // It may have ended on its own, and there is nobody to tell.
         let _ = self.process.kill();

@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use tokio::time::{Instant, interval, sleep, timeout};
 
-use super::book::Stall;
-use super::faults::Stage;
+use super::book::LongestStall;
+use super::faults::FaultContext;
 use super::{checks, waiting};
 
 /// How often replicas are asked who leads.
@@ -22,9 +22,9 @@ pub struct Failover {
     /// From the kill until another replica leads and has its quorum.
     pub new_leader: Duration,
     /// Stalls in a second before.
-    pub quiet: Stall,
+    pub quiet: LongestStall,
     /// Stalls from the kill on.
-    pub stall: Stall,
+    pub stall: LongestStall,
     /// Requests answered by the others meanwhile.
     pub answered: u64,
 }
@@ -37,7 +37,7 @@ pub struct QuorumLoss {
     /// Fewest in any second.
     pub answered_per_s_min: u64,
     /// Stalls meanwhile.
-    pub stall: Stall,
+    pub stall: LongestStall,
     /// From the others' start until everything was settled and checked.
     pub healed: Duration,
 }
@@ -46,7 +46,7 @@ pub struct QuorumLoss {
 ///
 /// # Errors
 /// What does not hold.
-pub async fn kill_leader(stage: &mut Stage) -> anyhow::Result<Failover> {
+pub async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<Failover> {
     let leader = stage.cluster.leader().await?;
     stage.load.book().measure();
     sleep(QUIET).await;
@@ -74,7 +74,7 @@ pub async fn kill_leader(stage: &mut Stage) -> anyhow::Result<Failover> {
     })
 }
 
-fn answered(stage: &Stage, replicas: &[usize]) -> u64 {
+fn answered(stage: &FaultContext, replicas: &[usize]) -> u64 {
     let book = stage.load.book();
     replicas
         .iter()
@@ -82,7 +82,7 @@ fn answered(stage: &Stage, replicas: &[usize]) -> u64 {
         .sum()
 }
 
-async fn wait_for_leader(stage: &Stage, others: &[usize]) -> anyhow::Result<()> {
+async fn wait_for_leader(stage: &FaultContext, others: &[usize]) -> anyhow::Result<()> {
     let elected = async {
         let mut looks = interval(LOOK_EVERY);
         loop {
@@ -105,7 +105,7 @@ async fn wait_for_leader(stage: &Stage, others: &[usize]) -> anyhow::Result<()> 
 ///
 /// # Errors
 /// What does not hold.
-pub async fn lose_quorum(stage: &mut Stage, length: Duration) -> anyhow::Result<QuorumLoss> {
+pub async fn lose_quorum(stage: &mut FaultContext, length: Duration) -> anyhow::Result<QuorumLoss> {
     let left = stage.any();
     let victims = stage.others(left);
     for victim in &victims {

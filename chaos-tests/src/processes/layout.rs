@@ -8,7 +8,7 @@ use anyhow::Context as _;
 
 use super::options::{Addresses, ClusterOptions, Site};
 use super::ports;
-use crate::netns::Network;
+use crate::netns::NetnsNetwork;
 
 /// Ports on hosts of their own.
 const DATA_PORT: u16 = 7080;
@@ -24,7 +24,7 @@ pub(super) struct Layout {
     /// Who founds the cluster.
     pub(super) founders: Vec<usize>,
     /// `None` on loopback.
-    pub(super) network: Option<Network>,
+    pub(super) network: Option<NetnsNetwork>,
 }
 
 impl Layout {
@@ -60,7 +60,7 @@ impl Layout {
 
     /// A host for each replica, and the last one for the engines.
     fn on_hosts(replicas: usize, engines: usize) -> anyhow::Result<Self> {
-        let network = Network::start(replicas + 1)?;
+        let network = NetnsNetwork::start(replicas + 1)?;
         let of_replica = |number: usize| {
             let clients = IpAddr::from(network.client_address(number));
             Addresses {
@@ -119,7 +119,7 @@ impl Layout {
 
 /// How a replica comes to belong to the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Origin {
+pub(super) enum ReplicaOrigin {
     /// It founds it together with the others, so many from the first on.
     Founder(u8),
     /// It joins it through any of the others.
@@ -130,7 +130,7 @@ pub(super) enum Origin {
 pub(super) fn config(
     layout: &Layout,
     (number, id): (usize, u8),
-    origin: Origin,
+    origin: ReplicaOrigin,
     data_dir: &Path,
     options: &ClusterOptions,
 ) -> String {
@@ -142,12 +142,12 @@ pub(super) fn config(
         names.join(", ")
     };
     let membership = match origin {
-        Origin::Founder(count) => {
+        ReplicaOrigin::Founder(count) => {
             let founders = layout.founders.iter();
             let peers = quoted(&mut founders.map(|founder| &layout.replicas[*founder]));
             format!("peers = [{peers}]\nbootstrap_expect = {count}")
         }
-        Origin::Joiner => {
+        ReplicaOrigin::Joiner => {
             let mut others = layout.replicas.iter().filter(|other| *other != own);
             format!("join = [{}]", quoted(&mut others))
         }

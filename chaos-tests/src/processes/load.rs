@@ -12,16 +12,16 @@ use std::time::Duration;
 use anyhow::Context as _;
 use http::HeaderValue;
 use hyper::body::Bytes;
-use lab::replay::chats::{Chats, ChatsOptions, Turn};
-use lab::replay::client::{Answer, Ask, Client, Failure};
-use lab::replay::targets::{Pick, Targets};
+use lab::replay::chats::{ChatTurn, Chats, ChatsOptions};
+use lab::replay::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
+use lab::replay::targets::{PickedTarget, Targets};
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use super::book::{Answered, Book, Lost, Usage};
-use super::{Cluster, until};
+use super::book::{AnsweredRequest, ClientLedger, LostRequest, UserTotals};
+use super::{ProcessCluster, until};
 
 /// Users of each replica.
 const USERS: usize = 2;
@@ -63,35 +63,35 @@ impl Default for LoadOptions {
 
 /// A load under way. It ends when it is dropped.
 #[derive(Debug)]
-pub struct Load {
-    shared: Arc<Shared>,
+pub struct RunningLoad {
+    shared: Arc<LoadShared>,
     senders: JoinSet<()>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct LoadShared {
     targets: Arc<Targets>,
     /// By replica: takes no more requests, but owes answers to those it has.
     closing: Vec<AtomicBool>,
     options: LoadOptions,
-    client: Client,
+    client: ReplayClient,
     chats: Mutex<Chats>,
-    book: Mutex<Book>,
+    book: Mutex<ClientLedger>,
     /// Whether it rests.
     pace: watch::Sender<bool>,
     under_way: watch::Sender<usize>,
 }
 
-impl Load {
+impl RunningLoad {
     /// Begins.
     #[must_use]
-    pub fn start(cluster: &Cluster, options: LoadOptions) -> Self {
+    pub fn start(cluster: &ProcessCluster, options: LoadOptions) -> Self {
         let targets = cluster.targets();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(LoadShared {
             closing: (0..targets.len()).map(|_| AtomicBool::new(false)).collect(),
             targets,
             options,
-            client: Client::new(options.timeout),
+            client: ReplayClient::new(options.timeout),
             chats: Mutex::new(Chats::new(options.chats)),
             book: Mutex::default(),
             pace: watch::Sender::new(false),
@@ -105,7 +105,7 @@ impl Load {
     }
 
     /// What has come of it.
-    pub fn book(&self) -> MutexGuard<'_, Book> {
+    pub fn book(&self) -> MutexGuard<'_, ClientLedger> {
         self.shared.book()
     }
 
@@ -166,7 +166,7 @@ impl Load {
     ///
     /// # Errors
     /// When requests do not end.
-    pub async fn stop(mut self) -> anyhow::Result<Book> {
+    pub async fn stop(mut self) -> anyhow::Result<ClientLedger> {
         self.rest().await?;
         self.senders.shutdown().await;
         Ok(std::mem::take(&mut *self.shared.book()))
@@ -174,12 +174,12 @@ impl Load {
 
     /// The last requests that were answered and must be known everywhere, newest first.
     #[must_use]
-    pub fn recent(&self, count: usize) -> Vec<Answered> {
+    pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
         self.book().recent(count)
     }
 }
 
-impl Shared {
+impl LoadShared {
     async fn send(self: Arc<Self>) {
         let mut pace = self.pace.subscribe();
         let mut ticks = interval(self.options.pause);
@@ -206,16 +206,16 @@ impl Shared {
     }
 
     /// The next replica that takes requests.
-    fn pick(&self) -> Option<Pick> {
+    fn pick(&self) -> Option<PickedTarget> {
         (0..self.targets.len())
             .filter_map(|_| self.targets.pick())
             .find(|pick| !self.closing[pick.index].load(Ordering::SeqCst))
     }
 
-    async fn ask(&self, pick: Pick, turn: Turn) {
+    async fn ask(&self, pick: PickedTarget, turn: ChatTurn) {
         let user = format!("user-{}-{}", pick.index + 1, turn.chat % USERS);
         let uri = format!("{}{PATH}", self.targets.name(pick.index));
-        let ask = Ask {
+        let ask = ReplayRequest {
             uri: uri.parse().expect("a replica's url"),
             user: HeaderValue::from_str(&user).expect("visible ascii"),
             body: turn.body.clone(),
@@ -231,16 +231,16 @@ impl Shared {
 
     fn note(
         &self,
-        pick: Pick,
+        pick: PickedTarget,
         user: String,
         body: Bytes,
         sent: Instant,
-        result: Result<Answer, Failure>,
+        result: Result<ReplayAnswer, ReplayError>,
     ) {
         let replica = pick.index;
         let mut book = self.book();
         match result {
-            Ok(answer) => book.note_answer(Answered {
+            Ok(answer) => book.note_answer(AnsweredRequest {
                 replica,
                 user,
                 sent,
@@ -248,7 +248,7 @@ impl Shared {
                 answer,
                 body,
             }),
-            Err(_) if self.targets.went_down(pick) => book.note_lost(Lost {
+            Err(_) if self.targets.went_down(pick) => book.note_lost(LostRequest {
                 user,
                 body_bytes: body.len() as u64,
                 output_max: u64::from(self.options.chats.reply_tokens),
@@ -268,7 +268,7 @@ impl Shared {
         self.chats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
+    fn book(&self) -> MutexGuard<'_, ClientLedger> {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -277,12 +277,15 @@ impl Shared {
 ///
 /// # Errors
 /// When it does not answer.
-pub async fn charged(cluster: &Cluster, replica: usize) -> anyhow::Result<BTreeMap<String, Usage>> {
+pub async fn charged(
+    cluster: &ProcessCluster,
+    replica: usize,
+) -> anyhow::Result<BTreeMap<String, UserTotals>> {
     let shown = cluster.ask(replica, "/admin/v1/users?limit=1000").await?;
     let users = shown["users"].as_array().context("no list of users")?;
     let usage = |user: &Value| {
         let of = |field: &str| user["total"][field].as_u64().unwrap_or(0);
-        let usage = Usage {
+        let usage = UserTotals {
             requests: of("requests"),
             uncached: of("input_uncached"),
             cached: of("input_cached"),

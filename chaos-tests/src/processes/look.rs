@@ -4,9 +4,9 @@ use anyhow::{Context as _, ensure};
 use http::Method;
 use serde_json::Value;
 
-use super::{Cluster, until};
+use super::{ProcessCluster, until};
 
-impl Cluster {
+impl ProcessCluster {
     /// The replica that leads, as seen from one that is up; waits until there is one that is up
     /// and followed.
     ///

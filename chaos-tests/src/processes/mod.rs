@@ -2,7 +2,7 @@
 //! on hosts of their own.
 //!
 //! Addresses are chosen once and kept, for a replica that is started again must be found where it was.
-//! Everything a cluster started ends with it. One that is dropped without [`Cluster::stop`] belonged to
+//! Everything a cluster started ends with it. One that is dropped without [`ProcessCluster::stop`] belonged to
 //! a test that failed: the ends of its logs are printed.
 
 mod binary;
@@ -31,13 +31,13 @@ use node::json_client::JsonClient;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use child::{Bounds, Child};
-use layout::{Layout, Origin};
+use child::{ChildProcess, ProcessLimits};
+use layout::{Layout, ReplicaOrigin};
 pub use options::{ClusterOptions, Site};
 pub use waiting::until;
 
 use crate::command::run;
-use crate::netns::Network;
+use crate::netns::NetnsNetwork;
 
 /// Lines of a log that are printed when a test fails.
 const LOG_LINES_SHOWN: usize = 25;
@@ -48,10 +48,10 @@ const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Replicas and engines.
 #[derive(Debug)]
-pub struct Cluster {
+pub struct ProcessCluster {
     // The processes end before the folder and the hosts go.
-    replicas: Vec<Replica>,
-    engines: Vec<Child>,
+    replicas: Vec<ReplicaProcess>,
+    engines: Vec<ChildProcess>,
     options: ClusterOptions,
     binary: PathBuf,
     layout: Layout,
@@ -60,16 +60,16 @@ pub struct Cluster {
     client: JsonClient,
     small_disk: Option<SmallDisk>,
     dir: TempDir,
-    /// Set by [`Cluster::stop`]: what ends otherwise has failed.
+    /// Set by [`ProcessCluster::stop`]: what ends otherwise has failed.
     has_passed: bool,
 }
 
 #[derive(Debug)]
-struct Replica {
+struct ReplicaProcess {
     id: u8,
-    origin: Origin,
+    origin: ReplicaOrigin,
     /// `None` while it is down.
-    child: Option<Child>,
+    child: Option<ChildProcess>,
     /// It runs, but nothing is heard of it: stopped by a signal, or without a link.
     is_silent: bool,
 }
@@ -94,7 +94,7 @@ impl Drop for SmallDisk {
     }
 }
 
-impl Cluster {
+impl ProcessCluster {
     /// Starts everything and waits until every replica is ready and sees every engine healthy.
     ///
     /// # Errors
@@ -132,12 +132,12 @@ impl Cluster {
         }
         for number in 0..founders + usize::from(options.spares) {
             let is_spare = number >= founders;
-            cluster.replicas.push(Replica {
+            cluster.replicas.push(ReplicaProcess {
                 id: u8::try_from(number + 1).context("too many replicas")?,
                 origin: if is_spare {
-                    Origin::Joiner
+                    ReplicaOrigin::Joiner
                 } else {
-                    Origin::Founder(options.replicas)
+                    ReplicaOrigin::Founder(options.replicas)
                 },
                 child: None,
                 is_silent: false,
@@ -205,14 +205,14 @@ impl Cluster {
     /// The process of a replica that is up.
     #[must_use]
     pub fn process_id(&self, number: usize) -> Option<u32> {
-        self.replicas[number].child.as_ref().map(Child::id)
+        self.replicas[number].child.as_ref().map(ChildProcess::id)
     }
 
     /// Hosts of the replicas, if they have such.
     ///
     /// # Errors
     /// On loopback.
-    pub fn network(&mut self) -> anyhow::Result<&mut Network> {
+    pub fn network(&mut self) -> anyhow::Result<&mut NetnsNetwork> {
         let network = self.layout.network.as_mut();
         network.context("this needs hosts in network namespaces")
     }
@@ -318,7 +318,7 @@ impl Cluster {
         let next = highest.and_then(|id| id.checked_add(1));
         let replica = &mut self.replicas[number];
         replica.id = next.context("every number is used up")?;
-        replica.origin = Origin::Joiner;
+        replica.origin = ReplicaOrigin::Joiner;
         Ok(())
     }
 
@@ -330,7 +330,7 @@ impl Cluster {
         let count = u8::try_from(numbers.len()).context("too many replicas")?;
         for number in numbers {
             self.ensure_down(*number)?;
-            self.replicas[*number].origin = Origin::Founder(count);
+            self.replicas[*number].origin = ReplicaOrigin::Founder(count);
         }
         self.layout.founders = numbers.to_vec();
         Ok(())
@@ -371,7 +371,7 @@ impl Cluster {
     /// When it fails.
     pub async fn run(&self, args: &[&str]) -> anyhow::Result<()> {
         let log = self.dir.path().join("commands.log");
-        let mut child = Child::spawn(Bounds::default(), &self.binary, args, &log)?;
+        let mut child = ChildProcess::spawn(ProcessLimits::default(), &self.binary, args, &log)?;
         let status = child.ended(ENDING_PATIENCE).await?;
         let said = fs::read_to_string(&log).unwrap_or_default();
         let last = said.lines().last().unwrap_or_default();
@@ -432,21 +432,21 @@ impl Cluster {
         let mut args = vec!["engine", "--listen", &listen, "--speed", &speed];
         args.extend(self.options.engine_args);
         let log = self.dir.path().join(format!("engine-{}.log", number + 1));
-        let bounds = Bounds {
+        let bounds = ProcessLimits {
             namespace: self.layout.engine_namespace(),
             descriptors: None,
         };
-        let engine = Child::spawn(bounds, &self.binary, &args, &log)?;
+        let engine = ChildProcess::spawn(bounds, &self.binary, &args, &log)?;
         self.engines.push(engine);
         Ok(())
     }
 
-    fn spawn_replica(&self, number: usize, args: &[&str]) -> anyhow::Result<Child> {
-        let bounds = Bounds {
+    fn spawn_replica(&self, number: usize, args: &[&str]) -> anyhow::Result<ChildProcess> {
+        let bounds = ProcessLimits {
             namespace: self.layout.namespace(number),
             descriptors: self.options.descriptors,
         };
-        Child::spawn(bounds, &self.binary, args, &self.log_path(number))
+        ChildProcess::spawn(bounds, &self.binary, args, &self.log_path(number))
     }
 
     fn write_config(&self, number: usize) -> anyhow::Result<String> {
@@ -470,7 +470,7 @@ impl Cluster {
     }
 }
 
-impl Drop for Cluster {
+impl Drop for ProcessCluster {
     fn drop(&mut self) {
         if self.has_passed {
             return;

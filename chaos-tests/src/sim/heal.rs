@@ -4,15 +4,15 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use node::app::core::Core;
+use node::app::core::ReplicaCore;
 use raft::Role;
 use state::ids::ReplicaId;
 
 use super::faults::Remedy;
-use super::workload::{self, Change};
-use super::world::{Seat, World};
+use super::workload::{self, MembershipChange};
+use super::world::{ReplicaSeat, World};
 use crate::invariants;
-use crate::oracle::image::Image;
+use crate::oracle::image::StateImage;
 use crate::oracle::observation::AtRest;
 
 /// How long healing may take. Replicas that are gone for good are waited for 10 s before their leases
@@ -82,7 +82,7 @@ impl World {
             && self.now_us() >= self.tended_us + TEND_EVERY_US
         {
             self.tended_us = self.now_us();
-            self.ask(Change::Remove(ReplicaId(id)));
+            self.ask(MembershipChange::Remove(ReplicaId(id)));
         }
         let ids: Vec<u8> = self.seats.keys().copied().collect();
         for id in ids {
@@ -214,7 +214,7 @@ impl World {
             let (false, Some(core)) = (seat.is_gone, seat.machine.core()) else {
                 continue;
             };
-            let image = Arc::new(core.with_state(|state| Image::of(state, &keys)));
+            let image = Arc::new(core.with_state(|state| StateImage::of(state, &keys)));
             let router = core.router();
             let at_rest = AtRest {
                 run: seat.run,
@@ -242,7 +242,7 @@ fn unanswered(asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
 }
 
 /// Requests that a replica counts at all backends, those of the others that it was told of included.
-fn in_flight(seat: &Seat, core: &Core) -> u64 {
+fn in_flight(seat: &ReplicaSeat, core: &ReplicaCore) -> u64 {
     let Some(handle) = seat.machine.handle() else {
         return 0;
     };

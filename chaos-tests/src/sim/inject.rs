@@ -2,14 +2,14 @@
 
 use std::sync::atomic::Ordering;
 
-use raft::Shortage;
+use raft::DiskShortage;
 use state::ids::ReplicaId;
 
 use super::faults::{Fault, LIES, Remedy};
-use super::network::{Cut, LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
-use super::reach::{self, Ways};
-use super::workload::Change;
-use super::world::{Seat, World};
+use super::network::{LOSS_PERMILLE_BAD, Link, LinkCut, REPEATS_PERMILLE_BAD};
+use super::reach::{self, Reachability};
+use super::workload::MembershipChange;
+use super::world::{ReplicaSeat, World};
 
 /// A clock that is wrong by that much at most is one that is right.
 const CLOCK_ERROR_MS: u64 = 1000;
@@ -49,7 +49,7 @@ impl World {
 
     /// Answers whether it could happen.
     fn inject(&mut self, fault: Fault) -> bool {
-        let is_barred = |seat: &Seat| {
+        let is_barred = |seat: &ReplicaSeat| {
             let is_spoiled = seat.is_spoiled.load(Ordering::Relaxed);
             is_spoiled && (!seat.is_in_doubt() || fault.ends_processes())
         };
@@ -88,8 +88,8 @@ impl World {
             Fault::Snapshot => self.snapshot(),
             Fault::LoseState => self.lose_state(),
             Fault::Liar => self.lie(),
-            Fault::Descriptors => self.run_short(Shortage::Descriptors),
-            Fault::FullDisk => self.run_short(Shortage::Space),
+            Fault::Descriptors => self.run_short(DiskShortage::Descriptors),
+            Fault::FullDisk => self.run_short(DiskShortage::Space),
         }
     }
 
@@ -216,7 +216,7 @@ impl World {
     /// Tells the record when it cannot be said what time it is: unless more than half of all replicas run,
     /// have a right clock and can hear each other.
     pub(super) fn observe_clocks(&mut self) {
-        let wrong_ms = |seat: &Seat| seat.machine.wall.error_ms().unsigned_abs();
+        let wrong_ms = |seat: &ReplicaSeat| seat.machine.wall.error_ms().unsigned_abs();
         if self
             .seats
             .values()
@@ -224,7 +224,7 @@ impl World {
         {
             return;
         }
-        let is_right = |seat: &Seat| {
+        let is_right = |seat: &ReplicaSeat| {
             seat.machine.core().is_some()
                 && !seat.machine.is_paused()
                 && wrong_ms(seat) <= CLOCK_ERROR_MS
@@ -243,7 +243,7 @@ impl World {
     }
 
     /// Cuts links, and has them heal after a while.
-    fn cut(&mut self, links: Vec<(u8, u8)>, how: Cut, longest_ms: u64) -> bool {
+    fn cut(&mut self, links: Vec<(u8, u8)>, how: LinkCut, longest_ms: u64) -> bool {
         for (from, to) in &links {
             self.network.cut(*from, *to, how);
             self.links_down.insert((*from, *to));
@@ -255,10 +255,10 @@ impl World {
         is_any
     }
 
-    fn any_cut(&mut self) -> Cut {
+    fn any_cut(&mut self) -> LinkCut {
         match self.rng.below(2) {
-            0 => Cut::Holds,
-            _ => Cut::Drops,
+            0 => LinkCut::Holds,
+            _ => LinkCut::Drops,
         }
     }
 
@@ -337,7 +337,7 @@ impl World {
 
     fn hold(&mut self) -> bool {
         let links = self.some_links();
-        self.cut(links, Cut::Holds, 1500)
+        self.cut(links, LinkCut::Holds, 1500)
     }
 
     fn bad_links(&mut self) -> bool {
@@ -408,7 +408,7 @@ impl World {
         true
     }
 
-    fn run_short(&mut self, of: Shortage) -> bool {
+    fn run_short(&mut self, of: DiskShortage) -> bool {
         let Some(id) = self.any_running() else {
             return false;
         };
@@ -453,7 +453,7 @@ impl World {
     }
 
     /// Asks somebody for a change of the membership.
-    pub(super) fn ask(&mut self, change: Change) -> bool {
+    pub(super) fn ask(&mut self, change: MembershipChange) -> bool {
         let Some(id) = self.any_up() else {
             return false;
         };
@@ -487,7 +487,7 @@ impl World {
         let Some(id) = self.any_of(&learners) else {
             return false;
         };
-        self.ask(Change::Promote(ReplicaId(id)))
+        self.ask(MembershipChange::Promote(ReplicaId(id)))
     }
 
     fn remove(&mut self) -> bool {
@@ -498,7 +498,7 @@ impl World {
         let Some(id) = self.any_of(&can_go) else {
             return false;
         };
-        self.ask(Change::Remove(ReplicaId(id)))
+        self.ask(MembershipChange::Remove(ReplicaId(id)))
     }
 
     fn transfer(&mut self) -> bool {
@@ -511,11 +511,11 @@ impl World {
             0 => None,
             _ => self.any_of(&voters).map(ReplicaId),
         };
-        self.ask(Change::Transfer(to))
+        self.ask(MembershipChange::Transfer(to))
     }
 
     fn snapshot(&mut self) -> bool {
-        self.ask(Change::Snapshot)
+        self.ask(MembershipChange::Snapshot)
     }
 
     /// Tells the record who can reach a majority. To be called when a link or an electorate changes.
@@ -533,14 +533,14 @@ impl World {
         // knows no voters, which are not a group that nobody has a majority of.
         let running = self.seats.values().filter(|seat| seat.machine.is_on());
         let known = running.map(|seat| seat.voters.clone());
-        let now = Ways {
+        let now = Reachability {
             open: ways.filter(is_open).collect(),
             electorates: known.filter(|voters| !voters.is_empty()).collect(),
         };
         for change in self.reach.look(&ids, &now) {
             let (id, does) = match change {
-                reach::Change::Lost(id) => (id, false),
-                reach::Change::Regained(id) => (id, true),
+                reach::ReachChange::Lost(id) => (id, false),
+                reach::ReachChange::Regained(id) => (id, true),
             };
             self.ledger.with(|record| {
                 let observation = &mut record.observation;

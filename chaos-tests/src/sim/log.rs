@@ -20,9 +20,9 @@ pub(super) fn off() {
     NOW.set((0, NOW.get().1));
 }
 
-struct Simulated;
+struct SimLogPort;
 
-impl FormatTime for Simulated {
+impl FormatTime for SimLogPort {
     fn format_time(&self, writer: &mut Writer<'_>) -> fmt::Result {
         let (replica, now_us) = NOW.get();
         write!(writer, "{:>10.3} n{replica}", now_us as f64 / 1000.0)
@@ -35,7 +35,7 @@ impl FormatTime for Simulated {
 /// When the filter is none, or something is logged elsewhere already.
 pub fn print(filter: &str) -> anyhow::Result<()> {
     tracing_subscriber::fmt()
-        .with_timer(Simulated)
+        .with_timer(SimLogPort)
         .with_env_filter(tracing_subscriber::EnvFilter::try_new(filter)?)
         .with_writer(std::io::stderr)
         .with_ansi(false)

@@ -27,4 +27,4 @@ mod witness;
 pub mod workload;
 pub mod world;
 
-pub use run::{Looked, Outcome, Report, Run, run};
+pub use run::{SeedOptions, SeedReport, SeedResult, SubjectCounts, run};

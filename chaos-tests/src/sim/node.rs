@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use api::clock::Clock;
-use node::app::core::{Core, CorePorts, Witness};
+use node::app::core::{CorePorts, ReplicaCore, Witness};
 use node::config::Config;
 use raft::{MemoryDisk, Storage};
 use state::ids::SessionId;
@@ -18,16 +18,16 @@ use state::prefix::HashSecret;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::time::{Instant, advance, sleep_until};
 
-use super::network::Network;
+use super::network::SimNetwork;
 
 /// Unix time at which every simulation begins, in milliseconds.
 pub const EPOCH_MS: u64 = 1_700_000_000_000;
 
 /// Simulated time in microseconds since the world began. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct Time(Arc<AtomicU64>);
+pub struct SimTime(Arc<AtomicU64>);
 
-impl Time {
+impl SimTime {
     /// What it is.
     #[must_use]
     pub fn now_us(&self) -> u64 {
@@ -42,13 +42,13 @@ impl Time {
 
 /// A machine's wall clock: the world's time and an error of its own. Clones share it.
 #[derive(Debug, Clone)]
-pub struct Wall {
-    time: Time,
+pub struct WallClock {
+    time: SimTime,
     error_ms: Arc<AtomicI64>,
 }
 
-impl Wall {
-    fn new(time: Time) -> Self {
+impl WallClock {
+    fn new(time: SimTime) -> Self {
         Self {
             time,
             error_ms: Arc::default(),
@@ -81,7 +81,7 @@ pub struct Machine {
     /// Its log.
     pub disk: MemoryDisk,
     /// Its wall clock.
-    pub wall: Wall,
+    pub wall: WallClock,
     /// How its replica is configured.
     pub config: Config,
     /// How often a process was started on it.
@@ -90,7 +90,7 @@ pub struct Machine {
 }
 
 /// Where a start puts the core.
-type Starting = Arc<Mutex<Option<anyhow::Result<Core>>>>;
+type Starting = Arc<Mutex<Option<anyhow::Result<ReplicaCore>>>>;
 
 /// A process on a machine.
 struct Process {
@@ -101,7 +101,7 @@ struct Process {
     reached_us: u64,
     is_paused: bool,
     starting: Starting,
-    core: Option<Core>,
+    core: Option<ReplicaCore>,
     /// Set once a stop in peace is over.
     left: Option<Arc<AtomicI64>>,
 }
@@ -118,7 +118,7 @@ pub enum Stepped {
 }
 
 /// What a process is started with.
-pub struct Start {
+pub struct StartOptions {
     /// Names the run.
     pub session: SessionId,
     /// Seed of hashes, should it form the cluster.
@@ -130,11 +130,11 @@ pub struct Start {
 impl Machine {
     /// One that is off.
     #[must_use]
-    pub fn new(id: u8, config: Config, disk: MemoryDisk, time: &Time) -> Self {
+    pub fn new(id: u8, config: Config, disk: MemoryDisk, time: &SimTime) -> Self {
         Self {
             id,
             disk,
-            wall: Wall::new(time.clone()),
+            wall: WallClock::new(time.clone()),
             config,
             runs: 0,
             process: None,
@@ -148,7 +148,7 @@ impl Machine {
     }
 
     /// Starts a process.
-    pub fn start(&mut self, network: &Network, now_us: u64, start: Start) {
+    pub fn start(&mut self, network: &SimNetwork, now_us: u64, start: StartOptions) {
         assert!(self.process.is_none(), "machine {} runs already", self.id);
         self.runs += 1;
         let runtime = Builder::new_current_thread()
@@ -170,7 +170,7 @@ impl Machine {
         let starting = Starting::default();
         let (config, started) = (self.config.clone(), Arc::clone(&starting));
         runtime.spawn(async move {
-            let core = Core::start(config, ports).await;
+            let core = ReplicaCore::start(config, ports).await;
             *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(core);
         });
         let origin = runtime.block_on(async { Instant::now() });
@@ -228,14 +228,14 @@ impl Machine {
 
     /// The replica, once it has come up; `None` while it is paused too.
     #[must_use]
-    pub fn core(&self) -> Option<&Core> {
+    pub fn core(&self) -> Option<&ReplicaCore> {
         let process = self.process.as_ref().filter(|it| !it.is_paused)?;
         process.core.as_ref()
     }
 
     /// The same, paused or not.
     #[must_use]
-    pub fn core_at_rest(&self) -> Option<&Core> {
+    pub fn core_at_rest(&self) -> Option<&ReplicaCore> {
         self.process.as_ref()?.core.as_ref()
     }
 

@@ -25,7 +25,7 @@ pub const BLOCK_SIZE: u32 = 16;
 
 /// What the seed decides of a world.
 #[derive(Debug, Clone)]
-pub struct Plan {
+pub struct WorldPlan {
     /// The seed.
     pub seed: u64,
     /// Replicas that form the cluster: ids from 1.
@@ -49,7 +49,7 @@ pub struct Plan {
     sync_us: u64,
 }
 
-impl Plan {
+impl WorldPlan {
     /// The plan of a seed.
     #[must_use]
     pub fn of(seed: u64) -> Self {
@@ -123,8 +123,8 @@ impl Plan {
 
     /// A disk's pace.
     #[must_use]
-    pub fn pace(&self) -> Pace {
-        Pace {
+    pub fn pace(&self) -> DiskSpeed {
+        DiskSpeed {
             sync_us: Arc::new(AtomicU64::new(self.sync_us)),
             sound_us: self.sync_us,
         }
@@ -133,12 +133,12 @@ impl Plan {
 
 /// How long a disk takes to sync at present. Clones share it.
 #[derive(Debug, Clone)]
-pub struct Pace {
+pub struct DiskSpeed {
     sync_us: Arc<AtomicU64>,
     sound_us: u64,
 }
 
-impl Pace {
+impl DiskSpeed {
     /// Slows it down.
     pub fn slow_to_us(&self, sync_us: u64) {
         self.sync_us.store(sync_us, Ordering::Relaxed);

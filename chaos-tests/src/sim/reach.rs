@@ -10,13 +10,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A link, in one direction.
-type Way = (u8, u8);
+type DirectedLink = (u8, u8);
 
 /// What there is at a moment, or was at any moment of a time.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Ways {
+pub(super) struct Reachability {
     /// Links that are not cut.
-    pub(super) open: BTreeSet<Way>,
+    pub(super) open: BTreeSet<DirectedLink>,
     /// Voters as those know them that run.
     pub(super) electorates: BTreeSet<Vec<u8>>,
 }
@@ -24,12 +24,12 @@ pub(super) struct Ways {
 /// Who is cut off, and what there was since.
 #[derive(Debug, Default)]
 pub(super) struct Reach {
-    cut_off: BTreeMap<u8, Ways>,
+    cut_off: BTreeMap<u8, Reachability>,
 }
 
 /// What changes for a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Change {
+pub(super) enum ReachChange {
     /// It is cut off from here on.
     Lost(u8),
     /// It was cut off until here.
@@ -38,7 +38,7 @@ pub(super) enum Change {
 
 impl Reach {
     /// Looks again, after anything changed; answers what that changes for `ids`, in order.
-    pub(super) fn look(&mut self, ids: &[u8], now: &Ways) -> Vec<Change> {
+    pub(super) fn look(&mut self, ids: &[u8], now: &Reachability) -> Vec<ReachChange> {
         let mut changes = Vec::new();
         for id in ids {
             if let Some(since) = self.cut_off.get_mut(id) {
@@ -48,18 +48,18 @@ impl Reach {
                     continue;
                 }
                 self.cut_off.remove(id);
-                changes.push(Change::Regained(*id));
+                changes.push(ReachChange::Regained(*id));
             }
             if !now.reach_majority(*id) {
                 self.cut_off.insert(*id, now.clone());
-                changes.push(Change::Lost(*id));
+                changes.push(ReachChange::Lost(*id));
             }
         }
         changes
     }
 }
 
-impl Ways {
+impl Reachability {
     /// Whether a majority of some electorate can hear of `id` and be heard by it. So it is, too, while
     /// nobody that runs knows who votes.
     fn reach_majority(&self, id: u8) -> bool {
@@ -75,7 +75,11 @@ impl Ways {
 }
 
 /// Whoever can be come to from `id`, over however many others; `along`: which way a link is gone.
-fn closure(id: u8, open: &BTreeSet<Way>, along: impl Fn(Way) -> Way) -> BTreeSet<u8> {
+fn closure(
+    id: u8,
+    open: &BTreeSet<DirectedLink>,
+    along: impl Fn(DirectedLink) -> DirectedLink,
+) -> BTreeSet<u8> {
     let (mut found, mut new) = (BTreeSet::from([id]), vec![id]);
     while let Some(here) = new.pop() {
         for (from, to) in open.iter().map(|way| along(*way)) {
@@ -94,12 +98,12 @@ mod tests {
     const IDS: [u8; 3] = [1, 2, 3];
 
     /// All links between three but `cut`.
-    fn without(cut: &[Way], electorates: &[&[u8]]) -> Ways {
+    fn without(cut: &[DirectedLink], electorates: &[&[u8]]) -> Reachability {
         let ways = IDS
             .into_iter()
             .flat_map(|from| IDS.map(|to| (from, to)))
             .filter(|way| way.0 != way.1 && !cut.contains(way));
-        Ways {
+        Reachability {
             open: ways.collect(),
             electorates: electorates.iter().map(|voters| voters.to_vec()).collect(),
         }
@@ -111,15 +115,18 @@ mod tests {
         let (inbound, outbound) = ([(1, 3), (2, 3)], [(3, 1), (3, 2)]);
         let all: &[&[u8]] = &[&IDS];
         let both = [inbound, outbound].concat();
-        let mut look = |cut: &[Way]| reach.look(&IDS, &without(cut, all));
+        let mut look = |cut: &[DirectedLink]| reach.look(&IDS, &without(cut, all));
         assert_eq!(look(&[]), []);
-        assert_eq!(look(&inbound), [Change::Lost(3)]);
+        assert_eq!(look(&inbound), [ReachChange::Lost(3)]);
         assert_eq!(look(&both), []);
         // What was asked before may be answered here; what is asked from here on is not.
-        assert_eq!(look(&outbound), [Change::Regained(3), Change::Lost(3)]);
+        assert_eq!(
+            look(&outbound),
+            [ReachChange::Regained(3), ReachChange::Lost(3)]
+        );
         assert_eq!(look(&both), []);
         assert_eq!(look(&outbound), []);
-        assert_eq!(look(&[]), [Change::Regained(3)]);
+        assert_eq!(look(&[]), [ReachChange::Regained(3)]);
     }
 
     #[test]
@@ -136,7 +143,7 @@ mod tests {
         let mut look = |electorates: &[&[u8]]| reach.look(&IDS, &without(&cut, electorates));
         // Nobody knows who votes.
         assert_eq!(look(&[]), []);
-        let (lost, regained) = (IDS.map(Change::Lost), IDS.map(Change::Regained));
+        let (lost, regained) = (IDS.map(ReachChange::Lost), IDS.map(ReachChange::Regained));
         assert_eq!(look(&[&IDS]), lost[2..]);
         assert_eq!(look(&[&IDS, &[1, 2, 3, 4]]), []);
         // Who counted on three voters before may have got its answer here.

@@ -6,9 +6,9 @@ use std::time::Duration;
 use super::faults::Fault;
 use super::network::NetworkCounts;
 use super::panics;
-use super::world::{Counts, Options, STEP_US, World};
+use super::world::{STEP_US, World, WorldCounts, WorldOptions};
 use crate::invariants::{self, Subjects, linearizable_by_search, sound_state};
-use crate::planted::Bug;
+use crate::planted::PlantedBug;
 
 /// How long a cluster may take to form, steps.
 const FORM_STEPS_MAX: u64 = 20_000;
@@ -17,7 +17,7 @@ const CHECK_EVERY_STEPS: u64 = 5_000;
 
 /// What a seed is run with.
 #[derive(Debug, Clone)]
-pub struct Run {
+pub struct SeedOptions {
     /// Decides everything.
     pub seed: u64,
     /// How long things go wrong.
@@ -29,12 +29,12 @@ pub struct Run {
     /// Whether lines of text are kept.
     pub is_traced: bool,
     /// A bug that is in the product meanwhile.
-    pub bug: Option<Bug>,
+    pub bug: Option<PlantedBug>,
 }
 
 /// How a seed ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum SeedResult {
     /// Everything held.
     Held,
     /// Something did not; says what.
@@ -42,15 +42,15 @@ pub enum Outcome {
 }
 
 /// How many things each invariant looked at, by number and statement.
-pub type Looked = BTreeMap<(&'static str, &'static str), Subjects>;
+pub type SubjectCounts = BTreeMap<(&'static str, &'static str), Subjects>;
 
 /// What came of a seed.
 #[derive(Debug, Clone)]
-pub struct Report {
+pub struct SeedReport {
     /// The seed.
     pub seed: u64,
     /// How it ended.
-    pub outcome: Outcome,
+    pub outcome: SeedResult,
     /// Hash of everything that happened.
     pub hash: u64,
     /// Events in it.
@@ -58,13 +58,13 @@ pub struct Report {
     /// Simulated time, microseconds.
     pub simulated_us: u64,
     /// What happened.
-    pub counts: Counts,
+    pub counts: WorldCounts,
     /// What the network did.
     pub network: NetworkCounts,
     /// How often something ended how.
     pub outcomes: BTreeMap<(String, String), u64>,
     /// How many things each invariant looked at.
-    pub subjects: Looked,
+    pub subjects: SubjectCounts,
     /// Lines of text, if they were kept.
     pub text: String,
 }
@@ -72,10 +72,10 @@ pub struct Report {
 /// Runs a seed on this thread.
 ///
 /// # Errors
-/// When a world cannot be made; what the cluster does wrong is [`Outcome::Broke`].
-pub fn run(run: &Run) -> anyhow::Result<Report> {
-    let _planted = run.bug.map(Bug::plant);
-    let mut world = World::new(Options {
+/// When a world cannot be made; what the cluster does wrong is [`SeedResult::Broke`].
+pub fn run(run: &SeedOptions) -> anyhow::Result<SeedReport> {
+    let _planted = run.bug.map(PlantedBug::plant);
+    let mut world = World::new(WorldOptions {
         seed: run.seed,
         is_traced: run.is_traced,
         only: run.only.clone(),
@@ -90,9 +90,9 @@ pub fn run(run: &Run) -> anyhow::Result<Report> {
         .map(|((what, how), count)| ((what.to_owned(), how.to_owned()), count))
         .collect();
     searched(&world, &mut outcomes);
-    let report = Report {
+    let report = SeedReport {
         seed: run.seed,
-        outcome: done.map_or_else(Outcome::Broke, |()| Outcome::Held),
+        outcome: done.map_or_else(SeedResult::Broke, |()| SeedResult::Held),
         hash: world.trace().hash(),
         events: world.trace().events(),
         simulated_us: world.now_us(),
@@ -107,7 +107,7 @@ pub fn run(run: &Run) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-fn live(world: &mut World, run: &Run, subjects: &mut Looked) -> Result<(), String> {
+fn live(world: &mut World, run: &SeedOptions, subjects: &mut SubjectCounts) -> Result<(), String> {
     let mut steps = 0;
     while !world.is_formed() {
         world.step();
@@ -135,7 +135,7 @@ fn live(world: &mut World, run: &Run, subjects: &mut Looked) -> Result<(), Strin
     check(world, subjects)
 }
 
-fn check(world: &World, subjects: &mut Looked) -> Result<(), String> {
+fn check(world: &World, subjects: &mut SubjectCounts) -> Result<(), String> {
     let checked = world.ledger.with(|record| invariants::check_all(record));
     let checked = checked.map_err(|violation| violation.to_string())?;
     for (invariant, looked_at) in invariants::ALL.iter().zip(checked) {

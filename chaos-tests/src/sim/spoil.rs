@@ -6,15 +6,15 @@ use raft::Role;
 use state::ids::ReplicaId;
 
 use super::faults::{Fault, Remedy};
-use super::workload::Change;
-use super::world::{Seat, World};
+use super::workload::MembershipChange;
+use super::world::{ReplicaSeat, World};
 
 impl World {
     /// One state at a time, of a follower that has one to lose, while all others are sound and nothing is
     /// wrong that ends a leader's term: a majority must be right, and a replica that does not know yet that
     /// its state is wrong may be elected and gives it away. Once it knows, see [`World::strike_in_doubt`].
     pub(super) fn lose_state(&mut self) -> bool {
-        let is_sound = |seat: &Seat| {
+        let is_sound = |seat: &ReplicaSeat| {
             let is_up = seat.machine.core().is_some();
             seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
         };
@@ -22,7 +22,7 @@ impl World {
             return false;
         }
         let leader = self.leader();
-        let follows = |seat: &Seat| {
+        let follows = |seat: &ReplicaSeat| {
             let status = seat.status.as_ref().map(|status| status.borrow());
             status.is_some_and(|it| it.leader == leader && it.has_quorum)
         };
@@ -58,7 +58,7 @@ impl World {
     /// When a replica has just found that its state is wrong, and has not replaced it, the leader goes or
     /// is told to hand over to it, mostly.
     pub(super) fn strike_in_doubt(&mut self) {
-        let just_found = |(_, seat): &(&u8, &Seat)| {
+        let just_found = |(_, seat): &(&u8, &ReplicaSeat)| {
             !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()
         };
         let Some(id) = self.seats.iter().find(just_found).map(|(id, _)| *id) else {
@@ -81,7 +81,7 @@ impl World {
                 self.remedy_in(wait_us, Remedy::Start(leader));
                 true
             }),
-            Fault::Transfer => self.ask(Change::Transfer(Some(ReplicaId(id)))),
+            Fault::Transfer => self.ask(MembershipChange::Transfer(Some(ReplicaId(id)))),
             _ => {
                 let leader = self.leader();
                 self.isolate(leader)

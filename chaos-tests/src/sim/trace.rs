@@ -13,10 +13,10 @@ const TEXT_BYTES_MAX: usize = 512 << 20;
 
 /// The trace of one run. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct Trace(Arc<Mutex<Inner>>);
+pub struct Trace(Arc<Mutex<TraceInner>>);
 
 #[derive(Debug, Default)]
-struct Inner {
+struct TraceInner {
     hash: u64,
     events: u64,
     is_text_kept: bool,
@@ -71,7 +71,7 @@ impl Trace {
         std::mem::take(&mut self.lock().text)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, TraceInner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,33 +7,33 @@ use node::app::core::Witness;
 use state::RouterState;
 use state::ids::ReplicaId;
 
-use super::node::Time;
+use super::node::SimTime;
 use super::trace::Trace;
 use crate::invariants::sound_state;
-use crate::oracle::Record;
-use crate::oracle::observation::Run;
+use crate::oracle::RunRecord;
+use crate::oracle::observation::ReplicaRun;
 
 /// A state is looked through once in so many entries.
 const LOOK_THROUGH_EVERY: u64 = 16;
 
 /// The record of a world, and the first thing that was found wrong. Clones share it.
 #[derive(Clone, Default)]
-pub struct Ledger(Arc<Mutex<Inner>>);
+pub struct RecordKeeper(Arc<Mutex<RecordKeeperInner>>);
 
 #[derive(Default)]
-struct Inner {
-    record: Record,
+struct RecordKeeperInner {
+    record: RunRecord,
     wrong: Option<String>,
     states_checked: u64,
 }
 
-impl Ledger {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+impl RecordKeeper {
+    fn lock(&self) -> MutexGuard<'_, RecordKeeperInner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes into the record, or reads it.
-    pub fn with<R>(&self, change: impl FnOnce(&mut Record) -> R) -> R {
+    pub fn with<R>(&self, change: impl FnOnce(&mut RunRecord) -> R) -> R {
         change(&mut self.lock().record)
     }
 
@@ -56,11 +56,11 @@ impl Ledger {
 }
 
 /// Sees one run of a replica.
-pub(super) struct Watcher {
-    run: Run,
-    ledger: Ledger,
+pub(super) struct RunWatcher {
+    run: ReplicaRun,
+    ledger: RecordKeeper,
     trace: Trace,
-    time: Time,
+    time: SimTime,
     /// Whether the state was lost on purpose and is not restored yet.
     is_spoiled: Arc<AtomicBool>,
     /// Whether what it restores first is its own snapshot, which may be of a spoiled state.
@@ -68,15 +68,15 @@ pub(super) struct Watcher {
     seen: AtomicU64,
 }
 
-impl Watcher {
+impl RunWatcher {
     /// Sees `run`; `is_spoiled`: the run before it had lost its state, and its snapshot with it.
     #[must_use]
     pub(super) fn new(
-        run: Run,
+        run: ReplicaRun,
         is_spoiled: bool,
-        ledger: Ledger,
+        ledger: RecordKeeper,
         trace: Trace,
-        time: Time,
+        time: SimTime,
     ) -> Self {
         Self {
             run,
@@ -111,7 +111,7 @@ impl Watcher {
     }
 }
 
-impl Witness for Watcher {
+impl Witness for RunWatcher {
     fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>) {
         self.restores_own.store(false, Ordering::Relaxed);
         let (now_us, digest) = (self.time.now_us(), self.digest(state));

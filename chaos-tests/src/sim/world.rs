@@ -14,16 +14,16 @@ use raft::{MemoryDisk, Role, Status};
 use state::ids::{ReplicaId, SessionId};
 
 use super::faults::{Fault, Remedy};
-use super::network::Network;
-use super::node::{Machine, Start, Stepped, Time};
+use super::network::SimNetwork;
+use super::node::{Machine, SimTime, StartOptions, Stepped};
 use super::panics;
-use super::plan::{Pace, Plan};
+use super::plan::{DiskSpeed, WorldPlan};
 use super::reach::Reach;
 use super::trace::Trace;
-use super::witness::{Ledger, Watcher};
-use super::workload::{self, Scene, Stage};
-use crate::oracle::image::Image;
-use crate::oracle::observation::Run;
+use super::witness::{RecordKeeper, RunWatcher};
+use super::workload::{self, WorkloadContext, WorkloadDriver};
+use crate::oracle::image::StateImage;
+use crate::oracle::observation::ReplicaRun;
 
 /// Length of a step, microseconds.
 pub const STEP_US: u64 = 1000;
@@ -42,7 +42,7 @@ const RAFT_LABEL: u64 = 0x7261_6674;
 
 /// What a world is made with.
 #[derive(Debug, Clone, Default)]
-pub struct Options {
+pub struct WorldOptions {
     /// Decides everything.
     pub seed: u64,
     /// Whether lines of text are kept of what happens.
@@ -55,7 +55,7 @@ pub struct Options {
 
 /// What happened, counted.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Counts {
+pub struct WorldCounts {
     /// By kind.
     pub faults: BTreeMap<Fault, u64>,
     /// Terms that had a leader.
@@ -69,12 +69,12 @@ pub struct Counts {
 }
 
 /// A replica as the world follows it.
-pub(super) struct Seat {
+pub(super) struct ReplicaSeat {
     pub(super) machine: Machine,
-    pub(super) pace: Pace,
-    pub(super) run: Run,
+    pub(super) pace: DiskSpeed,
+    pub(super) run: ReplicaRun,
     /// What it says of itself, once it is up.
-    pub(super) status: Option<raft::watch::Receiver<Status>>,
+    pub(super) status: Option<raft::watch::WatchReceiver<Status>>,
     pub(super) is_spoiled: Arc<AtomicBool>,
     /// Whether something went wrong since it knew of that.
     pub(super) is_struck: bool,
@@ -88,7 +88,7 @@ pub(super) struct Seat {
     pub(super) voters: Vec<u8>,
 }
 
-impl Seat {
+impl ReplicaSeat {
     /// Whether its replica knows that its state is wrong.
     pub(super) fn is_in_doubt(&self) -> bool {
         let core = self.machine.core_at_rest();
@@ -98,16 +98,16 @@ impl Seat {
 
 /// The world.
 pub struct World {
-    pub(super) plan: Plan,
-    pub(super) options: Options,
+    pub(super) plan: WorldPlan,
+    pub(super) options: WorldOptions,
     pub(super) rng: Rng,
     /// Who is lied to and how.
     pub(super) lies: Rng,
-    pub(super) time: Time,
-    pub(super) network: Network,
+    pub(super) time: SimTime,
+    pub(super) network: SimNetwork,
     pub(super) trace: Trace,
-    pub(super) ledger: Ledger,
-    pub(super) seats: BTreeMap<u8, Seat>,
+    pub(super) ledger: RecordKeeper,
+    pub(super) seats: BTreeMap<u8, ReplicaSeat>,
     /// By time and order.
     pub(super) remedies: BTreeMap<(u64, u64), Remedy>,
     pub(super) next_fault_us: u64,
@@ -117,8 +117,8 @@ pub struct World {
     /// When the operator last removed a replica that was back.
     pub(super) tended_us: u64,
     pub(super) reach: Reach,
-    pub(super) counts: Counts,
-    pub(super) stage: Stage,
+    pub(super) counts: WorldCounts,
+    pub(super) stage: WorkloadDriver,
     planned: u64,
 }
 
@@ -127,16 +127,16 @@ impl World {
     ///
     /// # Errors
     /// When a folder or config cannot be made.
-    pub fn new(options: Options) -> anyhow::Result<Self> {
+    pub fn new(options: WorldOptions) -> anyhow::Result<Self> {
         let seed = options.seed;
-        let plan = Plan::of(seed);
+        let plan = WorldPlan::of(seed);
         raft::chance::seed(Rng::new(seed, RAFT_LABEL).next_u64());
         panics::watch();
-        let (time, trace) = (Time::default(), Trace::new(options.is_traced));
+        let (time, trace) = (SimTime::default(), Trace::new(options.is_traced));
         trace.event(0, format_args!("{plan:?}"));
-        let network = Network::new(seed, trace.clone());
-        let ledger = Ledger::default();
-        let scene = Scene::new(&plan, time.clone(), ledger.clone(), trace.clone());
+        let network = SimNetwork::new(seed, trace.clone());
+        let ledger = RecordKeeper::default();
+        let scene = WorkloadContext::new(&plan, time.clone(), ledger.clone(), trace.clone());
         let mut world = Self {
             rng: Rng::new(seed, RNG_LABEL),
             lies: Rng::new(seed, LIES_LABEL),
@@ -152,8 +152,8 @@ impl World {
             deaf: BTreeSet::new(),
             tended_us: 0,
             reach: Reach::default(),
-            counts: Counts::default(),
-            stage: Stage::new(scene),
+            counts: WorldCounts::default(),
+            stage: WorkloadDriver::new(scene),
             planned: 0,
             plan,
         };
@@ -180,7 +180,7 @@ impl World {
 
     /// What happened, counted.
     #[must_use]
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> WorldCounts {
         let mut counts = self.counts.clone();
         self.ledger.with(|record| {
             let observation = &record.observation;
@@ -203,10 +203,10 @@ impl World {
         let pace = self.plan.pace();
         let (synced, mut draws) = (pace.clone(), Rng::new(self.plan.seed, u64::from(id)));
         let disk = MemoryDisk::with_sync(move || synced.sync(draws.next_u64()));
-        let seat = Seat {
+        let seat = ReplicaSeat {
             machine: Machine::new(id, config, disk, &self.time),
             pace,
-            run: Run {
+            run: ReplicaRun {
                 replica: ReplicaId(id),
                 number: 0,
             },
@@ -360,7 +360,7 @@ impl World {
             && !self.seats[&id].is_spoiled.load(Ordering::Relaxed)
         {
             let keys = workload::keys();
-            let image = core.with_state(|state| Image::of(state, &keys));
+            let image = core.with_state(|state| StateImage::of(state, &keys));
             let run = self.seats[&id].run;
             self.ledger
                 .with(|record| record.observation.image(now_us, run, image));
@@ -376,13 +376,13 @@ impl World {
         if seat.machine.is_on() || seat.is_gone || seat.is_disk_bad {
             return;
         }
-        let run = Run {
+        let run = ReplicaRun {
             replica: ReplicaId(id),
             number: seat.machine.runs + 1,
         };
         let label = u64::from(run.number) << 8 | u64::from(id);
         let is_spoiled = seat.is_spoiled.load(Ordering::Relaxed);
-        let watcher = Watcher::new(
+        let watcher = RunWatcher::new(
             run,
             is_spoiled,
             self.ledger.clone(),
@@ -392,7 +392,7 @@ impl World {
         seat.run = run;
         seat.is_spoiled = watcher.is_spoiled();
         seat.said = None;
-        let start = Start {
+        let start = StartOptions {
             session: SessionId(Rng::new(self.plan.seed, label).next_u64()),
             hash_seed: self.plan.hash_seed,
             witness: Arc::new(watcher),
@@ -479,7 +479,7 @@ impl World {
 
     /// Who takes itself for the leader of the newest term.
     pub(super) fn leader(&self) -> Option<u8> {
-        let leading = |seat: &Seat| {
+        let leading = |seat: &ReplicaSeat| {
             let status = seat.status.as_ref()?.borrow();
             (status.role == Role::Leader).then_some(status.term)
         };

@@ -10,9 +10,9 @@ use http::Method;
 use http::header::HeaderName;
 use tokio::time::{interval, timeout};
 
-use super::Scene;
-use super::kinds::Kind;
-use super::wire::{self, Ask};
+use super::SoakContext;
+use super::kinds::ClientKind;
+use super::wire::{self, OutgoingRequest};
 
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -22,7 +22,7 @@ const OTHER: &str = "x.evil.example:8081";
 const OTHER_ORIGIN: &str = "http://x.evil.example:8081";
 
 /// One trick: what it is called when it works.
-struct Trick {
+struct BrowserTrick {
     name: &'static str,
     method: Method,
     path: &'static str,
@@ -31,16 +31,16 @@ struct Trick {
 }
 
 /// None of them may be answered with what was asked for.
-fn tricks() -> Vec<Trick> {
+fn tricks() -> Vec<BrowserTrick> {
     vec![
-        Trick {
+        BrowserTrick {
             name: "users read by another name",
             method: Method::GET,
             path: "/admin/v1/users",
             headers: &[("host", OTHER), ("sec-fetch-site", "same-origin")],
             body: b"",
         },
-        Trick {
+        BrowserTrick {
             name: "a write by another name",
             method: Method::PUT,
             path: "/admin/v1/users/browser",
@@ -52,14 +52,14 @@ fn tricks() -> Vec<Trick> {
             ],
             body: br#"{"weight_milli":1000}"#,
         },
-        Trick {
+        BrowserTrick {
             name: "a write across sites",
             method: Method::POST,
             path: "/admin/v1/cluster/snapshot",
             headers: &[("origin", OTHER_ORIGIN)],
             body: b"",
         },
-        Trick {
+        BrowserTrick {
             name: "JSON sent as text",
             method: Method::PUT,
             path: "/admin/v1/users/browser",
@@ -70,15 +70,15 @@ fn tricks() -> Vec<Trick> {
 }
 
 /// Plays every trick on every replica, again and again.
-pub(super) async fn run(scene: Arc<Scene>) {
+pub(super) async fn run(scene: Arc<SoakContext>) {
     let mut ticks = interval(PAUSE);
     let tricks = tricks();
     while scene.unless_over(ticks.tick()).await.is_some() {
         for to in &scene.admin {
             for trick in &tricks {
-                scene.book(Kind::Browser).asked += 1;
+                scene.book(ClientKind::Browser).asked += 1;
                 let asked = timeout(PATIENCE, wire::ask(FROM, *to, trick.ask())).await;
-                let mut book = scene.book(Kind::Browser);
+                let mut book = scene.book(ClientKind::Browser);
                 match asked {
                     Ok(Ok(reply)) if reply.status.is_success() => book.harm(trick.name.to_owned()),
                     Ok(Ok(reply)) => book.count(reply.status.as_str()),
@@ -90,10 +90,10 @@ pub(super) async fn run(scene: Arc<Scene>) {
     }
 }
 
-impl Trick {
-    fn ask(&self) -> Ask {
+impl BrowserTrick {
+    fn ask(&self) -> OutgoingRequest {
         let body = Bytes::from_static(self.body);
-        let mut ask = Ask::post(self.path, "none", body);
+        let mut ask = OutgoingRequest::post(self.path, "none", body);
         ask.method = self.method.clone();
         ask.headers.clear();
         for (name, value) in self.headers {

@@ -15,10 +15,10 @@ use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::Scene;
+use super::SoakContext;
 use super::engine::MODEL;
-use super::kinds::{Kind, Leaves, Manner};
-use super::wire::{self, Ask, Broke, From, Reply};
+use super::kinds::{ClientKind, LeavePoint, UserBehaviour};
+use super::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddress};
 
 /// Where requests go.
 const PATH: &str = "/v1/chat/completions";
@@ -32,26 +32,26 @@ const UNDER_WAY_MAX: usize = 250;
 const DAWDLE: Duration = Duration::from_secs(1);
 
 /// How one try ended.
-enum End {
+enum TryEnd {
     Whole { first: Duration, tokens: u64 },
-    Refused(Reply),
+    Refused(ResponseHead),
     Left,
     Broke(String),
 }
 
 /// One user.
-pub(super) struct User {
-    pub(super) kind: Kind,
-    pub(super) manner: Manner,
+pub(super) struct SoakUser {
+    pub(super) kind: ClientKind,
+    pub(super) manner: UserBehaviour,
     pub(super) name: String,
     pub(super) from: Ipv4Addr,
     /// Requests a second.
     pub(super) rate: f64,
 }
 
-impl User {
+impl SoakUser {
     /// Asks until it is over, and then waits for what is under way.
-    pub(super) async fn run(self, scene: Arc<Scene>) {
+    pub(super) async fn run(self, scene: Arc<SoakContext>) {
         let seed = scene.seed ^ xxhash_rust::xxh3::xxh3_64(self.name.as_bytes());
         let mut random = SmallRng::seed_from_u64(seed);
         let user = Arc::new(self);
@@ -76,7 +76,7 @@ impl User {
     }
 
     /// One request, with what is tried again.
-    async fn request(self: Arc<Self>, scene: Arc<Scene>, seed: u64) {
+    async fn request(self: Arc<Self>, scene: Arc<SoakContext>, seed: u64) {
         let mut random = SmallRng::seed_from_u64(seed);
         scene.book(self.kind).asks(&self.name);
         let prompt: u64 = random.random();
@@ -100,14 +100,14 @@ impl User {
     }
 
     /// Notes how a try ended; `Some`: it may be tried again, after that time if one is named.
-    fn note(&self, scene: &Scene, end: End) -> Option<Option<Duration>> {
+    fn note(&self, scene: &SoakContext, end: TryEnd) -> Option<Option<Duration>> {
         let mut book = scene.book(self.kind);
         match end {
-            End::Whole { first, tokens } => {
+            TryEnd::Whole { first, tokens } => {
                 book.whole(&self.name, first, tokens);
                 None
             }
-            End::Refused(reply) => {
+            TryEnd::Refused(reply) => {
                 book.count(reply.status.as_str());
                 let status = reply.status;
                 let is_worth_it = status.is_server_error()
@@ -115,11 +115,11 @@ impl User {
                     || status == StatusCode::REQUEST_TIMEOUT;
                 (is_worth_it && !reply.is_final()).then(|| reply.retry_after())
             }
-            End::Left => {
+            TryEnd::Left => {
                 book.count("left");
                 Some(None)
             }
-            End::Broke(why) => {
+            TryEnd::Broke(why) => {
                 book.count("broke");
                 book.say(why);
                 Some(None)
@@ -127,24 +127,26 @@ impl User {
         }
     }
 
-    async fn attempt(&self, scene: &Scene, replica: usize, prompt: u64) -> End {
+    async fn attempt(&self, scene: &SoakContext, replica: usize, prompt: u64) -> TryEnd {
         let id = scene.next_id(&self.name);
         let sent = Instant::now();
         let patience = Duration::from_millis(match self.manner.leaves {
-            Leaves::AfterMs(ms) => ms,
-            Leaves::Never | Leaves::AfterPieces(_) | Leaves::Dawdles => self.manner.patience_ms,
+            LeavePoint::AfterMs(ms) => ms,
+            LeavePoint::Never | LeavePoint::AfterPieces(_) | LeavePoint::Dawdles => {
+                self.manner.patience_ms
+            }
         });
         let asked = self.asked(&id, prompt);
-        let from = From {
+        let from = SourceAddress {
             address: self.from,
-            has_little_room: self.manner.leaves == Leaves::Dawdles,
+            has_little_room: self.manner.leaves == LeavePoint::Dawdles,
         };
         let done = async {
             let mut reply = wire::ask(from, scene.data[replica], asked).await?;
             if reply.status != StatusCode::OK {
                 // What is refused is refused once its body is there, too.
                 let _ = reply.whole().await;
-                return Ok(End::Refused(reply));
+                return Ok(TryEnd::Refused(reply));
             }
             self.read(scene, reply).await
         };
@@ -152,38 +154,42 @@ impl User {
         // what they began; the others go when it is over.
         let done = timeout(patience, done);
         let done = match self.kind {
-            Kind::Honest => Some(done.await),
+            ClientKind::Honest => Some(done.await),
             _ => scene.unless_over(done).await,
         };
         let end = match done {
             Some(Ok(Ok(end))) => end,
-            Some(Ok(Err(broke))) => End::Broke(format!(
+            Some(Ok(Err(broke))) => TryEnd::Broke(format!(
                 "{} at replica {} after {} ms: {broke}",
                 self.name,
                 replica + 1,
                 sent.elapsed().as_millis()
             )),
-            Some(Err(_)) | None => End::Left,
+            Some(Err(_)) | None => TryEnd::Left,
         };
-        if !matches!(end, End::Whole { .. }) {
+        if !matches!(end, TryEnd::Whole { .. }) {
             scene.not_whole(id, Instant::now());
         }
         end
     }
 
-    async fn read(&self, scene: &Scene, mut reply: Reply) -> Result<End, Broke> {
+    async fn read(
+        &self,
+        scene: &SoakContext,
+        mut reply: ResponseHead,
+    ) -> Result<TryEnd, RequestError> {
         match self.manner.leaves {
-            Leaves::Never | Leaves::AfterMs(_) => {}
-            Leaves::AfterPieces(pieces) => {
+            LeavePoint::Never | LeavePoint::AfterMs(_) => {}
+            LeavePoint::AfterPieces(pieces) => {
                 for _ in 0..pieces {
                     reply.piece().await?;
                 }
-                return Ok(End::Left);
+                return Ok(TryEnd::Left);
             }
-            Leaves::Dawdles => loop {
+            LeavePoint::Dawdles => loop {
                 tokio::select! {
                     biased;
-                    () = scene.over.cancelled() => return Ok(End::Left),
+                    () = scene.over.cancelled() => return Ok(TryEnd::Left),
                     () = sleep(DAWDLE) => {}
                 }
                 if reply.piece().await?.is_none() {
@@ -192,13 +198,13 @@ impl User {
             },
         }
         let answer = reply.whole().await?;
-        Ok(End::Whole {
+        Ok(TryEnd::Whole {
             first: answer.first,
             tokens: answer.tokens,
         })
     }
 
-    fn asked(&self, id: &str, prompt: u64) -> Ask {
+    fn asked(&self, id: &str, prompt: u64) -> OutgoingRequest {
         let words = "so it is ".repeat(PROMPT_WORDS / 3);
         let text = format!("{prompt:016x} {} {words}{}", self.name, self.manner.mark);
         let mut body = json!({
@@ -210,7 +216,7 @@ impl User {
         if self.manner.wants_logprobs {
             body["prompt_logprobs"] = 1.into();
         }
-        let mut ask = Ask::post(PATH, &super::key(&self.name), body.to_string().into());
+        let mut ask = OutgoingRequest::post(PATH, &super::key(&self.name), body.to_string().into());
         ask.set(HeaderName::from_static("x-request-id"), id);
         if self.manner.makes_up_names {
             let name = format!("made-up-{prompt:x}");
@@ -226,14 +232,14 @@ impl User {
 const NEWCOMER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Asks every replica once, as soon as everybody has gone.
-pub(super) async fn newcomers(scene: &Scene) -> anyhow::Result<String> {
-    let manner = Kind::Honest.manner().unwrap_or_default();
+pub(super) async fn newcomers(scene: &SoakContext) -> anyhow::Result<String> {
+    let manner = ClientKind::Honest.manner().unwrap_or_default();
     let mut longest = Duration::ZERO;
     for (replica, to) in scene.data.iter().enumerate() {
-        let user = User {
-            kind: Kind::Honest,
+        let user = SoakUser {
+            kind: ClientKind::Honest,
             manner,
-            name: Kind::Honest.users().swap_remove(0),
+            name: ClientKind::Honest.users().swap_remove(0),
             from: Ipv4Addr::new(127, 0, 1, 1),
             rate: 1.0,
         };

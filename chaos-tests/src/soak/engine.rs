@@ -49,11 +49,11 @@ const LOGPROBS_BYTES: usize = 400 << 10;
 /// As vLLM closes idle connections, and a little longer than the router keeps them.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-type Answer = Response<BoxBody<Bytes, Infallible>>;
+type EngineResponse = Response<BoxBody<Bytes, Infallible>>;
 
 /// What was computed for one request, over all engines.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Computed {
+pub(super) struct ComputedRequest {
     /// Tokens of the prompt, as often as it came to an engine.
     pub(super) seen: u64,
     /// Tokens of the prompt, as often as it was computed.
@@ -68,10 +68,10 @@ pub(super) struct Computed {
 
 /// What all engines computed, by request.
 #[derive(Debug, Default)]
-pub(super) struct Ledger(Mutex<HashMap<String, Computed>>);
+pub(super) struct ComputedTokens(Mutex<HashMap<String, ComputedRequest>>);
 
-impl Ledger {
-    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<String, Computed>> {
+impl ComputedTokens {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<String, ComputedRequest>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -96,18 +96,18 @@ impl Ledger {
 
 /// A running engine; it ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(super) struct SoakEngine {
     pub(super) at: SocketAddr,
     _accepts: AbortOnDropHandle<()>,
 }
 
-struct Core {
+struct EngineShared {
     places: Arc<Semaphore>,
-    ledger: Arc<Ledger>,
+    ledger: Arc<ComputedTokens>,
 }
 
 /// A request as an engine reads it.
-struct Asked {
+struct EngineRequest {
     id: String,
     prompt: u64,
     tokens: u64,
@@ -119,12 +119,12 @@ struct Asked {
     text: String,
 }
 
-impl Engine {
+impl SoakEngine {
     /// Starts one on a free port.
-    pub(super) async fn start(ledger: Arc<Ledger>) -> io::Result<Self> {
+    pub(super) async fn start(ledger: Arc<ComputedTokens>) -> io::Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let at = listener.local_addr()?;
-        let core = Arc::new(Core {
+        let core = Arc::new(EngineShared {
             places: Arc::new(Semaphore::new(PLACES)),
             ledger,
         });
@@ -143,7 +143,7 @@ impl Engine {
     }
 }
 
-async fn serve(core: Arc<Core>, socket: TcpStream) {
+async fn serve(core: Arc<EngineShared>, socket: TcpStream) {
     let service = service_fn(move |request| answer(core.clone(), request));
     // A connection that broke concerns its other end.
     let _ = socket.set_nodelay(true);
@@ -154,7 +154,7 @@ async fn serve(core: Arc<Core>, socket: TcpStream) {
         .await;
 }
 
-async fn answer(core: Arc<Core>, request: Request<Incoming>) -> io::Result<Answer> {
+async fn answer(core: Arc<EngineShared>, request: Request<Incoming>) -> io::Result<EngineResponse> {
     match (request.method(), request.uri().path()) {
         (&Method::GET, "/health") => Ok(whole(Bytes::new())),
         (&Method::GET, "/v1/models") => {
@@ -166,8 +166,11 @@ async fn answer(core: Arc<Core>, request: Request<Incoming>) -> io::Result<Answe
     }
 }
 
-async fn complete(core: Arc<Core>, request: Request<Incoming>) -> io::Result<Answer> {
-    let Some(asked) = Asked::read(request).await else {
+async fn complete(
+    core: Arc<EngineShared>,
+    request: Request<Incoming>,
+) -> io::Result<EngineResponse> {
+    let Some(asked) = EngineRequest::read(request).await else {
         return Ok(refused(StatusCode::BAD_REQUEST));
     };
     core.ledger.saw(&asked.id, asked.prompt);
@@ -192,7 +195,11 @@ async fn complete(core: Arc<Core>, request: Request<Incoming>) -> io::Result<Ans
 }
 
 /// Makes tokens whether anybody reads them or not, until nobody wants them.
-fn stream_of(core: Arc<Core>, asked: Asked, place: OwnedSemaphorePermit) -> Answer {
+fn stream_of(
+    core: Arc<EngineShared>,
+    asked: EngineRequest,
+    place: OwnedSemaphorePermit,
+) -> EngineResponse {
     let (send, receive) = mpsc::unbounded_channel();
     tokio::spawn(async move {
         let _place = place;
@@ -220,7 +227,7 @@ fn stream_of(core: Arc<Core>, asked: Asked, place: OwnedSemaphorePermit) -> Answ
     answer
 }
 
-impl Asked {
+impl EngineRequest {
     async fn read(request: Request<Incoming>) -> Option<Self> {
         let id = request.headers().get("x-request-id")?;
         let id = id.to_str().ok()?.to_owned();
@@ -294,14 +301,14 @@ impl Asked {
     }
 }
 
-fn whole(body: Bytes) -> Answer {
+fn whole(body: Bytes) -> EngineResponse {
     let mut answer = Response::new(Full::new(body).boxed());
     let json = http::HeaderValue::from_static("application/json");
     answer.headers_mut().insert(CONTENT_TYPE, json);
     answer
 }
 
-fn refused(status: StatusCode) -> Answer {
+fn refused(status: StatusCode) -> EngineResponse {
     let error = json!({ "error": { "message": "refused by the engine", "code": status.as_u16() } });
     let mut answer = whole(error.to_string().into());
     *answer.status_mut() = status;

@@ -7,12 +7,12 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use tokio::time::{Instant, sleep};
 
-use super::engine::Computed;
-use super::kinds::{Kind, TOKENS};
-use super::{Phase, Report, Tally};
-use crate::processes::book::Usage;
+use super::engine::ComputedRequest;
+use super::kinds::{ClientKind, TOKENS};
+use super::{KindCounts, SoakPhase, SoakReport};
+use crate::processes::book::UserTotals;
 use crate::processes::load::charged;
-use crate::processes::{Cluster, until};
+use crate::processes::{ProcessCluster, until};
 
 /// Within this every replica is ready when the load has gone.
 const READY: Duration = Duration::from_secs(2);
@@ -34,7 +34,7 @@ const GROWN_DESCRIPTORS_MAX: u64 = 64;
 
 /// One thing that must hold.
 #[derive(Debug, Clone, serde::Serialize)]
-pub struct Check {
+pub struct SoakCheck {
     /// What.
     pub name: &'static str,
     /// What was found.
@@ -43,7 +43,7 @@ pub struct Check {
     pub violation: Option<String>,
 }
 
-impl Check {
+impl SoakCheck {
     fn new(name: &'static str, result: anyhow::Result<String>) -> Self {
         match result {
             Ok(found) => Self {
@@ -62,14 +62,14 @@ impl Check {
 
 /// What a replica's process holds.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Figures {
+pub(super) struct ProcessFigures {
     rss_bytes: u64,
     descriptors: u64,
 }
 
-impl Figures {
+impl ProcessFigures {
     /// Of all replicas, those with most.
-    pub(super) fn of(cluster: &Cluster) -> anyhow::Result<Self> {
+    pub(super) fn of(cluster: &ProcessCluster) -> anyhow::Result<Self> {
         let mut most = Self {
             rss_bytes: 0,
             descriptors: 0,
@@ -90,53 +90,59 @@ impl Figures {
 }
 
 /// What there is to be judged.
-pub(super) struct Phases {
-    pub(super) alone: Phase,
-    pub(super) storm: Phase,
-    pub(super) before: Figures,
+pub(super) struct JudgedPhases {
+    pub(super) alone: SoakPhase,
+    pub(super) storm: SoakPhase,
+    pub(super) before: ProcessFigures,
     pub(super) capacity: f64,
 }
 
-impl Phases {
+impl JudgedPhases {
     /// Looks at everything.
-    pub(super) async fn judge(&self, cluster: &Cluster) -> Report {
+    pub(super) async fn judge(&self, cluster: &ProcessCluster) -> SoakReport {
         // The order matters: readiness is measured from the end of the load.
-        let mut checks = vec![Check::new(
+        let mut checks = vec![SoakCheck::new(
             "every replica is ready within 2 s",
             ready(cluster).await,
         )];
         let newcomers = super::client::newcomers(&self.storm.scene).await;
-        checks.push(Check::new("newcomers are served within 2 s", newcomers));
-        checks.push(Check::new("nothing is in flight", at_rest(cluster).await));
+        checks.push(SoakCheck::new("newcomers are served within 2 s", newcomers));
+        checks.push(SoakCheck::new(
+            "nothing is in flight",
+            at_rest(cluster).await,
+        ));
         let one_digest = cluster.check_digests().await;
-        checks.push(Check::new(
+        checks.push(SoakCheck::new(
             "one digest at one index",
             one_digest.map(|()| String::new()),
         ));
-        checks.push(Check::new(
+        checks.push(SoakCheck::new(
             "counters are what was computed",
             self.counters(cluster).await,
         ));
-        checks.push(Check::new(
+        checks.push(SoakCheck::new(
             "honest users get what they got alone",
             self.honest_goodput(),
         ));
-        checks.push(Check::new("honest users get alike", self.even()));
-        checks.push(Check::new(
+        checks.push(SoakCheck::new("honest users get alike", self.even()));
+        checks.push(SoakCheck::new(
             "engines work for those who stay",
             self.read_to_the_end(),
         ));
-        checks.push(Check::new("who left is not computed for", self.departed()));
-        checks.push(Check::new("nothing runs twice", self.once()));
-        checks.push(Check::new("no attack worked", self.harm()));
-        checks.push(Check::new(
+        checks.push(SoakCheck::new(
+            "who left is not computed for",
+            self.departed(),
+        ));
+        checks.push(SoakCheck::new("nothing runs twice", self.once()));
+        checks.push(SoakCheck::new("no attack worked", self.harm()));
+        checks.push(SoakCheck::new(
             "memory and descriptors as before",
             self.figures(cluster).await,
         ));
-        let kinds = Kind::ALL
+        let kinds = ClientKind::ALL
             .iter()
             .map(|kind| (*kind, self.storm.scene.book(*kind).clone()));
-        Report {
+        SoakReport {
             capacity: self.capacity,
             honest: [rate(&self.alone), rate(&self.storm)],
             kinds: kinds.filter(|(_, tally)| tally.asked > 0).collect(),
@@ -156,12 +162,12 @@ impl Phases {
 
     /// Of what they ask for every honest user gets about the same part.
     fn even(&self) -> anyhow::Result<String> {
-        let book = self.storm.scene.book(Kind::Honest);
+        let book = self.storm.scene.book(ClientKind::Honest);
         let part = |user: &String| {
             let [asked, whole] = book.by_user.get(user).copied().unwrap_or_default();
             1000 * whole / asked.max(1)
         };
-        let users = Kind::Honest.users();
+        let users = ClientKind::Honest.users();
         let least = users.iter().map(part).min().unwrap_or(0);
         let most = users.iter().map(part).max().unwrap_or(0);
         let found = format!("{least} to {most} thousandths of what each asked for");
@@ -173,13 +179,13 @@ impl Phases {
     /// time.
     fn read_to_the_end(&self) -> anyhow::Result<String> {
         let scene = &self.storm.scene;
-        if scene.book(Kind::Impatient).asked == 0 {
+        if scene.book(ClientKind::Impatient).asked == 0 {
             return Ok("nobody was impatient".to_owned());
         }
         let (mut made, mut read) = (0, 0);
         let not_whole = scene.not_whole.lock().expect("nobody panics with it");
         for (id, computed) in scene.ledger.lock().iter() {
-            if kind_of(id) == Some(Kind::Impatient) {
+            if kind_of(id) == Some(ClientKind::Impatient) {
                 made += computed.output;
                 read += if not_whole.contains_key(id) {
                     0
@@ -217,9 +223,9 @@ impl Phases {
     /// What broke its engine is not sent again by a router.
     fn once(&self) -> anyhow::Result<String> {
         let ledger = self.storm.scene.ledger.lock();
-        let twice = |(id, computed): &(&String, &Computed)| {
+        let twice = |(id, computed): &(&String, &ComputedRequest)| {
             // A refusal by the engine may be tried elsewhere.
-            computed.runs > 1 && kind_of(id) != Some(Kind::Failing)
+            computed.runs > 1 && kind_of(id) != Some(ClientKind::Failing)
         };
         let twice = ledger.iter().filter(twice).count();
         ensure!(
@@ -232,7 +238,7 @@ impl Phases {
 
     fn harm(&self) -> anyhow::Result<String> {
         let mut worked = Vec::new();
-        for kind in Kind::ALL {
+        for kind in ClientKind::ALL {
             let book = self.storm.scene.book(*kind);
             worked.extend(
                 book.harm
@@ -244,9 +250,9 @@ impl Phases {
         Ok(String::new())
     }
 
-    async fn figures(&self, cluster: &Cluster) -> anyhow::Result<String> {
+    async fn figures(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
         // Connections that nobody closes are closed when they have been idle for long enough.
-        let after = Figures::of(cluster)?;
+        let after = ProcessFigures::of(cluster)?;
         let before = self.before;
         let found = format!(
             "{} MiB and {} descriptors, before {} MiB and {}",
@@ -265,8 +271,8 @@ impl Phases {
 
     /// Users are charged what engines computed for them: to the token who reads to the end, about so who
     /// does not.
-    async fn counters(&self, cluster: &Cluster) -> anyhow::Result<String> {
-        let mut computed: BTreeMap<String, Computed> = BTreeMap::new();
+    async fn counters(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
+        let mut computed: BTreeMap<String, ComputedRequest> = BTreeMap::new();
         for (id, one) in self.storm.scene.ledger.lock().iter() {
             let user = id.rsplit_once('.').map_or(id.as_str(), |(user, _)| user);
             let sum = computed.entry(user.to_owned()).or_default();
@@ -315,9 +321,11 @@ impl Phases {
 
 /// Output tokens that may be charged: where an engine failed nobody knows what it had made, and as much
 /// as such answers usually have is charged at most.
-fn output_max(kind: Kind, computed: &Computed) -> u64 {
+fn output_max(kind: ClientKind, computed: &ComputedRequest) -> u64 {
     match kind {
-        Kind::Poison | Kind::Failing => computed.output + TOKENS * u64::from(computed.runs),
+        ClientKind::Poison | ClientKind::Failing => {
+            computed.output + TOKENS * u64::from(computed.runs)
+        }
         _ => computed.output,
     }
 }
@@ -328,17 +336,17 @@ fn is_between(found: u64, least: u64, most: u64) -> bool {
 }
 
 /// Whose request, or which user.
-fn kind_of(name: &str) -> Option<Kind> {
-    Kind::named(name.split_once('-')?.0).ok()
+fn kind_of(name: &str) -> Option<ClientKind> {
+    ClientKind::named(name.split_once('-')?.0).ok()
 }
 
 /// Answers a second that honest users got.
-fn rate(phase: &Phase) -> f64 {
-    let book: Tally = phase.scene.book(Kind::Honest).clone();
+fn rate(phase: &SoakPhase) -> f64 {
+    let book: KindCounts = phase.scene.book(ClientKind::Honest).clone();
     book.whole as f64 / phase.counted.as_secs_f64()
 }
 
-async fn ready(cluster: &Cluster) -> anyhow::Result<String> {
+async fn ready(cluster: &ProcessCluster) -> anyhow::Result<String> {
     let began = Instant::now();
     let mut waits_for = cluster.up();
     loop {
@@ -358,7 +366,7 @@ async fn ready(cluster: &Cluster) -> anyhow::Result<String> {
     }
 }
 
-async fn at_rest(cluster: &Cluster) -> anyhow::Result<String> {
+async fn at_rest(cluster: &ProcessCluster) -> anyhow::Result<String> {
     let began = Instant::now();
     for number in cluster.up() {
         cluster.wait_ready(number).await?;
@@ -368,7 +376,7 @@ async fn at_rest(cluster: &Cluster) -> anyhow::Result<String> {
 }
 
 /// Counters that do not change any more.
-async fn settled(cluster: &Cluster) -> anyhow::Result<BTreeMap<String, Usage>> {
+async fn settled(cluster: &ProcessCluster) -> anyhow::Result<BTreeMap<String, UserTotals>> {
     let last = std::cell::RefCell::new(BTreeMap::new());
     let same = std::cell::Cell::new(0);
     until("counters are settled", async || {

@@ -5,7 +5,7 @@ use crate::kinds::kinds;
 
 /// When a client leaves before it has everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Leaves {
+pub(super) enum LeavePoint {
     /// It does not.
     Never,
     /// After so many pieces of the body.
@@ -18,12 +18,12 @@ pub(super) enum Leaves {
 
 /// How a user asks.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Manner {
+pub(super) struct UserBehaviour {
     /// How long it waits for an answer's end, milliseconds.
     pub(super) patience_ms: u64,
     /// How often it tries again.
     pub(super) retries: u32,
-    pub(super) leaves: Leaves,
+    pub(super) leaves: LeavePoint,
     /// Tokens it wants.
     pub(super) tokens: u64,
     pub(super) is_streamed: bool,
@@ -33,12 +33,12 @@ pub(super) struct Manner {
     pub(super) mark: &'static str,
 }
 
-impl Default for Manner {
+impl Default for UserBehaviour {
     fn default() -> Self {
         Self {
             patience_ms: 60_000,
             retries: 0,
-            leaves: Leaves::Never,
+            leaves: LeavePoint::Never,
             tokens: TOKENS,
             is_streamed: true,
             wants_logprobs: false,
@@ -55,7 +55,7 @@ kinds! {
     /// One way to be a client, a neighbour or a stranger.
     #[derive(serde::Serialize)]
     #[serde(rename_all = "kebab-case")]
-    pub enum Kind;
+    pub enum ClientKind;
     Honest "honest" "users who ask for less than their share and read what they get";
     Patient "patient" "users who ask for many times the capacity and wait for a minute";
     Impatient "impatient" "users who do, give up after 3 s and try again as SDKs do";
@@ -74,7 +74,7 @@ kinds! {
     Browser "browser" "what other sites have a browser send to the admin port";
 }
 
-impl Kind {
+impl ClientKind {
     /// Users of the kind: each has a key and a share of what the kind asks for.
     #[must_use]
     pub fn users(self) -> Vec<String> {
@@ -107,51 +107,51 @@ impl Kind {
     }
 
     /// How its users ask; `None`: it does not ask for answers.
-    pub(super) fn manner(self) -> Option<Manner> {
-        let plain = Manner::default();
+    pub(super) fn manner(self) -> Option<UserBehaviour> {
+        let plain = UserBehaviour::default();
         let manner = match self {
-            Self::Honest => Manner {
+            Self::Honest => UserBehaviour {
                 retries: 2,
                 ..plain
             },
             Self::Patient => plain,
-            Self::Impatient => Manner {
+            Self::Impatient => UserBehaviour {
                 patience_ms: 3000,
                 retries: 2,
                 ..plain
             },
-            Self::Leaving => Manner {
-                leaves: Leaves::AfterPieces(3),
+            Self::Leaving => UserBehaviour {
+                leaves: LeavePoint::AfterPieces(3),
                 tokens: 200,
                 ..plain
             },
-            Self::Unstreamed => Manner {
-                leaves: Leaves::AfterMs(1500),
+            Self::Unstreamed => UserBehaviour {
+                leaves: LeavePoint::AfterMs(1500),
                 tokens: 400,
                 is_streamed: false,
                 ..plain
             },
-            Self::Slow => Manner {
-                leaves: Leaves::Dawdles,
+            Self::Slow => UserBehaviour {
+                leaves: LeavePoint::Dawdles,
                 tokens: 100,
                 mark: FAT,
                 ..plain
             },
-            Self::Logprobs => Manner {
+            Self::Logprobs => UserBehaviour {
                 is_streamed: false,
                 wants_logprobs: true,
                 ..plain
             },
-            Self::Names => Manner {
+            Self::Names => UserBehaviour {
                 makes_up_names: true,
                 ..plain
             },
-            Self::Poison => Manner {
+            Self::Poison => UserBehaviour {
                 mark: POISON,
                 retries: 2,
                 ..plain
             },
-            Self::Failing => Manner {
+            Self::Failing => UserBehaviour {
                 mark: FAILING,
                 ..plain
             },

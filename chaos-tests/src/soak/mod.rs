@@ -29,12 +29,12 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-use crate::processes::{Cluster, ClusterOptions};
-use client::User;
-use engine::{DECODE, Engine, Ledger, MODEL, PLACES, PREFILL};
-pub use judge::Check;
-pub use kinds::Kind;
-pub use tally::Tally;
+use crate::processes::{ClusterOptions, ProcessCluster};
+use client::SoakUser;
+use engine::{ComputedTokens, DECODE, MODEL, PLACES, PREFILL, SoakEngine};
+pub use judge::SoakCheck;
+pub use kinds::ClientKind;
+pub use tally::KindCounts;
 
 /// Engines.
 const ENGINES: usize = 2;
@@ -47,7 +47,7 @@ const WARM_UP: Duration = Duration::from_secs(3);
 
 /// What a soak is run with.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Options {
+pub struct SoakOptions {
     /// How long everybody is there.
     pub storm: Duration,
     /// How many times the capacity is asked for.
@@ -55,40 +55,40 @@ pub struct Options {
     /// Decides what is drawn.
     pub seed: u64,
     /// Who is there beside honest users; everybody when empty.
-    pub only: Vec<Kind>,
+    pub only: Vec<ClientKind>,
 }
 
 /// What came of a soak.
 #[derive(Debug, Clone, serde::Serialize)]
-pub struct Report {
+pub struct SoakReport {
     /// Answers a second that the engines can give.
     pub capacity: f64,
     /// Answers a second that honest users got while they were alone, and in the storm.
     pub honest: [f64; 2],
     /// What happened to each kind in the storm.
-    pub kinds: BTreeMap<Kind, Tally>,
+    pub kinds: BTreeMap<ClientKind, KindCounts>,
     /// What had to hold, and whether it did.
-    pub checks: Vec<Check>,
+    pub checks: Vec<SoakCheck>,
 }
 
 /// What all share who are there.
 #[derive(Debug)]
-struct Scene {
+struct SoakContext {
     data: Vec<SocketAddr>,
     admin: Vec<SocketAddr>,
     peer: Vec<SocketAddr>,
     seed: u64,
     over: CancellationToken,
     /// What happened since the phase began.
-    tallies: BTreeMap<Kind, Mutex<Tally>>,
-    ledger: Arc<Ledger>,
+    tallies: BTreeMap<ClientKind, Mutex<KindCounts>>,
+    ledger: Arc<ComputedTokens>,
     /// Requests that did not come to their end for their client, and when it knew.
     not_whole: Mutex<HashMap<String, Instant>>,
     requests: Arc<AtomicU64>,
 }
 
-impl Scene {
-    fn book(&self, kind: Kind) -> MutexGuard<'_, Tally> {
+impl SoakContext {
+    fn book(&self, kind: ClientKind) -> MutexGuard<'_, KindCounts> {
         let tally = self
             .tallies
             .get(&kind)
@@ -131,13 +131,13 @@ fn capacity() -> f64 {
 ///
 /// # Errors
 /// When the cluster cannot be started; what does not hold is in the report.
-pub async fn run(options: &Options, say: impl Fn(&str)) -> anyhow::Result<Report> {
+pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<SoakReport> {
     raise_descriptors();
-    let ledger = Arc::new(Ledger::default());
+    let ledger = Arc::new(ComputedTokens::default());
     let mut engines = Vec::new();
     for _ in 0..ENGINES {
         engines.push(
-            Engine::start(ledger.clone())
+            SoakEngine::start(ledger.clone())
                 .await
                 .context("start an engine")?,
         );
@@ -145,9 +145,10 @@ pub async fn run(options: &Options, say: impl Fn(&str)) -> anyhow::Result<Report
     let folder = tempfile::Builder::new().prefix("quorate-soak-").tempdir()?;
     let keys = folder.path().join("keys");
     fs::write(&keys, key_file()).context("write the keys")?;
-    let cluster = Cluster::start(cluster_options(&engines, &keys.display().to_string())).await?;
+    let cluster =
+        ProcessCluster::start(cluster_options(&engines, &keys.display().to_string())).await?;
     let requests = Arc::new(AtomicU64::new(0));
-    let stage = Stage {
+    let stage = SoakDriver {
         cluster: &cluster,
         options,
         ledger,
@@ -156,12 +157,12 @@ pub async fn run(options: &Options, say: impl Fn(&str)) -> anyhow::Result<Report
 
     let alone_for = (options.storm / ALONE.0).clamp(ALONE.1, ALONE.2);
     say(&format!("honest users alone for {} s", alone_for.as_secs()));
-    let alone = stage.phase(&[Kind::Honest], alone_for).await;
-    let before = judge::Figures::of(&cluster)?;
+    let alone = stage.phase(&[ClientKind::Honest], alone_for).await;
+    let before = judge::ProcessFigures::of(&cluster)?;
     say(&format!("everybody for {} s", options.storm.as_secs()));
     let storm = stage.phase(&kinds(options), options.storm).await;
     say("nobody; looking at what is left");
-    let phases = judge::Phases {
+    let phases = judge::JudgedPhases {
         alone,
         storm,
         before,
@@ -174,33 +175,33 @@ pub async fn run(options: &Options, say: impl Fn(&str)) -> anyhow::Result<Report
     Ok(report)
 }
 
-fn kinds(options: &Options) -> Vec<Kind> {
-    let asked = |kind: &Kind| {
-        *kind == Kind::Honest || options.only.is_empty() || options.only.contains(kind)
+fn kinds(options: &SoakOptions) -> Vec<ClientKind> {
+    let asked = |kind: &ClientKind| {
+        *kind == ClientKind::Honest || options.only.is_empty() || options.only.contains(kind)
     };
-    Kind::ALL.iter().copied().filter(asked).collect()
+    ClientKind::ALL.iter().copied().filter(asked).collect()
 }
 
 /// A part of a soak that is over.
 #[derive(Debug)]
-struct Phase {
-    scene: Arc<Scene>,
+struct SoakPhase {
+    scene: Arc<SoakContext>,
     /// How long was counted.
     counted: Duration,
 }
 
-struct Stage<'a> {
-    cluster: &'a Cluster,
-    options: &'a Options,
-    ledger: Arc<Ledger>,
+struct SoakDriver<'a> {
+    cluster: &'a ProcessCluster,
+    options: &'a SoakOptions,
+    ledger: Arc<ComputedTokens>,
     requests: Arc<AtomicU64>,
 }
 
-impl Stage<'_> {
+impl SoakDriver<'_> {
     /// Lets some kinds loose for a while, and waits until all have ended.
-    async fn phase(&self, kinds: &[Kind], length: Duration) -> Phase {
+    async fn phase(&self, kinds: &[ClientKind], length: Duration) -> SoakPhase {
         let numbers = 0..self.cluster.replicas();
-        let scene = Arc::new(Scene {
+        let scene = Arc::new(SoakContext {
             data: numbers
                 .clone()
                 .map(|it| self.cluster.data_addr(it))
@@ -212,7 +213,7 @@ impl Stage<'_> {
             peer: numbers.map(|it| self.cluster.peer_addr(it)).collect(),
             seed: self.options.seed,
             over: CancellationToken::new(),
-            tallies: Kind::ALL
+            tallies: ClientKind::ALL
                 .iter()
                 .map(|kind| (*kind, Mutex::default()))
                 .collect(),
@@ -236,21 +237,25 @@ impl Stage<'_> {
         let counted = began.elapsed();
         scene.over.cancel();
         everybody.join_all().await;
-        Phase { scene, counted }
+        SoakPhase { scene, counted }
     }
 }
 
 /// Brings a kind in.
-fn enter(scene: &Arc<Scene>, kind: Kind, factor: f64, everybody: &mut JoinSet<()>) {
+fn enter(scene: &Arc<SoakContext>, kind: ClientKind, factor: f64, everybody: &mut JoinSet<()>) {
     if let Some(manner) = kind.manner() {
         let users = kind.users();
-        let factor = if kind == Kind::Honest { 1.0 } else { factor };
+        let factor = if kind == ClientKind::Honest {
+            1.0
+        } else {
+            factor
+        };
         let rate = kind.share() * capacity() * factor / users.len() as f64;
-        let place = Kind::ALL.iter().position(|it| *it == kind);
+        let place = ClientKind::ALL.iter().position(|it| *it == kind);
         let third = u8::try_from(place.unwrap_or(0) + 1).expect("there are few kinds");
         for (number, name) in (1..).zip(users) {
             let from = Ipv4Addr::new(127, 0, third, number);
-            let user = User {
+            let user = SoakUser {
                 kind,
                 manner,
                 name,
@@ -263,22 +268,22 @@ fn enter(scene: &Arc<Scene>, kind: Kind, factor: f64, everybody: &mut JoinSet<()
     }
     let scene = scene.clone();
     match kind {
-        Kind::Idle => drop(everybody.spawn(strangers::idle(scene))),
-        Kind::Bodies => drop(everybody.spawn(strangers::bodies(scene))),
-        Kind::Keyless => drop(everybody.spawn(strangers::keyless(scene))),
-        Kind::Garbage => drop(everybody.spawn(strangers::garbage(scene))),
-        Kind::Peers => drop(everybody.spawn(peers::run(scene))),
-        Kind::Browser => drop(everybody.spawn(browser::run(scene))),
-        Kind::Honest
-        | Kind::Patient
-        | Kind::Impatient
-        | Kind::Leaving
-        | Kind::Unstreamed
-        | Kind::Slow
-        | Kind::Logprobs
-        | Kind::Names
-        | Kind::Poison
-        | Kind::Failing => {
+        ClientKind::Idle => drop(everybody.spawn(strangers::idle(scene))),
+        ClientKind::Bodies => drop(everybody.spawn(strangers::bodies(scene))),
+        ClientKind::Keyless => drop(everybody.spawn(strangers::keyless(scene))),
+        ClientKind::Garbage => drop(everybody.spawn(strangers::garbage(scene))),
+        ClientKind::Peers => drop(everybody.spawn(peers::run(scene))),
+        ClientKind::Browser => drop(everybody.spawn(browser::run(scene))),
+        ClientKind::Honest
+        | ClientKind::Patient
+        | ClientKind::Impatient
+        | ClientKind::Leaving
+        | ClientKind::Unstreamed
+        | ClientKind::Slow
+        | ClientKind::Logprobs
+        | ClientKind::Names
+        | ClientKind::Poison
+        | ClientKind::Failing => {
             unreachable!("{} has a manner", kind.name())
         }
     }
@@ -286,14 +291,14 @@ fn enter(scene: &Arc<Scene>, kind: Kind, factor: f64, everybody: &mut JoinSet<()
 
 fn key_file() -> String {
     let mut text = String::new();
-    for user in Kind::ALL.iter().flat_map(|kind| kind.users()) {
+    for user in ClientKind::ALL.iter().flat_map(|kind| kind.users()) {
         let _ = writeln!(text, "{} {user}", key(&user));
     }
     text
 }
 
 /// Options live as long as the program: there is one soak in it.
-fn cluster_options(engines: &[Engine], keys: &str) -> ClusterOptions {
+fn cluster_options(engines: &[SoakEngine], keys: &str) -> ClusterOptions {
     let engines: Vec<SocketAddr> = engines.iter().map(|engine| engine.at).collect();
     let config = format!(
         "[admission]\nconcurrency = {PLACES}\n\n\

@@ -13,8 +13,8 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::time::{interval, timeout};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::Scene;
-use super::kinds::Kind;
+use super::SoakContext;
+use super::kinds::ClientKind;
 use super::wire;
 
 const PAUSE: Duration = Duration::from_millis(500);
@@ -27,9 +27,9 @@ const UNDECODABLE: &[u8] = &[0xff, 0x67, 0x61, 0x72, 0x62, 0x61, 0x67, 0x65];
 
 /// A protobuf message.
 #[derive(Debug, Clone, Default)]
-struct Message(BytesMut);
+struct ProtobufMessage(BytesMut);
 
-impl Message {
+impl ProtobufMessage {
     fn varint(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.0.put_u8(value as u8 | 0x80);
@@ -88,14 +88,14 @@ fn varint(bytes: &mut &[u8]) -> Option<u64> {
 
 /// Who answers at a peer port.
 #[derive(Debug, Clone, Copy)]
-struct Known {
+struct KnownPeer {
     id: u64,
     store: u64,
     cluster: (u64, u64),
 }
 
 /// Has every trick played on every replica, again and again.
-pub(super) async fn run(scene: Arc<Scene>) {
+pub(super) async fn run(scene: Arc<SoakContext>) {
     let mut ticks = interval(PAUSE);
     while scene.unless_over(ticks.tick()).await.is_some() {
         for to in &scene.peer {
@@ -105,13 +105,13 @@ pub(super) async fn run(scene: Arc<Scene>) {
                 Ok(Err(_)) => "no way in",
                 Err(_) => "no answer in 5 s",
             };
-            scene.book(Kind::Peers).count(how);
+            scene.book(ClientKind::Peers).count(how);
         }
     }
 }
 
-async fn play(scene: &Scene, to: SocketAddr) -> anyhow::Result<()> {
-    let info = call(to, "Info", &Message::default()).await?;
+async fn play(scene: &SoakContext, to: SocketAddr) -> anyhow::Result<()> {
+    let info = call(to, "Info", &ProtobufMessage::default()).await?;
     let fields = numbers(&info).context("not an answer to Info")?;
     let of = |field| {
         let mut fields = fields.iter();
@@ -119,16 +119,16 @@ async fn play(scene: &Scene, to: SocketAddr) -> anyhow::Result<()> {
             .find(|(it, _)| *it == field)
             .map_or(0, |(_, value)| *value)
     };
-    let known = Known {
+    let known = KnownPeer {
         id: of(1),
         store: of(2),
         cluster: (of(4), of(5)),
     };
-    scene.book(Kind::Peers).count("told who it is");
+    scene.book(ClientKind::Peers).count("told who it is");
     for (name, method, message) in tricks(known) {
-        scene.book(Kind::Peers).asked += 1;
+        scene.book(ClientKind::Peers).asked += 1;
         let answered = call(to, method, &message).await;
-        let mut book = scene.book(Kind::Peers);
+        let mut book = scene.book(ClientKind::Peers);
         match answered {
             Ok(answer) if is_taken(method, &answer) => book.harm(name.to_owned()),
             Ok(_) => book.count("answered, not taken"),
@@ -152,22 +152,24 @@ fn is_taken(method: &str, answer: &[u8]) -> bool {
 }
 
 /// What is tried: a command that nobody knows, and terms that nobody can get past.
-fn tricks(known: Known) -> Vec<(&'static str, &'static str, Message)> {
-    let header = Message::default()
+fn tricks(known: KnownPeer) -> Vec<(&'static str, &'static str, ProtobufMessage)> {
+    let header = ProtobufMessage::default()
         .number(1, known.cluster.0)
         .number(2, known.cluster.1)
         .number(3, STRANGER)
         .number(4, known.id)
         .number(5, known.store);
-    let vote = Message::default().number(1, u64::MAX).number(2, STRANGER);
-    let propose = Message::default()
+    let vote = ProtobufMessage::default()
+        .number(1, u64::MAX)
+        .number(2, STRANGER);
+    let propose = ProtobufMessage::default()
         .message(1, &header)
         .bytes(2, UNDECODABLE)
         .number(3, 1000);
-    let append = Message::default()
+    let append = ProtobufMessage::default()
         .message(1, &header)
         .message(2, &vote.clone().number(3, 1));
-    let elect = Message::default()
+    let elect = ProtobufMessage::default()
         .message(1, &header)
         .message(2, &vote)
         .number(4, 1);
@@ -182,7 +184,7 @@ fn tricks(known: Known) -> Vec<(&'static str, &'static str, Message)> {
     ]
 }
 
-async fn call(to: SocketAddr, method: &str, message: &Message) -> anyhow::Result<Bytes> {
+async fn call(to: SocketAddr, method: &str, message: &ProtobufMessage) -> anyhow::Result<Bytes> {
     let socket = wire::connect(FROM.into(), to).await?;
     let (mut send, connection) =
         http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await?;
@@ -207,7 +209,7 @@ mod tests {
 
     #[test]
     fn numbers_are_read_as_they_are_written() {
-        let message = Message::default()
+        let message = ProtobufMessage::default()
             .number(1, u64::MAX)
             .bytes(6, b"10.0.0.1:7")
             .number(8, 300);

@@ -19,9 +19,9 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 
-use super::Scene;
-use super::kinds::Kind;
-use super::wire::{self, Ask};
+use super::SoakContext;
+use super::kinds::ClientKind;
+use super::wire::{self, OutgoingRequest};
 
 /// Connections that say nothing, to each data port and half as many to each of the others.
 const IDLE: usize = 160;
@@ -42,7 +42,7 @@ const KEYLESS_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 3);
 const GARBAGE_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 4);
 
 /// Holds connections on which nothing comes to an end; one that is closed is opened again.
-pub(super) async fn idle(scene: Arc<Scene>) {
+pub(super) async fn idle(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for number in 0..IDLE {
         let silent: &[u8] = match number % 3 {
@@ -57,13 +57,13 @@ pub(super) async fn idle(scene: Arc<Scene>) {
             let scene = scene.clone();
             all.spawn(async move {
                 while !scene.over.is_cancelled() {
-                    scene.book(Kind::Idle).asked += 1;
+                    scene.book(ClientKind::Idle).asked += 1;
                     let opened = wire::connect(IDLE_FROM.into(), to).await;
                     let how = match opened {
                         Ok(socket) => hold(&scene, socket, silent).await,
                         Err(_) => "refused",
                     };
-                    scene.book(Kind::Idle).count(how);
+                    scene.book(ClientKind::Idle).count(how);
                     scene.unless_over(sleep(REOPEN)).await;
                 }
             });
@@ -72,7 +72,7 @@ pub(super) async fn idle(scene: Arc<Scene>) {
     while all.join_next().await.is_some() {}
 }
 
-async fn hold(scene: &Scene, mut socket: TcpStream, said: &[u8]) -> &'static str {
+async fn hold(scene: &SoakContext, mut socket: TcpStream, said: &[u8]) -> &'static str {
     if socket.write_all(said).await.is_err() {
         return "closed";
     }
@@ -88,7 +88,7 @@ async fn hold(scene: &Scene, mut socket: TcpStream, said: &[u8]) -> &'static str
 }
 
 /// Opens streams whose bodies never come.
-pub(super) async fn bodies(scene: Arc<Scene>) {
+pub(super) async fn bodies(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for to in &scene.data {
         for _ in 0..BODIES.0 {
@@ -99,7 +99,7 @@ pub(super) async fn bodies(scene: Arc<Scene>) {
                         Ok(socket) => open_streams(&scene, socket).await,
                         Err(_) => "refused",
                     };
-                    scene.book(Kind::Bodies).count(how);
+                    scene.book(ClientKind::Bodies).count(how);
                     scene.unless_over(sleep(REOPEN)).await;
                 }
             });
@@ -108,7 +108,7 @@ pub(super) async fn bodies(scene: Arc<Scene>) {
     while all.join_next().await.is_some() {}
 }
 
-async fn open_streams(scene: &Scene, socket: TcpStream) -> &'static str {
+async fn open_streams(scene: &SoakContext, socket: TcpStream) -> &'static str {
     let shaken = http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await;
     let Ok((send, connection)) = shaken else {
         return "closed";
@@ -117,7 +117,7 @@ async fn open_streams(scene: &Scene, socket: TcpStream) -> &'static str {
     let mut streams = JoinSet::new();
     for _ in 0..BODIES.1 {
         let mut send = send.clone();
-        scene.book(Kind::Bodies).asked += 1;
+        scene.book(ClientKind::Bodies).asked += 1;
         streams.spawn(async move {
             let never = stream::pending::<Result<Frame<Bytes>, std::convert::Infallible>>();
             let request = Request::post("http://soaked/v1/chat/completions")
@@ -131,7 +131,7 @@ async fn open_streams(scene: &Scene, socket: TcpStream) -> &'static str {
         });
     }
     while let Some(Some(ended)) = scene.unless_over(streams.join_next()).await {
-        let mut book = scene.book(Kind::Bodies);
+        let mut book = scene.book(ClientKind::Bodies);
         match ended {
             Ok(Ok(status)) if status.is_success() => {
                 book.harm("answered without a body".to_owned());
@@ -145,7 +145,7 @@ async fn open_streams(scene: &Scene, socket: TcpStream) -> &'static str {
 }
 
 /// Asks without a key, or with a wrong one, again and again.
-pub(super) async fn keyless(scene: Arc<Scene>) {
+pub(super) async fn keyless(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for replica in 0..scene.data.len() {
         for has_key in [false, true] {
@@ -161,16 +161,16 @@ pub(super) async fn keyless(scene: Arc<Scene>) {
     while all.join_next().await.is_some() {}
 }
 
-async fn refused_once(scene: &Scene, replica: usize, has_key: bool) {
+async fn refused_once(scene: &SoakContext, replica: usize, has_key: bool) {
     let body =
         Bytes::from_static(br#"{"model":"soaked","messages":[{"role":"user","content":"hello"}]}"#);
-    let mut ask = Ask::post("/v1/chat/completions", "wrong", body);
+    let mut ask = OutgoingRequest::post("/v1/chat/completions", "wrong", body);
     if !has_key {
         ask.headers.remove(http::header::AUTHORIZATION);
     }
-    scene.book(Kind::Keyless).asked += 1;
+    scene.book(ClientKind::Keyless).asked += 1;
     let asked = timeout(PATIENCE, wire::ask(KEYLESS_FROM, scene.data[replica], ask)).await;
-    let mut book = scene.book(Kind::Keyless);
+    let mut book = scene.book(ClientKind::Keyless);
     match asked {
         Ok(Ok(reply)) if reply.status == StatusCode::OK => {
             book.harm("served without a key".to_owned());
@@ -182,7 +182,7 @@ async fn refused_once(scene: &Scene, replica: usize, has_key: bool) {
 }
 
 /// Writes bytes that are no HTTP, or hardly.
-pub(super) async fn garbage(scene: Arc<Scene>) {
+pub(super) async fn garbage(scene: Arc<SoakContext>) {
     let mut random = SmallRng::seed_from_u64(scene.seed ^ 0x6a7b);
     let mut ticks = interval(GARBAGE_PAUSE);
     let ports: Vec<_> = scene
@@ -195,7 +195,7 @@ pub(super) async fn garbage(scene: Arc<Scene>) {
     while scene.unless_over(ticks.tick()).await.is_some() {
         for to in &ports {
             let bytes = handful(&mut random);
-            scene.book(Kind::Garbage).asked += 1;
+            scene.book(ClientKind::Garbage).asked += 1;
             let said = timeout(PATIENCE, async {
                 let mut socket = wire::connect(GARBAGE_FROM.into(), *to).await?;
                 socket.write_all(&bytes).await?;
@@ -209,7 +209,7 @@ pub(super) async fn garbage(scene: Arc<Scene>) {
                 Ok(Err(_)) => "reset",
                 Err(_) => "no end in 5 s",
             };
-            scene.book(Kind::Garbage).count(how);
+            scene.book(ClientKind::Garbage).count(how);
         }
     }
 }

@@ -8,7 +8,7 @@ const WORDS_MAX: usize = 5;
 
 /// See the module.
 #[derive(Debug, Clone, Default, serde::Serialize)]
-pub struct Tally {
+pub struct KindCounts {
     /// Requests, connections or tricks that were begun.
     pub asked: u64,
     /// Answers that came whole, while it was counted.
@@ -29,7 +29,7 @@ pub struct Tally {
     is_counted: bool,
 }
 
-impl Tally {
+impl KindCounts {
     pub(super) fn begin(&mut self) {
         self.is_counted = true;
     }

@@ -27,13 +27,13 @@ const LITTLE_ROOM_BYTES: u32 = 4096;
 
 /// Where a connection comes from.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct From {
+pub(super) struct SourceAddress {
     pub(super) address: Ipv4Addr,
     /// Whether hardly anything is read before it is asked for.
     pub(super) has_little_room: bool,
 }
 
-impl std::convert::From<Ipv4Addr> for From {
+impl std::convert::From<Ipv4Addr> for SourceAddress {
     fn from(address: Ipv4Addr) -> Self {
         Self {
             address,
@@ -43,7 +43,7 @@ impl std::convert::From<Ipv4Addr> for From {
 }
 
 /// A connection from an address of one's own.
-pub(super) async fn connect(from: From, to: SocketAddr) -> io::Result<TcpStream> {
+pub(super) async fn connect(from: SourceAddress, to: SocketAddr) -> io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     if from.has_little_room {
         socket.set_recv_buffer_size(LITTLE_ROOM_BYTES)?;
@@ -53,14 +53,14 @@ pub(super) async fn connect(from: From, to: SocketAddr) -> io::Result<TcpStream>
 }
 
 /// A request to be sent.
-pub(super) struct Ask {
+pub(super) struct OutgoingRequest {
     pub(super) method: Method,
     pub(super) path: &'static str,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
 }
 
-impl Ask {
+impl OutgoingRequest {
     /// JSON, with a key.
     pub(super) fn post(path: &'static str, key: &str, body: Bytes) -> Self {
         let mut ask = Self {
@@ -82,7 +82,7 @@ impl Ask {
 }
 
 /// The beginning of an answer. Dropping it closes the connection.
-pub(super) struct Reply {
+pub(super) struct ResponseHead {
     pub(super) status: StatusCode,
     pub(super) headers: HeaderMap,
     body: Incoming,
@@ -92,7 +92,7 @@ pub(super) struct Reply {
 
 /// How a request came to nothing.
 #[derive(Debug)]
-pub(super) enum Broke {
+pub(super) enum RequestError {
     /// No connection, or none that lasted to the answer.
     Early(String),
     /// The answer did not come to its end.
@@ -101,14 +101,14 @@ pub(super) enum Broke {
 
 /// An answer that came to its end.
 #[derive(Debug, Default)]
-pub(super) struct Answer {
+pub(super) struct WholeAnswer {
     /// From asking to the first of its body.
     pub(super) first: Duration,
     /// Tokens that came.
     pub(super) tokens: u64,
 }
 
-impl fmt::Display for Broke {
+impl fmt::Display for RequestError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Early(why) => write!(f, "no answer: {why}"),
@@ -118,8 +118,12 @@ impl fmt::Display for Broke {
 }
 
 /// Sends a request on a new connection and waits for the answer's head.
-pub(super) async fn ask(from: impl Into<From>, to: SocketAddr, ask: Ask) -> Result<Reply, Broke> {
-    let early = |error: &dyn fmt::Display| Broke::Early(error.to_string());
+pub(super) async fn ask(
+    from: impl Into<SourceAddress>,
+    to: SocketAddr,
+    ask: OutgoingRequest,
+) -> Result<ResponseHead, RequestError> {
+    let early = |error: &dyn fmt::Display| RequestError::Early(error.to_string());
     let asked = Instant::now();
     let socket = connect(from.into(), to)
         .await
@@ -140,7 +144,7 @@ pub(super) async fn ask(from: impl Into<From>, to: SocketAddr, ask: Ask) -> Resu
     }
     let response = send.send_request(request).await;
     let (head, body) = response.map_err(|error| early(&error))?.into_parts();
-    Ok(Reply {
+    Ok(ResponseHead {
         status: head.status,
         headers: head.headers,
         body,
@@ -149,9 +153,9 @@ pub(super) async fn ask(from: impl Into<From>, to: SocketAddr, ask: Ask) -> Resu
     })
 }
 
-impl Reply {
+impl ResponseHead {
     /// The next piece of the body; `None` at its end.
-    pub(super) async fn piece(&mut self) -> Result<Option<Bytes>, Broke> {
+    pub(super) async fn piece(&mut self) -> Result<Option<Bytes>, RequestError> {
         loop {
             match self.body.frame().await {
                 None => return Ok(None),
@@ -160,13 +164,13 @@ impl Reply {
                         return Ok(Some(data));
                     }
                 }
-                Some(Err(error)) => return Err(Broke::Late(error.to_string())),
+                Some(Err(error)) => return Err(RequestError::Late(error.to_string())),
             }
         }
     }
 
     /// The answer to its end: a document, or a stream that says that it is done.
-    pub(super) async fn whole(&mut self) -> Result<Answer, Broke> {
+    pub(super) async fn whole(&mut self) -> Result<WholeAnswer, RequestError> {
         let (mut all, mut first) = (Vec::new(), None);
         while let Some(piece) = self.piece().await? {
             first.get_or_insert_with(|| self.asked.elapsed());
@@ -179,12 +183,12 @@ impl Reply {
             .is_some_and(|it| it.as_bytes().starts_with(b"text/event-stream"));
         if is_stream && !all.ends_with(b"data: [DONE]\n\n") {
             let end = &all[all.len().saturating_sub(80)..];
-            return Err(Broke::Late(format!(
+            return Err(RequestError::Late(format!(
                 "ends with {:?}",
                 String::from_utf8_lossy(end)
             )));
         }
-        Ok(Answer {
+        Ok(WholeAnswer {
             first: first.unwrap_or_default(),
             tokens: all.windows(5).filter(|it| *it == b"word ").count() as u64,
         })

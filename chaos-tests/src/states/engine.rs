@@ -10,14 +10,14 @@ use state::exact::{KvBatch, KvEvent, KvMessage, KvNews};
 use state::ids::{AttemptId, BackendRef, BlockHash, EngineHash};
 
 use super::operator::backend;
-use super::{CONVERSATIONS, States, conversation};
-use crate::invariants::Violation;
+use super::{CONVERSATIONS, StateCluster, conversation};
+use crate::invariants::PropertyError;
 
 /// The backend with an engine behind it whose events are read.
 const FOLLOWED: u32 = 0;
 
 /// One life of an engine: rank 0 of one publisher.
-pub(super) struct Engine {
+pub(super) struct EngineLife {
     backend: BackendRef,
     publisher: u64,
     /// What it caches, each block with the one before it.
@@ -29,9 +29,9 @@ pub(super) struct Engine {
     has_begun: bool,
 }
 
-impl States {
+impl StateCluster {
     /// The engine says something, and a reader tells of what it hears.
-    pub(super) fn publish(&mut self, who: usize) -> Result<(), Violation> {
+    pub(super) fn publish(&mut self, who: usize) -> Result<(), PropertyError> {
         let state = &self.replicas[who].state;
         let Some(handle) = state.backend(&backend(FOLLOWED)).map(|it| it.handle) else {
             return Ok(());
@@ -58,7 +58,7 @@ impl States {
             return self.engines.len() - 1 - from_the_end;
         }
         let publisher = 1 + self.engines.len() as u64;
-        self.engines.push(Engine {
+        self.engines.push(EngineLife {
             backend,
             publisher,
             cached: BTreeMap::new(),
@@ -141,7 +141,7 @@ impl States {
     }
 }
 
-impl Engine {
+impl EngineLife {
     /// Caches what is missing of a chain.
     fn store(&mut self, chain: &[BlockHash]) -> Option<KvEvent> {
         let known = chain.iter().take_while(|it| self.cached.contains_key(it));

@@ -3,7 +3,7 @@
 //!
 //! Proposers dispatch, finish, crash and repeat themselves, operators write, engines publish their
 //! caches badly, states lag, and are rebuilt from one another's snapshots. What comes of it is written
-//! down as a [`Record`] and judged by the same [`invariants`](crate::invariants). A seed takes
+//! down as a [`RunRecord`] and judged by the same [`invariants`](crate::invariants). A seed takes
 //! milliseconds, so that a fault of the replicated state is found in seconds. One seed decides
 //! everything.
 
@@ -21,13 +21,13 @@ use state::command::{Command, Envelope, Reply};
 use state::ids::{BlockHash, LogIndex, ReplicaId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use self::engine::Engine;
+use self::engine::EngineLife;
 use self::proposer::Proposer;
-use crate::invariants::{Subjects, Violation, check_all, sound_state};
-use crate::oracle::Record;
-use crate::oracle::image::Image;
-use crate::oracle::observation::{AtRest, Run};
-use crate::oracle::register::Key;
+use crate::invariants::{PropertyError, Subjects, check_all, sound_state};
+use crate::oracle::RunRecord;
+use crate::oracle::image::StateImage;
+use crate::oracle::observation::{AtRest, ReplicaRun};
+use crate::oracle::register::RegisterKey;
 
 /// Replicas, of which each proposes, too.
 const REPLICAS: u8 = 3;
@@ -43,24 +43,24 @@ const IMAGE_EVERY: u32 = 40;
 const QUIET_ROUNDS: u32 = 4;
 
 /// The states and all that happens to them.
-struct States {
+struct StateCluster {
     rng: StdRng,
     /// Draws what clocks show, so that all else stays as it is drawn.
     clocks: StdRng,
     now_us: u64,
     /// Envelopes, encoded; the first has index 1.
     log: Vec<Arc<[u8]>>,
-    replicas: Vec<Replica>,
+    replicas: Vec<StateReplica>,
     proposers: Vec<Proposer>,
-    engines: Vec<Engine>,
+    engines: Vec<EngineLife>,
     /// What the operators wrote.
-    keys: BTreeSet<Key>,
-    record: Record,
+    keys: BTreeSet<RegisterKey>,
+    record: RunRecord,
 }
 
 /// One state.
-struct Replica {
-    run: Run,
+struct StateReplica {
+    run: ReplicaRun,
     state: RouterState,
 }
 
@@ -69,8 +69,8 @@ struct Replica {
 ///
 /// # Errors
 /// The first invariant that does not hold.
-pub fn run(seed: u64, steps: u32) -> Result<Vec<Subjects>, Violation> {
-    let mut states = States::new(seed)?;
+pub fn run(seed: u64, steps: u32) -> Result<Vec<Subjects>, PropertyError> {
+    let mut states = StateCluster::new(seed)?;
     for step in 1..=steps {
         states.step()?;
         if step.is_multiple_of(IMAGE_EVERY) {
@@ -81,18 +81,18 @@ pub fn run(seed: u64, steps: u32) -> Result<Vec<Subjects>, Violation> {
     check_all(&states.record)
 }
 
-impl States {
-    fn new(seed: u64) -> Result<Self, Violation> {
+impl StateCluster {
+    fn new(seed: u64) -> Result<Self, PropertyError> {
         let mut rng = StdRng::seed_from_u64(seed);
         let clocks = StdRng::seed_from_u64(!seed);
-        let mut record = Record::default();
-        let run = |id| Run {
+        let mut record = RunRecord::default();
+        let run = |id| ReplicaRun {
             replica: ReplicaId(id),
             number: 1,
         };
         let replicas = (1..=REPLICAS).map(|id| {
             record.observation.started(0, run(id));
-            Replica {
+            StateReplica {
                 run: run(id),
                 state: RouterState::new(),
             }
@@ -108,7 +108,7 @@ impl States {
             replicas,
             proposers,
             engines: Vec::new(),
-            keys: BTreeSet::from([Key::Policy]),
+            keys: BTreeSet::from([RegisterKey::Policy]),
             record,
         };
         states.found()?;
@@ -116,7 +116,7 @@ impl States {
     }
 
     /// One thing happens, then every state may go on.
-    fn step(&mut self) -> Result<(), Violation> {
+    fn step(&mut self) -> Result<(), PropertyError> {
         self.now_us += self.rng.random_range(1_000..60_000);
         let who = self.rng.random_range(0..self.proposers.len());
         if self.clocks.random_range(0..20) == 0 {
@@ -143,7 +143,7 @@ impl States {
     }
 
     /// What is open ends, everybody catches up.
-    fn quieten(&mut self) -> Result<(), Violation> {
+    fn quieten(&mut self) -> Result<(), PropertyError> {
         for _ in 0..QUIET_ROUNDS {
             for who in 0..self.proposers.len() {
                 self.now_us += 10_000;
@@ -152,11 +152,11 @@ impl States {
         }
         for at in 0..self.replicas.len() {
             self.catch_up(at)?;
-            let Replica { run, state } = &self.replicas[at];
+            let StateReplica { run, state } = &self.replicas[at];
             // Of an outbox and what is around it nothing is left: there is none.
             let at_rest = AtRest {
                 run: *run,
-                image: Arc::new(Image::of(state, &self.keys)),
+                image: Arc::new(StateImage::of(state, &self.keys)),
                 outbox_items: 0,
                 overlay_blocks: 0,
                 in_flight: 0,
@@ -168,7 +168,11 @@ impl States {
     }
 
     /// Puts a command into the log and has its proposer see what came of it.
-    fn propose(&mut self, who: usize, envelope: &Envelope) -> Result<(LogIndex, Reply), Violation> {
+    fn propose(
+        &mut self,
+        who: usize,
+        envelope: &Envelope,
+    ) -> Result<(LogIndex, Reply), PropertyError> {
         self.log
             .push(state::codec::encode_envelope(envelope).into());
         let reply = self.catch_up(who)?;
@@ -177,7 +181,7 @@ impl States {
     }
 
     /// Applies the whole log at one state; answers the last reply.
-    fn catch_up(&mut self, at: usize) -> Result<Option<Reply>, Violation> {
+    fn catch_up(&mut self, at: usize) -> Result<Option<Reply>, PropertyError> {
         let mut reply = None;
         while (self.replicas[at].state.applied().0 as usize) < self.log.len() {
             reply = Some(self.apply_next(at)?);
@@ -185,8 +189,8 @@ impl States {
         Ok(reply)
     }
 
-    fn apply_next(&mut self, at: usize) -> Result<Reply, Violation> {
-        let Replica { run, state } = &mut self.replicas[at];
+    fn apply_next(&mut self, at: usize) -> Result<Reply, PropertyError> {
+        let StateReplica { run, state } = &mut self.replicas[at];
         let index = state.applied().0 + 1;
         let bytes = Arc::clone(&self.log[index as usize - 1]);
         let envelope = state::codec::decode_envelope(&bytes);
@@ -202,7 +206,7 @@ impl States {
     }
 
     /// A state that lags is replaced by another one.
-    fn send_snapshot(&mut self) -> Result<(), Violation> {
+    fn send_snapshot(&mut self) -> Result<(), PropertyError> {
         let from = self.rng.random_range(0..self.replicas.len());
         let to = self.rng.random_range(0..self.replicas.len());
         let reach = |at: usize| self.replicas[at].state.applied();
@@ -220,9 +224,9 @@ impl States {
         bytes
     }
 
-    fn restore(&mut self, at: usize, bytes: &[u8]) -> Result<(), Violation> {
-        let Replica { run, state } = &mut self.replicas[at];
-        state.restore(&mut &*bytes).map_err(|error| Violation {
+    fn restore(&mut self, at: usize, bytes: &[u8]) -> Result<(), PropertyError> {
+        let StateReplica { run, state } = &mut self.replicas[at];
+        state.restore(&mut &*bytes).map_err(|error| PropertyError {
             number: "I10",
             name: "a snapshot that was written can be read",
             detail: format!("{run}: {error}"),
@@ -234,7 +238,7 @@ impl States {
     }
 
     /// A replica crashes and comes back with what its snapshot holds.
-    fn restart(&mut self, who: usize) -> Result<(), Violation> {
+    fn restart(&mut self, who: usize) -> Result<(), PropertyError> {
         let bytes = self.frozen(who);
         let replica = &mut self.replicas[who];
         self.record.observation.ended(self.now_us, replica.run);
@@ -257,8 +261,8 @@ impl States {
 
     fn image(&mut self) {
         let at = self.rng.random_range(0..self.replicas.len());
-        let Replica { run, state } = &self.replicas[at];
-        let image = Image::of(state, &self.keys);
+        let StateReplica { run, state } = &self.replicas[at];
+        let image = StateImage::of(state, &self.keys);
         self.record.observation.image(self.now_us, *run, image);
     }
 

@@ -10,17 +10,17 @@ use state::quotas::UserLimits;
 use state::users::FairnessSettings;
 
 use super::proposer::{HASH_SEED, name};
-use super::{Replica, States};
-use crate::invariants::Violation;
-use crate::oracle::history::{Action, Outcome};
-use crate::oracle::register::Key;
+use super::{StateCluster, StateReplica};
+use crate::invariants::PropertyError;
+use crate::oracle::history::{Action, OperationResult};
+use crate::oracle::register::RegisterKey;
 
 /// Backends that come and go.
 const BACKENDS: u32 = 4;
 
-impl States {
+impl StateCluster {
     /// The first command, and a fleet.
-    pub(super) fn found(&mut self) -> Result<(), Violation> {
+    pub(super) fn found(&mut self) -> Result<(), PropertyError> {
         // Nobody asks for it: it comes with the cluster.
         let envelope = self.envelope(
             0,
@@ -42,7 +42,7 @@ impl States {
     }
 
     /// An administrative write.
-    pub(super) fn operate(&mut self, who: usize) -> Result<(), Violation> {
+    pub(super) fn operate(&mut self, who: usize) -> Result<(), PropertyError> {
         let number = self.rng.random_range(0..BACKENDS);
         let user = name(self.rng.random_range(0..5));
         let command = match self.rng.random_range(0..12) {
@@ -72,7 +72,7 @@ impl States {
     }
 
     /// Adds a backend, gives it another capacity, or moves it.
-    fn put_backend(&mut self, who: usize, number: u32) -> Result<(), Violation> {
+    fn put_backend(&mut self, who: usize, number: u32) -> Result<(), PropertyError> {
         let port = 8000 + 10 * number + self.rng.random_range(0..3) / 2;
         let is_followed = number == 0;
         let spec = BackendSpec {
@@ -88,7 +88,7 @@ impl States {
     }
 
     /// The session of a replica that is thought gone ends; the replica may be there all the same.
-    pub(super) fn expire(&mut self, who: usize) -> Result<(), Violation> {
+    pub(super) fn expire(&mut self, who: usize) -> Result<(), PropertyError> {
         let whom = self.rng.random_range(0..self.proposers.len());
         let command = Command::ExpireSession {
             replica: self.replicas[whom].run.replica,
@@ -97,8 +97,8 @@ impl States {
         self.write(who, command)
     }
 
-    fn write(&mut self, who: usize, command: Command) -> Result<(), Violation> {
-        self.keys.extend(Key::all_of(&command));
+    fn write(&mut self, who: usize, command: Command) -> Result<(), PropertyError> {
+        self.keys.extend(RegisterKey::all_of(&command));
         let run = self.replicas[who].run;
         let client = u32::from(run.replica.0);
         let action = Action::Write(command.clone());
@@ -106,23 +106,23 @@ impl States {
         let envelope = self.envelope(who, command);
         let (index, reply) = self.propose(who, &envelope)?;
         self.now_us += 100;
-        let outcome = Outcome::Written(Committed { index, reply });
+        let outcome = OperationResult::Written(Committed { index, reply });
         self.record.history.answer(ticket, self.now_us, outcome);
         Ok(())
     }
 
     /// Reads what was written, all of the log applied.
-    pub(super) fn read(&mut self, who: usize) -> Result<(), Violation> {
+    pub(super) fn read(&mut self, who: usize) -> Result<(), PropertyError> {
         let at = self.rng.random_range(0..self.keys.len());
         let key = self.keys.iter().nth(at).cloned();
         let key = key.expect("a place below the length is there");
         self.catch_up(who)?;
-        let Replica { run, state } = &self.replicas[who];
+        let StateReplica { run, state } = &self.replicas[who];
         let client = u32::from(run.replica.0);
         let action = Action::Read(key.clone());
         let history = &mut self.record.history;
         let ticket = history.call(client, *run, self.now_us, action);
-        let outcome = Outcome::Read {
+        let outcome = OperationResult::Read {
             index: LogIndex(state.applied().0),
             value: key.value_in(state),
         };

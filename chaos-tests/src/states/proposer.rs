@@ -12,13 +12,13 @@ use state::command::{Charge, Command, Item, Lane, LeaseOutcome, Origin, Reply};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId};
 use state::prefix::user_key;
 
-use super::{CONVERSATIONS, States, conversation};
-use crate::invariants::Violation;
-use crate::oracle::history::{Dispatch, End, Ticket, Tokens};
+use super::{CONVERSATIONS, StateCluster, conversation};
+use crate::invariants::PropertyError;
+use crate::oracle::history::{Dispatch, HistoryId, RequestEnd, RequestTokens};
 
 /// Users of the cluster.
 const USERS: u32 = 5;
-/// Seed of every user's key; see [`States::found`].
+/// Seed of every user's key; see [`StateCluster::found`].
 pub(super) const HASH_SEED: u64 = 11;
 /// Tokens of one block.
 const BLOCK_TOKENS: u64 = 16;
@@ -35,18 +35,18 @@ pub(super) struct Proposer {
     /// How wrong its clock is.
     pub(super) clock_error_ms: i64,
     /// Decided, and not told of.
-    decided: VecDeque<Attempt>,
+    decided: VecDeque<OpenDispatch>,
     /// Told of, and not over.
-    open: Vec<Attempt>,
+    open: Vec<OpenDispatch>,
     ledger: CreditLedger,
     named: BTreeSet<u32>,
 }
 
 /// A dispatch.
 #[derive(Clone)]
-struct Attempt {
+struct OpenDispatch {
     id: AttemptId,
-    ticket: Ticket,
+    ticket: HistoryId,
     user: u32,
     backend: BackendRef,
     chain: Vec<BlockHash>,
@@ -92,10 +92,10 @@ impl Proposer {
     }
 }
 
-impl States {
+impl StateCluster {
     /// A proposer decides, ends requests and tells of it all in one batch. `is_last`: it takes on
     /// nothing, and ends everything.
-    pub(super) fn flush(&mut self, who: usize, is_last: bool) -> Result<(), Violation> {
+    pub(super) fn flush(&mut self, who: usize, is_last: bool) -> Result<(), PropertyError> {
         if !is_last {
             for _ in 0..self.rng.random_range(0..3) {
                 self.decide(who);
@@ -158,7 +158,7 @@ impl States {
         proposer.attempts += 1;
         let key = user_key(HASH_SEED, &name(user));
         let (advance, ahead) = proposer.ledger.open(key, &estimate, &Pricing::default());
-        proposer.decided.push_back(Attempt {
+        proposer.decided.push_back(OpenDispatch {
             id: AttemptId(proposer.attempts),
             ticket,
             user,
@@ -178,7 +178,7 @@ impl States {
         backend: BackendRef,
         at: LogIndex,
         estimate: &TokenDelta,
-    ) -> Ticket {
+    ) -> HistoryId {
         let (run, now_us) = (self.replicas[who].run, self.now_us);
         let history = &mut self.record.history;
         let most = TokenDelta {
@@ -201,7 +201,7 @@ impl States {
         who: usize,
         is_last: bool,
         items: &mut Vec<Item>,
-        sent: &mut Vec<Attempt>,
+        sent: &mut Vec<OpenDispatch>,
     ) {
         let proposer = &mut self.proposers[who];
         let mut again = Vec::new();
@@ -273,7 +273,7 @@ impl States {
                 ended: 1,
                 ..settled
             }));
-            let end = End {
+            let end = RequestEnd {
                 at_us: now_us,
                 used: Some(tokens(&used)),
             };
@@ -282,7 +282,7 @@ impl States {
     }
 }
 
-impl Attempt {
+impl OpenDispatch {
     fn offset(&self) -> u32 {
         u32::try_from(self.id.0).expect("a run has few attempts")
     }
@@ -311,8 +311,8 @@ pub(super) fn name(user: u32) -> String {
     format!("user-{user}")
 }
 
-fn tokens(used: &TokenDelta) -> Tokens {
-    Tokens {
+fn tokens(used: &TokenDelta) -> RequestTokens {
+    RequestTokens {
         input_uncached: used.input_uncached,
         input_cached: used.input_cached,
         output: used.output,

@@ -3,17 +3,20 @@
 
 use std::time::Duration;
 
-use crate::replay::trace::{Scale, TraceOptions, parse};
+use crate::replay::trace::{LengthScale, TraceOptions, parse};
 
 /// A trace. What is read of it comes in order.
 pub fn trace(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
-    let scale = "1/16".parse::<Scale>();
+    let scale = "1/16".parse::<LengthScale>();
     for (scale, first) in [
-        (Scale::ONE, None),
-        (scale.unwrap_or(Scale::ONE), Some(Duration::from_secs(60))),
+        (LengthScale::ONE, None),
+        (
+            scale.unwrap_or(LengthScale::ONE),
+            Some(Duration::from_secs(60)),
+        ),
     ] {
         let options = TraceOptions {
             scale,
@@ -29,7 +32,7 @@ pub fn trace(bytes: &[u8]) {
             Err((line, _)) => assert!((1..=text.lines().count().max(1)).contains(&line)),
         }
     }
-    drop(text.parse::<Scale>());
+    drop(text.parse::<LengthScale>());
 }
 
 /// Traces of every format.

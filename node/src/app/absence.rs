@@ -26,16 +26,16 @@ const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Since when each replica with an open session is silent. Pure: time and observations come in.
 #[derive(Debug, Default)]
-pub(super) struct Absences {
+pub(super) struct SessionExpiry {
     since: BTreeMap<ReplicaId, Instant>,
     /// Sessions that were ended and whose replica has not been back.
     ended: BTreeMap<ReplicaId, SessionId>,
 }
 
-impl Absences {
+impl SessionExpiry {
     /// Takes in one observation and answers the sessions to end: those of replicas that
     /// `is_present` has denied at every observation for [`ABSENT_AFTER`], less those that were
-    /// [`Absences::ended`] since.
+    /// [`SessionExpiry::ended`] since.
     pub(super) fn observe(
         &mut self,
         now: Instant,
@@ -69,7 +69,7 @@ impl Absences {
 /// Ends the sessions of replicas that are gone, as long as this replica leads, until `stop`. A
 /// removed member counts as silent.
 pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
-    let mut absences = Absences::default();
+    let mut absences = SessionExpiry::default();
     let mut ticks = every(INTERVAL);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         let status = cluster.status();
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn a_session_ends_after_enough_silence() {
-        let mut absences = Absences::default();
+        let mut absences = SessionExpiry::default();
         let start = Instant::now();
         let only_one = |id: ReplicaId| id == ReplicaId(1);
         assert_eq!(absences.observe(start, &SESSIONS, only_one), []);
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_sign_of_life_starts_the_silence_anew() {
-        let mut absences = Absences::default();
+        let mut absences = SessionExpiry::default();
         let start = Instant::now();
         let only_one = |id: ReplicaId| id == ReplicaId(1);
         absences.observe(start, &SESSIONS, only_one);

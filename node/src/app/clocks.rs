@@ -39,17 +39,17 @@ const PACE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The clocks of all members.
 #[derive(Debug)]
-pub(super) struct Clocks {
+pub(super) struct ClusterClocks {
     own: Clock,
     began: Instant,
     /// The cluster's Unix time less what has passed since `began`.
     offset_ms: AtomicI64,
-    peers: Mutex<BTreeMap<u8, Peer>>,
+    peers: Mutex<BTreeMap<u8, PeerClock>>,
 }
 
 /// What a peer's clock showed, less what had passed since `began` here when it was told.
 #[derive(Debug)]
-struct Peer {
+struct PeerClock {
     /// The most of the present stretch: what came quickest.
     offset_ms: i64,
     /// The most of the stretch before.
@@ -59,13 +59,13 @@ struct Peer {
     is_skewed: bool,
 }
 
-impl Peer {
+impl PeerClock {
     fn offset_ms(&self) -> i64 {
         self.offset_ms.max(self.before_ms)
     }
 }
 
-impl Clocks {
+impl ClusterClocks {
     /// Only this replica's own is known.
     pub(super) fn new(own: Clock) -> Self {
         let began = Instant::now();
@@ -106,7 +106,7 @@ impl Clocks {
         let now = Instant::now();
         let told_ms = signed(unix_ms).saturating_sub(self.passed_ms());
         let mut peers = self.peers();
-        let known = peers.entry(peer).or_insert(Peer {
+        let known = peers.entry(peer).or_insert(PeerClock {
             offset_ms: told_ms,
             before_ms: told_ms,
             stretch: now,
@@ -148,12 +148,12 @@ impl Clocks {
     pub(super) fn skews_ms(&self) -> BTreeMap<u8, i64> {
         let own_ms = self.own_offset_ms();
         let peers = self.peers();
-        let skew_ms = |peer: &Peer| peer.offset_ms().saturating_sub(own_ms);
+        let skew_ms = |peer: &PeerClock| peer.offset_ms().saturating_sub(own_ms);
         peers.iter().map(|(id, it)| (*id, skew_ms(it))).collect()
     }
 
-    fn settle(&self, peers: &BTreeMap<u8, Peer>) {
-        let offsets = peers.values().map(Peer::offset_ms);
+    fn settle(&self, peers: &BTreeMap<u8, PeerClock>) {
+        let offsets = peers.values().map(PeerClock::offset_ms);
         let mut offsets: Vec<i64> = offsets.chain([self.own_offset_ms()]).collect();
         offsets.sort_unstable();
         let before_ms = self.offset_ms.load(Ordering::Relaxed);
@@ -169,7 +169,7 @@ impl Clocks {
         i64::try_from(self.began.elapsed().as_millis()).unwrap_or(i64::MAX)
     }
 
-    fn peers(&self) -> MutexGuard<'_, BTreeMap<u8, Peer>> {
+    fn peers(&self) -> MutexGuard<'_, BTreeMap<u8, PeerClock>> {
         // Whatever was noted is whole.
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -224,14 +224,14 @@ mod tests {
     const START_MS: u64 = 20_000 * DAY_MS;
 
     /// A replica's clocks, and by how much its own is wrong.
-    fn clocks() -> (Arc<Clocks>, Arc<AtomicI64>) {
+    fn clocks() -> (Arc<ClusterClocks>, Arc<AtomicI64>) {
         let (error_ms, began) = (Arc::new(AtomicI64::new(0)), Instant::now());
         let wrong_ms = Arc::clone(&error_ms);
         let own = Clock::of(move || {
             let right_ms = START_MS + u64::try_from(began.elapsed().as_millis()).unwrap();
             right_ms.saturating_add_signed(wrong_ms.load(Ordering::Relaxed))
         });
-        (Arc::new(Clocks::new(own)), error_ms)
+        (Arc::new(ClusterClocks::new(own)), error_ms)
     }
 
     async fn pass(ms: u64) {

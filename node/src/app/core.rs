@@ -25,11 +25,11 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::clocks::{self, Clocks};
-use super::exchange::{self, Inbox};
+use super::clocks::{self, ClusterClocks};
+use super::exchange::{self, GossipInbox};
 use super::leadership::hand_over;
 pub use super::machine::Witness;
-use super::machine::{RouterMachine, Shared};
+use super::machine::{RouterMachine, SharedState};
 use super::ports::LogPort;
 use super::{absence, formation, judge, readers, registration};
 use crate::config::Config;
@@ -75,21 +75,21 @@ impl CorePorts {
     }
 }
 
-/// A replica's core at work. Its tasks go on until [`Core::stop`], or until their runtime is dropped,
+/// A replica's core at work. Its tasks go on until [`ReplicaCore::stop`], or until their runtime is dropped,
 /// which is what a crash looks like from inside.
-pub struct Core {
+pub struct ReplicaCore {
     replica: Replica,
     port: Arc<LogPort>,
-    parts: Shares,
+    parts: CoreParts,
     clock: Clock,
-    stops: Stops,
+    stops: CoreShutdown,
     tasks: TaskTracker,
     outbox: JoinHandle<OutboxStatus>,
 }
 
 /// What is told to end, in this order.
 #[derive(Default)]
-struct Stops {
+struct CoreShutdown {
     /// Nothing more will be learnt: the outbox is to empty itself and end.
     no_more_facts: CancellationToken,
     /// Everything else is to end.
@@ -97,20 +97,20 @@ struct Stops {
 }
 
 /// What the parts of a core share.
-struct Shares {
-    shared: Arc<Shared>,
+struct CoreParts {
+    shared: Arc<SharedState>,
     view: Arc<StateView>,
     backends: Arc<Backends>,
     router: Arc<Router>,
     admission: Arc<Admission>,
     events: EventBus,
-    clocks: Arc<Clocks>,
+    clocks: Arc<ClusterClocks>,
 }
 
-impl Shares {
-    fn new(config: &Config, session: SessionId, clocks: Arc<Clocks>) -> Self {
+impl CoreParts {
+    fn new(config: &Config, session: SessionId, clocks: Arc<ClusterClocks>) -> Self {
         let clock = clocks.clock();
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(SharedState::default());
         let view = shared.state().view();
         let events = EventBus::new(clock.clone());
         shared.digests.announce(events.clone());
@@ -144,8 +144,8 @@ impl Shares {
         }
     }
 
-    fn inbox(&self) -> Arc<Inbox> {
-        Arc::new(Inbox {
+    fn inbox(&self) -> Arc<GossipInbox> {
+        Arc::new(GossipInbox {
             router: Arc::clone(&self.router),
             admission: Arc::clone(&self.admission),
             digests: Arc::clone(&self.shared.digests),
@@ -154,7 +154,7 @@ impl Shares {
     }
 }
 
-impl Core {
+impl ReplicaCore {
     /// Puts a core together and sets it to work. Of the config it leaves alone what is about
     /// listeners, clients and probes; the ports of `listen.data` and `listen.admin` are what members
     /// are told.
@@ -179,9 +179,9 @@ impl Core {
             true => SessionId(1),
             false => session,
         };
-        let clocks = Arc::new(Clocks::new(clock));
+        let clocks = Arc::new(ClusterClocks::new(clock));
         let clock = clocks.clock();
-        let parts = Shares::new(&config, session, Arc::clone(&clocks));
+        let parts = CoreParts::new(&config, session, Arc::clone(&clocks));
         let first = formation::first_command(&config, session, hashing, &clock);
         let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);
@@ -194,7 +194,7 @@ impl Core {
             Arc::clone(&parts.shared),
             clocks,
         ));
-        let stops = Stops::default();
+        let stops = CoreShutdown::default();
         let (router, no_more) = (Arc::clone(&parts.router), stops.no_more_facts.clone());
         let propose: Arc<dyn Propose> = Arc::clone(&port) as _;
         let flushing = async move { router.run_outbox(propose, no_more, FLUSH_DEADLINE).await };
@@ -233,7 +233,7 @@ impl Core {
         tasks.spawn(clocks::pace(self.cluster(), self.replica.clone(), stop()));
         let view = Arc::clone(&parts.view);
         tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
-        let first = registration::First {
+        let first = registration::FoundingSettings {
             backends: config.backends,
             admission: config.admission,
             routing: config.routing,
@@ -313,7 +313,7 @@ impl Core {
         self.stops.all.clone()
     }
 
-    /// Takes part in the core's end: it waits until `task` has seen [`Core::stopping`].
+    /// Takes part in the core's end: it waits until `task` has seen [`ReplicaCore::stopping`].
     pub(super) fn beside(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }

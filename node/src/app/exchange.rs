@@ -20,7 +20,7 @@ use state::ids::ReplicaId;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::clocks::Clocks;
+use super::clocks::ClusterClocks;
 use super::ticks::every;
 
 /// Time between two looks at this replica's load and backlog.
@@ -34,7 +34,7 @@ const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
 const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
 
 /// Takes in what peers tell.
-pub(super) struct Inbox {
+pub(super) struct GossipInbox {
     /// Keeps the peers' load.
     pub(super) router: Arc<Router>,
     /// Keeps the peers' backlogs.
@@ -42,12 +42,12 @@ pub(super) struct Inbox {
     /// Compares the peers' digests with ours.
     pub(super) digests: Arc<Digests>,
     /// Compares the peers' clocks with ours.
-    pub(super) clocks: Arc<Clocks>,
+    pub(super) clocks: Arc<ClusterClocks>,
 }
 
-impl PeerHandler for Inbox {
+impl PeerHandler for GossipInbox {
     fn message(&self, from: u8, bytes: &[u8]) {
-        let Some(message) = Message::read(bytes) else {
+        let Some(message) = GossipMessage::read(bytes) else {
             tracing::warn!(peer = from, "could not decode a peer's message");
             return;
         };
@@ -76,13 +76,13 @@ impl PeerHandler for Inbox {
 
 /// A message, taken apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Message<'a> {
+pub(super) struct GossipMessage<'a> {
     pub(super) claim: &'a [u8],
     pub(super) backlog: &'a [u8],
     pub(super) load: &'a [u8],
 }
 
-impl<'a> Message<'a> {
+impl<'a> GossipMessage<'a> {
     pub(super) fn read(bytes: &'a [u8]) -> Option<Self> {
         let [version, length, rest @ ..] = bytes else {
             return None;
@@ -132,7 +132,7 @@ pub(super) async fn tell(
     router: Arc<Router>,
     admission: Arc<Admission>,
     digests: Arc<Digests>,
-    clocks: Arc<Clocks>,
+    clocks: Arc<ClusterClocks>,
     stop: CancellationToken,
 ) {
     let mut ticks = every(INTERVAL);
@@ -154,7 +154,7 @@ pub(super) async fn tell(
             None => continue,
         };
         let claim = digests.message();
-        let message = Message {
+        let message = GossipMessage {
             claim: claim.as_ref().map_or(&[][..], |claim| &claim[..]),
             backlog: &backlog,
             load: &load,
@@ -174,12 +174,12 @@ mod tests {
         for claim in parts {
             for backlog in parts {
                 for load in parts {
-                    let message = Message {
+                    let message = GossipMessage {
                         claim,
                         backlog,
                         load,
                     };
-                    assert_eq!(Message::read(&message.write()), Some(message));
+                    assert_eq!(GossipMessage::read(&message.write()), Some(message));
                 }
             }
         }
@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn a_message_without_a_backlog_is_one_of_version_1() {
-        let message = Message {
+        let message = GossipMessage {
             claim: b"cl",
             backlog: b"",
             load: b"load",
@@ -205,7 +205,7 @@ mod tests {
             b"\x02\x00\x01",
             b"\x02\x01c\x02\x00b",
         ] {
-            assert_eq!(Message::read(bytes), None, "{bytes:?}");
+            assert_eq!(GossipMessage::read(bytes), None, "{bytes:?}");
         }
     }
 }

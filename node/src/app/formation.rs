@@ -5,9 +5,9 @@ use std::net::SocketAddr;
 
 use api::backends::ProbeSettings;
 use api::clock::Clock;
-use api::proxy::{IpPrefix, Limits, ProxySettings};
+use api::proxy::{IpPrefix, ProxyLimits, ProxySettings};
 use http::StatusCode;
-use raft::{Formation, Options, Peers, Storage};
+use raft::{Formation, Peers, ReplicaOptions, Storage};
 use state::command::{Command, Envelope, Lane, Origin};
 use state::ids::SessionId;
 use state::policy::PolicyConfig;
@@ -26,7 +26,7 @@ pub(super) fn raft_options(
     peer: SocketAddr,
     storage: Storage,
     first: &[u8],
-) -> Options {
+) -> ReplicaOptions {
     let at = |port: u16| format!("{}:{port}", config.listen.advertise);
     let advertise = at(peer.port());
     let labels = BTreeMap::from([
@@ -59,7 +59,7 @@ pub(super) fn raft_options(
         },
         config::Formation::Join(members) => Formation::Join(Peers::List(members.clone())),
     };
-    Options {
+    ReplicaOptions {
         id: config.node.id.0,
         data_dir: config.node.data_dir.clone(),
         advertise,
@@ -180,9 +180,9 @@ pub(super) fn tell_of_names(config: &Config) {
     }
 }
 
-fn limits(limits: &config::Limits) -> Limits {
-    let default = Limits::default();
-    Limits {
+fn limits(limits: &config::Limits) -> ProxyLimits {
+    let default = ProxyLimits::default();
+    ProxyLimits {
         body_bytes_max: limits.body_bytes_max,
         held_bytes_max: limits.held_bytes_max.unwrap_or(default.held_bytes_max),
         read_ahead_bytes_max: limits.read_ahead_bytes_max,

@@ -1,12 +1,12 @@
 //! What replicas tell each other, as [`crate::fuzzing`] has it.
 
-use super::exchange::Message;
+use super::exchange::GossipMessage;
 
 /// A message of a peer. One that can be taken apart is put together as it was, unless it has a form
 /// that is not written: a backlog that is told and empty.
 pub fn exchange(bytes: &[u8]) {
-    if let Some(message) = Message::read(bytes) {
-        assert_eq!(Message::read(&message.write()), Some(message));
+    if let Some(message) = GossipMessage::read(bytes) {
+        assert_eq!(GossipMessage::read(&message.write()), Some(message));
         if !(bytes[0] == 2 && message.backlog.is_empty()) {
             assert_eq!(&message.write()[..], bytes);
         }
@@ -17,7 +17,7 @@ pub fn exchange(bytes: &[u8]) {
 #[must_use]
 pub fn exchange_seeds() -> Vec<Vec<u8>> {
     let message = |claim, backlog, load| {
-        let message = Message {
+        let message = GossipMessage {
             claim,
             backlog,
             load,

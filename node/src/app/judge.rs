@@ -14,7 +14,7 @@ use state::ids::{LogIndex, ReplicaId};
 use tokio_util::sync::CancellationToken;
 
 use super::leadership::hand_over;
-use super::machine::Shared;
+use super::machine::SharedState;
 use super::ticks::every;
 
 /// Time between two looks, and between two tries to replace the state. Whatever differs is looked at
@@ -22,7 +22,7 @@ use super::ticks::every;
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Looks until `stop`.
-pub(super) async fn watch(replica: Replica, shared: Arc<Shared>, stop: CancellationToken) {
+pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: CancellationToken) {
     let digests = Arc::clone(&shared.digests);
     let mut last_seen = LogIndex(0);
     let mut ticks = every(INTERVAL);
@@ -86,7 +86,7 @@ async fn rebuild(replica: &Replica, holders: &[ReplicaId]) -> Result<u64, Change
 /// Has the digest compared at steps as close as the log is slow, and where it has stood still since
 /// it was `last_seen`: in a quiet cluster the next index that peers are told of may be far. Answers
 /// where the log stands.
-fn note_pace(shared: &Shared, last_seen: LogIndex) -> LogIndex {
+fn note_pace(shared: &SharedState, last_seen: LogIndex) -> LogIndex {
     let state = shared.state();
     let applied = state.applied();
     shared.digests.grew(applied.0.saturating_sub(last_seen.0));

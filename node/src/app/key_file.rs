@@ -15,14 +15,14 @@ const INTERVAL: Duration = Duration::from_secs(2);
 
 /// What changes with a file: which one it is, how long, and when it was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stamp {
+struct FileStamp {
     inode: u64,
     bytes: u64,
     written: (i64, i64),
     changed: (i64, i64),
 }
 
-impl Stamp {
+impl FileStamp {
     /// `None`: it is not there.
     fn of(file: &Path) -> Option<Self> {
         let found = file.metadata().ok()?;
@@ -36,16 +36,16 @@ impl Stamp {
 }
 
 /// A file of keys as it was seen last.
-struct Followed {
+struct WatchedKeyFile {
     file: PathBuf,
     keys: ApiKeys,
-    seen: Option<Stamp>,
+    seen: Option<FileStamp>,
 }
 
-impl Followed {
+impl WatchedKeyFile {
     /// Reads the file if it is another one than before. One that cannot be read changes nothing.
     fn look(&mut self) {
-        let stamp = Stamp::of(&self.file);
+        let stamp = FileStamp::of(&self.file);
         if stamp == self.seen {
             return;
         }
@@ -64,7 +64,7 @@ impl Followed {
 pub(super) async fn follow(file: PathBuf, keys: ApiKeys, stop: CancellationToken) {
     // The first look reads it once more: it may have changed since the config was read.
     let seen = None;
-    let mut followed = Followed { file, keys, seen };
+    let mut followed = WatchedKeyFile { file, keys, seen };
     let mut ticks = every(INTERVAL);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         followed.look();
@@ -89,7 +89,7 @@ mod tests {
         };
         write("sk-1 ada\n# old\nsk-2\n");
         let keys = ApiKeys::default();
-        let mut followed = Followed {
+        let mut followed = WatchedKeyFile {
             file: file.clone(),
             keys: keys.clone(),
             seen: None,

@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use api::divergence::Digests;
-use raft::{CheckCommand, CorruptSnapshot, FrozenMachine, Machine, StopReplica};
+use raft::{CheckCommand, FrozenMachine, SnapshotError, StateMachine, StopReplicaError};
 use state::command::Command;
 use state::ids::LogIndex;
 use state::{RouterState, StagedBackup};
@@ -16,13 +16,13 @@ use super::formats;
 /// The replicated state and the digests of its past, shared between the log that changes it and the
 /// admin API that reads it.
 #[derive(Default)]
-pub(super) struct Shared {
+pub(super) struct SharedState {
     state: Mutex<RouterState>,
     /// Digests by index.
     pub(super) digests: Arc<Digests>,
 }
 
-impl Shared {
+impl SharedState {
     /// The state between two applies. Hold it shortly: `apply` waits meanwhile.
     pub(super) fn state(&self) -> MutexGuard<'_, RouterState> {
         self.state
@@ -43,14 +43,14 @@ pub trait Witness: Send + Sync + 'static {
 
 /// Drives the shared state from the log.
 pub(super) struct RouterMachine {
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     witness: Option<Arc<dyn Witness>>,
 }
 
 impl RouterMachine {
     /// A machine over `shared`; nothing else may apply to it.
     #[must_use]
-    pub(super) fn new(shared: Arc<Shared>, witness: Option<Arc<dyn Witness>>) -> Self {
+    pub(super) fn new(shared: Arc<SharedState>, witness: Option<Arc<dyn Witness>>) -> Self {
         Self { shared, witness }
     }
 
@@ -78,7 +78,7 @@ impl RouterMachine {
     }
 }
 
-impl Machine for RouterMachine {
+impl StateMachine for RouterMachine {
     fn check(&self) -> CheckCommand {
         Arc::new(|command, status| {
             let envelope = state::codec::decode_envelope(command);
@@ -87,9 +87,9 @@ impl Machine for RouterMachine {
         })
     }
 
-    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
+    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError> {
         let envelope = state::codec::decode_envelope(command)
-            .map_err(|error| StopReplica(format!("log index {index}: {error}")))?;
+            .map_err(|error| StopReplicaError(format!("log index {index}: {error}")))?;
         self.read_ahead(&envelope.command);
         let mut state = self.shared.state();
         let reply = state.apply(LogIndex(index), envelope);
@@ -111,13 +111,13 @@ impl Machine for RouterMachine {
     }
 
     fn freeze(&self) -> Box<dyn FrozenMachine> {
-        Box::new(Frozen(self.shared.state().freeze()))
+        Box::new(FrozenSnapshot(self.shared.state().freeze()))
     }
 
-    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
+    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
         let mut state = self.shared.state();
         let restored = state.restore(snapshot);
-        restored.map_err(|error| CorruptSnapshot(error.to_string()))?;
+        restored.map_err(|error| SnapshotError(error.to_string()))?;
         if let Some(witness) = &self.witness {
             witness.restored(&state);
         }
@@ -125,9 +125,9 @@ impl Machine for RouterMachine {
     }
 }
 
-struct Frozen(state::FrozenState);
+struct FrozenSnapshot(state::FrozenState);
 
-impl FrozenMachine for Frozen {
+impl FrozenMachine for FrozenSnapshot {
     fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
         self.0.write_to(out)
     }
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn bytes_that_are_no_command_are_refused_before_they_are_proposed() {
         let machine = RouterMachine::new(Arc::default(), None);
-        let check = Machine::check(&machine);
+        let check = StateMachine::check(&machine);
         let nobody = || unreachable!("no member is asked about what is no command");
         for bytes in [&b""[..], b"\xff\x67\x61rbage!", b"\x02\x00"] {
             let refused = check(bytes, &nobody).unwrap_err();

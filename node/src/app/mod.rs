@@ -26,9 +26,9 @@ mod sockets;
 mod ticks;
 mod warmup;
 
-pub use running::Running;
+pub use running::RunningReplica;
 pub use shutdown::ShutdownHandle;
-pub use sockets::{Addresses, Sockets};
+pub use sockets::{Addresses, BoundSockets};
 
 use crate::config::Config;
 
@@ -36,7 +36,7 @@ use crate::config::Config;
 #[derive(Debug)]
 pub struct App {
     config: Config,
-    sockets: Sockets,
+    sockets: BoundSockets,
     addresses: Addresses,
 }
 
@@ -46,7 +46,7 @@ impl App {
     /// # Errors
     /// When one of them cannot be bound.
     pub fn build(config: Config) -> anyhow::Result<Self> {
-        let sockets = Sockets::bind(&config.listen)?;
+        let sockets = BoundSockets::bind(&config.listen)?;
         Self::on(config, sockets)
     }
 
@@ -55,7 +55,7 @@ impl App {
     ///
     /// # Errors
     /// When the system does not tell where they are bound.
-    pub fn on(config: Config, sockets: Sockets) -> anyhow::Result<Self> {
+    pub fn on(config: Config, sockets: BoundSockets) -> anyhow::Result<Self> {
         let addresses = sockets.addresses()?;
         Ok(Self {
             config,
@@ -74,7 +74,7 @@ impl App {
     ///
     /// # Errors
     /// When the store cannot be opened or is damaged.
-    pub async fn start(self) -> anyhow::Result<Running> {
+    pub async fn start(self) -> anyhow::Result<RunningReplica> {
         running::start(self.config, self.sockets, self.addresses).await
     }
 

@@ -12,8 +12,8 @@ use state::command::{Command, Committed, Envelope, Lane, Origin, Rejection, Repl
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
-use super::clocks::Clocks;
-use super::machine::Shared;
+use super::clocks::ClusterClocks;
+use super::machine::SharedState;
 use crate::planted::{self, Bug};
 
 /// Sequence number, in a run's admin lane, of the command that forms a cluster; only one replica
@@ -42,10 +42,10 @@ pub(super) struct LogPort {
     /// cluster has seen another run of this replica's id: by the outbox, or by an admin command.
     session: Mutex<SessionId>,
     replica: Replica,
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     /// Last sequence number given to an admin command; held while one is under way.
     admin_seq: tokio::sync::Mutex<u64>,
-    clocks: Arc<Clocks>,
+    clocks: Arc<ClusterClocks>,
 }
 
 impl LogPort {
@@ -55,8 +55,8 @@ impl LogPort {
         id: ReplicaId,
         session: SessionId,
         replica: Replica,
-        shared: Arc<Shared>,
-        clocks: Arc<Clocks>,
+        shared: Arc<SharedState>,
+        clocks: Arc<ClusterClocks>,
     ) -> Self {
         Self {
             id,
@@ -356,7 +356,7 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use api::clock::Clock;
-    use raft::{Formation, MemoryDisk, Options, PeerHandler, Peers, Storage};
+    use raft::{Formation, MemoryDisk, PeerHandler, Peers, ReplicaOptions, Storage};
     use state::command::UserSpec;
     use tokio::net::TcpListener;
 
@@ -409,7 +409,7 @@ mod tests {
         let init = envelope(1, Lane::Admin, FIRST_COMMAND_SEQ, init);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let advertise = listener.local_addr().unwrap().to_string();
-        let options = Options {
+        let options = ReplicaOptions {
             id: 1,
             data_dir: data_dir.to_path_buf(),
             advertise: advertise.clone(),
@@ -426,7 +426,7 @@ mod tests {
             snapshot_every_bytes: 1 << 20,
             storage: Storage::Memory(MemoryDisk::default()),
         };
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(SharedState::default());
         let machine = RouterMachine::new(Arc::clone(&shared), None);
         let transport = Arc::new(raft::Tcp::new(listener).unwrap());
         let replica = Replica::start(options, transport, machine, Arc::new(Deaf));
@@ -442,7 +442,7 @@ mod tests {
             SessionId(1),
             replica,
             shared,
-            Arc::new(Clocks::new(Clock::of(move || {
+            Arc::new(ClusterClocks::new(Clock::of(move || {
                 now_ms.load(Ordering::Relaxed)
             }))),
         )

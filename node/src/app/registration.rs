@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// What a new cluster begins with.
-pub(super) struct First {
+pub(super) struct FoundingSettings {
     pub(super) backends: Vec<BackendSpec>,
     pub(super) admission: AdmissionSettings,
     pub(super) routing: RoutingSettings,
@@ -26,7 +26,7 @@ pub(super) struct First {
 pub(super) async fn register(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
-    first: First,
+    first: FoundingSettings,
     stop: CancellationToken,
 ) {
     let work = async {

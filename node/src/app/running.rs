@@ -10,34 +10,34 @@ use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
 use api::ports::Cluster;
-use api::proxy::{Drained, Proxy, ProxyMetrics, Server};
+use api::proxy::{DrainResult, Proxy, ProxyMetrics, Server};
 use raft::{PeerSecret, Role, Tcp};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::core::{Core, CorePorts};
+use super::core::{CorePorts, ReplicaCore};
 use super::leadership::hand_over;
 use super::shutdown::ShutdownHandle;
-use super::sockets::{Addresses, Sockets};
+use super::sockets::{Addresses, BoundSockets};
 use super::warmup::warm_up;
 use super::{events, formation};
 use crate::config::{Config, Drain};
 use crate::descriptors;
 
-/// A replica that serves. Drop it only after [`Running::until`]: its tasks go on otherwise.
-pub struct Running {
+/// A replica that serves. Drop it only after [`RunningReplica::until`]: its tasks go on otherwise.
+pub struct RunningReplica {
     addresses: Addresses,
     drain: Drain,
-    core: Core,
+    core: ReplicaCore,
     lifecycle: Lifecycle,
-    stops: Stops,
-    proxy: JoinHandle<Drained>,
+    stops: ReplicaShutdown,
+    proxy: JoinHandle<DrainResult>,
 }
 
 /// What is told to end before the core is, in this order.
 #[derive(Default)]
-struct Stops {
+struct ReplicaShutdown {
     /// Clients are to go elsewhere.
     leaving: CancellationToken,
     /// No more connections are to be accepted.
@@ -61,9 +61,9 @@ fn peers(config: &Config, listener: TcpListener) -> anyhow::Result<Tcp> {
 /// Puts a replica together and sets it to work.
 pub(super) async fn start(
     mut config: Config,
-    sockets: Sockets,
+    sockets: BoundSockets,
     addresses: Addresses,
-) -> anyhow::Result<Running> {
+) -> anyhow::Result<RunningReplica> {
     // Members are told the ports that the system chose.
     (config.listen.data, config.listen.admin) = (addresses.data, addresses.admin);
     crate::private::private_folder(&config.node.data_dir).with_context(|| {
@@ -71,10 +71,11 @@ pub(super) async fn start(
         format!("make data folder {folder} private")
     })?;
     let ports = CorePorts::real(Arc::new(peers(&config, sockets.peer)?));
-    let core = Core::start(config.clone(), ports).await?;
-    let (stops, lifecycle) = (Stops::default(), Lifecycle::default());
+    let core = ReplicaCore::start(config.clone(), ports).await?;
+    let (stops, lifecycle) = (ReplicaShutdown::default(), Lifecycle::default());
     let metrics = Arc::new(Metrics::default());
-    metrics.register(|registry| registry.register_collector(Box::new(descriptors::Scraped)));
+    metrics
+        .register(|registry| registry.register_collector(Box::new(descriptors::DescriptorMetrics)));
     metrics.register(|registry| core.router().metrics().register(registry));
     metrics.register(|registry| core.admission().metrics().register(registry));
 
@@ -107,7 +108,7 @@ pub(super) async fn start(
         peer = %addresses.peer,
         "replica is listening"
     );
-    Ok(Running {
+    Ok(RunningReplica {
         addresses,
         drain: config.drain,
         core,
@@ -117,7 +118,7 @@ pub(super) async fn start(
     })
 }
 
-fn proxy(core: &Core, config: &Config, registry: &Metrics) -> Arc<Proxy> {
+fn proxy(core: &ReplicaCore, config: &Config, registry: &Metrics) -> Arc<Proxy> {
     let metrics = Arc::new(ProxyMetrics::default());
     registry.register(|registry| metrics.register(registry));
     Arc::new(Proxy::new(
@@ -130,7 +131,7 @@ fn proxy(core: &Core, config: &Config, registry: &Metrics) -> Arc<Proxy> {
 }
 
 fn admin(
-    core: &Core,
+    core: &ReplicaCore,
     metrics: Arc<Metrics>,
     lifecycle: Lifecycle,
     hosts: Vec<String>,
@@ -151,7 +152,7 @@ fn admin(
 }
 
 /// The loops that connect the core to engines and operators.
-fn spawn_loops(core: &Core, kv_board: Arc<StreamBoard>) {
+fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
     let (backends, view) = (core.backends(), core.view());
     let probing = Arc::clone(backends).run(Arc::clone(view), probe_hooks(core), core.stopping());
     core.beside(probing);
@@ -173,7 +174,7 @@ fn spawn_loops(core: &Core, kv_board: Arc<StreamBoard>) {
     ));
 }
 
-fn probe_hooks(core: &Core) -> Hooks {
+fn probe_hooks(core: &ReplicaCore) -> Hooks {
     let (ratios, observer) = (Arc::clone(core.router()), Arc::clone(core.router()));
     let status = core.replica().watch();
     Hooks {
@@ -185,7 +186,7 @@ fn probe_hooks(core: &Core) -> Hooks {
 }
 
 /// Waits until there is something to answer from, and says so.
-fn warm(core: &Core, lifecycle: Lifecycle) -> impl Future<Output = ()> + Send + use<> {
+fn warm(core: &ReplicaCore, lifecycle: Lifecycle) -> impl Future<Output = ()> + Send + use<> {
     let (cluster, view) = (core.cluster(), Arc::clone(core.view()));
     let backends = Arc::clone(core.backends());
     async move {
@@ -199,7 +200,7 @@ async fn serve_clients(
     warm: impl Future<Output = ()>,
     no_more: CancellationToken,
     deadline: Duration,
-) -> Drained {
+) -> DrainResult {
     tokio::select! {
         biased;
         () = no_more.cancelled() => {}
@@ -208,7 +209,7 @@ async fn serve_clients(
     server.run(no_more, deadline).await
 }
 
-impl Running {
+impl RunningReplica {
     /// Where it listens.
     #[must_use]
     pub fn addresses(&self) -> Addresses {
@@ -221,7 +222,7 @@ impl Running {
         self.core.cluster()
     }
 
-    /// See [`Core::state_loss`].
+    /// See [`ReplicaCore::state_loss`].
     pub fn state_loss(&self) -> impl Fn() + Send + Sync + use<> {
         self.core.state_loss()
     }
@@ -251,8 +252,8 @@ impl Running {
         self.stops.no_more_requests.cancel();
         let (replica, proxy) = (self.core.replica(), &mut self.proxy);
         match tokio::join!(proxy, hand_over(replica)).0 {
-            Ok(Drained { cut: 0 }) => {}
-            Ok(Drained { cut }) => {
+            Ok(DrainResult { cut: 0 }) => {}
+            Ok(DrainResult { cut }) => {
                 tracing::warn!(connections = cut, "closed remaining connections");
             }
             Err(error) => tracing::error!(%error, "data plane failed"),

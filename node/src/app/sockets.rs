@@ -14,7 +14,7 @@ const BACKLOG: i32 = 4096;
 
 /// Bound sockets.
 #[derive(Debug)]
-pub struct Sockets {
+pub struct BoundSockets {
     /// Clients.
     pub data: TcpListener,
     /// Admin API.
@@ -34,7 +34,7 @@ pub struct Addresses {
     pub peer: SocketAddr,
 }
 
-impl Sockets {
+impl BoundSockets {
     /// Binds all three. Call it within a tokio runtime.
     ///
     /// # Errors

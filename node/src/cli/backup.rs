@@ -26,7 +26,7 @@ use serde_json::Value;
 use state::RouterState;
 use tokio::io::AsyncReadExt;
 
-use super::client::Target;
+use super::client::AdminTarget;
 use crate::json_client::{JsonAnswer, no_answer};
 
 /// Longest wait for the other side to send or take anything.
@@ -36,7 +36,7 @@ const READ_BYTES: usize = 256 << 10;
 
 /// `quorate backup`.
 #[derive(Debug, clap::Args)]
-pub(super) struct Backup {
+pub(super) struct BackupArgs {
     /// File to write
     file: PathBuf,
     /// Replace an existing file
@@ -49,12 +49,12 @@ pub(super) struct Backup {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    target: Target,
+    target: AdminTarget,
 }
 
 /// `quorate restore`.
 #[derive(Debug, clap::Args)]
-pub(super) struct Restore {
+pub(super) struct RestoreArgs {
     /// Backup to restore
     file: PathBuf,
     /// Replace the users and blocks that the cluster has
@@ -64,11 +64,11 @@ pub(super) struct Restore {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    target: Target,
+    target: AdminTarget,
 }
 
 /// Runs `quorate backup`.
-pub(super) async fn backup(args: Backup) -> anyhow::Result<ExitCode> {
+pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
     let file = &args.file;
     if !args.force && file.exists() {
         bail!("{} is there already (--force replaces it)", file.display());
@@ -103,7 +103,7 @@ pub(super) async fn backup(args: Backup) -> anyhow::Result<ExitCode> {
 }
 
 /// Runs `quorate restore`.
-pub(super) async fn restore(args: Restore) -> anyhow::Result<ExitCode> {
+pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let head = verified(&args.file).await?;
     let answer = send(&args).await?;
     if args.json {
@@ -154,7 +154,7 @@ fn beside(file: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// Writes what the replica sends to `path` and has it on disk; answers its length.
-async fn fetch(args: &Backup, path: &Path) -> anyhow::Result<u64> {
+async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     let level = if args.local { "local" } else { "linearizable" };
     let url = args
         .target
@@ -243,7 +243,7 @@ fn read_whole(path: &Path) -> anyhow::Result<BackupHead> {
 }
 
 /// Sends the file and answers what the replica says.
-async fn send(args: &Restore) -> anyhow::Result<Value> {
+async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     let force = if args.force { "?force=true" } else { "" };
     let url = args
         .target

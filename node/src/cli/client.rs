@@ -15,7 +15,7 @@ const PAGE: usize = 1000;
 
 /// Which replica to ask.
 #[derive(Debug, Clone, clap::Args)]
-pub(super) struct Target {
+pub(super) struct AdminTarget {
     /// Admin URL of any replica
     #[arg(
         long,
@@ -39,7 +39,7 @@ pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
         .ok_or_else(|| "expected http://host:port of an admin listener".to_owned())
 }
 
-impl Target {
+impl AdminTarget {
     /// `GET path`.
     pub(super) async fn get(&self, path: &str) -> anyhow::Result<Value> {
         self.send(Method::GET, path, None).await

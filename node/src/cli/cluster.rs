@@ -7,7 +7,7 @@ use http::Method;
 use lab::terminal;
 use serde_json::{Value, json};
 
-use super::client::Target;
+use super::client::AdminTarget;
 
 /// What `node.id` can be.
 fn ids() -> clap::builder::RangedI64ValueParser<u8> {
@@ -16,7 +16,7 @@ fn ids() -> clap::builder::RangedI64ValueParser<u8> {
 
 /// Changes of membership.
 #[derive(Debug, Subcommand)]
-pub(super) enum Member {
+pub(super) enum MemberCommand {
     /// Add a running replica as a learner
     Add {
         /// Its `node.id`
@@ -25,7 +25,7 @@ pub(super) enum Member {
         /// Host and port of its peer listener
         address: String,
         #[command(flatten)]
-        target: Target,
+        target: AdminTarget,
     },
     /// Make a learner a voter
     Promote {
@@ -33,7 +33,7 @@ pub(super) enum Member {
         #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]
-        target: Target,
+        target: AdminTarget,
     },
     /// Remove a member
     Remove {
@@ -41,32 +41,32 @@ pub(super) enum Member {
         #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]
-        target: Target,
+        target: AdminTarget,
     },
 }
 
 /// `quorate transfer-leader`.
 #[derive(Debug, clap::Args)]
-pub(super) struct TransferLeader {
+pub(super) struct TransferLeaderArgs {
     /// `node.id` of the new leader [default: the most up-to-date voter]
     #[arg(value_parser = ids())]
     to: Option<u8>,
     #[command(flatten)]
-    target: Target,
+    target: AdminTarget,
 }
 
 /// `quorate snapshot`.
 #[derive(Debug, clap::Args)]
-pub(super) struct Snapshot {
+pub(super) struct SnapshotArgs {
     #[command(flatten)]
-    target: Target,
+    target: AdminTarget,
 }
 
 /// Runs `quorate member ...`.
-pub(super) async fn member(command: Member) -> anyhow::Result<ExitCode> {
+pub(super) async fn member(command: MemberCommand) -> anyhow::Result<ExitCode> {
     let members = "/admin/v1/cluster/members";
     let (target, method, path, body) = match command {
-        Member::Add {
+        MemberCommand::Add {
             id,
             address,
             target,
@@ -74,26 +74,28 @@ pub(super) async fn member(command: Member) -> anyhow::Result<ExitCode> {
             let body = json!({ "id": id, "address": address });
             (target, Method::POST, members.to_owned(), Some(body))
         }
-        Member::Promote { id, target } => (
+        MemberCommand::Promote { id, target } => (
             target,
             Method::POST,
             format!("{members}/{id}/promote"),
             None,
         ),
-        Member::Remove { id, target } => (target, Method::DELETE, format!("{members}/{id}"), None),
+        MemberCommand::Remove { id, target } => {
+            (target, Method::DELETE, format!("{members}/{id}"), None)
+        }
     };
     show(&target.send(method, &path, body.as_ref()).await?)
 }
 
 /// Runs `quorate transfer-leader`.
-pub(super) async fn transfer_leader(args: TransferLeader) -> anyhow::Result<ExitCode> {
+pub(super) async fn transfer_leader(args: TransferLeaderArgs) -> anyhow::Result<ExitCode> {
     let body = args.to.map_or_else(|| json!({}), |to| json!({ "to": to }));
     let path = "/admin/v1/cluster/transfer-leader";
     show(&args.target.send(Method::POST, path, Some(&body)).await?)
 }
 
 /// Runs `quorate snapshot`.
-pub(super) async fn snapshot(args: Snapshot) -> anyhow::Result<ExitCode> {
+pub(super) async fn snapshot(args: SnapshotArgs) -> anyhow::Result<ExitCode> {
     show(
         &args
             .target

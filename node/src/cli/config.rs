@@ -10,7 +10,7 @@ use crate::config::{Loaded, Origin, load, print, schema};
 
 /// What to do with a config.
 #[derive(Debug, Subcommand)]
-pub(super) enum Command {
+pub(super) enum ConfigCommand {
     /// Check a config and report every mistake
     Check(ConfigSource),
     /// Print the effective config and where each value comes from
@@ -38,14 +38,14 @@ impl ConfigSource {
 }
 
 /// Runs the command.
-pub(super) fn run(command: Command) -> anyhow::Result<ExitCode> {
+pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Check(args) => {
+        ConfigCommand::Check(args) => {
             let loaded = args.load()?;
             terminal::print(format_args!("{}: ok", loaded.file))?;
         }
-        Command::Print(args) => terminal::print(print(&args.load()?).trim_end())?,
-        Command::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
+        ConfigCommand::Print(args) => terminal::print(print(&args.load()?).trim_end())?,
+        ConfigCommand::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -9,14 +9,14 @@ use http::Method;
 use lab::terminal::{self, table};
 use serde_json::{Value, json};
 
-use super::client::Target;
+use super::client::AdminTarget;
 use super::read::print_json;
 use super::table::cell;
 
 /// `quorate explain`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("request").required(true).args(["body", "prompt"]))]
-pub(super) struct Args {
+pub(super) struct ExplainArgs {
     /// File with the request body, `-` for stdin
     #[arg(value_name = "FILE")]
     body: Option<PathBuf>,
@@ -36,14 +36,14 @@ pub(super) struct Args {
     #[arg(long)]
     token_ids: bool,
     #[command(flatten)]
-    target: Target,
+    target: AdminTarget,
     /// Print the answer as JSON
     #[arg(long)]
     json: bool,
 }
 
 /// Runs the command.
-pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
     let body = match &args.prompt {
         Some(prompt) => body_of(&args.path, args.model.as_deref(), prompt).to_string(),
         None => read_body(args.body.as_deref())?,

@@ -34,15 +34,15 @@ use crate::{descriptors, telemetry};
 )]
 pub struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum CliCommand {
     /// Run a demo cluster on loopback: three replicas, emulated engines and a load test
     Dev(crate::dev::DevArgs),
     /// Run one replica
-    Serve(serve::Args),
+    Serve(serve::ServeArgs),
     /// Run an emulated vLLM engine
     Engine(lab::engine::EngineArgs),
     /// Replay a recorded trace against running replicas and report hit rates and latencies
@@ -51,28 +51,28 @@ enum Command {
     Simulate(Box<lab::simulate::SimulateArgs>),
     /// Check a config, print the effective one, or print its JSON Schema
     #[command(subcommand)]
-    Config(config::Command),
+    Config(config::ConfigCommand),
     /// Show the cluster as a replica sees it
-    Status(read::Args),
+    Status(read::ReadArgs),
     /// List backends
-    Backends(read::Args),
+    Backends(read::ReadArgs),
     /// List users
-    Users(read::Args),
+    Users(read::ReadArgs),
     /// Show where a request would go, and why
-    Explain(explain::Args),
+    Explain(explain::ExplainArgs),
     /// Add, promote or remove cluster members
     #[command(subcommand)]
-    Member(cluster::Member),
+    Member(cluster::MemberCommand),
     /// Transfer leadership to another replica
-    TransferLeader(cluster::TransferLeader),
+    TransferLeader(cluster::TransferLeaderArgs),
     /// Take a snapshot now
-    Snapshot(cluster::Snapshot),
+    Snapshot(cluster::SnapshotArgs),
     /// Back up the cluster's state to a file
-    Backup(backup::Backup),
+    Backup(backup::BackupArgs),
     /// Replace the cluster's state with a backup
-    Restore(backup::Restore),
+    Restore(backup::RestoreArgs),
     /// Set a damaged store aside so that the replica can rejoin under a new id
-    Recover(recover::Args),
+    Recover(recover::RecoverArgs),
     /// Print a shell completion script
     Completions {
         /// Shell to complete for
@@ -90,7 +90,7 @@ pub fn main() -> ExitCode {
         Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);
-            if error.is::<Faults>() || error.is::<lab::simulate::Unusable>() {
+            if error.is::<Faults>() || error.is::<lab::simulate::SimulateArgsError>() {
                 ExitCode::from(2)
             } else {
                 ExitCode::FAILURE
@@ -101,48 +101,48 @@ pub fn main() -> ExitCode {
 
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
-        Command::Config(command) => config::run(command),
-        Command::Recover(args) => recover::run(args),
-        Command::Completions { shell } => {
+        CliCommand::Config(command) => config::run(command),
+        CliCommand::Recover(args) => recover::run(args),
+        CliCommand::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "quorate", &mut script);
             print(String::from_utf8_lossy(&script))?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Man => {
+        CliCommand::Man => {
             let mut page = Vec::new();
             clap_mangen::Man::new(Cli::command()).render(&mut page)?;
             print(String::from_utf8_lossy(&page))?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Serve(args) => serve::run(args),
-        Command::Replay(args) => {
+        CliCommand::Serve(args) => serve::run(args),
+        CliCommand::Replay(args) => {
             // Clusters that come and go for a comparison have little to say about it.
             let quiet = "warn,raft::replica=error,openraft=off";
             telemetry::init_for_command(quiet)?;
             descriptors::raise();
             block_on(lab::replay::run::<crate::dev::fleet::Fleet>(args))
         }
-        Command::Simulate(args) => lab::simulate::run(&args),
-        Command::Dev(args) => {
+        CliCommand::Simulate(args) => lab::simulate::run(&args),
+        CliCommand::Dev(args) => {
             telemetry::init_for_command("warn,raft::replica::change=error")?;
             descriptors::raise();
             block_on(crate::dev::run(args))
         }
-        Command::Engine(args) => {
+        CliCommand::Engine(args) => {
             telemetry::init_for_command("info")?;
             descriptors::raise();
             block_on(lab::engine::run(args))
         }
-        Command::Status(args) => block_on(read::status(args)),
-        Command::Backends(args) => block_on(read::backends(args)),
-        Command::Users(args) => block_on(read::users(args)),
-        Command::Explain(args) => block_on(explain::run(args)),
-        Command::Member(command) => block_on(cluster::member(command)),
-        Command::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
-        Command::Snapshot(args) => block_on(cluster::snapshot(args)),
-        Command::Backup(args) => block_on(backup::backup(args)),
-        Command::Restore(args) => block_on(backup::restore(args)),
+        CliCommand::Status(args) => block_on(read::status(args)),
+        CliCommand::Backends(args) => block_on(read::backends(args)),
+        CliCommand::Users(args) => block_on(read::users(args)),
+        CliCommand::Explain(args) => block_on(explain::run(args)),
+        CliCommand::Member(command) => block_on(cluster::member(command)),
+        CliCommand::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
+        CliCommand::Snapshot(args) => block_on(cluster::snapshot(args)),
+        CliCommand::Backup(args) => block_on(backup::backup(args)),
+        CliCommand::Restore(args) => block_on(backup::restore(args)),
     }
 }
 

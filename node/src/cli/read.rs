@@ -6,14 +6,14 @@ use api::shown::is_obeyed;
 use lab::terminal::{self, table};
 use serde_json::{Value, json};
 
-use super::client::Target;
+use super::client::AdminTarget;
 use super::table::cell;
 
 /// What all reading commands take.
 #[derive(Debug, clap::Args)]
-pub(super) struct Args {
+pub(super) struct ReadArgs {
     #[command(flatten)]
-    target: Target,
+    target: AdminTarget,
     /// Print the answer as JSON
     #[arg(long)]
     json: bool,
@@ -21,7 +21,7 @@ pub(super) struct Args {
 
 /// Runs `quorate status`. A replica that is not ready is still shown; the status of the process
 /// says only whether it answered.
-pub(super) async fn status(args: Args) -> anyhow::Result<ExitCode> {
+pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
     let readiness = args.target.readiness().await?;
@@ -108,7 +108,7 @@ pub(super) fn members(cluster: &Value) -> comfy_table::Table {
 }
 
 /// Runs `quorate backends`.
-pub(super) async fn backends(args: Args) -> anyhow::Result<ExitCode> {
+pub(super) async fn backends(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let backends = args.target.list("/admin/v1/backends", "backends").await?;
     if args.json {
         return print_json(&Value::Array(backends));
@@ -159,7 +159,7 @@ pub(super) async fn backends(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Runs `quorate users`: who used most comes first.
-pub(super) async fn users(args: Args) -> anyhow::Result<ExitCode> {
+pub(super) async fn users(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let mut users = args.target.list("/admin/v1/users", "users").await?;
     users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));
     if args.json {

@@ -9,13 +9,13 @@ use super::config;
 
 /// `quorate recover`.
 #[derive(Debug, clap::Args)]
-pub(super) struct Args {
+pub(super) struct RecoverArgs {
     #[command(flatten)]
     config: config::ConfigSource,
 }
 
 /// Sets the store aside and says how to go on.
-pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
     let config = args.config.load()?.config;
     let data_dir = &config.node.data_dir;
     let aside = raft::set_store_aside(data_dir)

@@ -11,13 +11,13 @@ use crate::{descriptors, memory, private, telemetry};
 
 /// `quorate serve`.
 #[derive(Debug, clap::Args)]
-pub(super) struct Args {
+pub(super) struct ServeArgs {
     #[command(flatten)]
     config: config::ConfigSource,
 }
 
 /// Runs the replica.
-pub(super) fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let mut config = args.config.load()?.config;
     telemetry::init(&config.log)?;
     descriptors::fit(&mut config.limits, descriptors::raise());

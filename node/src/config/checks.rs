@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use api::proxy::{ApiKeys, Expose, UsageSplice};
+use api::proxy::{ApiKeys, Expose, UsageRequest};
 use state::ids::ReplicaId;
 use tracing_subscriber::EnvFilter;
 
@@ -67,9 +67,9 @@ pub(super) fn check(settings: &mut Settings) -> Option<Config> {
             users: users?,
             limits: traffic::limits(values)?,
             usage_splice: match text(values, "usage.splice")?.as_str() {
-                "continuous" => UsageSplice::Continuous,
-                "final" => UsageSplice::Final,
-                _ => UsageSplice::Off,
+                "continuous" => UsageRequest::Continuous,
+                "final" => UsageRequest::Final,
+                _ => UsageRequest::Off,
             },
             timeouts: traffic::timeouts(values)?,
             probes: probes?,

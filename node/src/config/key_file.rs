@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use api::proxy::ToldKey;
+use api::proxy::KeyEntry;
 
 /// The keys in the file, one a line, each with the user it stands for behind white space if wanted.
 ///
 /// # Errors
 /// When it cannot be read or holds no key: nobody would be served. When it lists a key twice: one of
 /// the two users would be charged for the other.
-pub(crate) fn read(path: &Path) -> Result<Vec<ToldKey>, String> {
+pub(crate) fn read(path: &Path) -> Result<Vec<KeyEntry>, String> {
     let text = std::fs::read_to_string(path);
     let text = text.map_err(|error| format!("read {path:?}: {error}"))?;
     let lines = (1..).zip(text.lines().map(str::trim));
@@ -32,7 +32,7 @@ pub(crate) fn read(path: &Path) -> Result<Vec<ToldKey>, String> {
     }
 }
 
-fn told(line: &str) -> ToldKey {
+fn told(line: &str) -> KeyEntry {
     match line.split_once(char::is_whitespace) {
         Some((key, user)) => (key.to_owned(), Some(user.trim_start().to_owned())),
         None => (line.to_owned(), None),

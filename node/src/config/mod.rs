@@ -38,7 +38,7 @@ use std::time::Duration;
 
 use api::backends::{CircuitSettings, EngineKeys};
 use api::prompt::ModelSettings;
-use api::proxy::{ApiKeys, Expose, FieldRules, HeaderRules, IdentifyBy, IpPrefix, UsageSplice};
+use api::proxy::{ApiKeys, Expose, FieldRules, HeaderRules, IdentifyBy, IpPrefix, UsageRequest};
 use api::routing::SelectSettings;
 use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
@@ -92,7 +92,7 @@ pub struct Config {
     /// Bounds on what clients send.
     pub limits: Limits,
     /// Which usage reports are asked of engines.
-    pub usage_splice: UsageSplice,
+    pub usage_splice: UsageRequest,
     /// Patience with backends.
     pub timeouts: Timeouts,
     /// How backends are probed.

@@ -9,13 +9,13 @@ use api::ports::{Cluster, ClusterStatus};
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use lab::engine::EngineOptions;
 use lab::replay::ClusterUnderTest;
-use lab::replay::client::Client;
+use lab::replay::client::ReplayClient;
 use lab::replay::targets::Targets;
 use state::command::{BackendSpec, Command, Reply};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
-use crate::app::{Addresses, App, ShutdownHandle, Sockets};
+use crate::app::{Addresses, App, BoundSockets, ShutdownHandle};
 use crate::config::{self, Config, Formation, Listen, Origin};
 
 /// How many there are: the fewest of which one may die.
@@ -41,7 +41,7 @@ pub(crate) struct FleetPlan<'a> {
 }
 
 /// A running replica.
-pub(crate) struct Replica {
+pub(crate) struct FleetReplica {
     /// Where it listens.
     pub(super) addresses: Addresses,
     /// Its log, members and state.
@@ -53,15 +53,15 @@ pub(crate) struct Replica {
 /// The running replicas.
 pub(crate) struct Fleet {
     /// By id, ascending from 1.
-    pub(super) replicas: Vec<Replica>,
+    pub(super) replicas: Vec<FleetReplica>,
     /// Removed when the fleet has left, or could not start.
-    _temporary: Option<Temporary>,
+    _temporary: Option<TemporaryFolder>,
 }
 
 /// A folder that goes with this value.
-struct Temporary(PathBuf);
+struct TemporaryFolder(PathBuf);
 
-impl Drop for Temporary {
+impl Drop for TemporaryFolder {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_dir_all(&self.0)
             && error.kind() != std::io::ErrorKind::NotFound
@@ -81,7 +81,7 @@ impl Fleet {
             Some(dir) => (dir.to_owned(), None),
             None => {
                 let dir = std::env::temp_dir().join(format!("quorate-dev-{}", std::process::id()));
-                (dir.clone(), Some(Temporary(dir)))
+                (dir.clone(), Some(TemporaryFolder(dir)))
             }
         };
         let listens = ports(plan.port)?;
@@ -102,7 +102,7 @@ impl Fleet {
             let running = App::on(config, sockets)?.start().await;
             let running = running.with_context(|| format!("start replica {id}"))?;
             let shutdown = ShutdownHandle::new();
-            let replica = Replica {
+            let replica = FleetReplica {
                 addresses: running.addresses(),
                 cluster: running.cluster(),
                 shutdown: shutdown.clone(),
@@ -155,7 +155,7 @@ impl Fleet {
 
     async fn model_at(&self, index: usize) -> anyhow::Result<String> {
         let targets = Targets::new(&self.data_urls())?;
-        let client = Client::new(Duration::from_secs(5));
+        let client = ReplayClient::new(Duration::from_secs(5));
         Ok(client.first_model(targets.uri(index, "/v1/models")).await?)
     }
 
@@ -222,7 +222,7 @@ pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyho
 
 /// Sockets of every replica: the known ports, or free ones when they are taken and nobody asked for
 /// the known ones.
-fn ports(port: Option<u16>) -> anyhow::Result<Vec<(Sockets, Addresses)>> {
+fn ports(port: Option<u16>) -> anyhow::Result<Vec<(BoundSockets, Addresses)>> {
     let first = port.unwrap_or(FIRST_PORT);
     match (1..=REPLICAS).map(|id| bind(id, first)).collect() {
         Err(_) if port.is_none() => (1..=REPLICAS).map(|id| bind(id, 0)).collect(),
@@ -230,7 +230,7 @@ fn ports(port: Option<u16>) -> anyhow::Result<Vec<(Sockets, Addresses)>> {
     }
 }
 
-fn bind(id: u8, first: u16) -> anyhow::Result<(Sockets, Addresses)> {
+fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
     let at = |offset: u16| {
         let port = match first {
             0 => 0,
@@ -244,7 +244,7 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(Sockets, Addresses)> {
         peer: at(2),
         advertise: "127.0.0.1".to_owned(),
     };
-    let sockets = Sockets::bind(&listen)?;
+    let sockets = BoundSockets::bind(&listen)?;
     let addresses = sockets.addresses()?;
     Ok((sockets, addresses))
 }

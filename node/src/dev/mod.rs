@@ -12,19 +12,19 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use lab::engine::events::Faults;
+use lab::engine::events::PublisherFaults;
 use lab::engine::fleet::{Engines, EnginesPlan};
 use lab::replay::chats::{Chats, ChatsOptions};
-use lab::replay::load::{Plan, Work, run as run_load};
+use lab::replay::load::{LoadPlan, LoadSource, run as run_load};
 use lab::replay::progress::show;
-use lab::replay::report::Report;
+use lab::replay::report::LoadReport;
 use lab::replay::speed;
 use lab::replay::targets::Targets;
 use lab::terminal::{self, INTERRUPTED};
 use tokio::signal::unix::{SignalKind, signal};
 
 use fleet::{Fleet, FleetPlan};
-use outcome::Outcome;
+use outcome::DevOutcome;
 
 /// Requests of the load under way at a time; each is one chat.
 const CHATS: u32 = 48;
@@ -56,14 +56,14 @@ pub struct DevArgs {
     /// Track the engines' caches exactly, by their KV events; implies --tokens
     #[arg(long)]
     exact: bool,
-    /// Faults of the emulated engines' KV events, as in `quorate engine --fault`
+    /// PublisherFaults of the emulated engines' KV events, as in `quorate engine --fault`
     #[arg(
         long,
         value_name = "FAULTS",
         requires = "exact",
         conflicts_with = "backend"
     )]
-    fault: Option<Faults>,
+    fault: Option<PublisherFaults>,
     /// Override a config value of every replica
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     set: Vec<String>,
@@ -115,7 +115,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     if args.requests > 0 {
         tokio::select! {
             report = drive(&args, &fleet) => {
-                let outcome = Outcome::of(report?, &fleet).await;
+                let outcome = DevOutcome::of(report?, &fleet).await;
                 terminal::print(outcome.tables())?;
                 if !outcome.is_good() {
                     code = ExitCode::FAILURE;
@@ -140,7 +140,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     Ok(code)
 }
 
-async fn drive(args: &DevArgs, fleet: &Fleet) -> anyhow::Result<Report> {
+async fn drive(args: &DevArgs, fleet: &Fleet) -> anyhow::Result<LoadReport> {
     let model = match &args.model {
         Some(model) => model.clone(),
         None => fleet.first_model().await?,
@@ -151,8 +151,8 @@ async fn drive(args: &DevArgs, fleet: &Fleet) -> anyhow::Result<Report> {
         ..ChatsOptions::default()
     });
     let bar = terminal::progress_bar(args.requests, terminal::COUNT).context("draw progress")?;
-    let plan = Plan {
-        work: Work::Chats {
+    let plan = LoadPlan {
+        work: LoadSource::Chats {
             chats: &mut chats,
             requests: args.requests,
         },

@@ -2,20 +2,20 @@
 
 use std::time::Duration;
 
-use lab::replay::report::Report;
+use lab::replay::report::LoadReport;
 use lab::replay::tables;
 use lab::terminal;
 use state::ids::LogIndex;
 use tokio::time::Instant;
 
-use super::fleet::{Fleet, Replica, wait_on};
+use super::fleet::{Fleet, FleetReplica, wait_on};
 
 /// Longest wait until what was learnt is applied everywhere.
 const AGREE_DEADLINE: Duration = Duration::from_secs(10);
 
 /// A replica's state when the load is over.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Standing {
+struct ReplicaSummary {
     role: &'static str,
     term: u64,
     applied: LogIndex,
@@ -26,18 +26,18 @@ struct Standing {
 }
 
 /// The load's report and the replicas' standings.
-pub(super) struct Outcome {
-    report: Report,
-    standings: Vec<Standing>,
+pub(super) struct DevOutcome {
+    report: LoadReport,
+    standings: Vec<ReplicaSummary>,
 }
 
-impl Outcome {
+impl DevOutcome {
     /// Waits until every replica has applied the same and no lease is open, or for too long, and
     /// notes how they stand.
-    pub(super) async fn of(report: Report, fleet: &Fleet) -> Self {
+    pub(super) async fn of(report: LoadReport, fleet: &Fleet) -> Self {
         let deadline = Instant::now() + AGREE_DEADLINE;
         loop {
-            let standings: Vec<Standing> = fleet.replicas.iter().map(standing).collect();
+            let standings: Vec<ReplicaSummary> = fleet.replicas.iter().map(standing).collect();
             let outcome = Self {
                 report: report.clone(),
                 standings,
@@ -106,9 +106,9 @@ impl Outcome {
     }
 }
 
-fn standing(replica: &Replica) -> Standing {
+fn standing(replica: &FleetReplica) -> ReplicaSummary {
     let status = replica.cluster.status();
-    let mut standing = Standing {
+    let mut standing = ReplicaSummary {
         role: status.role,
         term: status.term,
         applied: LogIndex(0),

@@ -147,7 +147,7 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
         peer: any,
         advertise: "127.0.0.1".to_owned(),
     };
-    let sockets = Sockets::bind(&listen).unwrap();
+    let sockets = BoundSockets::bind(&listen).unwrap();
     let peer = sockets.addresses().unwrap().peer.to_string();
     let mut config = config(1, &[peer], &engines, dir.path());
     config.models = vec![ModelSettings {

@@ -1,90 +1,11 @@
-//! One name for one type: no crate defines two types of the same name outside its tests.
+//! One name for one type: no crate defines two types of the same name outside its tests. `cfg`
+//! alternatives in one file are one type. Errors say so in their names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use super::{root, sources};
-
-/// Crates, by their top folder, with names that still stand for two types: a list that only shrinks.
-/// `cfg` alternatives in one file are one type.
-const TYPE_NAMES_TWICE: &[(&str, &str)] = &[
-    ("api", "Answer"),
-    ("api", "Asked"),
-    ("api", "Cell"),
-    ("api", "Entry"),
-    ("api", "Labels"),
-    ("api", "Outcome"),
-    ("api", "Piece"),
-    ("api", "Source"),
-    ("chaos-tests", "Answer"),
-    ("chaos-tests", "Args"),
-    ("chaos-tests", "Change"),
-    ("chaos-tests", "End"),
-    ("chaos-tests", "Engine"),
-    ("chaos-tests", "Held"),
-    ("chaos-tests", "Host"),
-    ("chaos-tests", "Image"),
-    ("chaos-tests", "Inner"),
-    ("chaos-tests", "Ledger"),
-    ("chaos-tests", "Manner"),
-    ("chaos-tests", "Message"),
-    ("chaos-tests", "Model"),
-    ("chaos-tests", "Network"),
-    ("chaos-tests", "Options"),
-    ("chaos-tests", "Outcome"),
-    ("chaos-tests", "Piece"),
-    ("chaos-tests", "Register"),
-    ("chaos-tests", "Replica"),
-    ("chaos-tests", "Reply"),
-    ("chaos-tests", "Report"),
-    ("chaos-tests", "Request"),
-    ("chaos-tests", "Run"),
-    ("chaos-tests", "Scene"),
-    ("chaos-tests", "Stage"),
-    ("chaos-tests", "Step"),
-    ("chaos-tests", "Tally"),
-    ("chaos-tests", "Time"),
-    ("chaos-tests", "User"),
-    ("chaos-tests", "Waiting"),
-    ("chaos-tests", "Way"),
-    ("node", "Args"),
-    ("node", "Ask"),
-    ("node", "Command"),
-    ("node", "Comparison"),
-    ("node", "Core"),
-    ("node", "Ended"),
-    ("node", "Engine"),
-    ("node", "EngineArgs"),
-    ("node", "Faults"),
-    ("node", "Inner"),
-    ("node", "Job"),
-    ("node", "Kind"),
-    ("node", "Line"),
-    ("node", "Message"),
-    ("node", "Model"),
-    ("node", "Outcome"),
-    ("node", "Place"),
-    ("node", "Plan"),
-    ("node", "Progress"),
-    ("node", "Replica"),
-    ("node", "Request"),
-    ("node", "Run"),
-    ("node", "Shared"),
-    ("node", "Stops"),
-    ("node", "Tally"),
-    ("node", "Target"),
-    ("node", "Times"),
-    ("node", "Turn"),
-    ("node", "Users"),
-    ("raft", "Found"),
-    ("raft", "Sender"),
-    ("raft", "Shared"),
-    ("raft", "Snapshot"),
-    ("raft", "State"),
-    ("state", "Order"),
-    ("state", "Rank"),
-];
+use super::{check, root, sources};
 
 /// The type that a line outside all functions defines.
 fn type_name(line: &str) -> Option<&str> {
@@ -152,16 +73,37 @@ fn no_type_name_has_two_meanings_in_a_crate() {
     let mut faults = Vec::new();
     for ((package, name), mut files) in defined {
         files.retain(|file| !is_test(file));
-        let is_allowed = TYPE_NAMES_TWICE
-            .iter()
-            .any(|it| (it.0, it.1) == (&package, &name));
-        if files.len() > 1 && !is_allowed {
-            faults.push(format!("{name}: {files:?}"));
+        if files.len() > 1 {
+            faults.push(format!("{package}: {name}: {files:?}"));
         }
     }
     assert!(
         faults.is_empty(),
         "one name for one type of a crate:\n{}",
         faults.join("\n")
+    );
+}
+
+#[test]
+fn errors_and_rejections_say_so() {
+    check(
+        "types of errors end in `Error` or `Rejection`",
+        |path, text| {
+            if path.iter().any(|part| part == "fuzz") {
+                return None;
+            }
+            let mut is_error = false;
+            for line in text.lines().map(str::trim_start) {
+                is_error |= line.starts_with("#[derive(") && line.contains("thiserror::Error");
+                let Some(name) = type_name(line) else {
+                    continue;
+                };
+                let says_so = name.ends_with("Error") || name.ends_with("Rejection");
+                if std::mem::take(&mut is_error) && !says_so {
+                    return Some(name.to_owned());
+                }
+            }
+            None
+        },
     );
 }

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use raft::{
-    CheckCommand, CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers,
-    Replica, Status, StopReplica, Storage, Tcp,
+    CheckCommand, Formation, FrozenMachine, PeerHandler, Peers, Replica, ReplicaOptions,
+    SnapshotError, StateMachine, Status, StopReplicaError, Storage, Tcp,
 };
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -24,12 +24,12 @@ use tokio::net::TcpListener;
 /// Applies at no cost.
 pub struct Nothing;
 
-impl Machine for Nothing {
+impl StateMachine for Nothing {
     fn check(&self) -> CheckCommand {
         Arc::new(|_, _| Ok(()))
     }
 
-    fn apply(&mut self, _index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
+    fn apply(&mut self, _index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError> {
         black_box(command);
         Ok(Vec::new())
     }
@@ -40,7 +40,7 @@ impl Machine for Nothing {
         Box::new(Nothing)
     }
 
-    fn restore(&mut self, _snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
+    fn restore(&mut self, _snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
         Ok(())
     }
 }
@@ -57,7 +57,7 @@ impl PeerHandler for Nothing {
 
 /// A replica, what it is started with, and its folder, over restarts.
 pub struct Seat {
-    pub options: Options,
+    pub options: ReplicaOptions,
     pub replica: Replica,
     _folder: TempDir,
 }
@@ -76,7 +76,7 @@ impl Seat {
     }
 }
 
-async fn start(options: Options, listener: TcpListener) -> Replica {
+async fn start(options: ReplicaOptions, listener: TcpListener) -> Replica {
     let transport = Arc::new(Tcp::new(listener).expect("it is bound"));
     let started = Replica::start(options, transport, Nothing, Arc::new(Nothing)).await;
     started.expect("the replica starts")
@@ -94,7 +94,7 @@ pub async fn cluster(size: u8, election_timeout: Range<Duration>) -> Vec<Seat> {
     let mut seats = Vec::new();
     for (id, listener) in (1..).zip(listeners) {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let options = Options {
+        let options = ReplicaOptions {
             id,
             data_dir: folder.path().to_path_buf(),
             advertise: address(&listener),

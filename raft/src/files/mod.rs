@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use prost::Message;
 
-pub(crate) use self::port::{Files, Lock, NewFile, System, in_use};
+pub(crate) use self::port::{Files, NewFile, StoreLock, SystemFiles, in_use};
 use crate::error::StartError;
 
 const FOLDER: &str = "raft";
@@ -38,7 +38,7 @@ pub(crate) struct Layout {
 impl Layout {
     /// Files of the system.
     pub(crate) fn new(data_dir: &Path) -> Self {
-        Self::over(Arc::new(System), data_dir)
+        Self::over(Arc::new(SystemFiles), data_dir)
     }
 
     /// Files wherever they are.
@@ -61,7 +61,7 @@ impl Layout {
     }
 
     /// Takes the store for one replica.
-    pub(crate) fn lock(&self) -> Result<Lock, StartError> {
+    pub(crate) fn lock(&self) -> Result<StoreLock, StartError> {
         let path = self.root.join(LOCK);
         let locked = self.files.lock(&path);
         locked.map_err(|error| io_error(&path, error))
@@ -188,7 +188,7 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
         let aside = data_dir.join(format!("{FOLDER}.aside-{number}"));
         if !aside.try_exists()? {
             fs::rename(&folder, &aside)?;
-            System.sync_folder(data_dir)?;
+            SystemFiles.sync_folder(data_dir)?;
             return Ok(Some(aside));
         }
     }
@@ -214,7 +214,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("identity");
         assert_eq!(
-            load_message::<proto::Identity>(&System, &path).unwrap(),
+            load_message::<proto::Identity>(&SystemFiles, &path).unwrap(),
             None
         );
         let identity = proto::Identity {
@@ -222,13 +222,13 @@ mod tests {
             store: 4,
             ..proto::Identity::default()
         };
-        store_message(&System, &path, &identity).unwrap();
-        assert_eq!(load_message(&System, &path).unwrap(), Some(identity));
+        store_message(&SystemFiles, &path, &identity).unwrap();
+        assert_eq!(load_message(&SystemFiles, &path).unwrap(), Some(identity));
 
         let mut bytes = fs::read(&path).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         fs::write(&path, bytes).unwrap();
-        let error = load_message::<proto::Identity>(&System, &path).unwrap_err();
+        let error = load_message::<proto::Identity>(&SystemFiles, &path).unwrap_err();
         assert!(
             matches!(error, StartError::Damaged { offset: 8, .. }),
             "{error}"

@@ -33,7 +33,7 @@ pub(crate) trait Files: fmt::Debug + Send + Sync + 'static {
     fn remove(&self, path: &Path) -> io::Result<()>;
 
     /// Takes what `path` stands for, until the answer is dropped.
-    fn lock(&self, path: &Path) -> io::Result<Lock>;
+    fn lock(&self, path: &Path) -> io::Result<StoreLock>;
 }
 
 /// A file that is being written.
@@ -43,11 +43,11 @@ pub(crate) trait NewFile: Write + Send {
 }
 
 /// A store taken by one replica, until it is dropped or its process ends.
-pub(crate) struct Lock {
+pub(crate) struct StoreLock {
     _held: Box<dyn Any + Send + Sync>,
 }
 
-impl Lock {
+impl StoreLock {
     /// Held as long as `held` lives.
     pub(crate) fn new(held: impl Any + Send + Sync) -> Self {
         Self {
@@ -58,9 +58,9 @@ impl Lock {
 
 /// The files of the system.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct System;
+pub(crate) struct SystemFiles;
 
-impl Files for System {
+impl Files for SystemFiles {
     fn create_folder(&self, path: &Path) -> io::Result<()> {
         fs::create_dir_all(path)
     }
@@ -95,10 +95,10 @@ impl Files for System {
         fs::remove_file(path)
     }
 
-    fn lock(&self, path: &Path) -> io::Result<Lock> {
+    fn lock(&self, path: &Path) -> io::Result<StoreLock> {
         let file = File::create(path)?;
         lock(&file)?;
-        Ok(Lock::new(file))
+        Ok(StoreLock::new(file))
     }
 }
 

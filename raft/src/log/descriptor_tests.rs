@@ -5,7 +5,7 @@ use std::process::Command;
 use bytes::Bytes;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::disk::{Change, Disk};
+use super::disk::{Disk, LogChange};
 use super::sled::SledDisk;
 use crate::files::Layout;
 use crate::types::{Command as LogCommand, Entry, LeaderId, LogId, Payload, Vote};
@@ -29,13 +29,13 @@ fn the_log_opens_nothing_while_it_runs() {
     assert!(alone.status.success(), "{said}");
 }
 
-fn entries(term: u64, indexes: std::ops::Range<u64>, bytes: usize) -> Change {
+fn entries(term: u64, indexes: std::ops::Range<u64>, bytes: usize) -> LogChange {
     let leader_id = LeaderId { term, node_id: 1 };
     let entry = |index| Entry {
         log_id: LogId { leader_id, index },
         payload: Payload::Normal(LogCommand(Bytes::from(vec![index as u8; bytes]))),
     };
-    Change::Append(indexes.map(entry).collect())
+    LogChange::Append(indexes.map(entry).collect())
 }
 
 fn work_without_descriptors() {
@@ -57,18 +57,18 @@ fn work_without_descriptors() {
     // Votes move the mark, truncations take it back; trees come and go, segments fill.
     for term in 1..=6 {
         let first = (term - 1) * 1500;
-        disk.write(&[Change::Vote(Vote::new_committed(term, 1))])
+        disk.write(&[LogChange::Vote(Vote::new_committed(term, 1))])
             .unwrap();
         disk.write(&[entries(term, first..first + 1600, 2000)])
             .unwrap();
-        disk.write(&[Change::Truncate { from: first + 1500 }])
+        disk.write(&[LogChange::Truncate { from: first + 1500 }])
             .unwrap();
         let leader_id = LeaderId { term, node_id: 1 };
         let upto = LogId {
             leader_id,
             index: first + 1000,
         };
-        disk.write(&[Change::Purge { upto }]).unwrap();
+        disk.write(&[LogChange::Purge { upto }]).unwrap();
     }
     disk.write(&[entries(6, 9000..9001, 1_000_000)]).unwrap();
     let read = disk.read(8900..9001, usize::MAX).unwrap();

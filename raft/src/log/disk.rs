@@ -9,7 +9,7 @@ use crate::types::{Entry, LogId, Vote};
 
 /// One change of the log. Changes take effect in the order they are given.
 #[derive(Debug, Clone)]
-pub(crate) enum Change {
+pub(crate) enum LogChange {
     /// What was voted for.
     Vote(Vote),
     /// Up to where entries are known committed. A hint: it may lag behind, never run ahead.
@@ -28,7 +28,7 @@ pub(crate) enum Change {
     },
 }
 
-impl Change {
+impl LogChange {
     /// What its entries weigh.
     pub(crate) fn weight(&self) -> usize {
         match self {
@@ -48,7 +48,7 @@ impl Change {
 
 /// What a disk holds when it is opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Contents {
+pub(crate) struct DiskContents {
     /// What was voted for.
     pub(crate) vote: Option<Vote>,
     /// Up to where entries are known committed.
@@ -65,13 +65,13 @@ pub(crate) trait Disk: Send + Sync + 'static {
     ///
     /// # Errors
     /// When there is no room for it at present: to be asked again.
-    fn room_for(&self, changes: &[Change]) -> io::Result<()>;
+    fn room_for(&self, changes: &[LogChange]) -> io::Result<()>;
 
     /// Makes all changes durable, in order. A power cut in between leaves a prefix of them.
     ///
     /// # Errors
     /// After any error nothing is certain: the disk must not be written again.
-    fn write(&self, changes: &[Change]) -> io::Result<()>;
+    fn write(&self, changes: &[LogChange]) -> io::Result<()>;
 
     /// Reads entries from the start of `range` on, without gaps, until it ends or their commands
     /// exceed `bytes_max`; at least one if there is one. Entries that the disk does not hold at
@@ -91,7 +91,7 @@ pub(crate) trait TimedDisk: Disk {
     ///
     /// # Errors
     /// As [`Disk::write`].
-    fn write_unsynced(&self, changes: &[Change]) -> io::Result<()>;
+    fn write_unsynced(&self, changes: &[LogChange]) -> io::Result<()>;
 
     /// How long the next sync takes.
     ///

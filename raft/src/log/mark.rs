@@ -23,9 +23,9 @@ use std::path::Path;
 
 use prost::Message;
 
-use super::disk::Contents;
+use super::disk::DiskContents;
 use crate::error::StartError;
-use crate::files::{self, Files as _, Layout, System, damaged, io_error};
+use crate::files::{self, Files as _, Layout, SystemFiles, damaged, io_error};
 use crate::types::{LogId, Vote};
 use crate::wire::proto;
 
@@ -36,7 +36,7 @@ const HEAD_BYTES: usize = 24;
 
 /// What must at least be in the log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Mark {
+pub(super) struct LogMark {
     pub(super) vote: Option<Vote>,
     pub(super) last: Option<LogId>,
 }
@@ -50,16 +50,16 @@ pub(super) struct MarkFile {
 
 impl MarkFile {
     /// Opens the file, or makes it. Answers what it says.
-    pub(super) fn open(layout: &Layout) -> Result<(Self, Mark), StartError> {
+    pub(super) fn open(layout: &Layout) -> Result<(Self, LogMark), StartError> {
         let path = layout.mark();
         let failed = |error| io_error(&path, error);
         let Some(bytes) = read_synced(&path).map_err(failed)? else {
-            let new = Self::create(&path, Mark::default()).map_err(failed)?;
-            return Ok((new, Mark::default()));
+            let new = Self::create(&path, LogMark::default()).map_err(failed)?;
+            return Ok((new, LogMark::default()));
         };
         if files::is_message(&bytes) {
-            let kept: Option<proto::LogMark> = files::load_message(&System, &path)?;
-            let mark = kept.map(Mark::from).unwrap_or_default();
+            let kept: Option<proto::LogMark> = files::load_message(&SystemFiles, &path)?;
+            let mark = kept.map(LogMark::from).unwrap_or_default();
             let new = Self::create(&path, mark.clone()).map_err(failed)?;
             return Ok((new, mark));
         }
@@ -71,7 +71,7 @@ impl MarkFile {
     }
 
     /// Puts a new file in the place of what is there.
-    fn create(path: &Path, mark: Mark) -> io::Result<Self> {
+    fn create(path: &Path, mark: LogMark) -> io::Result<Self> {
         let beside = path.with_extension("new");
         let mut file = File::create(&beside)?;
         let mut bytes = slot(0, mark);
@@ -79,8 +79,8 @@ impl MarkFile {
         bytes.resize(SLOT_BYTES * SLOTS as usize, 0);
         file.write_all(&bytes)?;
         file.sync_all()?;
-        System.rename(&beside, path)?;
-        System.sync_folder(path.parent().expect("a file of the layout has a folder"))?;
+        SystemFiles.rename(&beside, path)?;
+        SystemFiles.sync_folder(path.parent().expect("a file of the layout has a folder"))?;
         Ok(Self {
             file: open_to_write(path)?,
             number: 0,
@@ -88,7 +88,7 @@ impl MarkFile {
     }
 
     /// Replaces the older slot and has it on disk.
-    pub(super) fn store(&mut self, mark: Mark) -> io::Result<()> {
+    pub(super) fn store(&mut self, mark: LogMark) -> io::Result<()> {
         let number = self.number + 1;
         let at = (number % SLOTS) * SLOT_BYTES as u64;
         self.file.write_all_at(&slot(number, mark), at)?;
@@ -98,9 +98,9 @@ impl MarkFile {
     }
 }
 
-impl Mark {
+impl LogMark {
     /// What was promised must be there.
-    pub(super) fn check(&self, contents: &Contents, data: &Path) -> Result<(), StartError> {
+    pub(super) fn check(&self, contents: &DiskContents, data: &Path) -> Result<(), StartError> {
         if self.last > contents.last {
             let index = self.last.map_or(0, |last| last.index + 1);
             let found = contents.last.map_or(0, |last| last.index + 1);
@@ -114,7 +114,7 @@ impl Mark {
     }
 }
 
-impl From<proto::LogMark> for Mark {
+impl From<proto::LogMark> for LogMark {
     fn from(wire: proto::LogMark) -> Self {
         Self {
             vote: wire.vote.map(Into::into),
@@ -123,8 +123,8 @@ impl From<proto::LogMark> for Mark {
     }
 }
 
-impl From<Mark> for proto::LogMark {
-    fn from(mark: Mark) -> Self {
+impl From<LogMark> for proto::LogMark {
+    fn from(mark: LogMark) -> Self {
         Self {
             vote: mark.vote.map(Into::into),
             last: mark.last.map(Into::into),
@@ -149,7 +149,7 @@ fn open_to_write(path: &Path) -> io::Result<File> {
     File::options().write(true).open(path)
 }
 
-fn slot(number: u64, mark: Mark) -> Vec<u8> {
+fn slot(number: u64, mark: LogMark) -> Vec<u8> {
     let body = proto::LogMark::from(mark).encode_to_vec();
     let length = u32::try_from(body.len()).expect("a mark is some dozen bytes");
     let sealed = [&number.to_le_bytes()[..], &length.to_le_bytes(), &body].concat();
@@ -160,12 +160,12 @@ fn slot(number: u64, mark: Mark) -> Vec<u8> {
 }
 
 /// The newest whole slot and its number.
-pub(super) fn newest(bytes: &[u8]) -> Option<(u64, Mark)> {
+pub(super) fn newest(bytes: &[u8]) -> Option<(u64, LogMark)> {
     let whole = bytes.chunks(SLOT_BYTES).filter_map(read_slot);
     whole.max_by_key(|(number, _)| *number)
 }
 
-fn read_slot(slot: &[u8]) -> Option<(u64, Mark)> {
+fn read_slot(slot: &[u8]) -> Option<(u64, LogMark)> {
     let (head, rest) = slot.split_at_checked(HEAD_BYTES)?;
     let (magic, head) = head.split_first_chunk::<8>()?;
     let (crc, head) = head.split_first_chunk::<4>()?;
@@ -187,12 +187,12 @@ mod tests {
     use super::*;
     use crate::types::LeaderId;
 
-    fn mark(index: u64) -> Mark {
+    fn mark(index: u64) -> LogMark {
         let leader_id = LeaderId {
             term: 3,
             node_id: 2,
         };
-        Mark {
+        LogMark {
             vote: Some(Vote::new_committed(3, 2)),
             last: Some(LogId { leader_id, index }),
         }
@@ -205,14 +205,14 @@ mod tests {
         (folder, layout)
     }
 
-    fn found(layout: &Layout) -> Result<Mark, StartError> {
+    fn found(layout: &Layout) -> Result<LogMark, StartError> {
         MarkFile::open(layout).map(|(_, mark)| mark)
     }
 
     #[test]
     fn the_newest_mark_is_found_over_restarts() {
         let (_folder, layout) = laid_out();
-        assert_eq!(found(&layout).unwrap(), Mark::default());
+        assert_eq!(found(&layout).unwrap(), LogMark::default());
         for index in 0..5 {
             let (mut file, _) = MarkFile::open(&layout).unwrap();
             for index in [index * 10, index * 10 + 1] {
@@ -248,7 +248,7 @@ mod tests {
     fn a_mark_of_the_earlier_format_is_read_and_replaced() {
         let (_folder, layout) = laid_out();
         let wire = proto::LogMark::from(mark(7));
-        files::store_message(&System, &layout.mark(), &wire).unwrap();
+        files::store_message(&SystemFiles, &layout.mark(), &wire).unwrap();
         assert_eq!(found(&layout).unwrap(), mark(7));
         assert!(fs::read(layout.mark()).unwrap().starts_with(MAGIC));
         assert_eq!(found(&layout).unwrap(), mark(7));

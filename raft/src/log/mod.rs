@@ -28,12 +28,12 @@ use futures_util::Stream;
 use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use tokio::sync::oneshot;
 
-use self::disk::{Change, Contents, Disk, TimedDisk};
+use self::disk::{Disk, DiskContents, LogChange, TimedDisk};
 use self::sled::SledDisk;
-use self::writer::{Done, Op, Watch, Writer};
-use crate::blocking::Blocking;
+use self::writer::{LogWriter, WriteCallback, WriteObserver, WriteOp};
+use crate::blocking::BlockingMode;
 use crate::error::StartError;
-use crate::fault::Fault;
+use crate::fault::FatalError;
 use crate::files::{Layout, io_error};
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
@@ -47,18 +47,18 @@ const READ_BYTES_MAX: usize = 1024 * 1024;
 /// The log. Clones share it.
 #[derive(Clone)]
 pub(crate) struct LogStore {
-    writer: Arc<Writer>,
+    writer: Arc<LogWriter>,
     disk: Arc<dyn Disk>,
-    blocking: Blocking,
-    memory: Arc<Memory>,
+    blocking: BlockingMode,
+    memory: Arc<LogCache>,
 }
 
 /// The part of the log in memory.
 #[derive(Default)]
-struct Memory(Mutex<State>);
+struct LogCache(Mutex<LogCacheState>);
 
 #[derive(Default)]
-struct State {
+struct LogCacheState {
     vote: Option<Vote>,
     committed: Option<LogId>,
     purged: Option<LogId>,
@@ -89,26 +89,30 @@ pub(crate) fn weight(entry: &Entry) -> usize {
 
 impl LogStore {
     /// Opens the log on sled and checks all of it. Blocks.
-    pub(crate) fn on_sled(layout: &Layout, fault: Fault) -> Result<Self, StartError> {
+    pub(crate) fn on_sled(layout: &Layout, fault: FatalError) -> Result<Self, StartError> {
         let (disk, contents) = SledDisk::open(layout)?;
         let disk = Arc::new(disk);
-        let memory = Memory::new(&*disk, contents);
-        let writer = Writer::on_thread(disk.clone(), memory.clone(), fault);
+        let memory = LogCache::new(&*disk, contents);
+        let writer = LogWriter::on_thread(disk.clone(), memory.clone(), fault);
         Ok(Self {
             writer: Arc::new(writer.map_err(|error| io_error(&layout.log(), error))?),
             disk,
-            blocking: Blocking::Pool,
+            blocking: BlockingMode::Pool,
             memory,
         })
     }
 
     /// A log on a disk that blocks nobody and holds `contents`.
-    pub(crate) fn in_memory(disk: Arc<impl TimedDisk>, contents: Contents, fault: Fault) -> Self {
-        let memory = Memory::new(&*disk, contents);
+    pub(crate) fn in_memory(
+        disk: Arc<impl TimedDisk>,
+        contents: DiskContents,
+        fault: FatalError,
+    ) -> Self {
+        let memory = LogCache::new(&*disk, contents);
         Self {
-            writer: Arc::new(Writer::on_task(disk.clone(), memory.clone(), fault)),
+            writer: Arc::new(LogWriter::on_task(disk.clone(), memory.clone(), fault)),
             disk,
-            blocking: Blocking::InPlace,
+            blocking: BlockingMode::InPlace,
             memory,
         }
     }
@@ -125,7 +129,7 @@ impl LogStore {
     }
 
     /// Why the log waits with writing: nothing was begun, and it goes on by itself.
-    pub(crate) fn waiting(&self) -> watch::Receiver<Option<String>> {
+    pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.writer.waiting()
     }
 
@@ -149,16 +153,16 @@ impl LogStore {
         self.writer.close();
     }
 
-    async fn submit(&self, change: Change, done: Done) -> io::Result<()> {
-        self.writer.submit(Op { change, done }).await
+    async fn submit(&self, change: LogChange, done: WriteCallback) -> io::Result<()> {
+        self.writer.submit(WriteOp { change, done }).await
     }
 
     /// Entries from the start of `range` on, until it ends or `bytes_max` is reached.
     async fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
         let start = range.start;
         let (mut entries, range) = match self.memory.read(range, bytes_max) {
-            Found::All(entries) => return Ok(entries),
-            Found::OnDisk { disk, after } => {
+            EntryLocation::All(entries) => return Ok(entries),
+            EntryLocation::OnDisk { disk, after } => {
                 let reader = self.disk.clone();
                 let read = self.blocking.run(move || reader.read(disk, bytes_max));
                 (read.await??, after)
@@ -177,9 +181,9 @@ impl LogStore {
         if reached && read < bytes_max && !range.is_empty() {
             let left = bytes_max - read;
             match self.memory.read(range, left) {
-                Found::All(more) => entries.extend(more),
+                EntryLocation::All(more) => entries.extend(more),
                 // Evicted meanwhile: the caller comes back for it.
-                Found::OnDisk { .. } => {}
+                EntryLocation::OnDisk { .. } => {}
             }
         }
         Ok(entries)
@@ -199,48 +203,48 @@ impl LogStore {
 }
 
 /// Where the entries of a range are.
-enum Found {
+enum EntryLocation {
     /// In memory.
     All(Vec<Entry>),
     /// The first on disk, the others after them.
     OnDisk { disk: Range<u64>, after: Range<u64> },
 }
 
-impl Memory {
-    fn new(disk: &dyn Disk, contents: Contents) -> Arc<Self> {
-        let Contents {
+impl LogCache {
+    fn new(disk: &dyn Disk, contents: DiskContents) -> Arc<Self> {
+        let DiskContents {
             vote,
             committed,
             purged,
             last,
         } = contents;
         let first = purged.map_or(0, |purged| purged.index + 1);
-        let state = State {
+        let state = LogCacheState {
             first,
             vote,
             committed: committed.filter(|id| holds(disk, purged, *id)),
             purged,
             last,
             durable: last,
-            ..State::default()
+            ..LogCacheState::default()
         };
         Arc::new(Self(Mutex::new(state)))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LogCacheState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn read(&self, range: Range<u64>, bytes_max: usize) -> Found {
+    fn read(&self, range: Range<u64>, bytes_max: usize) -> EntryLocation {
         let state = self.lock();
         let range = range.start.max(state.first)..range.end.min(state.next());
         if range.is_empty() {
-            return Found::All(Vec::new());
+            return EntryLocation::All(Vec::new());
         }
         let cached = state.cache.keys().next().copied().unwrap_or(state.next());
         if range.start < cached {
             let end = cached.min(range.end);
-            return Found::OnDisk {
+            return EntryLocation::OnDisk {
                 disk: range.start..end,
                 after: end..range.end,
             };
@@ -254,11 +258,11 @@ impl Memory {
             }
             entries.push(entry.clone());
         }
-        Found::All(entries)
+        EntryLocation::All(entries)
     }
 }
 
-impl State {
+impl LogCacheState {
     fn next(&self) -> u64 {
         self.last.map_or(0, |last| last.index + 1)
     }
@@ -303,37 +307,37 @@ impl State {
     }
 }
 
-impl Watch for Memory {
+impl WriteObserver for LogCache {
     /// The committed index rides along with whatever is written next, unless it is ahead of the
     /// entries on disk: a restart could not apply up to it.
-    fn before(&self, changes: &mut Vec<Change>) {
+    fn before(&self, changes: &mut Vec<LogChange>) {
         let state = self.lock();
         let appended = changes.iter().rev().find_map(|change| match change {
-            Change::Append(entries) => entries.last().map(|entry| entry.log_id),
-            Change::Vote(_)
-            | Change::Committed(_)
-            | Change::Truncate { .. }
-            | Change::Purge { .. } => None,
+            LogChange::Append(entries) => entries.last().map(|entry| entry.log_id),
+            LogChange::Vote(_)
+            | LogChange::Committed(_)
+            | LogChange::Truncate { .. }
+            | LogChange::Purge { .. } => None,
         });
         let on_disk = appended.max(state.durable);
         if let Some(committed) = state.committed
             && Some(committed) <= on_disk
         {
-            changes.push(Change::Committed(committed));
+            changes.push(LogChange::Committed(committed));
         }
     }
 
-    fn after(&self, changes: &[Change]) {
+    fn after(&self, changes: &[LogChange]) {
         let mut state = self.lock();
         for change in changes {
             match change {
-                Change::Append(entries) => {
+                LogChange::Append(entries) => {
                     let last = entries.last().map(|entry| entry.log_id);
                     state.durable = state.durable.max(last);
                     state.written += entries.len() as u64;
                 }
-                Change::Purge { upto } => state.durable = state.durable.max(Some(*upto)),
-                Change::Vote(_) | Change::Committed(_) | Change::Truncate { .. } => {}
+                LogChange::Purge { upto } => state.durable = state.durable.max(Some(*upto)),
+                LogChange::Vote(_) | LogChange::Committed(_) | LogChange::Truncate { .. } => {}
             }
         }
         state.evict();
@@ -423,7 +427,7 @@ impl RaftLogStorage<Config> for LogStore {
             return Ok(());
         }
         let (waiter, durable) = oneshot::channel();
-        self.submit(Change::Vote(*vote), Done::Waiter(waiter))
+        self.submit(LogChange::Vote(*vote), WriteCallback::Waiter(waiter))
             .await?;
         durable
             .await
@@ -454,7 +458,7 @@ impl RaftLogStorage<Config> for LogStore {
                 state.push(entry.clone());
             }
         }
-        self.submit(Change::Append(entries), Done::Flushed(callback))
+        self.submit(LogChange::Append(entries), WriteCallback::Flushed(callback))
             .await
     }
 
@@ -464,11 +468,13 @@ impl RaftLogStorage<Config> for LogStore {
         if planted::is(Bug::TruncationNotKept) {
             return Ok(());
         }
-        self.submit(Change::Truncate { from }, Done::Nobody).await
+        self.submit(LogChange::Truncate { from }, WriteCallback::Nobody)
+            .await
     }
 
     async fn purge(&mut self, upto: LogId) -> io::Result<()> {
         self.memory.lock().purge(upto);
-        self.submit(Change::Purge { upto }, Done::Nobody).await
+        self.submit(LogChange::Purge { upto }, WriteCallback::Nobody)
+            .await
     }
 }

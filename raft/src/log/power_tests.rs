@@ -10,7 +10,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 
-use super::disk::{Change, Contents, Disk};
+use super::disk::{Disk, DiskContents, LogChange};
 use super::sled::SledDisk;
 use crate::files::Layout;
 use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
@@ -90,7 +90,7 @@ fn survive(bytes: usize, batches: u64, seed: u64) {
     layout.create().unwrap();
     let (disk, _) = SledDisk::open(&layout).unwrap();
     let vote = Vote::new_committed(1, 1);
-    disk.write(&[Change::Vote(vote)]).unwrap();
+    disk.write(&[LogChange::Vote(vote)]).unwrap();
     let mut coin = Coin(seed);
     let mut next = 0;
     let mut batch = |size: u64| {
@@ -98,7 +98,7 @@ fn survive(bytes: usize, batches: u64, seed: u64) {
             .map(|index| entry(index, bytes))
             .collect();
         next += size;
-        Change::Append(entries)
+        LogChange::Append(entries)
     };
     for number in 0..batches {
         disk.write(&[batch(number % 5 + 1)]).unwrap();
@@ -182,12 +182,12 @@ impl Model {
     }
 
     /// Every state on the way through `change`; the last is the one after it.
-    fn ways(&self, change: &Change) -> Vec<Self> {
+    fn ways(&self, change: &LogChange) -> Vec<Self> {
         let mut after = self.clone();
         match change {
-            Change::Vote(vote) => after.vote = Some(*vote),
-            Change::Committed(_) => {}
-            Change::Append(entries) => {
+            LogChange::Vote(vote) => after.vote = Some(*vote),
+            LogChange::Committed(_) => {}
+            LogChange::Append(entries) => {
                 return (0..=entries.len())
                     .map(|count| {
                         let mut some = self.clone();
@@ -196,11 +196,11 @@ impl Model {
                     })
                     .collect();
             }
-            Change::Truncate { from } => {
+            LogChange::Truncate { from } => {
                 let nexts = (*from..=self.next()).rev();
                 return nexts.map(|next| self.cut_to(next)).collect();
             }
-            Change::Purge { upto } => {
+            LogChange::Purge { upto } => {
                 after
                     .entries
                     .drain(..(upto.index + 1 - self.first()) as usize);
@@ -210,7 +210,7 @@ impl Model {
         vec![after]
     }
 
-    fn read(disk: &SledDisk, contents: &Contents) -> Self {
+    fn read(disk: &SledDisk, contents: &DiskContents) -> Self {
         Self {
             vote: contents.vote,
             purged: contents.purged,
@@ -223,29 +223,33 @@ impl Model {
 }
 
 /// A batch as Raft may ask for it: more entries, a new leader's in the place of some, or a purge.
-fn some_batch(model: &Model, term: &mut u64, coin: &mut Coin) -> Vec<Change> {
+fn some_batch(model: &Model, term: &mut u64, coin: &mut Coin) -> Vec<LogChange> {
     let append = |term: u64, from: u64, count: u64| {
         let leader_id = LeaderId { term, node_id: 1 };
         let entries = (from..from + count).map(|index| Entry {
             log_id: LogId { leader_id, index },
             ..entry(index, 40)
         });
-        Change::Append(entries.collect())
+        LogChange::Append(entries.collect())
     };
     let held = model.entries.len() as u64;
     match coin.below(4) {
         0 if held > 0 => {
             *term += 1;
             let from = model.next() - coin.below(held.min(3000)) - 1;
-            let vote = Change::Vote(Vote::new_committed(*term, 1));
+            let vote = LogChange::Vote(Vote::new_committed(*term, 1));
             let count = 1 + coin.below(400);
-            vec![vote, Change::Truncate { from }, append(*term, from, count)]
+            vec![
+                vote,
+                LogChange::Truncate { from },
+                append(*term, from, count),
+            ]
         }
         1 if held > 1500 => {
             let upto = model.entries[coin.below(held) as usize].log_id;
             let next = model.next();
             vec![
-                Change::Purge { upto },
+                LogChange::Purge { upto },
                 append(*term, next, 1 + coin.below(50)),
             ]
         }
@@ -366,7 +370,7 @@ fn everything_is_synced_before_it_is_believed() {
     for name in ["conf", "db"] {
         assert!(files.contains(&layout.log().join(name)), "{name}");
     }
-    disk.write_unsynced(&[Change::Append(vec![entry(0, 10)])])
+    disk.write_unsynced(&[LogChange::Append(vec![entry(0, 10)])])
         .unwrap();
     // As after a kill: what was written is there, and counts from now on.
     std::mem::forget(disk);
@@ -386,10 +390,10 @@ fn a_damaged_log_does_not_open() {
     let layout = Layout::new(folder.path());
     layout.create().unwrap();
     let (disk, _) = SledDisk::open(&layout).unwrap();
-    disk.write(&[Change::Vote(Vote::new_committed(1, 1))])
+    disk.write(&[LogChange::Vote(Vote::new_committed(1, 1))])
         .unwrap();
     for index in 0..64 {
-        disk.write(&[Change::Append(vec![entry(index, 4096)])])
+        disk.write(&[LogChange::Append(vec![entry(index, 4096)])])
             .unwrap();
     }
     disk.close();

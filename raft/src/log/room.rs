@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use rustix::fs::{FallocateFlags, fallocate, fstatvfs};
 use rustix::io::Errno;
 
-use super::disk::Change;
+use super::disk::LogChange;
 
 pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
 /// Space without which no write begins: several of sled's segments.
@@ -24,10 +24,10 @@ const WRITTEN_PER_BYTE: u64 = 5;
 
 /// What of a file has space of its own.
 #[derive(Default)]
-pub(super) struct Room(Mutex<Taken>);
+pub(super) struct ReservedSpace(Mutex<ReservedRange>);
 
 #[derive(Default)]
-struct Taken {
+struct ReservedRange {
     /// The file's length when that was last looked at. sled cuts the file when its end is free, and
     /// with it what was taken behind it.
     file_bytes: u64,
@@ -35,12 +35,12 @@ struct Taken {
     end: u64,
 }
 
-impl Room {
+impl ReservedSpace {
     /// Takes room for these changes.
     ///
     /// # Errors
     /// [`io::ErrorKind::StorageFull`] when there is none at present; nothing was changed.
-    pub(super) fn take(&self, file: &File, changes: &[Change]) -> io::Result<()> {
+    pub(super) fn take(&self, file: &File, changes: &[LogChange]) -> io::Result<()> {
         let file_bytes = file.metadata()?.len();
         let wanted = wanted(changes);
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -65,8 +65,8 @@ impl Room {
 }
 
 /// Bytes that must be there before these changes are written.
-fn wanted(changes: &[Change]) -> u64 {
-    let commands: usize = changes.iter().map(Change::weight).sum();
+fn wanted(changes: &[LogChange]) -> u64 {
+    let commands: usize = changes.iter().map(LogChange::weight).sum();
     BYTES_MIN + WRITTEN_PER_BYTE * commands as u64
 }
 
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn space_is_taken_ahead_and_again_after_the_file_was_cut() {
         let file = tempfile::tempfile().unwrap();
-        let room = Room::default();
+        let room = ReservedSpace::default();
         file.set_len(BYTES_MIN).unwrap();
         let has_space = || file.metadata().unwrap().blocks() * 512;
         for _ in 0..2 {

@@ -29,12 +29,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use prost::Message;
 
-use super::disk::{Change, Contents, Disk};
-use super::mark::{Mark, MarkFile};
-use super::room::{Room, SEGMENT_BYTES};
+use super::disk::{Disk, DiskContents, LogChange};
+use super::mark::{LogMark, MarkFile};
+use super::room::{ReservedSpace, SEGMENT_BYTES};
 use super::{record, release, weight};
 use crate::error::StartError;
-use crate::files::{Files, Layout, System, damaged, io_error};
+use crate::files::{Files, Layout, SystemFiles, damaged, io_error};
 use crate::types::{Entry, LogId};
 use crate::wire::proto;
 
@@ -53,25 +53,25 @@ const PURGED: &[u8] = b"purged";
 
 /// See the module.
 pub(crate) struct SledDisk {
-    open: RwLock<Option<Open>>,
+    open: RwLock<Option<OpenLog>>,
 }
 
-struct Open {
+struct OpenLog {
     db: sled::Db,
     trees: Mutex<BTreeMap<u64, sled::Tree>>,
     /// sled's data file, open a second time to sync it and to take space for it.
     file: File,
-    room: Room,
+    room: ReservedSpace,
     data: PathBuf,
     /// sled's folder for large values, held open.
     blobs: Mutex<rustix::fs::Dir>,
-    writing: Mutex<Writing>,
+    writing: Mutex<WriterState>,
 }
 
 /// What the writer remembers.
-struct Writing {
-    contents: Contents,
-    mark: Mark,
+struct WriterState {
+    contents: DiskContents,
+    mark: LogMark,
     mark_file: MarkFile,
     /// A write is under way or has failed: what is on disk is not known.
     is_unsure: bool,
@@ -79,7 +79,7 @@ struct Writing {
 
 impl SledDisk {
     /// Opens the log, and reads all of it to find damage.
-    pub(crate) fn open(layout: &Layout) -> Result<(Self, Contents), StartError> {
+    pub(crate) fn open(layout: &Layout) -> Result<(Self, DiskContents), StartError> {
         let folder = layout.log();
         let data = folder.join("db");
         let (mark_file, mark) = MarkFile::open(layout)?;
@@ -95,7 +95,7 @@ impl SledDisk {
         // Recovery writes as well, and on the first start everything is new.
         sync_left(&folder).map_err(|error| io_error(&folder, error))?;
         let root = folder.parent().expect("the log lies below the root");
-        System
+        SystemFiles
             .sync_folder(root)
             .map_err(|error| io_error(root, error))?;
         let file = File::options().read(true).write(true).open(&data);
@@ -104,14 +104,14 @@ impl SledDisk {
         let blobs = File::open(&blobs)
             .and_then(|folder| Ok(rustix::fs::Dir::new(folder)?))
             .map_err(|error| io_error(&blobs, error))?;
-        let open = Open {
+        let open = OpenLog {
             trees: Mutex::new(BTreeMap::new()),
             file,
-            room: Room::default(),
+            room: ReservedSpace::default(),
             data: data.clone(),
             blobs: Mutex::new(blobs),
-            writing: Mutex::new(Writing {
-                contents: Contents::default(),
+            writing: Mutex::new(WriterState {
+                contents: DiskContents::default(),
                 mark: mark.clone(),
                 mark_file,
                 is_unsure: false,
@@ -130,7 +130,7 @@ impl SledDisk {
         ))
     }
 
-    fn with<T>(&self, run: impl FnOnce(&Open) -> io::Result<T>) -> io::Result<T> {
+    fn with<T>(&self, run: impl FnOnce(&OpenLog) -> io::Result<T>) -> io::Result<T> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         run(open
             .as_ref()
@@ -139,7 +139,7 @@ impl SledDisk {
 
     /// Applies changes up to and without the final sync, to simulate a power cut before it.
     #[cfg(test)]
-    pub(crate) fn write_unsynced(&self, changes: &[Change]) -> io::Result<()> {
+    pub(crate) fn write_unsynced(&self, changes: &[LogChange]) -> io::Result<()> {
         self.with(|open| {
             let mut writing = open.writing();
             writing.lower_mark(changes)?;
@@ -151,11 +151,11 @@ impl SledDisk {
 }
 
 impl Disk for SledDisk {
-    fn room_for(&self, changes: &[Change]) -> io::Result<()> {
+    fn room_for(&self, changes: &[LogChange]) -> io::Result<()> {
         self.with(|open| open.room.take(&open.file, changes))
     }
 
-    fn write(&self, changes: &[Change]) -> io::Result<()> {
+    fn write(&self, changes: &[LogChange]) -> io::Result<()> {
         self.with(|open| open.write(changes))
     }
 
@@ -181,12 +181,12 @@ impl Disk for SledDisk {
     }
 }
 
-impl Open {
-    fn writing(&self) -> MutexGuard<'_, Writing> {
+impl OpenLog {
+    fn writing(&self) -> MutexGuard<'_, WriterState> {
         self.writing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self, changes: &[Change]) -> io::Result<()> {
+    fn write(&self, changes: &[LogChange]) -> io::Result<()> {
         let mut writing = self.writing();
         // Taken back at the end only: neither an error nor a panic gets there.
         writing.is_unsure = true;
@@ -218,33 +218,33 @@ impl Open {
     }
 
     /// Puts changes into sled. Answers the trees to drop once that is durable.
-    fn apply(&self, changes: &[Change], writing: &mut Writing) -> io::Result<BTreeSet<u64>> {
+    fn apply(&self, changes: &[LogChange], writing: &mut WriterState) -> io::Result<BTreeSet<u64>> {
         let mut dropped = BTreeSet::new();
         let contents = &mut writing.contents;
         let mut changes = changes.iter().peekable();
         while let Some(change) = changes.next() {
             match change {
-                Change::Vote(vote) => {
+                LogChange::Vote(vote) => {
                     self.db.insert(VOTE, sealed(&proto::Vote::from(*vote)))?;
                     contents.vote = Some(*vote);
                 }
-                Change::Committed(committed) => {
+                LogChange::Committed(committed) => {
                     self.db
                         .insert(COMMITTED, sealed(&proto::LogId::from(*committed)))?;
                     contents.committed = Some(*committed);
                 }
-                Change::Append(entries) => {
+                LogChange::Append(entries) => {
                     // Appends in a row become as few sled batches as they touch trees.
                     let mut run: Vec<&Entry> = entries.iter().collect();
-                    while let Some(Change::Append(more)) = changes.peek() {
+                    while let Some(LogChange::Append(more)) = changes.peek() {
                         run.extend(more);
                         changes.next();
                     }
                     self.append(&run)?;
                     contents.last = run.last().map(|entry| entry.log_id).or(contents.last);
                 }
-                Change::Truncate { from } if contents.last.is_none_or(|l| l.index < *from) => {}
-                Change::Truncate { from } => {
+                LogChange::Truncate { from } if contents.last.is_none_or(|l| l.index < *from) => {}
+                LogChange::Truncate { from } => {
                     self.truncate(*from)?;
                     contents.last = match from.checked_sub(1) {
                         Some(last) if contents.purged.is_none_or(|purged| purged.index < last) => {
@@ -253,7 +253,7 @@ impl Open {
                         _ => contents.purged,
                     };
                 }
-                Change::Purge { upto } => {
+                LogChange::Purge { upto } => {
                     self.db.insert(PURGED, sealed(&proto::LogId::from(*upto)))?;
                     contents.purged = Some(*upto);
                     contents.last = contents.last.max(Some(*upto));
@@ -356,7 +356,7 @@ impl Open {
     }
 
     /// Reads everything: finds the trees, drops those left over, checks every record.
-    fn load(&self, data: &Path) -> Result<Contents, StartError> {
+    fn load(&self, data: &Path) -> Result<DiskContents, StartError> {
         let failed = |error: sled::Error| start_error(data, error);
         let purged: Option<LogId> = self.meta::<proto::LogId>(PURGED, data)?.map(Into::into);
         let mut last = purged;
@@ -386,7 +386,7 @@ impl Open {
             })
             .map_err(|error| entry_error(data, error))?;
         }
-        Ok(Contents {
+        Ok(DiskContents {
             vote: self.meta::<proto::Vote>(VOTE, data)?.map(Into::into),
             committed: self.meta::<proto::LogId>(COMMITTED, data)?.map(Into::into),
             purged,
@@ -420,35 +420,35 @@ impl Open {
         }
         self.db.flush()?;
         self.file.sync_data()?;
-        let Contents { vote, last, .. } = writing.contents;
-        writing.store_mark(Mark { vote, last })
+        let DiskContents { vote, last, .. } = writing.contents;
+        writing.store_mark(LogMark { vote, last })
     }
 }
 
-impl Writing {
+impl WriterState {
     /// Takes the mark back before entries it counts on go.
-    fn lower_mark(&mut self, changes: &[Change]) -> io::Result<()> {
-        let lowest = changes.iter().filter_map(Change::truncates_from).min();
+    fn lower_mark(&mut self, changes: &[LogChange]) -> io::Result<()> {
+        let lowest = changes.iter().filter_map(LogChange::truncates_from).min();
         let Some(from) = lowest else { return Ok(()) };
         if self.mark.last.is_some_and(|last| last.index >= from) {
             let vote = self.mark.vote;
-            self.store_mark(Mark { vote, last: None })?;
+            self.store_mark(LogMark { vote, last: None })?;
         }
         Ok(())
     }
 
     /// Moves the mark on when it lags far, and at once for a vote.
     fn raise_mark(&mut self) -> io::Result<()> {
-        let Contents { vote, last, .. } = self.contents;
+        let DiskContents { vote, last, .. } = self.contents;
         let next = |last: Option<LogId>| last.map_or(0, |last| last.index + 1);
         let lag = next(last).saturating_sub(next(self.mark.last));
         if vote == self.mark.vote && lag < MARK_EVERY {
             return Ok(());
         }
-        self.store_mark(Mark { vote, last })
+        self.store_mark(LogMark { vote, last })
     }
 
-    fn store_mark(&mut self, mark: Mark) -> io::Result<()> {
+    fn store_mark(&mut self, mark: LogMark) -> io::Result<()> {
         self.mark_file.store(mark.clone())?;
         self.mark = mark;
         Ok(())
@@ -477,7 +477,7 @@ fn sync_left(folder: &Path) -> io::Result<()> {
             SYNCED.with(|synced| synced.borrow_mut().push(item.path()));
         }
     }
-    System.sync_folder(folder)
+    SystemFiles.sync_folder(folder)
 }
 
 fn tree_name(range: u64) -> Vec<u8> {
@@ -531,7 +531,7 @@ fn sealed(message: &impl Message) -> Vec<u8> {
 /// Damage to one entry on its way through `io::Error`.
 #[derive(Debug, thiserror::Error)]
 #[error("log entry {}: {what}", index + 1)]
-struct BadEntry {
+struct CorruptEntryError {
     index: u64,
     what: String,
 }
@@ -539,7 +539,7 @@ struct BadEntry {
 fn bad_entry(index: u64, what: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
-        BadEntry {
+        CorruptEntryError {
             index,
             what: what.to_owned(),
         },
@@ -549,7 +549,7 @@ fn bad_entry(index: u64, what: &str) -> io::Error {
 fn entry_error(data: &Path, error: io::Error) -> StartError {
     match error
         .get_ref()
-        .and_then(|inner| inner.downcast_ref::<BadEntry>())
+        .and_then(|inner| inner.downcast_ref::<CorruptEntryError>())
     {
         Some(bad) => damaged(data, bad.index + 1, bad.to_string()),
         None if error.kind() == io::ErrorKind::InvalidData => damaged(data, 0, error.to_string()),

@@ -7,19 +7,21 @@ use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::host::Host;
-use crate::memory::{MemoryDisk, Shortage};
+use crate::host::StateMachineAdapter;
+use crate::memory::{DiskShortage, MemoryDisk};
 use crate::snapshot::SnapshotFolder;
 use crate::storage::Storage;
-use crate::toy::Toy;
+use crate::toy::RecordingMachine;
 use crate::types::{Command, LeaderId};
 
 struct Builder {
     on_sled: bool,
 }
 
-impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
-    async fn build(&self) -> Result<(TempDir, LogStore, Host), openraft::StorageError<Config>> {
+impl StoreBuilder<Config, LogStore, StateMachineAdapter, TempDir> for Builder {
+    async fn build(
+        &self,
+    ) -> Result<(TempDir, LogStore, StateMachineAdapter), openraft::StorageError<Config>> {
         let folder = tempfile::tempdir().unwrap();
         let storage = if self.on_sled {
             Storage::Sled
@@ -29,11 +31,11 @@ impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
         let log = open(&folder, &storage).unwrap();
         let layout = Layout::new(folder.path());
         let snapshots = SnapshotFolder::open(layout.files.clone(), layout.snapshots()).unwrap();
-        let host = Host::open(
-            Box::new(Toy::default()),
+        let host = StateMachineAdapter::open(
+            Box::new(RecordingMachine::default()),
             snapshots,
             storage.blocking(),
-            Fault::new(),
+            FatalError::new(),
             CancellationToken::new(),
         )
         .unwrap();
@@ -44,7 +46,7 @@ impl StoreBuilder<Config, LogStore, Host, TempDir> for Builder {
 fn open(folder: &TempDir, storage: &Storage) -> Result<LogStore, StartError> {
     let layout = Layout::new(folder.path());
     layout.create().unwrap();
-    storage.open_log(&layout, Fault::new())
+    storage.open_log(&layout, FatalError::new())
 }
 
 fn log_id(term: u64, index: u64) -> LogId {
@@ -166,7 +168,7 @@ async fn entries_out_of_memory_are_read_from_disk() {
 async fn a_failed_disk_is_never_written_again() {
     let folder = tempfile::tempdir().unwrap();
     let disk = MemoryDisk::new();
-    let fault = Fault::new();
+    let fault = FatalError::new();
     let layout = Layout::new(folder.path());
     let storage = Storage::Memory(disk.clone());
     let mut log = storage.open_log(&layout, fault.clone()).unwrap();
@@ -188,11 +190,11 @@ async fn a_failed_disk_is_never_written_again() {
 #[tokio::test]
 async fn a_full_disk_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
-    let (disk, fault) = (MemoryDisk::new(), Fault::new());
+    let (disk, fault) = (MemoryDisk::new(), FatalError::new());
     let layout = Layout::new(folder.path());
     let storage = Storage::Memory(disk.clone());
     let log = storage.open_log(&layout, fault.clone()).unwrap();
-    disk.run_short(Some(Shortage::Space));
+    disk.run_short(Some(DiskShortage::Space));
     let mut waiting = log.waiting();
     let mut writes = log.clone();
     let written = tokio::spawn(async move {
@@ -200,7 +202,7 @@ async fn a_full_disk_is_waited_for() {
         writes.save_vote(&Vote::new(2, 1)).await
     });
     waiting.wait_for(Option::is_some).await.unwrap();
-    assert_eq!(disk.open().contents().unwrap(), Contents::default());
+    assert_eq!(disk.open().contents().unwrap(), DiskContents::default());
     disk.run_short(None);
     written.await.unwrap().unwrap();
     assert_eq!(*waiting.borrow(), None);
@@ -214,19 +216,19 @@ async fn a_full_disk_is_waited_for() {
 #[tokio::test]
 async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
     for on_thread in [false, true] {
-        let (disk, fault) = (MemoryDisk::new(), Fault::new());
+        let (disk, fault) = (MemoryDisk::new(), FatalError::new());
         let handle = Arc::new(disk.open());
-        let memory = Memory::new(&*handle, Contents::default());
+        let memory = LogCache::new(&*handle, DiskContents::default());
         let writer = match on_thread {
-            true => Writer::on_thread(handle, memory, fault.clone()).unwrap(),
-            false => Writer::on_task(handle, memory, fault.clone()),
+            true => LogWriter::on_thread(handle, memory, fault.clone()).unwrap(),
+            false => LogWriter::on_task(handle, memory, fault.clone()),
         };
-        disk.run_short(Some(Shortage::Space));
+        disk.run_short(Some(DiskShortage::Space));
         let append = |indexes| {
             let (waiter, written) = oneshot::channel();
-            let change = Change::Append(entries(1, indexes, 1));
-            let done = Done::Waiter(waiter);
-            (Op { change, done }, written)
+            let change = LogChange::Append(entries(1, indexes, 1));
+            let done = WriteCallback::Waiter(waiter);
+            (WriteOp { change, done }, written)
         };
         let (first, first_written) = append(0..1);
         writer.submit(first).await.unwrap();
@@ -237,7 +239,7 @@ async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
         let (second, second_written) = append(1..2);
         writer.submit(second).await.unwrap();
         assert!(second_written.await.unwrap().is_err());
-        assert_eq!(disk.open().contents().unwrap(), Contents::default());
+        assert_eq!(disk.open().contents().unwrap(), DiskContents::default());
         assert_eq!(fault.get(), None, "nothing is wrong with the disk");
         writer.finish().await;
         writer.close();
@@ -248,8 +250,8 @@ async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
 async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
     let folder = tempfile::tempdir().unwrap();
     let disk = MemoryDisk::new();
-    let append = Change::Append(entries(5, 0..3, 1));
-    let committed = |term| Change::Committed(log_id(term, 2));
+    let append = LogChange::Append(entries(5, 0..3, 1));
+    let committed = |term| LogChange::Committed(log_id(term, 2));
     let storage = Storage::Memory(disk.clone());
     disk.open().write(&[append, committed(3)]).unwrap();
     let mut log = open(&folder, &storage).unwrap();
@@ -261,20 +263,20 @@ async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
 
 #[test]
 fn an_entry_of_an_earlier_leader_stays_in_memory_until_it_is_written() {
-    let memory = Memory::new(&MemoryDisk::new().open(), Contents::default());
+    let memory = LogCache::new(&MemoryDisk::new().open(), DiskContents::default());
     let later = entries(5, 0..1, 1);
     memory.lock().push(later[0].clone());
-    memory.after(&[Change::Append(later)]);
+    memory.after(&[LogChange::Append(later)]);
     // Its leader was replaced by one that has an older entry there.
     let older = entries(3, 0..1, CACHE_BYTES_MAX);
     memory.lock().truncate(None);
     memory.lock().push(older[0].clone());
-    memory.after(&[Change::Truncate { from: 0 }]);
-    let Found::All(found) = memory.read(0..1, usize::MAX) else {
+    memory.after(&[LogChange::Truncate { from: 0 }]);
+    let EntryLocation::All(found) = memory.read(0..1, usize::MAX) else {
         panic!("not in memory before it is on disk")
     };
     assert!(found == older, "entries differ");
-    memory.after(&[Change::Append(older)]);
+    memory.after(&[LogChange::Append(older)]);
     assert!(memory.lock().cache.is_empty(), "too large to stay");
 }
 

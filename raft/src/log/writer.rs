@@ -17,8 +17,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task;
 use tokio_util::sync::CancellationToken;
 
-use super::disk::{Change, Disk, TimedDisk};
-use crate::fault::Fault;
+use super::disk::{Disk, LogChange, TimedDisk};
+use crate::fault::FatalError;
 use crate::files::is_shortage;
 use crate::planted::{self, Bug};
 use crate::types::Config;
@@ -34,7 +34,7 @@ const AGAIN_MAX: Duration = Duration::from_millis(500);
 const PANICKED: &str = "the log's writer panicked";
 
 /// Told when a change is durable.
-pub(crate) enum Done {
+pub(crate) enum WriteCallback {
     /// Nobody asked.
     Nobody,
     /// openraft's callback.
@@ -44,50 +44,50 @@ pub(crate) enum Done {
 }
 
 /// A change on its way to the disk.
-pub(crate) struct Op {
-    pub(crate) change: Change,
-    pub(crate) done: Done,
+pub(crate) struct WriteOp {
+    pub(crate) change: LogChange,
+    pub(crate) done: WriteCallback,
 }
 
 /// Called before a batch is written, to add to it, and after.
-pub(crate) trait Watch: Send + Sync + 'static {
+pub(crate) trait WriteObserver: Send + Sync + 'static {
     /// May append changes that ride along.
-    fn before(&self, changes: &mut Vec<Change>);
+    fn before(&self, changes: &mut Vec<LogChange>);
     /// The batch is durable.
-    fn after(&self, changes: &[Change]);
+    fn after(&self, changes: &[LogChange]);
 }
 
 /// Hands changes to the disk, in order.
-pub(crate) struct Writer {
-    ops: Mutex<Option<mpsc::Sender<Op>>>,
+pub(crate) struct LogWriter {
+    ops: Mutex<Option<mpsc::Sender<WriteOp>>>,
     /// Until it is waited for.
-    worker: Mutex<Option<Worker>>,
-    run: Arc<Run>,
+    worker: Mutex<Option<WriterTask>>,
+    run: Arc<WriterShared>,
 }
 
-enum Worker {
+enum WriterTask {
     Thread(thread::JoinHandle<()>),
     Task(task::JoinHandle<()>),
 }
 
-struct Run {
+struct WriterShared {
     disk: Arc<dyn Disk>,
-    watch: Arc<dyn Watch>,
-    fault: Fault,
+    watch: Arc<dyn WriteObserver>,
+    fault: FatalError,
     /// Why the disk takes nothing at present.
-    waiting: watch::Sender<Option<String>>,
+    waiting: watch::WatchSender<Option<String>>,
     /// The replica stops: room is waited for no more.
     stop: CancellationToken,
 }
 
-impl Writer {
+impl LogWriter {
     /// A writer with a thread of its own.
     pub(crate) fn on_thread(
         disk: Arc<dyn Disk>,
-        watch: Arc<dyn Watch>,
-        fault: Fault,
+        watch: Arc<dyn WriteObserver>,
+        fault: FatalError,
     ) -> io::Result<Self> {
-        let run = Arc::new(Run::new(disk, watch, fault));
+        let run = Arc::new(WriterShared::new(disk, watch, fault));
         let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
         let thread = thread::Builder::new().name("raft-log".into()).spawn({
             let run = run.clone();
@@ -99,12 +99,16 @@ impl Writer {
                 }
             }
         })?;
-        Ok(Self::new(ops, Worker::Thread(thread), run))
+        Ok(Self::new(ops, WriterTask::Thread(thread), run))
     }
 
     /// A writer with a task of its own, which waits as long as the disk takes.
-    pub(crate) fn on_task(disk: Arc<impl TimedDisk>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
-        let run = Arc::new(Run::new(disk.clone(), watch, fault));
+    pub(crate) fn on_task(
+        disk: Arc<impl TimedDisk>,
+        watch: Arc<dyn WriteObserver>,
+        fault: FatalError,
+    ) -> Self {
+        let run = Arc::new(WriterShared::new(disk.clone(), watch, fault));
         let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
         let task = tokio::spawn({
             let run = run.clone();
@@ -119,10 +123,10 @@ impl Writer {
                 }
             }
         });
-        Self::new(ops, Worker::Task(task), run)
+        Self::new(ops, WriterTask::Task(task), run)
     }
 
-    fn new(ops: mpsc::Sender<Op>, worker: Worker, run: Arc<Run>) -> Self {
+    fn new(ops: mpsc::Sender<WriteOp>, worker: WriterTask, run: Arc<WriterShared>) -> Self {
         Self {
             ops: Mutex::new(Some(ops)),
             worker: Mutex::new(Some(worker)),
@@ -134,7 +138,7 @@ impl Writer {
     ///
     /// # Errors
     /// When the log is closed or has failed; `done` is then told as well.
-    pub(crate) async fn submit(&self, op: Op) -> io::Result<()> {
+    pub(crate) async fn submit(&self, op: WriteOp) -> io::Result<()> {
         let ops = lock(&self.ops).clone();
         let closed = || io::Error::other("the log is closed");
         let Some(ops) = ops else {
@@ -148,14 +152,14 @@ impl Writer {
     }
 
     /// Why the disk takes nothing at present.
-    pub(crate) fn waiting(&self) -> watch::Receiver<Option<String>> {
+    pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.run.waiting.subscribe()
     }
 
     /// Gives up what waits for room on the disk, and everything after it.
     pub(crate) fn stop_waiting(&self) {
         self.run.stop.cancel();
-        if let Some(Worker::Thread(thread)) = &*lock(&self.worker) {
+        if let Some(WriterTask::Thread(thread)) = &*lock(&self.worker) {
             thread.thread().unpark();
         }
     }
@@ -167,7 +171,7 @@ impl Writer {
         let task = {
             let mut worker = lock(&self.worker);
             match worker.take() {
-                Some(Worker::Task(task)) => Some(task),
+                Some(WriterTask::Task(task)) => Some(task),
                 other => {
                     *worker = other;
                     None
@@ -186,7 +190,7 @@ impl Writer {
         self.stop_waiting();
         drop(lock(&self.ops).take());
         let worker = lock(&self.worker).take();
-        if let Some(Worker::Thread(thread)) = worker
+        if let Some(WriterTask::Thread(thread)) = worker
             && thread.join().is_err()
         {
             self.run.fault.set(PANICKED);
@@ -199,18 +203,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Run {
-    fn new(disk: Arc<dyn Disk>, watch: Arc<dyn Watch>, fault: Fault) -> Self {
+impl WriterShared {
+    fn new(disk: Arc<dyn Disk>, watch: Arc<dyn WriteObserver>, fault: FatalError) -> Self {
         Self {
             disk,
             watch,
             fault,
-            waiting: watch::Sender::new(None),
+            waiting: watch::WatchSender::new(None),
             stop: CancellationToken::new(),
         }
     }
 
-    fn write(&self, changes: &mut Vec<Change>) -> io::Result<()> {
+    fn write(&self, changes: &mut Vec<LogChange>) -> io::Result<()> {
         self.refuse_if_failed()?;
         let mut wait = AGAIN_FIRST;
         while !self.has_room_for(changes)? {
@@ -228,7 +232,7 @@ impl Run {
     async fn write_slowly(
         &self,
         disk: &impl TimedDisk,
-        changes: &mut Vec<Change>,
+        changes: &mut Vec<LogChange>,
     ) -> io::Result<()> {
         self.refuse_if_failed()?;
         let mut wait = AGAIN_FIRST;
@@ -260,7 +264,7 @@ impl Run {
 
     /// Whether a batch can be begun. What was given up once leaves a gap that nothing may follow:
     /// after the first refusal at a stop everything is refused.
-    fn has_room_for(&self, changes: &[Change]) -> io::Result<bool> {
+    fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {
             true => Err(io::Error::other("stopped while the log waited for room")),
@@ -289,7 +293,7 @@ impl Run {
         result.inspect_err(|error| self.fault.set(format!("log: {error}")))
     }
 
-    fn answer(&self, result: &io::Result<()>, done: Vec<Done>) {
+    fn answer(&self, result: &io::Result<()>, done: Vec<WriteCallback>) {
         for done in done {
             // An `io::Error` cannot be cloned.
             done.tell(
@@ -302,7 +306,7 @@ impl Run {
     }
 }
 
-impl Done {
+impl WriteCallback {
     fn tell(self, result: io::Result<()>) {
         match self {
             Self::Nobody => {}
@@ -316,7 +320,10 @@ impl Done {
 }
 
 /// What waits, up to a batch.
-fn gather(first: Op, queue: &mut mpsc::Receiver<Op>) -> (Vec<Change>, Vec<Done>) {
+fn gather(
+    first: WriteOp,
+    queue: &mut mpsc::Receiver<WriteOp>,
+) -> (Vec<LogChange>, Vec<WriteCallback>) {
     let mut bytes = first.change.weight();
     let (mut changes, mut done) = (vec![first.change], vec![first.done]);
     while bytes < BATCH_BYTES_MAX

@@ -8,8 +8,8 @@ use std::io::{self, Cursor, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{MemoryHandle, Shortage, Step};
-use crate::files::{Files, Lock, NewFile, in_use};
+use super::{DiskShortage, DiskStep, MemoryHandle};
+use crate::files::{Files, NewFile, StoreLock, in_use};
 
 /// What files there are. A file has a number of its own, whatever it is called.
 #[derive(Clone, Default)]
@@ -87,21 +87,21 @@ impl MemoryHandle {
         self.with(|state| {
             state.refuse_if_failed()?;
             if matches!(step, FileStep::Create { .. } | FileStep::Write { .. }) {
-                state.refuse_if_short(Shortage::Space)?;
+                state.refuse_if_short(DiskShortage::Space)?;
             }
-            state.take(Step::File(step));
+            state.take(DiskStep::File(step));
             Ok(())
         })
     }
 
     fn refuse_to_open(&self) -> io::Result<()> {
-        self.with(|state| state.refuse_if_short(Shortage::Descriptors))
+        self.with(|state| state.refuse_if_short(DiskShortage::Descriptors))
     }
 
     fn sync_files(&self, is_synced: impl Fn(&FileStep) -> bool) -> io::Result<()> {
         self.with(|state| {
             state.refuse_if_failed()?;
-            state.sync(|step| matches!(step, Step::File(step) if is_synced(step)));
+            state.sync(|step| matches!(step, DiskStep::File(step) if is_synced(step)));
             Ok(())
         })
     }
@@ -167,12 +167,12 @@ impl Files for MemoryHandle {
         self.change(FileStep::Remove { path })
     }
 
-    fn lock(&self, _path: &Path) -> io::Result<Lock> {
+    fn lock(&self, _path: &Path) -> io::Result<StoreLock> {
         self.with(|state| {
             if std::mem::replace(&mut state.is_locked, true) {
                 return Err(in_use());
             }
-            Ok(Lock::new(Held(self.clone())))
+            Ok(StoreLock::new(DiskHold(self.clone())))
         })
     }
 }
@@ -203,9 +203,9 @@ impl NewFile for MemoryFile {
 }
 
 /// The disk, taken by one replica.
-struct Held(MemoryHandle);
+struct DiskHold(MemoryHandle);
 
-impl Drop for Held {
+impl Drop for DiskHold {
     fn drop(&mut self) {
         // After a crash it is somebody else's.
         let freed = self.0.with(|state| {

@@ -5,24 +5,24 @@ use std::io;
 use std::ops::Range;
 use std::time::Duration;
 
-use super::{MemoryHandle, Shortage, Step};
-use crate::log::disk::{Change, Contents, Disk, TimedDisk};
+use super::{DiskShortage, DiskStep, MemoryHandle};
+use crate::log::disk::{Disk, DiskContents, LogChange, TimedDisk};
 use crate::log::weight;
 use crate::types::Entry;
 
 /// What a log holds.
 #[derive(Clone, Default)]
 pub(super) struct LogImage {
-    pub(super) contents: Contents,
+    pub(super) contents: DiskContents,
     entries: BTreeMap<u64, Entry>,
 }
 
 impl LogImage {
-    pub(super) fn apply(&mut self, change: &Change) {
+    pub(super) fn apply(&mut self, change: &LogChange) {
         match change {
-            Change::Vote(vote) => self.contents.vote = Some(*vote),
-            Change::Committed(committed) => self.contents.committed = Some(*committed),
-            Change::Append(entries) => {
+            LogChange::Vote(vote) => self.contents.vote = Some(*vote),
+            LogChange::Committed(committed) => self.contents.committed = Some(*committed),
+            LogChange::Append(entries) => {
                 for entry in entries {
                     self.entries.insert(entry.log_id.index, entry.clone());
                 }
@@ -30,12 +30,12 @@ impl LogImage {
                 let last = self.entries.values().next_back().map(|entry| entry.log_id);
                 self.contents.last = last.or(self.contents.last);
             }
-            Change::Truncate { from } => {
+            LogChange::Truncate { from } => {
                 drop(self.entries.split_off(from));
                 let last = self.entries.values().next_back().map(|entry| entry.log_id);
                 self.contents.last = last.or(self.contents.purged);
             }
-            Change::Purge { upto } => {
+            LogChange::Purge { upto } => {
                 self.entries = self.entries.split_off(&(upto.index + 1));
                 self.contents.purged = Some(*upto);
                 self.contents.last = self.contents.last.max(Some(*upto));
@@ -59,17 +59,17 @@ impl LogImage {
 
 impl MemoryHandle {
     /// What the log holds.
-    pub(crate) fn contents(&self) -> io::Result<Contents> {
+    pub(crate) fn contents(&self) -> io::Result<DiskContents> {
         self.with(|state| Ok(state.seen.log.contents))
     }
 }
 
 impl Disk for MemoryHandle {
-    fn room_for(&self, _changes: &[Change]) -> io::Result<()> {
-        self.with(|state| state.refuse_if_short(Shortage::Space))
+    fn room_for(&self, _changes: &[LogChange]) -> io::Result<()> {
+        self.with(|state| state.refuse_if_short(DiskShortage::Space))
     }
 
-    fn write(&self, changes: &[Change]) -> io::Result<()> {
+    fn write(&self, changes: &[LogChange]) -> io::Result<()> {
         self.write_unsynced(changes)?;
         self.sync()
     }
@@ -82,21 +82,21 @@ impl Disk for MemoryHandle {
 }
 
 impl TimedDisk for MemoryHandle {
-    fn write_unsynced(&self, changes: &[Change]) -> io::Result<()> {
+    fn write_unsynced(&self, changes: &[LogChange]) -> io::Result<()> {
         self.with(|state| {
             state.refuse_if_failed()?;
             for change in changes {
                 match change {
                     // A write is torn between two entries, too.
-                    Change::Append(entries) => {
+                    LogChange::Append(entries) => {
                         for entry in entries {
-                            state.take(Step::Log(Change::Append(vec![entry.clone()])));
+                            state.take(DiskStep::Log(LogChange::Append(vec![entry.clone()])));
                         }
                     }
-                    Change::Vote(_)
-                    | Change::Committed(_)
-                    | Change::Truncate { .. }
-                    | Change::Purge { .. } => state.take(Step::Log(change.clone())),
+                    LogChange::Vote(_)
+                    | LogChange::Committed(_)
+                    | LogChange::Truncate { .. }
+                    | LogChange::Purge { .. } => state.take(DiskStep::Log(change.clone())),
                 }
             }
             Ok(())
@@ -115,7 +115,7 @@ impl TimedDisk for MemoryHandle {
     fn sync(&self) -> io::Result<()> {
         self.with(|state| {
             state.refuse_if_failed()?;
-            state.sync(|step| matches!(step, Step::Log(_)));
+            state.sync(|step| matches!(step, DiskStep::Log(_)));
             Ok(())
         })
     }

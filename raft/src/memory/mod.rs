@@ -17,16 +17,16 @@ use std::time::Duration;
 
 use self::files::{FileImage, FileStep};
 use self::log::LogImage;
-use crate::log::disk::Change;
+use crate::log::disk::LogChange;
 
 /// A disk in memory. Clones are the same disk: a replica that is started again with it finds what
 /// the one before has left.
 #[derive(Clone, Default)]
-pub struct MemoryDisk(Arc<Mutex<State>>);
+pub struct MemoryDisk(Arc<Mutex<DiskState>>);
 
 /// What a disk runs short of for a while. Nothing is begun meanwhile that needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shortage {
+pub enum DiskShortage {
     /// The process has no descriptors left: no file or folder can be opened.
     Descriptors,
     /// The disk is full: nothing can be written.
@@ -41,17 +41,17 @@ pub(crate) struct MemoryHandle {
 }
 
 #[derive(Default)]
-struct State {
+struct DiskState {
     /// What is read.
-    seen: Image,
+    seen: DiskImage,
     /// What a crash leaves for sure.
-    durable: Image,
+    durable: DiskImage,
     /// What leads from `durable` to `seen`, in the order in which it was written.
-    unsynced: VecDeque<Step>,
+    unsynced: VecDeque<DiskStep>,
     /// How long the log's next sync takes; at once if `None`.
     sync_time: Option<Box<dyn FnMut() -> Duration + Send>>,
     failure: Option<String>,
-    shortage: Option<Shortage>,
+    shortage: Option<DiskShortage>,
     /// Counts crashes: who opened the disk before the last one has lost it.
     era: u64,
     is_locked: bool,
@@ -59,14 +59,14 @@ struct State {
 }
 
 #[derive(Clone, Default)]
-struct Image {
+struct DiskImage {
     log: LogImage,
     files: FileImage,
 }
 
 /// One change that is made durable or not, never in part.
-enum Step {
-    Log(Change),
+enum DiskStep {
+    Log(LogChange),
     File(FileStep),
 }
 
@@ -92,7 +92,7 @@ impl MemoryDisk {
     }
 
     /// Has it run short of something; `None` ends that.
-    pub fn run_short(&self, of: Option<Shortage>) {
+    pub fn run_short(&self, of: Option<DiskShortage>) {
         self.lock().shortage = of;
     }
 
@@ -114,7 +114,7 @@ impl MemoryDisk {
     /// The disk for one start of a replica: a process of its own, with descriptors.
     pub(crate) fn open(&self) -> MemoryHandle {
         let mut state = self.lock();
-        if state.shortage == Some(Shortage::Descriptors) {
+        if state.shortage == Some(DiskShortage::Descriptors) {
             state.shortage = None;
         }
         MemoryHandle {
@@ -123,7 +123,7 @@ impl MemoryDisk {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DiskState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -135,7 +135,7 @@ impl fmt::Debug for MemoryDisk {
 }
 
 impl MemoryHandle {
-    fn with<T>(&self, work: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
+    fn with<T>(&self, work: impl FnOnce(&mut DiskState) -> io::Result<T>) -> io::Result<T> {
         let mut state = self.disk.lock();
         if state.era != self.era {
             return Err(io::Error::other("the disk was cut off"));
@@ -150,7 +150,7 @@ impl fmt::Debug for MemoryHandle {
     }
 }
 
-impl State {
+impl DiskState {
     fn refuse_if_failed(&self) -> io::Result<()> {
         match &self.failure {
             Some(what) => Err(io::Error::other(what.clone())),
@@ -158,23 +158,23 @@ impl State {
         }
     }
 
-    fn refuse_if_short(&self, of: Shortage) -> io::Result<()> {
+    fn refuse_if_short(&self, of: DiskShortage) -> io::Result<()> {
         if self.shortage != Some(of) {
             return Ok(());
         }
         let errno = match of {
-            Shortage::Descriptors => rustix::io::Errno::MFILE,
-            Shortage::Space => rustix::io::Errno::NOSPC,
+            DiskShortage::Descriptors => rustix::io::Errno::MFILE,
+            DiskShortage::Space => rustix::io::Errno::NOSPC,
         };
         Err(errno.into())
     }
 
-    fn take(&mut self, step: Step) {
+    fn take(&mut self, step: DiskStep) {
         self.seen.apply(&step);
         self.unsynced.push_back(step);
     }
 
-    fn sync(&mut self, is_synced: impl Fn(&Step) -> bool) {
+    fn sync(&mut self, is_synced: impl Fn(&DiskStep) -> bool) {
         for step in std::mem::take(&mut self.unsynced) {
             if is_synced(&step) {
                 self.durable.apply(&step);
@@ -185,11 +185,11 @@ impl State {
     }
 }
 
-impl Image {
-    fn apply(&mut self, step: &Step) {
+impl DiskImage {
+    fn apply(&mut self, step: &DiskStep) {
         match step {
-            Step::Log(change) => self.log.apply(change),
-            Step::File(step) => self.files.apply(step),
+            DiskStep::Log(change) => self.log.apply(change),
+            DiskStep::File(step) => self.files.apply(step),
         }
     }
 }

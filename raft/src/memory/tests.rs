@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::files::Files;
-use crate::log::disk::{Contents, Disk, TimedDisk};
+use crate::log::disk::{Disk, DiskContents, TimedDisk};
 use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
 
 fn entry(index: u64) -> Entry {
@@ -33,14 +33,14 @@ fn a_crash_keeps_what_was_synced_and_a_prefix_of_the_rest() {
         let disk = MemoryDisk::new();
         let handle = disk.open();
         handle
-            .write(&[Change::Append(vec![entry(0), entry(1)])])
+            .write(&[LogChange::Append(vec![entry(0), entry(1)])])
             .unwrap();
         let vote = Vote::new(2, 1);
         let entries = vec![entry(2), entry(3)];
         let changes = [
-            Change::Append(entries),
-            Change::Vote(vote),
-            Change::Truncate { from: 3 },
+            LogChange::Append(entries),
+            LogChange::Vote(vote),
+            LogChange::Truncate { from: 3 },
         ];
         handle.write_unsynced(&changes).unwrap();
         disk.crash(|unsynced| {
@@ -49,10 +49,10 @@ fn a_crash_keeps_what_was_synced_and_a_prefix_of_the_rest() {
         });
         let contents = disk.open().contents().unwrap();
         let last = [1, 2, 3, 3, 2][kept];
-        let expected = Contents {
+        let expected = DiskContents {
             vote: (kept >= 3).then_some(vote),
             last: Some(entry(last).log_id),
-            ..Contents::default()
+            ..DiskContents::default()
         };
         assert_eq!(contents, expected, "{kept} kept");
         let read = disk.open().read(0..9, usize::MAX).unwrap();
@@ -70,13 +70,13 @@ fn a_replica_from_before_a_crash_changes_nothing() {
     assert!(disk.open().lock(path).is_err(), "one replica at a time");
     let mut file = before.create(Path::new("/data/a")).unwrap();
     disk.crash(|unsynced| unsynced);
-    assert!(before.write(&[Change::Vote(Vote::new(1, 1))]).is_err());
+    assert!(before.write(&[LogChange::Vote(Vote::new(1, 1))]).is_err());
     assert!(before.sync().is_err());
     assert!(before.read(0..1, 1).is_err());
     assert!(file.write(b"late").is_err());
     let after = disk.open();
     assert_eq!(content(&after, "/data/a").unwrap(), b"");
-    assert_eq!(after.contents().unwrap(), Contents::default());
+    assert_eq!(after.contents().unwrap(), DiskContents::default());
     let held = after.lock(path).unwrap();
     drop(lock);
     assert!(
@@ -123,11 +123,11 @@ fn a_disk_that_runs_short_begins_nothing_and_goes_on_later() {
     let handle = disk.open();
     let path = Path::new("/data/a");
     let mut open_file = handle.create(path).unwrap();
-    disk.run_short(Some(Shortage::Space));
+    disk.run_short(Some(DiskShortage::Space));
     assert!(handle.room_for(&[]).is_err());
     assert!(open_file.write(b"more").is_err());
     assert_eq!(content(&handle, "/data/a").unwrap(), b"");
-    disk.run_short(Some(Shortage::Descriptors));
+    disk.run_short(Some(DiskShortage::Descriptors));
     handle.room_for(&[]).unwrap();
     open_file.write_all(b"1").unwrap();
     assert!(handle.create(Path::new("/data/b")).is_err());
@@ -142,10 +142,10 @@ fn a_broken_disk_takes_nothing_until_it_is_repaired() {
     let disk = MemoryDisk::new();
     let handle = disk.open();
     disk.fail(Some("disk full".to_owned()));
-    let change = [Change::Vote(Vote::new(1, 1))];
+    let change = [LogChange::Vote(Vote::new(1, 1))];
     assert!(handle.write(&change).is_err());
     assert!(handle.create(Path::new("/data/a")).is_err());
-    assert_eq!(handle.contents().unwrap(), Contents::default());
+    assert_eq!(handle.contents().unwrap(), DiskContents::default());
     disk.fail(None);
     handle.write(&change).unwrap();
     assert_eq!(handle.contents().unwrap().vote, Some(Vote::new(1, 1)));

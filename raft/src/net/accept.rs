@@ -19,34 +19,34 @@ use tokio::time::timeout;
 use tonic::transport::server::Connected;
 use tower::{Service, ServiceExt, service_fn};
 
-use super::door::{FIRST_WORDS_TIMEOUT, Incoming};
-use super::guard::Sender;
-use super::sealed::Sealed;
-use super::secret::{HAS_NONE, MAGIC, PeerSecret, Refusal};
+use super::door::{FIRST_WORDS_TIMEOUT, PendingConnection};
+use super::guard::PeerSender;
+use super::sealed::EncryptedStream;
+use super::secret::{HAS_NONE, HandshakeError, MAGIC, PeerSecret};
 use super::transport::PeerService;
-use crate::seldom::Seldom;
+use crate::seldom::LogThrottle;
 
 /// What HTTP/2 begins with, as far as it is looked at.
 const HTTP2: &[u8; 8] = b"PRI * HT";
 const LACKS_SECRET: &str = "this cluster has a secret, and the caller no cluster.secret_file";
 
 /// A connection, and whose it is.
-pub(super) struct Connection<S> {
-    stream: Stream<S>,
-    sender: Sender,
+pub(super) struct PeerConnection<S> {
+    stream: PeerStream<S>,
+    sender: PeerSender,
 }
 
-enum Stream<S> {
+enum PeerStream<S> {
     /// What was looked at is yet to be read.
     Plain {
         stream: S,
         looked: [u8; 8],
         read: usize,
     },
-    Sealed(Box<Sealed<S>>),
+    Sealed(Box<EncryptedStream<S>>),
 }
 
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream<S> {
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> PeerStream<S> {
     fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Send + Unpin)> {
         match self {
             Self::Plain { stream, .. } => Pin::new(stream),
@@ -57,11 +57,11 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream<S> {
 
 /// Greets the connections that come in and hands them to `accepted`, until that is closed.
 pub(super) async fn accept(
-    incoming: impl futures_util::Stream<Item = io::Result<Incoming>>,
+    incoming: impl futures_util::Stream<Item = io::Result<PendingConnection>>,
     secret: Option<Arc<PeerSecret>>,
-    accepted: mpsc::Sender<io::Result<Connection<Incoming>>>,
+    accepted: mpsc::Sender<io::Result<PeerConnection<PendingConnection>>>,
 ) {
-    let refusals = Arc::new(Seldom::default());
+    let refusals = Arc::new(LogThrottle::default());
     // Aborted together when this ends.
     let mut greetings = JoinSet::new();
     let mut incoming = pin!(incoming);
@@ -81,14 +81,14 @@ pub(super) async fn accept(
     }
 }
 
-fn silent() -> Refusal {
-    Refusal::Io(io::ErrorKind::TimedOut.into())
+fn silent() -> HandshakeError {
+    HandshakeError::Io(io::ErrorKind::TimedOut.into())
 }
 
 /// Says why there is no connection where a config is to blame, and not too often.
-pub(super) fn say(refusals: &Seldom, peer: &str, why: &Refusal) {
+pub(super) fn say(refusals: &LogThrottle, peer: &str, why: &HandshakeError) {
     // Whoever looks whether the port is open ends at once.
-    if !matches!(why, Refusal::Io(_)) && refusals.may_say() {
+    if !matches!(why, HandshakeError::Io(_)) && refusals.may_say() {
         tracing::warn!(peer, %why, "could not connect to peer");
     }
 }
@@ -97,69 +97,69 @@ pub(super) fn say(refusals: &Seldom, peer: &str, why: &Refusal) {
 pub(super) async fn dial(
     address: &str,
     secret: &PeerSecret,
-) -> Result<Connection<TcpStream>, Refusal> {
+) -> Result<PeerConnection<TcpStream>, HandshakeError> {
     let connect = async || {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
-        Ok::<_, Refusal>(stream)
+        Ok::<_, HandshakeError>(stream)
     };
     let stream = match secret.connect(connect().await?).await {
-        Ok(sealed) => Stream::Sealed(Box::new(sealed)),
+        Ok(sealed) => PeerStream::Sealed(Box::new(sealed)),
         // It took the handshake for bad HTTP/2 and closed.
-        Err(Refusal::HasNone) if secret.is_optional => Stream::Plain {
+        Err(HandshakeError::HasNone) if secret.is_optional => PeerStream::Plain {
             stream: connect().await?,
             looked: [0; 8],
             read: 8,
         },
         Err(why) => return Err(why),
     };
-    let sender = Sender::default();
-    Ok(Connection { stream, sender })
+    let sender = PeerSender::default();
+    Ok(PeerConnection { stream, sender })
 }
 
 /// Finds out what a connection speaks and whose it is.
 async fn greet(
-    mut stream: Incoming,
+    mut stream: PendingConnection,
     secret: Option<&PeerSecret>,
-) -> Result<Connection<Incoming>, Refusal> {
+) -> Result<PeerConnection<PendingConnection>, HandshakeError> {
     let mut looked = [0; 8];
     stream.read_exact(&mut looked).await?;
     match (looked == *MAGIC, secret) {
         (true, Some(secret)) => {
             let (sealed, from) = secret.accept(stream).await?;
-            Ok(Connection {
-                stream: Stream::Sealed(Box::new(sealed)),
-                sender: Sender::proven(from),
+            Ok(PeerConnection {
+                stream: PeerStream::Sealed(Box::new(sealed)),
+                sender: PeerSender::proven(from),
             })
         }
         (true, None) => {
             stream.write_all(&[HAS_NONE]).await?;
-            Err(Refusal::WeHaveNone)
+            Err(HandshakeError::WeHaveNone)
         }
-        (false, _) if looked != *HTTP2 => Err(Refusal::Malformed),
+        (false, _) if looked != *HTTP2 => Err(HandshakeError::Malformed),
         (false, secret) => {
             let sender = match secret {
-                Some(secret) if !secret.is_optional => Sender::without_secret(),
-                Some(_) | None => Sender::default(),
+                Some(secret) if !secret.is_optional => PeerSender::without_secret(),
+                Some(_) | None => PeerSender::default(),
             };
-            let stream = Stream::Plain {
+            let stream = PeerStream::Plain {
                 stream,
                 looked,
                 read: 0,
             };
-            Ok(Connection { stream, sender })
+            Ok(PeerConnection { stream, sender })
         }
     }
 }
 
 /// `service`, but for callers that lack the secret.
 pub(super) fn for_proven(service: PeerService) -> PeerService {
-    let refusals = Arc::new(Seldom::default());
+    let refusals = Arc::new(LogThrottle::default());
     PeerService::new(service_fn(move |request: super::PeerRequest| {
         let lacks = request
             .extensions()
-            .get::<Sender>()
-            .is_some_and(Sender::lacks_secret);
+            .get::<PeerSender>()
+            .is_some_and(PeerSender::lacks_secret);
         let mut service = service.clone();
         let answered: BoxFuture<'static, _> = if lacks {
             if refusals.may_say() {
@@ -174,34 +174,34 @@ pub(super) fn for_proven(service: PeerService) -> PeerService {
     }))
 }
 
-impl<S> Connected for Connection<S> {
-    type ConnectInfo = Sender;
+impl<S> Connected for PeerConnection<S> {
+    type ConnectInfo = PeerSender;
 
-    fn connect_info(&self) -> Sender {
+    fn connect_info(&self) -> PeerSender {
         self.sender.clone()
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncRead for Connection<S> {
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncRead for PeerConnection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         match &mut self.stream {
-            Stream::Plain { looked, read, .. } if *read < looked.len() => {
+            PeerStream::Plain { looked, read, .. } if *read < looked.len() => {
                 let taken = buffer.remaining().min(looked.len() - *read);
                 buffer.put_slice(&looked[*read..*read + taken]);
                 *read += taken;
                 Poll::Ready(Ok(()))
             }
-            Stream::Plain { stream, .. } => Pin::new(stream).poll_read(cx, buffer),
-            Stream::Sealed(sealed) => Pin::new(&mut **sealed).poll_read(cx, buffer),
+            PeerStream::Plain { stream, .. } => Pin::new(stream).poll_read(cx, buffer),
+            PeerStream::Sealed(sealed) => Pin::new(&mut **sealed).poll_read(cx, buffer),
         }
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncWrite for Connection<S> {
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncWrite for PeerConnection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -220,8 +220,8 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncWrite for Connection<S> {
 
     fn is_write_vectored(&self) -> bool {
         match &self.stream {
-            Stream::Plain { stream, .. } => stream.is_write_vectored(),
-            Stream::Sealed(_) => false,
+            PeerStream::Plain { stream, .. } => stream.is_write_vectored(),
+            PeerStream::Sealed(_) => false,
         }
     }
 

@@ -21,16 +21,16 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::SNAPSHOT_TIMEOUT;
 use super::guard;
 use super::hearing::Told;
-use super::link::{CallError, Lane, Links, Peer};
+use super::link::{CallError, LinkLane, Peer, PeerLinks};
 use super::parts::{self, PartReader};
-use crate::blocking::Blocking;
+use crate::blocking::BlockingMode;
 use crate::patience::patient;
 use crate::snapshot::SnapshotFile;
 use crate::types::{Config, LeaderId, Node, Vote};
 use crate::watch;
 use crate::wire::proto;
 
-type Snapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
+type ReceivedSnapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
 
 /// An append waits for the peer's disk, and so does a vote; a peer that is slower than that is as good as
 /// gone.
@@ -39,10 +39,10 @@ const DISK_TIMEOUT: Duration = Duration::from_secs(2);
 /// Makes the clients of Raft.
 #[derive(Clone)]
 pub(crate) struct Network {
-    links: Arc<Links>,
+    links: Arc<PeerLinks>,
     /// Whether this replica hears a quorum, told to followers along with appends.
-    has_quorum: watch::Receiver<bool>,
-    blocking: Blocking,
+    has_quorum: watch::WatchReceiver<bool>,
+    blocking: BlockingMode,
 }
 
 /// Raft's client of one peer.
@@ -53,9 +53,9 @@ pub(crate) struct Client {
 
 impl Network {
     pub(crate) fn new(
-        links: Arc<Links>,
-        has_quorum: watch::Receiver<bool>,
-        blocking: Blocking,
+        links: Arc<PeerLinks>,
+        has_quorum: watch::WatchReceiver<bool>,
+        blocking: BlockingMode,
     ) -> Self {
         Self {
             links,
@@ -100,7 +100,7 @@ impl Client {
             leadership_transfer: rpc.leadership_transfer,
             pre_vote,
         };
-        let call = peer.call(Lane::Raft, limit, |mut client| async move {
+        let call = peer.call(LinkLane::Raft, limit, |mut client| async move {
             client.vote(request).await
         });
         let answer = call.await.map_err(|error| rpc_error(&error))?;
@@ -130,7 +130,7 @@ impl RaftNetworkV2<Config> for Client {
             committed: rpc.leader_commit.map(Into::into),
             has_quorum: *self.network.has_quorum.borrow(),
         };
-        let call = peer.call(Lane::Raft, DISK_TIMEOUT, |mut client| async move {
+        let call = peer.call(LinkLane::Raft, DISK_TIMEOUT, |mut client| async move {
             client.append(request).await
         });
         let answer = call.await.map_err(|error| rpc_error(&error))?;
@@ -171,7 +171,7 @@ impl RaftNetworkV2<Config> for Client {
     async fn full_snapshot(
         &mut self,
         vote: Vote,
-        snapshot: Snapshot,
+        snapshot: ReceivedSnapshot,
         cancel: impl Future<Output = ReplicationClosed> + Send + 'static,
         _option: RPCOption,
     ) -> Result<SnapshotResponse<Config>, StreamingError<Config>> {
@@ -193,7 +193,7 @@ impl RaftNetworkV2<Config> for Client {
             );
             reader.send(&parts, |part| part, blocking).await
         });
-        let call = peer.call(Lane::Bulk, SNAPSHOT_TIMEOUT, |mut client| async move {
+        let call = peer.call(LinkLane::Bulk, SNAPSHOT_TIMEOUT, |mut client| async move {
             client.install_snapshot(ReceiverStream::new(stream)).await
         });
         let answer = match select(Box::pin(call), Box::pin(cancel)).await {
@@ -229,7 +229,7 @@ impl RaftNetworkV2<Config> for Client {
             to: *rpc.to_node_id(),
             last: rpc.last_log_id().copied().map(Into::into),
         };
-        let call = peer.call(Lane::Raft, option.soft_ttl(), |mut client| async move {
+        let call = peer.call(LinkLane::Raft, option.soft_ttl(), |mut client| async move {
             client.transfer_leader(request).await
         });
         let answer = call.await.map_err(|error| rpc_error(&error))?;

@@ -28,12 +28,12 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The connections that come in at `listener`.
 pub(super) fn incoming(
     listener: TcpListener,
-) -> impl Stream<Item = io::Result<Incoming>> + Send + 'static {
+) -> impl Stream<Item = io::Result<PendingConnection>> + Send + 'static {
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     futures_util::stream::unfold((listener, places), |(listener, places)| async move {
         let place = Arc::clone(&places).acquire_owned().await.ok()?;
         let stream = accept(&listener).await;
-        let incoming = Incoming {
+        let incoming = PendingConnection {
             stream,
             until: Some(Box::pin(tokio::time::sleep(FIRST_WORDS_TIMEOUT))),
             read: 0,
@@ -60,7 +60,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
 }
 
 /// A connection in its place.
-pub(super) struct Incoming {
+pub(super) struct PendingConnection {
     stream: TcpStream,
     /// When it is given up; `None` once enough was said.
     until: Option<Pin<Box<Sleep>>>,
@@ -69,14 +69,14 @@ pub(super) struct Incoming {
     _place: OwnedSemaphorePermit,
 }
 
-impl Incoming {
+impl PendingConnection {
     /// Where it comes from.
     pub(super) fn peer(&self) -> Option<SocketAddr> {
         self.stream.peer_addr().ok()
     }
 }
 
-impl AsyncRead for Incoming {
+impl AsyncRead for PendingConnection {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -100,7 +100,7 @@ impl AsyncRead for Incoming {
     }
 }
 
-impl AsyncWrite for Incoming {
+impl AsyncWrite for PendingConnection {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,

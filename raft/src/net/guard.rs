@@ -16,9 +16,9 @@ use openraft::async_runtime::WatchReceiver;
 use tonic::Status;
 
 use crate::files::is_shortage;
-use crate::replica::Inner;
+use crate::replica::ReplicaInner;
 use crate::types::{self, LogId, Node, Vote};
-use crate::wire::{self, Malformed, proto};
+use crate::wire::{self, MalformedMessageError, proto};
 
 /// How far ahead of this replica's a term may be: more elections than a replica can miss, and few
 /// enough that no number of calls reaches the last term.
@@ -32,12 +32,12 @@ pub(crate) const SHOWS_STORE: &str = "peer";
 
 /// Whom a connection belongs to: the first id named on it, or the one its handshake has proven.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Sender {
+pub(crate) struct PeerSender {
     id: Arc<OnceLock<u64>>,
     lacks_secret: bool,
 }
 
-impl Sender {
+impl PeerSender {
     /// Of a connection whose handshake has proven its id.
     pub(super) fn proven(id: u64) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl Sender {
 
 /// What a call is for, as far as it matters who makes it.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Purpose {
+pub(super) enum CallPurpose {
     /// To lead under this vote.
     Lead(Vote),
     /// To be elected with this vote.
@@ -82,15 +82,15 @@ pub(super) enum Purpose {
     Member,
 }
 
-impl Inner {
+impl ReplicaInner {
     /// Whether a call is meant for this replica and comes from who may make it; answers who.
     pub(super) fn admit(
         &self,
-        sender: Option<&Sender>,
+        sender: Option<&PeerSender>,
         header: Option<&proto::Header>,
-        purpose: Purpose,
+        purpose: CallPurpose,
     ) -> Result<u64, Status> {
-        let header = header.ok_or(Malformed("no header"))?;
+        let header = header.ok_or(MalformedMessageError("no header"))?;
         let admitted = self.check(sender, header, purpose);
         if let Err(refused) = &admitted {
             self.tell_refused(header.from, refused.message());
@@ -100,7 +100,7 @@ impl Inner {
 
     fn tell_refused(&self, from: u64, why: &str) {
         let metrics = self.raft.metrics();
-        let is_forming = Seen(&metrics.borrow_watched()).is_new();
+        let is_forming = RaftView(&metrics.borrow_watched()).is_new();
         if is_forming || self.cancel.is_cancelled() {
             // Others know a moment earlier that a cluster forms, and later that this replica stops.
             tracing::debug!(from, why, "call of a peer refused");
@@ -111,9 +111,9 @@ impl Inner {
 
     fn check(
         &self,
-        sender: Option<&Sender>,
+        sender: Option<&PeerSender>,
         header: &proto::Header,
-        purpose: Purpose,
+        purpose: CallPurpose,
     ) -> Result<u64, Status> {
         let (identity, from) = (&self.links.identity, header.from);
         if self.cancel.is_cancelled() {
@@ -129,8 +129,8 @@ impl Inner {
             return Err(refused(format!("replica {from} cannot call this one")));
         }
         let cluster = wire::join_optional(header.cluster_high, header.cluster_low);
-        let cluster = cluster.ok_or(Malformed("no cluster"))?;
-        let enters = matches!(purpose, Purpose::Lead(_));
+        let cluster = cluster.ok_or(MalformedMessageError("no cluster"))?;
+        let enters = matches!(purpose, CallPurpose::Lead(_));
         if !identity.cluster().map_or(enters, |ours| ours == cluster) {
             return Err(refused("meant for another cluster"));
         }
@@ -153,20 +153,21 @@ impl Inner {
         Status::aborted(format!("replica stopped: {error}"))
     }
 
-    fn check_sender(&self, header: &proto::Header, purpose: Purpose) -> Result<(), Status> {
+    fn check_sender(&self, header: &proto::Header, purpose: CallPurpose) -> Result<(), Status> {
         let from = header.from;
         // Before Raft's metrics are looked at, lest one lock is taken under the other.
         let hears_other = self.hears_other(from);
         self.seen(|seen| {
             match (seen.node(from), purpose) {
                 (Some(node), _) => check_store(from, node, header.from_store)?,
-                (None, Purpose::Lead(_) | Purpose::Elect(_)) if seen.is_new() || !hears_other => {}
+                (None, CallPurpose::Lead(_) | CallPurpose::Elect(_))
+                    if seen.is_new() || !hears_other => {}
                 (None, _) => return Err(refused(format!("replica {from} is no member"))),
             }
             match purpose {
-                Purpose::Lead(vote) => check_vote(from, vote, true, seen),
-                Purpose::Elect(vote) => check_vote(from, vote, false, seen),
-                Purpose::Member => Ok(()),
+                CallPurpose::Lead(vote) => check_vote(from, vote, true, seen),
+                CallPurpose::Elect(vote) => check_vote(from, vote, false, seen),
+                CallPurpose::Member => Ok(()),
             }
         })
     }
@@ -177,10 +178,10 @@ impl Inner {
     }
 
     /// Looks at what Raft knew a moment ago.
-    pub(crate) fn seen<T>(&self, look: impl FnOnce(Seen<'_>) -> T) -> T {
+    pub(crate) fn seen<T>(&self, look: impl FnOnce(RaftView<'_>) -> T) -> T {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
-        look(Seen(&metrics))
+        look(RaftView(&metrics))
     }
 
     /// Whether a leader other than `from` is heard, or is this replica, and has a quorum.
@@ -193,9 +194,9 @@ impl Inner {
 
 /// What Raft knew a moment ago.
 #[derive(Clone, Copy)]
-pub(crate) struct Seen<'a>(&'a types::Metrics);
+pub(crate) struct RaftView<'a>(&'a types::Metrics);
 
-impl<'a> Seen<'a> {
+impl<'a> RaftView<'a> {
     /// A member of the newest membership, or of the newest that is agreed on.
     pub(crate) fn node(self, id: u64) -> Option<&'a Node> {
         let newest = self.0.membership_config.membership().get_node(&id);
@@ -226,7 +227,7 @@ pub(crate) fn check_store(id: u64, node: &Node, shown: u64) -> Result<(), Status
     Err(refused(format!("replica {id} has another store")))
 }
 
-fn check_vote(from: u64, vote: Vote, leads: bool, seen: Seen<'_>) -> Result<(), Status> {
+fn check_vote(from: u64, vote: Vote, leads: bool, seen: RaftView<'_>) -> Result<(), Status> {
     let (term, node) = (vote.leader_id.term, vote.leader_id.node_id);
     if node != from || vote.committed != leads {
         return Err(refused(format!(
@@ -256,11 +257,13 @@ pub(crate) fn check_entries(
     previous: Option<LogId>,
     committed: Option<LogId>,
     entries: &[types::Entry],
-) -> Result<(), Malformed> {
+) -> Result<(), MalformedMessageError> {
     let term = vote.leader_id.term;
     let is_later = |id: &LogId| id.leader_id.term > term;
     if previous.iter().chain(&committed).any(is_later) {
-        return Err(Malformed("a log of a later term than the leader's"));
+        return Err(MalformedMessageError(
+            "a log of a later term than the leader's",
+        ));
     }
     let mut before = previous;
     for entry in entries {
@@ -270,7 +273,9 @@ pub(crate) fn check_entries(
             None => id.index == 0,
         };
         if !follows || is_later(&id) {
-            return Err(Malformed("entries that do not follow each other"));
+            return Err(MalformedMessageError(
+                "entries that do not follow each other",
+            ));
         }
         before = Some(id);
     }
@@ -323,7 +328,7 @@ mod tests {
 
     #[test]
     fn a_connection_belongs_to_the_first_that_is_named_on_it() {
-        let sender = Sender::default();
+        let sender = PeerSender::default();
         assert!(sender.bind(2).is_ok());
         assert!(sender.clone().bind(2).is_ok());
         assert!(sender.clone().bind(3).is_err());

@@ -5,8 +5,8 @@ use tokio_stream::StreamExt;
 use tonic::Status;
 
 use super::guard::term_max;
-use super::service::Service;
-use crate::replica::{Inner, Replica};
+use super::service::PeerRpc;
+use crate::replica::{Replica, ReplicaInner};
 use crate::wire::proto;
 use crate::wire::proto::peer_client::PeerClient;
 use crate::wire::proto::peer_server::PeerServer;
@@ -23,7 +23,7 @@ pub const KINDS: u64 = 8;
 /// When it is believed.
 pub async fn tell(replica: &Replica, draw: u64) {
     let inner = replica.inner();
-    let mut client = PeerClient::new(PeerServer::new(Service::new(inner.clone())));
+    let mut client = PeerClient::new(PeerServer::new(PeerRpc::new(inner.clone())));
     let lie = Lie::new(&inner, draw / KINDS);
     let before = inner.own_vote().leader_id.term;
     let told: Result<(), Status> = match draw % KINDS {
@@ -71,7 +71,7 @@ struct Lie {
 }
 
 impl Lie {
-    fn new(inner: &Inner, draw: u64) -> Self {
+    fn new(inner: &ReplicaInner, draw: u64) -> Self {
         let identity = &inner.links.identity;
         let stranger = proto::Header {
             from: STRANGER,

@@ -16,7 +16,7 @@ use tonic::{Code, Response, Status};
 use super::hearing::Hearing;
 use super::transport::{PeerChannel, Transport};
 use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX};
-use crate::identity::Identity;
+use crate::identity::ReplicaIdentity;
 use crate::types::Node;
 use crate::watch;
 use crate::wire::proto;
@@ -27,7 +27,7 @@ const RETRY_MAX: Duration = Duration::from_millis(500);
 
 /// Which of the connections to a peer: what Raft lives by does not queue behind what is large.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lane {
+pub(crate) enum LinkLane {
     /// Appends, votes, transfers.
     Raft,
     /// Proposals, snapshots, messages, changes.
@@ -49,8 +49,8 @@ pub(crate) enum CallError {
 }
 
 /// All peers by id, at their newest known address.
-pub(crate) struct Links {
-    pub(crate) identity: Arc<Identity>,
+pub(crate) struct PeerLinks {
+    pub(crate) identity: Arc<ReplicaIdentity>,
     /// Whose calls reach whom.
     pub(crate) hearing: Hearing,
     transport: Arc<dyn Transport>,
@@ -63,23 +63,26 @@ pub(crate) struct Peer {
     pub(crate) id: u64,
     pub(crate) address: String,
     pub(crate) store: u64,
-    identity: Arc<Identity>,
-    raft: Arc<Link>,
-    bulk: Arc<Link>,
+    identity: Arc<ReplicaIdentity>,
+    raft: Arc<PeerLink>,
+    bulk: Arc<PeerLink>,
 }
 
-struct Link {
+struct PeerLink {
     address: String,
     transport: Arc<dyn Transport>,
-    state: watch::Sender<State>,
+    state: watch::WatchSender<LinkState>,
     /// Connections begun, over all links.
     attempts: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Clone)]
-enum State {
+enum LinkState {
     /// Not connected; tried again from `retry` on.
-    Down { retry: Retry, why: String },
+    Down {
+        retry: ReconnectBackoff,
+        why: String,
+    },
     /// A connection is being made.
     Connecting,
     /// Connected. The number tells one connection from the next.
@@ -88,12 +91,12 @@ enum State {
 
 /// When a connection is tried again: at doubling intervals, up to a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Retry {
+struct ReconnectBackoff {
     failures: u32,
     due: Option<Instant>,
 }
 
-impl Retry {
+impl ReconnectBackoff {
     const AT_ONCE: Self = Self {
         failures: 0,
         due: None,
@@ -114,8 +117,8 @@ impl Retry {
     }
 }
 
-impl Links {
-    pub(crate) fn new(identity: Arc<Identity>, transport: Arc<dyn Transport>) -> Self {
+impl PeerLinks {
+    pub(crate) fn new(identity: Arc<ReplicaIdentity>, transport: Arc<dyn Transport>) -> Self {
         Self {
             identity,
             hearing: Hearing::default(),
@@ -141,7 +144,7 @@ impl Links {
         }
         let link = || {
             let (transport, attempts) = (self.transport.clone(), self.attempts.clone());
-            Arc::new(Link::new(&node.address, transport, attempts))
+            Arc::new(PeerLink::new(&node.address, transport, attempts))
         };
         let peer = Arc::new(Peer {
             id,
@@ -197,7 +200,7 @@ impl Peer {
     /// See [`CallError`].
     pub(crate) async fn call<T, F>(
         &self,
-        lane: Lane,
+        lane: LinkLane,
         limit: Duration,
         call: impl FnOnce(PeerClient<PeerChannel>) -> F,
     ) -> Result<T, CallError>
@@ -206,8 +209,8 @@ impl Peer {
     {
         let end = Instant::now() + limit;
         let link = match lane {
-            Lane::Raft => &self.raft,
-            Lane::Bulk => &self.bulk,
+            LinkLane::Raft => &self.raft,
+            LinkLane::Bulk => &self.bulk,
         };
         let (channel, number) = timeout_at(end, link.channel())
             .await
@@ -223,7 +226,7 @@ impl Peer {
             Err(_) => {
                 // A connection through a healed network can take long to move again; a new one
                 // does not. On the other lane a slow answer is no sign of that.
-                if lane == Lane::Raft {
+                if lane == LinkLane::Raft {
                     link.down(number, "no answer in time");
                 }
                 Err(CallError::TimedOut(limit))
@@ -232,16 +235,16 @@ impl Peer {
     }
 }
 
-impl Link {
+impl PeerLink {
     fn new(address: &str, transport: Arc<dyn Transport>, attempts: Arc<AtomicU64>) -> Self {
-        let state = State::Down {
-            retry: Retry::AT_ONCE,
+        let state = LinkState::Down {
+            retry: ReconnectBackoff::AT_ONCE,
             why: "not tried".into(),
         };
         Self {
             address: address.to_owned(),
             transport,
-            state: watch::Sender::new(state),
+            state: watch::WatchSender::new(state),
             attempts,
         }
     }
@@ -251,12 +254,12 @@ impl Link {
         loop {
             let state = changes.borrow_and_update().clone();
             match state {
-                State::Up { channel, number } => return Ok((channel, number)),
-                State::Connecting => {}
-                State::Down { retry, why } if !retry.is_due(Instant::now()) => {
+                LinkState::Up { channel, number } => return Ok((channel, number)),
+                LinkState::Connecting => {}
+                LinkState::Down { retry, why } if !retry.is_due(Instant::now()) => {
                     return Err(CallError::NotSent(why));
                 }
-                State::Down { retry, .. } => self.connect(retry),
+                LinkState::Down { retry, .. } => self.connect(retry),
             }
             if changes.changed().await.is_err() {
                 return Err(CallError::NotSent("link closed".into()));
@@ -265,11 +268,11 @@ impl Link {
     }
 
     /// Connects on a task of its own: a caller that gives up does not take the attempt with it.
-    fn connect(self: &Arc<Self>, retry: Retry) {
+    fn connect(self: &Arc<Self>, retry: ReconnectBackoff) {
         let began = self.state.send_if_modified(|state| {
-            let is_down = matches!(state, State::Down { .. });
+            let is_down = matches!(state, LinkState::Down { .. });
             if is_down {
-                *state = State::Connecting;
+                *state = LinkState::Connecting;
             }
             is_down
         });
@@ -280,8 +283,8 @@ impl Link {
         let link = self.clone();
         tokio::spawn(async move {
             let next = match connect(&*link.transport, &link.address).await {
-                Ok(channel) => State::Up { channel, number },
-                Err(why) => State::Down {
+                Ok(channel) => LinkState::Up { channel, number },
+                Err(why) => LinkState::Down {
                     retry: retry.after_failure(Instant::now()),
                     why,
                 },
@@ -292,10 +295,10 @@ impl Link {
 
     fn down(&self, broken: u64, why: &str) {
         self.state.send_if_modified(|state| {
-            let is_it = matches!(state, State::Up { number, .. } if *number == broken);
+            let is_it = matches!(state, LinkState::Up { number, .. } if *number == broken);
             if is_it {
-                let retry = Retry::AT_ONCE.after_failure(Instant::now());
-                *state = State::Down {
+                let retry = ReconnectBackoff::AT_ONCE.after_failure(Instant::now());
+                *state = LinkState::Down {
                     retry,
                     why: why.to_owned(),
                 };
@@ -306,7 +309,7 @@ impl Link {
 
     fn retry_now(&self) {
         self.state.send_if_modified(|state| {
-            if let State::Down { retry, .. } = state {
+            if let LinkState::Down { retry, .. } = state {
                 retry.due = None;
             }
             false
@@ -344,7 +347,7 @@ mod tests {
     #[test]
     fn tries_get_rarer_up_to_a_limit() {
         let now = Instant::now();
-        let mut retry = Retry::AT_ONCE;
+        let mut retry = ReconnectBackoff::AT_ONCE;
         assert!(retry.is_due(now));
         let mut waits = Vec::new();
         for _ in 0..8 {
@@ -364,16 +367,16 @@ mod tests {
         let attempts = Arc::new(AtomicU64::new(0));
         let here = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let tcp = Arc::new(Tcp::new(here).unwrap());
-        let link = Arc::new(Link::new(&address, tcp, attempts.clone()));
+        let link = Arc::new(PeerLink::new(&address, tcp, attempts.clone()));
         assert!(link.channel().await.is_err());
         assert_eq!(attempts.load(Ordering::Relaxed), 1);
         // As long as the next try is not due, no number of calls makes one.
-        let State::Down { retry, why } = link.state.borrow().clone() else {
+        let LinkState::Down { retry, why } = link.state.borrow().clone() else {
             panic!("not down")
         };
         let due = Some(Instant::now() + Duration::from_secs(3600));
-        link.state.send_replace(State::Down {
-            retry: Retry { due, ..retry },
+        link.state.send_replace(LinkState::Down {
+            retry: ReconnectBackoff { due, ..retry },
             why,
         });
         for _ in 0..1000 {

@@ -11,9 +11,9 @@ use bytes::Bytes;
 use futures_util::{Stream, stream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::link::{CallError, Lane};
+use super::link::{CallError, LinkLane};
 use crate::machine::PeerHandler;
-use crate::replica::Inner;
+use crate::replica::ReplicaInner;
 use crate::watch;
 use crate::wire::proto;
 
@@ -21,7 +21,7 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(100);
 
 /// Keeps a stream to every other member, until cancelled.
-pub(crate) async fn keep_streams(inner: Arc<Inner>) {
+pub(crate) async fn keep_streams(inner: Arc<ReplicaInner>) {
     let mut status = inner.status.subscribe();
     let mut streams: BTreeMap<u64, DropGuard> = BTreeMap::new();
     loop {
@@ -52,7 +52,7 @@ pub(crate) async fn keep_streams(inner: Arc<Inner>) {
     }
 }
 
-async fn keep_stream(inner: Arc<Inner>, id: u64, stop: CancellationToken) {
+async fn keep_stream(inner: Arc<ReplicaInner>, id: u64, stop: CancellationToken) {
     loop {
         let ended = tokio::select! {
             biased;
@@ -73,7 +73,7 @@ async fn keep_stream(inner: Arc<Inner>, id: u64, stop: CancellationToken) {
 }
 
 /// Runs one stream until it breaks; answers why.
-async fn run_stream(inner: &Arc<Inner>, id: u64) -> String {
+async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     let Some(peer) = inner.links.peer(id) else {
         return "unknown replica".to_owned();
     };
@@ -83,7 +83,7 @@ async fn run_stream(inner: &Arc<Inner>, id: u64) -> String {
         inner.handler.clone(),
     );
     let opened: Result<_, CallError> = peer
-        .call(Lane::Bulk, OPEN_TIMEOUT, |mut client| async move {
+        .call(LinkLane::Bulk, OPEN_TIMEOUT, |mut client| async move {
             client.messages(outgoing).await
         })
         .await;
@@ -106,7 +106,7 @@ async fn run_stream(inner: &Arc<Inner>, id: u64) -> String {
 /// The header, then whatever is newest whenever the network is ready.
 fn outgoing(
     header: proto::Header,
-    newest: watch::Receiver<Bytes>,
+    newest: watch::WatchReceiver<Bytes>,
     handler: Arc<dyn PeerHandler>,
 ) -> impl Stream<Item = proto::PeerMessage> + Send + 'static {
     let first = proto::PeerMessage {

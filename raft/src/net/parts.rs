@@ -9,31 +9,33 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 
-use super::link::{CallError, Lane, Peer};
+use super::link::{CallError, LinkLane, Peer};
 use super::{PARTS_MAX, SNAPSHOT_BYTES_MAX, SNAPSHOT_TIMEOUT};
-use crate::blocking::Blocking;
+use crate::blocking::BlockingMode;
 use crate::snapshot::{
     CHUNK_BYTES_MAX, HEAD_BYTES_MAX, SnapshotFile, SnapshotReader, SnapshotWriter,
 };
 use crate::types::{LogId, SnapshotMeta, Vote};
-use crate::wire::{Malformed, proto};
+use crate::wire::{MalformedMessageError, proto};
 
 /// Has `peer` send its machine's state as it is into a file of its own.
 pub(crate) async fn fetch_state(
     peer: &Peer,
     file: &SnapshotFile,
-    blocking: Blocking,
+    blocking: BlockingMode,
 ) -> Result<(), CallError> {
     let request = proto::FetchStateRequest {
         header: Some(peer.header()),
     };
-    let call = peer.call(Lane::Bulk, SNAPSHOT_TIMEOUT, |mut client| async move {
+    let call = peer.call(LinkLane::Bulk, SNAPSHOT_TIMEOUT, |mut client| async move {
         client.fetch_state(request).await
     });
     let mut parts = call.await?;
     let received = async {
         let start = first_part(&mut parts).await?;
-        let meta = start.meta.ok_or(Malformed("a snapshot without meta"))?;
+        let meta = start
+            .meta
+            .ok_or(MalformedMessageError("a snapshot without meta"))?;
         write_parts(file, meta, parts, blocking).await
     };
     match timeout(SNAPSHOT_TIMEOUT, received).await {
@@ -103,7 +105,7 @@ impl PartReader {
         mut self,
         parts: &mpsc::Sender<T>,
         wrap: impl Fn(proto::SnapshotPart) -> T,
-        blocking: Blocking,
+        blocking: BlockingMode,
     ) -> io::Result<()> {
         loop {
             let next = blocking.run(move || {
@@ -131,7 +133,7 @@ pub(super) async fn first_part(
 ) -> Result<proto::SnapshotStart, Status> {
     match parts.message().await?.and_then(|part| part.part) {
         Some(proto::snapshot_part::Part::Start(start)) => Ok(start),
-        _ => Err(Malformed("a snapshot without start").into()),
+        _ => Err(MalformedMessageError("a snapshot without start").into()),
     }
 }
 
@@ -141,7 +143,7 @@ pub(super) async fn write_parts(
     file: &SnapshotFile,
     meta: proto::SnapshotMeta,
     parts: Streaming<proto::SnapshotPart>,
-    blocking: Blocking,
+    blocking: BlockingMode,
 ) -> Result<(), Status> {
     let written = write_all(file, meta, parts, blocking).await;
     if written.is_err() {
@@ -151,22 +153,22 @@ pub(super) async fn write_parts(
 }
 
 /// A file that is being received: removed when it goes, also with a call that is cut short.
-pub(super) struct Unfinished(Option<SnapshotFile>);
+pub(super) struct PartialFile(Option<SnapshotFile>);
 
-impl Unfinished {
+impl PartialFile {
     pub(super) fn new(file: SnapshotFile) -> Self {
         Self(Some(file))
     }
 
     /// Removes it where that keeps nobody waiting.
-    pub(super) async fn remove(mut self, blocking: Blocking) {
+    pub(super) async fn remove(mut self, blocking: BlockingMode) {
         if let Some(file) = self.0.take() {
             remove(&file, blocking).await;
         }
     }
 }
 
-impl Drop for Unfinished {
+impl Drop for PartialFile {
     fn drop(&mut self) {
         if let Some(file) = self.0.take() {
             file.remove();
@@ -177,22 +179,22 @@ impl Drop for Unfinished {
 /// Which of the snapshots that are received counts: the newest, as whoever sent the one before leads
 /// no more or has given it up.
 #[derive(Debug, Default)]
-pub(crate) struct Installing(Mutex<CancellationToken>);
+pub(crate) struct SnapshotInstalls(Mutex<CancellationToken>);
 
-/// See [`Installing`].
-pub(super) struct Turn(CancellationToken);
+/// See [`SnapshotInstalls`].
+pub(super) struct InstallTurn(CancellationToken);
 
-impl Installing {
+impl SnapshotInstalls {
     /// Has the one before end.
-    pub(super) fn begin(&self) -> Turn {
+    pub(super) fn begin(&self) -> InstallTurn {
         let turn = CancellationToken::new();
         let mut newest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *newest, turn.clone()).cancel();
-        Turn(turn)
+        InstallTurn(turn)
     }
 }
 
-impl Turn {
+impl InstallTurn {
     pub(super) async fn overtaken(&self) {
         self.0.cancelled().await;
     }
@@ -203,21 +205,23 @@ impl Turn {
 pub(crate) fn check_head(
     vote: Vote,
     head: &proto::SnapshotMeta,
-) -> Result<SnapshotMeta, Malformed> {
+) -> Result<SnapshotMeta, MalformedMessageError> {
     if head.encoded_len() > HEAD_BYTES_MAX {
-        return Err(Malformed("a snapshot's head above the limit"));
+        return Err(MalformedMessageError("a snapshot's head above the limit"));
     }
     let meta = SnapshotMeta::try_from(head.clone())?;
     let of_membership = *meta.last_membership.log_id();
     let is_later = |id: &LogId| id.leader_id.term > vote.leader_id.term;
     if meta.last_log_id.is_some_and(|id| is_later(&id)) || of_membership > meta.last_log_id {
-        return Err(Malformed("a snapshot of a later term than the leader's"));
+        return Err(MalformedMessageError(
+            "a snapshot of a later term than the leader's",
+        ));
     }
     Ok(meta)
 }
 
 /// Removes a file, if it is there.
-pub(super) async fn remove(file: &SnapshotFile, blocking: Blocking) {
+pub(super) async fn remove(file: &SnapshotFile, blocking: BlockingMode) {
     let file = file.clone();
     // Left over at worst until the next start.
     blocking.run(move || file.remove()).await.ok();
@@ -227,7 +231,7 @@ async fn write_all(
     file: &SnapshotFile,
     meta: proto::SnapshotMeta,
     mut parts: Streaming<proto::SnapshotPart>,
-    blocking: Blocking,
+    blocking: BlockingMode,
 ) -> Result<(), Status> {
     let disk = |error: io::Error| Status::resource_exhausted(error.to_string());
     let refused = || Status::data_loss("snapshot parts are damaged or missing");

@@ -16,7 +16,7 @@ const TAG_BYTES: usize = 16;
 const READ_BYTES: usize = 16 * 1024;
 
 /// See the module.
-pub(super) struct Sealed<S> {
+pub(super) struct EncryptedStream<S> {
     stream: S,
     noise: TransportState,
     /// What was received and not yet decrypted.
@@ -29,7 +29,7 @@ pub(super) struct Sealed<S> {
     scratch: Box<[u8]>,
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Sealed<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> EncryptedStream<S> {
     pub(super) fn new(stream: S, noise: TransportState) -> Self {
         Self {
             stream,
@@ -81,7 +81,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Sealed<S> {
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Sealed<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for EncryptedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -104,7 +104,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Sealed<S> {
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Sealed<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for EncryptedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -22,7 +22,7 @@ use prost::Message;
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use super::sealed::{FRAME_BYTES_MAX, Sealed};
+use super::sealed::{EncryptedStream, FRAME_BYTES_MAX};
 use crate::wire::proto::Hello;
 
 /// What a connection with a handshake begins with.
@@ -86,7 +86,7 @@ pub struct PeerSecret {
 
 /// Why there is no proven connection.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Refusal {
+pub(super) enum HandshakeError {
     #[error("it has another cluster.secret_file")]
     Differs,
     #[error("it has no cluster.secret_file")]
@@ -101,7 +101,7 @@ pub(super) enum Refusal {
     Io(#[from] io::Error),
 }
 
-impl From<snow::Error> for Refusal {
+impl From<snow::Error> for HandshakeError {
     fn from(_: snow::Error) -> Self {
         Self::Malformed
     }
@@ -117,10 +117,10 @@ impl PeerSecret {
     }
 
     /// Reads what the other side tells of itself; answers its id.
-    fn check(&self, hello: &[u8]) -> Result<u64, Refusal> {
-        let hello = Hello::decode(hello).map_err(|_| Refusal::Malformed)?;
+    fn check(&self, hello: &[u8]) -> Result<u64, HandshakeError> {
+        let hello = Hello::decode(hello).map_err(|_| HandshakeError::Malformed)?;
         if hello.cluster_name != self.cluster_name {
-            return Err(Refusal::OtherName {
+            return Err(HandshakeError::OtherName {
                 theirs: hello.cluster_name.chars().take(80).collect(),
                 ours: self.cluster_name.clone(),
             });
@@ -129,7 +129,10 @@ impl PeerSecret {
     }
 
     /// Proves itself to who listens at the other end.
-    pub(super) async fn connect<S>(&self, mut stream: S) -> Result<Sealed<S>, Refusal>
+    pub(super) async fn connect<S>(
+        &self,
+        mut stream: S,
+    ) -> Result<EncryptedStream<S>, HandshakeError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -141,17 +144,20 @@ impl PeerSecret {
         // Who does not know the handshake may close at once, or speak HTTP/2.
         match stream.read_u8().await {
             Ok(PROVEN) => {}
-            Ok(DIFFERS) => return Err(Refusal::Differs),
-            Ok(_) | Err(_) => return Err(Refusal::HasNone),
+            Ok(DIFFERS) => return Err(HandshakeError::Differs),
+            Ok(_) | Err(_) => return Err(HandshakeError::HasNone),
         }
         let answer = read_frame(&mut stream).await?;
         let length = noise.read_message(&answer, &mut message)?;
         self.check(&message[..length])?;
-        Ok(Sealed::new(stream, noise.into_transport_mode()?))
+        Ok(EncryptedStream::new(stream, noise.into_transport_mode()?))
     }
 
     /// Has who connected prove itself; what it begins with is read. Answers who it is.
-    pub(super) async fn accept<S>(&self, mut stream: S) -> Result<(Sealed<S>, u64), Refusal>
+    pub(super) async fn accept<S>(
+        &self,
+        mut stream: S,
+    ) -> Result<(EncryptedStream<S>, u64), HandshakeError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -160,14 +166,17 @@ impl PeerSecret {
         let mut message = [0; HANDSHAKE_BYTES_MAX];
         let Ok(length) = noise.read_message(&first, &mut message) else {
             stream.write_all(&[DIFFERS]).await?;
-            return Err(Refusal::Differs);
+            return Err(HandshakeError::Differs);
         };
         let from = self.check(&message[..length]);
         // It is told the name also when it is another one.
         let length = noise.write_message(&self.hello(), &mut message)?;
         let second = [&[PROVEN][..], &frame(&message[..length])].concat();
         stream.write_all(&second).await?;
-        Ok((Sealed::new(stream, noise.into_transport_mode()?), from?))
+        Ok((
+            EncryptedStream::new(stream, noise.into_transport_mode()?),
+            from?,
+        ))
     }
 }
 
@@ -176,11 +185,11 @@ fn frame(bytes: &[u8]) -> Vec<u8> {
     [&length.to_be_bytes()[..], bytes].concat()
 }
 
-async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, Refusal> {
+async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, HandshakeError> {
     const _: () = assert!(HANDSHAKE_BYTES_MAX <= FRAME_BYTES_MAX);
     let length = usize::from(stream.read_u16().await?);
     if length > HANDSHAKE_BYTES_MAX {
-        return Err(Refusal::Malformed);
+        return Err(HandshakeError::Malformed);
     }
     let mut bytes = vec![0; length];
     stream.read_exact(&mut bytes).await?;

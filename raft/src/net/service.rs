@@ -14,24 +14,25 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::MESSAGE_BYTES_MAX;
-use super::guard::{self, Purpose, Sender};
+use super::guard::{self, CallPurpose, PeerSender};
 use super::parts::{self, PartReader, first_part, write_parts};
 use super::transport::{PeerService, Transport};
 use crate::COMMAND_BYTES_MAX;
-use crate::replica::Inner;
+use crate::replica::ReplicaInner;
 use crate::snapshot::SnapshotFile;
 use crate::types::{Config, LogId, Vote};
 use crate::wire::proto::peer_server::{Peer, PeerServer};
-use crate::wire::{self, Malformed, proto};
+use crate::wire::{self, MalformedMessageError, proto};
 
-type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
+type ServedSnapshot =
+    openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
 type Parts = Pin<Box<dyn Stream<Item = Result<proto::SnapshotPart, Status>> + Send>>;
 type Acks = Pin<Box<dyn Stream<Item = Result<proto::PeerMessageAck, Status>> + Send>>;
 
 /// Serves peers until the replica is cancelled.
-pub(crate) async fn serve(inner: Arc<Inner>, transport: Arc<dyn Transport>) {
+pub(crate) async fn serve(inner: Arc<ReplicaInner>, transport: Arc<dyn Transport>) {
     let stop = inner.cancel.clone();
-    let service = PeerServer::new(Service(inner))
+    let service = PeerServer::new(PeerRpc(inner))
         .max_decoding_message_size(MESSAGE_BYTES_MAX)
         .max_encoding_message_size(MESSAGE_BYTES_MAX);
     let served = transport.serve(PeerService::new(service), stop).await;
@@ -40,10 +41,10 @@ pub(crate) async fn serve(inner: Arc<Inner>, transport: Arc<dyn Transport>) {
     }
 }
 
-pub(super) struct Service(Arc<Inner>);
+pub(super) struct PeerRpc(Arc<ReplicaInner>);
 
-impl From<Malformed> for Status {
-    fn from(malformed: Malformed) -> Self {
+impl From<MalformedMessageError> for Status {
+    fn from(malformed: MalformedMessageError) -> Self {
         Self::invalid_argument(malformed.to_string())
     }
 }
@@ -54,29 +55,29 @@ fn stopped(error: &impl std::fmt::Display) -> Status {
 }
 
 fn vote_of(vote: Option<proto::Vote>) -> Result<Vote, Status> {
-    Ok(vote.ok_or(Malformed("no vote"))?.into())
+    Ok(vote.ok_or(MalformedMessageError("no vote"))?.into())
 }
 
 /// Whom the connection of a call belongs to; `None` on a transport that does not tell.
-fn sender_of<T>(request: &Request<T>) -> Option<Sender> {
-    request.extensions().get::<Sender>().cloned()
+fn sender_of<T>(request: &Request<T>) -> Option<PeerSender> {
+    request.extensions().get::<PeerSender>().cloned()
 }
 
 fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
     log_id.map(Into::into)
 }
 
-impl Service {
+impl PeerRpc {
     /// Answers for a replica that no listener serves.
     #[cfg(feature = "fuzzing")]
-    pub(super) fn new(inner: Arc<Inner>) -> Self {
+    pub(super) fn new(inner: Arc<ReplicaInner>) -> Self {
         Self(inner)
     }
 }
 
 /// Writes the machine's state as it is to `file` and sends that; a failure ends the stream.
 async fn lend(
-    inner: &Inner,
+    inner: &ReplicaInner,
     file: &SnapshotFile,
     parts: &mpsc::Sender<Result<proto::SnapshotPart, Status>>,
 ) {
@@ -96,7 +97,7 @@ async fn lend(
 }
 
 #[tonic::async_trait]
-impl Peer for Service {
+impl Peer for PeerRpc {
     async fn append(
         &self,
         request: Request<proto::AppendRequest>,
@@ -105,10 +106,11 @@ impl Peer for Service {
         let request = request.into_inner();
         let vote = vote_of(request.vote)?;
         let header = request.header.as_ref();
-        self.0.admit(sender.as_ref(), header, Purpose::Lead(vote))?;
+        self.0
+            .admit(sender.as_ref(), header, CallPurpose::Lead(vote))?;
         let committed = log_id_of(request.committed);
         let previous = log_id_of(request.previous);
-        let entries: Result<Vec<_>, Malformed> =
+        let entries: Result<Vec<_>, MalformedMessageError> =
             request.entries.into_iter().map(TryInto::try_into).collect();
         let entries = entries?;
         guard::check_entries(vote, previous, committed, &entries)?;
@@ -160,7 +162,7 @@ impl Peer for Service {
         let vote = vote_of(request.vote)?;
         let header = request.header.as_ref();
         self.0
-            .admit(sender.as_ref(), header, Purpose::Elect(vote))?;
+            .admit(sender.as_ref(), header, CallPurpose::Elect(vote))?;
         let last = log_id_of(request.last);
         guard::check_entries(vote, last, None, &[])?;
         let mut rpc = VoteRequest::<Config>::new(vote, last);
@@ -187,8 +189,11 @@ impl Peer for Service {
         let start = first_part(&mut parts).await?;
         let vote = vote_of(start.vote)?;
         let header = start.header.as_ref();
-        self.0.admit(sender.as_ref(), header, Purpose::Lead(vote))?;
-        let head = start.meta.ok_or(Malformed("a snapshot without meta"))?;
+        self.0
+            .admit(sender.as_ref(), header, CallPurpose::Lead(vote))?;
+        let head = start
+            .meta
+            .ok_or(MalformedMessageError("a snapshot without meta"))?;
         let meta = parts::check_head(vote, &head)?;
         let ours = self.0.own_vote();
         if vote < ours {
@@ -197,7 +202,7 @@ impl Peer for Service {
             return Ok(Response::new(proto::SnapshotResponse { vote }));
         }
         let (snapshot, turn) = (self.0.host.unfinished_snapshot(), self.0.installing.begin());
-        let file = parts::Unfinished::new(snapshot.clone());
+        let file = parts::PartialFile::new(snapshot.clone());
         tokio::select! {
             biased;
             () = turn.overtaken() => {
@@ -208,7 +213,7 @@ impl Peer for Service {
         let answer = self
             .0
             .raft
-            .install_full_snapshot(vote, Snapshot { meta, snapshot })
+            .install_full_snapshot(vote, ServedSnapshot { meta, snapshot })
             .await
             .map_err(|error| stopped(&error))?;
         // An installed one has a name of its own by now. One that is older than what is here was
@@ -227,7 +232,8 @@ impl Peer for Service {
         let request = request.into_inner();
         let from = vote_of(request.from_leader)?;
         let header = request.header.as_ref();
-        self.0.admit(sender.as_ref(), header, Purpose::Lead(from))?;
+        self.0
+            .admit(sender.as_ref(), header, CallPurpose::Lead(from))?;
         // openraft would have it elected whether or not it may ask for votes.
         if request.to == self.0.links.identity.id
             && let Some(why) = self.0.stands_back()
@@ -271,9 +277,9 @@ impl Peer for Service {
         let sender = sender_of(&request);
         let request = request.into_inner();
         let header = request.header.as_ref();
-        self.0.admit(sender.as_ref(), header, Purpose::Member)?;
+        self.0.admit(sender.as_ref(), header, CallPurpose::Member)?;
         if request.command.len() > COMMAND_BYTES_MAX {
-            return Err(Malformed("a command above the limit").into());
+            return Err(MalformedMessageError("a command above the limit").into());
         }
         // Once committed it is on every replica, and one that cannot decode it stops.
         self.0
@@ -293,7 +299,7 @@ impl Peer for Service {
         let sender = sender_of(&request);
         let request = request.into_inner();
         let header = request.header.as_ref();
-        self.0.admit(sender.as_ref(), header, Purpose::Member)?;
+        self.0.admit(sender.as_ref(), header, CallPurpose::Member)?;
         let limit = Duration::from_millis(request.timeout_ms);
         let result = self.0.barrier_here(limit).await;
         Ok(Response::new(proto::ReadBarrierResponse {
@@ -345,7 +351,7 @@ impl Peer for Service {
         }
         let identity = &self.0.links.identity;
         let cluster = wire::join_optional(request.cluster_high, request.cluster_low);
-        let cluster = cluster.ok_or(Malformed("no cluster"))?;
+        let cluster = cluster.ok_or(MalformedMessageError("no cluster"))?;
         let is_us = (request.to, request.to_store) == (identity.id, identity.store);
         let granted = is_us
             && !self.0.is_member()
@@ -364,7 +370,7 @@ impl Peer for Service {
         let sender = sender_of(&request);
         let header = request.into_inner().header;
         self.0
-            .admit(sender.as_ref(), header.as_ref(), Purpose::Member)?;
+            .admit(sender.as_ref(), header.as_ref(), CallPurpose::Member)?;
         // A state may take gigabytes on disk and minutes of a link: one at a time.
         let Ok(turn) = self.0.lending.clone().try_acquire_owned() else {
             return Err(Status::resource_exhausted(
@@ -396,8 +402,8 @@ impl Peer for Service {
         let mut messages = request.into_inner();
         let first = messages.message().await?;
         let header = first.as_ref().and_then(|first| first.header.as_ref());
-        let from = self.0.admit(sender.as_ref(), header, Purpose::Member)?;
-        let from = u8::try_from(from).map_err(|_| Malformed("an id above 255"))?;
+        let from = self.0.admit(sender.as_ref(), header, CallPurpose::Member)?;
+        let from = u8::try_from(from).map_err(|_| MalformedMessageError("an id above 255"))?;
         // The answer stream carries nothing; that it stands tells the sender it is heard, and
         // being polled it does the reading.
         let answers = stream::unfold(

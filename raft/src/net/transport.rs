@@ -17,11 +17,11 @@ use tonic::transport::{Channel, Endpoint, Error, Server};
 use tower::util::BoxCloneSyncService;
 use tower::{ServiceExt, service_fn};
 
-use super::accept::{self, Connection};
+use super::accept::{self, PeerConnection};
 use super::door;
 use super::secret::PeerSecret;
 use super::{CONNECT_TIMEOUT, PING_EVERY, PING_TIMEOUT, WINDOW_BYTES};
-use crate::seldom::Seldom;
+use crate::seldom::LogThrottle;
 
 /// Connections that were accepted and are not served yet.
 const ACCEPTED_MAX: usize = 16;
@@ -65,7 +65,7 @@ pub struct Tcp {
     listener: Mutex<Option<TcpListener>>,
     /// What both sides of a connection prove to know.
     secret: Option<Arc<PeerSecret>>,
-    refusals: Arc<Seldom>,
+    refusals: Arc<LogThrottle>,
 }
 
 impl Tcp {
@@ -103,7 +103,10 @@ fn endpoint(address: &str) -> Result<Endpoint, String> {
 }
 
 /// HTTP/2 over a connection that is made already; another one it cannot make.
-async fn speak(endpoint: Endpoint, connection: Connection<TcpStream>) -> Result<Channel, Error> {
+async fn speak(
+    endpoint: Endpoint,
+    connection: PeerConnection<TcpStream>,
+) -> Result<Channel, Error> {
     let mut made = Some(TokioIo::new(connection));
     let connector = service_fn(move |_: http::Uri| {
         let made = made.take();

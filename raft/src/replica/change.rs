@@ -18,10 +18,10 @@ use openraft::errors::{ChangeMembershipError, ClientWriteError, RaftError};
 use openraft::{ChangeMembers, ServerState};
 use tokio::time::{Instant, timeout_at};
 
-use super::Inner;
+use super::ReplicaInner;
 use super::introduce::check_told;
 use crate::error::ChangeError;
-use crate::net::{CallError, Lane};
+use crate::net::{CallError, LinkLane};
 use crate::types::{Metrics, Node};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
@@ -46,7 +46,7 @@ type Members = ChangeMembers<u64, Node>;
 /// Ends changes of voters that a former leader began. Such a change is written in two steps, and a
 /// leader that goes between them leaves a membership in which both the old and the new voters must
 /// agree to everything.
-pub(super) async fn finish_changes(inner: Arc<Inner>) {
+pub(super) async fn finish_changes(inner: Arc<ReplicaInner>) {
     let mut metrics = inner.raft.metrics();
     let work = async {
         loop {
@@ -73,7 +73,7 @@ fn is_halfway(metrics: &Metrics) -> bool {
         && committed.log_id() == metrics.membership_config.log_id()
 }
 
-impl Inner {
+impl ReplicaInner {
     /// Takes the second step, unless whoever took the first here is about to.
     async fn finish_change(&self) -> bool {
         let _alone = self.changing.lock().await;
@@ -233,7 +233,7 @@ impl Inner {
         request.cluster_name.clone_from(&self.options.cluster_name);
         (request.cluster_high, request.cluster_low) =
             wire::split(self.links.identity.cluster().unwrap_or(0));
-        let call = peer.call(Lane::Bulk, CHANGE_TIMEOUT, |mut client| async move {
+        let call = peer.call(LinkLane::Bulk, CHANGE_TIMEOUT, |mut client| async move {
             client.change(request).await
         });
         match call.await {

@@ -25,12 +25,12 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use openraft::async_runtime::WatchReceiver;
 
-use super::Inner;
+use super::ReplicaInner;
 use super::introduce::INFO_TIMEOUT;
 use super::introduce::check_told;
 use crate::chance;
 use crate::error::ChangeError;
-use crate::identity::Bond;
+use crate::identity::ClusterBinding;
 use crate::options::{Formation, Peers};
 use crate::status::Role;
 use crate::types::Node;
@@ -48,7 +48,7 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Who was looked for, and who answered.
-struct Found {
+struct Discovery {
     /// Peers by id, at the address that was asked. Itself and whoever uses its id are left out.
     peers: BTreeMap<u64, proto::InfoResponse>,
     /// How many replicas there may be, this one included.
@@ -67,7 +67,7 @@ pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), Strin
 }
 
 /// Gets the replica into a cluster, then keeps the cluster informed about it.
-pub(super) async fn keep_membership(inner: Arc<Inner>) {
+pub(super) async fn keep_membership(inner: Arc<ReplicaInner>) {
     tokio::select! {
         biased;
         () = inner.cancel.cancelled() => {}
@@ -82,7 +82,7 @@ pub(super) async fn keep_membership(inner: Arc<Inner>) {
 ///
 /// A leader that has applied an entry of its own term knows whether there is one: any earlier
 /// proposal of it is either applied by then or lost for good.
-pub(super) async fn propose_first_command(inner: Arc<Inner>) {
+pub(super) async fn propose_first_command(inner: Arc<ReplicaInner>) {
     let Formation::Bootstrap { first_command, .. } = &inner.options.formation else {
         return;
     };
@@ -110,7 +110,7 @@ pub(super) async fn propose_first_command(inner: Arc<Inner>) {
     }
 }
 
-impl Inner {
+impl ReplicaInner {
     async fn write_first(&self, command: Bytes) {
         // Held so that a second call cannot propose while the first is under way.
         let _alone = self.changing.lock().await;
@@ -169,7 +169,7 @@ impl Inner {
     }
 
     /// Asks all addresses who is there.
-    async fn find(&self, peers: &Peers) -> Found {
+    async fn find(&self, peers: &Peers) -> Discovery {
         let addresses = match peers {
             Peers::List(addresses) => addresses.clone(),
             Peers::Dns(name) => match tokio::net::lookup_host(name).await {
@@ -195,7 +195,7 @@ impl Inner {
             Peers::Dns(_) => 0,
         };
         let peers = answers.into_iter().flatten();
-        Found {
+        Discovery {
             peers: peers
                 .filter(|info| info.id != identity.id)
                 .map(|info| (info.id, info))
@@ -205,9 +205,9 @@ impl Inner {
     }
 
     /// Is free again when the founder that claimed this replica has given the claim up.
-    fn drop_dead_claim(&self, claim: Bond, found: &Found) -> Result<(), String> {
+    fn drop_dead_claim(&self, claim: ClusterBinding, found: &Discovery) -> Result<(), String> {
         let identity = &self.links.identity;
-        let Bond::Claimed { cluster, by } = claim else {
+        let ClusterBinding::Claimed { cluster, by } = claim else {
             return Ok(());
         };
         let is_dead = if by == identity.id {
@@ -225,11 +225,11 @@ impl Inner {
     }
 
     /// Claims the founders and makes them a cluster.
-    async fn found(&self, found: &Found, expect: usize) -> Result<(), String> {
+    async fn found(&self, found: &Discovery, expect: usize) -> Result<(), String> {
         let identity = &self.links.identity;
         let disk = |error: std::io::Error| error.to_string();
         let cluster = match identity.bond() {
-            Bond::Claimed { by, .. } if by != identity.id => {
+            ClusterBinding::Claimed { by, .. } if by != identity.id => {
                 return Err(format!(
                     "waits for replica {by}, which is founding a cluster"
                 ));
@@ -292,7 +292,7 @@ impl Inner {
     }
 
     /// Asks the first member that takes the question to be let in.
-    async fn ask_in(&self, found: &Found) -> Result<(), String> {
+    async fn ask_in(&self, found: &Discovery) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
         for info in found.peers.values().filter(|info| info.is_member) {

@@ -9,15 +9,15 @@ use crate::types::{LogId, Vote};
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(crate) struct Heard(Mutex<State>);
+pub(crate) struct LeaderContact(Mutex<ContactState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct ContactState {
     last: Option<(Instant, bool)>,
     catch_up: Option<LogId>,
 }
 
-impl Heard {
+impl LeaderContact {
     /// Notes an append or heartbeat that was accepted.
     pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
         let mut state = self.lock();
@@ -42,7 +42,7 @@ impl Heard {
         self.lock().catch_up
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ContactState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::net::lookup_host;
 use tonic::{Code, Status};
 
-use super::Inner;
+use super::ReplicaInner;
 use crate::options::{Formation, Peers};
 use crate::wire::{self, proto};
 use crate::{DEFAULT_NAME, types};
@@ -60,7 +60,7 @@ fn named(told: &str) -> &str {
     if told.is_empty() { DEFAULT_NAME } else { told }
 }
 
-impl Inner {
+impl ReplicaInner {
     /// Refuses whoever is configured for another cluster, before anything else is told.
     pub(crate) fn check_name(&self, told: &str) -> Result<(), Status> {
         let (theirs, ours) = (named(told), self.options.cluster_name.as_str());

@@ -12,7 +12,7 @@ use openraft::ServerState;
 use openraft::async_runtime::WatchReceiver;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use super::Inner;
+use super::ReplicaInner;
 use crate::net::better_leader;
 
 /// How long another voter must have been the better leader: what is heard comes and goes, and a
@@ -20,7 +20,7 @@ use crate::net::better_leader;
 const BETTER_FOR: Duration = Duration::from_secs(2);
 
 /// Has another voter lead while this one stands back.
-pub(super) async fn stand_back(inner: Arc<Inner>) {
+pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
     let mut waiting = inner.log.waiting();
     let mut is_doubtful = inner.is_doubtful.subscribe();
     // An election that was under way may still be won.
@@ -50,7 +50,7 @@ pub(super) async fn stand_back(inner: Arc<Inner>) {
 }
 
 /// Hands leadership to a voter that has long heard more of the others than this one does.
-pub(super) async fn hand_to_better(inner: Arc<Inner>) {
+pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
     let mut ticks = tokio::time::interval(inner.options.election_timeout.end);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut since = None;
@@ -79,7 +79,7 @@ pub(super) async fn hand_to_better(inner: Arc<Inner>) {
     }
 }
 
-impl Inner {
+impl ReplicaInner {
     /// Why this replica would not lead at present.
     pub(crate) fn stands_back(&self) -> Option<&'static str> {
         if self.log.waiting().borrow().is_some() {

@@ -25,18 +25,18 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use self::heard::Heard;
-use crate::blocking::Blocking;
+use self::heard::LeaderContact;
+use crate::blocking::BlockingMode;
 use crate::error::{ChangeError, Committed, ProposeError, StartError};
-use crate::fault::Fault;
-use crate::files::{Lock, damaged, io_error};
-use crate::host::{Host, Raft};
-use crate::identity::Identity;
+use crate::fault::FatalError;
+use crate::files::{StoreLock, damaged, io_error};
+use crate::host::{Raft, StateMachineAdapter};
+use crate::identity::ReplicaIdentity;
 use crate::log::LogStore;
-use crate::machine::{CheckCommand, Machine, PeerHandler};
-use crate::net::{self, Installing, Links, Network, SHOWS_STORE, Transport};
-use crate::options::{Formation, Options, Peers};
-use crate::seldom::Seldom;
+use crate::machine::{CheckCommand, PeerHandler, StateMachine};
+use crate::net::{self, Network, PeerLinks, SHOWS_STORE, SnapshotInstalls, Transport};
+use crate::options::{Formation, Peers, ReplicaOptions};
+use crate::seldom::LogThrottle;
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
 use crate::types::shown;
@@ -48,38 +48,38 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// A running replica. Cheap to clone; the replica stops when told to, not when handles drop.
 #[derive(Clone)]
 pub struct Replica {
-    inner: Arc<Inner>,
+    inner: Arc<ReplicaInner>,
 }
 
 /// What the tasks of a replica share.
-pub(crate) struct Inner {
-    pub(crate) options: Options,
-    pub(crate) blocking: Blocking,
+pub(crate) struct ReplicaInner {
+    pub(crate) options: ReplicaOptions,
+    pub(crate) blocking: BlockingMode,
     pub(crate) raft: Raft,
     pub(crate) log: LogStore,
-    pub(crate) host: Host,
-    pub(crate) links: Arc<Links>,
-    pub(crate) fault: Fault,
-    pub(crate) heard: Heard,
+    pub(crate) host: StateMachineAdapter,
+    pub(crate) links: Arc<PeerLinks>,
+    pub(crate) fault: FatalError,
+    pub(crate) heard: LeaderContact,
     pub(crate) handler: Arc<dyn PeerHandler>,
     check: CheckCommand,
-    pub(crate) status: watch::Sender<Status>,
+    pub(crate) status: watch::WatchSender<Status>,
     /// Whether this replica leads and hears a quorum.
-    pub(crate) has_quorum: watch::Sender<bool>,
+    pub(crate) has_quorum: watch::WatchSender<bool>,
     /// Whether the machine's state may be wrong, see [`Replica::doubt`].
-    pub(crate) is_doubtful: watch::Sender<bool>,
+    pub(crate) is_doubtful: watch::WatchSender<bool>,
     /// Newest message for the peers.
-    pub(crate) outgoing: watch::Sender<Bytes>,
+    pub(crate) outgoing: watch::WatchSender<Bytes>,
     /// Peers whose stream stands.
-    pub(crate) connected: watch::Sender<BTreeSet<u64>>,
+    pub(crate) connected: watch::WatchSender<BTreeSet<u64>>,
     /// Held while the membership is changed from here.
     pub(crate) changing: Mutex<()>,
     /// Held while the machine's state is sent to a peer that has lost its own.
     pub(crate) lending: Arc<Semaphore>,
     /// Which snapshot is being received.
-    pub(crate) installing: Installing,
+    pub(crate) installing: SnapshotInstalls,
     /// Keeps the log from filling with what strangers are refused.
-    pub(crate) refusals: Seldom,
+    pub(crate) refusals: LogThrottle,
     pub(crate) is_stopping: AtomicBool,
     /// Whether peers say that this replica is a member no more.
     pub(crate) is_removed: AtomicBool,
@@ -87,7 +87,7 @@ pub(crate) struct Inner {
     pub(crate) tasks: TaskTracker,
     local_addr: SocketAddr,
     /// Held until the replica has stopped, whoever still has a handle.
-    lock: std::sync::Mutex<Option<Lock>>,
+    lock: std::sync::Mutex<Option<StoreLock>>,
 }
 
 impl Replica {
@@ -96,13 +96,13 @@ impl Replica {
     /// # Errors
     /// When the store cannot be opened or is damaged: names file and offset.
     pub async fn start(
-        mut options: Options,
+        mut options: ReplicaOptions,
         transport: Arc<dyn Transport>,
-        machine: impl Machine,
+        machine: impl StateMachine,
         handler: Arc<dyn PeerHandler>,
     ) -> Result<Self, StartError> {
         let config = prepare(&mut options)?;
-        let (fault, cancel) = (Fault::new(), CancellationToken::new());
+        let (fault, cancel) = (FatalError::new(), CancellationToken::new());
         let blocking = options.storage.blocking();
         let check = machine.check();
         let opened = {
@@ -116,8 +116,8 @@ impl Replica {
         let (lock, identity, log, host) = opened.map_err(failed)??;
 
         let local_addr = transport.local_addr();
-        let links = Arc::new(Links::new(Arc::new(identity), transport.clone()));
-        let has_quorum = watch::Sender::new(false);
+        let links = Arc::new(PeerLinks::new(Arc::new(identity), transport.clone()));
+        let has_quorum = watch::WatchSender::new(false);
         let network = Network::new(links.clone(), has_quorum.subscribe(), blocking);
         let id = u64::from(options.id);
         let raft = Raft::new(id, Arc::new(config), network, log.clone(), host.clone()).await;
@@ -129,26 +129,26 @@ impl Replica {
                 return Err(failed(std::io::Error::other(why)));
             }
         };
-        let status = watch::Sender::new(upkeep::first_status(&options));
-        let inner = Arc::new(Inner {
+        let status = watch::WatchSender::new(upkeep::first_status(&options));
+        let inner = Arc::new(ReplicaInner {
             blocking,
             raft,
             log,
             host,
             links,
             fault,
-            heard: Heard::default(),
+            heard: LeaderContact::default(),
             handler,
             check,
             status,
             has_quorum,
-            is_doubtful: watch::Sender::new(false),
-            outgoing: watch::Sender::default(),
-            connected: watch::Sender::default(),
+            is_doubtful: watch::WatchSender::new(false),
+            outgoing: watch::WatchSender::default(),
+            connected: watch::WatchSender::default(),
             changing: Mutex::default(),
             lending: Arc::new(Semaphore::new(1)),
-            installing: Installing::default(),
-            refusals: Seldom::default(),
+            installing: SnapshotInstalls::default(),
+            refusals: LogThrottle::default(),
             is_stopping: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             cancel,
@@ -187,7 +187,7 @@ impl Replica {
 
     /// What it is made of.
     #[cfg(feature = "fuzzing")]
-    pub(crate) fn inner(&self) -> Arc<Inner> {
+    pub(crate) fn inner(&self) -> Arc<ReplicaInner> {
         self.inner.clone()
     }
 
@@ -199,7 +199,7 @@ impl Replica {
 
     /// Every change of the status.
     #[must_use]
-    pub fn watch(&self) -> watch::Receiver<Status> {
+    pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()
     }
 
@@ -295,7 +295,7 @@ impl Replica {
     }
 }
 
-impl Inner {
+impl ReplicaInner {
     /// Begins what runs beside calls, until it is cancelled.
     fn set_to_work(self: &Arc<Self>, transport: Arc<dyn Transport>) {
         self.tasks.spawn(net::serve(self.clone(), transport));
@@ -357,21 +357,21 @@ impl Inner {
 
 /// Opens what is on disk. Blocks.
 fn open(
-    options: &Options,
-    machine: Box<dyn Machine>,
-    fault: Fault,
+    options: &ReplicaOptions,
+    machine: Box<dyn StateMachine>,
+    fault: FatalError,
     stop: CancellationToken,
-) -> Result<(Lock, Identity, LogStore, Host), StartError> {
+) -> Result<(StoreLock, ReplicaIdentity, LogStore, StateMachineAdapter), StartError> {
     let layout = options.storage.layout(&options.data_dir);
     layout.create()?;
     // Before anything is read or tidied up: another process may be at work on it.
     let lock = layout.lock()?;
-    let identity = Identity::open(&layout, u64::from(options.id))?;
+    let identity = ReplicaIdentity::open(&layout, u64::from(options.id))?;
     let folder = layout.snapshots();
     let snapshots = SnapshotFolder::open(layout.files.clone(), folder.clone())
         .map_err(|error| io_error(&folder, error))?;
     let blocking = options.storage.blocking();
-    let host = Host::open(machine, snapshots, blocking, fault.clone(), stop)?;
+    let host = StateMachineAdapter::open(machine, snapshots, blocking, fault.clone(), stop)?;
     let log = options.storage.open_log(&layout, fault)?;
     if log.purged() > host.applied() {
         let (begin, reached) = (shown(log.purged().as_ref()), shown(host.applied().as_ref()));
@@ -383,7 +383,7 @@ fn open(
 }
 
 /// Checks the options, and what they come to for Raft.
-fn prepare(options: &mut Options) -> Result<RaftConfig, StartError> {
+fn prepare(options: &mut ReplicaOptions) -> Result<RaftConfig, StartError> {
     check_formation(&options.formation)?;
     let label = (SHOWS_STORE.to_owned(), "2".to_owned());
     options.labels.extend([label]);
@@ -391,7 +391,7 @@ fn prepare(options: &mut Options) -> Result<RaftConfig, StartError> {
     raft_config(options)
 }
 
-fn raft_config(options: &Options) -> Result<RaftConfig, StartError> {
+fn raft_config(options: &ReplicaOptions) -> Result<RaftConfig, StartError> {
     let ms = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     let every = options.snapshot_every_entries.max(1);
     let config = RaftConfig {

@@ -9,10 +9,10 @@ use openraft::errors::{ClientWriteError, RaftError};
 use tokio::time::{Instant, timeout_at};
 use tonic::Code;
 
-use super::Inner;
+use super::ReplicaInner;
 use crate::COMMAND_BYTES_MAX;
 use crate::error::{Committed, ProposeError};
-use crate::net::{CallError, Lane};
+use crate::net::{CallError, LinkLane};
 use crate::options::Formation;
 use crate::planted::{self, Bug};
 use crate::status::Status;
@@ -30,7 +30,7 @@ const WAY: Duration = Duration::from_millis(50);
 /// How one try ended that decided nothing.
 struct TryAgain;
 
-impl Inner {
+impl ReplicaInner {
     pub(super) async fn propose(
         &self,
         command: Bytes,
@@ -115,7 +115,7 @@ impl Inner {
             command,
             timeout_ms: millis(left),
         };
-        let call = peer.call(Lane::Bulk, left + WAY, |mut client| async move {
+        let call = peer.call(LinkLane::Bulk, left + WAY, |mut client| async move {
             client.propose(request).await
         });
         match call.await {
@@ -190,7 +190,7 @@ impl Inner {
             header: Some(peer.header()),
             timeout_ms: millis(limit),
         };
-        let call = peer.call(Lane::Bulk, limit, |mut client| async move {
+        let call = peer.call(LinkLane::Bulk, limit, |mut client| async move {
             client.read_barrier(request).await
         });
         call.await
@@ -220,7 +220,7 @@ fn outcome(result: Proposed) -> Result<Result<Committed, ProposeError>, TryAgain
 }
 
 /// Waits for a change of the status, but not long: not all that helps is seen there.
-async fn wait(status: &mut watch::Receiver<Status>, end: Instant) -> Result<(), ProposeError> {
+async fn wait(status: &mut watch::WatchReceiver<Status>, end: Instant) -> Result<(), ProposeError> {
     let now = Instant::now();
     if now >= end {
         return Err(ProposeError::NoLeader);

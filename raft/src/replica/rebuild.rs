@@ -8,9 +8,9 @@
 
 use std::time::Duration;
 
-use super::Inner;
+use super::ReplicaInner;
 use crate::error::ChangeError;
-use crate::host::NotTaken;
+use crate::host::InstallError;
 use crate::net::{self, Peer};
 use crate::status::Role;
 
@@ -18,7 +18,7 @@ use crate::status::Role;
 const TRIES_MAX: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
-impl Inner {
+impl ReplicaInner {
     pub(super) async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
         let refused = |why: String| ChangeError::Refused(why);
         if self.status.borrow().role == Role::Leader {
@@ -32,7 +32,7 @@ impl Inner {
             match self.fetch(&peer).await? {
                 Ok(index) => break index,
                 // It applies what this replica has a moment later.
-                Err(NotTaken::Behind { .. }) if tries < TRIES_MAX => {
+                Err(InstallError::Behind { .. }) if tries < TRIES_MAX => {
                     tries += 1;
                     tokio::time::sleep(PAUSE).await;
                 }
@@ -44,7 +44,7 @@ impl Inner {
         Ok(index)
     }
 
-    async fn fetch(&self, peer: &Peer) -> Result<Result<u64, NotTaken>, ChangeError> {
+    async fn fetch(&self, peer: &Peer) -> Result<Result<u64, InstallError>, ChangeError> {
         let file = self.host.unfinished_snapshot();
         net::fetch_state(peer, &file, self.blocking)
             .await

@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use openraft::async_runtime::WatchReceiver;
 use tokio::time::MissedTickBehavior;
 
-use super::Inner;
+use super::ReplicaInner;
 use crate::wire;
 
 /// Between two looks.
@@ -21,7 +21,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Looks until the replica stops. What it finds shows in the status; a removed replica asks for no
 /// votes, which nobody would give it. Both are taken back when a leader is heard again: a removed
 /// replica may be added anew.
-pub(super) async fn notice(inner: Arc<Inner>) {
+pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -42,7 +42,7 @@ pub(super) async fn notice(inner: Arc<Inner>) {
     }
 }
 
-impl Inner {
+impl ReplicaInner {
     /// The members that are agreed on, as far as is known here, and the log index that says so. What
     /// is not committed yet may never be.
     pub(crate) fn membership(&self) -> (u64, Vec<u64>) {

@@ -9,14 +9,14 @@ use openraft::Instant as _;
 use openraft::ServerState;
 use openraft::async_runtime::WatchReceiver;
 
-use super::Inner;
+use super::ReplicaInner;
 use crate::files::is_shortage;
-use crate::options::Options;
+use crate::options::ReplicaOptions;
 use crate::status::{Member, Role, Status};
 use crate::types::{self, Metrics, shown};
 
 /// The status before anything is known.
-pub(super) fn first_status(options: &Options) -> Status {
+pub(super) fn first_status(options: &ReplicaOptions) -> Status {
     Status {
         id: options.id,
         cluster_id: None,
@@ -38,7 +38,7 @@ pub(super) fn first_status(options: &Options) -> Status {
 }
 
 /// Refreshes the status whenever something it shows may have changed.
-pub(super) async fn keep_status(inner: Arc<Inner>) {
+pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     let mut metrics = inner.raft.metrics();
     let mut fault = inner.fault.watch();
     let mut waiting = inner.log.waiting();
@@ -62,7 +62,7 @@ pub(super) async fn keep_status(inner: Arc<Inner>) {
 }
 
 /// Takes a snapshot when enough bytes were applied since the last; by entries openraft does.
-pub(super) async fn keep_snapshots(inner: Arc<Inner>) {
+pub(super) async fn keep_snapshots(inner: Arc<ReplicaInner>) {
     let mut status = inner.status.subscribe();
     loop {
         if inner.host.bytes_since_snapshot() >= inner.options.snapshot_every_bytes
@@ -81,7 +81,7 @@ pub(super) async fn keep_snapshots(inner: Arc<Inner>) {
     }
 }
 
-impl Inner {
+impl ReplicaInner {
     /// How long a leader is believed without hearing of it: as long as its lease.
     pub(super) fn lease(&self) -> Duration {
         self.options.election_timeout.end

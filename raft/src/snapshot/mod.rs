@@ -138,7 +138,7 @@ mod tests {
 
     use super::*;
     use crate::error::StartError;
-    use crate::files::System;
+    use crate::files::SystemFiles;
     use crate::types::LeaderId;
     use crate::wire::proto;
 
@@ -178,7 +178,7 @@ mod tests {
     }
 
     fn opened(folder: &tempfile::TempDir) -> SnapshotFolder {
-        SnapshotFolder::open(Arc::new(System), folder.path().to_path_buf()).unwrap()
+        SnapshotFolder::open(Arc::new(SystemFiles), folder.path().to_path_buf()).unwrap()
     }
 
     fn read(file: &SnapshotFile) -> Result<Vec<u8>, StartError> {
@@ -202,7 +202,7 @@ mod tests {
             assert!(read(&file).unwrap() == bytes, "{length} bytes differ");
         }
         assert_eq!(
-            System.list(&folder.folder).unwrap().len(),
+            SystemFiles.list(&folder.folder).unwrap().len(),
             1,
             "older ones are removed"
         );
@@ -236,6 +236,6 @@ mod tests {
         fs::write(folder.path().join("7.unfinished"), b"half").unwrap();
         let snapshots = opened(&folder);
         assert!(snapshots.newest().unwrap().is_none());
-        assert!(System.list(folder.path()).unwrap().is_empty());
+        assert!(SystemFiles.list(folder.path()).unwrap().is_empty());
     }
 }

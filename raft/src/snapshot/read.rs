@@ -13,7 +13,7 @@ use crate::wire::proto;
 /// Damage in a snapshot file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("snapshot damaged at byte {offset}: {what}")]
-pub(crate) struct DamagedAt {
+pub(crate) struct SnapshotDamageError {
     pub(crate) offset: u64,
     pub(crate) what: String,
 }
@@ -28,7 +28,7 @@ pub(crate) struct SnapshotReader {
     chunks: u64,
     bytes: u64,
     is_ended: bool,
-    damage: Option<DamagedAt>,
+    damage: Option<SnapshotDamageError>,
 }
 
 impl SnapshotReader {
@@ -56,7 +56,7 @@ impl SnapshotReader {
     /// The next chunk, empty at the end of the file.
     ///
     /// # Errors
-    /// Of the file, or [`DamagedAt`].
+    /// Of the file, or [`SnapshotDamageError`].
     pub(crate) fn next_chunk(&mut self) -> io::Result<&[u8]> {
         self.chunk.clear();
         self.given = 0;
@@ -73,7 +73,7 @@ impl SnapshotReader {
     }
 
     /// Damage found so far.
-    pub(crate) fn damage(&self) -> Option<&DamagedAt> {
+    pub(crate) fn damage(&self) -> Option<&SnapshotDamageError> {
         self.damage.as_ref()
     }
 
@@ -156,7 +156,7 @@ impl SnapshotReader {
     }
 
     fn damaged(&mut self, offset: u64, what: impl Into<String>) -> io::Error {
-        let damage = DamagedAt {
+        let damage = SnapshotDamageError {
             offset,
             what: what.into(),
         };

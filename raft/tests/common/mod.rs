@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use raft::{
-    CheckCommand, CorruptSnapshot, Formation, FrozenMachine, Machine, Options, PeerHandler, Peers,
-    Replica, StartError, Status, StopReplica, Storage, Tcp,
+    CheckCommand, Formation, FrozenMachine, PeerHandler, Peers, Replica, ReplicaOptions,
+    SnapshotError, StartError, StateMachine, Status, StopReplicaError, Storage, Tcp,
 };
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -51,7 +51,7 @@ impl Journal {
     }
 }
 
-impl Machine for Journal {
+impl StateMachine for Journal {
     fn check(&self) -> CheckCommand {
         Arc::new(|command, _| match command {
             b"garbage" => Err("garbage is no command".to_owned()),
@@ -59,9 +59,9 @@ impl Machine for Journal {
         })
     }
 
-    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplica> {
+    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError> {
         if command == b"poison" {
-            return Err(StopReplica("cannot decode".to_owned()));
+            return Err(StopReplicaError("cannot decode".to_owned()));
         }
         let before = self.0.lock().unwrap().insert(index, command.to_vec());
         assert_eq!(before, None, "index {index} applied twice");
@@ -74,8 +74,8 @@ impl Machine for Journal {
         Box::new(Frozen(self.commands()))
     }
 
-    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), CorruptSnapshot> {
-        let corrupt = |error: std::io::Error| CorruptSnapshot(error.to_string());
+    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
+        let corrupt = |error: std::io::Error| SnapshotError(error.to_string());
         let mut bytes = Vec::new();
         snapshot.read_to_end(&mut bytes).map_err(corrupt)?;
         let mut rest = &bytes[..];
@@ -130,7 +130,7 @@ impl Mailbox {
 
 /// One replica, its folder and its port, over restarts.
 pub struct Seat {
-    pub options: Options,
+    pub options: ReplicaOptions,
     pub folder: TempDir,
     pub journal: Journal,
     pub mailbox: Arc<Mailbox>,
@@ -140,7 +140,7 @@ pub struct Seat {
 impl Seat {
     pub async fn new(id: u8, formation: Formation) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let options = Options {
+        let options = ReplicaOptions {
             id,
             data_dir: folder.path().to_path_buf(),
             advertise: String::new(),
@@ -271,7 +271,7 @@ impl Cluster {
         Self::found_with(size, |_| {}).await
     }
 
-    pub async fn found_with(size: u8, adjust: impl Fn(&mut Options)) -> Self {
+    pub async fn found_with(size: u8, adjust: impl Fn(&mut ReplicaOptions)) -> Self {
         let (listeners, addresses) = listeners(size.into()).await;
         let mut seats = Vec::new();
         for (id, listener) in (1..).zip(listeners) {

@@ -11,8 +11,8 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http_body::Frame;
 use raft::{
-    Formation, MemoryDisk, Options, PeerChannel, PeerRequest, PeerResponse, PeerService, Peers,
-    Replica, Status, Storage, Transport, chance,
+    Formation, MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService, Peers, Replica,
+    ReplicaOptions, Status, Storage, Transport, chance,
 };
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -192,7 +192,7 @@ fn id_of(address: &str) -> u8 {
 
 /// Starts a replica of a cluster that `voters` found.
 pub async fn start(world: &World, id: u8, voters: u8, disk: &MemoryDisk) -> (Replica, Journal) {
-    let options = Options {
+    let options = ReplicaOptions {
         id,
         data_dir: "/data".into(),
         advertise: address(id).to_string(),

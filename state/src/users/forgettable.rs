@@ -10,25 +10,25 @@ use super::standing::AdmissionAccount;
 use crate::ids::UserKey;
 
 /// `(counter, key)` of users.
-type Order = BTreeSet<(u64, UserKey)>;
+type ForgettingOrder = BTreeSet<(u64, UserKey)>;
 
 /// Everyone who can be forgotten.
 #[derive(Debug, Default)]
 pub(super) struct Forgettable {
-    never_charged: Order,
-    charged: Order,
+    never_charged: ForgettingOrder,
+    charged: ForgettingOrder,
     /// Whether the log is of format 4.
     is_never_charged_first: bool,
 }
 
 /// Where a user stands among them.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rank {
+pub(super) struct ForgettingRank {
     is_charged: bool,
     counter: u64,
 }
 
-impl Rank {
+impl ForgettingRank {
     /// `None`: the user cannot be forgotten.
     pub(super) fn of(user: &User) -> Option<Self> {
         // What was used of the limits goes with the user: they begin anew with full buckets.
@@ -43,18 +43,18 @@ impl Rank {
 }
 
 impl Forgettable {
-    fn order(&mut self, rank: Rank) -> &mut Order {
+    fn order(&mut self, rank: ForgettingRank) -> &mut ForgettingOrder {
         match rank.is_charged {
             true => &mut self.charged,
             false => &mut self.never_charged,
         }
     }
 
-    pub(super) fn insert(&mut self, key: UserKey, rank: Rank) {
+    pub(super) fn insert(&mut self, key: UserKey, rank: ForgettingRank) {
         self.order(rank).insert((rank.counter, key));
     }
 
-    pub(super) fn remove(&mut self, key: UserKey, rank: Rank) {
+    pub(super) fn remove(&mut self, key: UserKey, rank: ForgettingRank) {
         self.order(rank).remove(&(rank.counter, key));
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::forgettable::{Forgettable, Rank};
+use super::forgettable::{Forgettable, ForgettingRank};
 use super::lately::UsageScan;
 use super::map::UserMap;
 use super::{
@@ -356,7 +356,7 @@ impl Users {
         let counter_before = user.counter();
         let was_backlogged = !user.is_idle();
         let was_waiting = user.is_waiting();
-        let rank_before = Rank::of(user);
+        let rank_before = ForgettingRank::of(user);
         let was_active = change(user) || was_backlogged;
         let counter = user.counter();
         self.digest = self.digest.wrapping_sub(digest_before).wrapping_add(hash(
@@ -383,7 +383,7 @@ impl Users {
         } else if was_waiting {
             self.last_left = Some(counter);
         }
-        if let Some(rank) = Rank::of(user) {
+        if let Some(rank) = ForgettingRank::of(user) {
             self.forgettable.insert(key, rank);
         }
         true
@@ -422,7 +422,7 @@ impl Users {
         if user.is_waiting() {
             self.waiting.insert((user.counter(), key));
         }
-        if let Some(rank) = Rank::of(user) {
+        if let Some(rank) = ForgettingRank::of(user) {
             self.forgettable.insert(key, rank);
         }
     }

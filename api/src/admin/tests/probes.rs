@@ -4,7 +4,7 @@ use serde_json::json;
 use state::ids::UserKey;
 
 use super::*;
-use crate::backends::{Fault, Roster, text};
+use crate::backends::{Fault, SlotTable, text};
 
 async fn readiness(bench: &Bench) -> (u16, Value) {
     let answer = bench.call("GET", "/readyz", "").await;
@@ -45,7 +45,7 @@ async fn a_clock_that_differs_is_a_warning() {
 #[tokio::test]
 async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
     let bench = Bench::with_backends();
-    let mut roster = Roster::new(Arc::clone(&bench.admin.backends));
+    let mut roster = SlotTable::new(Arc::clone(&bench.admin.backends));
     let registry = bench.admin.view.registry();
     roster.follow(Arc::clone(&registry), |stay, _| stay);
     for (_, stay) in roster.watchers() {

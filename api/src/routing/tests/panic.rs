@@ -3,15 +3,15 @@
 use state::ids::UserKey;
 
 use super::*;
-use crate::backends::{FAILURES_MAX, Fault, Roster, Stay};
+use crate::backends::{FAILURES_MAX, Fault, Occupancy, SlotTable};
 
 /// Probes in a test's hand.
-struct Probes(Roster<Stay>);
+struct Probes(SlotTable<Occupancy>);
 
 impl Probes {
     /// All have passed.
     fn of(bench: &Bench) -> Self {
-        let mut roster = Roster::new(Arc::clone(&bench.router.backends));
+        let mut roster = SlotTable::new(Arc::clone(&bench.router.backends));
         roster.follow(bench.router.view.registry(), |stay, _| {
             stay.passed();
             stay

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use loom::thread;
 use state::ids::Slot;
 
-use crate::health::{Board, Fault, Record};
-use crate::{Model, explore};
+use crate::health::{Fault, HealthTable, ProbeRecord};
+use crate::{ModelRun, explore};
 
-pub(crate) const ALL: &[Model] = &[
+pub(crate) const ALL: &[ModelRun] = &[
     (
         "board: a late probe does not show on the next backend",
         late_probe,
@@ -19,21 +19,21 @@ pub(crate) const ALL: &[Model] = &[
 
 const SLOT: Slot = Slot(0);
 
-fn is_healthy(board: &Board) -> (Option<bool>, Option<bool>) {
+fn is_healthy(board: &HealthTable) -> (Option<bool>, Option<bool>) {
     let glance = board.glance(SLOT).map(|glance| glance.is_healthy);
     (glance, board.health(SLOT).map(|health| health.is_healthy))
 }
 
 fn late_probe() {
     explore(|| {
-        let board = Arc::new(Board::new(1));
-        let first = board.move_in(SLOT, "a");
+        let board = Arc::new(HealthTable::new(1));
+        let first = board.register(SLOT, "a");
         let probe = thread::spawn({
             let board = Arc::clone(&board);
-            move || board.update(SLOT, Some(first), Record::passed)
+            move || board.update(SLOT, Some(first), ProbeRecord::passed)
         });
-        board.move_out(SLOT);
-        board.move_in(SLOT, "b");
+        board.unregister(SLOT);
+        board.register(SLOT, "b");
         assert_eq!(is_healthy(&board), (Some(false), Some(false)));
         probe.join().expect("the other does not panic");
         assert_eq!(is_healthy(&board), (Some(false), Some(false)));
@@ -42,11 +42,11 @@ fn late_probe() {
 
 fn both_faces() {
     explore(|| {
-        let board = Arc::new(Board::new(1));
-        let tenancy = Some(board.move_in(SLOT, "a"));
+        let board = Arc::new(HealthTable::new(1));
+        let tenancy = Some(board.register(SLOT, "a"));
         let probe = thread::spawn({
             let board = Arc::clone(&board);
-            move || board.update(SLOT, tenancy, Record::passed)
+            move || board.update(SLOT, tenancy, ProbeRecord::passed)
         });
         for _ in 0..2 {
             board.update(SLOT, None, |record| {

@@ -1,4 +1,4 @@
-//! Circuits: of requests that find one due at once, one tries it.
+//! Circuit breakers: of requests that find one due at once, one tries it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use loom::thread;
 use state::ids::{BackendRef, Incarnation, Slot, UserKey};
 use tokio::time::Instant;
 
-use crate::circuit::{CircuitSettings, Circuits, Passage, Trial};
+use crate::circuit::{BreakerState, CircuitBreakers, CircuitSettings, HalfOpenProbe};
 use crate::sync::{AtomicUsize, Ordering};
-use crate::{Model, explore};
+use crate::{ModelRun, explore};
 
-pub(crate) const ALL: &[Model] = &[
+pub(crate) const ALL: &[ModelRun] = &[
     (
         "circuit: one request at a time tries an open one",
         one_at_a_time,
@@ -42,7 +42,7 @@ fn user() -> UserKey {
 }
 
 /// A circuit that is open, and when it may be tried.
-fn opened() -> (Arc<Circuits>, Instant) {
+fn opened() -> (Arc<CircuitBreakers>, Instant) {
     let settings = CircuitSettings {
         failures: 1,
         failure_percent: 50,
@@ -50,20 +50,23 @@ fn opened() -> (Arc<Circuits>, Instant) {
         backoff: Duration::from_secs(1),
         backoff_max: Duration::from_secs(4),
     };
-    let (circuits, now) = (Arc::new(Circuits::of_slots(1, settings)), Instant::now());
+    let (circuits, now) = (
+        Arc::new(CircuitBreakers::of_slots(1, settings)),
+        Instant::now(),
+    );
     assert!(circuits.failed(BACKEND, Some(USER), now));
     (circuits, now + Duration::from_secs(1))
 }
 
 /// What a request does: asks, and goes if it may.
-fn attempt(circuits: &Arc<Circuits>, now: Instant) -> Option<Trial> {
+fn attempt(circuits: &Arc<CircuitBreakers>, now: Instant) -> Option<HalfOpenProbe> {
     if !circuits.allows(BACKEND, user, now) {
         return None;
     }
     match circuits.enter(BACKEND, user, now) {
-        Passage::Trial(trial) => Some(trial),
-        Passage::Barred => None,
-        Passage::Closed => panic!("nobody has closed it"),
+        BreakerState::HalfOpen(trial) => Some(trial),
+        BreakerState::Open => None,
+        BreakerState::Closed => panic!("nobody has closed it"),
     }
 }
 
@@ -71,7 +74,7 @@ fn one_at_a_time() {
     explore(|| {
         let (circuits, due) = opened();
         let under_way = Arc::new(AtomicUsize::new(0));
-        let run = move |circuits: Arc<Circuits>, under_way: Arc<AtomicUsize>| {
+        let run = move |circuits: Arc<CircuitBreakers>, under_way: Arc<AtomicUsize>| {
             if let Some(trial) = attempt(&circuits, due) {
                 assert_eq!(under_way.fetch_add(1, Ordering::Relaxed), 0);
                 under_way.fetch_sub(1, Ordering::Relaxed);

@@ -8,9 +8,9 @@ use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
 use tokio::time::Instant;
 
 use crate::load::{Load, LoadTable};
-use crate::{Model, explore};
+use crate::{ModelRun, explore};
 
-pub(crate) const ALL: &[Model] = &[
+pub(crate) const ALL: &[ModelRun] = &[
     (
         "load: requests at two lives of a slot are counted apart",
         two_lives,

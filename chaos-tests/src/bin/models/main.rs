@@ -41,9 +41,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 /// A name, and what is explored.
-type Model = (&'static str, fn());
+type ModelRun = (&'static str, fn());
 
-const MODELS: &[&[Model]] = &[
+const MODELS: &[&[ModelRun]] = &[
     circuit_models::ALL,
     load_models::ALL,
     overlay_models::ALL,

@@ -6,9 +6,9 @@ use loom::thread;
 use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
 
 use crate::overlay::{BlockRun, Overlay};
-use crate::{Model, explore};
+use crate::{ModelRun, explore};
 
-pub(crate) const ALL: &[Model] = &[
+pub(crate) const ALL: &[ModelRun] = &[
     (
         "overlay: a run that was added is found until it is removed",
         found,

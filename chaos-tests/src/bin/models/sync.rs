@@ -76,10 +76,10 @@ impl<T> Default for ArcSwapOption<T> {
 /// Wakes tasks. A permit of [`Notify::notify_one`] is kept for the next to wait;
 /// [`Notify::notify_waiters`] reaches whoever was made before it, polled or not.
 #[derive(Debug)]
-pub(crate) struct Notify(Mutex<Waiting>);
+pub(crate) struct Notify(Mutex<WaitingTask>);
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct WaitingTask {
     has_permit: bool,
     /// Counts calls of `notify_waiters`.
     round: u64,
@@ -88,7 +88,7 @@ struct Waiting {
 
 impl Notify {
     pub(crate) fn new() -> Self {
-        Self(Mutex::new(Waiting::default()))
+        Self(Mutex::new(WaitingTask::default()))
     }
 
     pub(crate) fn notify_one(&self) {

@@ -3,10 +3,10 @@
 use loom::future::block_on;
 use loom::thread;
 
-use crate::watch::{Closed, Sender};
-use crate::{Model, explore};
+use crate::watch::{WatchClosedError, WatchSender};
+use crate::{ModelRun, explore};
 
-pub(crate) const ALL: &[Model] = &[
+pub(crate) const ALL: &[ModelRun] = &[
     (
         "watch: the last value is seen before the end",
         last_before_the_end,
@@ -17,7 +17,7 @@ pub(crate) const ALL: &[Model] = &[
 
 fn last_before_the_end() {
     explore(|| {
-        let sender = Sender::new(0);
+        let sender = WatchSender::new(0);
         let mut receiver = sender.subscribe();
         let other = thread::spawn(move || {
             sender.send_replace(1);
@@ -35,7 +35,7 @@ fn last_before_the_end() {
 
 fn woken() {
     explore(|| {
-        let sender = Sender::new(0);
+        let sender = WatchSender::new(0);
         let waiters = [1, 2].map(|wanted| {
             let mut receiver = sender.subscribe();
             thread::spawn(move || {
@@ -55,10 +55,10 @@ fn woken() {
 
 fn the_last_of_two() {
     explore(|| {
-        let sender = Sender::new(0);
+        let sender = WatchSender::new(0);
         let mut receiver = sender.subscribe();
         let others = [sender.clone(), sender].map(|sender| thread::spawn(move || drop(sender)));
-        block_on(async { assert_eq!(receiver.changed().await, Err(Closed)) });
+        block_on(async { assert_eq!(receiver.changed().await, Err(WatchClosedError)) });
         for other in others {
             other.join().expect("the other does not panic");
         }

@@ -11,17 +11,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use chaos_tests::planted::Bug;
+use chaos_tests::planted::PlantedBug;
 use chaos_tests::sim::faults::Fault;
-use chaos_tests::sim::{self, Outcome, Report, Run};
+use chaos_tests::sim::{self, SeedOptions, SeedReport, SeedResult};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use tally::Tally;
+use tally::SeedCounts;
 
 /// Runs simulated clusters, each from one seed, and says which promise did not hold.
 #[derive(Debug, Clone, Parser)]
-struct Args {
+struct SeedsArgs {
     /// How many seeds.
     #[arg(long, default_value_t = 100)]
     seeds: u64,
@@ -66,17 +66,19 @@ struct Args {
     json: bool,
 }
 
-impl Args {
-    fn run_of(&self, seed: u64) -> anyhow::Result<Run> {
+impl SeedsArgs {
+    fn run_of(&self, seed: u64) -> anyhow::Result<SeedOptions> {
         let bug = match &self.bug {
-            Some(name) => Some(Bug::named(name).with_context(|| format!("no bug {name:?}"))?),
+            Some(name) => {
+                Some(PlantedBug::named(name).with_context(|| format!("no bug {name:?}"))?)
+            }
             None => None,
         };
         let only = self
             .only
             .iter()
             .map(|name| Fault::named(name).with_context(|| format!("no fault {name:?}")));
-        Ok(Run {
+        Ok(SeedOptions {
             seed,
             faulty: Duration::from_secs(self.seconds_simulated),
             only: only.collect::<anyhow::Result<_>>()?,
@@ -106,7 +108,7 @@ impl Args {
 }
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
+    match run(&SeedsArgs::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -117,9 +119,9 @@ fn main() -> ExitCode {
 }
 
 /// Answers whether everything held.
-fn run(args: &Args) -> anyhow::Result<bool> {
+fn run(args: &SeedsArgs) -> anyhow::Result<bool> {
     if args.bugs {
-        for bug in Bug::all() {
+        for bug in PlantedBug::all() {
             println!("{bug}");
         }
         return Ok(true);
@@ -143,9 +145,9 @@ fn run(args: &Args) -> anyhow::Result<bool> {
     Ok(tally.failures.is_empty())
 }
 
-fn all(args: &Args, from: u64, seeds: u64) -> anyhow::Result<Tally> {
+fn all(args: &SeedsArgs, from: u64, seeds: u64) -> anyhow::Result<SeedCounts> {
     let bar = progress(seeds);
-    let (next, tally) = (AtomicU64::new(from), Mutex::new(Tally::default()));
+    let (next, tally) = (AtomicU64::new(from), Mutex::new(SeedCounts::default()));
     let is_enough = AtomicBool::new(false);
     let work = || -> anyhow::Result<()> {
         loop {
@@ -154,7 +156,7 @@ fn all(args: &Args, from: u64, seeds: u64) -> anyhow::Result<Tally> {
                 return Ok(());
             }
             let report = once(args, seed)?;
-            if let Outcome::Broke(what) = &report.outcome {
+            if let SeedResult::Broke(what) = &report.outcome {
                 let line = format!("seed {seed}: {what}\n  reproduce: {}", args.reproduce(seed));
                 bar.suspend(|| eprintln!("{line}"));
                 is_enough.fetch_or(args.fail_fast, Ordering::Relaxed);
@@ -195,7 +197,7 @@ fn progress(seeds: u64) -> ProgressBar {
 }
 
 /// Runs a seed on a thread of its own, so that nothing of one is left to the next.
-fn once(args: &Args, seed: u64) -> anyhow::Result<Report> {
+fn once(args: &SeedsArgs, seed: u64) -> anyhow::Result<SeedReport> {
     let run = args.run_of(seed)?;
     let on_a_thread = || {
         std::thread::scope(|scope| {
@@ -216,7 +218,7 @@ fn once(args: &Args, seed: u64) -> anyhow::Result<Report> {
             for (first, second) in lines.filter(|(first, second)| first != second).take(3) {
                 eprintln!("first:  {first}\nsecond: {second}");
             }
-            report.outcome = Outcome::Broke(format!(
+            report.outcome = SeedResult::Broke(format!(
                 "the second run differs: {:016x} after {} events, then {:016x} after {}",
                 report.hash, report.events, again.hash, again.events
             ));

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use chaos_tests::sim::{Outcome, Report};
+use chaos_tests::sim::{SeedReport, SeedResult};
 use comfy_table::{Table, presets};
 
 /// What came of all seeds.
 #[derive(Debug, Default, serde::Serialize)]
-pub(crate) struct Tally {
+pub(crate) struct SeedCounts {
     seeds: u64,
     simulated_s: f64,
     events: u64,
@@ -26,9 +26,9 @@ pub(crate) struct Tally {
     pub(crate) failures: BTreeMap<u64, String>,
 }
 
-impl Tally {
+impl SeedCounts {
     /// One more seed.
-    pub(crate) fn add(&mut self, report: &Report) {
+    pub(crate) fn add(&mut self, report: &SeedReport) {
         self.seeds += 1;
         self.simulated_s += report.simulated_us as f64 / 1e6;
         self.events += report.events;
@@ -58,7 +58,7 @@ impl Tally {
             let looked_at = self.subjects.entry(format!("{number} {name}")).or_default();
             *looked_at += count;
         }
-        if let Outcome::Broke(what) = &report.outcome {
+        if let SeedResult::Broke(what) = &report.outcome {
             self.failures.insert(report.seed, what.clone());
         }
     }

@@ -11,9 +11,9 @@ use state::users::FairnessSettings;
 
 use crate::invariants::fixture::{drain, put, run};
 use crate::invariants::{linearizable, linearizable_by_search};
-use crate::oracle::Record;
-use crate::oracle::history::{Action, Outcome};
-use crate::oracle::register::Key;
+use crate::oracle::RunRecord;
+use crate::oracle::history::{Action, OperationResult};
+use crate::oracle::register::RegisterKey;
 
 const CLIENTS: u32 = 4;
 
@@ -21,7 +21,7 @@ const CLIENTS: u32 = 4;
 struct True {
     rng: StdRng,
     state: RouterState,
-    record: Record,
+    record: RunRecord,
     seq: u64,
 }
 
@@ -31,7 +31,7 @@ impl True {
         let mut history = Self {
             rng: StdRng::seed_from_u64(seed),
             state: RouterState::new(),
-            record: Record::default(),
+            record: RunRecord::default(),
             seq: 0,
         };
         let policy = PolicyConfig::Cost(CostSettings::default());
@@ -47,7 +47,7 @@ impl True {
         history
     }
 
-    fn history(seed: u64, operations: u32) -> Record {
+    fn history(seed: u64, operations: u32) -> RunRecord {
         let mut history = Self::founded(seed);
         let mut free_at_us = [100; CLIENTS as usize];
         let mut plan: Vec<(u64, u64, u64, u32)> = (0..operations)
@@ -91,31 +91,31 @@ impl True {
     fn operate(&mut self, effect_us: u64, called_us: u64, returned_us: u64, client: u32) {
         let (action, key) = self.draw();
         let outcome = match &action {
-            Action::Write(_) if self.rng.random_range(0..20) == 0 => Outcome::Refused,
+            Action::Write(_) if self.rng.random_range(0..20) == 0 => OperationResult::Refused,
             Action::Write(command) => {
                 let is_lost = self.rng.random_range(0..12) == 0;
                 let happens = !is_lost || self.rng.random();
                 let command = command.clone();
                 let committed = happens.then(|| self.commit(effect_us, command));
                 match committed {
-                    Some(committed) if !is_lost => Outcome::Written(committed),
-                    _ => Outcome::Unknown,
+                    Some(committed) if !is_lost => OperationResult::Written(committed),
+                    _ => OperationResult::Unknown,
                 }
             }
-            Action::Read(_) => Outcome::Read {
+            Action::Read(_) => OperationResult::Read {
                 index: self.state.applied(),
                 value: key.value_in(&self.state),
             },
         };
         let history = &mut self.record.history;
-        let is_answered = outcome != Outcome::Unknown || self.rng.random();
+        let is_answered = outcome != OperationResult::Unknown || self.rng.random();
         let ticket = history.call(client, run(1, 1), called_us, action);
         if is_answered {
             history.answer(ticket, returned_us, outcome);
         }
     }
 
-    fn draw(&mut self) -> (Action, Key) {
+    fn draw(&mut self) -> (Action, RegisterKey) {
         let name = ["a", "b"][self.rng.random_range(0..2)];
         let text = name.to_owned();
         let (command, key) = match self.rng.random_range(0..4) {
@@ -125,16 +125,16 @@ impl True {
                     name: text.clone(),
                     weight_milli,
                 };
-                (Command::PutUser(spec), Key::Weight(text))
+                (Command::PutUser(spec), RegisterKey::Weight(text))
             }
             1 => {
                 let port = self.rng.random_range(1..4);
-                (put(name, port), Key::Backend(text))
+                (put(name, port), RegisterKey::Backend(text))
             }
-            2 => (drain(name, self.rng.random()), Key::Backend(text)),
+            2 => (drain(name, self.rng.random()), RegisterKey::Backend(text)),
             _ => {
                 let name = text.clone();
-                (Command::DeleteBackend { name }, Key::Backend(text))
+                (Command::DeleteBackend { name }, RegisterKey::Backend(text))
             }
         };
         if self.rng.random() {
@@ -159,19 +159,19 @@ fn true_histories_are_taken() {
 }
 
 /// Breaks a true history in one place; `None`: it has no such place.
-fn broken(seed: u64, by: &str) -> Option<Record> {
+fn broken(seed: u64, by: &str) -> Option<RunRecord> {
     let mut record = True::history(seed, 80);
     let operations = &mut record.history.operations;
     let reads = (0..operations.len())
-        .filter(|at| matches!(operations[*at].outcome, Outcome::Read { .. }))
+        .filter(|at| matches!(operations[*at].outcome, OperationResult::Read { .. }))
         .collect::<Vec<_>>();
     let of = |at: &usize| match &operations[*at].action {
-        Action::Read(Key::Weight(name)) => Some(name.clone()),
+        Action::Read(RegisterKey::Weight(name)) => Some(name.clone()),
         _ => None,
     };
     let reads: Vec<usize> = reads.into_iter().filter(|at| of(at).is_some()).collect();
     let saw = |at: usize| match &operations[at].outcome {
-        Outcome::Read { value, .. } => value.clone(),
+        OperationResult::Read { value, .. } => value.clone(),
         _ => None,
     };
     let span = |at: usize| {
@@ -190,7 +190,7 @@ fn broken(seed: u64, by: &str) -> Option<Record> {
     match by {
         "a value that nobody wrote" => {
             let at = *reads.first()?;
-            let Outcome::Read { value, .. } = &mut operations[at].outcome else {
+            let OperationResult::Read { value, .. } = &mut operations[at].outcome else {
                 return None;
             };
             *value = Some("77".to_owned());
@@ -199,18 +199,18 @@ fn broken(seed: u64, by: &str) -> Option<Record> {
             // What the first saw is seen again right after the second, by itself.
             let (first, second) = pair?;
             let mut stale = operations[first].clone();
-            let Outcome::Read { index, .. } = &operations[second].outcome else {
+            let OperationResult::Read { index, .. } = &operations[second].outcome else {
                 return None;
             };
             let (index, (_, after_us)) = (*index, span(second));
             let value = saw(first);
             stale.client = 99;
             (stale.called_at_us, stale.returned_at_us) = (after_us + 1, Some(after_us + 2));
-            stale.outcome = Outcome::Read { index, value };
+            stale.outcome = OperationResult::Read { index, value };
             let is_written_again = operations.iter().any(|it| {
                 matches!(&it.action, Action::Write(Command::PutUser(spec))
                     if Some(&spec.name) == of(&second).as_ref() && it.called_at_us < after_us + 2
-                        && (it.outcome == Outcome::Unknown
+                        && (it.outcome == OperationResult::Unknown
                             || it.returned_at_us.is_none_or(|at_us| at_us > span(second).0)))
             });
             if is_written_again {
@@ -238,7 +238,7 @@ fn broken_reads_are_refused_by_both() {
 }
 
 /// Writes and reads of one user's weight, one after the other, by `(weight, is_read)`.
-fn one_after_the_other(steps: &[(u32, bool)]) -> Record {
+fn one_after_the_other(steps: &[(u32, bool)]) -> RunRecord {
     let mut history = True::founded(1);
     for (step, (weight_milli, is_read)) in (1_u64..).zip(steps.iter().copied()) {
         let name = "a".to_owned();
@@ -246,13 +246,13 @@ fn one_after_the_other(steps: &[(u32, bool)]) -> Record {
             let index = history.state.applied();
             let value = Some(weight_milli.to_string());
             (
-                Action::Read(Key::Weight(name)),
-                Outcome::Read { index, value },
+                Action::Read(RegisterKey::Weight(name)),
+                OperationResult::Read { index, value },
             )
         } else {
             let command = Command::PutUser(UserSpec { name, weight_milli });
             let committed = history.commit(step * 100 + 5, command.clone());
-            (Action::Write(command), Outcome::Written(committed))
+            (Action::Write(command), OperationResult::Written(committed))
         };
         let ticket = history
             .record
@@ -318,12 +318,12 @@ fn a_search_that_is_too_dear_is_left_undecided() {
         let history = &mut record.history;
         history.call(weight_milli, run(1, 1), 150, action);
         let read = history.call(50, run(1, 1), u64::from(weight_milli) * 1000, {
-            Action::Read(Key::Weight("a".to_owned()))
+            Action::Read(RegisterKey::Weight("a".to_owned()))
         });
         let index = LogIndex(2);
         let value = Some(weight_milli.to_string());
         let at_us = 100_000;
-        let outcome = Outcome::Read { index, value };
+        let outcome = OperationResult::Read { index, value };
         history.operations.last_mut().unwrap().client = weight_milli + 100;
         history.answer(read, at_us, outcome);
     }

@@ -7,9 +7,9 @@ use state::ids::BlockHash;
 
 /// A backend's blocks.
 #[derive(Debug, Clone)]
-pub struct Cache {
+pub struct ModelCache {
     /// By hash.
-    pub blocks: BTreeMap<BlockHash, Block>,
+    pub blocks: BTreeMap<BlockHash, ModelBlock>,
     /// Most blocks it holds while any can go; `None`: as many as come.
     pub capacity: Option<u32>,
     /// `false`: what it holds does not follow from leases alone.
@@ -19,7 +19,7 @@ pub struct Cache {
 
 /// One block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Block {
+pub struct ModelBlock {
     /// The block before it.
     pub parent: Option<BlockHash>,
     /// Leases that end here.
@@ -29,13 +29,13 @@ pub struct Block {
     released: u64,
 }
 
-impl Default for Cache {
+impl Default for ModelCache {
     fn default() -> Self {
         Self::new(None)
     }
 }
 
-impl Cache {
+impl ModelCache {
     /// An empty one.
     #[must_use]
     pub fn new(capacity: Option<u32>) -> Self {
@@ -113,7 +113,7 @@ impl Cache {
                     if let Some(parent) = tip.and_then(|tip| self.blocks.get_mut(&tip)) {
                         parent.children += 1;
                     }
-                    let block = Block {
+                    let block = ModelBlock {
                         parent: tip,
                         leases: 0,
                         children: 0,
@@ -189,13 +189,13 @@ mod tests {
         hashes.iter().copied().map(BlockHash).collect()
     }
 
-    fn owned(cache: &Cache) -> Vec<u64> {
+    fn owned(cache: &ModelCache) -> Vec<u64> {
         cache.blocks.keys().map(|hash| hash.0).collect()
     }
 
     #[test]
     fn the_least_recently_released_path_goes_from_its_end() {
-        let mut cache = Cache::new(Some(4));
+        let mut cache = ModelCache::new(Some(4));
         for (first, second) in [(1, 2), (3, 4)] {
             let (tip, inserted) = cache.acquire(None, &blocks(&[first, second]));
             assert_eq!(inserted, 2);
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn what_never_ran_is_given_back_and_what_is_held_stays() {
-        let mut cache = Cache::new(Some(2));
+        let mut cache = ModelCache::new(Some(2));
         let (held, _) = cache.acquire(None, &blocks(&[1, 2, 3]));
         assert_eq!(owned(&cache), [1, 2, 3]);
         let (other, inserted) = cache.acquire(Some(BlockHash(1)), &blocks(&[9]));

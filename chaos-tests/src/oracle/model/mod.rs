@@ -2,7 +2,7 @@
 //!
 //! Nothing here is shared with `state` but the words of the log. Caches are maps that are searched from
 //! end to end, users are sums, orders are found by looking at everybody. What is not followed is told
-//! apart ([`Cache::is_followed`]) rather than guessed: caches whose contents come from KV events, which
+//! apart ([`ModelCache::is_followed`]) rather than guessed: caches whose contents come from KV events, which
 //! are compared with the engines themselves, and those whose capacity is learnt.
 
 pub mod cache;
@@ -22,39 +22,39 @@ use state::command::{Charge, Command, Envelope, Item, LeaseOutcome, Rejection, R
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey};
 use state::users::FairnessSettings;
 
-use super::register::{Key, Registers};
-use cache::Cache;
-use registry::Registry;
-use sessions::{Sessions, Verdict};
-use streams::Streams;
-use time::Time;
-use users::{Users, price};
-use waiting::WaitingList;
+use super::register::{RegisterKey, Registers};
+use cache::ModelCache;
+use registry::ModelRegistry;
+use sessions::{Dedup, ModelSessions};
+use streams::ModelStreams;
+use time::ModelTime;
+use users::{ModelUsers, price};
+use waiting::ModelWaitingList;
 
 /// What the replicas must all hold after the entries so far.
 #[derive(Debug, Default)]
-pub struct Model {
+pub struct ReferenceModel {
     /// Replicated time.
-    pub time: Time,
+    pub time: ModelTime,
     /// Who may say what once.
-    pub sessions: Sessions,
+    pub sessions: ModelSessions,
     /// Keys that are written as a whole.
     pub registers: Registers,
     /// Which backend stands where.
-    pub registry: Registry,
+    pub registry: ModelRegistry,
     /// What each of them owns, by slot.
-    pub caches: BTreeMap<u16, Cache>,
+    pub caches: BTreeMap<u16, ModelCache>,
     /// Open leases.
-    pub leases: BTreeMap<(ReplicaId, AttemptId), Lease>,
+    pub leases: BTreeMap<(ReplicaId, AttemptId), ModelLease>,
     /// What was used.
-    pub users: Users,
+    pub users: ModelUsers,
     /// How far streams of KV events go.
-    pub streams: Streams,
+    pub streams: ModelStreams,
     /// What replicas have charged users ahead, less what they settled of it, in priced tokens.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
     /// Whether more than prompts was ever charged ahead, or that by the log.
     pub charges_otherwise: bool,
-    waiting: WaitingList,
+    waiting: ModelWaitingList,
     prices: FairnessSettings,
     charged_input: ChargeInput,
     /// A backup was put in place of it: what it holds is not in the log.
@@ -63,7 +63,7 @@ pub struct Model {
 
 /// An open lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lease {
+pub struct ModelLease {
     /// On which backend.
     pub backend: BackendRef,
     /// Deepest block it holds.
@@ -74,7 +74,7 @@ pub struct Lease {
 
 /// What became of an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Effect {
+pub enum CommandEffect {
     /// It took effect, and was answered so; of a batch only that it was taken.
     Done(Reply),
     /// It came again: the first one of its origin had effect at this index, which is not known when
@@ -84,23 +84,23 @@ pub enum Effect {
     Stale,
 }
 
-impl Model {
+impl ReferenceModel {
     /// The next entry.
-    pub fn apply(&mut self, index: LogIndex, envelope: &Envelope) -> Effect {
+    pub fn apply(&mut self, index: LogIndex, envelope: &Envelope) -> CommandEffect {
         match self.sessions.admit(envelope) {
-            Verdict::Repeat => return Effect::Repeat,
-            Verdict::Stale => return Effect::Stale,
-            Verdict::NewRun => self.close(envelope.origin.replica),
-            Verdict::Fresh => {}
+            Dedup::Repeat => return CommandEffect::Repeat,
+            Dedup::Stale => return CommandEffect::Stale,
+            Dedup::NewRun => self.close(envelope.origin.replica),
+            Dedup::Fresh => {}
         }
         self.time.pass(envelope.proposed_at_ms);
         self.sessions.took(&envelope.origin, index);
-        Effect::Done(self.run(envelope))
+        CommandEffect::Done(self.run(envelope))
     }
 
     fn run(&mut self, envelope: &Envelope) -> Reply {
         let (replica, command) = (envelope.origin.replica, &envelope.command);
-        if !is_founding(command) && self.registers.value(&Key::Policy).is_none() {
+        if !is_founding(command) && self.registers.value(&RegisterKey::Policy).is_none() {
             return Reply::Rejected(Rejection::NotInitialised);
         }
         let reply = self.registers.write(command);
@@ -228,7 +228,7 @@ impl Model {
             return;
         }
         let (tip, inserted) = cache.acquire(tip, new);
-        let lease = Lease {
+        let lease = ModelLease {
             backend,
             tip,
             inserted,
@@ -285,17 +285,17 @@ impl Model {
         }
     }
 
-    fn follow(&mut self, change: registry::Change) {
+    fn follow(&mut self, change: registry::SlotChange) {
         match change {
-            registry::Change::None => {}
-            registry::Change::Resized(slot, capacity) => {
+            registry::SlotChange::None => {}
+            registry::SlotChange::Resized(slot, capacity) => {
                 self.caches.entry(slot).or_default().resize(capacity);
             }
-            registry::Change::Begun(slot, capacity) => {
+            registry::SlotChange::Begun(slot, capacity) => {
                 self.leases.retain(|_, lease| lease.backend.slot.0 != slot);
-                self.caches.insert(slot, Cache::new(capacity));
+                self.caches.insert(slot, ModelCache::new(capacity));
             }
-            registry::Change::Gone(slot) => {
+            registry::SlotChange::Gone(slot) => {
                 self.leases.retain(|_, lease| lease.backend.slot.0 != slot);
                 self.caches.remove(&slot);
             }

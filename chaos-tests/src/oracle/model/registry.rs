@@ -7,16 +7,16 @@ use state::ids::{BackendRef, Incarnation, Slot};
 
 /// All backends.
 #[derive(Debug, Clone, Default)]
-pub struct Registry {
+pub struct ModelRegistry {
     /// By name.
-    pub backends: BTreeMap<String, Backend>,
+    pub backends: BTreeMap<String, ModelBackend>,
     /// Lives that ever began in each slot.
     lives: BTreeMap<u16, u32>,
 }
 
 /// A backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Backend {
+pub struct ModelBackend {
     /// How commands name it.
     pub handle: BackendRef,
     /// Whether it drains.
@@ -27,20 +27,20 @@ pub struct Backend {
 
 /// What a change means for the slot's blocks.
 #[derive(Clone, Copy)]
-pub(super) enum Change {
+pub(super) enum SlotChange {
     None,
     Resized(u16, Option<u32>),
     Begun(u16, Option<u32>),
     Gone(u16),
 }
 
-impl Backend {
+impl ModelBackend {
     fn capacity(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
     }
 }
 
-impl Registry {
+impl ModelRegistry {
     pub(super) fn is_live(&self, handle: BackendRef) -> bool {
         self.backends.values().any(|it| it.handle == handle)
     }
@@ -51,11 +51,11 @@ impl Registry {
         backends.any(|it| it.handle == handle && it.spec.capacity_blocks.is_none())
     }
 
-    pub(super) fn put(&mut self, spec: &BackendSpec) -> Change {
+    pub(super) fn put(&mut self, spec: &BackendSpec) -> SlotChange {
         let Some(known) = self.backends.get_mut(&spec.id) else {
             let taken = |slot: &u16| self.backends.values().any(|it| it.handle.slot.0 == *slot);
             let slot = (0..u16::MAX).find(|slot| !taken(slot)).unwrap_or(u16::MAX);
-            let backend = Backend {
+            let backend = ModelBackend {
                 handle: BackendRef {
                     slot: Slot(slot),
                     incarnation: Incarnation(0),
@@ -77,9 +77,9 @@ impl Registry {
         known.resized(before)
     }
 
-    pub(super) fn remove(&mut self, name: &str) -> Change {
+    pub(super) fn remove(&mut self, name: &str) -> SlotChange {
         let gone = self.backends.remove(name);
-        gone.map_or(Change::None, |it| Change::Gone(it.handle.slot.0))
+        gone.map_or(SlotChange::None, |it| SlotChange::Gone(it.handle.slot.0))
     }
 
     pub(super) fn drain(&mut self, name: &str, draining: bool) {
@@ -89,18 +89,18 @@ impl Registry {
     }
 
     /// Takes what an engine says; nothing of an earlier process than the known one.
-    pub(super) fn observe(&mut self, handle: BackendRef, said: &EngineFacts) -> Change {
+    pub(super) fn observe(&mut self, handle: BackendRef, said: &EngineFacts) -> SlotChange {
         let mut backends = self.backends.iter_mut();
         let Some((name, backend)) = backends.find(|(_, it)| it.handle == handle) else {
-            return Change::None;
+            return SlotChange::None;
         };
         if said.capacity_blocks == Some(0) {
-            return Change::None;
+            return SlotChange::None;
         }
         let before = backend.capacity();
         let facts = &mut backend.facts;
         let is_restarted = match (facts.started_at_s, said.started_at_s) {
-            (Some(known), Some(said)) if said < known => return Change::None,
+            (Some(known), Some(said)) if said < known => return SlotChange::None,
             (Some(known), Some(said)) => said > known,
             _ => false,
         };
@@ -116,24 +116,24 @@ impl Registry {
         backend.resized(before)
     }
 
-    fn begin(&mut self, name: &str) -> Change {
+    fn begin(&mut self, name: &str) -> SlotChange {
         let Some(backend) = self.backends.get_mut(name) else {
-            return Change::None;
+            return SlotChange::None;
         };
         let slot = backend.handle.slot.0;
         let life = self.lives.entry(slot).or_default();
         *life += 1;
         backend.handle.incarnation = Incarnation(*life);
-        Change::Begun(slot, backend.capacity())
+        SlotChange::Begun(slot, backend.capacity())
     }
 }
 
-impl Backend {
-    fn resized(&self, before: Option<u32>) -> Change {
+impl ModelBackend {
+    fn resized(&self, before: Option<u32>) -> SlotChange {
         let capacity = self.capacity();
         if capacity == before {
-            return Change::None;
+            return SlotChange::None;
         }
-        Change::Resized(self.handle.slot.0, capacity)
+        SlotChange::Resized(self.handle.slot.0, capacity)
     }
 }

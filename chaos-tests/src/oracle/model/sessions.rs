@@ -13,14 +13,14 @@ const FORMER_MAX: usize = 8;
 
 /// The runs of all replicas.
 #[derive(Debug, Clone, Default)]
-pub struct Sessions {
-    runs: BTreeMap<ReplicaId, Runs>,
+pub struct ModelSessions {
+    runs: BTreeMap<ReplicaId, SessionRuns>,
     /// Where each origin had its effect.
     pub effects: BTreeMap<Origin, u64>,
 }
 
 #[derive(Debug, Clone)]
-struct Runs {
+struct SessionRuns {
     /// The last one is the present one; before it those that are remembered.
     sessions: Vec<SessionId>,
     begun_at_ms: u64,
@@ -29,7 +29,7 @@ struct Runs {
 }
 
 /// Whether a command is to have effect.
-pub(super) enum Verdict {
+pub(super) enum Dedup {
     Fresh,
     /// It is, and what the run before it left open is closed first.
     NewRun,
@@ -37,35 +37,35 @@ pub(super) enum Verdict {
     Stale,
 }
 
-impl Sessions {
-    pub(super) fn admit(&mut self, envelope: &Envelope) -> Verdict {
+impl ModelSessions {
+    pub(super) fn admit(&mut self, envelope: &Envelope) -> Dedup {
         let origin = &envelope.origin;
         let stamp_ms = envelope.proposed_at_ms;
         if origin.seq == 0 {
-            return Verdict::Stale;
+            return Dedup::Stale;
         }
         let Some(runs) = self.runs.get_mut(&origin.replica) else {
-            let begun = Runs::begin(vec![origin.session], stamp_ms);
+            let begun = SessionRuns::begin(vec![origin.session], stamp_ms);
             self.runs.insert(origin.replica, begun);
-            return Verdict::NewRun;
+            return Dedup::NewRun;
         };
         if runs.present() != origin.session {
             let age_ms = runs.begun_at_ms.saturating_sub(stamp_ms);
             if runs.sessions.contains(&origin.session) || (1..=LATE_MS).contains(&age_ms) {
-                return Verdict::Stale;
+                return Dedup::Stale;
             }
             let mut sessions = std::mem::take(&mut runs.sessions);
             sessions.push(origin.session);
             let forgotten = sessions.len().saturating_sub(FORMER_MAX + 1);
             sessions.drain(..forgotten);
-            *runs = Runs::begin(sessions, stamp_ms);
-            return Verdict::NewRun;
+            *runs = SessionRuns::begin(sessions, stamp_ms);
+            return Dedup::NewRun;
         }
         let last = runs.lane(origin.lane).last();
         if last.is_some_and(|last| origin.seq <= *last) {
-            Verdict::Repeat
+            Dedup::Repeat
         } else {
-            Verdict::Fresh
+            Dedup::Fresh
         }
     }
 
@@ -92,7 +92,7 @@ impl Sessions {
     }
 }
 
-impl Runs {
+impl SessionRuns {
     fn begin(sessions: Vec<SessionId>, begun_at_ms: u64) -> Self {
         Self {
             sessions,

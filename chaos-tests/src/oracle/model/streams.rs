@@ -7,9 +7,9 @@ use state::ids::BackendRef;
 
 /// All ranks' streams.
 #[derive(Debug, Clone, Default)]
-pub struct Streams(BTreeMap<(BackendRef, u16, u64), u64>);
+pub struct ModelStreams(BTreeMap<(BackendRef, u16, u64), u64>);
 
-impl Streams {
+impl ModelStreams {
     pub(super) fn tell(&mut self, batch: &KvBatch) {
         let newest = match &batch.news {
             KvNews::Message(message) => Some(message.seq),

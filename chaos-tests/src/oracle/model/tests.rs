@@ -21,10 +21,10 @@ use state::users::FairnessSettings;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::invariants::fixture::run;
-use crate::oracle::Record;
-use crate::oracle::comparison::Part;
-use crate::oracle::image::Image;
-use crate::oracle::register::Key;
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
+use crate::oracle::image::StateImage;
+use crate::oracle::register::RegisterKey;
 
 const HASH_SEED: u64 = 5;
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
@@ -34,7 +34,7 @@ const USERS: [&str; 4] = ["ann", "bob", "cyd", "dan"];
 struct Script {
     rng: StdRng,
     state: RouterState,
-    record: Record,
+    record: RunRecord,
     sessions: BTreeMap<u8, u64>,
     seqs: BTreeMap<(u8, bool), u64>,
     sent: Vec<Envelope>,
@@ -48,7 +48,7 @@ impl Script {
         let mut script = Self {
             rng: StdRng::seed_from_u64(seed),
             state: RouterState::new(),
-            record: Record::default(),
+            record: RunRecord::default(),
             sessions: (1..=3)
                 .map(|replica| (replica, u64::from(replica)))
                 .collect(),
@@ -93,14 +93,26 @@ impl Script {
         seen.applied(index, run(1, 1), index, Some(&bytes), None);
         self.state.apply(LogIndex(index), envelope);
         if index.is_multiple_of(17) {
-            let keys: Vec<Key> = NAMES
+            let keys: Vec<RegisterKey> = NAMES
                 .iter()
-                .map(|name| Key::Backend((*name).to_owned()))
-                .chain(USERS.iter().map(|name| Key::Weight((*name).to_owned())))
-                .chain(USERS.iter().map(|name| Key::Limits((*name).to_owned())))
-                .chain([Key::Policy, Key::Routing, Key::Admission])
+                .map(|name| RegisterKey::Backend((*name).to_owned()))
+                .chain(
+                    USERS
+                        .iter()
+                        .map(|name| RegisterKey::Weight((*name).to_owned())),
+                )
+                .chain(
+                    USERS
+                        .iter()
+                        .map(|name| RegisterKey::Limits((*name).to_owned())),
+                )
+                .chain([
+                    RegisterKey::Policy,
+                    RegisterKey::Routing,
+                    RegisterKey::Admission,
+                ])
                 .collect();
-            let image = Image::of(&self.state, &keys);
+            let image = StateImage::of(&self.state, &keys);
             self.record.observation.image(index, run(1, 1), image);
         }
     }
@@ -313,12 +325,12 @@ fn random_logs_are_followed() {
         }
     }
     for part in [
-        Part::Time,
-        Part::Sessions,
-        Part::Settings,
-        Part::Users,
-        Part::Leases,
-        Part::Blocks,
+        StatePart::Time,
+        StatePart::Sessions,
+        StatePart::Settings,
+        StatePart::Users,
+        StatePart::Leases,
+        StatePart::Blocks,
     ] {
         assert!(compared[&part] > 300, "{part:?}: {compared:?}");
     }

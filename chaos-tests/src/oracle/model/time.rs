@@ -13,7 +13,7 @@ const LEAP_MS: u64 = 600 * 24 * HOUR_MS;
 
 /// Replicated time.
 #[derive(Debug, Clone, Default)]
-pub struct Time {
+pub struct ModelTime {
     /// What it is.
     pub now_ms: u64,
     /// Once it is paced: the last stamp that was believed.
@@ -24,7 +24,7 @@ pub struct Time {
     back: Option<(u64, u64)>,
 }
 
-impl Time {
+impl ModelTime {
     pub(super) fn pace(&mut self) {
         self.calendar_ms = self.calendar_ms.or(Some(self.now_ms));
     }

@@ -13,9 +13,9 @@ const TOKENS_MAX: u64 = 1 << 40;
 
 /// All users.
 #[derive(Debug, Clone, Default)]
-pub struct Users {
+pub struct ModelUsers {
     /// By key.
-    pub users: BTreeMap<UserKey, User>,
+    pub users: BTreeMap<UserKey, ModelUser>,
     hash_seed: u64,
     /// Counter of whoever stopped waiting last, or since then was dispatched while nobody waits.
     last_left: Option<u64>,
@@ -25,7 +25,7 @@ pub struct Users {
 
 /// One user.
 #[derive(Debug, Clone)]
-pub struct User {
+pub struct ModelUser {
     /// In thousandths.
     pub weight_milli: u32,
     /// Tokens and requests so far.
@@ -40,7 +40,7 @@ pub struct User {
     charged: u128,
 }
 
-impl Default for User {
+impl Default for ModelUser {
     fn default() -> Self {
         Self {
             weight_milli: 1000,
@@ -70,7 +70,7 @@ pub(super) fn price(prices: &FairnessSettings, input: ChargeInput, charge: &Char
     charge.advance.min(TOKENS_MAX) + real
 }
 
-impl User {
+impl ModelUser {
     /// The virtual token counter.
     #[must_use]
     pub fn counter(&self) -> u64 {
@@ -87,7 +87,7 @@ impl User {
     }
 }
 
-impl Users {
+impl ModelUsers {
     pub(super) fn begin(&mut self, hash_seed: u64) {
         self.hash_seed = hash_seed;
     }
@@ -97,7 +97,7 @@ impl Users {
     }
 
     pub(super) fn counter(&self, user: UserKey) -> u64 {
-        self.users.get(&user).map_or(0, User::counter)
+        self.users.get(&user).map_or(0, ModelUser::counter)
     }
 
     /// The key of a user's name.
@@ -118,18 +118,18 @@ impl Users {
     /// What a user who comes is lifted to.
     #[must_use]
     pub fn virtual_time(&self) -> u64 {
-        let least = |is_among: fn(&User) -> bool| {
+        let least = |is_among: fn(&ModelUser) -> bool| {
             let users = self.users.values().filter(|user| is_among(user));
-            users.map(User::counter).min()
+            users.map(ModelUser::counter).min()
         };
-        least(User::waits)
+        least(ModelUser::waits)
             .or(self.last_left)
             .or_else(|| least(|user| !user.is_idle()))
             .unwrap_or(self.last_idle)
     }
 
     fn anybody_waits(&self) -> bool {
-        self.users.values().any(User::waits)
+        self.users.values().any(ModelUser::waits)
     }
 
     pub(super) fn charge(&mut self, replica: ReplicaId, charge: &Charge, due: u64) {

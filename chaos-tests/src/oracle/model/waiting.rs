@@ -5,20 +5,20 @@ use state::ids::{ModelKey, ReplicaId, Ticket, UserKey};
 
 /// All waiting and granted requests, in log order.
 #[derive(Debug, Clone, Default)]
-pub struct WaitingList(Vec<Entry>);
+pub struct ModelWaitingList(Vec<ModelWait>);
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct ModelWait {
     replica: ReplicaId,
     wait: Wait,
     is_granted: bool,
 }
 
-impl WaitingList {
+impl ModelWaitingList {
     pub(super) fn wait(&mut self, replica: ReplicaId, wait: Wait) {
-        let is_known = |it: &Entry| it.replica == replica && it.wait.ticket == wait.ticket;
+        let is_known = |it: &ModelWait| it.replica == replica && it.wait.ticket == wait.ticket;
         if !self.0.iter().any(is_known) {
-            self.0.push(Entry {
+            self.0.push(ModelWait {
                 replica,
                 wait,
                 is_granted: false,
@@ -49,7 +49,7 @@ impl WaitingList {
 
     /// Takes out a replica's requests; answers the models of those that were granted, by ticket.
     pub(super) fn close(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
-        let mut gone: Vec<Entry> = Vec::new();
+        let mut gone: Vec<ModelWait> = Vec::new();
         self.0.retain(|it| {
             let stays = it.replica != replica;
             if !stays {

@@ -1,11 +1,11 @@
 //! Replicas that die at once, and come back with what they had on disk.
 
-use super::{Stage, until};
+use super::{FaultContext, until};
 
 /// Log entries that a leader keeps behind its snapshot at most, at the snapshot interval of faults.
 const KEPT_ENTRIES: u64 = 100;
 
-pub(super) async fn kill_one(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn kill_one(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.kill(victim)?;
     let others = stage.cluster.up();
@@ -15,7 +15,7 @@ pub(super) async fn kill_one(stage: &mut Stage) -> anyhow::Result<()> {
     stage.cluster.restart(&[victim]).await
 }
 
-pub(super) async fn kill_leader(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.cluster.leader().await?;
     stage.kill(victim)?;
     let others = stage.cluster.up();
@@ -25,7 +25,7 @@ pub(super) async fn kill_leader(stage: &mut Stage) -> anyhow::Result<()> {
 }
 
 /// Without a quorum the one that is left serves by what it knows, and keeps what it learns.
-pub(super) async fn kill_majority(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn kill_majority(stage: &mut FaultContext) -> anyhow::Result<()> {
     let left = stage.any();
     let victims = stage.others(left);
     for victim in &victims {
@@ -35,7 +35,7 @@ pub(super) async fn kill_majority(stage: &mut Stage) -> anyhow::Result<()> {
     stage.cluster.restart(&victims).await
 }
 
-pub(super) async fn kill_all(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn kill_all(stage: &mut FaultContext) -> anyhow::Result<()> {
     let all = stage.cluster.up();
     for victim in &all {
         stage.kill(*victim)?;
@@ -43,7 +43,7 @@ pub(super) async fn kill_all(stage: &mut Stage) -> anyhow::Result<()> {
     stage.cluster.restart(&all).await
 }
 
-pub(super) async fn away_for_snapshot(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn away_for_snapshot(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     let status = stage.status(victim).await?;
     let had = status["applied_index"].as_u64().unwrap_or(0);

@@ -12,14 +12,14 @@ use http::Method;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
-use super::{Stage, members};
+use super::{FaultContext, members};
 
 /// Places of a log that are changed: some may lie where nothing is kept.
 const PLACES: usize = 32;
 /// What a refusal says, before the number of the byte.
 const REFUSAL: &str = "is damaged at byte";
 
-pub(super) async fn corrupt_log(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn corrupt_log(stage: &mut FaultContext) -> anyhow::Result<()> {
     damage(stage, |folder, random| {
         let path = log_file(folder);
         let used = last_used(&path)?;
@@ -31,7 +31,7 @@ pub(super) async fn corrupt_log(stage: &mut Stage) -> anyhow::Result<()> {
     .await
 }
 
-pub(super) async fn truncate_log(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn truncate_log(stage: &mut FaultContext) -> anyhow::Result<()> {
     damage(stage, |folder, random| {
         let path = log_file(folder);
         let used = last_used(&path)?;
@@ -43,7 +43,7 @@ pub(super) async fn truncate_log(stage: &mut Stage) -> anyhow::Result<()> {
     .await
 }
 
-pub(super) async fn corrupt_snapshot(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn corrupt_snapshot(stage: &mut FaultContext) -> anyhow::Result<()> {
     damage(stage, |folder, random| {
         let path = snapshot_file(folder)?;
         let length = fs::metadata(&path)?.len();
@@ -53,7 +53,7 @@ pub(super) async fn corrupt_snapshot(stage: &mut Stage) -> anyhow::Result<()> {
     .await
 }
 
-pub(super) async fn truncate_snapshot(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn truncate_snapshot(stage: &mut FaultContext) -> anyhow::Result<()> {
     damage(stage, |folder, random| {
         let path = snapshot_file(folder)?;
         let length = fs::metadata(&path)?.len();
@@ -65,7 +65,7 @@ pub(super) async fn truncate_snapshot(stage: &mut Stage) -> anyhow::Result<()> {
 }
 
 async fn damage(
-    stage: &mut Stage,
+    stage: &mut FaultContext,
     harm: impl FnOnce(&Path, &mut SmallRng) -> anyhow::Result<PathBuf>,
 ) -> anyhow::Result<()> {
     let victim = stage.any();

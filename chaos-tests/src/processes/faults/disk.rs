@@ -9,7 +9,7 @@ use std::os::linux::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{Stage, last, members, system, until};
+use super::{FaultContext, last, members, system, until};
 use anyhow::{Context as _, ensure};
 
 /// Written at a time to fill a disk.
@@ -22,14 +22,14 @@ const BLKIO: &str = "/sys/fs/cgroup/blkio";
 const WRITE_LIMIT: &str = "blkio.throttle.write_iops_device";
 
 /// The replica with the small disk: the last of the founders.
-fn small(stage: &Stage) -> anyhow::Result<usize> {
+fn small(stage: &FaultContext) -> anyhow::Result<usize> {
     let small = stage.cluster.small_disk();
     small.context("no replica has a disk of its own")
 }
 
 /// It says so and serves on; the others go on without it. When there is room again, it is back by
 /// itself, and what it learnt meanwhile gets into the log.
-pub(super) async fn full(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn full(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = small(stage)?;
     if !stage.cluster.up().contains(&victim) {
         // It was sent away; the only place that is free is its own.
@@ -122,7 +122,7 @@ fn whole_device(folder: &Path) -> anyhow::Result<String> {
 }
 
 /// Everybody serves; who leads with such a disk may lose leadership or keep it.
-pub(super) async fn slow(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn slow(stage: &mut FaultContext) -> anyhow::Result<()> {
     let small = stage.cluster.small_disk();
     let mut candidates = stage.cluster.up();
     candidates.retain(|number| Some(*number) != small);

@@ -4,9 +4,9 @@ use anyhow::ensure;
 use http::Method;
 use serde_json::json;
 
-use super::{Stage, checks};
+use super::{FaultContext, checks};
 
-pub(super) async fn transfer(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn transfer(stage: &mut FaultContext) -> anyhow::Result<()> {
     for _ in 0..3 {
         let leader = stage.cluster.leader().await?;
         let to = stage.any_but(leader);
@@ -20,7 +20,7 @@ pub(super) async fn transfer(stage: &mut Stage) -> anyhow::Result<()> {
 }
 
 /// Not one request may be lost: neither on those that stay nor on the one that goes.
-pub(super) async fn rolling_restart(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn rolling_restart(stage: &mut FaultContext) -> anyhow::Result<()> {
     let lost_before = stage.load.book().lost;
     for number in stage.cluster.up() {
         stage.leave(number).await?;

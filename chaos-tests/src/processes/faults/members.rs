@@ -4,13 +4,13 @@ use anyhow::Context as _;
 use http::Method;
 use serde_json::json;
 
-use super::{Stage, says, until};
+use super::{FaultContext, says, until};
 
 const MEMBERS: &str = "/admin/v1/cluster/members";
 
 /// A place that nobody has is taken by a replica, which takes load as a learner and then votes;
 /// somebody else, the leader perhaps, is sent away.
-pub(super) async fn join_and_remove(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn join_and_remove(stage: &mut FaultContext) -> anyhow::Result<()> {
     let up = stage.cluster.up();
     let mut places = 0..stage.cluster.replicas();
     let place = places.find(|number| !up.contains(number));
@@ -26,14 +26,14 @@ pub(super) async fn join_and_remove(stage: &mut Stage) -> anyhow::Result<()> {
 }
 
 /// What became of a member's store is set aside: another takes its place.
-pub(super) async fn replace(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+pub(super) async fn replace(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
     remove(stage, number).await?;
     stage.cluster.renumber(number)?;
     join(stage, number).await?;
     promote(stage, number).await
 }
 
-async fn join(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+async fn join(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
     let member = json!({
         "id": stage.cluster.id(number),
         "address": stage.cluster.peer_name(number),
@@ -60,13 +60,13 @@ async fn join(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn promote(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+async fn promote(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
     let path = format!("{MEMBERS}/{}/promote", stage.cluster.id(number));
     stage.operate(Method::POST, &path, None).await?;
     Ok(())
 }
 
-async fn remove(stage: &mut Stage, number: usize) -> anyhow::Result<()> {
+async fn remove(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
     let path = format!("{MEMBERS}/{}", stage.cluster.id(number));
     stage.operate(Method::DELETE, &path, None).await?;
     Ok(())

@@ -1,6 +1,6 @@
 //! The faults: what machines, networks, disks and operators do to a cluster under load.
 //!
-//! Each runs on a [`Stage`] and leaves it whole again: every replica up, every link healed. What must
+//! Each runs on a [`FaultContext`] and leaves it whole again: every replica up, every link healed. What must
 //! hold afterwards is the same for all ([`super::checks`]); what must hold in the middle (others answer
 //! on, a damaged store is refused) stands with the fault.
 
@@ -22,8 +22,8 @@ use rand::rngs::SmallRng;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
-use super::load::Load;
-use super::{Cluster, ClusterOptions, Site, checks, until};
+use super::load::RunningLoad;
+use super::{ClusterOptions, ProcessCluster, Site, checks, until};
 use crate::kinds::kinds;
 use crate::{command, netns};
 
@@ -38,7 +38,7 @@ const SMALL_DISK_MB: u32 = 96;
 
 /// What is needed beside processes on loopback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Need {
+pub enum FaultRequirement {
     /// Nothing.
     Nothing,
     /// Hosts in network namespaces.
@@ -49,7 +49,7 @@ pub enum Need {
 
 kinds! {
     /// A kind of fault.
-    pub enum Kind;
+    pub enum FaultKind;
     KillOne "kill-one" "SIGKILL of a replica, which is started again";
     KillLeader "kill-leader" "SIGKILL of the leader";
     KillMajority "kill-majority" "SIGKILL of two of three; the third serves alone";
@@ -79,31 +79,31 @@ kinds! {
 }
 
 /// Faults of hosts and of what is between them.
-const OF_HOSTS: [Kind; 9] = [
-    Kind::IsolateOne,
-    Kind::IsolateLeader,
-    Kind::SplitAll,
-    Kind::DeafLeader,
-    Kind::MuteLeader,
-    Kind::PacketLoss,
-    Kind::LinkDown,
-    Kind::StaleDns,
-    Kind::FullDisk,
+const OF_HOSTS: [FaultKind; 9] = [
+    FaultKind::IsolateOne,
+    FaultKind::IsolateLeader,
+    FaultKind::SplitAll,
+    FaultKind::DeafLeader,
+    FaultKind::MuteLeader,
+    FaultKind::PacketLoss,
+    FaultKind::LinkDown,
+    FaultKind::StaleDns,
+    FaultKind::FullDisk,
 ];
 
-impl Kind {
+impl FaultKind {
     /// What it needs.
     #[must_use]
-    pub fn need(self) -> Need {
+    pub fn need(self) -> FaultRequirement {
         match self {
-            Self::SlowDisk => Need::SlowDisk,
-            kind if OF_HOSTS.contains(&kind) => Need::Hosts,
-            _ => Need::Nothing,
+            Self::SlowDisk => FaultRequirement::SlowDisk,
+            kind if OF_HOSTS.contains(&kind) => FaultRequirement::Hosts,
+            _ => FaultRequirement::Nothing,
         }
     }
 }
 
-impl Need {
+impl FaultRequirement {
     /// Why it cannot be had here; `None` when it can.
     #[must_use]
     pub fn why_not(self) -> Option<String> {
@@ -117,11 +117,11 @@ impl Need {
 
 /// A cluster under load, and chance.
 #[derive(Debug)]
-pub struct Stage {
+pub struct FaultContext {
     /// The cluster.
-    pub cluster: Cluster,
+    pub cluster: ProcessCluster,
     /// Its load.
-    pub load: Load,
+    pub load: RunningLoad,
     /// Decides whom a fault meets.
     pub random: SmallRng,
 }
@@ -129,7 +129,7 @@ pub struct Stage {
 /// How a cluster for faults is set up: in namespaces if they can be had.
 #[must_use]
 pub fn cluster_options() -> ClusterOptions {
-    let has_hosts = Need::Hosts.why_not().is_none();
+    let has_hosts = FaultRequirement::Hosts.why_not().is_none();
     cluster_options_for(if has_hosts {
         Site::Namespaces
     } else {
@@ -150,46 +150,46 @@ pub fn cluster_options_for(site: Site) -> ClusterOptions {
     }
 }
 
-impl Stage {
+impl FaultContext {
     /// Does a fault to the cluster and checks what must hold afterwards.
     ///
     /// # Errors
     /// What does not hold. The stage is of no more use then.
-    pub async fn run(&mut self, kind: Kind) -> anyhow::Result<()> {
+    pub async fn run(&mut self, kind: FaultKind) -> anyhow::Result<()> {
         self.inflict(kind).await?;
         let Self { cluster, load, .. } = self;
         let checked = checks::check(cluster, load).await;
         checked.context("after the fault")
     }
 
-    async fn inflict(&mut self, kind: Kind) -> anyhow::Result<()> {
+    async fn inflict(&mut self, kind: FaultKind) -> anyhow::Result<()> {
         match kind {
-            Kind::KillOne => crash::kill_one(self).await,
-            Kind::KillLeader => crash::kill_leader(self).await,
-            Kind::KillMajority => crash::kill_majority(self).await,
-            Kind::KillAll => crash::kill_all(self).await,
-            Kind::AwayForSnapshot => crash::away_for_snapshot(self).await,
-            Kind::PauseShort => pause::briefly(self).await,
-            Kind::PauseLeader => pause::leader(self).await,
-            Kind::PauseLong => pause::past_its_session(self).await,
-            Kind::TransferLeader => handover::transfer(self).await,
-            Kind::RollingRestart => handover::rolling_restart(self).await,
-            Kind::JoinAndRemove => members::join_and_remove(self).await,
-            Kind::CorruptLog => damage::corrupt_log(self).await,
-            Kind::TruncateLog => damage::truncate_log(self).await,
-            Kind::CorruptSnapshot => damage::corrupt_snapshot(self).await,
-            Kind::TruncateSnapshot => damage::truncate_snapshot(self).await,
-            Kind::Restore => restore::from_backup(self).await,
-            Kind::IsolateOne => network::isolate_one(self).await,
-            Kind::IsolateLeader => network::isolate_leader(self).await,
-            Kind::SplitAll => network::split_all(self).await,
-            Kind::DeafLeader => network::deaf_leader(self).await,
-            Kind::MuteLeader => network::mute_leader(self).await,
-            Kind::PacketLoss => network::lose_packets(self).await,
-            Kind::LinkDown => network::link_down(self).await,
-            Kind::StaleDns => network::stale_dns(self).await,
-            Kind::FullDisk => disk::full(self).await,
-            Kind::SlowDisk => disk::slow(self).await,
+            FaultKind::KillOne => crash::kill_one(self).await,
+            FaultKind::KillLeader => crash::kill_leader(self).await,
+            FaultKind::KillMajority => crash::kill_majority(self).await,
+            FaultKind::KillAll => crash::kill_all(self).await,
+            FaultKind::AwayForSnapshot => crash::away_for_snapshot(self).await,
+            FaultKind::PauseShort => pause::briefly(self).await,
+            FaultKind::PauseLeader => pause::leader(self).await,
+            FaultKind::PauseLong => pause::past_its_session(self).await,
+            FaultKind::TransferLeader => handover::transfer(self).await,
+            FaultKind::RollingRestart => handover::rolling_restart(self).await,
+            FaultKind::JoinAndRemove => members::join_and_remove(self).await,
+            FaultKind::CorruptLog => damage::corrupt_log(self).await,
+            FaultKind::TruncateLog => damage::truncate_log(self).await,
+            FaultKind::CorruptSnapshot => damage::corrupt_snapshot(self).await,
+            FaultKind::TruncateSnapshot => damage::truncate_snapshot(self).await,
+            FaultKind::Restore => restore::from_backup(self).await,
+            FaultKind::IsolateOne => network::isolate_one(self).await,
+            FaultKind::IsolateLeader => network::isolate_leader(self).await,
+            FaultKind::SplitAll => network::split_all(self).await,
+            FaultKind::DeafLeader => network::deaf_leader(self).await,
+            FaultKind::MuteLeader => network::mute_leader(self).await,
+            FaultKind::PacketLoss => network::lose_packets(self).await,
+            FaultKind::LinkDown => network::link_down(self).await,
+            FaultKind::StaleDns => network::stale_dns(self).await,
+            FaultKind::FullDisk => disk::full(self).await,
+            FaultKind::SlowDisk => disk::slow(self).await,
         }
     }
 

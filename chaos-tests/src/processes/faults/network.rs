@@ -3,60 +3,60 @@
 
 use std::time::Duration;
 
-use super::{Stage, last};
-use crate::netns::{Loss, Way};
+use super::{FaultContext, last};
+use crate::netns::{HostPair, PacketLoss};
 
 /// Longer than a follower waits for its leader, many times.
 const LENGTH: Duration = Duration::from_secs(2);
-const LOSS: Loss = Loss::Percent(20);
+const LOSS: PacketLoss = PacketLoss::Percent(20);
 
-pub(super) async fn isolate_one(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn isolate_one(stage: &mut FaultContext) -> anyhow::Result<()> {
     let leader = stage.cluster.leader().await?;
     let victim = stage.any_but(leader);
     isolate(stage, victim).await
 }
 
-pub(super) async fn isolate_leader(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn isolate_leader(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.cluster.leader().await?;
     isolate(stage, victim).await
 }
 
-async fn isolate(stage: &mut Stage, victim: usize) -> anyhow::Result<()> {
+async fn isolate(stage: &mut FaultContext, victim: usize) -> anyhow::Result<()> {
     let others = stage.others(victim);
-    let ways: Vec<Way> = others
+    let ways: Vec<HostPair> = others
         .iter()
         .flat_map(|other| [way(victim, *other), way(*other, victim)])
         .collect();
-    cut(stage, Loss::All, &ways, &others).await
+    cut(stage, PacketLoss::All, &ways, &others).await
 }
 
-pub(super) async fn split_all(stage: &mut Stage) -> anyhow::Result<()> {
-    cut(stage, Loss::All, &all_ways(stage), &[]).await
+pub(super) async fn split_all(stage: &mut FaultContext) -> anyhow::Result<()> {
+    cut(stage, PacketLoss::All, &all_ways(stage), &[]).await
 }
 
-pub(super) async fn deaf_leader(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn deaf_leader(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.cluster.leader().await?;
     let others = stage.others(victim);
-    let ways: Vec<Way> = others.iter().map(|other| way(*other, victim)).collect();
-    cut(stage, Loss::All, &ways, &others).await
+    let ways: Vec<HostPair> = others.iter().map(|other| way(*other, victim)).collect();
+    cut(stage, PacketLoss::All, &ways, &others).await
 }
 
-pub(super) async fn mute_leader(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn mute_leader(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.cluster.leader().await?;
     let others = stage.others(victim);
-    let ways: Vec<Way> = others.iter().map(|other| way(victim, *other)).collect();
-    cut(stage, Loss::All, &ways, &others).await
+    let ways: Vec<HostPair> = others.iter().map(|other| way(victim, *other)).collect();
+    cut(stage, PacketLoss::All, &ways, &others).await
 }
 
-pub(super) async fn lose_packets(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn lose_packets(stage: &mut FaultContext) -> anyhow::Result<()> {
     cut(stage, LOSS, &all_ways(stage), &[]).await
 }
 
 /// Cuts, has everybody serve clients and one of the `majority` lead, and heals.
 async fn cut(
-    stage: &mut Stage,
-    loss: Loss,
-    ways: &[Way],
+    stage: &mut FaultContext,
+    loss: PacketLoss,
+    ways: &[HostPair],
     majority: &[usize],
 ) -> anyhow::Result<()> {
     stage.cluster.network()?.lose(loss, ways)?;
@@ -72,7 +72,7 @@ async fn cut(
     Ok(())
 }
 
-fn all_ways(stage: &Stage) -> Vec<Way> {
+fn all_ways(stage: &FaultContext) -> Vec<HostPair> {
     let up = stage.cluster.up();
     let others = |from: usize| up.iter().filter(move |to| **to != from);
     up.iter()
@@ -80,12 +80,12 @@ fn all_ways(stage: &Stage) -> Vec<Way> {
         .collect()
 }
 
-fn way(from: usize, to: usize) -> Way {
-    Way { from, to }
+fn way(from: usize, to: usize) -> HostPair {
+    HostPair { from, to }
 }
 
 /// Clients and engines are out of reach, too: what is under way there may fail.
-pub(super) async fn link_down(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn link_down(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.cluster.set_silent(victim, true).await?;
     stage.cluster.network()?.set_link(victim, false)?;
@@ -99,7 +99,7 @@ pub(super) async fn link_down(stage: &mut Stage) -> anyhow::Result<()> {
 
 /// It is down, comes back elsewhere, and the others look for it at its old place until names change.
 /// It reaches them meanwhile: it may even lead them.
-pub(super) async fn stale_dns(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn stale_dns(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.kill(victim)?;
     stage.cluster.move_replica(victim)?;

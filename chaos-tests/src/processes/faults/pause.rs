@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use super::{Stage, last};
+use super::{FaultContext, last};
 
 /// Shorter than the shortest election timeout.
 const SHORT: Duration = Duration::from_millis(100);
@@ -14,7 +14,7 @@ const LONG: Duration = Duration::from_millis(1500);
 const PAST_SESSION: Duration = Duration::from_secs(12);
 
 /// Nothing fails, not even at the one that stands still.
-pub(super) async fn briefly(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn briefly(stage: &mut FaultContext) -> anyhow::Result<()> {
     for _ in 0..5 {
         let leader = stage.cluster.leader().await?;
         stage.cluster.signal(leader, Signal::STOP)?;
@@ -26,18 +26,18 @@ pub(super) async fn briefly(stage: &mut Stage) -> anyhow::Result<()> {
 }
 
 /// It wakes up believing that it leads.
-pub(super) async fn leader(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn leader(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.cluster.leader().await?;
     pause(stage, victim, LONG).await
 }
 
 /// Its leases were released and its requests closed by the others when it wakes up.
-pub(super) async fn past_its_session(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn past_its_session(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     pause(stage, victim, PAST_SESSION).await
 }
 
-async fn pause(stage: &mut Stage, victim: usize, length: Duration) -> anyhow::Result<()> {
+async fn pause(stage: &mut FaultContext, victim: usize, length: Duration) -> anyhow::Result<()> {
     stage.cluster.set_silent(victim, true).await?;
     stage.cluster.signal(victim, Signal::STOP)?;
     let others = stage.cluster.up();

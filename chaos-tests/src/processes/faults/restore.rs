@@ -2,11 +2,11 @@
 
 use anyhow::Context as _;
 
-use super::{Stage, until};
+use super::{FaultContext, until};
 use crate::processes::load::charged;
 
 /// What was known and charged at the backup is known and charged after the restore.
-pub(super) async fn from_backup(stage: &mut Stage) -> anyhow::Result<()> {
+pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> {
     // What comes after a backup is lost with the disks; the account is closed at the backup.
     stage.load.rest().await?;
     stage.cluster.wait_idle().await?;

@@ -18,7 +18,7 @@ const WINDOW_MESSAGES: usize = 4;
 
 /// A part of a body under way.
 #[derive(Debug)]
-pub(super) enum Piece {
+pub(super) enum BodyPiece {
     /// A frame of it.
     Frame(Frame<Bytes>),
     /// It is whole.
@@ -29,12 +29,12 @@ pub(super) enum Piece {
 
 /// A body that is whole.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Whole {
+pub(super) struct WholeBody {
     data: Vec<Bytes>,
     trailers: Option<http::HeaderMap>,
 }
 
-impl Whole {
+impl WholeBody {
     /// Reads a body to its end.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ impl Whole {
     /// The body again.
     pub(super) fn into_body(self) -> Body {
         let data = self.data.into_iter().map(Frame::data);
-        Body::new(Incoming {
+        Body::new(IncomingBody {
             ready: data.chain(self.trailers.map(Frame::trailers)).collect(),
             more: None,
         })
@@ -67,21 +67,21 @@ impl Whole {
 }
 
 /// What is compared of a frame between runs.
-pub(super) fn hash_of(piece: &Piece) -> u64 {
+pub(super) fn hash_of(piece: &BodyPiece) -> u64 {
     match piece {
-        Piece::Frame(frame) => frame
+        BodyPiece::Frame(frame) => frame
             .data_ref()
             .map_or(1, |data| xxhash_rust::xxh3::xxh3_64(data)),
-        Piece::End => 2,
-        Piece::Broken(_) => 3,
+        BodyPiece::End => 2,
+        BodyPiece::Broken(_) => 3,
     }
 }
 
 /// How many messages the reader of a stream lets its writer be ahead.
 #[derive(Debug, Clone)]
-pub(super) struct Window(Arc<Semaphore>);
+pub(super) struct BodyWindow(Arc<Semaphore>);
 
-impl Window {
+impl BodyWindow {
     /// An open one.
     pub(super) fn new() -> Self {
         Self(Arc::new(Semaphore::new(WINDOW_MESSAGES)))
@@ -106,23 +106,23 @@ impl Window {
 
 /// The reader's side of a body. That it is dropped tells nobody: the other side learns it by a packet,
 /// as all it learns.
-pub(super) struct Incoming {
+pub(super) struct IncomingBody {
     ready: VecDeque<Frame<Bytes>>,
     /// `None` when the rest is at hand.
-    more: Option<(UnboundedReceiver<Piece>, Window)>,
+    more: Option<(UnboundedReceiver<BodyPiece>, BodyWindow)>,
 }
 
 /// A body that comes piece by piece, and where its pieces go.
-pub(super) fn stream(window: Window) -> (UnboundedSender<Piece>, Body) {
+pub(super) fn stream(window: BodyWindow) -> (UnboundedSender<BodyPiece>, Body) {
     let (pieces, more) = unbounded_channel();
-    let body = Incoming {
+    let body = IncomingBody {
         ready: VecDeque::new(),
         more: Some((more, window)),
     };
     (pieces, Body::new(body))
 }
 
-impl http_body::Body for Incoming {
+impl http_body::Body for IncomingBody {
     type Data = Bytes;
     type Error = Status;
 
@@ -141,15 +141,15 @@ impl http_body::Body for Incoming {
             Poll::Ready(piece) => piece,
         };
         Poll::Ready(match piece {
-            Some(Piece::Frame(frame)) => {
+            Some(BodyPiece::Frame(frame)) => {
                 window.0.add_permits(1);
                 Some(Ok(frame))
             }
-            Some(Piece::End) => {
+            Some(BodyPiece::End) => {
                 self.more = None;
                 None
             }
-            Some(Piece::Broken(status)) => {
+            Some(BodyPiece::Broken(status)) => {
                 self.more = None;
                 Some(Err(status))
             }

@@ -15,27 +15,27 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::body::Body;
 
-use super::body::{Piece, Whole, Window, stream};
-use super::packet::{Answer, BodyPart, Packet, Side, is_answer_stream, is_request_stream};
-use super::{Connection, Network, broken, host_of};
+use super::body::{BodyPiece, BodyWindow, WholeBody, stream};
+use super::packet::{BodyPart, CallAnswer, CallSide, Packet, is_answer_stream, is_request_stream};
+use super::{SimConnection, SimNetwork, broken, host_of};
 
 /// From one look whether calls under way have ended to the next, while a listener closes.
 const CLOSE_LOOK: Duration = Duration::from_millis(10);
 
 /// What a client gets.
-type Reply = Result<(http::response::Parts, Body), Status>;
+type CallReply = Result<(http::response::Parts, Body), Status>;
 
 /// A call under way.
 pub(super) struct Call {
     pub(super) from: u8,
     pub(super) to: u8,
     pub(super) connection: u64,
-    pub(super) request_window: Window,
-    answer_window: Window,
+    pub(super) request_window: BodyWindow,
+    answer_window: BodyWindow,
     /// `None` once it is answered.
-    reply: Option<oneshot::Sender<Reply>>,
-    to_client: Option<UnboundedSender<Piece>>,
-    to_server: Option<UnboundedSender<Piece>>,
+    reply: Option<oneshot::Sender<CallReply>>,
+    to_client: Option<UnboundedSender<BodyPiece>>,
+    to_server: Option<UnboundedSender<BodyPiece>>,
     server: Vec<AbortHandle>,
     is_stream: bool,
     is_client_over: bool,
@@ -45,8 +45,8 @@ pub(super) struct Call {
 }
 
 impl Call {
-    pub(super) fn last_due(&mut self, side: Side) -> &mut u64 {
-        &mut self.last_due[usize::from(side == Side::Server)]
+    pub(super) fn last_due(&mut self, side: CallSide) -> &mut u64 {
+        &mut self.last_due[usize::from(side == CallSide::Server)]
     }
 
     pub(super) fn is_stream(&self) -> bool {
@@ -58,22 +58,22 @@ impl Call {
     }
 
     /// One side's connection or interest is gone.
-    pub(super) fn end(&mut self, side: Side) {
+    pub(super) fn end(&mut self, side: CallSide) {
         match side {
-            Side::Client => {
+            CallSide::Client => {
                 if let Some(reply) = self.reply.take() {
                     // Nobody waits for it when the client has lost interest.
                     let _gone = reply.send(Err(broken()));
                 }
                 if let Some(pieces) = self.to_client.take() {
-                    let _gone = pieces.send(Piece::Broken(broken()));
+                    let _gone = pieces.send(BodyPiece::Broken(broken()));
                 }
                 self.is_client_over = true;
                 self.request_window.close();
             }
-            Side::Server => {
+            CallSide::Server => {
                 if let Some(pieces) = self.to_server.take() {
-                    let _gone = pieces.send(Piece::Broken(broken()));
+                    let _gone = pieces.send(BodyPiece::Broken(broken()));
                 }
                 for task in self.server.drain(..) {
                     task.abort();
@@ -85,29 +85,29 @@ impl Call {
     }
 
     /// The server has begun with it.
-    pub(super) fn served(&mut self, pieces: Option<UnboundedSender<Piece>>, task: AbortHandle) {
+    pub(super) fn served(&mut self, pieces: Option<UnboundedSender<BodyPiece>>, task: AbortHandle) {
         self.to_server = self.to_server.take().or(pieces);
         self.server.push(task);
     }
 
     /// The answer reached the client.
-    pub(super) fn answered(&mut self, answer: Answer) {
+    pub(super) fn answered(&mut self, answer: CallAnswer) {
         let Some(reply) = self.reply.take() else {
             return;
         };
         let reply_is = match answer {
-            Answer::Is(head, BodyPart::Whole(whole)) => {
+            CallAnswer::Is(head, BodyPart::Whole(whole)) => {
                 self.is_client_over = true;
                 self.is_server_over = true;
                 self.request_window.close();
                 Ok((*head, whole.into_body()))
             }
-            Answer::Is(head, BodyPart::Pieces) => {
+            CallAnswer::Is(head, BodyPart::Pieces) => {
                 let (pieces, body) = stream(self.answer_window.clone());
                 self.to_client = Some(pieces);
                 Ok((*head, body))
             }
-            Answer::Broken(status) => {
+            CallAnswer::Broken(status) => {
                 self.is_client_over = true;
                 self.is_server_over = true;
                 Err(status)
@@ -118,11 +118,11 @@ impl Call {
     }
 
     /// A piece reached `side`.
-    pub(super) fn piece(&mut self, side: Side, piece: Piece) {
-        let is_last = !matches!(piece, Piece::Frame(_));
+    pub(super) fn piece(&mut self, side: CallSide, piece: BodyPiece) {
+        let is_last = !matches!(piece, BodyPiece::Frame(_));
         let pieces = match side {
-            Side::Client => &mut self.to_client,
-            Side::Server => &mut self.to_server,
+            CallSide::Client => &mut self.to_client,
+            CallSide::Server => &mut self.to_server,
         };
         if let Some(to) = pieces {
             // Who reads may have stopped.
@@ -130,7 +130,7 @@ impl Call {
         }
         if is_last {
             *pieces = None;
-            if side == Side::Client {
+            if side == CallSide::Client {
                 self.is_client_over = true;
                 self.is_server_over = true;
             }
@@ -139,12 +139,12 @@ impl Call {
 }
 
 /// Has the call cancelled at its server when the client loses interest.
-struct Interest {
-    network: Network,
+struct CancelGuard {
+    network: SimNetwork,
     call: u64,
 }
 
-impl Drop for Interest {
+impl Drop for CancelGuard {
     fn drop(&mut self) {
         let mut state = self.network.lock();
         let Some(call) = state.calls.get_mut(&self.call) else {
@@ -153,19 +153,19 @@ impl Drop for Interest {
         if call.is_client_over {
             return;
         }
-        call.end(Side::Client);
+        call.end(CallSide::Client);
         let (from, to, call) = (call.from, call.to, self.call);
         state.send(from, to, Packet::Cancel { call });
     }
 }
 
 /// A body that keeps its call's interest alive as long as it is read.
-struct Held {
+struct HeldBody {
     body: Body,
-    _interest: Interest,
+    _interest: CancelGuard,
 }
 
-impl http_body::Body for Held {
+impl http_body::Body for HeldBody {
     type Data = bytes::Bytes;
     type Error = Status;
 
@@ -177,25 +177,25 @@ impl http_body::Body for Held {
     }
 }
 
-impl Network {
+impl SimNetwork {
     /// Makes one call over a connection.
     async fn call(self, connection: u64, request: PeerRequest) -> Result<PeerResponse, Status> {
         let (head, body) = request.into_parts();
         let (whole, pieces) = match is_request_stream(head.uri.path()) {
             true => (None, Some(body)),
-            false => (Some(Whole::read(body).await?), None),
+            false => (Some(WholeBody::read(body).await?), None),
         };
-        let window = Window::new();
+        let window = BodyWindow::new();
         let (call, reply) = self.begin(connection, head, whole, window.clone())?;
-        let interest = Interest {
+        let interest = CancelGuard {
             network: self.clone(),
             call,
         };
         if let Some(body) = pieces {
-            tokio::spawn(pump(self, call, Side::Server, body, window));
+            tokio::spawn(pump(self, call, CallSide::Server, body, window));
         }
         let (head, body) = reply.await.map_err(|_| broken())??;
-        let held = Held {
+        let held = HeldBody {
             body,
             _interest: interest,
         };
@@ -206,9 +206,9 @@ impl Network {
         &self,
         connection: u64,
         head: http::request::Parts,
-        body: Option<Whole>,
-        request_window: Window,
-    ) -> Result<(u64, oneshot::Receiver<Reply>), Status> {
+        body: Option<WholeBody>,
+        request_window: BodyWindow,
+    ) -> Result<(u64, oneshot::Receiver<CallReply>), Status> {
         let mut state = self.lock();
         state.is_usable(connection)?;
         let it = &state.connections[&connection];
@@ -220,7 +220,7 @@ impl Network {
             to,
             connection,
             request_window,
-            answer_window: Window::new(),
+            answer_window: BodyWindow::new(),
             reply: Some(reply),
             to_client: None,
             to_server: None,
@@ -244,7 +244,7 @@ impl Network {
     }
 
     /// Sends from the server's side of a call; nobody is told when the call is over.
-    fn respond(&self, call: u64, answer: Answer) -> Option<Window> {
+    fn respond(&self, call: u64, answer: CallAnswer) -> Option<BodyWindow> {
         let mut state = self.lock();
         let it = state.calls.get(&call)?;
         let (from, to, window) = (it.from, it.to, it.answer_window.clone());
@@ -254,14 +254,14 @@ impl Network {
     }
 
     /// Sends a piece to `side`; `false` when the call is over.
-    fn send_piece(&self, call: u64, side: Side, piece: Piece) -> bool {
+    fn send_piece(&self, call: u64, side: CallSide, piece: BodyPiece) -> bool {
         let mut state = self.lock();
         let Some(it) = state.calls.get(&call) else {
             return false;
         };
         let (from, to) = match side {
-            Side::Server => (it.from, it.to),
-            Side::Client => (it.to, it.from),
+            CallSide::Server => (it.from, it.to),
+            CallSide::Client => (it.to, it.from),
         };
         state.send(from, to, Packet::Piece { call, side, piece });
         true
@@ -272,7 +272,7 @@ impl Network {
         let connection = {
             let mut state = self.lock();
             let connection = state.next_id();
-            let opening = Connection {
+            let opening = SimConnection {
                 from,
                 from_run,
                 to,
@@ -294,14 +294,14 @@ impl Network {
 }
 
 /// Sends a body piece by piece, as fast as it is read on the other side.
-async fn pump(network: Network, call: u64, side: Side, mut body: Body, window: Window) {
+async fn pump(network: SimNetwork, call: u64, side: CallSide, mut body: Body, window: BodyWindow) {
     while window.take().await {
         let piece = match body.frame().await {
-            Some(Ok(frame)) => Piece::Frame(frame),
-            Some(Err(status)) => Piece::Broken(status),
-            None => Piece::End,
+            Some(Ok(frame)) => BodyPiece::Frame(frame),
+            Some(Err(status)) => BodyPiece::Broken(status),
+            None => BodyPiece::End,
         };
-        let is_last = !matches!(piece, Piece::Frame(_));
+        let is_last = !matches!(piece, BodyPiece::Frame(_));
         if !network.send_piece(call, side, piece) || is_last {
             return;
         }
@@ -310,7 +310,7 @@ async fn pump(network: Network, call: u64, side: Side, mut body: Body, window: W
 
 /// Runs one call at its server.
 pub(super) async fn answer(
-    network: Network,
+    network: SimNetwork,
     call: u64,
     in_pieces: bool,
     served: impl Future<Output = Result<PeerResponse, Infallible>> + Send,
@@ -318,29 +318,31 @@ pub(super) async fn answer(
     let Ok(response) = served.await;
     let (head, body) = response.into_parts();
     if in_pieces {
-        if let Some(window) = network.respond(call, Answer::Is(Box::new(head), BodyPart::Pieces)) {
-            pump(network, call, Side::Client, body, window).await;
+        if let Some(window) =
+            network.respond(call, CallAnswer::Is(Box::new(head), BodyPart::Pieces))
+        {
+            pump(network, call, CallSide::Client, body, window).await;
         }
         return;
     }
     network.respond(
         call,
-        match Whole::read(body).await {
-            Ok(whole) => Answer::Is(Box::new(head), BodyPart::Whole(whole)),
-            Err(status) => Answer::Broken(status),
+        match WholeBody::read(body).await {
+            Ok(whole) => CallAnswer::Is(Box::new(head), BodyPart::Whole(whole)),
+            Err(status) => CallAnswer::Broken(status),
         },
     );
 }
 
 /// What one run of a replica talks through.
 pub struct SimTransport {
-    network: Network,
+    network: SimNetwork,
     id: u8,
     run: u64,
 }
 
 impl SimTransport {
-    pub(super) fn new(network: Network, id: u8, run: u64) -> Self {
+    pub(super) fn new(network: SimNetwork, id: u8, run: u64) -> Self {
         Self { network, id, run }
     }
 }

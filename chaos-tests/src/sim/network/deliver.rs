@@ -3,12 +3,12 @@
 use raft::PeerRequest;
 use tower::ServiceExt;
 
-use super::body::{Piece, Whole, hash_of, stream};
+use super::body::{BodyPiece, WholeBody, hash_of, stream};
 use super::call::answer;
-use super::packet::{Answer, BodyPart, Packet, Side, is_answer_stream};
-use super::{Network, State, broken};
+use super::packet::{BodyPart, CallAnswer, CallSide, Packet, is_answer_stream};
+use super::{NetworkState, SimNetwork, broken};
 
-impl State {
+impl NetworkState {
     fn note(&mut self, from: u8, to: u8, what: std::fmt::Arguments<'_>) {
         self.counts.delivered += 1;
         self.trace
@@ -16,7 +16,7 @@ impl State {
     }
 
     /// A packet reaches the process (or kernel) it is for.
-    pub(super) fn deliver(&mut self, network: &Network, packet: Packet) {
+    pub(super) fn deliver(&mut self, network: &SimNetwork, packet: Packet) {
         match packet {
             Packet::Open { connection } => self.open(connection),
             Packet::Opened {
@@ -36,7 +36,7 @@ impl State {
             Packet::Piece { call, side, piece } => self.piece(call, side, piece),
             Packet::Cancel { call } => {
                 if let Some(call) = self.calls.get_mut(&call) {
-                    call.end(Side::Server);
+                    call.end(CallSide::Server);
                 }
                 self.calls.retain(|_, call| !call.is_over());
             }
@@ -76,7 +76,7 @@ impl State {
         let _gone = opened.send(answer);
     }
 
-    fn request(&mut self, network: &Network, packet: Packet) {
+    fn request(&mut self, network: &SimNetwork, packet: Packet) {
         let Packet::Request {
             call,
             to,
@@ -93,7 +93,7 @@ impl State {
             .get(&call)
             .map(|call| (call.from, call.connection));
         let path = head.uri.path().rsplit('/').next().unwrap_or_default();
-        let hash = body.as_ref().map_or(0, Whole::hash);
+        let hash = body.as_ref().map_or(0, WholeBody::hash);
         let again = if is_repeat { " again" } else { "" };
         let sender = from.map_or(0, |(from, _)| from);
         self.note(sender, to, format_args!("{path} {call} {hash:016x}{again}"));
@@ -104,7 +104,7 @@ impl State {
         let Some((service, runtime)) = listening.filter(|_| Some(host.run) == connection_run)
         else {
             if let Some((from, connection)) = from {
-                let side = Side::Client;
+                let side = CallSide::Client;
                 self.send(to, from, Packet::Reset { connection, side });
             }
             return;
@@ -128,28 +128,28 @@ impl State {
         }
     }
 
-    fn response(&mut self, number: u64, answer: Answer) {
+    fn response(&mut self, number: u64, answer: CallAnswer) {
         let Some(call) = self.calls.get_mut(&number) else {
             return;
         };
         let (from, to) = (call.from, call.to);
         let hash = match &answer {
-            Answer::Is(_, BodyPart::Whole(whole)) => whole.hash(),
-            Answer::Is(_, BodyPart::Pieces) => 1,
-            Answer::Broken(_) => 2,
+            CallAnswer::Is(_, BodyPart::Whole(whole)) => whole.hash(),
+            CallAnswer::Is(_, BodyPart::Pieces) => 1,
+            CallAnswer::Broken(_) => 2,
         };
         call.answered(answer);
         self.note(to, from, format_args!("answer {number} {hash:016x}"));
         self.calls.retain(|_, call| !call.is_over());
     }
 
-    fn piece(&mut self, number: u64, side: Side, piece: Piece) {
+    fn piece(&mut self, number: u64, side: CallSide, piece: BodyPiece) {
         let Some(call) = self.calls.get_mut(&number) else {
             return;
         };
         let (from, to) = match side {
-            Side::Server => (call.from, call.to),
-            Side::Client => (call.to, call.from),
+            CallSide::Server => (call.from, call.to),
+            CallSide::Client => (call.to, call.from),
         };
         let hash = hash_of(&piece);
         call.piece(side, piece);

@@ -9,7 +9,7 @@ pub const REPEATS_PERMILLE_BAD: u32 = 60;
 
 /// What becomes of messages while a link is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cut {
+pub enum LinkCut {
     /// They come once it heals, as what TCP sends again.
     Holds,
     /// They are lost.
@@ -28,7 +28,7 @@ pub struct Link {
     /// See [`Link::stray_permille`].
     pub stray_us: u64,
     /// `None`: it stands.
-    pub cut: Option<Cut>,
+    pub cut: Option<LinkCut>,
     /// Messages of a thousand that are lost.
     pub loss_permille: u32,
     /// Calls of a thousand that arrive twice.

@@ -26,8 +26,8 @@ use tonic::Status;
 
 use self::call::Call;
 pub use self::call::SimTransport;
-pub use self::link::{Cut, LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
-use self::packet::{Packet, Planned, Side};
+pub use self::link::{LOSS_PERMILLE_BAD, Link, LinkCut, REPEATS_PERMILLE_BAD};
+use self::packet::{CallSide, Packet, PlannedPacket};
 use super::trace::Trace;
 
 /// From one look at the connections to the next.
@@ -40,7 +40,7 @@ const RNG_LABEL: u64 = 0x6e65_7477;
 
 /// The network. Clones share it.
 #[derive(Clone)]
-pub struct Network(Arc<Mutex<State>>);
+pub struct SimNetwork(Arc<Mutex<NetworkState>>);
 
 /// What the network did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
@@ -60,15 +60,15 @@ pub struct NetworkCounts {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Power {
+enum HostPower {
     Down,
     Up,
     Paused,
 }
 
 /// A replica's machine.
-struct Host {
-    power: Power,
+struct SimHost {
+    power: HostPower,
     /// Counts its starts.
     run: u64,
     /// `None` while it does not listen.
@@ -78,7 +78,7 @@ struct Host {
     inbox: VecDeque<Packet>,
 }
 
-struct Connection {
+struct SimConnection {
     from: u8,
     from_run: u64,
     to: u8,
@@ -91,15 +91,15 @@ struct Connection {
     opened: Option<tokio::sync::oneshot::Sender<Result<(), String>>>,
 }
 
-struct State {
+struct NetworkState {
     now_us: u64,
     looked_us: u64,
     rng: Rng,
     links: BTreeMap<(u8, u8), Link>,
-    hosts: BTreeMap<u8, Host>,
-    connections: BTreeMap<u64, Connection>,
+    hosts: BTreeMap<u8, SimHost>,
+    connections: BTreeMap<u64, SimConnection>,
     calls: BTreeMap<u64, Call>,
-    queue: BinaryHeap<Reverse<Planned>>,
+    queue: BinaryHeap<Reverse<PlannedPacket>>,
     /// Hosts that no call reaches; calls of their own are answered.
     deaf: BTreeSet<u8>,
     /// By link, what waits for it to heal.
@@ -124,11 +124,11 @@ fn host_of(address: &str) -> Option<u8> {
         .ok()
 }
 
-impl Network {
+impl SimNetwork {
     /// A sound network without hosts.
     #[must_use]
     pub fn new(seed: u64, trace: Trace) -> Self {
-        Self(Arc::new(Mutex::new(State {
+        Self(Arc::new(Mutex::new(NetworkState {
             now_us: 0,
             looked_us: 0,
             rng: Rng::new(seed, RNG_LABEL),
@@ -146,7 +146,7 @@ impl Network {
         })))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, NetworkState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -155,8 +155,8 @@ impl Network {
     pub fn power_on(&self, id: u8, runtime: Handle) -> SimTransport {
         let mut state = self.lock();
         let run = state.hosts.get(&id).map_or(0, |host| host.run) + 1;
-        let host = Host {
-            power: Power::Up,
+        let host = SimHost {
+            power: HostPower::Up,
             run,
             service: None,
             runtime: Some(runtime),
@@ -172,11 +172,11 @@ impl Network {
         let Some(host) = state.hosts.get_mut(&id) else {
             return;
         };
-        host.power = Power::Down;
+        host.power = HostPower::Down;
         host.service = None;
         host.runtime = None;
         host.inbox.clear();
-        let ends = |connection: &Connection| connection.from == id || connection.to == id;
+        let ends = |connection: &SimConnection| connection.from == id || connection.to == id;
         let ended: Vec<u64> = state
             .connections
             .iter()
@@ -186,8 +186,8 @@ impl Network {
         for number in ended {
             let connection = &state.connections[&number];
             let (other, side) = match connection.from == id {
-                true => (connection.to, Side::Server),
-                false => (connection.from, Side::Client),
+                true => (connection.to, CallSide::Server),
+                false => (connection.from, CallSide::Client),
             };
             state.forget_calls(number, side.other());
             state.send(
@@ -204,9 +204,9 @@ impl Network {
     /// The host's process stops being scheduled; its kernel goes on.
     pub fn pause(&self, id: u8) {
         if let Some(host) = self.lock().hosts.get_mut(&id)
-            && host.power == Power::Up
+            && host.power == HostPower::Up
         {
-            host.power = Power::Paused;
+            host.power = HostPower::Paused;
         }
     }
 
@@ -216,10 +216,10 @@ impl Network {
         let Some(host) = state.hosts.get_mut(&id) else {
             return;
         };
-        if host.power != Power::Paused {
+        if host.power != HostPower::Paused {
             return;
         }
-        host.power = Power::Up;
+        host.power = HostPower::Up;
         for packet in std::mem::take(&mut host.inbox) {
             state.deliver(self, packet);
         }
@@ -244,7 +244,7 @@ impl Network {
     }
 
     /// Cuts one direction.
-    pub fn cut(&self, from: u8, to: u8, how: Cut) {
+    pub fn cut(&self, from: u8, to: u8, how: LinkCut) {
         self.change_link(from, to, |link| link.cut = Some(how));
     }
 
@@ -318,7 +318,7 @@ impl Network {
     }
 }
 
-impl State {
+impl NetworkState {
     fn next_id(&mut self) -> u64 {
         self.last_id += 1;
         self.last_id
@@ -335,9 +335,9 @@ impl State {
     fn send(&mut self, from: u8, to: u8, packet: Packet) {
         let link = self.link(from, to).clone();
         let is_of_stream = self.is_of_stream(&packet);
-        let is_unheard = self.deaf.contains(&to) && packet.side() == Some(Side::Server);
-        if let Some(cut) = link.cut.or(is_unheard.then_some(Cut::Drops)) {
-            if cut == Cut::Holds || is_of_stream {
+        let is_unheard = self.deaf.contains(&to) && packet.side() == Some(CallSide::Server);
+        if let Some(cut) = link.cut.or(is_unheard.then_some(LinkCut::Drops)) {
+            if cut == LinkCut::Holds || is_of_stream {
                 self.held.entry((from, to)).or_default().push(packet);
             } else {
                 self.counts.lost += 1;
@@ -375,7 +375,7 @@ impl State {
     fn plan(&mut self, due_us: u64, packet: Packet) {
         self.planned += 1;
         let order = self.planned;
-        self.queue.push(Reverse(Planned {
+        self.queue.push(Reverse(PlannedPacket {
             due_us,
             order,
             packet,
@@ -420,13 +420,13 @@ impl State {
         let side = packet.side()?;
         let connection = self.connections.get(&self.connection_of(packet)?)?;
         Some(match side {
-            Side::Client => connection.from,
-            Side::Server => connection.to,
+            CallSide::Client => connection.from,
+            CallSide::Server => connection.to,
         })
     }
 
     /// A packet's time has come.
-    fn arrive(&mut self, network: &Network, packet: Packet) {
+    fn arrive(&mut self, network: &SimNetwork, packet: Packet) {
         if let Packet::Break { connection } = packet {
             self.break_off(network, connection);
             return;
@@ -435,7 +435,7 @@ impl State {
             return;
         };
         if let Some(host) = self.hosts.get_mut(&receiver)
-            && host.power == Power::Paused
+            && host.power == HostPower::Paused
             && !packet.is_for_kernel()
         {
             self.counts.held += 1;
@@ -446,7 +446,7 @@ impl State {
     }
 
     /// Sides of connections through which nothing comes are told so in the end.
-    fn look_for_silence(&mut self, network: &Network) {
+    fn look_for_silence(&mut self, network: &SimNetwork) {
         let now_us = self.now_us;
         let numbers: Vec<u64> = self.connections.keys().copied().collect();
         for number in numbers {
@@ -459,7 +459,7 @@ impl State {
             let is_up = |id: u8, run: Option<u64>| {
                 let host = self.hosts.get(&id);
                 host.is_some_and(|host| {
-                    host.power == Power::Up && run.is_none_or(|run| run == host.run)
+                    host.power == HostPower::Up && run.is_none_or(|run| run == host.run)
                 })
             };
             let is_silent = is_cut((from, to))
@@ -487,7 +487,7 @@ impl State {
     }
 
     /// Breaks a connection on both sides at once.
-    fn break_off(&mut self, network: &Network, number: u64) {
+    fn break_off(&mut self, network: &SimNetwork, number: u64) {
         let Some(connection) = self.connections.get_mut(&number) else {
             return;
         };
@@ -495,7 +495,7 @@ impl State {
             return;
         }
         self.counts.broken += 1;
-        for side in [Side::Client, Side::Server] {
+        for side in [CallSide::Client, CallSide::Server] {
             self.arrive(
                 network,
                 Packet::Broken {
@@ -507,8 +507,8 @@ impl State {
     }
 
     /// One side learns that its connection is gone.
-    fn end_side(&mut self, number: u64, side: Side) {
-        if side == Side::Client
+    fn end_side(&mut self, number: u64, side: CallSide) {
+        if side == CallSide::Client
             && let Some(connection) = self.connections.get_mut(&number)
         {
             connection.is_broken = true;
@@ -521,7 +521,7 @@ impl State {
     }
 
     /// One side of every call over a connection ends.
-    fn forget_calls(&mut self, number: u64, side: Side) {
+    fn forget_calls(&mut self, number: u64, side: CallSide) {
         let of_it = |call: &Call| call.connection == number;
         for call in self.calls.values_mut().filter(|call| of_it(call)) {
             if call.is_stream() {

@@ -2,16 +2,16 @@
 
 use tonic::Status;
 
-use super::body::{Piece, Whole};
+use super::body::{BodyPiece, WholeBody};
 
 /// One end of a connection or call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
+pub(super) enum CallSide {
     Client,
     Server,
 }
 
-impl Side {
+impl CallSide {
     pub(super) fn other(self) -> Self {
         match self {
             Self::Client => Self::Server,
@@ -22,12 +22,12 @@ impl Side {
 
 /// How an answer's body comes.
 pub(super) enum BodyPart {
-    Whole(Whole),
+    Whole(WholeBody),
     Pieces,
 }
 
 /// What a server answers.
-pub(super) enum Answer {
+pub(super) enum CallAnswer {
     Is(Box<http::response::Parts>, BodyPart),
     Broken(Status),
 }
@@ -39,11 +39,11 @@ pub(super) enum Packet {
     /// Whether it has one.
     Opened { connection: u64, refused: bool },
     /// The other side's process is gone; `side` learns it.
-    Reset { connection: u64, side: Side },
+    Reset { connection: u64, side: CallSide },
     /// A connection breaks: found out by both sides at once.
     Break { connection: u64 },
     /// `side` finds its connection broken by itself.
-    Broken { connection: u64, side: Side },
+    Broken { connection: u64, side: CallSide },
     /// A call begins.
     Request {
         call: u64,
@@ -51,39 +51,43 @@ pub(super) enum Packet {
         connection_run: Option<u64>,
         head: Box<http::request::Parts>,
         /// `None`: it comes in pieces.
-        body: Option<Whole>,
+        body: Option<WholeBody>,
         is_repeat: bool,
     },
     /// It is answered.
-    Response { call: u64, answer: Box<Answer> },
+    Response { call: u64, answer: Box<CallAnswer> },
     /// A part of a stream, for `side`.
-    Piece { call: u64, side: Side, piece: Piece },
+    Piece {
+        call: u64,
+        side: CallSide,
+        piece: BodyPiece,
+    },
     /// The client has lost interest.
     Cancel { call: u64 },
 }
 
 /// A packet and when it arrives.
-pub(super) struct Planned {
+pub(super) struct PlannedPacket {
     pub(super) due_us: u64,
     pub(super) order: u64,
     pub(super) packet: Packet,
 }
 
-impl PartialEq for Planned {
+impl PartialEq for PlannedPacket {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other).is_eq()
     }
 }
 
-impl Eq for Planned {}
+impl Eq for PlannedPacket {}
 
-impl PartialOrd for Planned {
+impl PartialOrd for PlannedPacket {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Planned {
+impl Ord for PlannedPacket {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.due_us, self.order).cmp(&(other.due_us, other.order))
     }
@@ -91,10 +95,12 @@ impl Ord for Planned {
 
 impl Packet {
     /// Whose process takes it.
-    pub(super) fn side(&self) -> Option<Side> {
+    pub(super) fn side(&self) -> Option<CallSide> {
         match self {
-            Self::Open { .. } | Self::Request { .. } | Self::Cancel { .. } => Some(Side::Server),
-            Self::Opened { .. } | Self::Response { .. } => Some(Side::Client),
+            Self::Open { .. } | Self::Request { .. } | Self::Cancel { .. } => {
+                Some(CallSide::Server)
+            }
+            Self::Opened { .. } | Self::Response { .. } => Some(CallSide::Client),
             Self::Reset { side, .. } | Self::Broken { side, .. } | Self::Piece { side, .. } => {
                 Some(*side)
             }
@@ -108,10 +114,10 @@ impl Packet {
     }
 
     /// The direction of a call within which packets keep their order.
-    pub(super) fn ordered_in(&self) -> Option<(u64, Side)> {
+    pub(super) fn ordered_in(&self) -> Option<(u64, CallSide)> {
         match self {
-            Self::Request { call, .. } | Self::Cancel { call } => Some((*call, Side::Server)),
-            Self::Response { call, .. } => Some((*call, Side::Client)),
+            Self::Request { call, .. } | Self::Cancel { call } => Some((*call, CallSide::Server)),
+            Self::Response { call, .. } => Some((*call, CallSide::Client)),
             Self::Piece { call, side, .. } => Some((*call, *side)),
             Self::Open { .. }
             | Self::Opened { .. }

@@ -10,9 +10,9 @@ use lab::rng::Rng;
 use state::ids::Slot;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::engines::{Seen, Service};
-use super::{Desk, think, user, wait};
-use crate::oracle::history::{self, Ticket, Tokens};
+use super::engines::{EnginePrompt, EngineTiming};
+use super::{ReplicaHandles, think, user, wait};
+use crate::oracle::history::{self, HistoryId, RequestTokens};
 
 /// What draws of this kind are told apart by.
 const KIND: u64 = 2;
@@ -28,7 +28,7 @@ const OUTPUT_TOKENS_MAX: u64 = 1000;
 const TOKEN_BYTES: usize = 4;
 
 /// A request.
-pub(super) struct Request {
+pub(super) struct ChatRequest {
     pub(super) model: &'static str,
     pub(super) user: String,
     pub(super) id: String,
@@ -37,7 +37,7 @@ pub(super) struct Request {
     pub(super) priority: i16,
 }
 
-impl AdmissionRequest for Request {
+impl AdmissionRequest for ChatRequest {
     fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         RoutingRequest {
             model: self.model,
@@ -64,14 +64,14 @@ impl AdmissionRequest for Request {
 }
 
 /// A chat so far.
-pub(super) struct Chat {
+pub(super) struct ChatState {
     pub(super) model: &'static str,
     pub(super) user: String,
     tokens: Vec<u32>,
     is_text: bool,
 }
 
-impl Chat {
+impl ChatState {
     /// A chat that begins with one of a few instructions.
     pub(super) fn new(rng: &mut Rng) -> Self {
         let (which, is_text) = (rng.below(4), rng.below(3) == 0);
@@ -119,14 +119,14 @@ fn token(of: u64) -> u32 {
 }
 
 /// Talks until nobody begins anything any more.
-pub(super) async fn talk(desk: Desk, number: u8) {
+pub(super) async fn talk(desk: ReplicaHandles, number: u8) {
     let mut rng = desk.rng(KIND, u64::from(number));
-    let mut chat = Chat::new(&mut rng);
+    let mut chat = ChatState::new(&mut rng);
     let mut requests = 0;
     while !desk.scene.is_over() {
         think(&mut rng, THINK_MS).await;
         if chat.tokens.len() > CHAT_TOKENS_MAX || rng.below(10) == 0 {
-            chat = Chat::new(&mut rng);
+            chat = ChatState::new(&mut rng);
         }
         let said = 1 + rng.below(60);
         chat.says(&mut rng, said);
@@ -138,25 +138,35 @@ pub(super) async fn talk(desk: Desk, number: u8) {
 }
 
 /// One request of a healed cluster.
-pub(super) async fn ask_once(desk: &Desk) {
+pub(super) async fn ask_once(desk: &ReplicaHandles) {
     let mut rng = desk.rng(KIND, u64::from(u8::MAX));
-    let chat = Chat::new(&mut rng);
+    let chat = ChatState::new(&mut rng);
     let id = format!("{}-last", desk.run);
     request(desk, &mut rng, &chat, id).await;
 }
 
 /// One request of a user; answers how it ended.
-pub(super) async fn ask_as(desk: &Desk, rng: &mut Rng, user: &str, id: String) -> &'static str {
-    let chat = Chat {
+pub(super) async fn ask_as(
+    desk: &ReplicaHandles,
+    rng: &mut Rng,
+    user: &str,
+    id: String,
+) -> &'static str {
+    let chat = ChatState {
         user: user.to_owned(),
-        ..Chat::new(rng)
+        ..ChatState::new(rng)
     };
     request(desk, rng, &chat, id).await.1
 }
 
 /// One request, from its call to its end; answers how much came back, and how it ended.
-async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> (u64, &'static str) {
-    let request = Arc::new(Request {
+async fn request(
+    desk: &ReplicaHandles,
+    rng: &mut Rng,
+    chat: &ChatState,
+    id: String,
+) -> (u64, &'static str) {
+    let request = Arc::new(ChatRequest {
         model: chat.model,
         user: chat.user.clone(),
         identity: desk.router().identify(&chat.parsed()),
@@ -173,7 +183,7 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> (u64, &
             Ok(admitted) => admitted.into_parts(),
             Err(why) => {
                 desk.scene.count("request", why);
-                ended(desk, ticket, Some(Tokens::default()));
+                ended(desk, ticket, Some(RequestTokens::default()));
                 return (0, why);
             }
         };
@@ -182,7 +192,7 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> (u64, &
             excluded.push(decision.backend.slot);
             continue;
         };
-        let stream = Stream {
+        let stream = AnswerStream {
             desk,
             request: &request,
             decision: &decision,
@@ -192,18 +202,18 @@ async fn request(desk: &Desk, rng: &mut Rng, chat: &Chat, id: String) -> (u64, &
         return (stream.run(rng, attempt).await, "run");
     }
     desk.scene.count("request", "all-tried");
-    ended(desk, ticket, Some(Tokens::default()));
+    ended(desk, ticket, Some(RequestTokens::default()));
     (0, "all-tried")
 }
 
 /// A request goes to the backend that was chosen; `None`: the engine there does not take it.
 pub(super) fn reach(
-    desk: &Desk,
-    ticket: Ticket,
-    request: &Request,
+    desk: &ReplicaHandles,
+    ticket: HistoryId,
+    request: &ChatRequest,
     decision: &Decision,
-    chat: &Chat,
-) -> Option<Service> {
+    chat: &ChatState,
+) -> Option<EngineTiming> {
     let dispatch = history::Dispatch {
         at_us: desk.now_us(),
         backend: decision.backend,
@@ -225,13 +235,13 @@ pub(super) fn reach(
     let told = backend.spec.kv_events.is_some();
     let told = told.then(|| (&*tokens.chain, &*chat.tokens));
     let chain = &request.identity.chain;
-    serve(desk, &backend.spec.url, Seen { chain, told })
+    serve(desk, &backend.spec.url, EnginePrompt { chain, told })
 }
 
 /// Notes a request's call, and the most that it may be charged.
-pub(super) fn called(desk: &Desk, request: &Request) -> Ticket {
+pub(super) fn called(desk: &ReplicaHandles, request: &ChatRequest) -> HistoryId {
     let prompt_tokens = u64::from(request.identity.tokens);
-    let most = Tokens {
+    let most = RequestTokens {
         input_uncached: prompt_tokens,
         input_cached: prompt_tokens,
         output: OUTPUT_TOKENS_MAX,
@@ -243,7 +253,7 @@ pub(super) fn called(desk: &Desk, request: &Request) -> Ticket {
 }
 
 /// A request reaches an engine, which may publish something of it.
-fn serve(desk: &Desk, url: &str, prompt: Seen<'_>) -> Option<Service> {
+fn serve(desk: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
     let mut engines = desk.scene.engines();
     let service = engines.serve(url, prompt);
     for message in engines.take_published() {
@@ -258,15 +268,15 @@ fn serve(desk: &Desk, url: &str, prompt: Seen<'_>) -> Option<Service> {
 }
 
 /// An answer as it streams.
-struct Stream<'a> {
-    desk: &'a Desk,
-    request: &'a Request,
+struct AnswerStream<'a> {
+    desk: &'a ReplicaHandles,
+    request: &'a ChatRequest,
     decision: &'a Decision,
-    service: Service,
-    ticket: Ticket,
+    service: EngineTiming,
+    ticket: HistoryId,
 }
 
-impl Stream<'_> {
+impl AnswerStream<'_> {
     async fn run(&self, rng: &mut Rng, mut attempt: Attempt) -> u64 {
         let identity = &self.request.identity;
         let service = &self.service;
@@ -280,7 +290,7 @@ impl Stream<'_> {
             cached_tokens: Some(cached_tokens),
             completion_tokens,
         };
-        let told = |output| Tokens {
+        let told = |output| RequestTokens {
             input_uncached: prompt_tokens - cached_tokens,
             input_cached: cached_tokens,
             output,
@@ -316,7 +326,7 @@ impl Stream<'_> {
         service.output
     }
 
-    fn end(&self, how: &'static str, used: Option<Tokens>) {
+    fn end(&self, how: &'static str, used: Option<RequestTokens>) {
         self.desk.scene.count("request", how);
         if self.decision.matched > 0 {
             self.desk.scene.count("prefix", "matched");
@@ -325,8 +335,8 @@ impl Stream<'_> {
     }
 }
 
-pub(super) fn ended(desk: &Desk, ticket: Ticket, used: Option<Tokens>) {
-    let end = history::End {
+pub(super) fn ended(desk: &ReplicaHandles, ticket: HistoryId, used: Option<RequestTokens>) {
+    let end = history::RequestEnd {
         at_us: desk.now_us(),
         used,
     };

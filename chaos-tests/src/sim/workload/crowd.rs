@@ -10,11 +10,11 @@ use api::routing::{Attempt, AttemptEnd, HiddenOutput, Usage};
 use lab::rng::Rng;
 use tokio::time::{Instant, sleep};
 
-use super::chat::{self, Chat, Request};
-use super::engines::Service;
+use super::chat::{self, ChatRequest, ChatState};
+use super::engines::EngineTiming;
 use super::wait::{GAVE_UP, QUEUE_FULL, TOO_LATE, WAITED_TOO_LONG, admitted};
-use super::{Desk, think};
-use crate::oracle::history::{Ticket, Tokens};
+use super::{ReplicaHandles, think};
+use crate::oracle::history::{HistoryId, RequestTokens};
 
 /// What draws of this kind are told apart by.
 const KIND: u64 = 7;
@@ -34,7 +34,7 @@ const TRY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// In what manner a client asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Manner {
+pub(super) enum ClientBehaviour {
     /// Gives up soon, and tries again as SDKs do.
     Impatient,
     /// Leaves at any moment of the wait or of the answer.
@@ -49,7 +49,7 @@ pub(super) enum Manner {
     Names,
 }
 
-impl Manner {
+impl ClientBehaviour {
     const ALL: [Self; 6] = [
         Self::Impatient,
         Self::Leaving,
@@ -103,7 +103,7 @@ impl Manner {
 
 /// What came of one try.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Came {
+enum TryResult {
     /// An answer, or a part that was enough.
     Answer,
     /// Nothing; says how it ended.
@@ -111,20 +111,20 @@ enum Came {
 }
 
 /// Asks in its manner until nobody begins anything any more.
-pub(super) async fn live(desk: Desk, manner: Manner) {
+pub(super) async fn live(desk: ReplicaHandles, manner: ClientBehaviour) {
     let mut rng = desk.rng(KIND, manner as u64);
     let mut requests = 0;
     while !desk.scene.is_over() {
         think(&mut rng, THINK_MS).await;
         requests += 1;
-        let mut chat = Chat::new(&mut rng);
+        let mut chat = ChatState::new(&mut rng);
         chat.user = match manner {
-            Manner::Names => format!("made-up-{}-{requests}", desk.run),
+            ClientBehaviour::Names => format!("made-up-{}-{requests}", desk.run),
             _ => manner.name().replace(' ', "-"),
         };
         let said = 1 + rng.below(60);
         chat.says(&mut rng, said);
-        let tries = if manner == Manner::Impatient {
+        let tries = if manner == ClientBehaviour::Impatient {
             RETRIES
         } else {
             0
@@ -132,18 +132,18 @@ pub(super) async fn live(desk: Desk, manner: Manner) {
         for attempt in 0..=tries {
             let id = format!("{}-{}-{requests}-{attempt}", desk.run, manner.name());
             let patience = Duration::from_millis(manner.patience_ms(&mut rng));
-            let client = Client {
+            let client = CrowdClient {
                 desk: &desk,
                 manner,
                 patience,
             };
             let came = client.ask(&mut rng, &chat, id).await;
             let how = match came {
-                Came::Answer => "answered",
-                Came::Nothing(how) => how,
+                TryResult::Answer => "answered",
+                TryResult::Nothing(how) => how,
             };
             desk.scene.count(manner.name(), how);
-            if came == Came::Answer || desk.scene.is_over() {
+            if came == TryResult::Answer || desk.scene.is_over() {
                 break;
             }
             sleep(Duration::from_millis(BACKOFF_MS << attempt)).await;
@@ -152,22 +152,22 @@ pub(super) async fn live(desk: Desk, manner: Manner) {
 }
 
 /// Blames a healed cluster that has somebody wait who asks again and again. I64.
-pub(super) async fn is_served(desk: &Desk) {
+pub(super) async fn is_served(desk: &ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0xff);
     let began = Instant::now();
     let mut tries = 0;
     loop {
         tries += 1;
-        let mut chat = Chat::new(&mut rng);
+        let mut chat = ChatState::new(&mut rng);
         chat.user = "newcomer".to_owned();
-        let client = Client {
+        let client = CrowdClient {
             desk,
-            manner: Manner::Impatient,
+            manner: ClientBehaviour::Impatient,
             patience: TRY_PATIENCE,
         };
         let id = format!("{}-newcomer-{tries}", desk.run);
         match client.ask(&mut rng, &chat, id).await {
-            Came::Nothing(how @ (GAVE_UP | QUEUE_FULL | TOO_LATE | WAITED_TOO_LONG)) => {
+            TryResult::Nothing(how @ (GAVE_UP | QUEUE_FULL | TOO_LATE | WAITED_TOO_LONG)) => {
                 if began.elapsed() >= TRIES_FOR {
                     let detail = format!("{} has a newcomer wait: {how}", desk.run);
                     desk.scene.ledger.blame(format!("I64: {detail}"));
@@ -175,24 +175,24 @@ pub(super) async fn is_served(desk: &Desk) {
                 }
                 sleep(Duration::from_millis(BACKOFF_MS)).await;
             }
-            Came::Answer => return desk.scene.count("newcomer", "served"),
-            Came::Nothing(how) => return desk.scene.count("newcomer", how),
+            TryResult::Answer => return desk.scene.count("newcomer", "served"),
+            TryResult::Nothing(how) => return desk.scene.count("newcomer", how),
         }
     }
 }
 
 /// Who asks.
-struct Client<'a> {
-    desk: &'a Desk,
-    manner: Manner,
+struct CrowdClient<'a> {
+    desk: &'a ReplicaHandles,
+    manner: ClientBehaviour,
     patience: Duration,
 }
 
-impl Client<'_> {
+impl CrowdClient<'_> {
     /// One try.
-    async fn ask(&self, rng: &mut Rng, chat: &Chat, id: String) -> Came {
+    async fn ask(&self, rng: &mut Rng, chat: &ChatState, id: String) -> TryResult {
         let (desk, until) = (self.desk, Instant::now() + self.patience);
-        let request = Arc::new(Request {
+        let request = Arc::new(ChatRequest {
             model: chat.model,
             user: chat.user.clone(),
             identity: desk.router().identify(&chat.parsed()),
@@ -204,22 +204,22 @@ impl Client<'_> {
         let (decision, attempt) = match admitted(desk, &request, &[], self.patience).await {
             Ok(admitted) => admitted.into_parts(),
             Err(why) => {
-                chat::ended(desk, ticket, Some(Tokens::default()));
-                return Came::Nothing(why);
+                chat::ended(desk, ticket, Some(RequestTokens::default()));
+                return TryResult::Nothing(why);
             }
         };
         let Some(service) = chat::reach(desk, ticket, &request, &decision, chat) else {
             attempt.end(AttemptEnd::NotRun);
-            chat::ended(desk, ticket, Some(Tokens::default()));
-            return Came::Nothing("not run");
+            chat::ended(desk, ticket, Some(RequestTokens::default()));
+            return TryResult::Nothing("not run");
         };
         let wanted = u64::from(request.tokens_max.unwrap_or(1));
         let made = match self.manner {
-            Manner::Hidden => rng.below(wanted + 1),
-            Manner::Leaving => rng.below(wanted + 1),
+            ClientBehaviour::Hidden => rng.below(wanted + 1),
+            ClientBehaviour::Leaving => rng.below(wanted + 1),
             _ => wanted,
         };
-        let answer = Answer {
+        let answer = PartialAnswer {
             client: self,
             request: &request,
             service,
@@ -229,19 +229,19 @@ impl Client<'_> {
             made,
         };
         match self.manner {
-            Manner::Hidden => answer.leave_unseen(attempt).await,
+            ClientBehaviour::Hidden => answer.leave_unseen(attempt).await,
             _ => answer.stream(attempt).await,
         }
-        Came::Answer
+        TryResult::Answer
     }
 }
 
 /// An answer as it comes.
-struct Answer<'a> {
-    client: &'a Client<'a>,
-    request: &'a Request,
-    service: Service,
-    ticket: Ticket,
+struct PartialAnswer<'a> {
+    client: &'a CrowdClient<'a>,
+    request: &'a ChatRequest,
+    service: EngineTiming,
+    ticket: HistoryId,
     /// When an impatient client leaves.
     until: Instant,
     /// Tokens after which it leaves anyway.
@@ -250,7 +250,7 @@ struct Answer<'a> {
     made: u64,
 }
 
-impl Answer<'_> {
+impl PartialAnswer<'_> {
     fn prompt_tokens(&self) -> u64 {
         self.request.identity.tokens.into()
     }
@@ -273,7 +273,7 @@ impl Answer<'_> {
     async fn stream(&self, mut attempt: Attempt) {
         let manner = self.client.manner;
         let gap = match manner {
-            Manner::Slow => SLOW_GAP,
+            ClientBehaviour::Slow => SLOW_GAP,
             _ => Duration::from_millis(self.service.gap_ms),
         };
         sleep(Duration::from_millis(self.service.first_ms)).await;
@@ -284,18 +284,18 @@ impl Answer<'_> {
         while made < self.made {
             made += 1;
             attempt.output("abcd");
-            if manner != Manner::Unreported {
+            if manner != ClientBehaviour::Unreported {
                 attempt.usage(self.usage(made));
             }
             sleep(gap).await;
-            let has_left = manner == Manner::Impatient && Instant::now() >= self.until;
+            let has_left = manner == ClientBehaviour::Impatient && Instant::now() >= self.until;
             if has_left || self.leaves_after == Some(made) {
                 end = AttemptEnd::ClientLeft;
                 break;
             }
         }
         attempt.end(end);
-        let is_reported = manner != Manner::Unreported && made > 0;
+        let is_reported = manner != ClientBehaviour::Unreported && made > 0;
         self.over(made, is_reported.then(|| self.usage(made)));
     }
 
@@ -309,7 +309,7 @@ impl Answer<'_> {
 
     /// Notes what was computed, and what of that the router was told.
     fn over(&self, made: u64, told: Option<Usage>) {
-        let tokens = |usage: Usage| Tokens {
+        let tokens = |usage: Usage| RequestTokens {
             input_uncached: usage.prompt_tokens,
             input_cached: 0,
             output: usage.completion_tokens,
@@ -329,10 +329,10 @@ mod tests {
 
     #[test]
     fn in_half_of_the_seeds_somebody_is_there_and_everybody_in_some() {
-        let crowds: Vec<Vec<Manner>> = (0..200).map(Manner::of).collect();
+        let crowds: Vec<Vec<ClientBehaviour>> = (0..200).map(ClientBehaviour::of).collect();
         let empty = crowds.iter().filter(|crowd| crowd.is_empty()).count();
         assert!((60..140).contains(&empty), "{empty}");
-        for manner in Manner::ALL {
+        for manner in ClientBehaviour::ALL {
             assert!(
                 crowds.iter().any(|crowd| crowd.contains(&manner)),
                 "{manner:?}"

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use state::ids::BlockHash;
 
-use super::publisher::{Message, Publisher};
+use super::publisher::{PublishedMessage, PublisherRun};
 use lab::rng::Rng;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -17,16 +17,16 @@ const RNG_LABEL: u64 = 0x656e_6769;
 const CAPACITY_BLOCKS: usize = 128;
 
 /// All engines, by address.
-pub struct Engines {
+pub struct SimEngines {
     rng: Rng,
-    by_url: BTreeMap<String, Engine>,
-    /// What they published since the last [`Engines::take_published`].
-    published: Vec<Message>,
+    by_url: BTreeMap<String, SimEngine>,
+    /// What they published since the last [`SimEngines::take_published`].
+    published: Vec<PublishedMessage>,
 }
 
 /// A prompt as an engine sees it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Seen<'a> {
+pub(super) struct EnginePrompt<'a> {
     /// What the router calls its blocks.
     pub(super) chain: &'a [BlockHash],
     /// Of an engine that publishes: what the router calls the blocks of its tokens, and these.
@@ -35,7 +35,7 @@ pub(super) struct Seen<'a> {
 
 /// One engine.
 #[derive(Debug)]
-struct Engine {
+struct SimEngine {
     is_up: bool,
     /// Start of its process, Unix seconds.
     started_at_s: u64,
@@ -43,12 +43,12 @@ struct Engine {
     cached: BTreeMap<BlockHash, u64>,
     uses: u64,
     /// What it publishes, if it does.
-    publisher: Publisher,
+    publisher: PublisherRun,
 }
 
 /// How an engine serves a request.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Service {
+pub(super) struct EngineTiming {
     /// Leading blocks found in the cache.
     pub(super) cached_blocks: u64,
     /// Time to the first token, milliseconds.
@@ -61,7 +61,7 @@ pub(super) struct Service {
     pub(super) breaks_after: Option<u64>,
 }
 
-impl Engine {
+impl SimEngine {
     fn new(url: &str, started_at_s: u64) -> Self {
         let salt = xxh3_64_with_seed(url.as_bytes(), started_at_s);
         Self {
@@ -69,7 +69,7 @@ impl Engine {
             started_at_s,
             cached: BTreeMap::new(),
             uses: 0,
-            publisher: Publisher::new(salt),
+            publisher: PublisherRun::new(salt),
         }
     }
 
@@ -97,7 +97,7 @@ impl Engine {
     }
 }
 
-impl Engines {
+impl SimEngines {
     /// None yet: each is there once it is asked for.
     #[must_use]
     pub fn new(seed: u64) -> Self {
@@ -108,11 +108,11 @@ impl Engines {
         }
     }
 
-    fn at(&mut self, url: &str) -> &mut Engine {
+    fn at(&mut self, url: &str) -> &mut SimEngine {
         let started_at_s = EPOCH_MS / 1000;
         self.by_url
             .entry(url.to_owned())
-            .or_insert_with(|| Engine::new(url, started_at_s))
+            .or_insert_with(|| SimEngine::new(url, started_at_s))
     }
 
     /// Whether it answers, and since when it runs.
@@ -122,7 +122,7 @@ impl Engines {
     }
 
     /// A request reaches it; `None`: it does not answer.
-    pub(super) fn serve(&mut self, url: &str, prompt: Seen<'_>) -> Option<Service> {
+    pub(super) fn serve(&mut self, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
         let refuses = self.rng.below(40) == 0;
         let output = 1 + self.rng.below(80);
         let breaks_after = (self.rng.below(20) == 0).then(|| self.rng.below(output));
@@ -145,7 +145,7 @@ impl Engines {
             }
         };
         self.published.extend(published);
-        Some(Service {
+        Some(EngineTiming {
             cached_blocks,
             first_ms,
             output,
@@ -173,7 +173,7 @@ impl Engines {
     }
 
     /// What was published since this was last asked.
-    pub(super) fn take_published(&mut self) -> Vec<Message> {
+    pub(super) fn take_published(&mut self) -> Vec<PublishedMessage> {
         std::mem::take(&mut self.published)
     }
 
@@ -189,7 +189,7 @@ impl Engines {
             engine.is_up = false;
         } else {
             let started_at_s = (EPOCH_MS + now_ms) / 1000;
-            *engine = Engine::new(&url, started_at_s.max(engine.started_at_s + 1));
+            *engine = SimEngine::new(&url, started_at_s.max(engine.started_at_s + 1));
         }
         Some(url)
     }

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio_util::sync::CancellationToken;
 
-use super::Desk;
+use super::ReplicaHandles;
 
 /// What draws of this kind are told apart by.
 const KIND: u64 = 5;
@@ -26,13 +26,13 @@ const DIAL_EVERY: Duration = Duration::from_millis(60);
 const SILENCE: Duration = Duration::from_secs(3);
 
 /// Reads what is assigned to this replica, until it goes.
-pub(super) async fn read(desk: Desk) {
+pub(super) async fn read(desk: ReplicaHandles) {
     let parts = ReaderParts {
         cluster: Arc::clone(&desk.cluster),
         view: Arc::clone(&desk.view),
         router: Arc::clone(desk.router()),
         backends: Arc::clone(&desk.backends),
-        sockets: Arc::new(Played {
+        sockets: Arc::new(SimSockets {
             rng: Arc::new(Mutex::new(desk.rng(KIND, 0))),
             desk,
         }),
@@ -42,25 +42,25 @@ pub(super) async fn read(desk: Desk) {
 }
 
 /// Sockets of one replica.
-struct Played {
-    desk: Desk,
+struct SimSockets {
+    desk: ReplicaHandles,
     rng: Arc<Mutex<Rng>>,
 }
 
 /// One socket's way to an engine.
-struct Line {
-    desk: Desk,
+struct SocketRoute {
+    desk: ReplicaHandles,
     url: String,
     rng: Arc<Mutex<Rng>>,
 }
 
-impl Played {
-    fn line(&self, address: &KvAddress) -> Line {
+impl SimSockets {
+    fn line(&self, address: &KvAddress) -> SocketRoute {
         let host = match address {
             KvAddress::Tcp { host, .. } => host.clone().unwrap_or_default(),
             KvAddress::Ipc(path) => path.display().to_string(),
         };
-        Line {
+        SocketRoute {
             desk: self.desk.clone(),
             url: format!("http://{host}:8000"),
             rng: Arc::clone(&self.rng),
@@ -68,7 +68,7 @@ impl Played {
     }
 }
 
-impl Sockets for Played {
+impl Sockets for SimSockets {
     fn subscribe(
         &self,
         _: ListeningSide,
@@ -94,7 +94,7 @@ impl Sockets for Played {
     }
 }
 
-impl Line {
+impl SocketRoute {
     fn one_in(&self, of: u64) -> bool {
         !self.desk.scene.is_over() && self.below(of) == 0
     }

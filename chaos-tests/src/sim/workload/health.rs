@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::backends::{Fault, Roster, Stay};
+use api::backends::{Fault, Occupancy, SlotTable};
 use state::command::EngineFacts;
 use state::ids::Slot;
 
-use super::Desk;
+use super::ReplicaHandles;
 
 /// From one look to the next.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -17,19 +17,19 @@ const KIND: u64 = 1;
 /// Blocks of an engine's cache, as it says itself.
 const CAPACITY_BLOCKS: u32 = 128;
 
-struct Watched {
-    stay: Stay,
+struct ProbedBackend {
+    stay: Occupancy,
     url: String,
 }
 
 /// Watches until the replica goes.
-pub(super) async fn watch(desk: Desk) {
+pub(super) async fn watch(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
-    let mut roster = Roster::new(Arc::clone(&desk.backends));
+    let mut roster = SlotTable::new(Arc::clone(&desk.backends));
     let mut told: BTreeMap<Slot, u64> = BTreeMap::new();
     loop {
         let registry = desk.view.registry();
-        roster.follow(Arc::clone(&registry), |stay, backend| Watched {
+        roster.follow(Arc::clone(&registry), |stay, backend| ProbedBackend {
             stay,
             url: backend.spec.url.clone(),
         });

@@ -8,7 +8,7 @@ use state::{STAMP_LATE_MS_MAX, UNANIMOUS_MS};
 
 use super::chat::ask_as;
 use super::wait::OVER_LIMIT;
-use super::{Desk, operator};
+use super::{ReplicaHandles, operator};
 
 /// What draws of this kind are told apart by.
 const KIND: u64 = 6;
@@ -21,7 +21,7 @@ const REQUESTS_MAX: u32 = 5;
 const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_MAX);
 
 /// Blames the cluster where the user is refused still. I51.
-pub(super) async fn wait_out(desk: &Desk, client: u32) {
+pub(super) async fn wait_out(desk: &ReplicaHandles, client: u32) {
     let mut rng = desk.rng(KIND, 0);
     let user = format!("waits-{}", desk.run.replica);
     let limits = UserLimits {

@@ -22,18 +22,18 @@ use std::time::Duration;
 
 use api::ports::{ChangeError, Cluster};
 use lab::rng::Rng;
-use node::app::core::Core;
+use node::app::core::ReplicaCore;
 use state::command::BackendSpec;
 use state::ids::ReplicaId;
 use tokio::runtime::Handle;
 
-pub use self::engines::Engines;
+pub use self::engines::SimEngines;
 pub(in crate::sim) use self::reader::keys;
-use super::node::Time;
-use super::plan::Plan;
+use super::node::SimTime;
+use super::plan::WorldPlan;
 use super::trace::Trace;
-use super::witness::Ledger;
-use crate::oracle::observation::Run;
+use super::witness::RecordKeeper;
+use crate::oracle::observation::ReplicaRun;
 
 /// Backends there are names for.
 const BACKENDS: u64 = 6;
@@ -44,7 +44,7 @@ const USERS: u64 = 6;
 
 /// A change of the membership that somebody asks for.
 #[derive(Debug, Clone, Copy)]
-pub enum Change {
+pub enum MembershipChange {
     /// Make a learner a voter.
     Promote(ReplicaId),
     /// Remove a member.
@@ -56,42 +56,42 @@ pub enum Change {
 }
 
 /// How often something ended how.
-pub type Outcomes = BTreeMap<(&'static str, &'static str), u64>;
+pub type OutcomeCounts = BTreeMap<(&'static str, &'static str), u64>;
 
 /// What all share who live in this world.
 #[derive(Clone)]
-pub struct Scene {
-    pub(super) time: Time,
-    pub(super) ledger: Ledger,
+pub struct WorkloadContext {
+    pub(super) time: SimTime,
+    pub(super) ledger: RecordKeeper,
     pub(super) trace: Trace,
-    pub(super) engines: Arc<Mutex<Engines>>,
+    pub(super) engines: Arc<Mutex<SimEngines>>,
     seed: u64,
     clients: u8,
     /// Nobody begins anything any more.
     is_over: Arc<AtomicBool>,
-    outcomes: Arc<Mutex<Outcomes>>,
+    outcomes: Arc<Mutex<OutcomeCounts>>,
     /// Replicas that are members no more.
     removed: Arc<Mutex<Vec<u8>>>,
     last_client: Arc<Mutex<u32>>,
-    waiting: wait::Waiting,
+    waiting: wait::PendingWaits,
 }
 
-impl Scene {
+impl WorkloadContext {
     /// An empty one.
     #[must_use]
-    pub fn new(plan: &Plan, time: Time, ledger: Ledger, trace: Trace) -> Self {
+    pub fn new(plan: &WorldPlan, time: SimTime, ledger: RecordKeeper, trace: Trace) -> Self {
         Self {
             time,
             ledger,
             trace,
-            engines: Arc::new(Mutex::new(Engines::new(plan.seed))),
+            engines: Arc::new(Mutex::new(SimEngines::new(plan.seed))),
             seed: plan.seed,
             clients: plan.clients,
             is_over: Arc::default(),
             outcomes: Arc::default(),
             removed: Arc::default(),
             last_client: Arc::default(),
-            waiting: wait::Waiting::default(),
+            waiting: wait::PendingWaits::default(),
         }
     }
 
@@ -100,7 +100,7 @@ impl Scene {
         *outcomes.entry((what, outcome)).or_default() += 1;
     }
 
-    fn engines(&self) -> MutexGuard<'_, Engines> {
+    fn engines(&self) -> MutexGuard<'_, SimEngines> {
         self.engines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -120,16 +120,16 @@ impl Scene {
 
 /// Everybody's handles of one replica.
 #[derive(Clone)]
-struct Desk {
-    scene: Scene,
-    run: Run,
+struct ReplicaHandles {
+    scene: WorkloadContext,
+    run: ReplicaRun,
     cluster: Arc<dyn Cluster>,
     admission: Arc<api::admission::Admission>,
     view: Arc<state::StateView>,
     backends: Arc<api::backends::Backends>,
 }
 
-impl Desk {
+impl ReplicaHandles {
     /// A stream of draws of its own for the `number`th of a kind.
     fn rng(&self, kind: u64, number: u64) -> Rng {
         let run = u64::from(self.run.number) << 8 | u64::from(self.run.replica.0);
@@ -146,19 +146,19 @@ impl Desk {
 }
 
 /// Brings clients and operators to replicas that come up.
-pub struct Stage {
-    scene: Scene,
+pub struct WorkloadDriver {
+    scene: WorkloadContext,
 }
 
-impl Stage {
+impl WorkloadDriver {
     /// With nobody on it.
     #[must_use]
-    pub fn new(scene: Scene) -> Self {
+    pub fn new(scene: WorkloadContext) -> Self {
         Self { scene }
     }
 
-    fn desk(&self, run: Run, core: &Core) -> Desk {
-        Desk {
+    fn desk(&self, run: ReplicaRun, core: &ReplicaCore) -> ReplicaHandles {
+        ReplicaHandles {
             scene: self.scene.clone(),
             run,
             cluster: core.cluster(),
@@ -169,7 +169,7 @@ impl Stage {
     }
 
     /// A replica has come up.
-    pub(super) fn enter(&self, run: Run, core: &Core, handle: &Handle) {
+    pub(super) fn enter(&self, run: ReplicaRun, core: &ReplicaCore, handle: &Handle) {
         let desk = self.desk(run, core);
         handle.spawn(health::watch(desk.clone()));
         handle.spawn(operator::write(desk.clone()));
@@ -178,18 +178,25 @@ impl Stage {
         for number in 0..self.scene.clients {
             handle.spawn(chat::talk(desk.clone(), number));
         }
-        for manner in crowd::Manner::of(self.scene.seed) {
+        for manner in crowd::ClientBehaviour::of(self.scene.seed) {
             handle.spawn(crowd::live(desk.clone(), manner));
         }
     }
 
     /// Asks for a change of the membership.
-    pub(super) fn change(&self, cluster: Arc<dyn Cluster>, handle: &Handle, change: Change) {
+    pub(super) fn change(
+        &self,
+        cluster: Arc<dyn Cluster>,
+        handle: &Handle,
+        change: MembershipChange,
+    ) {
         let scene = self.scene.clone();
         handle.spawn(async move {
             let (what, done) = match change {
-                Change::Promote(id) => ("promote", cluster.promote_member(id).await.map(drop)),
-                Change::Remove(id) => {
+                MembershipChange::Promote(id) => {
+                    ("promote", cluster.promote_member(id).await.map(drop))
+                }
+                MembershipChange::Remove(id) => {
                     let removed = cluster.remove_member(id).await;
                     if removed.is_ok() {
                         let mut gone = scene.removed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -197,8 +204,10 @@ impl Stage {
                     }
                     ("remove", removed.map(drop))
                 }
-                Change::Transfer(to) => ("transfer", cluster.transfer_leader(to).await.map(drop)),
-                Change::Snapshot => ("snapshot", cluster.snapshot().await.map(drop)),
+                MembershipChange::Transfer(to) => {
+                    ("transfer", cluster.transfer_leader(to).await.map(drop))
+                }
+                MembershipChange::Snapshot => ("snapshot", cluster.snapshot().await.map(drop)),
             };
             let outcome = match &done {
                 Ok(()) => "ok",
@@ -224,7 +233,12 @@ impl Stage {
     }
 
     /// Has a replica read everything there is, after the last write; tells when it has.
-    pub(super) fn read_all(&self, run: Run, core: &Core, handle: &Handle) -> Arc<AtomicBool> {
+    pub(super) fn read_all(
+        &self,
+        run: ReplicaRun,
+        core: &ReplicaCore,
+        handle: &Handle,
+    ) -> Arc<AtomicBool> {
         let (desk, done) = (self.desk(run, core), Arc::new(AtomicBool::new(false)));
         let is_done = Arc::clone(&done);
         let client = self.scene.next_client();
@@ -245,7 +259,7 @@ impl Stage {
     }
 
     /// How often something ended how.
-    pub(super) fn outcomes(&self) -> Outcomes {
+    pub(super) fn outcomes(&self) -> OutcomeCounts {
         let outcomes = self.scene.outcomes.lock();
         outcomes.unwrap_or_else(PoisonError::into_inner).clone()
     }

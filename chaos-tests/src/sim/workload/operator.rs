@@ -10,9 +10,9 @@ use state::ids::ReplicaId;
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::quotas::UserLimits;
 
-use super::{BACKENDS, Desk, backend, first_backends, think, user};
-use crate::oracle::history::{Action, Outcome};
-use crate::oracle::observation::Run;
+use super::{BACKENDS, ReplicaHandles, backend, first_backends, think, user};
+use crate::oracle::history::{Action, OperationResult};
+use crate::oracle::observation::ReplicaRun;
 
 /// What draws of this kind are told apart by.
 const KIND: u64 = 3;
@@ -20,11 +20,11 @@ const KIND: u64 = 3;
 const THINK_MS: u64 = 500;
 
 /// Writes until nobody begins anything any more.
-pub(super) async fn write(desk: Desk) {
+pub(super) async fn write(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let client = desk.scene.next_client();
     let mut first = match desk.run {
-        Run {
+        ReplicaRun {
             replica: ReplicaId(1),
             number: 1,
         } => first_backends(),
@@ -45,7 +45,7 @@ pub(super) async fn write(desk: Desk) {
     }
 }
 
-pub(super) async fn submit(desk: &Desk, client: u32, command: Command) {
+pub(super) async fn submit(desk: &ReplicaHandles, client: u32, command: Command) {
     let what = name(&command);
     let (run, called_us) = (desk.run, desk.now_us());
     let ticket = desk.scene.ledger.with(|record| {
@@ -59,10 +59,12 @@ pub(super) async fn submit(desk: &Desk, client: u32, command: Command) {
                 Reply::Rejected(_) => "rejected",
                 Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => "ok",
             };
-            (Outcome::Written(committed), how)
+            (OperationResult::Written(committed), how)
         }
-        Err(ProposeError::Unavailable(_)) => (Outcome::Refused, "refused"),
-        Err(ProposeError::Unknown(_) | ProposeError::Stopping) => (Outcome::Unknown, "unknown"),
+        Err(ProposeError::Unavailable(_)) => (OperationResult::Refused, "refused"),
+        Err(ProposeError::Unknown(_) | ProposeError::Stopping) => {
+            (OperationResult::Unknown, "unknown")
+        }
     };
     desk.scene.count(what, how);
     let now_us = desk.now_us();

@@ -19,18 +19,18 @@ const WRITES: &str = "writing to memory does not fail";
 
 /// One run of an engine's publisher.
 #[derive(Debug)]
-pub(super) struct Publisher {
+pub(super) struct PublisherRun {
     /// What tells its hashes and payloads from those of other runs.
     salt: u64,
-    cached: BTreeMap<BlockHash, Cached>,
+    cached: BTreeMap<BlockHash, CachedBlock>,
     uses: u64,
     next_seq: u64,
-    messages: VecDeque<Message>,
+    messages: VecDeque<PublishedMessage>,
 }
 
 /// One message.
 #[derive(Debug, Clone)]
-pub(super) struct Message {
+pub(super) struct PublishedMessage {
     pub(super) seq: u64,
     pub(super) payload: Bytes,
     /// All that is cached from there on.
@@ -38,13 +38,13 @@ pub(super) struct Message {
 }
 
 #[derive(Debug)]
-struct Cached {
+struct CachedBlock {
     parent: Option<BlockHash>,
     children: u32,
     used: u64,
 }
 
-impl Publisher {
+impl PublisherRun {
     /// A run with an empty cache.
     pub(super) fn new(salt: u64) -> Self {
         Self {
@@ -62,13 +62,17 @@ impl Publisher {
     }
 
     /// The messages from `seq` on that are remembered.
-    pub(super) fn since(&self, seq: u64) -> impl Iterator<Item = &Message> {
+    pub(super) fn since(&self, seq: u64) -> impl Iterator<Item = &PublishedMessage> {
         self.messages.iter().filter(move |it| it.seq >= seq)
     }
 
     /// Takes a prompt in, and publishes what that changes; answers how many leading blocks were there,
     /// and the message. `chain` is what the router calls the blocks of `ids`.
-    pub(super) fn take(&mut self, chain: &[BlockHash], ids: &[u32]) -> (u64, Option<Message>) {
+    pub(super) fn take(
+        &mut self,
+        chain: &[BlockHash],
+        ids: &[u32],
+    ) -> (u64, Option<PublishedMessage>) {
         self.uses += 1;
         let found = chain
             .iter()
@@ -92,7 +96,7 @@ impl Publisher {
             if let Some(parent) = parent.and_then(|parent| self.cached.get_mut(&parent)) {
                 parent.children += 1;
             }
-            let cached = Cached {
+            let cached = CachedBlock {
                 parent,
                 children: 0,
                 used: self.uses,
@@ -106,7 +110,7 @@ impl Publisher {
     }
 
     /// Empties the cache.
-    pub(super) fn clear(&mut self) -> Message {
+    pub(super) fn clear(&mut self) -> PublishedMessage {
         self.cached.clear();
         let mut event = Vec::new();
         pack::write_array_len(&mut event, 1).expect(WRITES);
@@ -126,7 +130,7 @@ impl Publisher {
         Some(gone)
     }
 
-    fn publish(&mut self, events: &[Vec<u8>]) -> Message {
+    fn publish(&mut self, events: &[Vec<u8>]) -> PublishedMessage {
         let mut payload = Vec::new();
         pack::write_array_len(&mut payload, 3).expect(WRITES);
         // No two payloads are equal.
@@ -138,7 +142,7 @@ impl Publisher {
             payload.extend(event);
         }
         pack::write_uint(&mut payload, 0).expect(WRITES);
-        let message = Message {
+        let message = PublishedMessage {
             seq: self.next_seq,
             payload: payload.into(),
             cached: Arc::new(self.cached.keys().copied().collect()),

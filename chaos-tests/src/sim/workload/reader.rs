@@ -3,9 +3,9 @@
 use lab::rng::Rng;
 use state::ids::LogIndex;
 
-use super::{BACKENDS, Desk, USERS, think};
-use crate::oracle::history::{Action, Outcome};
-use crate::oracle::register::Key;
+use super::{BACKENDS, ReplicaHandles, USERS, think};
+use crate::oracle::history::{Action, OperationResult};
+use crate::oracle::register::RegisterKey;
 
 /// What draws of this kind are told apart by.
 const KIND: u64 = 4;
@@ -13,7 +13,7 @@ const KIND: u64 = 4;
 const THINK_MS: u64 = 400;
 
 /// Reads until nobody begins anything any more.
-pub(super) async fn read(desk: Desk) {
+pub(super) async fn read(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let client = desk.scene.next_client();
     while !desk.scene.is_over() {
@@ -25,13 +25,13 @@ pub(super) async fn read(desk: Desk) {
 }
 
 /// Reads every key once.
-pub(super) async fn read_all(desk: &Desk, client: u32) {
+pub(super) async fn read_all(desk: &ReplicaHandles, client: u32) {
     for key in keys() {
         look(desk, client, key).await;
     }
 }
 
-async fn look(desk: &Desk, client: u32, key: Key) {
+async fn look(desk: &ReplicaHandles, client: u32, key: RegisterKey) {
     let (run, called_us) = (desk.run, desk.now_us());
     let ticket = desk.scene.ledger.with(|record| {
         let action = Action::Read(key.clone());
@@ -46,11 +46,11 @@ async fn look(desk: &Desk, client: u32, key: Key) {
                 value = key.value_in(state);
             });
             desk.scene.count("read", "ok");
-            Outcome::Read { index, value }
+            OperationResult::Read { index, value }
         }
         Err(_) => {
             desk.scene.count("read", "refused");
-            Outcome::Refused
+            OperationResult::Refused
         }
     };
     let now_us = desk.now_us();
@@ -61,15 +61,20 @@ async fn look(desk: &Desk, client: u32, key: Key) {
 }
 
 /// Everything that can be read as a whole.
-pub(in crate::sim) fn keys() -> Vec<Key> {
-    let backends = (0..BACKENDS).map(|number| Key::Backend(format!("b{number}")));
+pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
+    let backends = (0..BACKENDS).map(|number| RegisterKey::Backend(format!("b{number}")));
     let users = (0..USERS).map(|number| format!("u{number}"));
-    let users = users.flat_map(|name| [Key::Weight(name.clone()), Key::Limits(name)]);
-    let settings = [Key::Policy, Key::Routing, Key::Admission];
+    let users =
+        users.flat_map(|name| [RegisterKey::Weight(name.clone()), RegisterKey::Limits(name)]);
+    let settings = [
+        RegisterKey::Policy,
+        RegisterKey::Routing,
+        RegisterKey::Admission,
+    ];
     backends.chain(users).chain(settings).collect()
 }
 
-fn key(rng: &mut Rng) -> Key {
+fn key(rng: &mut Rng) -> RegisterKey {
     let mut keys = keys();
     let at = rng.below(keys.len() as u64) as usize;
     keys.swap_remove(at)

@@ -8,8 +8,8 @@ use api::admission::{AdmissionRequest, Admitted};
 use state::ids::Slot;
 use tokio::time::timeout;
 
-use super::Desk;
-use crate::oracle::observation::Run;
+use super::ReplicaHandles;
+use crate::oracle::observation::ReplicaRun;
 
 /// How ended the wait of a client that gave up.
 pub(super) const GAVE_UP: &str = "impatient";
@@ -24,11 +24,11 @@ pub(super) const OVER_LIMIT: &str = "over-limit";
 
 /// Requests for which clients wait, by the run that they asked.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Waiting(Arc<Mutex<BTreeMap<Run, usize>>>);
+pub(super) struct PendingWaits(Arc<Mutex<BTreeMap<ReplicaRun, usize>>>);
 
-impl Waiting {
+impl PendingWaits {
     /// One more, or one less; answers how many there are then.
-    fn change(&self, run: Run, by: isize) -> usize {
+    fn change(&self, run: ReplicaRun, by: isize) -> usize {
         let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = runs.entry(run).or_default();
         *waiting = waiting.saturating_add_signed(by);
@@ -39,7 +39,7 @@ impl Waiting {
 /// Waits for a turn for so long. Who has left must not keep a place in the queue: it would be sent to an
 /// engine, or keep others from being.
 pub(super) async fn admitted<C: AdmissionRequest>(
-    desk: &Desk,
+    desk: &ReplicaHandles,
     request: &Arc<C>,
     excluded: &[Slot],
     patience: Duration,

@@ -12,13 +12,13 @@ use bytes::Bytes;
 use futures_util::Stream;
 use serde_json::{Value, json};
 
-use super::driver::{Latest, Ticket};
+use super::driver::{Latest, RequestGuard};
 use super::model::Finish;
 use super::text::words;
 
 /// Which of the two completion endpoints answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum CompletionKind {
     /// `/v1/chat/completions`.
     Chat,
     /// `/v1/completions`.
@@ -27,9 +27,9 @@ pub(super) enum Kind {
 
 /// What an answer says beside its words.
 #[derive(Debug, Clone)]
-pub(super) struct Heading {
+pub(super) struct AnswerHeader {
     /// The endpoint.
-    pub kind: Kind,
+    pub kind: CompletionKind,
     /// Request id, with its prefix.
     pub id: String,
     /// Unix time in seconds.
@@ -51,7 +51,7 @@ pub(super) struct UsageOptions {
     pub continuous: bool,
 }
 
-impl Heading {
+impl AnswerHeader {
     /// The whole answer.
     #[must_use]
     pub(super) fn whole(&self, end: Latest) -> Value {
@@ -59,7 +59,7 @@ impl Heading {
         let finish_reason = end.finish.map(reason);
         let usage = self.usage(end, true);
         match self.kind {
-            Kind::Chat => json!({
+            CompletionKind::Chat => json!({
                 "id": self.id,
                 "object": "chat.completion",
                 "created": self.created_s,
@@ -77,7 +77,7 @@ impl Heading {
                 "service_tier": null, "system_fingerprint": null, "usage": usage,
                 "prompt_logprobs": null, "prompt_token_ids": null, "kv_transfer_params": null,
             }),
-            Kind::Text => json!({
+            CompletionKind::Text => json!({
                 "id": self.id,
                 "object": "text_completion",
                 "created": self.created_s,
@@ -116,8 +116,8 @@ fn reason(finish: Finish) -> &'static str {
 /// An answer as server-sent events, made as the model goes. Dropping it aborts the request.
 #[derive(Debug)]
 pub(super) struct EventStream {
-    ticket: Ticket,
-    heading: Heading,
+    ticket: RequestGuard,
+    heading: AnswerHeader,
     usage: UsageOptions,
     /// What every chunk begins with, up to its `choices`.
     opening: String,
@@ -128,10 +128,10 @@ pub(super) struct EventStream {
 impl EventStream {
     /// The answer to `ticket`'s request.
     #[must_use]
-    pub(super) fn new(ticket: Ticket, heading: Heading, usage: UsageOptions) -> Self {
+    pub(super) fn new(ticket: RequestGuard, heading: AnswerHeader, usage: UsageOptions) -> Self {
         let object = match heading.kind {
-            Kind::Chat => "chat.completion.chunk",
-            Kind::Text => "text_completion",
+            CompletionKind::Chat => "chat.completion.chunk",
+            CompletionKind::Text => "text_completion",
         };
         let opening = format!(
             "data: {{\"id\":{},\"object\":\"{object}\",\"created\":{},\"model\":{},\"choices\":[",
@@ -152,7 +152,7 @@ impl EventStream {
     /// The events that tell everything between what was sent and `latest`.
     fn render(&mut self, latest: Latest) -> Bytes {
         let mut out = String::with_capacity(768);
-        if self.sent == 0 && self.heading.kind == Kind::Chat {
+        if self.sent == 0 && self.heading.kind == CompletionKind::Chat {
             out.push_str(&self.opening);
             out.push_str(
                 "{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\
@@ -172,11 +172,13 @@ impl EventStream {
         out.push_str(&self.opening);
         // The words are lower-case letters and spaces: they need no escaping.
         let _ = match self.heading.kind {
-            Kind::Chat => write!(
+            CompletionKind::Chat => write!(
                 out,
                 "{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}},\"logprobs\":null,"
             ),
-            Kind::Text => write!(out, "{{\"index\":0,\"text\":\"{text}\",\"logprobs\":null,"),
+            CompletionKind::Text => {
+                write!(out, "{{\"index\":0,\"text\":\"{text}\",\"logprobs\":null,")
+            }
         };
         let _ = match latest.finish {
             Some(finish) => write!(
@@ -203,7 +205,7 @@ impl EventStream {
         out.push_str(extra);
         if self.usage.continuous {
             let _ = write!(out, ",\"usage\":{}", self.heading.usage(latest, false));
-        } else if self.heading.kind == Kind::Text {
+        } else if self.heading.kind == CompletionKind::Text {
             out.push_str(",\"usage\":null");
         }
         out.push_str("}\n\n");

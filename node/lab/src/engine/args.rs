@@ -7,9 +7,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::events::{Faults, Form};
-use super::model::Shape;
-use super::{Engine, EngineOptions, EventsOptions};
+use super::events::{EventEncoding, PublisherFaults};
+use super::model::EngineShape;
+use super::{EmulatedEngine, EngineOptions, EventsOptions};
 
 /// Run an emulated vLLM engine.
 #[derive(Debug, Clone, clap::Args)]
@@ -57,11 +57,11 @@ pub struct EngineArgs {
         default_value = "map",
         requires = "kv_events"
     )]
-    kv_format: Form,
+    kv_format: EventEncoding,
     /// Faults of KV events, separated by commas: drop=SHARE, reorder=SHARE, duplicate=SHARE,
     /// restart-after=MESSAGES, clear-after=MESSAGES, stall=TIME, seed=N
     #[arg(long, value_name = "FAULTS", requires = "kv_events")]
-    fault: Option<Faults>,
+    fault: Option<PublisherFaults>,
 }
 
 fn endpoint(text: &str) -> Result<SocketAddr, String> {
@@ -90,7 +90,7 @@ impl From<EngineArgs> for EngineOptions {
             events,
             listen: args.listen,
             model: args.model,
-            shape: Shape {
+            shape: EngineShape {
                 num_gpu_blocks: args.num_gpu_blocks,
                 block_size: args.block_size,
                 max_num_seqs: args.max_num_seqs,
@@ -113,7 +113,7 @@ pub async fn run(args: EngineArgs) -> anyhow::Result<ExitCode> {
     let listen = args.listen;
     let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("listen for SIGINT")?;
-    let engine = Engine::start(args.into())
+    let engine = EmulatedEngine::start(args.into())
         .await
         .with_context(|| format!("listen on {listen}"))?;
     println!("engine listens on {}", engine.url());

@@ -63,13 +63,13 @@ pub struct BlockPool {
 
 /// The blocks one request holds, in prompt order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct HeldBlocks {
     blocks: Vec<u32>,
     /// How many of them are registered in the cache.
     registered: usize,
 }
 
-impl Held {
+impl HeldBlocks {
     /// Blocks held.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -85,11 +85,11 @@ impl Held {
 
 /// A prompt's cached beginning, found but not yet taken.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Hit {
+pub struct PrefixHit {
     blocks: Vec<u32>,
 }
 
-impl Hit {
+impl PrefixHit {
     /// Tokens that need not be computed.
     #[must_use]
     pub fn tokens(&self, pool: &BlockPool) -> u32 {
@@ -157,17 +157,17 @@ impl BlockPool {
     /// The longest cached beginning of a sequence of `tokens` tokens. The last token is always
     /// computed, so at most `tokens - 1` hit.
     #[must_use]
-    pub fn find(&self, hashes: &[EngineHash], tokens: u32) -> Hit {
+    pub fn find(&self, hashes: &[EngineHash], tokens: u32) -> PrefixHit {
         let most = (tokens.saturating_sub(1) / self.block_tokens) as usize;
         let found = |hash| self.cached.get(hash).copied();
-        Hit {
+        PrefixHit {
             blocks: hashes.iter().take(most).map_while(found).collect(),
         }
     }
 
     /// Makes room for a request's first `tokens` tokens, taking `hit` into it when it holds nothing
     /// yet. Takes nothing and answers false when there are not enough free blocks.
-    pub fn allocate(&mut self, held: &mut Held, hit: &Hit, tokens: u32) -> bool {
+    pub fn allocate(&mut self, held: &mut HeldBlocks, hit: &PrefixHit, tokens: u32) -> bool {
         assert!(
             hit.blocks.is_empty() || held.is_empty(),
             "a hit of {} for a request that holds {}",
@@ -197,7 +197,7 @@ impl BlockPool {
     /// is known (`hashes`). Answers which, when there are any: a [`BlockEvent::Stored`] tells them.
     pub fn register(
         &mut self,
-        held: &mut Held,
+        held: &mut HeldBlocks,
         hashes: &[EngineHash],
         tokens: u32,
     ) -> Option<Range<usize>> {
@@ -240,7 +240,7 @@ impl BlockPool {
 
     /// Gives all blocks of a request back, deepest first. They stay cached until taken; those that
     /// were not registered are the next to be taken.
-    pub fn release(&mut self, held: &mut Held) {
+    pub fn release(&mut self, held: &mut HeldBlocks) {
         for block in std::mem::take(held).blocks.into_iter().rev() {
             let Block {
                 references, hash, ..

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::super::text::EngineHash;
-use super::{BlockEvent, BlockPool, Held, Hit};
+use super::{BlockEvent, BlockPool, HeldBlocks, PrefixHit};
 use proptest::prelude::*;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -127,7 +127,7 @@ fn chain(family: u64, shared: usize, own: u64) -> Vec<EngineHash> {
 
 struct Running {
     hashes: Vec<EngineHash>,
-    held: Held,
+    held: HeldBlocks,
     naive: Vec<usize>,
     naive_registered: usize,
     tokens: u32,
@@ -137,7 +137,7 @@ fn grow(
     pool: &mut BlockPool,
     naive: &mut Naive,
     run: &mut Running,
-    hit: (&Hit, &[usize]),
+    hit: (&PrefixHit, &[usize]),
     to: u32,
 ) {
     let to = to.min(16 * 4);
@@ -172,7 +172,7 @@ proptest! {
                     prop_assert_eq!(&same, &naive_hit);
                     let to = hit.tokens(&pool) + scheduled.min(tokens - hit.tokens(&pool));
                     let mut run = Running {
-                        hashes, held: Held::default(), naive: Vec::new(), naive_registered: 0,
+                        hashes, held: HeldBlocks::default(), naive: Vec::new(), naive_registered: 0,
                         tokens: 0,
                     };
                     grow(&mut pool, &mut naive, &mut run, (&hit, &naive_hit), to);
@@ -183,7 +183,7 @@ proptest! {
                 Step::Extend { which, tokens } => {
                     if let Some(run) = running.get_mut(which) {
                         let to = run.tokens + tokens;
-                        grow(&mut pool, &mut naive, run, (&Hit::default(), &[]), to);
+                        grow(&mut pool, &mut naive, run, (&PrefixHit::default(), &[]), to);
                     }
                 }
                 Step::Release { which } => {
@@ -262,9 +262,14 @@ fn recorded_hashes(ids: &[u32], salt: &str) -> Vec<EngineHash> {
 }
 
 /// Prefills and decodes one recorded request; answers its blocks and cached tokens.
-fn run_recorded(pool: &mut BlockPool, ids: &[u32], prompt_tokens: u32, salt: &str) -> (Held, u32) {
+fn run_recorded(
+    pool: &mut BlockPool,
+    ids: &[u32],
+    prompt_tokens: u32,
+    salt: &str,
+) -> (HeldBlocks, u32) {
     let hashes = recorded_hashes(ids, salt);
-    let mut held = Held::default();
+    let mut held = HeldBlocks::default();
     let mut hit = pool.find(&hashes, prompt_tokens);
     let cached = hit.tokens(pool);
     let mut computed = cached;

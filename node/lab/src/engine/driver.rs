@@ -16,8 +16,8 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use super::events::{Fate, Publisher};
-use super::model::{Finish, Job, Progress, RequestId, Scheduler, Stats};
+use super::events::{FaultKind, Publisher};
+use super::model::{ComputeJob, EngineStats, Finish, RequestId, RequestProgress, Scheduler};
 
 /// How far the model's time may be behind the clock before the difference is forgiven: an engine
 /// that got no processor for a while goes on at its normal pace after it.
@@ -25,8 +25,8 @@ const CATCH_UP_MAX: Duration = Duration::from_millis(100);
 
 /// An engine's scheduler with those who wait for it.
 #[derive(Debug)]
-pub(super) struct Core {
-    inner: Mutex<Inner>,
+pub(super) struct DriverCore {
+    inner: Mutex<DriverInner>,
     /// Rung when there may be work again.
     work: Notify,
     /// Requests that have not ended.
@@ -38,16 +38,16 @@ pub(super) struct Core {
 }
 
 #[derive(Debug)]
-struct Inner {
+struct DriverInner {
     scheduler: Scheduler,
-    outlets: HashMap<RequestId, Arc<Outlet>>,
+    outlets: HashMap<RequestId, Arc<ProgressSlot>>,
     /// What befalls the engine when it is idle.
-    fate: Fate,
+    fate: FaultKind,
 }
 
 /// Where one request's progress is put and picked up.
 #[derive(Debug, Default)]
-struct Outlet {
+struct ProgressSlot {
     latest: Mutex<Latest>,
     waker: AtomicWaker,
 }
@@ -65,14 +65,14 @@ pub(super) struct Latest {
 
 /// A request under way. Dropping it aborts what has not ended.
 #[derive(Debug)]
-pub(super) struct Ticket {
-    core: Arc<Core>,
+pub(super) struct RequestGuard {
+    core: Arc<DriverCore>,
     id: RequestId,
-    outlet: Arc<Outlet>,
+    outlet: Arc<ProgressSlot>,
     seen: u32,
 }
 
-impl Core {
+impl DriverCore {
     /// An idle engine whose model runs `speed` times as fast as its timing says.
     #[must_use]
     pub(super) fn new(
@@ -81,10 +81,10 @@ impl Core {
         publisher: Option<Arc<Publisher>>,
     ) -> Arc<Self> {
         Arc::new(Self {
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(DriverInner {
                 scheduler,
                 outlets: HashMap::new(),
-                fate: Fate::Nothing,
+                fate: FaultKind::Nothing,
             }),
             work: Notify::new(),
             open: watch::Sender::new(0),
@@ -116,8 +116,8 @@ impl Core {
     }
 
     /// Queues a request.
-    pub(super) fn submit(self: &Arc<Self>, job: Job) -> Ticket {
-        let outlet = Arc::new(Outlet::default());
+    pub(super) fn submit(self: &Arc<Self>, job: ComputeJob) -> RequestGuard {
+        let outlet = Arc::new(ProgressSlot::default());
         let id = {
             let mut inner = self.lock();
             let id = inner.scheduler.submit(job);
@@ -126,7 +126,7 @@ impl Core {
             id
         };
         self.work.notify_one();
-        Ticket {
+        RequestGuard {
             core: self.clone(),
             id,
             outlet,
@@ -136,7 +136,7 @@ impl Core {
 
     /// Counters and gauges as they stand.
     #[must_use]
-    pub(super) fn stats(&self) -> Stats {
+    pub(super) fn stats(&self) -> EngineStats {
         self.lock().scheduler.stats()
     }
 
@@ -180,7 +180,7 @@ impl Core {
         let contents = inner.scheduler.take_contents();
         if let Some(publisher) = &self.publisher {
             let fate = publisher.publish(unix_time().as_secs_f64(), &events, contents);
-            if fate != Fate::Nothing {
+            if fate != FaultKind::Nothing {
                 inner.fate = fate;
             }
         }
@@ -195,16 +195,16 @@ impl Core {
             }
         }
         self.count_open(&inner);
-        if inner.fate != Fate::Nothing && inner.scheduler.is_idle() {
+        if inner.fate != FaultKind::Nothing && inner.scheduler.is_idle() {
             self.suffer(&mut inner);
         }
     }
 
     /// What an injected fault does to an idle engine.
-    fn suffer(&self, inner: &mut Inner) {
-        let fate = std::mem::replace(&mut inner.fate, Fate::Nothing);
+    fn suffer(&self, inner: &mut DriverInner) {
+        let fate = std::mem::replace(&mut inner.fate, FaultKind::Nothing);
         inner.scheduler.reset_cache();
-        if fate == Fate::Restart {
+        if fate == FaultKind::Restart {
             // The new process knows of no cache before it.
             drop(inner.scheduler.take_events());
             inner.scheduler.forget_events();
@@ -224,21 +224,21 @@ impl Core {
         }
     }
 
-    fn count_open(&self, inner: &Inner) {
+    fn count_open(&self, inner: &DriverInner) {
         let open = u32::try_from(inner.outlets.len()).unwrap_or(u32::MAX);
         self.open
             .send_if_modified(|known| std::mem::replace(known, open) != open);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, DriverInner> {
         self.inner
             .lock()
             .expect("no holder of the scheduler panics")
     }
 }
 
-impl Outlet {
-    fn put(&self, progress: Progress) {
+impl ProgressSlot {
+    fn put(&self, progress: RequestProgress) {
         *self.lock() = Latest {
             output_tokens: progress.output_tokens,
             cached_tokens: progress.cached_tokens,
@@ -252,7 +252,7 @@ impl Outlet {
     }
 }
 
-impl Ticket {
+impl RequestGuard {
     /// The next state with tokens not yet seen, or the end.
     pub(super) fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Latest> {
         let ticket = self.get_mut();
@@ -277,7 +277,7 @@ impl Ticket {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
         self.core.abort(self.id);
     }

@@ -3,7 +3,7 @@
 //! Source: vLLM's `distributed/kv_events.py` and streams recorded from 0.12 and 0.32. A PUB socket
 //! sends topic, sequence number and payload; numbers begin at 0 with each run. A ROUTER socket repeats
 //! the last ten thousand from a number on. A subscriber that does not keep up loses what
-//! exceeds its queue. Faults ([`Faults`]) break the PUB side on purpose; replays are told the truth.
+//! exceeds its queue. PublisherFaults ([`PublisherFaults`]) break the PUB side on purpose; replays are told the truth.
 
 mod encode;
 mod faults;
@@ -21,9 +21,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::cache::BlockEvent;
-use super::text::Content;
-pub use encode::Form;
-pub use faults::{Fate, Faults};
+use super::text::BlockContent;
+pub use encode::EventEncoding;
+pub use faults::{FaultKind, PublisherFaults};
 
 /// Messages that are repeated on demand: vLLM's default.
 pub(super) const REPLAY_MESSAGES: usize = 10_000;
@@ -40,14 +40,14 @@ pub struct EventsOptions {
     /// The ROUTER socket; `None`: no replays.
     pub replay: Option<SocketAddr>,
     /// How events are written.
-    pub form: Form,
+    pub form: EventEncoding,
     /// What goes wrong.
-    pub faults: Faults,
+    pub faults: PublisherFaults,
 }
 
 /// A numbered message.
 #[derive(Debug, Clone)]
-struct Message {
+struct PublishedMessage {
     seq: u64,
     payload: Bytes,
 }
@@ -55,19 +55,19 @@ struct Message {
 /// An engine's publisher.
 #[derive(Debug)]
 pub(super) struct Publisher {
-    form: Form,
+    form: EventEncoding,
     block_tokens: u32,
     events_at: SocketAddr,
     replay_at: Option<SocketAddr>,
-    inner: Mutex<Inner>,
+    inner: Mutex<PublisherInner>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct PublisherInner {
     next_seq: u64,
-    recent: VecDeque<Message>,
-    subscribers: Vec<mpsc::Sender<Message>>,
-    faults: Faults,
+    recent: VecDeque<PublishedMessage>,
+    subscribers: Vec<mpsc::Sender<PublishedMessage>>,
+    faults: PublisherFaults,
     /// Messages over all runs.
     published: u64,
 }
@@ -90,7 +90,7 @@ impl Publisher {
             block_tokens,
             events_at: events.local_addr()?,
             replay_at: replay.as_ref().map(TcpListener::local_addr).transpose()?,
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(PublisherInner {
                 next_seq: 0,
                 recent: VecDeque::new(),
                 subscribers: Vec::new(),
@@ -119,13 +119,18 @@ impl Publisher {
 
     /// Publishes a step's events as one message, if there are any; answers what is to befall the
     /// engine for it.
-    pub(super) fn publish(&self, at_s: f64, events: &[BlockEvent], contents: Vec<Content>) -> Fate {
+    pub(super) fn publish(
+        &self,
+        at_s: f64,
+        events: &[BlockEvent],
+        contents: Vec<BlockContent>,
+    ) -> FaultKind {
         if events.is_empty() {
-            return Fate::Nothing;
+            return FaultKind::Nothing;
         }
         let payload = encode::payload(self.form, self.block_tokens, at_s, events, contents);
         let mut inner = self.lock();
-        let message = Message {
+        let message = PublishedMessage {
             seq: inner.next_seq,
             payload,
         };
@@ -134,7 +139,7 @@ impl Publisher {
             inner.recent.pop_front();
         }
         inner.recent.push_back(message.clone());
-        let Inner {
+        let PublisherInner {
             subscribers,
             faults,
             ..
@@ -162,14 +167,14 @@ impl Publisher {
         inner.subscribers.clear();
     }
 
-    fn subscribe(&self) -> mpsc::Receiver<Message> {
+    fn subscribe(&self) -> mpsc::Receiver<PublishedMessage> {
         let (queue, messages) = mpsc::channel(QUEUE_MESSAGES_MAX);
         self.lock().subscribers.push(queue);
         messages
     }
 
     /// What a replay from `from` repeats.
-    fn from(&self, from: u64) -> Vec<Message> {
+    fn from(&self, from: u64) -> Vec<PublishedMessage> {
         let inner = self.lock();
         let recent = inner.recent.iter();
         recent
@@ -182,7 +187,7 @@ impl Publisher {
         self.lock().faults.stall()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, PublisherInner> {
         // What is behind it is whole between two statements.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -6,8 +6,8 @@ use std::net::SocketAddr;
 use anyhow::Context as _;
 use state::command::BackendSpec;
 
-use super::events::{Faults, Form};
-use super::{Engine, EngineHandle, EngineOptions, EventsOptions};
+use super::events::{EventEncoding, PublisherFaults};
+use super::{EmulatedEngine, EngineHandle, EngineOptions, EventsOptions};
 
 /// First port of the emulated engines, if it and those after it are free.
 const FIRST_PORT: u16 = 9001;
@@ -26,7 +26,7 @@ pub struct EnginesPlan<'a> {
     /// Whether they publish KV events and the replicas read them.
     pub has_events: bool,
     /// What goes wrong with these events.
-    pub faults: Option<&'a Faults>,
+    pub faults: Option<&'a PublisherFaults>,
 }
 
 /// Engines that run, as a cluster registers them.
@@ -74,7 +74,7 @@ async fn start_one(plan: EnginesPlan<'_>, number: u8) -> anyhow::Result<EngineHa
             events: plan.has_events.then(|| EventsOptions {
                 events: SocketAddr::from(([127, 0, 0, 1], 0)),
                 replay: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
-                form: Form::default(),
+                form: EventEncoding::default(),
                 faults: plan.faults.cloned().unwrap_or_default(),
             }),
             ..EngineOptions::default()
@@ -82,9 +82,9 @@ async fn start_one(plan: EnginesPlan<'_>, number: u8) -> anyhow::Result<EngineHa
         options.shape.num_gpu_blocks = plan.blocks.unwrap_or(options.shape.num_gpu_blocks);
         options
     };
-    match Engine::start(options(FIRST_PORT + u16::from(number))).await {
+    match EmulatedEngine::start(options(FIRST_PORT + u16::from(number))).await {
         Ok(engine) => Ok(engine),
-        Err(_) => Engine::start(options(0))
+        Err(_) => EmulatedEngine::start(options(0))
             .await
             .context("start emulated engine"),
     }

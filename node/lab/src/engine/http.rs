@@ -25,11 +25,11 @@ use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
-use super::answer::{EventStream, Heading, Kind, UsageOptions, error_body};
-use super::driver::{Core, unix_time};
+use super::answer::{AnswerHeader, CompletionKind, EventStream, UsageOptions, error_body};
+use super::driver::{DriverCore, unix_time};
 use super::events::{REPLAY_MESSAGES, TOPIC};
-use super::metrics::Page;
-use super::model::{Finish, Job, Shape};
+use super::metrics::EngineMetricsPage;
+use super::model::{ComputeJob, EngineShape, Finish};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
 
 /// Largest request body, as vLLM limits it.
@@ -50,28 +50,28 @@ const METRICS: [(HeaderName, &str); 1] =
 
 /// What every connection shares.
 #[derive(Debug)]
-pub(super) struct Surface {
-    core: Arc<Core>,
+pub(super) struct EngineServer {
+    core: Arc<DriverCore>,
     model: String,
-    shape: Shape,
+    shape: EngineShape,
     seed: u64,
     requests: AtomicU64,
 }
 
 /// How handlers get it.
-type Shared = State<Arc<Surface>>;
+type Shared = State<Arc<EngineServer>>;
 /// A request's body, or why it could not be read.
 type BodyRead = Result<Bytes, BytesRejection>;
 
 /// A request refused, in vLLM's words.
 #[derive(Debug)]
-struct Refusal {
+struct RequestRejection {
     status: StatusCode,
     message: String,
     param: Option<String>,
 }
 
-impl Refusal {
+impl RequestRejection {
     fn bad_request(message: impl Into<String>, param: Option<&str>) -> Self {
         Self {
             status: StatusCode::BAD_REQUEST,
@@ -81,7 +81,7 @@ impl Refusal {
     }
 }
 
-impl From<BytesRejection> for Refusal {
+impl From<BytesRejection> for RequestRejection {
     fn from(rejection: BytesRejection) -> Self {
         Self {
             status: rejection.status(),
@@ -91,7 +91,7 @@ impl From<BytesRejection> for Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for RequestRejection {
     fn into_response(self) -> Response {
         let body = error_body(self.status.as_u16(), &self.message, self.param.as_deref());
         (self.status, Json(body)).into_response()
@@ -100,7 +100,7 @@ impl IntoResponse for Refusal {
 
 /// Fields the routing parser has no use for.
 #[derive(Debug, serde::Deserialize)]
-struct Extras {
+struct ExtraFields {
     n: Option<i64>,
     max_tokens: Option<i64>,
     max_completion_tokens: Option<i64>,
@@ -118,10 +118,10 @@ struct Detokenize {
     tokens: Vec<u32>,
 }
 
-impl Surface {
+impl EngineServer {
     /// The surface of an engine that serves `model` on `core`.
     #[must_use]
-    pub(super) fn new(core: Arc<Core>, model: String, shape: Shape, seed: u64) -> Self {
+    pub(super) fn new(core: Arc<DriverCore>, model: String, shape: EngineShape, seed: u64) -> Self {
         Self {
             core,
             model,
@@ -135,8 +135,10 @@ impl Surface {
     pub(super) fn routes(self) -> Router {
         let empty = || async { StatusCode::OK };
         let version = || async { Json(json!({ "version": env!("CARGO_PKG_VERSION") })) };
-        let chat = |surface, headers, body| Self::complete(surface, Kind::Chat, headers, body);
-        let text = |surface, headers, body| Self::complete(surface, Kind::Text, headers, body);
+        let chat =
+            |surface, headers, body| Self::complete(surface, CompletionKind::Chat, headers, body);
+        let text =
+            |surface, headers, body| Self::complete(surface, CompletionKind::Text, headers, body);
         let detail = |status, detail| async move { (status, Json(json!({ "detail": detail }))) };
         Router::new()
             .route("/health", get(empty))
@@ -162,12 +164,19 @@ impl Surface {
 
     async fn complete(
         State(surface): Shared,
-        kind: Kind,
+        kind: CompletionKind,
         headers: HeaderMap,
         body: BodyRead,
-    ) -> Result<Response, Refusal> {
+    ) -> Result<Response, RequestRejection> {
         let body = body?;
-        let parsed = parse(if kind == Kind::Chat { CHAT } else { TEXT }, &body)?;
+        let parsed = parse(
+            if kind == CompletionKind::Chat {
+                CHAT
+            } else {
+                TEXT
+            },
+            &body,
+        )?;
         surface.check_model(&parsed.model)?;
         let wanted = check_extras(&body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
@@ -176,7 +185,7 @@ impl Surface {
         let max_tokens = wanted.unwrap_or(DEFAULT_MAX_TOKENS);
         surface.check_length(prompt_tokens, max_tokens)?;
         let sequence = surface.sequence(&bytes, &salt);
-        let heading = Heading {
+        let heading = AnswerHeader {
             kind,
             id: surface.request_id(&headers, kind),
             created_s: unix_time().as_secs(),
@@ -189,7 +198,7 @@ impl Surface {
         } else {
             Finish::Stop
         };
-        let ticket = surface.core.submit(Job {
+        let ticket = surface.core.submit(ComputeJob {
             sequence,
             max_tokens,
             ending,
@@ -230,7 +239,10 @@ impl Surface {
     }
 
     /// `POST /debug/prefix`, which vLLM does not have: what of a would-be request is in the cache.
-    async fn prefix(State(surface): Shared, body: BodyRead) -> Result<Json<Value>, Refusal> {
+    async fn prefix(
+        State(surface): Shared,
+        body: BodyRead,
+    ) -> Result<Json<Value>, RequestRejection> {
         let body = body?;
         let asked: Tokenize = read(&body, None)?;
         let parsed = parse(if asked.messages.is_some() { CHAT } else { TEXT }, &body)?;
@@ -261,7 +273,10 @@ impl Surface {
         })
     }
 
-    async fn tokenize(State(surface): Shared, body: BodyRead) -> Result<Json<Value>, Refusal> {
+    async fn tokenize(
+        State(surface): Shared,
+        body: BodyRead,
+    ) -> Result<Json<Value>, RequestRejection> {
         let body = body?;
         let parsed = parse(TOKENIZE, &body)?;
         surface.check_model(&parsed.model)?;
@@ -276,25 +291,25 @@ impl Surface {
         })))
     }
 
-    async fn detokenize(body: BodyRead) -> Result<Json<Value>, Refusal> {
+    async fn detokenize(body: BodyRead) -> Result<Json<Value>, RequestRejection> {
         let Detokenize { tokens } = read(&body?, Some("tokens"))?;
         Ok(Json(json!({ "prompt": detokenize(&tokens) })))
     }
 
-    fn check_model(&self, model: &str) -> Result<(), Refusal> {
+    fn check_model(&self, model: &str) -> Result<(), RequestRejection> {
         if model == self.model {
             return Ok(());
         }
-        Err(Refusal {
+        Err(RequestRejection {
             status: StatusCode::NOT_FOUND,
             message: format!("The model `{model}` does not exist."),
             param: Some("model".to_owned()),
         })
     }
 
-    fn check_length(&self, prompt_tokens: u32, max_tokens: u32) -> Result<(), Refusal> {
+    fn check_length(&self, prompt_tokens: u32, max_tokens: u32) -> Result<(), RequestRejection> {
         if prompt_tokens == 0 {
-            return Err(Refusal::bad_request(
+            return Err(RequestRejection::bad_request(
                 "The decoder prompt cannot be empty",
                 Some("prompt"),
             ));
@@ -303,7 +318,7 @@ impl Surface {
         if prompt_tokens.saturating_add(max_tokens) <= most {
             return Ok(());
         }
-        Err(Refusal::bad_request(
+        Err(RequestRejection::bad_request(
             format!(
                 "This model's maximum context length is {most} tokens. However, you requested \
                  {max_tokens} output tokens and your prompt contains {prompt_tokens} input tokens."
@@ -312,10 +327,10 @@ impl Surface {
         ))
     }
 
-    fn request_id(&self, headers: &HeaderMap, kind: Kind) -> String {
+    fn request_id(&self, headers: &HeaderMap, kind: CompletionKind) -> String {
         let prefix = match kind {
-            Kind::Chat => "chatcmpl",
-            Kind::Text => "cmpl",
+            CompletionKind::Chat => "chatcmpl",
+            CompletionKind::Text => "cmpl",
         };
         let given = headers.get(X_REQUEST_ID).and_then(|id| id.to_str().ok());
         match given.filter(|id| id.len() <= REQUEST_ID_BYTES_MAX) {
@@ -347,7 +362,7 @@ impl Surface {
     }
 
     async fn metrics(State(surface): Shared) -> impl IntoResponse {
-        let page = Page {
+        let page = EngineMetricsPage {
             model: &surface.model,
             shape: surface.shape,
             started_s: surface.core.started_s(),
@@ -372,20 +387,21 @@ pub(super) async fn serve(
     let _ = stop.run_until_cancelled(connection).await;
 }
 
-fn read<T: DeserializeOwned>(body: &[u8], param: Option<&str>) -> Result<T, Refusal> {
-    serde_json::from_slice(body).map_err(|error| Refusal::bad_request(error.to_string(), param))
+fn read<T: DeserializeOwned>(body: &[u8], param: Option<&str>) -> Result<T, RequestRejection> {
+    serde_json::from_slice(body)
+        .map_err(|error| RequestRejection::bad_request(error.to_string(), param))
 }
 
-fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, Refusal> {
+fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, RequestRejection> {
     api::prompt::parse(path, body)
-        .map_err(|bad| Refusal::bad_request(bad.message, bad.param.as_deref()))
+        .map_err(|bad| RequestRejection::bad_request(bad.message, bad.param.as_deref()))
 }
 
 /// Refuses what this engine cannot do; answers the client's limit of tokens.
-fn check_extras(body: &[u8]) -> Result<Option<u32>, Refusal> {
-    let extras: Extras = read(body, None)?;
+fn check_extras(body: &[u8]) -> Result<Option<u32>, RequestRejection> {
+    let extras: ExtraFields = read(body, None)?;
     if extras.n.is_some_and(|n| n != 1) {
-        return Err(Refusal::bad_request(
+        return Err(RequestRejection::bad_request(
             "this engine makes one choice: n must be 1",
             Some("n"),
         ));
@@ -396,6 +412,6 @@ fn check_extras(body: &[u8]) -> Result<Option<u32>, Refusal> {
     let whole = u32::try_from(wanted).ok().filter(|wanted| *wanted > 0);
     whole.map(Some).ok_or_else(|| {
         let message = format!("max_tokens must be at least 1, got {wanted}.");
-        Refusal::bad_request(message, Some("max_tokens"))
+        RequestRejection::bad_request(message, Some("max_tokens"))
     })
 }

@@ -2,26 +2,26 @@
 
 use std::fmt::Write as _;
 
-use super::model::{Shape, Stats};
+use super::model::{EngineShape, EngineStats};
 
 /// What the page tells beside the counters.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Page<'a> {
+pub(super) struct EngineMetricsPage<'a> {
     /// Served model name.
     pub model: &'a str,
     /// Sizes, for `cache_config_info`.
-    pub shape: Shape,
+    pub shape: EngineShape,
     /// Unix time the engine started at, in seconds.
     pub started_s: f64,
     /// The counters.
-    pub stats: Stats,
+    pub stats: EngineStats,
 }
 
-impl Page<'_> {
+impl EngineMetricsPage<'_> {
     /// The page in Prometheus' text format.
     #[must_use]
     pub(super) fn render(&self) -> String {
-        let Stats {
+        let EngineStats {
             running,
             waiting,
             used_blocks,
@@ -105,7 +105,7 @@ impl Page<'_> {
     }
 
     fn cache_config(&self, out: &mut String) {
-        let Shape {
+        let EngineShape {
             block_size,
             num_gpu_blocks,
             ..
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn the_page_has_what_a_router_reads() {
-        let shape = Shape {
+        let shape = EngineShape {
             num_gpu_blocks: 100,
             block_size: 32,
             max_num_seqs: 1,
@@ -163,16 +163,16 @@ mod tests {
             prefill_tokens_per_s: 1,
             decode: Duration::ZERO,
         };
-        let stats = Stats {
+        let stats = EngineStats {
             running: 3,
             waiting: 2,
             used_blocks: 25,
             usable_blocks: 100,
             cache_queries: 640,
             cache_hits: 320,
-            ..Stats::default()
+            ..EngineStats::default()
         };
-        let page = Page {
+        let page = EngineMetricsPage {
             model: "a\"b",
             shape,
             started_s: 12.5,

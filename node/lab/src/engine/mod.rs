@@ -34,11 +34,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use args::{EngineArgs, run};
-use driver::Core;
+use driver::DriverCore;
 pub use events::EventsOptions;
 use events::Publisher;
-use http::{Surface, serve};
-use model::{Scheduler, Shape, Stats};
+use http::{EngineServer, serve};
+use model::{EngineShape, EngineStats, Scheduler};
 
 /// Connections one engine serves at a time; further ones wait in the listener's queue.
 const CONNECTIONS_MAX: usize = 16_384;
@@ -51,7 +51,7 @@ pub struct EngineOptions {
     /// Served model name.
     pub model: String,
     /// Sizes and speeds.
-    pub shape: Shape,
+    pub shape: EngineShape,
     /// How many times faster than `shape` says the model runs.
     pub speed: f64,
     /// Seed of the words it says.
@@ -67,7 +67,7 @@ impl Default for EngineOptions {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             model: "emulated".to_owned(),
-            shape: Shape {
+            shape: EngineShape {
                 num_gpu_blocks: 8192,
                 block_size: 32,
                 max_num_seqs: 256,
@@ -85,18 +85,18 @@ impl Default for EngineOptions {
 
 /// Starts engines.
 #[derive(Debug, Clone, Copy)]
-pub struct Engine;
+pub struct EmulatedEngine;
 
 /// A running engine. Dropping it stops the engine without waiting.
 #[derive(Debug)]
 pub struct EngineHandle {
     addr: SocketAddr,
-    core: Arc<Core>,
+    core: Arc<DriverCore>,
     stop: CancellationToken,
     tasks: TaskTracker,
 }
 
-impl Engine {
+impl EmulatedEngine {
     /// Binds the address and serves it in the background.
     ///
     /// # Errors
@@ -121,8 +121,8 @@ impl Engine {
             }
             None => None,
         };
-        let core = Core::new(Scheduler::new(options.shape), options.speed, publisher);
-        let surface = Surface::new(core.clone(), options.model, options.shape, options.seed);
+        let core = DriverCore::new(Scheduler::new(options.shape), options.speed, publisher);
+        let surface = EngineServer::new(core.clone(), options.model, options.shape, options.seed);
         tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
         let acceptor = accept(
             listener,
@@ -171,7 +171,7 @@ impl EngineHandle {
 
     /// Its counters.
     #[must_use]
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> EngineStats {
         self.core.stats()
     }
 

@@ -13,8 +13,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
-use super::cache::{BlockEvent, BlockPool, Held};
-use super::text::{Content, Sequence};
+use super::cache::{BlockEvent, BlockPool, HeldBlocks};
+use super::text::{BlockContent, Sequence};
 
 /// Requests that double the time of a decode step.
 const DECODE_BATCH_DOUBLING: u64 = 64;
@@ -25,7 +25,7 @@ pub struct RequestId(pub u64);
 
 /// Sizes and speeds of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct EngineShape {
     /// KV blocks, the null block included.
     pub num_gpu_blocks: u32,
     /// Tokens per block.
@@ -51,7 +51,7 @@ pub enum Finish {
 
 /// What a request has got so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
+pub struct RequestProgress {
     /// The request.
     pub id: RequestId,
     /// Tokens made.
@@ -64,7 +64,7 @@ pub struct Progress {
 
 /// Counters and gauges, as `/metrics` shows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Stats {
+pub struct EngineStats {
     /// Requests in the batch.
     pub running: u32,
     /// Requests in the queue.
@@ -97,7 +97,7 @@ pub struct Stats {
 
 /// A request to be computed.
 #[derive(Debug, Clone)]
-pub struct Job {
+pub struct ComputeJob {
     /// Its prompt; output is appended to it.
     pub sequence: Sequence,
     /// Tokens to make, at least one.
@@ -107,9 +107,9 @@ pub struct Job {
 }
 
 #[derive(Debug)]
-struct Request {
-    job: Job,
-    held: Held,
+struct ScheduledRequest {
+    job: ComputeJob,
+    held: HeldBlocks,
     computed: u32,
     /// `None` until first let in.
     cached: Option<u32>,
@@ -117,7 +117,7 @@ struct Request {
 
 /// A piece of work in the present step.
 #[derive(Debug, Clone, Copy)]
-struct Scheduled {
+struct ScheduledWork {
     id: RequestId,
     tokens: u32,
 }
@@ -125,16 +125,16 @@ struct Scheduled {
 /// The engine's queue, batch and cache.
 #[derive(Debug)]
 pub struct Scheduler {
-    shape: Shape,
+    shape: EngineShape,
     pool: BlockPool,
-    requests: HashMap<RequestId, Request>,
+    requests: HashMap<RequestId, ScheduledRequest>,
     running: Vec<RequestId>,
     waiting: VecDeque<RequestId>,
-    step: Vec<Scheduled>,
+    step: Vec<ScheduledWork>,
     next_id: u64,
-    stats: Stats,
+    stats: EngineStats,
     events: Vec<BlockEvent>,
-    contents: Vec<Content>,
+    contents: Vec<BlockContent>,
 }
 
 impl Scheduler {
@@ -143,7 +143,7 @@ impl Scheduler {
     /// # Panics
     /// When a size in `shape` is zero, or there are fewer than two blocks.
     #[must_use]
-    pub fn new(shape: Shape) -> Self {
+    pub fn new(shape: EngineShape) -> Self {
         assert!(
             shape.max_num_seqs > 0
                 && shape.max_num_batched_tokens > 0
@@ -158,7 +158,7 @@ impl Scheduler {
             waiting: VecDeque::new(),
             step: Vec::new(),
             next_id: 0,
-            stats: Stats::default(),
+            stats: EngineStats::default(),
             events: Vec::new(),
             contents: Vec::new(),
         }
@@ -176,7 +176,7 @@ impl Scheduler {
     ///
     /// # Panics
     /// When it could never fit, or is to make nothing: the edge refuses those.
-    pub fn submit(&mut self, job: Job) -> RequestId {
+    pub fn submit(&mut self, job: ComputeJob) -> RequestId {
         let tokens = job.sequence.tokens().saturating_add(job.max_tokens);
         assert!(
             job.max_tokens > 0 && tokens <= self.tokens_max(),
@@ -186,9 +186,9 @@ impl Scheduler {
         );
         let id = RequestId(self.next_id);
         self.next_id += 1;
-        let request = Request {
+        let request = ScheduledRequest {
             job,
-            held: Held::default(),
+            held: HeldBlocks::default(),
             computed: 0,
             cached: None,
         };
@@ -227,10 +227,10 @@ impl Scheduler {
     }
 
     /// Ends the step: what each request in it has got.
-    pub fn finish_step(&mut self) -> Vec<Progress> {
+    pub fn finish_step(&mut self) -> Vec<RequestProgress> {
         let step = std::mem::take(&mut self.step);
         let mut progress = Vec::with_capacity(step.len());
-        for Scheduled { id, tokens } in step {
+        for ScheduledWork { id, tokens } in step {
             let Some(request) = self.requests.get_mut(&id) else {
                 continue; // Aborted while the step ran.
             };
@@ -242,7 +242,7 @@ impl Scheduler {
             self.stats.generation_tokens += 1;
             let output_tokens = request.job.sequence.output_tokens();
             let is_done = output_tokens >= request.job.max_tokens;
-            progress.push(Progress {
+            progress.push(RequestProgress {
                 id,
                 output_tokens,
                 cached_tokens: request.cached.unwrap_or(0),
@@ -257,9 +257,9 @@ impl Scheduler {
 
     /// Counters and gauges as they stand.
     #[must_use]
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> EngineStats {
         let usable_blocks = self.pool.usable_blocks();
-        Stats {
+        EngineStats {
             running: u32::try_from(self.running.len()).unwrap_or(u32::MAX),
             waiting: u32::try_from(self.waiting.len()).unwrap_or(u32::MAX),
             used_blocks: usable_blocks - self.pool.free_blocks(),
@@ -275,7 +275,7 @@ impl Scheduler {
 
     /// What stands in the blocks of the [`BlockEvent::Stored`]s taken at the same time, in their
     /// order. Nothing of sequences that do not remember it.
-    pub fn take_contents(&mut self) -> Vec<Content> {
+    pub fn take_contents(&mut self) -> Vec<BlockContent> {
         std::mem::take(&mut self.contents)
     }
 
@@ -366,7 +366,7 @@ impl Scheduler {
             *budget -= new;
             self.waiting.pop_front();
             self.running.push(id);
-            self.step.push(Scheduled { id, tokens: new });
+            self.step.push(ScheduledWork { id, tokens: new });
         }
     }
 
@@ -377,14 +377,15 @@ impl Scheduler {
             .get_mut(&id)
             .expect("running requests are known");
         let target = request.computed + tokens;
-        if !self
-            .pool
-            .allocate(&mut request.held, &super::cache::Hit::default(), target)
-        {
+        if !self.pool.allocate(
+            &mut request.held,
+            &super::cache::PrefixHit::default(),
+            target,
+        ) {
             return false;
         }
         register(&mut self.pool, request, target, &mut self.contents);
-        self.step.push(Scheduled { id, tokens });
+        self.step.push(ScheduledWork { id, tokens });
         true
     }
 
@@ -431,7 +432,7 @@ impl Scheduler {
 
     fn step_time(&self) -> Duration {
         let (mut prefill, mut decodes) = (0_u64, 0_u64);
-        for Scheduled { id, tokens } in &self.step {
+        for ScheduledWork { id, tokens } in &self.step {
             let sequence = &self.requests[id].job.sequence;
             if sequence.output_tokens() > 0 && *tokens == 1 {
                 decodes += 1;
@@ -451,7 +452,12 @@ impl Scheduler {
 }
 
 /// Registers what `tokens` scheduled tokens fill, and notes what stands in it.
-fn register(pool: &mut BlockPool, request: &mut Request, tokens: u32, contents: &mut Vec<Content>) {
+fn register(
+    pool: &mut BlockPool,
+    request: &mut ScheduledRequest,
+    tokens: u32,
+    contents: &mut Vec<BlockContent>,
+) {
     let sequence = &request.job.sequence;
     let new = pool.register(&mut request.held, sequence.hashes(), tokens);
     contents.extend(new.and_then(|blocks| sequence.content(blocks)));

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use super::{Finish, Job, Progress, RequestId, Scheduler, Shape};
+use super::{ComputeJob, EngineShape, Finish, RequestId, RequestProgress, Scheduler};
 use crate::engine::text::Sequence;
 use proptest::prelude::*;
 
-const SHAPE: Shape = Shape {
+const SHAPE: EngineShape = EngineShape {
     num_gpu_blocks: 65,
     block_size: 4,
     max_num_seqs: 4,
@@ -16,18 +16,18 @@ const SHAPE: Shape = Shape {
 };
 
 /// A prompt of `tokens` tokens of which the first `shared` are everybody's.
-fn job(tokens: u32, shared: u32, own: u8, max_tokens: u32) -> Job {
+fn job(tokens: u32, shared: u32, own: u8, max_tokens: u32) -> ComputeJob {
     let mut prompt = vec![0; (shared.min(tokens) * 4) as usize];
     prompt.resize((tokens * 4) as usize, own);
     let sequence = Sequence::new(&prompt, "", SHAPE.block_size, 1);
-    Job {
+    ComputeJob {
         sequence,
         max_tokens,
         ending: Finish::Length,
     }
 }
 
-fn run_to_end(scheduler: &mut Scheduler) -> (Duration, Vec<Progress>) {
+fn run_to_end(scheduler: &mut Scheduler) -> (Duration, Vec<RequestProgress>) {
     let (mut time, mut progress) = (Duration::ZERO, Vec::new());
     while let Some(step) = scheduler.begin_step() {
         time += step;
@@ -42,7 +42,7 @@ fn a_lone_request_takes_its_prefill_and_a_decode_step_per_further_token() {
     let id = scheduler.submit(job(100, 0, 7, 3));
     let (time, progress) = run_to_end(&mut scheduler);
     assert_eq!(time, Duration::from_millis(100 + 2 * 65));
-    let last = Progress {
+    let last = RequestProgress {
         id,
         output_tokens: 3,
         cached_tokens: 0,
@@ -80,7 +80,7 @@ fn a_repeated_prompt_is_cached_but_for_its_last_block() {
 fn a_conversation_finds_the_answer_it_continues() {
     let mut scheduler = Scheduler::new(SHAPE);
     let mut first = job(10, 0, 3, 15).sequence;
-    scheduler.submit(Job {
+    scheduler.submit(ComputeJob {
         sequence: first.clone(),
         max_tokens: 15,
         ending: Finish::Stop,
@@ -112,7 +112,7 @@ fn no_more_than_the_limit_run_and_the_rest_wait() {
 
 #[test]
 fn the_last_comer_is_preempted_when_blocks_run_out_and_still_finishes() {
-    let shape = Shape {
+    let shape = EngineShape {
         num_gpu_blocks: 9,
         ..SHAPE
     };
@@ -163,7 +163,7 @@ proptest! {
             1..40,
         ),
     ) {
-        let mut scheduler = Scheduler::new(Shape { num_gpu_blocks: blocks, ..SHAPE });
+        let mut scheduler = Scheduler::new(EngineShape { num_gpu_blocks: blocks, ..SHAPE });
         let mut expected = Vec::new();
         let mut progress = Vec::new();
         for (tokens, shared, own, max_tokens, steps, is_aborted) in jobs {
@@ -181,7 +181,7 @@ proptest! {
         }
         progress.extend(run_to_end(&mut scheduler).1);
         for (id, tokens, max_tokens) in expected {
-            let own: Vec<&Progress> = progress.iter().filter(|p| p.id == id).collect();
+            let own: Vec<&RequestProgress> = progress.iter().filter(|p| p.id == id).collect();
             let counts: Vec<u32> = own.iter().map(|p| p.output_tokens).collect();
             prop_assert_eq!(counts, (1..=max_tokens).collect::<Vec<_>>());
             prop_assert!(own.iter().all(|p| p.cached_tokens < tokens && p.cached_tokens % 4 == 0));

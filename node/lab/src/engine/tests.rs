@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::{Engine, EngineHandle, EngineOptions};
+use super::{EmulatedEngine, EngineHandle, EngineOptions};
 
 async fn engine(speed: f64) -> EngineHandle {
-    Engine::start(EngineOptions {
+    EmulatedEngine::start(EngineOptions {
         speed,
         ..EngineOptions::default()
     })
@@ -326,7 +326,7 @@ async fn an_idle_connection_is_closed_without_a_word() {
         speed: 1000.0,
         ..EngineOptions::default()
     };
-    let engine = Engine::start(options).await.unwrap();
+    let engine = EmulatedEngine::start(options).await.unwrap();
     let mut socket = TcpStream::connect(engine.addr()).await.unwrap();
     socket
         .write_all(b"GET /health HTTP/1.1\r\nhost: e\r\n\r\n")

@@ -38,7 +38,7 @@ pub struct Sequence {
 
 /// What stands in some blocks of a sequence, as KV events tell it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Content {
+pub struct BlockContent {
     /// Their tokens.
     pub tokens: Vec<u32>,
     /// The sequence's salt; empty for none.
@@ -75,10 +75,10 @@ impl Sequence {
 
     /// What stands in some of the full blocks; `None` when it is not remembered.
     #[must_use]
-    pub fn content(&self, blocks: Range<usize>) -> Option<Content> {
+    pub fn content(&self, blocks: Range<usize>) -> Option<BlockContent> {
         let (bytes, salt) = self.remembered.as_ref()?;
         let bytes = &bytes[blocks.start * self.block_bytes..blocks.end * self.block_bytes];
-        Some(Content {
+        Some(BlockContent {
             tokens: token_ids(bytes),
             salt: salt.clone(),
         })

@@ -7,13 +7,13 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use state::policy::POLICY_NAMES;
 
-use super::client::Client;
-use super::load::{Plan, Work, run as run_load};
-use super::policies::{self, ClusterUnderTest, Comparison, EVERY_POLICY};
+use super::client::ReplayClient;
+use super::load::{LoadPlan, LoadSource, run as run_load};
+use super::policies::{self, ClusterUnderTest, EVERY_POLICY, PolicyComparison};
 use super::print;
 use super::progress::show;
 use super::targets::Targets;
-use super::trace::{self, Scale, TraceOptions};
+use super::trace::{self, LengthScale, TraceOptions};
 use crate::engine::fleet::EnginesPlan;
 use crate::terminal;
 
@@ -52,7 +52,7 @@ pub struct ReplayArgs {
     speed: f64,
     /// Scale lengths and block size by this factor: 1/16
     #[arg(long, value_name = "FRACTION", default_value = "1")]
-    scale: Scale,
+    scale: LengthScale,
     /// Replay only this much of the trace: 10m
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     first: Option<Duration>,
@@ -119,14 +119,14 @@ pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCo
     let targets = Targets::new(&args.target)?;
     let model = match args.model {
         Some(model) => model,
-        None => Client::new(args.timeout)
+        None => ReplayClient::new(args.timeout)
             .first_model(targets.uri(0, "/v1/models"))
             .await
             .with_context(|| format!("ask {} for its models", targets.name(0)))?,
     };
     let bar = terminal::progress_bar(arrivals.len() as u64, terminal::COUNT)?;
-    let plan = Plan {
-        work: Work::Trace(arrivals),
+    let plan = LoadPlan {
+        work: LoadSource::Trace(arrivals),
         model,
         speed: args.speed,
         in_flight_max: args.max_in_flight as usize,
@@ -148,13 +148,13 @@ pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCo
 }
 
 impl ReplayArgs {
-    fn comparison(&self) -> Comparison<'_> {
+    fn comparison(&self) -> PolicyComparison<'_> {
         let asked = |name: &&&str| {
             self.policies
                 .iter()
                 .any(|asked| asked == *name || asked == EVERY_POLICY)
         };
-        Comparison {
+        PolicyComparison {
             policies: POLICY_NAMES.iter().filter(asked).copied().collect(),
             engines: EnginesPlan {
                 has_events: false,

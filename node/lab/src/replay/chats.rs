@@ -75,7 +75,7 @@ struct Chat {
 
 /// The next turn of some chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Turn {
+pub struct ChatTurn {
     /// Which chat: to be handed back by [`Chats::answered`] or [`Chats::failed`].
     pub chat: usize,
     /// Who speaks.
@@ -118,7 +118,7 @@ impl Chats {
     }
 
     /// The next turn of the chat that has waited longest; `None` when all wait for answers.
-    pub fn next_turn(&mut self, model: &str) -> Option<Turn> {
+    pub fn next_turn(&mut self, model: &str) -> Option<ChatTurn> {
         let index = self.idle.pop_front()?;
         let chat = &self.chats[index];
         let body = format!(
@@ -128,7 +128,7 @@ impl Chats {
             chat.messages,
             self.options.reply_tokens,
         );
-        Some(Turn {
+        Some(ChatTurn {
             chat: index,
             user: chat.user.clone(),
             body: Bytes::from(body),
@@ -195,7 +195,7 @@ impl Chats {
 mod tests {
     use super::*;
 
-    fn messages(turn: &Turn) -> Vec<Value> {
+    fn messages(turn: &ChatTurn) -> Vec<Value> {
         let body: Value = serde_json::from_slice(&turn.body).unwrap();
         body["messages"].as_array().unwrap().clone()
     }
@@ -246,7 +246,7 @@ mod tests {
             ..ChatsOptions::default()
         };
         let mut chats = Chats::new(options);
-        let first: Vec<Turn> = (0..6).map(|_| chats.next_turn("m").unwrap()).collect();
+        let first: Vec<ChatTurn> = (0..6).map(|_| chats.next_turn("m").unwrap()).collect();
         assert_eq!(messages(&first[0])[0], messages(&first[3])[0]);
         assert_ne!(first[0].user, first[3].user);
         assert_ne!(messages(&first[0])[0], messages(&first[1])[0]);

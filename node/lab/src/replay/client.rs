@@ -29,14 +29,14 @@ const EVENT_BYTES_MAX: usize = 1 << 20;
 
 /// A connection pool to all targets.
 #[derive(Debug, Clone)]
-pub struct Client {
+pub struct ReplayClient {
     http: HyperClient<HttpConnector, Full<Bytes>>,
     timeout: Duration,
 }
 
 /// A request to be sent.
 #[derive(Debug, Clone)]
-pub struct Ask {
+pub struct ReplayRequest {
     /// Where to.
     pub uri: Uri,
     /// Who is charged.
@@ -47,7 +47,7 @@ pub struct Ask {
 
 /// A whole answer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Answer {
+pub struct ReplayAnswer {
     /// Its text.
     pub text: String,
     /// From sending to the first text.
@@ -71,7 +71,7 @@ pub struct Answer {
 
 /// How a request failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Failure {
+pub enum ReplayError {
     /// No connection could be had.
     #[error("connect: {0}")]
     Connect(String),
@@ -100,7 +100,7 @@ pub enum Failure {
     TimedOut,
 }
 
-impl Failure {
+impl ReplayError {
     /// The kind alone, to count by.
     #[must_use]
     pub fn kind(&self) -> String {
@@ -120,7 +120,7 @@ impl Failure {
 struct Chunk {
     #[serde(default)]
     choices: Vec<Choice>,
-    usage: Option<Usage>,
+    usage: Option<ResponseUsage>,
     error: Option<serde_json::Value>,
 }
 
@@ -136,29 +136,29 @@ struct Delta {
 }
 
 #[derive(Debug, serde::Deserialize)]
-struct Usage {
+struct ResponseUsage {
     prompt_tokens: u64,
     #[serde(default)]
     completion_tokens: u64,
-    prompt_tokens_details: Option<Details>,
+    prompt_tokens_details: Option<TokenDetails>,
 }
 
 #[derive(Debug, serde::Deserialize)]
-struct Details {
+struct TokenDetails {
     cached_tokens: Option<u64>,
 }
 
 #[derive(Debug, serde::Deserialize)]
-struct Models {
-    data: Vec<Model>,
+struct ModelList {
+    data: Vec<ListedModel>,
 }
 
 #[derive(Debug, serde::Deserialize)]
-struct Model {
+struct ListedModel {
     id: String,
 }
 
-impl Client {
+impl ReplayClient {
     /// A client whose requests may each take `timeout`.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
@@ -175,18 +175,18 @@ impl Client {
     /// Sends a streaming request and reads the answer to its end.
     ///
     /// # Errors
-    /// [`Failure`]; nothing is tried twice once a byte of it may have been sent.
-    pub async fn stream(&self, ask: Ask) -> Result<Answer, Failure> {
+    /// [`ReplayError`]; nothing is tried twice once a byte of it may have been sent.
+    pub async fn stream(&self, ask: ReplayRequest) -> Result<ReplayAnswer, ReplayError> {
         timeout(self.timeout, self.stream_untimed(ask))
             .await
-            .unwrap_or(Err(Failure::TimedOut))
+            .unwrap_or(Err(ReplayError::TimedOut))
     }
 
     /// The first model a server says it serves.
     ///
     /// # Errors
-    /// [`Failure`], also when it serves none.
-    pub async fn first_model(&self, uri: Uri) -> Result<String, Failure> {
+    /// [`ReplayError`], also when it serves none.
+    pub async fn first_model(&self, uri: Uri) -> Result<String, ReplayError> {
         let request = Request::get(&uri)
             .header(HOST, host(&uri))
             .body(Full::default())
@@ -202,19 +202,19 @@ impl Client {
             if status != StatusCode::OK {
                 return Err(refused(status, &body));
             }
-            let models: Models = serde_json::from_slice(&body)
-                .map_err(|error| Failure::NotUnderstood(error.to_string()))?;
+            let models: ModelList = serde_json::from_slice(&body)
+                .map_err(|error| ReplayError::NotUnderstood(error.to_string()))?;
             let first = models.data.into_iter().next();
             first
                 .map(|model| model.id)
-                .ok_or_else(|| Failure::NotUnderstood("no model is served".to_owned()))
+                .ok_or_else(|| ReplayError::NotUnderstood("no model is served".to_owned()))
         };
         timeout(self.timeout, answer)
             .await
-            .unwrap_or(Err(Failure::TimedOut))
+            .unwrap_or(Err(ReplayError::TimedOut))
     }
 
-    async fn stream_untimed(&self, ask: Ask) -> Result<Answer, Failure> {
+    async fn stream_untimed(&self, ask: ReplayRequest) -> Result<ReplayAnswer, ReplayError> {
         let request = Request::post(&ask.uri)
             .header(HOST, host(&ask.uri))
             .header(CONTENT_TYPE, HeaderValue::from_static("application/json"))
@@ -232,15 +232,15 @@ impl Client {
             let body = whole(body).await?;
             return Err(refused(head.status, &body));
         }
-        let mut answer = Answer::from_headers(&head.headers);
+        let mut answer = ReplayAnswer::from_headers(&head.headers);
         let mut first = None;
         let mut reader = EventReader::default();
         while !reader.is_done {
             let frame = body
                 .frame()
                 .await
-                .ok_or_else(|| Failure::CutOff("ended without [DONE]".to_owned()))?
-                .map_err(|error| Failure::CutOff(chain(&error)))?;
+                .ok_or_else(|| ReplayError::CutOff("ended without [DONE]".to_owned()))?
+                .map_err(|error| ReplayError::CutOff(chain(&error)))?;
             if let Some(data) = frame.data_ref() {
                 reader.read(data, &mut answer)?;
                 if first.is_none() && !answer.text.is_empty() {
@@ -250,7 +250,7 @@ impl Client {
         }
         // The connection goes back to the pool only when the body's end is read.
         while let Some(frame) = body.frame().await {
-            frame.map_err(|error| Failure::CutOff(chain(&error)))?;
+            frame.map_err(|error| ReplayError::CutOff(chain(&error)))?;
         }
         answer.latency = sent.elapsed();
         answer.ttft = first.unwrap_or(answer.latency);
@@ -258,7 +258,7 @@ impl Client {
     }
 }
 
-impl Answer {
+impl ReplayAnswer {
     fn from_headers(headers: &HeaderMap) -> Self {
         let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
         let prefix = text(X_QUORATE_PREFIX)
@@ -298,7 +298,7 @@ struct EventReader {
 }
 
 impl EventReader {
-    fn read(&mut self, data: &[u8], answer: &mut Answer) -> Result<(), Failure> {
+    fn read(&mut self, data: &[u8], answer: &mut ReplayAnswer) -> Result<(), ReplayError> {
         self.pending.extend_from_slice(data);
         let mut from = 0;
         while let Some(length) = memmem::find(&self.pending[from..], b"\n\n") {
@@ -314,9 +314,9 @@ impl EventReader {
                     continue;
                 }
                 let chunk: Chunk = serde_json::from_slice(data)
-                    .map_err(|error| Failure::NotUnderstood(error.to_string()))?;
+                    .map_err(|error| ReplayError::NotUnderstood(error.to_string()))?;
                 if let Some(error) = chunk.error {
-                    return Err(Failure::ErrorEvent(error.to_string()));
+                    return Err(ReplayError::ErrorEvent(error.to_string()));
                 }
                 answer.add(chunk);
             }
@@ -324,36 +324,36 @@ impl EventReader {
         self.pending.drain(..from);
         if self.pending.len() > EVENT_BYTES_MAX {
             let message = format!("an event of more than {EVENT_BYTES_MAX} bytes");
-            return Err(Failure::NotUnderstood(message));
+            return Err(ReplayError::NotUnderstood(message));
         }
         Ok(())
     }
 }
 
-async fn whole(body: Incoming) -> Result<Bytes, Failure> {
+async fn whole(body: Incoming) -> Result<Bytes, ReplayError> {
     let limited = http_body_util::Limited::new(body, EVENT_BYTES_MAX);
     let collected = limited
         .collect()
         .await
-        .map_err(|error| Failure::CutOff(error.to_string()))?;
+        .map_err(|error| ReplayError::CutOff(error.to_string()))?;
     Ok(collected.to_bytes())
 }
 
-fn refused(status: StatusCode, body: &[u8]) -> Failure {
+fn refused(status: StatusCode, body: &[u8]) -> ReplayError {
     const SHOWN_CHARS: usize = 200;
     let body = String::from_utf8_lossy(body)
         .chars()
         .take(SHOWN_CHARS)
         .collect();
-    Failure::Status { status, body }
+    ReplayError::Status { status, body }
 }
 
-fn broken(error: &hyper_util::client::legacy::Error) -> Failure {
+fn broken(error: &hyper_util::client::legacy::Error) -> ReplayError {
     let words = chain(error);
     if error.is_connect() {
-        Failure::Connect(words)
+        ReplayError::Connect(words)
     } else {
-        Failure::Broken(words)
+        ReplayError::Broken(words)
     }
 }
 
@@ -388,7 +388,7 @@ mod tests {
     fn a_stream_reads_the_same_however_it_is_cut() {
         for cut in 1..STREAM.len() {
             let mut reader = EventReader::default();
-            let mut answer = Answer::default();
+            let mut answer = ReplayAnswer::default();
             for piece in STREAM.chunks(cut) {
                 reader.read(piece, &mut answer).unwrap();
             }
@@ -409,12 +409,12 @@ mod tests {
     fn an_error_in_the_stream_is_a_failure() {
         let event = b"data: {\"error\":{\"message\":\"engine left\"}}\n\n";
         let failure = EventReader::default()
-            .read(event, &mut Answer::default())
+            .read(event, &mut ReplayAnswer::default())
             .unwrap_err();
         assert_eq!(failure.kind(), "error event");
         // A reader that failed is not used again.
         let failure = EventReader::default()
-            .read(b"data: {\n\n", &mut Answer::default())
+            .read(b"data: {\n\n", &mut ReplayAnswer::default())
             .unwrap_err();
         assert_eq!(failure.kind(), "not understood");
     }

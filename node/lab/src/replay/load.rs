@@ -14,16 +14,16 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
 use super::chats::Chats;
-use super::client::{Answer, Ask, Client, Failure};
-use super::report::{Report, Tally};
-use super::targets::{Pick, Targets};
+use super::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
+use super::report::{LoadReport, LoadTally};
+use super::targets::{PickedTarget, Targets};
 use super::trace::Arrival;
 
 /// What is to be sent, and how.
 #[derive(Debug)]
-pub struct Plan<'a> {
+pub struct LoadPlan<'a> {
     /// The requests.
-    pub work: Work<'a>,
+    pub work: LoadSource<'a>,
     /// Model that is asked for.
     pub model: String,
     /// How many times faster than the trace's timestamps.
@@ -36,7 +36,7 @@ pub struct Plan<'a> {
 
 /// The requests of a plan.
 #[derive(Debug)]
-pub enum Work<'a> {
+pub enum LoadSource<'a> {
     /// A trace, by its timestamps.
     Trace(Vec<Arrival>),
     /// Turns of chats, which are left where they have got to.
@@ -50,7 +50,7 @@ pub enum Work<'a> {
 
 /// How far a load has got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
+pub struct LoadProgress {
     /// Requests that will be sent in all.
     pub planned: u64,
     /// Requests that have ended.
@@ -67,7 +67,7 @@ pub struct Progress {
 
 /// A request on its way.
 #[derive(Debug)]
-struct Job {
+struct PlannedRequest {
     path: &'static str,
     user: Arc<str>,
     body: Bytes,
@@ -76,16 +76,16 @@ struct Job {
 
 /// A request that has ended.
 #[derive(Debug)]
-struct Ended {
-    pick: Pick,
+struct EndedRequest {
+    pick: PickedTarget,
     user: Arc<str>,
     chat: Option<usize>,
-    result: Result<Answer, Failure>,
+    result: Result<ReplayAnswer, ReplayError>,
 }
 
 /// What can be done next.
 #[derive(Debug)]
-enum Next {
+enum NextRequest {
     /// Send, when this long has passed since the beginning.
     Send(Duration),
     /// Nothing until some request ends.
@@ -94,7 +94,7 @@ enum Next {
     Over,
 }
 
-impl Work<'_> {
+impl LoadSource<'_> {
     fn planned(&self) -> u64 {
         match self {
             Self::Trace(arrivals) => arrivals.len() as u64,
@@ -104,49 +104,53 @@ impl Work<'_> {
 }
 
 /// A plan being carried out.
-struct Load<'a, 'b> {
-    work: Work<'a>,
+struct RunningLoad<'a, 'b> {
+    work: LoadSource<'a>,
     model: String,
     speed: f64,
     in_flight_max: usize,
     targets: &'b Targets,
-    client: Client,
-    tally: Tally,
+    client: ReplayClient,
+    tally: LoadTally,
     planned: u64,
     sent: u64,
-    running: JoinSet<Ended>,
+    running: JoinSet<EndedRequest>,
 }
 
 /// Carries a plan out; `on_progress` is called whenever a request has ended.
 ///
 /// # Panics
 /// When the plan's speed is not a positive number.
-pub async fn run(plan: Plan<'_>, targets: &Targets, on_progress: impl Fn(Progress)) -> Report {
+pub async fn run(
+    plan: LoadPlan<'_>,
+    targets: &Targets,
+    on_progress: impl Fn(LoadProgress),
+) -> LoadReport {
     assert!(
         plan.speed.is_finite() && plan.speed > 0.0,
         "load at speed {}",
         plan.speed
     );
-    let mut load = Load {
+    let mut load = RunningLoad {
         planned: plan.work.planned(),
         work: plan.work,
         model: plan.model,
         speed: plan.speed,
         in_flight_max: plan.in_flight_max.max(1),
         targets,
-        client: Client::new(plan.timeout),
-        tally: Tally::new((0..targets.len()).map(|index| targets.name(index))),
+        client: ReplayClient::new(plan.timeout),
+        tally: LoadTally::new((0..targets.len()).map(|index| targets.name(index))),
         sent: 0,
         running: JoinSet::new(),
     };
     let started = Instant::now();
     loop {
         match load.next() {
-            Next::Over => break,
-            Next::Wait => {
+            NextRequest::Over => break,
+            NextRequest::Wait => {
                 load.end_one(&on_progress).await;
             }
-            Next::Send(at) => {
+            NextRequest::Send(at) => {
                 let due = started + at;
                 tokio::select! {
                     biased;
@@ -159,26 +163,28 @@ pub async fn run(plan: Plan<'_>, targets: &Targets, on_progress: impl Fn(Progres
     load.tally.report(started.elapsed())
 }
 
-impl Load<'_, '_> {
-    fn next(&self) -> Next {
+impl RunningLoad<'_, '_> {
+    fn next(&self) -> NextRequest {
         if self.sent == self.planned {
             return if self.running.is_empty() {
-                Next::Over
+                NextRequest::Over
             } else {
-                Next::Wait
+                NextRequest::Wait
             };
         }
         if self.running.len() >= self.in_flight_max {
-            return Next::Wait;
+            return NextRequest::Wait;
         }
         match &self.work {
-            Work::Trace(arrivals) => {
+            LoadSource::Trace(arrivals) => {
                 let index = usize::try_from(self.sent).expect("a position in a list");
-                Next::Send(arrivals[index].at.div_f64(self.speed))
+                NextRequest::Send(arrivals[index].at.div_f64(self.speed))
             }
-            Work::Chats { chats, .. } if chats.has_idle() => Next::Send(Duration::ZERO),
-            Work::Chats { .. } if self.running.is_empty() => Next::Over,
-            Work::Chats { .. } => Next::Wait,
+            LoadSource::Chats { chats, .. } if chats.has_idle() => {
+                NextRequest::Send(Duration::ZERO)
+            }
+            LoadSource::Chats { .. } if self.running.is_empty() => NextRequest::Over,
+            LoadSource::Chats { .. } => NextRequest::Wait,
         }
     }
 
@@ -191,7 +197,7 @@ impl Load<'_, '_> {
         };
         let Some(job) = self.job() else { return };
         self.sent += 1;
-        if matches!(self.work, Work::Trace(_)) {
+        if matches!(self.work, LoadSource::Trace(_)) {
             self.tally.sent(due.elapsed());
         }
         let client = self.client.clone();
@@ -199,13 +205,13 @@ impl Load<'_, '_> {
         self.running.spawn(async move {
             let user = HeaderValue::from_str(&job.user).expect("user names are visible ascii");
             let result = client
-                .stream(Ask {
+                .stream(ReplayRequest {
                     uri,
                     user,
                     body: job.body,
                 })
                 .await;
-            Ended {
+            EndedRequest {
                 pick,
                 user: job.user,
                 chat: job.chat,
@@ -214,9 +220,9 @@ impl Load<'_, '_> {
         });
     }
 
-    fn job(&mut self) -> Option<Job> {
+    fn job(&mut self) -> Option<PlannedRequest> {
         match &mut self.work {
-            Work::Trace(arrivals) => {
+            LoadSource::Trace(arrivals) => {
                 let index = usize::try_from(self.sent).expect("a position in a list");
                 let arrival = &arrivals[index];
                 let body = format!(
@@ -226,28 +232,30 @@ impl Load<'_, '_> {
                     arrival.prompt.text(),
                     arrival.output_tokens.max(1),
                 );
-                Some(Job {
+                Some(PlannedRequest {
                     path: "/v1/completions",
                     user: arrival.user.clone(),
                     body: Bytes::from(body),
                     chat: None,
                 })
             }
-            Work::Chats { chats, .. } => chats.next_turn(&self.model).map(|turn| Job {
-                path: "/v1/chat/completions",
-                user: turn.user,
-                body: turn.body,
-                chat: Some(turn.chat),
-            }),
+            LoadSource::Chats { chats, .. } => {
+                chats.next_turn(&self.model).map(|turn| PlannedRequest {
+                    path: "/v1/chat/completions",
+                    user: turn.user,
+                    body: turn.body,
+                    chat: Some(turn.chat),
+                })
+            }
         }
     }
 
     /// Waits for a request to end; for ever when none is under way.
-    async fn end_one(&mut self, on_progress: &impl Fn(Progress)) {
+    async fn end_one(&mut self, on_progress: &impl Fn(LoadProgress)) {
         let Some(ended) = self.running.join_next().await else {
             return std::future::pending().await;
         };
-        let Ended {
+        let EndedRequest {
             pick,
             user,
             chat,
@@ -259,7 +267,7 @@ impl Load<'_, '_> {
             Err(_) if self.targets.went_down(pick) => self.tally.lost(target, &user),
             Err(failure) => self.tally.failed(target, &user, failure),
         }
-        if let (Work::Chats { chats, .. }, Some(chat)) = (&mut self.work, chat) {
+        if let (LoadSource::Chats { chats, .. }, Some(chat)) = (&mut self.work, chat) {
             match &result {
                 Ok(answer) => chats.answered(chat, &answer.text),
                 Err(_) => chats.failed(chat),
@@ -267,7 +275,7 @@ impl Load<'_, '_> {
         }
         let (ended, failed) = self.tally.counts();
         let (prompt_tokens, cached_tokens) = self.tally.hits();
-        on_progress(Progress {
+        on_progress(LoadProgress {
             planned: self.planned,
             ended,
             failed,

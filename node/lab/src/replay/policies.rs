@@ -13,11 +13,11 @@ use anyhow::Context as _;
 use serde::Serialize;
 use state::command::BackendSpec;
 
-use super::client::Client;
-use super::load::{Plan, Work, run as run_load};
+use super::client::ReplayClient;
+use super::load::{LoadPlan, LoadSource, run as run_load};
 use super::print::{align_numbers, percent, table};
 use super::progress::show;
-use super::report::Report;
+use super::report::LoadReport;
 use super::targets::Targets;
 use super::trace::Arrival;
 use crate::engine::fleet::{Engines, EnginesPlan};
@@ -43,7 +43,7 @@ pub trait ClusterUnderTest: Sized {
 }
 
 /// What is compared, and how.
-pub(super) struct Comparison<'a> {
+pub(super) struct PolicyComparison<'a> {
     /// In the order of the table.
     pub(super) policies: Vec<&'static str>,
     pub(super) engines: EnginesPlan<'a>,
@@ -56,18 +56,18 @@ pub(super) struct Comparison<'a> {
 
 /// What came of one policy.
 #[derive(Debug, Serialize)]
-struct Row {
+struct PolicyRow {
     policy: &'static str,
     /// Answers of the busiest engine, times the mean: 1 is even.
     load_spread: f64,
     #[serde(flatten)]
-    report: Report,
+    report: LoadReport,
 }
 
 /// Replays the trace through each policy and prints the table; the exit code is 1 when requests
 /// failed.
 pub(super) async fn compare<C: ClusterUnderTest>(
-    comparison: &Comparison<'_>,
+    comparison: &PolicyComparison<'_>,
     arrivals: &[Arrival],
 ) -> anyhow::Result<ExitCode> {
     let mut rows = Vec::new();
@@ -88,7 +88,7 @@ pub(super) async fn compare<C: ClusterUnderTest>(
     } else {
         terminal::print(tabled(&rows))?;
     }
-    let failed = |row: &Row| row.report.total.failed + row.report.total.lost > 0;
+    let failed = |row: &PolicyRow| row.report.total.failed + row.report.total.lost > 0;
     Ok(if rows.iter().any(failed) {
         ExitCode::FAILURE
     } else {
@@ -97,23 +97,23 @@ pub(super) async fn compare<C: ClusterUnderTest>(
 }
 
 async fn with_policy<C: ClusterUnderTest>(
-    comparison: &Comparison<'_>,
+    comparison: &PolicyComparison<'_>,
     policy: &'static str,
     engines: &Engines,
     arrivals: &[Arrival],
-) -> anyhow::Result<Row> {
+) -> anyhow::Result<PolicyRow> {
     let mut settings = comparison.settings.to_vec();
     settings.push(format!("routing.policy={policy}"));
     let cluster = C::start(&settings, &engines.specs).await?;
     let targets = Targets::new(&cluster.data_urls())?;
-    let model = Client::new(comparison.timeout)
+    let model = ReplayClient::new(comparison.timeout)
         .first_model(targets.uri(0, "/v1/models"))
         .await
         .context("ask for the models")?;
     let bar = terminal::progress_bar(arrivals.len() as u64, terminal::COUNT)?;
     bar.set_prefix(format!("{policy} "));
-    let plan = Plan {
-        work: Work::Trace(arrivals.to_vec()),
+    let plan = LoadPlan {
+        work: LoadSource::Trace(arrivals.to_vec()),
         model,
         speed: comparison.speed,
         in_flight_max: comparison.in_flight_max,
@@ -122,7 +122,7 @@ async fn with_policy<C: ClusterUnderTest>(
     let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;
     bar.finish_and_clear();
     cluster.stop().await;
-    Ok(Row {
+    Ok(PolicyRow {
         policy,
         load_spread: spread(&report, engines.specs.len()),
         report,
@@ -130,7 +130,7 @@ async fn with_policy<C: ClusterUnderTest>(
 }
 
 /// Answers of the busiest engine over the mean of all, those without any included.
-fn spread(report: &Report, engines: usize) -> f64 {
+fn spread(report: &LoadReport, engines: usize) -> f64 {
     let all: u64 = report.backends.values().sum();
     let most = report.backends.values().max().copied().unwrap_or(0);
     if all == 0 {
@@ -139,7 +139,7 @@ fn spread(report: &Report, engines: usize) -> f64 {
     most as f64 * engines as f64 / all as f64
 }
 
-fn tabled(rows: &[Row]) -> comfy_table::Table {
+fn tabled(rows: &[PolicyRow]) -> comfy_table::Table {
     let mut table = table(&[
         "policy",
         "cached %",
@@ -152,7 +152,7 @@ fn tabled(rows: &[Row]) -> comfy_table::Table {
         "errors",
         "late p99 ms",
     ]);
-    for Row {
+    for PolicyRow {
         policy,
         load_spread,
         report,

@@ -3,14 +3,14 @@
 use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
 use comfy_table::{CellAlignment, Table};
 
-use super::report::{GroupReport, Report, Times};
+use super::report::{GroupReport, LatencySummary, LoadReport};
 
 /// Users shown; the JSON has all.
 const USERS_SHOWN: usize = 12;
 
 /// The report's tables, one below the other.
 #[must_use]
-pub fn tables(report: &Report) -> String {
+pub fn tables(report: &LoadReport) -> String {
     let mut parts = vec![by_target(report).to_string(), times(report).to_string()];
     if report.users.len() > 1 {
         parts.push(by_user(report).to_string());
@@ -36,7 +36,7 @@ pub fn tables(report: &Report) -> String {
     parts.join("\n")
 }
 
-fn by_target(report: &Report) -> Table {
+fn by_target(report: &LoadReport) -> Table {
     let mut table = table(&[
         "target",
         "requests",
@@ -77,14 +77,14 @@ fn by_target(report: &Report) -> Table {
     table
 }
 
-fn times(report: &Report) -> Table {
+fn times(report: &LoadReport) -> Table {
     let mut table = table(&["ms", "mean", "p50", "p90", "p99", "max"]);
     for (name, times) in [
         ("time to first token", report.total.ttft_ms),
         ("latency", report.total.latency_ms),
         ("sent late", report.late_ms),
     ] {
-        let Times {
+        let LatencySummary {
             mean,
             p50,
             p90,
@@ -100,7 +100,7 @@ fn times(report: &Report) -> Table {
     table
 }
 
-fn by_user(report: &Report) -> Table {
+fn by_user(report: &LoadReport) -> Table {
     let mut table = table(&["user", "ok", "failed", "prompt tok", "out tok", "service"]);
     let mut users: Vec<_> = report.users.iter().collect();
     users.sort_by_key(|(name, user)| (std::cmp::Reverse(user.service), *name));

@@ -2,10 +2,10 @@
 
 use indicatif::ProgressBar;
 
-use super::load::Progress;
+use super::load::LoadProgress;
 
 /// Shows how far the load has got.
-pub fn show(bar: &ProgressBar, progress: Progress) {
+pub fn show(bar: &ProgressBar, progress: LoadProgress) {
     bar.set_position(progress.ended);
     let hits = 100.0 * progress.cached_tokens as f64 / progress.prompt_tokens.max(1) as f64;
     bar.set_message(format!(

@@ -8,7 +8,7 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use super::client::{Answer, Failure};
+use super::client::{ReplayAnswer, ReplayError};
 
 /// Longest time a histogram tells apart, in microseconds: an hour.
 const TIME_US_MAX: u64 = 3_600_000_000;
@@ -18,9 +18,9 @@ const OUTPUT_PRICE: u64 = 2;
 
 /// Collects outcomes.
 #[derive(Debug)]
-pub struct Tally {
-    all: Group,
-    targets: BTreeMap<String, Group>,
+pub struct LoadTally {
+    all: TargetCounts,
+    targets: BTreeMap<String, TargetCounts>,
     backends: BTreeMap<String, u64>,
     users: BTreeMap<Arc<str>, UserReport>,
     errors: BTreeMap<String, ErrorReport>,
@@ -31,7 +31,7 @@ pub struct Tally {
 
 /// Counts of one target, or of all.
 #[derive(Debug)]
-struct Group {
+struct TargetCounts {
     ok: u64,
     failed: u64,
     lost: u64,
@@ -49,7 +49,7 @@ struct Group {
 
 /// The result of a load.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Report {
+pub struct LoadReport {
     /// From the first request to the last answer, in seconds.
     pub duration_s: f64,
     /// All requests together.
@@ -68,7 +68,7 @@ pub struct Report {
     /// Failures by kind.
     pub errors: BTreeMap<String, ErrorReport>,
     /// How late requests were sent, against the trace: the load generator's own fault.
-    pub late_ms: Times,
+    pub late_ms: LatencySummary,
 }
 
 /// Counts, rates and times of one target, or of all.
@@ -97,14 +97,14 @@ pub struct GroupReport {
     /// Matched by all blocks: the hit rate as the router predicted it; `None` without a router.
     pub predicted_hit_rate: Option<f64>,
     /// Time to the first text, in milliseconds.
-    pub ttft_ms: Times,
+    pub ttft_ms: LatencySummary,
     /// Time to the end, in milliseconds.
-    pub latency_ms: Times,
+    pub latency_ms: LatencySummary,
 }
 
 /// A distribution of times, in milliseconds; zeros when there are none.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Times {
+pub struct LatencySummary {
     /// Mean.
     pub mean: f64,
     /// Median.
@@ -141,14 +141,14 @@ pub struct ErrorReport {
     pub example: String,
 }
 
-impl Tally {
+impl LoadTally {
     /// Nothing so far, for targets of these names.
     #[must_use]
     pub fn new<'a>(targets: impl Iterator<Item = &'a str>) -> Self {
         Self {
-            all: Group::new(),
+            all: TargetCounts::new(),
             targets: targets
-                .map(|name| (name.to_owned(), Group::new()))
+                .map(|name| (name.to_owned(), TargetCounts::new()))
                 .collect(),
             backends: BTreeMap::new(),
             users: BTreeMap::new(),
@@ -164,7 +164,7 @@ impl Tally {
     }
 
     /// A request was answered.
-    pub fn answered(&mut self, target: &str, user: &Arc<str>, answer: &Answer) {
+    pub fn answered(&mut self, target: &str, user: &Arc<str>, answer: &ReplayAnswer) {
         self.all.answered(answer);
         self.target(target).answered(answer);
         if let Some(backend) = &answer.backend {
@@ -182,7 +182,7 @@ impl Tally {
     }
 
     /// A request failed.
-    pub fn failed(&mut self, target: &str, user: &Arc<str>, failure: &Failure) {
+    pub fn failed(&mut self, target: &str, user: &Arc<str>, failure: &ReplayError) {
         self.all.failed += 1;
         self.target(target).failed += 1;
         self.users.entry(user.clone()).or_default().failed += 1;
@@ -217,14 +217,14 @@ impl Tally {
 
     /// The result after `duration`.
     #[must_use]
-    pub fn report(self, duration: Duration) -> Report {
+    pub fn report(self, duration: Duration) -> LoadReport {
         let users: BTreeMap<String, UserReport> = self
             .users
             .into_iter()
             .map(|(user, report)| (user.to_string(), report))
             .collect();
         let service: Vec<u64> = users.values().map(|user| user.service).collect();
-        Report {
+        LoadReport {
             duration_s: duration.as_secs_f64(),
             total: self.all.report(duration),
             targets: self
@@ -237,18 +237,18 @@ impl Tally {
             jain_index: jain_index(&service),
             users,
             errors: self.errors,
-            late_ms: Times::of(&self.late),
+            late_ms: LatencySummary::of(&self.late),
         }
     }
 
-    fn target(&mut self, name: &str) -> &mut Group {
+    fn target(&mut self, name: &str) -> &mut TargetCounts {
         self.targets
             .get_mut(name)
             .expect("every target is known from the start")
     }
 }
 
-impl Group {
+impl TargetCounts {
     fn new() -> Self {
         Self {
             ok: 0,
@@ -265,7 +265,7 @@ impl Group {
         }
     }
 
-    fn answered(&mut self, answer: &Answer) {
+    fn answered(&mut self, answer: &ReplayAnswer) {
         self.ok += 1;
         let prompt_tokens = answer.prompt_tokens.unwrap_or(0);
         self.prompt_tokens += prompt_tokens;
@@ -296,13 +296,13 @@ impl Group {
             completion_tokens: self.completion_tokens,
             hit_rate: ratio(self.cached_tokens, self.cached_of),
             predicted_hit_rate: ratio(self.blocks_matched, self.blocks),
-            ttft_ms: Times::of(&self.ttft),
-            latency_ms: Times::of(&self.latency),
+            ttft_ms: LatencySummary::of(&self.ttft),
+            latency_ms: LatencySummary::of(&self.latency),
         }
     }
 }
 
-impl Times {
+impl LatencySummary {
     fn of(histogram: &Histogram<u64>) -> Self {
         if histogram.is_empty() {
             return Self {
@@ -349,9 +349,9 @@ mod tests {
 
     #[test]
     fn rates_are_over_what_was_told() {
-        let mut tally = Tally::new(["a", "b"].into_iter());
+        let mut tally = LoadTally::new(["a", "b"].into_iter());
         let user: Arc<str> = Arc::from("u");
-        let answer = Answer {
+        let answer = ReplayAnswer {
             prompt_tokens: Some(100),
             cached_tokens: Some(25),
             completion_tokens: Some(10),
@@ -359,13 +359,13 @@ mod tests {
             backend: Some("gpu".to_owned()),
             ttft: Duration::from_millis(5),
             latency: Duration::from_millis(50),
-            ..Answer::default()
+            ..ReplayAnswer::default()
         };
         tally.answered("a", &user, &answer);
         tally.answered(
             "b",
             &user,
-            &Answer {
+            &ReplayAnswer {
                 cached_tokens: None,
                 is_routed: true,
                 backend: None,
@@ -373,7 +373,7 @@ mod tests {
                 ..answer
             },
         );
-        tally.failed("b", &user, &Failure::TimedOut);
+        tally.failed("b", &user, &ReplayError::TimedOut);
         tally.lost("b", &user);
         let report = tally.report(Duration::from_secs(2));
         assert_eq!(report.total.hit_rate, Some(0.25));

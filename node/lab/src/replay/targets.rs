@@ -11,21 +11,21 @@ use tokio::sync::watch;
 /// Base URLs of what takes requests: replicas or engines.
 #[derive(Debug)]
 pub struct Targets {
-    list: Vec<Target>,
+    list: Vec<LoadTarget>,
     turn: AtomicUsize,
     /// How often a target went down or came up: a target is up when its entry is even.
     lives: watch::Sender<Vec<u64>>,
 }
 
 #[derive(Debug)]
-struct Target {
+struct LoadTarget {
     name: String,
     authority: String,
 }
 
 /// A target as picked for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pick {
+pub struct PickedTarget {
     /// Its place in the list.
     pub index: usize,
     life: u64,
@@ -34,20 +34,20 @@ pub struct Pick {
 /// Why a URL cannot be a target.
 #[derive(Debug, thiserror::Error)]
 #[error("expected a target like http://host:port, found {0:?}")]
-pub struct BadTarget(String);
+pub struct TargetError(String);
 
 impl Targets {
     /// Targets that are all up.
     ///
     /// # Errors
     /// When a URL is not of the form `http://host[:port]`, or there is none.
-    pub fn new<S: AsRef<str>>(urls: &[S]) -> Result<Self, BadTarget> {
-        let list: Vec<Target> = urls
+    pub fn new<S: AsRef<str>>(urls: &[S]) -> Result<Self, TargetError> {
+        let list: Vec<LoadTarget> = urls
             .iter()
-            .map(|url| Target::new(url.as_ref()))
+            .map(|url| LoadTarget::new(url.as_ref()))
             .collect::<Result<_, _>>()?;
         if list.is_empty() {
-            return Err(BadTarget(String::new()));
+            return Err(TargetError(String::new()));
         }
         let lives = watch::Sender::new(vec![0; list.len()]);
         Ok(Self {
@@ -86,13 +86,13 @@ impl Targets {
 
     /// The next target that is up; `None` when none is.
     #[must_use]
-    pub fn pick(&self) -> Option<Pick> {
+    pub fn pick(&self) -> Option<PickedTarget> {
         let lives = self.lives.borrow();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         (0..self.list.len())
             .map(|offset| (turn + offset) % self.list.len())
             .find(|index| is_alive(lives[*index]))
-            .map(|index| Pick {
+            .map(|index| PickedTarget {
                 index,
                 life: lives[index],
             })
@@ -100,7 +100,7 @@ impl Targets {
 
     /// Whether the target went down since it was picked.
     #[must_use]
-    pub fn went_down(&self, pick: Pick) -> bool {
+    pub fn went_down(&self, pick: PickedTarget) -> bool {
         self.lives.borrow()[pick.index] != pick.life
     }
 
@@ -128,9 +128,9 @@ fn is_alive(life: u64) -> bool {
     life.is_multiple_of(2)
 }
 
-impl Target {
-    fn new(url: &str) -> Result<Self, BadTarget> {
-        let bad = || BadTarget(url.to_owned());
+impl LoadTarget {
+    fn new(url: &str) -> Result<Self, TargetError> {
+        let bad = || TargetError(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| bad())?;
         let is_bare = matches!(uri.path(), "" | "/") && uri.query().is_none();
         if uri.scheme_str() != Some("http") || !is_bare {

@@ -4,11 +4,11 @@ use std::cell::Cell;
 use std::time::Duration;
 
 use super::chats::{Chats, ChatsOptions};
-use super::load::{Plan, Work, run};
+use super::load::{LoadPlan, LoadSource, run};
 use super::targets::Targets;
 use super::text::PromptSpec;
 use super::trace::Arrival;
-use crate::engine::{Engine, EngineHandle, EngineOptions};
+use crate::engine::{EmulatedEngine, EngineHandle, EngineOptions};
 
 async fn engines(count: usize) -> (Vec<EngineHandle>, Targets) {
     let mut engines = Vec::new();
@@ -17,14 +17,14 @@ async fn engines(count: usize) -> (Vec<EngineHandle>, Targets) {
             speed: 10_000.0,
             ..EngineOptions::default()
         };
-        engines.push(Engine::start(options).await.unwrap());
+        engines.push(EmulatedEngine::start(options).await.unwrap());
     }
     let urls: Vec<String> = engines.iter().map(EngineHandle::url).collect();
     (engines, Targets::new(&urls).unwrap())
 }
 
-fn plan(work: Work<'_>) -> Plan<'_> {
-    Plan {
+fn plan(work: LoadSource<'_>) -> LoadPlan<'_> {
+    LoadPlan {
         work,
         model: "emulated".to_owned(),
         speed: 1e6,
@@ -53,7 +53,7 @@ fn arrivals(count: u64) -> Vec<Arrival> {
 async fn a_trace_is_answered_in_full_and_counted_as_the_engines_count() {
     let (engines, targets) = engines(2).await;
     let calls = Cell::new(0);
-    let report = run(plan(Work::Trace(arrivals(40))), &targets, |_| {
+    let report = run(plan(LoadSource::Trace(arrivals(40))), &targets, |_| {
         calls.set(calls.get() + 1);
     })
     .await;
@@ -78,7 +78,7 @@ async fn a_chat_finds_its_last_turn_in_the_cache() {
         ..ChatsOptions::default()
     });
     let first = run(
-        plan(Work::Chats {
+        plan(LoadSource::Chats {
             chats: &mut chats,
             requests: 1,
         }),
@@ -88,7 +88,7 @@ async fn a_chat_finds_its_last_turn_in_the_cache() {
     .await;
     assert_eq!((first.total.ok, first.total.cached_tokens), (1, Some(0)));
     let next = run(
-        plan(Work::Chats {
+        plan(LoadSource::Chats {
             chats: &mut chats,
             requests: 4,
         }),
@@ -104,18 +104,18 @@ async fn a_chat_finds_its_last_turn_in_the_cache() {
 #[tokio::test]
 async fn what_fails_is_counted_by_kind_and_what_was_taken_down_as_lost() {
     let (engines, targets) = engines(2).await;
-    let wrong = Plan {
+    let wrong = LoadPlan {
         model: "other".to_owned(),
-        ..plan(Work::Trace(arrivals(4)))
+        ..plan(LoadSource::Trace(arrivals(4)))
     };
     let report = run(wrong, &targets, |_| {}).await;
     assert_eq!(report.errors["status 404"].count, 4);
     let mut engines = engines.into_iter();
     engines.next().unwrap().stop().await;
-    let report = run(plan(Work::Trace(arrivals(4))), &targets, |_| {}).await;
+    let report = run(plan(LoadSource::Trace(arrivals(4))), &targets, |_| {}).await;
     assert_eq!((report.total.ok, report.errors["connect"].count), (2, 2));
     targets.set_up(0, false);
-    let report = run(plan(Work::Trace(arrivals(4))), &targets, |_| {}).await;
+    let report = run(plan(LoadSource::Trace(arrivals(4))), &targets, |_| {}).await;
     assert_eq!((report.total.ok, report.total.failed), (4, 0));
 }
 
@@ -125,7 +125,7 @@ async fn a_request_under_way_on_a_target_taken_down_is_lost_not_failed() {
         speed: 0.001,
         ..EngineOptions::default()
     };
-    let engine = Engine::start(options).await.unwrap();
+    let engine = EmulatedEngine::start(options).await.unwrap();
     let targets = Targets::new(&[engine.url()]).unwrap();
     let take_down = async {
         let mut open = engine.watch_open();
@@ -133,7 +133,7 @@ async fn a_request_under_way_on_a_target_taken_down_is_lost_not_failed() {
         targets.set_up(0, false);
         engine.stop().await;
     };
-    let load = run(plan(Work::Trace(arrivals(1))), &targets, |_| {});
+    let load = run(plan(LoadSource::Trace(arrivals(1))), &targets, |_| {});
     let (report, ()) = tokio::join!(load, take_down);
     assert_eq!((report.total.lost, report.total.failed), (1, 0));
 }

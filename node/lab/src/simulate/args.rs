@@ -10,16 +10,18 @@ use anyhow::Context as _;
 use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency, Order};
 use state::policy::PolicyConfig;
 
-use super::compare::{Case, Cases, PROGRESS_PARTS, no_verdict};
+use super::compare::{ComparisonCase, ComparisonCases, PROGRESS_PARTS, no_verdict};
 use super::events::Micros;
 use super::experiment::Experiment;
 use super::page;
-use super::plan::{BLOCK_TOKENS, BatchTimes, Clients, EngineModel, Plan, Restart, Who, micros};
+use super::plan::{
+    BLOCK_TOKENS, BatchTimes, ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan, micros,
+};
 use super::print;
-use super::unusable::Unusable;
-use super::workload::{Lengths, Mix, User, Workload};
-use crate::engine::model::Shape;
-use crate::replay::trace::{self, Scale, TraceOptions};
+use super::unusable::SimulateArgsError;
+use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
+use crate::engine::model::EngineShape;
+use crate::replay::trace::{self, LengthScale, TraceOptions};
 use crate::terminal;
 
 /// Simulate a cluster, its engines and its clients; repeatable from a seed.
@@ -30,7 +32,7 @@ pub struct SimulateArgs {
     trace: Option<PathBuf>,
     /// Generated workload
     #[arg(long, value_enum, conflicts_with = "experiment")]
-    workload: Option<Kind>,
+    workload: Option<WorkloadKind>,
     /// Predefined comparison, with its own settings and claims
     #[arg(long, value_enum)]
     experiment: Option<Experiment>,
@@ -51,13 +53,13 @@ pub struct SimulateArgs {
     replicas: u8,
     /// What replicas share; `nothing` sets both lags to `never`
     #[arg(long, value_enum, default_value = "all")]
-    share: Share,
+    share: ShareMode,
     /// Time from a proposal until it is applied everywhere: 20ms, or never
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
-    ownership_lag: Lag,
+    ownership_lag: NewsLag,
     /// Time from a load report until peers have it: 20ms, or never
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
-    load_lag: Lag,
+    load_lag: NewsLag,
     /// Minimum time between two batches of a replica
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
     flush_interval: Duration,
@@ -66,7 +68,7 @@ pub struct SimulateArgs {
     restart_at: Option<Duration>,
     /// Which replicas restart
     #[arg(long, value_enum, default_value = "all", requires = "restart_at")]
-    restart: Who,
+    restart: RestartScope,
     /// Restarting replicas lose their disks
     #[arg(long, requires = "restart_at")]
     wipe: bool,
@@ -87,9 +89,9 @@ pub struct SimulateArgs {
     #[arg(long)]
     learn: bool,
     #[command(flatten)]
-    demand: Demand,
+    demand: DemandArgs,
     #[command(flatten)]
-    engine: EngineArgs,
+    engine: SimEngineArgs,
     /// Seed of all random choices
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
@@ -104,7 +106,7 @@ pub struct SimulateArgs {
 /// What is asked for.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Workload")]
-struct Demand {
+struct DemandArgs {
     /// Mean requests per second [default for a trace: as recorded]
     #[arg(long, value_name = "R", value_parser = rate)]
     rate: Option<f64>,
@@ -116,7 +118,7 @@ struct Demand {
     requests: Option<u64>,
     /// Scale a trace's lengths by this factor: 1/16
     #[arg(long, value_name = "FRACTION", default_value = "1")]
-    scale: Scale,
+    scale: LengthScale,
     /// Number of users
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     users: u32,
@@ -152,7 +154,7 @@ struct Demand {
 /// How engines are.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Engines")]
-struct EngineArgs {
+struct SimEngineArgs {
     /// KV blocks of 32 tokens per engine
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(2..=10_000_000))]
     blocks: u32,
@@ -175,7 +177,7 @@ struct EngineArgs {
 
 /// Workloads that are generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Kind {
+enum WorkloadKind {
     /// Groups with a long shared prefix each
     SharedPrefix,
     /// Most requests in one group
@@ -190,16 +192,16 @@ enum Kind {
 
 /// What replicas share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Share {
+enum ShareMode {
     /// Ownership, counters and load
     All,
     /// Nothing
     Nothing,
 }
 
-/// How late news are; `Lag(None)`: they never come.
+/// How late news are; `NewsLag(None)`: they never come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Lag(Option<Micros>);
+struct NewsLag(Option<Micros>);
 
 fn policy(text: &str) -> Result<PolicyConfig, String> {
     let all = PolicyConfig::defaults();
@@ -212,12 +214,12 @@ fn order(text: &str) -> Result<Order, String> {
         .map_err(|_| "expected vtc, vtc-max-fair, vtc-pred, dlpm, lcf, rpm or fcfs".to_owned())
 }
 
-fn lag(text: &str) -> Result<Lag, String> {
+fn lag(text: &str) -> Result<NewsLag, String> {
     if text == "never" {
-        return Ok(Lag(None));
+        return Ok(NewsLag(None));
     }
     let time = humantime::parse_duration(text);
-    time.map(|time| Lag(Some(micros(time))))
+    time.map(|time| NewsLag(Some(micros(time))))
         .map_err(|error| format!("expected a time like 20ms, or never: {error}"))
 }
 
@@ -276,7 +278,7 @@ fn span(text: &str) -> Result<(Micros, Micros), String> {
 /// balance, 2 when the arguments make no sense together.
 ///
 /// # Errors
-/// [`Unusable`], or when the page cannot be written.
+/// [`SimulateArgsError`], or when the page cannot be written.
 pub fn run(args: &SimulateArgs) -> anyhow::Result<ExitCode> {
     let cases = args.cases()?;
     let parts = cases.cases.len() as u64 * PROGRESS_PARTS;
@@ -311,10 +313,10 @@ fn command_line() -> String {
 }
 
 impl SimulateArgs {
-    fn cases(&self) -> Result<Cases, Unusable> {
+    fn cases(&self) -> Result<ComparisonCases, SimulateArgsError> {
         if let Some(experiment) = self.experiment {
             if self.trace.is_some() && experiment != Experiment::Sharing {
-                return Err(Unusable::new(
+                return Err(SimulateArgsError::new(
                     "of the experiments only sharing takes a --trace",
                 ));
             }
@@ -323,21 +325,21 @@ impl SimulateArgs {
         }
         let workload = Arc::new(self.workload()?);
         if workload.arrivals.is_empty() && !workload.is_backlogged() {
-            return Err(Unusable::new("no request to simulate"));
+            return Err(SimulateArgsError::new("no request to simulate"));
         }
         let base = self.plan(&workload)?;
         let mut cases = Vec::new();
         for policy in &self.policy {
             for order in &self.order {
                 for bins in &self.bins {
-                    cases.push(Case {
+                    cases.push(ComparisonCase {
                         plan: self.variant(&base, policy, *order, *bins),
                         workload: Arc::clone(&workload),
                     });
                 }
             }
         }
-        Ok(Cases {
+        Ok(ComparisonCases {
             title: format!(
                 "{} backends, {} replicas, seed {}",
                 self.backends, self.replicas, self.seed
@@ -347,7 +349,7 @@ impl SimulateArgs {
         })
     }
 
-    fn variant(&self, base: &Plan, policy: &PolicyConfig, order: Order, bins: u16) -> Plan {
+    fn variant(&self, base: &SimPlan, policy: &PolicyConfig, order: Order, bins: u16) -> SimPlan {
         let mut parts = Vec::new();
         if self.policy.len() > 1 || self.order.len() * self.bins.len() == 1 {
             parts.push(policy.name().to_owned());
@@ -359,7 +361,7 @@ impl SimulateArgs {
         if self.bins.len() > 1 {
             parts.push(format!("K={bins}"));
         }
-        Plan {
+        SimPlan {
             label: parts.join(" "),
             policy: policy.clone(),
             admission: AdmissionSettings {
@@ -371,7 +373,7 @@ impl SimulateArgs {
         }
     }
 
-    fn plan(&self, workload: &Workload) -> Result<Plan, Unusable> {
+    fn plan(&self, workload: &SimWorkload) -> Result<SimPlan, SimulateArgsError> {
         let last = workload.arrivals.last().map_or(0, |sent| sent.at);
         let horizon = self.demand.duration.map_or(last.max(1), micros);
         let horizon = if workload.is_backlogged() {
@@ -379,17 +381,19 @@ impl SimulateArgs {
         } else {
             horizon.min(last.max(1))
         };
-        let is_shared = self.share == Share::All;
-        let restart = self.restart_at.map(|at| Restart {
+        let is_shared = self.share == ShareMode::All;
+        let restart = self.restart_at.map(|at| RestartPlan {
             at: micros(at),
             who: self.restart,
             wipe: self.wipe,
         });
         if restart.is_some_and(|restart| restart.at >= horizon) {
-            return Err(Unusable::new("--restart-at is after the last request"));
+            return Err(SimulateArgsError::new(
+                "--restart-at is after the last request",
+            ));
         }
         let engine = &self.engine;
-        let plan = Plan {
+        let plan = SimPlan {
             label: String::new(),
             policy: self.policy[0].clone(),
             admission: AdmissionSettings {
@@ -406,7 +410,7 @@ impl SimulateArgs {
                 Some(_) => Duration::from_millis(CODEL_TARGET_MS),
                 None => Duration::MAX,
             },
-            clients: Clients {
+            clients: ClientModel {
                 patience: self.patience,
                 retries: self.retries,
             },
@@ -421,11 +425,11 @@ impl SimulateArgs {
             restart,
             horizon,
             seed: self.seed,
-            ..Plan::default()
+            ..SimPlan::default()
         };
         plan.admission
             .validate()
-            .map_err(|reject| Unusable::new(reject.to_string()))?;
+            .map_err(|reject| SimulateArgsError::new(reject.to_string()))?;
         Ok(plan)
     }
 
@@ -441,7 +445,7 @@ impl SimulateArgs {
         }
     }
 
-    fn workload(&self) -> Result<Workload, Unusable> {
+    fn workload(&self) -> Result<SimWorkload, SimulateArgsError> {
         let demand = &self.demand;
         let mut workload = match (&self.trace, self.workload) {
             (Some(path), _) => {
@@ -451,20 +455,21 @@ impl SimulateArgs {
                     users: demand.users,
                     seed: self.seed,
                 };
-                let mut arrivals = trace::read(path, &options)
-                    .map_err(|error| Unusable::new(format!("{:#}", anyhow::Error::from(error))))?;
+                let mut arrivals = trace::read(path, &options).map_err(|error| {
+                    SimulateArgsError::new(format!("{:#}", anyhow::Error::from(error)))
+                })?;
                 if let (Some(duration), None) = (demand.duration, demand.rate) {
                     arrivals.retain(|arrival| arrival.at < duration);
                 }
                 if let Some(requests) = demand.requests {
                     arrivals.truncate(usize::try_from(requests).unwrap_or(usize::MAX));
                 }
-                Workload::of_trace(&arrivals)
+                SimWorkload::of_trace(&arrivals)
             }
-            (None, Some(Kind::Fairness)) => return Ok(self.fairness()),
+            (None, Some(WorkloadKind::Fairness)) => return Ok(self.fairness()),
             (None, Some(kind)) => self.mix(kind).generate(self.seed),
             (None, None) => {
-                return Err(Unusable::new(
+                return Err(SimulateArgsError::new(
                     "expected one of --trace, --workload and --experiment",
                 ));
             }
@@ -480,7 +485,7 @@ impl SimulateArgs {
     }
 
     /// Gives users their weights and replicas.
-    fn dress(&self, workload: &mut Workload) {
+    fn dress(&self, workload: &mut SimWorkload) {
         let weights = self.demand.weights.iter().cycle();
         for (user, weight) in workload.users.iter_mut().zip(weights) {
             user.weight_milli = weight * 1000;
@@ -490,21 +495,21 @@ impl SimulateArgs {
         }
     }
 
-    fn fairness(&self) -> Workload {
+    fn fairness(&self) -> SimWorkload {
         let demand = &self.demand;
-        let user = |(number, rate): (u32, &u32)| User {
+        let user = |(number, rate): (u32, &u32)| SimUser {
             backlog: rate * demand.backlog,
             off: demand.off.filter(|_| number == 1),
-            ..User::named(&format!("user-{number}"))
+            ..SimUser::named(&format!("user-{number}"))
         };
-        let shape = Lengths::default();
-        let mut workload = Workload {
+        let shape = LengthRange::default();
+        let mut workload = SimWorkload {
             users: (1..=demand.users)
                 .zip(demand.rates.iter().cycle())
                 .map(user)
                 .collect(),
             arrivals: Vec::new(),
-            shape: Lengths {
+            shape: LengthRange {
                 input: demand.input_tokens.unwrap_or(shape.input),
                 output: demand.output_tokens.unwrap_or(shape.output),
             },
@@ -513,13 +518,13 @@ impl SimulateArgs {
         workload
     }
 
-    fn mix(&self, kind: Kind) -> Mix {
+    fn mix(&self, kind: WorkloadKind) -> Mix {
         let demand = &self.demand;
         let mix = match kind {
-            Kind::SharedPrefix | Kind::Fairness => Mix::shared_prefix(),
-            Kind::OneHot => Mix::one_hot(),
-            Kind::Templated => Mix::templated(),
-            Kind::Burst => Mix::burst(),
+            WorkloadKind::SharedPrefix | WorkloadKind::Fairness => Mix::shared_prefix(),
+            WorkloadKind::OneHot => Mix::one_hot(),
+            WorkloadKind::Templated => Mix::templated(),
+            WorkloadKind::Burst => Mix::burst(),
         };
         Mix {
             rate: demand.rate.unwrap_or(mix.rate),
@@ -527,7 +532,7 @@ impl SimulateArgs {
             requests: demand.requests.unwrap_or(u64::MAX),
             groups: demand.prefixes.unwrap_or(mix.groups),
             group_tokens: demand.prefix_tokens.unwrap_or(mix.group_tokens),
-            lengths: Lengths {
+            lengths: LengthRange {
                 input: demand.input_tokens.unwrap_or(mix.lengths.input),
                 output: demand.output_tokens.unwrap_or(mix.lengths.output),
             },
@@ -537,14 +542,14 @@ impl SimulateArgs {
     }
 }
 
-impl EngineArgs {
+impl SimEngineArgs {
     fn model(&self) -> EngineModel {
         match self.static_batch {
             Some(batch_max) => EngineModel::Static(BatchTimes {
                 batch_max,
                 ..BatchTimes::CALIBRATED
             }),
-            None => EngineModel::Continuous(Shape {
+            None => EngineModel::Continuous(EngineShape {
                 num_gpu_blocks: self.blocks,
                 block_size: BLOCK_TOKENS,
                 max_num_seqs: self.max_num_seqs,

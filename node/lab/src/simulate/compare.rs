@@ -6,38 +6,39 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::events::Micros;
-use super::ideal::Ideal;
-use super::plan::Plan;
-use super::report::{Comparison, Run, Verdict};
-use super::workload::Workload;
-use super::world::World;
+use super::ideal::IdealBounds;
+use super::plan::SimPlan;
+use super::report::{ExperimentResult, RunReport, SimComparison};
+use super::workload::SimWorkload;
+use super::world::SimWorld;
 
 /// What is to be compared.
-pub struct Cases {
+pub struct ComparisonCases {
     /// In words.
     pub title: String,
     /// The cases, in the order of the table.
-    pub cases: Vec<Case>,
+    pub cases: Vec<ComparisonCase>,
     /// What is to be made of the results.
-    pub judge: fn(&[Run]) -> Vec<Verdict>,
+    pub judge: fn(&[RunReport]) -> Vec<ExperimentResult>,
 }
 
 /// One case.
-pub struct Case {
+pub struct ComparisonCase {
     /// The cluster.
-    pub plan: Plan,
+    pub plan: SimPlan,
     /// What is asked of it.
-    pub workload: Arc<Workload>,
+    pub workload: Arc<SimWorkload>,
 }
 
 /// Parts that a case's progress is told in.
 pub const PROGRESS_PARTS: u64 = 1000;
 
-impl Cases {
+impl ComparisonCases {
     /// Runs all; `progress` hears how many parts of all cases are done.
     #[must_use]
-    pub fn run(self, seed: u64, command: String, progress: impl Fn(u64) + Sync) -> Comparison {
-        let done: Vec<Mutex<Option<Run>>> = self.cases.iter().map(|_| Mutex::new(None)).collect();
+    pub fn run(self, seed: u64, command: String, progress: impl Fn(u64) + Sync) -> SimComparison {
+        let done: Vec<Mutex<Option<RunReport>>> =
+            self.cases.iter().map(|_| Mutex::new(None)).collect();
         let next = AtomicUsize::new(0);
         let parts = Mutex::new(vec![0; self.cases.len()]);
         let work = || {
@@ -57,11 +58,11 @@ impl Cases {
             }
             work();
         });
-        let runs: Vec<Run> = done
+        let runs: Vec<RunReport> = done
             .into_iter()
             .filter_map(|run| run.into_inner().unwrap_or_else(PoisonError::into_inner))
             .collect();
-        Comparison {
+        SimComparison {
             title: self.title,
             command,
             seed,
@@ -71,25 +72,28 @@ impl Cases {
     }
 }
 
-fn take<'a>(cases: &'a [Case], next: &AtomicUsize) -> Option<(usize, &'a Case)> {
+fn take<'a>(
+    cases: &'a [ComparisonCase],
+    next: &AtomicUsize,
+) -> Option<(usize, &'a ComparisonCase)> {
     let place = next.fetch_add(1, Relaxed);
     cases.get(place).map(|case| (place, case))
 }
 
-impl Case {
+impl ComparisonCase {
     /// Runs it; `progress` hears how many of [`PROGRESS_PARTS`] are done.
     #[must_use]
-    pub fn run(&self, mut progress: impl FnMut(u64)) -> Run {
+    pub fn run(&self, mut progress: impl FnMut(u64)) -> RunReport {
         let horizon = self.plan.horizon.max(1);
         let part = |now: Micros| (now.min(horizon) * PROGRESS_PARTS) / horizon;
-        let outcome = World::new(&self.plan, &self.workload).run(|now| progress(part(now)));
-        let ideal = Ideal::of(&self.plan, &outcome.asked);
-        Run::of(&self.plan, &self.workload, outcome, ideal)
+        let outcome = SimWorld::new(&self.plan, &self.workload).run(|now| progress(part(now)));
+        let ideal = IdealBounds::of(&self.plan, &outcome.asked);
+        RunReport::of(&self.plan, &self.workload, outcome, ideal)
     }
 }
 
 /// No claim.
 #[must_use]
-pub fn no_verdict(_: &[Run]) -> Vec<Verdict> {
+pub fn no_verdict(_: &[RunReport]) -> Vec<ExperimentResult> {
     Vec::new()
 }

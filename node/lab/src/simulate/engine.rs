@@ -10,12 +10,12 @@ use std::collections::VecDeque;
 
 use super::events::Micros;
 use super::plan::{BatchTimes, EngineModel, micros};
-use super::workload::Prompt;
-use crate::engine::model::{Finish, Job, RequestId, Scheduler};
+use super::workload::SimPrompt;
+use crate::engine::model::{ComputeJob, Finish, RequestId, Scheduler};
 
 /// What a request got by the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Served {
+pub struct ServedStep {
     /// The request, as it was submitted.
     pub request: usize,
     /// Tokens made.
@@ -28,7 +28,7 @@ pub struct Served {
 
 /// What probes read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Figures {
+pub struct ProbedFigures {
     /// In the batch.
     pub running: u32,
     /// In the engine's own queue.
@@ -41,13 +41,13 @@ pub struct Figures {
 
 /// One engine.
 #[derive(Debug)]
-pub struct Engine {
-    model: Model,
+pub struct SimEngine {
+    model: EngineTiming,
     is_busy: bool,
 }
 
 #[derive(Debug)]
-enum Model {
+enum EngineTiming {
     Continuous {
         scheduler: Box<Scheduler>,
         /// By the engine's own id, which counts from 0.
@@ -62,17 +62,17 @@ enum Model {
     },
 }
 
-impl Engine {
+impl SimEngine {
     /// An idle engine with an empty cache.
     #[must_use]
     pub fn new(model: &EngineModel) -> Self {
         let model = match model {
-            EngineModel::Continuous(shape) => Model::Continuous {
+            EngineModel::Continuous(shape) => EngineTiming::Continuous {
                 scheduler: Box::new(Scheduler::new(*shape)),
                 names: Vec::new(),
                 ids: Vec::new(),
             },
-            EngineModel::Static(times) => Model::Static {
+            EngineModel::Static(times) => EngineTiming::Static {
                 times: *times,
                 waiting: VecDeque::new(),
                 batch: Vec::new(),
@@ -84,15 +84,15 @@ impl Engine {
         }
     }
 
-    /// Takes a request in. One that could never fit is the caller's to refuse ([`Engine::fits`]).
-    pub fn submit(&mut self, request: usize, prompt: &Prompt, output_tokens: u32) {
+    /// Takes a request in. One that could never fit is the caller's to refuse ([`SimEngine::fits`]).
+    pub fn submit(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
         match &mut self.model {
-            Model::Continuous {
+            EngineTiming::Continuous {
                 scheduler,
                 names,
                 ids,
             } => {
-                let id = scheduler.submit(Job {
+                let id = scheduler.submit(ComputeJob {
                     sequence: prompt.sequence.clone(),
                     max_tokens: output_tokens,
                     ending: Finish::Length,
@@ -101,7 +101,7 @@ impl Engine {
                 let place = ids.partition_point(|(known, _)| *known < request);
                 ids.insert(place, (request, id));
             }
-            Model::Static { waiting, .. } => waiting.push_back((request, output_tokens)),
+            EngineTiming::Static { waiting, .. } => waiting.push_back((request, output_tokens)),
         }
     }
 
@@ -109,20 +109,20 @@ impl Engine {
     #[must_use]
     pub fn fits(&self, tokens: u32) -> bool {
         match &self.model {
-            Model::Continuous { scheduler, .. } => tokens <= scheduler.tokens_max(),
-            Model::Static { .. } => true,
+            EngineTiming::Continuous { scheduler, .. } => tokens <= scheduler.tokens_max(),
+            EngineTiming::Static { .. } => true,
         }
     }
 
     /// Drops a request.
     pub fn abort(&mut self, request: usize) {
         match &mut self.model {
-            Model::Continuous { scheduler, ids, .. } => {
+            EngineTiming::Continuous { scheduler, ids, .. } => {
                 if let Ok(place) = ids.binary_search_by_key(&request, |(known, _)| *known) {
                     scheduler.abort(ids.remove(place).1);
                 }
             }
-            Model::Static { waiting, batch, .. } => {
+            EngineTiming::Static { waiting, batch, .. } => {
                 waiting.retain(|(known, _)| *known != request);
                 batch.retain(|(known, _)| *known != request);
             }
@@ -135,8 +135,8 @@ impl Engine {
             return None;
         }
         let took = match &mut self.model {
-            Model::Continuous { scheduler, .. } => scheduler.begin_step().map(micros),
-            Model::Static {
+            EngineTiming::Continuous { scheduler, .. } => scheduler.begin_step().map(micros),
+            EngineTiming::Static {
                 times,
                 waiting,
                 batch,
@@ -153,10 +153,10 @@ impl Engine {
     }
 
     /// Ends the step.
-    pub fn finish_step(&mut self) -> Vec<Served> {
+    pub fn finish_step(&mut self) -> Vec<ServedStep> {
         self.is_busy = false;
         match &mut self.model {
-            Model::Continuous {
+            EngineTiming::Continuous {
                 scheduler,
                 names,
                 ids,
@@ -173,7 +173,7 @@ impl Engine {
                     {
                         ids.remove(place);
                     }
-                    Served {
+                    ServedStep {
                         request,
                         output_tokens: progress.output_tokens,
                         cached_tokens: progress.cached_tokens,
@@ -182,8 +182,8 @@ impl Engine {
                 });
                 served.collect()
             }
-            Model::Static { batch, .. } => {
-                let served = batch.drain(..).map(|(request, output_tokens)| Served {
+            EngineTiming::Static { batch, .. } => {
+                let served = batch.drain(..).map(|(request, output_tokens)| ServedStep {
                     request,
                     output_tokens,
                     cached_tokens: 0,
@@ -203,21 +203,21 @@ impl Engine {
 
     /// What a probe reads.
     #[must_use]
-    pub fn figures(&self) -> Figures {
+    pub fn figures(&self) -> ProbedFigures {
         match &self.model {
-            Model::Continuous { scheduler, .. } => {
+            EngineTiming::Continuous { scheduler, .. } => {
                 let stats = scheduler.stats();
-                Figures {
+                ProbedFigures {
                     running: stats.running,
                     waiting: stats.waiting,
                     kv_usage_permille: 1000 * stats.used_blocks / stats.usable_blocks.max(1),
                     preemptions: stats.preemptions,
                 }
             }
-            Model::Static { waiting, batch, .. } => Figures {
+            EngineTiming::Static { waiting, batch, .. } => ProbedFigures {
                 running: count(batch.len()),
                 waiting: count(waiting.len()),
-                ..Figures::default()
+                ..ProbedFigures::default()
             },
         }
     }

@@ -9,45 +9,45 @@ pub type Micros = u64;
 
 /// Events by time; equal times in the order they were planned.
 #[derive(Debug)]
-pub struct Events<E> {
-    heap: BinaryHeap<Reverse<Planned<E>>>,
+pub struct EventQueue<E> {
+    heap: BinaryHeap<Reverse<PlannedEvent<E>>>,
     planned: u64,
 }
 
 #[derive(Debug)]
-struct Planned<E> {
+struct PlannedEvent<E> {
     at: Micros,
     sequence: u64,
     event: E,
 }
 
-impl<E> PartialEq for Planned<E> {
+impl<E> PartialEq for PlannedEvent<E> {
     fn eq(&self, other: &Self) -> bool {
         self.key() == other.key()
     }
 }
 
-impl<E> Eq for Planned<E> {}
+impl<E> Eq for PlannedEvent<E> {}
 
-impl<E> PartialOrd for Planned<E> {
+impl<E> PartialOrd for PlannedEvent<E> {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl<E> Ord for Planned<E> {
+impl<E> Ord for PlannedEvent<E> {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.key().cmp(&other.key())
     }
 }
 
-impl<E> Planned<E> {
+impl<E> PlannedEvent<E> {
     fn key(&self) -> (Micros, u64) {
         (self.at, self.sequence)
     }
 }
 
-impl<E> Default for Events<E> {
+impl<E> Default for EventQueue<E> {
     fn default() -> Self {
         Self {
             heap: BinaryHeap::new(),
@@ -56,11 +56,11 @@ impl<E> Default for Events<E> {
     }
 }
 
-impl<E> Events<E> {
+impl<E> EventQueue<E> {
     /// Plans `event`.
     pub fn plan(&mut self, at: Micros, event: E) {
         self.planned += 1;
-        self.heap.push(Reverse(Planned {
+        self.heap.push(Reverse(PlannedEvent {
             at,
             sequence: self.planned,
             event,
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn equal_times_come_as_planned() {
-        let mut events = Events::default();
+        let mut events = EventQueue::default();
         for (at, name) in [(5, "c"), (1, "a"), (5, "d"), (1, "b")] {
             events.plan(at, name);
         }

@@ -7,12 +7,12 @@ use std::time::Duration;
 use state::admission::{AdmissionSettings, Batching, BinSelection, Concurrency, Order};
 use state::outputs::theory::batch_time_mean;
 
-use super::compare::{Case, Cases};
+use super::compare::{ComparisonCase, ComparisonCases};
 use super::overload;
-use super::plan::{BatchTimes, EngineModel, Plan, Restart, Who, micros};
-use super::report::{Run, Verdict};
-use super::unusable::Unusable;
-use super::workload::{Lengths, Mix, User, Workload};
+use super::plan::{BatchTimes, EngineModel, RestartPlan, RestartScope, SimPlan, micros};
+use super::report::{ExperimentResult, RunReport};
+use super::unusable::SimulateArgsError;
+use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
 /// What can be asked for by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -38,11 +38,13 @@ impl Experiment {
         self,
         seed: u64,
         duration: Option<Duration>,
-        workload: Option<Workload>,
-    ) -> Result<Cases, Unusable> {
+        workload: Option<SimWorkload>,
+    ) -> Result<ComparisonCases, SimulateArgsError> {
         let horizon = duration.map(micros);
         if horizon.is_some_and(|horizon| horizon < 1_000_000) {
-            return Err(Unusable::new("expected a --duration of at least 1s"));
+            return Err(SimulateArgsError::new(
+                "expected a --duration of at least 1s",
+            ));
         }
         Ok(match self {
             Self::Fairness => fairness(seed, horizon.unwrap_or(600_000_000)),
@@ -55,8 +57,8 @@ impl Experiment {
 }
 
 /// Small engines, so that a queue forms, which never queue themselves.
-fn queueing(seed: u64, horizon: u64, order: Order) -> Plan {
-    let mut plan = Plan {
+fn queueing(seed: u64, horizon: u64, order: Order) -> SimPlan {
+    let mut plan = SimPlan {
         seed,
         horizon,
         admission: AdmissionSettings {
@@ -66,7 +68,7 @@ fn queueing(seed: u64, horizon: u64, order: Order) -> Plan {
             wait_ms_max: u32::MAX,
             ..AdmissionSettings::default()
         },
-        ..Plan::default()
+        ..SimPlan::default()
     };
     if let EngineModel::Continuous(shape) = &mut plan.engine {
         shape.max_num_seqs = 24;
@@ -75,20 +77,20 @@ fn queueing(seed: u64, horizon: u64, order: Order) -> Plan {
 }
 
 /// Users who send 1, 2, 3 and 4 times as much as they could be served.
-fn backlogged(weights: &[u32]) -> Workload {
-    let user = |number: usize| User {
+fn backlogged(weights: &[u32]) -> SimWorkload {
+    let user = |number: usize| SimUser {
         weight_milli: weights[number % weights.len()] * 1000,
         backlog: 64 * (1 + u32::try_from(number % 4).expect("less than 4")),
-        ..User::named(&format!("user-{}", number + 1))
+        ..SimUser::named(&format!("user-{}", number + 1))
     };
-    Workload {
+    SimWorkload {
         users: (0..8).map(user).collect(),
         arrivals: Vec::new(),
-        shape: Lengths::default(),
+        shape: LengthRange::default(),
     }
 }
 
-fn fairness(seed: u64, horizon: u64) -> Cases {
+fn fairness(seed: u64, horizon: u64) -> ComparisonCases {
     let mut cases = Vec::new();
     for (weights, name) in [(&[1][..], "equal"), (&[1, 2, 3, 4][..], "1:2:3:4")] {
         for is_pinned in [false, true] {
@@ -102,11 +104,11 @@ fn fairness(seed: u64, horizon: u64) -> Cases {
                 let order = if order == Order::Vtc { "vtc" } else { "fcfs" };
                 plan.label = format!("{order}, {spread}, weights {name}");
                 let workload = Arc::new(workload);
-                cases.push(Case { plan, workload });
+                cases.push(ComparisonCase { plan, workload });
             }
         }
     }
-    Cases {
+    ComparisonCases {
         title: "Eight users who always wait, sending at 1:2:3:4, on 3 replicas and 4 engines"
             .to_owned(),
         cases,
@@ -114,24 +116,24 @@ fn fairness(seed: u64, horizon: u64) -> Cases {
     }
 }
 
-fn judge_fairness(runs: &[Run]) -> Vec<Verdict> {
+fn judge_fairness(runs: &[RunReport]) -> Vec<ExperimentResult> {
     let mut verdicts = Vec::new();
     for pair in runs.chunks_exact(2) {
         let [vtc, fcfs] = pair else { continue };
         let name = &vtc.label;
         if let (Some(gap), Some(bound)) = (vtc.gap, vtc.gap_bound) {
-            verdicts.push(Verdict {
+            verdicts.push(ExperimentResult {
                 claim: format!("{name}: largest gap {gap:.0} is within the bound {bound:.0}"),
                 holds: gap <= bound,
             });
         }
         let ratio = vtc.service_ratio.unwrap_or(0.0);
-        verdicts.push(Verdict {
+        verdicts.push(ExperimentResult {
             claim: format!("{name}: least over greatest service {ratio:.4} is at least 0.98"),
             holds: ratio >= 0.98,
         });
         let throughput = vtc.tokens_per_s / fcfs.tokens_per_s;
-        verdicts.push(Verdict {
+        verdicts.push(ExperimentResult {
             claim: format!("{name}: throughput is {throughput:.4} of FCFS's, at least 0.98"),
             holds: throughput >= 0.98,
         });
@@ -139,20 +141,20 @@ fn judge_fairness(runs: &[Run]) -> Vec<Verdict> {
     verdicts
 }
 
-fn returning_user(seed: u64, horizon: u64) -> Cases {
+fn returning_user(seed: u64, horizon: u64) -> ComparisonCases {
     let mut workload = backlogged(&[1]);
     workload.users[0].off = Some((horizon / 6, horizon / 2));
     // What it has waiting when it pauses is soon served: it then is idle.
     workload.users[0].backlog = 32;
     let workload = Arc::new(workload);
-    let case = |(order, label): (Order, &str)| Case {
-        plan: Plan {
+    let case = |(order, label): (Order, &str)| ComparisonCase {
+        plan: SimPlan {
             label: label.to_owned(),
             ..queueing(seed, horizon, order)
         },
         workload: Arc::clone(&workload),
     };
-    Cases {
+    ComparisonCases {
         title: "One of eight users pauses from 1/6 to 1/2 of the time and comes back".to_owned(),
         cases: [
             (Order::Vtc, "vtc"),
@@ -166,7 +168,7 @@ fn returning_user(seed: u64, horizon: u64) -> Cases {
 }
 
 /// What the first user was served after its pause over the mean of the others.
-fn share_after_pause(run: &Run) -> f64 {
+fn share_after_pause(run: &RunReport) -> f64 {
     let service = &run.curves.service;
     let points = service[0].len();
     // From a little after the return, when what it sent is served, to the end.
@@ -177,18 +179,18 @@ fn share_after_pause(run: &Run) -> f64 {
     served(&service[0]) / mean
 }
 
-fn judge_return(runs: &[Run]) -> Vec<Verdict> {
+fn judge_return(runs: &[RunReport]) -> Vec<ExperimentResult> {
     let share = runs.first().map_or(0.0, share_after_pause);
     let without_lift = runs.get(1).map_or(0.0, share_after_pause);
     vec![
-        Verdict {
+        ExperimentResult {
             claim: format!(
                 "vtc: after its pause the user is served {share:.3} of what others are on average, \
                  from 0.95 to 1.05"
             ),
             holds: (0.95..=1.05).contains(&share),
         },
-        Verdict {
+        ExperimentResult {
             claim: format!(
                 "lcf, which does not lift, serves it {without_lift:.2} times as much: more than 1.2"
             ),
@@ -208,29 +210,29 @@ fn at_the_edge(horizon: u64) -> Mix {
     }
 }
 
-fn sharing(seed: u64, horizon: u64, workload: Option<Workload>) -> Cases {
+fn sharing(seed: u64, horizon: u64, workload: Option<SimWorkload>) -> ComparisonCases {
     let is_trace = workload.is_some();
     let workload = Arc::new(workload.unwrap_or_else(|| at_the_edge(horizon).generate(seed)));
     let horizon = match workload.arrivals.last() {
         Some(last) if is_trace => last.at.max(1),
         _ => horizon,
     };
-    let restart = |wipe| Restart {
+    let restart = |wipe| RestartPlan {
         at: horizon / 2,
-        who: Who::All,
+        who: RestartScope::All,
         wipe,
     };
-    let base = Plan {
+    let base = SimPlan {
         seed,
         horizon,
-        ..Plan::default()
+        ..SimPlan::default()
     };
-    let nothing = Plan {
+    let nothing = SimPlan {
         ownership_lag: None,
         load_lag: None,
         ..base.clone()
     };
-    let one = Plan {
+    let one = SimPlan {
         replicas: 1,
         ..base.clone()
     };
@@ -251,15 +253,15 @@ fn sharing(seed: u64, horizon: u64, workload: Option<Workload>) -> Cases {
             Some(restart(true)),
         ),
     ];
-    let case = |(label, plan, restart): (&str, Plan, Option<Restart>)| Case {
-        plan: Plan {
+    let case = |(label, plan, restart): (&str, SimPlan, Option<RestartPlan>)| ComparisonCase {
+        plan: SimPlan {
             label: label.to_owned(),
             restart,
             ..plan
         },
         workload: Arc::clone(&workload),
     };
-    Cases {
+    ComparisonCases {
         title: format!(
             "What sharing is worth, on {} load",
             if is_trace {
@@ -273,17 +275,17 @@ fn sharing(seed: u64, horizon: u64, workload: Option<Workload>) -> Cases {
     }
 }
 
-fn judge_sharing(runs: &[Run]) -> Vec<Verdict> {
+fn judge_sharing(runs: &[RunReport]) -> Vec<ExperimentResult> {
     let [one, three, nothing, ..] = runs else {
         return Vec::new();
     };
     let ratio = three.hit_rate / one.hit_rate;
     vec![
-        Verdict {
+        ExperimentResult {
             claim: format!("3 replicas hit {ratio:.4} of what 1 does: at least 0.99"),
             holds: ratio >= 0.99,
         },
-        Verdict {
+        ExperimentResult {
             claim: format!(
                 "3 that share nothing hit less: {:.3} against {:.3}",
                 nothing.hit_rate, three.hit_rate
@@ -302,23 +304,23 @@ const BINS_PREDICTED: u16 = 8;
 /// Largest deviation from the theory.
 const DEVIATION_MAX: f64 = 0.03;
 
-fn static_batching(seed: u64, horizon: u64) -> Cases {
-    let user = User {
+fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
+    let user = SimUser {
         // Enough for every bin to fill a batch at any time.
         backlog: 2048,
-        ..User::named("user-1")
+        ..SimUser::named("user-1")
     };
-    let workload = Arc::new(Workload {
+    let workload = Arc::new(SimWorkload {
         users: vec![user],
         arrivals: Vec::new(),
-        shape: Lengths {
+        shape: LengthRange {
             input: (32, 64),
             output: OUTPUT,
         },
     });
     let case = |bins: u16, oracle: bool| {
         let known = if oracle { "known" } else { "predicted" };
-        let plan = Plan {
+        let plan = SimPlan {
             label: format!("{bins} bins, lengths {known}"),
             seed,
             horizon,
@@ -339,14 +341,14 @@ fn static_batching(seed: u64, horizon: u64) -> Cases {
                 batching: Batching::Static,
                 ..AdmissionSettings::default()
             },
-            ..Plan::default()
+            ..SimPlan::default()
         };
         let workload = Arc::clone(&workload);
-        Case { plan, workload }
+        ComparisonCase { plan, workload }
     };
-    let mut cases: Vec<Case> = BINS.map(|bins| case(bins, true)).into();
+    let mut cases: Vec<ComparisonCase> = BINS.map(|bins| case(bins, true)).into();
     cases.push(case(BINS_PREDICTED, false));
-    Cases {
+    ComparisonCases {
         title: format!(
             "Batches of {} that end together, outputs uniform over {} to {} tokens",
             BatchTimes::CALIBRATED.batch_max,
@@ -365,13 +367,14 @@ fn batch_s(bins: u16) -> f64 {
     batch_time_mean(at(OUTPUT.0), at(OUTPUT.1), bins, times.batch_max)
 }
 
-fn judge_static_batching(runs: &[Run]) -> Vec<Verdict> {
+fn judge_static_batching(runs: &[RunReport]) -> Vec<ExperimentResult> {
     // The engine is never idle and its batches are full, so that their number says how long they are.
-    let measured = |run: &Run| f64::from(BatchTimes::CALIBRATED.batch_max) / run.requests_per_s;
+    let measured =
+        |run: &RunReport| f64::from(BatchTimes::CALIBRATED.batch_max) / run.requests_per_s;
     let mut verdicts = Vec::new();
     for (run, bins) in runs.iter().zip(BINS) {
         let (batch, theory) = (measured(run), batch_s(bins));
-        verdicts.push(Verdict {
+        verdicts.push(ExperimentResult {
             claim: format!(
                 "{bins} bins: a batch takes {batch:.3} s on average, in theory {theory:.3} s: within \
                  {:.0} %",
@@ -382,7 +385,7 @@ fn judge_static_batching(runs: &[Run]) -> Vec<Verdict> {
     }
     if let ([one, ..], Some(predicted)) = (runs, runs.get(BINS.len())) {
         let ratio = predicted.requests_per_s / one.requests_per_s;
-        verdicts.push(Verdict {
+        verdicts.push(ExperimentResult {
             claim: format!(
                 "lengths that cannot be predicted: {BINS_PREDICTED} bins serve {ratio:.3} times what \
                  one does, within {:.0} %",

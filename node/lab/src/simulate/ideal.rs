@@ -7,23 +7,23 @@
 
 use std::sync::Arc;
 
-use super::plan::{EngineModel, Plan};
-use super::workload::Prompt;
-use crate::engine::cache::{BlockPool, Held};
+use super::plan::{EngineModel, SimPlan};
+use super::workload::SimPrompt;
+use crate::engine::cache::{BlockPool, HeldBlocks};
 
 /// The yardsticks of one workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Ideal {
+pub struct IdealBounds {
     /// Prompt tokens of the pooled cache's requests that it had, over all prompt tokens.
     pub hit_rate: f64,
     /// Mean lower bound of the time to first token, milliseconds.
     pub ttft_ms: f64,
 }
 
-impl Ideal {
+impl IdealBounds {
     /// Of requests in the order of their arrival; `None` for engines without a prefix cache.
     #[must_use]
-    pub fn of(plan: &Plan, asked: &[(Arc<Prompt>, u32)]) -> Option<Self> {
+    pub fn of(plan: &SimPlan, asked: &[(Arc<SimPrompt>, u32)]) -> Option<Self> {
         let EngineModel::Continuous(shape) = plan.engine else {
             return None;
         };
@@ -38,7 +38,7 @@ impl Ideal {
             for _ in 0..*output_tokens {
                 sequence.push_token();
             }
-            let mut held = Held::default();
+            let mut held = HeldBlocks::default();
             if pool.allocate(&mut held, &hit, sequence.tokens()) {
                 pool.register(&mut held, sequence.hashes(), sequence.tokens());
                 pool.release(&mut held);

@@ -14,9 +14,9 @@ use state::admission::{
 use state::ids::{ReplicaId, Ticket};
 use state::outputs::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule};
 
+use super::clock::unix_ms;
 use super::events::Micros;
-use super::plan::Plan;
-use super::replica::unix_ms;
+use super::plan::SimPlan;
 
 /// How old the replicas' knowledge of each other's dispatches is taken to be at most, beyond the
 /// lags: a flush interval and one between two reports.
@@ -25,11 +25,11 @@ const LAG_MS: u64 = 40;
 const RATE_WINDOW: Micros = 10_000_000;
 
 /// What waits.
-pub struct Lobby {
+pub struct SimQueue {
     settings: AdmissionSettings,
     lag_ms: u64,
     replicas: u64,
-    line: Line,
+    line: QueueKind,
     gate: Gate,
     last_ticket: u64,
     /// Highest price of a request that came here.
@@ -46,7 +46,7 @@ pub struct Lobby {
     next_measure: Micros,
 }
 
-enum Line {
+enum QueueKind {
     Ordered {
         queue: Box<Queue>,
         /// Requests by ticket.
@@ -57,7 +57,7 @@ enum Line {
 
 /// A request as the lobby sees it.
 #[derive(Debug, Clone, Copy)]
-pub struct Guest {
+pub struct WaitingRequest {
     /// The request.
     pub request: usize,
     /// What the queue orders by; its ticket is given here.
@@ -68,7 +68,7 @@ pub struct Guest {
 
 /// What came of asking for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Turn {
+pub enum NextAdmission {
     /// This request goes.
     Go(usize),
     /// Somebody at another replica has precedence; ask again after so many microseconds.
@@ -77,21 +77,21 @@ pub enum Turn {
     Nobody,
 }
 
-impl Lobby {
+impl SimQueue {
     /// Nobody waits.
     #[must_use]
-    pub fn new(plan: &Plan, pricing: Pricing, lag: Micros) -> Self {
+    pub fn new(plan: &SimPlan, pricing: Pricing, lag: Micros) -> Self {
         let settings = &plan.admission;
         let rules = QueueSettings {
             target_ms: u64::try_from(plan.codel_target.as_millis()).unwrap_or(u64::MAX),
             ..QueueSettings::of(settings, pricing)
         };
         let line = match settings.batching {
-            Batching::Continuous => Line::Ordered {
+            Batching::Continuous => QueueKind::Ordered {
                 queue: Box::new(Queue::new(rules)),
                 requests: BTreeMap::new(),
             },
-            Batching::Static => Line::Batches(BinQueues::new(settings.bins)),
+            Batching::Static => QueueKind::Batches(BinQueues::new(settings.bins)),
         };
         Self {
             settings: settings.clone(),
@@ -115,7 +115,7 @@ impl Lobby {
     /// When it may not wait.
     pub fn push(
         &mut self,
-        guest: Guest,
+        guest: WaitingRequest,
         counters: &impl Counters,
     ) -> Result<Ticket, QueueRejection> {
         self.largest = self.largest.max(guest.price);
@@ -123,7 +123,7 @@ impl Lobby {
         self.last_ticket += 1;
         let ticket = Ticket(self.last_ticket);
         match &mut self.line {
-            Line::Ordered { queue, requests } => {
+            QueueKind::Ordered { queue, requests } => {
                 let waiting = QueuedRequest {
                     ticket,
                     ..guest.waiting
@@ -131,7 +131,7 @@ impl Lobby {
                 queue.push(waiting, now_ms, counters, &self.gate)?;
                 requests.insert(ticket, guest.request);
             }
-            Line::Batches(bins) => {
+            QueueKind::Batches(bins) => {
                 let QueuedRequest {
                     input_tokens,
                     predicted_output,
@@ -151,7 +151,7 @@ impl Lobby {
 
     /// A request's client has left.
     pub fn left(&mut self, ticket: Ticket, now: Micros) {
-        if let Line::Ordered { queue, requests } = &mut self.line {
+        if let QueueKind::Ordered { queue, requests } = &mut self.line {
             queue.left(ticket, unix_ms(now));
             requests.remove(&ticket);
         }
@@ -159,7 +159,7 @@ impl Lobby {
 
     /// Those who have waited for as long as they may.
     pub fn expire(&mut self, now: Micros) -> Vec<usize> {
-        let Line::Ordered { queue, requests } = &mut self.line else {
+        let QueueKind::Ordered { queue, requests } = &mut self.line else {
             return Vec::new();
         };
         let expired = queue.expire(unix_ms(now)).into_iter();
@@ -171,7 +171,7 @@ impl Lobby {
 
     /// How long engines take for an answer, by Little's law, when `running` requests run from here.
     pub fn measure(&mut self, now: Micros, running: impl FnOnce() -> u64) {
-        let Line::Ordered { queue, .. } = &mut self.line else {
+        let QueueKind::Ordered { queue, .. } = &mut self.line else {
             return;
         };
         if now < self.next_measure {
@@ -187,19 +187,19 @@ impl Lobby {
     #[must_use]
     pub fn drain_ms(&self, now: Micros) -> u64 {
         match &self.line {
-            Line::Ordered { queue, .. } => queue.forecast(unix_ms(now)).drain_ms,
-            Line::Batches(_) => 0,
+            QueueKind::Ordered { queue, .. } => queue.forecast(unix_ms(now)).drain_ms,
+            QueueKind::Batches(_) => 0,
         }
     }
 
     /// Whose turn it is, if there is room; only for engines that batch continuously.
-    pub fn next(&mut self, now: Micros, counters: &impl Counters, has_room: bool) -> Turn {
+    pub fn next(&mut self, now: Micros, counters: &impl Counters, has_room: bool) -> NextAdmission {
         if !has_room && !self.is_held {
-            return Turn::Nobody; // Nothing to tell the gate either.
+            return NextAdmission::Nobody; // Nothing to tell the gate either.
         }
         let slack = self.slack(now);
-        let Line::Ordered { queue, requests } = &mut self.line else {
-            return Turn::Nobody;
+        let QueueKind::Ordered { queue, requests } = &mut self.line else {
+            return NextAdmission::Nobody;
         };
         self.gate.set_slack(slack);
         self.slack_most = self.slack_most.max(slack);
@@ -213,16 +213,16 @@ impl Lobby {
         match next {
             Next::Go(waiting) => {
                 let request = requests.remove(&waiting.ticket);
-                Turn::Go(request.expect("who waits is known"))
+                NextAdmission::Go(request.expect("who waits is known"))
             }
-            Next::Held { retry_ms } => Turn::Held(retry_ms * 1000),
-            Next::NoRoom | Next::Nobody => Turn::Nobody,
+            Next::Held { retry_ms } => NextAdmission::Held(retry_ms * 1000),
+            Next::NoRoom | Next::Nobody => NextAdmission::Nobody,
         }
     }
 
     /// Algorithms 5 and 3: a batch for an idle engine; only for engines that batch with a barrier.
     pub fn form_batch(&mut self, now: Micros, requests: u32) -> Vec<usize> {
-        let Line::Batches(bins) = &mut self.line else {
+        let QueueKind::Batches(bins) = &mut self.line else {
             return Vec::new();
         };
         let rule = SelectionRule {
@@ -240,7 +240,7 @@ impl Lobby {
 
     /// Spreads what waits over other bins.
     pub fn rebin(&mut self, bin_of: impl Fn(&usize) -> u16) {
-        if let Line::Batches(bins) = &mut self.line {
+        if let QueueKind::Batches(bins) = &mut self.line {
             bins.rebin(self.settings.bins, bin_of);
         }
     }
@@ -254,8 +254,8 @@ impl Lobby {
             self.window = (now, 0);
         }
         let here = match &self.line {
-            Line::Ordered { queue, .. } => queue.users_len(),
-            Line::Batches(_) => 0,
+            QueueKind::Ordered { queue, .. } => queue.users_len(),
+            QueueKind::Batches(_) => 0,
         };
         let users = u32::try_from(here).unwrap_or(u32::MAX);
         let users = users.saturating_add(self.gate.users(unix_ms(now)));
@@ -280,8 +280,8 @@ impl Lobby {
     /// What peers are told.
     pub fn backlog(&mut self, now: Micros, counters: &impl Counters) -> Option<Backlog> {
         match &mut self.line {
-            Line::Ordered { queue, .. } => queue.backlog(unix_ms(now), counters),
-            Line::Batches(_) => None,
+            QueueKind::Ordered { queue, .. } => queue.backlog(unix_ms(now), counters),
+            QueueKind::Batches(_) => None,
         }
     }
 
@@ -300,8 +300,8 @@ impl Lobby {
     #[must_use]
     pub fn len(&self) -> usize {
         match &self.line {
-            Line::Ordered { queue, .. } => queue.len(),
-            Line::Batches(bins) => bins.waiting().iter().sum(),
+            QueueKind::Ordered { queue, .. } => queue.len(),
+            QueueKind::Batches(bins) => bins.waiting().iter().sum(),
         }
     }
 
@@ -315,8 +315,8 @@ impl Lobby {
     #[must_use]
     pub fn by_bin(&self) -> Vec<usize> {
         match &self.line {
-            Line::Ordered { queue, .. } => queue.bins().into_values().collect(),
-            Line::Batches(bins) => bins.waiting(),
+            QueueKind::Ordered { queue, .. } => queue.bins().into_values().collect(),
+            QueueKind::Batches(bins) => bins.waiting(),
         }
     }
 }

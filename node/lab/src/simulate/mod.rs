@@ -9,6 +9,7 @@
 //! docs/guide/simulator.md says what it models, what it leaves out, and what the experiments show.
 
 mod args;
+pub mod clock;
 pub mod compare;
 pub mod engine;
 pub mod events;
@@ -31,4 +32,4 @@ pub mod workload;
 pub mod world;
 
 pub use args::{SimulateArgs, run};
-pub use unusable::Unusable;
+pub use unusable::SimulateArgsError;

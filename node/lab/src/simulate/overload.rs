@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use state::admission::{AdmissionSettings, CODEL_TARGET_MS, Concurrency};
 
-use super::compare::{Case, Cases};
+use super::compare::{ComparisonCase, ComparisonCases};
 use super::events::Micros;
-use super::plan::{Clients, EngineModel, Plan};
-use super::report::{Run, Verdict};
-use super::workload::{Lengths, Sent, User, Workload};
+use super::plan::{ClientModel, EngineModel, SimPlan};
+use super::report::{ExperimentResult, RunReport};
+use super::workload::{LengthRange, SimArrival, SimUser, SimWorkload};
 use crate::rng::Rng;
 
 /// What the engines of the experiment serve per second, about; the claims go by what they were
@@ -25,30 +25,30 @@ const TIMES: f64 = 10.0;
 const PATIENCE: Micros = 3_000_000;
 /// Time after the load in which all is to be as before.
 const RECOVERY: Micros = 2_000_000;
-const LENGTHS: Lengths = Lengths {
+const LENGTHS: LengthRange = LengthRange {
     input: (32, 64),
     output: (16, 48),
 };
 
 /// Kinds of clients, and their names.
-const KINDS: [(&str, Clients); 3] = [
+const KINDS: [(&str, ClientModel); 3] = [
     (
         "patient",
-        Clients {
+        ClientModel {
             patience: None,
             retries: 0,
         },
     ),
     (
         "leave after 3 s",
-        Clients {
+        ClientModel {
             patience: Some((PATIENCE, PATIENCE)),
             retries: 0,
         },
     ),
     (
         "leave, try 3 times",
-        Clients {
+        ClientModel {
             patience: Some((PATIENCE, PATIENCE)),
             retries: 2,
         },
@@ -60,9 +60,9 @@ const RUNS_OF_KIND: usize = 3;
 /// The cases: the capacity, and for each kind of clients full load, ten times that, and a quiet time
 /// before and after ten times that.
 #[must_use]
-pub fn cases(seed: u64, horizon: Micros) -> Cases {
-    let mut cases = vec![Case {
-        plan: plan("capacity".to_owned(), seed, horizon, Clients::default()),
+pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
+    let mut cases = vec![ComparisonCase {
+        plan: plan("capacity".to_owned(), seed, horizon, ClientModel::default()),
         workload: Arc::new(always_waiting()),
     }];
     let phases = [
@@ -80,13 +80,13 @@ pub fn cases(seed: u64, horizon: Micros) -> Cases {
     let loads = phases.map(|(name, phases)| (name, Arc::new(load(seed, &phases))));
     for (kind, clients) in KINDS {
         for (name, workload) in &loads {
-            cases.push(Case {
+            cases.push(ComparisonCase {
                 plan: plan(format!("{kind}, {name}"), seed, horizon, clients),
                 workload: Arc::clone(workload),
             });
         }
     }
-    Cases {
+    ComparisonCases {
         title: format!(
             "Ten times what 2 engines of {PLACES} places can serve, from 4 users through 3 replicas"
         ),
@@ -95,8 +95,8 @@ pub fn cases(seed: u64, horizon: Micros) -> Cases {
     }
 }
 
-fn plan(label: String, seed: u64, horizon: Micros, clients: Clients) -> Plan {
-    let mut plan = Plan {
+fn plan(label: String, seed: u64, horizon: Micros, clients: ClientModel) -> SimPlan {
+    let mut plan = SimPlan {
         label,
         seed,
         horizon,
@@ -107,7 +107,7 @@ fn plan(label: String, seed: u64, horizon: Micros, clients: Clients) -> Plan {
             concurrency: Concurrency::Fixed(PLACES),
             ..AdmissionSettings::default()
         },
-        ..Plan::default()
+        ..SimPlan::default()
     };
     if let EngineModel::Continuous(shape) = &mut plan.engine {
         shape.max_num_seqs = PLACES;
@@ -115,17 +115,17 @@ fn plan(label: String, seed: u64, horizon: Micros, clients: Clients) -> Plan {
     plan
 }
 
-fn users() -> Vec<User> {
-    let name = |number| User::named(&format!("user-{number}"));
+fn users() -> Vec<SimUser> {
+    let name = |number| SimUser::named(&format!("user-{number}"));
     (1..=4).map(name).collect()
 }
 
-fn always_waiting() -> Workload {
+fn always_waiting() -> SimWorkload {
     let mut users = users();
     for user in &mut users {
         user.backlog = 2 * PLACES;
     }
-    Workload {
+    SimWorkload {
         users,
         arrivals: Vec::new(),
         shape: LENGTHS,
@@ -133,11 +133,11 @@ fn always_waiting() -> Workload {
 }
 
 /// Requests at these multiples of the capacity, one after the other.
-fn load(seed: u64, phases: &[(Micros, f64)]) -> Workload {
+fn load(seed: u64, phases: &[(Micros, f64)]) -> SimWorkload {
     let mut rng = Rng::new(seed, 4);
-    let mut workload = Workload {
+    let mut workload = SimWorkload {
         users: users(),
-        ..Workload::default()
+        ..SimWorkload::default()
     };
     let mut begin = 0;
     for (length, times) in phases {
@@ -149,7 +149,7 @@ fn load(seed: u64, phases: &[(Micros, f64)]) -> Workload {
                 break;
             }
             let (prompt, output_tokens) = LENGTHS.draw_request(&mut rng);
-            workload.arrivals.push(Sent {
+            workload.arrivals.push(SimArrival {
                 at,
                 user: usize::try_from(rng.below(4)).expect("one of four"),
                 prompt,
@@ -160,7 +160,7 @@ fn load(seed: u64, phases: &[(Micros, f64)]) -> Workload {
     workload
 }
 
-fn judge(runs: &[Run]) -> Vec<Verdict> {
+fn judge(runs: &[RunReport]) -> Vec<ExperimentResult> {
     let Some((capacity, runs)) = runs.split_first() else {
         return Vec::new();
     };
@@ -174,9 +174,9 @@ fn judge(runs: &[Run]) -> Vec<Verdict> {
     verdicts
 }
 
-fn goodput(capacity: &Run, ten: &Run) -> Verdict {
+fn goodput(capacity: &RunReport, ten: &RunReport) -> ExperimentResult {
     let share = ten.requests_per_s / capacity.requests_per_s;
-    Verdict {
+    ExperimentResult {
         claim: format!(
             "{}: goodput is {share:.3} of the capacity, at least 0.9",
             ten.label
@@ -185,9 +185,9 @@ fn goodput(capacity: &Run, ten: &Run) -> Verdict {
     }
 }
 
-fn times(full: &Run, ten: &Run) -> Verdict {
+fn times(full: &RunReport, ten: &RunReport) -> ExperimentResult {
     let (before, after) = (full.ttft_ms, ten.ttft_ms);
-    Verdict {
+    ExperimentResult {
         claim: format!(
             "{}: TTFT p50 {:.0} ms and p99 {:.0} ms are at most twice the {:.0} and {:.0} at full load",
             ten.label, after.p50, after.p99, before.p50, before.p99
@@ -198,7 +198,7 @@ fn times(full: &Run, ten: &Run) -> Verdict {
 
 /// From [`RECOVERY`] after the load on it is as before: in the mean of the steps' medians, and in what
 /// is served. While those still come who try again, and the engines are full, as at full load.
-fn recovery(full: &Run, step: &Run) -> Verdict {
+fn recovery(full: &RunReport, step: &RunReport) -> ExperimentResult {
     let curves = &step.curves;
     let third = curves.ended.len() / 3;
     let late = (RECOVERY as f64 / 1e6 / curves.step_s).ceil() as usize;
@@ -217,7 +217,7 @@ fn recovery(full: &Run, step: &Run) -> Verdict {
     } else {
         (before_ms, "before")
     };
-    Verdict {
+    ExperimentResult {
         claim: format!(
             "{}: from 2 s after the load TTFT is {after_ms:.0} ms, at most twice the {usual_ms:.0} \
              {when}, and {after:.1}/s are served, at least 0.9 of {before:.1}",

@@ -7,14 +7,14 @@ use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
 use super::events::Micros;
-use crate::engine::model::Shape;
+use crate::engine::model::EngineShape;
 
 /// Tokens of one block, in router and engine alike.
 pub const BLOCK_TOKENS: u32 = 32;
 
 /// Everything about a run but the requests.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
+pub struct SimPlan {
     /// Names the run in tables and plots.
     pub label: String,
     /// How backends are chosen.
@@ -26,7 +26,7 @@ pub struct Plan {
     /// How long a request waits at most in overload.
     pub codel_target: Duration,
     /// How clients are.
-    pub clients: Clients,
+    pub clients: ClientModel,
     /// Whether output lengths are known when a request comes, in place of predicted.
     pub oracle: bool,
     /// Whether `cost` learns its constants from what was measured.
@@ -47,7 +47,7 @@ pub struct Plan {
     /// Every replica sees the engines' own figures this often.
     pub probe: Micros,
     /// What breaks, and when.
-    pub restart: Option<Restart>,
+    pub restart: Option<RestartPlan>,
     /// Until when requests come, and until when service is counted for fairness.
     pub horizon: Micros,
     /// Seed of everything drawn.
@@ -56,7 +56,7 @@ pub struct Plan {
 
 /// How clients are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Clients {
+pub struct ClientModel {
     /// From when to when they leave unless they have their whole answer; `None`: they never do.
     pub patience: Option<(Micros, Micros)>,
     /// How often they try again when they are refused or have left, as OpenAI's SDKs do.
@@ -67,7 +67,7 @@ pub struct Clients {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineModel {
     /// vLLM's scheduler and block pool: continuous batching.
-    Continuous(Shape),
+    Continuous(EngineShape),
     /// A batch starts together and ends with its longest request.
     Static(BatchTimes),
 }
@@ -87,18 +87,18 @@ pub struct BatchTimes {
 
 /// A crash in the middle, with an immediate new start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Restart {
+pub struct RestartPlan {
     /// When.
     pub at: Micros,
     /// Who.
-    pub who: Who,
+    pub who: RestartScope,
     /// Whether what they had on disk is lost.
     pub wipe: bool,
 }
 
 /// Which replicas restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Who {
+pub enum RestartScope {
     /// All at once.
     All,
     /// The first.
@@ -124,7 +124,7 @@ impl BatchTimes {
     }
 }
 
-impl Default for Plan {
+impl Default for SimPlan {
     fn default() -> Self {
         let ms = |ms| micros(Duration::from_millis(ms));
         Self {
@@ -133,11 +133,11 @@ impl Default for Plan {
             admission: AdmissionSettings::default(),
             prices: FairnessSettings::default(),
             codel_target: Duration::MAX,
-            clients: Clients::default(),
+            clients: ClientModel::default(),
             oracle: false,
             learn: false,
             backends: 4,
-            engine: EngineModel::Continuous(Shape {
+            engine: EngineModel::Continuous(EngineShape {
                 num_gpu_blocks: 8192,
                 block_size: BLOCK_TOKENS,
                 max_num_seqs: 256,
@@ -157,7 +157,7 @@ impl Default for Plan {
     }
 }
 
-impl Plan {
+impl SimPlan {
     /// Whether a wait can end before a request goes.
     #[must_use]
     pub fn bounds_waits(&self) -> bool {

@@ -2,12 +2,12 @@
 
 use comfy_table::{CellAlignment, Table};
 
-use super::report::Comparison;
+use super::report::SimComparison;
 use crate::terminal::table;
 
 /// The tables and the verdicts, one below the other.
 #[must_use]
-pub fn tables(comparison: &Comparison) -> String {
+pub fn tables(comparison: &SimComparison) -> String {
     let mut parts = vec![comparison.title.clone(), routing(comparison).to_string()];
     if comparison.runs.iter().any(|run| run.service.len() > 1) {
         parts.push(fairness(comparison).to_string());
@@ -30,7 +30,7 @@ pub fn tables(comparison: &Comparison) -> String {
     parts.join("\n")
 }
 
-fn routing(comparison: &Comparison) -> Table {
+fn routing(comparison: &SimComparison) -> Table {
     let mut table = table(&[
         "run",
         "ok",
@@ -71,7 +71,7 @@ fn routing(comparison: &Comparison) -> Table {
     table
 }
 
-fn fairness(comparison: &Comparison) -> Table {
+fn fairness(comparison: &SimComparison) -> Table {
     let mut table = table(&[
         "run",
         "order",
@@ -98,7 +98,7 @@ fn fairness(comparison: &Comparison) -> Table {
     table
 }
 
-fn overload(comparison: &Comparison) -> Table {
+fn overload(comparison: &SimComparison) -> Table {
     let mut table = table(&[
         "run",
         "asked/s",

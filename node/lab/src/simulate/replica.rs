@@ -24,49 +24,22 @@ use state::{RouterState, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::engine::Figures;
+use super::clock::{EPOCH_MS, SimClock, unix_ms};
+use super::engine::ProbedFigures;
 use super::events::Micros;
 use super::plan::BLOCK_TOKENS;
-use super::samples::{Before, Ended, Samples};
-use super::workload::{HASH_SEED, MODEL, Prompt};
+use super::samples::{DispatchConditions, EndedSample, SimSamples};
+use super::workload::{HASH_SEED, MODEL, SimPrompt};
 use crate::engine::text::{TOKEN_BYTES, words};
 
-/// Unix time at the beginning of every simulation, in milliseconds.
-const EPOCH_MS: u64 = 1_700_000_000_000;
 /// Output tokens that are charged at a time, as the proxy does while an answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
 
-/// Simulated time as production code takes it. The origin does not matter: only differences are
-/// ever looked at.
-#[derive(Debug, Clone, Copy)]
-pub struct Clock(Instant);
-
-impl Clock {
-    /// A clock that begins now.
-    #[must_use]
-    #[allow(clippy::new_without_default, reason = "it is not a value among others")]
-    pub fn new() -> Self {
-        Self(Instant::now())
-    }
-
-    /// A simulated moment.
-    #[must_use]
-    pub fn at(self, now: Micros) -> Instant {
-        self.0 + Duration::from_micros(now)
-    }
-}
-
-/// A simulated moment as replicated time has it.
-#[must_use]
-pub fn unix_ms(now: Micros) -> u64 {
-    EPOCH_MS + now / 1000
-}
-
 /// What is the same for all replicas of a run.
 #[derive(Debug, Clone, Copy)]
-pub struct Run {
+pub struct RunSettings {
     /// Simulated time.
-    pub clock: Clock,
+    pub clock: SimClock,
     /// Least time between two batches.
     pub flush: Micros,
     /// What tokens cost.
@@ -74,7 +47,7 @@ pub struct Run {
 }
 
 /// One replica.
-pub struct Replica {
+pub struct SimReplica {
     /// Who it is; the first is 1.
     pub id: ReplicaId,
     /// Its run.
@@ -92,8 +65,8 @@ pub struct Replica {
     ledger: CreditLedger,
     pricing: Pricing,
     model: ModelKey,
-    samples: Samples,
-    clock: Clock,
+    samples: SimSamples,
+    clock: SimClock,
     last_attempt: u64,
     turn: u64,
     candidates: Vec<Candidate>,
@@ -101,18 +74,18 @@ pub struct Replica {
 
 /// A request as a decision sees it.
 #[derive(Debug, Clone, Copy)]
-pub struct Ask<'a> {
+pub struct SimRequest<'a> {
     /// Its number, whose hash breaks ties.
     pub number: usize,
     /// Its prompt.
-    pub prompt: &'a Prompt,
+    pub prompt: &'a SimPrompt,
     /// Who sends it.
     pub user: UserKey,
 }
 
 /// Where a request goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Decision {
+pub struct SimDecision {
     /// The backend.
     pub backend: BackendRef,
     /// Leading blocks it is believed to hold.
@@ -125,7 +98,7 @@ pub struct Decision {
 
 /// What an engine tells of a request.
 #[derive(Debug, Clone, Copy)]
-pub struct Told {
+pub struct EngineUsage {
     /// When.
     pub at: Micros,
     /// Output tokens so far.
@@ -136,7 +109,7 @@ pub struct Told {
 
 /// What a dispatch is made with.
 #[derive(Debug, Clone, Copy)]
-pub struct Sending<'a> {
+pub struct SimDispatch<'a> {
     /// Name of who pays.
     pub user: &'a str,
     /// The queue's order, which says what is charged ahead.
@@ -150,14 +123,14 @@ pub struct Sending<'a> {
 }
 
 /// A request under way at an engine.
-pub struct Flight {
+pub struct InFlight {
     /// Where.
     pub backend: BackendRef,
     attempt: AttemptId,
     underway: LoadGuard,
     user: UserKey,
     advance: Advance,
-    before: Before,
+    before: DispatchConditions,
     /// Prompt tokens predicted to be cached.
     predicted: u32,
     charged_output: u64,
@@ -165,10 +138,10 @@ pub struct Flight {
     first: Option<(Micros, u32)>,
 }
 
-impl Replica {
+impl SimReplica {
     /// A replica with `state`, in its run number `session`.
     #[must_use]
-    pub fn new(id: u8, session: u64, state: RouterState, run: &Run) -> Self {
+    pub fn new(id: u8, session: u64, state: RouterState, run: &RunSettings) -> Self {
         let overlay = Arc::new(Overlay::default());
         let settings = OutboxSettings {
             flush_interval: Duration::from_micros(run.flush),
@@ -187,7 +160,7 @@ impl Replica {
             ledger: CreditLedger::default(),
             pricing: run.pricing,
             model: model_key(HASH_SEED, MODEL),
-            samples: Samples::default(),
+            samples: SimSamples::default(),
             clock: run.clock,
             last_attempt: 0,
             turn: u64::from(id.0),
@@ -198,11 +171,11 @@ impl Replica {
     /// Chooses a backend among those that `has_room` lets pass; `None`: none of them has any.
     pub fn decide(
         &mut self,
-        ask: &Ask<'_>,
-        probed: &[Figures],
+        ask: &SimRequest<'_>,
+        probed: &[ProbedFigures],
         now: Micros,
         has_room: impl Fn(BackendRef, u32) -> bool,
-    ) -> Option<Decision> {
+    ) -> Option<SimDecision> {
         let registry = self.view.registry();
         let instant = self.clock.at(now);
         let service = self.view.service();
@@ -243,7 +216,7 @@ impl Replica {
         let candidate = candidate.expect("a policy chooses among the candidates");
         let mut backends = registry.backends.iter();
         let backend = backends.find(|it| it.handle.slot == choice.slot);
-        Some(Decision {
+        Some(SimDecision {
             backend: backend.expect("candidates are registered").handle,
             matched: choice.matched,
             running: candidate.running,
@@ -272,7 +245,7 @@ impl Replica {
         self.overlay.extend(chain, matches);
     }
 
-    fn request(&mut self, config: &PolicyConfig, ask: &Ask<'_>) -> PolicyRequest {
+    fn request(&mut self, config: &PolicyConfig, ask: &SimRequest<'_>) -> PolicyRequest {
         let needs = config.needs();
         let chain = &ask.prompt.chain;
         let prefix_key = needs.prefix_blocks.map_or(0, |blocks| {
@@ -327,7 +300,12 @@ impl Replica {
     }
 
     /// Notes that a request goes to the decided backend: load, overlay and outbox know it.
-    pub fn dispatch(&mut self, ask: &Ask<'_>, decision: Decision, sent: &Sending<'_>) -> Flight {
+    pub fn dispatch(
+        &mut self,
+        ask: &SimRequest<'_>,
+        decision: SimDecision,
+        sent: &SimDispatch<'_>,
+    ) -> InFlight {
         self.last_attempt += 1;
         let attempt = AttemptId(self.last_attempt);
         let prompt_tokens = u64::from(ask.prompt.tokens);
@@ -350,13 +328,13 @@ impl Replica {
         });
         self.outbox
             .acquire(attempt, decision.backend, &ask.prompt.chain, held);
-        Flight {
+        InFlight {
             backend: decision.backend,
             attempt,
             underway,
             user,
             advance,
-            before: Before {
+            before: DispatchConditions {
                 at: sent.at,
                 running: decision.running,
                 prefill_tokens: decision.pending_prefill_tokens + uncached,
@@ -368,7 +346,7 @@ impl Replica {
     }
 
     /// Leading blocks the backend holds or is about to, beyond what a match may count.
-    fn held(&self, decision: Decision, chain: &[BlockHash]) -> usize {
+    fn held(&self, decision: SimDecision, chain: &[BlockHash]) -> usize {
         let mut held = decision.matched;
         while chain
             .get(held as usize)
@@ -382,7 +360,7 @@ impl Replica {
     }
 
     /// What the engine has told so far. Answers what that was charged, in priced tokens.
-    pub fn served(&mut self, flight: &mut Flight, prompt: &Prompt, told: &Told) -> u64 {
+    pub fn served(&mut self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) -> u64 {
         flight.underway.first_byte();
         let mut used = TokenDelta::default();
         if flight.first.is_none() {
@@ -401,7 +379,7 @@ impl Replica {
         self.settle(flight, &used, 0)
     }
 
-    fn settle(&mut self, flight: &mut Flight, used: &TokenDelta, ended: u32) -> u64 {
+    fn settle(&mut self, flight: &mut InFlight, used: &TokenDelta, ended: u32) -> u64 {
         let (user, advance) = (flight.user, &mut flight.advance);
         let charge = self.ledger.settle(user, advance, used, &self.pricing);
         self.outbox.charge(Charge { ended, ..charge });
@@ -410,7 +388,7 @@ impl Replica {
     }
 
     /// The request is over: its lease ends, what it owes is settled. Answers what that was charged.
-    pub fn end(&mut self, mut flight: Flight, prompt: &Prompt, told: &Told) -> u64 {
+    pub fn end(&mut self, mut flight: InFlight, prompt: &SimPrompt, told: &EngineUsage) -> u64 {
         self.outbox
             .extend(flight.attempt, output_blocks(prompt, told.output));
         self.outbox.release(flight.attempt, LeaseOutcome::Kept);
@@ -424,7 +402,7 @@ impl Replica {
         let running = self.load.cluster(flight.backend, instant).running;
         if let Some((first, cached)) = flight.first {
             let limit = self.limit(flight.backend);
-            let ended = Ended {
+            let ended = EndedSample {
                 tokens_between: (first, told.at),
                 prompt: prompt.tokens,
                 cached,
@@ -495,7 +473,7 @@ impl Replica {
 
     /// Most blocks of a prompt that one backend is believed to hold.
     #[must_use]
-    pub fn longest_match(&self, prompt: &Prompt) -> u32 {
+    pub fn longest_match(&self, prompt: &SimPrompt) -> u32 {
         let mut longest = 0;
         self.view
             .blocks
@@ -580,12 +558,12 @@ pub fn state_of(entries: &[Envelope]) -> RouterState {
     state
 }
 
-fn matchable(prompt: &Prompt) -> &[BlockHash] {
+fn matchable(prompt: &SimPrompt) -> &[BlockHash] {
     &prompt.chain[..prompt.chain.len().min(prompt.matchable as usize)]
 }
 
 /// Blocks behind the prompt's that its output fills.
-fn output_blocks(prompt: &Prompt, output: u32) -> Vec<BlockHash> {
+fn output_blocks(prompt: &SimPrompt, output: u32) -> Vec<BlockHash> {
     let mut bytes = prompt.tail.clone();
     bytes.extend(words(prompt.sequence.voice(), 0, output).as_bytes());
     let mut blocks = Vec::new();

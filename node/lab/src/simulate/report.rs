@@ -5,19 +5,19 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use state::admission::{Order, bound};
 
-use super::ideal::Ideal;
-use super::plan::Plan;
+use super::ideal::IdealBounds;
+use super::plan::SimPlan;
 use super::service::jain_index;
-use super::tally::Tally;
-use super::workload::Workload;
-use super::world::Outcome;
+use super::tally::SimTally;
+use super::workload::SimWorkload;
+use super::world::SimOutcome;
 
 /// Points of a distribution's curve.
 const QUANTILES: usize = 100;
 
 /// All runs of one comparison.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Comparison {
+pub struct SimComparison {
     /// What was simulated, in words.
     pub title: String,
     /// The arguments it was made with.
@@ -25,14 +25,14 @@ pub struct Comparison {
     /// Seed of everything drawn.
     pub seed: u64,
     /// One per policy, order or arrangement.
-    pub runs: Vec<Run>,
+    pub runs: Vec<RunReport>,
     /// What the experiment set out to show, and whether it did.
-    pub verdicts: Vec<Verdict>,
+    pub verdicts: Vec<ExperimentResult>,
 }
 
 /// One thing that an experiment set out to show.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Verdict {
+pub struct ExperimentResult {
     /// In words, with the numbers.
     pub claim: String,
     /// Whether it is so.
@@ -41,7 +41,7 @@ pub struct Verdict {
 
 /// One run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Run {
+pub struct RunReport {
     /// Its name in the comparison.
     pub label: String,
     /// The policy.
@@ -81,9 +81,9 @@ pub struct Run {
     /// Of what the pooled cache would have hit, the share that was hit.
     pub share_of_ideal: Option<f64>,
     /// Time to first token, milliseconds.
-    pub ttft_ms: Times,
+    pub ttft_ms: SimTimes,
     /// Time to the end, milliseconds.
-    pub latency_ms: Times,
+    pub latency_ms: SimTimes,
     /// Mean time to first token above its lower bound, milliseconds.
     pub regret_ms: Option<f64>,
     /// Requests per second until the horizon.
@@ -131,12 +131,12 @@ pub struct Run {
     /// Faults of the books; none in a correct run.
     pub faults: Vec<String>,
     /// For plots.
-    pub curves: Curves,
+    pub curves: RunCurves,
 }
 
 /// A distribution of times, in milliseconds; zeros when there are none.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
-pub struct Times {
+pub struct SimTimes {
     /// Mean.
     pub mean: f64,
     /// Median.
@@ -151,7 +151,7 @@ pub struct Times {
 
 /// Curves over time and distributions.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Curves {
+pub struct RunCurves {
     /// Seconds between two points.
     pub step_s: f64,
     /// Hit rate within each step; `None` where no first token came.
@@ -174,7 +174,7 @@ pub struct Curves {
     pub users: Vec<String>,
 }
 
-impl Times {
+impl SimTimes {
     /// Of times in microseconds, which are sorted by this.
     #[must_use]
     pub fn of(times: &mut [u64]) -> Self {
@@ -199,19 +199,24 @@ fn quantile(sorted: &[u64], percent: usize) -> u64 {
     sorted[rank.saturating_sub(1).min(sorted.len() - 1)]
 }
 
-impl Run {
+impl RunReport {
     /// The figures of a run.
     #[must_use]
-    pub fn of(plan: &Plan, workload: &Workload, outcome: Outcome, ideal: Option<Ideal>) -> Self {
+    pub fn of(
+        plan: &SimPlan,
+        workload: &SimWorkload,
+        outcome: SimOutcome,
+        ideal: Option<IdealBounds>,
+    ) -> Self {
         let gap_bound = gap_bound(plan, &outcome);
-        let Outcome {
+        let SimOutcome {
             mut tally, digest, ..
         } = outcome;
         let horizon_s = tally.horizon as f64 / 1e6;
         let shares = tally.service.shares();
         let names = || workload.users.iter().map(|user| user.name.clone());
         let hit_rate = ratio(tally.cached_tokens, tally.prompt_tokens);
-        let ttft_ms = Times::of(&mut tally.ttft);
+        let ttft_ms = SimTimes::of(&mut tally.ttft);
         Self {
             label: plan.label.clone(),
             policy: plan.policy.name().to_owned(),
@@ -235,7 +240,7 @@ impl Run {
                 .filter(|ideal| ideal.hit_rate > 0.0)
                 .map(|ideal| hit_rate / ideal.hit_rate),
             regret_ms: ideal.map(|ideal| ttft_ms.mean - ideal.ttft_ms),
-            latency_ms: Times::of(&mut tally.latency),
+            latency_ms: SimTimes::of(&mut tally.latency),
             requests_per_s: tally.ended_in_time as f64 / horizon_s,
             tokens_per_s: tally.tokens_in_time as f64 / horizon_s,
             load_spread: load_spread(&tally),
@@ -256,16 +261,16 @@ impl Run {
             digest: format!("{digest:032x}"),
             events: outcome.events,
             faults: outcome.faults,
-            curves: Curves::of(&tally, names().collect()),
+            curves: RunCurves::of(&tally, names().collect()),
             by_backend: tally.by_backend,
             ttft_ms,
         }
     }
 }
 
-impl Curves {
+impl RunCurves {
     /// `tally.ttft` is sorted.
-    fn of(tally: &Tally, users: Vec<String>) -> Self {
+    fn of(tally: &SimTally, users: Vec<String>) -> Self {
         let points = &tally.points;
         let rate = |(prompts, hits): &(u64, u64)| (*prompts > 0).then(|| ratio(*hits, *prompts));
         let ttft = (1..=QUANTILES).filter(|_| !tally.ttft.is_empty());
@@ -298,12 +303,12 @@ fn median(times: &[u64]) -> Option<f64> {
 }
 
 /// `2(U + X + G)`, for orders that bound the gap at all.
-fn gap_bound(plan: &Plan, outcome: &Outcome) -> Option<f64> {
+fn gap_bound(plan: &SimPlan, outcome: &SimOutcome) -> Option<f64> {
     let is_bounded = match plan.admission.order {
         Order::Vtc | Order::VtcMaxFair | Order::VtcPred => true,
         Order::Dlpm | Order::Lcf | Order::Rpm | Order::Fcfs => false,
     };
-    let Outcome {
+    let SimOutcome {
         tally,
         uncharged,
         slack,
@@ -326,7 +331,7 @@ fn ratio(part: u64, whole: u64) -> f64 {
     part as f64 / whole.max(1) as f64
 }
 
-fn load_spread(tally: &Tally) -> f64 {
+fn load_spread(tally: &SimTally) -> f64 {
     let loads = &tally.points.load;
     let spread = |load: &Vec<u32>| {
         let most = load.iter().max().copied().unwrap_or(0);

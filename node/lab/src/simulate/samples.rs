@@ -11,11 +11,11 @@ use super::plan::BLOCK_TOKENS;
 
 /// Sums by backend since they were last told.
 #[derive(Debug, Default)]
-pub struct Samples(BTreeMap<BackendRef, ServiceSample>);
+pub struct SimSamples(BTreeMap<BackendRef, ServiceSample>);
 
 /// What was known of a backend when a request was dispatched to it.
 #[derive(Debug, Clone, Copy)]
-pub struct Before {
+pub struct DispatchConditions {
     /// When.
     pub at: Micros,
     /// Requests that ran there, all replicas.
@@ -26,7 +26,7 @@ pub struct Before {
 
 /// A request that ended.
 #[derive(Debug, Clone, Copy)]
-pub struct Ended {
+pub struct EndedSample {
     /// When its first token came, and its last.
     pub tokens_between: (Micros, Micros),
     /// Prompt tokens.
@@ -43,7 +43,7 @@ pub struct Ended {
     pub is_at_limit: bool,
 }
 
-impl Samples {
+impl SimSamples {
     fn of(&mut self, backend: BackendRef) -> &mut ServiceSample {
         self.0
             .entry(backend)
@@ -51,7 +51,7 @@ impl Samples {
     }
 
     /// A first token came.
-    pub fn first_token(&mut self, backend: BackendRef, before: &Before, now: Micros) {
+    pub fn first_token(&mut self, backend: BackendRef, before: &DispatchConditions, now: Micros) {
         let sample = self.of(backend);
         sample.first_tokens += 1;
         sample.first_token_us += now - before.at;
@@ -60,7 +60,7 @@ impl Samples {
     }
 
     /// A request ended.
-    pub fn ended(&mut self, backend: BackendRef, ended: &Ended) {
+    pub fn ended(&mut self, backend: BackendRef, ended: &EndedSample) {
         let sample = self.of(backend);
         let added = u64::from(ended.prompt - ended.cached.min(ended.prompt) + ended.output);
         sample.ended += 1;

@@ -13,9 +13,9 @@ pub const GAP_USERS_MAX: usize = 64;
 
 /// The books of all users.
 #[derive(Debug, Clone)]
-pub struct Service {
+pub struct ServiceAccounts {
     prices: FairnessSettings,
-    accounts: Vec<Account>,
+    accounts: Vec<UserAccount>,
     /// By pair, while both wait: least and greatest difference.
     pairs: Vec<Option<(i64, i64)>>,
     gap: i64,
@@ -24,7 +24,7 @@ pub struct Service {
 }
 
 #[derive(Debug, Clone)]
-struct Account {
+struct UserAccount {
     weight_milli: u32,
     priced: u64,
     waiting: u32,
@@ -34,7 +34,7 @@ struct Account {
     before: i64,
 }
 
-impl Account {
+impl UserAccount {
     /// Thousandths of a priced token at weight 1.
     fn normalised(&self) -> i64 {
         let milli = u128::from(self.priced) * 1_000_000 / u128::from(self.weight_milli.max(1));
@@ -42,18 +42,18 @@ impl Account {
     }
 }
 
-impl Service {
+impl ServiceAccounts {
     /// Nobody has got anything; users by weight.
     #[must_use]
     pub fn new(prices: FairnessSettings, weights_milli: impl Iterator<Item = u32>) -> Self {
-        let account = |weight_milli| Account {
+        let account = |weight_milli| UserAccount {
             weight_milli,
             priced: 0,
             waiting: 0,
             was_always_waiting: false,
             before: 0,
         };
-        let accounts: Vec<Account> = weights_milli.map(account).collect();
+        let accounts: Vec<UserAccount> = weights_milli.map(account).collect();
         let kept = if accounts.len() <= GAP_USERS_MAX {
             accounts.len()
         } else {
@@ -184,7 +184,7 @@ impl Service {
     /// What each user was served so far, in priced tokens at weight 1.
     #[must_use]
     pub fn shares(&self) -> Vec<f64> {
-        let share = |account: &Account| account.normalised() as f64 / 1000.0;
+        let share = |account: &UserAccount| account.normalised() as f64 / 1000.0;
         self.accounts.iter().map(share).collect()
     }
 
@@ -197,7 +197,7 @@ impl Service {
     /// What each user who always waited was served under the watch, in priced tokens at weight 1.
     #[must_use]
     pub fn shares_of_always_waiting(&self) -> Vec<f64> {
-        let share = |account: &Account| (account.normalised() - account.before) as f64 / 1000.0;
+        let share = |account: &UserAccount| (account.normalised() - account.before) as f64 / 1000.0;
         let always = self.accounts.iter().filter(|it| it.was_always_waiting);
         always.map(share).collect()
     }
@@ -215,8 +215,8 @@ pub fn jain_index(shares: &[f64]) -> Option<f64> {
 mod tests {
     use super::*;
 
-    fn service(weights: &[u32]) -> Service {
-        Service::new(FairnessSettings::default(), weights.iter().copied())
+    fn service(weights: &[u32]) -> ServiceAccounts {
+        ServiceAccounts::new(FairnessSettings::default(), weights.iter().copied())
     }
 
     #[test]

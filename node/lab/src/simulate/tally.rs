@@ -1,7 +1,7 @@
 //! What a run is measured by: counts, times, and how they went over time.
 
 use super::events::Micros;
-use super::service::Service;
+use super::service::ServiceAccounts;
 
 /// Points of every curve over time.
 pub const POINTS: u64 = 120;
@@ -9,11 +9,11 @@ const COUNT: usize = POINTS as usize;
 
 /// Everything observed.
 #[derive(Debug, Clone)]
-pub struct Tally {
+pub struct SimTally {
     /// Until when service and throughput count.
     pub horizon: Micros,
     /// The users' books.
-    pub service: Service,
+    pub service: ServiceAccounts,
     /// Requests that arrived.
     pub arrived: u64,
     /// Requests served to their end.
@@ -58,7 +58,7 @@ pub struct Tally {
     /// Priced output that dispatched requests have yet to make, by user.
     promised: Vec<u64>,
     /// Curves.
-    pub points: Points,
+    pub points: TimeSeries,
     /// Bytes of the log.
     pub log_bytes: u64,
     /// Entries of the log.
@@ -69,7 +69,7 @@ pub struct Tally {
 
 /// Figures at equal distances of time.
 #[derive(Debug, Clone, Default)]
-pub struct Points {
+pub struct TimeSeries {
     /// Prompt tokens and, of these, cached ones, by the time of the first token.
     pub hits: Vec<(u64, u64)>,
     /// Times to first token, by when it came.
@@ -86,10 +86,10 @@ pub struct Points {
     pub bins: Vec<Vec<usize>>,
 }
 
-impl Tally {
+impl SimTally {
     /// Nothing so far.
     #[must_use]
-    pub fn new(horizon: Micros, service: Service, backends: u16) -> Self {
+    pub fn new(horizon: Micros, service: ServiceAccounts, backends: u16) -> Self {
         Self {
             horizon,
             arrived: 0,
@@ -113,11 +113,11 @@ impl Tally {
             promised_milli: 0,
             promised: vec![0; service.users()],
             by_backend: vec![0; usize::from(backends)],
-            points: Points {
+            points: TimeSeries {
                 hits: vec![(0, 0); COUNT],
                 ttft: vec![Vec::new(); COUNT],
                 ended: vec![0; COUNT],
-                ..Points::default()
+                ..TimeSeries::default()
             },
             service,
             log_bytes: 0,

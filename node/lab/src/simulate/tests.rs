@@ -6,10 +6,10 @@ use std::sync::Arc;
 use state::admission::{AdmissionSettings, Concurrency, Order};
 use state::policy::PolicyConfig;
 
-use super::compare::Case;
-use super::plan::{EngineModel, Plan, Restart, Who};
-use super::report::Run;
-use super::workload::{Lengths, Mix, User, Workload};
+use super::compare::ComparisonCase;
+use super::plan::{EngineModel, RestartPlan, RestartScope, SimPlan};
+use super::report::RunReport;
+use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
 const SECOND: u64 = 1_000_000;
 
@@ -20,7 +20,7 @@ fn mix() -> Mix {
         duration: 4 * SECOND,
         groups: 40,
         group_tokens: 256,
-        lengths: Lengths {
+        lengths: LengthRange {
             input: (16, 64),
             output: (4, 16),
         },
@@ -28,10 +28,10 @@ fn mix() -> Mix {
     }
 }
 
-fn small() -> Plan {
-    let mut plan = Plan {
+fn small() -> SimPlan {
+    let mut plan = SimPlan {
         horizon: 4 * SECOND,
-        ..Plan::default()
+        ..SimPlan::default()
     };
     if let EngineModel::Continuous(shape) = &mut plan.engine {
         shape.num_gpu_blocks = 200;
@@ -40,8 +40,8 @@ fn small() -> Plan {
     plan
 }
 
-fn run(plan: &Plan, workload: &Workload) -> Run {
-    let case = Case {
+fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
+    let case = ComparisonCase {
         plan: plan.clone(),
         workload: Arc::new(workload.clone()),
     };
@@ -51,7 +51,7 @@ fn run(plan: &Plan, workload: &Workload) -> Run {
     run
 }
 
-fn json(run: &Run) -> String {
+fn json(run: &RunReport) -> String {
     serde_json::to_string(run).unwrap()
 }
 
@@ -68,7 +68,7 @@ fn one_seed_gives_the_same_bytes_and_another_one_others() {
 fn every_policy_serves_every_request_and_the_books_balance() {
     let workload = mix().generate(3);
     for policy in PolicyConfig::defaults() {
-        let plan = Plan {
+        let plan = SimPlan {
             label: policy.name().to_owned(),
             policy,
             ..small()
@@ -98,7 +98,7 @@ fn what_is_charged_is_what_was_served() {
     assert_eq!(run.charged, served_at_the_end(&run), "{run:?}");
 }
 
-fn served_at_the_end(run: &Run) -> u64 {
+fn served_at_the_end(run: &RunReport) -> u64 {
     let cached = (run.hit_rate * run.prompt_tokens as f64).round() as u64;
     run.prompt_tokens - cached + 2 * run.output_tokens
 }
@@ -108,7 +108,7 @@ fn sharing_beats_sharing_nothing() {
     let workload = mix().generate(5);
     let together = run(&small(), &workload);
     let apart = run(
-        &Plan {
+        &SimPlan {
             ownership_lag: None,
             load_lag: None,
             ..small()
@@ -127,15 +127,15 @@ fn sharing_beats_sharing_nothing() {
 fn a_restart_loses_no_request_and_no_knowledge_unless_wiped() {
     let workload = mix().generate(6);
     let restarted = |who, wipe| {
-        let restart = Some(Restart {
+        let restart = Some(RestartPlan {
             at: 2 * SECOND,
             who,
             wipe,
         });
-        run(&Plan { restart, ..small() }, &workload)
+        run(&SimPlan { restart, ..small() }, &workload)
     };
     let undisturbed = run(&small(), &workload);
-    for who in [Who::One, Who::All] {
+    for who in [RestartScope::One, RestartScope::All] {
         for wipe in [false, true] {
             let run = restarted(who, wipe);
             assert!(run.resent > 0, "{who:?} {wipe}");
@@ -145,15 +145,15 @@ fn a_restart_loses_no_request_and_no_knowledge_unless_wiped() {
 }
 
 /// Users who always wait, on few slots.
-fn backlogged(pinned: bool) -> Workload {
-    let user = |number: u32| User {
+fn backlogged(pinned: bool) -> SimWorkload {
+    let user = |number: u32| SimUser {
         backlog: 24 * number,
-        ..User::named(&format!("user-{number}"))
+        ..SimUser::named(&format!("user-{number}"))
     };
-    let mut workload = Workload {
+    let mut workload = SimWorkload {
         users: (1..=4).map(user).collect(),
         arrivals: Vec::new(),
-        shape: Lengths {
+        shape: LengthRange {
             input: (32, 64),
             output: (16, 48),
         },
@@ -164,8 +164,8 @@ fn backlogged(pinned: bool) -> Workload {
     workload
 }
 
-fn queueing(order: Order) -> Plan {
-    Plan {
+fn queueing(order: Order) -> SimPlan {
+    SimPlan {
         backends: 2,
         horizon: 16 * SECOND,
         admission: AdmissionSettings {
@@ -175,7 +175,7 @@ fn queueing(order: Order) -> Plan {
             wait_ms_max: u32::MAX,
             ..AdmissionSettings::default()
         },
-        ..Plan::default()
+        ..SimPlan::default()
     }
 }
 
@@ -211,7 +211,7 @@ fn every_order_serves_everybody() {
         Order::Rpm,
     ];
     for order in orders {
-        let plan = Plan {
+        let plan = SimPlan {
             horizon: 8 * SECOND,
             ..queueing(order)
         };
@@ -225,7 +225,7 @@ fn every_order_serves_everybody() {
 
 #[test]
 fn limits_that_adapt_are_learnt_from_what_is_measured() {
-    let mut plan = Plan {
+    let mut plan = SimPlan {
         horizon: 10 * SECOND,
         ..queueing(Order::Vtc)
     };
@@ -240,7 +240,7 @@ fn limits_that_adapt_are_learnt_from_what_is_measured() {
 
 #[test]
 fn a_page_is_one_file_that_asks_nobody() {
-    let comparison = super::report::Comparison {
+    let comparison = super::report::SimComparison {
         title: "a </script> in a title".to_owned(),
         command: "quorate simulate".to_owned(),
         seed: 1,

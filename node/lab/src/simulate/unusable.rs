@@ -3,9 +3,9 @@
 /// Arguments that do not fit together, or a trace that cannot be read: exit code 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct Unusable(String);
+pub struct SimulateArgsError(String);
 
-impl Unusable {
+impl SimulateArgsError {
     /// With these words.
     pub(super) fn new(words: impl Into<String>) -> Self {
         Self(words.into())

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Mutex;
 
 use api::admission::{AdmissionRequest, Admitted};
-use api::backends::{Fault, Roster, Stay};
+use api::backends::{Fault, Occupancy, SlotTable};
 use api::ports::BoxFuture;
 use api::prompt::{PromptIdentity, parse};
 use api::routing::{Attempt, AttemptEnd, RoutingRequest, Usage};
@@ -120,7 +120,7 @@ fn config(folder: &std::path::Path) -> Config {
     config
 }
 
-async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Core {
+async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> ReplicaCore {
     let began = tokio::time::Instant::now();
     let ports = CorePorts {
         transport: Arc::new(Alone::default()),
@@ -131,7 +131,7 @@ async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Core {
         clock: Clock::of(move || 1_000_000 + began.elapsed().as_millis() as u64),
         witness: Some(heard),
     };
-    let core = Core::start(config(folder), ports).await.unwrap();
+    let core = ReplicaCore::start(config(folder), ports).await.unwrap();
     let registered = async {
         while core.view().registry().backends.len() < 3 {
             sleep(Duration::from_millis(1)).await;
@@ -143,7 +143,7 @@ async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Core {
     core
 }
 
-fn chat(core: &Core, rng: &mut Rng, number: u64) -> Arc<Chat> {
+fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
     let (conversation, turns) = (rng.below(4), 1 + rng.below(6) as usize);
     let prompt = format!("conversation {conversation}; {}", "and so on ".repeat(40)).repeat(turns);
     let body = serde_json::json!({ "model": "m", "prompt": prompt }).to_string();
@@ -185,7 +185,7 @@ async fn script(seed: u64) -> Ran {
         ..AdmissionSettings::default()
     });
     core.cluster().submit(limited).await.unwrap();
-    let mut roster: Roster<Stay> = Roster::new(Arc::clone(core.backends()));
+    let mut roster: SlotTable<Occupancy> = SlotTable::new(Arc::clone(core.backends()));
     roster.follow(core.view().registry(), |stay, _| stay);
     let mut rng = Rng::new(seed, 1);
     let mut requests = Vec::new();

@@ -4,11 +4,11 @@ use bytes::Bytes;
 use rmp::encode as pack;
 
 use crate::engine::cache::BlockEvent;
-use crate::engine::text::Content;
+use crate::engine::text::BlockContent;
 
 /// How events are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Form {
+pub enum EventEncoding {
     /// By position, as vLLM did up to 0.27.
     Array,
     /// By name, as vLLM does since.
@@ -18,13 +18,13 @@ pub enum Form {
 
 /// `[time, events, rank]`.
 pub(super) fn payload(
-    form: Form,
+    form: EventEncoding,
     block_tokens: u32,
     at_s: f64,
     events: &[BlockEvent],
-    contents: Vec<Content>,
+    contents: Vec<BlockContent>,
 ) -> Bytes {
-    let mut out = Writer(Vec::with_capacity(256));
+    let mut out = EventWriter(Vec::with_capacity(256));
     let mut contents = contents.into_iter();
     out.array(3);
     pack::write_f64(&mut out.0, at_s).expect(WRITES);
@@ -32,7 +32,7 @@ pub(super) fn payload(
     for event in events {
         match event {
             BlockEvent::Stored { hashes, parent } => {
-                let content = contents.next().unwrap_or(Content {
+                let content = contents.next().unwrap_or(BlockContent {
                     tokens: Vec::new(),
                     salt: String::new(),
                 });
@@ -40,11 +40,11 @@ pub(super) fn payload(
             }
             BlockEvent::Removed { hash } => out.removed(form, *hash),
             BlockEvent::Cleared => match form {
-                Form::Array => {
+                EventEncoding::Array => {
                     out.array(1);
                     out.text("AllBlocksCleared");
                 }
-                Form::Map => {
+                EventEncoding::Map => {
                     out.map(1);
                     out.text("type");
                     out.text("AllBlocksCleared");
@@ -58,9 +58,9 @@ pub(super) fn payload(
 
 const WRITES: &str = "writing to memory does not fail";
 
-struct Writer(Vec<u8>);
+struct EventWriter(Vec<u8>);
 
-impl Writer {
+impl EventWriter {
     fn array(&mut self, length: usize) {
         let length = u32::try_from(length).expect("a step has few events");
         pack::write_array_len(&mut self.0, length).expect(WRITES);
@@ -98,15 +98,15 @@ impl Writer {
 
     fn stored(
         &mut self,
-        form: Form,
+        form: EventEncoding,
         hashes: &[u64],
         parent: Option<u64>,
-        content: &Content,
+        content: &BlockContent,
         block_tokens: u32,
     ) {
         let tokens = content.tokens.iter().map(|token| u64::from(*token));
         match form {
-            Form::Array => {
+            EventEncoding::Array => {
                 self.array(7);
                 self.text("BlockStored");
                 self.numbers(hashes.iter().copied());
@@ -116,7 +116,7 @@ impl Writer {
                 self.nil();
                 self.text("GPU");
             }
-            Form::Map => {
+            EventEncoding::Map => {
                 self.map(11);
                 self.text("type");
                 self.text("BlockStored");
@@ -157,15 +157,15 @@ impl Writer {
         }
     }
 
-    fn removed(&mut self, form: Form, hash: u64) {
+    fn removed(&mut self, form: EventEncoding, hash: u64) {
         match form {
-            Form::Array => {
+            EventEncoding::Array => {
                 self.array(3);
                 self.text("BlockRemoved");
                 self.numbers([hash].into_iter());
                 self.text("GPU");
             }
-            Form::Map => {
+            EventEncoding::Map => {
                 self.map(4);
                 self.text("type");
                 self.text("BlockRemoved");

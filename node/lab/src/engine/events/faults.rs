@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::Message;
+use super::PublishedMessage;
 
 /// Messages between two stalls.
 const STALL_EVERY: u64 = 100;
 
 /// Faults by message. Drawn from the seed and the message's place, so that a run can be repeated.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Faults {
+pub struct PublisherFaults {
     /// Share of messages that never leave.
     drop: f64,
     /// Share of messages that leave behind the next one.
@@ -28,10 +28,10 @@ pub struct Faults {
     seed: u64,
     drawn: u64,
     /// A message that leaves behind the next one.
-    late: Option<Message>,
+    late: Option<PublishedMessage>,
 }
 
-impl PartialEq for Message {
+impl PartialEq for PublishedMessage {
     fn eq(&self, other: &Self) -> bool {
         (self.seq, &self.payload) == (other.seq, &other.payload)
     }
@@ -39,7 +39,7 @@ impl PartialEq for Message {
 
 /// What is to befall the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
+pub enum FaultKind {
     /// It goes on.
     Nothing,
     /// It restarts.
@@ -48,7 +48,7 @@ pub enum Fate {
     Clear,
 }
 
-impl FromStr for Faults {
+impl FromStr for PublisherFaults {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -99,9 +99,9 @@ fn span(name: &str, value: &str) -> Result<Duration, String> {
         .ok_or(wrong(name, "a time up to a minute, such as 500ms"))
 }
 
-impl Faults {
+impl PublisherFaults {
     /// What leaves in a message's place.
-    pub(super) fn send(&mut self, message: Message) -> Vec<Message> {
+    pub(super) fn send(&mut self, message: PublishedMessage) -> Vec<PublishedMessage> {
         let mut sent = Vec::new();
         if self.happens(self.reorder) && self.late.is_none() {
             self.late = Some(message);
@@ -118,15 +118,15 @@ impl Faults {
     }
 
     /// What the message number `published` brings about.
-    pub(super) fn fate(&self, published: u64) -> Fate {
+    pub(super) fn fate(&self, published: u64) -> FaultKind {
         let is_due =
             |every: Option<u64>| every.is_some_and(|every| published.is_multiple_of(every));
         if is_due(self.restart_after) {
-            Fate::Restart
+            FaultKind::Restart
         } else if is_due(self.clear_after) {
-            Fate::Clear
+            FaultKind::Clear
         } else {
-            Fate::Nothing
+            FaultKind::Nothing
         }
     }
 
@@ -163,10 +163,10 @@ mod tests {
     use super::*;
 
     fn sent(faults: &str) -> Vec<u64> {
-        let mut faults: Faults = faults.parse().unwrap();
+        let mut faults: PublisherFaults = faults.parse().unwrap();
         (0..1000)
             .flat_map(|seq| {
-                faults.send(Message {
+                faults.send(PublishedMessage {
                     seq,
                     payload: Bytes::new(),
                 })
@@ -190,9 +190,9 @@ mod tests {
 
     #[test]
     fn an_engine_restarts_and_clears_when_it_is_told_to() {
-        let faults: Faults = "restart-after=10,clear-after=4".parse().unwrap();
-        let fates: Vec<Fate> = [3, 4, 10, 11, 20].map(|at| faults.fate(at)).to_vec();
-        use Fate::{Clear, Nothing, Restart};
+        let faults: PublisherFaults = "restart-after=10,clear-after=4".parse().unwrap();
+        let fates: Vec<FaultKind> = [3, 4, 10, 11, 20].map(|at| faults.fate(at)).to_vec();
+        use FaultKind::{Clear, Nothing, Restart};
         assert_eq!(fates, [Nothing, Clear, Restart, Nothing, Restart]);
     }
 
@@ -207,7 +207,7 @@ mod tests {
             "explode=1",
             "seed=x",
         ] {
-            assert!(text.parse::<Faults>().is_err(), "{text}");
+            assert!(text.parse::<PublisherFaults>().is_err(), "{text}");
         }
     }
 }

@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::{Faults, Publisher, TOPIC};
+use super::{Publisher, PublisherFaults, TOPIC};
 
 /// Ends a replay: its sequence number is this, its payload empty.
 const REPLAY_END: [u8; 8] = [0xff; 8];
@@ -95,7 +95,7 @@ async fn subscriber(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), 
             }
         };
         if let Some(stall) = stall
-            && Faults::stalls_at(sent)
+            && PublisherFaults::stalls_at(sent)
         {
             tokio::time::sleep(stall).await;
         }

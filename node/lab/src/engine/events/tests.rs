@@ -7,10 +7,10 @@ use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, SubSoc
 
 use super::*;
 use crate::engine::tests::ask;
-use crate::engine::{Engine, EngineHandle, EngineOptions};
+use crate::engine::{EmulatedEngine, EngineHandle, EngineOptions};
 
-async fn engine(form: Form, faults: &str) -> EngineHandle {
-    Engine::start(EngineOptions {
+async fn engine(form: EventEncoding, faults: &str) -> EngineHandle {
+    EmulatedEngine::start(EngineOptions {
         speed: 1000.0,
         events: Some(EventsOptions {
             events: ([127, 0, 0, 1], 0).into(),
@@ -67,7 +67,7 @@ async fn replay(engine: &EngineHandle, from: u64) -> Vec<(u64, Vec<EngineEvent>)
 
 #[tokio::test]
 async fn another_implementation_reads_both_forms() {
-    for form in [Form::Array, Form::Map] {
+    for form in [EventEncoding::Array, EventEncoding::Map] {
         let engine = engine(form, "").await;
         let mut subscriber = SubSocket::new();
         subscriber
@@ -93,7 +93,7 @@ async fn another_implementation_reads_both_forms() {
         assert_eq!((stored.hashes.len(), stored.tokens.len()), (4, 128));
         assert_eq!((stored.block_size, stored.parent), (32, None));
         assert_eq!(stored.tokens[32..], [u32::from_le_bytes(*b"aaaa"); 96]);
-        let salt = (form == Form::Map).then_some("salt");
+        let salt = (form == EventEncoding::Map).then_some("salt");
         assert_eq!(stored.keys.salt.as_deref(), salt);
         let replayed = replay(&engine, seq).await;
         assert_eq!(replayed[0], (seq, events));
@@ -103,7 +103,7 @@ async fn another_implementation_reads_both_forms() {
 
 #[tokio::test]
 async fn a_reset_is_told_with_the_next_step() {
-    let engine = engine(Form::Map, "").await;
+    let engine = engine(EventEncoding::Map, "").await;
     complete(&engine, &"a".repeat(256), "").await;
     let (status, _) = ask(&engine, "POST", "/reset_prefix_cache", json!(null)).await;
     assert_eq!(status, 200);
@@ -122,7 +122,7 @@ async fn a_reset_is_told_with_the_next_step() {
 
 #[tokio::test]
 async fn a_restart_begins_anew() {
-    let engine = engine(Form::Map, "restart-after=2").await;
+    let engine = engine(EventEncoding::Map, "restart-after=2").await;
     for number in 0..3 {
         complete(&engine, &format!("{number}").repeat(256), "").await;
     }

@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use super::{Format, Record, fields, shown, token_field};
+use super::{TraceFormat, TraceRecord, fields, shown, token_field};
 
 pub(super) struct Azure;
 
 const HEADING: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 
-impl Format for Azure {
+impl TraceFormat for Azure {
     fn begins_with(&self, first_line: &str) -> bool {
         first_line.trim_end() == HEADING
     }
@@ -18,7 +18,7 @@ impl Format for Azure {
         1
     }
 
-    fn read(&self, line: &str) -> Result<Record, String> {
+    fn read(&self, line: &str) -> Result<TraceRecord, String> {
         let [at, input, output] = fields(line, HEADING)?;
         let at = instant(at).ok_or_else(|| {
             format!(
@@ -26,7 +26,7 @@ impl Format for Azure {
                 shown(at)
             )
         })?;
-        Ok(Record {
+        Ok(TraceRecord {
             at,
             user: None,
             input_tokens: token_field("ContextTokens", input)?,

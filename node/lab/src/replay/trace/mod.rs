@@ -1,6 +1,6 @@
 //! Recorded traces: when requests came, how long they were, and which beginnings they shared.
 //!
-//! Three formats are read, told apart by their first line; each is a `Format`. A trace says lengths
+//! Three formats are read, told apart by their first line; each is a `TraceFormat`. A trace says lengths
 //! in tokens; here a token is four bytes of text ([`crate::engine::text`]). Traces that name blocks
 //! (Mooncake: 512 tokens each) get one text per block id, so equal ids are equal text and equal
 //! beginnings are equal beginnings; other traces get a text of its own for each request.
@@ -69,7 +69,7 @@ pub struct Arrival {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceOptions {
     /// What lengths are multiplied with.
-    pub scale: Scale,
+    pub scale: LengthScale,
     /// Only what comes before this; `None` reads all.
     pub first: Option<Duration>,
     /// Users the requests are spread over when the trace names none.
@@ -80,12 +80,12 @@ pub struct TraceOptions {
 
 /// A fraction that lengths are multiplied with: `1/16`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Scale {
+pub struct LengthScale {
     numerator: u32,
     denominator: u32,
 }
 
-impl Scale {
+impl LengthScale {
     /// Lengths as recorded.
     pub const ONE: Self = Self {
         numerator: 1,
@@ -99,7 +99,7 @@ impl Scale {
     }
 }
 
-impl FromStr for Scale {
+impl FromStr for LengthScale {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -127,7 +127,7 @@ impl FromStr for Scale {
 
 /// A line of a trace, as recorded.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Record {
+struct TraceRecord {
     /// Since whatever the format counts from.
     at: Duration,
     user: Option<String>,
@@ -138,20 +138,20 @@ struct Record {
 }
 
 /// A kind of trace file.
-trait Format: Sync {
+trait TraceFormat: Sync {
     /// Whether a file with this first line is of this kind.
     fn begins_with(&self, first_line: &str) -> bool;
     /// Lines before the first record.
     fn heading_lines(&self) -> usize;
     /// Reads a record; the error says what was expected and what was found.
-    fn read(&self, line: &str) -> Result<Record, String>;
+    fn read(&self, line: &str) -> Result<TraceRecord, String>;
     /// The grain its timestamps were rounded to; zero when they are exact.
     fn grain(&self) -> Duration {
         Duration::ZERO
     }
 }
 
-const FORMATS: [&dyn Format; 3] = [&mooncake::Mooncake, &azure::Azure, &vtc::Vtc];
+const FORMATS: [&dyn TraceFormat; 3] = [&mooncake::Mooncake, &azure::Azure, &vtc::Vtc];
 
 /// Reads a trace file.
 ///
@@ -201,7 +201,7 @@ pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, 
 
 /// Spreads records with equal timestamps evenly over the grain (or up to the next timestamp, when
 /// that comes sooner): a burst every three seconds is how it was written down, not how it came.
-fn spread(records: &mut [Record], grain: Duration) {
+fn spread(records: &mut [TraceRecord], grain: Duration) {
     if grain.is_zero() {
         return;
     }
@@ -225,9 +225,9 @@ fn spread(records: &mut [Record], grain: Duration) {
     }
 }
 
-fn into_arrivals(records: Vec<Record>, options: &TraceOptions) -> Vec<Arrival> {
-    let mut users = Users::new(options.users);
-    let into_arrival = |(number, record): (usize, Record)| {
+fn into_arrivals(records: Vec<TraceRecord>, options: &TraceOptions) -> Vec<Arrival> {
+    let mut users = UserAssignment::new(options.users);
+    let into_arrival = |(number, record): (usize, TraceRecord)| {
         let bytes = options.scale.apply(record.input_tokens) as usize * TOKEN_BYTES;
         let user = match &record.user {
             Some(user) => Arc::from(user.as_str()),
@@ -258,13 +258,13 @@ fn into_arrivals(records: Vec<Record>, options: &TraceOptions) -> Vec<Arrival> {
 /// Deals requests to users so that a conversation stays with its user: a request belongs to whoever
 /// first sent its deepest block that was seen before. Its very first block does not count, for that
 /// is a system prompt that everybody shares.
-struct Users {
+struct UserAssignment {
     names: Vec<Arc<str>>,
     owner: HashMap<u64, usize>,
     next: usize,
 }
 
-impl Users {
+impl UserAssignment {
     fn new(count: u32) -> Self {
         let names = (1..=count.max(1))
             .map(|number| Arc::from(format!("user-{number}")))

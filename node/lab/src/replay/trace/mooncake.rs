@@ -4,19 +4,19 @@
 
 use std::time::Duration;
 
-use super::{BLOCK_TOKENS, Format, Record, tokens};
+use super::{BLOCK_TOKENS, TraceFormat, TraceRecord, tokens};
 
 pub(super) struct Mooncake;
 
 #[derive(serde::Deserialize)]
-struct Line {
+struct MooncakeLine {
     timestamp: u64,
     input_length: u64,
     output_length: u64,
     hash_ids: Vec<u64>,
 }
 
-impl Format for Mooncake {
+impl TraceFormat for Mooncake {
     fn begins_with(&self, first_line: &str) -> bool {
         first_line.trim_start().starts_with('{')
     }
@@ -25,8 +25,8 @@ impl Format for Mooncake {
         0
     }
 
-    fn read(&self, line: &str) -> Result<Record, String> {
-        let line: Line = serde_json::from_str(line).map_err(|error| {
+    fn read(&self, line: &str) -> Result<TraceRecord, String> {
+        let line: MooncakeLine = serde_json::from_str(line).map_err(|error| {
             format!(
                 "expected {{\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \
                  \"hash_ids\": [n, ..]}}: {error}"
@@ -40,7 +40,7 @@ impl Format for Mooncake {
                 line.hash_ids.len()
             ));
         }
-        Ok(Record {
+        Ok(TraceRecord {
             at: Duration::from_millis(line.timestamp),
             user: None,
             input_tokens,

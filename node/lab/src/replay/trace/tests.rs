@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use super::{Scale, TraceOptions, parse};
+use super::{LengthScale, TraceOptions, parse};
 
 const OPTIONS: TraceOptions = TraceOptions {
-    scale: Scale::ONE,
+    scale: LengthScale::ONE,
     first: None,
     users: 2,
     seed: 1,
@@ -22,7 +22,7 @@ fn line(timestamp: u64, input: u64, ids: &[u64]) -> String {
 fn equal_block_ids_become_equal_text_at_every_scale() {
     let trace = line(0, 1100, &[0, 1, 2]) + &line(0, 1500, &[0, 1, 3]);
     for scale in ["1", "1/16", "1/512", "2"] {
-        let scale: Scale = scale.parse().unwrap();
+        let scale: LengthScale = scale.parse().unwrap();
         let arrivals = parse(&trace, &TraceOptions { scale, ..OPTIONS }).unwrap();
         let texts: Vec<String> = arrivals
             .iter()
@@ -155,6 +155,6 @@ fn scales_are_fractions_that_keep_blocks_whole() {
         ("1/3", false),
         ("x", false),
     ] {
-        assert_eq!(text.parse::<Scale>().is_ok(), is_good, "{text}");
+        assert_eq!(text.parse::<LengthScale>().is_ok(), is_good, "{text}");
     }
 }

@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use super::{Format, Record, fields, shown, token_field};
+use super::{TraceFormat, TraceRecord, fields, shown, token_field};
 
 pub(super) struct Vtc;
 
 const HEADING: &str = "req_time_s,user,prompt_len,output_len";
 
-impl Format for Vtc {
+impl TraceFormat for Vtc {
     fn begins_with(&self, first_line: &str) -> bool {
         first_line.trim_end() == HEADING
     }
@@ -18,7 +18,7 @@ impl Format for Vtc {
         1
     }
 
-    fn read(&self, line: &str) -> Result<Record, String> {
+    fn read(&self, line: &str) -> Result<TraceRecord, String> {
         let [at, user, input, output] = fields(line, HEADING)?;
         let at = at
             .parse::<f64>()
@@ -32,7 +32,7 @@ impl Format for Vtc {
                 shown(user)
             ));
         }
-        Ok(Record {
+        Ok(TraceRecord {
             at,
             user: Some(user.to_owned()),
             input_tokens: token_field("prompt_len", input)?,

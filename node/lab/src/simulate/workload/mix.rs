@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::{Lengths, Prompt, Sent, User, Workload};
+use super::{LengthRange, SimArrival, SimPrompt, SimUser, SimWorkload};
 use crate::engine::text::TOKEN_BYTES;
 use crate::replay::text::passage;
 use crate::rng::Rng;
@@ -28,7 +28,7 @@ pub struct Mix {
     /// Tokens of a group's beginning.
     pub group_tokens: u32,
     /// Tokens of a request's own, and output tokens.
-    pub lengths: Lengths,
+    pub lengths: LengthRange,
     /// Share of the requests that go to the first group, in thousandths; 0: an equal share.
     pub hot_permille: u32,
     /// Faster for a while, again and again.
@@ -59,7 +59,7 @@ impl Mix {
             common_tokens: 0,
             groups: 32,
             group_tokens: 2048,
-            lengths: Lengths {
+            lengths: LengthRange {
                 input: (64, 192),
                 output: (16, 64),
             },
@@ -104,7 +104,7 @@ impl Mix {
 
     /// Draws the requests.
     #[must_use]
-    pub fn generate(&self, seed: u64) -> Workload {
+    pub fn generate(&self, seed: u64) -> SimWorkload {
         let mut rng = Rng::new(seed, 1);
         let text_seed = rng.next_u64();
         let beginning = |group: u64| {
@@ -117,10 +117,10 @@ impl Mix {
             common + &own
         };
         let groups: Vec<String> = (0..u64::from(self.groups.max(1))).map(beginning).collect();
-        let users = (1..=self.users.max(1)).map(|number| User::named(&format!("user-{number}")));
-        let mut workload = Workload {
+        let users = (1..=self.users.max(1)).map(|number| SimUser::named(&format!("user-{number}")));
+        let mut workload = SimWorkload {
             users: users.collect(),
-            ..Workload::default()
+            ..SimWorkload::default()
         };
         let mut at = 0;
         while (workload.arrivals.len() as u64) < self.requests {
@@ -129,14 +129,14 @@ impl Mix {
                 break;
             }
             let group = self.group(&mut rng);
-            let own_tokens = Lengths::draw(self.lengths.input, &mut rng) as usize;
+            let own_tokens = LengthRange::draw(self.lengths.input, &mut rng) as usize;
             let own = passage(rng.next_u64(), 0, own_tokens * TOKEN_BYTES);
             let text = [groups[group].as_bytes(), own.as_bytes()].concat();
-            workload.arrivals.push(Sent {
+            workload.arrivals.push(SimArrival {
                 at,
                 user: group % workload.users.len(),
-                prompt: Arc::new(Prompt::new(&text)),
-                output_tokens: Lengths::draw(self.lengths.output, &mut rng),
+                prompt: Arc::new(SimPrompt::new(&text)),
+                output_tokens: LengthRange::draw(self.lengths.output, &mut rng),
             });
         }
         workload

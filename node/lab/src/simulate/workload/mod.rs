@@ -1,8 +1,8 @@
 //! What is asked for: who sends which prompt when.
 //!
 //! A workload is made once per seed and shared by all runs of a comparison, so that every policy
-//! sees the same requests. Requests come at times of their own ([`Workload::arrivals`]), or a user
-//! keeps so many under way that it always waits ([`User::backlog`]).
+//! sees the same requests. Requests come at times of their own ([`SimWorkload::arrivals`]), or a user
+//! keeps so many under way that it always waits ([`SimUser::backlog`]).
 
 mod mix;
 #[cfg(test)]
@@ -29,18 +29,18 @@ pub const MODEL: &str = "simulated";
 
 /// Requests to come, and who sends them.
 #[derive(Debug, Clone, Default)]
-pub struct Workload {
+pub struct SimWorkload {
     /// Who they are.
-    pub users: Vec<User>,
+    pub users: Vec<SimUser>,
     /// Requests with a time of their own, ascending.
-    pub arrivals: Vec<Sent>,
+    pub arrivals: Vec<SimArrival>,
     /// What users with a backlog send.
-    pub shape: Lengths,
+    pub shape: LengthRange,
 }
 
 /// A user.
 #[derive(Debug, Clone, PartialEq)]
-pub struct User {
+pub struct SimUser {
     /// Its name.
     pub name: String,
     /// Its share against others, in thousandths.
@@ -55,20 +55,20 @@ pub struct User {
 
 /// A request as it arrives.
 #[derive(Debug, Clone)]
-pub struct Sent {
+pub struct SimArrival {
     /// When.
     pub at: Micros,
-    /// Whose; a place in [`Workload::users`].
+    /// Whose; a place in [`SimWorkload::users`].
     pub user: usize,
     /// Its prompt.
-    pub prompt: Arc<Prompt>,
+    pub prompt: Arc<SimPrompt>,
     /// Tokens the engine makes.
     pub output_tokens: u32,
 }
 
 /// A prompt with its identity on both sides.
 #[derive(Debug, Clone)]
-pub struct Prompt {
+pub struct SimPrompt {
     /// The router's blocks.
     pub chain: Arc<[BlockHash]>,
     /// How many of them an engine can have.
@@ -85,14 +85,14 @@ pub struct Prompt {
 
 /// Lengths that are drawn, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lengths {
+pub struct LengthRange {
     /// Prompt tokens.
     pub input: (u32, u32),
     /// Output tokens.
     pub output: (u32, u32),
 }
 
-impl Default for Lengths {
+impl Default for LengthRange {
     fn default() -> Self {
         Self {
             input: (128, 512),
@@ -101,7 +101,7 @@ impl Default for Lengths {
     }
 }
 
-impl Prompt {
+impl SimPrompt {
     /// The identity of `text`, by the code that production uses for it.
     #[must_use]
     pub fn new(text: &[u8]) -> Self {
@@ -130,22 +130,22 @@ impl Prompt {
     }
 }
 
-impl Lengths {
+impl LengthRange {
     fn draw(range: (u32, u32), rng: &mut Rng) -> u32 {
         rng.within(range.0, range.1).max(1)
     }
 
     /// A prompt of its own, shared with nobody, and an output length.
     #[must_use]
-    pub fn draw_request(&self, rng: &mut Rng) -> (Arc<Prompt>, u32) {
+    pub fn draw_request(&self, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
         let tokens = Self::draw(self.input, rng) as usize;
         let text = passage(rng.next_u64(), 0, tokens * TOKEN_BYTES);
-        let prompt = Arc::new(Prompt::new(text.as_bytes()));
+        let prompt = Arc::new(SimPrompt::new(text.as_bytes()));
         (prompt, Self::draw(self.output, rng))
     }
 }
 
-impl User {
+impl SimUser {
     /// One that sends at times of its own, to any replica, with an equal share.
     #[must_use]
     pub fn named(name: &str) -> Self {
@@ -166,7 +166,7 @@ impl User {
     }
 }
 
-impl Workload {
+impl SimWorkload {
     /// The requests of a recorded trace.
     #[must_use]
     pub fn of_trace(arrivals: &[Arrival]) -> Self {
@@ -175,13 +175,13 @@ impl Workload {
             let name: &str = &arrival.user;
             let known = workload.users.iter().position(|user| user.name == name);
             let user = known.unwrap_or_else(|| {
-                workload.users.push(User::named(name));
+                workload.users.push(SimUser::named(name));
                 workload.users.len() - 1
             });
-            workload.arrivals.push(Sent {
+            workload.arrivals.push(SimArrival {
                 at: super::plan::micros(arrival.at),
                 user,
-                prompt: Arc::new(Prompt::new(arrival.prompt.text().as_bytes())),
+                prompt: Arc::new(SimPrompt::new(arrival.prompt.text().as_bytes())),
                 output_tokens: arrival.output_tokens.max(1),
             });
         }

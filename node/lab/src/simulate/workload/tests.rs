@@ -42,7 +42,7 @@ fn templates_share_their_first_blocks_with_everybody() {
 #[test]
 fn one_group_is_hot() {
     let workload = Mix::one_hot().generate(1);
-    let first = |sent: &Sent| sent.prompt.chain[0];
+    let first = |sent: &SimArrival| sent.prompt.chain[0];
     let mut counts = std::collections::BTreeMap::new();
     for sent in &workload.arrivals {
         *counts.entry(first(sent)).or_insert(0_usize) += 1;

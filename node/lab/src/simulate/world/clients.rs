@@ -1,7 +1,7 @@
 //! Clients who do not wait for ever: they leave, they are refused, and they try again.
 
-use super::{Event, Micros, Stage, World};
-use crate::simulate::replica::Told;
+use super::{Micros, RequestStage, SimEvent, SimWorld};
+use crate::simulate::replica::EngineUsage;
 
 /// Production looks at its queues at least this often.
 const LOOK_EVERY: Micros = 20_000;
@@ -11,7 +11,7 @@ const BACK_OFF_MAX: Micros = 8_000_000;
 /// Least and most that production asks a refused client to wait, before jitter, milliseconds.
 const RETRY_AFTER_MS: (u64, u64) = (1000, 60_000);
 
-impl World<'_> {
+impl SimWorld<'_> {
     /// A request is sent: its client waits for so long.
     pub(super) fn begin_try(&mut self, request: usize) {
         let asked = &mut self.requests[request];
@@ -19,7 +19,7 @@ impl World<'_> {
         if let Some((least, most)) = self.plan.clients.patience {
             let tries = asked.tries;
             let patience = least + self.moods.below(most - least + 1);
-            let leave = Event::Leave { request, tries };
+            let leave = SimEvent::Leave { request, tries };
             self.events.plan(self.now + patience, leave);
         }
     }
@@ -31,15 +31,15 @@ impl World<'_> {
             return;
         }
         let (place, user) = (asked.replica, asked.user);
-        match std::mem::replace(&mut asked.stage, Stage::Ended) {
-            Stage::Ended => return,
-            Stage::Waiting => {
+        match std::mem::replace(&mut asked.stage, RequestStage::Ended) {
+            RequestStage::Ended => return,
+            RequestStage::Waiting => {
                 let ticket = asked.ticket;
                 self.places[place].lobby.left(ticket, self.now);
                 self.waits_no_more(place, user);
             }
-            Stage::Running(flight) => {
-                let told = Told {
+            RequestStage::Running(flight) => {
+                let told = EngineUsage {
                     at: self.now,
                     output: asked.served_output,
                     cached: asked.prompt.tokens - asked.computed,
@@ -58,7 +58,7 @@ impl World<'_> {
         self.tally.departures += 1;
         if self.may_try_again(request) {
             let after = self.back_off(request);
-            self.events.plan(self.now + after, Event::Again(request));
+            self.events.plan(self.now + after, SimEvent::Again(request));
         } else {
             self.tally.abandoned += 1;
             self.close(user);
@@ -69,7 +69,7 @@ impl World<'_> {
     /// A request may not wait; its client is told when to come back.
     pub(super) fn turn_away(&mut self, request: usize, wait_ms: u64) {
         let asked = &mut self.requests[request];
-        asked.stage = Stage::Ended;
+        asked.stage = RequestStage::Ended;
         let user = asked.user;
         self.tally.refusals += 1;
         if self.may_try_again(request) {
@@ -77,7 +77,7 @@ impl World<'_> {
             let jittered_ms = wait_ms + self.moods.below(wait_ms / 2);
             // A header of whole seconds.
             let after = jittered_ms.div_ceil(1000) * 1_000_000;
-            self.events.plan(self.now + after, Event::Again(request));
+            self.events.plan(self.now + after, SimEvent::Again(request));
         } else {
             self.tally.refused += 1;
             self.close(user);

@@ -9,13 +9,13 @@ use state::codec::encode_envelope;
 use state::command::{Command, Envelope, Item};
 use state::ids::{LogIndex, ReplicaId};
 
-use super::{Event, Micros, World};
+use super::{Micros, SimEvent, SimWorld};
 use crate::simulate::plan::micros;
 
 /// Load is told at most this often, as production does.
 const REPORT_EVERY: Micros = 20_000;
 
-impl World<'_> {
+impl SimWorld<'_> {
     /// Something at a replica changed that others should hear of.
     pub(super) fn changed(&mut self, place: usize) {
         self.plan_flush(place);
@@ -26,7 +26,7 @@ impl World<'_> {
         let next = &mut self.places[place].next_report;
         if at < *next {
             *next = at;
-            self.events.plan(at, Event::Report(place));
+            self.events.plan(at, SimEvent::Report(place));
         }
     }
 
@@ -41,7 +41,7 @@ impl World<'_> {
         } else {
             self.now.max(here.last_flush + self.plan.flush)
         };
-        self.events.plan(at, Event::Flush(place));
+        self.events.plan(at, SimEvent::Flush(place));
     }
 
     pub(super) fn flush(&mut self, place: usize) {
@@ -81,7 +81,7 @@ impl World<'_> {
         index: LogIndex,
         envelope: &Arc<Envelope>,
     ) {
-        let event = Event::Apply {
+        let event = SimEvent::Apply {
             replica,
             epoch: self.epochs[replica],
             index,
@@ -121,14 +121,14 @@ impl World<'_> {
         let is_busy = backlog.is_some() || registry.backends.iter().any(runs);
         if is_busy {
             here.next_report = self.now + micros(KEEPALIVE);
-            self.events.plan(here.next_report, Event::Report(place));
+            self.events.plan(here.next_report, SimEvent::Report(place));
         }
         if !is_news {
             return;
         }
         let report: Option<Arc<[u8]>> = due.map(Arc::from);
         for replica in (0..self.places.len()).filter(|it| *it != place) {
-            let event = Event::Heard {
+            let event = SimEvent::Heard {
                 replica,
                 from: place,
                 report: report.clone(),
@@ -163,7 +163,7 @@ impl World<'_> {
         let next = &mut self.places[place].next_wake;
         if at < *next || *next <= self.now {
             *next = at;
-            self.events.plan(at, Event::Wake(place));
+            self.events.plan(at, SimEvent::Wake(place));
         }
     }
 

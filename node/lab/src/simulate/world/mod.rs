@@ -1,6 +1,6 @@
 //! The simulated cluster: one event after the other until every request has ended.
 //!
-//! Everything that happens is an `Event` with a time; handling one plans others. Nothing else
+//! Everything that happens is an `SimEvent` with a time; handling one plans others. Nothing else
 //! passes between replicas, log and engines, so that the order of events is all there is to a run.
 
 mod clients;
@@ -17,14 +17,15 @@ use state::ids::{LogIndex, Ticket, UserKey};
 use state::policy::RoutingSettings;
 use state::prefix::user_key;
 
-use super::engine::{Engine, Figures};
-use super::events::{Events, Micros};
-use super::lobby::Lobby;
-use super::plan::{EngineModel, Plan};
-use super::replica::{self, Clock, Flight, Replica, setup, state_of};
-use super::service::Service;
-use super::tally::Tally;
-use super::workload::{HASH_SEED, MODEL, Prompt, Workload};
+use super::clock::SimClock;
+use super::engine::{ProbedFigures, SimEngine};
+use super::events::{EventQueue, Micros};
+use super::lobby::SimQueue;
+use super::plan::{EngineModel, SimPlan};
+use super::replica::{self, InFlight, SimReplica, setup, state_of};
+use super::service::ServiceAccounts;
+use super::tally::SimTally;
+use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
 use crate::rng::Rng;
 
 /// Part of the horizon after which shares of those who always wait are compared: one in so many.
@@ -32,7 +33,7 @@ const WARM_UP: Micros = 10;
 
 /// Something that happens.
 #[derive(Debug)]
-enum Event {
+enum SimEvent {
     /// The next request with a time of its own arrives.
     Arrive,
     /// A client has waited for its answer as long as it does, in this try.
@@ -77,15 +78,15 @@ enum Event {
 }
 
 /// A request, from its arrival to its end.
-struct Request {
+struct RequestState {
     user: usize,
-    prompt: Arc<Prompt>,
+    prompt: Arc<SimPrompt>,
     output_tokens: u32,
     arrived: Micros,
     replica: usize,
     /// Output tokens as predicted when it came.
     predicted_output: u32,
-    stage: Stage,
+    stage: RequestStage,
     has_first_token: bool,
     /// Times it was sent.
     tries: u32,
@@ -97,16 +98,16 @@ struct Request {
     served_output: u32,
 }
 
-enum Stage {
+enum RequestStage {
     Waiting,
-    Running(Box<Flight>),
+    Running(Box<InFlight>),
     Ended,
 }
 
 /// A replica with what the simulation keeps beside it.
-struct Place {
-    replica: Replica,
-    lobby: Lobby,
+struct ReplicaPlace {
+    replica: SimReplica,
+    lobby: SimQueue,
     session: u64,
     is_flush_planned: bool,
     last_flush: Micros,
@@ -118,13 +119,19 @@ struct Place {
     bin_edges: Vec<u32>,
 }
 
-impl Place {
-    fn new(id: u8, session: u64, state: RouterState, plan: &Plan, run: &replica::Run) -> Self {
+impl ReplicaPlace {
+    fn new(
+        id: u8,
+        session: u64,
+        state: RouterState,
+        plan: &SimPlan,
+        run: &replica::RunSettings,
+    ) -> Self {
         let lags = [plan.ownership_lag, plan.load_lag];
         let lag = lags.into_iter().flatten().max().unwrap_or_default();
         Self {
-            replica: Replica::new(id, session, state, run),
-            lobby: Lobby::new(plan, run.pricing, lag),
+            replica: SimReplica::new(id, session, state, run),
+            lobby: SimQueue::new(plan, run.pricing, lag),
             session,
             is_flush_planned: false,
             last_flush: 0,
@@ -137,9 +144,9 @@ impl Place {
 }
 
 /// The end of a run.
-pub struct Outcome {
+pub struct SimOutcome {
     /// What was measured.
-    pub tally: Tally,
+    pub tally: SimTally,
     /// Events handled.
     pub events: u64,
     /// Requests that engines preempted.
@@ -152,7 +159,7 @@ pub struct Outcome {
     /// Upper ends of the bins at the end, but the last.
     pub bin_edges: Vec<u32>,
     /// The requests in the order they arrived: for the ideal.
-    pub asked: Vec<(Arc<Prompt>, u32)>,
+    pub asked: Vec<(Arc<SimPrompt>, u32)>,
     /// Priced tokens that the first replica's state has charged.
     pub charged: u64,
     /// The state's digest, of the first replica.
@@ -162,17 +169,17 @@ pub struct Outcome {
 }
 
 /// The cluster and its time.
-pub struct World<'a> {
-    plan: &'a Plan,
-    workload: &'a Workload,
+pub struct SimWorld<'a> {
+    plan: &'a SimPlan,
+    workload: &'a SimWorkload,
     keys: Vec<UserKey>,
     now: Micros,
-    events: Events<Event>,
-    engines: Vec<Engine>,
-    probed: Vec<Figures>,
-    places: Vec<Place>,
-    requests: Vec<Request>,
-    /// Of [`Workload::arrivals`], the next.
+    events: EventQueue<SimEvent>,
+    engines: Vec<SimEngine>,
+    probed: Vec<ProbedFigures>,
+    places: Vec<ReplicaPlace>,
+    requests: Vec<RequestState>,
+    /// Of [`SimWorkload::arrivals`], the next.
     next_arrival: usize,
     /// Requests each user has under way or waiting; for those with a backlog.
     open_by_user: Vec<u32>,
@@ -187,35 +194,35 @@ pub struct World<'a> {
     next_index: Vec<u64>,
     /// How often each replica's log was lost.
     epochs: Vec<u32>,
-    run: replica::Run,
-    tally: Tally,
+    run: replica::RunSettings,
+    tally: SimTally,
 }
 
-impl<'a> World<'a> {
+impl<'a> SimWorld<'a> {
     /// A cluster at its beginning.
     #[must_use]
-    pub fn new(plan: &'a Plan, workload: &'a Workload) -> Self {
+    pub fn new(plan: &'a SimPlan, workload: &'a SimWorkload) -> Self {
         let setup = setup(commands(plan, workload));
-        let run = replica::Run {
-            clock: Clock::new(),
+        let run = replica::RunSettings {
+            clock: SimClock::new(),
             flush: plan.flush,
             pricing: Pricing {
                 prices: plan.prices,
                 charge: plan.admission.charge,
             },
         };
-        let place = |id| Place::new(id, 1, state_of(&setup), plan, &run);
+        let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);
-        let service = Service::new(plan.prices, weights);
+        let service = ServiceAccounts::new(plan.prices, weights);
         let names = workload.users.iter().map(|user| user.name.as_str());
         Self {
             keys: names.map(|name| user_key(HASH_SEED, name)).collect(),
             now: 0,
-            events: Events::default(),
+            events: EventQueue::default(),
             engines: (0..plan.backends)
-                .map(|_| Engine::new(&plan.engine))
+                .map(|_| SimEngine::new(&plan.engine))
                 .collect(),
-            probed: vec![Figures::default(); usize::from(plan.backends)],
+            probed: vec![ProbedFigures::default(); usize::from(plan.backends)],
             places: (1..=plan.replicas).map(place).collect(),
             requests: Vec::new(),
             next_arrival: 0,
@@ -230,7 +237,7 @@ impl<'a> World<'a> {
             setup,
             epochs: vec![0; usize::from(plan.replicas)],
             run,
-            tally: Tally::new(plan.horizon, service, plan.backends),
+            tally: SimTally::new(plan.horizon, service, plan.backends),
             plan,
             workload,
         }
@@ -238,7 +245,7 @@ impl<'a> World<'a> {
 
     /// Runs to the end; `progress` hears of the simulated time, now and then.
     #[must_use]
-    pub fn run(mut self, mut progress: impl FnMut(Micros)) -> Outcome {
+    pub fn run(mut self, mut progress: impl FnMut(Micros)) -> SimOutcome {
         self.begin();
         let mut handled = 0_u64;
         while let Some((at, event)) = self.events.take_next() {
@@ -257,53 +264,53 @@ impl<'a> World<'a> {
     fn begin(&mut self) {
         if !self.workload.arrivals.is_empty() {
             self.events
-                .plan(self.workload.arrivals[0].at, Event::Arrive);
+                .plan(self.workload.arrivals[0].at, SimEvent::Arrive);
         }
         for (user, spec) in self.workload.users.iter().enumerate() {
             if spec.backlog > 0 {
-                self.events.plan(0, Event::Return(user));
+                self.events.plan(0, SimEvent::Return(user));
                 if let Some((_, until)) = spec.off {
-                    self.events.plan(until, Event::Return(user));
+                    self.events.plan(until, SimEvent::Return(user));
                 }
             }
         }
         if let Some(restart) = self.plan.restart {
-            self.events.plan(restart.at, Event::Restart);
+            self.events.plan(restart.at, SimEvent::Restart);
         }
-        self.events.plan(self.plan.probe, Event::Probe);
-        self.events.plan(self.tally.step(), Event::Sample);
+        self.events.plan(self.plan.probe, SimEvent::Probe);
+        self.events.plan(self.tally.step(), SimEvent::Sample);
         let horizon = self.plan.horizon;
-        self.events.plan(horizon / WARM_UP, Event::Watch);
-        self.events.plan(horizon, Event::Close);
+        self.events.plan(horizon / WARM_UP, SimEvent::Watch);
+        self.events.plan(horizon, SimEvent::Close);
     }
 
-    fn handle(&mut self, event: Event) {
+    fn handle(&mut self, event: SimEvent) {
         match event {
-            Event::Arrive => self.arrive_next(),
-            Event::Return(user) => self.come_back(user),
-            Event::Leave { request, tries } => self.leave(request, tries),
-            Event::Again(request) => self.try_again(request),
-            Event::Step(engine) => self.step_over(engine),
-            Event::Flush(place) => self.flush(place),
-            Event::Apply {
+            SimEvent::Arrive => self.arrive_next(),
+            SimEvent::Return(user) => self.come_back(user),
+            SimEvent::Leave { request, tries } => self.leave(request, tries),
+            SimEvent::Again(request) => self.try_again(request),
+            SimEvent::Step(engine) => self.step_over(engine),
+            SimEvent::Flush(place) => self.flush(place),
+            SimEvent::Apply {
                 replica,
                 epoch,
                 index,
                 envelope,
             } => self.apply(replica, epoch, index, &envelope),
-            Event::Report(place) => self.report(place),
-            Event::Heard {
+            SimEvent::Report(place) => self.report(place),
+            SimEvent::Heard {
                 replica,
                 from,
                 report,
                 backlog,
             } => self.heard(replica, from, report.as_deref(), backlog),
-            Event::Wake(place) => self.wake(place),
-            Event::Probe => self.probe(),
-            Event::Sample => self.sample(),
-            Event::Watch => self.tally.service.watch(),
-            Event::Close => self.tally.service.close(),
-            Event::Restart => self.restart(),
+            SimEvent::Wake(place) => self.wake(place),
+            SimEvent::Probe => self.probe(),
+            SimEvent::Sample => self.sample(),
+            SimEvent::Watch => self.tally.service.watch(),
+            SimEvent::Close => self.tally.service.close(),
+            SimEvent::Restart => self.restart(),
         }
     }
 
@@ -315,7 +322,7 @@ impl<'a> World<'a> {
     }
 
     fn probe(&mut self) {
-        self.probed = self.engines.iter().map(Engine::figures).collect();
+        self.probed = self.engines.iter().map(SimEngine::figures).collect();
         let adapts = self.plan.admission.concurrency == Concurrency::Adaptive;
         if adapts || self.plan.learn {
             for place in 0..self.places.len() {
@@ -324,7 +331,8 @@ impl<'a> World<'a> {
             }
         }
         if self.is_going_on() {
-            self.events.plan(self.now + self.plan.probe, Event::Probe);
+            self.events
+                .plan(self.now + self.plan.probe, SimEvent::Probe);
         }
     }
 
@@ -332,7 +340,7 @@ impl<'a> World<'a> {
         if self.now > self.plan.horizon {
             return;
         }
-        let load = |engine: &Engine| {
+        let load = |engine: &SimEngine| {
             let figures = engine.figures();
             figures.running + figures.waiting
         };
@@ -349,14 +357,14 @@ impl<'a> World<'a> {
         }
         points.bins.push(bins);
         self.events
-            .plan(self.now + self.tally.step(), Event::Sample);
+            .plan(self.now + self.tally.step(), SimEvent::Sample);
     }
 
-    fn finish(self, events: u64) -> Outcome {
+    fn finish(self, events: u64) -> SimOutcome {
         let faults = self.faults();
-        let figures = self.engines.iter().map(Engine::figures);
+        let figures = self.engines.iter().map(SimEngine::figures);
         let slack = self.places.iter().map(|it| it.lobby.slack_most()).max();
-        Outcome {
+        SimOutcome {
             uncharged: (self.tally.uncharged_milli + self.tally.promised_milli) / 1000,
             slack: slack.unwrap_or_default(),
             bin_edges: self.places[0].replica.bin_edges(),
@@ -395,11 +403,11 @@ impl<'a> World<'a> {
                 tally.arrived, tally.ended, tally.refused, tally.abandoned
             ));
         }
-        if !self.engines.iter().all(Engine::is_idle) {
+        if !self.engines.iter().all(SimEngine::is_idle) {
             faults.push("an engine has work left".to_owned());
         }
         for place in &self.places {
-            let Place { replica, lobby, .. } = place;
+            let ReplicaPlace { replica, lobby, .. } = place;
             let id = replica.id;
             if let Err(broken) = replica.state.check() {
                 faults.push(format!("replica {id}: {broken}"));
@@ -424,7 +432,7 @@ impl<'a> World<'a> {
 }
 
 /// What a cluster is told before the first request.
-fn commands(plan: &Plan, workload: &Workload) -> Vec<Command> {
+fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
     let mut commands = vec![
         Command::InitCluster {
             hash_seed: HASH_SEED,

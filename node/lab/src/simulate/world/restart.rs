@@ -3,18 +3,18 @@
 
 use state::RouterState;
 
-use super::{Place, Stage, World};
-use crate::simulate::plan::Who;
+use super::{ReplicaPlace, RequestStage, SimWorld};
+use crate::simulate::plan::RestartScope;
 use crate::simulate::replica::{empty_state, state_of};
 
-impl World<'_> {
+impl SimWorld<'_> {
     pub(super) fn restart(&mut self) {
         let Some(restart) = self.plan.restart else {
             return;
         };
         let down = match restart.who {
-            Who::All => self.places.len(),
-            Who::One => 1,
+            RestartScope::All => self.places.len(),
+            RestartScope::One => 1,
         };
         let is_log_lost = restart.wipe && (down == self.places.len() || !self.is_shared());
         let cut_off = self.cut_off(down);
@@ -45,15 +45,15 @@ impl World<'_> {
                 continue;
             }
             match &request.stage {
-                Stage::Ended => continue,
-                Stage::Waiting => self.tally.service.waits_no_more(request.user),
-                Stage::Running(flight) => {
+                RequestStage::Ended => continue,
+                RequestStage::Waiting => self.tally.service.waits_no_more(request.user),
+                RequestStage::Running(flight) => {
                     let rest = request.output_tokens - request.served_output;
                     self.tally.kept(request.user, rest);
                     self.engines[usize::from(flight.backend.slot.0)].abort(number);
                 }
             }
-            request.stage = Stage::Waiting;
+            request.stage = RequestStage::Waiting;
             cut.push(number);
         }
         cut
@@ -81,9 +81,9 @@ impl World<'_> {
     fn start_again(&mut self, place: usize, state: RouterState) {
         let session = self.places[place].session + 1;
         let id = self.places[place].replica.id.0;
-        self.places[place] = Place {
+        self.places[place] = ReplicaPlace {
             last_flush: self.now,
-            ..Place::new(id, session, state, self.plan, &self.run)
+            ..ReplicaPlace::new(id, session, state, self.plan, &self.run)
         };
     }
 }

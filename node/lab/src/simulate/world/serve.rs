@@ -5,19 +5,20 @@ use std::sync::Arc;
 use state::admission::{Batching, QueueRejection, QueuedRequest};
 use state::ids::Ticket;
 
-use super::{Event, Micros, Place, Request, Stage, World};
-use crate::simulate::engine::Served;
-use crate::simulate::lobby::{Guest, Turn};
+use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld};
+use crate::simulate::clock::unix_ms;
+use crate::simulate::engine::ServedStep;
+use crate::simulate::lobby::{NextAdmission, WaitingRequest};
 use crate::simulate::plan::{BLOCK_TOKENS, EngineModel};
-use crate::simulate::replica::{Ask, Sending, Told, unix_ms};
-use crate::simulate::workload::Prompt;
+use crate::simulate::replica::{EngineUsage, SimDispatch, SimRequest};
+use crate::simulate::workload::SimPrompt;
 
-impl World<'_> {
+impl SimWorld<'_> {
     pub(super) fn arrive_next(&mut self) {
         let sent = &self.workload.arrivals[self.next_arrival];
         self.next_arrival += 1;
         if let Some(next) = self.workload.arrivals.get(self.next_arrival) {
-            self.events.plan(next.at, Event::Arrive);
+            self.events.plan(next.at, SimEvent::Arrive);
         }
         self.arrive(sent.user, Arc::clone(&sent.prompt), sent.output_tokens);
     }
@@ -28,7 +29,7 @@ impl World<'_> {
         let backlog = self.workload.users[user].backlog;
         if self.sends_one(user) {
             let gap = self.rngs[user].gap_us(f64::from(backlog));
-            self.events.plan(self.now + gap, Event::Return(user));
+            self.events.plan(self.now + gap, SimEvent::Return(user));
         }
     }
 
@@ -46,7 +47,7 @@ impl World<'_> {
         is_due
     }
 
-    fn arrive(&mut self, user: usize, prompt: Arc<Prompt>, output_tokens: u32) {
+    fn arrive(&mut self, user: usize, prompt: Arc<SimPrompt>, output_tokens: u32) {
         self.tally.arrived += 1;
         self.open += 1;
         self.open_by_user[user] += 1;
@@ -54,14 +55,14 @@ impl World<'_> {
         let priced = self.tally.service.price(prompt.tokens, output_tokens);
         self.tally.largest_priced = self.tally.largest_priced.max(priced);
         let is_too_large = !self.engines[0].fits(prompt.tokens.saturating_add(output_tokens));
-        self.requests.push(Request {
+        self.requests.push(RequestState {
             user,
             prompt,
             output_tokens,
             arrived: self.now,
             replica: 0,
             predicted_output: output_tokens,
-            stage: Stage::Waiting,
+            stage: RequestStage::Waiting,
             has_first_token: false,
             tries: 0,
             ticket: Ticket::default(),
@@ -76,7 +77,7 @@ impl World<'_> {
     }
 
     fn refuse(&mut self, request: usize) {
-        self.requests[request].stage = Stage::Ended;
+        self.requests[request].stage = RequestStage::Ended;
         self.tally.refused += 1;
         self.close(self.requests[request].user);
     }
@@ -92,7 +93,7 @@ impl World<'_> {
         };
         let asked = &mut self.requests[request];
         asked.replica = place;
-        asked.stage = Stage::Waiting;
+        asked.stage = RequestStage::Waiting;
         if !self.plan.oracle {
             asked.predicted_output = self.places[place].replica.predict(self.keys[user]);
         }
@@ -111,7 +112,7 @@ impl World<'_> {
     fn wait(&mut self, place: usize, request: usize) {
         let user = self.requests[request].user;
         let guest = self.guest(place, request);
-        let Place { replica, lobby, .. } = &mut self.places[place];
+        let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
         let pushed = lobby.push(guest, &replica.counters());
         let drain_ms = lobby.drain_ms(self.now);
         match pushed {
@@ -130,12 +131,12 @@ impl World<'_> {
         self.look_again(place);
     }
 
-    fn guest(&self, place: usize, request: usize) -> Guest {
+    fn guest(&self, place: usize, request: usize) -> WaitingRequest {
         let asked = &self.requests[request];
         let replica = &self.places[place].replica;
         let matched_blocks = replica.longest_match(&asked.prompt);
         let cached = matched_blocks * BLOCK_TOKENS;
-        Guest {
+        WaitingRequest {
             request,
             waiting: QueuedRequest {
                 ticket: Default::default(),
@@ -165,15 +166,15 @@ impl World<'_> {
         self.expire(place);
         while !self.places[place].lobby.is_empty() {
             let has_room = self.has_room(place);
-            let Place { replica, lobby, .. } = &mut self.places[place];
+            let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
             let turn = lobby.next(self.now, &replica.counters(), has_room);
             match turn {
-                Turn::Go(request) => self.send(place, request, true),
-                Turn::Held(after) => {
+                NextAdmission::Go(request) => self.send(place, request, true),
+                NextAdmission::Held(after) => {
                     self.wake_in(place, after);
                     return;
                 }
-                Turn::Nobody => return,
+                NextAdmission::Nobody => return,
             }
         }
     }
@@ -201,7 +202,7 @@ impl World<'_> {
 
     /// Spreads what waits anew when the bins' boundaries have changed.
     fn follow_bins(&mut self, place: usize) {
-        let Place {
+        let ReplicaPlace {
             replica,
             lobby,
             bin_edges,
@@ -243,7 +244,7 @@ impl World<'_> {
         only: Option<usize>,
     ) -> usize {
         let asked = &mut self.requests[request];
-        let ask = Ask {
+        let ask = SimRequest {
             number: request,
             prompt: &asked.prompt,
             user: self.keys[asked.user],
@@ -261,7 +262,7 @@ impl World<'_> {
                 },
             )
             .expect("room was there a moment ago");
-        let sending = Sending {
+        let sending = SimDispatch {
             user: &self.workload.users[asked.user].name,
             order: self.plan.admission.order,
             predicted_output: asked.predicted_output,
@@ -276,14 +277,14 @@ impl World<'_> {
         self.tally.predicted_tokens += u64::from(decision.matched) * u64::from(BLOCK_TOKENS);
         self.tally.promised(asked.user, asked.output_tokens);
         self.engines[engine].submit(request, &asked.prompt, asked.output_tokens);
-        asked.stage = Stage::Running(Box::new(flight));
+        asked.stage = RequestStage::Running(Box::new(flight));
         self.changed(place);
         engine
     }
 
     pub(super) fn begin_step(&mut self, engine: usize) {
         if let Some(took) = self.engines[engine].begin_step() {
-            self.events.plan(self.now + took, Event::Step(engine));
+            self.events.plan(self.now + took, SimEvent::Step(engine));
         }
     }
 
@@ -301,14 +302,14 @@ impl World<'_> {
         }
     }
 
-    fn served(&mut self, engine: usize, place: usize, served: &Served) {
+    fn served(&mut self, engine: usize, place: usize, served: &ServedStep) {
         let request = &mut self.requests[served.request];
-        let Stage::Running(flight) = &mut request.stage else {
+        let RequestStage::Running(flight) = &mut request.stage else {
             return; // Cut off, and sent again since.
         };
-        let Place { replica, lobby, .. } = &mut self.places[place];
+        let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
         let (user, prompt) = (request.user, Arc::clone(&request.prompt));
-        let told = Told {
+        let told = EngineUsage {
             at: self.now,
             output: served.output_tokens,
             cached: served.cached_tokens,
@@ -333,13 +334,15 @@ impl World<'_> {
         }
     }
 
-    fn ended(&mut self, engine: usize, place: usize, request: usize, told: &Told) {
+    fn ended(&mut self, engine: usize, place: usize, request: usize, told: &EngineUsage) {
         let asked = &mut self.requests[request];
-        let Stage::Running(flight) = std::mem::replace(&mut asked.stage, Stage::Ended) else {
+        let RequestStage::Running(flight) =
+            std::mem::replace(&mut asked.stage, RequestStage::Ended)
+        else {
             return;
         };
         let (user, took): (usize, Micros) = (asked.user, self.now - asked.arrived);
-        let Place { replica, lobby, .. } = &mut self.places[place];
+        let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
         lobby.priced(replica.end(*flight, &asked.prompt, told));
         if self.plan.admission.wants_outputs() {
             replica.tell_length(self.keys[user], told.output);
