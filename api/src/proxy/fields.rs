@@ -6,7 +6,7 @@
 //! taken out of the body, and the rest keeps its bytes.
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName};
+use http::HeaderName;
 
 use crate::error::ProxyError;
 use crate::prompt::{BodyMember, MEMBERS_MAX, ParsedBody, members, name_hash};
@@ -172,15 +172,10 @@ const ENGINES_OWN: [&str; 9] = [
 /// Orders to nginx.
 const ENGINES_OWN_PREFIX: &str = "x-accel-";
 
-/// Takes out of an engine's answer what is about the engine.
-pub(super) fn hide_engine(headers: &mut HeaderMap) {
-    for name in ENGINES_OWN {
-        headers.remove(name);
-    }
-    let is_order = |name: &&HeaderName| name.as_str().starts_with(ENGINES_OWN_PREFIX);
-    while let Some(name) = headers.keys().find(is_order).cloned() {
-        headers.remove(name);
-    }
+/// Whether a header of an engine's answer is about the engine.
+pub(super) fn is_engines_own(name: &HeaderName) -> bool {
+    let name = name.as_str();
+    ENGINES_OWN.contains(&name) || name.starts_with(ENGINES_OWN_PREFIX)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
 use super::expose::is_ours;
-use super::fields::{HeaderRules, hide_engine};
+use super::fields::{HeaderRules, is_engines_own};
 
 /// Names the request, here and at the engine.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -114,31 +114,16 @@ pub(super) fn clean_answer(headers: &mut HeaderMap) {
         // RFC 9112, 6.3: beside transfer-encoding it says nothing.
         headers.remove(CONTENT_LENGTH);
     }
-    hide_engine(headers);
-    while let Some(name) = headers.keys().find(|name| is_ours(name)).cloned() {
-        headers.remove(name);
-    }
-    if let Some(value) = headers.get(CONNECTION)
-        && !matches!(value.as_bytes(), b"close" | b"keep-alive")
-    {
-        let named: Vec<HeaderName> = headers
-            .keys()
-            .filter(|name| is_named(headers, name))
-            .cloned()
-            .collect();
-        for name in named {
-            headers.remove(name);
-        }
-    }
-    for name in [
-        CONNECTION,
-        KEEP_ALIVE,
-        PROXY_CONNECTION,
-        PROXY_AUTHENTICATE,
-        TRAILER,
-        TRANSFER_ENCODING,
-        UPGRADE,
-    ] {
+    let connection = headers.get(CONNECTION).map(HeaderValue::as_bytes);
+    let names_fields = !matches!(connection, None | Some(b"close" | b"keep-alive"));
+    let is_dropped = |name: &&HeaderName| {
+        is_hop_by_hop(name)
+            || is_engines_own(name)
+            || is_ours(name)
+            || (names_fields && is_named(headers, name))
+    };
+    let dropped: Vec<HeaderName> = headers.keys().filter(is_dropped).cloned().collect();
+    for name in dropped {
         headers.remove(name);
     }
 }
