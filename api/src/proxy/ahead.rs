@@ -14,16 +14,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::relay::ResponseBodyError;
+use super::piece::AnswerPiece;
 
 /// A client that takes the rest of a finished answer more slowly than this is given up.
 const LEAST_BYTES_PER_S: u64 = 4 * 1024;
-
-/// A piece of an answer, or how it broke.
-pub(super) type AnswerPiece = Result<Bytes, ResponseBodyError>;
 
 /// How far answers are read ahead.
 #[derive(Debug, Clone)]

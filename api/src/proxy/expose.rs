@@ -15,8 +15,6 @@ const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
-/// How the names of all these begin.
-const OURS: &str = "x-quorate-";
 
 /// Which headers are added to answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -54,11 +52,6 @@ impl Expose {
             headers.insert(REPLICA, replica.clone());
         }
     }
-}
-
-/// Whether a header is one that only we say: an engine's is not passed on.
-pub(super) fn is_ours(name: &HeaderName) -> bool {
-    name.as_str().starts_with(OURS)
 }
 
 /// `matched/total` as a header value.

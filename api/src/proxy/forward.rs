@@ -21,9 +21,9 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::Proxy;
 use super::ahead::ReadAheadBounds;
 use super::beginning::{begin, is_framed};
-use super::deadline;
 use super::headers::{Hop, clean_answer, toward_engine};
 use super::metrics::RequestMetricsGuard;
+use super::proxied::ProxiedRequest;
 use super::relay::{
     BodyKind, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
     SharedResponseBody,
@@ -31,14 +31,12 @@ use super::relay::{
 use super::splice::splice;
 use super::sse::{SseStream, WantedUsage};
 use super::suspects::WatchedRequest;
-use crate::admission::{AdmissionRejection, AdmissionRequest};
+use crate::admission::AdmissionRejection;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::{ProxyError, SHOULD_RETRY};
-use crate::prompt::ReplyShape;
-use crate::prompt::{ParsedBody, PromptIdentity};
+use crate::prompt::{ParsedBody, ReplyShape};
 use crate::routing::{
-    Attempt, AttemptEnd, Decision, HiddenOutput, POLICY, Router, RoutingRejection, RoutingRequest,
-    SELECT,
+    Attempt, AttemptEnd, Decision, HiddenOutput, POLICY, RoutingRejection, SELECT,
 };
 
 /// How long the rest of such an answer is waited for.
@@ -47,54 +45,6 @@ const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Least and most time after which a refused client is asked to come back, before jitter.
 const RETRY_AFTER_MS_LEAST: u64 = 1000;
 const RETRY_AFTER_MS_MAX: u64 = 60_000;
-
-/// A request that is read and understood.
-pub(super) struct ProxiedRequest {
-    pub(super) head: http::request::Parts,
-    pub(super) body: Bytes,
-    pub(super) parsed: ParsedBody,
-    pub(super) identity: PromptIdentity,
-    pub(super) user: String,
-    pub(super) request_id: HeaderValue,
-    /// The client's address.
-    pub(super) peer: HeaderValue,
-    /// Among requests that wait.
-    pub(super) priority: i16,
-    /// How long its client waits, as it tells.
-    pub(super) deadline: Option<Duration>,
-}
-
-impl AdmissionRequest for ProxiedRequest {
-    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
-        RoutingRequest {
-            model: &self.parsed.model,
-            identity: &self.identity,
-            request_id: self.request_id.to_str().unwrap_or_default(),
-            user: &self.user,
-            headers: Some(&self.head.headers),
-            // An unknown one was refused before.
-            policy: router.asked_policy(&self.head.headers).ok().flatten(),
-            excluded,
-        }
-    }
-
-    fn priority(&self) -> i16 {
-        self.priority
-    }
-
-    fn tokens_max(&self) -> Option<u32> {
-        self.parsed.max_tokens
-    }
-
-    fn is_selective(&self) -> bool {
-        self.head.headers.contains_key(SELECT)
-    }
-
-    fn wait_max(&self, service: Duration) -> Option<Duration> {
-        let deadline = self.deadline?;
-        Some(deadline::wait_max(deadline, service, self.parsed.stream))
-    }
-}
 
 /// What the client gets.
 pub(super) enum ForwardResult {

@@ -1,8 +1,8 @@
-//! Filters headers towards the engine and back to the client. [`expose`](super::expose) adds
-//! Quorate's own.
+//! Filters headers on their way to the engine and back to the client. Quorate's own are added
+//! elsewhere (`expose.rs`).
 //!
-//! Fields that are about one connection (RFC 9110, section 7.6.1) stop here in both directions,
-//! with those that `connection` names.
+//! Hop-by-hop fields (RFC 9110, section 7.6.1) and those that `connection` names are removed in both
+//! directions.
 
 use bytes::Bytes;
 use http::header::{
@@ -11,7 +11,6 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
-use super::expose::is_ours;
 use super::fields::{HeaderRules, is_engines_own};
 
 /// Names the request, here and at the engine.
@@ -25,6 +24,9 @@ const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 /// Who goes first among requests that wait.
 pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-priority");
+
+/// How the names of headers begin that only Quorate sets; an engine's are not passed on.
+const OWN_PREFIX: &str = "x-quorate-";
 
 /// Longest request id taken from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
@@ -107,8 +109,12 @@ fn via(version: Version) -> HeaderValue {
     })
 }
 
-/// Takes out of an engine's headers what is about its connection or about itself, and what only we
-/// say.
+fn is_quorates_own(name: &HeaderName) -> bool {
+    name.as_str().starts_with(OWN_PREFIX)
+}
+
+/// Removes from an engine's headers those about its connection or about itself, and those that only
+/// Quorate sets.
 pub(super) fn clean_answer(headers: &mut HeaderMap) {
     if headers.contains_key(TRANSFER_ENCODING) {
         // RFC 9112, 6.3: beside transfer-encoding it says nothing.
@@ -119,7 +125,7 @@ pub(super) fn clean_answer(headers: &mut HeaderMap) {
     let is_dropped = |name: &&HeaderName| {
         is_hop_by_hop(name)
             || is_engines_own(name)
-            || is_ours(name)
+            || is_quorates_own(name)
             || (names_fields && is_named(headers, name))
     };
     let dropped: Vec<HeaderName> = headers.keys().filter(is_dropped).cloned().collect();

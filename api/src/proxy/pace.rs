@@ -23,7 +23,8 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::task::TaskTracker;
 
 use super::AnswerBody;
-use super::relay::{ResponseBody, ResponseBodyError, SharedResponseBody, lock};
+use super::piece::ResponseBodyError;
+use super::relay::{ResponseBody, SharedResponseBody, lock};
 
 /// The engine's answer that an HTTP/1.1 connection writes.
 #[derive(Clone, Default)]

@@ -1,5 +1,5 @@
-//! An engine's answer on its way to the client: frames pass as they come, at the pace the client
-//! takes them; what they tell is noted; however it ends, the books are closed.
+//! An engine's answer on its way to the client. Frames pass as they arrive, at the pace of the client;
+//! the usage and the text in them go to the accounting, which is closed however the answer ends.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -14,40 +14,19 @@ use state::ids::Slot;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Proxy;
-use super::ahead::{AnswerPiece, ReadAhead, ReadAheadBounds};
+use super::ahead::{ReadAhead, ReadAheadBounds};
 use super::document::Document;
 use super::inspect::AnswerDelta;
 use super::metrics::{RequestMetricsGuard, RequestOutcome};
+use super::piece::{AnswerPiece, ResponseBodyError};
 use super::sse::SseStream;
 use super::suspects::WatchedRequest;
-use crate::backends::pool::{EngineBody, SendError};
+use crate::backends::pool::EngineBody;
 use crate::error::{ProxyError, openai_body};
 use crate::routing::{Attempt, AttemptEnd};
 
 /// Longest error answer of an engine that is passed on, in bytes.
 pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
-
-/// Why an answer ends before its end. The connection to the client is then cut, so that nobody
-/// takes what came for the whole.
-#[derive(Debug, thiserror::Error)]
-pub enum ResponseBodyError {
-    /// The engine's connection broke.
-    #[error("backend broke off: {0}")]
-    Engine(#[from] SendError),
-    /// The engine fell silent.
-    #[error("backend fell silent")]
-    Silent,
-    /// The engine's connection ended in a way that leaves open whether the answer was complete, and
-    /// the answer itself does not look so.
-    #[error("answer ended before its end")]
-    Unfinished,
-    /// The client took nothing of it for too long.
-    #[error("client does not take the answer")]
-    Untaken,
-    /// An error answer beyond all measure.
-    #[error("error answer is too long")]
-    TooLong,
-}
 
 /// What the body is.
 pub(super) enum BodyKind {

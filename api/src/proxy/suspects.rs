@@ -14,7 +14,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::forward::ProxiedRequest;
+use super::proxied::ProxiedRequest;
 
 /// How long a broken connection is remembered, and how long a request is then refused.
 const REMEMBERED: Duration = Duration::from_secs(60);

@@ -17,8 +17,6 @@ const CRATES: &[&str] = &["state", "raft", "api", "node/lab", "node", "chaos-tes
 const OPEN: &[(&str, &[&str])] = &[
     ("raft", &["net", "replica"]),
     ("raft::net", &["accept", "transport"]),
-    ("api::proxy", &["expose", "headers"]),
-    ("api::proxy", &["ahead", "forward", "relay", "suspects"]),
 ];
 
 /// Longest chain of re-exports that is followed.
