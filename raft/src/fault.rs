@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::watch;
+use crate::determinism::watch;
 
 /// Set once, by whoever finds it: the log, the machine, or Raft. Cheap to clone.
 #[derive(Debug, Clone)]

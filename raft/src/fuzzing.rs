@@ -10,6 +10,7 @@ use prost::Message;
 use crate::files::{load_message, store_message};
 use crate::log::record;
 use crate::memory::MemoryDisk;
+use crate::net::validate::{check_entries, check_head};
 use crate::net::{self, Secret};
 use crate::snapshot::{SnapshotFile, SnapshotReader, SnapshotWriter};
 use crate::types::{
@@ -55,7 +56,7 @@ pub fn peer_message(bytes: &[u8]) {
                 _ => return,
             };
             let vote = start.vote.unwrap_or_default().into();
-            drop(start.meta.map(|meta| net::check_head(vote, &meta)));
+            drop(start.meta.map(|meta| check_head(vote, &meta)));
         }
         3 => drop(again::<proto::TransferLeaderRequest>(bytes)),
         4 => drop(again::<proto::ProposeRequest>(bytes)),
@@ -297,7 +298,7 @@ fn followed(append: &proto::AppendRequest) {
         return;
     };
     let committed = append.committed.map(LogId::from);
-    if net::check_entries(vote, previous, committed, &entries).is_ok()
+    if check_entries(vote, previous, committed, &entries).is_ok()
         && let Some(last) = entries.last()
     {
         let first = previous.map_or(0, |previous| previous.index + 1);

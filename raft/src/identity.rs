@@ -11,7 +11,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::chance;
+use crate::determinism::random;
 use crate::error::StartError;
 use crate::files::{self, Files, Layout, damaged, io_error};
 use crate::wire::{self, proto};
@@ -87,7 +87,7 @@ impl ReplicaIdentity {
                 return Err(damaged(&path, 0, "missing beside a log"));
             }
             None => {
-                let store = chance::draw_id();
+                let store = random::draw_id();
                 let new = Self {
                     id,
                     store,

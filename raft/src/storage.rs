@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::blocking::BlockingMode;
+use crate::determinism::blocking::BlockingMode;
 use crate::error::StartError;
 use crate::fault::FatalError;
 use crate::files::{Layout, io_error};

@@ -12,7 +12,7 @@ openraft::declare_raft_types!(
         R = Reply,
         NodeId = u64,
         Node = Node,
-        AsyncRuntime = crate::runtime::Runtime,
+        AsyncRuntime = crate::determinism::runtime::Runtime,
 );
 
 pub(crate) type LeaderId = openraft::impls::leader_id_adv::LeaderId<u64, u64>;

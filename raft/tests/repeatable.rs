@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::PATIENCE;
 use common::world::{World, simulate, start, wait, within_ms};
-use raft::{MemoryDisk, chance};
+use raft::{MemoryDisk, random};
 use tokio::time::sleep;
 
 /// Proposes, crashes the leader and brings it back, until all agree. Answers the trace.
@@ -47,7 +47,7 @@ async fn run() -> Vec<String> {
         });
         sleep(within_ms(300)).await;
         replicas[leader - 1].0.crash().await;
-        disks[leader - 1].crash(|unsynced| chance::draw() as usize % (unsynced + 1));
+        disks[leader - 1].crash(|unsynced| random::draw() as usize % (unsynced + 1));
         sleep(within_ms(1000)).await;
         replicas[leader - 1] = start(&world, leader as u8, 3, &disks[leader - 1]).await;
         proposing.await.unwrap();

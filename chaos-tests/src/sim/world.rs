@@ -130,7 +130,7 @@ impl World {
     pub fn new(options: WorldOptions) -> anyhow::Result<Self> {
         let seed = options.seed;
         let plan = WorldPlan::of(seed);
-        raft::chance::seed(Rng::new(seed, RAFT_LABEL).next_u64());
+        raft::random::seed(Rng::new(seed, RAFT_LABEL).next_u64());
         panics::watch();
         let (time, trace) = (SimTime::default(), Trace::new(options.is_traced));
         trace.event(0, format_args!("{plan:?}"));

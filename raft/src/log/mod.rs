@@ -31,13 +31,13 @@ use tokio::sync::oneshot;
 use self::disk::{Disk, DiskContents, LogChange, TimedDisk};
 use self::sled::SledDisk;
 use self::writer::{LogWriter, WriteCallback, WriteObserver, WriteOp};
-use crate::blocking::BlockingMode;
+use crate::determinism::blocking::BlockingMode;
+use crate::determinism::watch;
 use crate::error::StartError;
 use crate::fault::FatalError;
 use crate::files::{Layout, io_error};
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
-use crate::watch;
 
 /// Entries kept in memory, by their commands' bytes; those not yet durable come on top.
 const CACHE_BYTES_MAX: usize = 32 * 1024 * 1024;

@@ -7,11 +7,11 @@ use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::host::StateMachineAdapter;
+use crate::adapter::StateMachineAdapter;
 use crate::memory::{DiskShortage, MemoryDisk};
 use crate::snapshot::SnapshotFolder;
 use crate::storage::Storage;
-use crate::toy::RecordingMachine;
+use crate::testing::RecordingMachine;
 use crate::types::{Command, LeaderId};
 
 struct Builder {

@@ -18,11 +18,11 @@ use tokio::task;
 use tokio_util::sync::CancellationToken;
 
 use super::disk::{Disk, LogChange, TimedDisk};
+use crate::determinism::watch;
 use crate::fault::FatalError;
 use crate::files::is_shortage;
 use crate::planted::{self, Bug};
 use crate::types::Config;
-use crate::watch;
 
 /// Waiting changes; a writer that is further behind makes Raft wait.
 const QUEUE_MAX: usize = 1024;

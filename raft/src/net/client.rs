@@ -1,8 +1,8 @@
-//! Raft's calls to one peer.
+//! Raft's calls to its peers.
 //!
-//! Appends are single calls one after the other, which openraft drives as a stream: it reads more
-//! entries while one is under way, so that batches grow with the load. A stream that fails before
-//! it took its first request would escape openraft's back-off; a call has taken it by definition.
+//! Appends are unary calls, one after the other, which openraft drives as a stream: it reads more
+//! entries while one is in flight, so batches grow with the load. A streaming call that fails before
+//! it has taken its first request would bypass openraft's back-off; a unary call always takes it.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -18,29 +18,27 @@ use openraft::raft::{
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::SNAPSHOT_TIMEOUT;
-use super::guard;
-use super::hearing::Told;
-use super::link::{CallError, LinkLane, Peer, PeerLinks};
-use super::parts::{self, PartReader};
-use crate::blocking::BlockingMode;
-use crate::patience::patient;
+use super::links::{CallError, LinkLane, Peer, PeerLinks};
+use super::reachability::PeerReport;
+use super::snapshot_stream::{self, PartReader, SNAPSHOT_TIMEOUT};
+use super::validate::term_max;
+use crate::determinism::blocking::BlockingMode;
+use crate::determinism::timeout::patient;
+use crate::determinism::watch;
 use crate::snapshot::SnapshotFile;
 use crate::types::{Config, LeaderId, Node, Vote};
-use crate::watch;
 use crate::wire::proto;
 
 type ReceivedSnapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
 
-/// An append waits for the peer's disk, and so does a vote; a peer that is slower than that is as good as
-/// gone.
+/// Appends and votes wait for the peer's disk; a peer that is slower than this counts as gone.
 const DISK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Makes the clients of Raft.
 #[derive(Clone)]
 pub(crate) struct Network {
     links: Arc<PeerLinks>,
-    /// Whether this replica hears a quorum, told to followers along with appends.
+    /// Whether a quorum answers this replica; sent to followers with every append.
     has_quorum: watch::WatchReceiver<bool>,
     blocking: BlockingMode,
 }
@@ -134,11 +132,14 @@ impl RaftNetworkV2<Config> for Client {
             client.append(request).await
         });
         let answer = call.await.map_err(|error| rpc_error(&error))?;
-        let told = Told {
+        let report = PeerReport {
             hears: answer.hears.into_iter().collect(),
             stands_back: answer.stands_back,
         };
-        self.network.links.hearing.answered(self.target, told);
+        self.network
+            .links
+            .reachability
+            .reported(self.target, report);
         match answer.result.ok_or_else(|| missing("result"))? {
             proto::append_response::Result::Success(_) => Ok(AppendEntriesResponse::Success),
             proto::append_response::Result::Conflict(_) => Ok(AppendEntriesResponse::Conflict),
@@ -176,7 +177,7 @@ impl RaftNetworkV2<Config> for Client {
         _option: RPCOption,
     ) -> Result<SnapshotResponse<Config>, StreamingError<Config>> {
         let peer = self.peer()?;
-        let (parts, stream) = parts::channel();
+        let (parts, stream) = snapshot_stream::channel();
         let start = proto::SnapshotStart {
             header: Some(peer.header()),
             vote: Some(vote.into()),
@@ -206,7 +207,7 @@ impl RaftNetworkV2<Config> for Client {
                 Ok(SnapshotResponse::new(believed(answered, vote)?))
             }
             Err(error) => {
-                // Only the reader knows when the file was the reason; it has ended then.
+                // If the file was the reason, only the reader knows, and it has ended by now.
                 if reading.is_finished()
                     && let Ok(Err(unread)) = reading.await
                 {
@@ -251,17 +252,16 @@ impl RaftNetworkV2<Config> for Client {
 
 fn rpc_error(error: &CallError) -> RPCError<Config> {
     match error {
-        // Backed off at once: it is away, or does not want us.
+        // Makes openraft back off at once: the peer is away, or refuses us.
         CallError::NotSent(_) | CallError::Failed(_) => Unreachable::new(error).into(),
         CallError::TimedOut(_) => NetworkError::new(error).into(),
     }
 }
 
-/// Refuses an answer's vote that would have this replica leap to a term far ahead of the one it asked
-/// under.
+/// Refuses a vote in an answer that would make this replica jump to a term far ahead of its own.
 fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Config>> {
     let term = answered.term;
-    if term <= guard::term_max(asked.leader_id.term) {
+    if term <= term_max(asked.leader_id.term) {
         return Ok(answered.into());
     }
     tracing::warn!(term, "peer answered with an impossible term");

@@ -1,53 +1,41 @@
-//! Talking to peers: one link each way per peer and purpose, Raft's client over it, the service
-//! that answers, the streams of messages outside the log, and the port that carries all of it.
+//! The network between replicas, as a replica sees it: connections to peers, Raft's client over
+//! them, and snapshots as streams of parts. What a replica answers its peers is in
+//! `crate::replica::peers`.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `transport` | the port that carries calls; a simulation has its own behind it |
+//! | `tcp` | HTTP/2 over TCP behind that port, encrypted where the cluster has a secret |
+//! | `sender` | which replica a connection speaks for |
+//! | `links` | connections to peers, and when a failed one is tried again |
+//! | `reachability` | whose calls reach whom |
+//! | `client` | the calls that Raft makes |
+//! | `snapshot_stream` | snapshot files cut into parts and put together again |
+//! | `validate` | checks that a message must pass by itself |
 
-mod accept;
 mod client;
-mod door;
-mod guard;
-mod hearing;
-#[cfg(feature = "fuzzing")]
-pub mod lies;
-mod link;
-mod messages;
-mod parts;
-mod sealed;
-mod secret;
-mod service;
-#[cfg(test)]
-mod tests;
+mod links;
+mod reachability;
+mod sender;
+pub(crate) mod snapshot_stream;
+mod tcp;
 mod transport;
+pub(crate) mod validate;
 
 use std::time::Duration;
 
 pub(crate) use self::client::Network;
-pub(crate) use self::guard::{SHOWS_STORE, check_store};
-pub(crate) use self::hearing::better_leader;
-pub(crate) use self::link::{CallError, LinkLane, Peer, PeerLinks};
-pub(crate) use self::messages::keep_streams;
-pub(crate) use self::parts::{SnapshotInstalls, fetch_state};
-pub use self::secret::{PeerSecret, Secret};
-pub(crate) use self::service::serve;
-pub use self::transport::{PeerChannel, PeerRequest, PeerResponse, PeerService, Tcp, Transport};
+#[cfg(test)]
+pub(crate) use self::links::client;
+pub(crate) use self::links::{CallError, LinkLane, Peer, PeerLinks};
+pub(crate) use self::reachability::better_leader;
+pub(crate) use self::sender::PeerSender;
+pub use self::tcp::{PeerSecret, Secret, Tcp};
 #[cfg(feature = "fuzzing")]
-pub(crate) use self::{
-    guard::check_entries,
-    parts::check_head,
-    secret::{read_first, write_first},
-};
+pub(crate) use self::tcp::{read_first, write_first};
+pub use self::transport::{PeerChannel, PeerRequest, PeerResponse, PeerService, Transport};
 
-/// Largest message on the wire. A batch of entries or a single command stays far below.
-const MESSAGE_BYTES_MAX: usize = 64 * 1024 * 1024;
-/// Longest wait for a peer's TCP connection.
+/// Largest message on the wire. A batch of entries and a single command are far smaller.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// Longest wait for a connection to a peer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// A connection on which nothing answers a ping is dropped after the sum of both.
-const PING_EVERY: Duration = Duration::from_secs(1);
-const PING_TIMEOUT: Duration = Duration::from_secs(2);
-/// Parts of a snapshot read ahead of the network.
-const PARTS_MAX: usize = 4;
-/// Largest state that is received, in bytes.
-const SNAPSHOT_BYTES_MAX: u64 = 16 << 30;
-/// A snapshot that makes no progress is ended by pings; this only bounds one that never ends.
-const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
-/// HTTP/2 flow control: what a peer may send unread.
-const WINDOW_BYTES: u32 = 4 * 1024 * 1024;

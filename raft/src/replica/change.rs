@@ -19,7 +19,7 @@ use openraft::{ChangeMembers, ServerState};
 use tokio::time::{Instant, timeout_at};
 
 use super::ReplicaInner;
-use super::introduce::check_told;
+use super::introduction::check_told;
 use crate::error::ChangeError;
 use crate::net::{CallError, LinkLane};
 use crate::types::{Metrics, Node};
@@ -124,7 +124,7 @@ impl ReplicaInner {
     pub(super) async fn snapshot(&self) -> Result<u64, ChangeError> {
         let stopped = || ChangeError::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
         let mut status = self.status.subscribe();
-        let mut unwritten = self.host.unwritten();
+        let mut unwritten = self.machine.unwritten();
         unwritten.mark_unchanged();
         let wanted = status.borrow().applied;
         if wanted == 0 {
@@ -425,10 +425,10 @@ impl ReplicaInner {
             id => Some(id).filter(|id| self.voters().contains(id)),
         };
         let Some(target) = target else {
-            return Outcome::Refused("there is no such voter within hearing".to_owned());
+            return Outcome::Refused("there is no such voter within reachability".to_owned());
         };
         // Asked all the same, it would refuse, and nobody would lead until the others elect.
-        if target != me && self.links.hearing.stands_back(target) {
+        if target != me && self.links.reachability.stands_back(target) {
             return Outcome::Refused(format!("replica {target} would not lead at present"));
         }
         if target != me && self.raft.trigger().transfer_leader(target).await.is_err() {
@@ -527,7 +527,7 @@ impl ReplicaInner {
             .iter()
             .filter(|(id, _)| **id != self.links.identity.id)
             .filter(|(id, _)| voters.contains(id) && is_heard(id))
-            .filter(|(id, _)| !self.links.hearing.stands_back(**id))
+            .filter(|(id, _)| !self.links.reachability.stands_back(**id))
             .max_by_key(|(_, matched)| **matched)
             .map(|(id, _)| *id)
     }

@@ -1,10 +1,11 @@
 //! A running replica: what it is made of, how it starts and how it stops.
 
 mod change;
-mod form;
-mod heard;
-mod introduce;
-mod lead;
+mod formation;
+mod introduction;
+mod leader_contact;
+mod leadership;
+pub(crate) mod peers;
 mod propose;
 mod rebuild;
 mod removal;
@@ -25,22 +26,26 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use self::heard::LeaderContact;
-use crate::blocking::BlockingMode;
+use self::leader_contact::LeaderContact;
+use self::peers::SHOWS_STORE;
+#[cfg(feature = "fuzzing")]
+pub use self::peers::lies;
+use crate::adapter::{Raft, StateMachineAdapter};
+use crate::determinism::blocking::BlockingMode;
+use crate::determinism::watch;
 use crate::error::{ChangeError, Committed, ProposeError, StartError};
 use crate::fault::FatalError;
 use crate::files::{StoreLock, damaged, io_error};
-use crate::host::{Raft, StateMachineAdapter};
 use crate::identity::ReplicaIdentity;
 use crate::log::LogStore;
+use crate::log_throttle::LogThrottle;
 use crate::machine::{CheckCommand, PeerHandler, StateMachine};
-use crate::net::{self, Network, PeerLinks, SHOWS_STORE, SnapshotInstalls, Transport};
+use crate::net::snapshot_stream::SnapshotInstalls;
+use crate::net::{Network, PeerLinks, Transport};
 use crate::options::{Formation, Peers, ReplicaOptions};
-use crate::seldom::LogThrottle;
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
 use crate::types::shown;
-use crate::watch;
 
 /// Longest wait for tasks and connections to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -57,7 +62,7 @@ pub(crate) struct ReplicaInner {
     pub(crate) blocking: BlockingMode,
     pub(crate) raft: Raft,
     pub(crate) log: LogStore,
-    pub(crate) host: StateMachineAdapter,
+    pub(crate) machine: StateMachineAdapter,
     pub(crate) links: Arc<PeerLinks>,
     pub(crate) fault: FatalError,
     pub(crate) heard: LeaderContact,
@@ -113,14 +118,14 @@ impl Replica {
                 .await
         };
         let failed = |source| io_error(&options.data_dir, source);
-        let (lock, identity, log, host) = opened.map_err(failed)??;
+        let (lock, identity, log, machine) = opened.map_err(failed)??;
 
         let local_addr = transport.local_addr();
         let links = Arc::new(PeerLinks::new(Arc::new(identity), transport.clone()));
         let has_quorum = watch::WatchSender::new(false);
         let network = Network::new(links.clone(), has_quorum.subscribe(), blocking);
         let id = u64::from(options.id);
-        let raft = Raft::new(id, Arc::new(config), network, log.clone(), host.clone()).await;
+        let raft = Raft::new(id, Arc::new(config), network, log.clone(), machine.clone()).await;
         let raft = match raft {
             Ok(raft) => raft,
             Err(fatal) => {
@@ -134,7 +139,7 @@ impl Replica {
             blocking,
             raft,
             log,
-            host,
+            machine,
             links,
             fault,
             heard: LeaderContact::default(),
@@ -298,16 +303,17 @@ impl Replica {
 impl ReplicaInner {
     /// Begins what runs beside calls, until it is cancelled.
     fn set_to_work(self: &Arc<Self>, transport: Arc<dyn Transport>) {
-        self.tasks.spawn(net::serve(self.clone(), transport));
+        self.tasks.spawn(peers::serve(self.clone(), transport));
         self.tasks.spawn(upkeep::keep_status(self.clone()));
         self.tasks.spawn(upkeep::keep_snapshots(self.clone()));
-        self.tasks.spawn(lead::stand_back(self.clone()));
-        self.tasks.spawn(lead::hand_to_better(self.clone()));
-        self.tasks.spawn(net::keep_streams(self.clone()));
-        self.tasks.spawn(form::keep_membership(self.clone()));
+        self.tasks.spawn(leadership::stand_back(self.clone()));
+        self.tasks.spawn(leadership::hand_to_better(self.clone()));
+        self.tasks.spawn(peers::keep_streams(self.clone()));
+        self.tasks.spawn(formation::keep_membership(self.clone()));
         self.tasks.spawn(removal::notice(self.clone()));
         self.tasks.spawn(change::finish_changes(self.clone()));
-        self.tasks.spawn(form::propose_first_command(self.clone()));
+        self.tasks
+            .spawn(formation::propose_first_command(self.clone()));
     }
 
     /// Whether it is told to stop or has met a fault.
@@ -371,15 +377,18 @@ fn open(
     let snapshots = SnapshotFolder::open(layout.files.clone(), folder.clone())
         .map_err(|error| io_error(&folder, error))?;
     let blocking = options.storage.blocking();
-    let host = StateMachineAdapter::open(machine, snapshots, blocking, fault.clone(), stop)?;
+    let machine = StateMachineAdapter::open(machine, snapshots, blocking, fault.clone(), stop)?;
     let log = options.storage.open_log(&layout, fault)?;
-    if log.purged() > host.applied() {
-        let (begin, reached) = (shown(log.purged().as_ref()), shown(host.applied().as_ref()));
+    if log.purged() > machine.applied() {
+        let (begin, reached) = (
+            shown(log.purged().as_ref()),
+            shown(machine.applied().as_ref()),
+        );
         log.close_blocking();
         let what = format!("the newest snapshot reaches {reached}, the log begins after {begin}");
         return Err(damaged(&folder, reached, what));
     }
-    Ok((lock, identity, log, host))
+    Ok((lock, identity, log, machine))
 }
 
 /// Checks the options, and what they come to for Raft.
@@ -387,7 +396,7 @@ fn prepare(options: &mut ReplicaOptions) -> Result<RaftConfig, StartError> {
     check_formation(&options.formation)?;
     let label = (SHOWS_STORE.to_owned(), "2".to_owned());
     options.labels.extend([label]);
-    introduce::check_told(&options.advertise, &options.labels).map_err(StartError::Options)?;
+    introduction::check_told(&options.advertise, &options.labels).map_err(StartError::Options)?;
     raft_config(options)
 }
 
@@ -429,7 +438,9 @@ fn check_formation(formation: &Formation) -> Result<(), StartError> {
         return Err(StartError::Options("a cluster of no replicas".to_owned()));
     }
     match peers {
-        Peers::List(list) => form::check_majority(*expect, list.len()).map_err(StartError::Options),
+        Peers::List(list) => {
+            formation::check_majority(*expect, list.len()).map_err(StartError::Options)
+        }
         Peers::Dns(_) => Ok(()),
     }
 }

@@ -11,13 +11,13 @@ use tonic::Code;
 
 use super::ReplicaInner;
 use crate::COMMAND_BYTES_MAX;
+use crate::determinism::watch;
 use crate::error::{Committed, ProposeError};
 use crate::net::{CallError, LinkLane};
 use crate::options::Formation;
 use crate::planted::{self, Bug};
 use crate::status::Status;
 use crate::types::Command;
-use crate::watch;
 use crate::wire::proto;
 use crate::wire::proto::propose_response::Result as Proposed;
 use crate::wire::proto::read_barrier_response::Result as Barrier;
@@ -96,7 +96,7 @@ impl ReplicaInner {
     fn is_unfounded(&self) -> bool {
         match &self.options.formation {
             Formation::Bootstrap { first_command, .. } => {
-                !first_command.is_empty() && !self.host.has_commands()
+                !first_command.is_empty() && !self.machine.has_commands()
             }
             Formation::Join(_) => false,
         }

@@ -9,9 +9,10 @@
 use std::time::Duration;
 
 use super::ReplicaInner;
+use crate::adapter::InstallError;
 use crate::error::ChangeError;
-use crate::host::InstallError;
-use crate::net::{self, Peer};
+use crate::net::Peer;
+use crate::net::snapshot_stream::fetch_state;
 use crate::status::Role;
 
 /// Tries to get a state that reaches as far as this machine, and the pause between them.
@@ -26,7 +27,7 @@ impl ReplicaInner {
         }
         let peer = self.links.peer(from.into());
         let peer = peer.ok_or_else(|| refused(format!("no replica has the id {from}")))?;
-        let paused = self.host.pause();
+        let paused = self.machine.pause();
         let mut tries = 1;
         let index = loop {
             match self.fetch(&peer).await? {
@@ -45,11 +46,11 @@ impl ReplicaInner {
     }
 
     async fn fetch(&self, peer: &Peer) -> Result<Result<u64, InstallError>, ChangeError> {
-        let file = self.host.unfinished_snapshot();
-        net::fetch_state(peer, &file, self.blocking)
+        let file = self.machine.unfinished_snapshot();
+        fetch_state(peer, &file, self.blocking)
             .await
             .map_err(|error| ChangeError::Refused(format!("fetch a state: {error}")))?;
-        let host = self.host.clone();
+        let host = self.machine.clone();
         let taken = self.blocking.run(move || {
             let taken = host.take_over(&file);
             // It has another name by now unless it was not taken.

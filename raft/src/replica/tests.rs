@@ -7,7 +7,7 @@ use tokio::net::TcpListener;
 
 use crate::replica::Replica;
 use crate::status::Role;
-use crate::toy;
+use crate::testing;
 use crate::types::Metrics;
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
@@ -20,8 +20,8 @@ async fn two_led_by_the_first() -> (Replica, Replica) {
         TcpListener::bind("127.0.0.1:0").await.unwrap(),
     );
     let peers = [&one, &two].map(|listener| listener.local_addr().unwrap().to_string());
-    let (one, _first) = toy::replica(1, one, peers.to_vec()).await;
-    let (two, _second) = toy::replica(2, two, peers.to_vec()).await;
+    let (one, _first) = testing::replica(1, one, peers.to_vec()).await;
+    let (two, _second) = testing::replica(2, two, peers.to_vec()).await;
     let mut status = one.watch();
     let led = status.wait_for(|status| status.leader.is_some() && status.caught_up);
     led.await.unwrap();
@@ -42,7 +42,7 @@ impl Replica {
         let identity = &self.inner.links.identity;
         let node = crate::types::Node {
             address: "127.0.0.1:1".to_owned(),
-            labels: [(crate::net::SHOWS_STORE.to_owned(), "2".to_owned())].into(),
+            labels: [(super::peers::SHOWS_STORE.to_owned(), "2".to_owned())].into(),
             store: STORE,
             cluster: identity.cluster().unwrap(),
         };

@@ -65,7 +65,7 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
 pub(super) async fn keep_snapshots(inner: Arc<ReplicaInner>) {
     let mut status = inner.status.subscribe();
     loop {
-        if inner.host.bytes_since_snapshot() >= inner.options.snapshot_every_bytes
+        if inner.machine.bytes_since_snapshot() >= inner.options.snapshot_every_bytes
             && inner.raft.trigger().snapshot().await.is_err()
         {
             return;

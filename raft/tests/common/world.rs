@@ -12,7 +12,7 @@ use futures_util::future::BoxFuture;
 use http_body::Frame;
 use raft::{
     Formation, MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService, Peers, Replica,
-    ReplicaOptions, Status, Storage, Transport, chance,
+    ReplicaOptions, Status, Storage, Transport, random,
 };
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -40,7 +40,7 @@ struct Cut {
 }
 
 pub fn within_ms(limit: u64) -> Duration {
-    Duration::from_micros(chance::draw() % (limit * 1000))
+    Duration::from_micros(random::draw() % (limit * 1000))
 }
 
 impl World {
@@ -240,6 +240,6 @@ pub fn simulate<T>(seed: u64, test: impl Future<Output = T>) -> T {
         .start_paused(true)
         .build()
         .unwrap();
-    chance::seed(seed);
+    random::seed(seed);
     runtime.block_on(test)
 }

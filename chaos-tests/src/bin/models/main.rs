@@ -27,7 +27,7 @@ mod load;
 mod overlay;
 #[path = "../../../../api/src/backends/text.rs"]
 mod text;
-#[path = "../../../../raft/src/watch.rs"]
+#[path = "../../../../raft/src/determinism/watch.rs"]
 mod watch;
 
 mod board_models;

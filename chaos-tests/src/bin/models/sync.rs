@@ -1,4 +1,4 @@
-//! Loom's twins of what `api/src/sync.rs` and `raft/src/sync.rs` name, for the production files that are
+//! Loom's twins of what `api/src/sync.rs` and `raft/src/determinism/sync.rs` name, for the production files that are
 //! compiled in beside this.
 //!
 //! loom knows neither `arc_swap` nor tokio. A lock stands for a swapped pointer, whose readers go on

@@ -176,7 +176,7 @@ async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
 type Ran = (u128, Vec<(u64, Option<Vec<u8>>)>);
 
 async fn script(seed: u64) -> Ran {
-    raft::chance::seed(seed);
+    raft::random::seed(seed);
     let folder = tempfile::tempdir().unwrap();
     let heard = Arc::new(Heard::default());
     let core = core(folder.path(), seed, Arc::clone(&heard)).await;

@@ -8,7 +8,7 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, PoisonError};
 
-use crate::sync::{AtomicUsize, Notify, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use super::sync::{AtomicUsize, Notify, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 struct WatchShared<T> {
     current: RwLock<Versioned<T>>,

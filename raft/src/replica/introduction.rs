@@ -8,6 +8,7 @@ use tokio::net::lookup_host;
 use tonic::{Code, Status};
 
 use super::ReplicaInner;
+use super::peers::check_store;
 use crate::options::{Formation, Peers};
 use crate::wire::{self, proto};
 use crate::{DEFAULT_NAME, types};
@@ -164,7 +165,7 @@ impl ReplicaInner {
     pub(super) fn check_member(&self, id: u64, store: u64) -> Result<types::Node, String> {
         let node = self.node(id);
         let node = node.ok_or_else(|| format!("replica {id} is no member"))?;
-        crate::net::check_store(id, &node, store).map_err(|status| status.message().to_owned())?;
+        check_store(id, &node, store).map_err(|status| status.message().to_owned())?;
         Ok(node)
     }
 }

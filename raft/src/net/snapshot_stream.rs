@@ -1,24 +1,28 @@
-//! Snapshot files cut into parts for a stream, and put together again.
+//! Sends a snapshot file as a stream of parts, each with a checksum, and receives one.
 
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
-use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 
-use super::link::{CallError, LinkLane, Peer};
-use super::{PARTS_MAX, SNAPSHOT_BYTES_MAX, SNAPSHOT_TIMEOUT};
-use crate::blocking::BlockingMode;
-use crate::snapshot::{
-    CHUNK_BYTES_MAX, HEAD_BYTES_MAX, SnapshotFile, SnapshotReader, SnapshotWriter,
-};
-use crate::types::{LogId, SnapshotMeta, Vote};
+use super::links::{CallError, LinkLane, Peer};
+use crate::determinism::blocking::BlockingMode;
+use crate::snapshot::{CHUNK_BYTES_MAX, SnapshotFile, SnapshotReader, SnapshotWriter};
+use crate::types::SnapshotMeta;
 use crate::wire::{MalformedMessageError, proto};
 
-/// Has `peer` send its machine's state as it is into a file of its own.
+/// Parts read ahead of the network.
+const PARTS_MAX: usize = 4;
+/// Largest state that is received, in bytes.
+const SNAPSHOT_BYTES_MAX: u64 = 16 << 30;
+/// Bounds a transfer that never ends. One that makes no progress is ended by pings far earlier.
+pub(super) const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// Fetches the current state of `peer`'s machine into `file`.
 pub(crate) async fn fetch_state(
     peer: &Peer,
     file: &SnapshotFile,
@@ -44,12 +48,12 @@ pub(crate) async fn fetch_state(
     }
 }
 
-/// Cuts a file into parts, one after the other.
-pub(super) struct PartReader {
+/// Reads a snapshot file part by part.
+pub(crate) struct PartReader {
     reader: SnapshotReader,
-    /// What the file stands for.
-    pub(super) meta: SnapshotMeta,
-    /// The first part, until it is given.
+    /// What the file is a snapshot of.
+    pub(crate) meta: SnapshotMeta,
+    /// The first part; `None` once it was returned.
     start: Option<proto::SnapshotStart>,
     chunks: u64,
     bytes: u64,
@@ -57,8 +61,8 @@ pub(super) struct PartReader {
 }
 
 impl PartReader {
-    /// Opens a file; `start` leads its parts. Blocks.
-    pub(super) fn open(file: &SnapshotFile, mut start: proto::SnapshotStart) -> io::Result<Self> {
+    /// Opens a file; `start` becomes its first part. Blocks.
+    pub(crate) fn open(file: &SnapshotFile, mut start: proto::SnapshotStart) -> io::Result<Self> {
         let (reader, head) = SnapshotReader::open(file).map_err(io::Error::other)?;
         let meta: SnapshotMeta = head.clone().try_into().map_err(io::Error::other)?;
         start.meta = Some(head);
@@ -99,9 +103,9 @@ impl PartReader {
         }))
     }
 
-    /// Gives all parts to `parts`, reading at its pace and somewhat ahead of it. Ends early when
-    /// nobody takes them any more.
-    pub(super) async fn send<T>(
+    /// Sends all parts to `parts`, reading somewhat ahead of the receiver. Ends early when the
+    /// receiver is gone.
+    pub(crate) async fn send<T>(
         mut self,
         parts: &mpsc::Sender<T>,
         wrap: impl Fn(proto::SnapshotPart) -> T,
@@ -122,13 +126,13 @@ impl PartReader {
     }
 }
 
-/// What parts are sent through, and what they are taken from.
-pub(super) fn channel<T>() -> (mpsc::Sender<T>, mpsc::Receiver<T>) {
+/// A channel for parts, as long as they are read ahead.
+pub(crate) fn channel<T>() -> (mpsc::Sender<T>, mpsc::Receiver<T>) {
     mpsc::channel(PARTS_MAX)
 }
 
 /// The first part of a stream.
-pub(super) async fn first_part(
+pub(crate) async fn first_part(
     parts: &mut Streaming<proto::SnapshotPart>,
 ) -> Result<proto::SnapshotStart, Status> {
     match parts.message().await?.and_then(|part| part.part) {
@@ -137,9 +141,8 @@ pub(super) async fn first_part(
     }
 }
 
-/// Writes the parts behind the first into a file; a damaged or missing part refuses it, and nothing
-/// is left of the file.
-pub(super) async fn write_parts(
+/// Writes the parts after the first into a file. If one is damaged or missing, the file is removed.
+pub(crate) async fn write_parts(
     file: &SnapshotFile,
     meta: proto::SnapshotMeta,
     parts: Streaming<proto::SnapshotPart>,
@@ -152,16 +155,16 @@ pub(super) async fn write_parts(
     written
 }
 
-/// A file that is being received: removed when it goes, also with a call that is cut short.
-pub(super) struct PartialFile(Option<SnapshotFile>);
+/// A file that is being received. Dropping it removes the file, so that a cancelled call leaves none.
+pub(crate) struct PartialFile(Option<SnapshotFile>);
 
 impl PartialFile {
-    pub(super) fn new(file: SnapshotFile) -> Self {
+    pub(crate) fn new(file: SnapshotFile) -> Self {
         Self(Some(file))
     }
 
-    /// Removes it where that keeps nobody waiting.
-    pub(super) async fn remove(mut self, blocking: BlockingMode) {
+    /// Removes the file off the task, unlike a drop.
+    pub(crate) async fn remove(mut self, blocking: BlockingMode) {
         if let Some(file) = self.0.take() {
             remove(&file, blocking).await;
         }
@@ -176,17 +179,17 @@ impl Drop for PartialFile {
     }
 }
 
-/// Which of the snapshots that are received counts: the newest, as whoever sent the one before leads
-/// no more or has given it up.
+/// Only the newest of the snapshots being received counts: the sender of an earlier one no longer
+/// leads, or has given it up.
 #[derive(Debug, Default)]
 pub(crate) struct SnapshotInstalls(Mutex<CancellationToken>);
 
-/// See [`SnapshotInstalls`].
-pub(super) struct InstallTurn(CancellationToken);
+/// One transfer among [`SnapshotInstalls`].
+pub(crate) struct InstallTurn(CancellationToken);
 
 impl SnapshotInstalls {
-    /// Has the one before end.
-    pub(super) fn begin(&self) -> InstallTurn {
+    /// Begins a transfer and ends the one before it.
+    pub(crate) fn begin(&self) -> InstallTurn {
         let turn = CancellationToken::new();
         let mut newest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *newest, turn.clone()).cancel();
@@ -195,33 +198,14 @@ impl SnapshotInstalls {
 }
 
 impl InstallTurn {
-    pub(super) async fn overtaken(&self) {
+    /// Waits until a newer transfer begins.
+    pub(crate) async fn overtaken(&self) {
         self.0.cancelled().await;
     }
 }
 
-/// What a snapshot that is offered under `vote` stands for; refuses what no leader of that term can
-/// offer and what could not be read back.
-pub(crate) fn check_head(
-    vote: Vote,
-    head: &proto::SnapshotMeta,
-) -> Result<SnapshotMeta, MalformedMessageError> {
-    if head.encoded_len() > HEAD_BYTES_MAX {
-        return Err(MalformedMessageError("a snapshot's head above the limit"));
-    }
-    let meta = SnapshotMeta::try_from(head.clone())?;
-    let of_membership = *meta.last_membership.log_id();
-    let is_later = |id: &LogId| id.leader_id.term > vote.leader_id.term;
-    if meta.last_log_id.is_some_and(|id| is_later(&id)) || of_membership > meta.last_log_id {
-        return Err(MalformedMessageError(
-            "a snapshot of a later term than the leader's",
-        ));
-    }
-    Ok(meta)
-}
-
 /// Removes a file, if it is there.
-pub(super) async fn remove(file: &SnapshotFile, blocking: BlockingMode) {
+pub(crate) async fn remove(file: &SnapshotFile, blocking: BlockingMode) {
     let file = file.clone();
     // Left over at worst until the next start.
     blocking.run(move || file.remove()).await.ok();

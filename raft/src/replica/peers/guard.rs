@@ -1,89 +1,46 @@
-//! Guards peer calls: decides whether a caller is believed, before anything of the call is used.
+//! Admits calls of peers or refuses them, before anything in a call is used.
 //!
-//! A call between members names the cluster, the replica and the store it is meant for, and who makes
-//! it. It is refused when one of them is another: an old address may be somebody else's by now. Who
-//! makes it must be a member, and show its store's number, which only members are told.
+//! A call between members names the cluster, the replica and the store it is meant for, and its
+//! sender. It is refused if any of these is wrong: an old address may belong to somebody else by now.
+//! The sender must be a member, and must show its store's number, which only members are told.
 //!
-//! A replica that was away may not know of a member that came meanwhile, and that one may lead by now.
-//! So a leader or candidate that is unknown is believed as long as no other leader is heard: without
-//! that a cluster could be left without a quorum. What it can do is bounded: a term may be at most
-//! [`TERM_LEAP_MAX`] ahead, or a single call could use all terms up, and there were no election any
-//! more. docs/adr/0025-who-is-listened-to.md says which trust is left.
-
-use std::sync::{Arc, OnceLock};
+//! A replica that was away may not know a member that joined meanwhile and leads by now. So an unknown
+//! leader or candidate is believed as long as no other leader is heard; otherwise a cluster could be
+//! left without a quorum. What it can do is bounded: [`term_max`] keeps a single call from using up
+//! all terms, after which no election would be possible. docs/adr/0025-who-is-listened-to.md says
+//! which trust remains.
 
 use openraft::async_runtime::WatchReceiver;
 use tonic::Status;
 
 use crate::files::is_shortage;
+use crate::net::PeerSender;
+use crate::net::validate::term_max;
 use crate::replica::ReplicaInner;
-use crate::types::{self, LogId, Node, Vote};
+use crate::types::{self, Node, Vote};
 use crate::wire::{self, MalformedMessageError, proto};
 
-/// How far ahead of this replica's a term may be: more elections than a replica can miss, and few
-/// enough that no number of calls reaches the last term.
-const TERM_LEAP_MAX: u64 = 1_000_000;
-/// The greatest term of the first leader that a new replica hears.
+/// The greatest term that a new replica believes of the first leader it hears.
 const TERM_FIRST_MAX: u64 = 1 << 40;
 /// Ids are `1..=ID_MAX`.
 const ID_MAX: u64 = 255;
 /// A member with this label shows its store in every call.
 pub(crate) const SHOWS_STORE: &str = "peer";
 
-/// Whom a connection belongs to: the first id named on it, or the one its handshake has proven.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct PeerSender {
-    id: Arc<OnceLock<u64>>,
-    lacks_secret: bool,
-}
-
-impl PeerSender {
-    /// Of a connection whose handshake has proven its id.
-    pub(super) fn proven(id: u64) -> Self {
-        Self {
-            id: Arc::new(OnceLock::from(id)),
-            lacks_secret: false,
-        }
-    }
-
-    /// Of a connection that is answered only that it lacks the secret.
-    pub(super) fn without_secret() -> Self {
-        Self {
-            lacks_secret: true,
-            ..Self::default()
-        }
-    }
-
-    /// Whether all its calls are refused.
-    pub(super) fn lacks_secret(&self) -> bool {
-        self.lacks_secret
-    }
-
-    /// Ties the connection to `id`, or refuses it.
-    pub(super) fn bind(&self, id: u64) -> Result<(), Status> {
-        let bound = *self.id.get_or_init(|| id);
-        if bound == id {
-            return Ok(());
-        }
-        Err(Status::failed_precondition(format!(
-            "replica {id} is named on a connection of replica {bound}"
-        )))
-    }
-}
-
-/// What a call is for, as far as it matters who makes it.
+/// What a call asks for, as far as it matters who may ask.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum CallPurpose {
-    /// To lead under this vote.
+    /// The sender leads under this vote.
     Lead(Vote),
-    /// To be elected with this vote.
+    /// The sender asks to be elected with this vote.
     Elect(Vote),
-    /// What only members do.
+    /// Anything else that only members may ask for.
     Member,
 }
 
 impl ReplicaInner {
-    /// Whether a call is meant for this replica and comes from who may make it; answers who.
+    /// Checks that a call is meant for this replica and that its sender may make it; returns the
+    /// sender.
     pub(super) fn admit(
         &self,
         sender: Option<&PeerSender>,
@@ -102,7 +59,8 @@ impl ReplicaInner {
         let metrics = self.raft.metrics();
         let is_forming = RaftView(&metrics.borrow_watched()).is_new();
         if is_forming || self.cancel.is_cancelled() {
-            // Others know a moment earlier that a cluster forms, and later that this replica stops.
+            // Expected: others learn a moment earlier that a cluster forms, and later that this replica
+            // stops.
             tracing::debug!(from, why, "call of a peer refused");
         } else if self.refusals.may_say() {
             tracing::warn!(from, why, "call of a peer refused");
@@ -155,7 +113,7 @@ impl ReplicaInner {
 
     fn check_sender(&self, header: &proto::Header, purpose: CallPurpose) -> Result<(), Status> {
         let from = header.from;
-        // Before Raft's metrics are looked at, lest one lock is taken under the other.
+        // Before Raft's metrics are locked: one lock must not be taken under the other.
         let hears_other = self.hears_other(from);
         self.seen(|seen| {
             match (seen.node(from), purpose) {
@@ -172,19 +130,19 @@ impl ReplicaInner {
         })
     }
 
-    /// The vote given last.
+    /// This replica's current vote.
     pub(super) fn own_vote(&self) -> Vote {
         self.raft.metrics().borrow_watched().vote
     }
 
-    /// Looks at what Raft knew a moment ago.
+    /// Looks at Raft's latest metrics.
     pub(crate) fn seen<T>(&self, look: impl FnOnce(RaftView<'_>) -> T) -> T {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
         look(RaftView(&metrics))
     }
 
-    /// Whether a leader other than `from` is heard, or is this replica, and has a quorum.
+    /// Whether a leader other than `from` has a quorum; it may be this replica.
     fn hears_other(&self, from: u64) -> bool {
         let status = self.status.borrow();
         let leader = status.leader.map(u64::from);
@@ -192,12 +150,12 @@ impl ReplicaInner {
     }
 }
 
-/// What Raft knew a moment ago.
+/// Raft's latest metrics.
 #[derive(Clone, Copy)]
 pub(crate) struct RaftView<'a>(&'a types::Metrics);
 
 impl<'a> RaftView<'a> {
-    /// A member of the newest membership, or of the newest that is agreed on.
+    /// A member of the newest membership, or of the newest committed one.
     pub(crate) fn node(self, id: u64) -> Option<&'a Node> {
         let newest = self.0.membership_config.membership().get_node(&id);
         newest.or_else(|| {
@@ -206,7 +164,7 @@ impl<'a> RaftView<'a> {
         })
     }
 
-    /// Its vote.
+    /// The current vote.
     pub(crate) fn vote(self) -> Vote {
         self.0.vote
     }
@@ -217,7 +175,7 @@ impl<'a> RaftView<'a> {
     }
 }
 
-/// Refuses whoever goes by a member's id without its store.
+/// Refuses a caller that uses a member's id without having its store.
 pub(crate) fn check_store(id: u64, node: &Node, shown: u64) -> Result<(), Status> {
     // Replicas of earlier builds show none.
     let is_earlier = shown == 0 && !node.labels.contains_key(SHOWS_STORE);
@@ -246,42 +204,6 @@ fn check_vote(from: u64, vote: Vote, leads: bool, seen: RaftView<'_>) -> Result<
     Ok(())
 }
 
-/// The greatest term that is believed where `known` is the greatest known.
-pub(super) fn term_max(known: u64) -> u64 {
-    known.saturating_add(TERM_LEAP_MAX)
-}
-
-/// Refuses entries that no leader of this term can send.
-pub(crate) fn check_entries(
-    vote: Vote,
-    previous: Option<LogId>,
-    committed: Option<LogId>,
-    entries: &[types::Entry],
-) -> Result<(), MalformedMessageError> {
-    let term = vote.leader_id.term;
-    let is_later = |id: &LogId| id.leader_id.term > term;
-    if previous.iter().chain(&committed).any(is_later) {
-        return Err(MalformedMessageError(
-            "a log of a later term than the leader's",
-        ));
-    }
-    let mut before = previous;
-    for entry in entries {
-        let id = entry.log_id;
-        let follows = match before {
-            Some(before) => before.index.checked_add(1) == Some(id.index) && before < id,
-            None => id.index == 0,
-        };
-        if !follows || is_later(&id) {
-            return Err(MalformedMessageError(
-                "entries that do not follow each other",
-            ));
-        }
-        before = Some(id);
-    }
-    Ok(())
-}
-
 fn refused(why: impl Into<String>) -> Status {
     Status::failed_precondition(why)
 }
@@ -289,50 +211,6 @@ fn refused(why: impl Into<String>) -> Status {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Entry, LeaderId, Payload};
-
-    fn id(term: u64, index: u64) -> LogId {
-        let leader_id = LeaderId { term, node_id: 1 };
-        LogId { leader_id, index }
-    }
-
-    fn entry(term: u64, index: u64) -> Entry {
-        Entry {
-            log_id: id(term, index),
-            payload: Payload::Blank,
-        }
-    }
-
-    #[test]
-    fn entries_follow_each_other_up_to_the_leaders_term() {
-        let vote = Vote::new_committed(5, 1);
-        let check = |previous, committed, entries: &[Entry]| {
-            check_entries(vote, previous, committed, entries)
-        };
-        let fine = [entry(3, 8), entry(5, 9)];
-        assert_eq!(check(Some(id(3, 7)), Some(id(5, 90)), &fine), Ok(()));
-        assert_eq!(check(None, None, &[entry(0, 0)]), Ok(()));
-        assert_eq!(check(None, None, &[]), Ok(()));
-        for (previous, committed, entries) in [
-            (Some(id(6, 7)), None, vec![]),
-            (None, Some(id(u64::MAX, 7)), vec![]),
-            (Some(id(3, 7)), None, vec![entry(6, 8)]),
-            (Some(id(3, 7)), None, vec![entry(3, 9)]),
-            (Some(id(3, 7)), None, vec![entry(2, 8)]),
-            (Some(id(3, u64::MAX)), None, vec![entry(3, 0)]),
-            (None, None, vec![entry(3, 1)]),
-        ] {
-            assert!(check(previous, committed, &entries).is_err(), "{entries:?}");
-        }
-    }
-
-    #[test]
-    fn a_connection_belongs_to_the_first_that_is_named_on_it() {
-        let sender = PeerSender::default();
-        assert!(sender.bind(2).is_ok());
-        assert!(sender.clone().bind(2).is_ok());
-        assert!(sender.clone().bind(3).is_err());
-    }
 
     #[test]
     fn a_member_shows_its_store_unless_it_is_of_an_earlier_build() {

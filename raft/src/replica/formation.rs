@@ -26,9 +26,9 @@ use futures_util::future::join_all;
 use openraft::async_runtime::WatchReceiver;
 
 use super::ReplicaInner;
-use super::introduce::INFO_TIMEOUT;
-use super::introduce::check_told;
-use crate::chance;
+use super::introduction::INFO_TIMEOUT;
+use super::introduction::check_told;
+use crate::determinism::random;
 use crate::error::ChangeError;
 use crate::identity::ClusterBinding;
 use crate::options::{Formation, Peers};
@@ -91,7 +91,7 @@ pub(super) async fn propose_first_command(inner: Arc<ReplicaInner>) {
     }
     let command = Bytes::copy_from_slice(first_command);
     let mut status = inner.status.subscribe();
-    while !inner.host.has_commands() {
+    while !inner.machine.has_commands() {
         let (leads, caught_up) = {
             let status = status.borrow_and_update();
             (status.role == Role::Leader, status.caught_up)
@@ -114,7 +114,7 @@ impl ReplicaInner {
     async fn write_first(&self, command: Bytes) {
         // Held so that a second call cannot propose while the first is under way.
         let _alone = self.changing.lock().await;
-        if self.host.has_commands() {
+        if self.machine.has_commands() {
             return;
         }
         let write = self.raft.client_write(crate::types::Command(command));
@@ -236,7 +236,7 @@ impl ReplicaInner {
             }
             bond => bond
                 .cluster()
-                .unwrap_or_else(|| wire::join(chance::draw_id(), chance::draw())),
+                .unwrap_or_else(|| wire::join(random::draw_id(), random::draw())),
         };
         if !identity.claim(cluster, identity.id).map_err(disk)? {
             return Ok(());

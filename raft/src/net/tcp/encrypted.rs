@@ -1,4 +1,4 @@
-//! A connection whose bytes are encrypted, after the handshake of [`super::secret`].
+//! A connection whose bytes are encrypted, after the handshake of [`super::handshake`].
 
 use std::io;
 use std::pin::Pin;

@@ -1,4 +1,4 @@
-//! What the service refuses, said to it over real connections.
+//! What the service refuses, over real connections.
 
 use std::path::Path;
 
@@ -6,13 +6,12 @@ use tokio::net::TcpListener;
 use tokio_stream::StreamExt;
 use tonic::Code;
 
-use super::link::client;
-use super::{PeerChannel, PeerSecret, Secret, Tcp, Transport};
 use crate::Role;
 use crate::files::Files;
 use crate::memory::MemoryDisk;
+use crate::net::{PeerChannel, PeerSecret, Secret, Tcp, Transport, client};
 use crate::replica::Replica;
-use crate::toy;
+use crate::testing;
 use crate::wire::proto::peer_client::PeerClient;
 use crate::wire::{self, proto};
 
@@ -45,7 +44,7 @@ async fn connect(address: &str) -> PeerClient<PeerChannel> {
 async fn alone() -> (Replica, proto::Header, MemoryDisk) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let (replica, disk) = toy::replica(1, listener, vec![address.clone()]).await;
+    let (replica, disk) = testing::replica(1, listener, vec![address.clone()]).await;
     let mut status = replica.watch();
     status
         .wait_for(|status| status.role == Role::Leader && status.caught_up)
@@ -484,7 +483,7 @@ async fn only_who_knows_the_secret_is_served() {
     let mut replicas = Vec::new();
     for (id, listener) in (1..).zip(listeners) {
         let tcp = Tcp::new(listener).unwrap().with_secret(secret(7, id));
-        replicas.push(toy::replica_over(id, tcp, peers.to_vec()).await.0);
+        replicas.push(testing::replica_over(id, tcp, peers.to_vec()).await.0);
     }
     // Large enough for several frames.
     let command = vec![5; 150_000];
@@ -547,7 +546,7 @@ async fn a_running_cluster_is_given_a_secret_one_replica_at_a_time() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let tcp = Tcp::new(listener).unwrap().with_secret(optional(1));
-    let (with, _) = toy::replica_over(1, tcp, vec![address.clone()]).await;
+    let (with, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;
     for mut caller in [
         connect(&address).await,
         connect_with(&address, optional(3)).await.unwrap(),
@@ -571,7 +570,7 @@ async fn who_says_nothing_or_nonsense_is_disconnected() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let tcp = Tcp::new(listener).unwrap().with_secret(secret(7, 1));
-    let (replica, _) = toy::replica_over(1, tcp, vec![address.clone()]).await;
+    let (replica, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;
     let told = [
         &b""[..],
         b"GET / HTTP/1.1\r\n\r\n",

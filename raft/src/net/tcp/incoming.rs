@@ -1,6 +1,6 @@
-//! Connections of peers as they come in: so many at a time, and only those that begin to speak.
+//! Accepts connections of peers: a bounded number at a time, and only those that start to speak.
 //!
-//! HTTP/2's pings find a peer that has gone silent, but not one that never spoke: it has no
+//! HTTP/2 pings detect a peer that has gone silent, but not one that never spoke: there is no HTTP/2
 //! connection to ping yet.
 
 use std::io;
@@ -18,14 +18,14 @@ use tokio::time::Sleep;
 
 /// Most connections at a time; others wait in the listener's backlog.
 const CONNECTIONS_MAX: usize = 128;
-/// How long the first words may take.
+/// Longest wait for the first bytes of a connection.
 pub(super) const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
-/// HTTP/2's connection preface and its first frame's head.
+/// HTTP/2's connection preface and the head of its first frame.
 const FIRST_WORDS_BYTES: usize = 24 + 9;
-/// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
+/// Pause after a failed accept: its usual cause, a lack of descriptors, lasts for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The connections that come in at `listener`.
+/// The connections accepted on `listener`.
 pub(super) fn incoming(
     listener: TcpListener,
 ) -> impl Stream<Item = io::Result<PendingConnection>> + Send + 'static {
@@ -59,10 +59,10 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// A connection in its place.
+/// An accepted connection. It counts against [`CONNECTIONS_MAX`] until it is dropped.
 pub(super) struct PendingConnection {
     stream: TcpStream,
-    /// When it is given up; `None` once enough was said.
+    /// When the peer must have spoken; `None` once it has.
     until: Option<Pin<Box<Sleep>>>,
     /// Bytes read so far, while `until` is waited for.
     read: usize,

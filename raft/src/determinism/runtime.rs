@@ -9,9 +9,9 @@ use openraft::async_runtime::watch::{self, RecvError, SendError, Watch};
 use openraft::impls::TokioRuntime;
 use openraft::{OptionalSend, OptionalSync};
 
-use crate::chance::Generator;
-use crate::patience::{Elapsed, Timeout};
-use crate::watch::{WatchReceiver, WatchRef, WatchSender};
+use crate::determinism::random::Generator;
+use crate::determinism::timeout::{Elapsed, Timeout};
+use crate::determinism::watch::{WatchReceiver, WatchRef, WatchSender};
 
 /// See the module.
 #[derive(Debug)]
@@ -80,7 +80,7 @@ impl AsyncRuntime for Runtime {
     }
 }
 
-/// [`crate::watch`] as openraft wants it.
+/// [`crate::determinism::watch`] as openraft wants it.
 #[derive(Debug)]
 pub(crate) struct Watched;
 

@@ -1,19 +1,19 @@
-//! A cluster's secret, and the handshake by which two replicas prove to each other that they know it.
+//! A cluster's secret, and the handshake in which two replicas prove to each other that they know it.
 //!
-//! The handshake is Noise's `NNpsk0`: a fresh key pair on each side, mixed with the secret. What
-//! follows is encrypted under a key of this connection alone, so that nothing can be read, changed or
-//! played again, and a connection that was recorded stays closed to who learns the secret later. Each
-//! side tells in it what cluster it is configured for and who it is.
+//! The handshake is Noise `NNpsk0`: an ephemeral key pair on each side, mixed with the secret. What
+//! follows is encrypted under a key of this connection alone: it cannot be read, altered or replayed,
+//! and a recorded connection stays unreadable to somebody who learns the secret later. In the
+//! handshake each side also tells its id and the name of the cluster it is configured for.
 //!
 //! ```text
-//! from who connects    "quonois1", then a frame: the first message with a `Hello`
-//! from who listens     `+` and a frame: the second message with a `Hello`
+//! from the dialer      "quonois1", then a frame: the first message with a `Hello`
+//! from the listener    `+` and a frame: the second message with a `Hello`
 //!                      `!`: the secrets differ; `-`: this side has none
 //! then, both ways      frames
 //! frame                length (2 bytes, big-endian), ciphertext
 //! ```
 //!
-//! HTTP/2 begins with other bytes on both sides, so who has no secret is told from who has one.
+//! HTTP/2 starts with other bytes in both directions, so a peer without a secret is recognised.
 
 use std::fmt;
 use std::io;
@@ -22,7 +22,7 @@ use prost::Message;
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use super::sealed::{EncryptedStream, FRAME_BYTES_MAX};
+use super::encrypted::{EncryptedStream, FRAME_BYTES_MAX};
 use crate::wire::proto::Hello;
 
 /// What a connection with a handshake begins with.
@@ -32,12 +32,12 @@ const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const SECRET_BYTES_MIN: usize = 32;
 /// Longest message of a handshake, in bytes.
 const HANDSHAKE_BYTES_MAX: usize = 512;
-/// What who listens answers first.
+/// First byte of the listener's answer.
 const PROVEN: u8 = b'+';
 const DIFFERS: u8 = b'!';
 pub(super) const HAS_NONE: u8 = b'-';
 
-/// What the members of a cluster share and nobody else knows.
+/// What the members of a cluster know and nobody else does.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret([u8; 32]);
 
@@ -48,7 +48,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// Of a file's content; white space around it does not count.
+    /// Made from a file's content; surrounding white space is ignored.
     ///
     /// # Errors
     /// When it is too short to be one.
@@ -71,12 +71,13 @@ impl Secret {
     }
 }
 
-/// What a replica proves of itself, and asks of others.
+/// What a replica proves about itself, and requires of its peers.
 #[derive(Debug, Clone)]
 pub struct PeerSecret {
-    /// What it shares with the others.
+    /// The cluster's secret.
     pub secret: Secret,
-    /// Whether replicas without one are listened and spoken to: while a running cluster is given one.
+    /// Whether to talk to replicas without the secret too: while a secret is rolled out to a running
+    /// cluster.
     pub is_optional: bool,
     /// The cluster that it is configured for.
     pub cluster_name: String,
@@ -84,7 +85,7 @@ pub struct PeerSecret {
     pub id: u8,
 }
 
-/// Why there is no proven connection.
+/// Why a handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HandshakeError {
     #[error("it has another cluster.secret_file")]
@@ -116,7 +117,7 @@ impl PeerSecret {
         hello.encode_to_vec()
     }
 
-    /// Reads what the other side tells of itself; answers its id.
+    /// Checks what the other side tells about itself; returns its id.
     fn check(&self, hello: &[u8]) -> Result<u64, HandshakeError> {
         let hello = Hello::decode(hello).map_err(|_| HandshakeError::Malformed)?;
         if hello.cluster_name != self.cluster_name {
@@ -128,7 +129,7 @@ impl PeerSecret {
         Ok(hello.id)
     }
 
-    /// Proves itself to who listens at the other end.
+    /// Runs the dialer's side.
     pub(super) async fn connect<S>(
         &self,
         mut stream: S,
@@ -141,7 +142,7 @@ impl PeerSecret {
         let length = noise.write_message(&self.hello(), &mut message)?;
         let first = [&MAGIC[..], &frame(&message[..length])].concat();
         stream.write_all(&first).await?;
-        // Who does not know the handshake may close at once, or speak HTTP/2.
+        // A peer that does not know the handshake may close at once, or speak HTTP/2.
         match stream.read_u8().await {
             Ok(PROVEN) => {}
             Ok(DIFFERS) => return Err(HandshakeError::Differs),
@@ -153,7 +154,7 @@ impl PeerSecret {
         Ok(EncryptedStream::new(stream, noise.into_transport_mode()?))
     }
 
-    /// Has who connected prove itself; what it begins with is read. Answers who it is.
+    /// Runs the listener's side, after [`MAGIC`] was read. Returns the id of the peer.
     pub(super) async fn accept<S>(
         &self,
         mut stream: S,
@@ -169,7 +170,7 @@ impl PeerSecret {
             return Err(HandshakeError::Differs);
         };
         let from = self.check(&message[..length]);
-        // It is told the name also when it is another one.
+        // The peer is told our name even if it differs, so that its log can say so.
         let length = noise.write_message(&self.hello(), &mut message)?;
         let second = [&[PROVEN][..], &frame(&message[..length])].concat();
         stream.write_all(&second).await?;
@@ -196,7 +197,7 @@ async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, Ha
     Ok(bytes)
 }
 
-/// Reads a first message as who listens does. For fuzzing.
+/// Reads the first message as the listener does. For fuzzing.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn read_first(secret: &Secret, bytes: &[u8]) -> Option<Hello> {
     let mut noise = secret.builder().ok()?.build_responder().ok()?;
@@ -206,7 +207,7 @@ pub(crate) fn read_first(secret: &Secret, bytes: &[u8]) -> Option<Hello> {
     Hello::decode(&message[..length]).ok()
 }
 
-/// A first message as who connects sends it. For fuzzing.
+/// The first message as the dialer sends it. For fuzzing.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn write_first(secret: &Secret, hello: &Hello) -> Vec<u8> {
     let builder = secret.builder().expect("the pattern is known");

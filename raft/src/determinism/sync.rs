@@ -1,4 +1,4 @@
-//! What [`crate::watch`] is made of: loom's models of it compile the same file with a module of this
+//! What [`crate::determinism::watch`] is made of: loom's models of it compile the same file with a module of this
 //! name that has loom's twins (`chaos-tests/src/bin/models`).
 
 pub(crate) use std::sync::atomic::{AtomicUsize, Ordering};

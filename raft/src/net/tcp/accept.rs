@@ -1,5 +1,5 @@
 //! Accepts peer connections: the preface, and the handshake if the cluster has a secret.
-//! [`super::door`] bounds their number and time.
+//! [`super::incoming`] bounds their number and time.
 //!
 //! Who lacks the secret is answered over HTTP/2, with one sentence for every call, so that both sides'
 //! logs say what is missing.
@@ -19,25 +19,25 @@ use tokio::time::timeout;
 use tonic::transport::server::Connected;
 use tower::{Service, ServiceExt, service_fn};
 
-use super::door::{FIRST_WORDS_TIMEOUT, PendingConnection};
-use super::guard::PeerSender;
-use super::sealed::EncryptedStream;
-use super::secret::{HAS_NONE, HandshakeError, MAGIC, PeerSecret};
-use super::transport::PeerService;
-use crate::seldom::LogThrottle;
+use super::encrypted::EncryptedStream;
+use super::handshake::{HAS_NONE, HandshakeError, MAGIC, PeerSecret};
+use super::incoming::{FIRST_WORDS_TIMEOUT, PendingConnection};
+use crate::log_throttle::LogThrottle;
+use crate::net::sender::PeerSender;
+use crate::net::transport::{PeerRequest, PeerService};
 
-/// What HTTP/2 begins with, as far as it is looked at.
+/// The first bytes of HTTP/2.
 const HTTP2: &[u8; 8] = b"PRI * HT";
 const LACKS_SECRET: &str = "this cluster has a secret, and the caller no cluster.secret_file";
 
-/// A connection, and whose it is.
+/// A connection, and the replica it speaks for.
 pub(super) struct PeerConnection<S> {
     stream: PeerStream<S>,
     sender: PeerSender,
 }
 
 enum PeerStream<S> {
-    /// What was looked at is yet to be read.
+    /// The bytes that were looked at are still to be read.
     Plain {
         stream: S,
         looked: [u8; 8],
@@ -75,7 +75,7 @@ pub(super) async fn accept(
             match greeted {
                 // The server may have ended.
                 Ok(connection) => drop(accepted.send(Ok(connection)).await),
-                Err(why) => say(&refusals, &format!("{peer:?}"), &why),
+                Err(why) => log_failure(&refusals, &format!("{peer:?}"), &why),
             }
         });
     }
@@ -85,15 +85,15 @@ fn silent() -> HandshakeError {
     HandshakeError::Io(io::ErrorKind::TimedOut.into())
 }
 
-/// Says why there is no connection where a config is to blame, and not too often.
-pub(super) fn say(refusals: &LogThrottle, peer: &str, why: &HandshakeError) {
-    // Whoever looks whether the port is open ends at once.
+/// Logs why there is no connection if a config is to blame, at a bounded rate.
+pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeError) {
+    // A port scan just disconnects.
     if !matches!(why, HandshakeError::Io(_)) && refusals.may_say() {
         tracing::warn!(peer, %why, "could not connect to peer");
     }
 }
 
-/// Connects to who listens at `address`, and has both sides prove themselves.
+/// Connects to the replica at `address` and runs the handshake.
 pub(super) async fn dial(
     address: &str,
     secret: &PeerSecret,
@@ -117,7 +117,7 @@ pub(super) async fn dial(
     Ok(PeerConnection { stream, sender })
 }
 
-/// Finds out what a connection speaks and whose it is.
+/// Finds out what a connection speaks and which replica it belongs to.
 async fn greet(
     mut stream: PendingConnection,
     secret: Option<&PeerSecret>,
@@ -152,10 +152,10 @@ async fn greet(
     }
 }
 
-/// `service`, but for callers that lack the secret.
+/// Wraps `service` so that callers that lack the secret are refused.
 pub(super) fn for_proven(service: PeerService) -> PeerService {
     let refusals = Arc::new(LogThrottle::default());
-    PeerService::new(service_fn(move |request: super::PeerRequest| {
+    PeerService::new(service_fn(move |request: PeerRequest| {
         let lacks = request
             .extensions()
             .get::<PeerSender>()

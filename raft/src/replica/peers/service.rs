@@ -1,4 +1,4 @@
-//! Answers peers. Whom it listens to is said in [`super::guard`].
+//! The gRPC service that answers peers. [`super::guard`] decides whose calls are answered.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,11 +13,11 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::MESSAGE_BYTES_MAX;
-use super::guard::{self, CallPurpose, PeerSender};
-use super::parts::{self, PartReader, first_part, write_parts};
-use super::transport::{PeerService, Transport};
+use super::guard::CallPurpose;
 use crate::COMMAND_BYTES_MAX;
+use crate::net::snapshot_stream::{self, PartReader, first_part, write_parts};
+use crate::net::validate::{check_entries, check_head};
+use crate::net::{MESSAGE_BYTES_MAX, PeerSender, PeerService, Transport};
 use crate::replica::ReplicaInner;
 use crate::snapshot::SnapshotFile;
 use crate::types::{Config, LogId, Vote};
@@ -81,7 +81,7 @@ async fn lend(
     file: &SnapshotFile,
     parts: &mpsc::Sender<Result<proto::SnapshotPart, Status>>,
 ) {
-    let (host, to) = (inner.host.clone(), file.clone());
+    let (host, to) = (inner.machine.clone(), file.clone());
     let lent = async {
         let opened = inner.blocking.run(move || {
             host.write_state(&to)?;
@@ -113,7 +113,7 @@ impl Peer for PeerRpc {
         let entries: Result<Vec<_>, MalformedMessageError> =
             request.entries.into_iter().map(TryInto::try_into).collect();
         let entries = entries?;
-        guard::check_entries(vote, previous, committed, &entries)?;
+        check_entries(vote, previous, committed, &entries)?;
         let rpc = AppendEntriesRequest::<Config> {
             vote,
             prev_log_id: previous,
@@ -144,7 +144,7 @@ impl Peer for PeerRpc {
                 proto::append_response::Result::HigherVote(vote.into())
             }
         };
-        let mut hears: Vec<u64> = self.0.links.hearing.hears().into_iter().collect();
+        let mut hears: Vec<u64> = self.0.links.reachability.hears().into_iter().collect();
         hears.push(self.0.links.identity.id);
         Ok(Response::new(proto::AppendResponse {
             result: Some(result),
@@ -164,7 +164,7 @@ impl Peer for PeerRpc {
         self.0
             .admit(sender.as_ref(), header, CallPurpose::Elect(vote))?;
         let last = log_id_of(request.last);
-        guard::check_entries(vote, last, None, &[])?;
+        check_entries(vote, last, None, &[])?;
         let mut rpc = VoteRequest::<Config>::new(vote, last);
         rpc.leadership_transfer = request.leadership_transfer;
         let answer = if request.pre_vote {
@@ -194,15 +194,18 @@ impl Peer for PeerRpc {
         let head = start
             .meta
             .ok_or(MalformedMessageError("a snapshot without meta"))?;
-        let meta = parts::check_head(vote, &head)?;
+        let meta = check_head(vote, &head)?;
         let ours = self.0.own_vote();
         if vote < ours {
             // Of a leader of the past: not a byte of it is written.
             let vote = Some(ours.into());
             return Ok(Response::new(proto::SnapshotResponse { vote }));
         }
-        let (snapshot, turn) = (self.0.host.unfinished_snapshot(), self.0.installing.begin());
-        let file = parts::PartialFile::new(snapshot.clone());
+        let (snapshot, turn) = (
+            self.0.machine.unfinished_snapshot(),
+            self.0.installing.begin(),
+        );
+        let file = snapshot_stream::PartialFile::new(snapshot.clone());
         tokio::select! {
             biased;
             () = turn.overtaken() => {
@@ -377,16 +380,16 @@ impl Peer for PeerRpc {
                 "another replica fetches the state",
             ));
         };
-        let (parts, stream) = parts::channel();
+        let (parts, stream) = snapshot_stream::channel();
         let inner = self.0.clone();
         self.0.tasks.spawn(async move {
-            let file = inner.host.unfinished_snapshot();
+            let file = inner.machine.unfinished_snapshot();
             tokio::select! {
                 biased;
                 () = inner.cancel.cancelled() => {}
                 () = lend(&inner, &file, &parts) => {}
             }
-            parts::remove(&file, inner.blocking).await;
+            snapshot_stream::remove(&file, inner.blocking).await;
             drop(turn);
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
@@ -419,7 +422,7 @@ impl Peer for PeerRpc {
                     if inner.seen(|seen| seen.node(from.into()).is_none()) {
                         return None;
                     }
-                    inner.links.hearing.heard(from.into());
+                    inner.links.reachability.heard(from.into());
                     if message.unix_ms != 0 {
                         inner.handler.clock(from, message.unix_ms);
                     }

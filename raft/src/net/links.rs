@@ -1,8 +1,8 @@
-//! Connections to peers, and when to try again.
+//! Connections to peers, and when a failed one is tried again.
 //!
-//! A peer that does not answer is tried at growing intervals, whoever wants to reach it and however
-//! often: until the next try is due, calls fail at once without touching the network. A call tells
-//! whether it can have reached the peer, because a proposal that was never sent may be sent again.
+//! A peer that does not answer is tried at growing intervals, no matter how many calls want to reach
+//! it: until the next attempt is due, calls fail at once without touching the network. A failed call
+//! says whether it can have reached the peer, because a proposal that was never sent is safe to retry.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -13,19 +13,19 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::{Code, Response, Status};
 
-use super::hearing::Hearing;
+use super::reachability::Reachability;
 use super::transport::{PeerChannel, Transport};
 use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX};
+use crate::determinism::watch;
 use crate::identity::ReplicaIdentity;
 use crate::types::Node;
-use crate::watch;
 use crate::wire::proto;
 use crate::wire::proto::peer_client::PeerClient;
 
 const RETRY_FIRST: Duration = Duration::from_millis(20);
 const RETRY_MAX: Duration = Duration::from_millis(500);
 
-/// Which of the connections to a peer: what Raft lives by does not queue behind what is large.
+/// Each peer has two connections, so that Raft's own calls never queue behind large ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LinkLane {
     /// Appends, votes, transfers.
@@ -51,8 +51,8 @@ pub(crate) enum CallError {
 /// All peers by id, at their newest known address.
 pub(crate) struct PeerLinks {
     pub(crate) identity: Arc<ReplicaIdentity>,
-    /// Whose calls reach whom.
-    pub(crate) hearing: Hearing,
+    /// Whose calls reach whom, for choosing a leader.
+    pub(crate) reachability: Reachability,
     transport: Arc<dyn Transport>,
     peers: Mutex<BTreeMap<u64, Arc<Peer>>>,
     attempts: Arc<AtomicU64>,
@@ -72,13 +72,13 @@ struct PeerLink {
     address: String,
     transport: Arc<dyn Transport>,
     state: watch::WatchSender<LinkState>,
-    /// Connections begun, over all links.
+    /// Connection attempts, counted over all links.
     attempts: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Clone)]
 enum LinkState {
-    /// Not connected; tried again from `retry` on.
+    /// Not connected; `retry` says when to try again.
     Down {
         retry: ReconnectBackoff,
         why: String,
@@ -121,14 +121,14 @@ impl PeerLinks {
     pub(crate) fn new(identity: Arc<ReplicaIdentity>, transport: Arc<dyn Transport>) -> Self {
         Self {
             identity,
-            hearing: Hearing::default(),
+            reachability: Reachability::default(),
             transport,
             peers: Mutex::default(),
             attempts: Arc::default(),
         }
     }
 
-    /// Connections begun so far.
+    /// Connection attempts so far.
     pub(crate) fn attempts(&self) -> u64 {
         self.attempts.load(Ordering::Relaxed)
     }
@@ -158,7 +158,7 @@ impl PeerLinks {
         peer
     }
 
-    /// The peer, if it was ever learned of.
+    /// The peer, if it was ever learned.
     pub(crate) fn peer(&self, id: u64) -> Option<Arc<Peer>> {
         self.peers
             .lock()
@@ -167,16 +167,16 @@ impl PeerLinks {
             .cloned()
     }
 
-    /// A peer that calls is up: what waits for it need not wait longer.
+    /// A peer that calls us is up: the next call to it may connect at once.
     pub(crate) fn heard_from(&self, id: u64) {
-        self.hearing.heard(id);
+        self.reachability.heard(id);
         if let Some(peer) = self.peer(id) {
             peer.raft.retry_now();
             peer.bulk.retry_now();
         }
     }
 
-    /// A connection of its own to an address that no membership names yet.
+    /// A separate connection, for an address that no membership names yet.
     ///
     /// # Errors
     /// Says why there is none.
@@ -189,7 +189,7 @@ impl PeerLinks {
 }
 
 impl Peer {
-    /// Leads a call to this peer.
+    /// The header of a call to this peer.
     pub(crate) fn header(&self) -> proto::Header {
         self.identity.header(self.id, self.store)
     }
@@ -224,8 +224,8 @@ impl Peer {
                 Err(CallError::Failed(status))
             }
             Err(_) => {
-                // A connection through a healed network can take long to move again; a new one
-                // does not. On the other lane a slow answer is no sign of that.
+                // After a partition heals, an old connection may take long to recover and a new one
+                // does not. On the bulk lane a slow answer says nothing about the connection.
                 if lane == LinkLane::Raft {
                     link.down(number, "no answer in time");
                 }
@@ -267,7 +267,7 @@ impl PeerLink {
         }
     }
 
-    /// Connects on a task of its own: a caller that gives up does not take the attempt with it.
+    /// Connects on a separate task, so that a caller that gives up does not abort the attempt.
     fn connect(self: &Arc<Self>, retry: ReconnectBackoff) {
         let began = self.state.send_if_modified(|state| {
             let is_down = matches!(state, LinkState::Down { .. });
@@ -317,7 +317,7 @@ impl PeerLink {
     }
 }
 
-/// Whether the connection is to blame and not the peer's answer.
+/// Whether the connection failed, as opposed to the peer refusing the call.
 fn is_broken(status: &Status) -> bool {
     matches!(
         status.code(),
@@ -325,7 +325,7 @@ fn is_broken(status: &Status) -> bool {
     )
 }
 
-pub(super) fn client(channel: PeerChannel) -> PeerClient<PeerChannel> {
+pub(crate) fn client(channel: PeerChannel) -> PeerClient<PeerChannel> {
     PeerClient::new(channel)
         .max_decoding_message_size(MESSAGE_BYTES_MAX)
         .max_encoding_message_size(MESSAGE_BYTES_MAX)
@@ -341,8 +341,8 @@ async fn connect(transport: &dyn Transport, address: &str) -> Result<PeerChannel
 mod tests {
     use tokio::net::TcpListener;
 
-    use super::super::Tcp;
     use super::*;
+    use crate::net::Tcp;
 
     #[test]
     fn tries_get_rarer_up_to_a_limit() {

@@ -109,7 +109,7 @@ impl ReplicaInner {
             }
             membership.voter_ids().collect()
         };
-        let (me, hearing) = (self.links.identity.id, &self.links.hearing);
-        better_leader(me, &voters, &hearing.hears(), &hearing.told())
+        let (me, reachability) = (self.links.identity.id, &self.links.reachability);
+        better_leader(me, &voters, &reachability.hears(), &reachability.reports())
     }
 }

@@ -1,11 +1,11 @@
-//! A peer that lies: calls that no sound replica makes, made to a running one as if they came over the
-//! network. Each must be refused. For simulated clusters.
+//! A lying peer: calls that no correct replica makes, made to a running replica as if they came over
+//! the network. Each must be refused. For simulated clusters.
 
 use tokio_stream::StreamExt;
 use tonic::Status;
 
-use super::guard::term_max;
 use super::service::PeerRpc;
+use crate::net::validate::term_max;
 use crate::replica::{Replica, ReplicaInner};
 use crate::wire::proto;
 use crate::wire::proto::peer_client::PeerClient;

@@ -21,7 +21,8 @@ use futures_util::{Stream, StreamExt};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
 use tokio_util::sync::CancellationToken;
 
-use crate::blocking::BlockingMode;
+use crate::determinism::blocking::BlockingMode;
+use crate::determinism::watch;
 use crate::error::StartError;
 use crate::fault::FatalError;
 use crate::files::{damaged, io_error, is_shortage};
@@ -29,7 +30,6 @@ use crate::machine::{FrozenMachine, StateMachine};
 use crate::planted::{self, Bug};
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
 use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, shown};
-use crate::watch;
 use crate::wire::{self, proto};
 
 /// Raft over the machine.
@@ -111,7 +111,7 @@ impl StateMachineAdapter {
         fault: FatalError,
         stop: CancellationToken,
     ) -> Result<Self, StartError> {
-        let host = Self(Arc::new(AdapterShared {
+        let adapter = Self(Arc::new(AdapterShared {
             machine: Mutex::new(machine),
             position: Mutex::default(),
             folder,
@@ -122,14 +122,14 @@ impl StateMachineAdapter {
             is_paused: watch::WatchSender::new(false),
             stop,
         }));
-        let folder = &host.0.folder;
+        let folder = &adapter.0.folder;
         let newest = folder
             .newest()
             .map_err(|error| io_error(std::path::Path::new("snapshots"), error))?;
         if let Some(file) = newest {
-            host.restore(&file)?;
+            adapter.restore(&file)?;
         }
-        Ok(host)
+        Ok(adapter)
     }
 
     /// Whether a command was ever applied, before or after the last snapshot.
@@ -197,7 +197,7 @@ impl StateMachineAdapter {
         tokio::select! {
             biased;
             () = self.0.stop.cancelled() => {}
-            // The sender lives as long as the host.
+            // The sender lives as long as the adapter.
             _ = is_paused.wait_for(|is_paused| !is_paused) => {}
         }
     }
@@ -323,8 +323,8 @@ impl StateMachineAdapter {
     ) -> io::Result<T> {
         let mut wait = OPEN_AGAIN_FIRST;
         loop {
-            let (host, work) = (self.clone(), work.clone());
-            let error = match self.0.blocking.run(move || work(&host)).await? {
+            let (adapter, work) = (self.clone(), work.clone());
+            let error = match self.0.blocking.run(move || work(&adapter)).await? {
                 Ok(done) => return Ok(done),
                 Err(error) => error,
             };
@@ -377,7 +377,7 @@ type FrozenSnapshot = (Box<dyn FrozenMachine>, AppliedPosition);
 
 /// Writes one frozen state; if that fails, a newer one later.
 pub(crate) struct SnapshotBuilder {
-    host: StateMachineAdapter,
+    adapter: StateMachineAdapter,
     /// Behind a lock only because openraft wants builders to be shareable.
     frozen: Mutex<Option<FrozenSnapshot>>,
 }
@@ -393,32 +393,35 @@ impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
             .take();
         let mut wait = WRITE_AGAIN_FIRST;
         loop {
-            let (host, now) = (self.host.clone(), frozen.take());
-            let blocking = host.0.blocking;
+            let (adapter, now) = (self.adapter.clone(), frozen.take());
+            let blocking = adapter.0.blocking;
             let built = blocking.run(move || {
                 // Not kept over a wait: what is frozen costs memory as the machine moves on.
-                let Some((machine, position)) = now.or_else(|| host.freeze()) else {
+                let Some((machine, position)) = now.or_else(|| adapter.freeze()) else {
                     return Err(io::Error::other(
                         "the machine is ahead of the log handed over",
                     ));
                 };
-                write(&host.0.folder, &*machine, &position)
+                write(&adapter.0.folder, &*machine, &position)
             });
             let error = match built.await.and_then(|written| written) {
                 Ok(snapshot) => {
-                    self.host.0.unwritten.send_replace(None);
+                    self.adapter.0.unwritten.send_replace(None);
                     return Ok(snapshot);
                 }
                 Err(error) => error,
             };
             tracing::error!(%error, again_in = ?wait, "snapshot not written");
-            self.host.0.unwritten.send_replace(Some(error.to_string()));
+            self.adapter
+                .0
+                .unwritten
+                .send_replace(Some(error.to_string()));
             tokio::select! {
                 biased;
-                () = self.host.0.stop.cancelled() => return Err(error),
+                () = self.adapter.0.stop.cancelled() => return Err(error),
                 () = tokio::time::sleep(wait) => {}
             }
-            if self.host.0.fault.get().is_some() {
+            if self.adapter.0.fault.get().is_some() {
                 return Err(error);
             }
             wait = (wait * 2).min(WRITE_AGAIN_MAX);
@@ -490,7 +493,7 @@ impl RaftStateMachine<Config> for StateMachineAdapter {
 
     async fn get_snapshot_builder(&mut self) -> SnapshotBuilder {
         SnapshotBuilder {
-            host: self.clone(),
+            adapter: self.clone(),
             frozen: Mutex::new(self.freeze()),
         }
     }
@@ -504,12 +507,13 @@ impl RaftStateMachine<Config> for StateMachineAdapter {
         let installed = async {
             // The file is complete and synced. It takes its name only once the machine took it.
             let file = snapshot.clone();
-            self.patiently(move |host| host.restore(&file)).await?;
+            self.patiently(move |adapter| adapter.restore(&file))
+                .await?;
             if planted::is(Bug::SnapshotNotAdopted) {
                 return Ok(());
             }
-            self.patiently(move |host| {
-                let adopted = host.0.folder.adopt(&snapshot.path, last);
+            self.patiently(move |adapter| {
+                let adopted = adapter.0.folder.adopt(&snapshot.path, last);
                 adopted
                     .map(drop)
                     .map_err(|error| io_error(&snapshot.path, error))

@@ -1,7 +1,7 @@
-//! Messages outside the log: one stream to every other member, always with the newest message.
+//! Messages outside the log: a stream to every other member, which carries the newest message.
 //!
-//! A stream takes the next message only when the network takes it from the stream; what was
-//! overtaken meanwhile is never sent. Whether the stream stands is what "connected" means.
+//! A stream takes its next message only when the network is ready for it; messages replaced by a newer
+//! one in the meantime are never sent. A peer counts as connected while its stream is open.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use bytes::Bytes;
 use futures_util::{Stream, stream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::link::{CallError, LinkLane};
+use crate::determinism::watch;
 use crate::machine::PeerHandler;
+use crate::net::{CallError, LinkLane};
 use crate::replica::ReplicaInner;
-use crate::watch;
 use crate::wire::proto;
 
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);

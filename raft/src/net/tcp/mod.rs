@@ -1,0 +1,163 @@
+//! HTTP/2 over TCP behind the port [`Transport`], encrypted where the cluster has a secret.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `incoming` | accepts connections, a bounded number of them, and only those that speak |
+//! | `accept` | finds out what a connection speaks, and runs the handshake on either side |
+//! | `handshake` | the cluster's secret, and how two replicas prove to each other that they know it |
+//! | `encrypted` | the encrypted connection that a handshake ends in |
+
+mod accept;
+mod encrypted;
+mod handshake;
+mod incoming;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use hyper_util::rt::TokioIo;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint, Error, Server};
+use tower::{ServiceExt, service_fn};
+
+use self::accept::PeerConnection;
+pub use self::handshake::{PeerSecret, Secret};
+#[cfg(feature = "fuzzing")]
+pub(crate) use self::handshake::{read_first, write_first};
+use super::CONNECT_TIMEOUT;
+use super::transport::{PeerChannel, PeerService, Transport};
+use crate::log_throttle::LogThrottle;
+
+/// Connections that have been accepted but are not served yet.
+const ACCEPTED_MAX: usize = 16;
+/// A connection is pinged this often, and dropped when a ping gets no answer for the second time.
+const PING_EVERY: Duration = Duration::from_secs(1);
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
+/// HTTP/2 flow control: how much a peer may send before it is read.
+const WINDOW_BYTES: u32 = 4 * 1024 * 1024;
+
+/// HTTP/2 over TCP.
+#[derive(Debug)]
+pub struct Tcp {
+    local_addr: SocketAddr,
+    /// `None` once it is being served.
+    listener: Mutex<Option<TcpListener>>,
+    /// What both sides of a connection must prove to know.
+    secret: Option<Arc<PeerSecret>>,
+    refusals: Arc<LogThrottle>,
+}
+
+impl Tcp {
+    /// Serves peers on `listener`.
+    ///
+    /// # Errors
+    /// When the listener has no address.
+    pub fn new(listener: TcpListener) -> io::Result<Self> {
+        Ok(Self {
+            local_addr: listener.local_addr()?,
+            listener: Mutex::new(Some(listener)),
+            secret: None,
+            refusals: Arc::default(),
+        })
+    }
+
+    /// Requires both sides of every connection to prove that they know a secret, and encrypts what
+    /// follows.
+    #[must_use]
+    pub fn with_secret(mut self, secret: PeerSecret) -> Self {
+        self.secret = Some(Arc::new(secret));
+        self
+    }
+}
+
+fn endpoint(address: &str) -> Result<Endpoint, String> {
+    Ok(Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|error| format!("address {address}: {error}"))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(PING_EVERY)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES))
+}
+
+/// HTTP/2 over an established connection; it cannot reconnect.
+async fn speak(
+    endpoint: Endpoint,
+    connection: PeerConnection<TcpStream>,
+) -> Result<Channel, Error> {
+    let mut made = Some(TokioIo::new(connection));
+    let connector = service_fn(move |_: http::Uri| {
+        let made = made.take();
+        std::future::ready(made.ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected)))
+    });
+    endpoint.connect_with_connector(connector).await
+}
+
+impl Transport for Tcp {
+    fn local_addr(&self) -> SocketAddr {
+        self.local_addr
+    }
+
+    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>> {
+        let (secret, refusals) = (self.secret.clone(), self.refusals.clone());
+        Box::pin(async move {
+            let endpoint = endpoint(&address)?;
+            let channel = match secret {
+                None => endpoint.connect().await,
+                Some(secret) => {
+                    let connection = accept::dial(&address, &secret).await;
+                    let connection = connection.map_err(|why| {
+                        accept::log_failure(&refusals, &address, &why);
+                        format!("connect to {address}: {why}")
+                    })?;
+                    speak(endpoint, connection).await
+                }
+            };
+            let channel = channel.map_err(|error| format!("connect to {address}: {error}"))?;
+            let broken = |error| tonic::Status::from_error(Box::new(error));
+            Ok(PeerChannel::new(channel.map_err(broken)))
+        })
+    }
+
+    fn serve(
+        &self,
+        service: PeerService,
+        stop: CancellationToken,
+    ) -> BoxFuture<'static, io::Result<()>> {
+        let listener = self
+            .listener
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        let secret = self.secret.clone();
+        Box::pin(async move {
+            let listener = listener.ok_or_else(|| io::Error::other("served already"))?;
+            let (accepted, incoming) = mpsc::channel(ACCEPTED_MAX);
+            let accepting = stop.clone().run_until_cancelled_owned(accept::accept(
+                incoming::incoming(listener),
+                secret,
+                accepted,
+            ));
+            let serving = Server::builder()
+                .initial_stream_window_size(WINDOW_BYTES)
+                .initial_connection_window_size(WINDOW_BYTES)
+                .http2_keepalive_interval(Some(PING_EVERY))
+                .http2_keepalive_timeout(Some(PING_TIMEOUT))
+                .serve_with_incoming_shutdown(
+                    accept::for_proven(service),
+                    ReceiverStream::new(incoming),
+                    stop.cancelled_owned(),
+                );
+            let (_, served) = futures_util::future::join(accepting, serving).await;
+            served.map_err(io::Error::other)
+        })
+    }
+}

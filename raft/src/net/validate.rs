@@ -1,0 +1,111 @@
+//! Checks that a peer's message must pass by itself, whoever sent it.
+//!
+//! openraft trusts its peers. What is refused here would otherwise use up all terms, leave holes in
+//! the log, or win every election with a log that no leader can have.
+
+use prost::Message;
+
+use crate::snapshot::HEAD_BYTES_MAX;
+use crate::types::{Entry, LogId, SnapshotMeta, Vote};
+use crate::wire::{MalformedMessageError, proto};
+
+/// How far a peer's term may be ahead of this replica's: more elections than a replica can miss,
+/// and few enough that no number of calls reaches the last term.
+const TERM_LEAP_MAX: u64 = 1_000_000;
+
+/// The greatest term that is believed when `known` is the greatest one known.
+pub(crate) fn term_max(known: u64) -> u64 {
+    known.saturating_add(TERM_LEAP_MAX)
+}
+
+/// Refuses entries that no leader of this term can send.
+pub(crate) fn check_entries(
+    vote: Vote,
+    previous: Option<LogId>,
+    committed: Option<LogId>,
+    entries: &[Entry],
+) -> Result<(), MalformedMessageError> {
+    let term = vote.leader_id.term;
+    let is_later = |id: &LogId| id.leader_id.term > term;
+    if previous.iter().chain(&committed).any(is_later) {
+        return Err(MalformedMessageError(
+            "a log of a later term than the leader's",
+        ));
+    }
+    let mut before = previous;
+    for entry in entries {
+        let id = entry.log_id;
+        let follows = match before {
+            Some(before) => before.index.checked_add(1) == Some(id.index) && before < id,
+            None => id.index == 0,
+        };
+        if !follows || is_later(&id) {
+            return Err(MalformedMessageError(
+                "entries that do not follow each other",
+            ));
+        }
+        before = Some(id);
+    }
+    Ok(())
+}
+
+/// Reads the head of a snapshot offered under `vote`. Refuses one that no leader of that term can
+/// offer, or that is too large to be read back from a file.
+pub(crate) fn check_head(
+    vote: Vote,
+    head: &proto::SnapshotMeta,
+) -> Result<SnapshotMeta, MalformedMessageError> {
+    if head.encoded_len() > HEAD_BYTES_MAX {
+        return Err(MalformedMessageError("a snapshot's head above the limit"));
+    }
+    let meta = SnapshotMeta::try_from(head.clone())?;
+    let of_membership = *meta.last_membership.log_id();
+    let is_later = |id: &LogId| id.leader_id.term > vote.leader_id.term;
+    if meta.last_log_id.is_some_and(|id| is_later(&id)) || of_membership > meta.last_log_id {
+        return Err(MalformedMessageError(
+            "a snapshot of a later term than the leader's",
+        ));
+    }
+    Ok(meta)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{LeaderId, Payload};
+
+    fn id(term: u64, index: u64) -> LogId {
+        let leader_id = LeaderId { term, node_id: 1 };
+        LogId { leader_id, index }
+    }
+
+    fn entry(term: u64, index: u64) -> Entry {
+        Entry {
+            log_id: id(term, index),
+            payload: Payload::Blank,
+        }
+    }
+
+    #[test]
+    fn entries_follow_each_other_up_to_the_leaders_term() {
+        let vote = Vote::new_committed(5, 1);
+        let check = |previous, committed, entries: &[Entry]| {
+            check_entries(vote, previous, committed, entries)
+        };
+        let fine = [entry(3, 8), entry(5, 9)];
+        assert_eq!(check(Some(id(3, 7)), Some(id(5, 90)), &fine), Ok(()));
+        assert_eq!(check(None, None, &[entry(0, 0)]), Ok(()));
+        assert_eq!(check(None, None, &[]), Ok(()));
+        for (previous, committed, entries) in [
+            (Some(id(6, 7)), None, vec![]),
+            (None, Some(id(u64::MAX, 7)), vec![]),
+            (Some(id(3, 7)), None, vec![entry(6, 8)]),
+            (Some(id(3, 7)), None, vec![entry(3, 9)]),
+            (Some(id(3, 7)), None, vec![entry(2, 8)]),
+            (Some(id(3, u64::MAX)), None, vec![entry(3, 0)]),
+            (None, None, vec![entry(3, 1)]),
+        ] {
+            assert!(check(previous, committed, &entries).is_err(), "{entries:?}");
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! What a replica answers its peers: the gRPC service, whose calls it admits, and the streams of
+//! messages outside the log.
+
+mod guard;
+#[cfg(feature = "fuzzing")]
+pub mod lies;
+mod messages;
+mod service;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use self::guard::{SHOWS_STORE, check_store};
+pub(super) use self::messages::keep_streams;
+pub(super) use self::service::serve;
