@@ -1,22 +1,23 @@
-//! Bounds that several areas keep to. What only one area bounds stands with it.
+//! Bounds that several areas share. A bound that concerns one area only is defined there.
 
-/// Most backends one cluster holds.
+/// Maximum number of backends in a cluster.
 pub const BACKENDS_MAX: usize = 1024;
-/// Most blocks one item may name.
+/// Maximum number of blocks in one item.
 pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
-/// Most bytes that the names in one list of a backend take together: its models, its labels, and the
-/// models its engine lists.
+/// Maximum total length of the names in one of a backend's lists (models, labels, models that the
+/// engine reports), in bytes.
 pub const LIST_BYTES_MAX: usize = 64 << 10;
-/// Most tokens one field of a charge counts; more is taken as this. An engine's `usage` is foreign
-/// input: without the bound one absurd report would end a user's service for ever.
+/// Maximum of each token count in a charge; larger counts are capped. An engine's `usage` is
+/// untrusted input: without the cap, one absurd report would lock a user out for good.
 pub const CHARGE_TOKENS_MAX: u64 = 1 << 40;
-/// Longest name of a user, backend, model or label, in bytes.
+/// Maximum length of a user, backend, model or label name, in bytes.
 pub const NAME_BYTES_MAX: usize = 256;
-/// Most output lengths one item may tell.
+/// Maximum number of output lengths in one item.
 pub const OUTPUTS_PER_ITEM_MAX: usize = 256;
-/// Bytes of one part of a backup; only the last part is shorter.
+/// Length of one part of a backup, in bytes. Only the last part is shorter.
 pub const RESTORE_PART_BYTES: usize = 512 << 10;
-/// Most bytes of the state in a backup: more than the largest state there can be.
+/// Maximum length of the state in a backup, in bytes. The largest possible state is smaller.
 pub const RESTORE_BYTES_MAX: u64 = 1 << 30;
-/// Most users kept; `state/src/users/forgettable.rs` says who is forgotten beyond it.
+/// Maximum number of users. `state/src/users/forgettable.rs` describes which users are forgotten to
+/// stay below it.
 pub const USERS_MAX: usize = 1_000_000;

@@ -1,34 +1,34 @@
-//! What a user used, as the log carries it and as every area adds it up.
+//! The charge: one user's usage, as the log carries it and as every area adds it up.
 
 use crate::ids::UserKey;
 
-/// Tokens and requests of one user over one flush interval of one replica. All fields add up.
+/// Tokens and requests of one user over one flush interval of one replica. All fields are additive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Charge {
-    /// Who pays.
+    /// User to charge.
     pub user: UserKey,
-    /// Prompt tokens the engine computed.
+    /// Prompt tokens that the engine computed.
     pub input_uncached: u64,
-    /// Prompt tokens the engine had in its prefix cache.
+    /// Prompt tokens that the engine found in its prefix cache.
     pub input_cached: u64,
     /// Output tokens.
     pub output: u64,
-    /// Requests that began.
+    /// Requests that started.
     pub started: u32,
-    /// Requests that ended, whichever way.
+    /// Requests that ended, for any reason.
     pub ended: u32,
-    /// Requests that began to wait for admission.
+    /// Requests that joined an admission queue.
     pub queued: u32,
-    /// Requests that stopped waiting, whichever way.
+    /// Requests that left an admission queue, for any reason.
     pub dequeued: u32,
-    /// Priced tokens charged ahead of what is not known yet.
+    /// Priced tokens charged in advance, before usage is known.
     pub advance: u64,
-    /// Priced tokens of this charge's counts that were charged ahead before.
+    /// Priced tokens of this charge's counts that an earlier advance has paid for.
     pub settled: u64,
 }
 
 impl Charge {
-    /// Adds another charge of the same user. Saturates.
+    /// Adds another charge of the same user, saturating.
     pub fn add(&mut self, other: &Self) {
         self.user = other.user;
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);

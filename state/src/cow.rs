@@ -1,30 +1,30 @@
-//! [`CowMap`]: an ordered map in shards, cloned in microseconds and copied shard by shard on write.
+//! [`CowMap`]: a sharded ordered map that clones in microseconds and copies shards on write.
 //!
-//! A snapshot of the state must not stop `apply`. Cloning a map this way copies one pointer per
-//! branch of [`SHARDS_PER_BRANCH`] shards. The first write to a branch after that copies its
-//! pointers, and the first write to a shard copies that shard alone: the more shards, the shorter
-//! the pause of one write; the two levels keep the clone short all the same.
+//! Taking a snapshot must not stall `apply`. Cloning the map copies one pointer per branch of
+//! [`SHARDS_PER_BRANCH`] shards. The first write to a branch after that copies its pointers, and
+//! the first write to a shard copies that shard alone. More shards make each such pause shorter;
+//! the two levels keep the clone short regardless.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
-/// Shards that are cloned by one pointer.
+/// Number of shards in a branch, which one pointer clones.
 pub(crate) const SHARDS_PER_BRANCH: usize = 64;
 
-/// A key that knows its shard. Keys of one shard are iterated together.
+/// A key that determines its shard. Keys of one shard are iterated together.
 pub(crate) trait ShardKey: Ord + Copy {
     /// Number of branches.
     const BRANCHES: usize;
 
-    /// The key's shard, below `BRANCHES * SHARDS_PER_BRANCH`.
+    /// Index of the key's shard, below `BRANCHES * SHARDS_PER_BRANCH`.
     fn shard(&self) -> usize;
 }
 
 type CowShard<K, V> = Arc<BTreeMap<K, V>>;
 type CowBranch<K, V> = Arc<[CowShard<K, V>; SHARDS_PER_BRANCH]>;
 
-/// A sharded map; see the module.
+/// A sharded copy-on-write map; see the module documentation.
 #[derive(Debug, Clone)]
 pub(crate) struct CowMap<K, V> {
     branches: Vec<CowBranch<K, V>>,
@@ -33,7 +33,8 @@ pub(crate) struct CowMap<K, V> {
 
 impl<K: ShardKey, V: Clone> CowMap<K, V> {
     pub(crate) fn new() -> Self {
-        // One empty shard and one empty branch shared by all: the first write to each makes its own.
+        // All branches share one empty shard and one empty branch; the first write to each copies
+        // it.
         let empty = CowShard::default();
         let branch = CowBranch::new(std::array::from_fn(|_| Arc::clone(&empty)));
         Self {
@@ -50,7 +51,7 @@ impl<K: ShardKey, V: Clone> CowMap<K, V> {
         self.shard(key).get(key)
     }
 
-    /// Answers whether the key was free; otherwise nothing changed.
+    /// Inserts the value if the key is free, and returns whether it was.
     pub(crate) fn insert_new(&mut self, key: K, value: V) -> bool {
         match self.shard_mut(&key).entry(key) {
             Entry::Occupied(_) => false,
@@ -63,7 +64,7 @@ impl<K: ShardKey, V: Clone> CowMap<K, V> {
     }
 
     pub(crate) fn get_mut(&mut self, key: &K) -> Option<&mut V> {
-        // Asked first: a miss must not copy the shard.
+        // Checked first: a miss must not copy the shard.
         self.get(key)?;
         self.shard_mut(key).get_mut(key)
     }
@@ -75,12 +76,12 @@ impl<K: ShardKey, V: Clone> CowMap<K, V> {
         removed
     }
 
-    /// By shard, then by key.
+    /// Iterates by shard, then by key.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.shards_from(0).flat_map(BTreeMap::iter)
     }
 
-    /// Those at and after `key` in the order of [`CowMap::iter`].
+    /// Iterates from `key` on, in the order of [`CowMap::iter`].
     pub(crate) fn iter_from(&self, key: K) -> impl Iterator<Item = (&K, &V)> {
         let rest = self.shards_from(key.shard() + 1).flat_map(BTreeMap::iter);
         self.shard(&key).range(key..).chain(rest)

@@ -1,26 +1,27 @@
-//! What must not happen and is told when it does: bytes nobody can read, invariants that do not hold.
+//! Errors that indicate corruption or a bug: undecodable entries, unusable snapshots, broken
+//! invariants.
 
-/// A log entry that is not a command this build knows.
+/// A log entry that this build cannot decode.
 #[derive(Debug, thiserror::Error)]
 #[error("decode log entry: {0}")]
 pub struct DecodeEntryError(pub String);
 
-/// A snapshot that cannot be used.
+/// A snapshot that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("corrupt snapshot at byte {offset}: {what}")]
 pub struct SnapshotError {
-    /// Where in the stream.
+    /// Byte offset in the stream.
     pub offset: u64,
-    /// What was wrong and what was expected.
+    /// What was found and what was expected.
     pub what: String,
 }
 
-/// An invariant of docs/ARCHITECTURE.md that does not hold.
+/// A violated invariant of docs/ARCHITECTURE.md.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invariant {number} broken: {detail}")]
 pub struct InvariantError {
-    /// Number as in docs/ARCHITECTURE.md, `"I4"`.
+    /// Number in docs/ARCHITECTURE.md, such as `"I4"`.
     pub number: &'static str,
-    /// With the values that break it.
+    /// Description with the offending values.
     pub detail: String,
 }

@@ -1,4 +1,4 @@
-//! Newtypes for every identifier, so that none is passed in another's place.
+//! Newtypes for all identifiers, so that one cannot be passed for another.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -23,53 +23,54 @@ macro_rules! id {
 }
 
 id!(
-    /// A replica, by `node.id` of its config: `1..=255`, unique in the cluster, never reused.
+    /// A replica: `node.id` of its config, `1..=255`, unique in the cluster and never reused.
     ReplicaId(u8)
 );
 id!(
-    /// One run of a replica: drawn anew at every start, so that what an earlier run left open
-    /// (leases, requests in flight) can be told apart and closed.
+    /// One run of a replica. Drawn at random at every start, so that whatever an earlier run left
+    /// open (leases, requests in flight) can be recognised and closed.
     SessionId(u64)
 );
 id!(
-    /// A backend's place in the registry, `0..BACKENDS_MAX`. Reused after a removal, which is why
+    /// Index of a backend in the registry, `0..BACKENDS_MAX`. Reused after a removal, which is why
     /// commands carry a [`BackendRef`].
     Slot(u16)
 );
 id!(
-    /// Counts the lives of what stands in one slot: a new backend, a new URL or a restarted engine
-    /// each begin a new one, and commands meant for an earlier one are rejected.
+    /// Counter of a slot's occupants. A new backend, a new URL and a restarted engine each start a
+    /// new incarnation; commands for an earlier one are rejected.
     Incarnation(u32)
 );
 id!(
-    /// One dispatch of a request to a backend. Unique within its replica's session, ascending.
+    /// One dispatch of a request to a backend. Unique within the replica's session, ascending.
     AttemptId(u64)
 );
 id!(
-    /// A user by `xxh3_64` of their name, seeded with the cluster's hash seed.
+    /// A user: `xxh3_64` of the name, seeded with the cluster's hash seed.
     UserKey(u64)
 );
 id!(
-    /// A model by `xxh3_64` of its name, seeded with the cluster's hash seed.
+    /// A model: `xxh3_64` of the name, seeded with the cluster's hash seed.
     ModelKey(u64)
 );
 id!(
-    /// One request waiting for admission. Unique within its replica's session, ascending.
+    /// One request waiting for admission. Unique within the replica's session, ascending.
     Ticket(u64)
 );
 id!(
-    /// One try to bring in a backup, drawn by the replica that reads it.
+    /// One attempt to restore a backup, drawn at random by the replica that reads it.
     RestoreId(u64)
 );
 id!(
-    /// Index of an entry in the replicated log, from 1. 0 stands for "nothing applied".
+    /// Index of an entry in the replicated log, from 1. 0 means that nothing is applied.
     LogIndex(u64)
 );
 
 impl SessionId {
-    /// The session that a run goes on under when the cluster has ended this one. A run's first
-    /// session is drawn at random and a hash of it is as random: no other run comes upon it. All
-    /// parts of one run find the same one, so that they stay one run.
+    /// Returns the session that a run continues under after the cluster has ended this one.
+    ///
+    /// A run's first session is random, and so is a hash of it: no other run arrives at the same
+    /// one. Every component of a run computes the same successor, so they remain one run.
     #[must_use]
     pub fn successor(self) -> Self {
         Self(xxh3_64_with_seed(
@@ -79,10 +80,11 @@ impl SessionId {
     }
 }
 
-/// Keeps the successors of sessions apart from other hashes of the same number.
+/// Keeps hashes of sessions apart from other hashes of the same number.
 const SUCCESSOR_HASH_SEED: u64 = 0x7375_6363_6573_736f;
 
-/// Hashes are uniform: a variable-length integer would cost nine bytes, fixed ones cost eight.
+/// Defines a hash type with a fixed-length encoding. Hashes are uniform: as variable-length
+/// integers they would take nine bytes instead of eight.
 macro_rules! hash {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
@@ -125,23 +127,22 @@ macro_rules! hash {
 }
 
 hash!(
-    /// A chained hash that names one block together with the whole prefix before it.
+    /// A chained hash that identifies one block together with the whole prefix before it.
     BlockHash
 );
 hash!(
-    /// An engine's own name for a block in its KV events: opaque, the low 64 bits of whatever hash
+    /// An engine's own hash of a block in its KV events. Opaque: the low 64 bits of whatever hash
     /// the engine uses.
     EngineHash
 );
 
-/// A backend as commands name it: the slot and the life of what stood in it when the command was
-/// made.
+/// A backend as named by commands: its slot, and the incarnation at the time of the command.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode, Serialize, Deserialize,
 )]
 pub struct BackendRef {
-    /// Place in the registry.
+    /// Index in the registry.
     pub slot: Slot,
-    /// Life of what stands there.
+    /// Incarnation of the slot's occupant.
     pub incarnation: Incarnation,
 }

@@ -1,8 +1,8 @@
-//! The deterministic core of Quorate: replicated facts and the pure decisions made from them.
+//! The deterministic core of Quorate: the replicated state and the pure decisions made from it.
 //!
-//! Nothing here does I/O, reads a clock, draws randomness or logs. What the world says arrives as
-//! data in a [`command::Command`]; the same commands in the same order give the same state, the
-//! same replies and the same digest on every replica.
+//! The crate does no I/O, reads no clock, draws no random numbers and logs nothing. Everything it
+//! knows about the outside arrives in a [`command::Command`]. Applying the same commands in the
+//! same order yields the same state, the same replies and the same digest on every replica.
 
 pub mod admission;
 mod backends;

@@ -1,21 +1,22 @@
-//! Bugs that can be planted here, so that the tests which should find them can be tested.
+//! Bugs that tests can plant on purpose, to prove that the tests meant to catch them do.
 //!
-//! Each stands at the place where it would be made: one condition, false in every build without the
-//! feature `planted`, so that the compiler leaves it out. With the feature one bug at a time can be
-//! planted per thread. docs/internals/testing.md lists them, and what catches each.
+//! Each bug is one condition at the place where somebody would make the mistake. Without the
+//! feature `planted` the condition is constant `false` and the compiler removes it. With the
+//! feature, one bug at a time can be planted per thread. docs/internals/testing.md lists the bugs
+//! and what catches each.
 
-/// Lists a crate's bugs, and has them planted one at a time per thread where the crate is built with
-/// its feature `planted`.
+/// Defines a crate's list of bugs and, with the crate's feature `planted`, the per-thread switch
+/// that plants one.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! plantable_bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {
-        /// A bug that people make.
+        /// A typical mistake.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum Bug { $($(#[$doc])* $bug,)* }
 
         impl Bug {
-            /// All of them.
+            /// All bugs.
             pub const ALL: &[Self] = &[$(Self::$bug,)*];
         }
 
@@ -33,7 +34,7 @@ macro_rules! plantable_bugs {
 
         #[cfg(feature = "planted")]
         mod switch {
-            //! Which bug is planted, per thread.
+            //! Per-thread switch of the planted bug.
 
             use std::cell::Cell;
 
@@ -44,13 +45,14 @@ macro_rules! plantable_bugs {
                 static MET: Cell<u64> = const { Cell::new(0) };
             }
 
-            /// Plants a bug on this thread in place of the one before, or none.
+            /// Plants a bug on this thread, replacing the previous one; `None` removes it.
             pub fn plant(bug: Option<Bug>) {
                 PLANTED.set(bug);
                 MET.set(0);
             }
 
-            /// How often the planted bug was met on this thread: one that never is cannot be caught.
+            /// Returns how often this thread reached the planted bug. A bug that is never reached
+            /// cannot be caught.
             #[must_use]
             pub fn met() -> u64 {
                 MET.get()
@@ -69,65 +71,65 @@ macro_rules! plantable_bugs {
 }
 
 plantable_bugs! {
-    /// A command that comes twice is applied twice.
+    /// A repeated command is applied twice.
     DedupDropped,
-    /// Only the last command is known for a repeat, not one that comes late.
+    /// Only the last command is recognised as a repeat, not an earlier one that arrives late.
     DedupOfLastOnly,
-    /// A late command of a run that is over begins a run.
+    /// A late command of an ended session revives the session.
     EndedRunComesBack,
-    /// Snapshots, and the digest that guards them, leave the sessions out.
+    /// Snapshots, and the digest that guards them, omit the sessions.
     SnapshotWithoutSessions,
-    /// Readers keep the blocks from before a restore.
+    /// Readers of the view keep the blocks from before a restore.
     RestoreNotShown,
-    /// A user who comes back from idle is not lifted.
+    /// A user returning from idle is not lifted.
     LiftLost,
-    /// The lift goes to the least counter of all users, whether they are active or not.
+    /// The lift takes the least counter of all users, active or not.
     LiftOverAll,
-    /// A new weight counts for the past, too.
+    /// A new weight also applies to past charges.
     WeightRewritesPast,
-    /// What was charged ahead is charged once more when it comes.
+    /// Usage paid for by an advance is charged again.
     AdvanceForgotten,
-    /// The block that goes first is the one with the lowest place in memory.
+    /// Eviction takes the block with the lowest memory address.
     EvictsByPlace,
-    /// A leaf that a lease pins can be evicted.
+    /// A leaf pinned by a lease can be evicted.
     EvictsPinned,
     /// A backend owns one block more than its capacity.
     CapacityOffByOne,
-    /// Removing a backend leaves its blocks.
+    /// Removing a backend leaves its blocks behind.
     RemovalStrandsBlocks,
-    /// A backend is told by its slot alone, not by its life.
+    /// A backend is identified by its slot alone, ignoring the incarnation.
     IncarnationIgnored,
-    /// A chain behind a block that is not owned is taken for a prompt's beginning.
+    /// A chain behind a block that is not owned is taken for the start of a prompt.
     MissingTipIsFirst,
-    /// What was never run gives its blocks back, but not its pin.
+    /// A discarded lease returns its blocks but keeps its pin.
     DiscardKeepsPin,
-    /// The incremental digest does not follow a lease that ends.
+    /// The incremental digest ignores the end of a lease.
     DigestNotFollowed,
-    /// What readers see of the registry does not follow administrative writes.
+    /// The published registry ignores admin writes.
     RegistryNotFollowed,
-    /// Each replica stamps what it applies by a clock of its own.
+    /// Each replica stamps what it applies with its own clock.
     OwnClock,
-    /// A proposer with a clock behind the others sets the replicated time back.
+    /// A proposer whose clock is behind sets replicated time back.
     TimeGoesBack,
-    /// Time stands until clocks that were set back are where they had been.
+    /// Replicated time stands still until clocks that were set back have caught up.
     TimeHeld,
-    /// A clock that is far ahead is believed at once.
+    /// A clock far ahead of the others is believed at once.
     OneClockBelieved,
     /// The end of a session leaves its leases open.
     ExpiryLeavesLeases,
     /// The end of a session leaves its requests in flight.
     ExpiryLeavesRequests,
-    /// Messages of an engine are applied whatever their number, also a second time.
+    /// An engine's messages are applied whatever their number, even twice.
     EventsReadTwice,
-    /// Messages of an engine that are missing are not noticed.
+    /// Missing messages of an engine go unnoticed.
     GapUnnoticed,
-    /// Messages that are lost for good do not end what was known before.
+    /// Messages lost for good do not invalidate what was known before.
     LossIgnored,
-    /// A reader that tells of a newer message than the last applied one ends the doubt.
+    /// A reader that reports a message newer than the last applied one ends the doubt.
     ExactAfterGap,
 }
 
-/// A clock of this replica's own, which stands still in a build without the feature.
+/// A private clock of this replica. Constant without the feature.
 #[cfg(not(feature = "planted"))]
 pub(crate) const fn own_clock_ms() -> u64 {
     0

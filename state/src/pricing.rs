@@ -1,4 +1,4 @@
-//! What tokens cost, and what a price is in the unit of a user's counter.
+//! Token prices, and their conversion into the unit of a user's counter.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -8,12 +8,12 @@ use crate::charge::Charge;
 use crate::reject::Rejection;
 use crate::validate::ensure;
 
-/// Weight of a user nobody configured, in thousandths.
+/// Weight of a user without one of their own, in thousandths.
 pub const WEIGHT_MILLI_DEFAULT: u32 = 1000;
-/// Highest price of a token.
+/// Upper bound of a token price.
 const PRICE_MAX: u32 = 1_000;
 
-/// What tokens cost. Replicated, fixed when the cluster is initialised.
+/// Token prices. Replicated, fixed when the cluster is initialised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FairnessSettings {
@@ -52,30 +52,30 @@ impl FairnessSettings {
     }
 }
 
-/// What of a prompt is charged when it is dispatched.
+/// Prompt tokens that a dispatch is charged for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ChargeInput {
-    /// Tokens not believed cached.
+    /// Tokens not believed to be cached.
     #[default]
     Uncached,
     /// All tokens.
     Full,
-    /// Cached tokens at a tenth.
+    /// Cached tokens at a tenth of their price.
     Discounted,
 }
 
-/// What tokens cost, as settings say.
+/// Prices together with the rule for prompt tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Pricing {
     /// Prices per token.
     pub prices: FairnessSettings,
-    /// Which prompt tokens count.
+    /// Which prompt tokens are charged.
     pub charge: ChargeInput,
 }
 
 impl Pricing {
-    /// Price of a prompt.
+    /// Returns the price of a prompt.
     #[must_use]
     pub fn input(&self, uncached: u64, cached: u64) -> u64 {
         let (uncached, cached) = (
@@ -91,13 +91,13 @@ impl Pricing {
         }
     }
 
-    /// Price of output.
+    /// Returns the price of output.
     #[must_use]
     pub fn output(&self, tokens: u64) -> u64 {
         tokens.min(CHARGE_TOKENS_MAX) * u64::from(self.prices.output_price)
     }
 
-    /// What a charge adds to what its user has been charged, in priced tokens.
+    /// Returns how much a charge adds to its user's total, in priced tokens.
     #[must_use]
     pub fn due(&self, charge: &Charge) -> u64 {
         let real =
@@ -107,7 +107,7 @@ impl Pricing {
     }
 }
 
-/// `tokens` priced tokens in the unit of a counter of weight `weight_milli`. Saturates.
+/// Converts priced tokens into the unit of a counter of weight `weight_milli`, saturating.
 pub(crate) fn milli_tokens(tokens: u64, weight_milli: u32) -> u64 {
     let milli = u128::from(tokens) * 1_000_000 / u128::from(weight_milli.max(1));
     u64::try_from(milli).unwrap_or(u64::MAX)

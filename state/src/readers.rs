@@ -1,7 +1,7 @@
-//! Readers: which replica reads which backend's KV events.
+//! Assignment of replicas to backends as readers of their KV events.
 //!
-//! The leader decides and everybody follows. Nothing depends on there being one reader at a time:
-//! what two of them tell of the same message is applied once.
+//! The leader decides, and the others follow. Correctness does not depend on there being one reader
+//! at a time: a message reported by two readers is applied once.
 
 use std::collections::BTreeMap;
 
@@ -13,28 +13,28 @@ use crate::ids::{BackendRef, ReplicaId, Slot};
 use crate::reject::Rejection;
 use crate::validate::ensure;
 
-/// One backend's reader.
+/// Assignment of a reader to one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 pub struct Assignment {
-    /// The backend, in the life that is read.
+    /// Backend and incarnation to read.
     pub backend: BackendRef,
-    /// Who reads.
+    /// Replica that reads it.
     pub replica: ReplicaId,
 }
 
-/// All readers, by slot. A backend that begins a new life keeps its reader until the leader says
-/// otherwise.
+/// All readers by slot. A backend that starts a new incarnation keeps its reader until the leader
+/// reassigns it.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Readers(BTreeMap<Slot, ReplicaId>);
 
 impl Readers {
-    /// Who reads what stands in `slot`.
+    /// Returns the reader of `slot`.
     pub(crate) fn of(&self, slot: Slot) -> Option<ReplicaId> {
         self.0.get(&slot).copied()
     }
 
-    /// Replaces all readers; answers the slots whose reader is another one now, or none. Those of
-    /// lives that are over are passed over.
+    /// Replaces all readers and returns the slots whose reader changed. Assignments to past
+    /// incarnations are ignored.
     pub(crate) fn replace(
         &mut self,
         readers: &[Assignment],
@@ -58,7 +58,7 @@ impl Readers {
         Ok(changed)
     }
 
-    /// Nobody reads what stands in `slot`.
+    /// Removes the reader of `slot`.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.0.remove(&slot);
     }

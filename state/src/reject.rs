@@ -1,29 +1,30 @@
-//! Why a command is refused: an answer, the same on every replica, and part of the log's format.
+//! Rejections: why a command is refused. They are replies, the same on every replica and part of
+//! the log format.
 
 use bincode::{Decode, Encode};
 
 use crate::bounds::{BACKENDS_MAX, USERS_MAX};
 use crate::ids::ReplicaId;
 
-/// Why a command was refused.
+/// Reason why a command was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, thiserror::Error)]
 pub enum Rejection {
-    /// The command needs an initialised cluster.
+    /// The cluster is not initialised yet.
     #[error("cluster is not initialised")]
     NotInitialised,
-    /// `InitCluster` came a second time.
+    /// The cluster is already initialised.
     #[error("cluster is initialised already")]
     AlreadyInitialised,
     /// The session is older than the replica's newest one.
     #[error("session of replica {replica} is over")]
     StaleSession {
-        /// The replica.
+        /// Replica with the newer session.
         replica: ReplicaId,
     },
     /// No backend has this id.
     #[error("no backend has the id {name:?}")]
     UnknownBackend {
-        /// As asked.
+        /// Id that was asked for.
         name: String,
     },
     /// The registry is full.
@@ -32,12 +33,12 @@ pub enum Rejection {
     /// The user table is full of users that cannot be forgotten.
     #[error("{USERS_MAX} users are kept and none of them can be forgotten")]
     TooManyUsers,
-    /// A field is outside its bounds.
+    /// A field is out of bounds.
     #[error("{field}: {expected}")]
     Invalid {
         /// Path of the field.
         field: String,
-        /// What would be right.
+        /// Valid range or form.
         expected: String,
     },
 }

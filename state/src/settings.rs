@@ -1,7 +1,7 @@
-//! How requests are admitted, as operators write it: settings that several areas read.
+//! Settings that operators write and several areas read: admission and user limits.
 //!
-//! They are replicated: a command replaces them, and they hold from its log index on. Settings that one
-//! area alone reads, as those of a policy, stand in that area.
+//! They are replicated. A command replaces them, and they apply from its log index on. Settings
+//! that only one area reads, such as those of a policy, are defined in that area.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -10,36 +10,37 @@ use crate::pricing::ChargeInput;
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
 
-/// How requests are admitted: replicated, changed by `PUT /admin/v1/admission`.
+/// Admission settings. Replicated, changed by `PUT /admin/v1/admission`.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdmissionSettings {
-    /// Who goes first among requests of equal priority.
+    /// Order of waiting requests of equal priority.
     pub order: Order,
-    /// How many requests a backend is given at once.
+    /// Limit on the requests that a backend runs at once.
     pub concurrency: Concurrency,
-    /// Requests that wait per model and replica at most; beyond, they are refused.
+    /// Maximum number of waiting requests per model and replica; further ones are rejected.
     pub queue_max: u32,
-    /// Longest wait, milliseconds; after it a request is refused.
+    /// Longest wait before a request is rejected, in milliseconds.
     pub wait_ms_max: u32,
-    /// What of the prompt is charged at dispatch.
+    /// Prompt tokens charged at dispatch.
     pub charge: ChargeInput,
-    /// Who decides the order over replicas under backlog.
+    /// Who decides the order across replicas while requests are queued.
     pub grants: Grants,
-    /// Most that one dispatch may raise a counter, in priced tokens at weight 1: `G` of the gate is
-    /// this, or what the replicas' lag allows, whichever is more. 0: the largest request seen.
+    /// Maximum by which one dispatch may raise a counter, in priced tokens at weight 1. The gate's
+    /// slack `G` is the larger of this and what the replicas' lag requires. 0: the largest request
+    /// seen.
     pub gate_tokens: u32,
-    /// Output-length bins, `K` of Algorithm 6; 1: none.
+    /// Number of output-length bins, `K` of Algorithm 6. 1: no bins.
     pub bins: u16,
     /// How the next bin is selected (Algorithm 5).
     pub bin_selection: BinSelection,
-    /// A request that has waited this long goes before its bin's turn, milliseconds.
+    /// Wait after which a request goes ahead of its bin's turn, in milliseconds.
     pub bin_age_ms_max: u32,
-    /// What a bin is: a class in the queue's order, or a batch for one backend.
+    /// How bins are used: as classes in the queue's order, or as batches for one backend.
     pub batching: Batching,
-    /// Limits by service level (Algorithms 1, 2 and 7); for `concurrency = "adaptive"`.
+    /// Limits by service level (Algorithms 1, 2 and 7), used with `concurrency = "adaptive"`.
     pub sla: SlaSettings,
-    /// What users without limits of their own may use.
+    /// Limits of users without limits of their own.
     pub user_limits: UserLimits,
 }
 
@@ -63,45 +64,45 @@ impl Default for AdmissionSettings {
     }
 }
 
-/// Who goes first.
+/// Queue order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// Least virtual token counter (VTC).
     Vtc,
-    /// As `vtc`, with the counter raised by what the user has under way.
+    /// Like `vtc`, with the counter raised by the user's requests in flight.
     VtcMaxFair,
-    /// As `vtc`, with the predicted output charged at dispatch and settled at the end.
+    /// Like `vtc`, with the predicted output charged at dispatch and settled at the end.
     VtcPred,
-    /// Deficit longest prefix match: locality within fairness.
+    /// Deficit longest prefix match: cache locality within fairness.
     Dlpm,
     /// Least counter first, without lift.
     Lcf,
-    /// Fewest requests within the last minute.
+    /// Fewest requests in the last minute.
     Rpm,
     /// First come, first served.
     Fcfs,
 }
 
-/// How many requests a backend is given at once.
+/// Limit on the requests that a backend runs at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Concurrency {
-    /// As memory and service level allow, learnt per backend.
+    /// Learned per backend from memory and service level.
     Adaptive,
-    /// As many as come.
+    /// No limit.
     Unlimited,
     /// This many.
     Fixed(u32),
 }
 
-/// Who decides the order over replicas.
+/// Who decides the order across replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grants {
     /// Each replica, gated by the cluster's smallest backlogged counter.
     Gate,
-    /// The log, one commit per dispatch while requests wait.
+    /// The log, at one commit per dispatch while requests wait.
     Log,
 }
 
@@ -109,19 +110,19 @@ pub enum Grants {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BinSelection {
-    /// One after the other.
+    /// Round robin.
     RoundRobin,
-    /// The one with most requests.
+    /// The bin with the most requests.
     LongestQueue,
 }
 
-/// What a bin is.
+/// How bins are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Batching {
-    /// A class in the queue's order.
+    /// A bin is a class in the queue's order.
     Continuous,
-    /// A batch that goes to one backend together, for engines that batch with a barrier.
+    /// A bin is a batch sent to one backend together, for engines that batch with a barrier.
     Static,
 }
 
@@ -134,15 +135,15 @@ const MEMORY_Z_MILLI_MAX: u32 = 10_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SlaSettings {
-    /// `D_SLA`: inter-token time to keep, microseconds; 0: none, memory alone limits.
+    /// `D_SLA`: target time between tokens, in microseconds. 0: no target; memory alone limits.
     pub inter_token_us: u32,
-    /// `eps_D`: half width of the band around it, microseconds.
+    /// `eps_D`: half width of the tolerance band around the target, in microseconds.
     pub tolerance_us: u32,
-    /// `B_min`.
+    /// `B_min`: lower bound of the limit.
     pub batch_min: u32,
-    /// `B_max`.
+    /// `B_max`: upper bound of the limit.
     pub batch_max: u32,
-    /// `z` of Algorithm 1 in thousandths: 1645 lets memory overflow with a probability of 5 %.
+    /// `z` of Algorithm 1, in thousandths: with 1645, memory overflows with a probability of 5 %.
     pub memory_z_milli: u32,
 }
 
@@ -194,31 +195,31 @@ impl AdmissionSettings {
         )
     }
 
-    /// Whether output lengths are worth a place in the log.
+    /// Whether the settings use output lengths, so that they belong in the log.
     #[must_use]
     pub fn wants_outputs(&self) -> bool {
         self.bins > 1 || self.order == Order::VtcPred
     }
 }
 
-/// Longest window: a day.
+/// Maximum window: one day.
 pub const WINDOW_MS_MAX: u32 = 24 * 60 * 60 * 1000;
-/// Most tokens per window: what JSON numbers hold exactly.
+/// Maximum number of tokens per window: the largest integer that JSON numbers hold exactly.
 pub const TOKENS_MAX: u64 = 1 << 53;
-/// The window when none is set.
+/// Default window, in milliseconds.
 pub const WINDOW_MS_DEFAULT: u32 = 1000;
 
-/// Bounds on one user's use; `None`: unbounded.
+/// Limits of one user. `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserLimits {
     /// Requests per window.
     pub requests: Option<u32>,
-    /// Tokens per window, cached ones not counted.
+    /// Tokens per window, not counting cached ones.
     pub tokens: Option<u64>,
     /// Requests in flight at once.
     pub concurrent: Option<u32>,
-    /// The window, milliseconds; `None`: one second.
+    /// Length of the window, in milliseconds. `None`: one second.
     pub window_ms: Option<u32>,
 }
 
@@ -244,19 +245,19 @@ impl UserLimits {
         at_most("limits.window_ms", self.window_ms(), WINDOW_MS_MAX)
     }
 
-    /// Whether nothing is bounded.
+    /// Whether no bound is set.
     #[must_use]
     pub fn is_unbounded(&self) -> bool {
         self.requests.is_none() && self.tokens.is_none() && self.concurrent.is_none()
     }
 
-    /// The window, milliseconds.
+    /// Returns the window, in milliseconds.
     #[must_use]
     pub fn window_ms(&self) -> u32 {
         self.window_ms.unwrap_or(WINDOW_MS_DEFAULT)
     }
 
-    /// Whether something is bounded per window.
+    /// Whether a per-window bound is set.
     pub(crate) fn has_rate(&self) -> bool {
         self.requests.is_some() || self.tokens.is_some()
     }

@@ -1,7 +1,7 @@
-//! The log's commands, their origin, and the replies to them.
+//! Commands of the log, their origin, and their replies.
 //!
-//! Everything here is part of the log format. Adding a variant at the end of an enum is a new
-//! format version; changing one is not possible.
+//! Everything here is part of the log format. Appending a variant to an enum makes a new format
+//! version; existing variants never change.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -28,256 +28,261 @@ pub use crate::bounds::{
 pub use crate::charge::Charge;
 pub use crate::reject::Rejection;
 
-/// A command with its origin: what one log entry holds.
+/// One log entry: a command and its origin.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub struct Envelope {
-    /// Who proposed it. A repeated `(replica, lane, session, seq)` is answered, not applied again.
+    /// The proposer. An envelope with a `(replica, lane, session, seq)` seen before is answered but
+    /// not applied again.
     pub origin: Origin,
-    /// Unix time in milliseconds at the proposer, as far as it knows. What is proposed again is stamped
-    /// anew.
+    /// Proposer's estimate of Unix time, in milliseconds. A retry gets a new stamp.
     pub proposed_at_ms: u64,
-    /// What to do.
+    /// The command itself.
     pub command: Command,
 }
 
-/// Where a command comes from. One origin has at most one command outstanding per lane.
+/// Origin of a command. An origin has at most one command outstanding per lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub struct Origin {
-    /// The proposing replica.
+    /// Proposing replica.
     pub replica: ReplicaId,
-    /// Its run.
+    /// Session (run) of that replica.
     pub session: SessionId,
-    /// Which of the replica's two sequences `seq` counts in.
+    /// Sequence that `seq` belongs to.
     pub lane: Lane,
-    /// From 1, ascending without gaps that matter: a seq at or below the last applied is a repeat.
+    /// Sequence number, ascending from 1. Gaps are allowed; a number at or below the last one
+    /// applied is a repeat.
     pub seq: u64,
 }
 
-/// The two independent sequences of a replica.
+/// A replica's two independent command sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub enum Lane {
-    /// The outbox: one [`Command::Batch`] after the other.
+    /// Batches from the outbox ([`Command::Batch`]).
     Outbox,
-    /// Everything else: admin writes and what the leader decides.
+    /// Everything else: admin writes and the leader's own commands.
     Admin,
 }
 
-/// A change of the replicated state.
+/// A change to the replicated state.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub enum Command {
-    /// The first command of a cluster: fixes what cannot change later. A second one is rejected. Of
-    /// earlier builds: this one founds with [`Command::FoundCluster`].
+    /// Founds a cluster without a hash secret and fixes what cannot change later. Rejected if the
+    /// cluster is already initialised. Earlier builds wrote it; this build writes
+    /// [`Command::FoundCluster`].
     InitCluster {
-        /// Seed of every block and user hash; random, so that no tenant can build collisions.
+        /// Seed of all block and user hashes. Random, so that no client can construct collisions.
         hash_seed: u64,
-        /// The first routing policy.
+        /// Initial routing policy.
         policy: PolicyConfig,
-        /// What tokens cost.
+        /// Token prices.
         fairness: FairnessSettings,
     },
-    /// What a replica learnt since its last flush, in order.
+    /// Everything a replica has learned since its last flush, in order.
     Batch {
-        /// Attempts in `items` are offsets from this, which keeps them short.
+        /// Base of the attempt ids in `items`, which are offsets from it to stay short.
         base_attempt: AttemptId,
-        /// At most 64 KiB when encoded; the outbox splits what is more.
+        /// Items, at most 64 KiB encoded; the outbox splits larger batches.
         items: Vec<Item>,
     },
-    /// Adds a backend, or changes one. A changed URL starts a new incarnation.
+    /// Adds or updates a backend. A new URL starts a new incarnation.
     PutBackend(BackendSpec),
-    /// Removes a backend and all it owns.
+    /// Removes a backend and everything it owns.
     DeleteBackend {
-        /// The backend's id.
+        /// Id of the backend.
         name: String,
     },
-    /// Stops or resumes giving new requests to a backend.
+    /// Turns draining of a backend on or off. A draining backend gets no new requests.
     SetDraining {
-        /// The backend's id.
+        /// Id of the backend.
         name: String,
-        /// Whether it drains.
+        /// Whether the backend drains.
         draining: bool,
     },
     /// Sets a user's weight.
     PutUser(UserSpec),
     /// Replaces the routing policy from this log index on.
     PutPolicy(PolicyConfig),
-    /// Closes what a replica left open that is not heard from: its leases are released, its
-    /// requests in flight end. Should that run come back, it goes on with the same session.
+    /// Ends the session of a replica that is no longer heard from: releases its leases and ends its
+    /// requests in flight. If that run returns, it continues under the session's successor.
     ExpireSession {
-        /// The replica that is gone.
+        /// Replica whose session ends.
         replica: ReplicaId,
-        /// Its run, as last seen; a newer one is left alone.
+        /// Session as last seen; a newer one is left alone.
         session: SessionId,
     },
-    /// Replaces what routing follows beside the live policy, from this log index on.
+    /// Replaces the routing settings other than the live policy, from this log index on.
     PutRouting(RoutingSettings),
-    /// Replaces how requests are admitted, from this log index on.
+    /// Replaces the admission settings from this log index on.
     PutAdmission(AdmissionSettings),
-    /// Sets what a user may use; `limits` without any bound removes what was set.
+    /// Sets a user's limits. Limits without any bound remove the user's own limits.
     PutUserLimits {
-        /// The user's name.
+        /// Name of the user.
         name: String,
-        /// The bounds.
+        /// New limits.
         limits: UserLimits,
     },
-    /// Replaces which replica reads which backend's KV events. What it does not name has no reader.
+    /// Replaces the assignment of KV-event readers to backends. A backend that is not listed has no
+    /// reader.
     AssignReaders(Vec<Assignment>),
-    /// Begins to bring in a backup, see `state/src/machine/restoring.rs`. Refused while another is being
-    /// brought in, and unless `force` is set when the cluster has users or blocks.
+    /// Starts a restore from a backup, see `state/src/machine/restoring.rs`. Rejected while another
+    /// restore is in progress, and, unless `force` is set, when the cluster has users or blocks.
     BeginRestore {
-        /// Names it.
+        /// Id of the restore.
         restore: RestoreId,
-        /// Whether what the cluster has may go.
+        /// Whether to replace a state that is not empty.
         force: bool,
     },
-    /// One part of the state in the backup. Parts may come in any order, and twice.
+    /// One part of the backed-up state. Parts may arrive in any order and more than once.
     RestorePart {
-        /// Which restore.
+        /// Id of the restore.
         restore: RestoreId,
-        /// Which part, from 0.
+        /// Number of the part, from 0.
         number: u32,
-        /// [`RESTORE_PART_BYTES`], or what is left of the last part.
+        /// Contents: [`RESTORE_PART_BYTES`] bytes, fewer in the last part.
         bytes: Vec<u8>,
     },
-    /// All parts are there: the state in the backup takes the place of the present one.
+    /// Completes a restore: the backed-up state replaces the current one.
     FinishRestore {
-        /// Which restore.
+        /// Id of the restore.
         restore: RestoreId,
-        /// Length of all parts together.
+        /// Total length of all parts.
         bytes: u64,
     },
-    /// Gives a restore up: its parts are forgotten.
+    /// Abandons a restore and discards its parts.
     AbortRestore {
-        /// Which restore; of another one nothing is forgotten.
+        /// Id of the restore. Any other restore is left alone.
         restore: RestoreId,
     },
-    /// The first command of a cluster, as [`Command::InitCluster`], of one that hashes its blocks under
-    /// a secret.
+    /// Founds a cluster that hashes its blocks under a secret. Otherwise like
+    /// [`Command::InitCluster`].
     FoundCluster {
-        /// Seed of user hashes and of the beginnings of chains.
+        /// Seed of the user hashes and of each chain's first link.
         hash_seed: u64,
-        /// What every block is hashed under.
+        /// Secret that every block is hashed under.
         hash_secret: HashSecret,
-        /// The first routing policy.
+        /// Initial routing policy.
         policy: PolicyConfig,
-        /// What tokens cost.
+        /// Token prices.
         fairness: FairnessSettings,
     },
-    /// Forgets what a user has used of its limits per window. What was charged stays.
+    /// Resets what a user has used of its per-window limits. Its charges stay.
     ForgiveUser {
-        /// The user's name.
+        /// Name of the user.
         name: String,
     },
-    /// From this log index on replicated time is paced, see `state/src/machine/time.rs`, and users who were
-    /// never charged are forgotten first, see `state/src/users/forgettable.rs`. Of version 4; given once,
-    /// as soon as all members know it.
+    /// Turns on paced replicated time (`state/src/machine/time.rs`) and forgets never-charged users
+    /// first (`state/src/users/forgettable.rs`), from this log index on. Format version 4; proposed
+    /// once, as soon as all members can decode it.
     PaceTime,
-    /// [`Command::PutUser`] and [`Command::PutUserLimits`] in one: both take effect, or neither. Of
-    /// version 4.
+    /// [`Command::PutUser`] and [`Command::PutUserLimits`] in one: both take effect, or neither.
+    /// Format version 4.
     SetUser {
-        /// The user and the weight.
+        /// User and weight.
         user: UserSpec,
-        /// The bounds; without any, those of all users hold.
+        /// Limits of the user. Without any bound, the limits for all users apply.
         limits: UserLimits,
     },
 }
 
-/// One thing a replica learnt. Attempts are offsets from the batch's `base_attempt`.
+/// One fact in a batch. Attempts are offsets from the batch's `base_attempt`.
 ///
-/// Encoded by hand, in [`crate::codec`]: items are most of the log.
+/// Encoded by hand in [`crate::codec`], because items make up most of the log.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Item {
-    /// A request went to a backend: its prompt blocks are there, and in use until released.
+    /// A request was dispatched to a backend. Its prompt blocks count as present there and in use
+    /// until the release.
     Acquire {
-        /// The dispatch that holds the lease.
+        /// Dispatch that takes the lease.
         attempt: u32,
-        /// Where it went.
+        /// Backend it was sent to.
         backend: BackendRef,
-        /// Deepest block of the prompt believed owned by the backend; `new` follows it. `None`:
-        /// `new` starts at the prompt's first block. When it is not owned (any more) the item
-        /// changes nothing and the attempt is listed in [`BatchReply::missing_tip`].
+        /// Deepest block of the prompt that the backend is believed to own; `new` follows it.
+        /// `None`: `new` starts at the prompt's first block. If the backend does not own the tip,
+        /// the item changes nothing and the attempt is listed in [`BatchReply::missing_tip`].
         tip: Option<BlockHash>,
-        /// The blocks after `tip`, in order.
+        /// Blocks after `tip`, in order.
         new: Vec<BlockHash>,
     },
     /// Output completed further blocks of the sequence.
     Materialize {
-        /// A dispatch with an open lease.
+        /// Dispatch with an open lease.
         attempt: u32,
-        /// The blocks after the lease's deepest one, in order.
+        /// Blocks after the lease's deepest one, in order.
         new: Vec<BlockHash>,
     },
-    /// The request is over at the backend.
+    /// The request has ended at the backend.
     Release {
-        /// A dispatch with an open lease.
+        /// Dispatch with an open lease.
         attempt: u32,
         /// Whether the blocks stay in the engine's cache.
         outcome: LeaseOutcome,
     },
-    /// Names a user the state may not know. Repeats are harmless.
+    /// Name of a user who may not be known yet. Repeats are harmless.
     DefineUser {
         /// `UserKey` of `name`.
         key: UserKey,
-        /// At most `NAME_BYTES_MAX` bytes.
+        /// Name, at most `NAME_BYTES_MAX` bytes.
         name: String,
     },
-    /// What a user used since the replica's last flush. Token counts above
-    /// [`CHARGE_TOKENS_MAX`](crate::users::CHARGE_TOKENS_MAX) are taken as that.
+    /// Usage of one user since the replica's last flush. Token counts are capped at
+    /// [`CHARGE_TOKENS_MAX`](crate::users::CHARGE_TOKENS_MAX).
     Charge(Charge),
-    /// What an engine said about itself. Repeats are harmless.
+    /// Facts that an engine reported about itself. Repeats are harmless.
     ObserveEngine {
-        /// The backend that was asked.
+        /// Backend that was probed.
         backend: BackendRef,
-        /// What it said.
+        /// Facts it reported.
         facts: EngineFacts,
     },
-    /// KV events of one engine, as one publisher numbered them.
+    /// KV events of one engine, as numbered by one publisher.
     KvEvents(KvBatch),
-    /// What a replica measured of a backend since its last report.
+    /// Measurements of a backend since the replica's last report.
     ObserveService(Box<ServiceSample>),
     /// Output lengths of finished requests.
     ObserveOutputs {
-        /// Whose requests.
+        /// User whose requests they were.
         user: UserKey,
-        /// Of which model.
+        /// Model they ran on.
         model: ModelKey,
-        /// Output tokens of each, in the order they ended; at most [`OUTPUTS_PER_ITEM_MAX`].
+        /// Output tokens of each request, in the order they ended; at most
+        /// [`OUTPUTS_PER_ITEM_MAX`].
         tokens: Vec<u32>,
     },
-    /// A request waits for a grant (`grants = "log"`).
+    /// A request is waiting for a grant (`grants = "log"`).
     Wait(Wait),
-    /// A waiting request of this replica left, or gave its grant back.
+    /// A waiting request of this replica left the queue or returned its grant.
     Leave {
-        /// Its ticket.
+        /// Ticket of the request.
         ticket: Ticket,
     },
-    /// There is room: the next waiting requests of a model are granted, in fair order.
+    /// There is capacity: grants the next waiting requests of a model, in fair order.
     Grant {
-        /// Of which model.
+        /// Model with capacity.
         model: ModelKey,
-        /// How many.
+        /// Number of requests to grant.
         count: u32,
     },
 }
 
-/// How an attempt ended, as far as the engine's cache is concerned.
+/// How an attempt ended with respect to the engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub enum LeaseOutcome {
-    /// The engine ran it: full blocks stay cached, also when the client left.
+    /// The engine ran the request. Its full blocks stay cached, even if the client left.
     Kept,
-    /// The engine never ran it (no connection, an error before the first byte): blocks that only
-    /// this attempt brought are given back.
+    /// The engine never ran the request (no connection, or an error before the first byte). Blocks
+    /// that only this attempt brought are dropped.
     Discarded,
-    /// As kept, but the age of blocks that the attempt found cached is not renewed.
+    /// Like `Kept`, but the blocks that the attempt found cached keep their age.
     KeptUntouched,
 }
 
-/// A user as an operator describes one.
+/// A user as configured by an operator.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UserSpec {
-    /// The user's name.
+    /// Name of the user.
     pub name: String,
-    /// Share of service against others, in thousandths: 1000 is one share. At least 1.
+    /// Share of service relative to other users, in thousandths: 1000 is one share. At least 1.
     pub weight_milli: u32,
 }
 
@@ -292,38 +297,40 @@ impl UserSpec {
     }
 }
 
-/// What applying a command answers. Part of the log contract: the same on every replica.
+/// Result of applying a command. Part of the log format: the same on every replica.
 ///
-/// Encoded by hand, in [`crate::codec`]: a derived decoder would recurse as deep as the bytes say.
+/// Encoded by hand in [`crate::codec`], because a derived decoder would recurse as deep as the
+/// input says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
-    /// Done, nothing to tell.
+    /// Applied; there is nothing to report.
     Applied,
     /// A batch was applied.
     Batch(BatchReply),
-    /// Seen before and applied then; the reply of that time. Of a sequence number before the last
-    /// one only that it was applied is remembered: [`Reply::Applied`]. Never nested.
+    /// A repeat of a command applied earlier, with the original reply. Only the last sequence
+    /// number's reply is kept; older ones are answered with [`Reply::Applied`]. Never nested.
     Repeated(Box<Reply>),
-    /// Refused; nothing changed.
+    /// Rejected; nothing changed.
     Rejected(Rejection),
 }
 
-/// What of a batch did not take effect.
+/// Parts of a batch that did not take effect.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct BatchReply {
-    /// Attempts (absolute) whose `tip` the backend did not own: to be sent again with the whole
-    /// chain.
+    /// Attempts (absolute ids) whose `tip` the backend did not own. The proposer sends them again
+    /// with the whole chain.
     pub missing_tip: Vec<AttemptId>,
-    /// Items that named a backend's earlier incarnation, an unknown attempt, or broke a bound.
+    /// Number of items that named an earlier incarnation of a backend or an unknown attempt, or
+    /// exceeded a bound.
     pub dropped: u32,
 }
 
-/// A committed command as its proposer sees it.
+/// A committed command as seen by its proposer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Committed {
-    /// Where in the log it stands.
+    /// Log index of the command.
     pub index: LogIndex,
-    /// What applying it answered.
+    /// Reply to the command.
     pub reply: Reply,
 }
 

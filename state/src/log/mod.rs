@@ -1,8 +1,9 @@
-//! What the log carries, and its bytes. Everything in here is the format of the log: it only grows.
+//! The commands of the log and their encoding. Everything here is part of the log format, which
+//! only ever grows.
 //!
-//! This is the roof of the crate. A command carries the settings of every area, so these modules see all
-//! areas, and no area sees them: what an area shares with the log (a charge, a rejection, a bound)
-//! stands below the areas.
+//! These modules sit at the top of the crate: a command carries the settings of every area, so they
+//! depend on all areas, and no area depends on them. Types that an area shares with the log
+//! (charges, rejections, bounds) live below the areas.
 
 pub mod codec;
 pub mod command;

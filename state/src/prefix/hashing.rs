@@ -1,10 +1,10 @@
-//! The cluster's hash seed and secret. Anybody who knew the secret could construct colliding
+//! The cluster's hash seed and hash secret. Anyone who knows the secret can construct colliding
 //! blocks.
 //!
-//! The seed names users and models and begins every chain. The secret goes into every block: under a
-//! seed alone, the blocks behind the first are hashed in a way that everybody knows, and blocks with
-//! equal hashes can be written down for any seed (ADR 0031). Clusters founded before there was a
-//! secret have none.
+//! The seed goes into user and model keys and into the first link of every chain. The secret goes
+//! into every block: with a seed alone, all blocks but the first are hashed in a publicly known
+//! way, and blocks with equal hashes can be constructed for any seed (ADR 0031). Clusters founded
+//! before the secret existed have none.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,21 +14,22 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_secret, xxh3_64_with_seed};
 
 use super::{LINK_BYTES, Scope};
 
-/// Length of the secret, in bytes: the longest that XXH3 takes from a caller as it is.
+/// Length of the secret, in bytes: the longest that XXH3 accepts unmodified.
 pub const SECRET_BYTES: usize = 192;
 
-/// Secret bytes in every block hash, as random as a cluster's founder could make them. Never shown.
+/// Secret that goes into every block hash. As random as the founding replica could make it, and
+/// never shown.
 #[derive(Clone, PartialEq, Eq, Encode, Decode)]
 pub struct HashSecret(Arc<[u8; SECRET_BYTES]>);
 
 impl HashSecret {
-    /// These bytes.
+    /// Creates a secret from these bytes.
     #[must_use]
     pub fn new(bytes: [u8; SECRET_BYTES]) -> Self {
         Self(Arc::new(bytes))
     }
 
-    /// A secret for tests and simulations: everybody who knows `number` knows it.
+    /// Creates a secret for tests and simulations, known to anyone who knows `number`.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         let mut bytes = [0; SECRET_BYTES];
@@ -43,7 +44,8 @@ impl HashSecret {
         &*self.0
     }
 
-    /// Hash of a text under the secret, for names that stand in for what must not be guessed.
+    /// Hashes text under the secret, for names that stand in for something that must not be
+    /// guessable.
     #[must_use]
     pub fn hash(&self, text: &[u8]) -> u64 {
         xxh3_64_with_secret(text, &*self.0)
@@ -56,12 +58,12 @@ impl fmt::Debug for HashSecret {
     }
 }
 
-/// A cluster's seed and secret.
+/// A cluster's hash seed and hash secret.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockHasher {
-    /// Of users, models and the beginnings of chains.
+    /// Seed of users, models and the first links of chains.
     pub seed: u64,
-    /// In every block; `None`: of a cluster founded before there was one.
+    /// Secret in every block hash. `None` for a cluster founded before the secret existed.
     pub secret: Option<HashSecret>,
 }
 
@@ -72,8 +74,8 @@ impl From<u64> for BlockHasher {
 }
 
 impl BlockHasher {
-    /// What chains of `scope` begin with: its fields under the seed, each with its length, so that no
-    /// two scopes read alike.
+    /// Returns the root of the chains of `scope`: its fields under the seed, each prefixed with its
+    /// length, so that no two scopes have the same input.
     #[must_use]
     pub fn root(&self, scope: &Scope<'_>) -> ChainRoot {
         let mut hasher = Xxh3::with_seed(self.seed);
@@ -89,7 +91,7 @@ impl BlockHasher {
     }
 }
 
-/// How the blocks of one scope are hashed.
+/// The scope's part of block hashes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainRoot {
     scope: u64,
@@ -97,7 +99,7 @@ pub struct ChainRoot {
 }
 
 impl From<u64> for ChainRoot {
-    /// Without a secret.
+    /// A root without a secret.
     fn from(scope: u64) -> Self {
         let secret = None;
         Self { scope, secret }
@@ -111,13 +113,13 @@ impl ChainRoot {
         Self { secret, ..self }
     }
 
-    /// Hash of what is no full block.
+    /// Hashes a run of bytes that is not a full block.
     #[must_use]
     pub fn partial(&self, bytes: &[u8]) -> u64 {
         xxh3_64_with_seed(bytes, self.scope)
     }
 
-    /// Hash of the block that stands in `buffer` behind room for the link.
+    /// Hashes the block in `buffer`, which has room for the link in front of it.
     #[inline]
     pub(super) fn inline(&self, link: Option<u64>, buffer: &mut [u8]) -> u64 {
         match (&self.secret, link) {
@@ -134,7 +136,7 @@ impl ChainRoot {
         }
     }
 
-    /// A hasher for a block too long for the stack, with the link in it.
+    /// Returns a hasher with the link in it, for a block too long for the stack.
     pub(super) fn streaming(&self, link: Option<u64>) -> Xxh3 {
         let mut hasher = match (&self.secret, link) {
             (Some(secret), _) => Xxh3::with_secret(*secret.0),

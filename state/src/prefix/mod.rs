@@ -1,12 +1,14 @@
 //! Prefix identity: from prompt bytes or token ids to chained block hashes.
 //!
-//! `h(i) = xxh3_64(link ++ block i)` under the cluster's secret, where the link is `h(i-1)` as
-//! little-endian and for the first block what names the scope. Clusters without a secret ([`BlockHasher`]):
-//! `h(0) = xxh3_64(block 0, seed = scope)`, `h(i) = xxh3_64(h(i-1) ++ block i)`.
-//! A last partial block is no block. Token ids are hashed as little-endian `u32`s.
+//! Under the cluster's secret, `h(i) = xxh3_64(link ++ block i)`. The link is `h(i-1)` as
+//! little-endian, and the hash of the scope for the first block. In clusters without a secret
+//! ([`BlockHasher`]), `h(0) = xxh3_64(block 0, seed = scope)` and
+//! `h(i) = xxh3_64(h(i-1) ++ block i)`. A trailing partial block is dropped. Token ids are hashed
+//! as little-endian `u32`s.
 //!
-//! The link and the block are hashed as one short input from a stack buffer: the streaming hasher
-//! costs more to set up than a usual block costs to hash. Only blocks above `INLINE_BYTES` stream.
+//! The link and the block are hashed as one short input from a stack buffer, because the streaming
+//! hasher costs more to set up than a typical block costs to hash. Only blocks above `INLINE_BYTES`
+//! stream.
 
 mod hashing;
 
@@ -15,33 +17,33 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub use self::hashing::{BlockHasher, ChainRoot, HashSecret, SECRET_BYTES};
 use crate::ids::{BlockHash, ModelKey, UserKey};
 
-/// Largest block, in bytes, that is hashed from the stack.
+/// Size of the largest block that is hashed from the stack, in bytes.
 const INLINE_BYTES: usize = 512;
-/// Bytes of the link to the block before.
+/// Length of the link to the previous block, in bytes.
 const LINK_BYTES: usize = 8;
 
-/// What a hash chain is scoped to: equal text under different scopes never shares a block.
+/// Scope of a hash chain. Equal text under different scopes never shares a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scope<'a> {
-    /// Model id as the request names it.
+    /// Model id as given in the request.
     pub model: &'a str,
-    /// LoRA adapter; empty for none.
+    /// LoRA adapter; empty if none.
     pub adapter: &'a str,
-    /// The request's `cache_salt`; empty for none.
+    /// The request's `cache_salt`; empty if none.
     pub salt: &'a str,
     /// Tokenizer name from the config.
     pub tokenizer: &'a str,
-    /// Tokens (for `character`: bytes) per block.
+    /// Tokens per block; bytes per block for the tokenizer `character`.
     pub block_size: u32,
 }
 
-/// A user's key: `xxh3_64` of the name, seeded with the cluster's `hash_seed`.
+/// Returns a user's key: `xxh3_64` of the name, seeded with the cluster's `hash_seed`.
 #[must_use]
 pub fn user_key(hash_seed: u64, name: &str) -> UserKey {
     UserKey(xxh3_64_with_seed(name.as_bytes(), hash_seed))
 }
 
-/// A model's key: as [`user_key`], of its name.
+/// Returns a model's key, computed like [`user_key`].
 #[must_use]
 pub fn model_key(hash_seed: u64, name: &str) -> ModelKey {
     ModelKey(xxh3_64_with_seed(name.as_bytes(), hash_seed))
@@ -55,7 +57,8 @@ pub fn chain_bytes(root: &ChainRoot, bytes: &[u8], block_size: usize, out: &mut 
     continue_bytes(root, None, bytes, block_size, out);
 }
 
-/// As [`chain_bytes`], for `bytes` that follow the block `last`; `None`: they are the first.
+/// Like [`chain_bytes`], for `bytes` that follow the block `last`, or start a chain if it is
+/// `None`.
 ///
 /// # Panics
 /// When `block_size` is 0.
@@ -93,7 +96,8 @@ pub fn chain_tokens(root: &ChainRoot, tokens: &[u32], block_size: usize, out: &m
     continue_tokens(root, None, tokens, block_size, out);
 }
 
-/// As [`chain_tokens`], for `tokens` that follow the block `last`; `None`: they are the first.
+/// Like [`chain_tokens`], for `tokens` that follow the block `last`, or start a chain if it is
+/// `None`.
 ///
 /// # Panics
 /// When `block_size` is 0.
@@ -127,8 +131,8 @@ pub fn continue_tokens(
     }
 }
 
-/// How many blocks a prompt of `tokens` tokens can at most find in an engine's cache: the engine
-/// always computes the last token anew.
+/// Returns the maximum number of blocks that a prompt of `tokens` tokens can find in an engine's
+/// cache: the engine always recomputes the last token.
 ///
 /// # Panics
 /// When `block_size` is 0.
@@ -169,7 +173,7 @@ mod tests {
         }
     }
 
-    /// The definition, word for word.
+    /// The definition, written out literally.
     fn chain_by_definition(
         scope: u64,
         secret: Option<&[u8]>,
@@ -332,9 +336,9 @@ mod tests {
         ));
     }
 
-    /// Without a secret anybody can write down a block that hashes as another one behind any link: in
-    /// XXH3's path for this length each 16 bytes are hashed as a product of two words, each under a
-    /// word of the secret, and with the public one the factors can be swapped.
+    /// Without a secret, anyone can construct a block that collides with another one behind any
+    /// link. For this length, XXH3 hashes each 16 bytes as a product of two words, each XORed with
+    /// a word of the secret; with the public secret the factors can be swapped.
     #[test]
     fn blocks_that_collide_under_the_public_secret_differ_under_a_clusters() {
         // The beginning of XXH3's default secret.
@@ -345,7 +349,7 @@ mod tests {
             0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
         ];
         let word = |at: usize| u64::from_le_bytes(public[at..at + 8].try_into().unwrap());
-        // The second lane of link ++ block: bytes 16..32, under the secret's bytes 16..32.
+        // The second lane of link ++ block: bytes 16..32, under bytes 16..32 of the secret.
         let swap = word(16) ^ word(24);
         let block = [b'a'; 128];
         let mut other = block;

@@ -1,6 +1,6 @@
-//! Integers and handles of backends, as items and KV batches write them.
+//! Encoding of integers and backend references in items and KV batches.
 //!
-//! Integers are LEB128: seven bits a byte, low first, the high bit says that more follow.
+//! Integers are LEB128: seven bits a byte, low first; a set high bit means that more bytes follow.
 
 use bincode::de::Decoder;
 use bincode::de::read::Reader;
@@ -21,7 +21,7 @@ pub(super) fn get_byte<D: Decoder>(decoder: &mut D) -> Result<u8, DecodeError> {
     Ok(byte[0])
 }
 
-/// Writes LEB128.
+/// Writes an LEB128 integer.
 pub(super) fn put<E: Encoder>(encoder: &mut E, mut value: u64) -> Result<(), EncodeError> {
     let mut bytes = [0_u8; 10];
     let mut length = 0;
@@ -36,7 +36,7 @@ pub(super) fn put<E: Encoder>(encoder: &mut E, mut value: u64) -> Result<(), Enc
     }
 }
 
-/// Reads LEB128 of at most 64 bits.
+/// Reads an LEB128 integer of at most 64 bits.
 pub(super) fn get<D: Decoder>(decoder: &mut D) -> Result<u64, DecodeError> {
     let mut value = 0_u64;
     for shift in (0..64).step_by(7) {

@@ -1,22 +1,23 @@
-//! Items by hand: they are most of the log, and a request should cost few bytes beside its hashes.
+//! Hand-written encoding of batch items. Items make up most of the log, and a request should cost
+//! few bytes beyond its hashes.
 //!
-//! One tag byte: the kind in its low three bits, and above them what the kind has to say in five
-//! more. Integers are LEB128 (seven bits a byte, low first), which keeps attempts (offsets in a
-//! batch), slots and incarnations at one or two bytes.
+//! An item starts with one tag byte: the kind in its low three bits, and five bits for the kind's
+//! own use above them. Integers are LEB128 (seven bits a byte, low first), which keeps attempts
+//! (offsets in a batch), slots and incarnations at one or two bytes.
 //!
-//! | kind | bit 3 | bits 4-7 | then |
+//! | kind | bit 3 | bits 4-7 | followed by |
 //! | --- | --- | --- | --- |
-//! | 0 acquire | has a tip | number of new blocks, 15: see below | attempt, slot, incarnation, \[tip\], \[number\], blocks |
+//! | 0 acquire | has a tip | number of new blocks, or 15, see below | attempt, slot, incarnation, \[tip\], \[number\], blocks |
 //! | 1 materialize | 0 | as above | attempt, \[number\], blocks |
-//! | 2 release | discarded | 0 | attempt |
+//! | 2 release | discarded | 1: kept untouched, else 0 | attempt |
 //! | 3 define user | 0 | 0 | key (8 bytes), name |
-//! | 4 charge | bits 3-7: which of its five counts are not 0 | | user (8 bytes), these counts |
+//! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
 //! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts | | its fields |
 //!
-//! A number of 15 blocks or more follows as an integer. Bits that say nothing are 0, and refused
-//! otherwise, so that a later version can give them a meaning.
+//! A number of 15 blocks or more follows as an integer. Unused bits are 0 and anything else is
+//! rejected, so that a later version can give them a meaning.
 
 use bincode::de::Decoder;
 use bincode::enc::Encoder;
@@ -37,7 +38,7 @@ const OBSERVE_ENGINE: u8 = 5;
 const KV_EVENTS: u8 = 6;
 const RARE: u8 = 7;
 
-/// Which of the rare kinds, above [`RARE`].
+/// Kinds of rare items, in the bits above [`RARE`].
 mod rare {
     pub(super) const SERVICE: u8 = 0;
     pub(super) const OUTPUTS: u8 = 1;
@@ -50,9 +51,9 @@ mod rare {
 const KIND_BITS: u32 = 3;
 const FLAG: u8 = 1 << KIND_BITS;
 const COUNT_SHIFT: u32 = 4;
-/// Of a release: kept without a touch. Releases name no blocks.
+/// Flag of a release: kept untouched. Releases have no block count, so its bits are free.
 const UNTOUCHED: u8 = 1 << COUNT_SHIFT;
-/// The count does not fit the tag and follows as an integer.
+/// The number of blocks does not fit the tag and follows as an integer.
 const COUNT_FOLLOWS: u8 = 15;
 
 impl Encode for Item {
@@ -239,11 +240,11 @@ fn put_release<E: Encoder>(
     put(encoder, u64::from(attempt))
 }
 
-/// Counts of a charge that the tag has room for.
+/// Number of counts that the tag has bits for.
 const COUNTS_SHORT: usize = 5;
 
-/// With a count beyond the first five, a rare item: which counts are not 0 as an integer, the user,
-/// these counts.
+/// Encodes a charge. With a count beyond the first five it becomes a rare item: a bit set of the
+/// counts that are not 0 as an integer, the user, then these counts.
 fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
     let counts = [
         charge.input_uncached,
@@ -317,7 +318,7 @@ fn get_user<D: Decoder>(decoder: &mut D) -> Result<UserKey, DecodeError> {
     Ok(UserKey(u64::from_le_bytes(<[u8; 8]>::decode(decoder)?)))
 }
 
-/// The count's part of the tag.
+/// Encodes the number of blocks for the tag.
 fn count_bits(blocks: &[BlockHash]) -> u8 {
     u8::try_from(blocks.len())
         .unwrap_or(COUNT_FOLLOWS)

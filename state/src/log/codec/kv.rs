@@ -1,19 +1,19 @@
-//! KV batches by hand: with precise ownership they are most of the log, 16 bytes for each block that is
-//! stored and 8 for each that is removed, and should cost little beside.
+//! Hand-written encoding of KV batches. With precise ownership they make up most of the log: 16
+//! bytes for each stored block, 8 for each removed one, and little else.
 //!
-//! The item's tag has five bits to spare: the kind of news in three, and two flags.
+//! The item's tag has five bits to spare: three for the kind of news, and two flags.
 //!
 //! | news | flag 0 | flag 1 | after backend, rank, publisher |
 //! | --- | --- | --- | --- |
 //! | 0 begin | 0 | 0 | |
-//! | 1 message | is the last part | comes after a loss | seq, mark (8 bytes), part, number of events, events |
+//! | 1 message | is the last part | follows a loss | seq, mark (8 bytes), part, number of events, events |
 //! | 2 current | there is a message | 0 | \[seq\] |
-//! | 3 doubt | 0 | 0 | which |
-//! | 4 refuse | 0 | 0 | why, \[engine's and router's block size\] |
+//! | 3 doubt | 0 | 0 | kind of doubt |
+//! | 4 refuse | 0 | 0 | reason, \[engine's and router's block size\] |
 //!
-//! An event is a byte (kind in two bits: 0 stored, 1 removed, 2 cleared; bit 2: has a parent; above
-//! it the number of blocks, 31: it follows), \[the number\], \[the parent\], and the blocks. Integers are
-//! LEB128, hashes eight bytes.
+//! An event starts with one byte: the kind in two bits (0 stored, 1 removed, 2 cleared), bit 2 for
+//! "has a parent", and the number of blocks above it (31: the number follows). Then come \[the
+//! number\], \[the parent\] and the blocks. Integers are LEB128, hashes take eight bytes.
 
 use bincode::de::Decoder;
 use bincode::enc::Encoder;
@@ -39,10 +39,10 @@ const CLEARED: u8 = 2;
 const KIND: u8 = 3;
 const HAS_PARENT: u8 = 4;
 const COUNT_SHIFT: u32 = 3;
-/// The number of blocks does not fit its five bits.
+/// The number of blocks does not fit its five bits and follows as an integer.
 const COUNT_FOLLOWS: usize = 31;
 
-/// What the tag says of a batch.
+/// Returns the tag bits of a batch.
 pub(super) fn flags(batch: &KvBatch) -> u8 {
     match &batch.news {
         KvNews::Begin => BEGIN,

@@ -1,10 +1,12 @@
-//! The wire form of commands and replies: a version byte, then bincode with a limit.
+//! Encoding of commands and replies: a version byte, then bincode with a size limit.
 //!
-//! Log entries live as long as the log does, so every format version stays readable and has golden
-//! bytes. Versions only add kinds of commands and items, so one decoder reads them all. A command is
-//! written with the version that brought its kind: a replica of an earlier build reads what it knows, and of
-//! the rest it can tell which version it would need. What comes in is foreign: lengths are bounded before anything is allocated, trailing
-//! bytes are refused, nothing recurses.
+//! Entries live as long as the log does, so every format version stays readable and has golden
+//! bytes in the tests. Versions only add kinds of commands and items, so one decoder reads them
+//! all. A command is written with the version that introduced its kind: an earlier build reads the
+//! kinds it knows, and can tell which version it would need for the others.
+//!
+//! Input is untrusted: lengths are bounded before anything is allocated, trailing bytes are
+//! rejected, and nothing recurses.
 
 mod integers;
 mod items;
@@ -19,22 +21,24 @@ use super::command::{Command, Envelope, Item, Reply};
 use crate::encoding::{append_bytes, from_bytes, to_bytes};
 use crate::error::DecodeEntryError;
 
-/// The newest version of commands. Their first byte is that of their kind, see [`format_of`].
+/// The newest format version of commands. A command's first byte is the version of its kind, see
+/// [`format_of`].
 pub const FORMAT_VERSION: u8 = 4;
-/// The version that every build knows which may stand in one cluster with this one. Replies have it.
+/// The format version known to every build that can share a cluster with this one. Replies use it.
 pub const FORMAT_VERSION_COMMON: u8 = 2;
-/// The first version, which is still read.
+/// The oldest format version that can be read.
 const FORMAT_VERSION_FIRST: u8 = 1;
-/// Longest encoded command, in bytes. Proposers stay far below it: an outbox flushes at 64 KiB and
-/// the admin API bounds its bodies.
+/// Maximum length of an encoded command, in bytes. Proposers stay far below it: an outbox flushes
+/// at 64 KiB, and the admin API limits its bodies.
 pub const ENVELOPE_BYTES_MAX: usize = 1 << 20;
-/// Longest that what stands around a command is: version, origin and stamp.
+/// Maximum length of the envelope around a command: version, origin and stamp.
 const AROUND_BYTES_MAX: usize = 64;
-/// What decoding may allocate, in bytes: well above what the densest envelope of
-/// [`ENVELOPE_BYTES_MAX`] takes in memory, so that whatever can be encoded can be decoded.
+/// Allocation limit for decoding, in bytes. Well above what the densest envelope of
+/// [`ENVELOPE_BYTES_MAX`] takes in memory, so that everything that can be encoded can be decoded.
 const DECODE_BYTES_MAX: usize = 64 << 20;
-/// The format version that a replica must know to apply `command`. Above [`FORMAT_VERSION_COMMON`] it
-/// is to be proposed only when all members know it: a replica stops at a command it cannot read.
+/// Returns the format version needed to apply `command`. A replica stops at a command that it
+/// cannot decode, so one above [`FORMAT_VERSION_COMMON`] may only be proposed once all members know
+/// that version.
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
     match command {
@@ -61,10 +65,10 @@ pub fn format_of(command: &Command) -> u8 {
     }
 }
 
-/// Encodes a command as one log entry's payload.
+/// Encodes a command as the payload of a log entry.
 ///
 /// # Panics
-/// When it is longer than [`ENVELOPE_BYTES_MAX`]: proposed, it would stop every replica.
+/// If the result is longer than [`ENVELOPE_BYTES_MAX`]: such an entry would stop every replica.
 #[must_use]
 pub fn encode_envelope(envelope: &Envelope) -> Vec<u8> {
     let bytes = encode(format_of(&envelope.command), envelope);
@@ -76,16 +80,16 @@ pub fn encode_envelope(envelope: &Envelope) -> Vec<u8> {
     bytes
 }
 
-/// Whether `command` can be encoded as a log entry's payload, whoever proposes it.
+/// Whether `command` fits into a log entry, whatever its origin.
 #[must_use]
 pub fn fits(command: &Command) -> bool {
     to_bytes(command).len() <= ENVELOPE_BYTES_MAX - AROUND_BYTES_MAX
 }
 
-/// Decodes a log entry's payload.
+/// Decodes the payload of a log entry.
 ///
 /// # Errors
-/// When it is not a command of a known version, exceeds the limit or has trailing bytes.
+/// If it is not a command of a known version, is too long or has trailing bytes.
 pub fn decode_envelope(bytes: &[u8]) -> Result<Envelope, DecodeEntryError> {
     if bytes.len() > ENVELOPE_BYTES_MAX {
         let length = bytes.len();
@@ -96,22 +100,22 @@ pub fn decode_envelope(bytes: &[u8]) -> Result<Envelope, DecodeEntryError> {
     decode(bytes)
 }
 
-/// Bytes that `item` takes in a batch.
+/// Returns the length of `item` in a batch, in bytes.
 #[must_use]
 pub fn item_bytes(item: &Item) -> usize {
     to_bytes(item).len()
 }
 
-/// Encodes what applying a command answered.
+/// Encodes a reply.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     encode(FORMAT_VERSION_COMMON, reply)
 }
 
-/// Decodes what [`encode_reply`] wrote.
+/// Decodes a reply.
 ///
 /// # Errors
-/// As [`decode_envelope`].
+/// See [`decode_envelope`].
 pub fn decode_reply(bytes: &[u8]) -> Result<Reply, DecodeEntryError> {
     decode(bytes)
 }

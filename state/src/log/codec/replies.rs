@@ -1,5 +1,6 @@
-//! Replies by hand: a repeated reply holds another one, and a derived decoder would follow forged
-//! bytes as deep as they say, until the stack ends. Here it goes down one level at most.
+//! Hand-written encoding of replies. A repeated reply contains another reply, and a derived decoder
+//! would recurse as deep as forged bytes say, until the stack overflows. This one descends at most
+//! one level.
 
 use bincode::de::Decoder;
 use bincode::enc::Encoder;
@@ -38,7 +39,7 @@ impl<C> Decode<C> for Reply {
 }
 bincode::impl_borrow_decode!(Reply);
 
-/// Repeating a repeated reply says nothing more.
+/// Unwraps nested repeats, which carry no information.
 fn innermost(mut reply: &Reply) -> &Reply {
     while let Reply::Repeated(inner) = reply {
         reply = inner;
