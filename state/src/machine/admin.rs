@@ -1,5 +1,5 @@
-//! Applying what operators and the leader decide. Each answers `Ok` when it took effect, and then
-//! leaves an entry in the audit; a refused one changes nothing.
+//! Commands of operators and of the leader. Each returns `Ok` if it took effect and then leaves an
+//! audit entry; a rejected one changes nothing.
 
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::backends::BackendSpec;
@@ -109,7 +109,8 @@ impl RouterState {
         Ok(())
     }
 
-    /// A run that is not the present one any more is left alone: its leases are closed already.
+    /// Ends a replica's current session. A session that is no longer current is left alone, because
+    /// its leases are closed already.
     pub(super) fn expire_session(
         &mut self,
         origin: &Origin,
@@ -136,7 +137,8 @@ impl RouterState {
     }
 }
 
-/// The name comes from a command and is kept in a reply: no longer than a name can be.
+/// Builds the rejection. The name comes from a command and is kept in a reply, so it is cut to the
+/// length a name can have.
 fn unknown_backend(mut name: String) -> Rejection {
     name.truncate(name.floor_char_boundary(NAME_BYTES_MAX));
     Rejection::UnknownBackend { name }

@@ -1,4 +1,4 @@
-//! The last administrative writes, as replicated facts.
+//! The replicated audit log of the most recent admin writes.
 
 use std::collections::VecDeque;
 
@@ -7,25 +7,25 @@ use serde::Serialize;
 
 use crate::ids::{LogIndex, ReplicaId};
 
-/// Writes kept.
+/// Number of audit entries kept.
 pub const AUDIT_ENTRIES_MAX: usize = 256;
 
-/// One administrative write that took effect.
+/// One admin write that took effect.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 pub struct AuditEntry {
-    /// Where in the log it stands.
+    /// Log index of the write.
     pub index: LogIndex,
-    /// Replicated time, unix milliseconds.
+    /// Replicated time, as Unix milliseconds.
     pub at_ms: u64,
-    /// Which replica proposed it.
+    /// Replica that proposed it.
     pub replica: ReplicaId,
-    /// What was done.
+    /// Kind of write.
     pub action: AuditAction,
-    /// To whom: a backend's id, a user's name, a policy's name, a replica's id.
+    /// Object of the write: a backend id, user name, policy name or replica id.
     pub subject: String,
 }
 
-/// What an administrative write does.
+/// Kind of an admin write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AuditAction {
@@ -35,31 +35,31 @@ pub enum AuditAction {
     PutBackend,
     /// A backend was removed.
     DeleteBackend,
-    /// A backend gets no new requests.
+    /// A backend was set to draining.
     Drain,
-    /// A backend gets new requests again.
+    /// Draining of a backend was cancelled.
     Undrain,
     /// A user's weight was set.
     PutUser,
     /// The routing policy was replaced.
     PutPolicy,
-    /// What a replica had left open was closed.
+    /// A replica's session was ended.
     ExpireSession,
-    /// What routing follows beside the policy was replaced.
+    /// The routing settings other than the policy were replaced.
     PutRouting,
-    /// How requests are admitted was replaced.
+    /// The admission settings were replaced.
     PutAdmission,
-    /// What a user may use was set.
+    /// A user's limits were set.
     PutUserLimits,
-    /// Backends' KV events were given other readers.
+    /// The readers of KV events were reassigned.
     AssignReaders,
-    /// The state of a backup took the place of the one before.
+    /// The state was replaced by a backup.
     Restore,
-    /// What a user had used of its limits was forgotten.
+    /// A user's usage of its limits was reset.
     ForgiveUser,
 }
 
-/// The ring of writes, oldest first.
+/// Ring of audit entries, oldest first.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct Audit(VecDeque<AuditEntry>);
 
@@ -71,13 +71,13 @@ impl Audit {
         }
     }
 
-    /// Whether an entry is of a kind that came with version 4 of the formats.
+    /// Whether the ring holds an entry of a kind introduced with format version 4.
     pub(super) fn has_version_4(&self) -> bool {
         self.iter()
             .any(|entry| entry.action == AuditAction::ForgiveUser)
     }
 
-    /// Where the last restore stands, if the ring still knows of one.
+    /// Returns the log index of the last restore that is still in the ring.
     pub(super) fn restored(&self) -> Option<LogIndex> {
         let is_restore = |entry: &&AuditEntry| entry.action == AuditAction::Restore;
         self.iter().rfind(is_restore).map(|entry| entry.index)

@@ -1,8 +1,8 @@
-//! Applying batches: what replicas learnt, item by item, in order.
+//! Applying batches: the facts that replicas learned, item by item, in order.
 //!
-//! No item can fail the batch. One that comes too late (its backend began a new life), twice, or
-//! breaks a bound is dropped and counted; one whose tip is not owned is listed, so that its sender
-//! can send the whole chain.
+//! No item can fail the batch. An item that is late (its backend started a new incarnation),
+//! repeated or out of bounds is dropped and counted. An item whose tip is not owned is listed in
+//! the reply, so that its sender can send the whole chain.
 
 use super::RouterState;
 use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
@@ -14,7 +14,7 @@ use crate::planted::{self, Bug};
 use crate::prefix::user_key;
 use crate::validate::is_name;
 
-/// What became of an item.
+/// Outcome of one item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ItemResult {
     Applied,
@@ -139,7 +139,8 @@ impl RouterState {
         true
     }
 
-    /// A name that is not the key's would show one user under another's name.
+    /// Rejects a name that does not belong to the key, which would show one user under another's
+    /// name.
     fn define_user(&mut self, key: UserKey, name: &str) -> bool {
         is_name(name)
             && user_key(self.config.hash_seed, name) == key
@@ -158,7 +159,7 @@ impl RouterState {
             return false;
         };
         self.follow(effect);
-        // Engines are asked again and again: only news is worth a new registry.
+        // Engines are polled repeatedly; only a change is worth a new registry.
         if self.backends.in_slot(backend.slot).map(|it| &it.facts) != before.as_ref() {
             self.is_cold_changed = true;
         }

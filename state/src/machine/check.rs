@@ -2,37 +2,39 @@
 //!
 //! - **I1** Ownership is prefix-closed: a backend that owns a block owns every block before it.
 //! - **I2** The published read view shows exactly the owned blocks.
-//! - **I3** A backend owns, beside what its engine reports, at most its capacity, unless open leases
-//!   pin more.
-//! - **I4** Counters never fall, and what users were charged, forgotten ones included, adds up to
-//!   all charges applied.
-//! - **I5** No two backends share a slot, a name or a [`BackendRef`](crate::ids::BackendRef), and
-//!   every open lease is on a present life of a backend and of a replica that has a session.
-//! - **I6** A block's pins are the open leases that end in it plus the owned blocks right behind it.
-//! - **I7** A user's requests in flight and waiting are the sum over replicas that have a session,
-//!   and who is backlogged, who waits and who can be forgotten follows from it.
-//! - **I8** The digest, kept as the state changes, equals one computed from scratch.
-//! - **I9** The published registry and index are those of the state.
-//! - **I20** Models and pairs whose output lengths are kept stay within their bounds, the pairs' order
-//!   and digest are those of the pairs, and the bins of every model ascend from above 0.
-//! - **I22** Of a backend whose KV events are followed exactly the blocks are reported that its ranks
-//!   hold, all of them known, and that lead to a first block over such blocks; counts, sums and bounds
-//!   agree.
-//! - **I23** A block counts as many reports as ranks report it, and no more than that.
+//! - **I3** Apart from what its engine reports, a backend owns at most its capacity, unless open
+//!   leases pin more.
+//! - **I4** Counters never fall. The charges of all users, forgotten ones included, add up to all
+//!   charges applied.
+//! - **I5** No two backends share a slot, a name or a [`BackendRef`](crate::ids::BackendRef). Every
+//!   open lease is on a live incarnation and belongs to a replica with a session.
+//! - **I6** A block's pins are the open leases that end in it plus the owned blocks directly behind
+//!   it.
+//! - **I7** A user's requests in flight and waiting are the sums over replicas with a session. The
+//!   sets of backlogged, waiting and forgettable users follow from them.
+//! - **I8** The incrementally kept digest equals one computed from scratch.
+//! - **I9** The published registry, service figures, output lengths, users and index are those of
+//!   the state.
+//! - **I18** Each request waiting for a grant has one place in one order and belongs to a replica
+//!   with a session. The published grants are those of the state.
+//! - **I20** The models and pairs with output lengths stay within their bounds, the pairs' order
+//!   and digest match the pairs, and the bins of every model ascend from above 0.
+//! - **I22** For a backend whose KV events are followed, exactly those blocks are reported that its
+//!   ranks hold, that are known, and that lead back to a first block over such blocks. Counts, sums
+//!   and bounds agree.
+//! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
-//! - **I18** Who waits for a grant stands in one place of one order and belongs to a replica with a
-//!   session; the published grants are those of the state.
-//!
-//! I4's "never fall" is about time: a check of one moment cannot see it; the property tests do.
+//! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests
+//! do.
 
 use super::RouterState;
 use crate::error::InvariantError;
 
 impl RouterState {
-    /// Checks every invariant; for tests and `debug_assert`, slow on a large state.
+    /// Checks every invariant. For tests and `debug_assert`; slow on a large state.
     ///
     /// # Errors
-    /// The first broken one.
+    /// The first broken invariant.
     pub fn check(&self) -> Result<(), InvariantError> {
         self.check_ownership()?;
         self.check_exact()?;
@@ -46,7 +48,7 @@ impl RouterState {
         self.check_published()
     }
 
-    /// I1 to I3, I6 and ownership's part of I8.
+    /// Checks I1 to I3, I6 and ownership's part of I8.
     fn check_ownership(&self) -> Result<(), InvariantError> {
         let tips = self
             .leases
@@ -55,7 +57,7 @@ impl RouterState {
         self.ownership.check(tips)
     }
 
-    /// I22 and I23.
+    /// Checks I22 and I23.
     fn check_exact(&self) -> Result<(), InvariantError> {
         let sound = self.exact.check();
         sound.map_err(|detail| broken("I22", detail))?;
@@ -68,7 +70,8 @@ impl RouterState {
         held.map_err(|detail| broken("I23", detail))
     }
 
-    /// I5, and the leases' part of I8. What was measured is of present backends.
+    /// Checks I5 and the leases' part of I8. Also checks that measurements belong to registered
+    /// backends.
     fn check_leases(&self) -> Result<(), InvariantError> {
         self.backends
             .check()
@@ -89,7 +92,7 @@ impl RouterState {
         )
     }
 
-    /// I7's part that spans users and sessions.
+    /// Checks the part of I7 that spans users and sessions.
     fn check_users_in_flight(&self) -> Result<(), InvariantError> {
         let stray = self
             .users
@@ -106,7 +109,7 @@ impl RouterState {
         )
     }
 
-    /// I18, and the waiting list's part of I8.
+    /// Checks I18, the waiting list's part of I8, and the published users of I9.
     fn check_waiting(&self) -> Result<(), InvariantError> {
         ensure(
             self.waiting.is_consistent(),
@@ -137,7 +140,7 @@ impl RouterState {
         }
     }
 
-    /// I9, and the small parts of I8.
+    /// Checks I9 and the small parts of I8.
     fn check_published(&self) -> Result<(), InvariantError> {
         ensure(
             self.cold_digest == self.hash_cold(),

@@ -1,7 +1,8 @@
 //! Open leases: which dispatch of which replica holds which blocks.
 //!
-//! [`Ownership`](crate::ownership::Ownership) counts pins; who gave them is kept here, so that a
-//! run that ends can be closed and a repeated or unknown item is recognised.
+//! [`Ownership`](crate::ownership::Ownership) only counts pins. This table records their holders,
+//! so that a session's leases can be closed when it ends, and repeated or unknown items are
+//! recognised.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,10 +15,10 @@ use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot};
 use crate::ownership::Lease;
 use crate::planted::{self, Bug};
 
-/// Most leases one replica holds open.
+/// Maximum number of open leases per replica.
 pub(super) const LEASES_PER_REPLICA_MAX: usize = 1_000_000;
 
-/// Who holds a lease.
+/// Holder of a lease: one dispatch of one replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub(super) struct Holder {
     pub(super) replica: ReplicaId,
@@ -27,14 +28,14 @@ pub(super) struct Holder {
 impl ShardKey for Holder {
     const BRANCHES: usize = 16;
 
-    // Attempts ascend, and those open together lie close together: runs of 64 share a shard, so
-    // that after a freeze one batch copies few shards.
+    // Attempt ids ascend, and attempts that are open together have ids close together. Runs of 64
+    // share a shard, so that after a freeze one batch copies few shards.
     fn shard(&self) -> usize {
         (self.attempt.0 >> 6) as usize % (Self::BRANCHES * SHARDS_PER_BRANCH)
     }
 }
 
-/// A lease as data.
+/// Stored form of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(super) struct OpenLease {
     pub(super) backend: BackendRef,
@@ -64,11 +65,11 @@ impl OpenLease {
 pub(super) struct Leases {
     map: CowMap<Holder, OpenLease>,
     per_replica: BTreeMap<ReplicaId, usize>,
-    /// Wrapping sum over the leases' hashes.
+    /// Wrapping sum of the leases' hashes.
     digest: u128,
 }
 
-/// A frozen copy.
+/// Frozen copy of the leases.
 pub(super) struct LeasesImage(CowMap<Holder, OpenLease>);
 
 impl Leases {
@@ -96,7 +97,7 @@ impl Leases {
         self.map.iter()
     }
 
-    /// Answers whether the holder held none yet.
+    /// Opens a lease and returns whether the holder had none yet.
     pub(super) fn open(&mut self, holder: Holder, lease: OpenLease) -> bool {
         if !self.map.insert_new(holder, lease) {
             return false;
@@ -120,7 +121,7 @@ impl Leases {
         Some(lease)
     }
 
-    /// Closes all leases of a replica; answers them in order of attempt.
+    /// Closes all leases of a replica and returns them in order of attempt.
     pub(super) fn close_replica(&mut self, replica: ReplicaId) -> Vec<OpenLease> {
         if self.of_replica(replica) == 0 {
             return Vec::new();
@@ -128,12 +129,13 @@ impl Leases {
         self.close_where(|holder, _| holder.replica == replica)
     }
 
-    /// Forgets all leases on what stands in `slot`.
+    /// Closes all leases on the occupant of `slot`.
     pub(super) fn forget_slot(&mut self, slot: Slot) {
         self.close_where(|_, lease| lease.backend.slot == slot);
     }
 
-    /// Forgets the leases on what stands in `slot` that end at one of `tips`: their blocks are gone.
+    /// Closes the leases on the occupant of `slot` that end at one of `tips`, whose blocks are
+    /// gone.
     pub(super) fn forget_tips(&mut self, slot: Slot, tips: &[BlockHash]) {
         if tips.is_empty() {
             return;
@@ -145,7 +147,7 @@ impl Leases {
         });
     }
 
-    /// Looks at every lease: for rare occasions.
+    /// Closes the leases that match. Scans all leases, so it is only for rare events.
     fn close_where(
         &mut self,
         mut is_over: impl FnMut(&Holder, &OpenLease) -> bool,
@@ -165,7 +167,7 @@ impl Leases {
         self.digest
     }
 
-    /// Whether counts and digest are those of the leases.
+    /// Whether counts and digest match the leases.
     pub(super) fn is_consistent(&self) -> bool {
         let mut rebuilt = Self::new();
         for (holder, lease) in self.map.iter() {
@@ -180,7 +182,7 @@ impl Leases {
         LeasesImage(self.map.clone())
     }
 
-    /// Takes the leases of one piece; answers what is wrong with it.
+    /// Adds the leases of one snapshot piece, or describes its fault.
     pub(super) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         for (holder, lease) in encoding::from_bytes::<
             Vec<(Holder, OpenLease)>,
@@ -196,7 +198,7 @@ impl Leases {
 }
 
 impl LeasesImage {
-    /// All leases, encoded one after the other, in pieces of a bounded number of leases.
+    /// Encodes all leases in pieces of a bounded number of leases.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         const LEASES_PER_PIECE: usize = 16_384;
         let mut leases = self.0.iter().peekable();

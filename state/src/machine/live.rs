@@ -1,8 +1,8 @@
-//! Applying what came with format version 2: settings beside the policy, readers, measured service,
-//! output lengths, limits of users, grants and KV events.
+//! Applying what format version 2 introduced: settings other than the policy, readers, measured
+//! service, output lengths, user limits, grants and KV events.
 //!
-//! What is empty takes no part in the digest, so that a state without any of it has the digest it
-//! had in version 1.
+//! Empty parts are left out of the digest, so that a state that uses none of this keeps the digest
+//! it had in version 1.
 
 use std::borrow::Cow;
 
@@ -29,7 +29,7 @@ use crate::settings::UserLimits;
 use crate::users::ChargeTerms;
 use crate::validate::{ensure, is_name};
 
-/// Replicated settings that an operator may set; `None`: nobody has.
+/// Replicated settings that an operator can set. `None`: not set.
 #[derive(Debug, Clone, PartialEq, Default, Encode, Decode)]
 pub(super) struct LiveSettings {
     pub(super) routing: Option<RoutingSettings>,
@@ -37,7 +37,7 @@ pub(super) struct LiveSettings {
 }
 
 impl LiveSettings {
-    /// Checks what `apply` relies on; says what is wrong.
+    /// Validates the settings that `apply` relies on, or describes the fault.
     pub(super) fn validate(&self) -> Result<(), String> {
         let routing = self
             .routing
@@ -51,7 +51,7 @@ impl LiveSettings {
     }
 }
 
-/// Appends the canonical bytes of `part`, or nothing when it is empty.
+/// Appends the canonical encoding of `part` unless it is the default.
 pub(super) fn append_unless_default<T: Encode + Default + PartialEq>(
     part: &T,
     bytes: &mut Vec<u8>,
@@ -62,7 +62,7 @@ pub(super) fn append_unless_default<T: Encode + Default + PartialEq>(
 }
 
 impl RouterState {
-    /// Adds to the digest's bytes what changes too often to be part of the cold digest.
+    /// Appends to the digest input what changes too often for the cold digest.
     pub(super) fn append_live_digest(&self, bytes: &mut Vec<u8>) {
         append_unless_default(&self.service, bytes);
         self.outputs.append_digest(bytes);
@@ -124,7 +124,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Weight and limits, or neither.
+    /// Sets weight and limits, or neither.
     pub(super) fn set_user(
         &mut self,
         origin: &Origin,
@@ -134,7 +134,7 @@ impl RouterState {
         limits.validate()?;
         let name = user.name.clone();
         self.put_user(origin, user)?;
-        // The user is there and both are valid: nothing is refused any more.
+        // The user exists and both values are valid, so this cannot be rejected.
         self.put_user_limits(origin, name, limits)
     }
 
@@ -158,7 +158,7 @@ impl RouterState {
             if spec.is_some_and(|spec| spec.kv_events.is_some()) {
                 self.exact.doubt(slot, KvDoubt::Handover);
             } else if self.exact.forget(slot) {
-                // What events told is not kept up by anybody: begin anew with leases.
+                // Nobody keeps up what the events reported: start over with leases.
                 self.follow(SlotChange::Begun(slot));
             }
         }
@@ -201,8 +201,8 @@ impl RouterState {
         true
     }
 
-    /// What a correction of the capacity in `slot` depends on. An operator's word is not corrected,
-    /// and where KV events say what is there nothing is predicted.
+    /// Returns the inputs for correcting the capacity in `slot`. An operator's value is not
+    /// corrected, and where KV events report the contents, nothing is predicted.
     fn holding(&self, slot: Slot) -> Holding {
         let is_told = |backend: &&Backend| {
             backend.spec.capacity_blocks.is_none() && backend.spec.kv_events.is_none()
@@ -214,27 +214,28 @@ impl RouterState {
         }
     }
 
-    /// What routing follows beside the live policy.
+    /// Returns the routing settings other than the live policy.
     fn routing_settings(&self) -> Cow<'_, RoutingSettings> {
         let settings = self.settings.routing.as_ref();
         settings.map_or_else(|| Cow::Owned(RoutingSettings::default()), Cow::Borrowed)
     }
 
-    /// How requests are admitted.
+    /// Returns the admission settings.
     fn admission_settings(&self) -> Cow<'_, AdmissionSettings> {
         let settings = self.settings.admission.as_ref();
         settings.map_or_else(|| Cow::Owned(AdmissionSettings::default()), Cow::Borrowed)
     }
 
-    /// Blocks of the backend in `slot` as the operator or the engine says. What requests need to run is
-    /// there, also where predictions of what stays cached are corrected.
+    /// Returns the cache capacity in blocks as configured or as reported by the engine, without
+    /// correction. Running requests can use all of it, even where the prediction of what stays
+    /// cached is corrected.
     fn told_blocks(&self, slot: Slot) -> Option<u32> {
         self.backends
             .in_slot(slot)
             .and_then(Backend::capacity_blocks)
     }
 
-    /// How many requests the backend in `slot` is given at once, and why.
+    /// Returns the request limit of the backend in `slot` and the figures behind it.
     fn limits(&self, slot: Slot, settings: &AdmissionSettings) -> LimitFigures {
         let capacity = self.told_blocks(slot);
         match self.service.figures(slot) {
@@ -243,7 +244,7 @@ impl RouterState {
         }
     }
 
-    /// What readers are to see of service.
+    /// Returns the service figures to publish.
     pub(super) fn service_view(&self) -> ServiceView {
         let settings = self.admission_settings();
         ServiceView::of(self.backends.iter().map(|backend| {
@@ -273,7 +274,7 @@ impl RouterState {
         is_taken
     }
 
-    /// What charges are settled by.
+    /// Returns prices and limits by which charges are settled.
     pub(super) fn terms(&self) -> ChargeTerms {
         let admission = self.settings.admission.as_ref();
         ChargeTerms {
@@ -316,7 +317,7 @@ impl RouterState {
         true
     }
 
-    /// A replica is gone: what it was granted goes to others.
+    /// Removes a lost replica from the waiting list and passes its grants on to others.
     pub(super) fn close_waiting(&mut self, replica: ReplicaId) {
         for model in self.waiting.close_replica(replica) {
             self.grant(model, 1);
@@ -324,7 +325,7 @@ impl RouterState {
         self.is_waiting_changed = true;
     }
 
-    /// Publishes what admission looks at, as far as it changed.
+    /// Publishes what admission reads, as far as it changed; everything if `is_anew`.
     pub(super) fn publish_for_admission(&mut self, is_anew: bool) {
         if std::mem::take(&mut self.is_waiting_changed) || is_anew {
             self.view.publish_grants(&self.waiting);

@@ -1,8 +1,8 @@
-//! [`RouterState`]: everything replicated, and `apply`.
+//! [`RouterState`]: the whole replicated state, and `apply`.
 //!
-//! `apply` is the only way the state changes. It looks at nothing but the state and the command,
-//! answers every command and panics on none. What readers on other threads need is published
-//! through [`StateView`] as it goes.
+//! `apply` is the only way to change the state. It depends on nothing but the state and the
+//! command, answers every command and never panics on one. As it goes, it publishes what readers on
+//! other threads need through [`StateView`].
 
 mod admin;
 mod audit;
@@ -51,12 +51,13 @@ pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
 use time::ReplicatedTime;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
 
-/// The whole replicated state of a replica.
+/// The replicated state of a replica.
 pub struct RouterState {
     applied: LogIndex,
     time: ReplicatedTime,
     config: ClusterConfig,
-    /// What blocks are hashed under; `None`: the cluster was founded before there was a secret.
+    /// Secret that blocks are hashed under. `None` if the cluster was founded before the secret
+    /// existed.
     hash_secret: Option<HashSecret>,
     backends: Backends,
     ownership: Ownership,
@@ -70,26 +71,26 @@ pub struct RouterState {
     outputs: Outputs,
     waiting: WaitingList,
     exact: FollowedBackends,
-    /// A backup that is being brought in.
+    /// A restore in progress.
     staged: Option<StagedRestore>,
-    /// A backup that was read ahead of the command that switches to it. No part of the state: what
-    /// is in it follows from `staged`.
+    /// A backup that was read ahead of the command that switches to it. Not part of the state: its
+    /// contents follow from `staged`.
     prepared: Option<ReadBackup>,
-    /// Hash of config, backends, audit, settings and readers: they change rarely.
+    /// Hash of the parts that rarely change: config, backends, audit, settings and readers.
     cold_digest: u128,
-    /// Whether a command changed any of these, so that their hash and the published registry follow
-    /// once it is applied: one batch may tell of a thousand engines.
+    /// Whether a command changed one of these. Their hash and the published registry are updated
+    /// once per command, because one batch may report a thousand engines.
     is_cold_changed: bool,
-    /// Whether a command changed what readers see of service.
+    /// Whether a command changed the published service figures.
     is_service_changed: bool,
-    /// Whether a command changed what readers see of output lengths.
+    /// Whether a command changed the published output lengths.
     is_outputs_changed: bool,
-    /// Whether a command changed who waits for grants.
+    /// Whether a command changed the waiting list for grants.
     is_waiting_changed: bool,
     view: Arc<StateView>,
 }
 
-/// Replicated settings.
+/// Replicated cluster settings.
 #[derive(Debug, Clone, PartialEq, bincode::Encode, bincode::Decode)]
 struct ClusterConfig {
     initialised: bool,
@@ -110,7 +111,7 @@ impl Default for ClusterConfig {
 }
 
 impl ClusterConfig {
-    /// Checks what `apply` relies on; says what is wrong.
+    /// Validates the settings that `apply` relies on, or describes the fault.
     fn validate(&self) -> Result<(), String> {
         let settings = self.policy.validate();
         settings
@@ -126,7 +127,7 @@ impl Default for RouterState {
 }
 
 impl RouterState {
-    /// An empty state at index 0.
+    /// Creates an empty state at index 0.
     #[must_use]
     pub fn new() -> Self {
         let ownership = Ownership::new();
@@ -171,10 +172,10 @@ impl RouterState {
         state
     }
 
-    /// Applies one command. Total: any command is answered, none panics.
+    /// Applies one command. Total: every command gets a reply and none panics.
     ///
     /// # Panics
-    /// When `index` is not above the last one: the log is then broken, not the command.
+    /// If `index` is not above the previous one: the log is broken then, not the command.
     pub fn apply(&mut self, index: LogIndex, envelope: Envelope) -> Reply {
         self.advance(index);
         let origin = envelope.origin;
@@ -205,23 +206,24 @@ impl RouterState {
         reply
     }
 
-    /// Moves to `index` without a change: for log entries that carry no command.
+    /// Advances to `index` without a change, for log entries that carry no command.
     ///
     /// # Panics
-    /// As [`RouterState::apply`].
+    /// See [`RouterState::apply`].
     pub fn skip(&mut self, index: LogIndex) {
         self.advance(index);
         self.view.publish_applied(index);
     }
 
-    /// What readers on other threads hold: always the same handle, also after a restore.
+    /// Returns the view for readers on other threads. The handle stays the same, even across a
+    /// restore.
     #[must_use]
     pub fn view(&self) -> Arc<StateView> {
         Arc::clone(&self.view)
     }
 
-    /// The digest of everything replicated, as of the applied index; the index itself is no part
-    /// of it. The big tables keep theirs as they change, so that this costs microseconds.
+    /// Returns the digest of everything replicated, as of the applied index but not including the
+    /// index itself. Large tables keep their digests up to date, so this takes microseconds.
     #[must_use]
     pub fn digest(&self) -> u128 {
         let [users, users_rest] = self.users.digest();
@@ -255,7 +257,7 @@ impl RouterState {
         self.applied = index;
     }
 
-    /// Answers a command that is not to be applied.
+    /// Returns the reply if the command must not be applied.
     fn admit(&mut self, origin: &Origin, proposed_at_ms: u64) -> Option<Reply> {
         let replica = origin.replica;
         if origin.seq == 0 {
@@ -273,7 +275,7 @@ impl RouterState {
         }
     }
 
-    /// The only branch on commands.
+    /// Runs a command: the only branch on commands.
     fn run(&mut self, origin: &Origin, command: Command) -> Reply {
         let result = match command {
             Command::InitCluster {
@@ -336,20 +338,20 @@ impl RouterState {
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)
     }
 
-    /// Lets what depends on the log's format follow it. That all members know format 4 is in the
-    /// state as that time is paced.
+    /// Adapts the parts that depend on the log's format version. Paced time implies that all
+    /// members know version 4.
     fn follow_format(&mut self) {
         self.users.spare_charged(self.time.paced.is_some());
     }
 
-    /// Ends what a replica has open: a run that is over keeps nothing.
+    /// Closes everything a replica has open, when its session ends.
     fn close_replica(&mut self, replica: ReplicaId) {
         let leases = match planted::is(Bug::ExpiryLeavesLeases) {
             true => Vec::new(),
             false => self.leases.close_replica(replica),
         };
         for lease in leases {
-            // The engines went on without the replica: what they computed is cached.
+            // The engines went on without the replica, so what they computed is cached.
             self.ownership.release(lease.lease(), true);
             self.exact
                 .released(lease.backend.slot, &self.ownership, self.time.now_ms);
@@ -360,7 +362,7 @@ impl RouterState {
         self.close_waiting(replica);
     }
 
-    /// Lets ownership and leases follow a change of a backend.
+    /// Applies a backend change to ownership, leases and measurements.
     fn follow(&mut self, effect: SlotChange) {
         match effect {
             SlotChange::Unchanged => {}
@@ -379,8 +381,8 @@ impl RouterState {
         }
     }
 
-    /// Blocks that the cache of the backend in `slot` is taken to hold: as the operator says, else
-    /// as the engine says, corrected by what its answers say.
+    /// Returns the assumed cache capacity of the backend in `slot`, in blocks: the operator's
+    /// value, else the engine's, corrected by what its answers show.
     fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
         let backend = self.backends.in_slot(slot)?;
         if backend.spec.capacity_blocks.is_some() {
@@ -391,7 +393,7 @@ impl RouterState {
         Some(figures.map_or(told, |figures| figures.accuracy.corrected(told)))
     }
 
-    /// Publishes what the live policy looks at beside registry and blocks.
+    /// Publishes what policies read besides registry and blocks.
     fn publish_for_policies(&mut self) {
         let wants_all = self.view.wants_all();
         if wants_all || self.vtc_basic().is_some() {
@@ -404,8 +406,8 @@ impl RouterState {
         }
     }
 
-    /// The settings that say how long usage stays in the users' windows, of which there is one: the
-    /// live policy's, else those of the first model by name with such a policy.
+    /// Returns the settings that determine how long the usage windows reach. There is one set of
+    /// windows: it follows the live policy, else the first model by name that has such a policy.
     fn vtc_basic(&self) -> Option<VtcBasicSettings> {
         let live = self.config.policy.vtc_basic();
         let routing = self.settings.routing.iter();
@@ -413,7 +415,8 @@ impl RouterState {
         live.or_else(|| models.find_map(PolicyConfig::vtc_basic))
     }
 
-    /// After every change of config, backends or audit.
+    /// Updates everything derived from config, backends, audit, settings and readers after they
+    /// changed.
     fn cold_changed(&mut self) {
         let window_ms = self.vtc_basic().map_or(
             users::WINDOW_BUCKETS as u64 * users::WINDOW_BUCKET_MS,
@@ -422,11 +425,11 @@ impl RouterState {
         self.users.set_window_ms(window_ms);
         self.cold_digest = self.hash_cold();
         self.view.publish_registry(self.registry());
-        // Who stands where, limits and capacities follow from these.
+        // Slots, limits and capacities depend on these.
         self.is_service_changed = true;
     }
 
-    /// What is published of the small part of the state.
+    /// Returns the registry to publish.
     fn registry(&self) -> Registry {
         let kv = (&self.exact, &self.readers);
         Registry {

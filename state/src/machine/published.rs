@@ -1,4 +1,4 @@
-//! [`StateView`]: what the hot path reads of the state, from any thread.
+//! [`StateView`]: the part of the state that the hot path reads, from any thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,16 +23,16 @@ use crate::settings::AdmissionSettings;
 use crate::users::{RecentUsage, UsersView};
 use crate::view::BlockView;
 
-/// What the hot path reads of the state, from any thread, without waiting for `apply`.
+/// The part of the state that the hot path reads, from any thread and without waiting for `apply`.
 pub struct StateView {
-    /// Which backend holds which blocks.
+    /// Which backend owns which blocks.
     pub blocks: BlockView,
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
     now_ms: AtomicU64,
-    /// What users used lately; `None` while no policy looks at it.
+    /// Users' recent usage; `None` while no policy reads it.
     lately: ArcSwapOption<RecentUsage>,
-    /// Whether any policy may be asked for, live or not.
+    /// Whether any policy may be requested, not only the live one.
     wants_all: AtomicBool,
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
@@ -59,48 +59,49 @@ impl StateView {
         }
     }
 
-    /// Backends and replicated config, as of the last change to either.
+    /// Returns backends and replicated config, as of their last change.
     #[must_use]
     pub fn registry(&self) -> Arc<Registry> {
         self.registry.load_full()
     }
 
-    /// What was measured of the backends and what follows from it, as of the last change. Cheap:
-    /// meant for one decision, not to be kept.
+    /// Returns the backends' measurements and derived limits, as of their last change. Cheap; meant
+    /// for one decision, not to be kept.
     #[must_use]
     pub fn service(&self) -> Guard<Arc<ServiceView>> {
         self.service.load()
     }
 
-    /// Most requests that the backend in `slot` is given at once; `None`: as many as come.
+    /// Returns the maximum number of concurrent requests of the backend in `slot`. `None`:
+    /// unlimited.
     #[must_use]
     pub fn limit(&self, slot: Slot) -> Option<u32> {
         self.service.load().limit(slot)
     }
 
-    /// Output lengths, predictions and bins, as of the last change. Cheap: meant for one decision,
-    /// not to be kept.
+    /// Returns output lengths, predictions and bins, as of their last change. Cheap; meant for one
+    /// decision, not to be kept.
     #[must_use]
     pub fn outputs(&self) -> Guard<Arc<OutputsView>> {
         self.outputs.load()
     }
 
-    /// Index up to which the state is applied. What that index brought can be read once this
-    /// answers it.
+    /// Returns the applied index. Everything up to that index is visible to the caller afterwards.
     #[must_use]
     pub fn applied(&self) -> LogIndex {
         // Pairs with the Release in `publish_applied`.
         LogIndex(self.applied.load(Ordering::Acquire))
     }
 
-    /// Replicated time, as of the applied index: see [`RouterState::now_ms`](super::RouterState::now_ms).
+    /// Returns replicated time as of the applied index, see
+    /// [`RouterState::now_ms`](super::RouterState::now_ms).
     #[must_use]
     pub fn now_ms(&self) -> u64 {
-        // A number that stands for itself.
+        // A number on its own: it orders nothing else.
         self.now_ms.load(Ordering::Relaxed)
     }
 
-    /// What a user used within the window; nothing while no policy looks at it.
+    /// Returns a user's usage within the window; zero while no policy reads it.
     #[must_use]
     pub fn user_tokens(&self, user: UserKey) -> UserTokens {
         let lately = self.lately.load();
@@ -110,25 +111,25 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// From the next command on, has everything published that any policy looks at, whichever is
-    /// live: requests may ask for another one.
+    /// Publishes, from the next command on, what any policy reads, because requests may select a
+    /// policy other than the live one.
     pub fn want_all(&self) {
         self.wants_all.store(true, Ordering::Relaxed);
     }
 
-    /// From the next command on, has the users published: admission reads them for every request.
+    /// Publishes the users from the next command on. Admission reads them for every request.
     pub fn want_users(&self) {
         self.wants_users.store(true, Ordering::Relaxed);
     }
 
-    /// All users as of the last command that changed one; `None` before they are published. To be
-    /// held for one look only: while it is held, changing a user copies some more.
+    /// Returns all users as of the last command that changed one; `None` before they are published.
+    /// Hold it only briefly: while it is held, changing a user copies more.
     #[must_use]
     pub fn users(&self) -> Option<Arc<UsersView>> {
         self.users.load_full()
     }
 
-    /// What orders of admission look at, of one user.
+    /// Returns one user's figures for the queue orders.
     #[must_use]
     pub fn user_figures(&self, user: UserKey) -> UserFigures {
         let users = self.users.load();
@@ -138,7 +139,7 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// A user's limits and what was used of them; without any bound before users are published.
+    /// Returns a user's limits and their usage. Unlimited before users are published.
     #[must_use]
     pub fn quota(&self, user: UserKey) -> Quota {
         let users = self.users.load();
@@ -148,7 +149,7 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// Grants that were made and not taken yet, and who waits for one.
+    /// Returns pending grants and the requests waiting for one.
     #[must_use]
     pub fn grants(&self) -> Arc<GrantsView> {
         self.grants.load_full()
@@ -203,32 +204,32 @@ impl StateView {
     }
 }
 
-/// An immutable image of the small part of the state.
+/// An immutable image of the small parts of the state.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Registry {
-    /// Whether `InitCluster` was applied.
+    /// Whether the cluster is initialised.
     pub initialised: bool,
-    /// Seed of user hashes and of the beginnings of chains.
+    /// Seed of the user hashes and of each chain's first link.
     pub hash_seed: u64,
-    /// What blocks are hashed under; `None`: of a cluster founded before there was a secret.
+    /// Secret that blocks are hashed under. `None` for a cluster founded before the secret existed.
     pub hash_secret: Option<HashSecret>,
     /// The live policy.
     pub policy: PolicyConfig,
-    /// What tokens cost.
+    /// Token prices.
     pub fairness: FairnessSettings,
-    /// By slot, ascending; free slots are absent.
+    /// Backends by slot, ascending; free slots are absent.
     pub backends: Vec<Backend>,
-    /// What routing follows beside the policy; `None` while nobody has set it: the defaults.
+    /// Routing settings other than the policy. `None`: not set, the defaults apply.
     pub routing: Option<RoutingSettings>,
-    /// How requests are admitted; `None` while nobody has set it: the defaults.
+    /// Admission settings. `None`: not set, the defaults apply.
     pub admission: Option<AdmissionSettings>,
-    /// How the ownership of backends is known whose KV events are read, by slot, ascending. Of the
-    /// others it is known by leases.
+    /// Condition of the ownership of backends whose KV events are read, by slot, ascending. Other
+    /// backends' ownership follows from leases.
     pub kv: Vec<(BackendRef, KvCondition)>,
-    /// Who reads which backend's KV events, by slot, ascending.
+    /// Readers of KV events, by slot, ascending.
     pub readers: Vec<Assignment>,
-    /// Where in the log the last restore stands, as far as the audit knows of one: what was told to the
-    /// state before has to be told again.
+    /// Log index of the last restore, as far back as the audit reaches. Facts reported to the
+    /// previous state must be reported again.
     pub restored: Option<LogIndex>,
 }
 
@@ -260,7 +261,7 @@ impl Registry {
         }
     }
 
-    /// How the cluster hashes blocks.
+    /// Returns the seed and secret for block hashes.
     #[must_use]
     pub fn hashing(&self) -> BlockHasher {
         BlockHasher {
@@ -269,15 +270,15 @@ impl Registry {
         }
     }
 
-    /// How the ownership of what stands in `slot` is known; `None`: by leases, as nobody reads its KV
-    /// events.
+    /// Returns the condition of the ownership in `slot`. `None`: its KV events are not read, so
+    /// ownership follows from leases.
     #[must_use]
     pub fn kv(&self, slot: Slot) -> Option<KvCondition> {
         let at = self.kv.binary_search_by_key(&slot, |(it, _)| it.slot);
         at.ok().map(|at| self.kv[at].1)
     }
 
-    /// Who reads the KV events of what stands in `slot`.
+    /// Returns the reader of the KV events of `slot`.
     #[must_use]
     pub fn reader(&self, slot: Slot) -> Option<ReplicaId> {
         let at = self

@@ -1,32 +1,35 @@
-//! Bringing in a backup: the state of another cluster, or of this one at another time, in place of the
-//! present one.
+//! Restoring a backup: replacing the current state with that of another cluster, or of this one at
+//! another time.
 //!
-//! The state in a backup comes in parts through the log and is kept aside until all of it is there.
-//! Then one command reads it and, if it is whole, switches: on every replica at the same log index,
-//! and with the same result, as nothing else is looked at. Until then the present state is what
-//! counts, and a restore that ends early leaves nothing but that. The parts are in snapshots, so that
-//! a replica may come in between.
+//! The backed-up state travels through the log in parts, which are staged until all are there. One
+//! command then reads them and, if they are intact, switches over. This happens on every replica at
+//! the same log index and with the same result, because nothing else is consulted. Until then the
+//! current state applies, and a restore that ends early changes nothing. Staged parts are included
+//! in snapshots, so that a replica may join in the middle of a restore.
 //!
 //! # What is taken over
 //! Everything but these:
-//! - *Sessions* stay those of the present replicas, whose next commands thus go on being told from
-//!   repeats. What replicas of the backup's time had open is closed, as when a replica is gone: its
-//!   leases are released, its requests end, nobody waits any more. What replicas of now have open was
-//!   part of the state that goes; when it ends, nothing is found of it and nothing happens, except
-//!   that tokens are charged to whoever used them.
-//! - *Backends* begin new lives, other ones than any given out before or at the backup's time, with
-//!   the blocks they had then. Leases, measurements and KV events of the lives before find nobody.
-//!   Whether the engine still holds the blocks is learnt as after any absence: from a later start of it,
-//!   from KV events (which are in doubt until their reader has caught up), from its answers.
-//! - *Readers* of KV events: none, until the leader names some.
-//! - *Time* is the later one of both.
+//! - *Sessions* remain those of the current replicas, whose next commands are thus still recognised
+//!   as new or repeated. Whatever replicas had open at the time of the backup is closed as if they
+//!   were lost: their leases are released, their requests end and their waiting requests leave.
+//!   What current replicas have open belonged to the replaced state. When it ends, nothing is found
+//!   and nothing happens, except that tokens are charged to the users who used them.
+//! - *Backends* start new incarnations, different from all given out here or at the time of the
+//!   backup, with the blocks they had then. Leases, measurements and KV events of earlier
+//!   incarnations are dropped. Whether the engine still holds the blocks is learned as after any
+//!   absence: from a later start time of the engine, from KV events (in doubt until their reader
+//!   has caught up), or from its answers.
+//! - *Readers* of KV events: none, until the leader assigns some.
+//! - *Time* is the later of the two.
 //!
-//! The hash seed is the backup's, as users and blocks go by it, and so is the secret. A backup without a
-//! secret leaves the present cluster's: its blocks are then forgotten, as nobody hashes that way any more.
+//! The hash seed and the secret are the backup's, because users and blocks are keyed by them. If
+//! the backup has no secret, the current cluster's is kept and the backup's blocks are dropped,
+//! because nobody hashes that way any more.
 //!
 //! # Bounds
-//! [`RESTORE_BYTES_MAX`] for all parts together: so much memory it takes beside both states at the
-//! switch. One restore at a time; one that is not heard of for [`RESTORE_IDLE_MS_MAX`] is over.
+//! All parts together are at most [`RESTORE_BYTES_MAX`], which is also the memory that a switch
+//! needs on top of both states. There is one restore at a time, and one that is idle for
+//! [`RESTORE_IDLE_MS_MAX`] is abandoned.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -47,33 +50,33 @@ use crate::readers::Readers;
 use crate::reject::Rejection;
 use crate::validate::ensure;
 
-/// A restore of which nothing was heard for so long, in replicated milliseconds, is over.
+/// Idle time after which a restore is abandoned, in milliseconds of replicated time.
 pub const RESTORE_IDLE_MS_MAX: u64 = 60_000;
 
-/// Most parts there are.
+/// Maximum number of parts.
 const PARTS_MAX: u32 = RESTORE_BYTES_MAX.div_ceil(RESTORE_PART_BYTES as u64) as u32;
 
-/// A restore that is under way.
+/// A restore in progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StagedRestore {
     restore: RestoreId,
-    /// Replicated time of its last command.
+    /// Replicated time of its last command, in milliseconds.
     touched_ms: u64,
     parts: BTreeMap<u32, Arc<[u8]>>,
-    /// Wrapping sum over the parts' hashes.
+    /// Wrapping sum of the parts' hashes.
     sum: u64,
 }
 
-/// A restore that is under way, as the admin API shows it.
+/// A restore in progress, as the admin API shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct RestoreView {
-    /// Which one.
+    /// Id of the restore.
     pub restore: RestoreId,
-    /// Bytes of it that are there.
+    /// Bytes received so far.
     pub bytes: u64,
 }
 
-/// All parts of a backup's state.
+/// All parts of a backup.
 #[derive(Debug, Clone)]
 pub struct StagedBackup {
     restore: RestoreId,
@@ -81,7 +84,7 @@ pub struct StagedBackup {
     parts: Vec<Arc<[u8]>>,
 }
 
-/// What [`StagedBackup::read`] found.
+/// Result of [`StagedBackup::read`].
 pub struct ReadBackup {
     restore: RestoreId,
     sum: u64,
@@ -89,8 +92,8 @@ pub struct ReadBackup {
 }
 
 impl StagedBackup {
-    /// Reads the state. Takes seconds for millions of blocks and depends on the parts alone, so that it
-    /// can be done beside the state that they are staged in.
+    /// Reads the backed-up state. Takes seconds for millions of blocks. Depends on the parts alone,
+    /// so it can run on another thread than `apply`.
     #[must_use]
     pub fn read(&self) -> ReadBackup {
         let mut state = Box::new(RouterState::new());
@@ -107,10 +110,10 @@ impl StagedBackup {
     }
 }
 
-/// Parts as one stream.
+/// The parts as one stream.
 struct PartsReader<'a> {
     rest: &'a [Arc<[u8]>],
-    /// Bytes given of the first.
+    /// Bytes already read from the first part.
     given: usize,
 }
 
@@ -145,7 +148,7 @@ impl StagedRestore {
         self.parts.values().map(|part| part.len() as u64).sum()
     }
 
-    /// Takes a part; one that is there already has to be the same.
+    /// Adds a part. A part that is already there must be identical.
     fn take(&mut self, number: u32, bytes: Vec<u8>) -> Result<(), Rejection> {
         ensure(
             number < PARTS_MAX,
@@ -166,7 +169,7 @@ impl StagedRestore {
         Ok(())
     }
 
-    /// All parts, which have to be `bytes` long together.
+    /// Returns all parts, which must add up to `bytes`.
     fn whole(&self, bytes: u64) -> Result<StagedBackup, Rejection> {
         let part_bytes = RESTORE_PART_BYTES as u64;
         for number in 0..bytes.div_ceil(part_bytes) {
@@ -187,14 +190,14 @@ impl StagedRestore {
         })
     }
 
-    /// What stands for it in the digest.
+    /// Appends the restore's part of the digest input.
     pub(super) fn append_digest(&self, bytes: &mut Vec<u8>) {
         let parts = self.parts.len() as u64;
         let all = (self.restore, self.touched_ms, parts, self.bytes(), self.sum);
         encoding::append_bytes(&all, bytes);
     }
 
-    /// Everything in it, encoded, in pieces of a bounded size.
+    /// Encodes the restore in pieces of a bounded size.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let head = encoding::to_bytes(&RestoreSection::Begun(self.restore, self.touched_ms));
         let parts = self.parts.iter();
@@ -204,7 +207,7 @@ impl StagedRestore {
         std::iter::once(head).chain(parts)
     }
 
-    /// Takes one piece into `staged`; answers what is wrong with it.
+    /// Adds one snapshot piece to `staged`, or describes its fault.
     pub(super) fn restore_piece(staged: &mut Option<Self>, bytes: &[u8]) -> Result<(), String> {
         match (
             encoding::from_bytes::<RestoreSection, { encoding::SECTION_BYTES_MAX }>(bytes)?,
@@ -224,7 +227,7 @@ impl StagedRestore {
     }
 }
 
-/// What a section of a snapshot says of a restore.
+/// Section of a snapshot that holds part of a restore.
 #[derive(Encode, Decode)]
 enum RestoreSection {
     Begun(RestoreId, u64),
@@ -232,8 +235,8 @@ enum RestoreSection {
 }
 
 impl RouterState {
-    /// What `command` has to read before it can switch, if it can: to be read elsewhere while this state
-    /// serves, and given to [`Self::prepare`].
+    /// Returns the backup that `command` has to read before it can switch, if it can switch. Read
+    /// it elsewhere while this state serves, and pass the result to [`Self::prepare`].
     #[must_use]
     pub fn staged_backup(&self, command: &Command) -> Option<StagedBackup> {
         let Command::FinishRestore { restore, bytes } = command else {
@@ -243,13 +246,13 @@ impl RouterState {
         staged.whole(*bytes).ok()
     }
 
-    /// Spares the next command the reading. Changes nothing that can be seen: what was read follows from
-    /// the parts alone, and that of other parts is not used.
+    /// Saves the next command the reading. Has no visible effect: the result follows from the parts
+    /// alone, and one of other parts is ignored.
     pub fn prepare(&mut self, backup: ReadBackup) {
         self.prepared = Some(backup);
     }
 
-    /// The restore that is under way.
+    /// Returns the restore in progress.
     #[must_use]
     pub fn restoring(&self) -> Option<RestoreView> {
         let staged = self.staged.as_ref()?;
@@ -257,7 +260,7 @@ impl RouterState {
         Some(RestoreView { restore, bytes })
     }
 
-    /// Where in the log a restore took place, as far as the audit reaches back.
+    /// Returns the log index at which a restore took effect, as far back as the audit reaches.
     #[must_use]
     pub fn restored_at(&self, restore: RestoreId) -> Option<LogIndex> {
         let name = format!("restore {restore}: ");
@@ -267,14 +270,14 @@ impl RouterState {
         self.audit().find(is_it).map(|entry| entry.index)
     }
 
-    /// Whether a backup may take this state's place unasked: there is nothing that traffic taught it.
-    /// Backends and settings may be there, as the config of a new cluster puts them.
+    /// Whether a backup may replace this state without `force`: it holds no users, blocks or
+    /// leases. Backends and settings may exist, because the config of a new cluster creates them.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.users.len() == 0 && self.ownership.owned_total() == 0 && self.leases.len() == 0
     }
 
-    /// Ends a restore that is not heard of.
+    /// Abandons an idle restore.
     pub(super) fn forget_idle_restore(&mut self) {
         let now_ms = self.time.now_ms;
         let is_idle = |it: &mut StagedRestore| now_ms - it.touched_ms > RESTORE_IDLE_MS_MAX;
@@ -331,7 +334,7 @@ impl RouterState {
             .filter(is_of)
             .unwrap_or_else(|| backup.read())
             .found;
-        // Good or bad, the parts have served.
+        // The parts are used up, whether the backup is good or not.
         self.staged = None;
         let fresh = read.map_err(|fault| unusable(fault.to_string()))?;
         if !fresh.config.initialised {
@@ -356,12 +359,12 @@ impl RouterState {
             })
     }
 
-    /// Takes over what a backup holds; see the module.
+    /// Switches to the backed-up state; see the module documentation.
     fn switch(&mut self, origin: &Origin, restore: RestoreId, mut fresh: Self) {
         let (index, digest) = (fresh.applied, fresh.digest());
         let subject = format!("restore {restore}: index {index}, digest {digest:032x}");
         fresh.staged = None;
-        // Before replicas are closed, as that hands grants on to who waits.
+        // Must come before closing replicas, which passes grants on to waiting requests.
         fresh.waiting = WaitingList::default();
         let gone: Vec<ReplicaId> = fresh.sessions.iter().map(|(it, ..)| it).collect();
         for replica in gone {
@@ -399,7 +402,7 @@ impl RouterState {
 }
 
 impl RouterState {
-    /// Forgets every block, and what was told of blocks by KV events.
+    /// Forgets all blocks and everything KV events reported about them.
     fn forget_blocks(&mut self) {
         let slots: Vec<_> = self.backends.iter().map(|it| it.handle.slot).collect();
         for slot in slots {
@@ -409,7 +412,7 @@ impl RouterState {
     }
 }
 
-/// Refuses a backup; `why` is kept in a reply.
+/// Rejects a backup. `why` is kept in a reply, so it is truncated.
 fn unusable(mut why: String) -> Rejection {
     why.truncate(why.floor_char_boundary(2 * NAME_BYTES_MAX));
     Rejection::Invalid {

@@ -1,9 +1,10 @@
-//! Dedup sessions: a command that comes twice is applied once.
+//! Sessions, for deduplication: a repeated command is applied once.
 //!
-//! One session is one run of a replica. A session id not seen before begins a new run and ends the
-//! one before; ids of ended runs are remembered (the last few), so that a command of theirs that
-//! was still under way is refused. The first command of a run that ended before it came is told by
-//! its stamp: made by the same machine a little before the present run began.
+//! A session is one run of a replica. An unknown session id starts a new session and ends the
+//! previous one. The ids of the last few ended sessions are remembered, so that their commands
+//! still in flight are rejected. If the first command of a session arrives after a later session
+//! has started, its stamp gives it away: the same machine made it shortly before the current
+//! session began.
 
 use std::collections::BTreeMap;
 
@@ -13,33 +14,33 @@ use crate::command::{Lane, Origin, Reply};
 use crate::ids::{ReplicaId, SessionId};
 use crate::planted::{self, Bug};
 
-/// Ended runs remembered per replica.
+/// Number of ended sessions remembered per replica.
 const FORMER_SESSIONS_MAX: usize = 8;
 
-/// A command of an unknown run that is stamped up to so much before the present run's first one is a
-/// late one of a run before it. What is stamped earlier still comes from a clock that was set back,
-/// which must not lock the replica out.
+/// Age up to which a command of an unknown session counts as late, in milliseconds: its stamp lies
+/// this far or less before the first command of the current session. An older stamp comes from a
+/// clock that was set back, which must not lock the replica out.
 const LATE_COMMAND_MS: u64 = 60_000;
 
-/// What an origin says about a command.
+/// Verdict on a command by its origin.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Dedup {
-    /// To be applied.
+    /// Apply it.
     Fresh,
-    /// To be applied, after what the replica's earlier run left open is closed.
+    /// Apply it after closing what the replica's earlier session left open.
     FreshRun,
     /// Applied before.
     Repeated(Reply),
-    /// Of an ended run.
+    /// From an ended session.
     Stale,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 struct Session {
     current: SessionId,
-    /// Stamp of its first command, by the replica's own clock.
+    /// Stamp of its first command, from the replica's own clock.
     begun_at_ms: u64,
-    /// Oldest first.
+    /// Ended sessions, oldest first.
     former: Vec<SessionId>,
     outbox: Option<LastReply>,
     admin: Option<LastReply>,
@@ -95,7 +96,7 @@ impl Sessions {
         }
     }
 
-    /// Remembers the reply to an admitted command.
+    /// Records the reply to an admitted command.
     pub(super) fn answer(&mut self, origin: &Origin, reply: Reply) {
         if let Some(session) = self.0.get_mut(&origin.replica) {
             *session.lane(origin.lane) = Some(LastReply {
@@ -125,7 +126,8 @@ impl Sessions {
         self.0.contains_key(&replica)
     }
 
-    /// Replica, present session, last sequence number of the outbox and of the admin lane.
+    /// Iterates over replicas with their current session and the last sequence numbers of the
+    /// outbox and the admin lane.
     pub(super) fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
         let seq = |lane: &Option<LastReply>| lane.as_ref().map_or(0, |last| last.seq);
         self.0.iter().map(move |(replica, session)| {
@@ -139,7 +141,7 @@ impl Sessions {
 }
 
 impl Session {
-    /// Whether the first command of another run with this stamp is a late one.
+    /// Whether this stamp marks the first command of another session as late.
     fn would_be_late(&self, proposed_at_ms: u64) -> bool {
         let age_ms = self.begun_at_ms.saturating_sub(proposed_at_ms);
         (1..=LATE_COMMAND_MS).contains(&age_ms)
@@ -166,7 +168,7 @@ mod tests {
         }
     }
 
-    /// Admits it at a time when nothing is late.
+    /// Admits it at a time when nothing counts as late.
     fn admit(sessions: &mut Sessions, origin: &Origin) -> Dedup {
         sessions.dedup(origin, 0)
     }
@@ -226,14 +228,14 @@ mod tests {
         assert_eq!(sessions.dedup(&first(1), 99_999), Dedup::Stale);
         assert_eq!(sessions.dedup(&first(1), 40_000), Dedup::Stale);
         assert!(sessions.is_current(ReplicaId(1), SessionId(2)));
-        // Who knows stamps so that it is none.
+        // With the stamp adjusted, it does not count as late.
         assert_eq!(
             [100_000, 99_999, 40_000, 39_999, 100_001]
                 .map(|clock_ms| { sessions.stamp_ms(ReplicaId(1), SessionId(3), clock_ms) }),
             [100_000, 100_000, 100_000, 39_999, 100_001]
         );
         assert_eq!(sessions.stamp_ms(ReplicaId(1), SessionId(2), 5), 5);
-        // A clock that was set back is no late command.
+        // A clock that was set back does not make a command late.
         assert_eq!(sessions.dedup(&first(3), 39_999), Dedup::FreshRun);
         assert_eq!(sessions.dedup(&first(4), 39_999), Dedup::FreshRun);
     }

@@ -1,18 +1,21 @@
-//! Snapshots: frozen in microseconds, written out beside a running `apply`, read back with every
-//! byte checked.
+//! Snapshots: frozen in microseconds, written while `apply` runs, and verified byte for byte when
+//! read.
 //!
 //! # Format, version 4 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
-//! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
-//! backends, sessions, audit and the users' totals stand once; users, leases and what is known from KV
-//! events come in pieces of a bounded size. The end section closes them, and ownership follows in its own format, to the end
-//! of the stream. Version 3 is this without the cluster's hash secret, forgiven users and how time is
-//! paced, version 2 is that without a
-//! restore, under way or in the audit: what can be written as an earlier version is. Version 1 is that
-//! without the sections from the settings on. All are read, and what they lack is then empty. Nothing is allocated for a length before its bytes are there.
 //!
-//! A restored state must have the digest of the header: that catches a missing, doubled or swapped
-//! section as well as any fault in what was derived.
+//! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
+//! backends, sessions, audit and the users' totals have one section each. Users, leases and the
+//! KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
+//! follows in its own format, up to the end of the stream.
+//!
+//! Version 3 lacks the cluster's hash secret, forgiven users and paced time. Version 2 also lacks
+//! restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
+//! state is written in the oldest version from 2 on that can hold it. All versions can be read;
+//! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
+//!
+//! A restored state must have the digest in the header. This catches missing, duplicated and
+//! swapped sections as well as faults in derived data.
 
 use std::io::{Read, Write};
 
@@ -33,21 +36,21 @@ use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 4;
-/// The version of a state without a hash secret and without a forgiven user in the audit, whose time is
-/// not paced.
+/// Version of a state without a hash secret, without a forgiven user in the audit and without paced
+/// time.
 const SNAPSHOT_VERSION_RESTORES: u16 = 3;
-/// The version of a state that holds nothing of a restore either.
+/// Version of a state that also holds no trace of a restore.
 const SNAPSHOT_VERSION_COMMON: u16 = 2;
-/// The first version, which is still read.
+/// The oldest version that can be read.
 const SNAPSHOT_VERSION_FIRST: u16 = 1;
 
 const MAGIC: [u8; 8] = *b"QUORATES";
 const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
-/// Longest payload of one section.
+/// Maximum payload of one section, in bytes.
 const SECTION_BYTES_MAX: u32 = encoding::SECTION_BYTES_MAX as u32;
 
 mod tag {
-    //! What a section holds.
+    //! Tags of the sections.
     pub(super) const CONFIG: u8 = 1;
     pub(super) const BACKENDS: u8 = 2;
     pub(super) const SESSIONS: u8 = 3;
@@ -73,10 +76,10 @@ pub struct FrozenState {
     version: u16,
     applied: LogIndex,
     digest: u128,
-    /// The sections that are small, encoded.
+    /// The small sections, encoded.
     small: Vec<(u8, Vec<u8>)>,
     hashing: Option<Vec<u8>>,
-    /// How time is paced, encoded.
+    /// Encoded pacing of replicated time.
     time: Option<Vec<u8>>,
     leases: LeasesImage,
     users: UsersImage,
@@ -86,19 +89,19 @@ pub struct FrozenState {
 }
 
 impl FrozenState {
-    /// Index of the last log entry in it.
+    /// Returns the index of the last log entry that it includes.
     #[must_use]
     pub fn applied(&self) -> LogIndex {
         self.applied
     }
 
-    /// Digest of the state in it.
+    /// Returns the digest of the state.
     #[must_use]
     pub fn digest(&self) -> u128 {
         self.digest
     }
 
-    /// Writes the snapshot: header with format version, sections with length and checksum each.
+    /// Writes the snapshot, see the module documentation.
     ///
     /// # Errors
     /// Those of `out`.
@@ -144,8 +147,8 @@ impl FrozenState {
 }
 
 impl RouterState {
-    /// A frozen image of the state as it is, taken in microseconds; writing it out happens
-    /// elsewhere while `apply` goes on.
+    /// Freezes the current state in microseconds. The image can be written elsewhere while `apply`
+    /// continues.
     #[must_use]
     pub fn freeze(&self) -> FrozenState {
         let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
@@ -191,10 +194,10 @@ impl RouterState {
         }
     }
 
-    /// Replaces the whole state by a snapshot that [`FrozenState::write_to`] wrote.
+    /// Replaces the whole state with a snapshot that [`FrozenState::write_to`] wrote.
     ///
     /// # Errors
-    /// With the offset of the fault; the state is then as it was.
+    /// A fault, with its offset; the state is then unchanged.
     pub fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
         let mut input = CountingReader {
             inner: snapshot,
@@ -225,7 +228,7 @@ impl RouterState {
             .end()
             .and_then(|()| fresh.confirm(digest, input.offset));
         if let Err(fault) = outcome {
-            // Back to the ownership from before, behind the same view.
+            // Restores the previous ownership, behind the same view.
             std::mem::swap(&mut fresh.ownership, &mut self.ownership);
             let mut bytes = Vec::new();
             before
@@ -249,7 +252,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Derives what an image leaves out of what is known from KV events.
+    /// Derives the parts of the KV-event state that an image leaves out.
     fn finish_exact(&mut self) -> Result<(), String> {
         self.exact.finish_restore()?;
         let mut followed = self.exact.conditions();
@@ -259,7 +262,7 @@ impl RouterState {
         }
     }
 
-    /// Whether this is the state that was frozen.
+    /// Checks that this is the state that was frozen.
     fn confirm(&self, digest: u128, offset: u64) -> Result<(), SnapshotError> {
         let own = self.digest();
         if own == digest {
@@ -331,7 +334,7 @@ fn checksum(tag: u8, length: u32, payload: &[u8]) -> u64 {
     hasher.digest()
 }
 
-/// A stream that knows its offset.
+/// A stream that counts its bytes.
 struct CountingReader<'a> {
     inner: &'a mut dyn Read,
     offset: u64,
@@ -400,7 +403,7 @@ impl CountingReader<'_> {
         }
     }
 
-    /// Requires the stream to end here.
+    /// Checks that the stream ends here.
     fn end(&mut self) -> Result<(), SnapshotError> {
         let offset = self.offset;
         match self.inner.read(&mut [0]) {

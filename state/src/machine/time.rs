@@ -1,61 +1,62 @@
-//! Replicated time: what limits, windows and confirmations go by.
+//! Replicated time, which limits, windows and confirmations are measured in.
 //!
-//! A command carries the wall clock of whoever proposed it, and any of these clocks may be wrong by
-//! days, jump, and be set right again. What users wait for must pass all the same, neither at once nor
-//! never. So two things are kept apart. The *stamp* is the calendar as the cluster last believed it:
-//! it is set forth and back. The *time* is what passed since, by the stamps; it never falls, and only
-//! its differences mean something.
+//! A command carries the wall clock of its proposer. Any of these clocks may be wrong by days,
+//! jump, and be corrected again. What users wait for must still happen, neither at once nor never.
+//! Two values are therefore kept apart. The *stamp* is the calendar as the cluster last believed
+//! it; it is set forward and back. The *time* is what has passed since, judged by the stamps; it
+//! never falls, and only differences of it are meaningful.
 //!
-//! A stamp close to the last one ([`PacedTime::is_near`]) is followed at once. Any other may come from a
-//! wrong clock, or tell that all clocks were set right, or that the cluster has slept. It is believed
-//! when the stamps have told the same for [`UNANIMOUS_MS`] with no stamp in between that fits the old
-//! calendar: one wrong clock among right ones that propose is then never believed. Then all of a gap
-//! forwards has passed; of a calendar that was set back, what the new one tells from there on.
+//! A stamp close to the last one ([`is_near`]) is followed at once. Any other stamp may come from a
+//! wrong clock, or mean that all clocks were corrected, or that the cluster was suspended. It is
+//! believed once the stamps have agreed for [`UNANIMOUS_MS`] without any stamp in between that fits
+//! the old calendar. A single wrong clock among proposers with right ones is thus never believed.
+//! When a gap forward is believed, all of it has passed. When the calendar was set back, time
+//! continues from the new stamp.
 //!
-//! Old stamps need not mean that the calendar was set back: what one side of a partition proposed
-//! arrives late and at once. A stamp that reaches the former calendar therefore counts from there, less
-//! what was counted since.
+//! Old stamps do not always mean that the calendar was set back: commands proposed on one side of a
+//! partition arrive late and all at once. A stamp that reaches the former calendar therefore counts
+//! from there, less what was counted since.
 //!
-//! Before the cluster was told to go by this ([`Command::PaceTime`](crate::command::Command::PaceTime))
-//! time is the latest stamp, moved by [`TIME_STEP_MS_MAX`] at most at once, as builds before format 4
-//! have it: one clock that is ahead takes the time with it, and it then stands until the others are
-//! there.
+//! Until the cluster turns pacing on ([`Command::PaceTime`](crate::command::Command::PaceTime)),
+//! time is the latest stamp, advanced by at most [`TIME_STEP_MS_MAX`] per command, as in builds
+//! before format 4. One fast clock then carries the time ahead, and it stands still until the
+//! others catch up.
 
 use bincode::{Decode, Encode};
 
 use crate::planted::{self, Bug};
 
-/// Most that one command moves the replicated time while it is not paced, milliseconds.
+/// Maximum advance of replicated time by one command while it is not paced, in milliseconds.
 pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
-/// A stamp up to so much before the last one is late, or of a clock that is a little behind: the time
-/// waits for it.
+/// How far a stamp may lie before the last one and still count as merely late, or from a slightly
+/// slow clock, in milliseconds. Time then waits for it.
 pub const STAMP_LATE_MS_MAX: u64 = 1000;
-/// A stamp up to so much ahead of the last one is followed at once.
+/// How far a stamp may lie ahead of the last one and be followed at once, in milliseconds.
 pub const STAMP_AHEAD_MS_MAX: u64 = 60 * 1000;
-/// How long stamps that do not fit have to go on to be believed.
+/// How long diverging stamps must agree before they are believed, in milliseconds.
 pub const UNANIMOUS_MS: u64 = 1000;
-/// Most that passes at once: no debt of a user lasts longer.
+/// Maximum advance at once, in milliseconds. No debt of a user lasts longer.
 const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
 
-/// See the module.
+/// Replicated time; see the module documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct ReplicatedTime {
-    /// Unix milliseconds at first; never falls.
+    /// Current time in milliseconds. Starts as Unix time; never falls.
     pub(super) now_ms: u64,
-    /// How it follows the stamps; `None` before the cluster was told to pace it.
+    /// Pacing state. `None` until the cluster turns pacing on.
     pub(super) paced: Option<PacedTime>,
-    /// Stamp of the command that is being applied. No part of the state.
+    /// Stamp of the command being applied, in milliseconds. Not part of the state.
     pub(super) stamped_ms: u64,
 }
 
-/// A time that is paced by stamps.
+/// State of paced time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(super) struct PacedTime {
-    /// The latest stamp that was believed.
+    /// Latest stamp that was believed.
     stamp_ms: u64,
-    /// Stamps that do not fit it.
+    /// Stamps that diverge from it.
     apart: Option<DivergentStamps>,
-    /// How it was last set back, until the calendar is there again.
+    /// How it was last set back, until the calendar reaches that point again.
     set_back: Option<SetBack>,
 }
 
@@ -66,7 +67,7 @@ struct SetBack {
     to_ms: u64,
 }
 
-/// Stamps one after the other that fit each other.
+/// Consecutive stamps that agree with one another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 struct DivergentStamps {
     first_ms: u64,
@@ -74,7 +75,7 @@ struct DivergentStamps {
 }
 
 impl ReplicatedTime {
-    /// A command was stamped so.
+    /// Advances the time to a command with this stamp.
     pub(super) fn pass(&mut self, stamped_ms: u64) {
         self.stamped_ms = stamped_ms;
         if planted::is(Bug::OwnClock) {
@@ -95,7 +96,7 @@ impl ReplicatedTime {
         };
     }
 
-    /// From the next command on it is paced.
+    /// Turns pacing on from the next command.
     pub(super) fn pace(&mut self) {
         let stamp_ms = self.now_ms;
         self.paced.get_or_insert(PacedTime {
@@ -105,7 +106,7 @@ impl ReplicatedTime {
         });
     }
 
-    /// When the present command was given, for people.
+    /// Returns the time of the current command for display.
     pub(super) fn calendar_ms(&self) -> u64 {
         match self.paced {
             Some(_) => self.stamped_ms,
@@ -113,7 +114,7 @@ impl ReplicatedTime {
         }
     }
 
-    /// What of this time is ahead of the calendar.
+    /// Returns how far this time is ahead of the calendar, in milliseconds.
     pub(super) fn lead_ms(&self) -> u64 {
         self.paced
             .map_or(0, |paced| self.now_ms.saturating_sub(paced.stamp_ms))
@@ -121,7 +122,7 @@ impl ReplicatedTime {
 }
 
 impl PacedTime {
-    /// Takes a stamp; answers how much passed.
+    /// Takes a stamp and returns how much time passed, in milliseconds.
     fn pass(&mut self, stamped_ms: u64) -> u64 {
         if is_near(stamped_ms, self.stamp_ms) || planted::is(Bug::OneClockBelieved) {
             self.apart = None;
@@ -137,7 +138,7 @@ impl PacedTime {
             self.apart = Some(alone);
             return 0;
         };
-        // One that is far ahead tells that the others were no mistake, and has to be confirmed itself.
+        // A stamp far ahead shows that the others were no mistake, but must be confirmed itself.
         let fits = is_near(stamped_ms, apart.last_ms);
         if fits {
             apart.last_ms = apart.last_ms.max(stamped_ms);
@@ -159,7 +160,8 @@ impl PacedTime {
         0
     }
 
-    /// The calendar goes on to a stamp, if that is later; answers how much passed.
+    /// Advances the calendar to a stamp, if that is later, and returns how much time passed, in
+    /// milliseconds.
     fn go_on(&mut self, stamped_ms: u64) -> u64 {
         let last_ms = self.stamp_ms;
         self.stamp_ms = last_ms.max(stamped_ms);
@@ -179,7 +181,7 @@ impl PacedTime {
     }
 }
 
-/// Whether a stamp goes on where `last_ms` was.
+/// Whether a stamp continues from `last_ms`.
 fn is_near(stamped_ms: u64, last_ms: u64) -> bool {
     let from = last_ms.saturating_sub(STAMP_LATE_MS_MAX);
     (from..=last_ms.saturating_add(STAMP_AHEAD_MS_MAX)).contains(&stamped_ms)
@@ -199,7 +201,7 @@ mod tests {
         time
     }
 
-    /// What passes with each stamp, given from [`START`] on.
+    /// What passes with each stamp, from [`START`] on.
     fn passes(time: &mut ReplicatedTime, stamps: &[i64]) -> Vec<u64> {
         let stamps = stamps.iter().map(|at| START.saturating_add_signed(*at));
         let step = |stamp| {
@@ -247,7 +249,7 @@ mod tests {
     #[test]
     fn stamps_that_come_late_count_nothing_twice() {
         let mut time = paced();
-        // Of a replica that was cut off: its outbox, and an administrator's command.
+        // From a replica that was cut off: its outbox, and an administrator's command.
         assert_eq!(
             passes(&mut time, &[-5000, -3000, 100, 200]),
             [0, 0, 100, 100]
@@ -271,7 +273,7 @@ mod tests {
     fn a_little_back_is_waited_for() {
         let mut time = paced();
         assert_eq!(passes(&mut time, &[-900, -500, 0, 100]), [0, 0, 0, 100]);
-        // Further than that, but there again before it is believed.
+        // Set back further, but caught up before it is believed.
         let stamps = [-1500, -1000, -500, 0, 150];
         assert_eq!(passes(&mut time, &stamps), [0, 0, 0, 0, 50]);
     }
