@@ -1,37 +1,36 @@
-//! A backend's records, in chunks that a snapshot shares and the writer copies on first change.
+//! A backend's block records, in chunks that snapshots share and the writer copies on first change.
 //!
-//! A record is a block with its parent, how many children, open leases and reports of its engine hold
-//! it, and when it was last released. Columns, not structs: 23 bytes a record, and a snapshot reads
-//! them in runs.
-//! Records are named by index; a freed one joins a list that runs through the `parent` column, so
-//! that a frozen chunk is complete in itself.
+//! A record holds a block, its parent, the number of children, open leases and engine reports that
+//! hold it, and the epoch of its last release. Records are stored in columns: 23 bytes each, and a
+//! snapshot reads them in runs. They are addressed by index. A freed record joins a free list that
+//! runs through the `parent` column, so that a frozen chunk is complete in itself.
 
 use std::sync::Arc;
 
 use crate::ids::BlockHash;
 use crate::ownership::index::HashLookup;
 
-/// Records of one chunk. Copying one takes about two microseconds: the price of the first change
-/// of each chunk after a snapshot began.
+/// Records per chunk. Copying a chunk takes about two microseconds, which is the cost of its first
+/// change after a snapshot began.
 pub(super) const CHUNK_RECORDS: usize = 1024;
 /// "No record": the parent of a first block.
 pub(super) const NO_RECORD: u32 = u32::MAX;
-/// Indexes stay below, so that they fit 24 bits beside an eight-bit tag or a 40-bit epoch.
+/// Upper bound of indexes, so that they fit 24 bits beside an eight-bit tag or a 40-bit epoch.
 pub(super) const RECORDS_MAX: u32 = (1 << 24) - 2;
-/// Highest epoch.
+/// Maximum epoch.
 pub(super) const EPOCH_MAX: u64 = (1 << 40) - 1;
-/// Set in the parent column of a record that is free; the rest is the next free one.
+/// Flag in the parent column of a free record; the other bits are the index of the next free one.
 const FREE: u32 = 1 << 31;
 const FREE_END: u32 = FREE | ((1 << 24) - 1);
 
 const CHILDREN_BITS: u32 = 24;
 const CHILDREN: u64 = (1 << CHILDREN_BITS) - 1;
 
-/// See the module's text.
+/// A chunk of records; see the module documentation.
 #[derive(Clone)]
 pub(super) struct Chunk {
     hash: [u64; CHUNK_RECORDS],
-    /// Epoch in the upper 40 bits, children in the lower 24.
+    /// Epoch in the upper 40 bits, number of children in the lower 24.
     meta: [u64; CHUNK_RECORDS],
     parent: [u32; CHUNK_RECORDS],
     leases: [u16; CHUNK_RECORDS],
@@ -47,7 +46,7 @@ impl Chunk {
         reports: [0; CHUNK_RECORDS],
     };
 
-    /// The record at `at`, `None` when it is free.
+    /// Returns the record at `at`; `None` if it is free.
     pub(super) fn get(&self, at: usize) -> Option<BlockRecord> {
         let parent = self.parent[at];
         (parent == NO_RECORD || parent & FREE == 0).then(|| BlockRecord {
@@ -73,34 +72,35 @@ impl Chunk {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockRecord {
     pub(super) hash: BlockHash,
-    /// [`NO_RECORD`] for a first block.
+    /// Index of the parent; [`NO_RECORD`] for a first block.
     pub(super) parent: u32,
-    /// Owned blocks that follow this one.
+    /// Number of owned blocks that directly follow this one.
     pub(super) children: u32,
-    /// Open leases whose tip it is.
+    /// Number of open leases whose tip it is.
     pub(super) leases: u16,
-    /// Ranks of the engine that report it cached. No part of the digest nor of an image: it follows
-    /// from [`crate::exact`], which is.
+    /// Number of ranks of the engine that report the block as cached. Not part of the digest or of
+    /// an image, because it follows from [`crate::exact`], which is.
     pub(super) reports: u8,
-    /// The backend's release count when it was last released as a tip, or the highest such of the
+    /// The backend's release count at the block's last release as a tip, or the highest one of
     /// descendants evicted since. 0: no lease over it was ever kept.
     pub(super) epoch: u64,
 }
 
 impl BlockRecord {
-    /// Whether nothing holds it: no lease ends here, no owned block follows, no engine reports it.
+    /// Whether nothing holds the record: no lease ends here, no owned block follows, no engine
+    /// reports it.
     pub(super) fn is_free_leaf(&self) -> bool {
         self.children == 0 && self.leases == 0 && self.reports == 0
     }
 }
 
-/// See the module's text.
+/// The records of one backend; see the module documentation.
 #[derive(Clone)]
 pub(super) struct Arena {
     chunks: Vec<Arc<Chunk>>,
-    /// Records handed out so far, free ones included.
+    /// Number of records allocated so far, including free ones.
     len: u32,
-    /// First of the free list, as a `parent` entry.
+    /// Head of the free list, as a `parent` entry.
     free: u32,
 }
 
@@ -113,7 +113,7 @@ impl Arena {
         }
     }
 
-    /// Records handed out so far, free ones included.
+    /// Returns the number of records allocated so far, including free ones.
     pub(super) fn len(&self) -> u32 {
         self.len
     }
@@ -122,7 +122,7 @@ impl Arena {
         &self.chunks
     }
 
-    /// A live record. `index` must be that of one.
+    /// Returns a live record. `index` must refer to one.
     pub(super) fn get(&self, index: u32) -> BlockRecord {
         let (chunk, at) = place(index);
         self.chunks[chunk]
@@ -130,13 +130,13 @@ impl Arena {
             .expect("an index that is kept names a live record")
     }
 
-    /// As [`Self::get`]; `None` when `index` names no live record.
+    /// Like [`Self::get`], but returns `None` if `index` refers to no live record.
     pub(super) fn try_get(&self, index: u32) -> Option<BlockRecord> {
         let (chunk, at) = place(index);
         self.chunks.get(chunk)?.get(at)
     }
 
-    /// Only the hash, which is what lookups compare; any index below `len`.
+    /// Returns only the hash, which is what lookups compare. Any index below `len` is valid.
     #[inline]
     pub(super) fn hash(&self, index: u32) -> BlockHash {
         let (chunk, at) = place(index);
@@ -149,7 +149,8 @@ impl Arena {
         Arc::make_mut(&mut self.chunks[chunk]).set(at, record);
     }
 
-    /// Stores a new record; answers its index. The caller keeps the number below [`RECORDS_MAX`].
+    /// Stores a new record and returns its index. The caller keeps the number of records below
+    /// [`RECORDS_MAX`].
     pub(super) fn insert(&mut self, record: BlockRecord) -> u32 {
         let index = if self.free == FREE_END {
             self.len
@@ -177,8 +178,8 @@ impl Arena {
         self.free = FREE | index;
     }
 
-    /// Adds a chunk as a snapshot holds it: `None` for what was free then. Only before any other
-    /// change, and in order.
+    /// Appends a chunk from a snapshot, with `None` for records that were free. Only valid before
+    /// any other change, and in order.
     pub(super) fn push_chunk(&mut self, records: &[Option<BlockRecord>]) {
         let mut chunk = Chunk::EMPTY;
         for (at, record) in records.iter().enumerate() {
@@ -194,7 +195,7 @@ impl Arena {
         self.chunks.push(Arc::new(chunk));
     }
 
-    /// Indexes and records in use, ascending by index.
+    /// Iterates over live records with their indexes, ascending.
     pub(super) fn live(&self) -> impl Iterator<Item = (u32, BlockRecord)> {
         (0..self.len).filter_map(|index| Some((index, self.try_get(index)?)))
     }

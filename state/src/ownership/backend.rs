@@ -1,21 +1,23 @@
-//! One backend's blocks: a forest of records, with the leaves that may be evicted in order.
+//! One backend's blocks: a forest of records, with the evictable leaves in order.
 //!
-//! The story of pins and epochs, which gives vLLM's order at constant cost:
-//! - A lease touches its tip only. A block is held while a lease ends at it or a block after it is
-//!   owned; so holding the tip holds the path.
-//! - A release gives the tip the backend's next epoch. A block's true epoch is the highest of its
-//!   own and its descendants', because a release covers the whole path; evicting a leaf hands its
-//!   epoch to its parent, which keeps the true epoch of what remains.
-//! - Only free leaves can go, and they stand in a set by epoch. The least recently released goes
-//!   first, the deepest first within one release, as a parent joins the set when its last child left.
+//! Pins and epochs reproduce vLLM's eviction order at constant cost:
+//! - A lease touches only its tip. A block is held while a lease ends at it or an owned block
+//!   follows it, so holding the tip holds the whole path.
+//! - A release assigns the backend's next epoch to the tip. A block's true epoch is the highest of
+//!   its own and its descendants', because a release covers the whole path. Evicting a leaf passes
+//!   its epoch to its parent, which preserves the true epoch of the remaining blocks.
+//! - Only free leaves can be evicted; they are kept in a set ordered by epoch. The least recently
+//!   released goes first, and the deepest first within one release, because a parent joins the set
+//!   when its last child leaves.
 //!
-//! At any time an epoch above 0 is carried by one record of a backend at the most: it is given to one
-//! tip, and passed on only by a record that ends. So the order has no ties, and the index of a record,
-//! which may differ between replicas, decides nothing. A free leaf of epoch 0 does not exist: nobody
-//! ever kept it, so it went with the last lease that was discarded over it.
+//! At any time, at most one record of a backend carries a given epoch above 0: the epoch is
+//! assigned to one tip, and passed on only by a record that ends. The order therefore has no ties,
+//! and the index of a record, which may differ between replicas, decides nothing. A free leaf of
+//! epoch 0 cannot exist: no lease over it was ever kept, so it was removed with the last lease
+//! discarded over it.
 //!
-//! What the engine itself reports is held by its reports (`reported`): it leaves when the engine says
-//! so, whoever pins it, and counts towards no capacity.
+//! Blocks that the engine itself reports (`reported`) are held by those reports. They leave when
+//! the engine says so, whoever pins them, and do not count towards the capacity.
 
 use std::collections::BTreeSet;
 
@@ -26,43 +28,44 @@ use crate::ownership::index::RecordIndex;
 use crate::planted::{self, Bug};
 use crate::view::ViewWriter;
 
-/// Blocks whose memory is loaded together before they are changed.
+/// Number of blocks whose memory is prefetched together before they change.
 pub(super) const GROUP_BLOCKS: usize = 32;
 
-/// What all backends share.
+/// State shared by all backends.
 pub(super) struct SharedIndex {
     /// The published index.
     pub(super) view: ViewWriter,
-    /// Blocks owned, over all backends.
+    /// Number of owned blocks over all backends.
     pub(super) owned: u64,
-    /// Most of them.
+    /// Maximum of `owned`.
     pub(super) owned_max: u64,
 }
 
-/// See the module's text.
+/// The blocks of one backend; see the module documentation.
 pub(super) struct BackendBlocks {
     pub(super) slot: Slot,
-    /// Blocks; `None`: unknown, unbounded.
+    /// Capacity in blocks; `None` if unknown, which means unbounded.
     pub(super) capacity: Option<u32>,
-    /// Releases so far.
+    /// Number of releases so far.
     pub(super) epoch: u64,
-    /// Sum of the records' digests: kept per backend, so that dropping one takes nothing apart.
+    /// Sum of the records' digests. Kept per backend, so that a backend is dropped without touching
+    /// its records.
     pub(super) sum: u128,
     pub(super) arena: Arena,
     pub(super) index: RecordIndex,
     /// `epoch << 24 | record` of every free leaf.
     pub(super) evictable: BTreeSet<u64>,
-    /// Blocks owned.
+    /// Number of owned blocks.
     pub(super) owned: u32,
-    /// Of these, how many the engine reports.
+    /// Number of owned blocks that the engine reports.
     pub(super) reported: u32,
 }
 
-/// Where a walk along a chain ended.
+/// Result of a walk along a chain.
 pub(super) struct Walk {
-    /// The last record of the chain that is owned.
+    /// Last owned record of the chain.
     pub(super) tip: u32,
-    /// Records added.
+    /// Number of records added.
     pub(super) inserted: u32,
 }
 
@@ -81,18 +84,18 @@ impl BackendBlocks {
         }
     }
 
-    /// The record of `block`.
+    /// Returns the record of `block`.
     pub(super) fn find(&self, block: BlockHash) -> Option<u32> {
         self.index.find(block, &self.arena)
     }
 
-    /// Follows and adds `chain` behind `from` (a record, or [`NO_RECORD`]), then evicts what is more
-    /// than the capacity.
+    /// Follows `chain` from the record `from` (or [`NO_RECORD`]), adds the missing blocks, then
+    /// evicts down to the capacity.
     ///
-    /// Ends early at a block that is owned behind another parent: the hash of a block names all
+    /// Stops at a block that is owned behind another parent. A block's hash identifies everything
     /// before it, so such a chain contradicts itself, and following it would break the rule that
-    /// who owns a block owns what is before it. Ends early, too, when there is no room and
-    /// nothing to evict.
+    /// the owner of a block owns everything before it. Also stops when there is no room and nothing
+    /// to evict.
     pub(super) fn walk(
         &mut self,
         common: &mut SharedIndex,
@@ -137,8 +140,8 @@ impl BackendBlocks {
         true
     }
 
-    /// Whether one more block fits among all backends' blocks, after evicting here if need be; but not
-    /// `tip`, which is to get a child.
+    /// Makes room for one more block in the total over all backends, if necessary by evicting here.
+    /// Never evicts `tip`, which is about to get a child. Returns whether there is room.
     pub(super) fn make_room(&mut self, common: &mut SharedIndex, tip: u32) -> bool {
         if common.owned < common.owned_max {
             return true;
@@ -155,8 +158,8 @@ impl BackendBlocks {
         has_room
     }
 
-    /// Loads the memory that `blocks` will touch. They are spread over all of it, so each would
-    /// wait for its own cache misses; together these overlap.
+    /// Prefetches the memory that changes of `blocks` will touch. The accesses are scattered, so
+    /// each would wait for its own cache miss; issued together, the misses overlap.
     pub(super) fn warm(&self, common: &SharedIndex, blocks: &[BlockHash]) {
         std::hint::black_box(
             self.index
@@ -165,7 +168,7 @@ impl BackendBlocks {
         );
     }
 
-    /// Counts one more lease that ends at `index`; `false` when there are too many to count.
+    /// Adds a lease that ends at `index`. Returns `false` if the counter is full.
     pub(super) fn pin(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(leases) = record.leases.checked_add(1) else {
@@ -176,8 +179,8 @@ impl BackendBlocks {
         true
     }
 
-    /// Counts one lease less; `false` when there is none, as for a lease that outlived its blocks.
-    /// The caller settles the record.
+    /// Removes a lease from `index`; the caller settles the record. Returns `false` if there is
+    /// none, as for a lease that outlived its blocks.
     pub(super) fn unpin(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(leases) = record.leases.checked_sub(1) else {
@@ -196,7 +199,8 @@ impl BackendBlocks {
         self.settle(index);
     }
 
-    /// Removes `index` and what is before it, as far as nothing holds it and nobody ever kept it.
+    /// Removes `index` and its ancestors, as far as nothing holds them and no lease over them was
+    /// ever kept.
     pub(super) fn give_back(&mut self, common: &mut SharedIndex, mut index: u32) {
         while index != NO_RECORD {
             let record = self.arena.get(index);
@@ -209,9 +213,9 @@ impl BackendBlocks {
         }
     }
 
-    /// Evicts while more is owned than the capacity allows and anything can go. What the engine
-    /// reports does not count: what leases bring comes on top of it, until the engine reports that,
-    /// too, or what left for it.
+    /// Evicts until the capacity is met or nothing more can be evicted. Blocks that the engine
+    /// reports do not count: blocks brought by leases come on top, until the engine reports those
+    /// too or reports what left for them.
     pub(super) fn trim(&mut self, common: &mut SharedIndex) {
         let mut capacity = self.capacity.unwrap_or(u32::MAX);
         if planted::is(Bug::CapacityOffByOne) {
@@ -228,12 +232,13 @@ impl BackendBlocks {
         }
     }
 
-    /// Blocks owned because of leases alone.
+    /// Returns the number of blocks owned because of leases alone.
     pub(super) fn unreported(&self) -> u32 {
         self.owned - self.reported
     }
 
-    /// As [`Self::warm`], for the blocks that are likely to go next: the path of the first leaf.
+    /// Prefetches like [`Self::warm`], for the blocks likely to be evicted next: the path of the
+    /// first leaf.
     fn warm_evictions(&self, common: &SharedIndex, count: usize) {
         let Some(&first) = self.evictable.first() else {
             return;
@@ -250,8 +255,8 @@ impl BackendBlocks {
         self.warm(common, &path[..length]);
     }
 
-    /// Removes `block` and all that follows it, whoever holds it; answers how many, and adds to
-    /// `outlived` the tips of leases among them.
+    /// Removes `block` and everything after it, whoever holds it. Returns the number of removed
+    /// blocks, and adds the tips of leases among them to `outlived`.
     pub(super) fn remove(
         &mut self,
         common: &mut SharedIndex,
@@ -266,17 +271,17 @@ impl BackendBlocks {
         let leaves = self.leaves_below(index);
         self.fell(common, leaves, parent, outlived);
         if parent != NO_RECORD {
-            // What only the removed blocks were kept for may have nobody left to keep it.
+            // Blocks kept only for the removed ones may have no holder left.
             self.give_back(common, parent);
         }
         let removed = before - self.owned;
-        // What the removed blocks held may be too much now that it can go.
+        // Blocks that the removed ones held can be evicted now, and may exceed the capacity.
         self.trim(common);
         removed
     }
 
-    /// Removes everything; adds to `outlived` the tips of leases. Only readers are told block by block,
-    /// children before parents; the rest is dropped whole.
+    /// Removes everything and adds the tips of leases to `outlived`. Only the view is updated block
+    /// by block, children before parents; the rest is dropped as a whole.
     pub(super) fn clear(&mut self, common: &mut SharedIndex, outlived: &mut Vec<BlockHash>) {
         let mut group = Vec::with_capacity(GROUP_BLOCKS);
         let mut children: Vec<u32> = vec![0; self.arena.len() as usize];
@@ -310,7 +315,7 @@ impl BackendBlocks {
         self.epoch = epoch;
     }
 
-    /// Takes a group of blocks from the readers, and empties it.
+    /// Removes a group of blocks from the view, and empties the group.
     fn hide(&self, common: &mut SharedIndex, group: &mut Vec<BlockHash>) {
         std::hint::black_box(common.view.warm(group));
         for block in group.drain(..) {
@@ -318,7 +323,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Adds a block behind `parent`; readers see it from here on.
+    /// Adds a block behind `parent`, visible to readers from here on.
     pub(super) fn insert(
         &mut self,
         common: &mut SharedIndex,
@@ -350,12 +355,12 @@ impl BackendBlocks {
         index
     }
 
-    /// The epoch of the free leaf that goes first.
+    /// Returns the epoch of the first leaf in eviction order.
     pub(super) fn first_epoch(&self) -> Option<u64> {
         self.evictable.first().map(|key| key >> 24)
     }
 
-    /// Evicts the first free leaf in order; `false` when there is none.
+    /// Evicts the first free leaf in order; returns `false` if there is none.
     pub(super) fn evict(&mut self, common: &mut SharedIndex) -> bool {
         let key = match planted::is(Bug::EvictsByPlace) {
             true => self.pop_by_place(),
@@ -373,14 +378,14 @@ impl BackendBlocks {
         true
     }
 
-    /// As a planted bug would choose: where a record lies may differ between replicas.
+    /// Chooses as a planted bug would: by a record's index, which may differ between replicas.
     fn pop_by_place(&mut self) -> Option<u64> {
         let first = self.evictable.iter().min_by_key(|key| record_of(**key));
         let first = first.copied()?;
         self.evictable.take(&first)
     }
 
-    /// Removes a record without children that is not in `evictable`, and hands its epoch to its
+    /// Removes a record that has no children and is not in `evictable`, and passes its epoch to its
     /// parent, which the caller settles.
     fn remove_leaf(&mut self, common: &mut SharedIndex, index: u32, record: &BlockRecord) {
         common.view.remove(self.slot, record.hash);
@@ -406,8 +411,8 @@ impl BackendBlocks {
         }
     }
 
-    /// Removes `leaves` and upwards from each as far as it leaves none behind, up to `end`. Children
-    /// go before their parents, so that no reader finds a gap.
+    /// Removes each of `leaves` and its ancestors up to `end`, as far as they are left without
+    /// children. Children are removed before their parents, so that no reader finds a gap.
     fn fell(
         &mut self,
         common: &mut SharedIndex,
@@ -432,8 +437,8 @@ impl BackendBlocks {
         }
     }
 
-    /// The records without children at or below `top`. A block without children is asked for by
-    /// itself; else every record is looked at once, as parents do not name their children.
+    /// Returns the childless records at or below `top`. If `top` has no children, this is cheap.
+    /// Otherwise every record is visited once, because parents do not list their children.
     fn leaves_below(&self, top: u32) -> Vec<u32> {
         #[derive(Clone, Copy, PartialEq)]
         enum Side {
@@ -472,7 +477,7 @@ impl BackendBlocks {
         leaves
     }
 
-    /// Puts a free leaf among those that may be evicted.
+    /// Adds a record to the evictable set if it is a free leaf.
     pub(super) fn settle(&mut self, index: u32) {
         let record = self.arena.get(index);
         let is_pinned_leaf = record.children == 0 && record.leases > 0;
@@ -481,9 +486,9 @@ impl BackendBlocks {
         }
     }
 
-    /// Takes a record that will not be a free leaf of this epoch any more out of the evictable ones.
+    /// Removes a record from the evictable set, before it stops being a free leaf of this epoch.
     pub(super) fn unsettle(&mut self, index: u32, record: &BlockRecord) {
-        // Fresh records are free leaves for a moment, but they are never in the set.
+        // New records are free leaves for a moment, but never in the set.
         if record.is_free_leaf() && record.epoch > 0 {
             self.evictable.remove(&key(index, record));
         }
@@ -497,7 +502,7 @@ impl BackendBlocks {
         self.arena.set(index, new);
     }
 
-    /// A live record's share of the digest.
+    /// Returns a live record's share of the digest.
     pub(super) fn digest_of(&self, record: &BlockRecord) -> u128 {
         digest::of_record(self.slot, record, self.parent_hash(record))
     }
@@ -514,8 +519,8 @@ impl BackendBlocks {
         self.epoch
     }
 
-    /// Renumbers the epochs from 1 in their order: once in 35 years at a thousand releases a
-    /// second, but the counter must not stick.
+    /// Renumbers the epochs from 1, preserving their order. Needed once in 35 years at a thousand
+    /// releases a second, but the counter must not get stuck.
     fn renumber(&mut self) {
         let carriers = self.arena.live().filter(|(_, record)| record.epoch > 0);
         let mut carriers: Vec<_> = carriers
@@ -531,7 +536,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Heap bytes, of which the evictable set's are estimated.
+    /// Returns the heap size in bytes; the evictable set's share is estimated.
     pub(super) fn memory_bytes(&self) -> usize {
         // A B-tree of eight-byte keys: nodes of eleven, about two thirds full.
         let evictable = self.evictable.len() * 14;
@@ -539,7 +544,7 @@ impl BackendBlocks {
     }
 }
 
-/// The place of a free leaf in the order of eviction.
+/// Returns the position of a free leaf in the eviction order.
 pub(super) fn key(index: u32, record: &BlockRecord) -> u64 {
     record.epoch << 24 | u64::from(index)
 }

@@ -9,19 +9,20 @@ use crate::ownership::arena::{BlockRecord, NO_RECORD};
 use crate::ownership::backend::{BackendBlocks, key};
 
 impl Ownership {
-    /// Checks, given the tips of all open leases:
+    /// Checks the invariants, given the tips of all open leases:
     ///
-    /// - `I1` ownership is prefix-closed: every block's parent is owned, and no block is its own
+    /// - `I1` Ownership is prefix-closed: every block's parent is owned, and no block is its own
     ///   ancestor.
-    /// - `I2` the published view shows exactly the owned blocks.
-    /// - `I3` a backend owns more than its capacity beside what its engine reports only while nothing
-    ///   can be evicted; counts agree.
-    /// - `I6` pins are right: a record counts the children it has and the leases that end at it, the
-    ///   evictable ones are exactly those nothing holds, and each of them was kept by some release.
-    /// - `I8` the digest equals the one computed from scratch.
+    /// - `I2` The published view shows exactly the owned blocks.
+    /// - `I3` Apart from what its engine reports, a backend owns more than its capacity only while
+    ///   nothing can be evicted. The counts agree.
+    /// - `I6` Pins are right: a record counts its children and the leases that end at it. The
+    ///   evictable records are exactly those that nothing holds, and each of them was kept by some
+    ///   release.
+    /// - `I8` The digest equals one computed from scratch.
     ///
     /// # Errors
-    /// The first that does not hold.
+    /// The first invariant that does not hold.
     pub fn check(
         &self,
         leases: impl IntoIterator<Item = (Slot, BlockHash)>,
@@ -57,7 +58,7 @@ impl Ownership {
         Ok(())
     }
 
-    /// Checks `I23`, given what each slot's engine reports: once per rank and block.
+    /// Checks `I23`, given the reports of each slot's engine: one entry per rank and block.
     pub(crate) fn check_reports(
         &self,
         reports: &dyn Fn(Slot) -> Vec<BlockHash>,
@@ -171,8 +172,8 @@ fn check_backend(backend: &BackendBlocks) -> Result<(), InvariantError> {
     Ok(())
 }
 
-/// How many records stand on a path from a leaf to a first block; with right child counts only those
-/// on a cycle do not.
+/// Returns the number of records on a path from a leaf to a first block. If the child counts are
+/// right, only records on a cycle are missing.
 fn reached_from(backend: &BackendBlocks, leaves: &[u32]) -> u32 {
     let mut is_reached = vec![false; backend.arena.len() as usize];
     let mut reached = 0;

@@ -1,15 +1,16 @@
-//! A record's contribution to the digest: order-independent, so that the digest can be maintained
-//! incrementally.
+//! A record's contribution to the digest. Contributions are order-independent, so the digest can be
+//! maintained incrementally.
 //!
-//! The digest is the wrapping sum of a 128-bit hash (xxh3) per record over its canonical bytes. Changing
-//! a record takes its old hash out and adds the new one. Children are not hashed: parents name them.
+//! The digest is the wrapping sum of one 128-bit hash (xxh3) per record over its canonical bytes.
+//! Changing a record subtracts its old hash and adds the new one. Children are not hashed, because
+//! each record names its parent.
 
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::arena::BlockRecord;
 
-/// The hash of one record. `parent`: the hash of its parent.
+/// Returns the hash of one record, given the hash of its parent.
 pub(super) fn of_record(slot: Slot, record: &BlockRecord, parent: Option<BlockHash>) -> u128 {
     let mut bytes = [0_u8; 29];
     bytes[..8].copy_from_slice(&record.hash.0.to_le_bytes());
@@ -21,7 +22,7 @@ pub(super) fn of_record(slot: Slot, record: &BlockRecord, parent: Option<BlockHa
     xxh3_128(&bytes)
 }
 
-/// The hash of a backend's own figures.
+/// Returns the hash of a backend's own figures.
 pub(super) fn of_backend(slot: Slot, capacity: Option<u32>, epoch: u64) -> u128 {
     let mut bytes = [0_u8; 15];
     bytes[..2].copy_from_slice(&slot.0.to_le_bytes());

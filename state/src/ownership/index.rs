@@ -1,56 +1,56 @@
-//! A backend's lookup from block hash to record: extendible hashing over small segments.
+//! A backend's index from block hash to record: extendible hashing over small segments.
 //!
-//! An entry is a record index with eight bits of the hash as a tag; the hash itself stands in the
-//! arena, which is asked only when the tag agrees. That makes 4.7 to 6.1 bytes a record. A table of
-//! `u32` that doubles (hashbrown) takes 5.7 to 11.4, which with the 23 of the arena and the 14 to 16
-//! of the view would break the bound of 48; and it would rehash a million entries in one go. Here a
-//! segment has at most [`SEGMENT_RECORDS_MAX`] records, then it splits, so that no insertion takes
-//! longer than rebuilding two of them.
+//! An entry is a record index plus eight bits of the hash as a tag. The hash itself is in the
+//! arena, which is only read when the tag matches. An entry thus takes 4.7 to 6.1 bytes per record.
+//! A doubling table of `u32` (hashbrown) takes 5.7 to 11.4 bytes, which together with 23 bytes in
+//! the arena and 14 to 16 in the view would exceed the bound of 48; it would also rehash a million
+//! entries at once. Here a segment with more than [`SEGMENT_RECORDS_MAX`] records splits, so no
+//! insertion takes longer than rebuilding two segments.
 
 use crate::ids::BlockHash;
 use crate::view::{mix, spread};
 
-/// Records of a segment; one more and it splits.
+/// Maximum number of records in a segment before it splits.
 const SEGMENT_RECORDS_MAX: usize = 2048;
-/// Bits of the hash the directory uses at most: 8,192 segments hold the 16 M records there can be.
-/// Beyond it (hashes that are not uniform) segments grow instead.
+/// Maximum number of hash bits that the directory uses: 8,192 segments hold the maximum of 16 M
+/// records. Beyond it, which means hashes that are not uniform, segments grow instead.
 const DEPTH_MAX: u32 = 14;
-/// A segment is rebuilt when more of its entries than this are used, in percent.
+/// Percentage of used entries above which a segment is rebuilt.
 const LOAD_MAX: usize = 85;
-/// Entries used just after a rebuild, in percent.
+/// Percentage of used entries directly after a rebuild.
 const LOAD_FRESH: usize = 66;
-/// Entries of the smallest segment.
+/// Number of entries in the smallest segment.
 const CAPACITY_MIN: usize = 8;
 
-/// Record bits of an entry; the tag is above.
+/// Bits of an entry that hold the record index; the tag is above.
 const RECORD: u32 = (1 << 24) - 1;
-/// An entry never used: ends a probe.
+/// An entry that was never used, which ends a probe.
 const UNUSED: u32 = u32::MAX;
-/// An entry whose record is gone.
+/// An entry whose record was removed.
 const REMOVED: u32 = u32::MAX - 1;
 
-/// Where the hash of a record is looked up.
+/// Source of the records' hashes.
 pub(crate) trait HashLookup {
-    /// The hash of a record that the index holds.
+    /// Returns the hash of a record that is in the index.
     fn hash(&self, record: u32) -> BlockHash;
 }
 
-/// See the module's text.
+/// Index from block hash to record; see the module documentation.
 pub(crate) struct RecordIndex {
-    /// Bits of the hash that choose in `directory`.
+    /// Number of hash bits that select in `directory`.
     depth: u32,
-    /// Segment by the upper `depth` bits of the mixed hash.
+    /// Segments by the upper `depth` bits of the mixed hash.
     directory: Vec<u32>,
     segments: Vec<Segment>,
 }
 
 struct Segment {
     entries: Box<[u32]>,
-    /// Entries that are not [`UNUSED`].
+    /// Number of entries that are not [`UNUSED`].
     used: u32,
-    /// Entries that name a record.
+    /// Number of entries with a record.
     live: u32,
-    /// Bits of the hash all its records share.
+    /// Number of leading hash bits that all its records share.
     depth: u32,
 }
 
@@ -63,7 +63,7 @@ impl RecordIndex {
         }
     }
 
-    /// An empty index that takes `records` of uniform hash without a split.
+    /// Creates an empty index with room for `records` uniform hashes without a split.
     pub(crate) fn with_room(records: usize) -> Self {
         let segments = records
             .div_ceil(SEGMENT_RECORDS_MAX / 4 * 3)
@@ -79,7 +79,7 @@ impl RecordIndex {
         }
     }
 
-    /// The record of `block`.
+    /// Returns the record of `block`.
     #[inline]
     pub(crate) fn find(&self, block: BlockHash, records: &impl HashLookup) -> Option<u32> {
         let mixed = mix(block);
@@ -98,8 +98,8 @@ impl RecordIndex {
         }
     }
 
-    /// Loads the entries that lookups of `blocks` begin with; the sum is for the compiler, that it may
-    /// not leave the loads out.
+    /// Prefetches the entries where lookups of `blocks` begin. The sum keeps the compiler from
+    /// removing the loads.
     pub(crate) fn warm(&self, blocks: &[BlockHash]) -> u32 {
         let load = |&block: &BlockHash| {
             let mixed = mix(block);
@@ -109,7 +109,7 @@ impl RecordIndex {
         blocks.iter().map(load).fold(0, u32::wrapping_add)
     }
 
-    /// Adds a record that the arena holds and the index does not.
+    /// Adds a record that is in the arena but not in the index.
     pub(crate) fn insert(&mut self, block: BlockHash, record: u32, records: &impl HashLookup) {
         let mixed = mix(block);
         let mut id = self.segment_of(mixed);
@@ -126,7 +126,7 @@ impl RecordIndex {
         segment.put(mixed, tag(block) | record);
     }
 
-    /// Removes a record; the arena need not hold it any more.
+    /// Removes a record; the arena may have dropped it already.
     pub(crate) fn remove(&mut self, block: BlockHash, record: u32) {
         let mixed = mix(block);
         let id = self.segment_of(mixed);
@@ -150,7 +150,7 @@ impl RecordIndex {
         }
     }
 
-    /// Records in the index.
+    /// Returns the number of records in the index.
     pub(crate) fn len(&self) -> u64 {
         self.segments
             .iter()
@@ -167,11 +167,11 @@ impl RecordIndex {
 
     #[inline]
     fn segment_of(&self, mixed: u64) -> usize {
-        // In two steps, because a shift by 64 (one segment) is none.
+        // Two shifts, because a single shift by 64 (one segment) would overflow.
         self.directory[(mixed >> 1 >> (63 - self.depth)) as usize] as usize
     }
 
-    /// Shares a segment's records out to two by the next bit of their hash.
+    /// Splits a segment in two by the next bit of the hash.
     fn split(&mut self, id: usize, records: &impl HashLookup) {
         let depth = self.segments[id].depth;
         if depth == self.depth {
@@ -205,7 +205,7 @@ impl RecordIndex {
 }
 
 impl Segment {
-    /// An empty segment that takes `records` and some more.
+    /// Creates an empty segment with room for somewhat more than `records`.
     fn new(records: usize, depth: u32) -> Self {
         let capacity = ((records + 1) * 100).div_ceil(LOAD_FRESH).max(CAPACITY_MIN);
         Self {
@@ -223,7 +223,7 @@ impl Segment {
             .filter(|&entry| entry < REMOVED)
     }
 
-    /// Puts an entry into the first place that is not taken. There is one.
+    /// Puts an entry into the first free place, which must exist.
     fn put(&mut self, mixed: u64, entry: u32) {
         let len = self.entries.len();
         let mut at = home(mixed, len);
@@ -244,7 +244,8 @@ impl Segment {
     }
 }
 
-/// The low bits of the hash, in the place of the tag: the mixed hash's high bits chose the place.
+/// Returns the low bits of the hash in the position of the tag. The entry's place comes from the
+/// high bits of the mixed hash.
 fn tag(block: BlockHash) -> u32 {
     (block.0 as u32) << 24
 }

@@ -1,12 +1,12 @@
 //! Ownership: which backend holds which blocks, as leases.
 //!
-//! The writer's side of the block index, owned by `apply`. Per backend a forest of records (`arena`),
-//! looked up by hash (`index`), with the order in which they go (`backend`); every change is shown
-//! to readers through the published view, parents before children when blocks come, children before
-//! parents when they go, so that readers, too, find ownership prefix-closed.
+//! This is the writer's side of the block index, owned by `apply`. Each backend has a forest of
+//! records (`arena`), an index by hash (`index`) and an eviction order (`backend`). Every change is
+//! published to readers through the view: parents before children when blocks are added, children
+//! before parents when they are removed. Readers therefore always find ownership prefix-closed.
 //!
-//! Everything here is total: no sequence of calls with whatever hashes panics or breaks what
-//! [`Ownership::check`] states.
+//! Everything here is total: no sequence of calls, with any hashes, panics or breaks an invariant
+//! of [`Ownership::check`].
 
 mod arena;
 mod backend;
@@ -31,47 +31,47 @@ use backend::{BackendBlocks, SharedIndex};
 pub(crate) use reports::ReportRejection;
 pub use snapshot::FrozenOwnership;
 
-/// Most blocks owned over all backends. A backend that inserts beyond it evicts its own; what it
-/// then cannot hold is left out.
+/// Maximum number of owned blocks over all backends. A backend that inserts beyond it evicts its
+/// own blocks, and leaves out what still does not fit.
 pub const OWNED_BLOCKS_MAX: u64 = 16_000_000;
 
 /// All backends' owned blocks: the writer's side of the block index.
 pub struct Ownership {
-    /// By slot.
+    /// Backends by slot.
     backends: Vec<Option<Box<BackendBlocks>>>,
     common: SharedIndex,
 }
 
-/// A dispatch's hold on a backend's blocks: pins its deepest block, and through parent links all
-/// before it, until given to [`Ownership::release`].
+/// A dispatch's hold on a backend's blocks. It pins the deepest block, and through the parent links
+/// everything before it, until passed to [`Ownership::release`].
 ///
-/// It is plain data, so that it can be stored. One whose tip was taken away under it
-/// ([`Ownership::remove`], [`Ownership::clear`] say which) must be forgotten by who keeps it: the block
-/// may come back, and another lease with it, which this one would release.
+/// A lease is plain data, so that it can be stored. The keeper of a lease must forget it when its
+/// tip is removed ([`Ownership::remove`] and [`Ownership::clear`] report which). Otherwise, if the
+/// block returned with another lease on it, this lease would release that one.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Lease {
-    /// The backend.
+    /// Backend that holds the blocks.
     pub slot: Slot,
-    /// Deepest pinned block. `None`: a prompt shorter than one block pins nothing.
+    /// Deepest pinned block. `None`: the prompt is shorter than one block, and nothing is pinned.
     pub tip: Option<BlockHash>,
-    /// How many blocks this lease brought in itself.
+    /// Number of blocks that this lease added itself.
     pub inserted: u32,
 }
 
 /// One owned block, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnedBlock {
-    /// The block.
+    /// Hash of the block.
     pub block: BlockHash,
-    /// The block before it; `None`: it is a first one.
+    /// Previous block; `None` for a first block.
     pub parent: Option<BlockHash>,
-    /// Open leases that end here.
+    /// Number of open leases that end here.
     pub leases: u16,
-    /// Ranks of the engine that report it.
+    /// Number of ranks of the engine that report it.
     pub reports: u8,
 }
 
-/// The tip an acquire names is not owned by that backend.
+/// The backend does not own the tip that an acquire names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MissingTip;
 
@@ -82,13 +82,14 @@ impl Default for Ownership {
 }
 
 impl Ownership {
-    /// No backends, no blocks.
+    /// Creates an ownership without backends or blocks.
     #[must_use]
     pub fn new() -> Self {
         Self::with_limits(SHARDS, OWNED_BLOCKS_MAX)
     }
 
-    /// With a view of `shards` shards and at most `owned_max` blocks in all.
+    /// Creates an ownership with `shards` shards in the view and at most `owned_max` blocks in
+    /// total.
     pub(crate) fn with_limits(shards: usize, owned_max: u64) -> Self {
         let view = ViewWriter::new(shards);
         Self {
@@ -101,14 +102,14 @@ impl Ownership {
         }
     }
 
-    /// A handle on the published view; always the same index, also after a restore.
+    /// Returns a handle on the published view. It is always the same index, even after a restore.
     #[must_use]
     pub fn view(&self) -> BlockView {
         self.common.view.view().clone()
     }
 
-    /// Starts an empty backend in `slot`; `capacity` in blocks, `None` while unknown (unbounded).
-    /// What stood there is forgotten; a slot beyond [`BACKENDS_MAX`] is left alone.
+    /// Starts an empty backend in `slot`, replacing the previous occupant. `capacity` is in blocks,
+    /// `None` if unknown (unbounded). A slot at or above [`BACKENDS_MAX`] is ignored.
     pub fn add_backend(&mut self, slot: Slot, capacity: Option<u32>) {
         let at = usize::from(slot.0);
         if at >= BACKENDS_MAX {
@@ -122,7 +123,7 @@ impl Ownership {
         self.backends[at] = Some(Box::new(BackendBlocks::new(slot, capacity)));
     }
 
-    /// Forgets the backend and all it owns. Leases on it must not be used any more.
+    /// Removes the backend and everything it owns. Leases on it must not be used afterwards.
     pub fn remove_backend(&mut self, slot: Slot) {
         self.clear(slot, &mut Vec::new());
         if let Some(place) = self.backends.get_mut(usize::from(slot.0)) {
@@ -138,14 +139,14 @@ impl Ownership {
         }
     }
 
-    /// Pins `tip` and what leads to it, adds `new` behind it, evicts what is then too much.
+    /// Pins `tip` and everything before it, adds `new` behind it, then evicts what exceeds the
+    /// capacity.
     ///
-    /// `new` counts as far as it is a chain: a block that is owned behind another parent than the one
-    /// given here ends it, as hashes of honest prompts never do. Of a slot without a backend nothing
-    /// is owned and nothing kept.
+    /// A block of `new` that is owned behind another parent ends the chain there; hashes of honest
+    /// prompts never do that. A slot without a backend owns nothing and keeps nothing.
     ///
     /// # Errors
-    /// [`MissingTip`] when `slot` does not own `tip`; nothing changed.
+    /// [`MissingTip`] if `slot` does not own `tip`; nothing changed.
     pub fn acquire(
         &mut self,
         slot: Slot,
@@ -179,8 +180,8 @@ impl Ownership {
         Ok(lease)
     }
 
-    /// Adds `new` behind the lease's tip and pins the last of them. `new` ends where
-    /// [`Self::acquire`] says.
+    /// Adds `new` behind the lease's tip and pins the last block. The chain ends early in the same
+    /// cases as for [`Self::acquire`].
     pub fn extend(&mut self, lease: &mut Lease, new: &[BlockHash]) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
             return;
@@ -195,16 +196,18 @@ impl Ownership {
             return;
         }
         if from != NO_RECORD {
-            // It has a child now, so it stays whether or not this was the last lease on it.
+            // It has a child now, so it stays even if this was its last lease.
             backend.unpin(from);
         }
         lease.tip = Some(backend.arena.hash(walk.tip));
         lease.inserted = lease.inserted.saturating_add(walk.inserted);
     }
 
-    /// Ends a lease. `keep`: its blocks become evictable, least recently released first, deepest
-    /// first within one release. Otherwise those blocks go that no other lease pins and that none
-    /// ever kept, which is to say that no engine ever computed them.
+    /// Ends a lease.
+    ///
+    /// With `keep`, its blocks become evictable: least recently released first, deepest first
+    /// within one release. Otherwise the blocks that no other lease pins and that no lease ever
+    /// kept are removed, because no engine ever computed them.
     #[allow(clippy::needless_pass_by_value)] // A lease ends here: who has given it cannot use it.
     pub fn release(&mut self, lease: Lease, keep: bool) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
@@ -224,9 +227,10 @@ impl Ownership {
         backend.trim(common);
     }
 
-    /// As [`Self::release`] with `keep`, but the age of blocks that the lease found is not renewed:
-    /// they go when they would have gone without it. A lease that brought blocks touches the whole
-    /// path all the same, as does one whose tip nobody has released before: an age it must have.
+    /// Ends a lease like [`Self::release`] with `keep`, but without refreshing the age of blocks
+    /// that the lease found: they are evicted when they would have been without it. A lease that
+    /// added blocks, or whose tip was never released before and so has no age, still touches the
+    /// whole path.
     #[allow(clippy::needless_pass_by_value)] // As above.
     pub fn release_untouched(&mut self, lease: Lease) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
@@ -246,9 +250,10 @@ impl Ownership {
         backend.trim(common);
     }
 
-    /// Takes `block` and every block that follows it from `slot`, whoever pins them; answers how many
-    /// were owned, and adds to `outlived` those at which leases end: these leases are over. A block
-    /// that others follow costs a look at every block of the backend, a leaf does not.
+    /// Removes `block` and all blocks that follow it from `slot`, whoever pins them. Returns how
+    /// many were removed, and adds to `outlived` those at which leases end; these leases are over.
+    /// Removing a leaf is cheap; removing a block with successors visits every block of the
+    /// backend.
     pub fn remove(&mut self, slot: Slot, block: BlockHash, outlived: &mut Vec<BlockHash>) -> u32 {
         match self.backend_mut(slot) {
             Some((backend, common)) => backend.remove(common, block, outlived),
@@ -256,7 +261,7 @@ impl Ownership {
         }
     }
 
-    /// Takes every block from `slot`, whoever pins them, and keeps the backend. `outlived` as in
+    /// Removes every block from `slot`, whoever pins them, but keeps the backend. `outlived` as in
     /// [`Self::remove`].
     pub fn clear(&mut self, slot: Slot, outlived: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
@@ -264,14 +269,14 @@ impl Ownership {
         }
     }
 
-    /// Blocks `slot` owns.
+    /// Returns the number of blocks that `slot` owns.
     #[must_use]
     pub fn owned(&self, slot: Slot) -> u64 {
         self.backend(slot)
             .map_or(0, |backend| u64::from(backend.owned))
     }
 
-    /// What `slot` owns, in no particular order.
+    /// Iterates over the blocks that `slot` owns, in no particular order.
     pub fn blocks(&self, slot: Slot) -> impl Iterator<Item = OwnedBlock> {
         let arena = self.backend(slot).map(|backend| &backend.arena);
         let records = arena.into_iter().flat_map(|arena| {
@@ -286,14 +291,14 @@ impl Ownership {
         })
     }
 
-    /// Blocks owned over all backends: a block that two own counts twice.
+    /// Returns the number of owned blocks over all backends. A block with two owners counts twice.
     #[must_use]
     pub fn owned_total(&self) -> u64 {
         self.common.owned
     }
 
-    /// Order-independent 128-bit digest over every owned block with its parent, open leases and
-    /// epoch, kept incrementally, and over each backend's capacity and release count.
+    /// Returns an order-independent 128-bit digest over every owned block with its parent, open
+    /// leases and epoch, and over each backend's capacity and release count. Kept incrementally.
     #[must_use]
     pub fn digest(&self) -> u128 {
         let backends = self.backends.iter().flatten();
@@ -303,8 +308,8 @@ impl Ownership {
         })
     }
 
-    /// Heap bytes of the index: records, lookups and view. Exact but for the sets of evictable
-    /// leaves, whose nodes are estimated, and for what the allocator adds.
+    /// Returns the heap size of the index in bytes: records, lookups and view. Exact except for the
+    /// nodes of the sets of evictable leaves, which are estimated, and for allocator overhead.
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
         let backends: usize = self

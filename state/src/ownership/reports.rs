@@ -1,28 +1,29 @@
-//! Blocks that engines report, beside those that leases imply.
+//! Blocks that engines report, in addition to those that leases imply.
 //!
-//! A reported block is held by the report: no capacity and no release takes it. When the engine says
-//! it is gone it leaves at once, with what follows it, whoever pins that. Several ranks of one engine
-//! report one block each for itself; it stays as long as one of them does.
+//! A reported block is held by its reports: neither capacity nor a release removes it. When the
+//! engine reports it gone, it is removed at once together with everything after it, whoever pins
+//! that. The ranks of one engine each report a block for themselves; it stays as long as one of
+//! them does.
 //!
-//! What leases brought and no report ever confirmed fades: [`Ownership::evict_released`].
+//! Blocks that a lease brought and no report confirmed fade: [`Ownership::evict_released`].
 
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
 use crate::ownership::arena::{BlockRecord, NO_RECORD};
 use crate::ownership::backend::{BackendBlocks, SharedIndex};
 
-/// A report that is not taken.
+/// Reason for rejecting a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReportRejection {
-    /// The block before it is not owned, or another report has it behind another block.
+    /// The previous block is not owned, or another report places the block behind a different one.
     Contradiction,
-    /// There is no room for it, and nothing of this backend that could go.
+    /// There is no room, and nothing of this backend can be evicted.
     NoRoom,
 }
 
 impl Ownership {
-    /// Counts one more report of `block` behind `parent`; `None`: it is a first block. A block that
-    /// only leases put behind another one moves, and what followed it goes: `outlived` as in
+    /// Adds a report of `block` behind `parent` (`None` for a first block). If only leases placed
+    /// the block behind another parent, it moves, and what followed it is removed: `outlived` as in
     /// [`Ownership::remove`].
     pub(crate) fn report(
         &mut self,
@@ -37,27 +38,27 @@ impl Ownership {
         }
     }
 
-    /// Counts one report of `block` less. Without any it goes, with what follows it: `outlived` as in
-    /// [`Ownership::remove`].
+    /// Removes a report of `block`. After the last one, the block is removed with everything after
+    /// it: `outlived` as in [`Ownership::remove`].
     pub(crate) fn unreport(&mut self, slot: Slot, block: BlockHash, outlived: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
             backend.unreport(common, block, outlived);
         }
     }
 
-    /// Loads the memory that reports of `blocks` will touch.
+    /// Prefetches the memory that reports of `blocks` will touch.
     pub(crate) fn warm(&self, slot: Slot, blocks: &[BlockHash]) {
         if let Some(backend) = self.backend(slot) {
             backend.warm(&self.common, blocks);
         }
     }
 
-    /// The backend's count of releases: the epoch of the last one.
+    /// Returns the backend's release count: the epoch of its last release.
     pub(crate) fn epoch(&self, slot: Slot) -> u64 {
         self.backend(slot).map_or(0, |backend| backend.epoch)
     }
 
-    /// Evicts what was last released at or before `epoch` and nothing holds.
+    /// Evicts the blocks that nothing holds and that were last released at or before `epoch`.
     pub(crate) fn evict_released(&mut self, slot: Slot, epoch: u64) {
         if let Some((backend, common)) = self.backend_mut(slot) {
             while backend.first_epoch().is_some_and(|first| first <= epoch) && backend.evict(common)
@@ -66,7 +67,7 @@ impl Ownership {
         }
     }
 
-    /// Blocks that `slot` owns because its engine reports them.
+    /// Returns the number of blocks that `slot` owns because its engine reports them.
     pub(crate) fn reported(&self, slot: Slot) -> u64 {
         self.backend(slot)
             .map_or(0, |backend| u64::from(backend.reported))
@@ -74,7 +75,7 @@ impl Ownership {
 }
 
 impl BackendBlocks {
-    /// Counts one more report of a record; `false` when there are too many to count.
+    /// Adds a report to a record; returns `false` if the counter is full.
     pub(super) fn count_report(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(reports) = record.reports.checked_add(1) else {
@@ -118,7 +119,7 @@ impl BackendBlocks {
         }
     }
 
-    /// The record of the block before one that is reported.
+    /// Returns the record of a reported block's parent.
     fn behind(&self, parent: Option<BlockHash>) -> Result<u32, ReportRejection> {
         parent.map_or(Ok(NO_RECORD), |parent| {
             self.find(parent).ok_or(ReportRejection::Contradiction)

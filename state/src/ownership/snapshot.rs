@@ -1,19 +1,21 @@
-//! Snapshots of the ownership: frozen by cloning pointers, written elsewhere, read with distrust.
+//! Snapshots of the ownership: frozen by cloning pointers, written elsewhere, and fully verified
+//! when read.
 //!
-//! Format 1, all integers little-endian. A *section* is `length: u32`, `payload`, `checksum: u64`, the
-//! checksum being the payload's xxh3-64 seeded with the section's number, from 0, so that sections
-//! cannot change places. Sections:
+//! Format 1, all integers little-endian. A *section* is `length: u32`, `payload`, `checksum: u64`.
+//! The checksum is the payload's xxh3-64 seeded with the section's number, from 0, so that sections
+//! cannot be swapped. Sections:
 //!
 //! 1. head: `"QUOROWNS"`, format `u32`, backends `u32`;
-//! 2. per backend, by slot: `slot u16`, `has_capacity u8`, `capacity u32`, `epoch u64`, `records u32`
-//!    (free ones included), `owned u32`; then per chunk of 1,024 records one section: a bitmap of
-//!    the records in use (128 bytes), and of each in use 19 bytes, column by column: `hash u64`, `parent u32`
-//!    (record number, all ones for none), `epoch u40`, `leases u16`;
+//! 2. per backend, by slot: `slot u16`, `has_capacity u8`, `capacity u32`, `epoch u64`,
+//!    `records u32` (including free ones), `owned u32`; then one section per chunk of 1,024
+//!    records: a bitmap of the records in use (128 bytes), and 19 bytes for each of these, column
+//!    by column: `hash u64`, `parent u32` (record number, all ones for none), `epoch u40`,
+//!    `leases u16`;
 //! 3. end: the digest, `u128`.
 //!
-//! Everything else (children, lookups, the order of eviction, the view) follows from that and is built
-//! anew. Reading believes nothing: memory grows only with sections whose checksum was right, and the
-//! digest at the end must come out.
+//! Everything else (children, indexes, eviction order, view) is rebuilt from that. The input is not
+//! trusted: memory grows only with sections whose checksum is right, and the digest at the end must
+//! match.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
@@ -35,10 +37,10 @@ const MAGIC: &[u8; 8] = b"QUOROWNS";
 const FORMAT: u32 = 1;
 const BITMAP_BYTES: usize = CHUNK_RECORDS / 8;
 const RECORD_BYTES: usize = 8 + 4 + 5 + 2;
-/// Longest payload there is: a full chunk.
+/// Maximum length of a payload: a full chunk.
 const SECTION_BYTES_MAX: usize = BITMAP_BYTES + CHUNK_RECORDS * RECORD_BYTES;
 
-/// An image of an [`Ownership`] that later changes do not touch.
+/// An image of an [`Ownership`], unaffected by later changes.
 pub struct FrozenOwnership {
     backends: Vec<FrozenBackend>,
     digest: u128,
@@ -54,8 +56,8 @@ struct FrozenBackend {
 }
 
 impl Ownership {
-    /// An image of the present content. Clones a pointer per 1,024 blocks; the writer copies each of
-    /// these chunks, some 22 KB, when it first changes it while the image lives.
+    /// Freezes the current content. Clones one pointer per 1,024 blocks. While the image lives, the
+    /// writer copies each chunk (about 22 KB) when it first changes it.
     #[must_use]
     pub fn freeze(&self) -> FrozenOwnership {
         let backends = self.backends.iter().flatten().map(|backend| FrozenBackend {
@@ -72,16 +74,17 @@ impl Ownership {
         }
     }
 
-    /// Replaces the content by an image that [`FrozenOwnership::write_to`] wrote, reading just what it
-    /// wrote. Readers keep their handles; until this returns they may find parts of both.
+    /// Replaces the content with an image that [`FrozenOwnership::write_to`] wrote, and reads
+    /// exactly that image. Readers keep their handles; until this returns, they may see parts of
+    /// both.
     ///
     /// # Errors
-    /// With the offset, from where `input` stood, of the section that is wrong; nothing changed then.
+    /// A fault, with the offset of its section from the start of `input`; nothing changed then.
     pub fn restore(&mut self, input: &mut dyn Read) -> Result<(), SnapshotError> {
         self.restore_reported(input, &|_| Vec::new())
     }
 
-    /// As [`Self::restore`], with what the engines report: by slot, once per rank and block.
+    /// Like [`Self::restore`], given the engines' reports: by slot, one entry per rank and block.
     pub(crate) fn restore_reported(
         &mut self,
         input: &mut dyn Read,
@@ -122,8 +125,8 @@ impl Ownership {
         Ok(())
     }
 
-    /// Replaces the content by another one's. Readers keep their handles; until this returns they may
-    /// find parts of both.
+    /// Replaces the content with that of `fresh`. Readers keep their handles; until this returns,
+    /// they may see parts of both.
     pub(crate) fn adopt(&mut self, fresh: Self) {
         if !planted::is(Bug::RestoreNotShown) {
             self.common.view.adopt(fresh.common.view);
@@ -171,8 +174,8 @@ impl Ownership {
 }
 
 impl BackendBlocks {
-    /// Rebuilds from the records alone what an image leaves out; answers how many there are, or what
-    /// is wrong with them.
+    /// Rebuilds what an image leaves out from the records alone. Returns the number of blocks, or
+    /// describes the fault.
     fn rebuild(&mut self, common: &mut SharedIndex, reports: &[BlockHash]) -> Result<u32, String> {
         let live: Vec<u32> = self.arena.live().map(|(index, _)| index).collect();
         if common.owned + live.len() as u64 > common.owned_max {
@@ -212,7 +215,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Enters records into the lookup, the view, the digest and their parents' counts.
+    /// Adds records to the index, the view, the digest and their parents' counts.
     fn link(&mut self, common: &mut SharedIndex, records: &[u32]) -> Result<(), String> {
         for &index in records {
             let record = self.arena.get(index);
@@ -231,7 +234,7 @@ impl BackendBlocks {
         Ok(())
     }
 
-    /// Whether every record leads to a first block.
+    /// Checks that every record leads to a first block.
     fn check_paths(&self, live: &[u32]) -> Result<(), String> {
         const UNKNOWN: u8 = 0;
         const ON_PATH: u8 = 1;
@@ -260,7 +263,7 @@ impl BackendBlocks {
 }
 
 impl FrozenOwnership {
-    /// Writes the image; the module's text has the format. About 19.2 bytes per block.
+    /// Writes the image in the format of the module documentation, about 19.2 bytes per block.
     ///
     /// # Errors
     /// Those of `out`.
@@ -291,7 +294,7 @@ impl FrozenOwnership {
         out.write(&mut payload)
     }
 
-    /// The digest of the image, as [`Ownership::digest`] gave it.
+    /// Returns the digest of the image, as [`Ownership::digest`] gave it.
     #[must_use]
     pub fn digest(&self) -> u128 {
         self.digest
@@ -336,7 +339,7 @@ struct SectionWriter<'a> {
 }
 
 impl SectionWriter<'_> {
-    /// Writes and empties `payload`.
+    /// Writes `payload` as a section and clears it.
     fn write(&mut self, payload: &mut Vec<u8>) -> io::Result<()> {
         self.out.write_all(&(payload.len() as u32).to_le_bytes())?;
         self.out.write_all(payload)?;
@@ -348,19 +351,19 @@ impl SectionWriter<'_> {
     }
 }
 
-/// Reads sections, counting bytes.
+/// Reader of sections that counts bytes.
 struct Sections<'a> {
     input: &'a mut dyn Read,
-    /// Number of the section to come.
+    /// Number of the next section.
     section: u64,
-    /// Where the last section began.
+    /// Offset of the last section.
     start: u64,
     offset: u64,
     payload: Vec<u8>,
 }
 
 impl Sections<'_> {
-    /// The next section, which must have `length` bytes.
+    /// Reads the next section, which must have `length` bytes.
     fn next(&mut self, length: usize) -> Result<Fields<'_>, SnapshotError> {
         self.read()?;
         if self.payload.len() != length {
@@ -370,7 +373,7 @@ impl Sections<'_> {
         Ok(Fields::new(&self.payload))
     }
 
-    /// The next section as a chunk of `count` records of `backend`.
+    /// Reads the next section as a chunk of `count` records of `backend`.
     fn next_chunk(
         &mut self,
         count: usize,
@@ -455,7 +458,7 @@ impl Sections<'_> {
     }
 }
 
-/// Reads fields one after the other from a payload whose length was checked before.
+/// Reads fields one by one from a payload whose length has been checked.
 struct Fields<'a>(std::cell::Cell<&'a [u8]>);
 
 impl<'a> Fields<'a> {

@@ -2,7 +2,7 @@
 
 use crate::bounds::BACKENDS_MAX;
 
-/// Words of a mask that holds every slot there can be.
+/// Number of words in a mask of all possible slots.
 pub(crate) const WORDS_MAX: usize = BACKENDS_MAX.div_ceil(64);
 
 /// A set of the slots below `64 * W`.
@@ -10,10 +10,10 @@ pub(crate) const WORDS_MAX: usize = BACKENDS_MAX.div_ceil(64);
 pub(crate) struct Mask<const W: usize>(pub(crate) [u64; W]);
 
 impl<const W: usize> Mask<W> {
-    /// No slot.
+    /// The empty set.
     pub(crate) const EMPTY: Self = Self([0; W]);
 
-    /// Adds `slot`; one beyond the mask's width is left out.
+    /// Adds `slot`; ignores one beyond the mask's width.
     #[inline]
     pub(crate) fn insert(&mut self, slot: u16) {
         if let Some(word) = self.0.get_mut(usize::from(slot) / 64) {
@@ -36,12 +36,12 @@ impl<const W: usize> Mask<W> {
         Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
     }
 
-    /// Number of slots in the set.
+    /// Returns the number of slots in the set.
     pub(crate) fn count(&self) -> usize {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
 
-    /// Calls `each` for every slot in ascending order.
+    /// Calls `each` for every slot, in ascending order.
     #[inline]
     pub(crate) fn for_each(&self, mut each: impl FnMut(u16)) {
         let mut base = 0_u16;

@@ -1,23 +1,24 @@
 //! Longest owned prefix for all backends at once, by mask bisection.
 //!
-//! Ownership is prefix-closed: who owns block `i` of a chain owns every block before it. So the
-//! owners of the first block are all there is to know about, and per backend one boundary is to
-//! be found. Probe the first and the last block; between two probed blocks only the backends that
-//! own the one and not the other are undecided, and they are split by the owners of the block in the
-//! middle. `k` different boundaries in a chain of `n` blocks cost `2 + k log2 n` probes at most,
-//! a chain that is owned to its end or not at all costs two or one.
+//! Ownership is prefix-closed: the owner of block `i` of a chain owns every block before it. Only
+//! the owners of the first block matter, therefore, and each of them has one boundary to find. The
+//! search probes the first and the last block. Between two probed blocks, only the backends that
+//! own the former but not the latter are undecided; the owners of the middle block split them. `k`
+//! different boundaries in a chain of `n` blocks cost at most `2 + k log2 n` probes. A chain that
+//! is owned to its end costs two, and one that is not owned at all costs one.
 //!
-//! Three probes at a time, a quarter apart and with their cache misses overlapped, were measured: no
-//! faster for a boundary in 512 blocks among 1 M or 8 M, and slower for whole hits and misses.
+//! Probing three blocks at a time, a quarter apart and with overlapping cache misses, was measured:
+//! no faster for a boundary in 512 blocks among 1 M or 8 M, and slower for full hits and misses.
 //!
-//! Under a writer each probe sees its own moment. A backend found at block `i` owned it, and all
-//! before it, at the moment of that probe; so every answer was true at some moment during the call.
+//! While the writer works, each probe sees its own moment. A backend found at block `i` owned it
+//! and everything before it at the moment of that probe, so every answer was true at some moment
+//! during the call.
 
 use crate::ids::{BlockHash, Slot};
 use crate::view::mask::Mask;
 
 /// Calls `matched(slot, blocks)` for each owner of the first block, in ascending order of slot.
-/// `owners` gives a block's owners.
+/// `owners` returns the owners of a block.
 pub(super) fn match_prefix<const W: usize>(
     chain: &[BlockHash],
     owners: impl Fn(BlockHash) -> Mask<W>,
@@ -53,7 +54,7 @@ pub(super) fn match_prefix<const W: usize>(
     });
 }
 
-/// Finds the boundaries of `undecided`, who own block `from` and do not own block `to`.
+/// Finds the boundaries of the `undecided` backends, which own block `from` but not block `to`.
 fn bisect<const W: usize>(
     chain: &[BlockHash],
     owners: &impl Fn(BlockHash) -> Mask<W>,

@@ -1,17 +1,16 @@
-//! The published read view of the block index: what many readers see without ever waiting for the
-//! one writer.
+//! The published read view of the block index: many readers that never wait for the one writer.
 //!
-//! The index is cut by hash into shards. Each shard is an immutable-in-shape `table` behind a
-//! pointer; the writer (the ownership arena, in `apply`) changes owners in place, one atomic word
-//! at a time, and replaces the table when it is full. Readers keep the table they hold alive. So
-//! reading is wait-free, needs no `unsafe`, and a reader that falls asleep blocks nobody.
+//! The index is split by hash into shards. Each shard is a `table` of fixed shape behind a pointer.
+//! The writer (the ownership arena, in `apply`) changes owners in place, one atomic word at a time,
+//! and replaces the table when it is full. Readers keep the table that they hold alive. Reading is
+//! therefore wait-free and needs no `unsafe`, and a stalled reader blocks nobody.
 //!
-//! What a reader may see while the writer works: an ownership that ended a moment ago, or not yet
-//! one that just began. What it never sees: an owner that never held the block. `matching` says
-//! what that means for a prefix; loom models in `loom_tests` check it.
+//! While the writer works, a reader may still see an ownership that ended a moment ago, or miss one
+//! that has just begun. It never sees an owner that never held the block. `matching` describes what
+//! that means for a prefix; the loom models in `loom_tests` check it.
 //!
-//! A second index keyed by position (seed 002) would be a second set of shards with a wider entry
-//! beside this one; matching takes its probe as a function and would not change.
+//! A second index keyed by position (seed 002) would be a second set of shards with a wider entry.
+//! Matching takes its probe as a function and would not change.
 
 mod mask;
 mod matching;
@@ -33,11 +32,11 @@ use table::{SHARD_BITS, Table};
 pub(crate) use table::{mix, spread};
 pub(crate) use writer::ViewWriter;
 
-/// Shards of an index: at 10 M blocks a table has about 2,400 entries and is rebuilt in some
-/// 20 us, which bounds what one insertion can cost.
+/// Number of shards of an index. At 10 M blocks, a table has about 2,400 entries and is rebuilt in
+/// some 20 us, which bounds the cost of one insertion.
 pub(crate) const SHARDS: usize = 1 << SHARD_BITS;
 
-/// A handle on the published block index. Cheap to clone; any number of threads may read while the
+/// A handle on the published block index. Cheap to clone. Any number of threads may read while the
 /// one writer (`apply`) changes it, and none ever waits.
 #[derive(Clone)]
 pub struct BlockView {
@@ -45,16 +44,18 @@ pub struct BlockView {
 }
 
 struct Shared {
-    /// A power of two, by the high bits of the mixed hash.
+    /// A power of two of shards, selected by the high bits of the mixed hash.
     shards: Box<[Swap<Table>]>,
-    /// Words a mask of every slot in use takes; only grows, except by a restore.
+    /// Number of words in a mask of all slots in use. Only grows, except by a restore.
     width: AtomicUsize,
-    /// Blocks owned by slot: a figure for policies, no part of the index, so never loom's.
+    /// Number of owned blocks by slot. A figure for policies and not part of the index, so loom
+    /// does not check it.
     owned: Box<[std::sync::atomic::AtomicU32]>,
 }
 
 impl BlockView {
-    /// The index of these tables, one per shard: a power of two, up to [`SHARDS`].
+    /// Creates an index over these tables, one per shard. Their number is a power of two, up to
+    /// [`SHARDS`].
     fn over(tables: &[Arc<Table>]) -> Self {
         let shards = tables
             .iter()
@@ -69,7 +70,8 @@ impl BlockView {
         }
     }
 
-    /// How many blocks `slot` is believed to own; 0 for a slot beyond [`BACKENDS_MAX`].
+    /// Returns how many blocks `slot` is believed to own; 0 for a slot at or above
+    /// [`BACKENDS_MAX`].
     #[must_use]
     pub fn owned(&self, slot: Slot) -> u32 {
         let owned = self.shared.owned.get(usize::from(slot.0));
@@ -88,14 +90,14 @@ impl BlockView {
             .for_each(|slot| owner(Slot(slot)));
     }
 
-    /// Longest owned prefix of `chain` per backend, for all backends at once, by mask bisection:
-    /// calls `matched(slot, blocks)` once for every backend that owns at least the first block,
-    /// in ascending order of slot. Allocates nothing.
+    /// Finds the longest owned prefix of `chain` for all backends at once, by mask bisection. Calls
+    /// `matched(slot, blocks)` once for every backend that owns at least the first block, in
+    /// ascending order of slot. Does not allocate.
     ///
-    /// `chain` is a chain as [`crate::prefix`] makes it: each hash names the whole prefix before it.
-    /// Of hashes that do not follow from one another the answer says nothing.
+    /// `chain` must be a chain as produced by [`crate::prefix`], where each hash identifies the
+    /// whole prefix before it. For unrelated hashes the result is meaningless.
     pub fn match_prefix(&self, chain: &[BlockHash], matched: impl FnMut(Slot, u32)) {
-        // A mask just wide enough: 8 bytes for up to 64 backends against 128 for 1,024.
+        // A mask just wide enough: 8 bytes for up to 64 backends, against 128 for 1,024.
         match self.shared.width.load(Ordering::Acquire) {
             0..=1 => matching::match_prefix(chain, |block| self.probe::<1>(block), matched),
             2..=4 => matching::match_prefix(chain, |block| self.probe::<4>(block), matched),
@@ -103,8 +105,8 @@ impl BlockView {
         }
     }
 
-    /// Longest owned prefix of `chain` at one backend, by binary search over positions: the answer
-    /// of [`BlockView::match_prefix`], found for each backend by itself.
+    /// Finds the longest owned prefix of `chain` at one backend, by binary search over positions.
+    /// Returns the same as [`BlockView::match_prefix`] for that backend.
     #[must_use]
     pub fn match_by_position(&self, chain: &[BlockHash], slot: Slot) -> u32 {
         let matched = chain.partition_point(|block| self.owns(slot, *block));
@@ -119,7 +121,7 @@ impl BlockView {
     #[inline]
     fn shard_of(&self, block: BlockHash) -> usize {
         let bits = self.shared.shards.len().trailing_zeros();
-        // In two steps, because a shift by 64 (one shard) is none.
+        // Two shifts, because a single shift by 64 (one shard) would overflow.
         (mix(block) >> 1 >> (63 - bits)) as usize
     }
 }

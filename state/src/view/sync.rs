@@ -1,16 +1,16 @@
-//! The few concurrent building blocks the view is made of, in one place, so that `--cfg loom`
-//! can put loom's checked twins in their stead.
+//! The concurrency primitives of the view, gathered here so that `--cfg loom` can replace them with
+//! loom's checked versions.
 //!
 //! [`Swap`] is an `Arc` that one thread replaces while others read it. In production it is
-//! `arc_swap::ArcSwap`, whose readers never wait; loom knows nothing of `ArcSwap`, so a model uses a
-//! lock there and checks what is built on top.
+//! `arc_swap::ArcSwap`, whose readers never wait. Loom does not know `ArcSwap`, so models use a
+//! lock in its place and check what is built on top.
 
 #[cfg(not(loom))]
 mod imp {
     pub(crate) use std::sync::Arc;
     pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-    /// A shared pointer that one writer replaces under many readers.
+    /// A shared pointer that one writer replaces while many readers use it.
     pub(crate) struct Swap<T>(arc_swap::ArcSwap<T>);
 
     impl<T> Swap<T> {
@@ -18,13 +18,13 @@ mod imp {
             Self(arc_swap::ArcSwap::new(value))
         }
 
-        /// Runs `read` on the present value, which stays alive meanwhile.
+        /// Runs `read` on the current value and keeps the value alive meanwhile.
         #[inline]
         pub(crate) fn read<R>(&self, read: impl FnOnce(&T) -> R) -> R {
             read(&self.0.load())
         }
 
-        /// Replaces the value for readers that come from now on.
+        /// Replaces the value for later readers.
         pub(crate) fn publish(&self, value: Arc<T>) {
             self.0.store(value);
         }
@@ -36,7 +36,7 @@ mod imp {
     pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
     pub(crate) use loom::sync::{Arc, RwLock};
 
-    /// A shared pointer that one writer replaces under many readers.
+    /// A shared pointer that one writer replaces while many readers use it.
     pub(crate) struct Swap<T>(RwLock<Arc<T>>);
 
     impl<T> Swap<T> {
@@ -44,14 +44,15 @@ mod imp {
             Self(RwLock::new(value))
         }
 
-        /// Runs `read` on the present value, which stays alive meanwhile. The lock is held only
-        /// to take the pointer, as a reader of the real one goes on with an old value too.
+        /// Runs `read` on the current value and keeps the value alive meanwhile. The lock is held
+        /// only to clone the pointer, because a reader of the real `Swap` may also continue with an
+        /// old value.
         pub(crate) fn read<R>(&self, read: impl FnOnce(&T) -> R) -> R {
             let value = self.0.read().expect("no model thread panics").clone();
             read(&value)
         }
 
-        /// Replaces the value for readers that come from now on.
+        /// Replaces the value for later readers.
         pub(crate) fn publish(&self, value: Arc<T>) {
             *self.0.write().expect("no model thread panics") = value;
         }

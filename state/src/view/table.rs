@@ -1,47 +1,51 @@
 //! One shard's table: block hash to set of owners, written by one thread while others read.
 //!
-//! Open addressing with linear probing over slots of three words `[key low, key high, owners]`.
-//! What makes it sound without locks: **a key is written once within a table**. The writer stores
-//! the two key words, then `owners` with Release; a reader loads `owners` with Acquire first, so
-//! that a slot in use has a key that never changes. A block nobody owns any more keeps its key, as
-//! a tombstone. Growing, and dropping tombstones, means building another table and publishing that.
+//! The table uses open addressing with linear probing over slots of three words,
+//! `[key low, key high, owners]`. It is sound without locks because **a key is written once within
+//! a table**. The writer stores the two key words, then `owners` with Release. A reader loads
+//! `owners` first, with Acquire, so a used slot has a key that never changes. A block that lost its
+//! last owner keeps its key, as a tombstone. Growing and dropping tombstones means building another
+//! table and publishing that.
 //!
-//! `owners` names up to three slots itself; more of them stand in a *row*, a run of words in an area
-//! beside the slots that is given to one key and never to another: a list of 16-bit slots while
-//! they are few, else a bitmap. Rows change in place, one atomic word at a time. So a reader may see
-//! a set a moment old, or in the midst of several changes, but never an owner that the block never
-//! had. Lists and inline slots bound the cost of a block with `k` owners to about `12 + 4k` bytes
-//! for any number of backends; bitmaps alone would cost 128 bytes at 1,024 backends.
+//! `owners` holds up to three slots itself. More than three are stored in a *row*: a run of words
+//! in an area beside the slots, allocated to one key and never to another. A row is a list of
+//! 16-bit slots while they are few, else a bitmap. Rows change in place, one atomic word at a time.
+//! A reader may therefore see a set that is a moment old or halfway through several changes, but
+//! never an owner that the block never had. Inline slots and lists bound the cost of a block with
+//! `k` owners to about `12 + 4k` bytes for any number of backends; bitmaps alone would cost 128
+//! bytes at 1,024 backends.
 
 use crate::ids::BlockHash;
 use crate::view::mask::Mask;
 use crate::view::sync::{AtomicU32, AtomicU64, Ordering};
 
-/// `owners` of a slot never used: ends a probe.
+/// `owners` of a slot that was never used, which ends a probe.
 pub(super) const UNUSED: u32 = 0;
 /// `owners` of a tombstone.
 pub(super) const NOBODY: u32 = 1;
-/// A place in a list row that holds no slot.
+/// A vacant place in a list row.
 const VACANT: u16 = u16::MAX;
-/// Marks `owners` that name up to three slots of ten bits each; unused places repeat the last one.
+/// Flag of `owners` words that hold up to three slots of ten bits each. Unused places repeat the
+/// last slot.
 const INLINE: u32 = 1 << 31;
 const INLINE_BITS: u32 = 10;
 const INLINE_SLOT: u32 = (1 << INLINE_BITS) - 1;
-/// Above the row's offset stands its kind: 1, 2 and 3 a list of 1, 2 and 4 words, 4 a bitmap.
+/// Position of the row's kind, above its offset: 1, 2 and 3 are lists of 1, 2 and 4 words, 4 is a
+/// bitmap.
 const KIND_SHIFT: u32 = 28;
 const OFFSET: u32 = (1 << KIND_SHIFT) - 1;
 const KIND_BITMAP: u32 = 4;
 
-/// The decoded `owners` word.
+/// A decoded `owners` word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Owners {
-    /// No owner, be it a tombstone or an unused slot.
+    /// No owner: a tombstone or an unused slot.
     Nobody,
-    /// One to three slots, ascending, the last one repeated.
+    /// One to three slots, ascending; the last one is repeated.
     Inline([u16; 3]),
-    /// `words` words of four slots each.
+    /// A list row of `words` words with four slots each.
     List { at: usize, words: usize },
-    /// As many words as the table's `width`.
+    /// A bitmap row of the table's `width` words.
     Bitmap { at: usize },
 }
 
@@ -77,7 +81,7 @@ impl Owners {
         }
     }
 
-    /// One to three slots, in any order.
+    /// Encodes one to three slots, given in any order.
     pub(super) fn inline(slots: &[u16]) -> Self {
         let mut places = [slots[slots.len() - 1]; 3];
         places[..slots.len()].copy_from_slice(slots);
@@ -95,28 +99,28 @@ struct Entry {
     owners: AtomicU32,
 }
 
-/// See the module's text.
+/// A table of owners; see the module documentation.
 pub(super) struct Table {
     entries: Box<[Entry]>,
     rows: Box<[AtomicU64]>,
-    /// Words of a bitmap row.
+    /// Number of words in a bitmap row.
     pub(super) width: usize,
 }
 
-/// Spreads a hash over 64 bits. Block hashes are uniform already; hashes made up in a test, or
-/// drawn from a few values, still spread.
+/// Spreads a hash over 64 bits. Block hashes are uniform already, but hashes made up by a test, or
+/// drawn from few values, are not.
 #[inline]
 pub(crate) fn mix(block: BlockHash) -> u64 {
     block.0.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Maps 32 uniform bits to `0..len` (Lemire's fast range); `len` need not be a power of two.
+/// Maps 32 uniform bits to `0..len` (Lemire's fast range). `len` need not be a power of two.
 #[inline]
 pub(crate) fn spread(bits: u32, len: usize) -> usize {
     ((u64::from(bits) * len as u64) >> 32) as usize
 }
 
-/// Bits of a mixed hash that choose among the shards, at most.
+/// Maximum number of bits of a mixed hash that select a shard.
 pub(super) const SHARD_BITS: u32 = 12;
 
 impl Table {
@@ -141,12 +145,12 @@ impl Table {
         self.rows.len()
     }
 
-    /// Heap bytes of the table.
+    /// Returns the heap size of the table in bytes.
     pub(super) fn memory_bytes(&self) -> usize {
         size_of::<Self>() + size_of_val(&*self.entries) + size_of_val(&*self.rows)
     }
 
-    /// Loads the entry a probe for `block` begins with.
+    /// Prefetches the entry where a probe for `block` begins.
     #[inline]
     pub(super) fn warm(&self, block: BlockHash) -> u32 {
         self.entries[self.home(block)]
@@ -159,16 +163,16 @@ impl Table {
         spread((mix(block) << SHARD_BITS >> 32) as u32, self.entries.len())
     }
 
-    /// Place and `owners` of `block`, or the unused place where it would stand.
+    /// Returns the place and `owners` of `block`, or the unused place where it belongs.
     ///
-    /// Ends because the writer keeps at least one slot in eight unused.
+    /// Terminates because the writer keeps at least one slot in eight unused.
     #[inline]
     fn probe(&self, block: BlockHash) -> (usize, u32) {
         let (low, high) = (block.0 as u32, (block.0 >> 32) as u32);
         let mut at = self.home(block);
         loop {
             let entry = &self.entries[at];
-            // First of the three loads: with Acquire it makes the key of a used slot visible.
+            // The first of the three loads: Acquire makes the key of a used slot visible.
             let owners = entry.owners.load(Ordering::Acquire);
             if owners == UNUSED {
                 return (at, UNUSED);
@@ -190,7 +194,7 @@ impl Table {
         self.contains(Owners::decode(self.probe(block).1), slot)
     }
 
-    /// The owners of `block` among the slots below `64 * W`.
+    /// Returns the owners of `block` among the slots below `64 * W`.
     #[inline]
     pub(super) fn owners<const W: usize>(&self, block: BlockHash) -> Mask<W> {
         self.mask(Owners::decode(self.probe(block).1))
@@ -237,7 +241,7 @@ impl Table {
         self.rows[word].load(Ordering::Acquire)
     }
 
-    /// Calls `each` with every key that is in use, and its owners.
+    /// Calls `each` with every key that has an owner, and its owners.
     pub(super) fn for_each(&self, mut each: impl FnMut(BlockHash, Owners)) {
         for entry in &self.entries {
             let owners = Owners::decode(entry.owners.load(Ordering::Acquire));
@@ -251,9 +255,10 @@ impl Table {
     }
 }
 
-/// What only the writer calls. It is alone, so that it may load, think and store.
+/// Operations of the writer only. There is one writer, so it may load, compute and store.
 impl Table {
-    /// Where `block` stands with its `owners` word, or would stand ([`UNUSED`]).
+    /// Returns the place of `block` and its `owners` word, or the place where it belongs
+    /// ([`UNUSED`]).
     pub(super) fn find(&self, block: BlockHash) -> (usize, u32) {
         self.probe(block)
     }
@@ -280,7 +285,7 @@ impl Table {
             .store(owners.encode(), Ordering::Release);
     }
 
-    /// Adds `slot` to a row that has room for it; `false`: it has none.
+    /// Adds `slot` to a row; returns `false` if the row has no room.
     pub(super) fn row_insert(&self, owners: Owners, slot: u16) -> bool {
         match owners {
             Owners::List { at, words } => (at..at + words).any(|word| {
@@ -304,7 +309,7 @@ impl Table {
         }
     }
 
-    /// Takes `slot` out of a row; answers whether the row is empty then.
+    /// Removes `slot` from a row; returns whether the row is empty afterwards.
     pub(super) fn row_remove(&self, owners: Owners, slot: u16) -> bool {
         match owners {
             Owners::List { at, words } => {
@@ -329,7 +334,7 @@ impl Table {
         }
     }
 
-    /// Fills the row at `at`, that no key has, with `slots`: the cheaper of list and bitmap.
+    /// Fills the unallocated row at `at` with `slots`, as a list or a bitmap, whichever is cheaper.
     pub(super) fn row_write<const W: usize>(&self, at: usize, slots: &Mask<W>) -> Owners {
         let words = row_words(slots.count(), self.width);
         if words == self.width {
@@ -350,7 +355,8 @@ impl Table {
     }
 }
 
-/// Words a row of `count` slots takes in a table whose bitmaps have `width` words.
+/// Returns the number of words for a row of `count` slots in a table whose bitmaps have `width`
+/// words.
 pub(super) fn row_words(count: usize, width: usize) -> usize {
     let list = count.div_ceil(4).next_power_of_two();
     if list > 4 { width } else { list.min(width) }

@@ -1,7 +1,8 @@
-//! The writer's end of the view: sets and clears owners, and rebuilds a shard's table when it is full.
+//! The writer's side of the view: sets and clears owners, and rebuilds a shard's table when it is
+//! full.
 //!
-//! A rebuild touches one shard, a few thousand entries at the most, so that no change of the index
-//! ever waits long; the tables grow by a factor of 1.18 only, because their slack is memory.
+//! A rebuild affects one shard of at most a few thousand entries, so no change of the index takes
+//! long. Tables grow by a factor of only 1.18, because their slack costs memory.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -11,23 +12,23 @@ use crate::view::sync::{Arc, Ordering};
 use crate::view::table::{Owners, Table, UNUSED, row_words};
 use crate::view::{BlockView, SHARDS};
 
-/// A table is rebuilt when more of its slots than this are used, in percent.
+/// Percentage of used slots above which a table is rebuilt.
 const LOAD_MAX: usize = 85;
-/// Slots used just after a rebuild, in percent.
+/// Percentage of used slots directly after a rebuild.
 const LOAD_FRESH: usize = 72;
-/// Slots of the smallest table.
+/// Number of slots of the smallest table.
 const CAPACITY_MIN: usize = 8;
 
-/// Changes what the handles of one [`BlockView`] see. There is one per index.
+/// The writer behind all handles of one [`BlockView`]. There is one per index.
 pub(crate) struct ViewWriter {
     view: BlockView,
     shards: Vec<Shard>,
-    /// Words a bitmap of all slots seen so far takes.
+    /// Number of words in a bitmap of all slots seen so far.
     width: usize,
 }
 
 impl ViewWriter {
-    /// An empty index of `shards` shards, a power of two up to [`SHARDS`].
+    /// Creates an empty index of `shards` shards, a power of two up to [`SHARDS`].
     pub(crate) fn new(shards: usize) -> Self {
         assert!(
             shards.is_power_of_two() && shards <= SHARDS,
@@ -43,19 +44,19 @@ impl ViewWriter {
         }
     }
 
-    /// A handle for readers.
+    /// Returns a handle for readers.
     pub(crate) fn view(&self) -> &BlockView {
         &self.view
     }
 
-    /// Makes room for `slot`, before anything is inserted for it.
+    /// Makes room for `slot`. Must precede the first insertion for it.
     pub(crate) fn admit(&mut self, slot: Slot) {
         self.width = self.width.max(usize::from(slot.0) / 64 + 1);
         self.view.shared.width.store(self.width, Ordering::Release);
     }
 
-    /// Loads the memory that changes of `blocks` will touch, see [`crate::ownership`]; the sum is
-    /// for the compiler, that it may not leave the loads out.
+    /// Prefetches the memory that changes of `blocks` will touch, see [`crate::ownership`]. The sum
+    /// keeps the compiler from removing the loads.
     pub(crate) fn warm(&self, blocks: &[BlockHash]) -> u32 {
         let load = |&block: &BlockHash| self.shards[self.view.shard_of(block)].table.warm(block);
         blocks.iter().map(load).fold(0, u32::wrapping_add)
@@ -77,20 +78,20 @@ impl ViewWriter {
         self.count(slot, |owned| owned.saturating_sub(1));
     }
 
-    /// There is one writer, so a load and a store make an exact count.
+    /// Changes the count of `slot`. With a single writer, a load and a store are exact.
     fn count(&self, slot: Slot, change: impl Fn(u32) -> u32) {
         if let Some(owned) = self.view.shared.owned.get(usize::from(slot.0)) {
             owned.store(change(owned.load(Relaxed)), Relaxed);
         }
     }
 
-    /// An index with as many shards that no reader sees, to be filled for [`Self::adopt`].
+    /// Creates an index with as many shards that no reader sees, to be filled for [`Self::adopt`].
     pub(crate) fn unpublished(&self) -> Self {
         Self::new(self.shards.len())
     }
 
-    /// Shows `other`'s content to this writer's readers. Until it returns they may find some
-    /// shards of the old index and some of the new.
+    /// Publishes `other`'s content to this writer's readers. Until it returns, they may see some
+    /// shards of the old index and some of the new one.
     pub(crate) fn adopt(&mut self, other: Self) {
         self.width = other.width;
         self.view.shared.width.store(self.width, Ordering::Release);
@@ -103,7 +104,7 @@ impl ViewWriter {
         }
     }
 
-    /// Pairs of block and owner in the view.
+    /// Returns the number of pairs of block and owner in the view.
     pub(crate) fn pairs(&self) -> u64 {
         let mut pairs = 0;
         for Shard { table, .. } in &self.shards {
@@ -112,21 +113,21 @@ impl ViewWriter {
         pairs
     }
 
-    /// Heap bytes of the tables, without what readers still hold of older ones.
+    /// Returns the heap size of the tables in bytes, without older tables that readers still hold.
     pub(crate) fn memory_bytes(&self) -> usize {
         let tables = self.shards.iter().map(|shard| shard.table.memory_bytes());
         tables.sum::<usize>() + self.shards.len() * size_of::<Shard>()
     }
 }
 
-/// What the writer knows about one shard's table.
+/// The writer's bookkeeping for one shard's table.
 struct Shard {
     table: Arc<Table>,
-    /// Slots with a key, tombstones included.
+    /// Number of slots with a key, tombstones included.
     used: usize,
-    /// Slots with an owner.
+    /// Number of slots with an owner.
     live: usize,
-    /// Row words given out.
+    /// Number of row words allocated.
     row_words_used: usize,
 }
 
@@ -140,7 +141,7 @@ impl Shard {
         }
     }
 
-    /// Answers whether the table is another one now and has to be published.
+    /// Inserts an owner. Returns whether the table was replaced and must be published.
     fn insert(&mut self, slot: u16, block: BlockHash, width: usize) -> bool {
         if self.try_insert(slot, block) {
             return false;
@@ -151,7 +152,7 @@ impl Shard {
         true
     }
 
-    /// `false` when the table has no room for it; nothing changed then.
+    /// Inserts an owner in place. Returns `false`, without a change, if the table has no room.
     fn try_insert(&mut self, slot: u16, block: BlockHash) -> bool {
         let (at, word) = self.table.find(block);
         if word == UNUSED {
@@ -191,14 +192,14 @@ impl Shard {
         }
     }
 
-    /// Gives the key at `at` a row that holds its owners and `slot`.
+    /// Moves the key at `at` to a row that holds its owners and `slot`.
     fn move_to_row(&mut self, at: usize, owners: Owners, slot: u16) -> bool {
         let table = &self.table;
         let mut slots = table.mask::<WORDS_MAX>(owners);
         slots.insert(slot);
         let words = row_words(slots.count(), table.width);
         let row = self.row_words_used;
-        // Slots beyond the table's width need the wider bitmaps of a rebuilt one.
+        // Slots beyond the table's width need the wider bitmaps of a rebuilt table.
         let is_wide = slots.0[table.width..].iter().any(|&bits| bits != 0);
         if is_wide || row + words > table.row_words() {
             return false;
@@ -236,7 +237,7 @@ impl Shard {
         }
     }
 
-    /// Moves what is alive to a table with room for at least one more key, and one more row.
+    /// Moves the live entries to a table with room for at least one more key and one more row.
     fn rebuild(&mut self, width: usize) {
         let width = width.max(self.table.width);
         let old = Arc::clone(&self.table);
@@ -286,7 +287,7 @@ impl Shard {
     }
 }
 
-/// Writes a row's slots, now `slots`, the cheapest way into another table.
+/// Copies a row, whose slots are `slots` now, into another table in the cheapest form.
 fn copy_row(table: &Table, row: &mut usize, slots: &Mask<WORDS_MAX>) -> Owners {
     let count = slots.count();
     if count > 3 {
