@@ -1,7 +1,7 @@
-//! The backends of the cluster: what stands in which slot, and which life of it.
+//! The registry of backends: the occupant of each slot, and its incarnation.
 //!
-//! Slots are reused, the lowest free one first; incarnation counters are kept per slot and survive
-//! removals, so that no two lives ever share a [`BackendRef`].
+//! Slots are reused, lowest free one first. Incarnation counters are kept per slot and survive
+//! removals, so that no two occupants ever share a [`BackendRef`].
 
 mod spec;
 
@@ -18,32 +18,32 @@ pub use spec::{BackendSpec, EngineFacts};
 /// A registered backend.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct Backend {
-    /// How commands name it.
+    /// Reference that commands use.
     pub handle: BackendRef,
-    /// As the operator described it.
+    /// Description by the operator.
     pub spec: BackendSpec,
-    /// Whether it takes no new requests.
+    /// Whether it accepts no new requests.
     pub draining: bool,
-    /// What the engine said of itself.
+    /// Facts reported by the engine.
     pub facts: EngineFacts,
 }
 
 impl Backend {
-    /// Blocks its cache holds: as the operator says, else as the engine says.
+    /// Returns the cache capacity in blocks: the operator's value, else the engine's.
     #[must_use]
     pub fn capacity_blocks(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
     }
 
-    /// Whether the engine itself says that it has `model`, base model or adapter.
+    /// Whether the engine itself lists `model`, as a base model or an adapter.
     #[must_use]
     pub fn lists(&self, model: &str) -> bool {
         let listed = self.facts.models.as_ref();
         listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
     }
 
-    /// Whether it serves `model`: by its description or, under `"*"`, by what the engine lists. An
-    /// engine that has not been asked yet may serve anything.
+    /// Whether it serves `model`, according to its description or, with `"*"`, to the engine's own
+    /// list. An engine that has not been probed yet may serve any model.
     #[must_use]
     pub fn serves(&self, model: &str) -> bool {
         self.spec.models.iter().any(|served| {
@@ -52,27 +52,27 @@ impl Backend {
     }
 }
 
-/// What a change of a backend means for what it owns.
+/// Effect of a backend change on ownership.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotChange {
-    /// Nothing about ownership changed.
+    /// Ownership is not affected.
     Unchanged,
     /// The same engine with another capacity.
     Resized(Slot),
-    /// An empty cache: a new backend or a new life of one.
+    /// An empty cache: a new backend or incarnation.
     Begun(Slot),
 }
 
-/// Every backend slot does not hold is free.
+/// The backends by slot.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Backends {
     by_slot: BTreeMap<Slot, Backend>,
-    /// Last incarnation given out, of slots that ever held a backend.
+    /// Last incarnation of every slot that ever held a backend.
     incarnations: BTreeMap<Slot, Incarnation>,
 }
 
 impl Backends {
-    /// By slot, ascending.
+    /// Iterates over backends by slot, ascending.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Backend> {
         self.by_slot.values()
     }
@@ -81,18 +81,19 @@ impl Backends {
         self.by_slot.get(&slot)
     }
 
-    /// Whether `handle` names a present life.
+    /// Whether `handle` refers to a current incarnation.
     pub(crate) fn is_live(&self, handle: BackendRef) -> bool {
         self.in_slot(handle.slot)
             .is_some_and(|it| it.handle == handle || planted::is(Bug::IncarnationIgnored))
     }
 
-    /// A scan: at most `BACKENDS_MAX` short comparisons, for administrative commands only.
+    /// Finds a backend by id. A scan of at most `BACKENDS_MAX` short comparisons, for admin
+    /// commands only.
     pub(crate) fn named(&self, name: &str) -> Option<&Backend> {
         self.iter().find(|backend| backend.spec.id == name)
     }
 
-    /// Adds or changes the backend that `spec` names; `None` when there is no room.
+    /// Adds or changes the backend that `spec` names; `None` if the registry is full.
     pub(crate) fn put(&mut self, spec: BackendSpec) -> Option<SlotChange> {
         let Some(slot) = self.named(&spec.id).map(|backend| backend.handle.slot) else {
             return self.add(spec);
@@ -116,14 +117,14 @@ impl Backends {
         })
     }
 
-    /// Removes a backend; answers where it stood.
+    /// Removes a backend and returns its slot.
     pub(crate) fn remove(&mut self, name: &str) -> Option<Slot> {
         let slot = self.named(name)?.handle.slot;
         self.by_slot.remove(&slot);
         Some(slot)
     }
 
-    /// Answers whether there is such a backend.
+    /// Sets draining and returns whether there is such a backend.
     pub(crate) fn set_draining(&mut self, name: &str, draining: bool) -> bool {
         let Some(slot) = self.named(name).map(|backend| backend.handle.slot) else {
             return false;
@@ -134,11 +135,11 @@ impl Backends {
         true
     }
 
-    /// Takes what an engine said; `None` when `handle` is no present life.
+    /// Records facts reported by an engine; `None` if `handle` is not a current incarnation.
     ///
-    /// An observation of an earlier start than known is old news and changes nothing. A restarted
-    /// engine keeps what it does not say anew until it says so: most often it is unchanged, and a
-    /// backend without models would answer nobody.
+    /// Facts from an earlier start than the known one are outdated and change nothing. A restarted
+    /// engine keeps the facts that it does not report again until it does: it is usually unchanged,
+    /// and a backend without models would serve nobody.
     pub(crate) fn observe(&mut self, handle: BackendRef, facts: EngineFacts) -> Option<SlotChange> {
         let backend = self
             .by_slot
@@ -187,10 +188,10 @@ impl Backends {
         Some(self.begin(slot))
     }
 
-    /// Starts a new life of what stands in `slot`.
+    /// Starts a new incarnation in `slot`.
     fn begin(&mut self, slot: Slot) -> SlotChange {
         let last = self.incarnations.entry(slot).or_default();
-        // Four thousand million restarts of one engine: wrapping is as good as any other answer.
+        // After four billion restarts of one engine, wrapping is as good as any other answer.
         *last = Incarnation(last.0.wrapping_add(1));
         if let Some(backend) = self.by_slot.get_mut(&slot) {
             backend.handle.incarnation = *last;
@@ -198,8 +199,8 @@ impl Backends {
         SlotChange::Begun(slot)
     }
 
-    /// Begins new lives of all backends, other ones than any that this registry or `others` ever gave
-    /// out: what is still under way to those finds nobody.
+    /// Starts new incarnations of all backends that differ from any that this registry or `others`
+    /// ever gave out. Commands in flight for those then apply to nothing.
     pub(crate) fn outlive(&mut self, others: &Self) {
         for (slot, last) in &others.incarnations {
             let known = self.incarnations.entry(*slot).or_default();
@@ -211,7 +212,7 @@ impl Backends {
         }
     }
 
-    /// I5's part: handles, names and bounds agree. Answers what does not.
+    /// Checks I5's part: handles, names and bounds agree.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut names = std::collections::BTreeSet::new();
         for (slot, backend) in &self.by_slot {

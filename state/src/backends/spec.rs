@@ -1,4 +1,4 @@
-//! What operators and engines say of a backend, and the bounds of it.
+//! Descriptions of a backend by operators and engines, and their bounds.
 
 use std::collections::BTreeMap;
 
@@ -9,29 +9,29 @@ use crate::bounds::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
 
-/// Most models or labels of one backend.
+/// Maximum number of models, and of labels, of one backend.
 const LIST_ENTRIES_MAX: usize = 256;
-/// Most models an engine lists of itself: adapters count as models there.
+/// Maximum number of models that an engine lists; adapters count as models there.
 const ENGINE_MODELS_MAX: usize = 4096;
 
-/// A backend as an operator describes it.
+/// A backend as described by an operator.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendSpec {
-    /// The backend's id: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
+    /// Id of the backend: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
     pub id: String,
-    /// `http://host:port`, without a path.
+    /// Base URL, `http://host:port` without a path.
     pub url: String,
-    /// Model ids it serves; `"*"` stands for what the engine itself lists.
+    /// Model ids that it serves; `"*"` stands for the engine's own list.
     #[serde(default = "any_model")]
     pub models: Vec<String>,
-    /// Free labels for filters and display.
+    /// Arbitrary labels for filters and display.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// Blocks (of the router's block size) its cache holds. `None`: asked from the engine.
+    /// Cache capacity in blocks of the router's block size. `None`: the engine is asked.
     #[serde(default)]
     pub capacity_blocks: Option<u32>,
-    /// ZMQ endpoint of its KV events. `None`: ownership by leases.
+    /// ZMQ endpoint of its KV events. `None`: ownership follows from leases.
     #[serde(default)]
     pub kv_events: Option<String>,
     /// ZMQ endpoint that replays its KV events.
@@ -43,15 +43,16 @@ fn any_model() -> Vec<String> {
     vec!["*".to_owned()]
 }
 
-/// What an engine says of itself; a field is `None` when it was not asked or did not say.
+/// Facts that an engine reports about itself. A field is `None` if it was not asked or not
+/// reported.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
 pub struct EngineFacts {
-    /// Model ids of its `/v1/models`, sorted.
+    /// Model ids from its `/v1/models`, sorted.
     pub models: Option<Vec<String>>,
-    /// Cache capacity in the *router's* blocks, converted by who asked.
+    /// Cache capacity in the *router's* blocks, converted by the replica that asked.
     pub capacity_blocks: Option<u32>,
-    /// Start of the engine process, unix seconds. A later one than known: the engine restarted,
-    /// its cache is empty, a new incarnation begins.
+    /// Start time of the engine process, in Unix seconds. A later time than the known one means
+    /// that the engine restarted: its cache is empty, and a new incarnation begins.
     pub started_at_s: Option<u64>,
 }
 
@@ -122,7 +123,7 @@ impl BackendSpec {
 }
 
 impl EngineFacts {
-    /// Whether every field is within its bounds.
+    /// Whether all fields are within their bounds.
     pub(crate) fn is_valid(&self) -> bool {
         let is_list = |models: &Vec<String>| {
             models.len() <= ENGINE_MODELS_MAX
@@ -133,13 +134,14 @@ impl EngineFacts {
     }
 }
 
-/// Whether all texts together keep within [`LIST_BYTES_MAX`], which bounds what a registry takes in
-/// a snapshot.
+/// Whether all texts together stay within [`LIST_BYTES_MAX`], which bounds the size of a registry
+/// in a snapshot.
 fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
     texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
 }
 
-/// `http://host:port`; a host is a name, an IPv4 address, or an IPv6 address in brackets.
+/// Whether `url` is `http://host:port`. The host is a name, an IPv4 address, or an IPv6 address in
+/// brackets.
 fn is_base_url(url: &str) -> bool {
     let Some((host, port)) = url
         .strip_prefix("http://")
@@ -288,7 +290,7 @@ mod tests {
             kv_events: Some("x".repeat(NAME_BYTES_MAX)),
             kv_replay: Some("x".repeat(NAME_BYTES_MAX)),
         };
-        // Short names cost most beside themselves.
+        // Short names have the largest overhead.
         let facts = EngineFacts {
             models: Some(names(ENGINE_MODELS_MAX, 16).collect()),
             capacity_blocks: Some(u32::MAX),

@@ -1,25 +1,27 @@
-//! Grants through the log: the order of dispatches under backlog, decided once for all replicas.
+//! Grants through the log: one dispatch order under backlog for all replicas.
 //!
-//! With `grants = "log"` a request that has to wait is entered here ([`Item::Wait`]); whoever learns
-//! of room proposes [`Item::Grant`], and applying that takes the next request by priority, then by
-//! its user's counter, then by log order. The user is charged the price of the request in the same
-//! step, so that the next grant already goes by it: a single queue for the whole cluster, with
-//! VTC's bound for one. The replica whose request it is finds the grant in [`GrantsView`] and
-//! dispatches; with [`Item::Leave`] it tells that it took the grant, or that it does not want it.
+//! With `grants = "log"`, a request that has to wait is entered here ([`Item::Wait`]). A replica
+//! that learns of free capacity proposes [`Item::Grant`]. Applying it takes the next request by
+//! priority, then by its user's counter, then by log order. The same step charges the user the
+//! price of the request, so the next grant already takes it into account. The result is a single
+//! queue for the whole cluster, with VTC's bound for one. The replica that owns the request finds
+//! the grant in [`GrantsView`] and dispatches. With [`Item::Leave`] it reports that it took the
+//! grant or does not want it.
 //!
 //! [`Item::Wait`]: crate::command::Item::Wait
 //! [`Item::Grant`]: crate::command::Item::Grant
 //! [`Item::Leave`]: crate::command::Item::Leave
 //!
 //! # The protocol for replicas
-//! - A request ended here while requests wait: propose `Grant {model, 1}`.
-//! - Requests of this replica have waited a while with room for them (nobody's request ended, a
-//!   backend was added): propose `Grant` for as many as there is room. More grants than requests wait
-//!   are void, so that proposing too many costs no more than a request too many at an engine.
-//! - A granted request goes before everything that waits here, as soon as there is room for it, and
-//!   `Leave` is proposed. Its client is gone: `Leave` and `Grant {model, 1}`, so that the next one
-//!   goes; the price already charged becomes credit of the user (`CreditLedger::credit`).
-//! - A replica that is gone has its requests taken out and its open grants handed on.
+//! - When a request ends here while requests wait, propose `Grant {model, 1}`.
+//! - When requests of this replica have waited a while although there is capacity (no request
+//!   ended, but a backend was added), propose `Grant` for as many as there is capacity. Grants
+//!   beyond the number of waiting requests have no effect, so proposing too many costs at most one
+//!   request too many at an engine.
+//! - A granted request goes ahead of everything waiting here, as soon as there is capacity; propose
+//!   `Leave` for it. If its client is gone, propose `Leave` and `Grant {model, 1}`, so that the
+//!   next one goes. The price already charged becomes credit of the user (`CreditLedger::credit`).
+//! - When a replica is lost, its requests are removed and its open grants are passed on.
 
 #[cfg(test)]
 mod tests;
@@ -33,27 +35,27 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::encoding;
 use crate::ids::{ModelKey, ReplicaId, Ticket, UserKey};
 
-/// Requests that one replica may have waiting or granted.
+/// Maximum number of requests that one replica may have waiting or granted.
 pub const WAITING_PER_REPLICA_MAX: usize = 16_384;
-/// Requests that all replicas may have waiting or granted.
+/// Maximum number of requests waiting or granted at all replicas.
 pub const WAITING_MAX: usize = 65_536;
 
-/// A request that waits for a grant.
+/// A request waiting for a grant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct Wait {
-    /// Names it, together with the replica that proposed it.
+    /// Identifies the request, together with the replica that proposed it.
     pub ticket: Ticket,
-    /// For which model.
+    /// Model that the request is for.
     pub model: ModelKey,
-    /// Who pays.
+    /// User to charge.
     pub user: UserKey,
-    /// Higher goes first.
+    /// Priority; higher goes first.
     pub priority: i16,
-    /// Priced tokens charged when it is granted.
+    /// Priced tokens to charge when it is granted.
     pub tokens: u32,
 }
 
-/// Grants that were made and not taken yet, as of one applied index.
+/// Grants that have not been taken yet, as of one applied index.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GrantsView {
     granted: BTreeMap<(ReplicaId, Ticket), Wait>,
@@ -61,32 +63,32 @@ pub struct GrantsView {
 }
 
 impl GrantsView {
-    /// A replica's granted requests, by ticket.
+    /// Iterates over a replica's granted requests, by ticket.
     pub fn granted(&self, replica: ReplicaId) -> impl Iterator<Item = &Wait> {
         let all = (replica, Ticket(0))..=(replica, Ticket(u64::MAX));
         self.granted.range(all).map(|(_, wait)| wait)
     }
 
-    /// Whether a request is known, granted or not: one that is not was never applied, or is over.
+    /// Whether a request is known, granted or not. An unknown one was never applied or is over.
     #[must_use]
     pub fn knows(&self, replica: ReplicaId, ticket: Ticket) -> bool {
         let key = (replica, ticket);
         self.waiting.contains(&key) || self.granted.contains_key(&key)
     }
 
-    /// Requests that wait, all replicas and models.
+    /// Returns the number of waiting requests of all replicas and models.
     #[must_use]
     pub fn waiting_len(&self) -> usize {
         self.waiting.len()
     }
 }
 
-/// A request in the list, as it stands in snapshots.
+/// A request in the list, in the form snapshots store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(crate) struct WaitEntry {
     replica: ReplicaId,
     wait: Wait,
-    /// Log order.
+    /// Position in log order.
     seq: u64,
     is_granted: bool,
 }
@@ -97,20 +99,20 @@ pub(crate) struct WaitingList {
     entries: BTreeMap<(ReplicaId, Ticket), WaitEntry>,
     queues: BTreeMap<WaitQueueKey, WaitQueue>,
     per_replica: BTreeMap<ReplicaId, usize>,
-    /// 0 whenever nothing waits.
+    /// Last position in log order; 0 whenever the list is empty.
     last_seq: u64,
-    /// Wrapping sum over the entries' hashes.
+    /// Wrapping sum of the entries' hashes.
     digest: u128,
 }
 
 /// Model, and priority from high to low.
 type WaitQueueKey = (ModelKey, Reverse<i16>);
 
-/// Requests of one model and priority that wait.
+/// Waiting requests of one model and priority.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct WaitQueue {
-    /// `(counter, log order of the first request, user)`. Counters are as last seen; since they only
-    /// rise, a first one that is still what it was is the least.
+    /// `(counter, log order of the user's first request, user)`. Counters are as last seen. Since
+    /// they only rise, a first entry whose counter is unchanged has the least counter.
     order: BTreeSet<(u64, u64, UserKey)>,
     users: BTreeMap<UserKey, UserTickets>,
 }
@@ -118,7 +120,7 @@ struct WaitQueue {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct UserTickets {
     counter: u64,
-    /// By log order; never empty.
+    /// Tickets in log order; never empty.
     tickets: BTreeMap<u64, (ReplicaId, Ticket)>,
 }
 
@@ -138,7 +140,7 @@ impl WaitQueue {
         let line = self.users.entry(user).or_default();
         line.tickets
             .insert(entry.seq, (entry.replica, entry.wait.ticket));
-        // Log order rises: a line that was there keeps its first.
+        // Log order only rises, so a user with tickets keeps the first one.
         self.order.insert((line.counter, line.first(), user));
     }
 
@@ -156,7 +158,7 @@ impl WaitQueue {
         }
     }
 
-    /// Who is next, by the counters as they are.
+    /// Returns the next request by the current counters.
     fn next(&mut self, counter: impl Fn(UserKey) -> u64) -> Option<(ReplicaId, Ticket)> {
         loop {
             let &(seen, first, user) = self.order.first()?;
@@ -173,7 +175,7 @@ impl WaitQueue {
 }
 
 impl WaitingList {
-    /// Takes a request in. Answers whether it was: not a second time, and not beyond the bounds.
+    /// Adds a request. Returns `false` if it is a repeat or exceeds a bound.
     pub(crate) fn wait(&mut self, replica: ReplicaId, wait: Wait) -> bool {
         let entry = WaitEntry {
             replica,
@@ -197,7 +199,7 @@ impl WaitingList {
         if !is_welcome {
             return false;
         }
-        // Only then: a replica without requests has no count.
+        // Only now: a replica without requests must have no count.
         *self.per_replica.entry(entry.replica).or_default() += 1;
         self.digest = self.digest.wrapping_add(hash(&entry));
         if !entry.is_granted {
@@ -207,8 +209,8 @@ impl WaitingList {
         true
     }
 
-    /// A replica took a grant, or does not want it, or its request left. Answers whether it was
-    /// known.
+    /// Removes a request whose replica took the grant, does not want it, or saw the request leave.
+    /// Returns whether it was known.
     pub(crate) fn leave(&mut self, replica: ReplicaId, ticket: Ticket) -> bool {
         let Some(entry) = self.entries.remove(&(replica, ticket)) else {
             return false;
@@ -240,7 +242,7 @@ impl WaitingList {
         }
     }
 
-    /// Grants the next request of a model; answers whom to charge for it.
+    /// Grants the next request of a model and returns it with its replica, to charge its user.
     pub(crate) fn grant(
         &mut self,
         model: ModelKey,
@@ -258,7 +260,7 @@ impl WaitingList {
         Some((key.0, entry.wait))
     }
 
-    /// Takes out all of a replica's requests; answers the models of those that were granted.
+    /// Removes all requests of a replica and returns the models of those that were granted.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
         let all = (replica, Ticket(0))..=(replica, Ticket(u64::MAX));
         let entries: Vec<WaitEntry> = self.entries.range(all).map(|(_, entry)| *entry).collect();
@@ -273,12 +275,12 @@ impl WaitingList {
         self.entries.is_empty()
     }
 
-    /// Of everything in it.
+    /// Returns the digest of the whole list.
     pub(crate) fn digest(&self) -> (u64, u128) {
         (self.last_seq, self.digest)
     }
 
-    /// What replicas are to see.
+    /// Returns the view for replicas.
     pub(crate) fn view(&self) -> GrantsView {
         let mut view = GrantsView::default();
         for (key, entry) in &self.entries {
@@ -291,12 +293,12 @@ impl WaitingList {
         view
     }
 
-    /// Everything in it, for snapshots.
+    /// Returns the whole list, for snapshots.
     pub(crate) fn image(&self) -> (u64, Vec<WaitEntry>) {
         (self.last_seq, self.entries.values().copied().collect())
     }
 
-    /// The list that [`WaitingList::image`] told of; says what is wrong with it.
+    /// Rebuilds the list from [`WaitingList::image`], or describes the fault.
     pub(crate) fn restored((last_seq, entries): (u64, Vec<WaitEntry>)) -> Result<Self, String> {
         let mut list = Self::default();
         let mut by_log: Vec<WaitEntry> = entries;
@@ -315,7 +317,7 @@ impl WaitingList {
         Ok(list)
     }
 
-    /// Replicas that have requests in it.
+    /// Iterates over the replicas with requests in the list.
     pub(crate) fn replicas(&self) -> impl Iterator<Item = ReplicaId> {
         self.per_replica.keys().copied()
     }

@@ -1,29 +1,29 @@
-//! The two buckets of a user: exact integers that drain with time.
+//! A user's two token buckets, in exact integers that drain over time.
 //!
-//! Use is counted in units times window length, and drains by the limit per millisecond: both are
-//! whole numbers, so nothing is ever rounded away.
+//! Usage is counted in units times window length and drains by the limit per millisecond. Both are
+//! whole numbers, so nothing is ever rounded.
 
 use bincode::{Decode, Encode};
 
 use super::{RemainingLimits, UserLimits};
 
-/// Debt is forgiven beyond so many windows: one absurd report must not lock a user out for years.
+/// Debt beyond this many windows is forgiven: one absurd report must not lock a user out for years.
 const DEBT_WINDOWS_MAX: u128 = 600;
 
-/// What was used and has not drained; all 0 when both buckets are full.
+/// Usage that has not drained yet; all 0 when both buckets are full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Consumed {
-    /// Requests, times `window_ms`.
+    /// Requests times `window_ms`.
     requests: u128,
-    /// Tokens, times `window_ms`.
+    /// Tokens times `window_ms`.
     tokens: u128,
-    /// The window when it was counted.
+    /// Window at the time of counting, in milliseconds.
     window_ms: u32,
-    /// As of when.
+    /// Time of counting, in milliseconds of replicated time.
     at_ms: u64,
 }
 
-/// Milliseconds until a request is allowed; 0: it is.
+/// Milliseconds until a request is allowed; 0 if it is allowed now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RetryAfter {
     pub(super) requests: u64,
@@ -31,7 +31,7 @@ pub(super) struct RetryAfter {
 }
 
 impl Consumed {
-    /// As it is at `now_ms`, in the window of `limits`. What is not bounded counts nothing.
+    /// Returns the usage at `now_ms` in the window of `limits`. What has no limit counts as 0.
     fn drained(&self, limits: &UserLimits, now_ms: u64) -> Self {
         let window_ms = limits.window_ms();
         let elapsed_ms = u128::from(now_ms.saturating_sub(self.at_ms));
@@ -52,7 +52,7 @@ impl Consumed {
         }
     }
 
-    /// Counts use.
+    /// Adds usage.
     pub(crate) fn spend(&mut self, limits: &UserLimits, now_ms: u64, requests: u64, tokens: u64) {
         let mut spent = self.drained(limits, now_ms);
         let window_ms = u128::from(spent.window_ms);
@@ -71,17 +71,18 @@ impl Consumed {
         };
     }
 
-    /// Whether a restored value is one that could have been counted.
+    /// Whether a restored value could have been counted here.
     pub(crate) fn is_valid(&self) -> bool {
         *self == Self::default()
             || (self.requests, self.tokens) != (0, 0)
                 && (1..=super::WINDOW_MS_MAX).contains(&self.window_ms)
-                // The most debt at the highest limit; with another window's length as a factor it is
-                // still far from the end of 128 bits.
+                // Bounded by the maximum debt at the highest limit. Even multiplied by another
+                // window's length, it stays far below 128 bits.
                 && self.requests.max(self.tokens) < 1 << 92
     }
 
-    /// How long one more request has to wait, on top of `requests` and `tokens` not counted here.
+    /// Returns how long one more request has to wait, given `requests` and `tokens` that are not
+    /// counted here yet.
     pub(super) fn waits_ms(
         &self,
         limits: &UserLimits,
@@ -96,7 +97,7 @@ impl Consumed {
             let over = needed.saturating_sub(limit * window_ms);
             Some(u64::try_from(over.div_ceil(limit.max(1))).unwrap_or(u64::MAX))
         };
-        // A request needs one of its kind, and any token.
+        // A request needs one request and at least one token.
         let requests = spent.requests + (u128::from(requests) + 1) * window_ms;
         let tokens = spent.tokens + u128::from(tokens) * window_ms + 1;
         RetryAfter {
@@ -105,7 +106,7 @@ impl Consumed {
         }
     }
 
-    /// Whole units left.
+    /// Returns the whole units left.
     pub(super) fn left(&self, limits: &UserLimits, now_ms: u64) -> RemainingLimits {
         let spent = self.drained(limits, now_ms);
         let window_ms = u128::from(spent.window_ms);

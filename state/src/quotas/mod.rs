@@ -1,16 +1,18 @@
-//! Rate limits of users: bounds per window, kept across the cluster.
+//! Rate limits of users: bounds per window, enforced across the cluster.
 //!
-//! Requests and tokens are bounded by a token bucket each: it holds one window's worth and refills
-//! evenly. What was used is counted in the replicated state, as charges are applied, and may exceed
-//! the bucket: replicas admit on what they knew some milliseconds ago, and tokens are known only once
-//! they are made. The bucket is then in *debt*, and nothing is admitted until that is refilled; so the
-//! long-run rate is the limit exactly, whatever the lag, and over any interval of `t` windows at most
-//! `limit * (1 + t)` is admitted, plus what all replicas admit within their lag. It is a leaky
-//! bucket as a meter (ITU-T I.371's generic cell rate algorithm is the same in another form).
+//! Requests and tokens each have a token bucket, which holds one window's worth and refills evenly.
+//! Usage is counted in the replicated state as charges are applied. It may exceed the bucket,
+//! because replicas admit by what they knew some milliseconds ago, and tokens are known only after
+//! they are generated. The bucket is then in *debt*, and nothing is admitted until the debt is
+//! refilled. The long-run rate therefore equals the limit exactly, whatever the lag. Over any
+//! interval of `t` windows, at most `limit * (1 + t)` is admitted, plus what all replicas admit
+//! within their lag. This is a leaky bucket as a meter; ITU-T I.371's generic cell rate algorithm
+//! is the same in another form.
 //!
-//! A replica checks a request against the published state and what it has admitted itself and not
-//! seen applied, at the replicated time and what has passed since by its monotonic clock: no clock that is
-//! set forth or back refills a bucket, or keeps it from being refilled.
+//! A replica checks a request against the published state and against what it has admitted itself
+//! but not seen applied. It uses replicated time plus what has passed since by its monotonic clock,
+//! so that a clock that is set forward or back neither refills a bucket nor stops it from
+//! refilling.
 
 mod bucket;
 #[cfg(test)]
@@ -22,10 +24,11 @@ pub(crate) use bucket::Consumed;
 
 pub use crate::settings::{TOKENS_MAX, UserLimits, WINDOW_MS_DEFAULT, WINDOW_MS_MAX};
 
-/// When to ask again when requests in flight are the limit: nobody knows when one ends.
+/// Retry delay in milliseconds when the limit is on requests in flight, because nobody knows when
+/// one will end.
 pub const CONCURRENT_RETRY_MS: u64 = 1000;
 
-/// Which bound a request would break.
+/// Bound that a request would exceed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LimitKind {
@@ -37,44 +40,45 @@ pub enum LimitKind {
     Concurrent,
 }
 
-/// A request that its user's limits do not allow at present.
+/// A request that its user's limits do not allow right now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LimitRejection {
-    /// The bound it would break.
+    /// Bound that it would exceed.
     pub limit: LimitKind,
-    /// When it may be allowed, if nothing else is admitted until then. At least 1.
+    /// Time until it may be allowed if nothing else is admitted before, in milliseconds. At least
+    /// 1.
     pub retry_after_ms: u64,
 }
 
-/// What is left of a user's limits; `None`: unbounded.
+/// Remainder of a user's limits. `None`: unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct RemainingLimits {
-    /// Requests that would be admitted at once.
+    /// Requests that would be admitted right now.
     pub requests: Option<u64>,
-    /// Tokens before requests are refused; 0 also in debt.
+    /// Tokens left before requests are rejected; 0 also while in debt.
     pub tokens: Option<u64>,
-    /// Requests that could begin beside those in flight.
+    /// Requests that could start in addition to those in flight.
     pub concurrent: Option<u64>,
 }
 
-/// A user's limits and what was used of them, as of one applied index.
+/// A user's limits and their usage as of one applied index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Quota {
-    /// The user's own limits, or those of users without any.
+    /// The user's own limits, or those for all users.
     pub limits: UserLimits,
     pub(crate) consumed: Consumed,
-    /// Requests in flight, all replicas.
+    /// Requests in flight at all replicas.
     pub(crate) in_flight: u64,
-    /// Requests that wait, all replicas: admitted, and not counted in `spent` before they begin.
+    /// Requests waiting at all replicas: admitted, but not in `consumed` until they start.
     pub(crate) waiting: u64,
 }
 
 impl Quota {
-    /// Whether one more request is allowed at `now_ms`, the replicated time, when `pending` is
+    /// Checks whether one more request is allowed at `now_ms`, in replicated time. `pending` is
     /// what the caller admitted and the state does not show yet.
     ///
     /// # Errors
-    /// With the bound it would break; of several the one that lasts longest.
+    /// The bound that it would exceed; of several, the one with the longest wait.
     pub fn check(&self, now_ms: u64, pending: &PendingUse) -> Result<(), LimitRejection> {
         if self.limits.is_unbounded() {
             return Ok(());
@@ -84,8 +88,8 @@ impl Quota {
         let waits = self
             .consumed
             .waits_ms(&self.limits, now_ms, admitted, pending.tokens);
-        // What is over here gives its place back at once, not when the log has it: a client that
-        // asks again right after an answer is within its limit.
+        // A request that ended here frees its place at once, not only when the log shows it: a
+        // client that sends the next request right after an answer is within its limit.
         let open = admitted
             .saturating_add(self.in_flight)
             .saturating_sub(pending.ended);
@@ -111,7 +115,7 @@ impl Quota {
         }
     }
 
-    /// What is left at `now_ms`.
+    /// Returns the remainder of the limits at `now_ms`.
     #[must_use]
     pub fn left(&self, now_ms: u64) -> RemainingLimits {
         let left = self.consumed.left(&self.limits, now_ms);
@@ -131,16 +135,16 @@ impl Quota {
     }
 }
 
-/// What a user used that the published state does not show yet.
+/// Usage of a user that the published state does not show yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PendingUse {
-    /// Requests that began, and requests that were queued: one that waited and was then dispatched
-    /// stands here twice, and once in `dequeued`.
+    /// Requests that started, plus requests that were queued. One that waited and was then
+    /// dispatched counts twice here and once in `dequeued`.
     pub requests: u64,
-    /// Requests that wait no more. They may be of those whom the published state shows waiting.
+    /// Requests that stopped waiting. The published state may still show them as waiting.
     pub dequeued: u64,
-    /// Requests that are over. They may be of those whom the published state shows in flight.
+    /// Requests that ended. The published state may still show them in flight.
     pub ended: u64,
-    /// Tokens, cached ones not counted.
+    /// Tokens, not counting cached ones.
     pub tokens: u64,
 }

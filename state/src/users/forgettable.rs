@@ -1,7 +1,8 @@
-//! Who can be forgotten when the table is full, and in which order.
+//! Users that can be forgotten when the table is full, and the order in which they go.
 //!
-//! Since log format 4 users who were never charged go first: nothing of theirs is billed, and whoever
-//! makes names up has most of them. Then, and in all logs before, the least counter goes.
+//! From log format 4 on, users that were never charged go first: nothing of theirs is billed, and a
+//! client that makes up names creates mostly such users. Among the rest, and in all older logs, the
+//! user with the least counter goes first.
 
 use std::collections::BTreeSet;
 
@@ -9,19 +10,19 @@ use super::User;
 use super::standing::AdmissionAccount;
 use crate::ids::UserKey;
 
-/// `(counter, key)` of users.
+/// Users ordered by `(counter, key)`.
 type ForgettingOrder = BTreeSet<(u64, UserKey)>;
 
-/// Everyone who can be forgotten.
+/// All users that can be forgotten.
 #[derive(Debug, Default)]
 pub(super) struct Forgettable {
     never_charged: ForgettingOrder,
     charged: ForgettingOrder,
-    /// Whether the log is of format 4.
+    /// Whether the log has format 4.
     is_never_charged_first: bool,
 }
 
-/// Where a user stands among them.
+/// A user's position in the order of forgetting.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ForgettingRank {
     is_charged: bool,
@@ -29,9 +30,9 @@ pub(super) struct ForgettingRank {
 }
 
 impl ForgettingRank {
-    /// `None`: the user cannot be forgotten.
+    /// Returns the user's rank; `None` if the user cannot be forgotten.
     pub(super) fn of(user: &User) -> Option<Self> {
-        // What was used of the limits goes with the user: they begin anew with full buckets.
+        // Usage of the limits is forgotten with the user, who restarts with full buckets.
         let is_needed =
             |standing: &AdmissionAccount| !standing.waiting.is_empty() || standing.limits.is_some();
         let is_kept = user.is_configured || user.standing.as_deref().is_some_and(is_needed);
@@ -58,7 +59,7 @@ impl Forgettable {
         self.order(rank).remove(&(rank.counter, key));
     }
 
-    /// Takes out who is to be forgotten next.
+    /// Removes and returns the user to forget next.
     pub(super) fn pop(&mut self) -> Option<UserKey> {
         let least = [self.never_charged.first(), self.charged.first()];
         let is_charged = match least {
@@ -74,7 +75,7 @@ impl Forgettable {
         order.pop_first().map(|(_, key)| key)
     }
 
-    /// Sets whether never charged users go first.
+    /// Sets whether never-charged users go first.
     pub(super) fn spare_charged(&mut self, spares: bool) {
         self.is_never_charged_first = spares;
     }
@@ -83,7 +84,7 @@ impl Forgettable {
         self.is_never_charged_first
     }
 
-    /// Whether the same users stand in the same order.
+    /// Whether both contain the same users in the same order.
     pub(super) fn is_as(&self, other: &Self) -> bool {
         (&self.never_charged, &self.charged) == (&other.never_charged, &other.charged)
     }

@@ -5,16 +5,16 @@ use super::{AdmissionAccount, User};
 use crate::encoding;
 use crate::ids::UserKey;
 
-/// Users in one section of a snapshot.
+/// Number of users in one section of a snapshot.
 const USERS_PER_PIECE: usize = 4096;
 
 impl UsersImage {
-    /// What is kept beside the users, encoded.
+    /// Encodes the totals that are kept besides the users.
     pub(crate) fn totals(&self) -> Vec<u8> {
         encoding::to_bytes(&self.totals)
     }
 
-    /// What admission keeps of users, encoded as [`UsersImage::pieces`].
+    /// Encodes the users' admission accounts in the same way as [`UsersImage::pieces`].
     pub(crate) fn standings(&self) -> impl Iterator<Item = Vec<u8>> {
         let standing = |(key, user): (&UserKey, &User)| Some((*key, user.standing.clone()?));
         let mut standings = self.map.iter().filter_map(standing).peekable();
@@ -25,7 +25,7 @@ impl UsersImage {
         })
     }
 
-    /// All users, encoded one after the other, in pieces of a bounded number of users.
+    /// Encodes all users in pieces of a bounded number of users.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut users = self.map.iter().peekable();
         std::iter::from_fn(move || {
@@ -37,7 +37,7 @@ impl UsersImage {
 }
 
 impl Users {
-    /// Takes the users of one piece; answers what is wrong with it.
+    /// Adds the users of one piece, or describes its fault.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, User)>;
         for (key, user) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
@@ -56,7 +56,7 @@ impl Users {
         Ok(())
     }
 
-    /// Takes what admission keeps of the users of one piece, who are there already.
+    /// Adds the admission accounts of one piece to users that are already there.
     pub(crate) fn restore_standings(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, Box<AdmissionAccount>)>;
         for (key, standing) in
@@ -76,7 +76,7 @@ impl Users {
         Ok(())
     }
 
-    /// Counter of the user who last left the queues; see the field.
+    /// Returns the counter of the user who last left the queues; see the field.
     pub(crate) fn last_left(&self) -> Option<u64> {
         self.last_left
     }

@@ -1,9 +1,9 @@
-//! Recent usage of users, kept only while a policy needs it.
+//! Recent usage of users, maintained only while a policy needs it.
 //!
-//! The hot path reads a frozen copy of the user table, published after each command. Least and most
-//! over all users are found by going round the users active within the window, a bounded number of
-//! them per command: with up to [`ROUND_USERS`] active users they are exact, with more they lag by
-//! as many commands as a round takes.
+//! The hot path reads a frozen copy of the user table, published after each command. The least and
+//! most usage over all users are found by scanning the users active within the window, a bounded
+//! number of them per command. With up to [`ROUND_USERS`] active users they are exact; with more,
+//! they lag by as many commands as a scan takes.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -13,22 +13,22 @@ use super::{User, UserUsage};
 use crate::ids::UserKey;
 use crate::policy::{UserTokens, VtcBasicSettings};
 
-/// Most users looked at per command.
+/// Maximum number of users scanned per command.
 const ROUND_USERS: usize = 2048;
 
-/// Goes round the active users.
+/// Scan over the active users.
 pub(super) struct UsageScan {
-    /// Everyone who may have used something within the window.
+    /// Users who may have used something within the window.
     active: BTreeSet<UserKey>,
-    /// Last one looked at; `None` at the beginning of a round.
+    /// Last user scanned; `None` at the start of a round.
     last: Option<UserKey>,
-    /// Of the round under way.
+    /// Extremes found so far in the current round.
     found: Extremes,
-    /// Of the last whole round.
+    /// Extremes of the last complete round.
     known: Extremes,
 }
 
-/// Least and most weighted tokens, users without any left out.
+/// Least and most weighted tokens, ignoring users without any.
 #[derive(Debug, Clone, Copy, Default)]
 struct Extremes {
     least_milli: Option<u64>,
@@ -44,7 +44,7 @@ impl Extremes {
 }
 
 impl UsageScan {
-    /// Everyone is active until looked at.
+    /// Starts a scan in which all users count as active until scanned.
     pub(super) fn over(map: &UserMap) -> Self {
         Self {
             active: map.iter().map(|(key, _)| *key).collect(),
@@ -58,7 +58,7 @@ impl UsageScan {
         self.active.insert(user);
     }
 
-    /// Looks at the next users.
+    /// Scans the next users.
     pub(super) fn go_on(&mut self, users: &RecentUsage) {
         let from = self.last.map_or(Bound::Unbounded, Bound::Excluded);
         let mut idle = Vec::new();
@@ -87,13 +87,13 @@ impl UsageScan {
         }
     }
 
-    /// Tells `lately` of the last whole round.
+    /// Writes the result of the last complete round to `lately`.
     pub(super) fn tell(&self, lately: &mut RecentUsage) {
         lately.extremes = self.known;
     }
 }
 
-/// A frozen view of what users used within the window.
+/// A frozen view of the users' usage within the window.
 pub struct RecentUsage {
     map: UserMap,
     now_ms: u64,
@@ -120,8 +120,8 @@ impl RecentUsage {
         }
     }
 
-    /// What the user used, beside the least and most of all users. Prompt tokens count whether they
-    /// were cached or not.
+    /// Returns the user's usage next to the least and most of all users. Prompt tokens count
+    /// whether cached or not.
     #[must_use]
     pub fn tokens(&self, user: UserKey) -> UserTokens {
         UserTokens {
@@ -193,7 +193,7 @@ mod tests {
             tokens(&mut users, 2, 6 * WINDOW_BUCKET_MS),
             [Some(0), None, None]
         );
-        // Who comes back counts again, and who was there before anybody looked.
+        // A returning user counts again, and so does one who was there before the first scan.
         charge(&mut users, 1, 1, 0, 6 * WINDOW_BUCKET_MS);
         assert_eq!(
             tokens(&mut users, 1, 6 * WINDOW_BUCKET_MS),
@@ -228,7 +228,7 @@ mod tests {
         charge(&mut users, 1, 7, 0, 10_000);
         assert_eq!(tokens(&mut users, 1, 14_999)[0], Some(7000));
         assert_eq!(tokens(&mut users, 1, 15_000)[0], Some(0));
-        // What was used under another window's length is not known any more.
+        // Usage recorded under another window length is no longer known.
         users.set_window_ms(50_000);
         assert_eq!(tokens(&mut users, 1, 15_000)[0], Some(0));
         charge(&mut users, 1, 3, 0, 15_000);

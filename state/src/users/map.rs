@@ -1,4 +1,4 @@
-//! The users by key, in a map that is frozen by reference.
+//! The users by key, in a map that is frozen by cloning references.
 
 use super::User;
 use crate::cow::{CowMap, ShardKey};
@@ -10,7 +10,7 @@ pub(super) type UserMap = CowMap<UserKey, User>;
 impl ShardKey for UserKey {
     const BRANCHES: usize = 1024;
 
-    // By the highest bits, so that shard order is key order; keys are hashes, hence uniform.
+    // By the highest bits, so that shard order is key order. Keys are hashes, hence uniform.
     fn shard(&self) -> usize {
         (self.0 >> 48) as usize
     }

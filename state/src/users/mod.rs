@@ -1,29 +1,29 @@
-//! Users and what they used: virtual token counters after VTC.
+//! Users and their usage: virtual token counters as in VTC.
 //!
-//! Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (VTC); the lift is
-//! that of algorithm 2 there. A user's counter rises by `(input_price * uncached input tokens +
-//! output_price * output tokens) / weight`. A user coming back from idle is lifted to the least
-//! counter among users who wait for admission; while nobody does, to that of the user who last
-//! stopped waiting or was dispatched: idling earns no credit. Before anybody ever waited (and in all
-//! logs of format version 1) the least counter among users with requests in flight stands for that,
-//! or, when nobody has any, the counter at which the last one fell idle.
+//! Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (VTC), Algorithm 2
+//! for the lift. A user's counter rises by `(input_price * uncached input tokens + output_price *
+//! output tokens) / weight`. A user who returns from idle is lifted to the least counter among
+//! users waiting for admission or, if nobody waits, to the counter of the user who last stopped
+//! waiting or was dispatched. Idling therefore earns no credit. Before anybody ever waited, and in
+//! all logs of format version 1, the lift takes the least counter among users with requests in
+//! flight or, if there are none, the counter at which the last user became idle.
 //!
-//! Whether somebody waits is told by charges (`queued`, `dequeued`), so that users who wait at one
-//! replica count at all of them. docs/internals/fairness.md says why waiting and not being in
-//! flight decides.
+//! Charges report who waits (`queued`, `dequeued`), so users waiting at one replica count at all of
+//! them. docs/internals/fairness.md explains why waiting decides and being in flight does not.
 //!
 //! # Fixed point
-//! A counter counts thousandths of a priced token at weight 1, in a `u64`. It is never summed up in
-//! rounded steps: a user keeps the exact number of priced tokens charged since a `base`, and the
+//! A counter counts thousandths of a priced token at weight 1, in a `u64`. It is never accumulated
+//! in rounded steps. A user keeps the exact number of priced tokens charged since a `base`, and the
 //! counter is `base + floor(charged * 1_000_000 / weight_milli)`. A lift raises `base`; a change of
-//! weight makes the counter of that moment the new `base`. With a constant weight a counter thus
-//! equals the lifts plus the rounded sum of all charges, in whatever batches they came.
+//! weight makes the current counter the new `base`. With a constant weight, a counter therefore
+//! equals the lifts plus the rounded sum of all charges, however they were batched.
 //!
 //! # Bounds
-//! At most `USERS_MAX` users are kept. A user with no request in flight or waiting and no weight or
-//! limits of their own can be forgotten. Since log format 4 those who were never charged go first. Then
-//! the least counter goes: at or below the virtual time fairness loses nothing, as the user would be
-//! lifted to it anyway; above it the least counter forgives least.
+//! At most `USERS_MAX` users are kept. A user without requests in flight or waiting, and without a
+//! weight or limits of their own, can be forgotten. From log format 4 on, users who were never
+//! charged go first. Then the least counter goes: at or below the virtual time this costs no
+//! fairness, because the user would be lifted to it anyway; above it, the least counter forgives
+//! least.
 
 mod forgettable;
 mod image;
@@ -58,16 +58,16 @@ pub(crate) use table::{ChargeTerms, Users, UsersImage};
 use window::UsageWindow;
 pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
-/// Tokens and requests of one user, added up. Sums saturate.
+/// Tokens and requests of one user. Sums saturate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]
 pub struct UserUsage {
-    /// Prompt tokens the engines computed.
+    /// Prompt tokens that the engines computed.
     pub input_uncached: u64,
-    /// Prompt tokens the engines had in their prefix caches.
+    /// Prompt tokens that the engines found in their prefix caches.
     pub input_cached: u64,
     /// Output tokens.
     pub output: u64,
-    /// Requests that began.
+    /// Requests that started.
     pub requests: u64,
 }
 
@@ -80,54 +80,55 @@ impl UserUsage {
     }
 }
 
-/// A user as the admin API shows one.
+/// A user as the admin API shows it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct UserView {
     /// Hash of the name.
     pub key: UserKey,
-    /// Empty while no replica has told it.
+    /// Name; empty until a replica has reported it.
     pub name: Arc<str>,
-    /// Share of service against others, in thousandths.
+    /// Share of service relative to other users, in thousandths.
     pub weight_milli: u32,
     /// Whether an operator set the weight. Such a user is never forgotten.
     pub is_configured: bool,
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli_tokens: u64,
-    /// Requests begun and not ended, all replicas.
+    /// Requests in flight at all replicas.
     pub in_flight: u64,
-    /// Requests that wait for admission, all replicas.
+    /// Requests waiting for admission at all replicas.
     pub waiting: u64,
-    /// Limits set for this user; `None`: those of all users hold.
+    /// Limits set for this user. `None`: the limits for all users apply.
     pub limits: Option<UserLimits>,
-    /// What is left of the limits that hold.
+    /// Remainder of the effective limits.
     pub left: RemainingLimits,
-    /// Since the user is known.
+    /// Usage since the user became known.
     pub total: UserUsage,
-    /// Over the last [`WINDOW_BUCKETS`] buckets, the present one included. Of [`WINDOW_BUCKET_MS`]
-    /// each, or a fifth of the window that the live policy asks for.
+    /// Usage over the last [`WINDOW_BUCKETS`] buckets, including the current one. A bucket lasts
+    /// [`WINDOW_BUCKET_MS`], or a fifth of the window that the live policy asks for.
     pub window: UserUsage,
-    /// Unix time in milliseconds of the last charge; 0 before the first.
+    /// Unix time of the last charge, in milliseconds; 0 before the first.
     pub last_charge_ms: u64,
 }
 
-/// What is kept of one user.
+/// Stored state of one user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct User {
     name: Arc<str>,
     weight_milli: u32,
     is_configured: bool,
-    /// Counter when `charged` was last set to 0, and every lift since; in milli-tokens.
+    /// Counter at the time when `charged` was last reset, plus every lift since, in milli-tokens.
     base: u64,
-    /// Priced tokens since then.
+    /// Priced tokens charged since then.
     charged: u64,
-    /// Priced tokens ever; with what was forgotten it adds up to all charges (I4).
+    /// Priced tokens ever charged. Together with those of forgotten users they add up to all
+    /// charges (I4).
     charged_ever: u128,
-    /// By replica, ascending, without zeros.
+    /// Requests in flight by replica, ascending, without zeros.
     in_flight: Vec<(ReplicaId, u32)>,
     total: UserUsage,
     window: UsageWindow,
     last_charge_ms: u64,
-    /// What admission keeps; no part of the encoding. `None`: nothing.
+    /// Admission account; encoded separately. `None` if empty.
     standing: Option<Box<AdmissionAccount>>,
 }
 
@@ -182,7 +183,7 @@ impl User {
         }
     }
 
-    /// The virtual token counter; see the module.
+    /// Returns the virtual token counter; see the module documentation.
     fn counter(&self) -> u64 {
         let charged = u128::from(self.charged) * 1_000_000 / u128::from(self.weight_milli.max(1));
         self.base
@@ -214,7 +215,7 @@ impl User {
         sum(&self.in_flight)
     }
 
-    /// Requests that wait, all replicas.
+    /// Returns the number of waiting requests at all replicas.
     fn waiting(&self) -> u64 {
         self.standing.as_ref().map_or(0, |it| sum(&it.waiting))
     }
@@ -225,14 +226,14 @@ impl User {
             .is_some_and(|it| !it.waiting.is_empty())
     }
 
-    /// Changes what admission keeps.
+    /// Changes the admission account.
     fn stand(&mut self, change: impl FnOnce(&mut AdmissionAccount)) {
         let mut standing = self.standing.take().unwrap_or_default();
         change(&mut standing);
         self.standing = Some(standing).filter(|standing| **standing != AdmissionAccount::default());
     }
 
-    /// The limits that hold.
+    /// Returns the effective limits.
     fn limits(&self, of_all: &UserLimits) -> UserLimits {
         let own = self.standing.as_ref().and_then(|standing| standing.limits);
         own.unwrap_or(*of_all)

@@ -8,20 +8,20 @@ use crate::pricing::milli_tokens;
 use crate::quotas::Quota;
 use crate::settings::UserLimits;
 
-/// The window of the `rpm` order.
+/// Window of the `rpm` order, in milliseconds.
 const MINUTE_MS: u64 = 60_000;
 
-/// A frozen image of all users, as of one applied index.
+/// A frozen image of all users as of one applied index.
 pub struct UsersView {
     pub(super) map: UserMap,
     pub(super) now_ms: u64,
     pub(super) bucket_ms: u64,
-    /// Limits of users without any of their own.
+    /// Limits of users without limits of their own.
     pub(super) limits: UserLimits,
 }
 
 impl UsersView {
-    /// What orders of admission look at; of a user nobody knows the default.
+    /// Returns one user's figures for the queue orders; the default for an unknown user.
     #[must_use]
     pub fn figures(&self, user: UserKey) -> UserFigures {
         let user = self.map.get(&user);
@@ -30,7 +30,7 @@ impl UsersView {
         })
     }
 
-    /// A user's limits and what was used of them.
+    /// Returns a user's limits and their usage.
     #[must_use]
     pub fn quota(&self, user: UserKey) -> Quota {
         let user = self.map.get(&user);

@@ -1,7 +1,7 @@
-//! A user's standing in admission: waiting requests, limits, and usage.
+//! A user's admission account: waiting requests, limits and their usage.
 //!
-//! It stands beside the account and takes no part in its encoding, so that users whom admission knows
-//! nothing of are written, and hashed, as in format version 1.
+//! It is stored next to the user but encoded separately, so that users without one are written and
+//! hashed as in format version 1.
 
 use bincode::{Decode, Encode};
 
@@ -9,19 +9,19 @@ use crate::ids::ReplicaId;
 use crate::quotas::Consumed;
 use crate::settings::UserLimits;
 
-/// What admission keeps of a user. A default one is not kept.
+/// Admission account of a user. The default one is not stored.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct AdmissionAccount {
-    /// Requests that wait, by replica, ascending, without zeros.
+    /// Waiting requests by replica, ascending, without zeros.
     pub(super) waiting: Vec<(ReplicaId, u32)>,
-    /// The user's own limits; `None`: those of all.
+    /// The user's own limits. `None`: the limits for all users apply.
     pub(super) limits: Option<UserLimits>,
-    /// What was used of the limits.
+    /// Usage of the limits.
     pub(super) consumed: Consumed,
 }
 
 impl AdmissionAccount {
-    /// Whether a restored one could have been made here.
+    /// Whether a restored account is one that could have arisen here.
     pub(super) fn is_valid(&self) -> bool {
         let waiting = &self.waiting;
         *self != Self::default()
@@ -43,7 +43,7 @@ pub(super) fn add(counts: &mut Vec<(ReplicaId, u32)>, replica: ReplicaId, reques
     }
 }
 
-/// Takes requests off a replica's count, as many as there are.
+/// Subtracts requests from a replica's count, stopping at 0.
 pub(super) fn take(counts: &mut Vec<(ReplicaId, u32)>, replica: ReplicaId, requests: u32) {
     if let Ok(place) = counts.binary_search_by_key(&replica, |(replica, _)| *replica) {
         counts[place].1 = counts[place].1.saturating_sub(requests);
@@ -53,7 +53,7 @@ pub(super) fn take(counts: &mut Vec<(ReplicaId, u32)>, replica: ReplicaId, reque
     }
 }
 
-/// All replicas' counts.
+/// Returns the sum over all replicas.
 pub(super) fn sum(counts: &[(ReplicaId, u32)]) -> u64 {
     counts
         .iter()

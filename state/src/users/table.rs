@@ -1,4 +1,4 @@
-//! The user table with its orders: who is backlogged, who can be forgotten.
+//! The user table and its orders: backlogged, waiting and forgettable users.
 
 use std::collections::BTreeSet;
 
@@ -24,23 +24,23 @@ use crate::pricing::Pricing;
 use crate::quotas::Consumed;
 use crate::settings::UserLimits;
 
-/// Charges of users that are gone, and what is kept beside the users.
+/// Totals kept besides the users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct UsersTotals {
     /// Priced tokens ever charged.
     charged: u128,
-    /// Of these, charged to users who were forgotten.
+    /// Part of `charged` that belongs to forgotten users.
     forgotten: u128,
-    /// Counter at which the last user with requests in flight fell idle.
+    /// Counter at which the last user with requests in flight became idle.
     last_idle_counter: u64,
 }
 
-/// What charges are settled by.
+/// Prices and limits by which charges are settled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ChargeTerms {
-    /// What tokens cost.
+    /// Token prices.
     pub(crate) pricing: Pricing,
-    /// Limits of users without any of their own.
+    /// Limits of users without limits of their own.
     pub(crate) limits: UserLimits,
 }
 
@@ -48,28 +48,28 @@ pub(crate) struct ChargeTerms {
 pub(crate) struct Users {
     pub(super) map: UserMap,
     pub(super) totals: UsersTotals,
-    /// `(counter, key)` of everyone with requests in flight.
+    /// `(counter, key)` of all users with requests in flight.
     backlogged: BTreeSet<(u64, UserKey)>,
-    /// `(counter, key)` of everyone who waits.
+    /// `(counter, key)` of all users with waiting requests.
     waiting: BTreeSet<(u64, UserKey)>,
-    /// Counter of the user who was the last to stop waiting, or since then to be dispatched while
-    /// nobody waits; `None`: nobody ever waited.
+    /// Counter of the user who last stopped waiting or, since then, was dispatched while nobody
+    /// waited. `None`: nobody ever waited.
     pub(super) last_left: Option<u64>,
     forgettable: Forgettable,
-    /// Wrapping sum over the users' hashes.
+    /// Wrapping sum of the users' hashes.
     digest: u128,
     pub(super) users_max: usize,
-    /// Length of a window's bucket; follows from the live policy.
+    /// Length of a window bucket in milliseconds; follows from the live policy.
     bucket_ms: u64,
     /// Whether a user changed since the last [`Users::publish`].
     is_changed: bool,
-    /// Kept while somebody asks for [`Users::lately`].
+    /// Scan for [`Users::lately`], kept while that is in use.
     rounds: Option<UsageScan>,
-    /// For hashing.
+    /// Buffer for hashing.
     scratch: Vec<u8>,
 }
 
-/// A frozen copy.
+/// A frozen copy of the users.
 pub(crate) struct UsersImage {
     pub(super) map: UserMap,
     pub(super) totals: UsersTotals,
@@ -80,7 +80,7 @@ impl Users {
         Self::with_max(USERS_MAX)
     }
 
-    /// For tests of the bound.
+    /// Creates a table with another bound, for tests.
     pub(super) fn with_max(users_max: usize) -> Self {
         Self {
             map: CowMap::new(),
@@ -98,23 +98,23 @@ impl Users {
         }
     }
 
-    /// Sets whether users who were never charged are forgotten first.
+    /// Sets whether never-charged users are forgotten first.
     pub(crate) fn spare_charged(&mut self, spares: bool) {
         self.forgettable.spare_charged(spares);
     }
 
-    /// Whether users who were never charged are forgotten first.
+    /// Whether never-charged users are forgotten first.
     pub(crate) fn spares_charged(&self) -> bool {
         self.forgettable.spares_charged()
     }
 
-    /// Sets how long usage stays in the users' windows.
+    /// Sets the length of the usage windows.
     pub(crate) fn set_window_ms(&mut self, window_ms: u64) {
         self.bucket_ms = (window_ms / WINDOW_BUCKETS as u64).max(1);
     }
 
-    /// What users used within their windows, for readers on other threads. Meant to be asked for
-    /// after every command; [`Users::forget_lately`] ends it.
+    /// Returns the users' usage within their windows, for readers on other threads. Meant to be
+    /// called after every command until [`Users::forget_lately`].
     pub(crate) fn lately(&mut self, now_ms: u64, settings: &VtcBasicSettings) -> RecentUsage {
         let mut lately = RecentUsage::of(self.map.clone(), now_ms, self.bucket_ms, settings);
         let rounds = self
@@ -125,7 +125,7 @@ impl Users {
         lately
     }
 
-    /// Nobody asks for it any more.
+    /// Stops tracking recent usage.
     pub(crate) fn forget_lately(&mut self) {
         self.rounds = None;
     }
@@ -134,17 +134,17 @@ impl Users {
         self.map.len()
     }
 
-    /// How many users have requests in flight.
+    /// Returns the number of users with requests in flight.
     pub(crate) fn backlogged_len(&self) -> usize {
         self.backlogged.len()
     }
 
-    /// How many users wait for admission.
+    /// Returns the number of users with waiting requests.
     pub(crate) fn waiting_len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// What a user who comes is lifted to; see the module's documentation.
+    /// Returns the counter that an arriving user is lifted to; see the module documentation.
     pub(crate) fn virtual_time(&self) -> u64 {
         let least = |users: &BTreeSet<(u64, UserKey)>| users.first().map(|(counter, _)| *counter);
         if planted::is(Bug::LiftOverAll) {
@@ -168,8 +168,8 @@ impl Users {
             .map(|user| user.view(key, now_ms, self.bucket_ms, limits))
     }
 
-    /// The users as of now, for readers on other threads; `None`: as when last asked. `is_anew`:
-    /// what is given along has changed.
+    /// Returns the current users for readers on other threads, or `None` if nothing changed since
+    /// the last call. `is_anew` forces a new view because the limits may have changed.
     pub(crate) fn publish(
         &mut self,
         now_ms: u64,
@@ -185,7 +185,7 @@ impl Users {
         })
     }
 
-    /// Users with keys after `after`, ascending by key.
+    /// Iterates over users with keys above `after`, ascending by key.
     pub(crate) fn views(
         &self,
         after: Option<UserKey>,
@@ -199,8 +199,8 @@ impl Users {
             .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms, &limits))
     }
 
-    /// Settles a charge. Answers whether it was: not when the table is full and nobody can be
-    /// forgotten.
+    /// Settles a charge. Returns `false` if the user is unknown, the table is full and nobody can
+    /// be forgotten.
     pub(crate) fn charge(
         &mut self,
         replica: ReplicaId,
@@ -219,8 +219,8 @@ impl Users {
         let has_queued = self.has_queued();
         let bucket_ms = self.bucket_ms;
         let is_settled = self.change(charge.user, |user| {
-            // VTC lifts whoever comes and has nothing waiting; before anybody waited, whoever comes
-            // back from idle.
+            // VTC lifts an arriving user who has nothing waiting; before anybody ever waited, one
+            // who returns from idle.
             let comes = charge.started > 0 || charge.queued > 0;
             let is_lifted = !user.is_waiting() && (has_queued || user.is_idle());
             if comes && is_lifted && !planted::is(Bug::LiftLost) {
@@ -247,8 +247,8 @@ impl Users {
         is_settled
     }
 
-    /// A user who waited within one charge has stopped waiting, one who was dispatched while nobody
-    /// waits passed an empty queue.
+    /// Updates `last_left`. A user who waited only within this charge has stopped waiting; one who
+    /// was dispatched while nobody waits passed an empty queue.
     fn follow_last_left(&mut self, charge: &Charge) {
         let passed = charge.started > 0 && self.waiting.is_empty() && self.last_left.is_some();
         let user = self.map.get(&charge.user);
@@ -258,7 +258,7 @@ impl Users {
         }
     }
 
-    /// Sets a user's own limits, or none. Answers whether there was room.
+    /// Sets or removes a user's own limits. Returns whether there was room.
     pub(crate) fn limit(&mut self, key: UserKey, name: &str, limits: Option<UserLimits>) -> bool {
         if limits.is_none() && self.map.get(&key).is_none() {
             return true;
@@ -270,7 +270,7 @@ impl Users {
         })
     }
 
-    /// Forgets what a user has used of its limits. Answers whether the user is known.
+    /// Resets a user's usage of the limits. Returns whether the user is known.
     pub(crate) fn forgive(&mut self, key: UserKey) -> bool {
         let is_known = self.map.get(&key).is_some();
         is_known
@@ -280,12 +280,12 @@ impl Users {
             })
     }
 
-    /// A user's counter.
+    /// Returns a user's counter.
     pub(crate) fn counter(&self, key: UserKey) -> Option<u64> {
         self.map.get(&key).map(User::counter)
     }
 
-    /// Gives a user a name. Answers whether there was room.
+    /// Names a user. Returns whether there was room.
     pub(crate) fn define(&mut self, key: UserKey, name: &str) -> bool {
         if self.map.get(&key).is_some_and(|user| &*user.name == name) {
             return true;
@@ -296,7 +296,7 @@ impl Users {
         })
     }
 
-    /// Sets a user's weight. Answers whether there was room.
+    /// Sets a user's weight. Returns whether there was room.
     pub(crate) fn configure(&mut self, key: UserKey, name: &str, weight_milli: u32) -> bool {
         self.change(key, |user| {
             user.name = name.into();
@@ -305,7 +305,7 @@ impl Users {
         })
     }
 
-    /// Ends every request a replica has in flight or waiting.
+    /// Ends all requests that a replica has in flight or waiting.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) {
         let open = self.backlogged.iter().chain(&self.waiting);
         let users: BTreeSet<UserKey> = open.map(|(_, key)| *key).collect();
@@ -329,7 +329,7 @@ impl Users {
         }
     }
 
-    /// Wrapping sum over the users' hashes, and the hash of the rest.
+    /// Returns the wrapping sum of the users' hashes, and the hash of the totals.
     pub(crate) fn digest(&self) -> [u128; 2] {
         [self.digest, xxh3_128(&encoding::to_bytes(&self.totals))]
     }
@@ -341,8 +341,9 @@ impl Users {
         }
     }
 
-    /// The one way a user changes: orders and digest follow. `change` answers whether the user had
-    /// requests in flight meanwhile. Answers whether there was room for a new user.
+    /// Changes a user and updates orders and digest: the only way to change one. `change` returns
+    /// whether the user had requests in flight in between. Returns whether there was room for a new
+    /// user.
     pub(super) fn change(&mut self, key: UserKey, change: impl FnOnce(&mut User) -> bool) -> bool {
         if self.map.get(&key).is_none() && !self.admit(key) {
             return false;
@@ -413,7 +414,7 @@ impl Users {
         true
     }
 
-    /// Takes a user into digest and orders.
+    /// Adds a user to the digest and the orders.
     pub(super) fn index(&mut self, key: UserKey, user: &User) {
         self.digest = self.digest.wrapping_add(hash(&mut self.scratch, key, user));
         if !user.is_idle() {
@@ -427,7 +428,8 @@ impl Users {
         }
     }
 
-    /// Every replica that has requests of a user in flight or waiting; some more than once.
+    /// Iterates over the replicas with requests in flight or waiting. A replica may appear more
+    /// than once.
     pub(crate) fn replicas_open(&self) -> impl Iterator<Item = ReplicaId> {
         self.map.iter().flat_map(|(_, user)| {
             let waiting = user.standing.iter().flat_map(|it| &it.waiting);
@@ -436,12 +438,12 @@ impl Users {
         })
     }
 
-    /// Whether an image shows the users as they are.
+    /// Whether an image matches the current users.
     pub(crate) fn are(&self, view: &UsersView) -> bool {
         self.map.iter().eq(view.map.iter())
     }
 
-    /// I4, I7 and the table's part of I8.
+    /// Checks I4, I7 and the table's part of I8.
     pub(crate) fn check(&self) -> Result<(), InvariantError> {
         let broken = |number, detail| Err(InvariantError { number, detail });
         let mut rebuilt = Self::with_max(self.users_max);
@@ -495,7 +497,7 @@ impl Users {
 }
 
 impl User {
-    /// Follows a charge in what admission keeps.
+    /// Applies a charge to the admission account.
     fn meet(
         &mut self,
         replica: ReplicaId,
@@ -523,7 +525,7 @@ impl User {
     }
 }
 
-/// `scratch` spares an allocation.
+/// Hashes a user; `scratch` saves an allocation.
 fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     scratch.clear();
     encoding::append_bytes(&(key, user), scratch);

@@ -4,13 +4,13 @@ use bincode::{Decode, Encode};
 
 use super::UserUsage;
 
-/// Buckets of the sliding window.
+/// Number of buckets in the sliding window.
 pub const WINDOW_BUCKETS: usize = 5;
-/// Length of one bucket, milliseconds, unless the live policy asks for another.
+/// Length of one bucket in milliseconds, unless the live policy asks for another.
 pub const WINDOW_BUCKET_MS: u64 = 60_000;
 
-/// Usage of the last [`WINDOW_BUCKETS`] buckets. Their length is given with each call, as it is one
-/// for all users; usage noted under another length counts nothing.
+/// Usage of the last [`WINDOW_BUCKETS`] buckets. All users share one bucket length, so it is passed
+/// to each call. Usage recorded under another length does not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct UsageWindow {
     buckets: [WindowBucket; WINDOW_BUCKETS],
@@ -18,7 +18,8 @@ pub(super) struct UsageWindow {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 struct WindowBucket {
-    /// Which stretch of time, counted from the epoch; a bucket of an earlier one counts nothing.
+    /// Number of the bucket's time slice since the epoch. A bucket from an earlier lap does not
+    /// count.
     stretch: u64,
     usage: UserUsage,
 }
@@ -52,8 +53,9 @@ impl UsageWindow {
         sum
     }
 
-    /// Requests within the last `span_ms`, as far as the window reaches. Of a bucket that began
-    /// before that the overlapping part is counted, as if its requests had come evenly.
+    /// Returns the number of requests within the last `span_ms`, as far as the window reaches. A
+    /// bucket that began earlier counts in proportion to its overlap, as if its requests were
+    /// evenly spread.
     pub(super) fn requests_within(&self, now_ms: u64, bucket_ms: u64, span_ms: u64) -> u64 {
         let since_ms = now_ms.saturating_sub(span_ms);
         let newest = now_ms / bucket_ms;
