@@ -1,8 +1,8 @@
-//! Figures of a user for admission, including what the log does not know yet.
+//! A user's figures for admission, including what the log does not know yet.
 //!
-//! Replicas read the users' figures from the published state. What a replica has charged and not
-//! seen applied stands in its [`PendingCharges`] and is added on top, so that its own last dispatches count
-//! at once.
+//! Replicas read the users' figures from the published state. What a replica has charged but not
+//! seen applied is kept in its [`PendingCharges`] and added on top, so that its own latest
+//! dispatches count at once.
 
 use std::collections::BTreeMap;
 
@@ -11,27 +11,27 @@ use crate::ids::UserKey;
 use crate::pricing::{Pricing, WEIGHT_MILLI_DEFAULT, milli_tokens};
 use crate::quotas::PendingUse;
 
-/// What orders of admission look at.
+/// A user's figures that queue orders read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UserFigures {
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli: u64,
-    /// The same without any lift: what the user was ever charged over the present weight.
+    /// The counter without any lift: all charges so far over the current weight.
     pub served_milli: u64,
-    /// Share of service against others, in thousandths.
+    /// Share of service relative to other users, in thousandths.
     pub weight_milli: u32,
-    /// Requests dispatched and not ended, all replicas.
+    /// Requests dispatched and not ended, at all replicas.
     pub in_flight: u32,
-    /// Requests that wait, all replicas.
+    /// Waiting requests at all replicas.
     pub waiting: u32,
-    /// Requests begun within the last minute.
+    /// Requests started within the last minute.
     pub requests_last_minute: u32,
-    /// Whether the replicated state knows that the user waits, and so has lifted the counter.
+    /// Whether the replicated state knows that the user waits and so has lifted the counter.
     pub is_lifted: bool,
 }
 
 impl Default for UserFigures {
-    /// A user nobody has seen.
+    /// The figures of an unknown user.
     fn default() -> Self {
         Self {
             counter_milli: 0,
@@ -46,16 +46,16 @@ impl Default for UserFigures {
 }
 
 impl UserFigures {
-    /// What `tokens` priced tokens add to this user's counter, in its unit.
+    /// Converts priced tokens into the unit of this user's counter.
     #[must_use]
     pub fn milli_of(&self, tokens: u64) -> u64 {
         milli_tokens(tokens, self.weight_milli)
     }
 }
 
-/// Where the queue reads the users' figures.
+/// Source of the users' figures for the queue.
 pub trait Counters {
-    /// The user's figures as this replica knows them, its own charges included.
+    /// Returns the user's figures as this replica knows them, including its own charges.
     fn figures(&self, user: UserKey) -> UserFigures;
 }
 
@@ -65,7 +65,7 @@ impl<F: Fn(UserKey) -> UserFigures> Counters for F {
     }
 }
 
-/// What a replica has charged and not seen applied.
+/// What a replica has charged but not seen applied.
 #[derive(Debug, Clone, Default)]
 pub struct PendingCharges {
     users: BTreeMap<UserKey, PendingCharge>,
@@ -104,14 +104,14 @@ impl PendingCharge {
 }
 
 impl PendingCharges {
-    /// Takes a charge that goes into the outbox.
+    /// Adds a charge that goes into the outbox.
     pub fn add(&mut self, charge: &Charge, pricing: &Pricing) {
         let owed = self.users.entry(charge.user).or_default();
         owed.zip(&PendingCharge::of(charge, pricing), u64::saturating_add);
     }
 
-    /// Forgets a charge that is applied here. Charges may be settled in other portions than they
-    /// were added in, under the same `pricing`.
+    /// Removes a charge that has been applied here. Charges may be settled in other portions than
+    /// they were added in, but under the same `pricing`.
     pub fn settle(&mut self, charge: &Charge, pricing: &Pricing) {
         let Some(owed) = self.users.get_mut(&charge.user) else {
             return;
@@ -128,7 +128,7 @@ impl PendingCharges {
         self.users.is_empty()
     }
 
-    /// Published figures with what is pending on top.
+    /// Returns published figures with pending charges on top.
     #[must_use]
     pub fn on_top(&self, user: UserKey, published: UserFigures) -> UserFigures {
         let Some(owed) = self.users.get(&user) else {
@@ -149,8 +149,8 @@ impl PendingCharges {
         }
     }
 
-    /// Requests begun, queued and over and tokens used by `user`, not applied yet: what a quota is
-    /// checked with.
+    /// Returns the user's requests started, queued and ended and tokens used that are not applied
+    /// yet, for a quota check.
     #[must_use]
     pub fn used(&self, user: UserKey) -> PendingUse {
         let Some(owed) = self.users.get(&user) else {

@@ -1,45 +1,47 @@
-//! The gate: how far a replica may serve its users ahead of users who wait at other replicas.
+//! The gate limits how far a replica may serve its users ahead of users waiting at other replicas.
 //!
-//! Counters are shared, but a replica can only order the requests that wait with it. When users are
-//! pinned to replicas, each replica would serve its own at whatever rate it gets. The gate lets a
-//! user go only while their counter is at most `V + G`: `V` is the least counter of those who wait
-//! elsewhere, as the peers told, and `G` the slack. See docs/internals/fairness.md for what that
-//! bounds.
+//! Counters are shared, but a replica can only order the requests that wait with it. With users
+//! pinned to replicas, each replica would serve its own users at whatever rate it gets. The gate
+//! lets a user go only while their counter is at most `V + G`. `V` is the least counter of users
+//! waiting elsewhere, as reported by the peers, and `G` is the slack. docs/internals/fairness.md
+//! derives the resulting bound.
 //!
-//! A peer's word counts while it is fresh. And a peer may wait for room that this replica's requests
-//! do not compete for (other labels, say): if there was room here for [`GATE_STALL_MS`] and all that
-//! time the same word held it back, that word counts nothing until it changes. So no replica leaves
-//! engines idle for longer than that. A peer whose words stall again and again is waited for less
-//! each time, down to [`GATE_RETRY_MS`], until one of them gives way by itself.
+//! A peer's report counts while it is fresh. A peer may also wait for capacity that this replica's
+//! requests do not compete for (because of other labels, say). If there was capacity here for
+//! [`GATE_STALL_MS`] and the same report held the replica back all that time, that report is
+//! ignored until it changes. No replica thus leaves engines idle for longer. A peer whose reports
+//! stall repeatedly is waited for half as long each time, down to [`GATE_RETRY_MS`], until one of
+//! its reports changes before it stalls.
 
 use std::collections::BTreeMap;
 
 use super::milli_tokens;
 use crate::ids::ReplicaId;
 
-/// A peer not heard from for this long waits for nothing.
+/// Silence after which a peer no longer counts as waiting, in milliseconds.
 pub const PEER_SILENT_MS: u64 = 500;
-/// Room unused for this long because of one unchanged word of a peer is used.
+/// Time after which capacity held back by one unchanged report is used anyway, in milliseconds.
 pub const GATE_STALL_MS: u64 = 500;
-/// How soon a held queue should be asked again, should nothing else wake it.
+/// Delay before a held queue should be asked again if nothing else wakes it, in milliseconds.
 pub const GATE_RETRY_MS: u64 = 50;
-/// Most that one look adds to the time held: room is only known when somebody looks.
+/// Maximum that one look adds to the time held, in milliseconds: between looks, nobody knows
+/// whether there was capacity.
 const HELD_STEP_MS_MAX: u64 = 2 * GATE_RETRY_MS;
 
-/// What waits at one replica for one model: told to the peers when it changes.
+/// What waits at one replica for one model. Sent to the peers when it changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backlog {
-    /// Highest priority that waits.
+    /// Highest priority waiting.
     pub priority: i16,
-    /// Least counter among users who wait with that priority, in milli-tokens.
+    /// Least counter among users waiting with that priority, in milli-tokens.
     pub least_milli: u64,
-    /// Users who wait.
+    /// Number of users waiting.
     pub users: u32,
-    /// Requests that wait.
+    /// Number of requests waiting.
     pub waiting: u32,
 }
 
-/// What the peers told of one model, and how long it held this replica back.
+/// The peers' reports for one model, and how long each held this replica back.
 #[derive(Debug, Clone, Default)]
 pub struct Gate {
     peers: BTreeMap<ReplicaId, PeerBacklog>,
@@ -50,11 +52,11 @@ pub struct Gate {
 struct PeerBacklog {
     backlog: Backlog,
     heard_ms: u64,
-    /// How long it has held this replica back while there was room, since it changed.
+    /// How long it has held this replica back while there was capacity, since it last changed.
     held_ms: u64,
-    /// When it last did; `None`: not since there was no room.
+    /// When it was last seen to do so; `None` if not since there last was no capacity.
     looked_ms: Option<u64>,
-    /// How often in a row the peer's words have stalled.
+    /// Number of consecutive reports of the peer that stalled.
     stalls: u32,
 }
 
@@ -67,8 +69,8 @@ impl PeerBacklog {
         self.held_ms >= (GATE_STALL_MS >> self.stalls.min(16)).max(GATE_RETRY_MS)
     }
 
-    /// Whether who waits there goes before one of this priority and counter, who may be ahead by
-    /// `most_milli`.
+    /// Whether users waiting there take precedence over one with this priority and counter, who may
+    /// be ahead by `most_milli`.
     fn is_against(&self, priority: i16, counter_milli: u64, most_milli: u64) -> bool {
         let theirs = &self.backlog;
         theirs.priority > priority
@@ -76,7 +78,7 @@ impl PeerBacklog {
                 && counter_milli > theirs.least_milli.saturating_add(most_milli)
     }
 
-    /// The peer's next word, with what is remembered of this one.
+    /// Returns the peer's next report, with the history carried over.
     fn followed_by(&self, backlog: Backlog, now_ms: u64) -> Self {
         let is_same = (self.backlog.priority, self.backlog.least_milli)
             == (backlog.priority, backlog.least_milli);
@@ -108,13 +110,13 @@ impl Gate {
         self.slack_tokens = tokens;
     }
 
-    /// `G`, in priced tokens at weight 1.
+    /// Returns `G`, in priced tokens at weight 1.
     #[must_use]
     pub fn slack(&self) -> u64 {
         self.slack_tokens
     }
 
-    /// A peer told what waits there; `None`: nothing does. Answers whether that is news.
+    /// Records a peer's report; `None` if nothing waits there. Returns whether it changed anything.
     pub fn tell(&mut self, peer: ReplicaId, backlog: Option<Backlog>, now_ms: u64) -> bool {
         let Some(backlog) = backlog else {
             return self.peers.remove(&peer).is_some();
@@ -135,7 +137,7 @@ impl Gate {
         is_news
     }
 
-    /// Least counter that peers told of, among those who wait with `priority`.
+    /// Returns the least counter reported by peers for `priority`.
     #[must_use]
     pub fn least(&self, priority: i16, now_ms: u64) -> Option<u64> {
         self.peers
@@ -145,14 +147,15 @@ impl Gate {
             .min()
     }
 
-    /// Users who wait at peers, a user at several of them counted more than once.
+    /// Returns the number of users waiting at peers. A user at several of them counts more than
+    /// once.
     #[must_use]
     pub fn users(&self, now_ms: u64) -> u32 {
         let fresh = self.peers.values().filter(|told| told.counts(now_ms));
         fresh.fold(0, |sum, told| sum.saturating_add(told.backlog.users))
     }
 
-    /// Whether a peer's word is against a request of this priority whose user has this counter.
+    /// Whether a peer's report holds back a request with this priority and user counter.
     pub(super) fn holds(
         &self,
         priority: i16,
@@ -166,7 +169,7 @@ impl Gate {
             .any(|told| told.counts(now_ms) && told.is_against(priority, counter_milli, most))
     }
 
-    /// Such a request is held although there is room for it: notes for how long.
+    /// Records how long such a request has been held although there is capacity.
     pub(super) fn hold(
         &mut self,
         priority: i16,
@@ -186,7 +189,8 @@ impl Gate {
         }
     }
 
-    /// There is no room: nobody holds anybody back, the engines do.
+    /// Resets the time held: there is no capacity, so the engines hold requests back and not the
+    /// peers.
     pub(super) fn no_room(&mut self) {
         for told in self.peers.values_mut().filter(|told| !told.is_stalled()) {
             told.held_ms = 0;
@@ -195,24 +199,25 @@ impl Gate {
     }
 }
 
-/// `G`: the largest request's price, or twice what a user's counter rises by in the time that the
-/// replicas' knowledge is old, whichever is more. Less would leave room unused only because news of
-/// a peer's dispatch is still under way.
+/// Returns `G`: the larger of the largest request's price and twice what a user's counter rises by
+/// while the replicas' knowledge is out of date. A smaller slack would leave capacity unused merely
+/// because news of a peer's dispatch is in transit.
 ///
-/// `rate` is the whole cluster's service in priced tokens per second, shared by `users` who wait.
+/// `rate` is the service of the whole cluster in priced tokens per second, shared by `users`
+/// waiting users.
 #[must_use]
 pub fn slack_tokens(largest_request: u64, rate: u64, lag_ms: u64, users: u32) -> u64 {
     let lagging = u128::from(rate) * u128::from(lag_ms) / 500 / u128::from(users.max(1));
     largest_request.max(u64::try_from(lagging).unwrap_or(u64::MAX))
 }
 
-/// Largest difference in service, in priced tokens at weight 1, that two users who wait all the time
-/// can see over any interval: `2(U + X + G)`.
+/// Returns the largest difference in service over any interval between two users who wait all the
+/// time, in priced tokens at weight 1: `2(U + X + G)`.
 ///
-/// `largest_request` (`U`) is the most that one dispatch costs. `uncharged` (`X`) is the most that one
-/// user's requests under way may come to beyond what every replica has seen charged: output that they
-/// have yet to make, as an engine goes on with it whatever the counters say, and what was used and is
-/// on its way through the log. `slack` is `G`.
+/// `largest_request` (`U`) is the maximum cost of one dispatch. `uncharged` (`X`) is the maximum by
+/// which one user's requests in flight may exceed what every replica has seen charged: output still
+/// to be generated, which an engine continues whatever the counters say, and usage still on its way
+/// through the log. `slack` is `G`.
 #[must_use]
 pub fn bound(largest_request: u64, uncharged: u64, slack: u64) -> u64 {
     largest_request

@@ -1,12 +1,12 @@
-//! Charging ahead without ever lowering a counter.
+//! Charging in advance without ever lowering a counter.
 //!
-//! A request is charged at dispatch for its prompt as estimated, and with `vtc-pred` for its
-//! predicted output: an *advance*. What really comes is settled from the advance first; only what
-//! exceeds it is charged. When the request is over, what is left of the advance becomes the user's
-//! *credit* at this replica, which later advances and charges of the user use up first. So counters
-//! never fall, usage statistics count real tokens only, and over time a user pays exactly what was
-//! used. Credit is lost with the replica's run: the user has then paid too much by at most the
-//! advances of the requests that ended last.
+//! A request is charged at dispatch for its estimated prompt and, with `vtc-pred`, for its
+//! predicted output: an *advance*. Actual usage is settled from the advance first, and only the
+//! excess is charged. When the request ends, the rest of the advance becomes the user's *credit* at
+//! this replica, which pays for the user's later advances and charges first. Counters therefore
+//! never fall, usage statistics count real tokens only, and over time a user pays exactly for what
+//! was used. Credit is lost when the replica restarts: the user has then overpaid by at most the
+//! advances of the last requests.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +15,10 @@ use crate::charge::Charge;
 use crate::ids::UserKey;
 use crate::planted::{self, Bug};
 
-/// Most users with credit; beyond it further credit is not kept.
+/// Maximum number of users with credit. Beyond it, further credit is dropped.
 pub const CREDITED_USERS_MAX: usize = 100_000;
 
-/// What one dispatch has charged ahead and not used yet, in priced tokens.
+/// Unused advance of one dispatch, in priced tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Advance {
     input: u64,
@@ -26,19 +26,19 @@ pub struct Advance {
 }
 
 impl Advance {
-    /// What is charged ahead and not used.
+    /// Returns the unused advance.
     #[must_use]
     pub fn left(&self) -> u64 {
         self.input.saturating_add(self.output)
     }
 }
 
-/// Tokens of one request that came since the last look.
+/// Tokens of one request since the last look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TokenDelta {
-    /// Prompt tokens the engine computed.
+    /// Prompt tokens that the engine computed.
     pub input_uncached: u64,
-    /// Prompt tokens the engine had cached.
+    /// Prompt tokens that the engine found in its cache.
     pub input_cached: u64,
     /// Output tokens.
     pub output: u64,
@@ -51,8 +51,8 @@ pub struct CreditLedger {
 }
 
 impl CreditLedger {
-    /// A dispatch begins: charges `estimate` ahead. The charge has no counts of requests. Which
-    /// output to charge ahead is the caller's to say: none, or with `vtc-pred` what is predicted.
+    /// Opens a dispatch and charges `estimate` in advance. The charge contains no request counts.
+    /// The caller decides how much output to charge: none, or with `vtc-pred` the prediction.
     pub fn open(
         &mut self,
         user: UserKey,
@@ -71,7 +71,7 @@ impl CreditLedger {
         (advance, charge)
     }
 
-    /// A dispatch begins whose price of `tokens` the log has charged with its grant.
+    /// Opens a dispatch whose price of `tokens` was charged by the log with its grant.
     #[must_use]
     pub fn open_granted(tokens: u64, estimate: &TokenDelta, pricing: &Pricing) -> Advance {
         let input = pricing.input(estimate.input_uncached, estimate.input_cached);
@@ -82,7 +82,8 @@ impl CreditLedger {
         }
     }
 
-    /// More output is expected of a dispatch than was charged ahead: charges so many tokens more.
+    /// Raises the advance of a dispatch that is expected to produce `output` more tokens than
+    /// charged.
     pub fn raise(
         &mut self,
         user: UserKey,
@@ -99,7 +100,7 @@ impl CreditLedger {
         }
     }
 
-    /// Tokens came: what to charge for them.
+    /// Settles tokens that have been used and returns the charge for them.
     pub fn settle(
         &mut self,
         user: UserKey,
@@ -125,12 +126,12 @@ impl CreditLedger {
         }
     }
 
-    /// A dispatch is over: what it did not use is the user's credit.
+    /// Closes a dispatch: its unused advance becomes the user's credit.
     pub fn close(&mut self, user: UserKey, advance: Advance) {
         self.credit(user, advance.left());
     }
 
-    /// Gives `user` credit of so many priced tokens, as for a grant that is not used.
+    /// Credits `user` with priced tokens, for example for an unused grant.
     pub fn credit(&mut self, user: UserKey, tokens: u64) {
         let is_known = self.credits.contains_key(&user);
         if tokens == 0 || (!is_known && self.credits.len() >= CREDITED_USERS_MAX) {
@@ -140,13 +141,13 @@ impl CreditLedger {
         *credit = credit.saturating_add(tokens);
     }
 
-    /// What the user has charged ahead at this replica and not used, requests under way left out.
+    /// Returns the user's credit at this replica, not counting requests in flight.
     #[must_use]
     pub fn credit_of(&self, user: UserKey) -> u64 {
         self.credits.get(&user).copied().unwrap_or_default()
     }
 
-    /// Uses up to `most` of the user's credit.
+    /// Uses up to `most` of the user's credit and returns how much.
     fn take(&mut self, user: UserKey, most: u64) -> u64 {
         let Some(credit) = self.credits.get_mut(&user) else {
             return 0;

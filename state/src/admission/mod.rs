@@ -1,8 +1,8 @@
 //! Admission: which waiting request goes next, as pure values and functions.
 //!
-//! A request waits when every backend that may take it is at its limit. The settings are
-//! replicated; the queues are each replica's own (or, with grants through the log, in
-//! [`crate::grants`]), and order by replicated counters.
+//! A request waits when every backend that could take it is at its limit. The settings are
+//! replicated. Each replica has its own queues (or, with grants through the log, shares those of
+//! [`crate::grants`]) and orders them by replicated counters.
 
 mod figures;
 mod gate;

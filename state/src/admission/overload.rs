@@ -1,60 +1,60 @@
-//! Overload: how fast a queue is served, when more comes than can be served, and how long clients
-//! wait before they leave.
+//! Overload detection: the rate at which a queue is served, when more arrives than can be served,
+//! and how long clients wait before they leave.
 //!
-//! A burst is to wait its turn. More requests than backends can serve, for longer than a burst, are
-//! to be refused, and soon: whoever is served after a long wait may be gone by then. That is the
-//! difference between a good and a bad queue that `CoDel` makes (Nichols and Jacobson, "Controlling
-//! Queue Delay", ACM Queue 2012), whose words are used here. As in Facebook's use of it for requests
-//! (Maurer, "Fail at Scale", ACM Queue 2015), a queue in overload serves the newest first and lets
-//! nobody wait longer than the *target*.
+//! A burst should wait its turn. When more requests arrive than backends can serve for longer than
+//! a burst, the excess should be rejected early, because clients served after a long wait may be
+//! gone by then. This is the difference between a good and a bad queue in `CoDel` (Nichols and
+//! Jacobson, "Controlling Queue Delay", ACM Queue 2012), whose terms are used here. As in
+//! Facebook's use of it for requests (Maurer, "Fail at Scale", ACM Queue 2015), an overloaded queue
+//! serves the newest first and lets no request wait longer than the *target*.
 //!
-//! Where that differs from `CoDel`: newest first makes the sojourn of who is served small whatever
-//! the queue, so overload is told from arrivals and departures. A closed loop of many patient clients
-//! has a long queue in which as many arrive as depart; it is left alone.
+//! One difference from `CoDel`: newest first makes the sojourn time of served requests short
+//! whatever the queue, so overload is detected from arrivals and departures. A closed loop of many
+//! patient clients has a long queue in which as many requests arrive as depart; it is left alone.
 
 use std::collections::VecDeque;
 
 use super::patience::Patience;
 
-/// Departures that the rate is made from at most.
+/// Maximum number of departures that the rate is computed from.
 const DEPARTURES_MAX: usize = 128;
-/// Arrivals are held against departures over at least this time.
+/// Minimum time over which arrivals are compared with departures, in milliseconds.
 pub const CODEL_INTERVAL_MS: u64 = 500;
-/// And over this time when there were too few departures to tell.
+/// Time after which they are compared even with few departures, in milliseconds.
 const INTERVAL_MS_MAX: u64 = 5000;
-/// Departures that can tell.
+/// Number of departures sufficient for a comparison.
 const INTERVAL_DEPARTURES: u64 = 8;
-/// Intervals in a row in which too much came, before a queue is in overload.
+/// Number of consecutive intervals with too many arrivals before a queue counts as overloaded.
 const INTERVALS_IN_A_ROW: u32 = 2;
-/// A queue in overload lets nobody wait longer than this, unless set otherwise.
+/// Default limit on the wait in an overloaded queue, in milliseconds.
 pub const CODEL_TARGET_MS: u64 = 1000;
-/// Requests with no more than this ahead of them are not refused by prediction.
+/// Requests with at most this many ahead of them are never rejected by prediction.
 pub const SHORT_QUEUE: u64 = 4;
-/// Learnt patience lets everybody wait this long at least: who leaves at once again and again must
-/// not close the queue to others.
+/// Minimum wait that learned patience allows, in milliseconds: clients that keep leaving at once
+/// must not close the queue to others.
 const PATIENCE_MS_LEAST: u64 = 1000;
 
-/// What is known of the load on one queue. See the module's documentation.
+/// Load on one queue; see the module documentation.
 #[derive(Debug, Clone, Default)]
 pub struct Overload {
-    /// When the last of so many departures were, on a clock that stands while nothing waits.
+    /// Times of the most recent departures, on a clock that stops while nothing waits.
     departures: VecDeque<u64>,
-    /// Those departures are all there were since then, by the same clock.
+    /// Start of the period that `departures` covers, on the same clock.
     from_ms: u64,
-    /// How far that clock is behind.
+    /// How far that clock lags behind.
     idle_ms: u64,
-    /// When the last that waited was gone; `None`: something waits, or nothing ever did.
+    /// When the queue became empty. `None`: something waits, or nothing ever did.
     emptied_ms: Option<u64>,
     interval: Interval,
-    /// Intervals in a row in which too much came.
+    /// Number of consecutive intervals with too many arrivals.
     hot: u32,
     is_on: bool,
-    /// Mean time from a departure to the end of the answer.
+    /// Mean time from a departure to the end of the answer, in milliseconds.
     service_ms: u64,
     pub(super) patience: Patience,
 }
 
-/// Arrivals and departures since a moment.
+/// Arrivals and departures since a point in time.
 #[derive(Debug, Clone, Copy, Default)]
 struct Interval {
     since_ms: u64,
@@ -62,18 +62,18 @@ struct Interval {
     departures: u64,
 }
 
-/// What a queue may do about overload.
+/// Limits on the wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WaitBounds {
-    /// Longest wait at any time.
+    /// Longest wait at any time, in milliseconds.
     pub(super) wait_ms_max: u64,
-    /// Longest wait in overload.
+    /// Longest wait in overload, in milliseconds.
     pub(super) target_ms: u64,
 }
 
 impl Overload {
-    /// The first request waits. What was measured of a queue that was gone for longer tells nothing
-    /// of this one; one that was empty for a moment is the same.
+    /// Starts when the first request waits. If the queue was empty for long, earlier measurements
+    /// say nothing about it and are dropped; if it was empty only for a moment, it continues.
     pub(super) fn begin(&mut self, now_ms: u64) {
         if let Some(emptied_ms) = self.emptied_ms.take() {
             let gone_ms = now_ms.saturating_sub(emptied_ms);
@@ -92,7 +92,7 @@ impl Overload {
         self.is_on = false;
     }
 
-    /// Nothing waits any more.
+    /// Records that the queue is empty.
     pub(super) fn emptied(&mut self, now_ms: u64) {
         self.emptied_ms = Some(now_ms);
     }
@@ -103,12 +103,12 @@ impl Overload {
             .saturating_sub(self.idle_ms)
     }
 
-    /// A request comes, whether it may wait or not.
+    /// Records an arrival, whether or not the request may wait.
     pub(super) fn arrived(&mut self) {
         self.interval.arrivals += 1;
     }
 
-    /// A request goes to a backend.
+    /// Records that a request went to a backend.
     pub(super) fn departed(&mut self, now_ms: u64) {
         self.interval.departures += 1;
         if self.departures.len() == DEPARTURES_MAX
@@ -119,7 +119,7 @@ impl Overload {
         self.departures.push_back(self.clock(now_ms));
     }
 
-    /// Looks whether `waiting` requests are overload. Answers whether that has changed.
+    /// Re-evaluates overload with `waiting` requests. Returns whether it changed.
     pub(super) fn look(&mut self, now_ms: u64, waiting: usize, bounds: &WaitBounds) -> bool {
         let was_on = self.is_on;
         let Interval {
@@ -143,20 +143,21 @@ impl Overload {
         } else {
             self.hot = 0;
         }
-        // Between the two it stays as it is.
+        // Between the two thresholds it stays as it is.
         let is_less = arrivals <= departures;
         self.is_on = (self.is_on && !is_less) || self.hot >= INTERVALS_IN_A_ROW;
         self.patience.look(now_ms);
         self.is_on != was_on
     }
 
-    /// Whether more comes than can be served.
+    /// Whether more arrives than can be served.
     pub(super) fn is_on(&self) -> bool {
         self.is_on
     }
 
-    /// How long `ahead` requests will take to depart, at the highest rate that what was measured
-    /// leaves plausible: one deviation above the mean. 0 as long as nothing was measured.
+    /// Returns how long `ahead` requests will take to depart at the highest rate that the
+    /// measurements leave plausible: one deviation above the mean. 0 while nothing has been
+    /// measured.
     pub(super) fn wait_ms(&self, ahead: u64, now_ms: u64) -> u64 {
         let departures = self.departures.len() as u64;
         let elapsed_ms = self.clock(now_ms).saturating_sub(self.from_ms);
@@ -164,32 +165,32 @@ impl Overload {
         ahead.saturating_mul(elapsed_ms) / plausible
     }
 
-    /// Mean time that backends take for an answer, for [`Overload::patience_ms`].
+    /// Sets the backends' mean time for an answer, used by [`Overload::patience_ms`].
     pub(super) fn set_service_ms(&mut self, service_ms: u64) {
         self.service_ms = service_ms;
     }
 
-    /// What [`Overload::set_service_ms`] was told.
+    /// Returns the value set by [`Overload::set_service_ms`].
     pub(super) fn service_ms(&self) -> u64 {
         self.service_ms
     }
 
-    /// Departures per 1000 seconds; `None`: nothing was measured.
+    /// Returns the departures per 1000 seconds; `None` if nothing has been measured.
     pub(super) fn rate_milli(&self, now_ms: u64) -> Option<u64> {
         let elapsed_ms = self.clock(now_ms).saturating_sub(self.from_ms);
         let departures = self.departures.len() as u64;
         (departures > 0).then(|| departures * 1_000_000 / elapsed_ms.max(1))
     }
 
-    /// The wait after which most clients would leave before their answer is there, as learnt from
-    /// those who left.
+    /// Returns the wait after which most clients would leave before their answer is complete, as
+    /// learned from those who left.
     fn patience_ms(&self) -> Option<u64> {
         let leaves_ms = self.patience.quantile_ms()?;
         let left_ms = leaves_ms.saturating_sub(self.service_ms);
         Some(left_ms.max(PATIENCE_MS_LEAST))
     }
 
-    /// Longest wait of a request whose client tells no deadline.
+    /// Returns the longest wait of a request without a deadline from its client.
     pub(super) fn wait_ms_max(&self, bounds: &WaitBounds) -> u64 {
         let patience_ms = self.patience_ms().unwrap_or(u64::MAX);
         let most_ms = bounds.wait_ms_max.min(patience_ms);
@@ -210,7 +211,7 @@ mod tests {
         target_ms: 1000,
     };
 
-    /// A queue that stands, with so many arrivals and departures a second; `waiting` wait.
+    /// A saturated queue with this many arrivals and departures a second, and `waiting` requests.
     fn load(
         overload: &mut Overload,
         seconds: std::ops::Range<u64>,

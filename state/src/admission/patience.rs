@@ -1,29 +1,29 @@
 //! Clients' patience: how long they wait before they leave, learned from those who did.
 //!
-//! Most clients do not say how long they wait. Those who leave while they wait show it; those who
-//! are served or refused before show only that they waited that long. Both count, as in Kaplan and
-//! Meier's estimate of survival (1958): of those who waited into a step of age, the share that left
-//! within it.
+//! Most clients do not say how long they will wait. Those who leave while waiting show it; those
+//! who are served or rejected before only show that they waited that long. Both are used, as in
+//! Kaplan and Meier's survival estimate (1958): of the clients who waited into an age bucket, the
+//! share that left within it.
 
-/// Width of a step of age.
+/// Width of an age bucket, in milliseconds.
 const STEP_MS: u64 = 250;
-/// Steps; the last one has no end.
+/// Number of age buckets; the last one is unbounded.
 const STEPS: usize = 128;
-/// A step that fewer waited into tells nothing.
+/// Minimum number of requests for a bucket to count.
 const REACHED_LEAST: u32 = 16;
-/// From here on what is known of a step counts half.
+/// Number of requests at which a bucket is halved.
 const REACHED_MAX: u32 = 1024;
-/// After this time everything counts half: clients change.
+/// Interval at which all buckets are halved, in milliseconds, because clients change.
 const HALF_LIFE_MS: u64 = 60_000;
-/// The share of clients who are still there, in millionths, below which waiting is of no use.
+/// Share of clients still there below which waiting is pointless, in millionths.
 const STAYED_LEAST: u64 = 500_000;
 const MILLION: u64 = 1_000_000;
 
-/// What a queue has seen of it.
+/// Observed patience of one queue's clients.
 #[derive(Debug, Clone)]
 pub(super) struct Patience {
     steps: [AgeBucket; STEPS],
-    /// When it was halved last; `None`: never.
+    /// Time of the last halving; `None` before the first.
     halved_ms: Option<u64>,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct Patience {
 struct AgeBucket {
     /// Requests that waited into it.
     reached: u32,
-    /// Of these, whose clients left within it.
+    /// Part of `reached` whose clients left within it.
     left: u32,
 }
 
@@ -45,13 +45,14 @@ impl Default for Patience {
 }
 
 impl Patience {
-    /// A client left after this wait.
+    /// Records that a client left after this wait.
     pub(super) fn left(&mut self, waited_ms: u64) {
         let last = self.stayed(waited_ms);
         self.steps[last].left += 1;
     }
 
-    /// A client was still there after this wait, when it ended some other way; answers its step.
+    /// Records that a client was still there after this wait when it ended otherwise. Returns its
+    /// bucket.
     pub(super) fn stayed(&mut self, waited_ms: u64) -> usize {
         let last = usize::try_from(waited_ms / STEP_MS).unwrap_or(usize::MAX);
         let last = last.min(STEPS - 1);
@@ -64,7 +65,7 @@ impl Patience {
         last
     }
 
-    /// Forgets, by the time.
+    /// Ages the data.
     pub(super) fn look(&mut self, now_ms: u64) {
         let halved_ms = *self.halved_ms.get_or_insert(now_ms);
         if now_ms.saturating_sub(halved_ms) >= HALF_LIFE_MS {
@@ -73,7 +74,8 @@ impl Patience {
         }
     }
 
-    /// The longest wait that half of the clients stay for; `None`: as long as was ever seen.
+    /// Returns the longest wait that half of the clients stay for; `None` if longer than ever
+    /// observed.
     pub(super) fn quantile_ms(&self) -> Option<u64> {
         let mut stayed = MILLION;
         for (at, step) in self.steps.iter().enumerate() {

@@ -1,24 +1,24 @@
-//! Lines of requests and the orders they stand in.
+//! Classes of requests, and the orders of the user queues in them.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ids::{Ticket, UserKey};
 
-/// Of those behind a queue's head, so many are looked at.
+/// Number of requests examined behind a queue's head.
 const BEHIND_MAX: usize = 16;
 
 /// Priority and bin.
 pub(super) type ClassKey = (Reverse<i16>, u16);
-/// A queue as sorted: key, first arrival, its ticket, user.
+/// Sort position of a user queue: key, arrival and ticket of its head, user.
 pub(super) type UserQueueKey = (u64, u64, Ticket, UserKey);
 
 /// Requests of one priority and bin.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Class {
-    /// By key, then by the queue's first arrival.
+    /// User queues by key, then by their head's arrival.
     pub(super) heads: BTreeSet<UserQueueKey>,
-    /// By the queue's longest match, of users who have deficit left; kept for `dlpm` only.
+    /// Users with deficit left, by the longest match of their queue. Used for `dlpm` only.
     pub(super) solvent: BTreeSet<(MatchKey, UserKey)>,
     pub(super) queues: BTreeMap<UserKey, UserQueue>,
     pub(super) waiting: usize,
@@ -30,12 +30,12 @@ pub(super) type MatchKey = (Reverse<u32>, u64, Ticket);
 /// One user's requests in one class; never empty.
 #[derive(Debug, Clone, Default)]
 pub(super) struct UserQueue {
-    /// As in `heads`.
+    /// Key as in `heads`.
     pub(super) key: u64,
     pub(super) arrivals: BTreeSet<(u64, Ticket)>,
     pub(super) matches: BTreeSet<MatchKey>,
     pub(super) is_solvent: bool,
-    /// Its head as in `heads`.
+    /// Head as in `heads`.
     hooked: (u64, Ticket),
 }
 
@@ -44,7 +44,7 @@ impl UserQueue {
         self.arrivals.len() as u64
     }
 
-    /// Who goes first of it.
+    /// Returns the request that goes first.
     pub(super) fn head(&self, is_newest_first: bool) -> (u64, Ticket) {
         let head = if is_newest_first {
             self.arrivals.last()
@@ -54,7 +54,7 @@ impl UserQueue {
         *head.expect("a queue is never empty")
     }
 
-    /// Those behind its head, as they come.
+    /// Returns the requests behind the head, in order.
     pub(super) fn behind(&self, is_newest_first: bool) -> Vec<Ticket> {
         let ticket = |(_, ticket): &(u64, Ticket)| *ticket;
         let behind = self.arrivals.iter();
@@ -71,7 +71,7 @@ impl UserQueue {
 }
 
 impl Class {
-    /// Takes a queue out of the orders, before it changes.
+    /// Removes a user queue from the orders before it changes.
     pub(super) fn unhook(&mut self, user: UserKey) {
         if let Some(queue) = self
             .queues
@@ -84,7 +84,7 @@ impl Class {
         }
     }
 
-    /// Puts a queue into the orders.
+    /// Inserts a user queue into the orders.
     pub(super) fn hook(&mut self, user: UserKey, is_newest_first: bool) {
         if let Some(queue) = self.queues.get_mut(&user) {
             queue.hooked = queue.head(is_newest_first);

@@ -1,15 +1,15 @@
-//! Deadlines of waiting requests: refusal by prediction, and expiry.
+//! Deadlines of waiting requests: rejection by prediction, and expiry.
 //!
-//! A request is refused when it would not go in time: what is ahead of it in the order in force, over
-//! the rate at which the queue is served, is longer than it may wait. It may wait for
-//! [`QueueSettings::wait_ms_max`], for what its client says, for what clients were seen to wait, and in
-//! overload for the target.
+//! A request is rejected if it would not be dispatched in time: what is ahead of it in the current
+//! order, divided by the rate at which the queue is served, exceeds its allowed wait. That wait is
+//! the least of [`wait_ms_max`](super::QueueSettings::wait_ms_max), the client's own deadline, the
+//! clients' observed patience, and, in overload, the target.
 //!
-//! What is ahead follows the order: a user whose counter is below those of others who wait is not
-//! refused because they are many. Nobody is refused while little is ahead, or while the rate is
-//! unknown; a rate is believed only as far as what was measured excludes a higher one. In overload
-//! the newest of a user's requests goes first, but the prediction stays as if it went last: one of
-//! the queue has to be refused, and this one has not waited yet.
+//! What is ahead depends on the order: a user whose counter is below those of other waiting users
+//! is not rejected because these are many. Nothing is rejected while little is ahead or the rate is
+//! unknown, and the rate is taken as the highest one that the measurements allow. In overload, a
+//! user's newest request goes first, but the prediction still treats it as the last: one request of
+//! the queue has to be rejected, and this one has not waited yet.
 
 use std::cmp::Reverse;
 
@@ -19,23 +19,23 @@ use super::class::{Class, UserQueue};
 use super::{Queue, QueuedRequest, WaitingUser};
 use crate::ids::{Ticket, UserKey};
 
-/// Why a request may not wait.
+/// Reason why a request may not wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum QueueRejection {
     /// The queue is full.
     #[error("the queue is full")]
     Full,
-    /// It would not go in time.
+    /// It would not be dispatched in time.
     #[error("the wait would be {wait_ms} ms, and {wait_ms_max} ms are of use")]
     TooLate {
-        /// Predicted wait.
+        /// Predicted wait, in milliseconds.
         wait_ms: u64,
-        /// Longest wait that is of use.
+        /// Longest acceptable wait, in milliseconds.
         wait_ms_max: u64,
     },
 }
 
-/// A request that has waited for as long as it may.
+/// A request that has reached the end of its allowed wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expired {
     /// The request.
@@ -44,32 +44,32 @@ pub struct Expired {
     pub why: ExpiryReason,
 }
 
-/// What ended the wait of a request that did not go.
+/// What ended the wait of a request that was not dispatched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpiryReason {
-    /// The longest wait of all.
+    /// The longest wait allowed for any request.
     TooLong,
-    /// Its client's deadline, or what clients were seen to wait.
+    /// Its client's deadline, or the clients' observed patience.
     Deadline,
     /// The target, in overload.
     Overload,
 }
 
-/// How a queue is doing.
+/// State of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Forecast {
-    /// Time until all that waits has gone.
+    /// Time until everything waiting has gone, in milliseconds.
     pub drain_ms: u64,
-    /// Longest wait of a request whose client tells no deadline.
+    /// Longest wait of a request without a deadline from its client, in milliseconds.
     pub wait_ms_max: u64,
-    /// Departures per 1000 seconds; `None`: nothing was measured.
+    /// Departures per 1000 seconds; `None` if nothing has been measured.
     pub rate_milli: Option<u64>,
-    /// Whether more comes than can be served.
+    /// Whether more arrives than can be served.
     pub is_overloaded: bool,
 }
 
 impl Queue {
-    /// Counts the request as arrived, and answers whether it may wait.
+    /// Counts the request as arrived and checks whether it may wait.
     pub(super) fn check(
         &mut self,
         waiting: &QueuedRequest,
@@ -102,7 +102,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Requests that go before this one, were it last of its user's, by the keys as last seen.
+    /// Returns how many requests go before this one if it is its user's last, by the keys as last
+    /// seen.
     fn ahead(&self, waiting: &QueuedRequest, presence: &WaitingUser, figures: &UserFigures) -> u64 {
         let own = Reverse(waiting.priority);
         let higher = self.classes.range(..(own, 0));
@@ -120,7 +121,7 @@ impl Queue {
         let before: u64 = equal.clone().filter_map(of_user).sum();
         let counter = presence.counter_milli(figures);
         let raised = before.saturating_mul(step(presence.weight_milli));
-        // The user's key by the time it is this one's turn.
+        // The user's key by the time this request's turn comes.
         let reached = self
             .key_at(waiting, figures, counter)
             .saturating_add(raised);
@@ -145,11 +146,11 @@ impl Queue {
         }
     }
 
-    /// Follows the load.
+    /// Re-evaluates overload.
     pub(super) fn look(&mut self, now_ms: u64) {
         let (waiting, bounds) = (self.requests.len(), self.bounds());
         if self.overload.look(now_ms, waiting, &bounds) {
-            // Other requests come first now.
+            // The order has changed.
             self.refreshed_ms = None;
         }
     }
@@ -159,7 +160,7 @@ impl Queue {
         self.overload.is_on()
     }
 
-    /// Takes a request out that goes to a backend.
+    /// Removes a request that goes to a backend.
     pub fn take(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         self.overload.departed(now_ms);
@@ -168,7 +169,7 @@ impl Queue {
         Some(waiting)
     }
 
-    /// Takes a request out whose client has left.
+    /// Removes a request whose client has left.
     pub fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
@@ -188,7 +189,7 @@ impl Queue {
         self.overload.patience.stayed(waited_ms);
     }
 
-    /// Takes out what has waited for as long as it may, oldest first, then what has passed its
+    /// Removes requests that have waited as long as they may, oldest first, then those past their
     /// client's deadline.
     pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
         self.look(now_ms);
@@ -224,7 +225,7 @@ impl Queue {
         expired
     }
 
-    /// How the queue is doing.
+    /// Returns the state of the queue.
     #[must_use]
     pub fn forecast(&self, now_ms: u64) -> Forecast {
         Forecast {
@@ -235,25 +236,25 @@ impl Queue {
         }
     }
 
-    /// How long backends take for an answer on the average: a client that leaves after some time has
-    /// no use for a request that goes so shortly before.
+    /// Sets the backends' mean time for an answer. For a client that leaves after some time, a
+    /// dispatch less than that before is too late.
     pub fn set_service_ms(&mut self, service_ms: u64) {
         self.overload.set_service_ms(service_ms);
     }
 
-    /// The same, as it was set.
+    /// Returns that time, in milliseconds.
     #[must_use]
     pub fn service_ms(&self) -> u64 {
         self.overload.service_ms()
     }
 
-    /// What was learnt of the load, to be given to the next queue of the same model.
+    /// Returns what was learned about the load, for the next queue of the same model.
     #[must_use]
     pub fn into_overload(self) -> Overload {
         self.overload
     }
 
-    /// Begins with what an earlier queue has learnt.
+    /// Continues with what an earlier queue learned.
     #[must_use]
     pub fn with_overload(mut self, overload: Overload) -> Self {
         self.overload = overload;

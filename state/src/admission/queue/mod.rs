@@ -1,16 +1,17 @@
-//! The queue: what waits for one model at one replica, and who goes next.
+//! The queue: the requests waiting for one model at one replica, and which goes next.
 //!
-//! Requests are ordered by priority, then by their output-length bin's turn, then by user as
-//! [`Order`] says, then by arrival. A user's requests of one class (priority and bin) stand in a
-//! line; each line has a *key*, and the least key goes first.
+//! Requests are ordered by priority, then by the turn of their output-length bin, then by user as
+//! [`Order`] specifies, then by arrival. A user's requests of one class (priority and bin) form a
+//! user queue. Each user queue has a *key*, and the least key goes first.
 //!
-//! Keys come from counters that move while requests wait, by charges of every replica. The queue does
-//! not follow each move. It keeps the keys as last seen, sorted, and looks again before it relies on
-//! one: counters rise only, so a line whose key as last seen is the least, and is still that, is the
-//! least. What can fall (requests of the last minute, requests in flight, a weight) is caught up with
-//! by looking at a few lines on every call, and at all of them once in a while.
+//! Keys come from counters, which every replica's charges move while requests wait. The queue does
+//! not follow each move. It keeps the keys sorted as last seen and refreshes a key before relying
+//! on it. Counters only rise, so if the least key as last seen is unchanged, it is the least.
+//! Figures that can fall (requests of the last minute, requests in flight, a weight) are caught by
+//! refreshing a few user queues on every call and all of them at intervals.
 //!
-//! Nothing here reads a clock or waits; the caller says what time it is and wakes whom it admits.
+//! Nothing here reads a clock or waits. The caller passes the time and wakes the requests it
+//! admits.
 
 mod class;
 mod deadlines;
@@ -29,57 +30,58 @@ use crate::ids::{Ticket, UserKey};
 
 pub use self::deadlines::{Expired, ExpiryReason, Forecast, QueueRejection};
 
-/// Lines looked at again on every call.
+/// Number of user queues refreshed on every call.
 const REFRESH_LINES: usize = 4;
-/// All lines are looked at again after this time.
+/// Interval at which all user queues are refreshed, in milliseconds.
 const REFRESH_MS: u64 = 1000;
 
-/// A request that waits.
+/// A waiting request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuedRequest {
-    /// Names it.
+    /// Identifies the request.
     pub ticket: Ticket,
-    /// Who pays.
+    /// User to charge.
     pub user: UserKey,
-    /// Higher goes first.
+    /// Priority; higher goes first.
     pub priority: i16,
-    /// When it came.
+    /// Arrival time, in milliseconds.
     pub arrived_ms: u64,
-    /// Prompt tokens not believed cached anywhere.
+    /// Prompt tokens not believed to be cached anywhere.
     pub input_tokens: u32,
-    /// Output tokens it will make, as predicted.
+    /// Predicted number of output tokens.
     pub predicted_output: u32,
     /// Bin of that prediction; 0 without bins.
     pub bin: u16,
-    /// Blocks of its prompt that some backend is believed to hold.
+    /// Number of prompt blocks that some backend is believed to hold.
     pub matched_blocks: u32,
-    /// When it is of no use to its client any more that it goes; `None`: that is not known.
+    /// Time after which a dispatch is of no use to the client, in milliseconds; `None` if unknown.
     pub due_ms: Option<u64>,
-    /// Whether it goes to some backends only: how soon, the queue as a whole does not tell.
+    /// Whether only some backends can take it. The queue as a whole then says nothing about its
+    /// wait.
     pub is_selective: bool,
 }
 
-/// What the queue goes by.
+/// Rules of the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueSettings {
-    /// Who goes first among requests of equal priority.
+    /// Order of requests of equal priority.
     pub order: Order,
-    /// Requests that wait at most.
+    /// Maximum number of waiting requests.
     pub queue_max: usize,
-    /// Longest wait.
+    /// Longest wait, in milliseconds.
     pub wait_ms_max: u64,
-    /// Longest wait in overload.
+    /// Longest wait in overload, in milliseconds.
     pub target_ms: u64,
     /// How the next bin is selected.
     pub bin_selection: BinSelection,
-    /// A request that has waited this long goes before its bin's turn.
+    /// Wait after which a request goes ahead of its bin's turn, in milliseconds.
     pub bin_age_ms_max: u64,
-    /// What tokens cost: for orders that look at a request's own price.
+    /// Token prices, for orders that consider a request's own price.
     pub pricing: Pricing,
 }
 
 impl QueueSettings {
-    /// As the replicated settings say.
+    /// Returns the rules for replicated settings.
     #[must_use]
     pub fn of(settings: &AdmissionSettings, pricing: Pricing) -> Self {
         Self {
@@ -94,35 +96,35 @@ impl QueueSettings {
     }
 }
 
-/// Whether a request can go, as whoever knows the backends says.
+/// Whether a request can be dispatched, according to a caller that knows the backends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DispatchVerdict {
-    /// There is room for it.
+    /// There is capacity for it.
     Go,
-    /// There is no room for this one; there may be for another.
+    /// There is no capacity for this one, but perhaps for another.
     Skip,
-    /// There is no room for any.
+    /// There is no capacity for any.
     Stop,
 }
 
-/// Who goes next.
+/// Result of asking for the next request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// This one; it has left the queue.
+    /// This request goes next; it has left the queue.
     Go(QueuedRequest),
-    /// There is room, and users who wait at other replicas have precedence. To be asked again when a
-    /// peer tells something, at the latest after so many milliseconds.
+    /// There is capacity, but users waiting at other replicas take precedence. Ask again when a
+    /// peer reports something, or after `retry_ms` at the latest.
     Held {
-        /// When to ask again.
+        /// Delay before asking again, in milliseconds.
         retry_ms: u64,
     },
-    /// There is room for nobody who waits.
+    /// There is no capacity for any waiting request.
     NoRoom,
-    /// Nobody waits.
+    /// The queue is empty.
     Nobody,
 }
 
-/// Requests of one model that wait at one replica. See the module's documentation.
+/// The requests waiting for one model at one replica; see the module documentation.
 #[derive(Debug, Clone)]
 pub struct Queue {
     rules: QueueSettings,
@@ -131,30 +133,31 @@ pub struct Queue {
     users: BTreeMap<UserKey, WaitingUser>,
     /// All requests by arrival.
     ages: BTreeSet<(u64, Ticket)>,
-    /// Requests with a deadline of their own, by it.
+    /// Requests with their own deadline, by that deadline.
     dues: BTreeSet<(u64, Ticket)>,
     overload: Overload,
     /// Bin that went last.
     last_bin: u16,
-    /// Line looked at last, of those looked at a few per call.
+    /// User queue that was refreshed last in turn.
     last_looked: Option<(ClassKey, UserKey)>,
-    /// When all lines were looked at; `None`: they are to be.
+    /// When all user queues were last refreshed; `None` if they must be.
     refreshed_ms: Option<u64>,
 }
 
-/// A user who waits here.
+/// A user with requests waiting here.
 #[derive(Debug, Clone, Copy)]
 struct WaitingUser {
     waiting: usize,
     weight_milli: u32,
-    /// Least counter of those who waited when this user came, until the state has lifted the user.
+    /// Least counter of those who waited when this user arrived. Applies until the state has lifted
+    /// the user.
     floor_milli: u64,
-    /// `dlpm`: the user may be served up to this counter before the next refill.
+    /// `dlpm`: counter up to which the user may be served before the next refill.
     served_to_milli: u64,
 }
 
 impl Queue {
-    /// An empty queue.
+    /// Creates an empty queue.
     #[must_use]
     pub fn new(rules: QueueSettings) -> Self {
         Self {
@@ -171,7 +174,7 @@ impl Queue {
         }
     }
 
-    /// Goes by other rules from the next call on.
+    /// Replaces the rules from the next call on.
     pub fn set_rules(&mut self, rules: QueueSettings) {
         if rules != self.rules {
             self.rules = rules;
@@ -179,7 +182,7 @@ impl Queue {
         }
     }
 
-    /// Requests that wait.
+    /// Returns the number of waiting requests.
     #[must_use]
     pub fn len(&self) -> usize {
         self.requests.len()
@@ -191,19 +194,19 @@ impl Queue {
         self.requests.is_empty()
     }
 
-    /// Requests of one user that wait.
+    /// Returns the number of waiting requests of one user.
     #[must_use]
     pub fn len_of(&self, user: UserKey) -> usize {
         self.users.get(&user).map_or(0, |presence| presence.waiting)
     }
 
-    /// Users who wait.
+    /// Returns the number of users waiting.
     #[must_use]
     pub fn users_len(&self) -> usize {
         self.users.len()
     }
 
-    /// Requests that wait, by bin.
+    /// Returns the number of waiting requests by bin.
     #[must_use]
     pub fn bins(&self) -> BTreeMap<u16, usize> {
         let mut bins = BTreeMap::new();
@@ -213,24 +216,24 @@ impl Queue {
         bins
     }
 
-    /// A request that waits.
+    /// Returns a waiting request.
     #[must_use]
     pub fn get(&self, ticket: Ticket) -> Option<&QueuedRequest> {
         self.requests.get(&ticket)
     }
 
-    /// All requests that wait, by ticket.
+    /// Iterates over all waiting requests, by ticket.
     pub fn iter(&self) -> impl Iterator<Item = &QueuedRequest> {
         self.requests.values()
     }
 
-    /// Takes a request in.
+    /// Adds a request.
     ///
     /// # Errors
-    /// When it may not wait.
+    /// If it may not wait.
     ///
     /// # Panics
-    /// When its ticket waits already.
+    /// If its ticket is in the queue already.
     pub fn push(
         &mut self,
         waiting: QueuedRequest,
@@ -258,9 +261,9 @@ impl Queue {
         Ok(())
     }
 
-    /// How the request's user would wait with it. A user who comes back is not to profit from the
-    /// time away: until the state has lifted the counter, it is taken to be at least that of those who
-    /// wait.
+    /// Returns the user's entry including this request. A returning user must not profit from the
+    /// absence: until the state has lifted the counter, it counts as at least that of the waiting
+    /// users.
     fn arrive(
         &self,
         waiting: &QueuedRequest,
@@ -284,7 +287,7 @@ impl Queue {
             Order::Vtc | Order::VtcMaxFair | Order::VtcPred | Order::Dlpm => {
                 least.unwrap_or_default()
             }
-            // Their keys are no counters, or not to be lifted.
+            // Their keys are not counters, or must not be lifted.
             Order::Lcf | Order::Rpm | Order::Fcfs => 0,
         };
         let mut presence = WaitingUser {
@@ -293,15 +296,15 @@ impl Queue {
             floor_milli,
             served_to_milli: 0,
         };
-        // A quantum ahead of the least, not of the user's own counter: whoever comes anew for each
-        // request would never run out.
+        // One quantum ahead of the least counter, not of the user's own: a user who leaves and
+        // returns for each request would never run out otherwise.
         presence.served_to_milli = least
             .unwrap_or_else(|| presence.counter_milli(figures))
             .saturating_add(figures.milli_of(quantum(gate)));
         presence
     }
 
-    /// Takes a request out.
+    /// Removes a request.
     pub fn remove(&mut self, ticket: Ticket) -> Option<QueuedRequest> {
         let waiting = self.requests.remove(&ticket)?;
         self.ages.remove(&(waiting.arrived_ms, ticket));
@@ -338,7 +341,7 @@ impl Queue {
         Some(waiting)
     }
 
-    /// What the peers are to know; `None`: nothing waits, or the order knows no precedence over
+    /// Returns the report for peers; `None` if nothing waits or the order has no precedence across
     /// replicas.
     pub fn backlog(&mut self, now_ms: u64, counters: &impl Counters) -> Option<Backlog> {
         if !is_gated(self.rules.order) {
@@ -354,7 +357,7 @@ impl Queue {
         })
     }
 
-    /// Looks at lines again: all of them once in a while, a few at any time.
+    /// Refreshes user queues: a few on every call, all of them at intervals.
     fn refresh(&mut self, now_ms: u64, counters: &impl Counters) {
         let is_due = |last_ms: u64| now_ms.saturating_sub(last_ms) >= REFRESH_MS;
         if self.refreshed_ms.is_none_or(is_due) {
@@ -393,7 +396,7 @@ impl Queue {
             })
     }
 
-    /// Puts a line where it belongs by the user's present figures; answers its key.
+    /// Re-sorts a user queue by the user's current figures and returns its key.
     fn sort(&mut self, place: ClassKey, user: UserKey, figures: &UserFigures) -> u64 {
         let is_newest_first = self.is_newest_first();
         let head = |class: &Class| Some(class.queues.get(&user)?.head(is_newest_first).1);
@@ -424,7 +427,7 @@ impl Queue {
         self.key_at(waiting, figures, counter)
     }
 
-    /// The key of a request whose user's counter is taken to be `counter`.
+    /// Returns the key of a request, with the user's counter taken to be `counter`.
     fn key_at(&self, waiting: &QueuedRequest, figures: &UserFigures, counter: u64) -> u64 {
         match self.rules.order {
             Order::Vtc | Order::VtcPred | Order::Dlpm => counter,
@@ -441,7 +444,7 @@ impl Queue {
         }
     }
 
-    /// What a request will come to, in priced tokens.
+    /// Returns the expected price of a request, in priced tokens.
     fn price(&self, waiting: &QueuedRequest) -> u64 {
         let pricing = &self.rules.pricing;
         pricing.input(u64::from(waiting.input_tokens), 0)
@@ -471,12 +474,12 @@ fn match_of(waiting: &QueuedRequest) -> MatchKey {
     )
 }
 
-/// `dlpm`: what a refill gives, in priced tokens.
+/// `dlpm`: returns the amount of one refill, in priced tokens.
 fn quantum(gate: &Gate) -> u64 {
     gate.slack().max(1)
 }
 
-/// Whether keys of the order are compared over replicas.
+/// Whether keys of the order are compared across replicas.
 fn is_gated(order: Order) -> bool {
     match order {
         Order::Vtc | Order::VtcMaxFair | Order::VtcPred | Order::Dlpm | Order::Lcf => true,

@@ -1,4 +1,4 @@
-//! Looking for who goes next.
+//! Selection of the next request.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -12,44 +12,44 @@ use crate::admission::gate::{GATE_RETRY_MS, Gate};
 use crate::admission::{BinSelection, Counters, Order, UserFigures};
 use crate::ids::{Ticket, UserKey};
 
-/// Requests looked at that cannot go before a call gives up.
+/// Maximum number of requests per call that are examined and cannot go.
 const LOOKS_MAX: usize = 256;
-/// Of these, such as stand behind one of the same user that cannot go.
+/// Maximum number of these that stand behind a blocked request of the same user.
 const BEHIND_MAX: usize = 64;
 
-/// Where in a class's order a request stands.
+/// Position of a request in a class's order.
 #[derive(Debug, Clone, Copy)]
 enum Position {
     Head(UserQueueKey),
     Match(MatchKey, UserKey),
 }
 
-/// One look for who goes next.
+/// One search for the next request.
 struct Search<F> {
     now_ms: u64,
     verdict: F,
-    /// Requests that could not go.
+    /// Number of requests that could not go.
     looks: usize,
-    /// Whether there is room for somebody who is held by the gate.
+    /// Whether there is capacity for a request held by the gate.
     is_held: bool,
-    /// By key, those put off because they are too far ahead of others here.
+    /// Requests deferred because they are too far ahead of others here, by key.
     beyond: BTreeSet<(u64, Ticket)>,
-    /// Lines of which a request was asked about that there is no room for.
+    /// User queues with a request for which there is no capacity.
     stuck: Vec<(ClassKey, UserKey)>,
 }
 
-/// How a look ends.
+/// Outcome of a search.
 enum SearchEnd {
     Go(Ticket),
-    /// There is none for anybody.
+    /// There is no capacity for any request.
     NoRoom,
-    /// Looked at as many as one call may.
+    /// The limit of one call is reached.
     Enough,
 }
 
 impl Queue {
-    /// Takes out who goes next. `verdict` is asked about one request after the other until one can
-    /// go and the gate lets it.
+    /// Removes and returns the request that goes next. Asks `verdict` about one request after
+    /// another until one can go and the gate lets it.
     pub fn next(
         &mut self,
         now_ms: u64,
@@ -92,8 +92,8 @@ impl Queue {
         }
     }
 
-    /// Who goes next of one priority: bin by bin, but nobody whose user is further ahead of another
-    /// who waits than the gate's slack, unless none of those can go.
+    /// Searches the requests of one priority, bin by bin. A request whose user is further ahead of
+    /// another waiting user than the gate's slack goes only if none of the others can.
     fn next_of(
         &mut self,
         priority: Reverse<i16>,
@@ -112,7 +112,7 @@ impl Queue {
         }
         for bin in &bins {
             let place = (priority, *bin);
-            // With one bin the order itself sees to it that nobody gets ahead.
+            // With a single bin, the order itself keeps users from getting ahead.
             let least = if bins.len() > 1 { least } else { u64::MAX };
             let mut after = None;
             while let Some((at, ticket)) = self.candidate(place, after, counters, gate) {
@@ -137,8 +137,9 @@ impl Queue {
         end
     }
 
-    /// Requests behind the first of their queues: there may be room for them where there is none for
-    /// that one. A few only, after all firsts, so that nobody's are looked at instead of others'.
+    /// Returns requests behind the heads of blocked user queues: there may be capacity for them
+    /// where there is none for the head. Only a few, and after all heads, so that no user's
+    /// requests are examined at the expense of others.
     fn behind(&self, stuck: &[(ClassKey, UserKey)]) -> Vec<Ticket> {
         let queues = stuck
             .iter()
@@ -147,7 +148,7 @@ impl Queue {
         queues.flat_map(behind).take(BEHIND_MAX).collect()
     }
 
-    /// Asks whether a request can go; one too far ahead of `least` is put off instead.
+    /// Asks whether a request can go; one too far ahead of `least` is deferred instead.
     fn ask(
         &self,
         ticket: Ticket,
@@ -166,7 +167,7 @@ impl Queue {
         let (priority, weight_milli) = (waiting.priority, figures.weight_milli);
         let is_held =
             is_gated(self.rules.order) && gate.holds(priority, key, weight_milli, round.now_ms);
-        // That there is room for somebody who is held need be known of one only.
+        // One held request with capacity is enough to know of.
         let verdict = if is_held && round.is_held {
             DispatchVerdict::Skip
         } else {
@@ -193,7 +194,7 @@ impl Queue {
         (round.looks >= LOOKS_MAX).then_some(SearchEnd::Enough)
     }
 
-    /// Bins of one priority in their turn.
+    /// Returns the bins of one priority in their turn.
     fn bin_turns(&self, priority: Reverse<i16>) -> Vec<u16> {
         let classes = self.classes.range((priority, 0)..=(priority, u16::MAX));
         let mut bins: Vec<(u16, usize)> = classes
@@ -206,7 +207,7 @@ impl Queue {
         bins.into_iter().map(|(bin, _)| bin).collect()
     }
 
-    /// The oldest request, if it is of this priority and has waited longer than for its bin's turn.
+    /// Returns the oldest request if it has this priority and has waited past its bin's turn.
     fn aged(&self, priority: Reverse<i16>, now_ms: u64) -> Option<Ticket> {
         let &(arrived_ms, ticket) = self.ages.first()?;
         let is_old = now_ms.saturating_sub(arrived_ms) >= self.rules.bin_age_ms_max;
@@ -214,7 +215,7 @@ impl Queue {
         (is_old && Reverse(waiting.priority) == priority).then_some(ticket)
     }
 
-    /// The next request of a class after the place of another, and its place.
+    /// Returns the next request of a class after the given position, with its position.
     fn candidate(
         &mut self,
         place: ClassKey,
@@ -232,7 +233,7 @@ impl Queue {
         }
     }
 
-    /// The first queue whose key is after `after`, looked at again.
+    /// Returns the first user queue after `after` whose refreshed key is unchanged.
     fn next_head(
         &mut self,
         place: ClassKey,
@@ -250,7 +251,7 @@ impl Queue {
         }
     }
 
-    /// Least key of one priority, looked at again.
+    /// Returns the least key of one priority, refreshed.
     pub(super) fn least(
         &mut self,
         priority: Reverse<i16>,
@@ -267,7 +268,8 @@ impl Queue {
             .min()
     }
 
-    /// `dlpm`: the longest match among users with deficit left; when nobody has any, after a refill.
+    /// `dlpm`: returns the longest match among users with deficit left, after a refill if nobody
+    /// has any.
     fn first_solvent(
         &mut self,
         place: ClassKey,
@@ -306,7 +308,7 @@ impl Queue {
         }
     }
 
-    /// `dlpm`: nobody has deficit left. Gives everyone as many quanta as it takes for one to have.
+    /// `dlpm`: gives everyone as many quanta as it takes for one user to have deficit again.
     fn refill(&mut self, place: ClassKey, counters: &impl Counters, gate: &Gate) {
         let Some(class) = self.classes.get(&place) else {
             return;
