@@ -1,13 +1,14 @@
 //! `chwbl`: consistent hashing with bounded loads over the prompt's first blocks.
 //!
 //! Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018, as
-//! KubeAI uses it for prompts. The request goes to the first backend on the ring behind its key
-//! that has room: with it there, at most `ceil(factor * (total + 1) / n)` requests.
+//! KubeAI uses it for prompts. The request goes to the first backend on the ring after its key
+//! whose load, including this request, is at most `ceil(factor * (total + 1) / n)` requests.
 //!
-//! The ring is not built. Each backend has one virtual node in each of `virtual_nodes` equal parts
-//! of the ring, at a place hashed from its slot and the part, so that its first one behind any key
-//! is found with two hashes. Against virtual nodes thrown anywhere this changes nothing about who
-//! moves when a backend comes or goes, and makes the shares more even.
+//! The ring is never built. It is divided into `virtual_nodes` equal parts, and each backend has
+//! one virtual node in each part, at an offset hashed from its slot and the part. The first virtual
+//! node of a backend after any key therefore takes two hashes to find. Compared with virtual nodes
+//! at random positions, the same keys move when a backend comes or goes, and the shares are more
+//! even.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -18,20 +19,20 @@ use crate::ids::Slot;
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
-/// Largest load factor, in thousandths.
+/// Maximum load factor, in thousandths.
 const FACTOR_MILLI_MAX: u32 = 1_000_000;
-/// Most virtual nodes of one backend.
+/// Maximum number of virtual nodes per backend.
 const VIRTUAL_NODES_MAX: u32 = 65_536;
 
 /// Settings of the `chwbl` policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChwblSettings {
-    /// Leading blocks of the prompt that make the key; of a shorter prompt all.
+    /// Leading blocks of the prompt that form the key; all blocks of a shorter prompt.
     pub prefix_blocks: u32,
-    /// Places of each backend on the ring.
+    /// Virtual nodes per backend.
     pub virtual_nodes: u32,
-    /// How far above the average a backend's load may be, in thousandths; at least 1000.
+    /// Maximum load of a backend relative to the average, in thousandths; at least 1000.
     pub load_factor_milli: u32,
 }
 
@@ -77,20 +78,21 @@ impl Policy for ChwblSettings {
     }
 }
 
-/// A place on the ring.
+/// A position on the ring.
 struct RingKey {
-    /// Parts of the ring.
+    /// Number of parts of the ring.
     parts: u64,
-    /// Which part, `0..parts`.
+    /// Part of the ring, `0..parts`.
     part: u64,
-    /// How far into the part, of 2^64.
+    /// Offset within the part, in units of 2^-64 parts.
     offset: u64,
 }
 
 impl RingKey {
     fn of(hash: u64, virtual_nodes: u32) -> Self {
         let parts = u64::from(virtual_nodes.max(1));
-        // Prompt hashes and slots are mixed alike: a key must not fall on its own virtual node.
+        // Prompt hashes and slots are mixed the same way; without the constant a key could coincide
+        // with its own virtual node.
         let place = u128::from(mix(hash ^ 0x5851_f42d_4c95_7f2d)) * u128::from(parts);
         Self {
             parts,
@@ -99,7 +101,8 @@ impl RingKey {
         }
     }
 
-    /// How far behind the key the first virtual node of `slot` is, in units of 2^-63 parts.
+    /// Returns the distance from the key to the next virtual node of `slot`, in units of 2^-63
+    /// parts.
     fn distance(&self, slot: Slot) -> u64 {
         let here = virtual_node(slot, self.part);
         if here >= self.offset {
@@ -107,12 +110,12 @@ impl RingKey {
         }
         let next = virtual_node(slot, (self.part + 1) % self.parts);
         let distance = (1_u128 << 64) - u128::from(self.offset) + u128::from(next);
-        // Below 2^65, as `next` is below 2^64 and the offset above 0.
+        // Below 2^65, because `next` is below 2^64 and the offset above 0.
         (distance >> 1) as u64
     }
 }
 
-/// Where in a part of the ring `slot` stands.
+/// Returns the offset of the virtual node of `slot` within a part of the ring.
 fn virtual_node(slot: Slot, part: u64) -> u64 {
     let seed = mix((u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     mix(seed.wrapping_add(part.wrapping_mul(0xd1b5_4a32_d192_ed03)))

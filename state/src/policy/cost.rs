@@ -1,9 +1,9 @@
 //! `cost`: least predicted time to first token.
 //!
-//! What stands before the request's first token at a backend: the prefill that is dispatched but
-//! not done, the request's own uncached prefill, the slots that decoding requests take from each
-//! step, the engine's own queue, and preemption when its KV cache runs full. Each has a price in
-//! nanoseconds; the sum saturates.
+//! The prediction adds up what precedes the request's first token at a backend: prefill that is
+//! dispatched but not done, the request's own uncached prefill, the share of each step that
+//! decoding requests take, the engine's own queue, and preemption when its KV cache runs full. Each
+//! has a price in nanoseconds; the sum saturates.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -13,24 +13,25 @@ use super::{Candidate, PolicyRequest, Prices, Reason};
 use crate::reject::Rejection;
 use crate::validate::at_most;
 
-/// Constants of the `cost` policy. Integers: the settings are replicated.
+/// Settings of the `cost` policy. Integers, because settings are replicated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CostSettings {
-    /// Nanoseconds an engine computes on one uncached prompt token.
+    /// Time that an engine takes to compute one uncached prompt token, in nanoseconds.
     pub prefill_ns_per_token: u32,
-    /// Nanoseconds each request already running adds to a new one's first token.
+    /// Delay of a first token by each running request, in nanoseconds.
     pub decode_ns_per_request: u32,
-    /// Nanoseconds each request waiting in the engine's own queue adds.
+    /// Delay of a first token by each request in the engine's own queue, in nanoseconds.
     pub waiting_ns_per_request: u32,
-    /// KV usage, in thousandths, above which pressure counts.
+    /// KV cache usage above which pressure counts, in thousandths.
     pub kv_pressure_from_permille: u32,
-    /// Nanoseconds one thousandth of KV usage above that adds.
+    /// Delay by each thousandth of KV cache usage above that, in nanoseconds.
     pub kv_pressure_ns_per_permille: u32,
-    /// Thousandths of the price of computing them again that blocks count with which the request
-    /// would evict from a full cache: how likely they are to be asked for again.
+    /// Weight of eviction: each block that the request would evict from a full cache costs this
+    /// share of recomputing it, in thousandths. It expresses how likely the block is to be
+    /// requested again.
     pub eviction_permille: u32,
-    /// Costs within this many thousandths of the least count as equal.
+    /// Tolerance: costs within this many thousandths of the least count as equal.
     pub near_permille: u32,
 }
 
@@ -81,9 +82,9 @@ impl Policy for CostSettings {
     }
 }
 
-/// What is taken for the prices of a candidate without any: the mean of the others', or the
-/// settings where nothing is learnt of anyone. A mix of learnt and set prices would send everything
-/// to one side, and what gets no requests is never learnt.
+/// Returns the prices for a candidate without learned ones: the mean of the other candidates'
+/// prices, or the settings if nothing is learned about any. A mix of learned and configured prices
+/// would send everything to one side, and a backend without requests never learns.
 pub(super) fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) -> Prices {
     let (mut prefill_ns, mut decode_ns, mut count) = (0_u64, 0_u64, 0_u64);
     for prices in candidates.iter().filter_map(|candidate| candidate.prices) {
@@ -102,11 +103,12 @@ pub(super) fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) ->
     }
 }
 
-/// First tokens that the usual prices count as: engines are more often alike than not, and the
-/// prices of like ones differ by noise, which would pull requests to the luckiest.
+/// Weight of the usual prices, as a number of first tokens. Engines are more often alike than not,
+/// and the learned prices of equal engines differ by noise, which would attract requests to the
+/// luckiest one.
 const USUAL_FIRST_TOKENS: u32 = 64;
 
-/// A candidate's prices, drawn towards the usual ones as far as little is behind them.
+/// Returns a candidate's prices, shrunk towards the usual ones if they rest on little data.
 fn believed(own: Option<Prices>, usual: Prices) -> Prices {
     let Some(own) = own else { return usual };
     let all = (u64::from(own.first_tokens) + u64::from(usual.first_tokens)).max(1);
@@ -123,7 +125,7 @@ fn believed(own: Option<Prices>, usual: Prices) -> Prices {
     }
 }
 
-/// Nanoseconds until the first token, as predicted.
+/// Returns the predicted time to first token, in nanoseconds.
 pub(super) fn score(
     settings: &CostSettings,
     usual: Prices,
@@ -148,9 +150,10 @@ pub(super) fn score(
     .fold(0, u64::saturating_add)
 }
 
-/// What others lose: the blocks a full cache gives up for this request's new ones, at the price of
-/// computing them again, as far as they are likely to be asked for again. Without it a backend that
-/// holds the one block all prompts share would draw every request while others stand empty.
+/// Returns the cost to other requests, in nanoseconds: the blocks that a full cache evicts for this
+/// request's new ones, at the price of recomputing them, weighted by how likely they are to be
+/// requested again. Without it, a backend that holds the one block shared by all prompts would
+/// attract every request while others are idle.
 fn eviction_ns(
     settings: &CostSettings,
     prices: Prices,

@@ -1,11 +1,12 @@
 //! `epp`: the endpoint picker of the Gateway API inference extension.
 //!
-//! First the LoRA filter: engines that list the model themselves (a loaded adapter is listed as a
-//! model) and whose queue is not too long, if there are any. Then a weighted sum of three scores of
-//! 0 to 1: the share of the prompt that is held, `(longest - waiting) / (longest - shortest)` of
-//! the engines' queues, and what is free of the KV cache. A match that would save too little counts
-//! as none. Source: the extension's proposal 0602 (prefix cache) and `pkg/epp/scheduling`
-//! (`queue.go`, `kvcache-utilization`, `lora-affinity`).
+//! A LoRA filter comes first: it keeps the engines that list the model themselves (a loaded adapter
+//! is listed as a model) and whose queue is not too long, if there are any. Then a weighted sum of
+//! three scores from 0 to 1 decides: the share of the prompt that is held,
+//! `(longest - waiting) / (longest - shortest)` of the engines' queues, and the free share of the
+//! KV cache. A match that would save too little counts as none. Source: the extension's proposal
+//! 0602 (prefix cache) and `pkg/epp/scheduling` (`queue.go`, `kvcache-utilization`,
+//! `lora-affinity`).
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -15,28 +16,28 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_most, ensure};
 
-/// Largest weight.
+/// Maximum weight.
 const WEIGHT_MAX: u32 = 1000;
-/// Parts of one score.
+/// Resolution of a score.
 const PARTS: u64 = 1_000_000;
 
 /// Settings of the `epp` policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EppSettings {
-    /// Weight of the share of the prompt that is held.
+    /// Weight of the held share of the prompt.
     pub prefix_weight: u32,
-    /// Weight of the queue.
+    /// Weight of the queue length.
     pub queue_weight: u32,
-    /// Weight of what is free of the KV cache.
+    /// Weight of the free share of the KV cache.
     pub kv_weight: u32,
-    /// Fewest tokens a match must save to count.
+    /// Minimum number of tokens that a match must save to count.
     pub min_match_tokens: u32,
-    /// Least share of the prompt, in thousandths of its blocks, that a match must have to count.
+    /// Minimum share of the prompt's blocks that a match must cover to count, in thousandths.
     pub min_match_permille: u32,
-    /// Longest queue with which an engine that has the adapter loaded goes first.
+    /// Longest queue with which an engine that has the adapter loaded is preferred.
     pub lora_waiting_max: u32,
-    /// Sums within this many thousandths of the weights' sum count as equal.
+    /// Tolerance: sums within this many thousandths of the sum of the weights count as equal.
     pub near_permille: u32,
 }
 
@@ -97,7 +98,7 @@ struct Epp<'a> {
 }
 
 impl Epp<'_> {
-    /// What `candidate` misses of the greatest possible sum, in millionths of a weight.
+    /// Returns how far `candidate` is below the highest possible sum, in millionths of a weight.
     fn missing(&self, candidate: &Candidate) -> u64 {
         let settings = self.settings;
         let weigh = |weight: u32, parts: u64| u64::from(weight) * parts.min(PARTS);

@@ -1,7 +1,7 @@
-//! `least-kv`: least KV cache in use, as the engines last reported it. A baseline.
+//! `least-kv`: least KV cache usage, as last reported by the engines. A baseline.
 //!
-//! Engines report about once a second. Between two reports a score does not move, so that usages
-//! close to the least share the requests.
+//! Engines report about once a second, and scores do not move between two reports. Backends with
+//! usages close to the least therefore share the requests.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ use crate::validate::at_most;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LeastKvSettings {
-    /// Usages at most so many thousandths of the cache above the least count as equal.
+    /// Tolerance: usages at most this many thousandths of the cache above the least count as equal.
     pub near_permille: u32,
 }
 

@@ -1,9 +1,10 @@
-//! `least-request`: fewest requests running and waiting, whatever they hold. A baseline.
+//! `least-request`: fewest requests running and waiting, regardless of what backends hold. A
+//! baseline.
 
 use super::rank::{ByScore, Policy, Ranks, Tolerance, requests};
 use super::{Candidate, PolicyRequest, Reason};
 
-/// The policy; it has no settings.
+/// The policy. It has no settings.
 pub(super) struct LeastRequest;
 
 impl Policy for LeastRequest {

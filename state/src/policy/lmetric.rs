@@ -1,5 +1,5 @@
-//! `lmetric`: least product of the prefill to be done before the first token and the requests that
-//! share the engine. It has no price of either, so none can be wrong.
+//! `lmetric`: least product of the prefill before the first token and the number of requests
+//! sharing the engine. It prices neither, so no price can be wrong.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -13,9 +13,9 @@ use crate::validate::at_most;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LmetricSettings {
-    /// Tokens added to the prefill: what a wholly cached request still costs.
+    /// Tokens added to the prefill: the remaining cost of a fully cached request.
     pub base_tokens: u32,
-    /// Scores within this many thousandths of the least count as equal.
+    /// Tolerance: scores within this many thousandths of the least count as equal.
     pub near_permille: u32,
 }
 
@@ -43,7 +43,7 @@ impl Policy for LmetricSettings {
     }
 }
 
-/// Tokens times requests.
+/// Returns prefill tokens times requests.
 fn score(settings: &LmetricSettings, request: &PolicyRequest, candidate: &Candidate) -> u64 {
     let prefill_tokens = candidate
         .pending_prefill_tokens

@@ -1,14 +1,14 @@
-//! Routing policies: pure functions from (request, candidates) to a choice with its reasons.
+//! Routing policies: pure functions from a request and candidates to a choice with its reason.
 //!
-//! A policy sees only what stands in [`PolicyRequest`] and [`Candidate`]; who gathers them (match, load,
-//! health) does so the same way for every policy, and what only some policies look at is gathered
-//! only for these ([`PolicyConfig::needs`]). Ties among near-equal scores are broken by the
-//! request's `jitter`, a hash of its id: without it simultaneous arrivals herd. Integers only, so
-//! that a decision repeats bit for bit anywhere.
+//! A policy sees only [`PolicyRequest`] and [`Candidate`]. These are gathered (match, load, health)
+//! in the same way for every policy, and data that only some policies use is gathered only for
+//! those ([`PolicyConfig::needs`]). Ties among near-equal scores are broken by the request's
+//! `jitter`, a hash of its id; without it, simultaneous arrivals would herd. Policies compute with
+//! integers only, so that a decision repeats bit for bit anywhere.
 //!
-//! A policy is one file (settings, bounds, how it ranks a candidate), named by `mod` and by one
-//! entry of the table below; picking, near-equality and jitter are the same for all (`rank`).
-//! docs/reference/policies.md says what each one does and where it comes from.
+//! A policy is one file (settings, bounds, ranking of a candidate), a `mod` line and one entry in
+//! the table below. Picking, near-equality and jitter are shared (`rank`).
+//! docs/reference/policies.md describes each policy and its source.
 
 mod chwbl;
 mod cost;
@@ -50,15 +50,15 @@ pub use session::SessionSettings;
 pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
 
-/// Makes [`PolicyConfig`] and everything that must know all policies from one table. An entry is
+/// Defines [`PolicyConfig`] and everything that lists all policies from one table. An entry is
 /// `Variant(settings: Type), "name", policy;`, where `policy` may use `settings`. The order of the
-/// entries is part of the log format: new ones come last.
+/// entries is part of the log format: new ones go last.
 macro_rules! policies {
     ($(
         $(#[$attribute:meta])*
         $variant:ident $(($settings:ident: $type:ty))?, $name:literal, $policy:expr;
     )*) => {
-        /// The live policy with its settings: replicated, changed by `PUT /admin/v1/policy`.
+        /// The live policy with its settings. Replicated, changed by `PUT /admin/v1/policy`.
         #[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize)]
         #[serde(tag = "policy", rename_all = "kebab-case", deny_unknown_fields)]
         pub enum PolicyConfig {
@@ -69,13 +69,13 @@ macro_rules! policies {
         pub const POLICY_NAMES: &[&str] = &[$($name),*];
 
         impl PolicyConfig {
-            /// Every policy with its default settings.
+            /// Returns every policy with its default settings.
             #[must_use]
             pub fn defaults() -> Vec<Self> {
                 vec![$(Self::$variant $((<$type>::default()))?),*]
             }
 
-            /// The policy's name, as config and response headers spell it.
+            /// Returns the policy's name as spelled in config and response headers.
             #[must_use]
             pub fn name(&self) -> &'static str {
                 match self {
@@ -93,8 +93,8 @@ macro_rules! policies {
                 }
             }
 
-            /// What of [`PolicyRequest`] and [`Candidate`] the policy looks at beside what is always
-            /// there.
+            /// Returns the optional parts of [`PolicyRequest`] and [`Candidate`] that the policy
+            /// uses.
             #[must_use]
             pub fn needs(&self) -> Needs<'_> {
                 match self {
@@ -117,7 +117,7 @@ macro_rules! policies {
             }
         }
 
-        /// The scores [`choose`] compares, in the order of `candidates`.
+        /// Returns the scores that [`choose`] compares, in the order of `candidates`.
         #[must_use]
         pub fn scores(
             policy: &PolicyConfig,
@@ -151,36 +151,36 @@ policies! {
     Chwbl(settings: ChwblSettings), "chwbl", settings;
     /// One backend per session.
     Session(settings: SessionSettings), "session", settings;
-    /// The less loaded of two drawn at random.
+    /// The less loaded of two candidates drawn at random.
     #[serde(deserialize_with = "no_settings")]
     PowerOfTwo, "power-of-two", &power_of_two::PowerOfTwo;
-    /// One after the other, per replica.
+    /// Round robin, per replica.
     #[serde(deserialize_with = "no_settings")]
     RoundRobin, "round-robin", &round_robin::RoundRobin;
-    /// Any.
+    /// A random candidate.
     #[serde(deserialize_with = "no_settings")]
     Random, "random", &random::Random;
-    /// Least KV cache in use.
+    /// Least KV cache usage.
     LeastKv(settings: LeastKvSettings), "least-kv", settings;
-    /// AIBrix: the user's windowed tokens spread users over backends, with utilisation.
+    /// AIBrix: each user's recent tokens select a position among the backends, combined with
+    /// utilisation.
     VtcBasic(settings: VtcBasicSettings), "vtc-basic", settings;
-    /// Preble: exploit the longest prefix or explore by cost of load, eviction and prefill.
+    /// Preble: exploit the longest prefix, or explore by cost of load, eviction and prefill.
     PrebleE2(settings: PrebleE2Settings), "preble-e2", settings;
 }
 
-/// Most models with a policy of their own.
+/// Maximum number of models with their own policy.
 pub const MODEL_POLICIES_MAX: usize = 64;
 
-/// What routing follows beside the live policy: replicated, changed by `PUT /admin/v1/routing`.
+/// Routing settings other than the live policy. Replicated, changed by `PUT /admin/v1/routing`.
 #[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RoutingSettings {
-    /// Policies of models that do not follow the live one.
+    /// Policies of models that do not use the live one.
     pub models: BTreeMap<String, PolicyConfig>,
-    /// Whether `cost` uses what it learnt of a backend in place of the constants in its settings.
+    /// Whether `cost` uses learned prices of a backend instead of the constants in its settings.
     pub learn: bool,
-    /// A backend whose prefix predictions are off by more than this, in thousandths of the prompt
-    /// tokens, is marked.
+    /// Prediction error above which a backend is marked, in thousandths of the prompt tokens.
     pub prediction_off_permille: u32,
 }
 
@@ -221,7 +221,7 @@ impl RoutingSettings {
 }
 
 impl PolicyConfig {
-    /// The settings of `vtc-basic`, which say how long usage stays in the users' windows.
+    /// Returns the settings of `vtc-basic`, which determine the length of the usage windows.
     pub(crate) fn vtc_basic(&self) -> Option<VtcBasicSettings> {
         if let Self::VtcBasic(settings) = self {
             Some(*settings)
@@ -231,7 +231,7 @@ impl PolicyConfig {
     }
 }
 
-/// Reads the settings of a policy that has none, so that whatever else stands there is refused.
+/// Deserializes the settings of a policy that has none, rejecting any field.
 fn no_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Error> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -239,84 +239,86 @@ fn no_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Erro
     NoSettings::deserialize(deserializer).map(|NoSettings {}| ())
 }
 
-/// What a policy knows of the request.
+/// A policy's view of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PolicyRequest {
-    /// Hash of the request id: breaks ties.
+    /// Hash of the request id; breaks ties.
     pub jitter: u64,
-    /// Full blocks of the prompt that an engine could have (the last-token rule applied).
+    /// Full blocks of the prompt that an engine could hold, after applying the last-token rule.
     pub blocks: u32,
     /// Estimated prompt tokens.
     pub tokens: u32,
-    /// Estimated tokens of one block.
+    /// Estimated tokens per block.
     pub tokens_per_block: u32,
-    /// Hash of the prompt's first blocks; for [`Needs::prefix_blocks`].
+    /// Hash of the prompt's first blocks, for [`Needs::prefix_blocks`].
     pub prefix_key: u64,
-    /// Hash of the session's name, `None` when the request names none; for [`Needs::session`].
+    /// Hash of the session's name, `None` if the request names none, for [`Needs::session`].
     pub session: Option<u64>,
-    /// Requests decided by this replica before, from any start; for [`Needs::turn`].
+    /// Number of requests this replica has decided before, from an arbitrary start, for
+    /// [`Needs::turn`].
     pub turn: u64,
-    /// What the user and all users used lately; for [`Needs::user_tokens`].
+    /// Recent usage of the user and of all users, for [`Needs::user_tokens`].
     pub user: UserTokens,
 }
 
-/// Weighted tokens that users used within the window, in thousandths of a token.
+/// Weighted tokens used within the window, in thousandths of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct UserTokens {
-    /// The request's user's.
+    /// Usage of the request's user.
     pub own_milli: u64,
-    /// Least of all users who used any; `None` when nobody did.
+    /// Least usage of all users with any; `None` if there are none.
     pub least_milli: Option<u64>,
-    /// Most of all users; `None` when nobody used any.
+    /// Most usage of all users; `None` if nobody used any.
     pub most_milli: Option<u64>,
 }
 
-/// What a policy knows of one backend it may choose.
+/// A policy's view of one backend that it may choose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Candidate {
-    /// The backend.
+    /// Slot of the backend.
     pub slot: Slot,
-    /// Leading blocks of the prompt it is believed to hold.
+    /// Leading blocks of the prompt that it is believed to hold.
     pub matched: u32,
-    /// Requests dispatched to it and not over, from all replicas.
+    /// Requests dispatched to it by all replicas and not ended.
     pub running: u32,
-    /// Requests in the engine's own queue, as it last reported.
+    /// Requests in the engine's own queue, as last reported.
     pub waiting: u32,
-    /// Uncached prompt tokens dispatched to it whose first byte has not come, from all replicas.
+    /// Uncached prompt tokens dispatched to it by all replicas whose first byte has not arrived.
     pub pending_prefill_tokens: u64,
-    /// KV cache in use, in thousandths, as the engine last reported.
+    /// KV cache usage as last reported by the engine, in thousandths.
     pub kv_usage_permille: u32,
-    /// Blocks it can take before it evicts any; `u32::MAX` while its capacity is unknown.
+    /// Blocks that it can store before it evicts any; `u32::MAX` if its capacity is unknown.
     pub free_blocks: u32,
-    /// Whether the engine itself lists the model, as it does a loaded LoRA adapter.
+    /// Whether the engine itself lists the model, as it does for a loaded LoRA adapter.
     pub is_model_listed: bool,
-    /// What its work was learnt to cost; for [`Needs::learnt`], and `None` while that is not known.
+    /// Learned prices of its work, for [`Needs::learnt`]; `None` if unknown.
     pub prices: Option<Prices>,
 }
 
-/// What a backend's work costs before a first token.
+/// Prices of a backend's work before a first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Prices {
     /// Nanoseconds per uncached prompt token.
     pub prefill_ns_per_token: u32,
-    /// Nanoseconds per request running.
+    /// Nanoseconds per running request.
     pub decode_ns_per_request: u32,
-    /// First tokens behind them, faded: how much they count against those of others.
+    /// Number of first tokens that the prices rest on, after fading: their weight against other
+    /// prices.
     pub first_tokens: u32,
 }
 
-/// A decision: which candidate, and why.
+/// A decision: the chosen candidate and the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Choice {
-    /// The chosen backend.
+    /// Slot of the chosen backend.
     pub slot: Slot,
-    /// Blocks of the prompt it is believed to hold.
+    /// Blocks of the prompt that it is believed to hold.
     pub matched: u32,
-    /// Why this one.
+    /// Reason for the choice.
     pub reason: Reason,
 }
 
-/// Why a candidate was chosen.
+/// Reason for choosing a candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reason {
@@ -326,23 +328,23 @@ pub enum Reason {
     LeastCost,
     /// Fewest requests.
     LeastRequests,
-    /// Several were near-equal; the request's jitter decided.
+    /// Several candidates were near-equal; the request's jitter decided.
     Jitter,
     /// The load is imbalanced: fewest requests, whatever is held.
     Imbalanced,
-    /// Longest prefix among those whose load is acceptable.
+    /// Longest prefix among the candidates with an acceptable load.
     LongestPrefix,
     /// Best weighted score.
     BestScore,
-    /// First on the ring with room.
+    /// First on the ring with capacity.
     Ring,
     /// The session's backend.
     Session,
-    /// Its turn.
+    /// Next in turn.
     Turn,
-    /// Least KV cache in use.
+    /// Least KV cache usage.
     LeastKv,
-    /// Nearest to the user's share of tokens, with utilisation.
+    /// Nearest to the user's position, combined with utilisation.
     UserShare,
     /// Most of the prompt is held here.
     Exploit,
@@ -352,37 +354,37 @@ pub enum Reason {
 }
 
 /// One candidate's score as `explain` shows it. Candidates are compared by tier, score and second
-/// score, in this order; lower is better.
+/// score, in that order; lower is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Score {
-    /// The candidate.
+    /// Slot of the candidate.
     pub slot: Slot,
-    /// Step of the policy that the candidate counts in; the first is 0.
+    /// Step of the policy in which the candidate is considered, from 0.
     pub tier: u8,
-    /// What the policy compares within the tier; docs/reference/policies.md has the unit.
+    /// Value compared within the tier. docs/reference/policies.md gives the unit.
     pub score: u64,
-    /// What it compares among equal scores.
+    /// Value compared among equal scores.
     pub then: u64,
-    /// What a clear choice of this candidate would be explained by.
+    /// Reason given if this candidate is the clear choice.
     pub reason: Reason,
 }
 
 impl PolicyRequest {
-    /// Prompt tokens that a backend holding `matched` blocks would have to compute.
+    /// Returns the prompt tokens that a backend holding `matched` blocks would have to compute.
     fn uncached_tokens(&self, matched: u32) -> u64 {
         let cached = u64::from(matched.min(self.blocks)) * u64::from(self.tokens_per_block);
         u64::from(self.tokens).saturating_sub(cached)
     }
 
-    /// Blocks of the prompt that are not among `matched`.
+    /// Returns the number of prompt blocks beyond `matched`.
     fn missing_blocks(&self, matched: u32) -> u32 {
         self.blocks.saturating_sub(matched)
     }
 }
 
-/// Chooses among `candidates`; `None` when there are none. Allocates nothing.
+/// Chooses among `candidates`; `None` if there are none. Does not allocate.
 ///
-/// The order of `candidates` does not matter; each slot stands in it once.
+/// The order of `candidates` does not matter. Each slot must occur only once.
 #[must_use]
 pub fn choose(
     policy: &PolicyConfig,

@@ -1,13 +1,13 @@
-//! `power-of-two`: of two candidates drawn at random the one with fewer requests.
+//! `power-of-two`: the one with fewer requests of two candidates drawn at random.
 //!
 //! Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 2001.
-//! The draw is that of the request's jitter, so that a repeated decision draws the same two.
+//! The draw derives from the request's jitter, so a repeated decision draws the same two.
 
 use super::rank::{Policy, Rank, Ranks, draw, requests};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
-/// The policy; it has no settings.
+/// The policy. It has no settings.
 pub(super) struct PowerOfTwo;
 
 impl Policy for PowerOfTwo {
@@ -18,7 +18,7 @@ impl Policy for PowerOfTwo {
     ) -> impl Ranks + use<'a> {
         let mut drawn: [Option<(u64, Slot)>; 2] = [None; 2];
         for candidate in candidates {
-            // Not the draw that breaks ties: the two would be tied in favour of the first.
+            // Not the draw that breaks ties, which would favour the first of the two.
             let draw = Some((draw(!request.jitter, candidate.slot), candidate.slot));
             if draw > drawn[0] {
                 drawn = [draw, drawn[0]];

@@ -1,15 +1,16 @@
 //! `preble-e2`: Preble's exploitation and exploration.
 //!
 //! Source: Srivatsa, He, Abhyankar, Li, Zhang, "Preble: Efficient Distributed Prompt Scheduling for
-//! LLM Serving", ICLR 2025, algorithm E2. When more of the prompt is held somewhere than has to be
-//! computed, exploit: among the backends with the longest match, the one with the least load.
-//! Otherwise explore: the least sum of load `L`, eviction cost `M` and the request's own uncached
-//! prefill `P`. A holder whose load is out of proportion to the lightest is passed over, which
-//! spreads a hot prefix.
+//! LLM Serving", ICLR 2025, Algorithm E2. If more of the prompt is held somewhere than has to be
+//! computed, the policy exploits: among the backends with the longest match, it takes the one with
+//! the least load. Otherwise it explores: the least sum of load `L`, eviction cost `M` and the
+//! request's own uncached prefill `P`. A holder whose load is out of proportion to the lightest is
+//! skipped, which spreads a hot prefix.
 //!
-//! Preble sums load over the last three minutes, by prefix; here load is what is under way now, on
-//! all replicas. Preble knows of each prefix how often it was asked for; here what is evicted
-//! (least recently used first) is taken to be asked for again with a fixed probability.
+//! Two things differ from Preble. Preble sums load over the last three minutes, by prefix; here
+//! load is what is in flight now, on all replicas. Preble knows how often each prefix was
+//! requested; here evicted blocks (least recently used first) are assumed to be requested again
+//! with a fixed probability.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -19,25 +20,25 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
-/// Largest proportion of loads, in thousandths.
+/// Maximum ratio of loads, in thousandths.
 const IMBALANCE_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `preble-e2` policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrebleE2Settings {
-    /// Share of the prompt's tokens, in thousandths, above which the longest match is exploited.
+    /// Share of the prompt's tokens above which the longest match is exploited, in thousandths.
     pub exploit_above_permille: u32,
-    /// How many times the lightest load, in thousandths, a holder's may be; both with the
-    /// request's whole prefill added.
+    /// Maximum ratio of a holder's load to the lightest load, in thousandths, both including the
+    /// request's whole prefill.
     pub imbalance_milli: u32,
-    /// Probability, in thousandths, that an evicted block has to be computed again.
+    /// Probability that an evicted block has to be recomputed, in thousandths.
     pub evicted_reuse_permille: u32,
-    /// Nanoseconds an engine computes on one uncached prompt token.
+    /// Time that an engine takes to compute one uncached prompt token, in nanoseconds.
     pub prefill_ns_per_token: u32,
-    /// Nanoseconds each request already running counts as load.
+    /// Load of each running request, in nanoseconds.
     pub decode_ns_per_request: u32,
-    /// Costs within this many thousandths of the least count as equal.
+    /// Tolerance: costs within this many thousandths of the least count as equal.
     pub near_permille: u32,
 }
 
@@ -90,7 +91,7 @@ impl Policy for PrebleE2Settings {
 }
 
 impl PrebleE2Settings {
-    /// `L`: what is under way.
+    /// `L`: returns the load in flight, in nanoseconds.
     fn load_ns(&self, candidate: &Candidate) -> u64 {
         candidate
             .pending_prefill_tokens
@@ -98,7 +99,7 @@ impl PrebleE2Settings {
             .saturating_add(product(candidate.running, self.decode_ns_per_request))
     }
 
-    /// `M`: prefill that what must be evicted will cost again.
+    /// `M`: returns the prefill that the evicted blocks will cost again, in nanoseconds.
     fn eviction_ns(&self, request: &PolicyRequest, candidate: &Candidate) -> u64 {
         let evicted = request
             .missing_blocks(candidate.matched)
@@ -110,7 +111,7 @@ impl PrebleE2Settings {
         u64::try_from(cost).unwrap_or(u64::MAX)
     }
 
-    /// `P`: the request's own prefill.
+    /// `P`: returns the request's own prefill, in nanoseconds.
     fn prefill_ns(&self, request: &PolicyRequest, candidate: &Candidate) -> u64 {
         request
             .uncached_tokens(candidate.matched)
@@ -121,7 +122,7 @@ impl PrebleE2Settings {
 struct PrebleE2<'a> {
     settings: &'a PrebleE2Settings,
     request: &'a PolicyRequest,
-    /// The longest match, when it is to be exploited.
+    /// Length of the longest match in blocks, if it is to be exploited.
     exploited_blocks: Option<u32>,
     load_ns_max: u64,
 }

@@ -1,14 +1,14 @@
 //! `prefix-cache`: AIBrix's prefix-cache-aware routing.
 //!
-//! Source: AIBrix gateway, `pkg/plugins/gateway/algorithms` (README and `prefix_cache.go`). Where
-//! the load is imbalanced, fewest running requests. Otherwise, among the backends that hold enough
-//! of the prompt, in decreasing order of match and increasing order of running requests, the first
-//! whose running requests are within some standard deviations of the mean. If there is none,
-//! fewest running requests.
+//! Source: AIBrix gateway, `pkg/plugins/gateway/algorithms` (README and `prefix_cache.go`). If the
+//! load is imbalanced, the backend with the fewest running requests is chosen. Otherwise the
+//! backends that hold enough of the prompt are tried in decreasing order of match and increasing
+//! order of running requests, and the first whose running requests are within some standard
+//! deviations of the mean is chosen. If there is none, the fewest running requests decide again.
 //!
-//! The standard deviation is that of the population of all candidates, and it is compared without
-//! a root or a fraction: with `n` candidates, `running <= mean + factor * stddev` is `d <= 0` or
-//! `d² <= factor² * (n * sum of squares - sum²)` for `d = n * running - sum`.
+//! The standard deviation is that of the population of all candidates. It is compared without a
+//! root or a fraction: with `n` candidates, `running <= mean + factor * stddev` is equivalent to
+//! `d <= 0` or `d² <= factor² * (n * sum of squares - sum²)` for `d = n * running - sum`.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -18,18 +18,20 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
-/// Largest factor, in thousandths.
+/// Maximum factor, in thousandths.
 const FACTOR_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `prefix-cache` policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrefixCacheSettings {
-    /// The load is imbalanced when most and fewest running requests are further apart than this.
+    /// Difference between the most and the fewest running requests above which the load is
+    /// imbalanced.
     pub imbalance_abs_count: u32,
-    /// Standard deviations above the mean that a holder's running requests may be, in thousandths.
+    /// Number of standard deviations above the mean that a holder's running requests may be, in
+    /// thousandths.
     pub standard_deviation_factor_milli: u32,
-    /// Fewest leading blocks that count as a match; of a shorter prompt all.
+    /// Minimum number of leading blocks that count as a match; all blocks of a shorter prompt.
     pub min_match_blocks: u32,
 }
 
@@ -69,7 +71,7 @@ impl Policy for PrefixCacheSettings {
     }
 }
 
-/// Running requests over all candidates.
+/// Distribution of running requests over all candidates.
 struct Spread {
     count: u64,
     fewest: u32,
@@ -90,7 +92,7 @@ impl Spread {
         }
     }
 
-    /// `running <= mean + factor * stddev`; see the module.
+    /// Whether `running <= mean + factor * stddev`; see the module documentation.
     fn is_within(&self, running: u32, factor_milli: u32) -> bool {
         let (count, sum) = (u128::from(self.count), u128::from(self.sum));
         let Some(above) = (count * u128::from(running)).checked_sub(sum) else {

@@ -1,9 +1,9 @@
-//! `random`: any candidate, by the request's jitter. A baseline.
+//! `random`: a candidate drawn by the request's jitter. A baseline.
 
 use super::rank::{ByScore, Policy, Ranks, Tolerance};
 use super::{Candidate, PolicyRequest, Reason};
 
-/// The policy; it has no settings.
+/// The policy. It has no settings.
 pub(super) struct Random;
 
 impl Policy for Random {

@@ -1,4 +1,4 @@
-//! Shared by all policies: ranking candidates, picking the best, and common sums over candidates.
+//! Code shared by all policies: ranking candidates, picking the best, and sums over candidates.
 
 use std::cmp::Reverse;
 
@@ -19,12 +19,12 @@ pub(super) trait Policy {
         Ok(())
     }
 
-    /// What must be gathered for it.
+    /// Returns the optional data to gather for it.
     fn needs(&self) -> Needs<'_> {
         Needs::default()
     }
 
-    /// Looks at the candidates as a whole and answers how it ranks each of them.
+    /// Examines the candidates as a whole and returns how to rank each of them.
     fn ranks<'a>(
         &'a self,
         request: &'a PolicyRequest,
@@ -32,10 +32,10 @@ pub(super) trait Policy {
     ) -> impl Ranks + use<'a, Self>;
 }
 
-/// What a policy looks at beside what is always there; it costs time to gather.
+/// Optional data that a policy uses; gathering it takes time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Needs<'a> {
-    /// `PolicyRequest::prefix_key` over so many blocks.
+    /// `PolicyRequest::prefix_key` over this many blocks.
     pub prefix_blocks: Option<u32>,
     /// `PolicyRequest::session`, and where a request names it.
     pub session: Option<SessionNames<'a>>,
@@ -45,48 +45,49 @@ pub struct Needs<'a> {
     pub user_tokens: bool,
     /// `Candidate::prices`.
     pub learnt: bool,
-    /// How leading blocks are to be found.
+    /// How to find leading blocks.
     pub match_by: MatchBy,
-    /// When a request renews the age of blocks it finds cached.
+    /// When a request refreshes the age of blocks that it finds cached.
     pub touch: Touch,
 }
 
-/// How the leading blocks that a backend holds are found. The answer is the same.
+/// How to find the leading blocks that a backend holds. Both give the same answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MatchBy {
     /// For all backends at once, by bisection over the sets of holders.
     #[default]
     Mask,
-    /// For each backend by itself, by binary search over positions.
+    /// For each backend separately, by binary search over positions.
     Position,
 }
 
 /// Where a request names its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionNames<'a> {
-    /// The header whose value is the name.
+    /// Header with the name.
     pub header: &'a str,
-    /// The cookie whose value is the name when the header is missing; `None`: cookies are not looked at.
+    /// Cookie with the name, used if the header is missing. `None`: cookies are ignored.
     pub cookie: Option<&'a str>,
 }
 
-/// When a match renews a block's age.
+/// When a match refreshes a block's age.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Touch {
-    /// Every time the chosen backend takes the request.
+    /// Whenever the chosen backend takes the request.
     #[default]
     Always,
-    /// For one request in eight, by its identity in the log; always for blocks it brings.
+    /// For one request in eight, selected by its identity in the log; always for blocks that the
+    /// request brings.
     Sampled,
 }
 
-/// One request in so many touches when touches are sampled.
+/// With sampled touches, one request in this many touches.
 const TOUCHED_IN: u64 = 8;
 
 impl Touch {
-    /// Whether this attempt renews the age of the blocks it found. The whole chain or nothing: what
-    /// goes with a part of a prefix renewed is the rest of it.
+    /// Whether this attempt refreshes the age of the blocks it found. It applies to the whole
+    /// chain: refreshing only a part of a prefix would evict the rest.
     #[must_use]
     pub fn is_due(self, session: SessionId, attempt: AttemptId) -> bool {
         match self {
@@ -96,36 +97,36 @@ impl Touch {
     }
 }
 
-/// A policy at work on one request.
+/// A policy applied to one request.
 pub(super) trait Ranks {
-    /// How `candidate`, which stands at `place` among the candidates, compares.
+    /// Ranks `candidate`, the one at index `place`.
     fn rank(&self, place: usize, candidate: &Candidate) -> Rank;
 
-    /// Greatest score that counts as equal to `best`, the least one of the first tier.
+    /// Returns the highest score that counts as equal to `best`, the least one of the first tier.
     fn near_limit(&self, best: u64) -> u64 {
         best
     }
 
-    /// Whether, among near-equal scores, only those that hold most of the prompt stay in: under
-    /// load the window is wider than what a matched prefix saves.
+    /// Whether only the near-equal candidates that hold most of the prompt remain: under load, the
+    /// tolerance is wider than what a matched prefix saves.
     fn prefers_prefix(&self) -> bool {
         false
     }
 }
 
-/// Where a candidate stands: by tier, then by score, then by the second score; lower is better.
+/// A candidate's rank: tier, then score, then second score; lower is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rank {
     pub(super) tier: u8,
     pub(super) score: u64,
-    /// 0 in policies whose scores have a window of near-equality.
+    /// Second score; 0 in policies with a tolerance.
     pub(super) then: u64,
-    /// The same for all of a tier.
+    /// Reason, the same for all of a tier.
     pub(super) reason: Reason,
 }
 
 impl Rank {
-    /// In the first tier, without a second score.
+    /// Returns a rank in the first tier without a second score.
     pub(super) fn first(score: u64, reason: Reason) -> Self {
         Self {
             tier: 0,
@@ -147,11 +148,11 @@ pub(super) struct ByScore<F> {
 /// Which scores count as equal to the best.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Tolerance {
-    /// Those equal to it.
+    /// Equal scores.
     Equal,
-    /// Those within so many thousandths of it.
+    /// Scores within this many thousandths of it.
     Permille(u32),
-    /// Those at most so much greater.
+    /// Scores greater by at most this much.
     Within(u64),
 }
 
@@ -182,7 +183,7 @@ impl<F: Fn(&Candidate) -> u64> Ranks for ByScore<F> {
     }
 }
 
-/// The best rank; among near-equal ones the highest draw of the request's jitter.
+/// Picks the best rank; among near-equal ones, the highest draw of the request's jitter.
 pub(super) fn pick(
     ranks: &impl Ranks,
     request: &PolicyRequest,
@@ -228,13 +229,13 @@ pub(super) fn pick(
     })
 }
 
-/// A request's draw for one slot: rendezvous hashing, so that the winner among a set does not
-/// depend on who else was near.
+/// Returns a request's draw for one slot. Rendezvous hashing: the winner of a set does not depend
+/// on which others were near.
 pub(super) fn draw(jitter: u64, slot: Slot) -> u64 {
     mix(jitter ^ (u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// Requests at the backend.
+/// Returns the number of requests at the backend.
 pub(super) fn requests(candidate: &Candidate) -> u64 {
     u64::from(candidate.running) + u64::from(candidate.waiting)
 }
@@ -246,13 +247,13 @@ pub(super) fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Cannot overflow: both factors have 32 bits.
+/// Multiplies without overflow: both factors have 32 bits.
 pub(super) fn product(count: u32, price: u32) -> u64 {
     u64::from(count) * u64::from(price)
 }
 
-/// `ceil(factor * (total + 1) / n)` over the running requests: what a bounded load may be once the
-/// request is there. At least one candidate is below it when the factor is 1 or more.
+/// Returns `ceil(factor * (total + 1) / n)` over the running requests: the maximum load including
+/// the new request. With a factor of 1 or more, at least one candidate is below it.
 pub(super) fn load_bound(factor_milli: u32, candidates: &[Candidate]) -> u64 {
     let total: u64 = candidates.iter().map(|it| u64::from(it.running)).sum();
     let count = (candidates.len() as u128).max(1);
@@ -260,8 +261,8 @@ pub(super) fn load_bound(factor_milli: u32, candidates: &[Candidate]) -> u64 {
     u64::try_from(bound).unwrap_or(u64::MAX)
 }
 
-/// Candidates counted by slot, the order in which backends were registered. Those who gather
-/// candidates have them in this order already.
+/// Candidates ordered by slot, which is the order of registration. Callers usually pass them in
+/// this order already.
 pub(super) struct BySlot<'a> {
     candidates: &'a [Candidate],
     is_sorted: bool,
@@ -275,7 +276,7 @@ impl<'a> BySlot<'a> {
         }
     }
 
-    /// How many candidates have a lower slot than the one at `place`.
+    /// Returns the number of candidates with a lower slot than the one at index `place`.
     pub(super) fn place(&self, place: usize) -> usize {
         if self.is_sorted {
             return place;
@@ -284,7 +285,7 @@ impl<'a> BySlot<'a> {
         self.candidates.iter().filter(|it| it.slot < slot).count()
     }
 
-    /// The slot with `place` candidates below it; 0 when there are no more than `place`.
+    /// Returns the slot with `place` candidates below it; 0 if there are too few.
     pub(super) fn slot(&self, place: usize) -> Slot {
         if self.is_sorted {
             return self

@@ -1,13 +1,13 @@
-//! `round-robin`: one candidate after the other, by slot, each replica by a count of its own.
+//! `round-robin`: one candidate after another, by slot, with a separate count per replica.
 //!
-//! The count is data of the request. A count that replicas share would cost a log entry before
-//! every decision, and a hash of the request in its place would be `random`.
+//! The count is part of the request. Sharing it between replicas would cost a log entry before
+//! every decision, and replacing it by a hash of the request would be `random`.
 
 use super::rank::{BySlot, Needs, Policy, Rank, Ranks};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
-/// The policy; it has no settings.
+/// The policy. It has no settings.
 pub(super) struct RoundRobin;
 
 impl Policy for RoundRobin {
@@ -30,7 +30,7 @@ impl Policy for RoundRobin {
     }
 }
 
-/// Whose turn it is.
+/// The slot whose turn it is.
 struct RoundRobinRanks(Slot);
 
 impl Ranks for RoundRobinRanks {

@@ -1,6 +1,6 @@
 //! `session`: the backend of a session, found by rendezvous hashing of the session's name, so that
-//! only the sessions of a backend that goes away move. A request without a session goes where the
-//! fewest requests are.
+//! only the sessions of a removed backend move. A request without a session goes to the backend
+//! with the fewest requests.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,8 @@ use crate::validate::{ensure, is_name};
 pub struct SessionSettings {
     /// Request header whose value names the session.
     pub header: String,
-    /// Cookie whose value names it when the header is missing; `None`: cookies are not looked at.
+    /// Cookie whose value names the session, used if the header is missing. `None`: cookies are
+    /// ignored.
     pub cookie: Option<String>,
 }
 
@@ -58,7 +59,7 @@ impl Policy for SessionSettings {
     }
 }
 
-/// Whether `text` is a token of RFC 9110, as names of headers and cookies are.
+/// Whether `text` is a token of RFC 9110, which header and cookie names must be.
 fn is_token(text: &str) -> bool {
     let is_token_byte = |c: u8| c.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&c);
     is_name(text) && text.bytes().all(is_token_byte)

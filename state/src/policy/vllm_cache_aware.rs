@@ -1,9 +1,9 @@
 //! `vllm-cache-aware`: the cache-aware policy designed for SGLang's gateway in front of vLLM.
 //!
-//! A backend that holds more than a share of the prompt is preferred as long as its load is
-//! bounded; the longest match first, and when that backend is full the next. Otherwise the least
-//! loaded. The design compares `load < average * factor`, which no idle fleet meets; here the load
-//! is held against `ceil(factor * (total + 1) / n)`.
+//! A backend that holds more than a given share of the prompt is preferred while its load is
+//! bounded: the longest match first, and the next one if that backend is full. Otherwise the least
+//! loaded backend is chosen. The original compares `load < average * factor`, which no idle fleet
+//! satisfies; here the bound is `ceil(factor * (total + 1) / n)`.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
-/// Largest load factor, in thousandths.
+/// Maximum load factor, in thousandths.
 const FACTOR_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `vllm-cache-aware` policy.
@@ -22,23 +22,23 @@ const FACTOR_MILLI_MAX: u32 = 1_000_000;
 pub struct VllmCacheAwareSettings {
     /// Share of the prompt's blocks above which a match counts, in thousandths.
     pub cache_threshold_permille: u32,
-    /// How far above the average a holder's load may be, in thousandths; at least 1000.
+    /// Maximum load of a holder relative to the average, in thousandths; at least 1000.
     pub load_factor_milli: u32,
-    /// How blocks are named.
+    /// How blocks are identified.
     pub hashing: BlockNaming,
-    /// When a match renews a block's age.
+    /// When a match refreshes a block's age.
     pub touch: Touch,
 }
 
-/// How blocks are named.
+/// How blocks are identified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BlockNaming {
-    /// By their content and all before them; found for all backends at once.
+    /// By their content and everything before them; found for all backends at once.
     Chained,
-    /// By their position as well: found for each backend by binary search over positions, as the
-    /// design has it. A name that leaves out what is before a block would match wrongly, so that
-    /// the chained name is what stands at a position.
+    /// By their position as well, as in the original; found for each backend by binary search over
+    /// positions. An identity that ignores what precedes a block would match wrongly, so the
+    /// chained hash is used at each position.
     Position,
 }
 

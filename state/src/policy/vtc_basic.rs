@@ -2,14 +2,15 @@
 //!
 //! Source: AIBrix gateway, `pkg/plugins/gateway/algorithms/vtc` (`vtc_basic.go`,
 //! `token_tracker.go`). A user's weighted tokens within a sliding window, divided by a bucket that
-//! adapts to all users, give a place on the line of backends: `min(tokens / bucket, n - 1)` with
-//! `bucket = max(min_tokens, (least + most) / 2)`. A backend scores its distance from that place,
-//! its utilisation `min(running / max_pod_load, 1)`, both weighted, and noise below 0.1; the lowest
-//! is chosen. It spreads users; it bounds nobody's service, for which it would take a queue.
+//! adapts to all users, give a position in the list of backends: `min(tokens / bucket, n - 1)` with
+//! `bucket = max(min_tokens, (least + most) / 2)`. A backend's score is the weighted sum of its
+//! distance from that position and its utilisation `min(running / max_pod_load, 1)`, plus noise
+//! below 0.1. The lowest score is chosen. The policy spreads users but does not bound anyone's
+//! service, which would take a queue.
 //!
-//! Two things are different here. Tokens are those the engines reported, on all replicas, not
-//! estimates of one. The line of backends is by slot, the order of registration: AIBrix takes
-//! whatever order its watch gives.
+//! Two things differ from AIBrix. Tokens are those reported by engines, on all replicas, instead of
+//! one replica's estimates. Backends are listed by slot, which is the order of registration,
+//! instead of in the order of a watch.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -19,34 +20,34 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
 
-/// Largest weight, in thousandths.
+/// Maximum weight, in thousandths.
 const WEIGHT_MILLI_MAX: u32 = 1_000_000;
-/// Longest window, in time units.
+/// Maximum window, in time units.
 const WINDOW_SIZE_MAX: u32 = 10_000;
-/// Parts of one place on the line, and of a utilisation of 1.
+/// Resolution of a position, and of a utilisation of 1.
 const PARTS: u64 = 1_000_000;
-/// Noise stays below this: 0.1 in the score's billionths.
+/// Bound of the noise: 0.1 in the score's billionths.
 const NOISE: u64 = 100_000_000;
 
-/// Settings of the `vtc-basic` policy, by the names of AIBrix's environment variables.
+/// Settings of the `vtc-basic` policy, named after AIBrix's environment variables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct VtcBasicSettings {
     /// Unit of `token_tracker_window_size`.
     pub token_tracker_time_unit: TimeUnit,
-    /// Length of the window, in units; it moves on in fifths.
+    /// Length of the window, in units. It moves in fifths.
     pub token_tracker_window_size: u32,
-    /// Least bucket, in tokens; also counts as the least user's tokens when nobody used any.
+    /// Minimum bucket, in tokens. Also stands for the least usage if nobody used any tokens.
     pub token_tracker_min_tokens: u32,
-    /// Counts as the greatest user's tokens when nobody used any.
+    /// Stands for the greatest usage if nobody used any tokens.
     pub token_tracker_max_tokens: u32,
     /// Weight of a prompt token, in thousandths.
     pub input_token_weight_milli: u32,
     /// Weight of an output token, in thousandths.
     pub output_token_weight_milli: u32,
-    /// Running requests that count as full utilisation.
+    /// Number of running requests that count as full utilisation.
     pub max_pod_load: u32,
-    /// Weight of the distance from the user's place, in thousandths.
+    /// Weight of the distance from the user's position, in thousandths.
     pub fairness_weight_milli: u32,
     /// Weight of the utilisation, in thousandths.
     pub utilization_weight_milli: u32,
@@ -81,7 +82,7 @@ impl Default for VtcBasicSettings {
 }
 
 impl VtcBasicSettings {
-    /// Length of the window.
+    /// Returns the length of the window, in milliseconds.
     #[must_use]
     pub fn window_ms(&self) -> u64 {
         let unit_ms = match self.token_tracker_time_unit {
@@ -92,7 +93,7 @@ impl VtcBasicSettings {
         u64::from(self.token_tracker_window_size) * unit_ms
     }
 
-    /// `max(min_tokens, (least + most) / 2)`, in thousandths of a token.
+    /// Returns `max(min_tokens, (least + most) / 2)`, in thousandths of a token.
     fn bucket_milli(&self, request: &PolicyRequest) -> u64 {
         let milli = |tokens: u32| u64::from(tokens) * 1000;
         let min_milli = milli(self.token_tracker_min_tokens);
@@ -156,12 +157,12 @@ struct VtcBasic<'a> {
     settings: &'a VtcBasicSettings,
     jitter: u64,
     line: BySlot<'a>,
-    /// In `PARTS` of a place.
+    /// The user's position, in `PARTS` of a place.
     user_place: u64,
 }
 
 impl Ranks for VtcBasic<'_> {
-    /// In billionths.
+    /// Ranks by a score in billionths.
     fn rank(&self, place: usize, candidate: &Candidate) -> Rank {
         let settings = self.settings;
         let weigh = |weight_milli: u32, parts: u64| u64::from(weight_milli).saturating_mul(parts);
