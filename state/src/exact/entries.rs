@@ -1,41 +1,44 @@
-//! The entries of one rank's cache, in chunks that a snapshot shares and the writer copies on first
+//! The entries of one rank's cache, in chunks that snapshots share and the writer copies on first
 //! change.
 //!
-//! An entry is a block as the engine names it, with its hash here, the block before it and how many
-//! copies there are. Entries are named by index; those that follow one block form a list, so that
-//! what hangs on a block is found without looking at the rest. A free entry joins a list of its own.
+//! An entry is a block under the engine's hash, with the router's hash, its parent and the number
+//! of copies. Entries are addressed by index. The children of a block form a linked list, so that
+//! everything behind a block is found without scanning the rest. Free entries form a list of their
+//! own.
 
 use std::sync::Arc;
 
 use crate::ids::{BlockHash, EngineHash};
 use crate::ownership::index::HashLookup;
 
-/// Entries of one chunk; copying one takes some four microseconds.
+/// Entries per chunk. Copying a chunk takes about four microseconds.
 pub(super) const CHUNK_ENTRIES: usize = 1024;
 /// "No entry".
 pub(super) const NONE: u32 = u32::MAX;
-/// Indexes stay below: the index of hashes has 24 bits for them.
+/// Upper bound of indexes, which have 24 bits in the hash index.
 pub(super) const ENTRIES_MAX: u32 = (1 << 24) - 2;
-/// In the place of a parent: the entry is free, and `next` is the next free one.
+/// In place of a parent: the entry is free, and `next` is the next free one.
 const FREE: u32 = u32::MAX - 1;
 
-/// A block of the engine.
+/// A block in the engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CachedBlock {
-    /// What the engine calls it.
+    /// The engine's hash of the block.
     pub(super) engine: EngineHash,
-    /// What it is called here.
+    /// The router's hash of the block.
     pub(super) router: BlockHash,
-    /// The block before it; [`NONE`] for a first block.
+    /// Index of the parent; [`NONE`] for a first block.
     pub(super) parent: u32,
-    /// The first of the list of those that follow it.
+    /// Head of the list of children.
     pub(super) first_child: u32,
-    /// The next and the one before in its own parent's list. Entries without parent are in none.
+    /// Next and previous entry in the parent's list of children. Entries without a parent are in no
+    /// list.
     pub(super) next: u32,
     pub(super) prev: u32,
-    /// Physical blocks that hold it. 0: it is gone, and known because others follow it.
+    /// Number of physical blocks that hold it. 0: it is gone, but kept because others follow it.
     pub(super) copies: u32,
-    /// Never owned: see the module's text on blocks that only look alike.
+    /// A foreign block is never owned; see "Blocks that only look alike" in the module
+    /// documentation.
     pub(super) is_foreign: bool,
     /// Whether it is reported to [`crate::ownership`].
     pub(super) is_reported: bool,
@@ -57,13 +60,13 @@ impl CachedBlock {
 
 pub(super) type BlockChunk = [CachedBlock; CHUNK_ENTRIES];
 
-/// See the module's text.
+/// All entries of one rank; see the module documentation.
 #[derive(Clone)]
 pub(super) struct CachedBlocks {
     chunks: Vec<Arc<BlockChunk>>,
-    /// Entries handed out so far, free ones included.
+    /// Number of entries allocated so far, including free ones.
     len: u32,
-    /// First free one.
+    /// Head of the free list.
     free: u32,
 }
 
@@ -76,23 +79,23 @@ impl CachedBlocks {
         }
     }
 
-    /// Entries handed out so far, free ones included.
+    /// Returns the number of entries allocated so far, including free ones.
     pub(super) fn len(&self) -> u32 {
         self.len
     }
 
-    /// A present entry. `index` must be that of one.
+    /// Returns an entry in use. `index` must refer to one.
     pub(super) fn get(&self, index: u32) -> &CachedBlock {
         &self.chunks[index as usize / CHUNK_ENTRIES][index as usize % CHUNK_ENTRIES]
     }
 
-    /// To change a present entry.
+    /// Returns an entry in use, for changing it.
     pub(super) fn get_mut(&mut self, index: u32) -> &mut CachedBlock {
         let chunk = &mut self.chunks[index as usize / CHUNK_ENTRIES];
         &mut Arc::make_mut(chunk)[index as usize % CHUNK_ENTRIES]
     }
 
-    /// Stores an entry; answers its index, or `None` when there are too many.
+    /// Stores an entry and returns its index; `None` if there are too many.
     pub(super) fn insert(&mut self, entry: CachedBlock) -> Option<u32> {
         if self.free != NONE {
             let index = self.free;
@@ -113,7 +116,7 @@ impl CachedBlocks {
         Some(index)
     }
 
-    /// Frees a present entry.
+    /// Frees an entry.
     pub(super) fn remove(&mut self, index: u32) {
         let next = self.free;
         *self.get_mut(index) = CachedBlock {
@@ -123,7 +126,8 @@ impl CachedBlocks {
         self.free = index;
     }
 
-    /// Appends an entry, or a free one, as an image has them in order. `false`: there are too many.
+    /// Appends an entry, or a free one, in the order of an image. Returns `false` if there are too
+    /// many.
     pub(super) fn push(&mut self, entry: Option<CachedBlock>) -> bool {
         let free = std::mem::replace(&mut self.free, NONE);
         let index = self.insert(entry.unwrap_or(CachedBlock::EMPTY));
@@ -134,14 +138,14 @@ impl CachedBlocks {
         index.is_some()
     }
 
-    /// The present entry at `index`.
+    /// Returns the entry at `index` if it is in use.
     pub(super) fn present(&self, index: u32) -> Option<&CachedBlock> {
         (index < self.len)
             .then(|| self.get(index))
             .filter(|entry| entry.parent != FREE)
     }
 
-    /// Present entries with their indexes, ascending by index.
+    /// Iterates over entries in use with their indexes, ascending.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &CachedBlock)> {
         (0..self.len).filter_map(|index| Some((index, self.present(index)?)))
     }
@@ -152,7 +156,7 @@ impl CachedBlocks {
     }
 }
 
-/// Entries by the engine's hash.
+/// Lookup by the engine's hash.
 pub(super) struct ByEngine<'a>(pub(super) &'a CachedBlocks);
 
 impl HashLookup for ByEngine<'_> {
@@ -162,7 +166,7 @@ impl HashLookup for ByEngine<'_> {
     }
 }
 
-/// Entries by the router's hash.
+/// Lookup by the router's hash.
 pub(super) struct ByRouter<'a>(pub(super) &'a CachedBlocks);
 
 impl HashLookup for ByRouter<'_> {

@@ -1,4 +1,4 @@
-//! [`FollowedBackends`]: all followed backends, and what a batch of news means for them.
+//! [`FollowedBackends`]: all followed backends, and how a batch of news changes them.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
@@ -12,26 +12,26 @@ use crate::exact::{
 use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use crate::ownership::Ownership;
 
-/// Releases are remembered in steps of so many milliseconds.
+/// Resolution of remembered releases, in milliseconds.
 const FADING_STEP_MS: u64 = 1_000;
-/// Most steps remembered; a step more is taken together with the last.
+/// Maximum number of remembered steps. Beyond it, a step is merged with the last one.
 pub(super) const FADING_STEPS_MAX: usize = 64;
 
-/// What news changed beside the blocks.
+/// What a batch changed besides the blocks.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct KvChanges {
-    /// Blocks that went and at which leases end.
+    /// Removed blocks at which leases end.
     pub(crate) outlived: Vec<BlockHash>,
-    /// Whether the backend's condition is another one.
+    /// Whether the backend's condition changed.
     pub(crate) is_condition_changed: bool,
 }
 
 /// All followed backends.
 pub(crate) struct FollowedBackends {
     pub(super) followed: BTreeMap<Slot, FollowedBackend>,
-    /// Entries of all of them.
+    /// Number of entries of all backends.
     pub(super) entries: u64,
-    /// Most entries of one, and of all.
+    /// Maximum number of entries of one backend, and of all.
     limits: (u64, u64),
 }
 
@@ -39,10 +39,10 @@ pub(crate) struct FollowedBackends {
 pub(super) struct FollowedBackend {
     pub(super) backend: BackendRef,
     pub(super) ranks: BTreeMap<u16, RankStream>,
-    /// Whether what the ranks hold is reported to the ownership: they all are known.
+    /// Whether the ranks' blocks are reported to the ownership, which requires that all ranks are
+    /// known.
     pub(super) is_shown: bool,
-    /// Releases that wait for their blocks to be confirmed: until when, and up to which epoch. Both
-    /// ascend.
+    /// Releases waiting for their blocks to be confirmed: deadline and highest epoch. Both ascend.
     pub(super) fading: VecDeque<(u64, u64)>,
 }
 
@@ -53,7 +53,7 @@ impl Default for FollowedBackends {
 }
 
 impl FollowedBackends {
-    /// With at most so many entries of one backend, and of all.
+    /// Creates an empty set with the given limits on entries of one backend, and of all.
     pub(super) fn with_limits(per_backend: u64, all: u64) -> Self {
         Self {
             followed: BTreeMap::new(),
@@ -62,8 +62,8 @@ impl FollowedBackends {
         }
     }
 
-    /// Applies what a reader tells of a present life of a backend. `None`: it breaks a bound, and
-    /// changes nothing. What is old news changes nothing, too.
+    /// Applies a reader's batch for a live backend. Returns `None`, without a change, if it exceeds
+    /// a bound. Outdated news is accepted but changes nothing.
     pub(crate) fn apply(
         &mut self,
         batch: &KvBatch,
@@ -92,7 +92,7 @@ impl FollowedBackends {
         Some(changes)
     }
 
-    /// What is known of a backend may be out of date, whoever says so.
+    /// Marks a backend's state as possibly out of date. Returns whether its condition changed.
     pub(crate) fn doubt(&mut self, slot: Slot, doubt: KvDoubt) -> bool {
         let Some(followed) = self.followed.get_mut(&slot) else {
             return false;
@@ -102,8 +102,8 @@ impl FollowedBackends {
         followed.condition() != before
     }
 
-    /// What is followed lives on under other handles; it may be out of date. What has no handle any
-    /// more is forgotten.
+    /// Moves the followed backends to new handles and marks them as possibly out of date. A backend
+    /// without a new handle is forgotten.
     pub(crate) fn rename(&mut self, handle: impl Fn(Slot) -> Option<BackendRef>) {
         let slots: Vec<Slot> = self.followed.keys().copied().collect();
         for slot in slots {
@@ -119,14 +119,14 @@ impl FollowedBackends {
         }
     }
 
-    /// Forgets what stood in `slot`; answers whether anything was known of it.
+    /// Forgets the occupant of `slot` and returns whether it was followed.
     pub(crate) fn forget(&mut self, slot: Slot) -> bool {
         let gone = self.followed.remove(&slot);
         self.entries -= gone.as_ref().map_or(0, FollowedBackend::entries);
         gone.is_some()
     }
 
-    /// Leases were released: what they brought fades unless it is confirmed.
+    /// Records that leases were released: blocks that they brought fade unless confirmed.
     pub(crate) fn released(&mut self, slot: Slot, ownership: &Ownership, now_ms: u64) {
         if let Some(followed) = self.followed.get_mut(&slot).filter(|it| it.is_shown) {
             let until_ms = now_ms.saturating_add(KV_CONFIRM_MS_MAX + FADING_STEP_MS - 1);
@@ -135,7 +135,7 @@ impl FollowedBackends {
         }
     }
 
-    /// Evicts what was not confirmed in time.
+    /// Evicts the blocks that were not confirmed in time.
     pub(crate) fn fade(&mut self, ownership: &mut Ownership, now_ms: u64) {
         for (slot, followed) in &mut self.followed {
             if followed.fading.is_empty() || followed.condition().mode != KvMode::Exact {
@@ -151,7 +151,7 @@ impl FollowedBackends {
         }
     }
 
-    /// Conditions of all followed backends, by slot.
+    /// Iterates over the conditions of all followed backends, by slot.
     pub(crate) fn conditions(&self) -> impl Iterator<Item = (BackendRef, KvCondition)> {
         let followed = self.followed.values();
         followed.map(|followed| (followed.backend, followed.condition()))
@@ -192,13 +192,13 @@ impl FollowedBackends {
         Some(KvMap { entries })
     }
 
-    /// Heap bytes of the ranks' caches.
+    /// Returns the heap size of the ranks' caches, in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
         let streams = self.followed.values().flat_map(|it| it.ranks.values());
         streams.map(|it| it.tree.memory_bytes() as u64).sum()
     }
 
-    /// What of a backend is reported to the ownership: once per rank and block.
+    /// Returns what is reported to the ownership for a backend: one entry per rank and block.
     pub(crate) fn reports(&self, slot: Slot) -> Vec<BlockHash> {
         let ranks = self.followed.get(&slot).map(|followed| &followed.ranks);
         let entries = ranks.into_iter().flatten();
@@ -225,7 +225,7 @@ impl FollowedBackend {
         ranks.map(|it| u64::from(it.tree.len())).sum()
     }
 
-    /// That of the worst rank.
+    /// Returns the condition of the worst rank.
     pub(super) fn condition(&self) -> KvCondition {
         let conditions = self.ranks.values().map(RankStream::condition);
         conditions
@@ -272,11 +272,12 @@ impl FollowedBackend {
         self.settle(&mut show);
     }
 
-    /// Lets the reports follow what is known: all ranks' or none.
+    /// Updates the reports to what is known: those of all ranks, or none.
     fn settle(&mut self, show: &mut ShownBlocks<'_>) {
         let is_known = self.ranks.values().all(RankStream::is_known);
         if is_known && !self.is_shown {
-            // What leases brought before stays in use until the engine's word is complete.
+            // Blocks that leases brought before stay in use until the engine's reports are
+            // complete.
             self.fading.clear();
             self.fade_later(0, show.ownership.epoch(show.slot));
             self.is_shown = true;

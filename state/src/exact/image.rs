@@ -1,8 +1,8 @@
-//! Digest and snapshot of what is followed, and its invariant.
+//! Digest and snapshot of the followed backends, and their invariant.
 //!
-//! An image is taken by cloning a pointer per 1,024 blocks. It is written in pieces: first one with
-//! everything but the blocks, then of each rank its entries, a chunk a piece, in the order they are
-//! kept in; some 23 bytes a block. What can be derived is not written.
+//! An image is taken by cloning one pointer per 1,024 blocks. It is written in pieces: first
+//! everything but the blocks, then the entries of each rank in storage order, one chunk per piece,
+//! about 23 bytes a block. Derived data is not written.
 
 use bincode::{Decode, Encode};
 
@@ -13,7 +13,7 @@ use crate::exact::stream::{RankStream, StreamProgress};
 use crate::exact::{KV_ENTRIES_MAX, KV_RANKS_MAX};
 use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 
-/// What can be read of one piece.
+/// Content of one piece.
 #[derive(Encode, Decode)]
 enum ImageSection {
     Heads(Vec<FollowedHeader>),
@@ -29,7 +29,7 @@ struct FollowedHeader {
     ranks: Vec<(u16, StreamProgress)>,
 }
 
-/// An entry without what follows from the others.
+/// An entry without derived fields.
 #[derive(Encode, Decode)]
 struct SavedBlock {
     engine: EngineHash,
@@ -40,14 +40,14 @@ struct SavedBlock {
     flags: u8,
 }
 
-/// An image that later changes do not touch.
+/// An image, unaffected by later changes.
 pub(crate) struct FollowedImage {
     heads: Vec<FollowedHeader>,
     entries: Vec<(Slot, u16, CachedBlocks)>,
 }
 
 impl FollowedBackends {
-    /// Adds to the digest's bytes; nothing while no backend is followed.
+    /// Appends to the digest input; nothing while no backend is followed.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         for followed in self.followed.values() {
             encoding::append_bytes(&followed.head(), bytes);
@@ -68,7 +68,7 @@ impl FollowedBackends {
         }
     }
 
-    /// Takes one piece; answers what is wrong with it.
+    /// Adds one piece, or describes its fault.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         match encoding::from_bytes::<ImageSection, { encoding::SECTION_BYTES_MAX }>(bytes)? {
             ImageSection::Heads(heads) => heads
@@ -109,7 +109,7 @@ impl FollowedBackends {
         Ok(())
     }
 
-    /// Derives the rest once all pieces are there; answers what is wrong with them.
+    /// Derives the rest once all pieces are there, or describes their fault.
     pub(crate) fn finish_restore(&mut self) -> Result<(), String> {
         for followed in self.followed.values_mut() {
             let mut ranks = followed.ranks.values_mut();
@@ -119,8 +119,9 @@ impl FollowedBackends {
         self.check()
     }
 
-    /// I22: of each followed backend exactly the blocks count as reported that its ranks, all of them
-    /// known, hold and that lead to a first block over such blocks; counts, sums and bounds agree.
+    /// Checks I22: for each followed backend, exactly those blocks are reported that its ranks
+    /// hold, that are known, and that lead back to a first block over such blocks. Counts, sums and
+    /// bounds agree.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut entries = 0;
         for (slot, followed) in &self.followed {
@@ -188,7 +189,7 @@ impl SavedBlock {
 }
 
 impl FollowedImage {
-    /// Everything, encoded, in pieces of a bounded size; none while no backend is followed.
+    /// Encodes everything in pieces of a bounded size; none while no backend is followed.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let heads = (!self.heads.is_empty())
             .then(|| encoding::to_bytes(&ImageSection::Heads(self.heads.clone())));

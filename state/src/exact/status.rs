@@ -6,20 +6,20 @@ use crate::exact::entries::CachedBlocks;
 use crate::exact::{KvDoubt, KvRefusal};
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 
-/// How a backend's ownership is known.
+/// Source of a backend's ownership.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum KvMode {
-    /// From the engine's events, all of which are applied up to the newest that its reader knows.
+    /// The engine's events, all of which are applied up to the newest one known to the reader.
     Exact,
-    /// From the engine's events; some may be missing. What is known stays in use.
+    /// The engine's events, of which some may be missing. The known state stays in use.
     Degraded,
-    /// From leases: what the engine says is not known, or not in use.
+    /// Leases: the engine's events are unknown or not used.
     Lease,
 }
 
 impl KvMode {
-    /// As in the admin API and in metrics.
+    /// Returns the name used by the admin API and in metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -30,21 +30,21 @@ impl KvMode {
     }
 }
 
-/// Why a backend is not exact.
+/// Reason why a backend is not exact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum KvReason {
-    /// What is known may be out of date.
+    /// The known state may be out of date.
     Doubt(KvDoubt),
-    /// Blocks came behind one that is not known: more is cached than is known.
+    /// Blocks were stored behind an unknown one, so the engine caches more than is known.
     UnknownParent,
-    /// The engine's events contradict each other: what they contradict each other in is left out.
+    /// The engine's events contradict each other. The contradicting blocks are left out.
     Contradiction,
     /// Its events cannot be used.
     Refused(KvRefusal),
-    /// Messages are lost that nobody has any more.
+    /// Messages were lost for good.
     Lost,
-    /// It reports more blocks than are kept.
+    /// It reports more blocks than the limit.
     TooManyBlocks,
 }
 
@@ -70,17 +70,17 @@ impl std::fmt::Display for KvReason {
     }
 }
 
-/// Mode and reason of a followed backend: what readers of the registry see.
+/// Mode and reason of a followed backend, as published in the registry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct KvCondition {
-    /// How ownership is known.
+    /// Source of the ownership.
     pub mode: KvMode,
-    /// Why it is not exact; `None` while it is.
+    /// Why it is not exact; `None` if it is.
     pub reason: Option<KvReason>,
 }
 
 impl KvCondition {
-    /// Nothing is missing.
+    /// Exact, without a reason.
     pub const EXACT: Self = Self {
         mode: KvMode::Exact,
         reason: None,
@@ -94,52 +94,54 @@ impl KvCondition {
     }
 }
 
-/// A followed backend.
+/// Status of a followed backend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KvStatus {
-    /// The backend.
+    /// Backend that is followed.
     pub backend: BackendRef,
-    /// That of its worst rank.
+    /// Condition of its worst rank.
     #[serde(flatten)]
     pub condition: KvCondition,
-    /// Blocks owned because the engine says so; a block that two ranks hold counts once.
+    /// Number of blocks owned because the engine reports them. A block held by two ranks counts
+    /// once.
     pub reported_blocks: u64,
-    /// Blocks owned because of leases that no event has confirmed.
+    /// Number of blocks owned because of leases and not confirmed by any event.
     pub unconfirmed_blocks: u64,
-    /// By rank.
+    /// Status by rank.
     pub ranks: Vec<KvRankStatus>,
 }
 
-/// One rank of a followed backend.
+/// Status of one rank of a followed backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct KvRankStatus {
-    /// The rank.
+    /// Data-parallel rank.
     pub rank: u16,
-    /// The run that is followed.
+    /// Run that is followed.
     pub publisher: u64,
     /// Its own condition.
     #[serde(flatten)]
     pub condition: KvCondition,
-    /// The last message applied as a whole; `None`: none yet.
+    /// Last message applied completely; `None` before the first.
     pub last_seq: Option<u64>,
-    /// Blocks in its cache, each counted once however many copies there are.
+    /// Number of blocks in its cache. A block with several copies counts once.
     pub blocks: u32,
-    /// Of these, how many are kept and not owned, because another block looks alike or one before
-    /// them is gone.
+    /// Number of these that are not owned, because another block looks alike or one before them is
+    /// gone.
     pub unowned_blocks: u32,
-    /// Blocks left out since the run began or was cleared, because the one before them is unknown.
+    /// Number of blocks left out since the run began or was cleared, because the block before them
+    /// is unknown.
     pub unrooted_blocks: u64,
 }
 
-/// An image of one rank's blocks: the engine's hashes with the router's. Cheap to take; later
-/// events do not touch it.
+/// An image of one rank's blocks: the engine's hashes with the router's. Cheap to take, and
+/// unaffected by later events.
 pub struct KvMap {
     pub(super) entries: CachedBlocks,
 }
 
 impl KvMap {
-    /// All blocks that are known by name, in no particular order; some may be gone while others that
-    /// follow them are not.
+    /// Iterates over all known blocks, in no particular order. Some may be gone and known only
+    /// because others follow them.
     pub fn iter(&self) -> impl Iterator<Item = (EngineHash, BlockHash)> {
         let entries = self.entries.iter();
         entries.map(|(_, entry)| (entry.engine, entry.router))

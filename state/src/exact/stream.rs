@@ -1,4 +1,4 @@
-//! One rank's stream: how far it is applied, what is doubtful about it, and the cache it tells of.
+//! One rank's stream: how far it is applied, what is in doubt, and the resulting cache.
 
 use bincode::{Decode, Encode};
 
@@ -11,21 +11,21 @@ use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::ownership::{Ownership, ReportRejection};
 use crate::planted::{self, Bug};
 
-/// Where the blocks of one backend are shown.
+/// Where the blocks of one backend are reported.
 pub(super) struct ShownBlocks<'a> {
     pub(super) ownership: &'a mut Ownership,
     pub(super) slot: Slot,
-    /// Whether owned blocks are reported there: not while any rank's cache is unknown.
+    /// Whether blocks are reported at all: only while every rank's cache is known.
     pub(super) is_shown: bool,
     /// Whether the backend has no other rank.
     pub(super) is_only_rank: bool,
-    /// Entries the rank may have.
+    /// Number of entries that the rank may have.
     pub(super) room: u64,
-    /// Tips of leases whose blocks went.
+    /// Tips of leases whose blocks were removed.
     pub(super) outlived: &'a mut Vec<BlockHash>,
 }
 
-/// Why a rank's cache is unknown.
+/// Reason why a rank's cache is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(super) enum Lapse {
     Lost,
@@ -33,38 +33,38 @@ pub(super) enum Lapse {
     TooManyBlocks,
 }
 
-/// Why more may be cached than is known.
+/// Reason why the engine may cache more than is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(super) enum Flaw {
     UnknownParent,
     Contradiction,
 }
 
-/// All of a stream but the cache.
+/// State of a stream other than the cache.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub(super) struct StreamProgress {
     pub(super) publisher: u64,
-    /// The message, and the part of it, that is applied next.
+    /// Message and part to apply next.
     next: (u64, u16),
-    /// Number and mark of the last message applied as a whole.
+    /// Number and mark of the last message applied completely.
     last: Option<(u64, u64)>,
-    /// Messages before this one exist.
+    /// All messages before this number are known to exist.
     awaited_seq: u64,
     doubt: Option<KvDoubt>,
     flaw: Option<Flaw>,
     lapse: Option<Lapse>,
-    /// Blocks left out because the block before them is unknown.
+    /// Number of blocks left out because the block before them is unknown.
     unrooted: u64,
 }
 
-/// See the module's text.
+/// One rank's stream and cache; see the module documentation.
 pub(super) struct RankStream {
     pub(super) progress: StreamProgress,
     pub(super) tree: BlockTree,
 }
 
 impl RankStream {
-    /// A run of which nothing is applied. It is in doubt until its reader says that it caught up.
+    /// Creates a run with nothing applied. It is in doubt until its reader has caught up.
     pub(super) fn new(slot: Slot, rank: u16, publisher: u64) -> Self {
         let progress = StreamProgress {
             publisher,
@@ -79,7 +79,7 @@ impl RankStream {
         Self::of(slot, rank, progress)
     }
 
-    /// A stream that got so far, with an empty cache.
+    /// Creates a stream with this progress and an empty cache.
     pub(super) fn of(slot: Slot, rank: u16, progress: StreamProgress) -> Self {
         Self {
             progress,
@@ -87,7 +87,7 @@ impl RankStream {
         }
     }
 
-    /// Whether the cache is known, as of the last message that is applied.
+    /// Whether the cache is known as of the last applied message.
     pub(super) fn is_known(&self) -> bool {
         self.progress.lapse.is_none()
     }
@@ -129,7 +129,7 @@ impl RankStream {
         self.progress.doubt = Some(doubt);
     }
 
-    /// The newest message is `seq`.
+    /// Handles the news that the newest message is `seq`.
     pub(super) fn current(&mut self, seq: Option<u64>) {
         let end = seq.map_or(0, |seq| seq.saturating_add(1));
         let next = self.progress.next;
@@ -145,7 +145,8 @@ impl RankStream {
         self.lapse(Lapse::Refused(refusal), show);
     }
 
-    /// The cache is unknown from here on. What leases imply stays where nothing was reported.
+    /// Marks the cache as unknown from here on. If nothing was reported, blocks implied by leases
+    /// stay.
     pub(super) fn lapse(&mut self, lapse: Lapse, show: &mut ShownBlocks<'_>) {
         if show.is_shown {
             self.empty(show);
@@ -214,7 +215,7 @@ impl RankStream {
         let mut behind = NONE;
         if let Some(parent) = parent {
             let Some(index) = self.tree.find(parent) else {
-                // Behind an unknown block these are unknown, too: never take them for first ones.
+                // Blocks behind an unknown block are unknown too; never treat them as first blocks.
                 self.progress.flaw = Some(Flaw::UnknownParent);
                 self.progress.unrooted = self.progress.unrooted.saturating_add(blocks.len() as u64);
                 return;
@@ -257,7 +258,7 @@ impl RankStream {
         }
     }
 
-    /// An empty cache is a known one.
+    /// Handles the clearing of the cache: an empty cache is a known one.
     fn cleared(&mut self, show: &mut ShownBlocks<'_>) {
         if let Some(Lapse::Refused(_)) = self.progress.lapse {
             return;
@@ -267,7 +268,8 @@ impl RankStream {
         (it.lapse, it.flaw, it.unrooted) = (None, None, 0);
     }
 
-    /// Takes away all blocks of this rank; of a backend without another one also what leases imply.
+    /// Removes all blocks of this rank and, if the backend has no other rank, also those implied by
+    /// leases.
     pub(super) fn empty(&mut self, show: &mut ShownBlocks<'_>) {
         if show.is_only_rank {
             show.ownership.clear(show.slot, show.outlived);
@@ -279,7 +281,7 @@ impl RankStream {
         self.tree = self.tree.emptied();
     }
 
-    /// Reports what is owned of the whole cache; `false`: there is no room for it.
+    /// Reports the owned part of the whole cache. Returns `false` if there is no room for it.
     pub(super) fn show_all(&mut self, show: &mut ShownBlocks<'_>) -> bool {
         self.tree
             .roots()
@@ -287,7 +289,7 @@ impl RankStream {
             .all(|root| self.show(root, show))
     }
 
-    /// Nothing is reported any more: the backend's blocks were cleared.
+    /// Marks everything as unreported after the backend's blocks were cleared.
     pub(super) fn hidden(&mut self) {
         for root in self.tree.roots() {
             for index in self.tree.strand(root) {
@@ -296,7 +298,8 @@ impl RankStream {
         }
     }
 
-    /// Reports what of `top` and behind it is owned and was not; `false`: there is no room for it.
+    /// Reports the newly owned blocks at and behind `top`. Returns `false` if there is no room for
+    /// them.
     fn show(&mut self, top: u32, show: &mut ShownBlocks<'_>) -> bool {
         if !show.is_shown {
             return true;
@@ -327,7 +330,7 @@ impl RankStream {
         has_room
     }
 
-    /// Ends the reports of `top` and all behind it, the deepest first.
+    /// Ends the reports of `top` and everything behind it, deepest first.
     fn hide(&mut self, top: u32, show: &mut ShownBlocks<'_>) {
         if self.tree.entries.get(top).first_child == NONE {
             self.hide_one(top, show);
@@ -347,7 +350,8 @@ impl RankStream {
         }
     }
 
-    /// Loads the memory that storing these blocks will touch, so that its latencies overlap.
+    /// Prefetches the memory that storing these blocks will touch, so that the cache misses
+    /// overlap.
     fn warm(&self, blocks: &[(EngineHash, BlockHash)], show: &ShownBlocks<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         let mut routers = [BlockHash(0); GROUP_BLOCKS];
@@ -360,7 +364,7 @@ impl RankStream {
         show.ownership.warm(show.slot, &routers[..count]);
     }
 
-    /// As [`Self::warm`], for blocks that go.
+    /// Prefetches like [`Self::warm`], for blocks to be removed.
     fn warm_removals(&self, blocks: &[EngineHash], show: &ShownBlocks<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         for (to, engine) in engines.iter_mut().zip(blocks) {
@@ -381,5 +385,5 @@ impl RankStream {
     }
 }
 
-/// Blocks whose memory is loaded together.
+/// Number of blocks whose memory is prefetched together.
 const GROUP_BLOCKS: usize = 32;

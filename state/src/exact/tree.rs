@@ -1,7 +1,8 @@
-//! One rank's cache: what the engine holds, as a forest of entries that are found by either hash.
+//! One rank's cache: the engine's blocks as a forest of entries, indexed by both hashes.
 //!
-//! Which entries count as owned follows from them alone, see [`BlockTree::is_owned`]; [`BlockTree::revive`] and
-//! [`BlockTree::strand`] say what begins or ceases to count when an entry comes or goes.
+//! The entries alone determine which of them count as owned, see [`BlockTree::is_owned`].
+//! [`BlockTree::revive`] and [`BlockTree::strand`] find what starts or stops counting when an entry
+//! is added or removed.
 
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -9,34 +10,34 @@ use crate::exact::entries::{ByEngine, ByRouter, CachedBlock, CachedBlocks, NONE}
 use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::ownership::index::RecordIndex;
 
-/// See the module's text.
+/// The blocks of one rank; see the module documentation.
 pub(super) struct BlockTree {
     pub(super) entries: CachedBlocks,
     by_engine: RecordIndex,
-    /// Without foreign entries: of those that look alike the first.
+    /// Without foreign entries: of blocks that look alike, only the first.
     by_router: RecordIndex,
-    /// Present entries.
+    /// Number of entries.
     len: u32,
-    /// Of these, those that some physical block holds.
+    /// Number of entries held by some physical block.
     live: u32,
-    /// Entries that are reported.
+    /// Number of reported entries.
     reported: u32,
-    /// Wrapping sum over the entries' hashes.
+    /// Wrapping sum of the entries' hashes.
     sum: u128,
-    /// Slot and rank, which make these hashes this tree's.
+    /// Slot and rank, which make these hashes specific to this tree.
     place: [u8; 4],
 }
 
-/// What became of a block that the engine stored.
+/// Result of storing a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StoreResult {
-    /// Another copy of a present block.
+    /// Another copy of a known block.
     Copy(u32),
     /// A block that was not there.
     Fresh(u32),
-    /// The engine's hash stands for another block already; a copy of that was counted.
+    /// The engine's hash belongs to another block already; that one got a copy more.
     Contradiction(u32),
-    /// There are too many.
+    /// There are too many entries.
     Full,
 }
 
@@ -56,24 +57,24 @@ impl BlockTree {
         }
     }
 
-    /// The same rank's cache with nothing in it.
+    /// Returns an empty cache of the same rank.
     pub(super) fn emptied(&self) -> Self {
         let [slot_low, slot_high, rank_low, rank_high] = self.place;
         let slot = Slot(u16::from_le_bytes([slot_low, slot_high]));
         Self::new(slot, u16::from_le_bytes([rank_low, rank_high]))
     }
 
-    /// Present entries.
+    /// Returns the number of entries.
     pub(super) fn len(&self) -> u32 {
         self.len
     }
 
-    /// Entries that some physical block holds.
+    /// Returns the number of entries held by some physical block.
     pub(super) fn live(&self) -> u32 {
         self.live
     }
 
-    /// Entries that are reported.
+    /// Returns the number of reported entries.
     pub(super) fn reported(&self) -> u32 {
         self.reported
     }
@@ -87,18 +88,18 @@ impl BlockTree {
         self.by_engine.find(key, &ByEngine(&self.entries))
     }
 
-    /// The entry that is owned under this hash if any is.
+    /// Returns the entry that may be owned under this hash, if there is one.
     pub(super) fn find_router(&self, block: BlockHash) -> Option<u32> {
         self.by_router.find(block, &ByRouter(&self.entries))
     }
 
-    /// Loads the memory that lookups by these hashes begin with.
+    /// Prefetches the memory where lookups of these hashes begin.
     pub(super) fn warm(&self, engines: &[BlockHash], routers: &[BlockHash]) {
         let engines = self.by_engine.warm(engines);
         std::hint::black_box(engines.wrapping_add(self.by_router.warm(routers)));
     }
 
-    /// Counts one more physical block behind `parent` (an entry, or [`NONE`]).
+    /// Adds one physical block behind `parent` (an entry, or [`NONE`]).
     pub(super) fn store(
         &mut self,
         engine: EngineHash,
@@ -142,7 +143,7 @@ impl BlockTree {
         StoreResult::Fresh(index)
     }
 
-    /// Enters a present entry into its parent's list, the lookups and the counts.
+    /// Adds an entry to its parent's list, the indexes and the counts.
     fn enter(&mut self, index: u32) {
         self.link(index);
         let entry = *self.entries.get(index);
@@ -158,7 +159,7 @@ impl BlockTree {
         self.sum = self.sum.wrapping_add(self.hash(&entry));
     }
 
-    /// Counts one physical block less; answers how many are left.
+    /// Removes one physical block and returns how many are left.
     pub(super) fn take_copy(&mut self, index: u32) -> u32 {
         let copies = self.entries.get(index).copies;
         if copies > 0 {
@@ -168,8 +169,8 @@ impl BlockTree {
         copies.saturating_sub(1)
     }
 
-    /// Forgets an entry that is gone and that nothing follows, and those before it that were kept for
-    /// it alone.
+    /// Removes an entry that is gone and has no children, and its ancestors that were kept for it
+    /// alone.
     pub(super) fn prune(&mut self, mut index: u32) {
         while index != NONE {
             let entry = *self.entries.get(index);
@@ -188,20 +189,21 @@ impl BlockTree {
         }
     }
 
-    /// Whether the block counts as owned: it is there, nothing that only looks like it came before it,
-    /// and the block before it counts.
+    /// Whether the block counts as owned: it is present, it is not foreign, and its parent is
+    /// reported.
     pub(super) fn is_owned(&self, entry: &CachedBlock) -> bool {
         let is_rooted = entry.parent == NONE || self.entries.get(entry.parent).is_reported;
         entry.copies > 0 && !entry.is_foreign && is_rooted
     }
 
-    /// Entries without a block before them.
+    /// Returns the entries without a parent.
     pub(super) fn roots(&self) -> Vec<u32> {
         let roots = self.entries.iter().filter(|(_, it)| it.parent == NONE);
         roots.map(|(index, _)| index).collect()
     }
 
-    /// Visits `top` and what follows it, parents first; `visit` says whether to go on behind an entry.
+    /// Visits `top` and what follows it, parents first. `visit` returns whether to continue behind
+    /// an entry.
     pub(super) fn revive(&mut self, top: u32, mut visit: impl FnMut(&mut Self, u32) -> bool) {
         let mut next = vec![top];
         while let Some(index) = next.pop() {
@@ -211,7 +213,7 @@ impl BlockTree {
         }
     }
 
-    /// The reported entries among `top` and what follows it, the deepest first.
+    /// Returns the reported entries at and behind `top`, deepest first.
     pub(super) fn strand(&self, top: u32) -> Vec<u32> {
         let mut found = Vec::new();
         let mut next = vec![top];
@@ -232,7 +234,7 @@ impl BlockTree {
         self.change(index, |entry| entry.is_reported = is_reported);
     }
 
-    /// Marks an entry as one that only looks like its block.
+    /// Marks an entry as foreign: it only looks like its block.
     pub(super) fn set_foreign(&mut self, index: u32) {
         let entry = *self.entries.get(index);
         if !entry.is_foreign {
@@ -280,7 +282,8 @@ impl BlockTree {
         self.sum = self.sum.wrapping_sub(before).wrapping_add(after);
     }
 
-    /// What an entry adds to the digest: nothing that depends on where it is kept.
+    /// Returns an entry's contribution to the digest, which does not depend on its storage
+    /// position.
     fn hash(&self, entry: &CachedBlock) -> u128 {
         let parent = (entry.parent != NONE).then(|| self.entries.get(entry.parent).engine.0);
         let mut bytes = [0_u8; 33];
@@ -296,7 +299,7 @@ impl BlockTree {
         xxh3_128(&bytes)
     }
 
-    /// Rebuilds from entries alone what an image leaves out; says what is wrong with them.
+    /// Rebuilds what an image leaves out from the entries alone, or describes their fault.
     pub(super) fn rebuild(&mut self) -> Result<(), String> {
         self.check_paths()?;
         let present: Vec<u32> = self.entries.iter().map(|(index, _)| index).collect();
@@ -314,7 +317,7 @@ impl BlockTree {
         Ok(())
     }
 
-    /// Whether every entry leads to a first block.
+    /// Checks that every entry leads to a first block.
     fn check_paths(&self) -> Result<(), String> {
         const UNKNOWN: u8 = 0;
         const ON_PATH: u8 = 1;
@@ -345,8 +348,8 @@ impl BlockTree {
         self.entries.memory_bytes() + self.by_engine.memory_bytes() + self.by_router.memory_bytes()
     }
 
-    /// Checks counts, sum and lists from scratch, and that entries count as reported exactly when they
-    /// are owned, provided that `is_shown`.
+    /// Checks counts, sum and lists from scratch, and, if `is_shown`, that exactly the owned
+    /// entries are reported.
     pub(super) fn check(&self, is_shown: bool) -> Result<(), String> {
         let (mut len, mut live, mut reported, mut sum, mut links) = (0, 0, 0, 0_u128, 0);
         for (index, entry) in self.entries.iter() {

@@ -1,46 +1,47 @@
-//! Batches from bins: which bin goes next (Algorithm 5), and how many of it (Algorithm 3).
+//! Batches from bins: which bin goes next (Algorithm 5), and how many of its requests (Algorithm
+//! 3).
 //!
-//! A batch is of one bin, so that its requests end at about the same time, and is the longest run from
-//! the bin's front that has room. What has no room stays at the front, in its order. Two things are
-//! other than in the seed of these algorithms. A request whose own tokens exceed a backend's memory is
-//! refused when it arrives ([`fits`]): in the queue it would never be part of a batch and stop its bin
-//! for good. And a bin whose oldest request has waited for longer than an age bound goes before its
-//! turn: with the longest queue first, a bin of few requests would else starve.
+//! A batch comes from one bin, so that its requests end at about the same time. It is the longest
+//! run from the front of the bin that fits; the rest stays at the front in order. Two things differ
+//! from the original algorithms. A request whose own tokens exceed a backend's memory is rejected
+//! on arrival ([`fits`]): in the queue it would never fit into a batch and would block its bin for
+//! good. And a bin whose oldest request has waited longer than an age bound goes before its turn:
+//! with the longest queue first, a bin of few requests would otherwise starve.
 //!
-//! The seed keeps statistics per bin to estimate what a batch of it holds. Here the candidates' own
-//! tokens, prompt and predicted output, are added up, which is what the statistics estimate.
+//! The original keeps statistics per bin to estimate the size of a batch. Here the candidates' own
+//! tokens (prompt and predicted output) are added up, which is what the statistics estimate.
 
 use std::collections::VecDeque;
 
 use crate::settings::BinSelection;
 
-/// Whether a request of so many tokens, prompt and output, can ever run on a backend whose cache
-/// holds `capacity_tokens`; `None`: unknown, everything may.
+/// Whether a request of this many tokens, prompt and output, can ever run on a backend with a cache
+/// of `capacity_tokens`. If that is unknown (`None`), any request may.
 #[must_use]
 pub fn fits(tokens: u64, capacity_tokens: Option<u64>) -> bool {
     capacity_tokens.is_none_or(|capacity| tokens <= capacity)
 }
 
-/// How a bin is selected.
+/// Rule for selecting a bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SelectionRule {
     /// Which bin goes next.
     pub selection: BinSelection,
-    /// Wait after which a request's bin goes before its turn, milliseconds.
+    /// Wait after which a request's bin goes before its turn, in milliseconds.
     pub age_ms_max: u32,
 }
 
-/// A bin as its selection sees it.
+/// State of a bin, for its selection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BinStatus {
-    /// Requests that wait in it.
+    /// Number of waiting requests.
     pub waiting: usize,
-    /// When the one waiting for longest arrived; meaningless when none waits.
+    /// Arrival of the oldest waiting request, in milliseconds; meaningless if none waits.
     pub oldest_ms: u64,
 }
 
-/// Algorithm 5's selection: the bin to take from, `None` when all are empty. `next` is the bin whose
-/// turn it is in round-robin order; a bin that goes before its turn leaves it as it is.
+/// Selects the bin to take from (Algorithm 5); `None` if all are empty. `next` is the bin whose
+/// turn it is in round-robin order; a bin that goes before its turn does not change it.
 pub fn select(
     bins: &[BinStatus],
     next: &mut usize,
@@ -61,7 +62,7 @@ pub fn select(
             *next = (at + 1) % bins.len();
             Some(at)
         }
-        // Of equals the first: `max_by_key` alone would answer the last.
+        // The first of equals: `max_by_key` alone would return the last.
         BinSelection::LongestQueue => filled()
             .rev()
             .max_by_key(|(_, bin)| bin.waiting)
@@ -69,17 +70,17 @@ pub fn select(
     }
 }
 
-/// What a backend has room for.
+/// Free capacity of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchRoom {
-    /// Requests: `min(b_mem, b_SLA)` less what runs.
+    /// Requests: `min(b_mem, b_SLA)` less the running ones.
     pub requests: u32,
-    /// Tokens; `None`: unknown, they do not bound.
+    /// Tokens; `None` if unknown, which means unlimited.
     pub tokens: Option<u64>,
 }
 
 impl BatchRoom {
-    /// Algorithm 3: how many of the first candidates, by their tokens, there is room for.
+    /// Returns how many of the first candidates, given by their tokens, fit (Algorithm 3).
     pub fn take(&self, candidates: impl Iterator<Item = u64>) -> usize {
         let mut sum = 0_u64;
         candidates
@@ -92,27 +93,27 @@ impl BatchRoom {
     }
 }
 
-/// A request that waits in a bin.
+/// A request waiting in a bin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BinnedRequest<T> {
-    /// When it arrived.
+    /// Arrival time, in milliseconds.
     pub arrived_ms: u64,
-    /// Tokens it is expected to hold at its end: prompt and predicted output.
+    /// Expected tokens at its end: prompt and predicted output.
     pub tokens: u64,
-    /// The request.
+    /// The request itself.
     pub item: T,
 }
 
 /// Requests that go to one backend together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch<T> {
-    /// The bin they are of.
+    /// Bin that they come from.
     pub bin: u16,
-    /// In the order they arrived; not empty.
+    /// Requests in order of arrival; not empty.
     pub candidates: Vec<BinnedRequest<T>>,
 }
 
-/// Queues by bin. Each is first come, first served.
+/// Queues by bin, each first come, first served.
 #[derive(Debug, Clone)]
 pub struct BinQueues<T> {
     queues: Vec<VecDeque<BinnedRequest<T>>>,
@@ -120,7 +121,7 @@ pub struct BinQueues<T> {
 }
 
 impl<T> BinQueues<T> {
-    /// `bins` empty queues, at least one.
+    /// Creates `bins` empty queues, at least one.
     #[must_use]
     pub fn new(bins: u16) -> Self {
         Self {
@@ -129,13 +130,13 @@ impl<T> BinQueues<T> {
         }
     }
 
-    /// Adds a request behind those of its bin; one beyond the last bin is of the last.
+    /// Adds a request to the end of its bin; an index beyond the last bin means the last.
     pub fn push(&mut self, bin: u16, candidate: BinnedRequest<T>) {
         let last = self.queues.len() - 1;
         self.queues[usize::from(bin).min(last)].push_back(candidate);
     }
 
-    /// Requests that wait, by bin.
+    /// Returns the number of waiting requests by bin.
     #[must_use]
     pub fn waiting(&self) -> Vec<usize> {
         self.queues.iter().map(VecDeque::len).collect()
@@ -147,14 +148,14 @@ impl<T> BinQueues<T> {
         self.queues.iter().all(VecDeque::is_empty)
     }
 
-    /// Takes out the requests that `leaves` says.
+    /// Removes the requests for which `leaves` returns true.
     pub fn remove(&mut self, mut leaves: impl FnMut(&T) -> bool) {
         for queue in &mut self.queues {
             queue.retain(|candidate| !leaves(&candidate.item));
         }
     }
 
-    /// Spreads what waits over other bins, in the order of arrival: boundaries have changed.
+    /// Redistributes the waiting requests in order of arrival after the boundaries changed.
     pub fn rebin(&mut self, bins: u16, bin_of: impl Fn(&T) -> u16) {
         let mut all: Vec<_> = self.queues.drain(..).flatten().collect();
         all.sort_by_key(|candidate| candidate.arrived_ms);
@@ -167,8 +168,8 @@ impl<T> BinQueues<T> {
         }
     }
 
-    /// Algorithms 5 and 3: the next batch that there is room for; `None` when nothing waits or the
-    /// selected bin's first request has no room.
+    /// Forms the next batch that fits (Algorithms 5 and 3); `None` if nothing waits or the first
+    /// request of the selected bin does not fit.
     pub fn form(
         &mut self,
         now_ms: u64,
@@ -185,7 +186,7 @@ impl<T> BinQueues<T> {
         let queue = &mut self.queues[at];
         let taken = room.take(queue.iter().map(|candidate| candidate.tokens));
         if taken == 0 {
-            // Its turn is not over: it was not served.
+            // Its turn is not over, because it was not served.
             return None;
         }
         self.next = next;

@@ -1,9 +1,11 @@
-//! Bins of equal mass: Algorithm 6 makes them from a histogram, Algorithm 4 finds a request's bin.
+//! Bins of equal mass: Algorithm 6 computes them from a histogram, Algorithm 4 finds a request's
+//! bin.
 //!
-//! Where the seed of these algorithms is wrong: its bin 0 begins at the shortest length seen, so that a
-//! shorter prediction belongs to no bin and falls through to the last one, that of the longest; and
-//! equal quantiles give bins that nothing can be in. Here bin 0 begins at 0, the last one is open, and
-//! equal edges merge, so that there are `K_eff <= K` bins and each of them has mass.
+//! The original algorithms have two faults. Their bin 0 starts at the shortest length seen, so that
+//! a shorter prediction belongs to no bin and falls through to the last, the one of the longest
+//! outputs. And equal quantiles produce bins that can hold nothing. Here bin 0 starts at 0, the
+//! last bin is open, and equal edges merge, so that there are `K_eff <= K` bins and each of them
+//! has mass.
 
 use bincode::{Decode, Encode};
 use serde::Serialize;
@@ -18,8 +20,8 @@ pub struct Boundaries {
 }
 
 impl Boundaries {
-    /// Algorithm 6: `bins` bins of equal mass, fewer where lengths repeat. An edge is the smallest
-    /// bucket start that has at least its quantile's share of the mass below it.
+    /// Returns `bins` bins of equal mass, fewer where lengths repeat (Algorithm 6). An edge is the
+    /// smallest bucket start with at least its quantile's share of the mass below it.
     #[must_use]
     pub fn equal_mass(histogram: &Histogram, bins: u16) -> Self {
         let total = u64::from(histogram.total());
@@ -29,22 +31,22 @@ impl Boundaries {
         for bucket in histogram.buckets() {
             below += u64::from(bucket.weight);
             if below == total {
-                // Nothing is beyond: an edge here would bound an empty bin.
+                // Nothing lies beyond: an edge here would bound an empty bin.
                 break;
             }
             if below * bins >= quantile * total {
                 edges.push(bucket.end);
-                // Quantiles that fall onto this edge as well are one with it.
+                // Quantiles that fall on the same edge are merged.
                 quantile = below * bins / total + 1;
             }
         }
         Self { edges }
     }
 
-    /// Bins with these upper ends: for replaying known ones.
+    /// Returns bins with the given upper ends, for replaying known ones.
     ///
     /// # Errors
-    /// With what is wrong, unless they ascend from above 0.
+    /// The fault, unless the edges ascend from above 0.
     pub fn from_edges(edges: Vec<u32>) -> Result<Self, &'static str> {
         let boundaries = Self { edges };
         boundaries
@@ -53,20 +55,20 @@ impl Boundaries {
             .ok_or("edges of bins do not ascend from above 0")
     }
 
-    /// How many bins there are, at least 1.
+    /// Returns the number of bins, at least 1.
     #[must_use]
     pub fn bins(&self) -> u16 {
         u16::try_from(self.edges.len() + 1).expect("bins are counted in 16 bits")
     }
 
-    /// Algorithm 4: the bin of an output of so many tokens.
+    /// Returns the bin of an output of this many tokens (Algorithm 4).
     #[must_use]
     pub fn bin_of(&self, tokens: u32) -> u16 {
         let bin = self.edges.partition_point(|edge| *edge <= tokens);
         u16::try_from(bin).expect("bins are counted in 16 bits")
     }
 
-    /// Upper ends of all bins but the last.
+    /// Returns the upper ends of all bins but the last.
     #[must_use]
     pub fn edges(&self) -> &[u32] {
         &self.edges

@@ -1,28 +1,27 @@
-//! Output lengths as a histogram of logarithmic buckets: exact up to 63 tokens, within 1/32 beyond.
+//! Histogram of output lengths with logarithmic buckets: exact up to 63 tokens, within 1/32 beyond.
 //!
-//! Old lengths fade: each counts `WEIGHT`, and when all together reach `WEIGHTS_MAX` every
-//! bucket is halved, so that a length that came once disappears after four halvings and not at the
-//! first.
+//! Old lengths fade. Each length adds `WEIGHT`, and when the total exceeds `WEIGHTS_MAX`, every
+//! bucket is halved. A length that occurred once thus disappears only after several halvings.
 
 use bincode::{Decode, Encode};
 
-/// Buckets: 64 of width 1, then 32 to every doubling.
+/// Number of buckets: 64 of width 1, then 32 for every doubling.
 pub const BUCKETS: usize = 512;
-/// Longest output told apart; longer ones count as this.
+/// Longest output that is distinguished; longer ones count as this.
 pub const OUTPUT_TOKENS_MAX: u32 = (1 << 20) - 1;
-/// What one length adds to its bucket.
+/// Weight of one length.
 const WEIGHT: u32 = 16;
-/// All weights together, at most: 4096 lengths.
+/// Maximum total weight: that of 4096 lengths.
 const WEIGHTS_MAX: u32 = WEIGHT * 4096;
-/// Binary digits of a bucket's number within its doubling.
+/// Number of binary digits of a bucket's index within its doubling.
 const DIGITS: u32 = 5;
 
-/// A faded histogram.
+/// A histogram whose old values fade.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct Histogram {
-    /// By bucket, [`BUCKETS`] of them.
+    /// Weight by bucket, [`BUCKETS`] of them.
     weights: Vec<u32>,
-    /// Their sum.
+    /// Sum of the weights.
     total: u32,
 }
 
@@ -35,19 +34,19 @@ impl Default for Histogram {
     }
 }
 
-/// A bucket that holds lengths.
+/// A non-empty bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bucket {
-    /// Smallest length in it.
+    /// Smallest length in the bucket.
     pub start: u32,
-    /// Smallest length beyond it.
+    /// Smallest length beyond the bucket.
     pub end: u32,
-    /// Weight of the lengths in it.
+    /// Weight of the lengths in the bucket.
     pub weight: u32,
 }
 
 impl Histogram {
-    /// Counts in one output.
+    /// Adds one output.
     pub fn add(&mut self, tokens: u32) {
         self.weights[bucket_of(tokens)] += WEIGHT;
         self.total += WEIGHT;
@@ -57,19 +56,19 @@ impl Histogram {
         }
     }
 
-    /// Whether nothing was counted.
+    /// Whether the histogram is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.total == 0
     }
 
-    /// Sum of all weights.
+    /// Returns the sum of all weights.
     #[must_use]
     pub fn total(&self) -> u32 {
         self.total
     }
 
-    /// The buckets that hold anything, ascending.
+    /// Iterates over the non-empty buckets, ascending.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> {
         self.buckets_from(0)
     }
@@ -85,8 +84,8 @@ impl Histogram {
             })
     }
 
-    /// The shortest length that half of the outputs do not exceed, at its bucket's middle; `None`
-    /// before the first output.
+    /// Returns the shortest length that half of the outputs do not exceed, at the middle of its
+    /// bucket; `None` before the first output.
     #[must_use]
     pub fn median(&self) -> Option<u32> {
         let mut below = 0;
@@ -98,14 +97,15 @@ impl Histogram {
             .map(|bucket| bucket.start + (bucket.end - 1 - bucket.start) / 2)
     }
 
-    /// The mean length of outputs longer than `produced` tokens, rounded up: what an answer that
-    /// has come so far is expected to reach. `None` when none was longer.
+    /// Returns the mean length of outputs longer than `produced` tokens, rounded up: the expected
+    /// length of an answer that has got this far. `None` if no output was longer.
     #[must_use]
     pub fn mean_beyond(&self, produced: u32) -> Option<u32> {
-        // Lengths are taken as spread evenly over their bucket. The factor keeps the share of a
-        // bucket that `produced` cuts.
+        // Lengths are taken to be spread evenly over their bucket. The factor preserves the
+        // fraction of a bucket that `produced` cuts off.
         const SCALE: u64 = 1 << 16;
-        // All weights together are at most 2^16, all lengths below 2^20: sums stay below 2^53.
+        // All weights together are at most 2^16 and all lengths below 2^20, so sums stay below
+        // 2^53.
         let (mut mass, mut sum) = (0_u64, 0_u64);
         let buckets = self.buckets_from(bucket_of(produced));
         for bucket in buckets.filter(|bucket| bucket.end - 1 > produced) {
@@ -120,7 +120,7 @@ impl Histogram {
         (mass > 0).then(|| u32::try_from(mean).unwrap_or(u32::MAX))
     }
 
-    /// Whether the buckets are as many as there must be and add up; for what was decoded.
+    /// Whether the number of buckets and their sum are right, for decoded histograms.
     pub(super) fn is_sound(&self) -> bool {
         let total: u64 = self.weights.iter().map(|weight| u64::from(*weight)).sum();
         self.weights.len() == BUCKETS && total == u64::from(self.total) && self.total <= WEIGHTS_MAX
@@ -129,7 +129,7 @@ impl Histogram {
 
 fn bucket_of(tokens: u32) -> usize {
     let tokens = tokens.min(OUTPUT_TOKENS_MAX);
-    // Digits below the ones that count.
+    // Number of digits below the significant ones.
     let shift = tokens.checked_ilog2().unwrap_or(0).saturating_sub(DIGITS);
     ((shift << DIGITS) + (tokens >> shift)) as usize
 }

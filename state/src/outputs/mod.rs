@@ -1,14 +1,14 @@
-//! Output lengths: what requests of a user and a model are expected to produce, and the bins this
-//! gives.
+//! Output lengths: how much the requests of a user and a model are expected to produce, and the
+//! resulting bins.
 //!
-//! Replicas report the lengths of finished requests. `apply` keeps a faded histogram per model and
+//! Replicas report the lengths of finished requests. `apply` keeps a fading histogram per model and
 //! the last few lengths per user and model; bins follow from the histogram. All of it is in the
 //! digest and in snapshots, so that every replica predicts the same at the same log index.
 //!
-//! - [`histogram`]: lengths of a model, and what a tail of them expects.
+//! - [`histogram`]: a model's lengths, and the expectation of their tail.
 //! - [`boundaries`]: bins of equal mass (Algorithm 6) and the bin of a request (Algorithm 4).
-//! - [`batch`]: which bin goes next and how many of it (Algorithms 5 and 3).
-//! - [`theory`]: what bins are worth where batches end together.
+//! - [`batch`]: which bin goes next and how many of its requests (Algorithms 5 and 3).
+//! - [`theory`]: the benefit of bins where the requests of a batch end together.
 
 pub mod batch;
 pub mod boundaries;
@@ -38,60 +38,60 @@ pub use histogram::{Histogram, OUTPUT_TOKENS_MAX};
 pub use model::ModelOutputs;
 use recent::{Pairs, Recents};
 
-/// Models that lengths are kept of; beyond, the one not heard of for longest is forgotten.
+/// Maximum number of models with lengths. Beyond it, the one observed longest ago is forgotten.
 pub const MODELS_MAX: usize = 64;
-/// Pairs of user and model that lengths are kept of; beyond, the one not heard of for longest is
-/// forgotten.
+/// Maximum number of pairs of user and model with lengths. Beyond it, the one observed longest ago
+/// is forgotten.
 pub const PAIRS_MAX: usize = 16_384;
-/// Observations that are counted: what is beyond was never counted up to.
+/// Maximum of the observation count: no real count gets there.
 const CLOCK_MAX: u64 = u64::MAX / 2;
-/// Predicted where nothing is known: no length was seen and the request names no bound.
+/// Prediction if nothing is known: no length was seen and the request has no bound.
 pub const TOKENS_UNKNOWN: u32 = 256;
 
-/// What is known of output lengths.
+/// Replicated state of output lengths.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outputs {
-    /// Counts observations; orders what was heard of last.
+    /// Counts observations; orders models and pairs by their last one.
     clock: u64,
     models: BTreeMap<ModelKey, Arc<ModelOutputs>>,
     recents: Recents,
 }
 
-/// What readers see of output lengths: the state's at one log index.
+/// Published output lengths as of one log index.
 #[derive(Debug, Clone, Default)]
 pub struct OutputsView {
     models: BTreeMap<ModelKey, Arc<ModelOutputs>>,
     pairs: Pairs,
-    /// Digest of what the pairs were.
+    /// Digest of the pairs.
     pairs_digest: u128,
 }
 
-/// How long an answer is expected to become.
+/// Expected length of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Prediction {
     /// Output tokens, at least 1.
     pub tokens: u32,
-    /// What it goes by.
+    /// Basis of the prediction.
     pub basis: Basis,
 }
 
-/// What a prediction goes by, best first.
+/// Basis of a prediction, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Basis {
-    /// The mean of the user's last five outputs of the model.
+    /// Mean of the user's last five outputs from the model.
     User,
-    /// The median of the model's outputs.
+    /// Median of the model's outputs.
     Model,
     /// The request's own bound.
     Bound,
-    /// Nothing.
+    /// Nothing is known.
     Unknown,
 }
 
 impl Outputs {
-    /// Takes in lengths of finished requests, in the order they ended; `bins` is the number of bins
-    /// asked for. Answers whether they were taken.
+    /// Adds lengths of finished requests in the order they ended. `bins` is the configured number
+    /// of bins. Returns whether the lengths were accepted.
     pub(crate) fn observe(
         &mut self,
         user: UserKey,
@@ -112,14 +112,14 @@ impl Outputs {
         true
     }
 
-    /// Makes the bins of every model anew: their number changed.
+    /// Recomputes the bins of every model after their number changed.
     pub(crate) fn rebin(&mut self, bins: u16) {
         for outputs in self.models.values_mut() {
             Arc::make_mut(outputs).rebin(bins);
         }
     }
 
-    /// What readers are to see. Costs a clone of pointers.
+    /// Returns the view to publish. Clones pointers only.
     pub(crate) fn view(&self) -> OutputsView {
         OutputsView {
             models: self.models.clone(),
@@ -128,7 +128,7 @@ impl Outputs {
         }
     }
 
-    /// Appends canonical bytes to the digest's; nothing when nothing was ever observed.
+    /// Appends to the digest input; nothing if nothing was ever observed.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         if self.clock > 0 {
             let image = (self.clock, &self.models, self.recents.digest());
@@ -136,7 +136,7 @@ impl Outputs {
         }
     }
 
-    /// Checks bounds and what is derived; says what is wrong.
+    /// Checks bounds and derived data, or describes the fault.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.clock > CLOCK_MAX {
             return Err(format!("{} observations were counted", self.clock));
@@ -162,8 +162,8 @@ impl Outputs {
 }
 
 impl OutputsView {
-    /// How many tokens `user`'s next request of `model` is expected to produce; `tokens_max` is
-    /// the bound it names itself.
+    /// Predicts the output tokens of `user`'s next request to `model`. `tokens_max` is the
+    /// request's own bound.
     #[must_use]
     pub fn predict(&self, user: UserKey, model: ModelKey, tokens_max: Option<u32>) -> Prediction {
         let bound = tokens_max.unwrap_or(OUTPUT_TOKENS_MAX).max(1);
@@ -180,8 +180,8 @@ impl OutputsView {
             .unwrap_or_else(|| by(Basis::Unknown, TOKENS_UNKNOWN))
     }
 
-    /// A prediction corrected by what has come: an answer longer than predicted is expected to
-    /// become as long as those of the model that were longer than it is, on the average.
+    /// Corrects a prediction by the output so far: an answer longer than predicted is expected to
+    /// reach the mean length of the model's outputs that were longer than it is now.
     #[must_use]
     pub fn correct(
         &self,
@@ -199,37 +199,37 @@ impl OutputsView {
         beyond.unwrap_or(produced.saturating_add(1)).min(bound)
     }
 
-    /// The bins of `model`: one bin while there are no boundaries.
+    /// Returns the bins of `model`; one bin while there are no boundaries.
     #[must_use]
     pub fn bins(&self, model: ModelKey) -> Boundaries {
         let outputs = self.models.get(&model);
         outputs.map_or_else(Boundaries::default, |it| it.boundaries().clone())
     }
 
-    /// The bin of an output of so many tokens of `model`.
+    /// Returns the bin of an output of this many tokens from `model`.
     #[must_use]
     pub fn bin_of(&self, model: ModelKey, tokens: u32) -> u16 {
         let outputs = self.models.get(&model);
         outputs.map_or(0, |it| it.boundaries().bin_of(tokens))
     }
 
-    /// What is known of `model`.
+    /// Returns the outputs of `model`.
     #[must_use]
     pub fn model(&self, model: ModelKey) -> Option<&ModelOutputs> {
         self.models.get(&model).map(Arc::as_ref)
     }
 
-    /// All models, ascending by key.
+    /// Iterates over all models, ascending by key.
     pub fn models(&self) -> impl Iterator<Item = (ModelKey, &ModelOutputs)> {
         self.models.iter().map(|(key, it)| (*key, &**it))
     }
 
-    /// Whether this shows `outputs`; for tests.
+    /// Whether this is the view of `outputs`; for tests.
     pub(crate) fn is_of(&self, outputs: &Outputs) -> bool {
         self.models == outputs.models && self.pairs_digest == outputs.recents.digest()
     }
 
-    /// Pairs of user and model that lengths are kept of.
+    /// Returns the number of pairs of user and model with lengths.
     #[must_use]
     pub fn pairs(&self) -> usize {
         self.pairs.len()

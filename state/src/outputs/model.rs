@@ -1,25 +1,26 @@
-//! One model's output lengths: the histogram, the bins made from it, and when to make them anew.
+//! One model's output lengths: the histogram, the bins computed from it, and when to recompute
+//! them.
 
 use bincode::{Decode, Encode};
 
 use super::boundaries::Boundaries;
 use super::histogram::Histogram;
 
-/// Outputs after which bins are made anew in any case.
+/// Number of outputs after which bins are always recomputed.
 const OUTPUTS_PER_REBIN: u32 = 256;
-/// Outputs after which bins are made anew if their masses have drifted apart.
+/// Number of outputs after which bins are recomputed if their masses have drifted apart.
 const OUTPUTS_PER_LOOK: u32 = 64;
 
-/// What is known of one model's output lengths.
+/// One model's output lengths.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct ModelOutputs {
     histogram: Histogram,
     boundaries: Boundaries,
-    /// Outputs since the bins were made, by bin; empty: none.
+    /// Outputs by bin since the bins were computed; empty if there were none.
     since: Vec<u32>,
-    /// Outputs ever seen.
+    /// Number of outputs ever seen.
     seen: u64,
-    /// When it was last heard of, in observations.
+    /// Observation count at the last output.
     heard_at: u64,
 }
 
@@ -35,7 +36,7 @@ impl ModelOutputs {
         }
     }
 
-    /// Makes the bins anew. In effect from the log index that is being applied on.
+    /// Recomputes the bins, with effect from the log index being applied.
     pub(super) fn rebin(&mut self, bins: u16) {
         self.boundaries = if bins > 1 {
             Boundaries::equal_mass(&self.histogram, bins)
@@ -54,7 +55,7 @@ impl ModelOutputs {
         }
     }
 
-    /// Whether one bin got more than half as much again of what is beyond its equal share.
+    /// Whether one bin's share exceeds the equal share 1/K by more than half of the rest.
     fn has_drifted(&self, bins: u16) -> bool {
         let outputs: u64 = self.since.iter().map(|it| u64::from(*it)).sum();
         let most = u64::from(self.since.iter().max().copied().unwrap_or(0));
@@ -63,19 +64,19 @@ impl ModelOutputs {
         most * 2 * bins > outputs * (bins + 1)
     }
 
-    /// Lengths.
+    /// Returns the histogram of lengths.
     #[must_use]
     pub fn histogram(&self) -> &Histogram {
         &self.histogram
     }
 
-    /// Bins.
+    /// Returns the boundaries of the bins.
     #[must_use]
     pub fn boundaries(&self) -> &Boundaries {
         &self.boundaries
     }
 
-    /// Outputs ever seen.
+    /// Returns the number of outputs ever seen.
     #[must_use]
     pub fn seen(&self) -> u64 {
         self.seen

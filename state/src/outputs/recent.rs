@@ -1,8 +1,8 @@
-//! The last lengths of each user's outputs of each model, bounded by forgetting who was not heard of
-//! for longest.
+//! The last output lengths of each pair of user and model. Bounded by forgetting the pair observed
+//! longest ago.
 //!
-//! Kept in shards that are shared with the published view and copied when written to. The digest is a
-//! sum over the entries, kept as they change: hashing all of them would cost milliseconds.
+//! Stored in shards that are shared with the published view and copied on write. The digest is a
+//! sum over the entries, kept incrementally: hashing all of them would take milliseconds.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
 use crate::encoding;
 use crate::ids::{ModelKey, UserKey};
 
-/// Lengths that a prediction is the mean of.
+/// Number of lengths that a prediction averages.
 const LENGTHS: usize = 5;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
@@ -30,35 +30,35 @@ impl ShardKey for Pair {
     const BRANCHES: usize = 16;
 
     fn shard(&self) -> usize {
-        // Keys are hashes: any of their digits are uniform.
+        // Keys are hashes, so any of their digits are uniform.
         let shards = (Self::BRANCHES * SHARDS_PER_BRANCH) as u64;
         usize::try_from((self.user.0 ^ self.model.0) % shards)
             .expect("a remainder by the number of shards is a shard")
     }
 }
 
-/// The last lengths. Without anything on the heap: a shard that is written to is copied.
+/// The last lengths of one pair. Holds nothing on the heap, because a shard is copied on write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 struct Recent {
-    /// The latest first; 0 beyond `count`.
+    /// Lengths, latest first; 0 beyond `count`.
     lengths: [u32; LENGTHS],
-    /// How many there are, from 1.
+    /// Number of lengths, from 1.
     count: u8,
-    /// When it was last heard of, in observations; no two pairs share one.
+    /// Observation count at the last output; different for every pair.
     heard_at: u64,
 }
 
-/// The lengths of all pairs, to read. A clone costs one pointer per branch.
+/// The lengths of all pairs, for readers. A clone costs one pointer per branch.
 #[derive(Debug, Clone)]
 pub(super) struct Pairs(CowMap<Pair, Recent>);
 
-/// All pairs, to write.
+/// All pairs, for the writer.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Recents {
     pairs: Pairs,
-    /// Derived: by when they were heard of.
+    /// Derived: pairs by their last observation.
     order: BTreeMap<u64, Pair>,
-    /// Derived: the sum of the entries' hashes.
+    /// Derived: sum of the entries' hashes.
     digest: u128,
 }
 
@@ -69,7 +69,7 @@ impl Default for Pairs {
 }
 
 impl Pairs {
-    /// The mean of the last lengths, rounded up.
+    /// Returns the mean of the last lengths, rounded up.
     pub(super) fn mean(&self, user: UserKey, model: ModelKey) -> Option<u32> {
         let recent = self.0.get(&Pair { user, model })?;
         let sum: u32 = recent.lengths.iter().sum();

@@ -1,22 +1,22 @@
 //! Theory of bins for batches that last as long as their longest request.
 
-/// Mean time of a batch of `batch` requests from one of `bins` bins of equal mass, when the requests'
-/// own times are uniform over `least..=most`:
+/// Returns the mean time of a batch of `batch` requests from one of `bins` bins of equal mass, with
+/// request times uniform over `least..=most`:
 /// `E[T_k] = (a + b) / 2 + (b - a) / (2k) * (B - 1) / (B + 1)`.
 ///
-/// In one bin the largest of `B` uniform times over a stretch of length `w` is expected at
-/// `w * B / (B + 1)` above its start, and the starts of `k` stretches of length `(b - a) / k` are
-/// `(b - a) / 2 * (1 - 1 / k)` above `a` on the average (Guldogan et al., "Multi-Bin Batching for
+/// Within one bin, the largest of `B` uniform times over a range of length `w` is expected at
+/// `w * B / (B + 1)` above its start. The starts of `k` ranges of length `(b - a) / k` are on
+/// average `(b - a) / 2 * (1 - 1 / k)` above `a` (Guldogan et al., "Multi-Bin Batching for
 /// Increasing LLM Inference Throughput", 2024).
 ///
-/// For reports only: nothing that is replicated follows from it.
+/// For reports only: nothing replicated depends on it.
 #[must_use]
 pub fn batch_time_mean(least: f64, most: f64, bins: u16, batch: u32) -> f64 {
     let (bins, batch) = (f64::from(bins.max(1)), f64::from(batch.max(1)));
     f64::midpoint(least, most) + (most - least) / (2.0 * bins) * (batch - 1.0) / (batch + 1.0)
 }
 
-/// Requests per unit of time that batches of [`batch_time_mean`] serve.
+/// Returns the requests per unit of time that batches of [`batch_time_mean`] serve.
 #[must_use]
 pub fn throughput(least: f64, most: f64, bins: u16, batch: u32) -> f64 {
     f64::from(batch.max(1)) / batch_time_mean(least, most, bins, batch)

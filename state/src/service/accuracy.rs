@@ -1,29 +1,31 @@
-//! Accuracy of cache predictions, and the correction of a backend's capacity that follows.
+//! Accuracy of cache predictions, and the resulting correction of a backend's capacity.
 //!
-//! The router believes that a backend holds blocks; with each answer the engine says how many
-//! prompt tokens it really had. Who over-predicts believes in blocks that are gone: the cache is
-//! smaller than thought, or shared with others. Who under-predicts forgot blocks that are still
-//! there. Where the belief is bounded by the capacity the engine told, the capacity is corrected,
-//! slowly and by a factor of two at most; elsewhere the backend is only marked.
+//! The router believes that a backend holds certain blocks; with each answer, the engine reports
+//! how many prompt tokens it really had cached. Overprediction means that the router believes in
+//! blocks that are gone: the cache is smaller than assumed, or shared with others. Underprediction
+//! means that it forgot blocks that are still there. Where the engine's reported capacity bounds
+//! the belief, that capacity is corrected, slowly and by a factor of at most two. Otherwise the
+//! backend is only marked.
 
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
 use super::ServiceSample;
 
-/// Prompt tokens after which a verdict is possible.
+/// Minimum number of prompt tokens for a verdict.
 const TOKENS_MIN: u64 = 32_768;
-/// Prompt tokens that are remembered; older ones fade.
+/// Number of prompt tokens that are remembered; older ones fade.
 const TOKENS_KEPT: u64 = 131_072;
-/// Prompt tokens between two corrections: what was predicted before one says nothing about it.
+/// Number of prompt tokens between two corrections, because predictions from before a correction
+/// say nothing about it.
 const TOKENS_PER_STEP: u64 = 65_536;
-/// Thousandths of the engine's word.
+/// Bounds of the correction, in thousandths of the engine's value.
 const CORRECTION_MIN_PERMILLE: u32 = 500;
 const CORRECTION_MAX_PERMILLE: u32 = 2000;
-/// One correction, thousandths of the last one.
+/// Size of one correction step, in thousandths of the current correction.
 const STEP_PERMILLE: u32 = 60;
 
-/// Predictions against reality, of one life of a backend.
+/// Predicted against actual cache hits of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Accuracy {
     prompt_tokens: u64,
@@ -32,38 +34,39 @@ pub(crate) struct Accuracy {
     /// Prompt tokens since the last correction.
     step_tokens: u64,
     is_off: bool,
-    /// By how much the told capacity is corrected, thousandths added; 0: it is not.
+    /// Correction of the reported capacity as an offset from 1000 thousandths; 0: none.
     correction_permille: i32,
 }
 
-/// How well predictions hold for one backend, over the last hundred thousand prompt tokens or so.
+/// Accuracy of the predictions for one backend, over roughly the last hundred thousand prompt
+/// tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct AccuracyView {
-    /// Prompt tokens whose caching the engine told, faded.
+    /// Prompt tokens whose caching the engine reported, faded.
     pub prompt_tokens: u64,
-    /// Of these, predicted to be cached.
+    /// Part of `prompt_tokens` predicted to be cached.
     pub predicted_tokens: u64,
-    /// Of these, cached.
+    /// Part of `prompt_tokens` that was cached.
     pub cached_tokens: u64,
-    /// Predicted less cached, thousandths of the prompt tokens.
+    /// Predicted less actually cached tokens, in thousandths of the prompt tokens.
     pub error_permille: i32,
-    /// Whether that is off beyond the bound.
+    /// Whether the error exceeds the bound.
     pub is_off: bool,
-    /// What the engine's capacity is taken times, thousandths.
+    /// Correction factor of the engine's capacity, in thousandths.
     pub correction_permille: u32,
 }
 
-/// What the correction of a capacity depends on.
+/// Inputs for the correction of a capacity.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Holding {
-    /// Blocks owned.
+    /// Number of owned blocks.
     pub(crate) owned: u64,
-    /// The capacity as corrected; `None`: there is none that could be corrected.
+    /// Corrected capacity in blocks; `None` if there is none to correct.
     pub(crate) capacity: Option<u32>,
 }
 
 impl Accuracy {
-    /// Takes in a plausible sample. `off_permille` is what a prediction may be off.
+    /// Adds a plausible sample. `off_permille` is the bound of the error.
     pub(crate) fn observe(&mut self, sample: &ServiceSample, off_permille: u32, holding: Holding) {
         let fresh = sample.predicted_prompt_tokens;
         if fresh == 0 {
@@ -79,7 +82,7 @@ impl Accuracy {
         if self.prompt_tokens < TOKENS_MIN {
             return;
         }
-        // Off beyond the bound until it is within half of it: no mark that comes and goes.
+        // Hysteresis: marked beyond the bound, until the error is within half of it.
         let off = self.error_permille().unsigned_abs();
         self.is_off = off > off_permille || self.is_off && off > off_permille / 2;
         self.correct(holding);
@@ -96,7 +99,7 @@ impl Accuracy {
         }
     }
 
-    /// The capacity an engine told, corrected.
+    /// Returns the corrected value of a capacity reported by the engine.
     pub(crate) fn corrected(&self, told: u32) -> u32 {
         let corrected = u64::from(told) * u64::from(self.correction_permille()) / 1000;
         u32::try_from(corrected).unwrap_or(u32::MAX).max(1)
@@ -134,8 +137,8 @@ impl Accuracy {
         self.prompt_tokens = kept;
     }
 
-    /// A step, where the mark stands, the belief is bounded by the capacity, and enough was seen
-    /// since the last step.
+    /// Takes a correction step if the backend is marked, the capacity bounds the belief, and enough
+    /// tokens were seen since the last step.
     fn correct(&mut self, holding: Holding) {
         let is_bounded = holding
             .capacity

@@ -1,58 +1,59 @@
-//! Least squares that never ends: what each of a few known amounts costs, learnt from their sums.
+//! Recursive least squares with forgetting: learns the cost of each of a few known amounts from
+//! their total cost.
 //!
-//! The normal equations of all observations are kept, older ones faded, and their solution is
-//! refined by some sweeps of projected Gauss-Seidel at each new one. That needs additions,
-//! products and one division per coefficient: integers throughout, a bound on every coefficient,
-//! and the same result on every replica. A little weight stays on where the coefficients began, so
-//! that the equations have one solution however alike the observations are: amounts that always
-//! come together share what they cost in proportion, and a first observation is explained at once.
+//! The normal equations of all observations are kept, with older ones fading, and each new
+//! observation refines their solution by some sweeps of projected Gauss-Seidel. This takes
+//! additions, products and one division per coefficient: integers throughout, bounded coefficients,
+//! and the same result on every replica. A small weight stays on the prior, so that the equations
+//! have a unique solution however alike the observations are. Amounts that always occur together
+//! then share their cost in proportion, and the first observation is explained at once.
 //!
-//! What is not among the amounts still comes with some of them: requests cost time by themselves,
-//! and many bring many tokens. That does not average out, so the weight on the beginning may grow
-//! with that of the observations (`Regressor::kept_in`): an amount that hardly varies says little about
-//! its own price, however often it is seen.
+//! Costs that are not among the amounts still correlate with some of them: requests cost time by
+//! themselves, and many requests bring many tokens. This does not average out, so the weight of the
+//! prior may grow with that of the observations (`Regressor::kept_in`): an amount that hardly
+//! varies says little about its own price, however often it is observed.
 
 use bincode::{Decode, Encode};
 
-/// Weight of all observations together; older ones fade as newer ones come.
+/// Maximum total weight of the observations; older ones fade as newer ones arrive.
 const WEIGHT_MAX: i64 = 1024;
-/// Weight of one observation at most: the mean over many events says little more than over some.
+/// Maximum weight of one observation: the mean over many events says little more than the mean over
+/// some.
 const OBSERVATION_WEIGHT_MAX: i64 = 64;
-/// Sweeps per observation. Each brings the coefficients nearer to the solution.
+/// Number of sweeps per observation. Each brings the coefficients closer to the solution.
 const SWEEPS: usize = 24;
-/// An observation counts as at most so many times what was expected of it, once there is reason to
-/// expect anything.
+/// Cap of an observation relative to the expected value, once there is an expectation.
 const SURPRISE_FACTOR: i64 = 4;
-/// Weight from which on there is.
+/// Weight from which there is an expectation.
 const SURPRISE_WEIGHT: i64 = 128;
 
-/// One of the amounts that a sum is made of.
+/// One of the amounts that make up the total.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Regressor {
-    /// Largest amount that is learnt from.
+    /// Largest amount that is learned from.
     pub(super) amount_max: i64,
-    /// An amount as it typically is: the unit of what an error in the coefficient weighs.
+    /// Typical amount: the scale on which an error of the coefficient is weighted.
     pub(super) typical: i64,
-    /// Where the coefficient begins, in thousandths.
+    /// Prior of the coefficient, in thousandths.
     pub(super) prior_milli: i64,
-    /// Least and greatest coefficient, in thousandths.
+    /// Minimum and maximum of the coefficient, in thousandths.
     pub(super) bounds_milli: (i64, i64),
-    /// The beginning keeps the weight of one in so many observations.
+    /// Number of observations per unit of the prior's weight.
     pub(super) kept_in: i64,
 }
 
-/// Least weight of the beginning, in observations of a typical amount.
+/// Minimum weight of the prior, in observations of a typical amount.
 const PRIOR_WEIGHT: i64 = 2;
 
-/// What `N` amounts cost, in thousandths of the observed unit each.
+/// Estimator of the cost of `N` amounts, in thousandths of the observed unit each.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub(super) struct RecursiveLeastSquares<const N: usize> {
     weight: i64,
-    /// Sums of the products of any two amounts.
+    /// Weighted sums of the products of each pair of amounts.
     squares: [[i64; N]; N],
-    /// Sums of the products of each amount and what was observed.
+    /// Weighted sums of the products of each amount and the observed total.
     products: [i64; N],
-    /// Thousandths; empty of meaning while `weight` is 0.
+    /// Coefficients in thousandths; meaningless while `weight` is 0.
     coefficients_milli: [i64; N],
 }
 
@@ -68,8 +69,8 @@ impl<const N: usize> Default for RecursiveLeastSquares<N> {
 }
 
 impl<const N: usize> RecursiveLeastSquares<N> {
-    /// Learns that `amounts` together cost `observed`, on average over `events`. Amounts beyond
-    /// their bounds teach nothing: taken as less than they are, they would seem dear.
+    /// Learns that `amounts` together cost `observed` on average over `events`. Observations with
+    /// an amount out of bounds are ignored: capping the amount would make it look expensive.
     pub(super) fn observe(
         &mut self,
         terms: &[Regressor; N],
@@ -101,18 +102,18 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         }
     }
 
-    /// Observations behind it, faded.
+    /// Returns the faded weight of all observations.
     pub(super) fn weight(&self) -> u32 {
         u32::try_from(self.weight).unwrap_or(0)
     }
 
-    /// What one of the `i`th amount costs, thousandths.
+    /// Returns the cost of one unit of the `i`th amount, in thousandths.
     pub(super) fn coefficient_milli(&self, i: usize) -> i64 {
         self.coefficients_milli[i]
     }
 
-    /// One wild observation must not undo a thousand: it is taken as the most that is credible. A
-    /// lasting change is still followed, by as many steps.
+    /// Caps an observation at what is credible, so that a single outlier cannot undo a thousand
+    /// observations. A lasting change is still followed, in several steps.
     fn unsurprising(&self, amounts: &[i64; N], observed: i64) -> i64 {
         if self.weight < SURPRISE_WEIGHT {
             return observed;
@@ -129,14 +130,14 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         }
         let kept = i128::from((self.weight - by).max(0));
         let whole = i128::from(self.weight);
-        // Never above what it was, as `kept` is below `whole`.
+        // Never above the original, because `kept` is below `whole`.
         let faded = |sum: i64| (i128::from(sum) * kept / whole) as i64;
         self.squares = self.squares.map(|row| row.map(faded));
         self.products = self.products.map(faded);
         self.weight = faded(self.weight);
     }
 
-    /// Sets one coefficient after the other to the best one given the others, within its bounds.
+    /// Sets each coefficient in turn to its optimum given the others, within its bounds.
     fn sweep(&mut self, terms: &[Regressor; N]) {
         for (i, term) in terms.iter().enumerate() {
             let prior_weight = (self.weight / term.kept_in).max(PRIOR_WEIGHT);
@@ -150,13 +151,13 @@ impl<const N: usize> RecursiveLeastSquares<N> {
             let scale = (i128::from(self.squares[i][i]) + prior).max(1);
             let (least, most) = term.bounds_milli;
             let best = (wanted / scale).clamp(least.into(), most.into());
-            // Within bounds that are 64 bits long.
+            // Within bounds that fit 64 bits.
             self.coefficients_milli[i] = best as i64;
         }
     }
 }
 
-/// Adds `weight * a * b`, at most as much as there is room for.
+/// Adds `weight * a * b`, saturating.
 fn add(sum: &mut i64, weight: i64, a: i64, b: i64) {
     *sum = sum.saturating_add(weight.saturating_mul(a).saturating_mul(b));
 }

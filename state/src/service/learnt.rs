@@ -1,12 +1,13 @@
 //! Prices of a backend's work, learned from the replicas' measurements.
 //!
-//! Two models, each linear and small enough to be understood:
-//! - Time to first token = a base + prefill tokens before it × price of a token + requests running
-//!   × price of a request.
-//! - Time between two tokens = a base + requests running × price of a request.
+//! There are two linear models, each simple enough to be understood:
+//! - Time to first token = base + prefill tokens before it × price of a token + running requests ×
+//!   price of a request.
+//! - Time between two tokens = base + running requests × price of a request.
 //!
-//! A replica's report gives the means over its interval; `fit` turns a sequence of these into
-//! prices. Prices are per life of a backend, so a restarted engine is learnt anew.
+//! A replica's report contains the means over its interval; `fit` turns a sequence of these into
+//! prices. Prices belong to one incarnation of a backend, so a restarted engine is learned from
+//! scratch.
 
 use bincode::{Decode, Encode};
 use serde::Serialize;
@@ -15,16 +16,16 @@ use super::ServiceSample;
 use super::fit::{RecursiveLeastSquares, Regressor};
 use crate::policy::Prices;
 
-/// First tokens (faded) after which the prices of a backend are used.
+/// Minimum (faded) number of first tokens for the prices of a backend to be used.
 pub const LEARNT_FIRST_TOKENS_MIN: u32 = 32;
 
-/// Requests are counted in sixteenths: means are no whole numbers.
+/// Requests are counted in sixteenths, because means are not whole numbers.
 const RUNNING_PARTS: u64 = 16;
 
-/// Where a coefficient began does not count for more as more is seen.
+/// The prior's weight does not grow with the observations.
 const FADES: i64 = i64::MAX;
 
-/// A base: there once per event.
+/// Returns a base term, which occurs once per event.
 const fn once(prior_us: i64, most_us: i64) -> Regressor {
     Regressor {
         amount_max: 1,
@@ -35,29 +36,30 @@ const fn once(prior_us: i64, most_us: i64) -> Regressor {
     }
 }
 
-/// Microseconds of base, per prefill token, per sixteenth of a running request.
+/// Microseconds of base, per prefill token, and per sixteenth of a running request.
 const FIRST_TOKEN: [Regressor; 3] = [
     once(0, 60_000_000),
     Regressor {
         amount_max: 1 << 18,
         typical: 512,
-        // A price of 100 microseconds, between 1 microsecond and 10 milliseconds.
+        // A prior of 100 microseconds, between 1 microsecond and 10 milliseconds.
         prior_milli: 100_000,
         bounds_milli: (1_000, 10_000_000),
-        // What counts is how far loads lie apart: a hundred tokens weigh as much as the beginning.
+        // What matters is how far loads vary: a variation of a hundred tokens weighs as much as the
+        // prior.
         kept_in: 24,
     },
     Regressor {
         amount_max: 1 << 14,
         typical: 4 * RUNNING_PARTS as i64,
-        // A price of 1 millisecond a request, up to 1 second.
+        // A prior of 1 millisecond per request, up to 1 second.
         prior_milli: 1_000_000 / RUNNING_PARTS as i64,
         bounds_milli: (0, 1_000_000_000 / RUNNING_PARTS as i64),
         kept_in: FADES,
     },
 ];
 
-/// Microseconds of base, per sixteenth of a running request.
+/// Microseconds of base, and per sixteenth of a running request.
 const GAP: [Regressor; 2] = [
     once(10_000, 10_000_000),
     Regressor {
@@ -69,34 +71,35 @@ const GAP: [Regressor; 2] = [
     },
 ];
 
-/// What is being learnt of one life of a backend.
+/// Estimators for one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct PriceLearner {
     first_token: RecursiveLeastSquares<3>,
     gap: RecursiveLeastSquares<2>,
 }
 
-/// Prices of a backend, as learnt.
+/// Learned prices of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct LearntPrices {
-    /// What one uncached prompt token adds to a first token, nanoseconds.
+    /// Delay of a first token by one uncached prompt token, in nanoseconds.
     pub prefill_ns_per_token: u32,
-    /// What each request running adds to a first token, nanoseconds: at least one step's share.
+    /// Delay of a first token by each running request, in nanoseconds: at least its share of one
+    /// step.
     pub decode_ns_per_request: u32,
-    /// What a first token takes at an idle backend beside its prefill, microseconds.
+    /// Time to first token at an idle backend without its prefill, in microseconds.
     pub first_token_base_us: u32,
-    /// What a token takes when its request runs alone, microseconds.
+    /// Time per token of a request that runs alone, in microseconds.
     pub gap_base_us: u32,
-    /// What each request running adds to the time between two tokens, nanoseconds.
+    /// Increase of the time between two tokens by each running request, in nanoseconds.
     pub gap_ns_per_request: u32,
-    /// First tokens behind this, faded.
+    /// Number of first tokens observed, faded.
     pub first_tokens: u32,
-    /// Gaps behind this, faded.
+    /// Number of gaps between tokens observed, faded.
     pub gaps: u32,
 }
 
 impl LearntPrices {
-    /// What a decision counts with; `None` while too little is behind it.
+    /// Returns the prices for decisions; `None` while they rest on too little data.
     #[must_use]
     pub fn prices(&self) -> Option<Prices> {
         (self.first_tokens >= LEARNT_FIRST_TOKENS_MIN).then_some(Prices {
@@ -108,7 +111,7 @@ impl LearntPrices {
 }
 
 impl PriceLearner {
-    /// Takes in a plausible sample.
+    /// Adds a plausible sample.
     pub(crate) fn observe(&mut self, sample: &ServiceSample) {
         let mean = |sum: u64, count: u64| {
             let mean = sum.checked_div(count).unwrap_or(0);
@@ -129,7 +132,7 @@ impl PriceLearner {
         self.gap.observe(&GAP, amounts, gap_us, sample.gaps);
     }
 
-    /// The prices, as far as they are known; `None` before the first sample.
+    /// Returns the prices learned so far; `None` before the first sample.
     pub(crate) fn learnt(&self) -> Option<LearntPrices> {
         let (first_token, gap) = (&self.first_token, &self.gap);
         if first_token.weight() == 0 && gap.weight() == 0 {

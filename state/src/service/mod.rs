@@ -1,8 +1,8 @@
-//! Service: what replicas measured of the backends, and what follows from it.
+//! Service: the replicas' measurements of the backends, and what is derived from them.
 //!
-//! Replicas report sums per backend; everything derived from them (learnt prices of `cost`, how well
-//! prefix predictions hold, concurrency limits) is computed in `apply`, so that every replica has
-//! the same and a restart loses none of it.
+//! Replicas report sums per backend. Everything derived from them (learned prices of `cost`, the
+//! accuracy of prefix predictions, concurrency limits) is computed in `apply`, so that every
+//! replica has the same values and a restart loses none of them.
 
 mod accuracy;
 mod fit;
@@ -26,61 +26,62 @@ pub(crate) use limits::AdaptiveLimit;
 pub use limits::LimitFigures;
 pub use published::{BackendServiceView, ServiceView};
 
-/// Longest time to a first token that a sample may tell, microseconds each.
+/// Maximum time to a first token in a sample, in microseconds each.
 pub const FIRST_TOKEN_US_MAX: u64 = 3_600_000_000;
-/// Longest time between two tokens that a sample may tell, microseconds each.
+/// Maximum time between two tokens in a sample, in microseconds each.
 pub const GAP_US_MAX: u64 = 600_000_000;
-/// Most requests running at a backend that a sample may tell.
+/// Maximum number of running requests at a backend in a sample.
 pub const RUNNING_MAX: u64 = 1 << 20;
 
-/// Sums over what one replica saw of one backend since its last report.
+/// One replica's sums for one backend since its last report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct ServiceSample {
-    /// The backend.
+    /// Backend that was measured.
     pub backend: BackendRef,
-    /// Requests that ended and whose usage the engine told.
+    /// Requests that ended and whose usage the engine reported.
     pub ended: u32,
     /// Their prompt tokens.
     pub prompt_tokens: u64,
     /// Their output tokens.
     pub output_tokens: u64,
-    /// What they added to the cache: prompt tokens that were not cached, and output tokens. Where the
-    /// engine does not tell what was cached, the prediction stands in.
+    /// Tokens that they added to the cache: uncached prompt tokens and output tokens. If the engine
+    /// does not report what was cached, the prediction is used.
     pub added_tokens: u64,
     /// Sum of the squares of what each added.
     pub added_squared: u64,
-    /// Tokens that one of the router's blocks holds, rounded down, at least 1: what turns the
-    /// backend's capacity into tokens. 0: unknown.
+    /// Tokens in one of the router's blocks, rounded down, at least 1; converts the backend's
+    /// capacity into tokens. 0: unknown.
     pub block_tokens: u32,
-    /// First tokens that came.
+    /// Number of first tokens received.
     pub first_tokens: u32,
-    /// Time to them from dispatch, microseconds.
+    /// Sum of the times from dispatch to them, in microseconds.
     pub first_token_us: u64,
-    /// Uncached prompt tokens that stood before them: their own and what was pending at the backend
-    /// when they were dispatched, from all replicas.
+    /// Uncached prompt tokens ahead of them: their own, and those pending at the backend at
+    /// dispatch, from all replicas.
     pub prefill_tokens: u64,
-    /// Sum over the first tokens of requests that ran at the backend at dispatch, all replicas.
+    /// Sum over the first tokens of the requests running at the backend at dispatch, from all
+    /// replicas.
     pub first_running: u64,
-    /// Output tokens after the first.
+    /// Number of output tokens after the first of each request.
     pub gaps: u64,
-    /// Time between first and last token, microseconds.
+    /// Sum of the times between first and last token, in microseconds.
     pub gap_us: u64,
-    /// Sum over the gaps of requests that ran at the backend, all replicas.
+    /// Sum over the gaps of the requests running at the backend, from all replicas.
     pub gap_running: u64,
     /// Gaps during which the backend was at its limit.
     pub gaps_at_limit: u64,
-    /// Requests whose cached tokens the engine told.
+    /// Requests whose cached tokens the engine reported.
     pub predicted: u32,
-    /// Prompt tokens of these.
+    /// Prompt tokens of these requests.
     pub predicted_prompt_tokens: u64,
-    /// Of these, tokens that were predicted to be cached.
+    /// Part of those tokens that was predicted to be cached.
     pub predicted_cached_tokens: u64,
-    /// Of these, tokens that were cached.
+    /// Part of those tokens that was cached.
     pub cached_tokens: u64,
 }
 
 impl ServiceSample {
-    /// Nothing of `backend` yet.
+    /// Returns an empty sample of `backend`.
     #[must_use]
     pub fn empty(backend: BackendRef) -> Self {
         Self {
@@ -106,8 +107,8 @@ impl ServiceSample {
         }
     }
 
-    /// Whether every sum is one that a replica can have measured. Absurd figures would outlive the
-    /// replica that made them.
+    /// Whether a replica can have measured every sum. Absurd figures would outlive the replica that
+    /// sent them.
     pub(crate) fn is_plausible(&self) -> bool {
         const COUNT_MAX: u32 = 1 << 24;
         const TOKENS_MAX: u64 = 1 << 40;
@@ -133,23 +134,23 @@ impl ServiceSample {
     }
 }
 
-/// What is known of one backend.
+/// Statistics of one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct BackendStats {
-    /// What its first tokens and gaps cost.
+    /// Learned prices of its first tokens and gaps.
     pub(crate) learning: PriceLearner,
-    /// How well predictions of cached prefixes hold.
+    /// Accuracy of the predictions of cached prefixes.
     pub(crate) accuracy: Accuracy,
-    /// How many requests it is given at once.
+    /// Limit on its concurrent requests.
     pub(crate) limit: AdaptiveLimit,
 }
 
-/// All backends, by slot. A new life of a backend starts anew.
+/// Statistics of all backends, by slot. A new incarnation starts from scratch.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct ServiceStats(BTreeMap<Slot, BackendStats>);
 
 impl ServiceStats {
-    /// The figures of the backend in `slot`; those of a slot without any begin empty.
+    /// Returns the statistics of the backend in `slot`, empty at first.
     pub(crate) fn figures_mut(&mut self, slot: Slot) -> &mut BackendStats {
         self.0.entry(slot).or_default()
     }
@@ -158,12 +159,12 @@ impl ServiceStats {
         self.0.get(&slot)
     }
 
-    /// The backend in `slot` is gone, or begins a new life.
+    /// Forgets a backend that was removed or starts a new incarnation.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.0.remove(&slot);
     }
 
-    /// Slots that figures are kept of, ascending.
+    /// Iterates over the slots with statistics, ascending.
     pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
         self.0.keys().copied()
     }

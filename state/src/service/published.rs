@@ -5,34 +5,34 @@ use serde::Serialize;
 use super::{AccuracyView, LearntPrices, LimitFigures};
 use crate::ids::{BackendRef, Slot};
 
-/// What is known of one backend's service.
+/// Service figures of one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct BackendServiceView {
-    /// The backend.
+    /// Backend that the figures belong to.
     #[serde(skip)]
     pub backend: BackendRef,
-    /// Most requests it is given at once; `None`: as many as come.
+    /// Maximum number of concurrent requests; `None`: unlimited.
     pub limit: Option<u32>,
-    /// What the limit follows from.
+    /// Figures behind the limit.
     pub limits: LimitFigures,
-    /// Blocks its cache is taken to hold: as the operator says, else as the engine says,
-    /// corrected by what its answers say; `None`: unknown.
+    /// Assumed cache capacity in blocks: the operator's value, else the engine's, corrected by what
+    /// its answers show. `None` if unknown.
     pub capacity_blocks: Option<u32>,
-    /// Its prices; `None` before anything was measured.
+    /// Learned prices; `None` before the first measurement.
     pub learnt: Option<LearntPrices>,
-    /// How well predictions of its cache hold; `None` before anything was measured.
+    /// Accuracy of cache predictions; `None` before the first measurement.
     pub accuracy: Option<AccuracyView>,
 }
 
-/// What is known of all backends.
+/// Service figures of all backends.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServiceView {
-    /// By slot.
+    /// Figures by slot.
     by_slot: Vec<Option<BackendServiceView>>,
 }
 
 impl ServiceView {
-    /// Of `served`, by slot ascending.
+    /// Creates a view of `served`, which ascends by slot.
     pub(crate) fn of(served: impl Iterator<Item = BackendServiceView>) -> Self {
         let mut by_slot = Vec::new();
         for served in served {
@@ -42,13 +42,14 @@ impl ServiceView {
         Self { by_slot }
     }
 
-    /// Of the backend in `slot`.
+    /// Returns the figures of the backend in `slot`.
     #[must_use]
     pub fn get(&self, slot: Slot) -> Option<&BackendServiceView> {
         self.by_slot.get(usize::from(slot.0))?.as_ref()
     }
 
-    /// Most requests the backend in `slot` is given at once; `None`: as many as come.
+    /// Returns the maximum number of concurrent requests of the backend in `slot`; `None`:
+    /// unlimited.
     #[must_use]
     pub fn limit(&self, slot: Slot) -> Option<u32> {
         self.get(slot)?.limit

@@ -1,34 +1,37 @@
-//! Algorithm 1: how many requests a backend's cache holds, by mean and spread of what each adds.
+//! Algorithm 1: how many requests a backend's cache holds, from the mean and spread of what each
+//! adds.
 //!
-//! `b` requests hold `S`, a sum of `b` independent sizes of mean `mu` and deviation `sigma`. By the
-//! central limit theorem `S` stays within the capacity `eta` with the probability that belongs to
-//! `z` if `mu * b + z * sigma * sqrt(b) <= eta`. The largest such `b` is the bound. A buffer that is
-//! a fixed share of `eta` instead, as in the seed of this algorithm, is too small where few large
-//! requests fill the cache and a waste where many small ones do.
+//! `b` requests hold `S`, a sum of `b` independent sizes with mean `mu` and deviation `sigma`. By
+//! the central limit theorem, `S` stays within the capacity `eta` with the probability that belongs
+//! to `z` if `mu * b + z * sigma * sqrt(b) <= eta`. The limit is the largest such `b`. A buffer of
+//! a fixed share of `eta`, as in the original algorithm, is too small where a few large requests
+//! fill the cache, and wasteful where many small ones do.
 //!
-//! What counts is what a request *adds*: the prompt tokens that were not cached, and its output.
-//! A prefix that running requests share is held once, and whichever computed it added it. Of
-//! prefixes that nobody else uses at the time this is too little, so that the bound errs upwards:
-//! the engine's own scheduler then lets requests wait or starts them anew, as it would without
-//! a router. To err downwards would idle engines for nothing.
+//! What counts is what a request *adds*: the prompt tokens that were not cached, and its output. A
+//! prefix shared by running requests is held once, and counted for the request that computed it.
+//! For prefixes that nobody else uses at the time this is too little, so the limit errs upwards:
+//! the engine's own scheduler then queues or preempts requests, as it would without a router.
+//! Erring downwards would idle engines for nothing.
 
 use bincode::{Decode, Encode};
 
 use super::ServiceSample;
 
-/// Requests after which there is a bound. One request alone says nothing about the spread, and
-/// a single long prompt must not stop a backend.
+/// Minimum number of requests for a limit. One request alone says nothing about the spread, and a
+/// single long prompt must not stop a backend.
 const REQUESTS_MIN: u64 = 16;
-/// Requests that are remembered: beyond, all sums are halved, so that old ones fade.
+/// Number of requests that are remembered. Beyond it all sums are halved, so that old requests
+/// fade.
 const REQUESTS_KEPT: u64 = 1024;
-/// Most requests one sample may tell of, and most tokens of a request: beyond, nobody measured it.
+/// Maximum number of requests in one sample, and of tokens in a request. More cannot have been
+/// measured.
 const SAMPLE_REQUESTS_MAX: u64 = 1 << 16;
 const REQUEST_TOKENS_MAX: u64 = 1 << 21;
-/// Thousandths, as `memory_z_milli`.
+/// Thousandths, as in `memory_z_milli`.
 const MILLI: u128 = 1000;
 
-/// Faded sums over requests. They hold from the first request on; an average that starts at 0 would
-/// believe in small requests for its first dozen of samples.
+/// Faded sums over requests. Valid from the first request on, whereas an average that starts at 0
+/// would assume small requests for its first dozen samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Footprint {
     requests: u64,
@@ -52,8 +55,9 @@ impl Footprint {
         }
     }
 
-    /// Largest number of requests up to `batch_max` that `capacity_tokens` hold, at least 1; `None`
-    /// before there is enough to go by. `z_milli` says how sure: 1645 for 95 %.
+    /// Returns the largest number of requests up to `batch_max` that `capacity_tokens` hold, at
+    /// least 1; `None` before enough requests were seen. `z_milli` sets the confidence: 1645 for 95
+    /// %.
     pub(crate) fn b_mem(&self, capacity_tokens: u64, z_milli: u32, batch_max: u32) -> Option<u32> {
         if self.requests < REQUESTS_MIN {
             return None;
@@ -70,8 +74,8 @@ impl Footprint {
         Some(fits)
     }
 
-    /// Whether `mu * b + z * sigma * sqrt(b) <= eta`, with both sides taken times the number of
-    /// requests seen and times 1000, which makes them integers but for the root: it is squared away.
+    /// Whether `mu * b + z * sigma * sqrt(b) <= eta`. Both sides are multiplied by the number of
+    /// requests seen and by 1000, and the root is squared away, so that all terms are integers.
     fn holds(&self, b: u32, capacity_tokens: u64, z_milli: u32) -> bool {
         let room = (u128::from(capacity_tokens) * u128::from(self.requests))
             .checked_sub(u128::from(self.tokens) * u128::from(b));
@@ -79,39 +83,39 @@ impl Footprint {
             return false;
         };
         let z = u128::from(z_milli);
-        // At most 2^62 * 2^16 * 2^27, by the bounds above and those of the settings; a forged snapshot
-        // may hold more.
+        // At most 2^62 * 2^16 * 2^27, by the bounds above and those of the settings; a forged
+        // snapshot may hold more.
         let needed = self.spread().saturating_mul(u128::from(b) * z * z);
-        // Squares are compared; one that would overflow is beyond all that may be needed.
+        // Squares are compared. One that would overflow exceeds anything that may be needed.
         let room = room.saturating_mul(MILLI);
         room.checked_mul(room).is_none_or(|square| square >= needed)
     }
 
-    /// The variance times the square of the number of requests.
+    /// Returns the variance times the square of the number of requests.
     fn spread(&self) -> u128 {
         let tokens = u128::from(self.tokens);
         (u128::from(self.squared) * u128::from(self.requests)).saturating_sub(tokens * tokens)
     }
 
-    /// Requests remembered.
+    /// Returns the number of requests remembered.
     pub(crate) fn requests(&self) -> u32 {
         u32::try_from(self.requests).unwrap_or(u32::MAX)
     }
 
-    /// `mu`, rounded down; 0 before the first.
+    /// Returns `mu`, rounded down; 0 before the first request.
     pub(crate) fn mean(&self) -> u64 {
         self.tokens.checked_div(self.requests).unwrap_or(0)
     }
 
-    /// `sigma`, rounded down; 0 before the first.
+    /// Returns `sigma`, rounded down; 0 before the first request.
     pub(crate) fn deviation(&self) -> u64 {
         let deviation = self.spread().isqrt().checked_div(self.requests.into());
         deviation.map_or(0, |it| u64::try_from(it).unwrap_or(u64::MAX))
     }
 }
 
-/// Whether sums are those of so many requests: a mean square below the squared mean, or a request
-/// beyond every model's context, is a fault of whoever told it.
+/// Whether the sums can be those of this many requests. A mean square below the squared mean, or a
+/// request beyond every model's context, is a fault of the sender.
 fn is_possible(requests: u64, tokens: u64, squared: u64) -> bool {
     let mean_square = u128::from(squared) * u128::from(requests);
     let squared_mean = u128::from(tokens) * u128::from(tokens);

@@ -1,4 +1,4 @@
-//! Algorithms 1, 2 and 7 word for word as the seed has them, to show where they fail. Tests only.
+//! Algorithms 1, 2 and 7 exactly as originally given, to show where they fail. Tests only.
 
 /// Algorithm 1: a tenth of the capacity is kept free, whatever the spread.
 pub(super) fn b_mem(capacity: f64, prompt_mean: f64, output_mean: f64, bounds: (u32, u32)) -> u32 {
@@ -11,7 +11,7 @@ pub(super) fn b_mem(capacity: f64, prompt_mean: f64, output_mean: f64, bounds: (
     (b as u32).clamp(bounds.0, bounds.1)
 }
 
-/// The averages of Algorithm 7: they begin at 0.
+/// The averages of Algorithm 7, which start at 0.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Statistics {
     pub(super) prompt_mean: f64,

@@ -1,15 +1,15 @@
-//! Adaptive limits: how many requests a backend is given at once, `b_t = min(b_mem, b_SLA)`.
+//! Adaptive limits: how many requests a backend may run at once, `b_t = min(b_mem, b_SLA)`.
 //!
-//! `Footprint` learns what requests hold and answers `b_mem` (Algorithm 1), `SlaController` learns what
-//! the time between tokens allows and answers `b_SLA` (Algorithms 2 and 7). Both are computed in
-//! `apply` from replicated samples, so that every replica has the same limit at the same log index and
-//! whoever leads next goes on where the last leader was.
+//! `Footprint` learns what requests hold and yields `b_mem` (Algorithm 1). `SlaController` learns
+//! what the time between tokens allows and yields `b_SLA` (Algorithms 2 and 7). Both are computed
+//! in `apply` from replicated samples, so that every replica has the same limit at the same log
+//! index and a new leader continues where the last one was.
 //!
-//! The limit says how many requests may *start*. It may fall below what runs: nothing is taken back
-//! from an engine, and nothing starts until enough has ended. Algorithm 2's floor of "what decodes
-//! at present" is for a scheduler inside the engine, which cannot take a sequence out of a batch. Here
-//! it would do harm: the count is as old as its sample, and a floor that is refilled from it never
-//! falls.
+//! The limit says how many requests may *start*. It may fall below the number running: nothing is
+//! taken back from an engine, and nothing starts until enough requests have ended. Algorithm 2's
+//! floor of "what decodes at present" is meant for a scheduler inside the engine, which cannot take
+//! a sequence out of a batch. Here it would do harm: the count is as old as its sample, and a floor
+//! that is refilled from it never falls.
 
 mod footprint;
 #[cfg(test)]
@@ -26,43 +26,46 @@ use crate::settings::{AdmissionSettings, Concurrency, SlaSettings};
 pub(crate) use footprint::Footprint;
 pub(crate) use pace::SlaController;
 
-/// Most tokens that one of the router's blocks is believed to hold.
+/// Maximum number of tokens that a block of the router can be reported to hold.
 const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 
-/// What is learnt about the limit of one life of a backend.
+/// State of the limit of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct AdaptiveLimit {
     footprint: Footprint,
-    /// Tokens per block as last told; 0: never.
+    /// Tokens per block as last reported; 0 before the first report.
     block_tokens: u32,
     pace: SlaController,
 }
 
-/// The limit of one backend and what it follows from.
+/// The limit of one backend and the figures behind it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct LimitFigures {
-    /// Requests that are given to the backend at once; `None`: as many as come.
+    /// Maximum number of concurrent requests; `None`: unlimited.
     pub limit: Option<u32>,
-    /// `b_mem`: what its cache holds; `None`: its capacity is unknown, or too few requests were seen.
+    /// `b_mem`: the number of requests that its cache holds. `None`: its capacity is unknown, or
+    /// too few requests were seen.
     pub b_mem: Option<u32>,
-    /// `b_SLA`: what the inter-token time allows; `None`: none is asked for.
+    /// `b_SLA`: the number of requests that the target time between tokens allows. `None`: there is
+    /// no target.
     pub b_sla: Option<u32>,
-    /// Tokens its cache holds; `None`: unknown.
+    /// Capacity of its cache in tokens; `None` if unknown.
     pub capacity_tokens: Option<u64>,
-    /// Requests that the next two figures are of, faded.
+    /// Number of requests behind the next two figures, faded.
     pub requests: u32,
-    /// Mean of the tokens that a request adds.
+    /// Mean number of tokens that a request adds.
     pub request_tokens: u64,
-    /// Their standard deviation.
+    /// Standard deviation of these tokens.
     pub request_tokens_deviation: u64,
-    /// Time between tokens at the controller's last decision, microseconds; `None` before the first.
+    /// Time between tokens at the controller's last decision, in microseconds; `None` before the
+    /// first.
     pub inter_token_us: Option<u32>,
-    /// The interval the controller searches, `b_low` and `b_high`; `None` without a controller.
+    /// Search interval of the controller, `b_low` and `b_high`; `None` without a controller.
     pub interval: Option<(u32, u32)>,
 }
 
 impl AdaptiveLimit {
-    /// Takes in what a replica measured.
+    /// Adds a replica's measurements.
     pub(crate) fn observe(
         &mut self,
         sample: &ServiceSample,
@@ -82,7 +85,7 @@ impl AdaptiveLimit {
         }
     }
 
-    /// The limit and what it follows from.
+    /// Returns the limit and the figures behind it.
     pub(crate) fn figures(
         &self,
         settings: &AdmissionSettings,
@@ -116,7 +119,7 @@ impl AdaptiveLimit {
             .b_mem(capacity_tokens, sla.memory_z_milli, sla.batch_max)
     }
 
-    /// `eta` of Algorithm 1.
+    /// Returns `eta` of Algorithm 1.
     fn capacity_tokens(&self, capacity_blocks: Option<u32>) -> Option<u64> {
         let block_tokens = Some(self.block_tokens).filter(|tokens| *tokens > 0)?;
         Some(u64::from(capacity_blocks?) * u64::from(block_tokens))

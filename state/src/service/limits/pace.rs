@@ -1,24 +1,26 @@
-//! Algorithms 2 and 7: how many requests at once keep the time between tokens within the service
+//! Algorithms 2 and 7: how many concurrent requests keep the time between tokens within the service
 //! level `D ± eps`.
 //!
-//! A noisy binary search over an interval `[low, high]` whose middle is the bound. It decides once
-//! per [`SAMPLES_PER_DECISION`] samples, on the time measured since its last decision: an average
-//! that reaches further back would judge this bound by what another one did.
+//! The controller is a noisy binary search over an interval `[low, high]` whose middle is the
+//! limit. It decides once per [`SAMPLES_PER_DECISION`] samples, by the time measured since its last
+//! decision; an average that reaches back further would judge this limit by the effects of an
+//! earlier one.
 //!
-//! - **Too slow** (`tau > D + eps`): the upper end falls to the middle; an interval that is narrow
-//!   already moves down as a whole. What runs above the bound, left from before it fell, says nothing
-//!   about the bound and moves nothing. Being slow *below* the bound moves it too: a bound above
-//!   what is already too much can only be wrong, and an interval that begins at the middle of
-//!   `batch_min..=batch_max` would else not be found before it is reached.
+//! - **Too slow** (`tau > D + eps`): the upper end falls to the middle, or, if the interval is
+//!   narrow already, the interval moves down as a whole. Requests above the limit, left from before
+//!   it fell, say nothing about the limit and move nothing. Being slow *below* the limit also moves
+//!   it: a limit above what is already too much can only be wrong. Otherwise, an interval that
+//!   begins at the middle of `batch_min..=batch_max` would not be searched until the load reached
+//!   it.
 //! - **Fast** (`tau < D - eps`): the lower end rises to the middle and the upper end by a step.
-//!   Only when the backend was at its bound, and this bound was what held it: that few
-//!   requests are served fast says nothing about many. Raising on it, as the seed of this algorithm
-//!   does, winds the bound up while the backend idles.
+//!   This requires that the backend was at its limit and that this limit was what held it: that few
+//!   requests are served fast says nothing about many. Raising the limit on it, as the original
+//!   algorithm does, winds it up while the backend idles.
 //! - **Within the band**: the interval closes around the middle, which moves by one towards `D`,
-//!   again only at the bound. The seed centres on the average batch instead, which never
-//!   exceeds the bound, so that every lull lowers it and nothing raises it: trapped at 2.
+//!   again only at the limit. The original centres on the average batch instead, which never
+//!   exceeds the limit, so that every lull lowers it and nothing raises it: it gets trapped at 2.
 //!
-//! Steps are a quarter of the bound, which makes it recover from any fault within some twenty
+//! Steps are a quarter of the limit, so the controller recovers from any fault within some twenty
 //! decisions.
 
 use bincode::{Decode, Encode};
@@ -26,15 +28,15 @@ use bincode::{Decode, Encode};
 use super::ServiceSample;
 use crate::settings::{BATCH_MAX, SlaSettings};
 
-/// Samples with tokens in them before a decision: Algorithm 2's warm-up, after every move.
+/// Samples with tokens per decision: Algorithm 2's warm-up, repeated after every move.
 const SAMPLES_PER_DECISION: u32 = 3;
-/// Gaps between tokens before a decision.
+/// Minimum number of gaps between tokens per decision.
 const GAPS_PER_DECISION: u64 = 64;
-/// Longest gap believed, on the average of a sample, microseconds.
+/// Maximum credible mean gap of a sample, in microseconds.
 const GAP_US_MAX: u64 = 60_000_000;
-/// Most gaps one sample may tell of: beyond, nobody measured it.
+/// Maximum number of gaps in one sample. More cannot have been measured.
 const SAMPLE_GAPS_MAX: u64 = 1 << 32;
-/// Interval that is searched no further (`alpha` of Algorithm 2).
+/// Width below which the interval is not narrowed further (`alpha` of Algorithm 2).
 const WIDTH_MIN: u32 = 4;
 /// Smallest step outside the band (`delta` of Algorithm 2).
 const STEP_MIN: u32 = 2;
@@ -42,7 +44,8 @@ const STEP_MIN: u32 = 2;
 /// The controller of one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct SlaController {
-    /// Ends of the interval; 0 and 0 before the first sample: all that the settings allow.
+    /// Ends of the interval. Both are 0 before the first sample, which means all that the settings
+    /// allow.
     low: u32,
     high: u32,
     /// Sums since the last decision.
@@ -51,21 +54,21 @@ pub(crate) struct SlaController {
     gap_us: u64,
     running: u64,
     at_limit: u64,
-    /// Time between tokens at the last decision, microseconds; 0 before the first.
+    /// Time between tokens at the last decision, in microseconds; 0 before the first.
     inter_token_us: u32,
 }
 
-/// What the sums since the last decision say.
+/// Result of the sums since the last decision.
 struct Measurement {
     inter_token_us: u32,
-    /// Requests that ran, on the average over the gaps, rounded.
+    /// Mean number of running requests over the gaps, rounded.
     running: u32,
     /// Whether most of it was measured while the backend was at its limit.
     is_at_limit: bool,
 }
 
 impl SlaController {
-    /// Takes in a sample; `b_mem` is the memory bound in force.
+    /// Adds a sample; `b_mem` is the memory limit in effect.
     pub(crate) fn observe(
         &mut self,
         sample: &ServiceSample,
@@ -91,12 +94,12 @@ impl SlaController {
         }
     }
 
-    /// The bound: the middle of the interval.
+    /// Returns the limit: the middle of the interval.
     pub(crate) fn b_sla(&self, sla: &SlaSettings) -> u32 {
         middle(self.interval(sla))
     }
 
-    /// The interval, within what the settings allow.
+    /// Returns the interval, restricted to the settings.
     pub(crate) fn interval(&self, sla: &SlaSettings) -> (u32, u32) {
         let (least, most) = (sla.batch_min, sla.batch_max);
         if self.high == 0 {
@@ -106,12 +109,12 @@ impl SlaController {
         (self.low.clamp(least, high), high)
     }
 
-    /// Time between tokens at the last decision, microseconds.
+    /// Returns the time between tokens at the last decision, in microseconds.
     pub(crate) fn inter_token_us(&self) -> Option<u32> {
         Some(self.inter_token_us).filter(|us| *us > 0)
     }
 
-    /// Ends a stretch of samples.
+    /// Evaluates and resets the sums.
     fn conclude(&mut self) -> Measurement {
         let gaps = self.gaps.max(1);
         let verdict = Measurement {
@@ -131,7 +134,8 @@ impl SlaController {
 
     fn decide(&mut self, verdict: &Measurement, sla: &SlaSettings, b_mem: Option<u32>) {
         let bound = middle((self.low, self.high));
-        // Some slack: what runs is an average, and replicas see each other late.
+        // Some slack, because the number of running requests is an average and replicas see each
+        // other late.
         let is_above = verdict.running > bound.saturating_add(bound / 8 + 1);
         let is_holding = verdict.is_at_limit && b_mem.is_none_or(|b_mem| bound <= b_mem);
         let tau = verdict.inter_token_us;
@@ -174,7 +178,7 @@ impl SlaController {
             std::cmp::Ordering::Equal => bound,
             std::cmp::Ordering::Greater => bound.saturating_sub(1).max(sla.batch_min),
         };
-        // As far to either side, so that the middle is the centre also next to an end.
+        // Equally far to both sides, so that the middle is the centre even next to an end.
         let half = (WIDTH_MIN / 2)
             .min(centre - sla.batch_min)
             .min(sla.batch_max - centre);
