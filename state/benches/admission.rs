@@ -1,7 +1,4 @@
-//! What admission costs: an empty queue, the next of many requests, and publishing the users.
-//!
-//! `cargo bench -p state --bench admission`. Criterion measures the queue; the table after it has
-//! what publishing the users adds to applying a batch, with and without readers that hold the image.
+//! Benchmarks of admission: an empty queue, the next of many requests, and publishing the users.
 
 #![allow(clippy::disallowed_types, reason = "a bench reads the clock")]
 #![allow(
@@ -77,7 +74,7 @@ fn waiting(ticket: u64, users: u64) -> QueuedRequest {
     }
 }
 
-/// 10,000 requests of 1000 users wait; one goes, its user is charged, another comes.
+/// 10,000 requests of 1000 users wait. One goes, its user is charged, and another arrives.
 fn queues(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("queue");
     for order in ORDERS {
@@ -160,7 +157,7 @@ fn reading(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// A state with so many users, published.
+/// A published state with this many users.
 fn users(count: u64) -> RouterState {
     let mut state = RouterState::new();
     state.view().want_users();
@@ -183,7 +180,7 @@ fn users(count: u64) -> RouterState {
     state
 }
 
-/// What applying a batch of 20 charges costs when the users are published after it, and when not.
+/// Measures applying a batch of 20 charges with and without publishing the users after it.
 fn publishing(count: u64) {
     const BATCHES: u64 = 2000;
     const CHARGES: u64 = 20;

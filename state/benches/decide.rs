@@ -1,8 +1,4 @@
-//! What a decision costs beside matching, and what a request costs in the state machine.
-//!
-//! `cargo bench -p state --bench decide`. Criterion measures choosing, scoring and hashing; the
-//! table after it has what is counted rather than timed (log bytes) and what is about the longest
-//! pause rather than the mean (freezing, the first writes after it).
+//! Benchmarks of a decision without matching, and of a request in the state machine.
 
 #![allow(clippy::disallowed_types, reason = "a bench reads the clock")]
 #![allow(
@@ -31,7 +27,8 @@ use state::users::FairnessSettings;
 
 criterion_group! {
     name = benches;
-    // Figures of nanoseconds settle soon; the whole should not take longer than a minute or so.
+    // Figures of nanoseconds settle quickly, and the whole run should not take longer than a minute
+    // or so.
     config = Criterion::default()
         .sample_size(20)
         .warm_up_time(Duration::from_millis(500))
@@ -69,13 +66,13 @@ fn choosing(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// The policies side by side, as `choosing` measures them one by one.
+/// Measures the policies side by side, where `choosing` measures them one by one.
 fn deciding(table: &mut Table) {
     let request = request();
     let fleets = [8_u16, 64, 512].map(|count| (0..count).map(candidate).collect::<Vec<_>>());
     for policy in &PolicyConfig::defaults() {
         let ns = fleets.each_ref().map(|candidates| {
-            // The best of some runs: what else the machine does only adds to it.
+            // The best of some runs: other load on the machine only adds to it.
             let runs = (0..9).map(|_| {
                 let rounds = 40_000 / candidates.len();
                 let started = Instant::now();
@@ -165,8 +162,8 @@ fn hashing(criterion: &mut Criterion) {
     });
 }
 
-/// A replica at 1,000 requests a second with 20 s each and a flush every 20 ms: 20 requests begin
-/// and 20 end per batch, of 10 users.
+/// Log bytes of a replica at 1,000 requests a second of 20 s each, with a flush every 20 ms: 20
+/// requests start and 20 end per batch, of 10 users.
 fn log_bytes(table: &mut Table) {
     const REQUESTS: u32 = 20;
     const OPEN: u32 = 20_000;
@@ -213,8 +210,8 @@ fn envelope_bytes(items: &[Item]) -> usize {
     codec::encode_envelope(&envelope(1 << 20, batch)).len()
 }
 
-/// Batches of 32 requests over 100,000 users and 8 backends, decoded and applied: with a chain of
-/// 16 blocks nobody owns, on full backends, so that as many are evicted, and with no block at all.
+/// Decodes and applies batches of 32 requests over 100,000 users and 8 backends. First with a chain
+/// of 16 unowned blocks on full backends, so that as many are evicted; then without any blocks.
 fn applying(table: &mut Table) {
     const ROUNDS: u64 = 4_000;
     for blocks in [0, 16] {
@@ -249,7 +246,8 @@ fn applying(table: &mut Table) {
     }
 }
 
-/// Time this thread ran, as the kernel counts it: other processes do not disturb it.
+/// Returns the CPU time of this thread as counted by the kernel, which other processes do not
+/// disturb.
 fn cpu_time() -> Duration {
     let schedstat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     let nanoseconds = schedstat
@@ -259,7 +257,8 @@ fn cpu_time() -> Duration {
     Duration::from_nanos(nanoseconds.expect("Linux counts the time a thread runs"))
 }
 
-/// Pauses: freezing, and the slowest batch just after it, when shards are copied.
+/// Measures pauses: the freeze itself, and the slowest batch right after it, when shards are
+/// copied.
 fn freezing(table: &mut Table) {
     for (users, leases) in [(10_000, 1_000), (1_000_000, 100_000)] {
         let mut driver = Driver::new(8);
@@ -391,7 +390,7 @@ impl Driver {
         }
     }
 
-    /// 32 requests that begin, end and are charged, each for another user.
+    /// A batch of 32 requests that start, end and are charged, each for another user.
     fn round(&mut self, round: u64, blocks: usize) -> Envelope {
         let mut items = Vec::new();
         for request in 0..32 {

@@ -1,9 +1,5 @@
-//! Applying KV events: what a block stored and a block removed cost, in time and memory, and how long a
-//! freeze takes.
-//!
-//! `cargo bench -p state --bench exact [-- BLOCKS]`, in half a minute. It fills the caches of four engines,
-//! then goes on as engines under pressure do: each step one removes what it stored longest ago, the
-//! deepest first, and stores as much, in batches as the log carries them, decoding included.
+//! Benchmarks of applying KV events: time and memory per stored and removed block, and the duration
+//! of a freeze.
 
 // A benchmark reads the clock; the crate it measures must not.
 #![allow(clippy::disallowed_types)]
@@ -27,9 +23,9 @@ use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
 const ENGINES: usize = 4;
-/// Blocks of one prompt: one message stores them.
+/// Number of blocks in one prompt, stored by one message.
 const PROMPT_BLOCKS: usize = 64;
-/// Blocks stored and as many removed, per second, that the design asks for.
+/// Required rate of blocks stored, and of blocks removed, per second.
 const BLOCKS_PER_SECOND: f64 = 6_000.0;
 
 struct Bench {
@@ -37,7 +33,7 @@ struct Bench {
     random: SplitMix64,
     seq: u64,
     backends: Vec<BackendRef>,
-    /// By engine: the next message's number, and the prompts it holds, oldest first.
+    /// By engine: number of the next message, and the prompts it holds, oldest first.
     engines: Vec<(u64, VecDeque<Vec<EngineHash>>)>,
     log_bytes: u64,
 }
@@ -117,7 +113,7 @@ impl Bench {
         }
     }
 
-    /// One message: what makes room, then a prompt that is stored.
+    /// Returns a message that makes room and then stores a prompt.
     fn message(&mut self, engine: usize, removes: bool) -> Vec<u8> {
         let mut events = Vec::new();
         if removes && let Some(mut blocks) = self.engines[engine].1.pop_front() {
@@ -149,7 +145,7 @@ impl Bench {
         bytes
     }
 
-    /// Nanoseconds a block of so many messages, each of one prompt.
+    /// Applies this many messages of one prompt each and returns the nanoseconds per block.
     fn run(&mut self, messages: usize, removes: bool) -> f64 {
         let mut spent = Duration::ZERO;
         for number in 0..messages {
@@ -204,7 +200,7 @@ fn main() -> std::io::Result<()> {
     clear(&mut bench, &mut out)
 }
 
-/// What a snapshot costs, and what it costs those who go on meanwhile.
+/// Measures a snapshot, and its cost to concurrent changes.
 fn freeze(bench: &mut Bench, blocks: usize, out: &mut dyn Write) -> std::io::Result<()> {
     let messages = blocks / PROMPT_BLOCKS;
     let start = Instant::now();
@@ -244,7 +240,7 @@ fn freeze(bench: &mut Bench, blocks: usize, out: &mut dyn Write) -> std::io::Res
     Ok(())
 }
 
-/// What the longest single event costs.
+/// Measures the longest single event.
 fn clear(bench: &mut Bench, out: &mut dyn Write) -> std::io::Result<()> {
     let start = Instant::now();
     let cleared = KvMessage {

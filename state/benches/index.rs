@@ -1,9 +1,4 @@
-//! The block index under load: matching, applying, memory, snapshots.
-//!
-//! `cargo bench -p state --bench index` prints one table of everything, in about two minutes, and then
-//! lets criterion repeat the central match figures. `-- <filter>` skips the table and runs criterion
-//! benchmarks whose name contains the filter. Rates are per second of core time, latencies are
-//! wall time.
+//! Benchmarks of the block index: matching, changes, memory, snapshots.
 
 // A benchmark reads the clock; the crate it measures must not.
 #![allow(clippy::disallowed_types)]
@@ -42,12 +37,12 @@ impl Random {
     }
 }
 
-/// An index of prompts: a third of the blocks in prompts of each length. Every prompt is owned whole by
-/// one backend, and to its half by another; all backends own the first 32 blocks of a fourth length
-/// that all share.
+/// An index of prompts, with a third of the blocks in prompts of each length. Each prompt is owned
+/// completely by one backend and to its half by another. All backends own the first 32 blocks of an
+/// additional prompt that they share.
 struct Fixture {
     ownership: Ownership,
-    /// By length as in `LENGTHS`.
+    /// Prompts by length, as in `LENGTHS`.
     prompts: [Vec<Vec<BlockHash>>; 3],
     random: Random,
 }
@@ -86,7 +81,8 @@ impl Fixture {
         }
     }
 
-    /// Prompts to match: owned whole, to their half (then going on differently), or not at all.
+    /// Returns prompts to match: owned completely, owned to their half (and different after it), or
+    /// not owned at all.
     fn queries(&mut self, kind: usize, mix: Mix, count: usize) -> Vec<Vec<BlockHash>> {
         let length = LENGTHS[kind];
         let query = |at: usize| {
@@ -129,7 +125,7 @@ fn do_match(view: &BlockView, chain: &[BlockHash]) -> u64 {
     sum
 }
 
-/// Latency percentiles of single matches, and the rate of matches one after the other.
+/// Measures latency percentiles of single matches and the rate of consecutive matches.
 fn match_row(name: &str, view: &BlockView, queries: &[Vec<BlockHash>]) {
     let mut nanos: Vec<u64> = Vec::with_capacity(MATCHES);
     for query in queries.iter().cycle().take(MATCHES) {
@@ -138,7 +134,7 @@ fn match_row(name: &str, view: &BlockView, queries: &[Vec<BlockHash>]) {
         nanos.push(start.elapsed().as_nanos() as u64);
     }
     nanos.sort_unstable();
-    // The system counts core time in ticks, so for some of them.
+    // The system counts core time in ticks, so measure some of them.
     let (wall, core) = (Instant::now(), CoreTime::start());
     let mut done = 0;
     while wall.elapsed() < Duration::from_millis(300) {
@@ -156,8 +152,8 @@ fn match_row(name: &str, view: &BlockView, queries: &[Vec<BlockHash>]) {
     );
 }
 
-/// A stopwatch of this thread's time on a core, which a busy machine does not stretch. Where the
-/// system does not tell it: of the time on the wall.
+/// A stopwatch of this thread's core time, which does not stretch on a busy machine. Measures wall
+/// time where the system does not report core time.
 struct CoreTime {
     core: Option<Duration>,
     wall: Instant,
@@ -172,7 +168,7 @@ impl CoreTime {
     }
 
     fn read() -> Option<Duration> {
-        // Giving the core up for a moment brings the count up to date.
+        // Yielding the core for a moment updates the count.
         std::thread::yield_now();
         let line = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
         line.split(' ')
@@ -219,7 +215,7 @@ fn matching(blocks: u64, backends: u16) {
     }
 }
 
-/// Fills an index with prompts of `length` blocks that nobody shares: the dearest there is.
+/// Fills an index with prompts of `length` blocks that share nothing: the most expensive case.
 fn memory(blocks: u64, backends: u16, length: usize) -> Ownership {
     let mut random = Random::new(2);
     let mut ownership = Ownership::new();
@@ -243,7 +239,7 @@ fn memory(blocks: u64, backends: u16, length: usize) -> Ownership {
     ownership
 }
 
-/// New prompts at full caches: every block that comes evicts one.
+/// New prompts at full caches: every new block evicts another.
 fn churn(blocks: u32, backends: u16) {
     let mut random = Random::new(3);
     let mut ownership = Ownership::new();
@@ -269,7 +265,7 @@ fn churn(blocks: u32, backends: u16) {
     );
 }
 
-/// Known prompts: a lease by its tip.
+/// Known prompts: leases by tip.
 fn touches(blocks: u64, backends: u16) {
     let mut fixture = Fixture::new(blocks, backends);
     let prompts = std::mem::take(&mut fixture.prompts[1]);
@@ -308,7 +304,8 @@ impl Write for Counted {
     }
 }
 
-/// A snapshot while the writer goes on: how long it takes, and how long single changes take then.
+/// Measures a snapshot while the writer continues: its duration, and that of single changes
+/// meanwhile.
 fn snapshot(mut ownership: Ownership, backends: u16) {
     let mut random = Random::new(4);
     let (calm, _) = changes(&mut ownership, &mut random, backends, || true);

@@ -1,7 +1,5 @@
-//! What limits and bins cost: per sample and output applied, per published view, per prediction and
-//! bin of a request.
-//!
-//! `cargo bench -p state --bench limits`
+//! Benchmarks of limits and bins: per sample and output applied, per published view, and per
+//! prediction and bin of a request.
 
 // A benchmark reads the clock; the crate it measures must not.
 #![allow(clippy::disallowed_types)]
@@ -95,7 +93,7 @@ impl Driver {
         black_box(self.state.apply(LogIndex(self.seq), envelope));
     }
 
-    /// Mean time of applying a batch of what `items` makes, microseconds.
+    /// Returns the mean time of applying a batch of the given items, in microseconds.
     fn batches(&mut self, mut items: impl FnMut() -> Vec<Item>) -> f64 {
         let commands: Vec<Command> = (0..BATCHES)
             .map(|_| Command::Batch {

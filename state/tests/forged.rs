@@ -1,6 +1,5 @@
-//! Snapshots whose bytes were changed and whose checksums and digests were made to fit: they are
-//! refused, or taken, and then no command panics. Bit rot never gets this far; a peer with a fault of
-//! its own might.
+//! Snapshots with changed bytes whose checksums and digests were corrected: they are rejected, or
+//! accepted, in which case no command panics. Bit rot never gets this far, but a faulty peer might.
 
 mod common;
 
@@ -21,15 +20,15 @@ const CHECKSUM_BYTES: usize = 8;
 const TAG_AND_LENGTH_BYTES: usize = 5;
 const TAG_END: u8 = 255;
 
-/// Enough for every field of the sample to be hit some times.
+/// Enough for every field of the sample to be hit several times.
 const IMAGES: usize = 500;
 
-/// A snapshot with the place of every payload in it.
+/// A snapshot with the position of every payload.
 struct Image {
     bytes: Vec<u8>,
-    /// Of the sections that begin with a tag.
+    /// Payloads of the tagged sections.
     tagged: Vec<std::ops::Range<usize>>,
-    /// Of the sections of the ownership.
+    /// Payloads of the ownership's sections.
     owned: Vec<std::ops::Range<usize>>,
 }
 
@@ -63,7 +62,7 @@ impl Image {
         }
     }
 
-    /// Makes all checksums right.
+    /// Corrects all checksums.
     fn seal(&mut self) {
         let bytes = &mut self.bytes;
         let set = |end: usize, sum: u64, bytes: &mut Vec<u8>| {
@@ -80,7 +79,8 @@ impl Image {
         }
     }
 
-    /// Reads it, telling it the digests that the reader finds. `None`: it is refused.
+    /// Reads it, correcting the digests to those that the reader computes; `None` if it is
+    /// rejected.
     fn accepted(&mut self) -> Option<RouterState> {
         let digest_after = |text: &str, what: &str| {
             let digest = text.split_once(what)?.1.get(..32)?;
@@ -115,7 +115,7 @@ impl Numbers {
     }
 }
 
-/// A batch that reaches leases, blocks and users, those of the sample and others.
+/// A batch that touches leases, blocks and users, both of the sample and others.
 fn batch(handle: BackendRef) -> Command {
     let user = user_key(common::HASH_SEED, "alice");
     let mut items = Vec::new();
@@ -166,7 +166,7 @@ fn batch(handle: BackendRef) -> Command {
     common::batch(items)
 }
 
-/// Puts a state of unknown origin through commands of every kind.
+/// Applies commands of every kind to a state of unknown origin.
 fn exercise(mut state: RouterState) {
     let handles: Vec<BackendRef> = state.backends().map(|backend| backend.handle).collect();
     let other = BackendRef {
@@ -206,7 +206,7 @@ fn exercise(mut state: RouterState) {
     }
     let user = user_key(common::HASH_SEED, "alice");
     assert!(state.user(user).is_some_and(|user| user.key.0 > 0));
-    // What became of it can be written and asked for.
+    // The result can be written and queried.
     assert!(!snapshot(&state).is_empty());
     assert_eq!(state.users(None, usize::MAX).len(), state.users_len());
 }

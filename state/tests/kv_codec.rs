@@ -1,4 +1,4 @@
-//! Bytes of KV batches in the log: they never change, and foreign ones are refused or sound.
+//! Encoding of KV batches in the log: it never changes, and untrusted input is rejected or sound.
 
 mod common;
 
@@ -45,7 +45,7 @@ fn envelope(items: Vec<Item>) -> Envelope {
     common::envelope(1, 1, Lane::Outbox, 1, common::batch(items))
 }
 
-/// The item's own bytes, as they stand at the end of a batch.
+/// The item's own bytes, at the end of a batch.
 fn bytes(item: &Item) -> String {
     let length = item_bytes(item);
     let bytes = encode_envelope(&envelope(vec![item.clone()]));
@@ -180,7 +180,7 @@ proptest! {
             if let Ok(envelope) = decode_envelope(bytes)
                 && let Command::Batch { items, .. } = &envelope.command
             {
-                // Whatever it says: applying it is total.
+                // Whatever it contains, applying it is total.
                 let mut driver = common::Driver::new();
                 driver.apply(1, Command::PutBackend(common::spec("a", 1, None)));
                 let mut items = items.clone();

@@ -1,5 +1,5 @@
-//! Limits, predictions and bins as parts of the whole state: the same on every replica, in snapshots,
-//! bound to the life of a backend, and changed at one log index.
+//! Limits, predictions and bins in the whole state: the same on every replica and in snapshots,
+//! bound to a backend's incarnation, and changed at one log index.
 
 mod common;
 
@@ -48,7 +48,7 @@ fn memory_limits_once_requests_are_known_and_nothing_before() {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(1000))));
     assert_eq!(limit(&driver.state), None);
-    // Nobody has set anything: the defaults are adaptive, and 16,000 tokens hold 40 requests.
+    // Nothing is set: the defaults are adaptive, and 16,000 tokens hold 40 requests.
     driver.apply(1, sample(0, 0));
     assert_eq!(limit(&driver.state), Some(40));
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(2000))));
@@ -68,7 +68,7 @@ fn a_new_life_of_a_backend_starts_anew() {
     assert_eq!(limit(&driver.state), Some(40));
     driver.apply(1, Command::PutBackend(spec("a", 2, Some(1000))));
     assert_eq!(limit(&driver.state), None);
-    // What is told of the earlier life changes nothing.
+    // Reports about the earlier incarnation change nothing.
     driver.apply(2, sample(0, 0));
     assert_eq!(limit(&driver.state), None);
 }
@@ -94,8 +94,8 @@ fn settings_change_the_limit_at_their_index() {
     }
 }
 
-/// The controller's decisions are in the log's effects: whichever replica reads the samples, and
-/// wherever it begins, it decides the same.
+/// The controller decides in `apply`: whichever replica reads the samples, and wherever it starts,
+/// it decides the same.
 #[test]
 fn a_replica_from_a_snapshot_goes_on_with_the_same_limit() {
     let mut driver = driver(admission());
@@ -103,7 +103,7 @@ fn a_replica_from_a_snapshot_goes_on_with_the_same_limit() {
     let mut copy: Option<RouterState> = None;
     for step in 0..40 {
         if step % 7 == 5 {
-            // In the middle of what a decision is made of.
+            // In the middle of the samples for a decision.
             copy = Some(restored(&snapshot(&driver.state)));
         }
         let command = sample(400, if step < 20 { 90_000 } else { 30_000 });

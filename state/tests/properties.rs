@@ -1,4 +1,4 @@
-//! Any sequence of commands: replicas agree, also through a snapshot, and no invariant breaks.
+//! Any sequence of commands: replicas agree, even across a snapshot, and no invariant breaks.
 
 mod common;
 
@@ -24,7 +24,7 @@ use state::prefix::user_key;
 use state::quotas::UserLimits;
 use state::service::ServiceSample;
 
-/// One log entry, or a replica that is rebuilt from a snapshot.
+/// One log entry, or rebuilding a replica from a snapshot.
 #[derive(Debug, Clone)]
 enum Step {
     Apply {
@@ -36,9 +36,9 @@ enum Step {
     },
     Skip,
     Rebuild,
-    /// Keeps the state as it is.
+    /// Takes a backup of the state.
     Backup,
-    /// Brings back what was kept last; one of the replicas is rebuilt meanwhile, or reads ahead.
+    /// Restores the last backup; meanwhile one of the replicas is rebuilt, or reads ahead.
     Restore {
         is_rebuilt: bool,
     },
@@ -82,7 +82,7 @@ fn item() -> impl Strategy<Value = Item> {
             }
         },
     );
-    // Chains that are none: repeated and unrelated blocks.
+    // Invalid chains: repeated and unrelated blocks.
     let forged = (attempt(), backend(), prop::collection::vec(path(), 0..5)).prop_map(
         |(attempt, backend, paths)| {
             let new = paths.iter().map(|path| block(path)).collect();
@@ -137,7 +137,7 @@ fn item() -> impl Strategy<Value = Item> {
     ]
 }
 
-/// Whatever a reader might tell, sound or not.
+/// Anything that a reader might report, sound or not.
 fn kv() -> impl Strategy<Value = Item> {
     let engine = |path: &[u8]| EngineHash(block(path).0 ^ 1);
     let stored = (prop::option::weighted(0.5, path()), path(), any::<bool>()).prop_map(
@@ -374,7 +374,7 @@ fn step() -> impl Strategy<Value = Step> {
 struct Pair {
     steady: RouterState,
     rebuilt: RouterState,
-    /// Last of each sequence, to be able to repeat it.
+    /// Last command of each sequence, for repeating it.
     sent: BTreeMap<(u8, u64, u8), Envelope>,
     counters: BTreeMap<UserKey, u64>,
     backup: Vec<u8>,
@@ -403,7 +403,7 @@ impl Pair {
         pair
     }
 
-    /// Applies the next command of replica 1's first run.
+    /// Applies the next command of replica 1's first session.
     fn apply_next(&mut self, command: Command) -> Reply {
         let key = (1, 1, Lane::Admin as u8);
         let seq = self.sent.get(&key).map_or(2, |last| last.origin.seq) + 1;
@@ -413,7 +413,7 @@ impl Pair {
         reply
     }
 
-    /// Brings the backup in, if the run that asks for it is not over.
+    /// Restores the backup, if the requesting session is not over.
     fn restore(&mut self, is_rebuilt: bool) {
         let restore = RestoreId(7);
         let begin = Command::BeginRestore {
@@ -439,13 +439,13 @@ impl Pair {
             self.rebuilt.prepare(staged.read());
         }
         assert_eq!(self.apply_next(finish), Reply::Applied);
-        // What counters were is what the backup says.
+        // The backup now determines the earlier counters.
         self.counters.clear();
     }
 
     fn apply(&mut self, envelope: &Envelope) -> Reply {
         let index = LogIndex(self.steady.applied().0 + 1);
-        // One of them gets it as the log carries it.
+        // One of them receives it as encoded in the log.
         let bytes = codec::encode_envelope(envelope);
         let decoded = codec::decode_envelope(&bytes).expect("what was encoded can be decoded");
         let reply = self.steady.apply(index, envelope.clone());

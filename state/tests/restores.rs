@@ -1,5 +1,5 @@
-//! Restores: what a backup holds comes back, whatever happens on the way, and nothing of the state
-//! before reaches into it.
+//! Restores: the state of a backup returns, whatever happens on the way, and nothing of the
+//! previous state affects it.
 
 mod common;
 
@@ -40,7 +40,7 @@ fn finish(backup: &[u8]) -> Command {
     Command::FinishRestore { restore, bytes }
 }
 
-/// Brings a backup in through replica 1.
+/// Restores a backup through replica 1.
 #[track_caller]
 fn bring_in(driver: &mut Driver, backup: &[u8]) {
     assert_eq!(driver.apply(1, begin(true)), Reply::Applied);
@@ -51,7 +51,7 @@ fn bring_in(driver: &mut Driver, backup: &[u8]) {
     assert_eq!(driver.state.check(), Ok(()));
 }
 
-/// A cluster with a user and blocks of its own, and the lease on them.
+/// A cluster with a user, blocks and a lease on them.
 fn busy() -> (Driver, BackendRef) {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("x", 9, None)));
@@ -72,7 +72,7 @@ fn busy() -> (Driver, BackendRef) {
     (driver, backend)
 }
 
-/// A state whose backup has several parts, none of them like another.
+/// A state whose backup has several parts, all different.
 fn large() -> RouterState {
     let mut driver = Driver::new();
     for (name, first) in [("a", 1_u64 << 32), ("b", 2 << 32)] {
@@ -129,7 +129,7 @@ fn what_a_backup_holds_comes_back() {
         (registry.hash_seed, policy, admission)
     };
     assert_eq!(settings(state), settings(&original));
-    // Readers on other threads see it under the handle they have.
+    // Readers on other threads see it through the handle they have.
     assert!(view.blocks.owns(Slot(0), chain(&[1, 1])[1]));
     let audit = state.audit().next().unwrap();
     assert_eq!(audit.action, AuditAction::Restore);
@@ -153,7 +153,7 @@ fn who_had_something_open_then_has_nothing_open() {
     assert_eq!(driver.state.open_leases(), 0);
     let mut users = driver.state.users(None, usize::MAX).into_iter();
     assert!(users.all(|user| (user.in_flight, user.waiting) == (0, 0)));
-    // The present runs go on: their next commands are theirs, their last ones repeats.
+    // The current sessions continue: their next commands are new, their last ones repeats.
     let sessions: Vec<_> = driver
         .state
         .sessions()
@@ -169,7 +169,7 @@ fn what_was_under_way_finds_nobody() {
     let (mut driver, old) = busy();
     bring_in(&mut driver, &snapshot(&original));
     let owned = driver.state.owned_blocks_all();
-    // Backends of the backup stand in the same slots; no ref of before names one of them.
+    // Backends of the backup are in the same slots; no earlier reference names one of them.
     let refs = (0..4).flat_map(|slot| {
         (1..4).map(move |incarnation| BackendRef {
             slot: Slot(slot),
@@ -246,7 +246,7 @@ fn parts_come_in_any_order_and_twice() {
     );
 }
 
-/// What of the registry follows from how often something began.
+/// The handles of the registered backends, which depend on how often something started.
 trait Handles {
     fn registry_handles(&self) -> Vec<BackendRef>;
 }
@@ -272,7 +272,7 @@ fn a_restore_that_lacks_something_changes_nothing() {
         "{expected}"
     );
     assert_eq!(driver.state.backends().count(), 0);
-    // It can go on from there.
+    // It can continue from there.
     driver.apply(1, parts[1].clone());
     let (field, _) = refused(driver.apply(1, finish(&backup[..backup.len() - 1])));
     assert_eq!(field, "parts");
@@ -331,7 +331,7 @@ fn a_cluster_that_has_something_is_replaced_only_by_force() {
     );
     assert_eq!(driver.state.restoring(), None);
     assert_eq!(driver.apply(1, begin(true)), Reply::Applied);
-    // What the config of a new cluster puts is nothing.
+    // What the config of a new cluster creates does not count.
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("x", 9, None)));
     assert_eq!(driver.apply(1, begin(false)), Reply::Applied);
@@ -434,7 +434,7 @@ fn a_replica_that_comes_in_between_ends_up_the_same() {
     assert_eq!(snapshot(&late.state), bytes);
     for command in parts[1..].iter().chain([&finish(&backup)]) {
         assert_eq!(driver.apply(1, command.clone()), Reply::Applied);
-        // One of them reads ahead, and once what has nothing to do with it.
+        // One replica reads ahead; once, what it read does not belong to the restore.
         if let Some(staged) = late.state.staged_backup(command) {
             late.state.prepare(staged.read());
         }
@@ -532,7 +532,7 @@ fn the_bytes_of_its_commands_are_these() {
         name: "ann".to_owned(),
     };
     expect_test::expect!["04030401fb2c01fce09304001103616e6e"].assert_eq(&hex(forgive));
-    // What was there before is written as every build reads it.
+    // The previous contents are written in a form that every build reads.
     let before = state::codec::encode_envelope(&common::envelope(
         1,
         1,

@@ -1,4 +1,4 @@
-//! What commands do, told as scripts with golden replies.
+//! The effects of commands, as scripts with golden replies.
 
 #![allow(
     clippy::unwrap_used,
@@ -16,7 +16,7 @@ use state::policy::PolicyConfig;
 use state::prefix::user_key;
 
 /// Runs a script of one command per line, `replica[.session] verb arguments`, and compares the
-/// replies and what the state then holds. A path of blocks is written as digits.
+/// replies and the resulting state. A path of blocks is written as digits.
 #[track_caller]
 fn check(script: &str, golden: &Expect) {
     let mut driver = Driver::new();
@@ -454,7 +454,8 @@ fn a_clock_far_ahead_moves_the_time_by_one_step_a_command() {
     let step = state::TIME_STEP_MS_MAX;
     let expected = [0, 0, step, 2 * step, 3 * step].map(|passed| start + passed);
     assert_eq!(times, expected);
-    // What is not applied moves nothing: no repeat, no ended run, no number 0.
+    // A command that is not applied does not advance time: a repeat, one of an ended session,
+    // number 0.
     let last = apply(2, 5, start + day);
     assert_eq!(last.0, expected[4]);
     for (session, seq) in [(2, 5), (1, 9), (2, 0)] {
@@ -474,7 +475,7 @@ fn a_late_first_command_of_an_ended_run_takes_nothing_over() {
     };
     driver.apply_in(1, 7, common::batch(vec![acquire]));
     let digest = driver.state.digest();
-    // Stamped a second before the run's first command.
+    // Stamped a second before the session's first command.
     let mut late = envelope(1, 6, Lane::Outbox, 1, common::batch(Vec::new()));
     late.proposed_at_ms = 1000;
     let reply = driver.state.apply(LogIndex(100), late);

@@ -1,5 +1,5 @@
-//! What replicas measure, through the log: prices and marks are the same on every replica, outlive
-//! snapshots but not the life of a backend, and correct what an engine says of its cache.
+//! Measurements through the log: prices and marks are the same on every replica, survive snapshots
+//! but not a backend's incarnation, and correct the cache size that an engine reports.
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
@@ -18,7 +18,7 @@ const BACKEND: BackendRef = BackendRef {
     incarnation: Incarnation(1),
 };
 
-/// Tokens of one block.
+/// Tokens per block.
 const BLOCK_TOKENS: u64 = 16;
 
 fn served(driver: &Driver) -> BackendServiceView {
@@ -30,7 +30,7 @@ fn observe(driver: &mut Driver, facts: EngineFacts) {
     driver.apply(1, batch(vec![Item::ObserveEngine { backend, facts }]));
 }
 
-/// A cluster with one backend whose engine says that it holds `told` blocks.
+/// A cluster with one backend whose engine reports `told` blocks.
 fn cluster(told: Option<u32>, spec: BackendSpec) -> Driver {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec));
@@ -43,7 +43,8 @@ fn cluster(told: Option<u32>, spec: BackendSpec) -> Driver {
     driver
 }
 
-/// A cache of chains as an engine has it: least recently used goes first, the deepest first.
+/// A cache of chains like an engine's: the least recently used goes first, and the deepest first
+/// within one chain.
 struct Cache {
     capacity: usize,
     used: BTreeMap<BlockHash, (u64, usize)>,
@@ -61,7 +62,7 @@ impl Cache {
         }
     }
 
-    /// Runs a prompt of these blocks; answers how many were there.
+    /// Runs a prompt of these blocks and returns how many were cached.
     fn run(&mut self, chain: &[BlockHash]) -> usize {
         let is_there = |block: &&BlockHash| self.used.contains_key(*block);
         let cached = chain.iter().take_while(is_there).count();
@@ -85,8 +86,8 @@ fn chain(conversation: u64, blocks: u64) -> Vec<BlockHash> {
     (0..blocks).map(block).map(BlockHash).collect()
 }
 
-/// Sends requests of many conversations to an engine that really holds `holds` blocks, and tells
-/// the log what was predicted and what was there.
+/// Sends requests of many conversations to an engine that really holds `holds` blocks, and reports
+/// predicted and actual cache hits to the log.
 fn drive(driver: &mut Driver, holds: usize, requests: u64) {
     let mut cache = Cache::new(holds);
     let mut draw = 1_u64;
@@ -189,7 +190,7 @@ fn an_operators_word_is_not_corrected() {
     assert!(served.accuracy.unwrap().is_off, "but it is marked");
 }
 
-/// A sample with something in every part.
+/// A sample with a value in every field.
 fn sample(backend: BackendRef) -> ServiceSample {
     ServiceSample {
         ended: 8,
@@ -294,7 +295,7 @@ fn an_untouched_release_lets_blocks_go_when_they_would_have_gone() {
     };
     send(&mut driver, 1, LeaseOutcome::Kept);
     send(&mut driver, 2, LeaseOutcome::KeptUntouched);
-    // The first is asked for again: with a touch the second would go, without it the first does.
+    // The first is requested again: with a touch the second would go, without it the first does.
     send(&mut driver, 1, LeaseOutcome::KeptUntouched);
     send(&mut driver, 3, LeaseOutcome::KeptUntouched);
     assert_eq!([1, 2, 3].map(|it| owns(&driver, it)), [false, true, true]);

@@ -1,4 +1,4 @@
-//! Snapshots: what was frozen comes back, a damaged one is refused and changes nothing.
+//! Snapshots: what was frozen is restored, and a damaged one is rejected without any change.
 
 mod common;
 
@@ -77,7 +77,7 @@ fn readers_keep_their_handle_through_a_restore() {
     assert!(view.blocks.owns(Slot(0), chain(&[1, 2, 3])[2]));
 }
 
-/// A state with something in it that no snapshot below may change.
+/// A non-empty state that no snapshot below may change.
 struct Victim {
     state: RouterState,
     digest: u128,
@@ -103,7 +103,7 @@ impl Victim {
         }
     }
 
-    /// Expects `bytes` to be refused and the state to be as it was. Answers the refusal.
+    /// Expects `bytes` to be rejected and the state to be unchanged. Returns the error.
     #[track_caller]
     fn refuses(&mut self, bytes: &[u8], what: &str) -> String {
         let Err(fault) = self.state.restore(&mut &*bytes) else {
@@ -210,7 +210,7 @@ fn every_flipped_byte_is_noticed() {
     let mut victim = Victim::new();
     for place in 0..bytes.len() {
         let mut damaged = bytes.clone();
-        // Another bit each time: what matters differs from field to field.
+        // Another bit each time, because the relevant bits differ between fields.
         damaged[place] ^= 1 << (place % 8);
         victim.refuses(&damaged, &format!("byte {place} flipped"));
     }

@@ -1,4 +1,4 @@
-//! Bounds, which take small ones to be reached.
+//! Bounds, which take small limits to reach.
 
 use crate::exact::followed::FollowedBackends;
 use crate::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
@@ -12,7 +12,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// Two engines, of whose blocks so many are kept, and of all blocks so many owned.
+    /// Two engines, with limits on the blocks kept of each and of all, and on all owned blocks.
     fn new(per_backend: u64, all: u64, owned: u64) -> Self {
         let mut rig = Self {
             exact: FollowedBackends::with_limits(per_backend, all),
@@ -45,7 +45,7 @@ impl Rig {
         assert_eq!(self.ownership.check_reports(&reports), Ok(()));
     }
 
-    /// Stores first blocks of these names at the engine in slot 0, after clearing it if asked to.
+    /// Stores first blocks of these names at the engine in slot 0, after clearing it if requested.
     fn store(&mut self, names: &[u64], clears: bool) {
         let blocks = names.iter().map(|name| KvEvent::Stored {
             parent: None,
@@ -127,7 +127,7 @@ fn without_room_among_owned_blocks_a_backend_goes_by_leases() {
     let lease = rig.ownership.acquire(Slot(0), None, &chain);
     let lease = lease.expect("no tip is named");
     rig.ownership.release(lease, true);
-    // What leases brought makes room for what the engine says.
+    // Blocks from leases make room for those that the engine reports.
     rig.store(&[1, 2, 3], false);
     assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
     rig.store(&[4], false);

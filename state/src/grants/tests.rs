@@ -1,4 +1,4 @@
-//! The list by example, and against a model.
+//! The waiting list, by example and against a model.
 
 use proptest::prelude::*;
 
@@ -23,7 +23,7 @@ fn list(waits: &[(u8, Wait)]) -> WaitingList {
     list
 }
 
-/// Grants one after the other while no counter moves.
+/// Grants requests one after another while no counter moves.
 fn grants(list: &mut WaitingList, counter: impl Fn(UserKey) -> u64) -> Vec<u64> {
     std::iter::from_fn(|| list.grant(ModelKey(1), &counter))
         .map(|(_, wait)| wait.ticket.0)
@@ -133,7 +133,7 @@ proptest! {
     fn it_grants_whom_the_definition_says(steps in prop::collection::vec(step(), 0..120)) {
         let mut list = WaitingList::default();
         let mut counters = [0_u64; 5];
-        // By log order: replica, wait, whether it is granted.
+        // In log order: replica, request, whether it is granted.
         let mut model: Vec<(u8, Wait, bool)> = Vec::new();
         for step in steps {
             match step {
@@ -152,7 +152,8 @@ proptest! {
                 }
                 Step::Grant => {
                     let waiting = model.iter_mut().filter(|it| !it.2);
-                    // `min_by_key` takes the first of equals: log order, but by the user's first.
+                    // `min_by_key` returns the first of equals in log order, but the order goes by
+                    // the user's first request.
                     let next = waiting.min_by_key(|it| (Reverse(it.1.priority), counters[it.1.user.0 as usize]));
                     let expected = next.map(|it| { it.2 = true; (ReplicaId(it.0), it.1) });
                     let granted = list.grant(ModelKey(1), |user| counters[user.0 as usize]);

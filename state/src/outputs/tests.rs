@@ -1,4 +1,5 @@
-//! Outputs as a whole: the seed's examples, its literal forms beside ours, predictions, bounds.
+//! Outputs as a whole: the original examples, the literal algorithms next to ours, predictions,
+//! bounds.
 
 use std::collections::VecDeque;
 
@@ -28,7 +29,7 @@ fn observed(lengths: &[u32], bins: u16) -> Outputs {
 
 // Algorithm 6.
 
-/// Lengths with the quartiles of the seed's example.
+/// Lengths with the quartiles of the original example.
 fn example() -> Vec<u32> {
     let stretches = [1..42, 42..80, 80..167, 167..600_u32];
     let spread = |it: &std::ops::Range<u32>| {
@@ -42,7 +43,7 @@ fn example() -> Vec<u32> {
 fn the_seeds_example_of_four_bins() {
     let literal = literal::equal_mass(&example(), 4);
     assert_eq!(literal, [(1, 42), (42, 80), (80, 167), (167, 10_000)]);
-    // 168 is the bucket of 164 to 167's end.
+    // 168 is the end of the bucket from 164 to 167.
     let ours = Boundaries::equal_mass(&histogram_of(&example()[..1000]), 4);
     assert_eq!(ours.edges(), [42, 80, 168]);
 }
@@ -59,7 +60,7 @@ fn a_prediction_below_all_lengths_is_short() {
 
 #[test]
 fn equal_quantiles_make_no_empty_bins() {
-    // Six of ten outputs are of 20 tokens.
+    // Six of ten outputs have 20 tokens.
     let lengths: Vec<u32> = (0..1000)
         .map(|at| if at % 10 < 6 { 20 } else { at })
         .collect();
@@ -95,7 +96,7 @@ proptest! {
         for tokens in &lengths {
             masses[usize::from(boundaries.bin_of(*tokens))] += 1;
         }
-        // A bin has its share and what is in the bucket at its end.
+        // A bin holds its share plus the bucket at its end.
         let fullest = histogram.buckets().map(|it| it.weight as usize).max().unwrap_or(0) / 16;
         let share = lengths.len().div_ceil(bins.into());
         prop_assert!(masses.iter().all(|mass| (1..=share + fullest).contains(mass)), "{masses:?}");
@@ -122,7 +123,8 @@ fn bins_follow_the_lengths() {
     assert_eq!(outputs.view().bins(MODEL).bins(), 1, "too few to tell");
     outputs = observed(&(0..64).collect::<Vec<_>>(), 2);
     assert_eq!(outputs.view().bins(MODEL).edges(), [32]);
-    // All are long from here on: the bins are one-sided, which is seen before their time is up.
+    // From here on all outputs are long: the bins become one-sided, which is noticed before they
+    // are due.
     let before = outputs.view();
     let drifted = (1..256).find(|_| {
         outputs.observe(USER, MODEL, &[1000], 2);
@@ -278,7 +280,7 @@ fn rule(selection: BinSelection) -> SelectionRule {
     }
 }
 
-/// Bins with candidates of these tokens; a candidate's item counts through all, its arrival too.
+/// Bins of candidates with these tokens. Items are numbered across all bins, and so are arrivals.
 fn bins_of(tokens: &[&[u64]]) -> BinQueues<usize> {
     let mut bins = BinQueues::new(tokens.len() as u16);
     let mut item = 0;
@@ -299,7 +301,7 @@ fn bins_of(tokens: &[&[u64]]) -> BinQueues<usize> {
     bins
 }
 
-/// The batches until nothing more is formed, as bin and items.
+/// Returns the batches until no more is formed, as bins and items.
 fn batches(
     bins: &mut BinQueues<usize>,
     now_ms: u64,
@@ -374,7 +376,7 @@ fn the_literal_form_stops_at_an_oversize_request_for_good() {
     let mut literal = [VecDeque::from([101, 10, 10])];
     assert!((0..100).all(|_| literal::form(&mut literal, 2, 100).is_empty()));
     assert_eq!(literal[0], [101, 10, 10]);
-    // Here it is refused on arrival.
+    // Here it is rejected on arrival.
     assert!(!fits(101, Some(100)));
     assert!(fits(100, Some(100)) && fits(u64::MAX, None));
 }
@@ -422,7 +424,7 @@ proptest! {
                 sum += candidate.tokens;
             }
             prop_assert!(sum <= capacity && batch.candidates.len() <= requests as usize);
-            // As many as there is room for.
+            // As many as fit.
             let is_full = batch.candidates.len() == requests as usize;
             prop_assert!(is_full || bin.front().is_none_or(|next| sum + next.1 > capacity));
         }

@@ -1,5 +1,5 @@
-//! The ownership against a naive model: sets of blocks whose leases and releases touch whole paths,
-//! and which evicts by sorting all it has.
+//! The ownership against a naive model: sets of blocks in which leases and releases touch whole
+//! paths, and eviction sorts everything.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ const SLOTS: [u16; 6] = [0, 1, 5, 70, 130, 1023];
 struct Block {
     parent: Option<BlockHash>,
     depth: u32,
-    /// The last kept release of a path through it; 0: none.
+    /// Last kept release of a path through it; 0: none.
     released: u64,
 }
 
@@ -34,7 +34,7 @@ impl Naive {
         std::iter::successors(tip, |block| self.blocks[block].parent).collect()
     }
 
-    /// Blocks that some lease, or the path to `walking`, holds.
+    /// Blocks held by some lease, or by the path to `walking`.
     fn held(&self, walking: Option<BlockHash>) -> BTreeSet<BlockHash> {
         let tips = self.leases.keys().copied().chain(walking);
         tips.flat_map(|tip| self.path(Some(tip))).collect()
@@ -60,7 +60,7 @@ impl Naive {
         while self.blocks.len() > capacity && self.evict(walking) {}
     }
 
-    /// Gives back what nobody holds and nobody kept, from `tip` upwards.
+    /// Removes the blocks from `tip` upwards that nothing holds and no lease kept.
     fn give_back(&mut self, mut tip: Option<BlockHash>) {
         while let Some(hash) = tip {
             let is_held = self.held(None).contains(&hash) || self.has_children(hash);
@@ -104,7 +104,7 @@ impl Naive {
                 }
             }
         }
-        // Every 32 blocks in truth, which is seen in contradictory chains only; these are shorter.
+        // In truth every 32 blocks, which shows only in contradictory chains; these are shorter.
         self.trim(tip);
         tip
     }
@@ -229,7 +229,7 @@ fn chain(path: &[u8]) -> Vec<BlockHash> {
     extend_path(7, path)
 }
 
-/// Both sides, and the leases given out.
+/// Both sides, and the leases handed out.
 struct Pair {
     real: Ownership,
     naive: BTreeMap<u16, Naive>,
@@ -322,7 +322,7 @@ impl Pair {
         self.real.release(lease, keep);
     }
 
-    /// Forgets the leases that are said to be over: exactly those whose tip is gone.
+    /// Forgets the leases reported as over: exactly those whose tip is gone.
     fn forget(&mut self, slot: u16, outlived: &[BlockHash]) {
         let view = self.real.view();
         self.leases.retain(|lease| {
@@ -418,7 +418,7 @@ impl Pair {
         assert_eq!(self.real.check(leases), Ok(()));
     }
 
-    /// Matching by bisection against looking at one block after the other.
+    /// Compares matching by bisection with checking one block after another.
     fn compare_match(&self, path: &[u8]) {
         let chain = chain(path);
         let linear = self.naive.iter().filter_map(|(&slot, naive)| {
@@ -457,7 +457,7 @@ proptest! {
                 pair.compare_match(path);
             }
         }
-        // Whatever happened: with all leases over, everything fits again.
+        // Whatever happened, with all leases over everything fits again.
         while !pair.leases.is_empty() {
             pair.release(0, true);
         }

@@ -1,4 +1,4 @@
-//! Readable scenarios, bad images, and what the model does not reach.
+//! Readable scenarios, damaged images, and what the model does not reach.
 
 use expect_test::{Expect, expect};
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ use crate::ownership::{Lease, MissingTip, OWNED_BLOCKS_MAX, Ownership};
 
 const GPU: Slot = Slot(3);
 
-/// Blocks are named by small numbers.
+/// Blocks named by small numbers.
 fn blocks(names: &[u64]) -> Vec<BlockHash> {
     names.iter().map(|&name| BlockHash(name)).collect()
 }
@@ -26,7 +26,7 @@ fn acquire(ownership: &mut Ownership, tip: Option<u64>, new: &[u64]) -> Lease {
         .expect("the tip is owned")
 }
 
-/// Which of the blocks 0..100 the backend owns.
+/// Returns which of the blocks 0..100 the backend owns.
 fn owned(ownership: &Ownership) -> Vec<u64> {
     let view = ownership.view();
     (0..100)
@@ -239,7 +239,7 @@ fn a_lease_that_outlives_its_blocks_is_named() {
     let mut outlived = Vec::new();
     ownership.clear(GPU, &mut outlived);
     assert_eq!(outlived, blocks(&[2]));
-    // Who keeps leases forgets it, or its release would be taken for the other's.
+    // The keeper of the lease must forget it, or its release would be taken for that of the other.
     assert_eq!(stale.tip, Some(BlockHash(2)));
     let lease = acquire(&mut ownership, None, &[1, 2]);
     assert_eq!(owned(&ownership), [1, 2]);
@@ -460,7 +460,7 @@ fn the_format_is_what_it_was() {
     );
 }
 
-/// Rewrites the checksums of an image whose payloads were tampered with.
+/// Recomputes the checksums of an image whose payloads were tampered with.
 fn with_right_checksums(image: &mut [u8]) {
     let (mut at, mut section) = (0, 0);
     while at + 4 <= image.len() {
@@ -500,7 +500,8 @@ proptest! {
     }
 }
 
-/// An image whose every number is small: a smaller one may break what holds between two of them.
+/// An image whose numbers are all small, where decrementing one may break a relation between two of
+/// them.
 #[test]
 fn an_image_with_a_zero_anywhere_is_refused_or_sound() {
     for at in 0..image().0.len() {
@@ -508,7 +509,8 @@ fn an_image_with_a_zero_anywhere_is_refused_or_sound() {
     }
 }
 
-/// Restores an image with some bytes changed, its checksums and perhaps its digest made to fit.
+/// Restores an image with some bytes changed, and with its checksums and perhaps its digest
+/// corrected.
 fn refused_or_sound(changes: impl IntoIterator<Item = (usize, u8)>, has_right_digest: bool) {
     let (mut image, digest) = image();
     for (at, byte) in changes {
@@ -522,7 +524,7 @@ fn refused_or_sound(changes: impl IntoIterator<Item = (usize, u8)>, has_right_di
         && let Some(what) = &error
         && what.starts_with("digest ")
     {
-        // The message has the digest that would have been right.
+        // The message contains the digest that would have been right.
         let right = what.rsplit(' ').next().expect("it has words");
         let right = u128::from_str_radix(right, 16).expect("hex digits");
         let place = image.len() - 8 - 16;
@@ -538,7 +540,7 @@ fn refused_or_sound(changes: impl IntoIterator<Item = (usize, u8)>, has_right_di
     }
 }
 
-/// The leases an image says are open.
+/// Returns the leases that an image says are open.
 fn open_leases(ownership: &Ownership) -> Vec<(Slot, BlockHash)> {
     let backends = ownership.backends.iter().flatten();
     let leases = backends.flat_map(|backend| {

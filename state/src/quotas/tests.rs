@@ -1,4 +1,4 @@
-//! The buckets by example; rates over replicas are tested in `tests/admission`.
+//! The buckets by example. Rates across replicas are tested in `tests/admission`.
 
 use super::*;
 
@@ -77,7 +77,7 @@ fn what_was_used_beyond_the_bucket_is_owed() {
     let spent = spent(&limits, &[(0, 1, 900), (0, 1, 2100)]);
     let quota = quota(limits, spent);
     assert_eq!(quota.left(0).tokens, Some(0));
-    // 2000 in debt at 1000 a minute, and one token more to go on.
+    // 2000 in debt at 1000 a minute, plus one token to continue.
     assert_eq!(
         quota.check(0, &PendingUse::default()),
         over(LimitKind::Tokens, 120_001)
@@ -114,7 +114,7 @@ fn requests_in_flight_and_waiting_are_bounded_together() {
     assert_eq!(quota.check(0, &requests(0)), Ok(()));
     assert_eq!(quota.check(0, &requests(1)), full);
     assert_eq!(quota.left(0).concurrent, Some(1));
-    // One of those the state shows is over, or waits no more: its place is free.
+    // One of those shown by the state has ended or stopped waiting, so its place is free.
     let over = PendingUse {
         ended: 1,
         ..requests(1)
@@ -127,7 +127,7 @@ fn requests_in_flight_and_waiting_are_bounded_together() {
         (quota.check(0, &over), quota.check(0, &left)),
         (Ok(()), Ok(()))
     );
-    // The one that waits goes: it is queued no more, and in flight.
+    // The waiting request goes: it is no longer queued, but in flight.
     let went = PendingUse {
         dequeued: 1,
         ..requests(2)
@@ -162,7 +162,7 @@ fn another_window_or_limit_goes_on_from_what_was_used() {
     let mut both = used;
     both.spend(&minute, 0, 1, 1);
     assert_eq!(quota(minute, both).left(0).tokens, Some(589));
-    // What is not bounded any more is not kept.
+    // Usage without a limit is dropped.
     both.spend(&limits(Some(1), None, 60_000), 0, 0, 0);
     assert_eq!(quota(minute, both).left(0).tokens, Some(600));
 }

@@ -1,4 +1,4 @@
-//! Prices against engines whose true ones are known, and against those who lie.
+//! Prices learned from engines with known true prices, and from engines that lie.
 
 use proptest::prelude::*;
 
@@ -10,7 +10,7 @@ const BACKEND: BackendRef = BackendRef {
     incarnation: Incarnation(1),
 };
 
-/// An engine whose first tokens and gaps cost exactly what the model says, but for noise.
+/// An engine whose first tokens and gaps cost exactly what the model says, apart from noise.
 #[derive(Debug, Clone, Copy)]
 struct Engine {
     base_us: u64,
@@ -21,7 +21,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// One replica's report of some seconds: `events` first tokens at a load that changes.
+    /// One replica's report over some seconds: `events` first tokens under a varying load.
     fn sample(&self, draw: &mut u64, events: u32) -> ServiceSample {
         let mut next = |below: u64| {
             *draw = draw
@@ -30,7 +30,7 @@ impl Engine {
             (*draw >> 33) % below
         };
         let mut sample = ServiceSample::empty(BACKEND);
-        // The load of the interval, around which its requests lie.
+        // Load of the interval, around which its requests vary.
         let (busy, deep) = (next(24), next(4000));
         for _ in 0..events {
             let running = busy + next(4);
@@ -60,7 +60,7 @@ impl Engine {
     }
 }
 
-/// Whether `found` is within so many percent of `wanted`.
+/// Whether `found` is within this many percent of `wanted`.
 fn is_near(found: u32, wanted: u64, percent: u64) -> bool {
     u64::from(found).abs_diff(wanted) * 100 <= wanted * percent
 }
@@ -140,7 +140,7 @@ fn load_that_never_changes_is_explained_in_proportion() {
     for _ in 0..50 {
         learning.observe(&sample);
     }
-    // 300 ms for 1000 tokens: most of it is the tokens', however it is shared out.
+    // 300 ms for 1000 tokens: most of it belongs to the tokens, however it is divided.
     let learnt = learning.learnt().unwrap();
     assert!(
         (150_000..=300_000).contains(&learnt.prefill_ns_per_token),
@@ -148,8 +148,8 @@ fn load_that_never_changes_is_explained_in_proportion() {
     );
 }
 
-/// An engine and its host as they are in bursts of mostly cached requests: each waits for those
-/// before it, tokens or none, which the model has no price for.
+/// An engine and its host in bursts of mostly cached requests: each waits for those before it, with
+/// or without tokens, which the model has no price for.
 fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> LearntPrices {
     let (mut learning, mut draw) = (PriceLearner::default(), 1_u64);
     let mut next = |below: u64| {
@@ -164,7 +164,7 @@ fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> Learn
         while sample.first_tokens < 16 {
             let (running, mut pending) = (busy + next(4), 0);
             for before in 0..=next(deep) {
-                // What a cached prompt leaves: its end.
+                // A cached prompt leaves only its end to compute.
                 pending += 16 + next(85);
                 let us = base_us + before * per_request_us + pending * prefill_ns / 1000;
                 sample.first_tokens += 1;
@@ -184,7 +184,7 @@ fn cached_prompts_do_not_make_tokens_dear() {
         for per_request_us in [0, 5_000, 10_000] {
             let learnt = taught_by_bursts(base_us, per_request_us, 25_000);
             let shown = format!("{base_us} {per_request_us}: {learnt:?}");
-            // Between the true price and where it began, give or take.
+            // Roughly between the true price and the prior.
             let credible = 25_000..=140_000;
             assert!(credible.contains(&learnt.prefill_ns_per_token), "{shown}");
         }

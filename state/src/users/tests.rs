@@ -32,7 +32,7 @@ fn charge(user: u64, input: u64, output: u64, started: u32, ended: u32) -> Charg
     }
 }
 
-/// Applies charges of replica 1 and answers the user's counter, in whole tokens.
+/// Applies charges of replica 1 and returns the user's counter in whole tokens.
 fn settle(users: &mut Users, charge: &Charge) -> u64 {
     assert!(users.charge(ReplicaId(1), charge, &terms(), 1));
     assert_eq!(users.check(), Ok(()));
@@ -67,18 +67,18 @@ fn idling_earns_no_credit() {
     assert_eq!(settle(&mut users, &charge(3, 0, 0, 1, 0)), 1010);
     // A backlogged user is not lifted.
     assert_eq!(settle(&mut users, &charge(2, 5, 0, 1, 0)), 1015);
-    // Nobody in flight: the last to leave sets the level.
+    // Nobody in flight: the last user to leave sets the level.
     assert_eq!(settle(&mut users, &charge(3, 0, 0, 0, 1)), 1010);
     assert_eq!(settle(&mut users, &charge(2, 0, 0, 0, 2)), 1015);
     assert_eq!(settle(&mut users, &charge(1, 0, 0, 0, 1)), 1500);
     assert_eq!(users.virtual_time(), 1_500_000);
     assert_eq!(settle(&mut users, &charge(4, 1, 0, 1, 1)), 1501);
-    // Who is above the level keeps what they have.
+    // A user above the level keeps their counter.
     assert_eq!(settle(&mut users, &charge(2, 0, 0, 1, 0)), 1501);
     assert_eq!(settle(&mut users, &charge(1, 0, 0, 1, 0)), 1501);
 }
 
-/// Requests of `user` that begin and stop waiting.
+/// Requests of `user` that start and stop waiting.
 fn queue(user: u64, queued: u32, dequeued: u32) -> Charge {
     Charge {
         user: UserKey(user),
@@ -96,15 +96,16 @@ fn who_comes_is_lifted_to_the_least_who_waits() {
     settle(&mut users, &charge(2, 0, 0, 1, 0));
     settle(&mut users, &charge(1, 900, 0, 0, 0));
     settle(&mut users, &charge(2, 10, 0, 0, 0));
-    // Going by requests in flight, user 2 would have saved up 890.
+    // Measured by requests in flight, user 2 would have saved up 890.
     assert_eq!(settle(&mut users, &queue(1, 1, 0)), 900);
     assert_eq!(settle(&mut users, &queue(2, 1, 0)), 900);
     assert_eq!(users.virtual_time(), 900_000);
-    // Who waits already is not lifted again, nor is who goes on from waiting to running.
+    // A user who waits already is not lifted again, and neither is one whose request moves from
+    // waiting to running.
     settle(&mut users, &charge(1, 50, 0, 0, 0));
     assert_eq!(settle(&mut users, &charge(2, 0, 0, 1, 0)), 900);
     assert_eq!(settle(&mut users, &queue(2, 3, 1)), 900);
-    // A request that does not wait comes like any other.
+    // A request that does not wait arrives like any other.
     settle(&mut users, &queue(2, 0, 3));
     assert_eq!(settle(&mut users, &charge(3, 5, 0, 1, 0)), 955);
     assert_eq!(settle(&mut users, &charge(2, 0, 0, 1, 0)), 950);
@@ -118,11 +119,11 @@ fn with_nobody_waiting_who_left_last_is_the_level() {
     settle(&mut users, &queue(1, 1, 0));
     settle(&mut users, &queue(1, 0, 1));
     assert_eq!(users.virtual_time(), 700_000);
-    // An empty queue is passed: who comes is level with who came before.
+    // An empty queue is passed: the next arrival is level with the previous one.
     assert_eq!(settle(&mut users, &charge(2, 20, 0, 1, 0)), 720);
     assert_eq!(settle(&mut users, &charge(3, 1, 0, 1, 1)), 721);
     assert_eq!(settle(&mut users, &charge(1, 0, 0, 1, 0)), 721);
-    // Who waited and went within one flush interval left last, too.
+    // A user who waited and went within one flush interval also counts as the last to leave.
     assert_eq!(settle(&mut users, &queue(4, 2, 2)), 721);
     let mut both = charge(4, 9, 0, 1, 0);
     (both.queued, both.dequeued) = (1, 1);
@@ -186,7 +187,7 @@ fn limits_are_the_users_own_or_those_of_all() {
         (left(&users, 2).requests, left(&users, 2).tokens),
         (None, Some(79))
     );
-    // Removed: those of all again, from now on.
+    // Removed: the limits for all users apply again from here.
     assert!(users.limit(UserKey(2), "b", None));
     assert!(
         users.limit(UserKey(3), "c", None),
@@ -216,7 +217,7 @@ fn the_last_minute_is_counted_to_the_second_as_far_as_it_can_be() {
         let view = users.publish(now_ms, NO_LIMITS, true).unwrap();
         view.figures(UserKey(1)).requests_last_minute
     };
-    // At 130 s five sixths of the bucket from 60 to 120 s are within the minute.
+    // At 130 s, five sixths of the bucket from 60 to 120 s lie within the minute.
     assert_eq!(
         [120_000, 130_000, 179_999, 180_000, 210_000, 400_000].map(&mut within),
         [9, 8, 3, 3, 1, 0]
@@ -273,7 +274,8 @@ fn since_format_4_names_that_cost_nothing_push_nobody_out_who_paid() {
         users.spare_charged(spares);
         settle(&mut users, &charge(1, 9, 0, 1, 1));
         settle(&mut users, &charge(2, 500, 0, 1, 0));
-        // They waited, so that their counters are lifted above the first one's, and left uncharged.
+        // They waited, so that their counters are lifted above the first user's, and left without a
+        // charge.
         for made_up in 3..40 {
             settle(&mut users, &waits(made_up, 1, 0));
             settle(&mut users, &waits(made_up, 0, 1));
@@ -350,7 +352,7 @@ enum Step {
     Close(u8),
 }
 
-/// Charges and waiting of more users than a table of [`FEW`] has room for.
+/// Charges and waiting requests of more users than a table of [`FEW`] holds.
 fn crowd() -> impl Strategy<Value = Vec<Charge>> {
     let paid = (0_u64..9, 0_u64..50, 0_u32..2, 0_u32..3)
         .prop_map(|(user, input, started, ended)| charge(user << 60, input, 0, started, ended));
@@ -361,7 +363,8 @@ fn crowd() -> impl Strategy<Value = Vec<Charge>> {
 
 const FEW: usize = 4;
 
-/// Whom a full table forgets, by looking at everybody and what they paid; `None`: all are needed.
+/// Returns the user that a full table forgets, by scanning all users and what they paid; `None` if
+/// all are needed.
 fn least(users: &Users, paid: &BTreeMap<UserKey, u64>, spares: bool) -> Option<UserKey> {
     let all = paid
         .iter()
@@ -433,7 +436,7 @@ proptest! {
     ) {
         let mut users = Users::with_max(FEW);
         prop_assert!(users.configure(UserKey(weighed << 60), "weighed", 2000));
-        // What those paid who are kept.
+        // Payments of the kept users.
         let mut paid = BTreeMap::from([(UserKey(weighed << 60), 0)]);
         for (at, charge) in charges.into_iter().enumerate() {
             let spares = at >= format_4_from;

@@ -1,7 +1,5 @@
-//! The view under every interleaving that loom finds: one writer, one or two readers, tables of one
-//! shard with a handful of entries.
-//!
-//! `RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target-loom cargo test -p state --release loom_`
+//! The view under every interleaving that loom finds: one writer, one or two readers, and tables of
+//! one shard with a handful of entries.
 
 use loom::thread;
 
@@ -26,13 +24,13 @@ fn matched(view: &BlockView, chain: &[BlockHash]) -> Vec<(u16, u32)> {
 fn writer() -> ViewWriter {
     let mut writer = ViewWriter::new(1);
     writer.admit(Slot(5));
-    // Replaces the one-entry table that an index begins with, so that each model starts with a
-    // table that has room.
+    // Replaces the one-entry table of a new index, so that each model starts with a table that has
+    // room.
     writer.insert(Slot(0), BlockHash(0x99));
     writer
 }
 
-/// Explores with `body` as the writer's part and `read` as that of one reader.
+/// Explores all interleavings of `body` in the writer with `read` in one reader.
 fn model(
     prepare: fn(&mut ViewWriter),
     write: fn(&mut ViewWriter),
@@ -73,7 +71,7 @@ fn loom_a_new_key_never_shows_an_owner_it_did_not_have() {
 
 #[test]
 fn loom_a_key_is_seen_whole_or_not_at_all() {
-    // Probes for block 0 begin where `stranger` goes: a reader that saw its owner before its key
+    // Probes for block 0 begin where `stranger` goes. A reader that saw its owner before its key
     // would take the zeros of an unused slot for block 0.
     fn stranger() -> BlockHash {
         let home = |block: &BlockHash| spread((mix(*block) << SHARD_BITS >> 32) as u32, 8);
@@ -141,7 +139,7 @@ fn loom_growing_hides_nothing_that_was_there() {
     };
     let read = |view: &BlockView| {
         assert_eq!(owners(view, CHAIN[0]), [1]);
-        // Parents before children: whoever sees the child sees the parent afterwards.
+        // Parents before children: a reader that sees the child sees the parent afterwards.
         if view.owns(Slot(1), CHAIN[2]) {
             assert!(view.owns(Slot(1), CHAIN[1]));
         }
@@ -164,7 +162,7 @@ fn loom_eviction_shortens_matches_and_never_lengthens_them() {
         writer.remove(Slot(2), CHAIN[0]);
     };
     let read = |view: &BlockView| {
-        // Children before parents: who is gone from a parent is gone from its children.
+        // Children before parents: what is gone from a parent is gone from its children.
         let is_first_gone = !view.owns(Slot(1), CHAIN[1]);
         if is_first_gone {
             assert!(!view.owns(Slot(1), CHAIN[2]));

@@ -1,4 +1,4 @@
-//! The view by itself: against sets of pairs, and while another thread reads.
+//! The view alone: against sets of pairs, and while another thread reads.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -149,7 +149,7 @@ proptest! {
     fn the_view_is_a_set_of_pairs(
         ops in prop::collection::vec((any::<bool>(), 0_usize..40, 0_u64..30), 1..400),
     ) {
-        // Slots in clusters, so that rows of every kind come and go.
+        // Slots in clusters, so that rows of every kind appear and disappear.
         let slot_of = |at: usize| Slot((at * at * 7 % BACKENDS_MAX) as u16);
         let mut writer = ViewWriter::new(2);
         let mut pairs = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! What admission adds to the state: commands, snapshots, and that a state without it is as before.
+//! Admission in the state: commands, snapshots, and that a state without it is as before.
 
 use state::admission::{AdmissionSettings, ChargeInput};
 use state::command::{Charge, Command, Item, Rejection, Reply, UserSpec};
@@ -140,7 +140,7 @@ fn a_snapshot_holds_who_waits_what_is_left_and_what_is_granted() {
         Item::Leave { ticket: Ticket(2) },
         wait(3),
         Item::Grant { model, count: 1 },
-        // Void: nobody waits for it.
+        // No effect: nothing waits for it.
         Item::Grant {
             model: ModelKey(9),
             count: u32::MAX,
@@ -156,7 +156,7 @@ fn a_snapshot_holds_who_waits_what_is_left_and_what_is_granted() {
     let grants = copy.view().grants();
     let granted: Vec<u64> = grants.granted(ReplicaId(2)).map(|it| it.ticket.0).collect();
     assert_eq!((granted, grants.waiting_len()), (vec![1], 1));
-    // Both go on alike: the next one in the list takes the next place in log order.
+    // Both continue alike: the next entry of the list takes the next position in log order.
     let more = || common::batch(vec![wait(8), Item::Grant { model, count: 2 }]);
     let reply = driver.apply(2, more());
     let index = driver.state.applied();
@@ -180,7 +180,7 @@ fn nobody_reads_users_before_somebody_wants_them() {
     driver.apply(1, common::batch(Vec::new()));
     let same = view.users().expect("they are published");
     assert!(std::sync::Arc::ptr_eq(&users, &same), "nothing changed");
-    // Limits of all users change who reads them, although no user changed.
+    // Limits for all users change what readers see, although no user changed.
     let settings = AdmissionSettings {
         user_limits: limits(7),
         ..AdmissionSettings::default()

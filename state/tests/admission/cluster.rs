@@ -1,4 +1,4 @@
-//! Replicas with a state each, fed from one log that every one of them sees some time later.
+//! Replicas with a state each, fed from one log that each of them applies with a delay.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use state::{RouterState, StateView};
 
 use crate::common;
 
-/// When everything begins.
+/// Start of the simulation.
 pub(crate) const START_MS: u64 = 1_700_000_000_000;
 /// Time between two batches of one replica.
 const FLUSH_MS: u64 = 20;
 
-/// One replica: its state, and what it has charged.
+/// One replica: its state, and its pending charges.
 pub(crate) struct Replica {
     pub(crate) id: ReplicaId,
     pub(crate) state: RouterState,
@@ -25,15 +25,15 @@ pub(crate) struct Replica {
     pub(crate) ledger: CreditLedger,
     pending: PendingCharges,
     charges: BTreeMap<UserKey, Charge>,
-    /// Its batch in the log that it has not applied.
+    /// Its batch in the log that it has not applied yet.
     outstanding: Option<Vec<Charge>>,
     seq: u64,
     applied: usize,
-    /// How much later than its commit it applies an entry.
+    /// Delay between the commit of an entry and its application here.
     lag_ms: u64,
 }
 
-/// Some replicas and their log.
+/// Several replicas and their log.
 pub(crate) struct Cluster {
     pub(crate) now_ms: u64,
     pub(crate) replicas: Vec<Replica>,
@@ -65,7 +65,7 @@ impl Replica {
         self.charges.entry(charge.user).or_default().add(charge);
     }
 
-    /// What this replica knows of a user.
+    /// The figures of a user as this replica knows them.
     pub(crate) fn figures(&self, user: UserKey) -> UserFigures {
         self.pending.on_top(user, self.view.user_figures(user))
     }
@@ -97,7 +97,7 @@ impl Replica {
 }
 
 impl Cluster {
-    /// Replica `i` applies an entry `lags_ms[i]` after it was proposed.
+    /// Creates a cluster in which replica `i` applies an entry `lags_ms[i]` after it was proposed.
     pub(crate) fn new(lags_ms: &[u64], commands: Vec<Command>) -> Self {
         let mut cluster = Self {
             now_ms: START_MS,
@@ -117,7 +117,7 @@ impl Cluster {
         cluster
     }
 
-    /// A millisecond passes.
+    /// Advances time by a millisecond.
     pub(crate) fn tick(&mut self) {
         self.now_ms += 1;
         for replica in &mut self.replicas {

@@ -1,7 +1,4 @@
-//! The gate: users who wait all the time are served alike, wherever they wait.
-//!
-//! Replicas with a queue each share engines with a number of places. Counters come through the log,
-//! backlogs through the exchange, both late. What users were really served is counted beside it.
+//! The gate: users who wait all the time are served equally, wherever they wait.
 
 use state::admission::{
     AdmissionSettings, Advance, Backlog, DispatchVerdict, Gate, Next, Order, Pricing, Queue,
@@ -13,15 +10,15 @@ use state::ids::{ReplicaId, Ticket, UserKey};
 use crate::cluster::{Cluster, Numbers};
 use crate::common;
 
-/// Requests that the engines run at once.
+/// Number of requests that the engines run at once.
 const PLACES: usize = 16;
-/// An engine makes one token of a request in this time.
+/// Time in which an engine generates one token of a request.
 const TOKEN_MS: u64 = 2;
-/// Output tokens that are charged together.
+/// Number of output tokens charged together.
 const STEP_TOKENS: u64 = 32;
-/// Backlogs are told this often, and arrive so much later.
+/// Interval at which backlogs are reported, and delay of their arrival.
 const TELL_MS: u64 = 20;
-/// Requests that each user has waiting at each of their replicas.
+/// Number of requests that each user has waiting at each of their replicas.
 const DEPTH: usize = 3;
 const INPUT_MAX: u64 = 300;
 const OUTPUT_MAX: u64 = 80;
@@ -31,7 +28,7 @@ const LARGEST: u64 = INPUT_MAX + 2 * OUTPUT_MAX;
 struct User {
     key: UserKey,
     weight: u64,
-    /// Where their requests come in, by place in the cluster.
+    /// Replicas that receive their requests, by position in the cluster.
     replicas: Vec<usize>,
     is_active: bool,
     /// Priced tokens.
@@ -52,7 +49,7 @@ struct Simulation {
     gates: Vec<Gate>,
     users: Vec<User>,
     running: Vec<Running>,
-    /// When, to which replica, from which.
+    /// Time, receiving replica, sending replica, report.
     told: Vec<(u64, usize, usize, Option<Backlog>)>,
     numbers: Numbers,
     next_ticket: u64,
@@ -60,9 +57,9 @@ struct Simulation {
     stuck: Vec<usize>,
     silent: Vec<usize>,
     dispatched: u64,
-    /// Largest of what a user was served and a replica did not know, over the weight.
+    /// Largest part of a user's service that a replica did not know of, over the weight.
     uncharged_most: u64,
-    /// For each pair of users, least and most of the difference of what they were served.
+    /// For each pair of users, minimum and maximum of the difference in service.
     spans: Vec<(i64, i64)>,
 }
 
@@ -71,7 +68,7 @@ fn weights(users: usize) -> Vec<u64> {
 }
 
 impl Simulation {
-    /// User `i` has weight `i % 4 + 1` and comes in at `homes[i]`.
+    /// User `i` has weight `i % 4 + 1` and sends to the replicas in `homes[i]`.
     fn new(homes: &[&[usize]], order: Order, slack: u64) -> Self {
         let name = |user: usize| format!("user-{user}");
         let weights = weights(homes.len());
@@ -85,7 +82,7 @@ impl Simulation {
         let cluster = Cluster::new(&[15, 30, 45], commands);
         let settings = AdmissionSettings {
             order,
-            // Everybody is to be served in the end.
+            // Everyone is to be served in the end.
             wait_ms_max: u32::MAX,
             ..AdmissionSettings::default()
         };
@@ -128,7 +125,7 @@ impl Simulation {
         }
     }
 
-    /// Forgets what was measured.
+    /// Resets the measurements.
     fn measure_anew(&mut self) {
         self.spans.fill((i64::MAX, i64::MIN));
         self.dispatched = 0;
@@ -238,7 +235,7 @@ impl Simulation {
         });
     }
 
-    /// Every free place goes to the first replica that has somebody for it, from any on.
+    /// Gives every free place to the first replica with a request for it, starting from any.
     fn dispatch(&mut self) {
         while self.running.len() < PLACES {
             let first = self.numbers.below(3) as usize;
@@ -316,7 +313,7 @@ impl Simulation {
         }
     }
 
-    /// Most that two users who waited all the time were served differently, over any interval.
+    /// Largest difference in service between two users who waited all the time, over any interval.
     fn gap(&self) -> u64 {
         let spans = self.spans.iter().filter(|(least, most)| least <= most);
         spans
@@ -338,7 +335,7 @@ fn slack() -> u64 {
 }
 
 const SPREAD: [&[usize]; 8] = [&[0, 1, 2]; 8];
-/// One replica has five users, one two, one a single one.
+/// One replica has five users, one has two, and one has a single user.
 const PINNED: [&[usize]; 8] = [&[0], &[0], &[1], &[0], &[0], &[1], &[0], &[2]];
 
 #[test]
@@ -426,7 +423,7 @@ fn users_who_fit_nowhere_or_are_not_heard_of_stop_nobody() {
         simulation.dispatched
     );
     assert_eq!(simulation.users[7].served, 0);
-    // A replica falls silent with its last word told.
+    // A replica goes silent after its last report.
     let mut simulation = Simulation::new(&PINNED, Order::Vtc, slack());
     simulation.run(1);
     simulation.silent = vec![0];

@@ -1,4 +1,4 @@
-//! With grants through the log users who wait are served as from a single queue: the gap between
+//! With grants through the log, waiting users are served as from a single queue: the gap between
 //! any two stays within 2U.
 
 use proptest::prelude::*;
@@ -68,7 +68,7 @@ impl Backlog {
         self.driver.apply(replica, common::batch(items));
     }
 
-    /// One grant, and the user who was served waits again.
+    /// Makes one grant; the served user waits again.
     fn grant(&mut self, proposer: u8) {
         let grant = Item::Grant {
             model: MODEL,
@@ -93,7 +93,7 @@ impl Backlog {
         }
     }
 
-    /// Largest difference of what two users were served, over their weights, in thousandths.
+    /// Largest difference of service between two users, over their weights, in thousandths.
     fn gap_milli(&self) -> u64 {
         let normal = |(served, weight): (&u64, &u64)| served * 1000 / weight;
         let normal: Vec<u64> = self.served.iter().zip(&self.weights).map(normal).collect();

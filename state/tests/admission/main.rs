@@ -1,5 +1,5 @@
-//! Admission over several replicas: limits and fairness of a whole cluster, with what each replica
-//! knows late, simulated to the millisecond.
+//! Admission over several replicas: limits and fairness of a whole cluster whose replicas learn
+//! everything late, simulated to the millisecond.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -21,7 +21,7 @@ fn user() -> UserKey {
     state::prefix::user_key(common::HASH_SEED, USER)
 }
 
-/// Offers `replica` a request of `tokens`; answers whether it was admitted.
+/// Offers `replica` a request of `tokens` and returns whether it was admitted.
 fn offer(cluster: &mut Cluster, replica: usize, tokens: u64) -> bool {
     let (now_ms, pricing) = (cluster.now_ms, cluster.pricing);
     let replica = &mut cluster.replicas[replica];
@@ -40,7 +40,7 @@ fn offer(cluster: &mut Cluster, replica: usize, tokens: u64) -> bool {
     is_admitted
 }
 
-/// Requests admitted of one per millisecond, spread over the replicas, in each second.
+/// Returns the requests admitted in each second, at one per millisecond spread over the replicas.
 fn admitted_per_s(cluster: &mut Cluster, seconds: usize) -> Vec<u64> {
     let replicas = cluster.replicas.len();
     let mut per_s = vec![0; seconds];
@@ -62,7 +62,8 @@ fn twenty_requests_a_second_are_twenty_through_one_replica_or_three() {
     for lags_ms in [&[5][..], &[20, 35, 50]] {
         let mut cluster = cluster(lags_ms, limits);
         let per_s = admitted_per_s(&mut cluster, 60);
-        // The first second holds the bucket that each replica believes full, beside its own twenty.
+        // The first second contains the bucket that each replica believes to be full, on top of its
+        // own twenty.
         let (first, rest) = (per_s[0], per_s[1..].iter().sum::<u64>());
         let overshoot = 20 * (lags_ms.len() as u64 - 1);
         assert!(
@@ -72,7 +73,7 @@ fn twenty_requests_a_second_are_twenty_through_one_replica_or_three() {
         assert!((59 * 18..=59 * 22).contains(&rest), "{lags_ms:?}: {rest}");
         let total = first + rest;
         assert!((1200 - 120..=1200 + 120).contains(&total), "{total}");
-        // Debt makes the rate exact: what one second had too much the next ones have less.
+        // Debt makes the rate exact: what one second exceeds, the next ones lack.
         assert!(rest.abs_diff(59 * 20) <= overshoot + 2, "{rest}");
     }
 }
@@ -92,7 +93,7 @@ fn a_burst_after_idle_is_one_windows_worth() {
         .map(|at| u64::from(offer(&mut cluster, at % 3, 0)))
         .sum();
     assert_eq!(burst, 3 * 50, "each admits a bucket it believes full");
-    // Two of the three were too many; that is made up for before the next one goes.
+    // Two of the three were too many, which is made up for before the next one goes.
     let per_s = admitted_per_s(&mut cluster, 6);
     assert_eq!(per_s[0], 0, "{per_s:?}");
     let total = burst + per_s.iter().sum::<u64>();

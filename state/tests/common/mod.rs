@@ -1,4 +1,4 @@
-//! What the tests of the whole state share: building commands, and a state in and out of a snapshot.
+//! Helpers for tests of the whole state: building commands, and taking a state through a snapshot.
 
 #![allow(dead_code, reason = "every test file takes what it needs")]
 
@@ -20,7 +20,7 @@ use state::users::FairnessSettings;
 /// Seed of all hashes in these tests.
 pub(crate) const HASH_SEED: u64 = 42;
 
-/// The command that begins a cluster.
+/// The command that initialises a cluster.
 pub(crate) fn init() -> Command {
     Command::InitCluster {
         hash_seed: HASH_SEED,
@@ -29,12 +29,12 @@ pub(crate) fn init() -> Command {
     }
 }
 
-/// What the blocks of a cluster that is founded now are hashed under.
+/// The hash secret of a cluster founded by this build.
 pub(crate) fn secret() -> HashSecret {
     HashSecret::of_number(HASH_SEED)
 }
 
-/// As [`init`], as this build founds clusters.
+/// Like [`init`], but as this build founds clusters.
 pub(crate) fn found() -> Command {
     Command::FoundCluster {
         hash_seed: HASH_SEED,
@@ -44,7 +44,7 @@ pub(crate) fn found() -> Command {
     }
 }
 
-/// A backend on a port of this machine.
+/// A backend on a loopback port.
 pub(crate) fn spec(id: &str, port: u16, capacity_blocks: Option<u32>) -> BackendSpec {
     BackendSpec {
         id: id.to_owned(),
@@ -57,7 +57,7 @@ pub(crate) fn spec(id: &str, port: u16, capacity_blocks: Option<u32>) -> Backend
     }
 }
 
-/// A batch from attempt 0.
+/// A batch that starts at attempt 0.
 pub(crate) fn batch(items: Vec<Item>) -> Command {
     Command::Batch {
         base_attempt: AttemptId(0),
@@ -65,7 +65,7 @@ pub(crate) fn batch(items: Vec<Item>) -> Command {
     }
 }
 
-/// The hash of the block that `path` leads to: one small number per block from the first.
+/// The hash of the block at the end of `path`, which has one small number per block.
 pub(crate) fn block(path: &[u8]) -> BlockHash {
     let step = |hash: u64, number: &u8| {
         (hash ^ u64::from(*number))
@@ -82,7 +82,7 @@ pub(crate) fn chain(path: &[u8]) -> Vec<BlockHash> {
         .collect()
 }
 
-/// A command of a replica's run.
+/// A command of a replica's session.
 pub(crate) fn envelope(
     replica: u8,
     session: u64,
@@ -103,7 +103,7 @@ pub(crate) fn envelope(
     }
 }
 
-/// A state that numbers log indexes and sequences by itself.
+/// A state that numbers log indexes and sequences itself.
 pub(crate) struct Driver {
     pub(crate) state: RouterState,
     seq: u64,
@@ -125,18 +125,18 @@ impl Driver {
         driver
     }
 
-    /// Another replica of `log`'s cluster that has come as far.
+    /// Another replica of `log`'s cluster at the same index.
     pub(crate) fn over(state: RouterState, log: &Self) -> Self {
         let seq = log.seq;
         Self { state, seq }
     }
 
-    /// Applies the next command of replica `replica`'s first run.
+    /// Applies the next command of replica `replica`'s first session.
     pub(crate) fn apply(&mut self, replica: u8, command: Command) -> Reply {
         self.apply_in(replica, 1, command)
     }
 
-    /// Applies the next command of a run.
+    /// Applies the next command of a session.
     pub(crate) fn apply_in(&mut self, replica: u8, session: u64, command: Command) -> Reply {
         self.seq += 1;
         let index = LogIndex(self.state.applied().0 + 1);
@@ -147,7 +147,7 @@ impl Driver {
     }
 }
 
-/// The state's snapshot.
+/// Returns a snapshot of the state.
 pub(crate) fn snapshot(state: &RouterState) -> Vec<u8> {
     let mut bytes = Vec::new();
     state
@@ -157,7 +157,7 @@ pub(crate) fn snapshot(state: &RouterState) -> Vec<u8> {
     bytes
 }
 
-/// A state made of a snapshot.
+/// Restores a state from a snapshot.
 pub(crate) fn restored(snapshot: &[u8]) -> RouterState {
     let mut state = RouterState::new();
     state
@@ -166,8 +166,9 @@ pub(crate) fn restored(snapshot: &[u8]) -> RouterState {
     state
 }
 
-/// A sample of a backend on which 20 requests of 400 tokens ended, at 16 tokens a block, and which gave
-/// `gaps` tokens at so many microseconds each while 30 ran and it was at its limit.
+/// A sample of a backend on which 20 requests of 400 tokens ended, with 16 tokens a block, and
+/// which generated `gaps` tokens at `inter_token_us` each while 30 requests ran and it was at its
+/// limit.
 pub(crate) fn service(backend: BackendRef, gaps: u64, inter_token_us: u64) -> ServiceSample {
     ServiceSample {
         ended: 20,
@@ -182,7 +183,7 @@ pub(crate) fn service(backend: BackendRef, gaps: u64, inter_token_us: u64) -> Se
     }
 }
 
-/// What was measured of `backend` and how long the answers of `model` were.
+/// Measurements of `backend`, and output lengths of `model`.
 pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
     let user = user_key(HASH_SEED, "alice");
     let outputs = Item::ObserveOutputs {
@@ -194,10 +195,10 @@ pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
     batch(vec![Item::ObserveService(Box::new(sample)), outputs])
 }
 
-/// Four bins, and a service level.
+/// Settings with four bins and a service level.
 pub(crate) fn admission() -> AdmissionSettings {
     AdmissionSettings {
-        // Spelled out: the golden snapshot has them, whatever the defaults become.
+        // Spelled out because the golden snapshot contains them, whatever the defaults become.
         queue_max: 10_000,
         wait_ms_max: 60_000,
         bins: 4,
@@ -209,8 +210,8 @@ pub(crate) fn admission() -> AdmissionSettings {
     }
 }
 
-/// What the readers of two ranks of `backend` tell: blocks of this file's chains with copies, a stranded
-/// one and one that looks like another, and the end of what it tells in the first message `seq`.
+/// News from the readers of two ranks of `backend`: blocks of this file's chains with copies, a
+/// stranded one and a foreign one, up to the first message `seq`.
 pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
     let engine = |path: &[u8]| EngineHash(block(path).0 ^ 0xff);
     let stored = |paths: &[&[u8]]| KvEvent::Stored {
@@ -258,7 +259,7 @@ pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
     batch(items.collect())
 }
 
-/// As [`sample`], with limits, output lengths and KV events.
+/// Like [`sample`], with limits, output lengths and KV events.
 pub(crate) fn measured_sample() -> RouterState {
     let mut state = sample();
     let handle = state.backends().next().expect("there are some").handle;
@@ -276,7 +277,7 @@ pub(crate) fn measured_sample() -> RouterState {
     state
 }
 
-/// A state with something of everything that format version 1 knew.
+/// A state with something of everything in format version 1.
 pub(crate) fn sample() -> RouterState {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));

@@ -1,4 +1,5 @@
-//! What the router knows from KV events is what the engine's cache holds, whatever happens between.
+//! What the router knows from KV events is what the engine's cache holds, whatever happens in
+//! between.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -92,9 +93,9 @@ fn run(rig: &mut Rig, step: Step) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
-    /// Whatever is lost, doubled, reordered or restarted: exact is never claimed falsely, and once
-    /// all is quiet and heard the router finds for every prompt what the engine would. A stream of
-    /// which messages are lost for good is told from the others, and heals by a reset.
+    /// Whatever is lost, duplicated, reordered or restarted, exact is never claimed wrongly, and
+    /// once all is quiet and heard, the router finds for every prompt what the engine would. A
+    /// stream with messages lost for good is recognised, and recovers after a reset.
     #[test]
     fn the_view_is_the_engines_cache(steps in steps(), capacity in prop::option::of(1_u32..20)) {
         let mut rig = Rig::new(capacity);

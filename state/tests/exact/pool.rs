@@ -1,15 +1,15 @@
-//! A model of vLLM's block pool and scheduler, as far as the prefix cache is concerned: reference
-//! counts, the free queue, copies of one block, chunked prefill, preemption, reset. Written after what
-//! the engine is documented to do, with nothing of the router in it.
+//! A model of vLLM's block pool and scheduler as far as the prefix cache is concerned: reference
+//! counts, the free queue, copies of one block, chunked prefill, preemption, reset. Written from
+//! the engine's documented behaviour, without any code of the router.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Tokens of a block.
+/// Tokens per block.
 pub(crate) const BLOCK_TOKENS: usize = 2;
 
-/// What the engine publishes.
+/// An event that the engine publishes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Event {
     Stored {
@@ -39,7 +39,7 @@ struct Running {
     output: u8,
     computed: usize,
     blocks: Vec<usize>,
-    /// Of these, how many are registered.
+    /// Number of its blocks that are registered.
     registered: usize,
 }
 
@@ -48,7 +48,7 @@ struct Running {
 pub(crate) struct Engine {
     seed: u64,
     physical: Vec<Physical>,
-    /// Front goes first.
+    /// Free blocks; the front goes first.
     free: VecDeque<usize>,
     /// Physical blocks by hash.
     cached: BTreeMap<u64, BTreeSet<usize>>,
@@ -57,7 +57,7 @@ pub(crate) struct Engine {
     events: Vec<Event>,
     /// Messages by sequence number.
     pub(crate) published: Vec<Vec<Event>>,
-    /// What is cached after each message.
+    /// Cached blocks after each message.
     pub(crate) history: Vec<BTreeSet<u64>>,
     /// First message that can be replayed.
     pub(crate) oldest: usize,
@@ -110,14 +110,14 @@ impl Engine {
         blocks.map(step).collect()
     }
 
-    /// How many blocks a lookup finds, without the rule of the last token.
+    /// Number of blocks that a lookup finds, without the last-token rule.
     pub(crate) fn lookup(&self, tokens: &[u8], salt: u8) -> usize {
         let hashes = self.hashes(tokens, salt);
         let hits = hashes.iter().take_while(|it| self.cached.contains_key(it));
         hits.count()
     }
 
-    /// One step of the scheduler: runs what runs, admits what fits, publishes what happened.
+    /// One step of the scheduler: runs requests, admits what fits, publishes what happened.
     pub(crate) fn step(&mut self) {
         let mut budget = self.budget;
         let mut at = 0;
@@ -188,7 +188,7 @@ impl Engine {
         true
     }
 
-    /// Computes so many tokens more of a running request; `false`: no block is free.
+    /// Computes this many more tokens of a running request; returns `false` if no block is free.
     fn advance(&mut self, at: usize, tokens: usize) -> bool {
         let computed = self.running[at].computed + tokens;
         let needed = computed.div_ceil(BLOCK_TOKENS) - self.running[at].blocks.len();
@@ -213,8 +213,8 @@ impl Engine {
         true
     }
 
-    /// Enters the full blocks of a request into the cache: when they are scheduled, not when they are
-    /// computed, and also beside another copy.
+    /// Adds the full blocks of a request to the cache, when they are scheduled instead of when they
+    /// are computed, and even if there is another copy.
     fn register(&mut self, at: usize) {
         let it = self.running[at].clone();
         let full = it.computed / BLOCK_TOKENS;
@@ -236,7 +236,7 @@ impl Engine {
         self.running[at].registered = full;
     }
 
-    /// Whoever is computed gets a token, or ends.
+    /// Generates a token for each computed request, or ends it.
     fn generate(&mut self) {
         let mut at = 0;
         while at < self.running.len() {
@@ -264,7 +264,7 @@ impl Engine {
         self.waiting.push_front(request);
     }
 
-    /// The last block is freed first, so that it goes first.
+    /// Frees the last block first, so that it is evicted first.
     fn give_back(&mut self, request: &Running) {
         for &block in request.blocks.iter().rev() {
             self.physical[block].references -= 1;

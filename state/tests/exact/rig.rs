@@ -1,5 +1,5 @@
-//! An engine of two ranks, readers that hear it badly, and two replicas of the router, of which one is
-//! rebuilt from snapshots now and then.
+//! An engine of two ranks, readers with a bad connection to it, and two replicas of the router, one
+//! of which is rebuilt from snapshots now and then.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,12 +13,12 @@ use crate::common::{batch, envelope, init, restored, snapshot, spec};
 use crate::pool::{BLOCK_TOKENS, Engine, Event};
 
 const SLOT: Slot = Slot(0);
-/// Before the backend is there.
+/// A reference before the backend exists.
 const NOBODY: BackendRef = BackendRef {
     slot: SLOT,
     incarnation: Incarnation(0),
 };
-/// Events of one part of a message.
+/// Number of events in one part of a message.
 const EVENTS_PER_PART: usize = 3;
 
 /// The router's chain.
@@ -44,20 +44,20 @@ pub(crate) struct Rig {
     backend: BackendRef,
     engines: Vec<Engine>,
     publishers: Vec<u64>,
-    /// By rank: the end of what any batch of the run told the router of.
+    /// By rank: end of what any batch of the run has told the router about.
     told: Vec<u64>,
-    /// By rank: the run the router was told of.
+    /// By rank: the run that the router was told about.
     told_of: Vec<u64>,
     starts: u64,
     now_ms: u64,
     seq: u64,
     attempts: u32,
-    /// By request.
+    /// Dispatches by request.
     dispatches: BTreeMap<usize, Dispatch>,
     requests: usize,
-    /// Every prompt with what was generated behind it.
+    /// Every prompt with the output generated behind it.
     prompts: BTreeSet<(Vec<u8>, u8)>,
-    /// Router's hash by engine's, of all processes.
+    /// The router's hash by the engine's, of all processes.
     names: BTreeMap<u64, BlockHash>,
     pub(crate) exact_seen: usize,
 }
@@ -131,7 +131,7 @@ impl Rig {
         assert_eq!(reply.dropped, 0);
     }
 
-    /// A request arrives, through the router or beside it.
+    /// A request arrives, through the router or bypassing it.
     pub(crate) fn arrive(&mut self, tokens: &[u8], salt: u8, output: u8, is_routed: bool) {
         let rank = self.requests % 2;
         self.requests += 1;
@@ -186,7 +186,8 @@ impl Rig {
         }
     }
 
-    /// Releases what is finished; of what is not, the first when `is_abort`, as if it never ran.
+    /// Releases finished requests; with `is_abort`, also the first unfinished one, as if it never
+    /// ran.
     pub(crate) fn release(&mut self, is_abort: bool) {
         let over = self.dispatches.iter().filter(|(_, it)| it.is_finished);
         let mut over: Vec<_> = over
@@ -201,7 +202,7 @@ impl Rig {
         }
     }
 
-    /// A message as its parts.
+    /// Splits a message into its parts.
     fn parts(&self, rank: usize, seq: usize, is_after_loss: bool) -> Vec<KvNews> {
         let events = &self.engines[rank].published[seq];
         let parts: Vec<_> = events.chunks(EVENTS_PER_PART).collect();
@@ -218,7 +219,7 @@ impl Rig {
         news.collect()
     }
 
-    /// A message arrives, `back` messages behind the newest, of which the last `cut` parts do not.
+    /// Delivers the message `back` messages behind the newest, without its last `cut` parts.
     pub(crate) fn deliver(&mut self, rank: usize, back: usize, cut: usize) {
         let Some(seq) = self.engines[rank].published.len().checked_sub(back + 1) else {
             return;
@@ -231,7 +232,8 @@ impl Rig {
         }
     }
 
-    /// A reader goes on where the router is, and catches up; `is_twice`: so does another one.
+    /// A reader continues from the router's position and catches up; with `is_twice`, so does a
+    /// second one.
     pub(crate) fn catch_up(&mut self, rank: usize, is_twice: bool) {
         let positions = self.steady.kv_positions(SLOT);
         let position = positions.iter().find(|it| usize::from(it.rank) == rank);
@@ -279,7 +281,7 @@ impl Rig {
         }
     }
 
-    /// What happened is forgotten up to the last `kept` messages.
+    /// The engine forgets its messages except for the last `kept`.
     pub(crate) fn forget(&mut self, rank: usize, kept: usize) {
         let engine = &mut self.engines[rank];
         engine.oldest = engine
@@ -291,7 +293,8 @@ impl Rig {
         self.engines[rank].reset();
     }
 
-    /// One rank's process restarts; `is_seen`: a probe tells of it, and the others did, too.
+    /// Restarts one rank's process. With `is_seen`, a probe reports it and the other ranks restart
+    /// too.
     pub(crate) fn restart(&mut self, rank: usize, is_seen: bool) {
         for rank in if is_seen { 0..2 } else { rank..rank + 1 } {
             self.engines[rank] = self.process();
@@ -328,7 +331,8 @@ impl Rig {
         self.apply(batch(Vec::new()));
     }
 
-    /// The router's hashes of what a rank held after a message, as far as lookups reach it.
+    /// Returns the router's hashes of the blocks that a rank held after a message, as far as
+    /// lookups reach them.
     fn truth(&self, rank: usize, messages: usize) -> BTreeSet<BlockHash> {
         let engine = &self.engines[rank];
         let Some(cached) = messages.checked_sub(1).map(|at| &engine.history[at]) else {
@@ -342,7 +346,7 @@ impl Rig {
         reached.collect()
     }
 
-    /// What must hold at any time.
+    /// Checks what must always hold.
     pub(crate) fn check(&mut self) {
         assert_eq!(self.steady.check(), Ok(()));
         assert_eq!(self.rebuilt.check(), Ok(()));
@@ -359,7 +363,7 @@ impl Rig {
         for rank in &status.ranks {
             let at = usize::from(rank.rank);
             if rank.publisher != self.publishers[at] {
-                // It has not heard of the present run, so of nothing that happened in it.
+                // It has not heard of the current run, so of nothing that happened in it.
                 assert!(self.told_of[at] < self.publishers[at]);
                 return;
             }
@@ -378,7 +382,7 @@ impl Rig {
         }
     }
 
-    /// Everything ends, everything is heard, time passes: both sides are to be equal.
+    /// Everything ends, everything is heard, and time passes: both sides must be equal.
     pub(crate) fn settle(&mut self) {
         for rank in 0..2 {
             for _ in 0..200 {
@@ -396,7 +400,7 @@ impl Rig {
         assert_eq!(self.steady.open_leases(), 0);
     }
 
-    /// After [`Self::settle`]: whether the router knows just what the engine does.
+    /// After [`Self::settle`]: whether the router knows exactly what the engine does.
     pub(crate) fn is_exact(&self) -> bool {
         let status = self.steady.kv_status(SLOT);
         status.is_some_and(|it| it.condition.mode == KvMode::Exact)
@@ -420,7 +424,7 @@ impl Rig {
     }
 }
 
-/// An event as a reader says it.
+/// An event in the form a reader reports it.
 fn said(event: &Event) -> KvEvent {
     match event {
         Event::Stored {

@@ -1,4 +1,4 @@
-//! One rule each, as scripts: what engines say and what is then owned.
+//! One rule each, as scripts: what engines report, and what is owned as a result.
 
 use state::command::{Command, Item, LeaseOutcome, Reply};
 use state::exact::{
@@ -9,11 +9,11 @@ use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
 
 use crate::common::{Driver, batch, restored, snapshot, spec};
 
-/// A backend whose engine names block `n` by `1000 + n`.
+/// A backend whose engine names block `n` as `1000 + n`.
 struct Scene {
     driver: Driver,
     backend: BackendRef,
-    /// By rank.
+    /// Next sequence number, by rank.
     next_seq: [u64; 2],
 }
 
@@ -58,7 +58,7 @@ impl Scene {
         }
     }
 
-    /// Whose reader has caught up with a run that has just begun.
+    /// A scene whose reader has caught up with a run that has just begun.
     fn followed(capacity: Option<u32>) -> Self {
         let mut scene = Self::new(capacity);
         scene.tell(0, KvNews::Current { seq: None });
@@ -68,7 +68,7 @@ impl Scene {
     fn apply(&mut self, item: Item) -> u32 {
         let reply = self.driver.apply(1, batch(vec![item]));
         assert_eq!(self.driver.state.check(), Ok(()));
-        // Replicas restored here go on alike.
+        // Replicas restored here continue alike.
         let copy = restored(&snapshot(&self.driver.state));
         assert_eq!(copy.digest(), self.driver.state.digest());
         assert_eq!(copy.check(), Ok(()));
@@ -92,7 +92,7 @@ impl Scene {
         }))
     }
 
-    /// The next message of a rank, and that it is the newest.
+    /// Reports the next message of a rank, and that it is the newest.
     fn hear(&mut self, rank: u16, events: Vec<KvEvent>) {
         let seq = self.next_seq[usize::from(rank)];
         self.next_seq[usize::from(rank)] += 1;
@@ -212,7 +212,7 @@ fn a_removal_wins_over_pins_and_its_leases_are_over() {
         (scene.owned(), scene.driver.state.open_leases()),
         (vec![1], 0)
     );
-    // The same blocks again: the first one's end must not release the second one's.
+    // The same blocks again: the end of the first lease must not release the second one's.
     scene.acquire(2, &[1, 2, 3]);
     assert_eq!(scene.release(1), 1);
     assert_eq!(
@@ -229,7 +229,7 @@ fn leases_stand_in_until_events_come_and_fade_when_none_do() {
     assert_eq!(scene.owned(), [1, 2, 3]);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.release(1);
-    // Beside what the engine holds there is room for one; it was said to hold two already.
+    // There is room for one block beyond what the engine holds, which reports two already.
     assert_eq!(scene.owned(), [1, 2, 3]);
     let status = scene.driver.state.kv_status(Slot(0)).expect("followed");
     assert_eq!((status.reported_blocks, status.unconfirmed_blocks), (2, 1));

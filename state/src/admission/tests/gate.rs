@@ -1,4 +1,4 @@
-//! The gate's rules by example; what they bound is tested in `tests/fairness.rs`.
+//! The gate's rules by example. Their bound is tested in `tests/fairness.rs`.
 
 use super::*;
 use crate::ids::ReplicaId;
@@ -24,7 +24,7 @@ fn lets(gate: &mut Gate, tokens: u64, now_ms: u64) -> bool {
     lets_weighted(gate, 0, tokens * 1000, 1000, now_ms)
 }
 
-/// As the queue asks when there is room.
+/// Asks as the queue does when there is capacity.
 fn lets_weighted(
     gate: &mut Gate,
     priority: i16,
@@ -71,7 +71,8 @@ fn a_peer_that_is_silent_or_waits_for_nothing_holds_nobody() {
     assert!(lets(&mut gate, 1, 602));
 }
 
-/// Asks every [`GATE_RETRY_MS`] with fresh word of the peer; answers after how long it was let go.
+/// Asks every [`GATE_RETRY_MS`] with a fresh report of the peer, and returns when the gate let the
+/// request go.
 fn stalled_for(gate: &mut Gate, least: u64, from_ms: u64) -> u64 {
     for step in 0..100 {
         let now_ms = from_ms + step * GATE_RETRY_MS;
@@ -87,13 +88,13 @@ fn stalled_for(gate: &mut Gate, least: u64, from_ms: u64) -> u64 {
 fn room_is_not_left_unused_for_a_word_that_does_not_move() {
     let mut gate = told(&[(2, 7)]);
     assert_eq!(stalled_for(&mut gate, 7, 0), GATE_STALL_MS);
-    // The word counts nothing until it changes; the next one is waited for less.
+    // The report is ignored until it changes; the next one is waited for less.
     assert!(lets(&mut gate, 1_000_000, GATE_STALL_MS));
     let waits: Vec<u64> = (8..14)
         .map(|least| stalled_for(&mut gate, least, 1000 * least))
         .collect();
     assert_eq!(waits, [250, 150, 100, 50, 50, 50]);
-    // One that gives way by itself is trusted again.
+    // A peer whose report changes in time is trusted again.
     assert!(!lets(&mut told(&[(2, 20)]), 21, 0));
     gate.tell(ReplicaId(2), Some(backlog(20)), 20_000);
     assert!(!lets(&mut gate, 21, 20_000));

@@ -1,4 +1,4 @@
-//! The ledger: by example, and that in the end everybody has paid what was used.
+//! The ledger, by example, and that in the end everyone has paid for what was used.
 
 use proptest::prelude::*;
 
@@ -161,8 +161,8 @@ fn what_is_pending_counts_until_it_is_applied() {
 }
 
 proptest! {
-    /// Whatever is estimated and however it comes: what was charged is what was used, plus what the
-    /// ledger still owes.
+    /// However the estimates and the usage turn out, what was charged is what was used plus what
+    /// the ledger still owes.
     #[test]
     fn everybody_pays_what_was_used(
         requests in prop::collection::vec(
@@ -196,7 +196,7 @@ proptest! {
             last = charged;
         }
         prop_assert_eq!(charged, real + open + ledger.credit_of(ALICE));
-        // Added up over a flush interval the charges cost the same.
+        // Added up over a flush interval, the charges cost the same.
         prop_assert_eq!(pricing.due(&all), charged);
     }
 }

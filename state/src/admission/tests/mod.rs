@@ -17,7 +17,7 @@ use crate::ids::{Ticket, UserKey};
 struct Users(BTreeMap<UserKey, UserFigures>);
 
 impl Users {
-    /// Users 1, 2, ... with these counters, in whole tokens, known to wait.
+    /// Users 1, 2, ... with these counters in whole tokens, known to wait.
     fn with(counters: &[u64]) -> Self {
         let mut users = Self::default();
         for (user, tokens) in (1..).zip(counters) {
@@ -51,7 +51,7 @@ fn rules(order: Order) -> QueueSettings {
     QueueSettings::of(&settings, Pricing::default())
 }
 
-/// A request of `user` that came at the time `ticket`.
+/// A request of `user` that arrived at the time `ticket`.
 fn waiting(user: u64, ticket: u64) -> QueuedRequest {
     QueuedRequest {
         ticket: Ticket(ticket),
@@ -81,7 +81,7 @@ fn all(_: &QueuedRequest) -> DispatchVerdict {
     DispatchVerdict::Go
 }
 
-/// Who goes next without peers; takes it out.
+/// Removes and returns the next request, without peers.
 fn next(queue: &mut Queue, users: &Users) -> Option<u64> {
     match queue.next(0, users, &mut Gate::default(), all) {
         Next::Go(waiting) => Some(waiting.ticket.0),
@@ -89,7 +89,7 @@ fn next(queue: &mut Queue, users: &Users) -> Option<u64> {
     }
 }
 
-/// The tickets in the order they go while no counter moves.
+/// Returns the tickets in the order they go while no counter moves.
 fn drain(queue: &mut Queue, users: &Users) -> Vec<u64> {
     std::iter::from_fn(|| next(queue, users)).collect()
 }

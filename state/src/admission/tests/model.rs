@@ -1,4 +1,4 @@
-//! The queue against a model that looks at everything each time.
+//! The queue against a model that examines everything each time.
 
 use proptest::prelude::*;
 
@@ -19,13 +19,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(user, priority, bin)| Step::Push { user, priority, bin }),
         1 => any::<prop::sample::Index>().prop_map(Step::Remove),
         3 => (user(), 0_u64..50).prop_map(|(user, tokens)| Step::Charge { user, tokens }),
-        // 0 skips nobody.
+        // 0 skips no user.
         3 => (0_u64..4).prop_map(|skipped| Step::Next { skipped }),
     ];
     prop::collection::vec(step, 0..120)
 }
 
-/// Who goes, by the definition.
+/// Returns the request that goes, by definition.
 fn naive(
     requests: &BTreeMap<u64, QueuedRequest>,
     users: &Users,
@@ -100,7 +100,8 @@ proptest! {
         }
     }
 
-    /// Whatever the order, the bins, the slack and who cannot go: everything goes in the end, once.
+    /// Whatever the order, the bins, the slack and the blocked requests: everything goes in the
+    /// end, once.
     #[test]
     fn nothing_is_lost_and_nothing_starves(
         pushes in prop::collection::vec((1_u64..5, 0_u16..4, 0_i16..3, 0_u32..9), 1..60),

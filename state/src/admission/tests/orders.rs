@@ -19,7 +19,7 @@ fn vtc_takes_the_least_counter_then_the_first_come() {
 
 #[test]
 fn vtc_shares_evenly_whoever_asks_more() {
-    // Sheng et al., section 4: of two backlogged clients each is served half, at equal prices.
+    // Sheng et al., section 4: each of two backlogged clients is served half, at equal prices.
     let mut users = Users::with(&[0, 0]);
     let many: Vec<QueuedRequest> = (1..=90).map(|ticket| waiting(1, ticket)).collect();
     let few: Vec<QueuedRequest> = (91..=100).map(|ticket| waiting(2, ticket)).collect();
@@ -63,7 +63,7 @@ fn vtc_max_fair_counts_what_is_under_way() {
     let mut users = Users::with(&[100, 120]);
     users.figures_mut(1).in_flight = 3;
     let requests = [waiting(1, 1), waiting(2, 2)];
-    // Three requests of 10 tokens under way: 130 against 120.
+    // Three requests of 10 tokens in flight: 130 against 120.
     let mut fair = queue(Order::VtcMaxFair, &users, &requests);
     assert_eq!(drain(&mut fair, &users), [2, 1]);
     let mut plain = queue(Order::Vtc, &users, &requests);
@@ -72,7 +72,7 @@ fn vtc_max_fair_counts_what_is_under_way() {
 
 #[test]
 fn vtc_pred_goes_by_counters_that_hold_the_prediction() {
-    // The prediction is in the counter from dispatch on, by the ledger's advance.
+    // The prediction is in the counter from the dispatch on, through the ledger's advance.
     let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
     let mut users = Users::with(&[0, 50]);
@@ -145,8 +145,8 @@ fn priority_goes_before_every_order() {
 
 #[test]
 fn dlpm_takes_the_longest_match_while_there_is_deficit() {
-    // Cao et al., "Locality-aware fair scheduling in LLM serving", 2025: a quantum of 100 lets the
-    // user with long matches be served about that much before the other's turn.
+    // Cao et al., "Locality-aware fair scheduling in LLM serving", 2025: with a quantum of 100, the
+    // user with long matches is served about that much before the other's turn.
     let mut users = Users::with(&[0, 0]);
     let long = |ticket| QueuedRequest {
         matched_blocks: 50,
@@ -166,14 +166,15 @@ fn dlpm_takes_the_longest_match_while_there_is_deficit() {
         let figures = users.figures_mut(request.user.0);
         figures.counter_milli += figures.milli_of(40);
     }
-    // 3 of 40 overdraw a quantum of 100: the debt of 20 is taken off the next.
+    // 3 of 40 overdraw a quantum of 100: the debt of 20 is deducted from the next.
     assert_eq!(order[..12], [1, 1, 1, 2, 2, 2, 1, 1, 2, 2, 1, 1]);
     assert_eq!(order.len(), 40);
 }
 
 #[test]
 fn dlpm_gives_no_deficit_for_coming_anew() {
-    // User 1 asks one at a time and so leaves the queue with every dispatch; all of it is cached.
+    // User 1 sends one request at a time and so leaves the queue with every dispatch; all of it is
+    // cached.
     let mut users = Users::with(&[0, 0]);
     let mut gate = Gate::default();
     gate.set_slack(100);

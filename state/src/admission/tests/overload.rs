@@ -1,15 +1,15 @@
-//! Refusals at the door, and what overload changes.
+//! Rejections on arrival, and the effects of overload.
 
 use super::*;
 
-/// One queue served at a steady rate, and the users who come to it.
+/// One queue served at a steady rate, and its users.
 struct Counter {
     queue: Queue,
     users: Users,
     gate: Gate,
     last_ticket: u64,
     now_ms: u64,
-    /// Tickets that went, with their waits.
+    /// Dispatched tickets, with their waits.
     gone: Vec<(u64, u64)>,
     expired: Vec<Expired>,
     refused: u64,
@@ -43,7 +43,8 @@ impl Counter {
             .push(waiting, self.now_ms, &self.users, &self.gate)
     }
 
-    /// A second in which `coming` requests of each of these users come and `going` in all go, evenly.
+    /// A second in which each of these users sends `coming` requests and `going` requests in all
+    /// are dispatched, evenly.
     fn second(&mut self, users: &[u64], coming: u64, going: u64) {
         for _ in 0..1000 {
             self.now_ms += 1;
@@ -73,7 +74,7 @@ const TOO_LATE: fn(&QueueRejection) -> bool = |it| matches!(it, QueueRejection::
 #[test]
 fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
     let mut at = Counter::new(Order::Vtc);
-    // 20 a second go; 50 more wait than that.
+    // 20 a second are dispatched; 50 more wait than that.
     at.second(&[1], 70, 20);
     assert_eq!(at.refused, 0);
     let within = |ms: u64| {
@@ -85,11 +86,11 @@ fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
     let refused = at.push(1, within(1500)).unwrap_err();
     assert!(TOO_LATE(&refused), "{refused}");
     at.push(1, within(4000)).expect("50 requests take 2.5 s");
-    // Nobody is ahead of a user who was served less than those who wait.
+    // Nothing is ahead of a user who was served less than the waiting ones.
     at.users.set(1, 1000);
     at.users.set(2, 0);
     at.push(2, within(100)).expect("it goes first");
-    // Those who wait go first by their priority, or by their order.
+    // Waiting requests go first by their priority, or by their order.
     let urgent = |it: QueuedRequest| QueuedRequest {
         priority: 1,
         ..within(100)(it)
@@ -174,7 +175,7 @@ fn in_overload_who_goes_is_fresh_and_the_rest_is_refused_or_dropped_soon() {
                 "{order:?}: {of_first} of 200"
             );
         }
-        // Overload is over with the load: what waits goes, then whoever comes goes at once.
+        // Overload ends with the load: what waits goes, and later arrivals go at once.
         at.second(&[1, 2], 5, 20);
         at.second(&[1, 2], 5, 20);
         at.gone.clear();
@@ -196,7 +197,7 @@ fn a_user_who_sends_ten_times_as_much_gets_no_more() {
             at.gone.clear();
         }
         for _ in 0..20 {
-            // It may find the queue as it is.
+            // May be rejected or not.
             let _refused = at.push(2, |it| it);
         }
     }

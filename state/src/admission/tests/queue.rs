@@ -1,4 +1,4 @@
-//! Bounds, leaving, bins, and what a request that cannot go means for others.
+//! Bounds, leaving, bins, and the effect of a blocked request on others.
 
 use super::*;
 use crate::ids::ReplicaId;
@@ -63,7 +63,7 @@ fn a_user_who_comes_back_does_not_profit_from_the_time_away() {
     assert_eq!(next(&mut queue, &users), Some(1));
     users.set(1, 5010);
     assert_eq!(next(&mut queue, &users), Some(3));
-    // Once it has, what it says counts.
+    // Once it has, its counter applies.
     users.set(2, 5020);
     assert_eq!(next(&mut queue, &users), Some(2));
 }
@@ -160,7 +160,7 @@ fn a_bins_turn_does_not_carry_a_user_beyond_the_slack() {
     // It is bin 1's turn.
     assert_eq!(take(150, &users), 2);
     assert_eq!(take(149, &users), 1);
-    // Nobody else can go: the room is used.
+    // No other request can go, so the capacity is used.
     users.set(1, 1000);
     let mut queue = queue(Order::Vtc, &users, &requests);
     let only_1 = |request: &QueuedRequest| match request.user.0 {
@@ -204,7 +204,7 @@ fn the_backlog_is_that_of_the_highest_priority() {
     vtc.remove(Ticket(3));
     let least = vtc.backlog(0, &users).unwrap();
     assert_eq!((least.priority, least.least_milli), (0, 3000));
-    // Orders without counters know no precedence over replicas.
+    // Orders without counters have no precedence across replicas.
     assert_eq!(
         queue(Order::Fcfs, &users, &requests).backlog(0, &users),
         None
@@ -237,7 +237,7 @@ fn a_held_queue_says_when_to_ask_again_and_goes_when_the_peer_is_silent() {
 
 #[test]
 fn who_has_no_room_keeps_nobody_behind_from_going() {
-    // All requests are of one user, as where users are not told apart.
+    // All requests are from one user, as where users are not distinguished.
     let users = Users::with(&[0]);
     for order in [Order::Vtc, Order::Dlpm, Order::Fcfs] {
         let requests = [1, 2, 3, 4].map(|ticket| waiting(1, ticket));

@@ -1,4 +1,4 @@
-//! Golden bytes of the format, and what foreign bytes can do: nothing.
+//! Golden bytes of the format, and untrusted input, which must do no harm.
 
 use std::collections::BTreeMap;
 
@@ -198,7 +198,7 @@ fn commands_have_their_bytes() {
     "#]].assert_eq(&golden);
 }
 
-/// By name: a settings struct that changes, or an entry that is not the last, shows here.
+/// Listed by name, so that a changed settings struct or an entry that is not the last shows here.
 #[test]
 fn policies_have_their_bytes() {
     let mut golden = String::new();
@@ -309,7 +309,7 @@ fn an_untouched_release_has_its_bytes() {
 
 #[test]
 fn a_request_costs_at_most_sixteen_bytes_beside_its_new_blocks() {
-    // A busy replica: a thousand requests open, so that offsets take two bytes.
+    // A busy replica with a thousand open requests, so that offsets take two bytes.
     let request = |attempt: u32, blocks| {
         let (backend, tip) = (backend(100, 100), Some(BlockHash(u64::MAX)));
         let acquire = Item::Acquire {

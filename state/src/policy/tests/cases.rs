@@ -27,7 +27,8 @@ fn chwbl_moves_only_what_it_must_and_bounds_the_load() {
         used.clone().all(|it| (1600..2400).contains(&it)),
         "{shares:?}"
     );
-    // 46 requests with this one, 1.25 of the average is 11.5: room for a twelfth, not a thirteenth.
+    // 46 requests including this one; 1.25 of the average is 11.5, which leaves room for a twelfth
+    // but not for a thirteenth.
     let mut crowded = all.clone();
     let home = choose(&policy, &request(7), &all).unwrap().slot;
     let at = all.iter().position(|it| it.slot == home).unwrap();
@@ -60,7 +61,8 @@ fn aibrix_vtc(settings: &VtcBasicSettings, user: &UserTokens, pods: &[Candidate]
     pods.iter().enumerate().map(score).collect()
 }
 
-/// What, the settings, what users used, `(slot, matched, running)` of each backend, who is chosen.
+/// Description, settings, recent usage, `(slot, matched, running)` of each backend, and the chosen
+/// one.
 type VtcCase = (
     &'static str,
     VtcBasicSettings,
@@ -262,7 +264,7 @@ fn the_baselines_do_what_they_are_called() {
     });
     assert_eq!(turns.collect::<Vec<_>>(), [2, 4, 7, 2, 4, 7, 2]);
 
-    // Of ten backends with a different load each, the n-th is chosen when both draws are not below.
+    // Of ten backends with different loads, the n-th is chosen when both draws are at or above it.
     let loads: Vec<_> = (0..10).map(|slot| (slot, 0, u32::from(slot))).collect();
     let loads = fleet(&loads);
     let mut shares = [0_u32; 10];

@@ -1,23 +1,23 @@
-//! Hot spots: what becomes of a fleet over many requests. Each engine is modelled by what policies
-//! see of it: requests run for a while, those beyond its slots wait, the cache fills with them, and
-//! a prompt is held where it ran.
+//! Hot spots: how load spreads over a fleet in many requests. Each engine is modelled by what
+//! policies see of it: requests run for a while, those beyond its slots wait, the cache fills with
+//! them, and a prompt is held where it ran.
 
 use std::collections::VecDeque;
 
 use super::*;
 
-/// Requests an engine runs at a time.
+/// Number of requests that an engine runs at a time.
 const SLOTS: u32 = 16;
-/// Requests under way in the whole fleet.
+/// Number of requests in flight in the whole fleet.
 const UNDER_WAY: usize = 96;
 const BACKENDS: usize = 8;
 const REQUESTS: u64 = 8_000;
-/// Prompts that some requests have and others do not.
+/// Number of prompts.
 const PROMPTS: usize = 50;
 
 struct Fleet {
     candidates: Vec<Candidate>,
-    /// By backend, by prompt: whether it is held.
+    /// Whether a prompt is held, by backend and prompt.
     held: [[bool; PROMPTS]; BACKENDS],
     under_way: VecDeque<(usize, u64)>,
     chosen: [u32; BACKENDS],
@@ -38,7 +38,7 @@ impl Fleet {
         }
     }
 
-    /// Sends one request with this prompt, and ends the oldest when there are enough.
+    /// Sends one request with this prompt, and ends the oldest if there are too many.
     fn send(&mut self, policy: &PolicyConfig, number: u64, prompt: usize) {
         let mut request = PolicyRequest {
             jitter: rank::mix(number),
@@ -103,7 +103,7 @@ fn misses_do_not_all_go_to_one_backend() {
     for policy in PolicyConfig::defaults() {
         let mut shares = [0_u32; BACKENDS];
         for number in 0..4_000_u64 {
-            // Simultaneous arrivals on an idle fleet: nothing is held, nobody is busy.
+            // Simultaneous arrivals at an idle fleet: nothing is held, and every backend is idle.
             let fleet = Fleet::new();
             let mut request = PolicyRequest {
                 jitter: rank::mix(number),
@@ -117,8 +117,8 @@ fn misses_do_not_all_go_to_one_backend() {
             shares[usize::from(choice.slot.0)] += 1;
         }
         let name = policy.name();
-        // 500 is an equal share. `vtc-basic` places users by what they used: the heaviest all
-        // stand at the end of the line.
+        // 500 is an equal share. `vtc-basic` places users by their usage, and the heaviest users
+        // share the last position.
         let fair = if name == "vtc-basic" {
             250..1100
         } else {

@@ -1,4 +1,4 @@
-//! What holds for every policy, and what each one is for.
+//! Properties of all policies, and the purpose of each.
 
 mod cases;
 mod herd;
@@ -24,7 +24,7 @@ const REQUEST: PolicyRequest = PolicyRequest {
     },
 };
 
-/// Every policy with its defaults, and those with many settings with any.
+/// Every policy with its defaults, and those with many settings also with random ones.
 fn policies() -> impl Strategy<Value = PolicyConfig> {
     let any_cost = (any::<[u32; 5]>(), 0_u32..=1000).prop_map(|(prices, near_permille)| {
         PolicyConfig::Cost(CostSettings {
@@ -121,7 +121,7 @@ fn edge() -> impl Strategy<Value = u32> {
     prop_oneof![0_u32..50, Just(u32::MAX)]
 }
 
-/// In slots with gaps, in ascending order.
+/// Candidates in slots with gaps, in ascending order.
 fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
     prop::collection::vec((candidate(), 1_u16..5), 0..12).prop_map(|candidates| {
         let mut slot = 0;
@@ -413,7 +413,8 @@ fn cost_counts_with_what_was_learnt_and_with_the_mean_where_nothing_was() {
     };
     let slow_and_fast = [candidate(0, Some(90_000)), candidate(1, Some(30_000))];
     assert_eq!(decided(&policy, &slow_and_fast), [0, 64]);
-    // The settings say 100 microseconds: against these the newcomer would get no request, ever.
+    // The settings say 100 microseconds; compared with that, the newcomer would never get a
+    // request.
     let fast_and_new = [candidate(0, Some(30_000)), candidate(1, None)];
     let shares = decided(&policy, &fast_and_new);
     assert!(shares.iter().all(|share| *share > 16), "{shares:?}");
@@ -425,7 +426,7 @@ fn cost_counts_with_what_was_learnt_and_with_the_mean_where_nothing_was() {
     assert_eq!(decided(&policy, &[slow_and_fast[0], busy]), [64, 0]);
 }
 
-/// How often each of two candidates is chosen by 64 requests.
+/// How often 64 requests choose each of two candidates.
 fn decided(policy: &PolicyConfig, candidates: &[Candidate; 2]) -> [u32; 2] {
     let mut shares = [0; 2];
     for number in 0..64 {

@@ -1,5 +1,5 @@
-//! Position hashing as the cache-aware design writes it, beside the search by position over
-//! chained names that is built.
+//! Position hashing as the cache-aware design describes it, next to the implemented search by
+//! position over chained hashes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,8 +10,8 @@ use crate::prefix::chain_bytes;
 const BLOCK_BYTES: usize = 16;
 const ROOT: u64 = 7;
 
-/// The design's tracker: a block's name is its position and content, who holds the last block of a
-/// prefix is taken to hold the whole, and there is no check of what is before it.
+/// The design's tracker: a block is named by its position and content, the owner of the last block
+/// of a prefix counts as the owner of the whole, and what precedes a block is not checked.
 #[derive(Default)]
 struct Literal(BTreeMap<(usize, Vec<u8>), BTreeSet<Slot>>);
 
@@ -50,7 +50,7 @@ fn chain(prompt: &str) -> Vec<BlockHash> {
     chain
 }
 
-/// A system prompt, a field that changes with each request, and a long text all have in common.
+/// A system prompt, a field that changes with each request, and a long text shared by all.
 fn prompt(field: u32) -> String {
     let system = "You are a helper".repeat(4);
     format!(
@@ -65,8 +65,8 @@ fn a_volatile_field_makes_literal_position_hashing_believe_what_is_not_there() {
     let backend = Slot(3);
     let mut literal = Literal::default();
     literal.record_request(&first, backend);
-    // All but the block of the field has another request's name: 45 blocks are believed held, of
-    // which an engine can use the four before the field.
+    // All blocks but the one with the field match another request's: 45 blocks are believed to be
+    // held, of which the engine can use the four before the field.
     assert_eq!(literal.matched(&second, backend), 45);
     let mut ownership = Ownership::new();
     ownership.add_backend(backend, None);

@@ -1,9 +1,9 @@
-//! The policies against the documents they come from: the pseudo-code written down as it stands
-//! (floating point, lists, loops), beside the cases in which what is built differs on purpose.
+//! The policies against the documents they come from: the pseudo-code written out literally
+//! (floating point, lists, loops), and the cases in which the implementation differs on purpose.
 
 use super::*;
 
-/// `(slot, matched, running)` each.
+/// Candidates from `(slot, matched, running)`.
 pub(super) fn fleet(backends: &[(u16, u32, u32)]) -> Vec<Candidate> {
     let candidate = |&(slot, matched, running): &(u16, u32, u32)| Candidate {
         slot: Slot(slot),
@@ -20,7 +20,7 @@ pub(super) fn decide(policy: &PolicyConfig, candidates: &[Candidate]) -> (u16, R
 }
 
 /// AIBrix's `prefix_cache_routing`, step by step, with its README's `<=` in the last comparison.
-/// Answers every slot it may choose: its order among equals is arbitrary.
+/// Returns every slot it may choose, because its order among equals is arbitrary.
 fn aibrix_prefix_cache(
     pods: &[Candidate],
     imbalance: u32,
@@ -81,7 +81,7 @@ fn gateway_cache_aware(workers: &[Candidate], threshold: f64, load_factor: f64) 
     idle.map(|worker| worker.slot).collect()
 }
 
-/// What, `(slot, matched, running)` of each backend, who is chosen and why.
+/// Description, `(slot, matched, running)` of each backend, and the expected choice and reason.
 type Case = (&'static str, &'static [(u16, u32, u32)], (u16, Reason));
 
 const PREFIX_CACHE: &[Case] = &[
@@ -154,7 +154,8 @@ fn prefix_cache_case_by_case() {
         let literal = aibrix_prefix_cache(&candidates, 16, 2.0, 2);
         assert!(literal.contains(&Slot(expected.0)), "{what}: {literal:?}");
     }
-    // As written any match wins, however short: every prompt that begins alike goes to one place.
+    // As written, any match wins, however short: all prompts with the same beginning go to one
+    // backend.
     let short = fleet(&[(1, 1, 2), (2, 0, 1)]);
     assert_eq!(aibrix_prefix_cache(&short, 16, 2.0, 1), [Slot(1)]);
     let any_match = PolicyConfig::PrefixCache(PrefixCacheSettings {
@@ -162,7 +163,7 @@ fn prefix_cache_case_by_case() {
         ..PrefixCacheSettings::default()
     });
     assert_eq!(decide(&any_match, &short), (1, Reason::LongestPrefix));
-    // A prompt of a single block can match no more than that.
+    // A prompt of a single block cannot match more than that.
     let tiny = PolicyRequest {
         blocks: 1,
         ..REQUEST
@@ -229,7 +230,7 @@ fn vllm_cache_aware_case_by_case() {
     }
 }
 
-/// The endpoint picker's scores: 0 to 1 each, higher is better.
+/// The endpoint picker's scores, 0 to 1 each, higher is better.
 fn endpoint_picker(pods: &[Candidate], weights: [f64; 3]) -> Vec<f64> {
     let shortest = f64::from(pods.iter().map(|pod| pod.waiting).min().unwrap());
     let longest = f64::from(pods.iter().map(|pod| pod.waiting).max().unwrap());
@@ -291,10 +292,10 @@ fn epp_case_by_case() {
             assert!((literal - own).abs() < 1e-5, "{what}: {literal} {own}");
         }
     }
-    // A gain below the threshold is none.
+    // A gain below the threshold does not count.
     let short = [pod(1, 3, 0, 100), pod(2, 0, 0, 50)];
     assert_eq!(decide(&policy, &short), (2, Reason::BestScore));
-    // Who has the adapter goes first, unless its queue is too long.
+    // A backend with the adapter is preferred unless its queue is too long.
     let adapter = |waiting| {
         let loaded = Candidate {
             is_model_listed: true,
@@ -306,7 +307,7 @@ fn epp_case_by_case() {
 }
 
 proptest! {
-    /// Without a root and a fraction the comparison is the one with them.
+    /// The comparison without a root and a fraction agrees with the one that has them.
     #[test]
     fn prefix_cache_agrees_with_its_pseudo_code(
         backends in prop::collection::vec((0_u32..4, 0_u32..30), 1..9),

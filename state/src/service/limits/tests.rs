@@ -1,4 +1,4 @@
-//! Algorithms 1, 2 and 7: tables, the seed's literal forms beside ours, and modelled engines.
+//! Algorithms 1, 2 and 7: tables, the literal algorithms next to ours, and modelled engines.
 
 use proptest::prelude::*;
 use rand_xoshiro::SplitMix64;
@@ -22,7 +22,7 @@ impl Random {
     }
 }
 
-/// A sample that tells nothing.
+/// An empty sample.
 fn nothing() -> ServiceSample {
     ServiceSample::empty(BackendRef {
         slot: Slot(0),
@@ -30,7 +30,7 @@ fn nothing() -> ServiceSample {
     })
 }
 
-/// A sample of requests that added so many tokens each.
+/// A sample of requests that added these numbers of tokens.
 fn ended(tokens: &[u64]) -> ServiceSample {
     ServiceSample {
         ended: tokens.len() as u32,
@@ -41,7 +41,7 @@ fn ended(tokens: &[u64]) -> ServiceSample {
     }
 }
 
-/// A second of tokens at `inter_token_us`, while `running` ran.
+/// A second of tokens at `inter_token_us` with `running` requests.
 fn tokens(inter_token_us: u32, running: u32, is_at_limit: bool) -> ServiceSample {
     let gaps = u64::from(1_000_000 / inter_token_us * running);
     ServiceSample {
@@ -61,7 +61,7 @@ fn footprint_of(sizes: &[u64]) -> Footprint {
     footprint
 }
 
-/// Of requests that follow a distribution closely, given by its quantiles.
+/// A footprint of requests that closely follow a distribution, given by its quantiles.
 fn footprint_by(quantile: impl Fn(f64) -> f64) -> Footprint {
     let sizes = (0..512).map(|at| quantile((f64::from(at) + 0.5) / 512.0).round() as u64);
     footprint_of(&sizes.collect::<Vec<u64>>())
@@ -84,7 +84,7 @@ fn adaptive(inter_token_us: u32) -> AdmissionSettings {
 
 // Algorithm 1.
 
-/// The share of draws in which `b` requests of sizes from `draw` exceed `capacity`.
+/// Returns the share of draws in which `b` requests with sizes from `draw` exceed `capacity`.
 fn overflow(b: u32, capacity: f64, mut draw: impl FnMut() -> f64) -> f64 {
     const DRAWS: u32 = 20_000;
     let exceed = (0..DRAWS).filter(|_| (0..b).map(|_| draw()).sum::<f64>() > capacity);
@@ -102,7 +102,7 @@ fn a_fixed_buffer_overflows_where_few_requests_fit_and_the_root_rule_holds() {
         let ours = footprint.b_mem(capacity.into(), 1645, 65_536);
         let ours = ours.expect("enough requests were seen");
         let mut share = |b| {
-            // The sum of many is normal, and their share too small to draw.
+            // The sum of many is normal, and the share of overflows too small to draw.
             if capacity > 20_000 {
                 return 0.0;
             }
@@ -160,7 +160,7 @@ fn averages_begin_with_the_first_sample() {
 fn there_is_no_bound_before_there_is_enough_to_go_by() {
     assert_eq!(Footprint::default().b_mem(1000, 1645, 999), None);
     assert_eq!(footprint_of(&[100_000; 15]).b_mem(1000, 1645, 999), None);
-    // One always runs: a request that does not fit at all is refused on its own.
+    // One request always runs: one that does not fit at all is rejected separately.
     assert_eq!(footprint_of(&[100_000; 16]).b_mem(1000, 1645, 999), Some(1));
     assert_eq!(footprint_of(&[0; 16]).b_mem(1000, 1645, 999), Some(999));
 }
@@ -228,7 +228,7 @@ proptest! {
 
 // Algorithms 2 and 7.
 
-/// An engine whose inter-token time follows from how many run.
+/// An engine whose time between tokens depends on the number of running requests.
 struct Modelled<F> {
     inter_token_us: F,
     pace: SlaController,
@@ -237,7 +237,7 @@ struct Modelled<F> {
 }
 
 impl<F: FnMut(u32) -> u32> Modelled<F> {
-    /// A second in which so many requests want to run.
+    /// A second in which this many requests want to run.
     fn second(&mut self, demand: u32) -> u32 {
         let limit = self.limit();
         let running = demand.min(limit);
@@ -269,7 +269,7 @@ fn modelled<F: FnMut(u32) -> u32>(inter_token_us: F, sla: SlaSettings) -> Modell
     }
 }
 
-/// 10 ms and 0.3 ms for each request that runs: 50 ms at 133.
+/// 10 ms plus 0.3 ms per running request: 50 ms at 133.
 fn usual(running: u32) -> u32 {
     10_000 + 300 * running
 }
@@ -309,7 +309,7 @@ fn noise_does_not_lead_it_astray() {
 
 #[test]
 fn being_slow_below_the_bound_lowers_it() {
-    // 80 requests at 90 ms: the bound begins at 512, which is never reached.
+    // 80 requests at 90 ms: the limit starts at 512, which is never reached.
     let mut engine = modelled(|running| 10_000 + 1_000 * running, sla(50_000));
     let bound = engine.seconds(60, 80);
     assert!((35..=45).contains(&bound), "{bound}");
@@ -343,13 +343,13 @@ fn the_literal_controller_is_trapped_at_two_after_an_idle_spell() {
         lull.abs_diff(before) <= 1,
         "a lull changes nothing: {before} {lull}"
     );
-    // Wherever it is, also when put to 2, it finds back.
+    // It recovers from anywhere, even when set to 2.
     ours.pace = low_pace(2);
     let after = ours.seconds(600, 200);
     assert!(after > 100, "{after}");
 }
 
-/// A controller at so low a bound.
+/// A controller with this low a limit.
 fn low_pace(bound: u32) -> SlaController {
     let sla = SlaSettings {
         batch_max: bound,
@@ -407,7 +407,8 @@ fn what_runs_from_before_a_fall_lowers_it_no_further() {
         batch_max: 1024,
         ..sla
     };
-    // 200 run on, started before the bound was 40: slow, and no fault of the bound.
+    // 200 requests continue that were started before the limit fell to 40: slow, but through no
+    // fault of the limit.
     (0..30).for_each(|_| pace.observe(&tokens(90_000, 200, true), &settings, None));
     assert_eq!(pace.b_sla(&settings), 40);
     (0..3).for_each(|_| pace.observe(&tokens(90_000, 41, true), &settings, None));
@@ -416,7 +417,7 @@ fn what_runs_from_before_a_fall_lowers_it_no_further() {
 
 #[test]
 fn a_floor_of_what_decodes_would_never_let_the_bound_fall() {
-    // As the seed has it for a scheduler within an engine. A router refills what ends.
+    // As originally given for a scheduler within an engine. A router refills what ends.
     let mut literal = literal::Controller::new(50_000.0, 5_000.0, (1, 128));
     for _ in 0..500 {
         let batch = literal.b_sla();
