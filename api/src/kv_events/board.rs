@@ -8,42 +8,43 @@ use state::ids::Slot;
 
 use super::stream::StreamCounts;
 
-/// All streams that this replica reads.
+/// Status of all streams that this replica reads.
 #[derive(Debug, Default)]
 pub struct StreamBoard(Mutex<BTreeMap<Slot, BackendStreams>>);
 
-/// One backend's streams, as its reader sees them.
+/// One backend's streams as seen by its reader.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct BackendStreams {
     /// Why nothing is followed yet.
     pub detail: Option<String>,
-    /// By rank.
+    /// Streams by rank.
     pub ranks: Vec<RankStreamStatus>,
 }
 
-/// One rank's stream.
+/// Status of one rank's stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RankStreamStatus {
-    /// The rank.
+    /// Data-parallel rank.
     pub rank: u16,
-    /// Where its events are had.
+    /// Endpoint of its events.
     pub endpoint: String,
-    /// Whether the subscription stands.
+    /// Whether the subscription is established.
     pub is_connected: bool,
-    /// Why something is not as it should be.
+    /// Description of a problem, if any.
     pub detail: Option<String>,
-    /// Newest message that came.
+    /// Number of the newest message received.
     pub newest_seq: Option<u64>,
-    /// Last message told to the cluster.
+    /// Number of the last message reported to the cluster.
     pub told_seq: Option<u64>,
-    /// Messages that came and are not applied here.
+    /// Number of messages received but not applied here.
     pub lag_messages: u64,
-    /// What it met so far.
+    /// Counters since the start.
     pub counts: StreamCounts,
 }
 
 impl StreamBoard {
-    /// How the streams of the backend in `slot` stand; `None`: another replica reads them, or nobody.
+    /// Returns the streams of the backend in `slot`. `None`: another replica reads them, or none
+    /// does.
     #[must_use]
     pub fn standing(&self, slot: Slot) -> Option<BackendStreams> {
         self.lock().get(&slot).cloned()
@@ -69,7 +70,7 @@ impl StreamBoard {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Slot, BackendStreams>> {
-        // Entries are written whole.
+        // Entries are always written completely.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -2,41 +2,41 @@
 //!
 //! | value | meaning |
 //! | --- | --- |
-//! | `tcp://10.0.0.1:5557` | the engine listens there; `*` for the host: the host of the backend's URL |
+//! | `tcp://10.0.0.1:5557` | the engine listens there; the host `*` stands for the host of the backend's URL |
 //! | `ipc:///run/vllm.sock` | the engine listens on this machine |
-//! | `bind:tcp://0.0.0.0:5557` | the engine dials: this replica listens there while it reads |
-//! | `auto` | asked from the engine (`kv_events` only) |
+//! | `bind:tcp://0.0.0.0:5557` | the engine connects; this replica listens there while it reads |
+//! | `auto` | the engine is asked (`kv_events` only) |
 //!
-//! `?ranks=4` behind any of them: so many data-parallel ranks, each on a port one higher.
+//! `?ranks=4` after any of them gives the number of data-parallel ranks, each on the next port.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Most data-parallel ranks of one engine.
+/// Maximum number of data-parallel ranks of one engine.
 pub const RANKS_MAX: u16 = 64;
 
-/// `kv_events` of a backend.
+/// Setting `kv_events` of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvEventsSource {
-    /// Asked from the engine.
+    /// The engine is asked.
     Auto,
-    /// Here.
+    /// This endpoint.
     At(KvEndpoint),
 }
 
-/// An endpoint, of the first rank.
+/// Endpoint of the first rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvEndpoint {
-    /// Who listens.
+    /// Side that listens.
     pub side: ListeningSide,
-    /// Where.
+    /// Address that it listens at.
     pub address: KvAddress,
-    /// Data-parallel ranks.
+    /// Number of data-parallel ranks.
     pub ranks: u16,
 }
 
-/// Which side of a connection listens.
+/// Side of a connection that listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListeningSide {
     /// The engine.
@@ -45,21 +45,21 @@ pub enum ListeningSide {
     Here,
 }
 
-/// Where it listens.
+/// Address of an endpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvAddress {
     /// TCP.
     Tcp {
-        /// Name or address; `None`: that of the backend's URL.
+        /// Host name or address. `None`: the host of the backend's URL.
         host: Option<String>,
         /// Port of the first rank.
         port: u16,
     },
-    /// A Unix socket's path, to which ZeroMQ adds nothing for ranks.
+    /// Path of a Unix socket. ZeroMQ adds nothing to it for ranks.
     Ipc(PathBuf),
 }
 
-/// What is no endpoint.
+/// A malformed endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected {0}")]
 pub struct EndpointError(&'static str);
@@ -129,7 +129,8 @@ impl FromStr for KvAddress {
 }
 
 impl KvEndpoint {
-    /// Where `rank` of an engine at `engine_host` is; `None` when there is no such port.
+    /// Returns the address of `rank` for an engine at `engine_host`; `None` if there is no such
+    /// port.
     #[must_use]
     pub fn of_rank(&self, rank: u16, engine_host: &str) -> Option<KvAddress> {
         match &self.address {
@@ -157,10 +158,10 @@ impl fmt::Display for KvAddress {
     }
 }
 
-/// Checks a backend's `kv_events` and `kv_replay`; the faults name the field.
+/// Checks the settings `kv_events` and `kv_replay` of a backend.
 ///
 /// # Errors
-/// What would be right.
+/// The faulty field and what is expected of it.
 pub fn check(
     kv_events: Option<&str>,
     kv_replay: Option<&str>,

@@ -1,4 +1,4 @@
-//! What engines publish of their caches, as [`crate::fuzzing`] has it.
+//! Fuzz targets for KV events published by engines, see [`crate::fuzzing`].
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, HashMap};
@@ -20,12 +20,12 @@ use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 use super::wire;
 use super::zmtp::{SocketType, ZmtpConnection, greeting, put_frame, ready};
 
-/// A payload.
+/// Decodes a payload.
 pub fn kv_payload(bytes: &[u8]) {
     let Ok(payload) = wire::decode(bytes) else {
         return;
     };
-    // Every hash, token and event took bytes.
+    // Every hash, token and event took at least one byte.
     let told: usize = payload
         .events
         .iter()
@@ -39,8 +39,8 @@ pub fn kv_payload(bytes: &[u8]) {
     assert_eq!(wire::decode(bytes), Ok(payload));
 }
 
-/// What happens to the reader of a stream, and what the log then makes of it: steps of what happens (1
-/// byte), a sequence number (1 byte), the length of a payload (2 bytes, little-endian), the payload.
+/// Drives the reader of a stream and applies its news to a state. The input is a sequence of steps:
+/// kind (1 byte), sequence number (1 byte), length of a payload (2 bytes, little-endian), payload.
 pub fn kv_stream(mut bytes: &[u8]) {
     let mut rig = Rig::new();
     let mut stream = EventStream::new(identity(), true, None);
@@ -77,7 +77,7 @@ pub fn kv_stream(mut bytes: &[u8]) {
     assert_eq!(rig.state.check(), Ok(()));
 }
 
-/// What a peer sends over a connection: the kind of this end in one byte, then its bytes.
+/// Receives the bytes of a peer over a connection. The first byte selects the type of this end.
 pub fn zmtp(bytes: &[u8]) {
     thread_local! {
         static RUNTIME: LazyCell<Runtime> = LazyCell::new(|| {
@@ -112,7 +112,7 @@ pub fn zmtp(bytes: &[u8]) {
     }
 }
 
-/// An endpoint, as operators write it and engines tell it.
+/// Parses an endpoint as written by operators and reported by engines.
 pub fn endpoint(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -134,12 +134,12 @@ pub fn endpoint(bytes: &[u8]) {
     }
 }
 
-/// Payloads in the form of released engines: events as arrays and as maps.
+/// Payloads in the form of released engines, with events as arrays and as maps.
 #[must_use]
 pub fn kv_payload_seeds() -> Vec<Vec<u8>> {
     let mut seeds = vec![payload(&[stored(1, None, 2), removed(2), cleared()])];
     seeds.push(payload(&[stored(3, Some(2), 4)]));
-    // As newer engines have it: with adapter, medium, extra keys, group.
+    // In the form of newer engines, with adapter, medium, extra keys and group.
     let mut long = Vec::new();
     rmp::encode::write_map_len(&mut long, 6).expect(IN_MEMORY);
     text(&mut long, "type");
@@ -159,7 +159,7 @@ pub fn kv_payload_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// Readers' lives: caught up, followed, lost and asked again.
+/// Sequences for readers: catching up, following, losing messages and asking again.
 #[must_use]
 pub fn kv_stream_seeds() -> Vec<Vec<u8>> {
     let message = |number: u64| payload(&[stored(number * 4 + 1, None, 3)]);
@@ -191,7 +191,7 @@ pub fn kv_stream_seeds() -> Vec<Vec<u8>> {
     vec![replayed.concat(), lost.concat()]
 }
 
-/// What peers send: greeting, `READY`, messages and pings.
+/// Bytes of peers: greeting, `READY`, messages and pings.
 #[must_use]
 pub fn zmtp_seeds() -> Vec<Vec<u8>> {
     let mut message = BytesMut::new();
@@ -222,7 +222,7 @@ pub fn endpoint_seeds() -> Vec<Vec<u8>> {
 
 const IN_MEMORY: &str = "writing into memory cannot fail";
 
-/// What a peer that talks to `kind` sends before its first message.
+/// Returns the bytes that a peer of `kind` sends before its first message.
 fn greeted(kind: SocketType) -> Vec<u8> {
     let peer = match kind {
         SocketType::Pub => SocketType::Sub,
@@ -252,7 +252,7 @@ fn tokens(out: &mut Vec<u8>, blocks: u32) {
     }
 }
 
-/// A payload: a time stamp, the events, a rank.
+/// A payload of a time stamp, the events and a rank.
 fn payload(events: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::new();
     rmp::encode::write_array_len(&mut out, 3).expect(IN_MEMORY);
@@ -298,12 +298,12 @@ fn cleared() -> Vec<u8> {
     out
 }
 
-/// A state that is told what a reader finds.
+/// A state that receives what a reader finds.
 struct Rig {
     state: RouterState,
     backend: BackendRef,
     seq: u64,
-    /// What was told, as far as it matters for parents.
+    /// Reported blocks, as far as they matter as parents.
     known: HashMap<EngineHash, BlockHash>,
 }
 

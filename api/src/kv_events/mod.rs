@@ -1,9 +1,10 @@
-//! KV events: what engines publish about their prefix caches, read by one replica per backend and
-//! told to all through the log.
+//! KV events: what engines publish about their prefix caches. One replica per backend reads them
+//! and reports them to all replicas through the log.
 //!
-//! [`wire`] decodes payloads, [`stream`] decides what of them counts and gives blocks the router's
-//! hashes; both are pure. [`zmtp`] is the transport, [`endpoint`] says where it leads, [`reader`]
-//! joins them, one task per data-parallel rank, and [`board`] shows how each of them stands.
+//! [`wire`] decodes payloads. [`stream`] decides which messages count and computes the router's
+//! hashes of their blocks. Both are pure. [`zmtp`] is the transport, and [`endpoint`] describes
+//! where to connect. [`reader`] combines them in one task per data-parallel rank, and [`board`]
+//! shows the status of each.
 
 pub mod board;
 pub mod endpoint;

@@ -1,45 +1,45 @@
-//! A reader of msgpack for bytes from elsewhere: nothing is allocated, no recursion, every length is
-//! checked against what is there.
+//! A msgpack reader for untrusted input. It does not allocate or recurse, and checks every length
+//! against the remaining bytes.
 
 use rmp::Marker;
 
-/// Deepest nesting that is skipped.
+/// Maximum nesting that can be skipped.
 const DEPTH_MAX: u32 = 32;
 
-/// Bytes that are not the msgpack that was expected.
+/// Input that is not the expected msgpack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected {expected} {left} bytes before the end")]
 pub struct MsgpackError {
     /// What was expected.
     pub expected: &'static str,
-    /// Bytes from there to the end.
+    /// Number of bytes from there to the end.
     pub left: usize,
 }
 
-/// What is still to be read.
+/// The unread input.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MsgpackReader<'a> {
     rest: &'a [u8],
 }
 
-/// A value that has no parts, or the number of parts that follow.
+/// A value without parts, or the number of parts that follow.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum MsgpackValue<'a> {
     /// `nil`.
     Nil,
-    /// A truth value.
+    /// A boolean.
     Flag,
-    /// A whole number, negative ones in two's complement.
+    /// An integer; negative ones in two's complement.
     Integer(u64),
-    /// A number with a fraction.
+    /// A floating-point number.
     Float,
     /// Text; not checked to be UTF-8.
     Text(&'a [u8]),
-    /// Bytes.
+    /// Binary data.
     Bytes(&'a [u8]),
-    /// So many values follow.
+    /// An array; this many values follow.
     Array(u32),
-    /// So many keys, each with a value behind it, follow.
+    /// A map; this many keys follow, each with its value.
     Map(u32),
     /// An extension.
     Extension,
@@ -72,7 +72,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// A big-endian number of `bytes` bytes, at most eight.
+    /// Reads a big-endian number of `bytes` bytes, at most eight.
     fn number(&mut self, bytes: usize) -> Result<u64, MsgpackError> {
         let digits = self.take(bytes)?;
         Ok(digits
@@ -94,7 +94,7 @@ impl<'a> MsgpackReader<'a> {
         self.take(usize::try_from(length).unwrap_or(usize::MAX))
     }
 
-    /// The next value, or the head of it.
+    /// Reads the next value, or its head.
     pub(super) fn value(&mut self) -> Result<MsgpackValue<'a>, MsgpackError> {
         let marker = Marker::from_u8(self.take(1)?[0]);
         Ok(match marker {
@@ -161,9 +161,9 @@ impl<'a> MsgpackReader<'a> {
         self.run(length).map(|_| MsgpackValue::Extension)
     }
 
-    /// Passes over the next value with all its parts.
+    /// Skips the next value with all its parts.
     pub(super) fn skip(&mut self) -> Result<(), MsgpackError> {
-        // Values still to come at each level; a level is left when it has none.
+        // Number of values still to come at each level; a level ends when there are none left.
         let mut levels = [0_u64; DEPTH_MAX as usize];
         let mut depth = 0;
         levels[0] = 1;
@@ -187,7 +187,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// An array's length.
+    /// Reads the length of an array.
     pub(super) fn array(&mut self) -> Result<u32, MsgpackError> {
         let before = *self;
         match self.value()? {
@@ -196,7 +196,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// A number that fits 32 bits without a sign.
+    /// Reads a number that fits 32 bits without a sign.
     pub(super) fn small(&mut self) -> Result<u32, MsgpackError> {
         let before = *self;
         match self.value()? {

@@ -1,9 +1,10 @@
-//! Reads the KV events of the backends that this replica is to read.
+//! Reads the KV events of the backends assigned to this replica.
 //!
-//! One task per backend, which asks the engine what must be known (`source`), and one per
-//! data-parallel rank, which joins the sockets to a [`EventStream`] and tells the cluster through the
-//! outbox. When the outbox has no room the task waits, and with it the engine's publisher, which
-//! then drops messages; they are replayed when there is room again. Nothing waits for a reader.
+//! There is one task per backend, which asks the engine for what must be known (`source`), and one
+//! per data-parallel rank, which connects the sockets to an [`EventStream`] and reports to the
+//! cluster through the outbox. When the outbox is full, the task waits, and with it the engine's
+//! publisher, which then drops messages. These are replayed once there is room again. Nothing else
+//! waits for a reader.
 
 mod rank;
 #[cfg(test)]
@@ -29,29 +30,29 @@ use crate::ports::Cluster;
 use crate::routing::Router;
 use rank::RankReader;
 
-/// From one look at the assignments to the next.
+/// Interval at which the assignments are checked.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// Between two tries to learn of an engine what must be known.
+/// Delay before an engine is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// What reading needs of a replica.
+/// Dependencies of the readers on their replica.
 #[derive(Clone)]
 pub struct ReaderParts {
-    /// The replicated state.
+    /// Replicated state.
     pub cluster: Arc<dyn Cluster>,
-    /// Its published part.
+    /// Published part of the state.
     pub view: Arc<StateView>,
-    /// Takes what is told.
+    /// Receiver of the reports.
     pub router: Arc<Router>,
-    /// How engines are asked.
+    /// Registry of backends, with the keys for asking engines.
     pub backends: Arc<Backends>,
-    /// How what they publish is reached.
+    /// Transport to the engines' publishers.
     pub sockets: Arc<dyn Sockets>,
-    /// Where is shown how their streams stand.
+    /// Status board of the streams.
     pub board: Arc<StreamBoard>,
 }
 
-/// A backend's task; dropping it ends the task.
+/// A backend's task, aborted on drop.
 struct ReaderTask {
     backend: Backend,
     task: AbortHandle,
@@ -63,7 +64,7 @@ impl Drop for ReaderTask {
     }
 }
 
-/// Reads what is assigned to this replica until `stop`.
+/// Runs a reader for each backend assigned to this replica until `stop`.
 pub async fn run(parts: ReaderParts, stop: CancellationToken) {
     let mut readings: BTreeMap<Slot, ReaderTask> = BTreeMap::new();
     let mut seen: Option<Arc<Registry>> = None;
@@ -110,7 +111,7 @@ pub async fn run(parts: ReaderParts, stop: CancellationToken) {
     }
 }
 
-/// Reads one backend for ever.
+/// Reads one backend forever.
 async fn read_backend(parts: ReaderParts, backend: Backend) {
     loop {
         read_while_sound(&parts, &backend).await;
@@ -120,7 +121,7 @@ async fn read_backend(parts: ReaderParts, backend: Backend) {
     }
 }
 
-/// Reads one backend until the task of a rank breaks, which none should.
+/// Reads one backend until the task of a rank fails, which none should.
 async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
     let slot = backend.handle.slot;
     parts.board.show(slot, BackendStreams::default());
@@ -147,7 +148,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
         Ok(identity) => identity,
         Err(refusal) => {
             refuse(parts, backend.handle, &found, refusal).await;
-            // Until the backend is another one.
+            // Until the backend changes.
             return std::future::pending().await;
         }
     };
@@ -173,7 +174,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
     ranks.join_next().await;
 }
 
-/// What the state knows of the ranks of this life.
+/// Returns what the state knows of the ranks of this incarnation.
 fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
     let mut ranks = Vec::new();
     parts.cluster.with_state(&mut |state| {
@@ -184,11 +185,11 @@ fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
     ranks
 }
 
-/// Nobody reads yet: what counts as exact is in doubt.
+/// Casts doubt on what counts as exact while nobody reads yet.
 fn object(parts: &ReaderParts, backend: BackendRef) {
     for rank in known_ranks(parts, backend) {
         if rank.condition == KvCondition::EXACT {
-            // Without room it is told at the next try.
+            // If there is no room, the next attempt reports it.
             parts.router.note(Item::KvEvents(KvBatch {
                 backend,
                 rank: rank.rank,
@@ -199,15 +200,15 @@ fn object(parts: &ReaderParts, backend: BackendRef) {
     }
 }
 
-/// Has the state know of just the ranks there are: one of several that nobody has reached must not go
-/// unnoticed beside those that are exact, and one that is no more holds nothing.
+/// Registers exactly the ranks that the engine reports, so that an unreachable rank keeps the
+/// backend from being exact, and a removed one counts as empty.
 async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSources) {
     let known = known_ranks(parts, backend);
     let is_known = |rank: u16| known.iter().any(|it| it.rank == rank);
     let mut news = Vec::new();
     if found.ranks.len() > 1 {
         let unknown = found.ranks.iter().filter(|it| !is_known(it.rank));
-        // Any run that is found has a greater number.
+        // Any run found later has a greater number.
         news.extend(unknown.map(|it| (it.rank, 0, KvNews::Doubt(KvDoubt::Unreachable))));
     }
     for gone in &known {
@@ -232,14 +233,14 @@ async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSour
     }
 }
 
-/// Tells the cluster once there is room for it.
+/// Reports to the cluster, waiting until there is room.
 async fn tell(parts: &ReaderParts, batch: KvBatch) {
     while !parts.router.note(Item::KvEvents(batch.clone())) {
         tokio::time::sleep(ASK_AGAIN).await;
     }
 }
 
-/// Under which model and block size this engine's blocks are hashed.
+/// Determines the model and block size for hashing this engine's blocks.
 fn identify(parts: &ReaderParts, found: &EngineSources) -> Result<HashIdentity, KvRefusal> {
     let model = found.model.clone().ok_or(KvRefusal::Models)?;
     let block_size = parts.router.token_block_size(&model);
@@ -251,7 +252,7 @@ fn identify(parts: &ReaderParts, found: &EngineSources) -> Result<HashIdentity, 
     })
 }
 
-/// Where a stream goes on.
+/// Where a stream resumes.
 struct ResumePoint<'a> {
     parts: &'a ReaderParts,
     backend: BackendRef,
@@ -277,7 +278,7 @@ impl ResumePoint<'_> {
     }
 }
 
-/// Whether what an engine was refused for is mended: a refusal lasts as long as the run it was said of.
+/// Whether the reason for refusing an engine is gone; otherwise a refusal lasts as long as the run.
 fn is_void(refusal: KvRefusal, identity: &HashIdentity) -> bool {
     match refusal {
         KvRefusal::Tokenizer | KvRefusal::Models => true,
@@ -286,7 +287,7 @@ fn is_void(refusal: KvRefusal, identity: &HashIdentity) -> bool {
     }
 }
 
-/// Tells that this engine's events cannot be used, once there is room for it.
+/// Reports that this engine's events cannot be used, waiting until there is room.
 async fn refuse(
     parts: &ReaderParts,
     backend: BackendRef,
@@ -304,7 +305,8 @@ async fn refuse(
     let known = known_ranks(parts, backend);
     let unix_ms = || parts.router.clock().unix_ms();
     for source in &found.ranks {
-        // Of the run that is followed: another one would empty the cache, which leases are known of.
+        // Uses the followed run: another one would empty the cache, which also holds blocks known
+        // from leases.
         let followed = known.iter().find(|it| it.rank == source.rank);
         let batch = KvBatch {
             backend,

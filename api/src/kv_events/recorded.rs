@@ -1,5 +1,5 @@
-//! Recorded streams all the way: bytes, [`EventStream`], log, state, and what routing then finds. Readers hand
-//! over in between, and a second replica is rebuilt from snapshots.
+//! Recorded streams end to end: bytes, [`EventStream`], log, state, and the resulting routing
+//! matches. Readers hand over in between, and a second replica is rebuilt from snapshots.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -18,7 +18,7 @@ use crate::prompt::{TokenScope, chain_of_tokens};
 
 const HASH_SEED: u64 = 7;
 const MODEL: &str = "tiny";
-/// Requests from one handover of the stream to the next.
+/// Number of requests between two handovers of the stream.
 const REQUESTS_PER_READER: usize = 7;
 
 /// Two replicas, a reader and the engine's messages so far.
@@ -104,7 +104,7 @@ impl Rig {
         }
     }
 
-    /// Lets the stream act and carries out what it wants, replays from what was sent so far.
+    /// Calls the stream and carries out its effects, with replays from the messages sent so far.
     fn act(&mut self, act: &mut dyn FnMut(&mut EventStream, &StreamContext<'_>)) {
         let (slot, state) = (self.backend.slot, &self.steady);
         let around = StreamContext {
@@ -136,11 +136,11 @@ impl Rig {
         }
     }
 
-    /// Another replica reads, from where the state is.
+    /// Another replica starts reading from the state's position.
     fn hand_over(&mut self) {
         let position = self.steady.kv_positions(self.backend.slot).pop();
         self.stream = EventStream::new(identity(self.block_size), true, position);
-        // Nobody had told that it is in doubt.
+        // The doubt has not been reported yet.
         self.act(&mut |stream, _| stream.object());
         if position.is_some() {
             assert_ne!(self.condition(), KvCondition::EXACT);
@@ -161,8 +161,8 @@ impl Rig {
     }
 }
 
-/// What an engine says it holds, without any of the router's rules: its own names with their copies, and
-/// the name before each.
+/// What an engine reports to hold, without any of the router's rules: its own hashes with the
+/// number of copies, and the parent of each.
 #[derive(Default)]
 struct Cache {
     copies: HashMap<EngineHash, u32>,
@@ -196,7 +196,7 @@ impl Cache {
         self.copies.get(&name).is_some_and(|copies| *copies > 0)
     }
 
-    /// Blocks held, and those of them that a lookup reaches.
+    /// Returns the number of blocks held, and of those that a lookup reaches.
     fn blocks(&self) -> (u32, u64) {
         let is_reached = |name: &EngineHash| {
             let mut at = Some(*name);
@@ -211,8 +211,8 @@ impl Cache {
     }
 }
 
-/// At each recorded request the state holds what the engine does, block for block, and finds for its
-/// prompt what the engine found, to the token.
+/// At each recorded request, the state holds what the engine does, block for block, and finds for
+/// its prompt what the engine found, to the token.
 #[test]
 fn the_state_is_the_recorded_engines_cache() {
     for (name, block_size) in [("vllm012_bs16", 16_u32), ("vllm032_bs32", 32)] {
@@ -239,7 +239,7 @@ fn the_state_is_the_recorded_engines_cache() {
             let status = rig.steady.kv_status(rig.backend.slot).unwrap();
             let (held, reached) = cache.blocks();
             assert_eq!(status.ranks[0].blocks, held, "{name}: {}", request.name);
-            // Where salts are not told, blocks that look alike are one.
+            // Without salts in the events, blocks that look alike are one.
             if tells_salts {
                 assert_eq!(status.reported_blocks, reached, "{name}: {}", request.name);
             } else {

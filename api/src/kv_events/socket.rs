@@ -1,7 +1,8 @@
-//! The two sockets of a reader as streams of what comes over them: the subscription, which goes on
-//! for ever, and a replay, which ends. Each runs in a task of its own behind a short queue, so that a
-//! reader that is held up holds up the peer, and not this replica's memory. Where they lead is a port,
-//! [`Sockets`]: [`Zmq`], or what a simulation plays.
+//! A reader's two sockets as streams: the subscription, which never ends, and a replay, which does.
+//!
+//! Each runs in its own task behind a short queue, so that a delayed reader slows down the peer
+//! instead of filling this replica's memory. The transport is a port, [`Sockets`], implemented by
+//! [`Zmq`] and by simulations.
 
 use std::io;
 use std::time::Duration;
@@ -17,37 +18,37 @@ use super::zmtp::{SocketType, ZmtpConnection, ZmtpError};
 use crate::backends::pool::prepare;
 use crate::ports::BoxFuture;
 
-/// Messages waiting for the reader.
+/// Maximum number of messages queued for the reader.
 const QUEUE_MESSAGES_MAX: usize = 256;
 /// Longest wait for a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
-/// Between TCP keep-alive probes.
+/// Interval of TCP keep-alive probes.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// First and longest pause between two tries to connect.
+/// First and longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// Longest silence of an engine that is asked to repeat messages: vLLM looks for such requests
-/// ten times a second.
+/// Longest silence of an engine during a replay. vLLM checks for replay requests ten times a
+/// second.
 const REPLAY_SILENCE_MAX: Duration = Duration::from_secs(3);
-/// The number that ends a replay.
+/// Message number that ends a replay.
 const REPLAY_END: u64 = u64::MAX;
 
-/// What a socket brings.
+/// An event of a socket.
 #[derive(Debug)]
 pub enum SocketMessage {
-    /// The subscription stands.
+    /// The subscription is established.
     Connected,
     /// A numbered message.
     Message(u64, Bytes),
     /// The replay is complete.
     End,
-    /// The subscription broke and is tried again, or the replay ended too soon.
+    /// The subscription broke and will be retried, or the replay ended too soon.
     Broke(String),
 }
 
-/// How readers reach what engines publish.
+/// Transport to the engines' publishers.
 pub trait Sockets: Send + Sync + 'static {
-    /// Subscribes to everything an engine publishes at `address`, again whenever that breaks, until
-    /// nobody takes from `queue` any more.
+    /// Subscribes to everything that an engine publishes at `address`, and again whenever the
+    /// connection breaks, until the receiver of `queue` is dropped.
     fn subscribe(
         &self,
         side: ListeningSide,
@@ -55,7 +56,8 @@ pub trait Sockets: Send + Sync + 'static {
         queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, ()>;
 
-    /// Asks for all messages from `from` on, and queues them; says why when they are not complete.
+    /// Requests all messages from `from` on and queues them. Returns a description of the fault if
+    /// they are incomplete.
     fn replay(
         &self,
         address: KvAddress,
@@ -64,7 +66,7 @@ pub trait Sockets: Send + Sync + 'static {
     ) -> BoxFuture<'static, Result<(), String>>;
 }
 
-/// ZeroMQ's, over TCP and Unix sockets.
+/// ZeroMQ over TCP and Unix sockets.
 #[derive(Debug, Clone, Copy)]
 pub struct Zmq;
 
@@ -109,7 +111,8 @@ impl Drop for Socket {
 }
 
 impl Socket {
-    /// Subscribes to everything an engine publishes at `address`, again whenever that breaks.
+    /// Subscribes to everything that an engine publishes at `address`, and again whenever the
+    /// connection breaks.
     pub(super) fn subscription(
         sockets: &dyn Sockets,
         side: ListeningSide,
@@ -123,7 +126,7 @@ impl Socket {
         }
     }
 
-    /// Asks for all messages from `from` on.
+    /// Requests all messages from `from` on.
     pub(super) fn replay(sockets: &dyn Sockets, address: KvAddress, from: u64) -> Self {
         let (queue, incoming) = mpsc::channel(QUEUE_MESSAGES_MAX);
         let replayed = sockets.replay(address, from, queue.clone());
@@ -132,7 +135,7 @@ impl Socket {
                 Ok(()) => SocketMessage::End,
                 Err(why) => SocketMessage::Broke(why),
             };
-            // Nobody waits for it any more when this fails.
+            // If this fails, the receiver is gone.
             drop(queue.send(last).await);
         });
         Self {
@@ -141,7 +144,7 @@ impl Socket {
         }
     }
 
-    /// The next of what comes. `None`: its task is over.
+    /// Returns the next event; `None` if the task has ended.
     pub(super) async fn next(&mut self) -> Option<SocketMessage> {
         self.incoming.recv().await
     }
@@ -190,7 +193,7 @@ async fn subscribe_by_dialling(address: &KvAddress, queue: &mpsc::Sender<SocketM
     }
 }
 
-/// Takes the newest engine that dials: an older connection is that of a process before it.
+/// Accepts the newest engine that connects: an older connection belongs to an earlier process.
 async fn subscribe_by_listening(address: &KvAddress, queue: &mpsc::Sender<SocketMessage>) {
     let KvAddress::Tcp { host, port } = address else {
         let why = "an engine can dial tcp:// only".to_owned();
@@ -230,11 +233,11 @@ async fn subscribe_by_listening(address: &KvAddress, queue: &mpsc::Sender<Socket
     }
 }
 
-/// A connection whose handshake is under way.
+/// A connection during its handshake.
 type PendingHandshake = BoxFuture<'static, Result<ZmtpConnection, ZmtpError>>;
 
-/// Passes on what comes over `dialled` until it breaks or a newer engine is connected. Who dials and
-/// says nothing holds nobody up.
+/// Forwards messages from `dialled` until it breaks or a newer engine has connected. A peer that
+/// connects and stays silent delays nobody.
 async fn served_until_newer(
     listener: &TcpListener,
     dialled: Option<&mut ZmtpConnection>,
@@ -275,7 +278,7 @@ async fn served_until_newer(
     }
 }
 
-/// Subscribes and queues what comes until the connection breaks.
+/// Subscribes and queues messages until the connection breaks.
 async fn pass_on(
     connection: &mut ZmtpConnection,
     queue: &mpsc::Sender<SocketMessage>,
@@ -330,8 +333,8 @@ async fn replay(
     }
 }
 
-/// Number and payload: the last frames but one and the last. How many stand before them depends on
-/// the engine's version.
+/// Returns number and payload, which are the last two frames. The number of frames before them
+/// depends on the engine's version.
 fn read(frames: &[Bytes]) -> Option<(u64, Bytes)> {
     let [.., seq, payload] = frames else {
         return None;
@@ -383,7 +386,7 @@ mod tests {
             .await
             .unwrap();
         assert_eq!(numbers(&mut socket, 1).await, [1]);
-        // An engine that restarted is heard in the place of the one before.
+        // A restarted engine replaces the previous one.
         let mut next = ZmtpConnection::open(dial_in(port).await, SocketType::Pub)
             .await
             .unwrap();

@@ -1,8 +1,8 @@
-//! Discovers an engine's event source before following it: the model that blocks without an adapter
-//! belong to and, with `kv_events = "auto"`, the endpoints.
+//! Discovers an engine's event source before following it: the model of blocks without an adapter
+//! and, with `kv_events = "auto"`, the endpoints.
 //!
-//! An engine says at which port of its own it publishes. It does not have this replica connect to
-//! other hosts, to sockets of this machine, or listen: that only the config can ask for.
+//! An engine reports the ports at which it publishes itself. It cannot make this replica connect to
+//! other hosts or to sockets of this machine, or listen: only the config can ask for that.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use state::Backend;
 use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, ListeningSide};
 use crate::backends::ProbeClient;
 
-/// Longest answer read, in bytes.
+/// Maximum size of an answer, in bytes.
 const BODY_BYTES_MAX: usize = 1 << 20;
 /// Longest wait for one answer.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
-/// One data-parallel rank's sockets.
+/// Sockets of one data-parallel rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RankSource {
     pub(super) rank: u16,
@@ -31,7 +31,7 @@ pub(super) struct RankSource {
 /// What an engine answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineSources {
-    /// The model that blocks without an adapter are of; `None`: there are several.
+    /// Model of blocks without an adapter; `None` if there are several.
     pub(super) model: Option<String>,
     pub(super) ranks: Vec<RankSource>,
 }
@@ -41,7 +41,7 @@ struct SourceModels {
     data: Vec<SourceModel>,
 }
 
-/// vLLM lists adapters beside the models they are for, their `parent`.
+/// A model or adapter. vLLM lists adapters next to their base models (`parent`).
 #[derive(Deserialize)]
 struct SourceModel {
     id: String,
@@ -49,7 +49,7 @@ struct SourceModel {
     parent: Option<String>,
 }
 
-/// One publisher as vLLM's `/kv_event_sources` names it, and as SGLang's `kv_events_config` does.
+/// A publisher as described by vLLM's `/kv_event_sources` and by SGLang's `kv_events_config`.
 #[derive(Deserialize)]
 struct Publisher {
     #[serde(default = "yes")]
@@ -66,7 +66,7 @@ fn yes() -> bool {
     true
 }
 
-/// SGLang's `/server_info`: the flag is a text that holds JSON.
+/// SGLang's `/server_info`. The flag is a string that contains JSON.
 #[derive(Deserialize)]
 struct ServerInfo {
     #[serde(default)]
@@ -75,7 +75,7 @@ struct ServerInfo {
     dp_size: Option<u16>,
 }
 
-/// Asks the engine behind `backend`.
+/// Asks the engine of `backend`.
 pub(super) async fn find(
     backend: &Backend,
     authorization: Option<HeaderValue>,
@@ -117,7 +117,7 @@ async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSourc
     }
 }
 
-/// vLLM: by rank, each with its own endpoints.
+/// Reads vLLM's answer: endpoints by rank.
 fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
     let sources: std::collections::BTreeMap<String, Publisher> =
         serde_json::from_slice(answer).map_err(|error| format!("/kv_event_sources: {error}"))?;
@@ -127,7 +127,7 @@ fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
             .parse()
             .map_err(|_| "/kv_event_sources: no rank".to_owned())?;
         let (events, replay) = endpoints(&publisher, host)?;
-        // Here each rank is named with its own ports.
+        // In this form, each rank has its own ports.
         ranks.extend(
             ranks_of(&events, replay.as_ref(), host)?
                 .into_iter()
@@ -154,7 +154,7 @@ fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String
     ranks_of(&events, replay.as_ref(), host)
 }
 
-/// Where an engine at `host` says that it publishes.
+/// Returns the endpoints at which an engine at `host` reports to publish.
 fn endpoints(
     publisher: &Publisher,
     host: &str,
@@ -180,13 +180,13 @@ fn endpoints(
     Ok((own(events)?, replay.map(own).transpose()?))
 }
 
-/// An endpoint that an engine at `host` says it listens at, if it is one of its own.
+/// Parses an endpoint reported by an engine at `host` and checks that it is the engine's own.
 fn own_endpoint(text: &str, host: &str) -> Result<KvEndpoint, String> {
     let mut endpoint: KvEndpoint = text.parse().map_err(|bad| format!("{text}: {bad}"))?;
     let is_own = match &mut endpoint.address {
         KvAddress::Ipc(_) => is_this_machine(host),
         KvAddress::Tcp { host: named, .. } => {
-            // Wherever on the engine's machine: reached as the engine is.
+            // Any address of the engine's machine: reached as the engine is.
             if matches!(named.as_deref(), Some("[::]" | "0.0.0.0")) {
                 *named = None;
             }
@@ -201,7 +201,7 @@ fn own_endpoint(text: &str, host: &str) -> Result<KvEndpoint, String> {
     }
 }
 
-/// Whether an engine at `host` runs where this replica does.
+/// Whether an engine at `host` runs on the same machine as this replica.
 fn is_this_machine(host: &str) -> bool {
     let address = host.trim_start_matches('[').trim_end_matches(']');
     let is_loopback = |address: IpAddr| address.is_loopback();
@@ -240,7 +240,7 @@ fn base_model(answer: &[u8]) -> Result<Option<String>, String> {
     Ok(bases.next().is_none().then_some(first.id))
 }
 
-/// The body of a good answer; `None` where the engine does not know the path.
+/// Returns the body of a successful answer; `None` if the engine does not know the path.
 async fn get(client: &mut ProbeClient, path: &str) -> Result<Option<bytes::Bytes>, String> {
     let answer = client.get(path, BODY_BYTES_MAX).await;
     let answer = answer.map_err(|failure| format!("{path}: {failure}"))?;
@@ -251,7 +251,7 @@ async fn get(client: &mut ProbeClient, path: &str) -> Result<Option<bytes::Bytes
     }
 }
 
-/// The host of a backend's URL, which was checked when it was registered.
+/// Returns the host of a backend's URL, which was validated on registration.
 fn host(url: &str) -> String {
     let uri = url.parse::<http::Uri>().unwrap_or_default();
     uri.host().unwrap_or("localhost").to_owned()

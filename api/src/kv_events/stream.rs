@@ -1,17 +1,19 @@
-//! One publisher's stream as its reader follows it: which messages count, what is missing, when the
-//! engine restarted. Pure: messages and ends of replays come in, [`StreamEffect`]s come out.
+//! A publisher's stream as its reader follows it: which messages count, what is missing, and when
+//! the engine restarted. Pure: messages and ends of replays go in, [`StreamEffect`]s come out.
 //!
-//! Messages are numbered from 0 by each run of an engine, and an engine repeats the last ten
-//! thousand when asked. Rules:
+//! Each run of an engine numbers its messages from 0, and an engine repeats the last ten thousand
+//! on request. Rules:
 //!
-//! - The next number is told; a message that was told is dropped; a missing one is asked for again,
-//!   from the last one told on. What comes meanwhile is held.
-//! - A replay begins with the last message told. If it is another one under that number, or numbers
-//!   end before it, the engine has restarted: its run is told from its beginning.
-//! - What the engine repeats no more is lost: that is told with the message after it, and the view
-//!   is a partial one from there on.
-//! - A connection may have broken without a trace, and a publisher drops what a slow subscriber does
-//!   not fetch. So the newest number is asked for after each connect and whenever it is quiet.
+//! - The next number is reported. A message reported before is dropped. If one is missing, a replay
+//!   is requested from the last reported one on, and messages that arrive meanwhile are held.
+//! - A replay begins with the last message reported. If that number now has another message, or the
+//!   replay ends before it, the engine has restarted, and the new run is reported from its
+//!   beginning.
+//! - Messages that the engine no longer repeats are lost. The next message reports the loss, and
+//!   the state is incomplete from there on.
+//! - A connection may break without a trace, and a publisher drops what a slow subscriber does not
+//!   fetch. The newest number is therefore requested after each connect and after each period of
+//!   silence.
 
 mod blocks;
 #[cfg(test)]
@@ -29,72 +31,75 @@ use blocks::{PublishedBlocks, UnusableEventsError};
 
 use super::wire;
 
-/// Messages before the last one told that a first replay asks for too: they teach which groups of
-/// layers there are.
+/// Number of messages before the last reported one that a first replay also requests: they show
+/// which groups of layers exist.
 const RECALL_MESSAGES: u64 = 64;
-/// Marks of told messages that are remembered.
+/// Number of marks of reported messages that are remembered.
 const MARKS_MAX: usize = 256;
-/// Bytes of messages held while earlier ones are replayed. Beyond it they are replayed themselves.
+/// Maximum size of messages held during a replay, in bytes. Further messages are replayed
+/// themselves.
 const HELD_BYTES_MAX: usize = 16 << 20;
-/// Replays in a row that may fail before what they would bring counts as lost.
+/// Number of consecutive failed replays after which their messages count as lost.
 const REPLAY_ATTEMPTS_MAX: u32 = 5;
 
-/// What is to be done.
+/// An action requested by the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StreamEffect {
-    /// Tell the cluster of this publisher's run.
+    /// Report news of this publisher's run to the cluster.
     Tell {
-        /// The run.
+        /// Run of the publisher.
         publisher: u64,
-        /// What of it.
+        /// News of the run.
         news: KvNews,
     },
-    /// Ask for all messages from this number on; answers go to [`EventStream::replayed`], its end to
-    /// [`EventStream::replay_ended`] or [`EventStream::replay_failed`]. A replay under way is given up.
+    /// Request all messages from this number on. Answers go to [`EventStream::replayed`], the end
+    /// to [`EventStream::replay_ended`] or [`EventStream::replay_failed`]. A replay in progress is
+    /// abandoned.
     Replay {
-        /// First number.
+        /// First number to replay.
         from: u64,
     },
 }
 
-/// What a stream needs of its surroundings at a call.
+/// Environment of a call to the stream.
 pub struct StreamContext<'a> {
-    /// Unix milliseconds: numbers runs.
+    /// Unix time in milliseconds; used to number runs.
     pub now_ms: u64,
-    /// The router's hash of a block that the replicated state knows.
+    /// Returns the router's hash of a block that the replicated state knows.
     pub known: &'a dyn Fn(EngineHash) -> Option<BlockHash>,
 }
 
-/// What a stream met, to be shown.
+/// Counters of a stream, for display.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct StreamCounts {
-    /// Messages told.
+    /// Messages reported.
     pub messages: u64,
-    /// Blocks told as stored, copies included.
+    /// Blocks reported as stored, copies included.
     pub stored: u64,
-    /// Blocks told as removed, copies included.
+    /// Blocks reported as removed, copies included.
     pub removed: u64,
-    /// Messages that had been told before.
+    /// Messages that had been reported before.
     pub repeats: u64,
     /// Times that messages were found missing.
     pub gaps: u64,
-    /// Times that missing messages could not be had.
+    /// Times that missing messages could not be recovered.
     pub losses: u64,
-    /// Runs of the engine that began.
+    /// Runs of the engine.
     pub runs: u64,
-    /// Replays asked for.
+    /// Replays requested.
     pub replays: u64,
-    /// Blocks that no prompt's hash can be given for: media, numbered adapters, odd events.
+    /// Blocks whose hash cannot be computed from a prompt: media, adapters known by number only,
+    /// odd events.
     pub foreign: u64,
-    /// Blocks whose parent was not known.
+    /// Blocks whose parent was unknown.
     pub orphans: u64,
 }
 
-/// The run that is followed.
+/// The followed run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PublisherRun {
     publisher: u64,
-    /// Number and mark of the last message told.
+    /// Number and mark of the last message reported.
     last: Option<(u64, u64)>,
 }
 
@@ -108,14 +113,14 @@ impl PublisherRun {
 enum StreamPhase {
     /// Not connected.
     Detached,
-    /// Waiting for what was asked for.
+    /// Waiting for a replay.
     Replaying {
-        /// Whether the last message told has come again, or none was told.
+        /// Whether the last message reported has been repeated, or there was none.
         is_verified: bool,
-        /// Failed tries so far.
+        /// Number of failed attempts so far.
         attempts: u32,
     },
-    /// Up to date, as far as is known.
+    /// Up to date as far as is known.
     Following,
 }
 
@@ -130,17 +135,17 @@ pub struct EventStream {
     held_bytes: usize,
     marks: VecDeque<(u64, u64)>,
     blocks: PublishedBlocks,
-    /// Told last; a stream begins in doubt.
+    /// Last doubt reported; a stream begins in doubt.
     doubt: Option<KvDoubt>,
-    /// Whether this run cannot be used.
+    /// Why this run cannot be used, if it cannot.
     refusal: Option<KvRefusal>,
     counts: StreamCounts,
     effects: Vec<StreamEffect>,
 }
 
 impl EventStream {
-    /// A stream that goes on from `position`; `None`: nothing was told of this publisher.
-    /// `has_replay` says whether the engine can be asked to repeat messages.
+    /// Creates a stream that continues from `position`; `None` if nothing was reported for this
+    /// publisher. `has_replay` says whether the engine can repeat messages.
     #[must_use]
     pub fn new(identity: HashIdentity, has_replay: bool, position: Option<KvPosition>) -> Self {
         let run = position.map(|position| PublisherRun {
@@ -163,7 +168,8 @@ impl EventStream {
         }
     }
 
-    /// A stream that begins a run later than `publisher`, whatever was told of that one.
+    /// Creates a stream that starts a run later than `publisher`, whatever was reported for that
+    /// one.
     #[must_use]
     pub fn anew(identity: HashIdentity, has_replay: bool, publisher: u64) -> Self {
         let mut stream = Self::new(identity, has_replay, None);
@@ -171,43 +177,43 @@ impl EventStream {
         stream
     }
 
-    /// What it met so far.
+    /// Returns the counters.
     #[must_use]
     pub fn counts(&self) -> StreamCounts {
         self.counts
     }
 
-    /// The run that is followed and the number of its last message told.
+    /// Returns the followed run and the number of its last reported message.
     #[must_use]
     pub fn told(&self) -> Option<(u64, Option<u64>)> {
         let run = self.run?;
         Some((run.publisher, run.last.map(|(seq, _)| seq)))
     }
 
-    /// Whether it is up to date, as far as is known.
+    /// Whether the stream is up to date as far as is known.
     #[must_use]
     pub fn is_following(&self) -> bool {
         self.phase == StreamPhase::Following
     }
 
-    /// Whether what was told is not known to be the newest.
+    /// Whether newer messages than the reported ones may exist.
     #[must_use]
     pub fn is_in_doubt(&self) -> bool {
         self.doubt.is_some()
     }
 
-    /// Whether this run cannot be used. Nothing more is told of it then.
+    /// Whether this run cannot be used. Nothing more is reported for it then.
     #[must_use]
     pub fn is_refused(&self) -> bool {
         self.refusal.is_some()
     }
 
-    /// What is to be done, in order.
+    /// Takes the pending effects, in order.
     pub fn take_effects(&mut self) -> Vec<StreamEffect> {
         std::mem::take(&mut self.effects)
     }
 
-    /// The subscription stands.
+    /// Handles an established subscription.
     pub fn connected(&mut self) {
         self.drop_held();
         if self.has_replay {
@@ -217,15 +223,15 @@ impl EventStream {
         }
     }
 
-    /// The subscription broke.
+    /// Handles a broken subscription.
     pub fn disconnected(&mut self) {
         self.drop_held();
         self.phase = StreamPhase::Detached;
         self.doubt(KvDoubt::Unreachable);
     }
 
-    /// Nothing has come for a while, or the cluster holds what is followed in doubt: asks for the
-    /// newest number.
+    /// Requests the newest number after a period of silence, or if the cluster has the stream in
+    /// doubt.
     pub fn check(&mut self, is_in_doubt: bool) {
         if is_in_doubt && self.doubt.is_none() {
             self.doubt = Some(KvDoubt::Handover);
@@ -235,23 +241,23 @@ impl EventStream {
         }
     }
 
-    /// The cluster takes for exact what is in doubt here: a reader's task began anew, or the word of
-    /// another reader came late.
+    /// Repeats the doubt if the cluster takes the state for exact: a reader's task was restarted,
+    /// or another reader's report arrived late.
     pub fn object(&mut self) {
         if let Some(doubt) = self.doubt {
             self.tell(KvNews::Doubt(doubt));
         }
     }
 
-    /// What it told is not taken: from now on it is in doubt, until it has caught up. Answers whether
-    /// that is to be told.
+    /// Handles a report that was not accepted: the stream is in doubt until it has caught up.
+    /// Returns whether this needs to be reported.
     pub fn fall_behind(&mut self) -> bool {
         let is_news = self.doubt.is_none() && self.run.is_some();
         self.doubt = self.doubt.or(Some(KvDoubt::Behind));
         is_news
     }
 
-    /// A message came by the subscription.
+    /// Handles a message from the subscription.
     pub fn live(&mut self, seq: u64, payload: Bytes, around: &StreamContext<'_>) {
         match self.phase {
             StreamPhase::Detached => {}
@@ -260,7 +266,7 @@ impl EventStream {
         }
     }
 
-    /// A message came that was asked for.
+    /// Handles a message from a replay.
     pub fn replayed(&mut self, seq: u64, payload: &Bytes, around: &StreamContext<'_>) {
         let StreamPhase::Replaying { is_verified, .. } = self.phase else {
             return;
@@ -288,7 +294,7 @@ impl EventStream {
                 }
             }
         } else if !is_verified {
-            // The engine repeats only later messages: whether they are of this run cannot be told.
+            // The engine only repeats later messages, so they cannot be matched to this run.
             self.begin(seq, mark, payload, around);
         } else {
             let is_after_loss = seq > run.next();
@@ -296,7 +302,7 @@ impl EventStream {
         }
     }
 
-    /// Everything that was asked for has come.
+    /// Handles the end of a replay.
     pub fn replay_ended(&mut self, around: &StreamContext<'_>) {
         let StreamPhase::Replaying { is_verified, .. } = self.phase else {
             return;
@@ -314,7 +320,7 @@ impl EventStream {
         self.confirm();
     }
 
-    /// The replay broke off or could not be had; the next one is asked for, less eagerly each time.
+    /// Handles a failed replay by requesting another one. The caller waits longer each time.
     pub fn replay_failed(&mut self, around: &StreamContext<'_>) {
         let StreamPhase::Replaying { attempts, .. } = self.phase else {
             return;
@@ -357,7 +363,7 @@ impl EventStream {
         }
     }
 
-    /// The engine restarted: what was held may be of either run.
+    /// Starts over after a restart of the engine: held messages may be from either run.
     fn start_over(&mut self) {
         self.drop_held();
         self.run = None;
@@ -368,7 +374,7 @@ impl EventStream {
     fn follow(&mut self, seq: u64, payload: Bytes, around: &StreamContext<'_>) {
         let mark = xxh3_64(&payload);
         let Some(run) = self.run else {
-            // Only without replays: others know their run before they follow.
+            // Only without replays: other streams know their run before they follow.
             self.begin(seq, mark, &payload, around);
             self.confirm();
             return;
@@ -397,7 +403,7 @@ impl EventStream {
         }
     }
 
-    /// Whether another message was told under this number.
+    /// Whether another message was reported under this number.
     fn is_another(&self, seq: u64, mark: u64) -> bool {
         let told = self.marks.iter().find(|(told, _)| *told == seq);
         told.is_some_and(|(_, told)| *told != mark)
@@ -424,7 +430,7 @@ impl EventStream {
         }
     }
 
-    /// A run whose first message at hand is `seq`.
+    /// Starts a run whose first available message is `seq`.
     fn begin(&mut self, seq: u64, mark: u64, payload: &Bytes, around: &StreamContext<'_>) {
         self.begin_run(around);
         if seq == 0 {
@@ -449,7 +455,7 @@ impl EventStream {
         self.marks.clear();
         self.blocks.forget();
         self.refusal = None;
-        // A run counts as caught up with once that is said of it.
+        // A run counts as caught up only once that is reported.
         self.doubt = Some(KvDoubt::Gap);
         self.counts.runs += 1;
     }
@@ -511,7 +517,7 @@ impl EventStream {
         }
     }
 
-    /// Lifts a doubt, when nothing is missing.
+    /// Ends a doubt if nothing is missing.
     fn confirm(&mut self) {
         if self.phase == StreamPhase::Following
             && self.refusal.is_none()

@@ -1,9 +1,10 @@
 //! Decodes the KV events of vLLM and SGLang: positional and named forms, hashes as integers or
-//! bytes. Unknown fields of later versions are ignored.
+//! bytes.
 //!
 //! Field names and their order follow vLLM's `distributed/kv_events.py` and streams recorded from
-//! released engines (`api/src/kv_events/fixtures`). Unknown kinds of events and unknown fields are
-//! passed over. Memory is bounded by a small multiple of the payload, which the transport bounds.
+//! released engines (`api/src/kv_events/fixtures`). Unknown kinds of events and unknown fields of
+//! later versions are ignored. Memory is bounded by a small multiple of the payload, which the
+//! transport bounds.
 
 use state::ids::EngineHash;
 
@@ -12,73 +13,73 @@ use super::pack::{MsgpackError, MsgpackReader, MsgpackValue};
 /// A payload.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct EventPayload {
-    /// In order.
+    /// Events in order.
     pub events: Vec<EngineEvent>,
-    /// Data-parallel rank, where it is told.
+    /// Data-parallel rank, if given.
     pub rank: Option<u32>,
 }
 
 /// One event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EngineEvent {
-    /// Blocks entered the cache.
+    /// Blocks were added to the cache.
     Stored(BlockStored),
-    /// Physical copies of blocks left it.
+    /// Physical copies of blocks were removed.
     Removed(BlockRemoved),
-    /// Everything left it.
+    /// The cache was cleared.
     Cleared,
-    /// One or more events in a row of kinds unknown here.
+    /// One or more consecutive events of unknown kinds.
     Unknown,
 }
 
 /// `BlockStored`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockStored {
-    /// The engine's names of the blocks, in prompt order.
+    /// The engine's hashes of the blocks, in prompt order.
     pub hashes: Vec<EngineHash>,
-    /// The block before the first; `None` at the start of a prompt.
+    /// Block before the first one; `None` at the start of a prompt.
     pub parent: Option<EngineHash>,
-    /// The blocks' tokens.
+    /// Tokens of the blocks.
     pub tokens: Vec<u32>,
     /// Tokens per block.
     pub block_size: u32,
-    /// Where the blocks are.
+    /// Location of the blocks.
     pub place: CacheLocation,
-    /// What beside the tokens went into the hashes.
+    /// Inputs of the hashes besides the tokens.
     pub keys: BlockKeys,
 }
 
 /// `BlockRemoved`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockRemoved {
-    /// Which; one entry per physical copy.
+    /// Removed blocks; one entry per physical copy.
     pub hashes: Vec<EngineHash>,
-    /// Where they were.
+    /// Location of the blocks.
     pub place: CacheLocation,
 }
 
-/// Which of an engine's caches an event is about.
+/// The engine's cache that an event concerns.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CacheLocation {
     /// Whether it is outside the GPU's memory.
     pub is_offloaded: bool,
-    /// Of hybrid models: which group of layers.
+    /// Group of layers, for hybrid models.
     pub group: Option<u32>,
-    /// Whether the group's attention is full; `None` when it is not told.
+    /// Whether the group has full attention; `None` if not given.
     pub is_full_attention: Option<bool>,
 }
 
-/// What beside tokens tells blocks apart.
+/// What distinguishes blocks besides their tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockKeys {
-    /// A LoRA adapter is at work, by number.
+    /// Whether a LoRA adapter is used, given by number.
     pub has_adapter: bool,
-    /// Its name.
+    /// Name of the adapter.
     pub adapter: Option<String>,
     /// The salt of the first block.
     pub salt: Option<String>,
-    /// The first of the event's blocks that has further keys: media, embeddings, or what is not
-    /// understood. No prompt's hashes here stand for it or for what follows it.
+    /// First of the event's blocks with further keys: media, embeddings, or anything that is not
+    /// understood. No prompt hash can stand for it or for what follows it.
     pub foreign_from: Option<usize>,
 }
 
@@ -92,7 +93,7 @@ impl BlockKeys {
 /// Decodes a payload.
 ///
 /// # Errors
-/// [`MsgpackError`] when it is not of the shape engines publish.
+/// [`MsgpackError`] if the payload does not have the form that engines publish.
 pub fn decode(bytes: &[u8]) -> Result<EventPayload, MsgpackError> {
     let mut pack = MsgpackReader::new(bytes);
     let parts = pack.array()?;
@@ -106,7 +107,8 @@ pub fn decode(bytes: &[u8]) -> Result<EventPayload, MsgpackError> {
     let mut payload = EventPayload::default();
     for _ in 0..pack.array()? {
         let event = event(&mut pack)?;
-        // An event here takes far more than the byte that an unknown one may have there.
+        // An event takes far more memory here than the one byte that an unknown one may take in the
+        // payload.
         if event != EngineEvent::Unknown || payload.events.last() != Some(&event) {
             payload.events.push(event);
         }
@@ -119,7 +121,7 @@ pub fn decode(bytes: &[u8]) -> Result<EventPayload, MsgpackError> {
     Ok(payload)
 }
 
-/// Reads a value without parts; one with parts is passed over as a whole.
+/// Reads a value without parts; skips one with parts as a whole.
 fn head<'a>(pack: &mut MsgpackReader<'a>) -> Result<MsgpackValue<'a>, MsgpackError> {
     let before = *pack;
     let value = pack.value()?;
@@ -130,7 +132,7 @@ fn head<'a>(pack: &mut MsgpackReader<'a>) -> Result<MsgpackValue<'a>, MsgpackErr
     Ok(value)
 }
 
-/// Names of fields in the order of the positional form, behind the tag.
+/// Names of the fields after the tag, in positional order.
 const STORED: [&[u8]; 10] = [
     b"block_hashes",
     b"parent_block_hash",
@@ -192,7 +194,7 @@ fn event(pack: &mut MsgpackReader<'_>) -> Result<EngineEvent, MsgpackError> {
     Ok(told.into_event(tag == Some(b"BlockStored")))
 }
 
-/// The value of `type` in a map of so many fields.
+/// Returns the value of `type` in a map of this many fields.
 fn tag_by_name<'a>(
     mut pack: MsgpackReader<'a>,
     fields: u32,
@@ -210,7 +212,7 @@ fn tag_by_name<'a>(
     Ok(None)
 }
 
-/// An event's fields as they are met.
+/// An event's fields as they are read.
 #[derive(Default)]
 struct EventFields {
     stored: BlockStored,
@@ -234,7 +236,8 @@ impl EventFields {
                 value => {
                     *parent = hash(value);
                     if parent.is_none() {
-                        // It has one, which cannot be named: it begins no prompt.
+                        // The parent exists but has no usable name, so the block does not start a
+                        // prompt.
                         keys.foreign(0);
                     }
                 }
@@ -269,8 +272,9 @@ impl EventFields {
         Ok(())
     }
 
-    /// One entry per block: `nil`, or what beside the tokens went into its hash. The adapter's name
-    /// stands in every block, a salt only in a prompt's first; media stand where they are.
+    /// Reads one entry per block: `nil`, or what went into its hash besides the tokens. The
+    /// adapter's name is in every block, a salt only in a prompt's first one, and media are where
+    /// they occur.
     fn read_extra_keys(&mut self, pack: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         let before = *pack;
         let MsgpackValue::Array(blocks) = pack.value()? else {
@@ -317,7 +321,7 @@ impl EventFields {
         }
         let is_salt = stored.parent.is_none() && first_keys.len() == 1;
         if is_salt {
-            // A medium's name in the first block reads the same. It then roots a chain that no
+            // A medium's name in the first block looks the same. It then starts a chain that no
             // prompt asks for.
             keys.salt = keys.salt.take().or(first_keys.pop());
         } else if !first_keys.is_empty() {
@@ -332,7 +336,7 @@ fn read_hashes(
     hashes: &mut Vec<EngineHash>,
 ) -> Result<(), MsgpackError> {
     for _ in 0..pack.array()? {
-        // What is no hash names no block.
+        // Anything but a hash names no block.
         hashes.extend(hash(head(pack)?));
     }
     Ok(())
@@ -345,7 +349,8 @@ fn read_tokens(pack: &mut MsgpackReader<'_>, tokens: &mut Vec<u32>) -> Result<()
     Ok(())
 }
 
-/// A hash as an integer, or the last eight bytes of it, which is what the integer would be.
+/// Returns a hash given as an integer, or the last eight bytes of one given as bytes, which equal
+/// that integer.
 fn hash(value: MsgpackValue<'_>) -> Option<EngineHash> {
     match value {
         MsgpackValue::Integer(hash) => Some(EngineHash(hash)),

@@ -1,10 +1,10 @@
-//! ZMTP 3.0, as far as KV events need it: PUB, SUB, DEALER and ROUTER without security over one
-//! connection.
+//! ZMTP 3.0 as far as KV events need it: PUB, SUB, DEALER and ROUTER over one connection without
+//! security.
 //!
-//! Source: the ZeroMQ specification 23/ZMTP. A crate for it would keep reconnecting by itself, hide
-//! whether a connection broke in between, and make room for whatever length a peer announces; here a
-//! break is an error, and memory grows only with bytes that have come, up to [`MESSAGE_BYTES_MAX`].
-//! Receiving and sending can be cancelled at any await without losing or repeating a byte.
+//! Source: the ZeroMQ specification 23/ZMTP. A library would reconnect on its own, hide whether a
+//! connection broke in between, and allocate whatever length a peer announces. Here a break is an
+//! error, and memory grows only with bytes received, up to [`MESSAGE_BYTES_MAX`]. Receiving and
+//! sending can be cancelled at any await without losing or repeating a byte.
 
 use std::io;
 use std::time::Duration;
@@ -12,9 +12,9 @@ use std::time::Duration;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// Largest message, all frames together.
+/// Maximum size of a message, all frames together, in bytes.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
-/// Most frames of one message.
+/// Maximum number of frames in one message.
 pub const FRAMES_MAX: usize = 16;
 /// Longest wait for a peer's greeting and its `READY`.
 pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
@@ -25,16 +25,16 @@ const FLAG_MORE: u8 = 1;
 const FLAG_LONG: u8 = 2;
 const FLAG_COMMAND: u8 = 4;
 
-/// What a socket is.
+/// Type of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SocketType {
-    /// Sends to all who subscribed.
+    /// Publishes to all subscribers.
     Pub,
     /// Subscribes.
     Sub,
-    /// Asks.
+    /// Sends requests.
     Dealer,
-    /// Answers.
+    /// Answers requests.
     Router,
 }
 
@@ -59,13 +59,13 @@ impl SocketType {
     }
 }
 
-/// Why a connection is of no more use.
+/// Reason why a connection is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum ZmtpError {
     /// The transport broke.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// The peer closed it.
+    /// The peer closed the connection.
     #[error("connection closed")]
     Closed,
     /// The peer does not speak ZMTP 3 without security.
@@ -74,12 +74,12 @@ pub enum ZmtpError {
     /// The peer did not finish its handshake in time.
     #[error("no handshake within {HANDSHAKE_MAX:?}")]
     Slow,
-    /// A message that is larger than allowed, or not well formed.
+    /// A message is too large or malformed.
     #[error("message: {0}")]
     Message(&'static str),
 }
 
-/// A byte stream that a connection runs over.
+/// A byte stream that carries a connection.
 pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 
@@ -88,12 +88,12 @@ pub struct ZmtpConnection {
     stream: Box<dyn ByteStream>,
     input: BytesMut,
     output: BytesMut,
-    /// Frames of the message that is being received.
+    /// Frames of the message being received.
     frames: Vec<Bytes>,
     frames_bytes: usize,
 }
 
-/// A frame as it stands on the wire.
+/// A frame on the wire.
 struct ZmtpFrame {
     is_command: bool,
     has_more: bool,
@@ -101,10 +101,10 @@ struct ZmtpFrame {
 }
 
 impl ZmtpConnection {
-    /// Greets the peer as a socket of `kind`.
+    /// Performs the handshake as a socket of `kind`.
     ///
     /// # Errors
-    /// When the peer is no ZMTP 3 socket that `kind` talks to.
+    /// If the peer is not a ZMTP 3 socket that `kind` talks to.
     pub async fn open(
         stream: impl ByteStream + 'static,
         kind: SocketType,
@@ -140,7 +140,7 @@ impl ZmtpConnection {
     /// Subscribes to every topic.
     ///
     /// # Errors
-    /// When the connection broke.
+    /// If the connection broke.
     pub async fn subscribe_to_all(&mut self) -> Result<(), ZmtpError> {
         self.send(&[b"\x01"]).await
     }
@@ -148,7 +148,7 @@ impl ZmtpConnection {
     /// Sends one message.
     ///
     /// # Errors
-    /// When the connection broke.
+    /// If the connection broke.
     pub async fn send(&mut self, frames: &[&[u8]]) -> Result<(), ZmtpError> {
         let last = frames.len().saturating_sub(1);
         for (place, body) in frames.iter().enumerate() {
@@ -158,10 +158,10 @@ impl ZmtpConnection {
         self.flush().await
     }
 
-    /// The next message's frames.
+    /// Receives the next message as frames.
     ///
     /// # Errors
-    /// When the connection broke or the peer breaks a bound.
+    /// If the connection broke or the peer exceeds a bound.
     pub async fn receive(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
         loop {
             self.flush().await?;
@@ -182,7 +182,7 @@ impl ZmtpConnection {
         }
     }
 
-    /// Answers a ping; other commands ask for nothing.
+    /// Answers a ping; other commands need no action.
     fn obey(&mut self, body: &[u8]) {
         const PING: &[u8] = b"\x04PING";
         const TTL_BYTES: usize = 2;
@@ -298,7 +298,7 @@ pub(super) fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
     output.put_slice(body);
 }
 
-/// Takes a whole frame off the input; `None` when more bytes are needed.
+/// Removes a complete frame from the input; `None` if more bytes are needed.
 fn take_frame(input: &mut BytesMut) -> Result<Option<ZmtpFrame>, ZmtpError> {
     let Some(&flags) = input.first() else {
         return Ok(None);

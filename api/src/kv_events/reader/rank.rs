@@ -1,4 +1,4 @@
-//! One rank's reader: sockets on one side, the outbox on the other, a [`EventStream`] between them.
+//! One rank's reader: connects its sockets and the outbox through an [`EventStream`].
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,18 +14,19 @@ use crate::kv_events::socket::{Socket, SocketMessage};
 use crate::kv_events::source::RankSource;
 use crate::kv_events::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 
-/// From one look at the state, the clock and the outbox to the next.
+/// Interval at which state, clock and outbox are checked.
 const TICK: Duration = Duration::from_millis(50);
-/// How long a stream is quiet before the engine is asked for its newest number.
+/// Silence of a stream after which the engine is asked for its newest message number.
 const QUIET_MAX: Duration = Duration::from_secs(1);
-/// How long what was told may not be applied before it is told anew.
+/// Time within which a report must be applied before it is repeated.
 const APPLIED_WITHIN: Duration = Duration::from_secs(5);
-/// How often at most it is told that what counts as exact is in doubt: more than the log takes.
+/// Minimum interval between two objections that what counts as exact is in doubt. Longer than a
+/// commit takes.
 const OBJECTION_INTERVAL: Duration = Duration::from_millis(500);
-/// First and longest pause before a replay that failed is tried again.
+/// First and longest pause before a failed replay is retried.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
-/// See the module.
+/// Reader of one rank; see the module documentation.
 pub(super) struct RankReader {
     parts: ReaderParts,
     backend: BackendRef,
@@ -34,23 +35,23 @@ pub(super) struct RankReader {
     stream: EventStream,
     subscription: Socket,
     replay: Option<Socket>,
-    /// A replay to be begun: when, from where.
+    /// Scheduled replay: when, and from which number.
     due: Option<(Instant, u64)>,
     pause: Duration,
-    /// Told, and not taken by the outbox yet.
+    /// Reports that the outbox has not accepted yet.
     pending: VecDeque<KvBatch>,
-    /// When a message last came.
+    /// Time of the last message.
     last_sign: Instant,
-    /// When the newest number was last asked for.
+    /// Time of the last question for the newest number.
     last_check: Instant,
-    /// When it was last told that what counts as exact is in doubt.
+    /// Time of the last objection that what counts as exact is in doubt.
     last_objection: Option<Instant>,
-    /// While the state is behind what was told: where it stands, and since when.
+    /// Position of the state while it lags behind the reports, and since when.
     behind: Option<(Option<KvPosition>, Instant)>,
     shown: RankStreamStatus,
 }
 
-/// What a reader waits for.
+/// An event that the reader waits for.
 enum ReaderEvent {
     Live(SocketMessage),
     Replayed(SocketMessage),
@@ -91,12 +92,12 @@ impl RankReader {
         }
     }
 
-    /// Reads for ever.
+    /// Reads forever.
     pub(super) async fn run(mut self) {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            // While the outbox has no room, nothing more is fetched.
+            // While the outbox is full, nothing more is fetched.
             let has_room = self.pending.is_empty();
             let event = tokio::select! {
                 biased;
@@ -196,7 +197,8 @@ impl RankReader {
         self.show(position);
     }
 
-    /// What leases brought fades as time passes in the log. Where nothing else is told there, this is.
+    /// Repeats the last report. Blocks from leases fade as time passes in the log, and if nothing
+    /// else is reported there, this makes it pass.
     fn say_again(&mut self) {
         if let Some((publisher, seq)) = self.stream.told()
             && !self.stream.is_in_doubt()
@@ -206,7 +208,8 @@ impl RankReader {
         }
     }
 
-    /// How far the state is, how it takes this rank, and whether it waits for blocks to be confirmed.
+    /// Returns the applied position, the condition of this rank, and whether blocks are waiting to
+    /// be confirmed.
     fn look(&self) -> (Option<KvPosition>, Option<KvCondition>, bool) {
         let (slot, rank) = (self.backend.slot, self.source.rank);
         let mut seen = (None, None, false);
@@ -223,15 +226,15 @@ impl RankReader {
         seen
     }
 
-    /// Whether another reader told of a later run than is followed here.
+    /// Whether another reader has reported a later run than the one followed here.
     fn is_overtaken(&self, position: Option<KvPosition>) -> bool {
         let told = self.stream.told();
         let pair = told.zip(position);
         pair.is_some_and(|((publisher, _), applied)| applied.publisher > publisher)
     }
 
-    /// Whether the state has stood still for long behind what was told, though the log goes on: it got
-    /// lost on the way.
+    /// Whether the state has long lagged behind the reports without moving although the log makes
+    /// progress: a report was lost.
     fn is_stuck(&mut self, position: Option<KvPosition>, now: Instant) -> bool {
         let applied = position.map(|it| (it.publisher, it.last.map(|(seq, _)| seq)));
         let is_behind = self.stream.told().is_some_and(|told| applied < Some(told))
@@ -275,7 +278,7 @@ impl RankReader {
         act(&mut self.stream, &around);
     }
 
-    /// Does what the stream wants done.
+    /// Carries out the stream's effects.
     fn act(&mut self) {
         for effect in self.stream.take_effects() {
             match effect {
@@ -299,7 +302,8 @@ impl RankReader {
         }
     }
 
-    /// The outbox has no room. Once it has, the first thing told is that this is not the newest.
+    /// Handles a full outbox. Once it has room, the first report is that the state is not up to
+    /// date.
     fn fall_behind(&mut self) {
         if self.stream.fall_behind()
             && let Some((publisher, _)) = self.stream.told()

@@ -1,11 +1,11 @@
 //! Translates an engine's KV events into the router's block hashes.
 //!
-//! A block's hash here follows from its parent's and its tokens, so the engine's own hash function
-//! does not matter: its hashes are names. Left out are blocks outside the GPU, groups of layers
-//! without full attention (their blocks come and go by other rules, and a prompt's hit is bounded by
-//! the full ones), and blocks that further keys went into: media and the like. A block whose parent
-//! is not known is kept aside, within bounds, until the parent comes: it is never taken for the
-//! beginning of a prompt.
+//! The router's hash of a block follows from its parent's hash and its tokens, so the engine's own
+//! hash function does not matter: its hashes are only names. The following are left out: blocks
+//! outside the GPU; groups of layers without full attention (their blocks come and go by other
+//! rules, and the full ones bound a prompt's hit); and blocks with further keys, such as media. A
+//! block with an unknown parent is set aside, within bounds, until the parent arrives: it is never
+//! taken for the start of a prompt.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -18,22 +18,22 @@ use super::{StreamContext, StreamCounts};
 use crate::kv_events::wire::{self, BlockRemoved, BlockStored, CacheLocation, EngineEvent};
 use crate::prompt::{TokenScope, chain_of_tokens};
 
-/// Hashes remembered beside those that the replicated state knows: of messages not applied yet, and
-/// of blocks that are likely parents.
+/// Number of hashes remembered besides those in the replicated state: from messages not applied
+/// yet, and of likely parents.
 const REMEMBERED_MAX: usize = 65_536;
-/// Blocks kept aside until their parent is known.
+/// Maximum number of blocks set aside until their parent is known.
 const ORPHANS_MAX: usize = 2048;
-/// Groups of layers that are told apart.
+/// Maximum number of groups of layers that are distinguished.
 const GROUPS_MAX: usize = 64;
 
-/// What hashes depend on beside tokens.
+/// Everything besides tokens that hashes depend on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HashIdentity {
-    /// The cluster's seed and secret.
+    /// The cluster's hash seed and secret.
     pub hashing: BlockHasher,
-    /// The model that blocks without an adapter are of.
+    /// Model of blocks without an adapter.
     pub model: String,
-    /// Tokens per block by which the router hashes it, and models served under adapters' names.
+    /// Tokens per block in the router's hashing of this model and of models served as its adapters.
     pub block_size: u32,
 }
 
@@ -41,7 +41,7 @@ pub struct HashIdentity {
 #[derive(Debug)]
 pub(super) struct UnusableEventsError(pub(super) KvRefusal);
 
-/// Blocks in a row behind a parent that is not known.
+/// Consecutive blocks behind an unknown parent.
 #[derive(Debug)]
 struct OrphanBlocks {
     parent: EngineHash,
@@ -49,24 +49,24 @@ struct OrphanBlocks {
     tokens: Vec<u32>,
 }
 
-/// What is known of a publisher's blocks.
+/// Known blocks of a publisher.
 #[derive(Debug)]
 pub(super) struct PublishedBlocks {
     identity: HashIdentity,
     remembered: HashMap<EngineHash, BlockHash>,
-    /// In the order they came.
+    /// Remembered hashes in order of arrival.
     remembered_order: VecDeque<EngineHash>,
-    /// Oldest first.
+    /// Blocks set aside, oldest first.
     orphans: VecDeque<OrphanBlocks>,
     orphans_len: usize,
-    /// Whether a group's attention is full.
+    /// Whether a group has full attention.
     groups: BTreeMap<u32, bool>,
 }
 
-/// A message's events, cut into parts.
+/// A message's events, split into parts.
 struct MessageParts<'a> {
     parts: Vec<Vec<KvEvent>>,
-    /// Blocks in the last one.
+    /// Number of blocks in the last part.
     blocks: usize,
     counts: &'a mut StreamCounts,
 }
@@ -80,7 +80,7 @@ impl<'a> MessageParts<'a> {
         }
     }
 
-    /// The part that the next block goes into, with its room.
+    /// Returns the part for the next block, and its room.
     fn open(&mut self) -> (&mut Vec<KvEvent>, usize) {
         if self.blocks >= KV_BLOCKS_PER_BATCH_MAX {
             self.parts.push(Vec::new());
@@ -139,7 +139,7 @@ impl PublishedBlocks {
         }
     }
 
-    /// Forgets every block; groups stay, they are the model's.
+    /// Forgets all blocks. Groups stay, because they belong to the model.
     pub(super) fn forget(&mut self) {
         self.remembered.clear();
         self.remembered_order.clear();
@@ -147,7 +147,7 @@ impl PublishedBlocks {
         self.orphans_len = 0;
     }
 
-    /// Looks at a message that was told before only for its groups.
+    /// Learns the groups from a message that was reported before.
     pub(super) fn learn_groups(&mut self, payload: &Bytes) {
         for event in wire::decode(payload).unwrap_or_default().events {
             if let EngineEvent::Stored(stored) = event {
@@ -156,7 +156,7 @@ impl PublishedBlocks {
         }
     }
 
-    /// A message's events as the cluster is told them, in parts, at least one.
+    /// Converts a message's events for the cluster, in at least one part.
     pub(super) fn convert(
         &mut self,
         events: Vec<EngineEvent>,
@@ -224,7 +224,7 @@ impl PublishedBlocks {
         Ok(())
     }
 
-    /// Tells blocks that follow `parent`; `None`: they begin a prompt of this adapter and salt.
+    /// Adds blocks that follow `parent`; `None`: they start a prompt with this adapter and salt.
     fn chain(
         &mut self,
         parent: Option<(EngineHash, BlockHash)>,
@@ -248,7 +248,7 @@ impl PublishedBlocks {
         cut.store(parent.map(|(engine, _)| engine), &blocks);
     }
 
-    /// Tells the blocks that waited for one of `parents`, and those that waited for these.
+    /// Adds the blocks that were waiting for one of `parents`, and those waiting for these.
     fn adopt(
         &mut self,
         parents: &[EngineHash],
@@ -303,7 +303,7 @@ impl PublishedBlocks {
         }
     }
 
-    /// Cuts off a block kept aside, with those behind it; answers whether there was one.
+    /// Removes a block that was set aside, with those behind it. Returns whether there was one.
     fn drop_orphan(&mut self, hash: EngineHash) -> bool {
         for orphans in &mut self.orphans {
             if let Some(at) = orphans.hashes.iter().position(|it| *it == hash) {
@@ -342,8 +342,7 @@ impl PublishedBlocks {
         }
     }
 
-    /// Whether the event is about the one cache that is followed: on the GPU, of the first group
-    /// with full attention.
+    /// Whether the event concerns the followed cache: on the GPU, first group with full attention.
     fn is_indexed(&self, place: &CacheLocation) -> bool {
         if place.is_offloaded || place.is_full_attention == Some(false) {
             return false;
