@@ -1,46 +1,39 @@
-//! Forwards a parsed request: admits it, sends it, and retries on the next candidate where that is
-//! safe, until the head of an answer arrives. Queueing is [`crate::admission`]'s part.
+//! Forwards a parsed request: admits it, tries one backend after another as long as that is safe, and
+//! relays the answer. Queueing is [`crate::admission`]'s part; `attempt.rs` makes a single attempt.
 //!
 //! A request goes to another backend only when the one before did not run it: no connection, or an
-//! answer whose status says so. A connection that breaks after the request was sent is not
-//! repeated elsewhere, because the engine may have computed on it, or have died of it.
+//! answer whose status says so. After a connection broke over a sent request it is not tried elsewhere,
+//! because the engine may have computed on it, or have died of it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
-use http_body_util::{BodyExt, Limited};
-use state::ids::{BackendRef, Slot, UserKey};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, Uri, Version};
+use state::ids::Slot;
 use state::quotas::LimitKind;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Proxy;
 use super::ahead::ReadAheadBounds;
-use super::beginning::{begin, is_framed};
-use super::headers::{Hop, clean_answer, toward_engine};
+use super::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
+use super::beginning::is_framed;
+use super::headers::clean_answer;
 use super::metrics::RequestMetricsGuard;
 use super::proxied::ProxiedRequest;
 use super::relay::{
-    BodyKind, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
-    SharedResponseBody,
+    BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
 };
 use super::splice::splice;
 use super::sse::{SseStream, WantedUsage};
-use super::suspects::WatchedRequest;
 use crate::admission::AdmissionRejection;
-use crate::backends::pool::{EngineBody, Segments, SendError};
+use crate::backends::pool::EngineBody;
 use crate::error::{ProxyError, SHOULD_RETRY};
 use crate::prompt::{ParsedBody, ReplyShape};
 use crate::routing::{
     Attempt, AttemptEnd, Decision, HiddenOutput, POLICY, RoutingRejection, SELECT,
 };
-
-/// How long the rest of such an answer is waited for.
-const HELD_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Least and most time after which a refused client is asked to come back, before jitter.
 const RETRY_AFTER_MS_LEAST: u64 = 1000;
@@ -52,35 +45,6 @@ pub(super) enum ForwardResult {
     Relayed(Response<SharedResponseBody>),
     /// An engine's refusal, after which no other backend could be tried.
     Held(Response<Bytes>),
-}
-
-/// How the last attempt went, for when there is no further one.
-enum LastAttempt {
-    None,
-    Failed(ProxyError),
-    Refused(Response<Bytes>),
-}
-
-/// How one attempt went.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "made once a request and taken apart at once"
-)]
-enum AttemptResult {
-    Answered(Response<EngineBody>, Attempt),
-    /// The next candidate may be tried.
-    NotRun(LastAttempt),
-    /// It may have run: nobody else is asked.
-    Lost(ProxyError),
-}
-
-/// The request as every attempt sends it.
-struct OutgoingRequest<'a> {
-    asked: &'a ProxiedRequest,
-    uri: Uri,
-    body: Segments,
-    first_byte_by: Instant,
-    watched: WatchedRequest,
 }
 
 pub(super) async fn forward(
@@ -116,11 +80,11 @@ pub(super) async fn forward(
     check_policy(proxy, asked)?;
     check_select(proxy, asked)?;
     let mut excluded: Vec<Slot> = Vec::new();
-    let mut last = LastAttempt::None;
+    let mut last = None;
     loop {
         let admitted = match proxy.admission.admit(asked, &excluded).await {
             Ok(admitted) => admitted,
-            Err(why) => return give_up(last, refusal(why, asked)),
+            Err(why) => return last.map_or(Err(refusal(why, asked)), give_up),
         };
         let (decision, mut taken) = admitted.into_parts();
         taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
@@ -133,16 +97,12 @@ pub(super) async fn forward(
                 return Ok(ForwardResult::Relayed(relayed));
             }
             AttemptResult::Lost(failure) => return Err(failure),
-            AttemptResult::NotRun(how) => last = how,
-        }
-        // A connection that could not be made was no load.
-        let is_refusal = !matches!(last, LastAttempt::Failed(ProxyError::Unreachable));
-        let is_spent = !is_last && is_refusal && !ledger.may_retry();
-        if is_spent {
-            proxy.metrics.retries_refused.inc();
-        }
-        if is_last || is_spent {
-            return give_up(last, ProxyError::Unreachable);
+            AttemptResult::NotRun(how) if is_last => return give_up(how),
+            AttemptResult::NotRun(how) if how.was_load() && !ledger.may_retry() => {
+                proxy.metrics.retries_refused.inc();
+                return give_up(how);
+            }
+            AttemptResult::NotRun(how) => last = Some(how),
         }
         proxy.metrics.retries.inc();
         excluded.push(decision.backend.slot);
@@ -228,212 +188,9 @@ pub(super) fn shown(model: &str) -> String {
     model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
 }
 
-fn give_up(last: LastAttempt, otherwise: ProxyError) -> Result<ForwardResult, ProxyError> {
-    match last {
-        LastAttempt::None => Err(otherwise),
-        LastAttempt::Failed(failure) => Err(failure),
-        LastAttempt::Refused(response) => Ok(ForwardResult::Held(response)),
-    }
-}
-
-async fn attempt(
-    proxy: &Arc<Proxy>,
-    sending: &OutgoingRequest<'_>,
-    decision: &Decision,
-    attempt: Attempt,
-    is_last: bool,
-) -> AttemptResult {
-    let pending = PendingAttempt::of(attempt);
-    let send = send(proxy, sending, decision, &pending.is_sent);
-    let sent = timeout_at(sending.first_byte_by, send).await;
-    let (attempt, is_sent) = pending.over();
-    if let Ok(sent) = &sent {
-        judge(proxy, decision.backend, attempt.user(), sent);
-    } else if !is_sent {
-        proxy.backends.report_no_answer(decision.backend, None);
-    }
-    let failure = match sent {
-        Ok(Ok(response)) if response.status().is_informational() => {
-            // Nobody asked for another protocol.
-            SendError::Ended
-        }
-        Ok(Ok(response)) if response.status().is_redirection() => {
-            // Where to is the engine's own address space; the answer there would not be counted.
-            attempt.end(AttemptEnd::NotRun);
-            return AttemptResult::NotRun(LastAttempt::Failed(ProxyError::Redirected));
-        }
-        Ok(Ok(mut response)) => {
-            let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
-            if is_refusal && !is_last {
-                attempt.end(AttemptEnd::NotRun);
-                let held = hold(response).await;
-                return AttemptResult::NotRun(held.map_or(
-                    LastAttempt::Failed(ProxyError::Refused),
-                    LastAttempt::Refused,
-                ));
-            }
-            let failure = match begin(&mut response, sending.first_byte_by).await {
-                Ok(()) => return AttemptResult::Answered(response, attempt),
-                Err(failure) => failure,
-            };
-            if response.status().is_success() {
-                // Of other heads the circuit has heard.
-                let user = Some(attempt.user());
-                proxy.backends.report_no_answer(decision.backend, user);
-            }
-            failure
-        }
-        Ok(Err(failure)) => failure,
-        Err(_) => {
-            // It may have computed all the while.
-            attempt.end(if is_sent {
-                AttemptEnd::Broken
-            } else {
-                AttemptEnd::NotRun
-            });
-            return AttemptResult::Lost(ProxyError::EngineTimeout);
-        }
-    };
-    let may_have_run = is_sent && matches!(failure, SendError::Broke(_) | SendError::Ended);
-    if may_have_run {
-        sending.watched.broke();
-    }
-    attempt.end(if may_have_run {
-        AttemptEnd::Failed
-    } else {
-        AttemptEnd::NotRun
-    });
-    failed(proxy, decision, &failure)
-}
-
-/// What follows from an attempt that failed before the first byte of its answer's body.
-fn failed(proxy: &Proxy, decision: &Decision, failure: &SendError) -> AttemptResult {
-    if failure.is_local() {
-        tracing::debug!(backend = &*decision.name, error = %failure, "could not query backend");
-        proxy.pool.close_idle();
-        return AttemptResult::NotRun(LastAttempt::Failed(ProxyError::OutOfConnections));
-    }
-    if !matches!(failure, SendError::Gone) {
-        proxy.backends.report_failure(decision.backend.slot);
-    }
-    tracing::debug!(backend = &*decision.name, error = %failure, "attempt failed");
-    match failure {
-        SendError::Url(_) | SendError::Gone | SendError::Connect(_) => {
-            AttemptResult::NotRun(LastAttempt::Failed(ProxyError::Unreachable))
-        }
-        SendError::Broke(_) | SendError::Ended => AttemptResult::Lost(ProxyError::EngineBroke),
-    }
-}
-
-/// What the backend's circuit hears of a head, or of none. A success is one once its body begins; a
-/// timeout after the request was sent is told by the attempt's end.
-fn judge(
-    proxy: &Proxy,
-    backend: BackendRef,
-    user: UserKey,
-    sent: &Result<Response<EngineBody>, SendError>,
-) {
-    match sent {
-        Ok(response) if response.status().is_success() => {}
-        Ok(response) if response.status().is_client_error() => {
-            proxy.backends.report_answer(backend, user);
-        }
-        Err(SendError::Gone) => {}
-        Err(failure) if failure.is_local() => {}
-        Err(SendError::Url(_) | SendError::Connect(_)) => {
-            proxy.backends.report_no_answer(backend, None);
-        }
-        Ok(_) | Err(_) => proxy.backends.report_no_answer(backend, Some(user)),
-    }
-}
-
-/// An attempt while its answer's head is waited for. A client that leaves then pays only if its
-/// request was sent.
-struct PendingAttempt {
-    attempt: Option<Attempt>,
-    is_sent: AtomicBool,
-}
-
-impl PendingAttempt {
-    fn of(attempt: Attempt) -> Self {
-        Self {
-            attempt: Some(attempt),
-            is_sent: AtomicBool::new(false),
-        }
-    }
-
-    /// The wait is over: the attempt, and whether its request was sent.
-    fn over(mut self) -> (Attempt, bool) {
-        let attempt = self.attempt.take();
-        let is_sent = self.is_sent.load(Ordering::Relaxed);
-        (attempt.expect("it is taken here only"), is_sent)
-    }
-}
-
-impl Drop for PendingAttempt {
-    fn drop(&mut self) {
-        if let Some(attempt) = self.attempt.take() {
-            let is_sent = self.is_sent.load(Ordering::Relaxed);
-            attempt.end(if is_sent {
-                AttemptEnd::ClientLeft
-            } else {
-                AttemptEnd::NotRun
-            });
-        }
-    }
-}
-
-async fn send(
-    proxy: &Proxy,
-    sending: &OutgoingRequest<'_>,
-    decision: &Decision,
-    is_sent: &AtomicBool,
-) -> Result<Response<EngineBody>, SendError> {
-    let asked = sending.asked;
-    let registry = proxy.view.registry();
-    let backend = registry
-        .backends
-        .binary_search_by_key(&decision.backend.slot, |backend| backend.handle.slot)
-        .map(|at| &registry.backends[at])
-        .ok()
-        .filter(|backend| backend.handle == decision.backend)
-        .ok_or(SendError::Gone)?;
-    let endpoint = proxy
-        .pool
-        .endpoint(decision.backend, backend.spec.url.as_str())?;
-    let keys = proxy.backends.keys();
-    let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
-    drop(registry);
-    let hop = Hop {
-        peer: &asked.peer,
-        version: asked.head.version,
-        request_id: &asked.request_id,
-        forward_credentials: proxy.settings.api_keys.is_none(),
-        engine_key,
-        strip: &proxy.settings.strip_headers,
-    };
-    let build = || {
-        is_sent.store(true, Ordering::Relaxed);
-        let mut request = Request::new(sending.body.clone());
-        *request.method_mut() = Method::POST;
-        *request.uri_mut() = sending.uri.clone();
-        *request.headers_mut() = toward_engine(&asked.head.headers, endpoint.host(), &hop);
-        request
-    };
-    endpoint.send(&build).await
-}
-
-/// Reads a refusal, so that it can be passed on should nobody else be found. `None` when it is too
-/// long or does not come.
-async fn hold(response: Response<EngineBody>) -> Option<Response<Bytes>> {
-    let (mut head, body) = response.into_parts();
-    let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);
-    let body = timeout(HELD_ANSWER_TIMEOUT, Limited::new(body, bytes_max).collect());
-    let body = body.await.ok()?.ok()?.to_bytes();
-    clean_answer(&mut head.headers);
-    head.headers.remove(CONTENT_LENGTH);
-    head.version = Version::default();
-    Some(Response::from_parts(head, body))
+/// Answers a request that no further backend is tried for.
+fn give_up(last: NotRun) -> Result<ForwardResult, ProxyError> {
+    last.answer().map(ForwardResult::Held)
 }
 
 fn relay(

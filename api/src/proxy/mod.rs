@@ -21,6 +21,7 @@
 
 mod addresses;
 mod ahead;
+mod attempt;
 mod beginning;
 mod budget;
 mod clients;

@@ -1,0 +1,357 @@
+//! One attempt: sends a request to the backend that was chosen for it and waits until the answer
+//! begins.
+//!
+//! What comes of it is sorted into outcomes ([`Outcome`], [`AttemptFailure`]). An outcome alone says
+//! what the backend's circuit learns, how the attempt is charged, and whether another backend may be
+//! tried: only when this one surely did not run the request.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::CONTENT_LENGTH;
+use http::{Method, Request, Response, Uri, Version};
+use http_body_util::{BodyExt, Limited};
+use state::ids::UserKey;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::Proxy;
+use super::beginning::begin;
+use super::headers::{Hop, clean_answer, toward_engine};
+use super::proxied::ProxiedRequest;
+use super::relay::ERROR_BYTES_MAX;
+use super::suspects::WatchedRequest;
+use crate::backends::pool::{EngineBody, Segments, SendError};
+use crate::error::ProxyError;
+use crate::routing::{Attempt, AttemptEnd, Decision};
+
+/// How long the rest of a refusal is waited for.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The request as every attempt sends it.
+pub(super) struct OutgoingRequest<'a> {
+    pub(super) asked: &'a ProxiedRequest,
+    pub(super) uri: Uri,
+    pub(super) body: Segments,
+    pub(super) first_byte_by: Instant,
+    pub(super) watched: WatchedRequest,
+}
+
+/// How an attempt went, for the request.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "made once a request and taken apart at once"
+)]
+pub(super) enum AttemptResult {
+    /// The engine's answer, whose body has begun or is awaited no longer.
+    Answered(Response<EngineBody>, Attempt),
+    /// The engine did not run the request: another may be tried.
+    NotRun(NotRun),
+    /// The engine may have run the request: no other is tried.
+    Lost(ProxyError),
+}
+
+/// Why an engine did not run a request.
+pub(super) enum NotRun {
+    /// There was no connection to it, or the backend was removed.
+    Unreachable,
+    /// This replica had no descriptor or port left for a connection.
+    OutOfConnections,
+    /// It answered with a redirection.
+    Redirected,
+    /// It refused. `None`: the refusal was too long or took too long to be passed on.
+    Refused(Option<Response<Bytes>>),
+}
+
+impl NotRun {
+    /// Whether the attempt cost the engine anything, so that a retry counts against the budget.
+    pub(super) fn was_load(&self) -> bool {
+        match self {
+            Self::Unreachable => false,
+            Self::OutOfConnections | Self::Redirected | Self::Refused(_) => true,
+        }
+    }
+
+    /// What the client is told when no other backend is tried: the engine's refusal, or an error.
+    pub(super) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
+        match self {
+            Self::Unreachable => Err(ProxyError::Unreachable),
+            Self::OutOfConnections => Err(ProxyError::OutOfConnections),
+            Self::Redirected => Err(ProxyError::Redirected),
+            Self::Refused(refusal) => refusal.ok_or(ProxyError::Refused),
+        }
+    }
+}
+
+/// What came of sending a request.
+enum Outcome {
+    /// An answer to pass on.
+    Answer(Response<EngineBody>),
+    /// An answer whose status says that the engine did not run the request.
+    Refusal(Response<EngineBody>),
+    /// An answer that points to the engine's own address space; what answers there would not be
+    /// counted.
+    Redirection,
+    Failure(AttemptFailure),
+}
+
+/// Why an attempt has no answer.
+#[derive(Debug)]
+enum AttemptFailure {
+    /// The backend was removed, or replaced by another, since it was chosen.
+    Gone,
+    /// This replica had no descriptor or port left for a connection.
+    OutOfConnections(SendError),
+    /// No connection could be made.
+    Unreachable(SendError),
+    /// The new connection broke before the request went over it.
+    BrokeUnsent(SendError),
+    /// The connection broke after the request was sent, before the answer's body began.
+    Broke(SendError),
+    /// There was no connection by the deadline.
+    TimedOutUnsent,
+    /// The request was sent, and no head came by the deadline.
+    TimedOut,
+}
+
+impl AttemptFailure {
+    fn of(error: SendError, is_sent: bool) -> Self {
+        match error {
+            SendError::Gone => Self::Gone,
+            error if error.is_local() => Self::OutOfConnections(error),
+            SendError::Url(_) | SendError::Connect(_) => Self::Unreachable(error),
+            SendError::Broke(_) | SendError::Ended if is_sent => Self::Broke(error),
+            SendError::Broke(_) | SendError::Ended => Self::BrokeUnsent(error),
+        }
+    }
+
+    fn end(&self) -> AttemptEnd {
+        match self {
+            Self::Gone
+            | Self::OutOfConnections(_)
+            | Self::Unreachable(_)
+            | Self::BrokeUnsent(_)
+            | Self::TimedOutUnsent => AttemptEnd::NotRun,
+            Self::Broke(_) => AttemptEnd::Failed,
+            // It may have computed all the while.
+            Self::TimedOut => AttemptEnd::Broken,
+        }
+    }
+
+    fn result(&self) -> AttemptResult {
+        match self {
+            Self::Gone | Self::Unreachable(_) => AttemptResult::NotRun(NotRun::Unreachable),
+            Self::OutOfConnections(_) => AttemptResult::NotRun(NotRun::OutOfConnections),
+            Self::BrokeUnsent(_) | Self::Broke(_) => AttemptResult::Lost(ProxyError::EngineBroke),
+            Self::TimedOutUnsent | Self::TimedOut => AttemptResult::Lost(ProxyError::EngineTimeout),
+        }
+    }
+}
+
+impl Outcome {
+    fn of(response: Response<EngineBody>, is_refusal: bool) -> Self {
+        let status = response.status();
+        if status.is_informational() {
+            // No client asked for another protocol.
+            Self::Failure(AttemptFailure::Broke(SendError::Ended))
+        } else if status.is_redirection() {
+            Self::Redirection
+        } else if is_refusal {
+            Self::Refusal(response)
+        } else {
+            Self::Answer(response)
+        }
+    }
+
+    /// Tells the backend's circuit. It hears of a successful answer once its body begins, and of a
+    /// request that timed out after it was sent by the end of the attempt.
+    fn report(&self, proxy: &Proxy, decision: &Decision, user: UserKey) {
+        let (backends, backend) = (&proxy.backends, decision.backend);
+        match self {
+            Self::Answer(response) | Self::Refusal(response) if response.status().is_success() => {}
+            Self::Answer(response) | Self::Refusal(response)
+                if response.status().is_client_error() =>
+            {
+                backends.report_answer(backend, user);
+            }
+            Self::Answer(_) | Self::Refusal(_) | Self::Redirection => {
+                backends.report_no_answer(backend, Some(user));
+            }
+            Self::Failure(failure) => match failure {
+                AttemptFailure::Gone
+                | AttemptFailure::OutOfConnections(_)
+                | AttemptFailure::TimedOut => {}
+                AttemptFailure::Unreachable(_) | AttemptFailure::TimedOutUnsent => {
+                    backends.report_no_answer(backend, None);
+                }
+                AttemptFailure::BrokeUnsent(_) | AttemptFailure::Broke(_) => {
+                    backends.report_no_answer(backend, Some(user));
+                }
+            },
+        }
+    }
+}
+
+/// Sends the request to the decided backend. With `is_last` a refusal is an answer like any other.
+pub(super) async fn attempt(
+    proxy: &Arc<Proxy>,
+    sending: &OutgoingRequest<'_>,
+    decision: &Decision,
+    attempt: Attempt,
+    is_last: bool,
+) -> AttemptResult {
+    let pending = PendingAttempt::of(attempt);
+    let send = send(proxy, sending, decision, &pending.is_sent);
+    let sent = timeout_at(sending.first_byte_by, send).await;
+    let (attempt, is_sent) = pending.over();
+    let outcome = match sent {
+        Ok(Ok(response)) => {
+            let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
+            Outcome::of(response, is_refusal && !is_last)
+        }
+        Ok(Err(error)) => Outcome::Failure(AttemptFailure::of(error, is_sent)),
+        Err(_) if is_sent => Outcome::Failure(AttemptFailure::TimedOut),
+        Err(_) => Outcome::Failure(AttemptFailure::TimedOutUnsent),
+    };
+    outcome.report(proxy, decision, attempt.user());
+    let failure = match outcome {
+        Outcome::Answer(mut response) => {
+            let Err(error) = begin(&mut response, sending.first_byte_by).await else {
+                return AttemptResult::Answered(response, attempt);
+            };
+            if response.status().is_success() {
+                let user = Some(attempt.user());
+                proxy.backends.report_no_answer(decision.backend, user);
+            }
+            AttemptFailure::of(error, is_sent)
+        }
+        Outcome::Refusal(response) => {
+            attempt.end(AttemptEnd::NotRun);
+            return AttemptResult::NotRun(NotRun::Refused(read_refusal(response).await));
+        }
+        Outcome::Redirection => {
+            attempt.end(AttemptEnd::NotRun);
+            return AttemptResult::NotRun(NotRun::Redirected);
+        }
+        Outcome::Failure(failure) => failure,
+    };
+    attempt.end(failure.end());
+    note(proxy, sending, decision, &failure);
+    failure.result()
+}
+
+/// What else follows from a failure: for the backend's health, the connections and the suspects.
+fn note(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    decision: &Decision,
+    failure: &AttemptFailure,
+) {
+    match failure {
+        AttemptFailure::TimedOutUnsent | AttemptFailure::TimedOut => {}
+        AttemptFailure::Gone => {
+            tracing::debug!(backend = &*decision.name, error = %SendError::Gone, "attempt failed");
+        }
+        AttemptFailure::OutOfConnections(error) => {
+            tracing::debug!(backend = &*decision.name, %error, "could not query backend");
+            proxy.pool.close_idle();
+        }
+        AttemptFailure::Unreachable(error)
+        | AttemptFailure::BrokeUnsent(error)
+        | AttemptFailure::Broke(error) => {
+            if let AttemptFailure::Broke(_) = failure {
+                sending.watched.broke();
+            }
+            proxy.backends.report_failure(decision.backend.slot);
+            tracing::debug!(backend = &*decision.name, %error, "attempt failed");
+        }
+    }
+}
+
+/// An attempt while its answer's head is waited for. A client that leaves then pays only if its
+/// request was sent.
+struct PendingAttempt {
+    attempt: Option<Attempt>,
+    is_sent: AtomicBool,
+}
+
+impl PendingAttempt {
+    fn of(attempt: Attempt) -> Self {
+        Self {
+            attempt: Some(attempt),
+            is_sent: AtomicBool::new(false),
+        }
+    }
+
+    /// The wait is over: the attempt, and whether its request was sent.
+    fn over(mut self) -> (Attempt, bool) {
+        let attempt = self.attempt.take();
+        let is_sent = self.is_sent.load(Relaxed);
+        (attempt.expect("it is taken here only"), is_sent)
+    }
+}
+
+impl Drop for PendingAttempt {
+    fn drop(&mut self) {
+        if let Some(attempt) = self.attempt.take() {
+            attempt.end(match self.is_sent.load(Relaxed) {
+                true => AttemptEnd::ClientLeft,
+                false => AttemptEnd::NotRun,
+            });
+        }
+    }
+}
+
+async fn send(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    decision: &Decision,
+    is_sent: &AtomicBool,
+) -> Result<Response<EngineBody>, SendError> {
+    let asked = sending.asked;
+    let registry = proxy.view.registry();
+    let backend = registry
+        .backends
+        .binary_search_by_key(&decision.backend.slot, |backend| backend.handle.slot)
+        .map(|at| &registry.backends[at])
+        .ok()
+        .filter(|backend| backend.handle == decision.backend)
+        .ok_or(SendError::Gone)?;
+    let endpoint = proxy
+        .pool
+        .endpoint(decision.backend, backend.spec.url.as_str())?;
+    let keys = proxy.backends.keys();
+    let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
+    drop(registry);
+    let hop = Hop {
+        peer: &asked.peer,
+        version: asked.head.version,
+        request_id: &asked.request_id,
+        forward_credentials: proxy.settings.api_keys.is_none(),
+        engine_key,
+        strip: &proxy.settings.strip_headers,
+    };
+    let build = || {
+        is_sent.store(true, Relaxed);
+        let mut request = Request::new(sending.body.clone());
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = sending.uri.clone();
+        *request.headers_mut() = toward_engine(&asked.head.headers, endpoint.host(), &hop);
+        request
+    };
+    endpoint.send(&build).await
+}
+
+/// Reads a refusal, so that it can be passed on if no other backend is tried. `None`: it is too long,
+/// or does not come in time.
+async fn read_refusal(response: Response<EngineBody>) -> Option<Response<Bytes>> {
+    let (mut head, body) = response.into_parts();
+    let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);
+    let body = timeout(REFUSAL_TIMEOUT, Limited::new(body, bytes_max).collect());
+    let body = body.await.ok()?.ok()?.to_bytes();
+    clean_answer(&mut head.headers);
+    head.headers.remove(CONTENT_LENGTH);
+    head.version = Version::default();
+    Some(Response::from_parts(head, body))
+}
