@@ -473,7 +473,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         .collect();
     let identities: Vec<_> = parsed
         .iter()
-        .map(|parsed| router.identify(parsed))
+        .map(|parsed| router.reader().identify(parsed))
         .collect();
     let ask = |i: usize| RoutingRequest {
         model: "m",
@@ -489,7 +489,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         .collect();
     let us = [
         time_us(|i| drop(parse(path, &bodies[i]))),
-        time_us(|i| drop(router.identify(&parsed[i]))),
+        time_us(|i| drop(router.reader().identify(&parsed[i]))),
         time_us(|i| drop(router.decide(&ask(i)))),
         time_us(|i| {
             router

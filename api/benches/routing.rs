@@ -198,7 +198,7 @@ impl Fleet {
         let text = &text[..blocks * BLOCK_BYTES as usize + 1];
         let body = json!({"model": "m", "prompt": text}).to_string();
         let parsed = parse("/v1/completions", &Bytes::from(body)).expect("the body is good");
-        let identity = self.router.identify(&parsed);
+        let identity = self.router.reader().identify(&parsed);
         self.own(0, identity.chain[..blocks / 2].to_vec());
         (parsed, identity)
     }
@@ -224,7 +224,7 @@ fn route(c: &mut Criterion) {
             let id = |what: &str| BenchmarkId::new(what, format!("{backends}x{blocks}"));
             if backends == 8 {
                 c.bench_function(&format!("identify/{blocks}"), |b| {
-                    b.iter(|| fleet.router.identify(black_box(&parsed)));
+                    b.iter(|| fleet.router.reader().identify(black_box(&parsed)));
                 });
             }
             c.bench_with_input(id("decide"), &identity, |b, identity| {

@@ -14,9 +14,9 @@ use super::AdminState;
 use super::answer::{Json, QueryParams, ReadLevel, ReadQuery, at_level, json};
 use super::problem::invalid;
 use crate::error::Problem;
-use crate::prompt::BlockUnit;
+use crate::prompt::{BlockUnit, ReadError, ReadRequest};
 use crate::proxy::ANONYMOUS;
-use crate::routing::{Explanation, POLICY, ReadError, ReadRequest, RoutingRequest, SELECT};
+use crate::routing::{Explanation, POLICY, RoutingRequest, SELECT};
 
 /// A request as a client would send it.
 #[derive(Deserialize)]
@@ -64,7 +64,7 @@ pub(super) async fn explain(
     }
     let body = body_bytes(&would_be.body)?;
     at_level(&admin, query.read).await?;
-    let read = admin.router.read(&would_be.path, &body).await;
+    let read = admin.router.reader().read(&would_be.path, &body).await;
     let ReadRequest {
         parsed,
         identity,
@@ -96,7 +96,7 @@ pub(super) async fn explain(
             ReadLevel::Linearizable => "linearizable",
         },
         stream: parsed.stream,
-        tokenizer: admin.router.tokenizer_name(&parsed.model),
+        tokenizer: admin.router.reader().tokenizer_name(&parsed.model),
         unit: identity.unit,
         token_ids: would_be.token_ids.then_some(ids),
         explanation,

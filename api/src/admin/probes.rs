@@ -97,7 +97,7 @@ fn readiness(admin: &Admin) -> Readiness {
             ));
         }
     }
-    for model in admin.router.panicking() {
+    for model in admin.backends.panicking(&admin.view.registry()) {
         warnings.push(format!(
             "panic mode for model {model}: probes fail while requests are answered"
         ));
@@ -119,7 +119,7 @@ fn readiness(admin: &Admin) -> Readiness {
 fn has_healthy_backend(admin: &Admin) -> bool {
     let registry = admin.view.registry();
     let mut serving = registry.backends.iter().filter(|it| !it.draining);
-    serving.any(|backend| admin.router.is_up(&registry, backend))
+    serving.any(|backend| admin.backends.is_up(&registry, backend))
 }
 
 pub(super) async fn metrics(State(admin): State<AdminState>) -> Response {

@@ -231,7 +231,7 @@ impl Admission {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(&self.router, excluded);
         // A model nobody serves must not get a line.
-        if !self.router.is_served(ask.model) {
+        if !self.router.view().registry().is_served(ask.model) {
             return Err(AdmissionRejection::NoBackend(
                 RoutingRejection::UnknownModel,
             ));

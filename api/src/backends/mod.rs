@@ -17,6 +17,7 @@ pub(crate) mod fuzzing;
 mod health;
 mod keys;
 mod local;
+mod panic;
 pub mod pool;
 mod probe;
 mod roster;
@@ -43,6 +44,8 @@ pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::EngineKeys;
 pub use roster::{Occupancy, SlotTable};
+
+pub(crate) use panic::named_models;
 
 use circuit::CircuitBreakers;
 use health::HealthTable;

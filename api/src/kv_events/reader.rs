@@ -243,7 +243,7 @@ async fn tell(parts: &ReaderParts, batch: KvBatch) {
 /// Determines the model and block size for hashing this engine's blocks.
 fn identify(parts: &ReaderParts, found: &EngineSources) -> Result<HashIdentity, KvRefusal> {
     let model = found.model.clone().ok_or(KvRefusal::Models)?;
-    let block_size = parts.router.token_block_size(&model);
+    let block_size = parts.router.reader().token_block_size(&model);
     let block_size = block_size.ok_or(KvRefusal::Tokenizer)?;
     Ok(HashIdentity {
         hashing: parts.view.registry().hashing(),

@@ -1,5 +1,8 @@
 //! Parses request bodies into what routing needs: model, stream flag, user and the prompt's blocks.
 //!
+//! [`PromptReader`] does all of it for one request. [`parse`] alone reads a body; how a prompt is cut
+//! into blocks follows from the settings of its model.
+//!
 //! The body is read, never rewritten; engines get the client's bytes. It is read in one pass
 //! without a document tree: strings that are not needed are skipped, the prompt is flattened as it
 //! is met.
@@ -16,10 +19,12 @@
 mod borrowed;
 mod flatten;
 mod further;
+mod identify;
 mod lax;
 mod plain;
 mod ratio;
 mod read;
+mod reader;
 #[cfg(test)]
 mod tests;
 mod tokenizer;
@@ -34,12 +39,14 @@ pub use flatten::append_reply;
 pub use further::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_hash};
 pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
 pub use read::{is_read, parse, parse_routed};
+pub use reader::{ParsedRequest, PromptReader, ReadError, ReadRequest};
 pub use tokenizer::{
     Fallback, ReplyBoundary, Tokenizer, TokenizerLoadError, TokenizerSpec, TokenizerSpecError,
     Vocabulary,
 };
 pub use tokens::{TokenScope, chain_of_tokens};
 
+pub(crate) use reader::TokenizingMetrics;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tokenizer::fuzzing;
 pub(crate) use tokenizer::{

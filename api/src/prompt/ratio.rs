@@ -1,7 +1,10 @@
 //! Bytes per token, learned from the engines' own counts.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use state::command::NAME_BYTES_MAX;
 
 /// Bytes per token until an engine's usage tells better; also what a block is worth in tokens where
 /// all replicas must agree.
@@ -14,6 +17,8 @@ const RANGE: (f32, f32) = (0.5, 16.0);
 /// Shortest prompt that tells anything: what a chat template adds, some 30 tokens, counts for more
 /// than the text of a shorter one, and long prompts are what an estimate matters for.
 const SAMPLE_BYTES_MIN: u64 = 512;
+/// Models whose ratio is learnt; further ones, and those no backend serves, share one.
+const MODELS_MAX: usize = 1024;
 
 /// Bytes per token of one model's prompts: a moving average over what engines reported. Shared by
 /// all who estimate; local to this replica.
@@ -70,6 +75,43 @@ impl TokenRatio {
         }
         let mean = self.get() + (sample - self.get()) * SAMPLE_WEIGHT;
         self.0.store(mean.to_bits(), Relaxed);
+    }
+}
+
+/// Ratios by model.
+#[derive(Default)]
+pub(super) struct TokenRatios {
+    by_model: RwLock<HashMap<String, TokenRatio>>,
+    others: TokenRatio,
+}
+
+impl TokenRatios {
+    /// Models with a ratio of their own.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        let by_model = self.by_model.read();
+        by_model.unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    /// The ratio of `model`. `is_served` says whether the name is worth remembering: clients may ask for
+    /// any.
+    pub(super) fn of(&self, model: &str, is_served: impl FnOnce() -> bool) -> TokenRatio {
+        let known = self.by_model.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ratio) = known.get(model) {
+            return ratio.clone();
+        }
+        if known.len() >= MODELS_MAX {
+            return self.others.clone();
+        }
+        drop(known);
+        if model.len() > NAME_BYTES_MAX || !is_served() {
+            return self.others.clone();
+        }
+        let mut known = self
+            .by_model
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        known.entry(model.to_owned()).or_default().clone()
     }
 }
 

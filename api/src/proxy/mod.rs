@@ -80,8 +80,8 @@ use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{ProxyError, openai_response};
-use crate::prompt::{ParsedBody, PromptIdentity};
-use crate::routing::{ReadError, Router};
+use crate::prompt::ReadRequest;
+use crate::routing::Router;
 use crate::seldom::Seldom;
 use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
@@ -284,12 +284,10 @@ impl Proxy {
         };
         drop(body);
         ledger.is_read(self.settings.limits.requests_max)?;
-        let (mut parsed, mut identity) = self.understand(head.uri.path(), &body_bytes).await?;
-        if let Some(stripped) = self.settings.fields.apply(&parsed, &body_bytes)? {
-            body_bytes = stripped;
-            // Places in it are others now.
-            (parsed, identity) = self.understand(head.uri.path(), &body_bytes).await?;
-        }
+        let path = head.uri.path();
+        let ReadRequest {
+            parsed, identity, ..
+        } = self.understand(path, &mut body_bytes).await?;
         let hashing = || self.view.registry().hashing();
         let client = request::Client {
             holder: &holder,
@@ -348,24 +346,22 @@ impl Proxy {
         }
     }
 
-    async fn understand(
-        self: &Arc<Self>,
-        path: &str,
-        body: &Bytes,
-    ) -> Result<(ParsedBody, PromptIdentity), ProxyError> {
-        match self.router.read(path, body).await {
-            Ok(read) => Ok((read.parsed, read.identity)),
-            Err(ReadError::Bad(bad)) => Err(ProxyError::BadRequest {
-                message: bad.message,
-                param: bad.param,
-            }),
-            Err(ReadError::Stopping) => Err(ProxyError::Overloaded),
+    /// Reads a body, less the fields that do not reach engines. Its prompt is tokenized once, from
+    /// what the engine gets.
+    async fn understand(&self, path: &str, body: &mut Bytes) -> Result<ReadRequest, ProxyError> {
+        let reader = self.router.reader();
+        let mut request = reader.parse(path, body).await?;
+        if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
+            *body = stripped;
+            // The fields stand in other places now.
+            request = reader.parse(path, body).await?;
         }
+        Ok(reader.tokenize(path, body, request).await?)
     }
 
     fn models(&self, path: &str) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
-        let is_up = |backend: &Backend| self.router.is_up(&registry, backend);
+        let is_up = |backend: &Backend| self.backends.is_up(&registry, backend);
         let body = match path.strip_prefix("/v1/models/") {
             None => models::list(&registry, is_up),
             Some(id) => {

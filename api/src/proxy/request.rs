@@ -18,7 +18,7 @@ use super::headers::{API_KEY, PRIORITY};
 use super::keys::{Holder, key_user_name};
 use super::settings::{IdentifyBy, ProxySettings};
 use crate::error::ProxyError;
-use crate::prompt::ParsedBody;
+use crate::prompt::{ParsedBody, ReadError};
 use crate::user_name;
 
 /// Who is charged when nobody can be told.
@@ -189,6 +189,18 @@ fn bad_request(message: &str) -> ProxyError {
     ProxyError::BadRequest {
         message: message.to_owned(),
         param: None,
+    }
+}
+
+impl From<ReadError> for ProxyError {
+    fn from(why: ReadError) -> Self {
+        match why {
+            ReadError::Bad(bad) => Self::BadRequest {
+                message: bad.message,
+                param: bad.param,
+            },
+            ReadError::Stopping => Self::Overloaded,
+        }
     }
 }
 

@@ -34,7 +34,8 @@ impl Router {
         let decided = SCRATCH.with_borrow_mut(|scratch| {
             let admitted = self.admit(&fleet, ask, Instant::now(), scratch, |_, _| {});
             self.metrics.filtered(&scratch.tally);
-            self.note_panic(&fleet.registry, ask.model, scratch.is_panic);
+            let (registry, is_panic) = (&fleet.registry, scratch.is_panic);
+            self.panics.note(registry, ask.model, is_panic);
             admitted?;
             self.match_blocks(&fleet, ask, needs.match_by, scratch);
             self.supplement(&fleet, &needs, scratch);

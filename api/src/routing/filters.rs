@@ -68,7 +68,7 @@ impl Router {
         };
         sieve.scratch.is_panic = false;
         let mut sifted = sieve.sift(Ejection::All);
-        if sieve.may_panic() && self.is_panic(&fleet.registry, ask.model, now) {
+        if sieve.may_panic() && self.backends.is_panic(&fleet.registry, ask.model, now) {
             sieve.scratch.is_panic = true;
             sifted = sieve.sift(Ejection::All);
         }
@@ -162,7 +162,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let user = || user_of(self.fleet, self.ask);
         let is_up = |glance: Glance| {
             let is_panic = self.scratch.is_panic;
-            glance.is_healthy || is_panic && self.router.may_lie(backend, glance, self.now)
+            glance.is_healthy || is_panic && self.router.backends.may_lie(backend, glance, self.now)
         };
         let is_open = |handle: BackendRef| match ejected {
             Ejection::All => !self.router.backends.is_let_through(handle, user, self.now),

@@ -13,9 +13,9 @@ use prometheus_client::registry::Registry;
 
 use super::outbox::OutboxStatus;
 use super::outbox::driver::DriverMetrics;
-use super::read::TokenizingMetrics;
 use super::verdict::{FilterCounts, FilterVerdict};
 use super::{AttemptEnd, RoutingRejection};
+use crate::prompt::TokenizingMetrics;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct BackendLabels {

@@ -1,8 +1,8 @@
 //! One place where a request meets the view, the overlay, the load and the policy, and where what
 //! became of it is recorded.
 //!
-//! A request passes through here in three steps. [`Router::identify`] turns its prompt into block
-//! hashes. [`Router::decide`] matches them against the applied ownership and this replica's
+//! A request whose prompt is read ([`crate::prompt::PromptReader`]) passes through here in two steps.
+//! [`Router::decide`] matches them against the applied ownership and this replica's
 //! overlay, adds the load, and lets the policy choose; it reads local memory only and waits for no
 //! writer. [`Router::dispatch`] makes the decision known (load, overlay, outbox) and gives an
 //! [`Attempt`], which books the rest until it ends. [`Router::run_outbox`] carries it all to the log.
@@ -17,7 +17,6 @@ mod fleet;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod hidden;
-mod identify;
 mod lengths;
 mod load;
 mod metrics;
@@ -25,7 +24,6 @@ mod outbox;
 mod overlay;
 mod panic;
 mod predictions;
-mod read;
 mod reply;
 mod room;
 mod samples;
@@ -49,18 +47,16 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::fleet::RoutingTable;
-use self::identify::TokenRatios;
 use self::lengths::OutputLengths;
 use self::metrics::BackendMeter;
 use self::outbox::driver::{OutboxDriver, SharedOutbox};
 use self::panic::Panics;
-use self::read::TokenizerWorkers;
 use self::room::PricedTotal;
 use self::samples::ServiceSamples;
 use crate::backends::{Backends, HalfOpenProbe};
 use crate::clock::Clock;
 use crate::ports::Propose;
-use crate::prompt::{ModelSettings, PromptIdentity};
+use crate::prompt::{ModelSettings, PromptIdentity, PromptReader};
 
 pub(crate) use attempt::pricing_of;
 pub use attempt::{Attempt, DispatchTerms};
@@ -72,7 +68,6 @@ pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
 pub use outbox::{AfterProposal, Outbox, OutboxSettings, OutboxStatus};
 pub use overlay::Overlay;
-pub use read::{ReadError, ReadRequest};
 pub use room::LargestRequest;
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use session::{POLICY, PolicyRejection};
@@ -102,8 +97,7 @@ pub struct RouterParts {
 pub struct Router {
     view: Arc<StateView>,
     backends: Arc<Backends>,
-    models: Vec<ModelSettings>,
-    ratios: TokenRatios,
+    reader: Arc<PromptReader>,
     load: LoadTable,
     overlay: Arc<Overlay>,
     desk: SharedOutbox,
@@ -122,7 +116,6 @@ pub struct Router {
     priced: PricedTotal,
     /// This replica's run.
     session: SessionId,
-    tokenizing: TokenizerWorkers,
     clock: Clock,
     panics: Panics,
 }
@@ -255,10 +248,15 @@ impl Router {
         }
         Self {
             fleet: ArcSwap::from_pointee(RoutingTable::of(parts.view.registry(), &metrics)),
+            reader: Arc::new(PromptReader::new(
+                Arc::clone(&parts.view),
+                Arc::clone(&parts.backends),
+                parts.models,
+                metrics.tokenizing.clone(),
+            )),
+            panics: Panics::new(metrics.clone()),
             view: parts.view,
             backends: parts.backends,
-            models: parts.models,
-            ratios: TokenRatios::default(),
             load: LoadTable::default(),
             overlay,
             desk: SharedOutbox::new(outbox),
@@ -274,10 +272,14 @@ impl Router {
             lengths: OutputLengths::default(),
             priced: PricedTotal::default(),
             session: parts.session,
-            tokenizing: TokenizerWorkers::default(),
             clock: parts.clock,
-            panics: Panics::default(),
         }
+    }
+
+    /// What requests are read by.
+    #[must_use]
+    pub fn reader(&self) -> &Arc<PromptReader> {
+        &self.reader
     }
 
     /// This replica's wall clock.
@@ -308,7 +310,8 @@ impl Router {
     /// scrape.
     pub fn refresh_metrics(&self) {
         self.metrics.show_outbox(&self.outbox_status());
-        self.note_panics();
+        let panicking = self.backends.panicking(&self.view.registry());
+        self.panics.note_all(&panicking);
         self.metrics.forget_removed(|| self.view.registry());
     }
 

@@ -223,7 +223,7 @@ mod tests {
             } else {
                 (completion(&question), completion(&format!("{question}{reply}{next}")))
             };
-            let (first, second) = (router.identify(&first), router.identify(&second));
+            let (first, second) = (router.reader().identify(&first), router.reader().identify(&second));
             let mut known = first.chain.to_vec();
             let mut output = ReplyChain::of(&first).unwrap();
             parts.iter().for_each(|part| output.push(part));
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn an_answer_without_end_is_cut() {
         let router = router(&Port::new(Log::new(&[])), OutboxSettings::default());
-        let mut output = ReplyChain::of(&router.identify(&completion(""))).unwrap();
+        let mut output = ReplyChain::of(&router.reader().identify(&completion(""))).unwrap();
         let text = "x".repeat(16 * 1000);
         (0..20).for_each(|_| output.push(&text));
         let ReplyChain::Bytes(bytes) = &output else {

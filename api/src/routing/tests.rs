@@ -42,7 +42,7 @@ impl Bench {
     }
 
     fn identify(&self, text: &str) -> PromptIdentity {
-        self.router.identify(&completion(text))
+        self.router.reader().identify(&completion(text))
     }
 
     fn decide(
@@ -146,7 +146,10 @@ fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
     assert_eq!(longer.tail.bytes, b"xxxxx");
     let mut salted = completion(&"x".repeat(64));
     salted.cache_salt = Some("s".to_owned());
-    assert_ne!(bench.router.identify(&salted).chain[0], long.chain[0]);
+    assert_ne!(
+        bench.router.reader().identify(&salted).chain[0],
+        long.chain[0]
+    );
     let empty = bench.identify("");
     assert_eq!(
         (empty.chain.len(), empty.matchable, empty.tokens),
@@ -156,10 +159,10 @@ fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
         "/v1/completions",
         &json!({"model": "m", "prompt": [1, 2, 3, 4, 5, 6, 7, 8, 9]}),
     );
-    let ids = bench.router.identify(&ids);
+    let ids = bench.router.reader().identify(&ids);
     assert_eq!((ids.chain.len(), ids.matchable, ids.tokens), (2, 2, 9));
     assert_eq!((ids.tail.tokens_per_block, ids.tail.block_bytes), (4, 0));
-    assert!((bench.router.tokens_per_block("m") - 4.0).abs() < 1e-9);
+    assert!((bench.router.reader().tokens_per_block("m") - 4.0).abs() < 1e-9);
 }
 
 #[test]
@@ -364,7 +367,7 @@ fn a_reply_is_recorded_as_the_next_turn_has_it() {
     };
     let question = json!({"role": "user", "content": "q".repeat(50)});
     let reply = "answer ".repeat(20);
-    let identity = bench.router.identify(&turn(&json!([question])));
+    let identity = bench.router.reader().identify(&turn(&json!([question])));
     let (_, mut attempt) = bench.start(&identity);
     reply
         .as_bytes()
@@ -373,7 +376,7 @@ fn a_reply_is_recorded_as_the_next_turn_has_it() {
     attempt.end(AttemptEnd::Finished);
     let next = json!([question, {"role": "assistant", "content": reply},
         {"role": "user", "content": "go on, and say more than one block of text"}]);
-    let next = bench.router.identify(&turn(&next));
+    let next = bench.router.reader().identify(&turn(&next));
     let known = (9 + 50 + 1 + 14 + reply.len() + 1) / 16;
     assert_eq!(bench.decide(&next, &[]).unwrap().matched as usize, known);
     bench.flush();
@@ -447,7 +450,7 @@ fn engines_teach_how_long_a_token_is() {
     }
     let identity = bench.identify(&text);
     assert_eq!((identity.tokens, identity.tail.tokens_per_block), (800, 8));
-    assert!((bench.router.tokens_per_block("m") - 4.0).abs() < 1e-9);
+    assert!((bench.router.reader().tokens_per_block("m") - 4.0).abs() < 1e-9);
 }
 
 #[test]
@@ -550,7 +553,7 @@ fn a_model_nobody_serves_is_not_remembered() {
             model: name,
             ..completion("hello")
         };
-        let _ = bench.router.identify(&parsed);
+        let _ = bench.router.reader().identify(&parsed);
     }
-    assert_eq!(bench.router.ratios.len(), 1);
+    assert_eq!(bench.router.reader().ratios_len(), 1);
 }

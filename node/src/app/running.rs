@@ -175,10 +175,13 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
 }
 
 fn probe_hooks(core: &ReplicaCore) -> Hooks {
-    let (ratios, observer) = (Arc::clone(core.router()), Arc::clone(core.router()));
+    let (reader, observer) = (
+        Arc::clone(core.router().reader()),
+        Arc::clone(core.router()),
+    );
     let status = core.replica().watch();
     Hooks {
-        tokens_per_block: Arc::new(move |model| ratios.tokens_per_block(model)),
+        tokens_per_block: Arc::new(move |model| reader.tokens_per_block(model)),
         observe: Arc::new(move |backend, facts| observer.observe(backend, facts)),
         is_leader: Arc::new(move || status.borrow().role == Role::Leader),
         clock: core.clock().clone(),

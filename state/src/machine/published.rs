@@ -261,6 +261,12 @@ impl Registry {
         }
     }
 
+    /// Returns whether any backend serves `model`.
+    #[must_use]
+    pub fn is_served(&self, model: &str) -> bool {
+        self.backends.iter().any(|backend| backend.serves(model))
+    }
+
     /// Returns the seed and secret for block hashes.
     #[must_use]
     pub fn hashing(&self) -> BlockHasher {

@@ -11,9 +11,9 @@ use tokio::net::TcpListener;
 use super::super::fixture::{router_with, spec};
 use super::*;
 use crate::prompt::{
-    BlockUnit, Fallback, ModelSettings, TokenScope, Tokenizer, TokenizerSpec, chain_of_tokens,
+    BlockUnit, Fallback, ModelSettings, ReadError, ReadRequest, TokenScope, Tokenizer,
+    TokenizerSpec, chain_of_tokens,
 };
-use crate::routing::{ReadError, ReadRequest};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -44,7 +44,7 @@ fn chat(turns: &[(&str, &str)]) -> Value {
 
 async fn read(bench: &Bench, path: &str, body: &Value) -> ReadRequest {
     let body = Bytes::from(body.to_string());
-    bench.router.read(path, &body).await.unwrap()
+    bench.router.reader().read(path, &body).await.unwrap()
 }
 
 #[tokio::test]
@@ -71,8 +71,14 @@ async fn ids_are_identified_alike_wherever_they_come_from() {
     let salted = json!({"model": "m", "prompt": text.ids, "cache_salt": "s"});
     let salted = read(&bench, "/v1/completions", &salted).await;
     assert_ne!(salted.identity.chain[0], text.identity.chain[0]);
-    assert!((bench.router.tokens_per_block("m") - 4.0).abs() < f64::EPSILON);
-    assert!(bench.router.tokenizer_name("m").starts_with("huggingface:"));
+    assert!((bench.router.reader().tokens_per_block("m") - 4.0).abs() < f64::EPSILON);
+    assert!(
+        bench
+            .router
+            .reader()
+            .tokenizer_name("m")
+            .starts_with("huggingface:")
+    );
 }
 
 #[test]
@@ -123,7 +129,11 @@ async fn what_has_no_tokens_is_identified_by_its_characters() {
     assert!(!without.identity.chain.is_empty());
     let tokens = read(&bench, CHAT, &chat(&[("user", "hello")])).await;
     assert_ne!(without.identity.root, tokens.identity.root);
-    let bad = bench.router.read(CHAT, &Bytes::from_static(b"{")).await;
+    let bad = bench
+        .router
+        .reader()
+        .read(CHAT, &Bytes::from_static(b"{"))
+        .await;
     assert!(matches!(bad, Err(ReadError::Bad(_))));
 }
 
@@ -226,7 +236,7 @@ async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
 #[tokio::test(start_paused = true)]
 async fn a_prompt_does_not_wait_for_ever_for_others() {
     let bench = bench(fixture("chatml"));
-    let workers = Arc::clone(&bench.router.tokenizing.workers);
+    let workers = Arc::clone(&bench.router.reader().workers);
     let cores = u32::try_from(workers.available_permits()).unwrap();
     let all = workers.acquire_many_owned(cores).await.unwrap();
     let long = chat(&[("user", &"How are you, and who? ".repeat(200))]);

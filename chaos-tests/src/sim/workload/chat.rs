@@ -169,7 +169,7 @@ async fn request(
     let request = Arc::new(ChatRequest {
         model: chat.model,
         user: chat.user.clone(),
-        identity: desk.router().identify(&chat.parsed()),
+        identity: desk.router().reader().identify(&chat.parsed()),
         id,
         tokens_max: (rng.below(2) == 0).then(|| rng.within(1, 100)),
         priority: i16::from(rng.below(8) == 0),
@@ -225,7 +225,7 @@ pub(super) fn reach(
         }
     });
     // Whatever way the prompt is sent, an engine sees its tokens.
-    let tokens = desk.router().identify(&ParsedBody {
+    let tokens = desk.router().reader().identify(&ParsedBody {
         prompt: Prompt::Tokens(chat.tokens.clone()),
         ..chat.parsed()
     });

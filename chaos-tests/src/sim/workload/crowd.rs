@@ -195,7 +195,7 @@ impl CrowdClient<'_> {
         let request = Arc::new(ChatRequest {
             model: chat.model,
             user: chat.user.clone(),
-            identity: desk.router().identify(&chat.parsed()),
+            identity: desk.router().reader().identify(&chat.parsed()),
             id,
             tokens_max: Some(self.manner.tokens(rng)),
             priority: 0,

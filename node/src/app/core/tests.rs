@@ -149,7 +149,7 @@ fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
     let body = serde_json::json!({ "model": "m", "prompt": prompt }).to_string();
     let parsed = parse("/v1/completions", &body.into()).unwrap();
     Arc::new(Chat {
-        identity: core.router().identify(&parsed),
+        identity: core.router().reader().identify(&parsed),
         id: format!("request-{number}"),
         user: format!("user-{}", rng.below(3)),
     })

@@ -1,10 +1,12 @@
 //! Reads a request's body and identifies its prompt with the tokenizer of its model.
 //!
-//! Reading a body and hashing its bytes takes microseconds and is done where the body arrives.
-//! Tokenizing takes a millisecond per few kilobytes: what a tokenizer has met before is looked up
-//! in place, a little that is new is tokenized in place, and the rest goes to the blocking pool, as
-//! many at a time as there are cores. An engine that tokenizes is asked over connections of their
-//! own. Whatever goes wrong, the prompt is identified by its characters.
+//! Parsing a body and hashing its bytes takes microseconds and happens where the body arrives.
+//! Tokenizing takes a millisecond per few kilobytes: known text is looked up in place, a little new
+//! text is tokenized in place, and the rest goes to the blocking pool, as many prompts at a time as
+//! there are cores. Engines that tokenize are asked over connections of their own. If anything goes
+//! wrong, the prompt is identified by its characters.
+//!
+//! [`PromptReader`] depends on the config and the registry only: it sees no load and decides nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,17 +21,19 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use serde::Deserialize;
+use state::StateView;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::Router;
-use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
-use crate::prompt::{
-    BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback, ParsedBody, Prompt,
-    PromptIdentity, TokenizeRequest, TokenizeResult, Tokenizer, TokenizerContent, parse_routed,
-    question,
+use super::ratio::TokenRatios;
+use super::{
+    BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback, ModelSettings,
+    ParsedBody, Prompt, PromptIdentity, TokenizeRequest, TokenizeResult, Tokenizer,
+    TokenizerContent, parse_routed, question,
 };
+use crate::backends::Backends;
+use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
 
 /// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
 /// connections of the same thread waiting and go to the blocking pool.
@@ -42,6 +46,14 @@ const FRESH_INLINE_BYTES_MAX: usize = 512;
 const WORKER_WAIT_MAX: Duration = Duration::from_millis(500);
 /// Longest answer of an engine's tokenizer, in bytes.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// A request whose body is parsed; its prompt is identified by its characters so far.
+#[derive(Debug)]
+pub struct ParsedRequest {
+    /// The body.
+    pub parsed: ParsedBody,
+    identity: PromptIdentity,
+}
 
 /// A request that was read.
 #[derive(Debug)]
@@ -69,22 +81,18 @@ impl From<BodyRejection> for ReadError {
     }
 }
 
-/// What tokenizing shares between requests.
-pub(super) struct TokenizerWorkers {
-    /// One per text that is tokenized in the blocking pool.
-    pub(super) workers: Arc<Semaphore>,
+/// Turns bodies into parsed requests with identified prompts. One per replica.
+pub struct PromptReader {
+    pub(super) view: Arc<StateView>,
+    /// Which engines can be asked, and with which keys.
+    backends: Arc<Backends>,
+    pub(super) models: Vec<ModelSettings>,
+    pub(super) ratios: TokenRatios,
+    /// One permit per text that is tokenized in the blocking pool.
+    pub(crate) workers: Arc<Semaphore>,
     /// To engines' tokenizers.
     pool: Pool,
-}
-
-impl Default for TokenizerWorkers {
-    fn default() -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self {
-            workers: Arc::new(Semaphore::new(cores)),
-            pool: Pool::new(PoolSettings::default(), PoolCounters::default()),
-        }
-    }
+    metrics: TokenizingMetrics,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -94,7 +102,7 @@ struct TokenizeLabels {
 
 /// How prompts of models with a tokenizer were identified.
 #[derive(Debug, Clone)]
-pub(super) struct TokenizingMetrics {
+pub(crate) struct TokenizingMetrics {
     prompts: Family<TokenizeLabels, Counter>,
     seconds: Histogram,
 }
@@ -111,7 +119,7 @@ impl Default for TokenizingMetrics {
 }
 
 impl TokenizingMetrics {
-    pub(super) fn register(&self, registry: &mut Registry) {
+    pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "quorate_prefix_tokenized",
             "Prompts of models with a tokenizer, by how they were tokenized",
@@ -139,7 +147,33 @@ enum PromptTokens {
     Nothing,
 }
 
-impl Router {
+impl PromptReader {
+    /// A reader for the models of `[[models]]`, of which the first match counts.
+    #[must_use]
+    pub(crate) fn new(
+        view: Arc<StateView>,
+        backends: Arc<Backends>,
+        models: Vec<ModelSettings>,
+        metrics: TokenizingMetrics,
+    ) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            view,
+            backends,
+            models,
+            ratios: TokenRatios::default(),
+            workers: Arc::new(Semaphore::new(cores)),
+            pool: Pool::new(PoolSettings::default(), PoolCounters::default()),
+            metrics,
+        }
+    }
+
+    /// Models with a learnt ratio of their own.
+    #[cfg(test)]
+    pub(crate) fn ratios_len(&self) -> usize {
+        self.ratios.len()
+    }
+
     /// Reads the body of a request to `path` and identifies its prompt.
     ///
     /// # Errors
@@ -149,30 +183,58 @@ impl Router {
         path: &str,
         body: &Bytes,
     ) -> Result<ReadRequest, ReadError> {
-        let mut read = if body.len() <= PARSED_INLINE_BYTES_MAX {
-            self.parse(path, body)?
-        } else {
-            let (router, path, body) = (Arc::clone(self), path.to_owned(), body.clone());
-            blocking(move || router.parse(&path, &body)).await??
+        let parsed = self.parse(path, body).await?;
+        self.tokenize(path, body, parsed).await
+    }
+
+    /// Parses the body of a request to `path`.
+    ///
+    /// # Errors
+    /// [`ReadError`].
+    pub async fn parse(
+        self: &Arc<Self>,
+        path: &str,
+        body: &Bytes,
+    ) -> Result<ParsedRequest, ReadError> {
+        if body.len() <= PARSED_INLINE_BYTES_MAX {
+            return Ok(self.parse_here(path, body)?);
+        }
+        let (reader, path, body) = (Arc::clone(self), path.to_owned(), body.clone());
+        Ok(blocking(move || reader.parse_here(&path, &body)).await??)
+    }
+
+    fn parse_here(&self, path: &str, body: &Bytes) -> Result<ParsedRequest, BodyRejection> {
+        let parsed = parse_routed(path, body)?;
+        let identity = self.identify(&parsed);
+        Ok(ParsedRequest { parsed, identity })
+    }
+
+    /// Identifies the prompt of a request that was parsed from `body` by its tokens, where its model has
+    /// a tokenizer.
+    ///
+    /// # Errors
+    /// [`ReadError`].
+    pub async fn tokenize(
+        &self,
+        path: &str,
+        body: &Bytes,
+        request: ParsedRequest,
+    ) -> Result<ReadRequest, ReadError> {
+        let ParsedRequest { parsed, identity } = request;
+        let mut read = ReadRequest {
+            parsed,
+            identity,
+            ids: Vec::new(),
         };
         if let Some(tokenizer) = self.due_tokenizer(&read) {
-            self.tokenize(&tokenizer, path, body, &mut read).await?;
+            self.tokenize_with(&tokenizer, path, body, &mut read)
+                .await?;
         } else if let Prompt::Tokens(ids) = &mut read.parsed.prompt {
             read.ids = std::mem::take(ids);
         }
         // As long as the body, and not needed any more.
         read.parsed.prompt = Prompt::default();
         Ok(read)
-    }
-
-    fn parse(&self, path: &str, body: &Bytes) -> Result<ReadRequest, BodyRejection> {
-        let parsed = parse_routed(path, body)?;
-        let identity = self.identify(&parsed);
-        Ok(ReadRequest {
-            parsed,
-            identity,
-            ids: Vec::new(),
-        })
     }
 
     /// What a prompt is still to be tokenized by.
@@ -185,7 +247,7 @@ impl Router {
         }
     }
 
-    async fn tokenize(
+    async fn tokenize_with(
         &self,
         tokenizer: &Arc<Tokenizer>,
         path: &str,
@@ -214,7 +276,7 @@ impl Router {
                 why.label()
             }
         };
-        self.metrics.tokenizing.count(outcome, began);
+        self.metrics.count(outcome, began);
         Ok(())
     }
 
@@ -239,7 +301,7 @@ impl Router {
             }
         }
         // The work keeps it to its end, also when the client has left.
-        let workers = Arc::clone(&self.tokenizing.workers);
+        let workers = Arc::clone(&self.workers);
         let permit = tokio::time::timeout(WORKER_WAIT_MAX, workers.acquire_owned()).await;
         let Ok(permit) = permit else {
             return Ok(("worker", Err(Fallback::Busy)));
@@ -315,7 +377,7 @@ impl Router {
             let able: Vec<_> = registry
                 .backends
                 .iter()
-                .filter(|it| it.serves(model) && !it.draining && self.is_up(&registry, it))
+                .filter(|it| it.serves(model) && !it.draining && self.backends.is_up(&registry, it))
                 .collect();
             let count = u64::try_from(able.len()).ok().filter(|count| *count > 0)?;
             let nth = usize::try_from(xxh3_64(&question) % count).ok()?;
@@ -323,7 +385,7 @@ impl Router {
             let key = self.backends.keys().of_probes(&spec.id, &spec.url);
             (handle, spec.url.clone(), key)
         };
-        let endpoint = self.tokenizing.pool.endpoint(handle, &url).ok()?;
+        let endpoint = self.pool.endpoint(handle, &url).ok()?;
         let build = || {
             let mut request = Request::new(Segments::from(question.clone()));
             *request.method_mut() = Method::POST;

@@ -1,13 +1,11 @@
 //! Turns a parsed body into block hashes and a token estimate.
 
-use std::collections::HashMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
-use state::command::NAME_BYTES_MAX;
 use state::prefix::{self, Scope};
 
-use super::Router;
-use crate::prompt::{
+use super::reader::PromptReader;
+use super::{
     BYTES_PER_TOKEN, BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch,
     PromptIdentity, ReplyBoundary, ReplyShape, TokenRatio, TokenScope, Tokenizer,
 };
@@ -16,50 +14,10 @@ use crate::prompt::{
 const BLOCK_BYTES: u32 = 128;
 /// Token ids per block relative to the bytes of a text block.
 const BLOCK_BYTES_PER_ID: u32 = 4;
-/// Models whose ratio is learnt; further ones, and those no backend serves, share one.
-const MODELS_MAX: usize = 1024;
 
-/// Ratios by model.
-#[derive(Default)]
-pub(super) struct TokenRatios {
-    by_model: RwLock<HashMap<String, TokenRatio>>,
-    others: TokenRatio,
-}
-
-impl TokenRatios {
-    /// Models with a ratio of their own.
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.by_model
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len()
-    }
-
-    /// `is_served` says whether the name is worth remembering: clients may ask for any.
-    fn of(&self, model: &str, is_served: impl FnOnce() -> bool) -> TokenRatio {
-        let known = self.by_model.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(ratio) = known.get(model) {
-            return ratio.clone();
-        }
-        if known.len() >= MODELS_MAX {
-            return self.others.clone();
-        }
-        drop(known);
-        if model.len() > NAME_BYTES_MAX || !is_served() {
-            return self.others.clone();
-        }
-        let mut known = self
-            .by_model
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
-        known.entry(model.to_owned()).or_default().clone()
-    }
-}
-
-impl Router {
+impl PromptReader {
     /// The prompt's identity by its characters under the cluster's seed; of a prompt given as token
-    /// ids, by these. Text of a model with a tokenizer is tokenized by [`Router::read`].
+    /// ids, by these. Text of a model with a tokenizer is tokenized by [`PromptReader::read`].
     ///
     /// With `character` text is cut into blocks of `block_size` bytes, and token ids into blocks of
     /// a quarter as many. With a tokenizer a block is `block_size` ids, and four bytes stand for one
@@ -207,12 +165,8 @@ impl Router {
     }
 
     fn ratio_of(&self, model: &str) -> TokenRatio {
-        self.ratios.of(model, || self.is_served(model))
-    }
-
-    pub(crate) fn is_served(&self, model: &str) -> bool {
-        let registry = self.view.registry();
-        registry.backends.iter().any(|it| it.serves(model))
+        self.ratios
+            .of(model, || self.view.registry().is_served(model))
     }
 
     fn settings_of(&self, model: &str) -> Option<&ModelSettings> {
