@@ -1,12 +1,11 @@
-//! Changes of membership and leadership. The leader makes them; everybody else passes them on.
+//! Changes of membership and leadership. The leader makes them; other replicas forward them to it.
 //!
-//! Membership says of every member where it is, which store it has and which cluster it is in. A
-//! new member is asked for its store before it is added, so that what is sent to it later reaches
-//! that store and no other.
+//! The membership says of every member its address, its store and its cluster. A new member is asked
+//! for its store before it is added, so that later calls reach that store and no other.
 //!
-//! The leader looks at who asks. Whoever wants in may ask for itself and nothing else; a member tells
-//! where it is itself, and nobody else does; everything else a voter asks for, as an operator's tool
-//! speaks to one. A learner asks for its own vote, and gets it where the leader's config names it.
+//! The leader checks who asks. A replica without a cluster may only ask to be added itself. A member
+//! may update its own address and labels, ask for its own vote (granted if the leader's config names
+//! it), and remove itself. Everything else only a voter may ask for: operators' tools talk to voters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,8 +17,8 @@ use openraft::errors::{ChangeMembershipError, ClientWriteError, RaftError};
 use openraft::{ChangeMembers, ServerState};
 use tokio::time::{Instant, timeout_at};
 
-use super::ReplicaInner;
 use super::introduction::check_told;
+use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::net::{CallError, LinkLane};
 use crate::types::{Metrics, Node};
@@ -27,25 +26,25 @@ use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
 
-/// Longest a change is tried.
+/// Longest time that a change is tried.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Longest a learner is waited for to catch up before it is promoted.
+/// Longest wait for a learner to catch up before it is promoted.
 const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest a voter is waited for to take leadership.
+/// Longest wait for a voter to take leadership.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(3);
 const RETRY: Duration = Duration::from_millis(20);
 /// Pause before a change that could not be finished is tried again.
 const FINISH_AGAIN: Duration = Duration::from_secs(1);
-/// Entries a learner may be behind to be promoted.
+/// Most entries that a learner may be behind when it is promoted.
 const LAG_MAX: u64 = 64;
-/// A change passed on that often has met nobody who leads.
+/// A change that was forwarded this often has not found the leader.
 const HOPS_MAX: u32 = 2;
 
 type Members = ChangeMembers<u64, Node>;
 
-/// Ends changes of voters that a former leader began. Such a change is written in two steps, and a
-/// leader that goes between them leaves a membership in which both the old and the new voters must
-/// agree to everything.
+/// Finishes changes of voters that a former leader began. Such a change takes two log entries, and a
+/// leader that is lost between them leaves a joint membership, in which both the old and the new
+/// voters must agree to everything.
 pub(super) async fn finish_changes(inner: Arc<ReplicaInner>) {
     let mut metrics = inner.raft.metrics();
     let work = async {
@@ -65,7 +64,7 @@ pub(super) async fn finish_changes(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// Whether this replica leads voters of whom the first step is committed, and nothing after it.
+/// Whether this replica leads, and the newest membership is a joint one that is committed.
 fn is_halfway(metrics: &Metrics) -> bool {
     let committed = &metrics.committed_membership_config;
     metrics.state == ServerState::Leader
@@ -73,8 +72,53 @@ fn is_halfway(metrics: &Metrics) -> bool {
         && committed.log_id() == metrics.membership_config.log_id()
 }
 
+impl Replica {
+    /// Adds the replica that listens at `address` as a learner. Returns the log index.
+    ///
+    /// # Errors
+    /// When it does not answer, is in another cluster, or its id is taken.
+    pub async fn add_learner(&self, id: u8, address: String) -> Result<u64, ChangeError> {
+        let id = id.into();
+        let add = Change::AddLearner(proto::AddLearner { id, address });
+        Ok(self.inner.change(add).await?.index)
+    }
+
+    /// Makes a learner a voter once its lag is small. Returns the log index.
+    ///
+    /// # Errors
+    /// When it is no learner or does not catch up.
+    pub async fn promote(&self, id: u8) -> Result<u64, ChangeError> {
+        let promote = Change::Promote(proto::Promote {
+            id: id.into(),
+            voters_below: 0,
+        });
+        Ok(self.inner.change(promote).await?.index)
+    }
+
+    /// Removes a member. A leader that removes itself transfers leadership first. Returns the log
+    /// index.
+    ///
+    /// # Errors
+    /// When it is no member or the last voter.
+    pub async fn remove(&self, id: u8) -> Result<u64, ChangeError> {
+        let remove = Change::Remove(proto::Remove { id: id.into() });
+        Ok(self.inner.change(remove).await?.index)
+    }
+
+    /// Transfers leadership to `to`, or to the voter with the longest log. Returns the new leader.
+    ///
+    /// # Errors
+    /// When `to` is no voter or does not take it in time.
+    pub async fn transfer_leader(&self, to: Option<u8>) -> Result<u8, ChangeError> {
+        let to = to.map_or(0, u64::from);
+        let transfer = Change::Transfer(proto::Transfer { to });
+        let leader = self.inner.change(transfer).await?.leader;
+        u8::try_from(leader).map_err(|_| ChangeError::Unknown("a leader above 255".to_owned()))
+    }
+}
+
 impl ReplicaInner {
-    /// Takes the second step, unless whoever took the first here is about to.
+    /// Takes the second step, unless a call here is about to.
     async fn finish_change(&self) -> bool {
         let _alone = self.changing.lock().await;
         let is_halfway = is_halfway(&self.raft.metrics().borrow_watched());
@@ -89,95 +133,24 @@ impl ReplicaInner {
         is_finished
     }
 
-    pub(super) async fn add_learner(&self, id: u8, address: String) -> Result<u64, ChangeError> {
-        let change = Change::AddLearner(proto::AddLearner {
-            id: id.into(),
-            address,
-        });
-        Ok(self.change(change).await?.index)
-    }
-
-    pub(super) async fn promote(&self, id: u8) -> Result<u64, ChangeError> {
-        let change = Change::Promote(proto::Promote {
-            id: id.into(),
-            voters_below: 0,
-        });
-        Ok(self.change(change).await?.index)
-    }
-
-    pub(super) async fn remove(&self, id: u8) -> Result<u64, ChangeError> {
-        Ok(self
-            .change(Change::Remove(proto::Remove { id: id.into() }))
-            .await?
-            .index)
-    }
-
-    pub(super) async fn transfer_leader(&self, to: Option<u8>) -> Result<u8, ChangeError> {
-        let to = to.map_or(0, u64::from);
-        let leader = self
-            .change(Change::Transfer(proto::Transfer { to }))
-            .await?
-            .leader;
-        u8::try_from(leader).map_err(|_| ChangeError::Unknown("a leader above 255".to_owned()))
-    }
-
-    pub(super) async fn snapshot(&self) -> Result<u64, ChangeError> {
-        let stopped = || ChangeError::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
-        let mut status = self.status.subscribe();
-        let mut unwritten = self.machine.unwritten();
-        unwritten.mark_unchanged();
-        let wanted = status.borrow().applied;
-        if wanted == 0 {
-            return Err(ChangeError::Refused("nothing is applied yet".to_owned()));
-        }
-        if status.borrow().snapshot < Some(wanted) {
-            self.raft
-                .trigger()
-                .snapshot()
-                .await
-                .map_err(|_| stopped())?;
-        }
-        let done =
-            status.wait_for(|status| status.snapshot >= Some(wanted) || status.fault.is_some());
-        let failed = async {
-            while unwritten.changed().await.is_ok() {
-                if let Some(why) = unwritten.borrow_and_update().clone() {
-                    return why;
-                }
-            }
-            std::future::pending().await
-        };
-        let written = tokio::select! {
-            biased;
-            written = done => written.map_err(|_| stopped())?,
-            why = failed => return Err(ChangeError::Refused(format!("not written yet: {why}"))),
-            () = self.cancel.cancelled() => return Err(stopped()),
-        };
-        match (&written.fault, written.snapshot) {
-            (None, Some(index)) => Ok(index),
-            (Some(fault), _) => Err(ChangeError::Refused(fault.clone())),
-            (None, None) => Err(ChangeError::Unknown("no snapshot".to_owned())),
-        }
-    }
-
-    /// Lets another voter lead before this replica goes.
+    /// Transfers leadership before this replica stops.
     pub(super) async fn hand_over(&self) {
         if self.leader() != Some(self.links.identity.id) || self.voters().len() < 2 {
             return;
         }
-        // A voter that takes it does so in far less; one that has just gone too never will.
+        // A voter takes it in far less time; one that has just stopped as well never will.
         self.transfer_within(0, self.options.election_timeout.end * 2)
             .await;
     }
 
-    /// Hands leadership to `to`, or with 0 to whoever is furthest; the log says if it fails.
+    /// Transfers leadership to `to`, or with 0 to the voter with the longest log. Logs a failure.
     pub(super) async fn transfer_within(&self, to: u64, limit: Duration) {
         if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(to, limit).await {
             tracing::warn!(why, "could not transfer leadership");
         }
     }
 
-    /// Makes a change through whoever leads.
+    /// Makes a change through the leader.
     pub(super) async fn change(&self, change: Change) -> Result<proto::Changed, ChangeError> {
         let end = Instant::now() + CHANGE_TIMEOUT;
         loop {
@@ -207,7 +180,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Makes a change here if this replica leads, else passes it to the leader.
+    /// Makes a change here if this replica leads, else forwards it to the leader.
     pub(crate) async fn pass_change(&self, mut request: proto::ChangeRequest) -> Outcome {
         let not_leader = |leader| Outcome::NotLeader(proto::NotLeader { leader });
         let Some(leader) = self.leader() else {
@@ -245,7 +218,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Says why `from` may not ask for a change.
+    /// Says why `from` may not ask for this change.
     fn check_asker(&self, from: u64, store: u64, change: &Change) -> Result<(), String> {
         let of_itself = |member: &Option<proto::Member>| match member {
             Some(member) if member.id == from => Ok(()),
@@ -293,7 +266,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Adds who listens at `address`, if it is `id` and free; `store` is what it said of itself.
+    /// Adds the replica at `address`, if it is `id` and in no other cluster. `store` is the store it
+    /// claimed to have, if it asked itself.
     async fn add_here(&self, id: u64, address: &str, store: Option<u64>) -> Outcome {
         if !(1..=255).contains(&id) {
             return Outcome::Refused(format!("id {id} is not within 1..=255"));
@@ -338,8 +312,8 @@ impl ReplicaInner {
         self.add_here(id, &told.address, Some(told.store)).await
     }
 
-    /// Notes where a member is and what it says of itself. It may have been removed since it told:
-    /// that does not bring it back.
+    /// Updates a member's address and labels. If it was removed in the meantime, this does not add it
+    /// again.
     async fn describe_here(&self, member: proto::Member) -> Outcome {
         let id = member.id;
         let mut told = Node::from(member);
@@ -373,7 +347,7 @@ impl ReplicaInner {
             return Outcome::Refused(format!("replica {id} is a voter already"));
         }
         if promote.voters_below != 0 {
-            // It asks by itself: its own config may be a copy of somebody's.
+            // It asks by itself: its config may be a copy of another replica's.
             let Some(wanted) = self.voters_wanted_with(&node.address).await else {
                 return Outcome::Refused(format!(
                     "{} is not among the peers in the leader's config: `quorate member promote {id}` \
@@ -407,7 +381,7 @@ impl ReplicaInner {
         }
         if id == self.links.identity.id {
             return match self.transfer_here(0, TRANSFER_TIMEOUT).await {
-                // Whoever leads removes this one.
+                // The new leader removes this one.
                 Outcome::Changed(changed) => Outcome::NotLeader(proto::NotLeader {
                     leader: changed.leader,
                 }),
@@ -427,7 +401,7 @@ impl ReplicaInner {
         let Some(target) = target else {
             return Outcome::Refused("there is no such voter within reachability".to_owned());
         };
-        // Asked all the same, it would refuse, and nobody would lead until the others elect.
+        // It would refuse, and nobody would lead until the next election.
         if target != me && self.links.reachability.stands_back(target) {
             return Outcome::Refused(format!("replica {target} would not lead at present"));
         }
@@ -451,7 +425,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Writes a membership; waits for one that is under way.
+    /// Writes a membership; waits for one that is being written.
     async fn write(&self, members: Members, retain: bool) -> Outcome {
         let end = Instant::now() + CHANGE_TIMEOUT;
         loop {
@@ -512,7 +486,7 @@ impl ReplicaInner {
         metrics.membership_config.voter_ids().collect()
     }
 
-    /// The other voter that is furthest, of those heard lately: a dead one cannot take anything.
+    /// The other voter with the longest log, of those heard lately: a dead one cannot take over.
     fn furthest_voter(&self) -> Option<u64> {
         let voters = self.voters();
         let metrics = self.raft.metrics();
@@ -541,7 +515,7 @@ impl ReplicaInner {
         .is_some()
     }
 
-    /// Waits until Raft's metrics show what is looked for.
+    /// Waits until `find` finds something in Raft's metrics.
     async fn wait_for<T>(
         &self,
         end: Instant,

@@ -33,7 +33,7 @@ pub use self::peers::lies;
 use crate::adapter::{Raft, StateMachineAdapter};
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
-use crate::error::{ChangeError, Committed, ProposeError, StartError};
+use crate::error::StartError;
 use crate::fault::FatalError;
 use crate::files::{StoreLock, damaged, io_error};
 use crate::identity::ReplicaIdentity;
@@ -168,28 +168,6 @@ impl Replica {
         Ok(Self { inner })
     }
 
-    /// Has a command committed and applied on the leader, forwarding it when that is another
-    /// replica. Waits at most `timeout`.
-    ///
-    /// # Errors
-    /// See [`ProposeError`]: only `NoLeader`, `Refused` and `TooLarge` say that it did not happen.
-    pub async fn propose(
-        &self,
-        command: Vec<u8>,
-        timeout: Duration,
-    ) -> Result<Committed, ProposeError> {
-        self.inner.propose(command.into(), timeout).await
-    }
-
-    /// Waits until this replica has applied everything committed when the call began, as the
-    /// leader confirms with a quorum. Answers the index.
-    ///
-    /// # Errors
-    /// When no leader confirms within `timeout`.
-    pub async fn read_barrier(&self, timeout: Duration) -> Result<u64, ProposeError> {
-        self.inner.read_barrier(timeout).await
-    }
-
     /// What it is made of.
     #[cfg(feature = "fuzzing")]
     pub(crate) fn inner(&self) -> Arc<ReplicaInner> {
@@ -214,62 +192,11 @@ impl Replica {
         self.inner.outgoing.send_replace(bytes);
     }
 
-    /// Adds a replica that listens at `address` as a learner. Answers the log index.
-    ///
-    /// # Errors
-    /// When it does not answer, is in another cluster, or its id is taken.
-    pub async fn add_learner(&self, id: u8, address: String) -> Result<u64, ChangeError> {
-        self.inner.add_learner(id, address).await
-    }
-
-    /// Makes a learner a voter once its lag is small. Answers the log index.
-    ///
-    /// # Errors
-    /// When it is no learner or does not catch up.
-    pub async fn promote(&self, id: u8) -> Result<u64, ChangeError> {
-        self.inner.promote(id).await
-    }
-
-    /// Removes a member. A leader that removes itself hands leadership over first. Answers the log
-    /// index.
-    ///
-    /// # Errors
-    /// When it is no member or the last voter.
-    pub async fn remove(&self, id: u8) -> Result<u64, ChangeError> {
-        self.inner.remove(id).await
-    }
-
-    /// Hands leadership to `to`, or to the voter that is furthest. Answers the new leader.
-    ///
-    /// # Errors
-    /// When `to` is no voter or does not take it in time.
-    pub async fn transfer_leader(&self, to: Option<u8>) -> Result<u8, ChangeError> {
-        self.inner.transfer_leader(to).await
-    }
-
-    /// Takes a snapshot now. Answers its index.
-    ///
-    /// # Errors
-    /// When it cannot be written.
-    pub async fn snapshot(&self) -> Result<u64, ChangeError> {
-        self.inner.snapshot().await
-    }
-
     /// Says whether the machine's state may be wrong. While it may, this replica asks for no votes, takes
     /// no leadership and no proposals, and hands leadership over if it has it.
     pub fn doubt(&self, is_doubtful: bool) {
         self.inner.is_doubtful.send_replace(is_doubtful);
         self.inner.may_elect();
-    }
-
-    /// Replaces the machine's state by that of the replica `from`, for a machine that cannot be
-    /// trusted any more. The log goes on as it was. Answers the index that the state reaches.
-    ///
-    /// # Errors
-    /// When this replica leads, `from` does not answer, or what it sends is damaged or goes on
-    /// reaching less far than this machine: ask again then, the present state is kept.
-    pub async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
-        self.inner.rebuild(from).await
     }
 
     /// Stops: hands leadership over if it has it, finishes what is being written, closes the store.

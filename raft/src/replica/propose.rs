@@ -9,7 +9,7 @@ use openraft::errors::{ClientWriteError, RaftError};
 use tokio::time::{Instant, timeout_at};
 use tonic::Code;
 
-use super::ReplicaInner;
+use super::{Replica, ReplicaInner};
 use crate::COMMAND_BYTES_MAX;
 use crate::determinism::watch;
 use crate::error::{Committed, ProposeError};
@@ -22,20 +22,39 @@ use crate::wire::proto;
 use crate::wire::proto::propose_response::Result as Proposed;
 use crate::wire::proto::read_barrier_response::Result as Barrier;
 
-/// Longest wait for a sign that trying again may help.
+/// Longest wait before another try.
 const RETRY: Duration = Duration::from_millis(20);
-/// What a forwarded call may take longer than the leader's own limit.
+/// How much longer a forwarded call may take than the leader's own limit.
 const WAY: Duration = Duration::from_millis(50);
+/// The leader is not known here.
+const NO_LEADER: proto::NotLeader = proto::NotLeader { leader: 0 };
 
-/// How one try ended that decided nothing.
-struct TryAgain;
-
-impl ReplicaInner {
-    pub(super) async fn propose(
+impl Replica {
+    /// Commits a command and applies it on the leader, through the leader if that is another replica.
+    /// Waits at most `limit`.
+    ///
+    /// # Errors
+    /// See [`ProposeError`]: only `NoLeader`, `Refused` and `TooLarge` mean that it did not happen.
+    pub async fn propose(
         &self,
-        command: Bytes,
+        command: Vec<u8>,
         limit: Duration,
     ) -> Result<Committed, ProposeError> {
+        self.inner.propose(command.into(), limit).await
+    }
+
+    /// Waits until this replica has applied everything committed when the call began, as the leader
+    /// confirms with a quorum. Returns the index.
+    ///
+    /// # Errors
+    /// When no leader confirms within `limit`.
+    pub async fn read_barrier(&self, limit: Duration) -> Result<u64, ProposeError> {
+        self.inner.read_barrier(limit).await
+    }
+}
+
+impl ReplicaInner {
+    async fn propose(&self, command: Bytes, limit: Duration) -> Result<Committed, ProposeError> {
         if command.len() > COMMAND_BYTES_MAX {
             return Err(ProposeError::TooLarge {
                 bytes: command.len(),
@@ -49,31 +68,37 @@ impl ReplicaInner {
             if let Some(why) = self.why_stopped() {
                 return Err(ProposeError::Stopped(why));
             }
-            let tried = match self.leader() {
+            let left = end.saturating_duration_since(Instant::now());
+            let proposed = match self.leader() {
                 Some(leader) if leader == self.links.identity.id => {
-                    let left = end.saturating_duration_since(Instant::now());
-                    outcome(self.propose_here(command.clone(), left).await)
+                    self.propose_here(command.clone(), left).await
                 }
-                Some(leader) => self.propose_to(leader, command.clone(), end).await,
-                None => Err(TryAgain),
+                Some(leader) => self.propose_to(leader, command.clone(), left).await?,
+                None => Proposed::NotLeader(NO_LEADER),
             };
-            match tried {
-                Ok(result) => return result,
-                Err(TryAgain) => wait(&mut status, end).await?,
+            match proposed {
+                Proposed::Committed(committed) => {
+                    return Ok(Committed {
+                        index: committed.index,
+                        reply: committed.reply.into(),
+                    });
+                }
+                Proposed::Unknown(why) => return Err(ProposeError::Unknown(why)),
+                Proposed::NotLeader(_) => wait(&mut status, end).await?,
             }
         }
     }
 
-    /// Says what is wrong with a command that not every member could apply.
+    /// Says why some member could not apply a command.
     pub(crate) fn check_command(&self, command: &[u8]) -> Result<(), String> {
         (self.check)(command, &|| self.status.borrow().clone())
     }
 
-    /// Proposes on this replica, if it leads. The command is checked already.
+    /// Proposes on this replica, if it leads. The command has been checked.
     pub(crate) async fn propose_here(&self, command: Bytes, limit: Duration) -> Proposed {
-        // What a machine answers that may be wrong is no answer.
+        // The reply of a machine that may be wrong is worth nothing.
         if self.why_stopped().is_some() || self.is_unfounded() || *self.is_doubtful.borrow() {
-            return Proposed::NotLeader(proto::NotLeader { leader: 0 });
+            return Proposed::NotLeader(NO_LEADER);
         }
         let written = tokio::time::timeout(limit, self.raft.client_write(Command(command))).await;
         match written {
@@ -82,8 +107,8 @@ impl ReplicaInner {
                 reply: response.data.0.into(),
             }),
             Ok(Err(RaftError::APIError(ClientWriteError::ForwardToLeader(forward)))) => {
-                // openraft says so only for what it did not append; what it appended and lost
-                // again is discarded, which is the next case.
+                // openraft says so only if it did not append the entry; an entry that it appended and
+                // lost again is "discarded", which is the next case.
                 let leader = forward.leader_id.unwrap_or(0);
                 Proposed::NotLeader(proto::NotLeader { leader })
             }
@@ -92,7 +117,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Whether the cluster still lacks its first command, which nothing may precede.
+    /// Whether the cluster still lacks its first command, which must precede all others.
     fn is_unfounded(&self) -> bool {
         match &self.options.formation {
             Formation::Bootstrap { first_command, .. } => {
@@ -102,42 +127,41 @@ impl ReplicaInner {
         }
     }
 
+    /// Proposes on `leader`. [`Proposed::NotLeader`] means that it is in no log.
     async fn propose_to(
         &self,
         leader: u64,
         command: Bytes,
-        end: Instant,
-    ) -> Result<Result<Committed, ProposeError>, TryAgain> {
-        let peer = self.links.peer(leader).ok_or(TryAgain)?;
-        let left = end.saturating_duration_since(Instant::now());
+        limit: Duration,
+    ) -> Result<Proposed, ProposeError> {
+        let Some(peer) = self.links.peer(leader) else {
+            return Ok(Proposed::NotLeader(NO_LEADER));
+        };
         let request = proto::ProposeRequest {
             header: Some(peer.header()),
             command,
-            timeout_ms: millis(left),
+            timeout_ms: millis(limit),
         };
-        let call = peer.call(LinkLane::Bulk, left + WAY, |mut client| async move {
+        let call = peer.call(LinkLane::Bulk, limit + WAY, |mut client| async move {
             client.propose(request).await
         });
         match call.await {
-            Ok(answer) => match answer.result {
-                Some(result) => outcome(result),
-                None => Ok(Err(ProposeError::Unknown(
-                    "an answer without result".to_owned(),
-                ))),
-            },
-            Err(CallError::NotSent(_)) => Err(TryAgain),
+            Ok(answer) => Ok(answer
+                .result
+                .unwrap_or(Proposed::Unknown("an answer without result".to_owned()))),
+            Err(CallError::NotSent(_)) => Ok(Proposed::NotLeader(NO_LEADER)),
             Err(CallError::Failed(status)) if status.code() == Code::InvalidArgument => {
-                Ok(Err(ProposeError::Refused(status.message().to_owned())))
+                Err(ProposeError::Refused(status.message().to_owned()))
             }
-            // Turned away before anybody looked at it.
+            // The peer refused the call before it looked at the command.
             Err(CallError::Failed(status)) if status.code() == Code::FailedPrecondition => {
-                Err(TryAgain)
+                Ok(Proposed::NotLeader(NO_LEADER))
             }
-            Err(error) => Ok(Err(ProposeError::Unknown(error.to_string()))),
+            Err(error) => Ok(Proposed::Unknown(error.to_string())),
         }
     }
 
-    pub(super) async fn read_barrier(&self, limit: Duration) -> Result<u64, ProposeError> {
+    async fn read_barrier(&self, limit: Duration) -> Result<u64, ProposeError> {
         let end = Instant::now() + limit;
         let mut status = self.status.subscribe();
         let index = loop {
@@ -148,7 +172,7 @@ impl ReplicaInner {
             let confirmed = match self.leader() {
                 Some(leader) if leader == self.links.identity.id => self.barrier_here(left).await,
                 Some(leader) => self.barrier_from(leader, left).await,
-                None => Barrier::NotLeader(proto::NotLeader { leader: 0 }),
+                None => Barrier::NotLeader(NO_LEADER),
             };
             match confirmed {
                 Barrier::Index(index) => break index,
@@ -168,23 +192,21 @@ impl ReplicaInner {
         }
     }
 
-    /// The index everything committed is covered by, confirmed by a quorum; if this replica leads.
+    /// An index that covers everything committed, confirmed by a quorum; if this replica leads.
     pub(crate) async fn barrier_here(&self, limit: Duration) -> Barrier {
-        let not_leader = Barrier::NotLeader(proto::NotLeader { leader: 0 });
         if planted::is(Bug::BarrierWithoutQuorum) {
             return Barrier::Index(self.status.borrow().committed);
         }
         let confirming = self.raft.get_read_linearizer(ReadPolicy::ReadIndex);
         match tokio::time::timeout(limit, confirming).await {
             Ok(Ok(linearizer)) => Barrier::Index(linearizer.read_log_id().index() + 1),
-            Ok(Err(_)) | Err(_) => not_leader,
+            Ok(Err(_)) | Err(_) => Barrier::NotLeader(NO_LEADER),
         }
     }
 
     async fn barrier_from(&self, leader: u64, limit: Duration) -> Barrier {
-        let not_leader = Barrier::NotLeader(proto::NotLeader { leader: 0 });
         let Some(peer) = self.links.peer(leader) else {
-            return not_leader;
+            return Barrier::NotLeader(NO_LEADER);
         };
         let request = proto::ReadBarrierRequest {
             header: Some(peer.header()),
@@ -196,7 +218,7 @@ impl ReplicaInner {
         call.await
             .ok()
             .and_then(|answer| answer.result)
-            .unwrap_or(not_leader)
+            .unwrap_or(Barrier::NotLeader(NO_LEADER))
     }
 
     /// The leader this replica follows or is.
@@ -207,19 +229,7 @@ impl ReplicaInner {
     }
 }
 
-/// What a leader's answer means to who proposed.
-fn outcome(result: Proposed) -> Result<Result<Committed, ProposeError>, TryAgain> {
-    match result {
-        Proposed::Committed(committed) => Ok(Ok(Committed {
-            index: committed.index,
-            reply: committed.reply.into(),
-        })),
-        Proposed::NotLeader(_) => Err(TryAgain),
-        Proposed::Unknown(why) => Ok(Err(ProposeError::Unknown(why))),
-    }
-}
-
-/// Waits for a change of the status, but not long: not all that helps is seen there.
+/// Waits for a change of the status, but not for long: what helps may not show there.
 async fn wait(status: &mut watch::WatchReceiver<Status>, end: Instant) -> Result<(), ProposeError> {
     let now = Instant::now();
     if now >= end {

@@ -1,41 +1,63 @@
-//! Taking over the state of another replica's machine, when this one's cannot be trusted.
+//! Replaces the state of a machine that cannot be trusted by that of another replica's.
 //!
-//! Raft keeps logs equal, not machines: a fault of memory or of the program may leave a machine
-//! wrong over a right log. Its log, its votes and its membership were never in doubt, so only the
-//! machine is replaced, beside Raft. Until it is, no further entry is applied here: the other
-//! replica's state may take minutes to come, and one that reaches less far than this machine could
-//! not be followed by the entries that Raft hands over next.
+//! Raft keeps logs equal, not machines: a fault of memory or of the program may leave a machine wrong
+//! over a correct log. Log, votes and membership were never in doubt, so only the machine is replaced,
+//! beside Raft. Until that is done no further entry is applied here: fetching a state may take minutes,
+//! and a state that reaches less far than this machine could not be followed by the entries that Raft
+//! hands over next.
 
+use std::io;
 use std::time::Duration;
 
-use super::ReplicaInner;
+use super::Replica;
 use crate::adapter::InstallError;
 use crate::error::ChangeError;
-use crate::net::Peer;
 use crate::net::snapshot_stream::fetch_state;
+use crate::net::{CallError, Peer};
 use crate::status::Role;
 
-/// Tries to get a state that reaches as far as this machine, and the pause between them.
+/// How often a state that reaches less far than this machine is fetched again, and the pause before.
 const TRIES_MAX: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
-impl ReplicaInner {
-    pub(super) async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
+/// Why one try to take over a state failed.
+#[derive(Debug, thiserror::Error)]
+enum TakeOverError {
+    #[error("fetch a state: {0}")]
+    Fetch(CallError),
+    #[error(transparent)]
+    Install(InstallError),
+    /// The state may have been replaced or not.
+    #[error(transparent)]
+    Panicked(io::Error),
+}
+
+impl Replica {
+    /// Replaces the machine's state by that of the replica `from`, for a machine that cannot be
+    /// trusted any more. The log goes on as it was. Returns the index that the state reaches.
+    ///
+    /// # Errors
+    /// When this replica leads, `from` does not answer, or what it sends is damaged or keeps reaching
+    /// less far than this machine. The present state is then kept, and the call may be repeated.
+    pub async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
         let refused = |why: String| ChangeError::Refused(why);
-        if self.status.borrow().role == Role::Leader {
+        if self.status().role == Role::Leader {
             return Err(refused("a leader's state cannot be replaced".to_owned()));
         }
-        let peer = self.links.peer(from.into());
+        let peer = self.inner.links.peer(from.into());
         let peer = peer.ok_or_else(|| refused(format!("no replica has the id {from}")))?;
-        let paused = self.machine.pause();
+        let paused = self.inner.machine.pause();
         let mut tries = 1;
         let index = loop {
-            match self.fetch(&peer).await? {
+            match self.take_over(&peer).await {
                 Ok(index) => break index,
-                // It applies what this replica has a moment later.
-                Err(InstallError::Behind { .. }) if tries < TRIES_MAX => {
+                // The other replica applies what this one has a moment later.
+                Err(TakeOverError::Install(InstallError::Behind { .. })) if tries < TRIES_MAX => {
                     tries += 1;
                     tokio::time::sleep(PAUSE).await;
+                }
+                Err(TakeOverError::Panicked(panic)) => {
+                    return Err(ChangeError::Unknown(panic.to_string()));
                 }
                 Err(error) => return Err(refused(error.to_string())),
             }
@@ -45,20 +67,18 @@ impl ReplicaInner {
         Ok(index)
     }
 
-    async fn fetch(&self, peer: &Peer) -> Result<Result<u64, InstallError>, ChangeError> {
-        let file = self.machine.unfinished_snapshot();
-        fetch_state(peer, &file, self.blocking)
-            .await
-            .map_err(|error| ChangeError::Refused(format!("fetch a state: {error}")))?;
-        let host = self.machine.clone();
-        let taken = self.blocking.run(move || {
-            let taken = host.take_over(&file);
-            // It has another name by now unless it was not taken.
+    async fn take_over(&self, peer: &Peer) -> Result<u64, TakeOverError> {
+        let (machine, blocking) = (self.inner.machine.clone(), self.inner.blocking);
+        let file = machine.unfinished_snapshot();
+        let fetched = fetch_state(peer, &file, blocking).await;
+        fetched.map_err(TakeOverError::Fetch)?;
+        let taken = blocking.run(move || {
+            let taken = machine.take_over(&file);
+            // If it was taken over, the file has another name by now.
             file.remove();
             taken
         });
-        taken
-            .await
-            .map_err(|panic| ChangeError::Unknown(panic.to_string()))
+        let taken = taken.await.map_err(TakeOverError::Panicked)?;
+        taken.map_err(TakeOverError::Install)
     }
 }

@@ -9,7 +9,8 @@ use openraft::Instant as _;
 use openraft::ServerState;
 use openraft::async_runtime::WatchReceiver;
 
-use super::ReplicaInner;
+use super::{Replica, ReplicaInner};
+use crate::error::ChangeError;
 use crate::files::is_shortage;
 use crate::options::ReplicaOptions;
 use crate::status::{Member, Role, Status};
@@ -77,6 +78,49 @@ pub(super) async fn keep_snapshots(inner: Arc<ReplicaInner>) {
         };
         if changed.is_err() {
             return;
+        }
+    }
+}
+
+impl Replica {
+    /// Takes a snapshot now. Returns its index.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub async fn snapshot(&self) -> Result<u64, ChangeError> {
+        let inner = &self.inner;
+        let stopped = || ChangeError::Refused(inner.why_stopped().unwrap_or("stopped".to_owned()));
+        let mut status = inner.status.subscribe();
+        let mut unwritten = inner.machine.unwritten();
+        unwritten.mark_unchanged();
+        let wanted = status.borrow().applied;
+        if wanted == 0 {
+            return Err(ChangeError::Refused("nothing is applied yet".to_owned()));
+        }
+        if status.borrow().snapshot < Some(wanted) {
+            let triggered = inner.raft.trigger().snapshot().await;
+            triggered.map_err(|_| stopped())?;
+        }
+        let done =
+            status.wait_for(|status| status.snapshot >= Some(wanted) || status.fault.is_some());
+        let failed = async {
+            while unwritten.changed().await.is_ok() {
+                if let Some(why) = unwritten.borrow_and_update().clone() {
+                    return why;
+                }
+            }
+            std::future::pending().await
+        };
+        let written = tokio::select! {
+            biased;
+            written = done => written.map_err(|_| stopped())?,
+            why = failed => return Err(ChangeError::Refused(format!("not written yet: {why}"))),
+            () = inner.cancel.cancelled() => return Err(stopped()),
+        };
+        match (&written.fault, written.snapshot) {
+            (None, Some(index)) => Ok(index),
+            (Some(fault), _) => Err(ChangeError::Refused(fault.clone())),
+            (None, None) => Err(ChangeError::Unknown("no snapshot".to_owned())),
         }
     }
 }

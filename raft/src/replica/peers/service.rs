@@ -83,11 +83,11 @@ async fn lend(
 ) {
     let (host, to) = (inner.machine.clone(), file.clone());
     let lent = async {
-        let opened = inner.blocking.run(move || {
+        let opened = inner.blocking.try_run(move || {
             host.write_state(&to)?;
             PartReader::open(&to, proto::SnapshotStart::default())
         });
-        opened.await??.send(parts, Ok, inner.blocking).await
+        opened.await?.send(parts, Ok, inner.blocking).await
     };
     if let Err(error) = lent.await {
         tracing::warn!(%error, "could not send state to peer");
