@@ -21,6 +21,7 @@ use futures_util::{Stream, StreamExt};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
 use tokio_util::sync::CancellationToken;
 
+use crate::backoff::Backoff;
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
 use crate::error::StartError;
@@ -321,7 +322,7 @@ impl StateMachineAdapter {
         &self,
         work: impl Fn(&Self) -> Result<T, StartError> + Clone + Send + 'static,
     ) -> io::Result<T> {
-        let mut wait = OPEN_AGAIN_FIRST;
+        let mut backoff = Backoff::new(OPEN_AGAIN_FIRST, OPEN_AGAIN_MAX);
         loop {
             let (adapter, work) = (self.clone(), work.clone());
             let error = match self.0.blocking.run(move || work(&adapter)).await? {
@@ -332,13 +333,8 @@ impl StateMachineAdapter {
             if !is_short || self.0.stop.is_cancelled() {
                 return Err(io::Error::other(error));
             }
-            tracing::warn!(%error, again_in = ?wait, "snapshot cannot be used yet");
-            tokio::select! {
-                biased;
-                () = self.0.stop.cancelled() => {}
-                () = tokio::time::sleep(wait) => {}
-            }
-            wait = (wait * 2).min(OPEN_AGAIN_MAX);
+            tracing::warn!(%error, again_in = ?backoff.next(), "snapshot cannot be used yet");
+            backoff.pause(&self.0.stop).await;
         }
     }
 
@@ -391,11 +387,11 @@ impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        let mut wait = WRITE_AGAIN_FIRST;
+        let mut backoff = Backoff::new(WRITE_AGAIN_FIRST, WRITE_AGAIN_MAX);
         loop {
             let (adapter, now) = (self.adapter.clone(), frozen.take());
             let blocking = adapter.0.blocking;
-            let built = blocking.run(move || {
+            let built = blocking.try_run(move || {
                 // Not kept over a wait: what is frozen costs memory as the machine moves on.
                 let Some((machine, position)) = now.or_else(|| adapter.freeze()) else {
                     return Err(io::Error::other(
@@ -404,27 +400,22 @@ impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
                 };
                 write(&adapter.0.folder, &*machine, &position)
             });
-            let error = match built.await.and_then(|written| written) {
+            let error = match built.await {
                 Ok(snapshot) => {
                     self.adapter.0.unwritten.send_replace(None);
                     return Ok(snapshot);
                 }
                 Err(error) => error,
             };
-            tracing::error!(%error, again_in = ?wait, "snapshot not written");
+            tracing::error!(%error, again_in = ?backoff.next(), "snapshot not written");
             self.adapter
                 .0
                 .unwritten
                 .send_replace(Some(error.to_string()));
-            tokio::select! {
-                biased;
-                () = self.adapter.0.stop.cancelled() => return Err(error),
-                () = tokio::time::sleep(wait) => {}
-            }
-            if self.adapter.0.fault.get().is_some() {
+            backoff.pause(&self.adapter.0.stop).await;
+            if self.adapter.0.stop.is_cancelled() || self.adapter.0.fault.get().is_some() {
                 return Err(error);
             }
-            wait = (wait * 2).min(WRITE_AGAIN_MAX);
         }
     }
 }

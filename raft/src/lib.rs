@@ -33,6 +33,7 @@
 //! - A replica that lost its store is a different replica: it is refused under its old id.
 
 mod adapter;
+mod backoff;
 mod determinism;
 mod error;
 mod fault;

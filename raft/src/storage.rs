@@ -1,4 +1,4 @@
-//! Where a replica keeps its data, and what follows from that.
+//! Where a replica keeps its data: on disk, or in memory for tests and simulations.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,17 +13,18 @@ use crate::memory::MemoryDisk;
 /// Where log, identity and snapshots are kept.
 #[derive(Debug, Clone, Default)]
 pub enum Storage {
-    /// The log in sled, all of it below the data directory, synced before anything is answered.
+    /// On disk below the data directory, with the log in sled. Everything is synced before it is
+    /// acknowledged.
     #[default]
     Sled,
-    /// In memory, for tests and simulation, with identity and snapshots: it survives a restart of
-    /// the replica that is given the same disk. Nothing is written below the data directory, and
-    /// what blocks is done in place.
+    /// Log, identity and snapshots in memory, for tests and simulations. They survive a restart of
+    /// the replica with the same disk. Nothing is written below the data directory, and blocking work
+    /// is done in place.
     Memory(MemoryDisk),
 }
 
 impl Storage {
-    /// How work that blocks is done there.
+    /// Where blocking work is done.
     pub(crate) fn blocking(&self) -> BlockingMode {
         match self {
             Self::Sled => BlockingMode::Pool,
@@ -50,8 +51,10 @@ impl Storage {
             Self::Memory(disk) => {
                 let disk = disk.open();
                 let contents = disk.contents();
-                let contents = contents.map_err(|error| io_error(&layout.log(), error))?;
-                Ok(LogStore::in_memory(Arc::new(disk), contents, fault))
+                let log = contents.and_then(|contents| {
+                    LogStore::over(Arc::new(disk), contents, fault, self.blocking())
+                });
+                log.map_err(|error| io_error(&layout.log(), error))
             }
         }
     }

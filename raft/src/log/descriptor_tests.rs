@@ -57,20 +57,21 @@ fn work_without_descriptors() {
     // Votes move the mark, truncations take it back; trees come and go, segments fill.
     for term in 1..=6 {
         let first = (term - 1) * 1500;
-        disk.write(&[LogChange::Vote(Vote::new_committed(term, 1))])
+        disk.write_synced(&[LogChange::Vote(Vote::new_committed(term, 1))])
             .unwrap();
-        disk.write(&[entries(term, first..first + 1600, 2000)])
+        disk.write_synced(&[entries(term, first..first + 1600, 2000)])
             .unwrap();
-        disk.write(&[LogChange::Truncate { from: first + 1500 }])
+        disk.write_synced(&[LogChange::Truncate { from: first + 1500 }])
             .unwrap();
         let leader_id = LeaderId { term, node_id: 1 };
         let upto = LogId {
             leader_id,
             index: first + 1000,
         };
-        disk.write(&[LogChange::Purge { upto }]).unwrap();
+        disk.write_synced(&[LogChange::Purge { upto }]).unwrap();
     }
-    disk.write(&[entries(6, 9000..9001, 1_000_000)]).unwrap();
+    disk.write_synced(&[entries(6, 9000..9001, 1_000_000)])
+        .unwrap();
     let read = disk.read(8900..9001, usize::MAX).unwrap();
     assert_eq!(read.len(), 101);
 

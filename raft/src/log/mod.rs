@@ -1,7 +1,7 @@
-//! The Raft log: votes and entries, kept on a [`Disk`] behind one writing thread.
+//! The Raft log: votes and entries, on a [`Disk`] behind one writing thread.
 //!
-//! What Raft appends is readable at once and durable when its callback runs. In between, and for a
-//! while after, entries stay in memory: applying and replicating fresh entries reads no disk.
+//! An entry that Raft appends can be read at once and is durable when its callback runs. Until then,
+//! and for a while after, it stays in memory: applying and replicating fresh entries reads no disk.
 
 pub(crate) mod disk;
 pub(crate) mod mark;
@@ -28,7 +28,7 @@ use futures_util::Stream;
 use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use tokio::sync::oneshot;
 
-use self::disk::{Disk, DiskContents, LogChange, TimedDisk};
+use self::disk::{Disk, DiskContents, LogChange};
 use self::sled::SledDisk;
 use self::writer::{LogWriter, WriteCallback, WriteObserver, WriteOp};
 use crate::determinism::blocking::BlockingMode;
@@ -91,30 +91,25 @@ impl LogStore {
     /// Opens the log on sled and checks all of it. Blocks.
     pub(crate) fn on_sled(layout: &Layout, fault: FatalError) -> Result<Self, StartError> {
         let (disk, contents) = SledDisk::open(layout)?;
-        let disk = Arc::new(disk);
-        let memory = LogCache::new(&*disk, contents);
-        let writer = LogWriter::on_thread(disk.clone(), memory.clone(), fault);
-        Ok(Self {
-            writer: Arc::new(writer.map_err(|error| io_error(&layout.log(), error))?),
-            disk,
-            blocking: BlockingMode::Pool,
-            memory,
-        })
+        let log = Self::over(Arc::new(disk), contents, fault, BlockingMode::Pool);
+        log.map_err(|error| io_error(&layout.log(), error))
     }
 
-    /// A log on a disk that blocks nobody and holds `contents`.
-    pub(crate) fn in_memory(
-        disk: Arc<impl TimedDisk>,
+    /// A log over a disk that holds `contents`.
+    pub(crate) fn over(
+        disk: Arc<dyn Disk>,
         contents: DiskContents,
         fault: FatalError,
-    ) -> Self {
+        blocking: BlockingMode,
+    ) -> io::Result<Self> {
         let memory = LogCache::new(&*disk, contents);
-        Self {
-            writer: Arc::new(LogWriter::on_task(disk.clone(), memory.clone(), fault)),
+        let writer = LogWriter::start(disk.clone(), memory.clone(), fault, blocking)?;
+        Ok(Self {
+            writer: Arc::new(writer),
             disk,
-            blocking: BlockingMode::InPlace,
+            blocking,
             memory,
-        }
+        })
     }
 
     /// Whether nothing was ever voted for or written.
@@ -164,8 +159,8 @@ impl LogStore {
             EntryLocation::All(entries) => return Ok(entries),
             EntryLocation::OnDisk { disk, after } => {
                 let reader = self.disk.clone();
-                let read = self.blocking.run(move || reader.read(disk, bytes_max));
-                (read.await??, after)
+                let read = self.blocking.try_run(move || reader.read(disk, bytes_max));
+                (read.await?, after)
             }
         };
         let first = entries.first().map(|first| first.log_id.index);

@@ -90,7 +90,7 @@ fn survive(bytes: usize, batches: u64, seed: u64) {
     layout.create().unwrap();
     let (disk, _) = SledDisk::open(&layout).unwrap();
     let vote = Vote::new_committed(1, 1);
-    disk.write(&[LogChange::Vote(vote)]).unwrap();
+    disk.write_synced(&[LogChange::Vote(vote)]).unwrap();
     let mut coin = Coin(seed);
     let mut next = 0;
     let mut batch = |size: u64| {
@@ -101,12 +101,12 @@ fn survive(bytes: usize, batches: u64, seed: u64) {
         LogChange::Append(entries)
     };
     for number in 0..batches {
-        disk.write(&[batch(number % 5 + 1)]).unwrap();
+        disk.write_synced(&[batch(number % 5 + 1)]).unwrap();
     }
     let data = layout.log().join("db");
     let acknowledged = fs::read(&data).unwrap();
     let unacknowledged = batch(3);
-    disk.write_unsynced(&[unacknowledged]).unwrap();
+    disk.write(&[unacknowledged]).unwrap();
     let written = fs::read(&data).unwrap();
     let total = next - 3;
 
@@ -268,14 +268,14 @@ fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
         let data = layout.log().join("db");
         for _ in 0..12 {
             let batch = some_batch(&model, &mut term, &mut coin);
-            disk.write(&batch).unwrap();
+            disk.write_synced(&batch).unwrap();
             for change in &batch {
                 model = model.ways(change).pop().unwrap();
             }
         }
         let acknowledged = fs::read(&data).unwrap();
         let batch = some_batch(&model, &mut term, &mut coin);
-        disk.write_unsynced(&batch).unwrap();
+        disk.write(&batch).unwrap();
         let written = fs::read(&data).unwrap();
         let mut ways = vec![model];
         for change in &batch {
@@ -329,7 +329,7 @@ fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
         for _ in 0..10 {
             let batch = some_batch(&model, &mut term, &mut coin);
             let (data_before, mark_before) = (data(), mark());
-            disk.write_unsynced(&batch).unwrap();
+            disk.write(&batch).unwrap();
             let mark_between = mark();
             if mark_between != mark_before {
                 lowered += 1;
@@ -342,7 +342,7 @@ fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
             for change in &batch {
                 model = model.ways(change).pop().unwrap();
             }
-            disk.write(&[]).unwrap();
+            disk.sync().unwrap();
             let mark_after = mark();
             if mark_after != mark_between {
                 raised += 1;
@@ -370,7 +370,7 @@ fn everything_is_synced_before_it_is_believed() {
     for name in ["conf", "db"] {
         assert!(files.contains(&layout.log().join(name)), "{name}");
     }
-    disk.write_unsynced(&[LogChange::Append(vec![entry(0, 10)])])
+    disk.write(&[LogChange::Append(vec![entry(0, 10)])])
         .unwrap();
     // As after a kill: what was written is there, and counts from now on.
     std::mem::forget(disk);
@@ -390,10 +390,10 @@ fn a_damaged_log_does_not_open() {
     let layout = Layout::new(folder.path());
     layout.create().unwrap();
     let (disk, _) = SledDisk::open(&layout).unwrap();
-    disk.write(&[LogChange::Vote(Vote::new_committed(1, 1))])
+    disk.write_synced(&[LogChange::Vote(Vote::new_committed(1, 1))])
         .unwrap();
     for index in 0..64 {
-        disk.write(&[LogChange::Append(vec![entry(index, 4096)])])
+        disk.write_synced(&[LogChange::Append(vec![entry(index, 4096)])])
             .unwrap();
     }
     disk.close();

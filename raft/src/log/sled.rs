@@ -73,7 +73,9 @@ struct WriterState {
     contents: DiskContents,
     mark: LogMark,
     mark_file: MarkFile,
-    /// A write is under way or has failed: what is on disk is not known.
+    /// Trees to drop once the purge that emptied them is durable.
+    purged_trees: BTreeSet<u64>,
+    /// A write is not synced yet or has failed: what is on disk is not known.
     is_unsure: bool,
 }
 
@@ -114,6 +116,7 @@ impl SledDisk {
                 contents: DiskContents::default(),
                 mark: mark.clone(),
                 mark_file,
+                purged_trees: BTreeSet::new(),
                 is_unsure: false,
             }),
             db,
@@ -136,18 +139,6 @@ impl SledDisk {
             .as_ref()
             .ok_or_else(|| io::Error::other("the log is closed"))?)
     }
-
-    /// Applies changes up to and without the final sync, to simulate a power cut before it.
-    #[cfg(test)]
-    pub(crate) fn write_unsynced(&self, changes: &[LogChange]) -> io::Result<()> {
-        self.with(|open| {
-            let mut writing = open.writing();
-            writing.lower_mark(changes)?;
-            open.apply(changes, &mut writing)?;
-            open.db.flush()?;
-            Ok(())
-        })
-    }
 }
 
 impl Disk for SledDisk {
@@ -157,6 +148,10 @@ impl Disk for SledDisk {
 
     fn write(&self, changes: &[LogChange]) -> io::Result<()> {
         self.with(|open| open.write(changes))
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.with(OpenLog::sync)
     }
 
     fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
@@ -188,14 +183,19 @@ impl OpenLog {
 
     fn write(&self, changes: &[LogChange]) -> io::Result<()> {
         let mut writing = self.writing();
-        // Taken back at the end only: neither an error nor a panic gets there.
+        // Reset at the end of a sync only: neither an error nor a panic gets there.
         writing.is_unsure = true;
         writing.lower_mark(changes)?;
-        let dropped = self.apply(changes, &mut writing)?;
+        self.apply(changes, &mut writing)?;
         self.db.flush()?;
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let mut writing = self.writing();
         self.file.sync_data()?;
         self.refuse_blobs()?;
-        for range in dropped {
+        for range in std::mem::take(&mut writing.purged_trees) {
             self.db.drop_tree(tree_name(range))?;
         }
         writing.raise_mark()?;
@@ -217,9 +217,8 @@ impl OpenLog {
         Ok(())
     }
 
-    /// Puts changes into sled. Answers the trees to drop once that is durable.
-    fn apply(&self, changes: &[LogChange], writing: &mut WriterState) -> io::Result<BTreeSet<u64>> {
-        let mut dropped = BTreeSet::new();
+    /// Applies changes to sled.
+    fn apply(&self, changes: &[LogChange], writing: &mut WriterState) -> io::Result<()> {
         let contents = &mut writing.contents;
         let mut changes = changes.iter().peekable();
         while let Some(change) = changes.next() {
@@ -257,11 +256,11 @@ impl OpenLog {
                     self.db.insert(PURGED, sealed(&proto::LogId::from(*upto)))?;
                     contents.purged = Some(*upto);
                     contents.last = contents.last.max(Some(*upto));
-                    dropped.extend(self.forget_trees(upto.index));
+                    writing.purged_trees.extend(self.forget_trees(upto.index));
                 }
             }
         }
-        Ok(dropped)
+        Ok(())
     }
 
     fn append(&self, entries: &[&Entry]) -> io::Result<()> {

@@ -215,14 +215,11 @@ async fn a_full_disk_is_waited_for() {
 /// What was given up leaves a gap: nothing may follow it, even if there is room again.
 #[tokio::test]
 async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
-    for on_thread in [false, true] {
+    for blocking in [BlockingMode::InPlace, BlockingMode::Pool] {
         let (disk, fault) = (MemoryDisk::new(), FatalError::new());
         let handle = Arc::new(disk.open());
         let memory = LogCache::new(&*handle, DiskContents::default());
-        let writer = match on_thread {
-            true => LogWriter::on_thread(handle, memory, fault.clone()).unwrap(),
-            false => LogWriter::on_task(handle, memory, fault.clone()),
-        };
+        let writer = LogWriter::start(handle, memory, fault.clone(), blocking).unwrap();
         disk.run_short(Some(DiskShortage::Space));
         let append = |indexes| {
             let (waiter, written) = oneshot::channel();
@@ -253,10 +250,10 @@ async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
     let append = LogChange::Append(entries(5, 0..3, 1));
     let committed = |term| LogChange::Committed(log_id(term, 2));
     let storage = Storage::Memory(disk.clone());
-    disk.open().write(&[append, committed(3)]).unwrap();
+    disk.open().write_synced(&[append, committed(3)]).unwrap();
     let mut log = open(&folder, &storage).unwrap();
     assert_eq!(log.read_committed().await.unwrap(), None);
-    disk.open().write(&[committed(5)]).unwrap();
+    disk.open().write_synced(&[committed(5)]).unwrap();
     let mut log = open(&folder, &storage).unwrap();
     assert_eq!(log.read_committed().await.unwrap(), Some(log_id(5, 2)));
 }

@@ -1,13 +1,12 @@
-//! The one thread that writes the log; a task over a disk in memory.
+//! Writes the log: on one thread, or on a task over a disk in memory.
 //!
-//! It takes everything that waits, writes it as one batch with one sync, and only then answers all
-//! of it: the disk's latency is paid once per batch however many wait, and never on a Raft task.
+//! The writer takes all changes that are queued, writes them as one batch with one sync, and only then
+//! answers them: the disk's latency is paid once per batch, and never on a Raft task.
 //!
-//! While the disk has no room for a batch nothing of it is written, and it is tried again: a want
-//! that may pass costs no restart. An error after something was written is final.
+//! While the disk has no room for a batch, nothing of it is written and it is tried again: a shortage
+//! that passes costs no restart. An error after something was written is final.
 
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -17,29 +16,31 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task;
 use tokio_util::sync::CancellationToken;
 
-use super::disk::{Disk, LogChange, TimedDisk};
+use super::disk::{Disk, LogChange};
+use crate::backoff::Backoff;
+use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
 use crate::fault::FatalError;
 use crate::files::is_shortage;
 use crate::planted::{self, Bug};
 use crate::types::Config;
 
-/// Waiting changes; a writer that is further behind makes Raft wait.
+/// Queued changes; a writer that is further behind makes Raft wait.
 const QUEUE_MAX: usize = 1024;
 /// Command bytes after which a batch is closed.
 const BATCH_BYTES_MAX: usize = 8 * 1024 * 1024;
-/// Wait before a batch is tried again that there is no room for; doubled each time up to the maximum.
+/// Pause before a batch is tried again that there was no room for; doubles up to the maximum.
 const AGAIN_FIRST: Duration = Duration::from_millis(10);
 const AGAIN_MAX: Duration = Duration::from_millis(500);
 const PANICKED: &str = "the log's writer panicked";
 
 /// Told when a change is durable.
 pub(crate) enum WriteCallback {
-    /// Nobody asked.
+    /// Nobody waits.
     Nobody,
     /// openraft's callback.
     Flushed(IOFlushed<Config>),
-    /// A waiting call.
+    /// A call that waits.
     Waiter(oneshot::Sender<io::Result<()>>),
 }
 
@@ -60,9 +61,9 @@ pub(crate) trait WriteObserver: Send + Sync + 'static {
 /// Hands changes to the disk, in order.
 pub(crate) struct LogWriter {
     ops: Mutex<Option<mpsc::Sender<WriteOp>>>,
-    /// Until it is waited for.
+    /// `None` once it has been joined.
     worker: Mutex<Option<WriterTask>>,
-    run: Arc<WriterShared>,
+    shared: Arc<WriterShared>,
 }
 
 enum WriterTask {
@@ -74,64 +75,37 @@ struct WriterShared {
     disk: Arc<dyn Disk>,
     watch: Arc<dyn WriteObserver>,
     fault: FatalError,
-    /// Why the disk takes nothing at present.
+    /// Why nothing can be written at present.
     waiting: watch::WatchSender<Option<String>>,
-    /// The replica stops: room is waited for no more.
+    /// The replica stops: do not wait for room any longer.
     stop: CancellationToken,
 }
 
 impl LogWriter {
-    /// A writer with a thread of its own.
-    pub(crate) fn on_thread(
+    /// Starts a writer where blocking work belongs: on a thread, or on a task.
+    pub(crate) fn start(
         disk: Arc<dyn Disk>,
         watch: Arc<dyn WriteObserver>,
         fault: FatalError,
+        blocking: BlockingMode,
     ) -> io::Result<Self> {
-        let run = Arc::new(WriterShared::new(disk, watch, fault));
-        let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
-        let thread = thread::Builder::new().name("raft-log".into()).spawn({
-            let run = run.clone();
-            move || {
-                while let Some(op) = queue.blocking_recv() {
-                    let (mut changes, done) = gather(op, &mut queue);
-                    let result = run.write(&mut changes);
-                    run.answer(&result, done);
-                }
-            }
-        })?;
-        Ok(Self::new(ops, WriterTask::Thread(thread), run))
-    }
-
-    /// A writer with a task of its own, which waits as long as the disk takes.
-    pub(crate) fn on_task(
-        disk: Arc<impl TimedDisk>,
-        watch: Arc<dyn WriteObserver>,
-        fault: FatalError,
-    ) -> Self {
-        let run = Arc::new(WriterShared::new(disk.clone(), watch, fault));
-        let (ops, mut queue) = mpsc::channel(QUEUE_MAX);
-        let task = tokio::spawn({
-            let run = run.clone();
-            async move {
-                while let Some(op) = queue.recv().await {
-                    let (mut changes, mut done) = gather(op, &mut queue);
-                    if planted::is(Bug::AckBeforeFlush) {
-                        run.answer(&Ok(()), std::mem::take(&mut done));
-                    }
-                    let result = run.write_slowly(&*disk, &mut changes).await;
-                    run.answer(&result, done);
-                }
-            }
+        let shared = Arc::new(WriterShared {
+            disk,
+            watch,
+            fault,
+            waiting: watch::WatchSender::new(None),
+            stop: CancellationToken::new(),
         });
-        Self::new(ops, WriterTask::Task(task), run)
-    }
-
-    fn new(ops: mpsc::Sender<WriteOp>, worker: WriterTask, run: Arc<WriterShared>) -> Self {
-        Self {
+        let (ops, queue) = mpsc::channel(QUEUE_MAX);
+        let worker = match blocking {
+            BlockingMode::Pool => WriterTask::Thread(on_thread(shared.clone(), queue)?),
+            BlockingMode::InPlace => WriterTask::Task(on_task(shared.clone(), queue)),
+        };
+        Ok(Self {
             ops: Mutex::new(Some(ops)),
             worker: Mutex::new(Some(worker)),
-            run,
-        }
+            shared,
+        })
     }
 
     /// Queues a change. Waits only when the queue is full.
@@ -151,20 +125,17 @@ impl LogWriter {
         })
     }
 
-    /// Why the disk takes nothing at present.
+    /// Why nothing can be written at present.
     pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
-        self.run.waiting.subscribe()
+        self.shared.waiting.subscribe()
     }
 
-    /// Gives up what waits for room on the disk, and everything after it.
+    /// Gives up the batch that waits for room on the disk, and everything after it.
     pub(crate) fn stop_waiting(&self) {
-        self.run.stop.cancel();
-        if let Some(WriterTask::Thread(thread)) = &*lock(&self.worker) {
-            thread.thread().unpark();
-        }
+        self.shared.stop.cancel();
     }
 
-    /// Takes nothing more; a task that writes has ended afterwards.
+    /// Takes no more changes, and waits for a writing task to end.
     pub(crate) async fn finish(&self) {
         self.stop_waiting();
         drop(lock(&self.ops).take());
@@ -181,11 +152,11 @@ impl LogWriter {
         if let Some(task) = task
             && task.await.is_err()
         {
-            self.run.fault.set(PANICKED);
+            self.shared.fault.set(PANICKED);
         }
     }
 
-    /// Writes what waits, stops the thread and closes the disk. Blocks.
+    /// Writes what is queued, stops the thread and closes the disk. Blocks.
     pub(crate) fn close(&self) {
         self.stop_waiting();
         drop(lock(&self.ops).take());
@@ -193,9 +164,9 @@ impl LogWriter {
         if let Some(WriterTask::Thread(thread)) = worker
             && thread.join().is_err()
         {
-            self.run.fault.set(PANICKED);
+            self.shared.fault.set(PANICKED);
         }
-        self.run.disk.close();
+        self.shared.disk.close();
     }
 }
 
@@ -203,54 +174,56 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl WriterShared {
-    fn new(disk: Arc<dyn Disk>, watch: Arc<dyn WriteObserver>, fault: FatalError) -> Self {
-        Self {
-            disk,
-            watch,
-            fault,
-            waiting: watch::WatchSender::new(None),
-            stop: CancellationToken::new(),
-        }
-    }
-
-    fn write(&self, changes: &mut Vec<LogChange>) -> io::Result<()> {
-        self.refuse_if_failed()?;
-        let mut wait = AGAIN_FIRST;
-        while !self.has_room_for(changes)? {
-            thread::park_timeout(wait);
-            wait = (wait * 2).min(AGAIN_MAX);
-        }
-        self.watch.before(changes);
-        let written = catch_unwind(AssertUnwindSafe(|| self.disk.write(changes)))
-            .unwrap_or_else(|_| Err(io::Error::other("the disk's writer panicked")));
-        self.is_final(written)?;
-        self.watch.after(changes);
-        Ok(())
-    }
-
-    async fn write_slowly(
-        &self,
-        disk: &impl TimedDisk,
-        changes: &mut Vec<LogChange>,
-    ) -> io::Result<()> {
-        self.refuse_if_failed()?;
-        let mut wait = AGAIN_FIRST;
-        while !self.has_room_for(changes)? {
-            tokio::select! {
-                biased;
-                () = self.stop.cancelled() => {}
-                () = tokio::time::sleep(wait) => {}
+/// Writes on a thread. A runtime of its own lets it wait for room as a task does.
+fn on_thread(
+    shared: Arc<WriterShared>,
+    mut queue: mpsc::Receiver<WriteOp>,
+) -> io::Result<thread::JoinHandle<()>> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()?;
+    thread::Builder::new()
+        .name("raft-log".into())
+        .spawn(move || {
+            while let Some(op) = queue.blocking_recv() {
+                runtime.block_on(shared.write_batch(op, &mut queue));
             }
-            wait = (wait * 2).min(AGAIN_MAX);
+        })
+}
+
+/// Writes on a task, as no write blocks.
+fn on_task(shared: Arc<WriterShared>, mut queue: mpsc::Receiver<WriteOp>) -> task::JoinHandle<()> {
+    tokio::spawn(async move {
+        while let Some(op) = queue.recv().await {
+            shared.write_batch(op, &mut queue).await;
+        }
+    })
+}
+
+impl WriterShared {
+    /// Writes `first` and what is queued behind it, and answers all of it.
+    async fn write_batch(&self, first: WriteOp, queue: &mut mpsc::Receiver<WriteOp>) {
+        let (mut changes, mut done) = gather(first, queue);
+        if planted::is(Bug::AckBeforeFlush) {
+            answer(&Ok(()), std::mem::take(&mut done));
+        }
+        let result = self.write(&mut changes).await;
+        answer(&result, done);
+    }
+
+    async fn write(&self, changes: &mut Vec<LogChange>) -> io::Result<()> {
+        self.refuse_if_failed()?;
+        let mut backoff = Backoff::new(AGAIN_FIRST, AGAIN_MAX);
+        while !self.has_room_for(changes)? {
+            backoff.pause(&self.stop).await;
         }
         self.watch.before(changes);
-        self.is_final(disk.write_unsynced(changes))?;
-        let time = self.is_final(disk.sync_time())?;
-        if !time.is_zero() {
-            tokio::time::sleep(time).await;
+        self.is_final(self.disk.write(changes))?;
+        let delay = self.is_final(self.disk.sync_delay())?;
+        if !delay.is_zero() {
+            tokio::time::sleep(delay).await;
         }
-        self.is_final(disk.sync())?;
+        self.is_final(self.disk.sync())?;
         self.watch.after(changes);
         Ok(())
     }
@@ -262,8 +235,8 @@ impl WriterShared {
         }
     }
 
-    /// Whether a batch can be begun. What was given up once leaves a gap that nothing may follow:
-    /// after the first refusal at a stop everything is refused.
+    /// Whether a batch can begin. A batch that was given up leaves a gap that nothing may follow: after
+    /// the first one everything is refused.
     fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {
@@ -288,21 +261,17 @@ impl WriterShared {
         }
     }
 
-    /// Nothing is written after an error of the disk.
+    /// After an error of the disk nothing is written any more.
     fn is_final<T>(&self, result: io::Result<T>) -> io::Result<T> {
         result.inspect_err(|error| self.fault.set(format!("log: {error}")))
     }
+}
 
-    fn answer(&self, result: &io::Result<()>, done: Vec<WriteCallback>) {
-        for done in done {
-            // An `io::Error` cannot be cloned.
-            done.tell(
-                result
-                    .as_ref()
-                    .copied()
-                    .map_err(|e| io::Error::new(e.kind(), e.to_string())),
-            );
-        }
+fn answer(result: &io::Result<()>, done: Vec<WriteCallback>) {
+    for done in done {
+        // An `io::Error` cannot be cloned.
+        let result = result.as_ref().copied();
+        done.tell(result.map_err(|error| io::Error::new(error.kind(), error.to_string())));
     }
 }
 
@@ -319,7 +288,7 @@ impl WriteCallback {
     }
 }
 
-/// What waits, up to a batch.
+/// `first` and what is queued behind it, up to a batch.
 fn gather(
     first: WriteOp,
     queue: &mut mpsc::Receiver<WriteOp>,

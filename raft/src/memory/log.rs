@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::{DiskShortage, DiskStep, MemoryHandle};
-use crate::log::disk::{Disk, DiskContents, LogChange, TimedDisk};
+use crate::log::disk::{Disk, DiskContents, LogChange};
 use crate::log::weight;
 use crate::types::Entry;
 
@@ -70,19 +70,6 @@ impl Disk for MemoryHandle {
     }
 
     fn write(&self, changes: &[LogChange]) -> io::Result<()> {
-        self.write_unsynced(changes)?;
-        self.sync()
-    }
-
-    fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
-        self.with(|state| Ok(state.seen.log.read(range, bytes_max)))
-    }
-
-    fn close(&self) {}
-}
-
-impl TimedDisk for MemoryHandle {
-    fn write_unsynced(&self, changes: &[LogChange]) -> io::Result<()> {
         self.with(|state| {
             state.refuse_if_failed()?;
             for change in changes {
@@ -103,7 +90,7 @@ impl TimedDisk for MemoryHandle {
         })
     }
 
-    fn sync_time(&self) -> io::Result<Duration> {
+    fn sync_delay(&self) -> io::Result<Duration> {
         self.with(|state| {
             Ok(state
                 .sync_time
@@ -119,4 +106,10 @@ impl TimedDisk for MemoryHandle {
             Ok(())
         })
     }
+
+    fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
+        self.with(|state| Ok(state.seen.log.read(range, bytes_max)))
+    }
+
+    fn close(&self) {}
 }

@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::files::Files;
-use crate::log::disk::{Disk, DiskContents, TimedDisk};
+use crate::log::disk::{Disk, DiskContents};
 use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
 
 fn entry(index: u64) -> Entry {
@@ -33,7 +33,7 @@ fn a_crash_keeps_what_was_synced_and_a_prefix_of_the_rest() {
         let disk = MemoryDisk::new();
         let handle = disk.open();
         handle
-            .write(&[LogChange::Append(vec![entry(0), entry(1)])])
+            .write_synced(&[LogChange::Append(vec![entry(0), entry(1)])])
             .unwrap();
         let vote = Vote::new(2, 1);
         let entries = vec![entry(2), entry(3)];
@@ -42,7 +42,7 @@ fn a_crash_keeps_what_was_synced_and_a_prefix_of_the_rest() {
             LogChange::Vote(vote),
             LogChange::Truncate { from: 3 },
         ];
-        handle.write_unsynced(&changes).unwrap();
+        handle.write(&changes).unwrap();
         disk.crash(|unsynced| {
             assert_eq!(unsynced, 4, "an append is torn between its entries");
             kept

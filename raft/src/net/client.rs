@@ -186,8 +186,8 @@ impl RaftNetworkV2<Config> for Client {
         let blocking = self.network.blocking;
         let reading = tokio::spawn(async move {
             let last = snapshot.meta.last_log_id;
-            let opened = blocking.run(move || PartReader::open(&snapshot.snapshot, start));
-            let reader = opened.await??;
+            let opened = blocking.try_run(move || PartReader::open(&snapshot.snapshot, start));
+            let reader = opened.await?;
             assert_eq!(
                 reader.meta.last_log_id, last,
                 "a snapshot file changed its content"
