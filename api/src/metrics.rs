@@ -1,9 +1,9 @@
-//! The one registry of a replica's metrics, and those read off the replica at each scrape.
+//! The registry of a replica's metrics, and the metrics read from the replica at each scrape.
 //!
 //! Areas that count as they work (proxy, routing) register their own structs through
-//! [`Metrics::register`]. What is a matter of looking (Raft indexes, sizes of the state, health of
-//! backends) is collected when somebody scrapes, so that it is never stale and costs nothing in
-//! between. Labels come from the config or the registry only: never a user, key, prompt or block.
+//! [`Metrics::register`]. Values that can be looked up (Raft indexes, sizes of the state, health of
+//! backends) are collected at scrape time, so that they are never stale and cost nothing in
+//! between. Labels come only from the config or the registry: never a user, key, prompt or block.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -34,20 +34,20 @@ pub struct Metrics {
     replica: Arc<OnceLock<ScrapedReplica>>,
 }
 
-/// What is looked at when somebody scrapes.
+/// What is read at scrape time.
 #[derive(Clone)]
 pub struct ScrapedReplica {
     /// The log and the members.
     pub cluster: Arc<dyn Cluster>,
-    /// The published part of the state.
+    /// Published part of the state.
     pub view: Arc<StateView>,
     /// Requests in flight.
     pub router: Arc<Router>,
     /// Health of the engines.
     pub backends: Arc<Backends>,
-    /// Comparisons with peers.
+    /// Comparisons of digests with peers.
     pub digests: Arc<Digests>,
-    /// The streams of KV events that this replica reads.
+    /// KV event streams that this replica reads.
     pub kv_board: Arc<StreamBoard>,
 }
 
@@ -66,19 +66,19 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Lets an area register its metrics, under their full names (`quorate_proxy_...`).
+    /// Registers an area's metrics under their full names (`quorate_proxy_...`).
     pub fn register(&self, area: impl FnOnce(&mut Registry)) {
-        // Registering is additive: what a panicking area left behind is still well formed.
+        // Registering is additive, so the registry stays well formed even if an area panics.
         area(&mut self.registry.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Collects from `replica` at each scrape; only the first call counts.
+    /// Collects from `replica` at each scrape. Only the first call has an effect.
     pub fn watch(&self, replica: ScrapedReplica) {
-        // A replica has one registry and one of everything that is watched.
+        // A replica has one registry, and one of everything that is watched.
         drop(self.replica.set(replica));
     }
 
-    /// Everything, as OpenMetrics text.
+    /// Encodes all metrics as OpenMetrics text.
     #[must_use]
     pub fn encode(&self) -> String {
         let registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
@@ -88,7 +88,7 @@ impl Metrics {
     }
 }
 
-/// Reads the replica when scraped; says nothing before there is one.
+/// Reads the replica at scrape time; collects nothing before [`Metrics::watch`].
 struct ReplicaCollector(Arc<OnceLock<ScrapedReplica>>);
 
 impl fmt::Debug for ReplicaCollector {
@@ -109,7 +109,7 @@ impl Collector for ReplicaCollector {
     }
 }
 
-/// Writes families one after the other.
+/// Writes metric families one after another.
 struct MetricsPage<'a>(DescriptorEncoder<'a>);
 
 impl MetricsPage<'_> {
@@ -162,7 +162,7 @@ impl MetricsPage<'_> {
     }
 }
 
-/// Metrics of one name that one label tells apart.
+/// Metrics of one name, distinguished by one label.
 struct MetricFamily<'a> {
     name: &'a str,
     help: &'a str,
@@ -368,7 +368,7 @@ impl ScrapedReplica {
 }
 
 impl ScrapedReplica {
-    /// How backends' ownership is known, and the streams that are read here.
+    /// Writes the condition of the backends' ownership and the streams that this replica reads.
     fn kv_events(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let registry = self.view.registry();
         let modes = registry.backends.iter().filter_map(|backend| {
@@ -435,7 +435,7 @@ impl ScrapedReplica {
     }
 }
 
-/// Name, help and value of a counter of the streams that are read here.
+/// Name, help and value of a counter of the streams that this replica reads.
 type KvCounter = (&'static str, &'static str, fn(&StreamCounts) -> u64);
 
 const KV_COUNTERS: [KvCounter; 7] = [
@@ -474,15 +474,15 @@ const KV_COUNTERS: [KvCounter; 7] = [
     ),
 ];
 
-/// A backend as it is scraped.
+/// Values of one backend for a scrape.
 struct BackendRow<'a> {
     backend: &'a Backend,
     record: ProbeRecord,
     served: Option<BackendServiceView>,
     is_circuit_open: bool,
-    /// Requests in flight from here.
+    /// Requests in flight from this replica.
     here: u32,
-    /// Requests in flight from all replicas heard from.
+    /// Requests in flight from all connected replicas.
     cluster: u32,
 }
 
@@ -492,7 +492,7 @@ impl BackendRow<'_> {
     }
 }
 
-/// Name, help and value of a gauge; a backend of which it is not known is left out.
+/// Name, help and value of a gauge. Backends without a value are left out.
 type BackendGauge = (
     &'static str,
     &'static str,

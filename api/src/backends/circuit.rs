@@ -1,16 +1,18 @@
-//! Circuits: backends whose requests fail are passed over for a while, whatever their probes say.
+//! Circuit breakers: backends whose requests fail are passed over for a while, whatever their
+//! probes say.
 //!
-//! A probe asks whether an engine is there; only requests show that it fails at its work. When a
-//! share of a backend's last attempts failed (no connection, broken off or timed out before the first
-//! byte, a 5xx), its circuit opens. After a pause single requests are let through, one at a time: one
-//! that is answered closes the circuit, one that fails opens it for twice as long.
+//! A probe asks whether an engine is there, but only requests show that it fails at its work. The
+//! circuit opens when a share of a backend's last attempts failed: no connection, broken off or
+//! timed out before the first byte, or a 5xx. After a pause it is half-open: single requests are
+//! let through, one at a time. An answered one closes the circuit, and a failed one opens it again
+//! for twice as long.
 //!
-//! A failure may be the request's fault. One user's failures alone open no circuit while the backend
-//! answers others, and a user whose trial failed comes after the others at the next one and does not
-//! prolong the pause again.
+//! A failure may be the request's fault. One user's failures alone do not open a circuit while the
+//! backend answers other users. A user whose half-open request failed has to wait behind the others
+//! before the next one, and cannot prolong the pause again.
 //!
-//! Circuits are local and last no longer than the life of a backend. The hot path reads one word
-//! per backend; who changes one takes its short lock.
+//! Circuits are local and last no longer than a backend's incarnation. The hot path reads one word
+//! per backend; changing a circuit takes its short lock.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -24,22 +26,24 @@ use tokio::time::Instant;
 
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering::Relaxed};
 
-/// Attempts at a backend that are looked at, the last ones.
+/// Number of last attempts at a backend that are considered.
 const RECENT_MAX: usize = 20;
 
 /// When circuits open, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CircuitSettings {
-    /// Least failed ones among the last attempts that open a circuit; 0: none ever does.
+    /// Minimum number of failures among the last attempts that opens a circuit. 0: circuits never
+    /// open.
     pub failures: u32,
-    /// Least share of failed ones among them, in percent.
+    /// Minimum share of failures among them, in percent.
     pub failure_percent: u32,
-    /// Most of a model's backends that are passed over at a time for their circuits, in percent. One
-    /// may be, all may not.
+    /// Maximum share of a model's backends passed over at a time for their circuits, in percent.
+    /// One always may be, all never.
     pub ejection_percent_max: u32,
-    /// First pause.
+    /// First pause of an open circuit.
     pub backoff: Duration,
-    /// Longest pause; also how long a request let through may take until the next one is.
+    /// Longest pause. Also the time after which another request is let through if the first has not
+    /// ended.
     pub backoff_max: Duration,
 }
 
@@ -58,57 +62,60 @@ impl Default for CircuitSettings {
 /// A circuit as the admin API shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct CircuitView {
-    /// Whether requests pass the backend over.
+    /// Whether the circuit is open.
     pub is_open: bool,
-    /// Failed attempts among the last ones.
+    /// Number of failures among the last attempts.
     pub recent_failures: u32,
-    /// How often in a row it was opened.
+    /// Number of consecutive openings.
     pub openings_in_row: u32,
-    /// Until a request is let through; 0 when one may be, or the circuit is closed.
+    /// Time until a request is let through, in milliseconds; 0 if one may go now or the circuit is
+    /// closed.
     pub pause_ms: u64,
 }
 
 #[derive(Debug, Default)]
 struct CircuitBreaker {
     backend: Option<BackendRef>,
-    /// The last attempts, the latest last.
+    /// Last attempts, oldest first.
     recent: VecDeque<AttemptRecord>,
     openings: u32,
-    /// When it opened, microseconds since `began`.
+    /// When the circuit opened, in microseconds since `began`.
     opened_us: u64,
-    /// When a request was answered last, unless one could not even be sent since.
+    /// When a request was last answered; `None` if one could not even be sent since.
     answered_us: Option<u64>,
-    /// Whose trial failed last, while others used the backend too: may try only from then on.
+    /// User whose half-open request failed last while others also used the backend, and when that
+    /// user may try again.
     blamed: Option<(UserKey, u64)>,
-    /// The last trial, while it is under way, and whose it is.
+    /// Number and user of the half-open request in flight.
     trial: Option<(u64, UserKey)>,
-    /// Trials so far, by which they are told apart.
+    /// Number of half-open requests so far, which identifies them.
     trials: u64,
 }
 
-/// How an attempt went.
+/// Result of an attempt.
 #[derive(Debug, Clone, Copy)]
 struct AttemptRecord {
-    /// `None`: it did not come so far that the request could be at fault.
+    /// User of the request. `None`: it did not get far enough for the request to be at fault.
     user: Option<UserKey>,
     is_failure: bool,
 }
 
 #[derive(Default)]
 struct BreakerCell {
-    /// 0: closed. Else microseconds since `began` from which on a request is let through.
+    /// 0 if closed, else the time from which a request is let through, in microseconds since
+    /// `began`.
     closed_until_us: AtomicU64,
     circuit: Mutex<CircuitBreaker>,
 }
 
-/// All circuits, by slot.
+/// All circuit breakers, by slot.
 pub(super) struct CircuitBreakers {
     cells: Box<[BreakerCell]>,
     settings: CircuitSettings,
     began: Instant,
 }
 
-/// A request let through an open circuit. When dropped without a verdict, the next one may be.
+/// A request let through an open circuit. If dropped without a result, the next one may go.
 pub(crate) struct HalfOpenProbe {
     circuits: Arc<CircuitBreakers>,
     backend: BackendRef,
@@ -117,11 +124,11 @@ pub(crate) struct HalfOpenProbe {
 
 /// Whether a request may go.
 pub(crate) enum BreakerState {
-    /// Yes: the circuit is closed.
+    /// It may, because the circuit is closed.
     Closed,
-    /// Yes, as the one that tries a backend whose circuit is open.
+    /// It may, as the one request that tries a backend with an open circuit.
     HalfOpen(HalfOpenProbe),
-    /// No: there is another such, or the pause is not over.
+    /// It may not: another such request is in flight, or the pause is not over.
     Open,
 }
 
@@ -138,7 +145,8 @@ impl CircuitBreakers {
         }
     }
 
-    /// Whether a request of `user` may go to `backend` at `now`. `user` is asked when it matters.
+    /// Whether a request of `user` may go to `backend` at `now`. `user` is only called if it
+    /// matters.
     pub(super) fn allows(
         &self,
         backend: BackendRef,
@@ -157,20 +165,21 @@ impl CircuitBreakers {
         circuit.backend != Some(backend) || now_us >= until_us && !circuit.is_barred(user, now_us)
     }
 
-    /// When the circuit of `backend` opened, if it is open: for who compares several.
+    /// Returns when the circuit of `backend` opened, for comparison between backends.
     pub(super) fn opened_us(&self, backend: BackendRef) -> u64 {
         self.cell(backend).map_or(0, |cell| cell.lock().opened_us)
     }
 
-    /// Of so many backends of a model, how many may be passed over at a time.
+    /// Returns how many of a model's backends may be passed over at a time.
     pub(super) fn ejected_max(&self, backends: usize) -> usize {
         let percent = usize::try_from(self.settings.ejection_percent_max).unwrap_or(100);
         let share = backends * percent / 100;
         share.max(1).min(backends.saturating_sub(1))
     }
 
-    /// A request is to go to `backend`. Of several that [`CircuitBreakers::allows`] told so at once one is
-    /// let through an open circuit, and while it is under way no other one is.
+    /// Lets a request go to `backend` if its circuit allows. Of several requests that
+    /// [`CircuitBreakers::allows`] admitted at once, only one passes an open circuit, and no other
+    /// while it is in flight.
     pub(super) fn enter(
         self: &Arc<Self>,
         backend: BackendRef,
@@ -205,7 +214,7 @@ impl CircuitBreakers {
         })
     }
 
-    /// An attempt of `user` was answered; whether that closed the circuit.
+    /// Records an answered attempt of `user`. Returns whether it closed the circuit.
     pub(super) fn passed(&self, backend: BackendRef, user: UserKey, now: Instant) -> bool {
         let Some(cell) = self.cell(backend) else {
             return false;
@@ -225,7 +234,8 @@ impl CircuitBreakers {
         was_open
     }
 
-    /// Whether `backend` has answered a request within the time before `now`, and could be reached since.
+    /// Whether `backend` answered a request within `time` before `now` and has been reachable
+    /// since.
     pub(super) fn answered_within(
         &self,
         backend: BackendRef,
@@ -240,8 +250,8 @@ impl CircuitBreakers {
         })
     }
 
-    /// An attempt failed; whether that opened the circuit. Without a `user` the request had no part
-    /// in it.
+    /// Records a failed attempt and returns whether it opened the circuit. Without a `user`, the
+    /// request had no part in the failure.
     pub(super) fn failed(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) -> bool {
         let settings = &self.settings;
         let Some(cell) = self.cell(backend) else {
@@ -263,7 +273,7 @@ impl CircuitBreakers {
         let is_trial = circuit
             .trial
             .is_some_and(|(_, tries)| user.is_none_or(|user| user == tries));
-        // What was dispatched before the circuit opened says nothing new.
+        // Attempts dispatched before the circuit opened say nothing new.
         if !is_first && !is_trial {
             return false;
         }
@@ -318,7 +328,7 @@ impl CircuitBreakers {
 impl CircuitBreaker {
     fn note(&mut self, user: Option<UserKey>, is_failure: bool) {
         if self.recent.len() == RECENT_MAX {
-            // A busy user does not push all others out.
+            // A busy user does not displace all others.
             let mine = self.recent.iter().filter(|it| it.user == user).count();
             let oldest = self.recent.iter().position(|it| it.user == user);
             let out = oldest.filter(|_| mine >= RECENT_MAX / 2).unwrap_or(0);
@@ -332,7 +342,7 @@ impl CircuitBreaker {
         u32::try_from(failures).unwrap_or(u32::MAX)
     }
 
-    /// Whether enough of the last attempts failed, and not one user's only while others are served.
+    /// Whether enough of the last attempts failed, and not only one user's while others are served.
     fn is_bad(&self, settings: &CircuitSettings) -> bool {
         let (failures, all) = (self.failures(), self.recent.len() as u64);
         let is_share = u64::from(failures) * 100 >= all * u64::from(settings.failure_percent);
@@ -350,7 +360,7 @@ impl CircuitBreaker {
         }
     }
 
-    /// Whether nobody but `user` has used the backend lately.
+    /// Whether only `user` has used the backend lately.
     fn is_alone(&self, user: UserKey) -> bool {
         self.recent
             .iter()
@@ -362,7 +372,7 @@ impl CircuitBreaker {
             .is_some_and(|(blamed, until_us)| now_us < until_us && user() == blamed)
     }
 
-    /// A closed one. Trials under way are not of it.
+    /// Returns a closed circuit. Half-open requests in flight do not belong to it.
     fn anew(&self, backend: BackendRef) -> Self {
         Self {
             backend: Some(backend),
@@ -395,7 +405,7 @@ impl Drop for HalfOpenProbe {
             return;
         };
         let mut circuit = cell.lock();
-        // After a verdict, or when it was waited for too long, it is not the one any more.
+        // After a result, or after waiting too long, this is no longer the current one.
         if circuit.backend == Some(self.backend)
             && circuit
                 .trial

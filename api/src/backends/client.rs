@@ -1,6 +1,6 @@
-//! The small HTTP client probes use: one kept connection to one backend, GET only, everything
-//! bounded. Apart from the data plane's pool, so that a full pool cannot make a healthy backend
-//! look dead, nor a probe take a connection from a request.
+//! The small HTTP client of probes: one kept connection to one backend, GET only, everything
+//! bounded. It is separate from the data plane's pool, so that a full pool cannot make a healthy
+//! backend look dead, and a probe cannot take a connection from a request.
 
 use std::time::Duration;
 
@@ -17,14 +17,14 @@ use super::local::is_local;
 
 const HTTP_PORT: u16 = 80;
 
-/// An answer, read whole.
+/// A complete answer.
 #[derive(Debug)]
 pub(crate) struct ProbeResponse {
     pub(crate) status: StatusCode,
     pub(crate) body: Bytes,
 }
 
-/// Why there is no answer.
+/// Reason why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ProbeError {
     #[error("{0:?} is not http://host:port")]
@@ -42,7 +42,7 @@ pub(crate) enum ProbeError {
 }
 
 impl ProbeError {
-    /// Whether nothing can be told of the backend: this process could not even ask.
+    /// Whether this process could not even ask, so that nothing is known about the backend.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self, Self::Connect(error) if is_local(error))
     }
@@ -50,7 +50,7 @@ impl ProbeError {
 
 /// A client of one backend. Dropping it closes its connection.
 pub(crate) struct ProbeClient {
-    /// `host:port` to connect to.
+    /// Address to connect to, `host:port`.
     address: String,
     host: HeaderValue,
     authorization: Option<HeaderValue>,
@@ -70,7 +70,8 @@ impl Drop for ProbeConnection {
 }
 
 impl ProbeClient {
-    /// A client of the engine at `url` (`http://host:port`); every call takes at most `timeout`.
+    /// Creates a client of the engine at `url` (`http://host:port`). Every call takes at most
+    /// `timeout`.
     pub(crate) fn new(
         url: &str,
         authorization: Option<HeaderValue>,
@@ -97,14 +98,14 @@ impl ProbeClient {
         })
     }
 
-    /// `GET path`, with an answer of at most `body_bytes_max`.
+    /// Sends `GET path` and returns an answer with a body of at most `body_bytes_max` bytes.
     pub(crate) async fn get(
         &mut self,
         path: &str,
         body_bytes_max: usize,
     ) -> Result<ProbeResponse, ProbeError> {
         let limit = self.timeout;
-        // The connection is out of its place meanwhile: whatever ends the call early closes it.
+        // The connection is moved out meanwhile, so that ending the call early closes it.
         let kept = self.connection.take();
         match tokio::time::timeout(limit, self.exchange(kept, path, body_bytes_max)).await {
             Ok(Ok((answer, connection))) => {
@@ -125,7 +126,7 @@ impl ProbeClient {
         if let Some(mut connection) = kept.filter(|kept| !kept.sender.is_closed()) {
             match self.ask(&mut connection, path, body_bytes_max).await {
                 Ok(answer) => return Ok((answer, connection)),
-                // Engines close idle connections when they like: only a new one tells.
+                // Engines close idle connections at will, so only a new connection is conclusive.
                 Err(ProbeError::Http(_)) => {}
                 Err(failure) => return Err(failure),
             }
@@ -143,7 +144,7 @@ impl ProbeClient {
             .await
             .map_err(ProbeError::Http)?;
         let driver = tokio::spawn(async move {
-            // Its end is seen by whoever uses the sender.
+            // Users of the sender notice its end.
             drop(driver.await);
         })
         .abort_handle();

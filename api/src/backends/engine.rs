@@ -1,34 +1,34 @@
 //! Reads an engine's metrics page and model list, in the dialects of vLLM, SGLang and llama.cpp.
 //!
-//! Several samples of one name (one per data-parallel rank or model) add up; of cache usage the
-//! fullest rank counts. An engine that does not export a figure leaves it `None`.
+//! Several samples of one name (one per data-parallel rank or model) are summed; for cache usage,
+//! the fullest rank counts. Figures that an engine does not export are `None`.
 
 use serde::{Deserialize, Serialize};
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 
 use super::text::{self, MetricsPageError, Sample};
 
-/// Most models one engine may list.
+/// Maximum number of models that one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
 
-/// What a metrics page says; a field is `None` when the page does not.
+/// Figures of a metrics page; `None` if the page does not have them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct EngineMetrics {
-    /// Requests running, from all clients.
+    /// Running requests from all clients.
     pub running: Option<u32>,
     /// Requests in the engine's own queue.
     pub waiting: Option<u32>,
-    /// KV cache in use, in thousandths.
+    /// KV cache usage, in thousandths.
     pub kv_usage_permille: Option<u32>,
-    /// Tokens the KV cache holds.
+    /// Capacity of the KV cache, in tokens.
     pub cache_tokens: Option<u64>,
     /// Prompt tokens looked up in the prefix cache since the engine started.
     pub prefix_queried_tokens: Option<u64>,
-    /// Of these, found there.
+    /// Part of `prefix_queried_tokens` that was found.
     pub prefix_hit_tokens: Option<u64>,
-    /// Prompt tokens taken in since the engine started; falls only when it restarts.
+    /// Prompt tokens processed since the engine started; falls only when it restarts.
     pub prompt_tokens: Option<u64>,
-    /// Start of the engine process, unix seconds.
+    /// Start time of the engine process, in Unix seconds.
     pub started_at_s: Option<u64>,
 }
 
@@ -36,7 +36,7 @@ impl EngineMetrics {
     /// Reads a metrics page.
     ///
     /// # Errors
-    /// [`MetricsPageError`] when the page does not follow the text format.
+    /// [`MetricsPageError`] if the page does not follow the text format.
     pub fn read(page: &[u8]) -> Result<Self, MetricsPageError> {
         let mut metrics = Self::default();
         text::read(page, |sample| metrics.add(&sample))?;
@@ -72,8 +72,8 @@ impl EngineMetrics {
         }
     }
 
-    /// vLLM gives its cache's size as labels. Before the engine has measured its memory, and in
-    /// some front-end processes for ever, `num_gpu_blocks` reads `None` or `0`.
+    /// Adds the cache size, which vLLM exports as labels. Before the engine has measured its
+    /// memory, and in some front-end processes forever, `num_gpu_blocks` reads `None` or `0`.
     fn add_cache_config(&mut self, sample: &Sample<'_>) {
         let label = |name| sample.labels.get(name)?.parse::<u64>().ok();
         let tokens = match (label("block_size"), label("num_gpu_blocks")) {
@@ -88,9 +88,9 @@ impl EngineMetrics {
     }
 }
 
-/// A count that was read as a float; `None` for what is no count.
+/// Converts a count that was read as a float; `None` if it is not a count.
 fn whole(value: f64) -> Option<u64> {
-    // The cast saturates, so that a forged 1e300 is a large number and nothing else.
+    // The cast saturates, so a forged 1e300 is merely a large number.
     (value.is_finite() && value >= 0.0).then_some(value as u64)
 }
 
@@ -114,7 +114,7 @@ fn most_permille(most: &mut Option<u32>, ratio: f64) {
     }
 }
 
-/// An answer to `GET /v1/models` that is no model list.
+/// An answer to `GET /v1/models` that is not a model list.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("model list: {0}")]
 pub(super) struct ModelListError(String);
@@ -129,10 +129,10 @@ struct ListedModel {
     id: String,
 }
 
-/// Reads the model ids of an OpenAI model list, sorted, each once.
+/// Reads the model ids of an OpenAI model list, sorted and without duplicates.
 ///
 /// # Errors
-/// [`ModelListError`] when it is no such list or breaks a bound.
+/// [`ModelListError`] if it is not such a list or exceeds a bound.
 pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, ModelListError> {
     let list: ModelList =
         serde_json::from_slice(body).map_err(|fault| ModelListError(fault.to_string()))?;

@@ -1,15 +1,15 @@
-//! Decides what of an engine's words is news to the cluster.
+//! Decides which of an engine's reports are news to the cluster.
 //!
-//! Every replica asks every engine; what differs from the replicated registry is proposed as an
-//! [`EngineFacts`]. Pure: the clock comes in as arguments. Three rules keep replicas from talking
-//! over each other:
+//! Every replica asks every engine, and proposes what differs from the replicated registry as
+//! [`EngineFacts`]. Pure: the clock is an argument. Three rules prevent replicas from contradicting
+//! each other endlessly:
 //!
-//! - A restart is proposed under the incarnation it ended; the first such command to be applied
-//!   begins a new one, and the others then name an incarnation that is over.
-//! - Capacity in router blocks depends on what a replica has learnt of tokens per block, so a known
-//!   capacity is changed by anyone only when the *engine's* figure changed, and otherwise only by
-//!   the leader, and only by more than a twentieth.
-//! - The same words are not proposed again within [`REPEAT_AFTER`].
+//! - A restart is proposed under the incarnation that it ended. The first such command to be
+//!   applied starts a new incarnation, and the others then name one that is over.
+//! - Capacity in router blocks depends on a replica's own estimate of tokens per block. A known
+//!   capacity is therefore only changed by any replica if the *engine's* figure changed, else only
+//!   by the leader, and only if it differs by more than a twentieth.
+//! - The same report is not proposed again within [`REPEAT_AFTER`].
 
 use std::time::Duration;
 
@@ -18,43 +18,43 @@ use state::command::EngineFacts;
 use state::ids::BackendRef;
 use tokio::time::Instant;
 
-/// How long the same proposal is held back while the registry does not show it.
+/// Time for which a repeated proposal is held back while the registry does not show it.
 pub const REPEAT_AFTER: Duration = Duration::from_secs(5);
-/// Where an engine does not tell its start, a restart is seen as its counters falling, and dated
-/// with this replica's clock. One dated within so many seconds of the last start is the same one,
-/// seen by another replica.
+/// Tolerance for start times, in seconds. If an engine does not report its start, a restart is
+/// detected by falling counters and dated with this replica's clock. One dated within this time of
+/// the last start is the same restart, seen by another replica.
 const SAME_START_S: u64 = 10;
-/// Start of the first life seen of an engine that does not tell its start: the same on every
-/// replica, and earlier than any start that is dated later.
+/// Start time of the first incarnation of an engine that does not report its start, in Unix
+/// seconds. The same on every replica, and earlier than any start dated later.
 const UNTOLD_START_S: u64 = 1;
 
-/// What an engine said in one round.
+/// What an engine reported in one round.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineReading {
-    /// Its models, where it was asked.
+    /// Models, if it was asked.
     pub(crate) models: Option<Vec<String>>,
-    /// Tokens its cache holds.
+    /// Capacity of its cache, in tokens.
     pub(crate) cache_tokens: Option<u64>,
-    /// Start of its process, unix seconds.
+    /// Start time of its process, in Unix seconds.
     pub(crate) started_at_s: Option<u64>,
-    /// Prompt tokens it took in since it started.
+    /// Prompt tokens processed since it started.
     pub(crate) prompt_tokens: Option<u64>,
 }
 
-/// The circumstances of a round.
+/// Circumstances of a round of probes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ProbeRound {
-    /// Tokens one router block of this backend's model stands for.
+    /// Tokens per router block for this backend's model.
     pub(crate) tokens_per_block: f64,
-    /// Whether this replica leads.
+    /// Whether this replica is the leader.
     pub(crate) is_leader: bool,
-    /// Now, unix seconds.
+    /// Current Unix time, in seconds.
     pub(crate) unix_s: u64,
-    /// Now, on a clock that never jumps.
+    /// Current monotonic time.
     pub(crate) now: Instant,
 }
 
-/// What a replica remembers of one backend between rounds.
+/// What a replica remembers about one backend between rounds.
 #[derive(Debug, Default)]
 pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,
@@ -64,7 +64,7 @@ pub(crate) struct FactsMemory {
 }
 
 impl FactsMemory {
-    /// What to propose about `known` after seeing `saw`; `None` when there is no news.
+    /// Returns the facts to propose about `known` after seeing `saw`; `None` if there is no news.
     pub(crate) fn news(
         &mut self,
         known: &Backend,
@@ -84,7 +84,7 @@ impl FactsMemory {
             started_at_s,
         };
         if started_at_s.is_some() && known.facts.started_at_s.is_some() {
-            // A new incarnation knows nothing: tell it everything.
+            // A new incarnation knows nothing, so report everything.
             facts.capacity_blocks = blocks(saw.cache_tokens, round);
         } else {
             facts
@@ -151,7 +151,7 @@ impl FactsMemory {
     }
 }
 
-/// Router blocks that `cache_tokens` come to, rounded up: a capacity is better over- than
+/// Converts `cache_tokens` into router blocks, rounded up: a capacity is better over- than
 /// underestimated.
 fn blocks(cache_tokens: Option<u64>, round: &ProbeRound) -> Option<u32> {
     let per_block = round.tokens_per_block;
@@ -159,7 +159,7 @@ fn blocks(cache_tokens: Option<u64>, round: &ProbeRound) -> Option<u32> {
         return None;
     }
     let blocks = (cache_tokens? as f64 / per_block).ceil();
-    // The cast saturates at the largest capacity a backend can have.
+    // The cast saturates at the largest capacity that a backend can have.
     Some((blocks as u32).max(1))
 }
 
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(memory.news(&known, &silent(120), &round(now)), None);
         let facts = memory.news(&known, &silent(4), &round(now)).unwrap();
         assert_eq!(facts.started_at_s, Some(1_000_000));
-        // Its first life has a start too, or the first restart would not be a later one.
+        // Its first incarnation also needs a start time, or the first restart would not be later.
         let unknown = backend(EngineFacts::default());
         let first = FactsMemory::default().news(&unknown, &silent(100), &round(now));
         assert_eq!(first.unwrap().started_at_s, Some(UNTOLD_START_S));

@@ -1,14 +1,14 @@
-//! What engines say of themselves, as [`crate::fuzzing`] has it.
+//! Fuzz targets for what engines report about themselves, see [`crate::fuzzing`].
 
 use super::engine::{EngineMetrics, MODELS_PER_ENGINE_MAX, read_models};
 use super::text;
 
-/// A metrics page.
+/// Reads a metrics page.
 pub fn engine_metrics(bytes: &[u8]) {
     let mut labels = 0;
     let read = text::read(bytes, |sample| {
         labels += sample.labels.iter().count();
-        // What is looked up is what is listed.
+        // Every listed label can be looked up.
         for (name, _) in sample.labels.iter() {
             assert!(sample.labels.get(name).is_some(), "{name}");
         }
@@ -21,7 +21,7 @@ pub fn engine_metrics(bytes: &[u8]) {
     }
 }
 
-/// A list of models.
+/// Reads a list of models.
 pub fn engine_models(bytes: &[u8]) {
     if let Ok(models) = read_models(bytes) {
         assert!(models.len() <= MODELS_PER_ENGINE_MAX);

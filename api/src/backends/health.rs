@@ -1,9 +1,9 @@
-//! Current health and engine metrics of each backend, readable by the data plane without blocking.
+//! Current health and engine metrics of each backend, which the data plane reads without blocking.
 //!
-//! A [`HealthTable`] has one cell per slot. Writers (the probes, and the data plane when a request fails)
-//! take the cell's short lock, change the record and publish it twice: as one packed word for the
-//! candidate loop of every request, side by side with the other slots' words, and as an
-//! [`Arc<Health>`] for whoever wants the words too.
+//! A [`HealthTable`] has one cell per slot. Writers (the probes, and the data plane when a request
+//! fails) take the cell's short lock, change the record and publish it twice: as one packed word,
+//! next to the other slots' words, for the candidate loop of every request, and as an
+//! [`Arc<Health>`] for readers that also need the texts.
 
 use std::sync::{Arc, PoisonError};
 
@@ -14,58 +14,58 @@ use state::ids::Slot;
 use super::engine::EngineMetrics;
 use crate::sync::{ArcSwapOption, AtomicU64, Mutex, MutexGuard, Notify, Ordering};
 
-/// Failed probes in a row after which a backend takes no more requests.
+/// Number of consecutive failed probes after which a backend gets no more requests.
 pub const FAILURES_MAX: u32 = 2;
-/// Failed scrapes in a row after which the last engine figures count as unknown.
+/// Number of consecutive failed scrapes after which the last engine figures are dropped.
 pub const SCRAPE_FAILURES_MAX: u32 = 3;
 
-/// What the last probes said of one backend.
+/// Result of the last probes of one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Health {
     /// Whether requests may go there.
     pub is_healthy: bool,
-    /// Why not, or the last failure.
+    /// Reason if it is unhealthy, or the last failure.
     pub detail: Option<String>,
     /// Requests in the engine's queue.
     pub waiting: u32,
-    /// Requests running in the engine, all clients.
+    /// Requests running in the engine, from all clients.
     pub running: u32,
-    /// KV cache in use, thousandths.
+    /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
 }
 
-/// What a failed probe says of a backend.
+/// Meaning of a failed probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fault {
-    /// Connections are refused there.
+    /// Connections are refused.
     Unreachable,
-    /// A connection is taken, or nothing is heard at all; the probe was not answered in time, or not well.
-    /// That may be the probe's own fault.
+    /// The connection was accepted, or nothing was heard at all, and the probe was not answered in
+    /// time or not properly. The probe itself may be at fault.
     Unwell,
 }
 
-/// The figures of [`Health`] that a decision needs, read from one word.
+/// The part of [`Health`] that a decision needs, packed in one word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Glance {
     /// Whether requests may go there.
     pub is_healthy: bool,
-    /// Whether it is unhealthy, but the last probe was not refused a connection.
+    /// Whether it is unhealthy although the last probe was not refused a connection.
     pub is_doubtful: bool,
     /// Requests in the engine's queue, at most [`Glance::COUNT_MAX`].
     pub waiting: u32,
     /// Requests running in the engine, at most [`Glance::COUNT_MAX`].
     pub running: u32,
-    /// KV cache in use, thousandths.
+    /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
 }
 
 impl Glance {
-    /// Largest count a glance tells apart.
+    /// Largest count that can be represented.
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
-    /// Bit 63: something stands here, bit 62: healthy, bit 61: doubtful, then from bit 57 on 10 bits of
-    /// usage and 24 of each count.
+    /// Packs the fields into one word. Bit 63: the slot is occupied, bit 62: healthy, bit 61:
+    /// doubtful, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
     fn pack(self) -> u64 {
         let count = |count: u32| u64::from(count.min(Self::COUNT_MAX));
         1 << 63
@@ -88,32 +88,32 @@ impl Glance {
     }
 }
 
-/// Everything the probes know of one backend, for the admin API.
+/// Everything the probes know about one backend, for the admin API.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct ProbeRecord {
-    /// The backend's id.
+    /// Id of the backend.
     pub id: String,
     /// Whether requests may go there.
     pub is_healthy: bool,
-    /// Why not, or the last failure.
+    /// Reason if it is unhealthy, or the last failure.
     pub detail: Option<String>,
-    /// How the last probe failed; `None`: it passed, or there was none.
+    /// How the last probe failed; `None` if it passed or there was none.
     pub fault: Option<Fault>,
-    /// Failed probes and reported failures in a row.
+    /// Number of consecutive failed probes and reported failures.
     pub failures_in_row: u32,
-    /// Failed probes and reported failures since this replica knows the backend.
+    /// Failed probes and reported failures since this replica has known the backend.
     pub failures_total: u64,
-    /// Probes since this replica knows the backend.
+    /// Probes since this replica has known the backend.
     pub probes_total: u64,
-    /// Failed metric scrapes in a row.
+    /// Number of consecutive failed metric scrapes.
     pub scrape_failures_in_row: u32,
-    /// Why the engine's metrics are not known.
+    /// Why the engine's metrics are unknown.
     pub metrics_detail: Option<String>,
-    /// The engine's own figures, as of the last good scrape.
+    /// The engine's figures as of the last successful scrape.
     pub metrics: EngineMetrics,
     /// Model ids of its last model list.
     pub models: Option<Vec<String>>,
-    /// What was last told to the cluster about it from here.
+    /// Facts last reported to the cluster by this replica.
     pub told: Option<EngineFacts>,
 }
 
@@ -126,7 +126,7 @@ impl ProbeRecord {
         }
     }
 
-    /// A probe passed: one success is enough.
+    /// Records a passed probe: one success is enough.
     pub(crate) fn passed(&mut self) {
         self.probes_total += 1;
         self.fault = None;
@@ -135,14 +135,14 @@ impl ProbeRecord {
         self.detail = None;
     }
 
-    /// A probe failed.
+    /// Records a failed probe.
     pub(crate) fn probe_failed(&mut self, fault: Fault, why: String) {
         self.probes_total += 1;
         self.fault = Some(fault);
         self.failed(why);
     }
 
-    /// A probe failed, or could not be made, or a request failed.
+    /// Records a failed probe, an impossible probe or a failed request.
     pub(crate) fn failed(&mut self, why: String) {
         self.failures_total += 1;
         self.failures_in_row = self.failures_in_row.saturating_add(1);
@@ -152,14 +152,14 @@ impl ProbeRecord {
         self.detail = Some(why);
     }
 
-    /// A scrape gave figures.
+    /// Records a successful scrape.
     pub(crate) fn scraped(&mut self, metrics: EngineMetrics) {
         self.scrape_failures_in_row = 0;
         self.metrics_detail = None;
         self.metrics = metrics;
     }
 
-    /// A scrape failed; old figures are worse than none.
+    /// Records a failed scrape. Outdated figures are worse than none.
     pub(crate) fn scrape_failed(&mut self, why: String) {
         self.scrape_failures_in_row = self.scrape_failures_in_row.saturating_add(1);
         self.metrics_detail = Some(why);
@@ -168,7 +168,7 @@ impl ProbeRecord {
         }
     }
 
-    /// What a decision needs of it.
+    /// Returns the part that a decision needs.
     pub(crate) fn glance(&self) -> Glance {
         Glance {
             is_healthy: self.is_healthy,
@@ -190,7 +190,7 @@ impl ProbeRecord {
     }
 }
 
-/// Counts the tenants of a cell, so that a probe of an earlier one cannot write into it.
+/// Counts the occupants of a cell, so that a probe of an earlier one cannot write to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct OccupancyId(u64);
 
@@ -200,7 +200,7 @@ struct Occupant {
     record: Option<ProbeRecord>,
 }
 
-/// One slot's place.
+/// The cell of one slot.
 #[derive(Default)]
 struct HealthCell {
     health: ArcSwapOption<Health>,
@@ -208,9 +208,10 @@ struct HealthCell {
     alarm: Notify,
 }
 
-/// What is known of every slot.
+/// What is known about every slot.
 pub(crate) struct HealthTable {
-    /// Apart from the cells: a decision that looks at hundreds of backends reads a few cache lines.
+    /// Separate from the cells, so that a decision among hundreds of backends reads few cache
+    /// lines.
     glances: Box<[AtomicU64]>,
     cells: Box<[HealthCell]>,
 }
@@ -223,7 +224,7 @@ impl HealthTable {
         }
     }
 
-    /// Figures for a decision; `None` when nothing stands there.
+    /// Returns the figures for a decision; `None` if the slot is empty.
     pub(crate) fn glance(&self, slot: Slot) -> Option<Glance> {
         let glance = self.glances.get(usize::from(slot.0))?;
         Glance::unpack(glance.load(Ordering::Acquire))
@@ -237,20 +238,20 @@ impl HealthTable {
         self.cell(slot)?.lock().record.clone()
     }
 
-    /// Woken when the data plane saw a failure and the backend should be probed at once.
+    /// Returns the signal for an immediate probe after the data plane saw a failure.
     ///
     /// # Panics
-    /// For a slot off the board.
+    /// For a slot outside the table.
     pub(crate) fn alarm(&self, slot: Slot) -> &Notify {
         &self.cells[usize::from(slot.0)].alarm
     }
 
-    /// A backend that nothing is known of moves in. A slot off the board stays as it is.
+    /// Registers a backend about which nothing is known. A slot outside the table is ignored.
     pub(crate) fn register(&self, slot: Slot, id: &str) -> OccupancyId {
         self.replace(slot, Some(ProbeRecord::unprobed(id)))
     }
 
-    /// The backend is gone.
+    /// Removes the backend.
     pub(crate) fn unregister(&self, slot: Slot) {
         self.replace(slot, None);
     }
@@ -266,8 +267,8 @@ impl HealthTable {
         tenant.tenancy
     }
 
-    /// Changes the record of `tenancy`, unless it is over. `None` stands for whoever lives there.
-    /// Answers whether the backend became healthy or unhealthy by it.
+    /// Changes the record of occupant `tenancy` if it is still there; `None` stands for the current
+    /// one. Returns the new health if it changed.
     pub(crate) fn update(
         &self,
         slot: Slot,
@@ -302,7 +303,7 @@ impl HealthTable {
 
 impl HealthCell {
     fn lock(&self) -> MutexGuard<'_, Occupant> {
-        // A record is whole between any two of its changes: a panic elsewhere does not spoil it.
+        // A record is consistent between any two changes, so a panic elsewhere does not corrupt it.
         self.tenant.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

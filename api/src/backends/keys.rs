@@ -1,8 +1,8 @@
-//! The keys that engines want of this replica.
+//! Keys that engines require from this replica.
 //!
-//! A key belongs to an id *and* a URL, both as this replica's config has them. What the replicated
-//! registry says of a backend can be changed by whoever reaches an admin listener; were a key sent
-//! wherever the registry points, it could be had by pointing it elsewhere (I62). Keys are never
+//! A key belongs to an id *and* a URL, both as configured at this replica. Anyone who can reach an
+//! admin listener can change what the replicated registry says about a backend. If a key were sent
+//! wherever the registry points, it could be stolen by pointing it elsewhere (I62). Keys are never
 //! replicated.
 
 use std::collections::BTreeMap;
@@ -10,27 +10,26 @@ use std::fmt;
 
 use http::HeaderValue;
 
-/// The `authorization` header of each engine that wants one.
+/// The `authorization` header for each engine that requires one.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct EngineKeys(BTreeMap<String, EngineKey>);
 
 #[derive(Clone, PartialEq, Eq)]
 struct EngineKey {
-    /// Without a last slash.
+    /// Without a trailing slash.
     url: String,
     authorization: HeaderValue,
-    /// Whether clients' requests carry it as well as probes.
+    /// Whether client requests carry it in addition to probes.
     is_for_requests: bool,
 }
 
 impl EngineKeys {
-    /// The engine `id` at `url` gets `authorization` with everything that is sent to it, in place of
-    /// what clients send.
+    /// Adds a key for everything sent to the engine `id` at `url`, replacing the client's own.
     pub fn add(&mut self, id: &str, url: &str, authorization: HeaderValue) {
         self.insert(id, url, authorization, true);
     }
 
-    /// The engine gets it with what the replica asks on its own account only.
+    /// Adds a key only for what the replica itself asks the engine.
     pub fn add_for_probes(&mut self, id: &str, url: &str, authorization: HeaderValue) {
         self.insert(id, url, authorization, false);
     }
@@ -45,12 +44,13 @@ impl EngineKeys {
         self.0.insert(id.to_owned(), key);
     }
 
-    /// What the replica sends the backend `id` at `url` on its own account.
+    /// Returns the key for the replica's own requests to the backend `id` at `url`.
     pub(crate) fn of_probes(&self, id: &str, url: &str) -> Option<&HeaderValue> {
         self.of(id, url).map(|key| &key.authorization)
     }
 
-    /// What clients' requests to the backend `id` at `url` carry in place of their own.
+    /// Returns the key that client requests to the backend `id` at `url` carry instead of their
+    /// own.
     pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<&HeaderValue> {
         let key = self.of(id, url).filter(|key| key.is_for_requests);
         key.map(|key| &key.authorization)

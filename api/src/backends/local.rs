@@ -1,10 +1,10 @@
-//! Tells local failures (no descriptors, ports or memory) from failures of an engine.
+//! Distinguishes local failures (no descriptors, ports or memory) from failures of an engine.
 
 use std::io;
 
 use rustix::io::Errno;
 
-/// What a connection takes of this process and its host.
+/// Errors of resources that a connection needs from this process and its host.
 const LOCAL: [Errno; 5] = [
     Errno::MFILE,
     Errno::NFILE,
@@ -13,8 +13,8 @@ const LOCAL: [Errno; 5] = [
     Errno::NOMEM,
 ];
 
-/// Whether an error says that this process or its host is short of something: descriptors, ports,
-/// memory. The other end was not even asked.
+/// Whether an error means that this process or its host lacks descriptors, ports or memory. The
+/// other end was not even asked.
 pub(crate) fn is_local(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|errno| LOCAL.contains(&errno))
 }

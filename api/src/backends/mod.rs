@@ -1,12 +1,13 @@
-//! Clients of the engines: connection pools, health probes, metrics and discovery.
+//! Clients of the engines: connection pools, circuit breakers, health probes, metrics and
+//! discovery.
 //!
-//! Every replica probes every registered backend on its own: whether it answers (`/ready`,
-//! `/health`), what it is doing (`/metrics`) and what it serves (`/v1/models`). Health stays local,
-//! it is about the way from here to there; facts that belong to the engine (models, cache size, its
-//! start) are told to the cluster when they differ from the replicated registry.
+//! Every replica probes every registered backend: whether it answers (`/ready`, `/health`), what it
+//! is doing (`/metrics`) and what it serves (`/v1/models`). Health stays local, because it is about
+//! the path from this replica to the engine. Facts about the engine itself (models, cache size,
+//! start time) are reported to the cluster when they differ from the replicated registry.
 //!
-//! A backend begins unhealthy and is probed at once; one success makes it healthy, two failures in
-//! a row unhealthy. The data plane reads health without waiting for anyone.
+//! A backend starts unhealthy and is probed at once. One success makes it healthy, two consecutive
+//! failures make it unhealthy. The data plane reads health without waiting.
 
 mod circuit;
 mod client;
@@ -53,7 +54,7 @@ use health::HealthTable;
 use crate::clock::Clock;
 use crate::events::{ClusterEvent, EventBus};
 
-/// What a replica knows of the registered backends' health and engine metrics. One per replica.
+/// A replica's knowledge of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {
     board: HealthTable,
     settings: ProbeSettings,
@@ -62,25 +63,27 @@ pub struct Backends {
     circuits: Arc<CircuitBreakers>,
 }
 
-/// How backends are probed.
+/// Settings of the probes.
 #[derive(Debug, Clone)]
 pub struct ProbeSettings {
-    /// From the end of one probe to the start of the next; a tenth of it is jitter.
+    /// Pause between the end of one probe and the start of the next, less up to a tenth as jitter.
     pub interval: Duration,
-    /// Longest a probe may take.
+    /// Longest duration of a probe.
     pub timeout: Duration,
-    /// From one model list to the next.
+    /// Interval at which the model list is read.
     pub models_interval: Duration,
-    /// How often the registry is looked at for new and removed backends. For so long a backend in
-    /// a slot used again can be taken for the one before.
+    /// Interval at which the registry is checked for new and removed backends. For this long, a
+    /// backend in a reused slot can be mistaken for the previous one.
     pub registry_interval: Duration,
-    /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` the engine
-    /// knows. (SGLang's `/health` generates a token when idle, which is why it is not the first.)
+    /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` that the
+    /// engine knows. (SGLang's `/health` generates a token when idle, which is why it is not
+    /// first.)
     pub health_path: Option<String>,
-    /// Least share, in percent, of a model's backends that must be healthy for probes to be believed;
-    /// those that refuse connections do not count. 0: they always are.
+    /// Panic threshold: minimum share of a model's backends that must be healthy for probes to be
+    /// believed, in percent. Backends that refuse connections do not count. 0: probes are always
+    /// believed.
     pub panic_threshold_percent: u32,
-    /// Keys of engines that want one.
+    /// Keys of engines that require one.
     pub keys: EngineKeys,
 }
 
@@ -98,25 +101,25 @@ impl Default for ProbeSettings {
     }
 }
 
-/// A backend that stopped to answer probes and requests at once is asked for so long after it became
-/// unhealthy, where probes are doubted.
+/// How long a backend that stopped answering probes and requests at the same time keeps getting
+/// requests while probes are doubted.
 const DOUBTED_FOR: Duration = Duration::from_secs(10);
 
-/// What probing needs of the rest of the replica.
+/// Dependencies of probing on the rest of the replica.
 #[derive(Clone)]
 pub struct Hooks {
-    /// Tokens one router block of a model stands for; the model is `"*"` when none is known.
+    /// Returns the tokens per router block of a model; the model is `"*"` if none is known.
     pub tokens_per_block: Arc<dyn Fn(&str) -> f64 + Send + Sync>,
-    /// Takes what an engine said that the registry does not show.
+    /// Receives facts reported by an engine that the registry does not show.
     pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
-    /// Whether this replica leads: only the leader refines a known capacity.
+    /// Whether this replica is the leader. Only the leader refines a known capacity.
     pub is_leader: Arc<dyn Fn() -> bool + Send + Sync>,
-    /// Dates restarts of engines that do not tell their start.
+    /// Clock that dates restarts of engines that do not report their start.
     pub clock: Clock,
 }
 
 impl Backends {
-    /// Knows nothing until [`Backends::run`] probes.
+    /// Creates an instance that knows nothing until [`Backends::run`] probes.
     #[must_use]
     pub fn new(settings: ProbeSettings) -> Self {
         Self {
@@ -128,57 +131,57 @@ impl Backends {
         }
     }
 
-    /// With circuits that open and close by these settings.
+    /// Sets the circuit breaker settings.
     #[must_use]
     pub fn breaking(mut self, circuit: CircuitSettings) -> Self {
         self.circuits = Arc::new(CircuitBreakers::new(circuit));
         self
     }
 
-    /// Keys of engines that want one.
+    /// Returns the keys of engines that require one.
     pub(crate) fn keys(&self) -> &EngineKeys {
         &self.settings.keys
     }
 
-    /// Tells health changes to `events`; only the first call counts.
+    /// Sends health changes to `events`. Only the first call has an effect.
     pub fn announce(&self, events: EventBus) {
         // A second sink would be a wiring fault without effect on what is served.
         drop(self.events.set(events));
     }
 
-    /// Probes every backend of `view`'s registry until `stop`. Probes of a removed backend end and
+    /// Probes every backend in `view`'s registry until `stop`. Probes of a removed backend end and
     /// close their connections within [`ProbeSettings::registry_interval`].
     pub async fn run(self: Arc<Self>, view: Arc<StateView>, hooks: Hooks, stop: CancellationToken) {
         probe::supervise(&self, &view, &hooks, &stop).await;
     }
 
-    /// Health of the backend in `slot`; `None` when nothing stands there. Never waits.
+    /// Returns the health of the backend in `slot`; `None` if the slot is empty. Never waits.
     #[must_use]
     pub fn health(&self, slot: Slot) -> Option<Arc<Health>> {
         self.board.health(slot)
     }
 
-    /// The figures of [`Backends::health`] that a decision needs: one atomic load, nothing shared
-    /// is written. `None` when nothing stands in `slot`.
+    /// Returns the part of [`Backends::health`] that a decision needs, with one atomic load and no
+    /// shared write. `None` if `slot` is empty.
     #[must_use]
     pub fn glance(&self, slot: Slot) -> Option<Glance> {
         self.board.glance(slot)
     }
 
-    /// Everything known of the backend in `slot`, for display.
+    /// Returns everything known about the backend in `slot`, for display.
     #[must_use]
     pub fn record(&self, slot: Slot) -> Option<ProbeRecord> {
         self.board.record(slot)
     }
 
-    /// Counts changes of what is known: for whoever waits until a backend is healthy, or gone.
+    /// Returns a counter of changes, for waiting until a backend is healthy or gone.
     #[must_use]
     pub fn watch(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
 
-    /// A request to it failed to connect or was cut off: counts as a failed probe, so that a dead
-    /// engine is passed over before the next probe, which comes at once.
+    /// Records that a request failed to connect or was cut off. It counts as a failed probe, so
+    /// that a dead engine is passed over before the next probe, which follows at once.
     pub fn report_failure(&self, slot: Slot) {
         if self.glance(slot).is_none() {
             return;
@@ -193,7 +196,8 @@ impl Backends {
         }
     }
 
-    /// Whether `backend` has answered a request lately and could be reached since: its probes may lie.
+    /// Whether `backend` answered a request lately and has been reachable since, so that its probes
+    /// may be wrong.
     pub(crate) fn answered_lately(&self, backend: BackendRef, now: Instant) -> bool {
         let ProbeSettings {
             interval, timeout, ..
@@ -203,14 +207,14 @@ impl Backends {
         self.circuits.answered_within(backend, lately, now)
     }
 
-    /// Whether so few of a model's backends are healthy, beside so many of which only probes say that
-    /// they are not, that probes are doubted.
+    /// Whether so few of a model's backends are healthy, compared with those that only probes call
+    /// unhealthy, that probes are doubted.
     pub(crate) fn are_below_threshold(&self, healthy: usize, doubtful: usize) -> bool {
         let percent = usize::try_from(self.settings.panic_threshold_percent).unwrap_or(100);
         healthy * 100 < (healthy + doubtful) * percent
     }
 
-    /// Whether the circuit of `backend` lets a request of `user` through at `now`. One load when it
+    /// Whether the circuit of `backend` lets a request of `user` through at `now`. One load if it
     /// is closed.
     #[must_use]
     pub fn is_let_through(
@@ -222,23 +226,23 @@ impl Backends {
         self.circuits.allows(backend, user, now)
     }
 
-    /// When the circuit of `backend` opened, in no particular unit.
+    /// Returns when the circuit of `backend` opened, in an unspecified unit.
     pub(crate) fn opened_at(&self, backend: BackendRef) -> u64 {
         self.circuits.opened_us(backend)
     }
 
-    /// Of so many backends of a model, how many may be passed over for their circuits.
+    /// Returns how many of a model's backends may be passed over for their circuits.
     pub(crate) fn ejected_max(&self, backends: usize) -> usize {
         self.circuits.ejected_max(backends)
     }
 
-    /// The circuit of `backend`, for display.
+    /// Returns the circuit of `backend`, for display.
     #[must_use]
     pub fn circuit(&self, backend: BackendRef) -> CircuitView {
         self.circuits.view(backend, Instant::now())
     }
 
-    /// A request is to go there: whether its circuit lets it.
+    /// Asks the circuit of `backend` to let a request through.
     pub(crate) fn enter(
         &self,
         backend: BackendRef,
@@ -247,7 +251,7 @@ impl Backends {
         self.circuits.enter(backend, user, Instant::now())
     }
 
-    /// A request of `user` to it was answered, whatever the answer says, short of a server error.
+    /// Records an answer to a request of `user`. Any answer counts, except a server error.
     pub fn report_answer(&self, backend: BackendRef, user: UserKey) {
         if self.circuits.passed(backend, user, Instant::now()) {
             let id = self.name_of(backend);
@@ -256,8 +260,8 @@ impl Backends {
         }
     }
 
-    /// A request to it failed before its answer began, or was answered by a server error.
-    /// `user` is whose request may be at fault; `None` where it was not sent.
+    /// Records a request that failed before its answer began, or was answered with a server error.
+    /// `user` may be at fault; `None` if the request was not sent.
     pub fn report_no_answer(&self, backend: BackendRef, user: Option<UserKey>) {
         if self.circuits.failed(backend, user, Instant::now()) {
             let id = self.name_of(backend);
@@ -280,7 +284,7 @@ impl Backends {
             .map_or_else(String::new, |it| it.id)
     }
 
-    /// Takes `health` for what is known of `slot` without probing: for simulations and tests.
+    /// Sets the health of `slot` without probing, for simulations and tests.
     pub fn assume(&self, slot: Slot, health: &Health) {
         let tenancy = self.board.register(slot, &format!("slot-{slot}"));
         self.board.update(slot, Some(tenancy), |record| {
@@ -297,7 +301,7 @@ impl Backends {
         self.changes.send_modify(|changes| *changes += 1);
     }
 
-    /// Says that the backend in `slot` became healthy or unhealthy.
+    /// Reports that the backend in `slot` became healthy or unhealthy.
     fn tell(&self, slot: Slot, is_healthy: bool) {
         let Some(record) = self.record(slot) else {
             return;

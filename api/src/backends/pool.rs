@@ -1,12 +1,12 @@
 //! Keep-alive connections to the engines, HTTP/1.1 over TCP.
 //!
-//! A connection is driven by whoever uses it: no task per connection and no channel hop between a
-//! request and its socket. The request's future owns the connection, so dropping it, or the body it
-//! answered with, closes the socket at once, which is how an engine learns that a client has left.
-//! An idle connection is driven by nobody; whether the engine has closed it is asked when it is
-//! taken out again.
+//! A connection is driven by its user: there is no task per connection, and no channel between a
+//! request and its socket. The request's future owns the connection, so dropping the future or the
+//! response body closes the socket at once, which is how an engine learns that a client has left.
+//! An idle connection is not driven; whether the engine has closed it is checked when it is taken
+//! out again.
 //!
-//! `hyper-util`'s client pools too, but drives its connections in tasks of their own.
+//! `hyper-util`'s client also pools connections, but drives them in tasks of their own.
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -29,23 +29,23 @@ use tokio::time::Instant;
 
 use super::local::is_local;
 
-/// Longest head of an answer, in bytes; hyper reads bodies through the same buffer.
+/// Maximum length of a response head, in bytes; hyper reads bodies through the same buffer.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
-/// Most header fields of an answer.
+/// Maximum number of header fields in a response.
 const HEADERS_MAX: usize = 128;
-/// Most buffers a [`Segments`] body is made of.
+/// Maximum number of buffers in a [`Segments`] body.
 const SEGMENTS_MAX: usize = 3;
 
-/// How the pool treats connections.
+/// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSettings {
     /// Longest wait for a TCP connection.
     pub connect_timeout: Duration,
     /// How long an idle connection is kept. vLLM closes its side after five seconds.
     pub idle_timeout: Duration,
-    /// Most idle connections kept per backend.
+    /// Maximum number of idle connections per backend.
     pub idle_per_backend_max: usize,
-    /// Between TCP keep-alive probes: an engine that vanished without a word is noticed after about
+    /// Interval of TCP keep-alive probes. An engine that vanished silently is noticed after about
     /// ten of them.
     pub keep_alive: Duration,
 }
@@ -61,22 +61,22 @@ impl Default for PoolSettings {
     }
 }
 
-/// What the pool counts.
+/// Counters of the pool.
 #[derive(Debug, Clone, Default)]
 pub struct PoolCounters {
     /// Connections opened.
     pub opened: Counter,
-    /// Requests sent over a connection that had served another.
+    /// Requests sent over a connection that had served another one.
     pub reused: Counter,
-    /// Reused connections that turned out closed before a byte of the request was sent, so that it
-    /// went over a new one.
+    /// Reused connections that turned out to be closed before a byte of the request was sent, so
+    /// that it went over a new one.
     pub reset: Counter,
 }
 
-/// Readies a socket: no delay, and TCP keep-alive probes `keep_alive` apart.
+/// Configures a socket: no delay, and TCP keep-alive probes every `keep_alive`.
 ///
 /// # Errors
-/// What the operating system says: most likely the connection is gone already.
+/// Those of the operating system, most likely because the connection is already gone.
 pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keep_alive = TcpKeepalive::new()
@@ -85,16 +85,16 @@ pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()
     SockRef::from(stream).set_tcp_keepalive(&keep_alive)
 }
 
-/// Why an engine gave no answer.
+/// Reason why an engine gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The backend's URL is not `http://host:port`.
     #[error("backend url {0:?} is not http://host:port")]
     Url(String),
-    /// No connection: nothing has reached the engine.
+    /// No connection, so nothing reached the engine.
     #[error("connect: {0}")]
     Connect(#[source] io::Error),
-    /// The connection broke, or what came over it was not HTTP. The engine may have begun.
+    /// The connection broke, or its content was not HTTP. The engine may have started the request.
     #[error("exchange: {0}")]
     Broke(#[source] hyper::Error),
     /// The backend was removed, or replaced by another, since it was chosen.
@@ -106,27 +106,28 @@ pub enum SendError {
 }
 
 impl SendError {
-    /// Whether this process lacked what a connection takes: the engine was not even asked.
+    /// Whether this process lacked resources for a connection, so that the engine was not even
+    /// asked.
     #[must_use]
     pub fn is_local(&self) -> bool {
         matches!(self, Self::Connect(error) if is_local(error))
     }
 }
 
-/// A request body of up to three buffers, sent one after the other without being joined.
+/// A request body of up to three buffers, sent one after another without joining them.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     parts: [Bytes; SEGMENTS_MAX],
 }
 
 impl Segments {
-    /// A body of `parts`, in order. Empty ones are left out.
+    /// Creates a body of `parts`, in order. Empty ones are skipped.
     #[must_use]
     pub fn new(parts: [Bytes; SEGMENTS_MAX]) -> Self {
         Self { parts }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.parts.iter().map(|part| part.len() as u64).sum()
@@ -170,24 +171,24 @@ impl Body for Segments {
 pub struct Pool {
     settings: PoolSettings,
     counters: PoolCounters,
-    /// By slot.
+    /// Endpoints by slot.
     endpoints: RwLock<Vec<Option<Arc<EngineEndpoint>>>>,
 }
 
 /// One engine's address and its idle connections.
 pub struct EngineEndpoint {
     handle: BackendRef,
-    /// `host:port`.
+    /// Address, `host:port`.
     address: String,
     host: HeaderValue,
     settings: PoolSettings,
     counters: PoolCounters,
-    /// Oldest first.
+    /// Idle connections, oldest first.
     idle: Mutex<PooledConnections>,
 }
 
 impl Pool {
-    /// An empty pool.
+    /// Creates an empty pool.
     #[must_use]
     pub fn new(settings: PoolSettings, counters: PoolCounters) -> Self {
         Self {
@@ -197,8 +198,8 @@ impl Pool {
         }
     }
 
-    /// The endpoint of a backend. A new incarnation gets a new one: its predecessor's connections
-    /// are of no use to it.
+    /// Returns the endpoint of a backend. A new incarnation gets a new one, because its
+    /// predecessor's connections are of no use.
     ///
     /// # Errors
     /// [`SendError::Url`].
@@ -254,14 +255,14 @@ impl Pool {
         })
     }
 
-    /// Closes connections that have been idle for too long. Called now and then, so that a backend
-    /// without traffic does not keep sockets its engine has closed.
+    /// Closes connections that have been idle for too long. Called at intervals, so that a backend
+    /// without traffic does not keep sockets that its engine has closed.
     pub fn reap(&self) {
         let timeout = self.settings.idle_timeout;
         self.keep_idle(|link| link.idle_since.elapsed() < timeout);
     }
 
-    /// Closes all idle connections: their descriptors are wanted elsewhere.
+    /// Closes all idle connections, to free their descriptors.
     pub fn close_idle(&self) {
         self.keep_idle(|_| false);
     }
@@ -281,22 +282,24 @@ impl Pool {
 }
 
 impl EngineEndpoint {
-    /// The value of the `host` header for requests to it.
+    /// Returns the value of the `host` header for requests to this engine.
     #[must_use]
     pub fn host(&self) -> &HeaderValue {
         &self.host
     }
 
-    /// How many connections wait for their next request.
+    /// Returns the number of idle connections.
     #[must_use]
     pub fn idle_connections(&self) -> usize {
         self.idle().len()
     }
 
-    /// Sends the request that `build` makes and waits for the head of its answer. `build` is called
-    /// when there is a connection to send over. A reused one may turn out closed before the request
-    /// is taken from this side: then, and only then, it is sent over a new one. Whatever breaks
-    /// later may have reached the engine, and may be what it died of.
+    /// Sends the request made by `build` and waits for the head of its answer.
+    ///
+    /// `build` is called once a connection is available. A reused connection may turn out to be
+    /// closed before any of the request is sent; then, and only then, the request is sent over a
+    /// new one. If the connection breaks later, the request may have reached the engine, and may
+    /// even have crashed it.
     ///
     /// # Errors
     /// [`SendError`]; only [`SendError::Connect`] means that nothing reached the engine.
@@ -349,14 +352,14 @@ impl EngineEndpoint {
         let mut response = pin!(link.sender.try_send_request(request));
         let response = poll_fn(|cx| {
             link.drive(cx);
-            // Only `drive` makes the answer come, and it has the waker already.
+            // Only `drive` makes the answer progress, and it has registered the waker already.
             match response
                 .as_mut()
                 .poll(&mut Context::from_waker(Waker::noop()))
             {
                 Poll::Ready(Ok(response)) => Poll::Ready(Ok(response)),
                 Poll::Ready(Err(mut error)) => {
-                    // It comes back if it was not taken from its queue.
+                    // The request is returned if it was not taken from its queue.
                     let is_unsent = error.take_message().is_some();
                     Poll::Ready(Err(match is_unsent {
                         true => ExchangeResult::Unsent(error.into_error()),
@@ -389,7 +392,7 @@ impl EngineEndpoint {
 
     fn take_idle(&self) -> Option<Box<PooledConnection>> {
         loop {
-            // The newest is the least likely to have been closed.
+            // The newest one is the least likely to have been closed.
             let mut link = self.idle().pop()?;
             if link.idle_since.elapsed() < self.settings.idle_timeout && link.is_reusable() {
                 return Some(link);
@@ -412,15 +415,15 @@ impl EngineEndpoint {
     }
 }
 
-/// How a request went over one connection.
+/// Result of sending a request over one connection.
 enum ExchangeResult {
-    /// It was sent, or begun to be.
+    /// The request was sent, at least in part.
     Over(Result<Response<EngineBody>, SendError>),
-    /// The connection was closed before any of it was.
+    /// The connection closed before any of it was sent.
     Unsent(hyper::Error),
 }
 
-/// Boxed, because a connection is large and moves between the pool and requests all the time.
+/// Boxed, because a connection is large and moves often between the pool and requests.
 type PooledConnections = Vec<Box<PooledConnection>>;
 
 /// A connection with both of its ends.
@@ -435,32 +438,32 @@ struct PooledConnection {
 impl PooledConnection {
     fn drive(&mut self, cx: &mut Context<'_>) {
         if !self.is_over {
-            // Its error also reaches whoever waits for the answer or its body.
+            // Its error also reaches the future that waits for the answer or its body.
             self.is_over = Pin::new(&mut self.connection).poll(cx).is_ready();
         }
     }
 
-    /// Whether it can take a request: asks the socket, without waiting for it.
+    /// Whether it can take a request. Checks the socket without waiting for it.
     fn is_reusable(&mut self) -> bool {
         self.drive(&mut Context::from_waker(Waker::noop()));
         !self.is_over && self.sender.is_ready()
     }
 }
 
-/// An answer's body as it comes from the engine. Its connection goes back to the pool at the end;
-/// dropped before that, it is closed.
+/// An answer's body as received from the engine. At its end, the connection returns to the pool; if
+/// dropped earlier, the connection is closed.
 pub struct EngineBody {
     incoming: Incoming,
     /// `None` after the end.
     link: Option<Box<PooledConnection>>,
     endpoint: Arc<EngineEndpoint>,
-    /// What came first, if it was waited for and is not taken yet.
+    /// First data, if they were awaited and not taken yet.
     first: Option<Bytes>,
 }
 
 impl EngineBody {
-    /// Gives the connection back as soon as the body is known to be at its end: whoever writes it
-    /// to a client by its announced length never asks for more.
+    /// Returns the connection as soon as the body is known to have ended: a writer that goes by the
+    /// announced length never polls again.
     fn settle(&mut self) {
         if self.incoming.is_end_stream()
             && let Some(link) = self.link.take()
@@ -471,16 +474,16 @@ impl EngineBody {
 }
 
 impl EngineBody {
-    /// Waits for the first data, which stay here to be taken, or for the end.
+    /// Waits for the first data, which are kept to be taken, or for the end.
     ///
     /// # Errors
-    /// [`SendError`], when the connection breaks before.
+    /// [`SendError`] if the connection breaks before that.
     pub fn poll_first(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), SendError>> {
         while self.first.is_none() {
             let Some(frame) = ready!(self.poll_engine(cx)) else {
                 break;
             };
-            // Trailers are about this connection.
+            // Trailers concern this connection only.
             self.first = frame?.into_data().ok();
         }
         Poll::Ready(Ok(()))
@@ -494,7 +497,7 @@ impl EngineBody {
             return Poll::Ready(None);
         };
         link.drive(cx);
-        // Only `drive` makes frames come, and it has the waker already.
+        // Only `drive` makes frames progress, and it has registered the waker already.
         let mut quiet = Context::from_waker(Waker::noop());
         match Pin::new(&mut self.incoming).poll_frame(&mut quiet) {
             Poll::Ready(Some(Ok(frame))) => {

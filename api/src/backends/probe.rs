@@ -1,7 +1,7 @@
-//! The probes at work: one task per backend, which ends with it.
+//! The running probes: one task per backend, which ends with it.
 //!
-//! Each task runs two loops side by side on a connection of their own: liveness, and what the
-//! engine says of itself. A metrics page that takes its time must not look like a dead engine.
+//! Each task runs two loops side by side, each on its own connection: one for liveness, and one for
+//! the engine's reports. A slow metrics page must not look like a dead engine.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use super::health::Fault;
 use super::roster::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, text};
 
-/// Health paths in the order they are tried; the first the engine knows is kept.
+/// Health paths in the order they are tried; the first one that the engine knows is kept.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
-/// Longest answer to a health probe, in bytes.
+/// Maximum length of an answer to a health probe, in bytes.
 const HEALTH_BYTES_MAX: usize = 1 << 20;
-/// Longest model list, in bytes.
+/// Maximum length of a model list, in bytes.
 const MODELS_BYTES_MAX: usize = 1 << 20;
-/// Passes at least between two probes, however many failures are reported.
+/// Minimum time between two probes, however many failures are reported.
 const ALARM_GAP: Duration = Duration::from_millis(50);
 
-/// A backend under probe.
+/// Probe of one backend.
 struct Probe {
     backends: Arc<Backends>,
     view: Arc<StateView>,
@@ -39,7 +39,7 @@ struct Probe {
     url: String,
 }
 
-/// A running probe task; dropping it ends the task.
+/// A running probe task, aborted on drop.
 struct ProbeTask(AbortHandle);
 
 impl Drop for ProbeTask {
@@ -100,7 +100,7 @@ impl Probe {
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
                 Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
-                // It stays what it was: nobody asked it.
+                // Its state stays unchanged, because it was not asked.
                 Err(UnhealthyError::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
             let pause = jittered(self.backends.settings.interval);
@@ -151,7 +151,7 @@ impl Probe {
                     is_healthy = record.is_healthy;
                 });
                 if !is_healthy {
-                    // It answers again: do not leave it out until its next turn.
+                    // It answers again: probe at once instead of waiting for its turn.
                     self.backends.board.alarm(self.stay.slot()).notify_one();
                 }
                 metrics
@@ -184,7 +184,7 @@ impl Probe {
     fn tell_news(&self, memory: &mut FactsMemory, saw: &EngineReading) {
         let registry = self.view.registry();
         let Some(known) = backend_at(&registry, self.stay.slot(), &self.url) else {
-            // Removed or moved meanwhile: these words are about another engine.
+            // Removed or moved meanwhile: this reading belongs to another engine.
             return;
         };
         let model = known
@@ -198,7 +198,7 @@ impl Probe {
         let round = ProbeRound {
             tokens_per_block: (self.hooks.tokens_per_block)(model.map_or("*", String::as_str)),
             is_leader: (self.hooks.is_leader)(),
-            // A clock before 1970 tells no start time worth proposing.
+            // A clock before 1970 yields no start time worth proposing.
             unix_s: self.hooks.clock.unix_ms() / 1000,
             now: Instant::now(),
         };
@@ -209,9 +209,9 @@ impl Probe {
     }
 }
 
-/// Which path tells liveness.
+/// Path of the liveness probe.
 struct HealthPath {
-    /// Fixed by the settings, or found out.
+    /// Set by the config, or discovered.
     known: Option<Cow<'static, str>>,
     is_fixed: bool,
 }
@@ -224,7 +224,7 @@ impl HealthPath {
         }
     }
 
-    /// Asks once; while no path is known, every candidate.
+    /// Probes once, trying every candidate while no path is known.
     async fn probe(&mut self, client: &mut ProbeClient) -> Result<(), UnhealthyError> {
         let candidates = match self.known.clone() {
             Some(path) => vec![path],
@@ -254,11 +254,11 @@ impl HealthPath {
     }
 }
 
-/// Why a probe did not find an engine well.
+/// Why a probe failed.
 enum UnhealthyError {
-    /// It is not, as far as can be told.
+    /// The engine is unhealthy as far as can be told.
     Engine(Fault, String),
-    /// It could not be asked, for want of something here.
+    /// The engine could not be asked because of a local shortage.
     Here(String),
 }
 
@@ -292,7 +292,7 @@ fn success(answer: Result<ProbeResponse, ProbeError>) -> Result<ProbeResponse, S
     }
 }
 
-/// `interval` less up to a tenth, so that replicas and backends fall out of step.
+/// Returns `interval` less up to a tenth, so that replicas and backends do not synchronise.
 fn jittered(interval: Duration) -> Duration {
     interval.mul_f64(1.0 - rand::random::<f64>() / 10.0)
 }

@@ -1,4 +1,4 @@
-//! Maps registry slots to watched backends. Probes watch them, or a simulation does.
+//! Maps registry slots to watched backends. The watchers are probes or, in a simulation, a model.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use super::Backends;
 use super::engine::EngineMetrics;
 use super::health::{Fault, OccupancyId, ProbeRecord};
 
-/// The backends of a registry, each with a watcher of its own, which is dropped when the backend
-/// leaves or moves to another address. Nothing that a watcher tells outlives the stay it tells of.
+/// The backends of a registry, each with its own watcher. The watcher is dropped when the backend
+/// is removed or moves to another address, and nothing that it reports outlives the occupancy.
 pub struct SlotTable<W> {
     backends: Arc<Backends>,
     seen: Option<Arc<Registry>>,
@@ -25,7 +25,7 @@ struct SlotEntry<W> {
 }
 
 impl<W> SlotTable<W> {
-    /// Nobody has moved in.
+    /// Creates an empty table.
     #[must_use]
     pub fn new(backends: Arc<Backends>) -> Self {
         Self {
@@ -35,8 +35,8 @@ impl<W> SlotTable<W> {
         }
     }
 
-    /// Takes in who is registered: who is gone moves out, and `begin` makes the watcher of whoever
-    /// moves in.
+    /// Follows the registry: removes the backends that are gone, and calls `begin` to create a
+    /// watcher for each new one.
     pub fn follow(
         &mut self,
         registry: Arc<Registry>,
@@ -67,14 +67,14 @@ impl<W> SlotTable<W> {
         self.seen = Some(registry);
     }
 
-    /// The watchers, by slot.
+    /// Iterates over the watchers by slot.
     pub fn watchers(&mut self) -> impl Iterator<Item = (Slot, &mut W)> {
         let entries = self.entries.iter_mut();
         entries.map(|(slot, entry)| (*slot, &mut entry.watcher))
     }
 }
 
-/// The backend in `slot`, if it is the one at `url`.
+/// Returns the backend in `slot` if it is the one at `url`.
 pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> Option<&'a Backend> {
     let place = registry
         .backends
@@ -83,8 +83,8 @@ pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> O
     Some(&registry.backends[place]).filter(|backend| backend.spec.url == url)
 }
 
-/// One backend's stay in its slot. What is told through it after the backend has left counts for
-/// nothing.
+/// One backend's time in its slot. Reports made through it after the backend has left have no
+/// effect.
 pub struct Occupancy {
     backends: Arc<Backends>,
     slot: Slot,
@@ -101,17 +101,17 @@ impl Occupancy {
         }
     }
 
-    /// It answered a probe.
+    /// Records a passed probe.
     pub fn passed(&self) {
         self.update(ProbeRecord::passed);
     }
 
-    /// It did not answer a probe, or not well; says why.
+    /// Records a failed probe and the reason.
     pub fn failed(&self, fault: Fault, why: String) {
         self.update(|record| record.probe_failed(fault, why));
     }
 
-    /// Its own figures, as it reports them.
+    /// Records the engine's own figures.
     pub fn scraped(&self, metrics: EngineMetrics) {
         self.update(|record| record.scraped(metrics));
     }

@@ -1,26 +1,27 @@
 //! Reads the Prometheus text exposition format, strictly and within bounds.
 //!
-//! What an engine answers on `/metrics` is foreign input: a line that does not follow the format is
-//! an error with its number, nothing is guessed, nothing is copied but escaped label values.
-//! Source: the Prometheus text format 0.0.4; the timestamp and exemplar of OpenMetrics are skipped.
+//! An engine's answer on `/metrics` is untrusted input. A line that does not follow the format is
+//! an error with its line number; nothing is guessed, and nothing but escaped label values is
+//! copied. Source: the Prometheus text format 0.0.4; timestamps and exemplars of OpenMetrics are
+//! skipped.
 
 use std::borrow::Cow;
 
-/// Longest page read, in bytes.
+/// Maximum length of a page, in bytes.
 pub const PAGE_BYTES_MAX: usize = 4 << 20;
-/// Longest line read, in bytes.
+/// Maximum length of a line, in bytes.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
-/// Most labels one sample may have.
+/// Maximum number of labels of one sample.
 pub const LABELS_MAX: usize = 64;
 
 /// One sample of a page.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample<'a> {
-    /// Name with its suffixes, `vllm:prefix_cache_hits_total`.
+    /// Name including suffixes, such as `vllm:prefix_cache_hits_total`.
     pub name: &'a str,
-    /// Its labels; checked already.
+    /// Labels, already validated.
     pub labels: SampleLabels<'a>,
-    /// Its value; may be infinite or not a number.
+    /// Value; may be infinite or NaN.
     pub value: f64,
 }
 
@@ -31,21 +32,21 @@ pub struct SampleLabels<'a>(&'a str);
 /// A page that does not follow the format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MetricsPageError {
-    /// Too long as a whole.
+    /// The page is too long.
     #[error("metrics page is longer than {PAGE_BYTES_MAX} bytes")]
     TooLong,
-    /// Not UTF-8.
+    /// The page is not UTF-8.
     #[error("metrics page is not utf-8 at byte {offset}")]
     NotText {
-        /// First byte that is not.
+        /// Offset of the first invalid byte.
         offset: usize,
     },
     /// A line is not a sample, comment or blank.
     #[error("metrics page line {line}: expected {expected}")]
     Line {
-        /// From 1.
+        /// Line number, from 1.
         line: usize,
-        /// What should stand there.
+        /// What was expected.
         expected: &'static str,
     },
 }
@@ -53,7 +54,7 @@ pub enum MetricsPageError {
 /// Calls `sample` for every sample of `page`, in order.
 ///
 /// # Errors
-/// [`MetricsPageError`] at the first fault; samples before it were given out.
+/// [`MetricsPageError`] at the first fault; `sample` was called for the samples before it.
 pub fn read<'a>(
     page: &'a [u8],
     mut sample: impl FnMut(Sample<'a>),
@@ -122,7 +123,7 @@ fn is_name_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_' || c == ':'
 }
 
-/// Where the closing brace stands in `inside`, after checking every label before it.
+/// Returns the position of the closing brace in `inside`, after checking every label before it.
 fn labels_end(inside: &str) -> Result<usize, &'static str> {
     let bytes = inside.as_bytes();
     let mut at = 0;
@@ -149,7 +150,7 @@ fn skip_blanks(bytes: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// Where the label that begins at `at` ends: `name="value"` with `\\`, `\"` and `\n` in the value.
+/// Returns the end of the label at `at`: `name="value"` with `\\`, `\"` and `\n` in the value.
 fn label_end(bytes: &[u8], at: usize) -> Result<usize, &'static str> {
     let mut end = at;
     while bytes
@@ -174,20 +175,20 @@ fn label_end(bytes: &[u8], at: usize) -> Result<usize, &'static str> {
 }
 
 impl<'a> SampleLabels<'a> {
-    /// The value of the label `name`.
+    /// Returns the value of the label `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Cow<'a, str>> {
         self.iter()
             .find_map(|(label, value)| (label == name).then_some(value))
     }
 
-    /// Every label with its value, unescaped.
+    /// Iterates over the labels with their values, unescaped.
     pub fn iter(&self) -> impl Iterator<Item = (&'a str, Cow<'a, str>)> {
         let mut rest = self.0;
         std::iter::from_fn(move || {
             rest = rest.trim_start_matches([' ', '\t', ',']);
             let equals = rest.find('=')?;
-            // The labels were checked: a value in quotes follows the equals sign.
+            // The labels were validated: a quoted value follows the equals sign.
             let end = label_end(rest.as_bytes(), 0).ok()?;
             let label = (&rest[..equals], unescape(&rest[equals + 2..end - 1]));
             rest = &rest[end..];
