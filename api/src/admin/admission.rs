@@ -16,9 +16,9 @@ use crate::error::Problem;
 #[derive(Serialize)]
 struct AdmissionResponse {
     index: LogIndex,
-    /// Whether an operator or the first replica's config set it; `false`: the defaults.
+    /// Whether an operator or the first replica's config set it; `false`: the defaults apply.
     is_set: bool,
-    /// What `PUT` takes.
+    /// Settings in the form that `PUT` takes.
     config: AdmissionSettings,
 }
 
@@ -27,7 +27,7 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
-    // The index first: the settings are at least as new as it.
+    // The index is read first, so the settings are at least as new.
     let index = admin.view.applied();
     let set = admin.view.registry().admission.clone();
     Ok(json(&AdmissionResponse {

@@ -1,4 +1,4 @@
-//! Shared by all admin handlers: extractors for requests, and the form of answers and errors.
+//! Code shared by all admin handlers: extractors for requests, and the form of answers and errors.
 
 use std::time::Duration;
 
@@ -23,30 +23,30 @@ use crate::error::Problem;
 use crate::ports::{ChangeError, ProposeError};
 use crate::shown::{escaped, is_obeyed};
 
-/// The type of bodies.
+/// Content type of request bodies.
 pub(super) const JSON: &str = "application/json";
-/// Longest a body may take to arrive.
+/// Longest time for a body to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Which state a read answers from.
+/// State that a read answers from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum ReadLevel {
-    /// As applied here.
+    /// The state as applied here.
     #[default]
     Local,
-    /// With everything committed before the request.
+    /// A state that includes everything committed before the request.
     Linearizable,
 }
 
-/// The query of a read that takes nothing else.
+/// Query parameters of a read without any others.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct ReadQuery {
     pub(super) read: ReadLevel,
 }
 
-/// The query of a list.
+/// Query parameters of a list.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct ListQuery {
@@ -56,7 +56,7 @@ pub(super) struct ListQuery {
 }
 
 impl ListQuery {
-    /// How many entries to answer.
+    /// Returns the number of entries to answer.
     pub(super) fn limit(&self) -> Result<usize, Problem> {
         match self.limit {
             None => Ok(PAGE_ENTRIES_DEFAULT),
@@ -69,7 +69,7 @@ impl ListQuery {
     }
 }
 
-/// A query string, with faults as problems.
+/// Query parameters, with faults reported as problems.
 pub(super) struct QueryParams<T>(pub(super) T);
 
 impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryParams<T> {
@@ -82,7 +82,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryParams<T> {
     }
 }
 
-/// The variable part of a path, with faults as problems.
+/// The variable part of a path, with faults reported as problems.
 pub(super) struct PathParam<T>(pub(super) T);
 
 impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for PathParam<T> {
@@ -95,7 +95,7 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for PathPar
     }
 }
 
-/// The name of something in a path: a text that can be shown.
+/// The name of an object in a path; must be displayable.
 pub(super) struct PathName(pub(super) String);
 
 impl<S: Send + Sync> FromRequestParts<S> for PathName {
@@ -108,7 +108,7 @@ impl<S: Send + Sync> FromRequestParts<S> for PathName {
     }
 }
 
-/// Refuses what is no name.
+/// Rejects an invalid name.
 pub(super) fn name_of(field: &str, name: &str) -> Result<(), Problem> {
     if !(1..=NAME_BYTES_MAX).contains(&name.len()) {
         let found = format!("{} bytes, expected 1 to {NAME_BYTES_MAX}", name.len());
@@ -124,7 +124,7 @@ pub(super) fn name_of(field: &str, name: &str) -> Result<(), Problem> {
     Ok(())
 }
 
-/// A JSON body, with faults as problems that name the field.
+/// A JSON body, with faults reported as problems that name the field.
 pub(super) struct Json<T>(pub(super) T);
 
 impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
@@ -136,7 +136,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
     }
 }
 
-/// A JSON body, or none.
+/// An optional JSON body.
 pub(super) struct MaybeJson<T>(pub(super) Option<T>);
 
 impl<T: DeserializeOwned, S: Sync> FromRequest<S> for MaybeJson<T> {
@@ -153,7 +153,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for MaybeJson<T> {
     }
 }
 
-/// A body as it is, within its bounds.
+/// Reads a raw body within its bounds.
 pub(super) async fn read_body(body: Body) -> Result<Bytes, Problem> {
     let whole = Limited::new(body, BODY_BYTES_MAX).collect();
     match tokio::time::timeout(BODY_TIMEOUT, whole).await {
@@ -173,11 +173,11 @@ pub(super) async fn read_body(body: Body) -> Result<Bytes, Problem> {
     }
 }
 
-/// Reads JSON; faults name the field.
+/// Decodes JSON; faults name the field.
 pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|fault| {
-        // A fault of syntax has no field: its path ends in `?`, or is a lone dot.
+        // A syntax error has no field: its path ends in `?`, or is a single dot.
         let path = fault.path().to_string();
         let field = match path.trim_end_matches('?').trim_end_matches('.') {
             "" => "body".to_owned(),
@@ -190,14 +190,14 @@ pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     Ok(value)
 }
 
-/// A JSON answer.
+/// Builds a JSON answer.
 pub(super) fn json(body: &impl Serialize) -> Response {
     let body = serde_json::to_vec(body).expect("answers have string keys only");
     let content_type = HeaderValue::from_static("application/json");
     ([(CONTENT_TYPE, content_type)], body).into_response()
 }
 
-/// Waits for what `level` asks for.
+/// Waits until the state satisfies `level`.
 pub(super) async fn at_level(admin: &Admin, level: ReadLevel) -> Result<(), Problem> {
     match level {
         ReadLevel::Local => Ok(()),
@@ -208,7 +208,7 @@ pub(super) async fn at_level(admin: &Admin, level: ReadLevel) -> Result<(), Prob
     }
 }
 
-/// A write that is in the log.
+/// A committed write.
 #[derive(Debug, Serialize)]
 struct WriteResponse {
     index: LogIndex,
@@ -222,7 +222,7 @@ fn written_at(index: LogIndex) -> Response {
     })
 }
 
-/// Proposes a command and answers its fate.
+/// Proposes a command and answers with its outcome.
 pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Response, Problem> {
     if !state::codec::fits(&command) {
         return Err(Problem::new(
@@ -239,7 +239,7 @@ pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Response, 
     written(admin.cluster.submit(command).await)
 }
 
-/// Answers a command's fate.
+/// Answers with the outcome of a command.
 fn written(fate: Result<Committed, ProposeError>) -> Result<Response, Problem> {
     match fate {
         Ok(Committed { index, reply }) => match rejection(reply) {
@@ -250,7 +250,7 @@ fn written(fate: Result<Committed, ProposeError>) -> Result<Response, Problem> {
     }
 }
 
-/// A write that is not known to be in the log.
+/// Returns the problem for a write that is not known to be in the log.
 pub(super) fn unsettled(failure: ProposeError) -> Problem {
     match failure {
         ProposeError::Unavailable(why) => unavailable(&why).member("outcome", "not-committed"),
@@ -261,7 +261,7 @@ pub(super) fn unsettled(failure: ProposeError) -> Problem {
     }
 }
 
-/// Answers the fate of a change of membership.
+/// Answers with the outcome of a membership change.
 pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Response, Problem> {
     match fate {
         Ok(index) => Ok(written_at(LogIndex(index))),
@@ -269,7 +269,7 @@ pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Response, Proble
     }
 }
 
-/// A change that did not take place, or may not have.
+/// Returns the problem for a change that did not take place, or may not have.
 pub(super) fn not_changed(failure: ChangeError) -> Problem {
     match failure {
         ChangeError::Refused(why) => Problem::new(
@@ -310,7 +310,7 @@ fn rejection(reply: Reply) -> Option<Rejection> {
     }
 }
 
-/// Answers a write that the state refuses.
+/// Returns the problem for a write that the state rejected.
 pub(super) fn rejected(reject: &Rejection) -> Problem {
     let (status, name) = match reject {
         Rejection::NotInitialised => (StatusCode::CONFLICT, "not-initialised"),
@@ -329,7 +329,7 @@ pub(super) fn rejected(reject: &Rejection) -> Problem {
     }
 }
 
-/// `problem` with a hint when to try again.
+/// Adds a `retry-after` header to `problem`.
 pub(super) fn retry_after(problem: Problem, seconds: u32) -> Response {
     let mut response = problem.into_response();
     response

@@ -1,4 +1,4 @@
-//! The registry of backends: replicated writes, and what this replica sees of each.
+//! The registry of backends: replicated writes, and this replica's view of each backend.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
 use crate::shown::{escaped, is_obeyed};
 
-/// A backend with everything known of it.
+/// A backend with everything known about it.
 #[derive(Serialize)]
 struct BackendDetail {
     id: String,
@@ -34,31 +34,31 @@ struct BackendDetail {
     state: BackendCondition,
     in_flight: InFlightCounts,
     owned_blocks: u64,
-    /// Limit, learnt prices and accuracy, as replicated; `None` until they are published.
+    /// Limit, learned prices and accuracy, as replicated; `None` until they are published.
     service: Option<BackendServiceView>,
-    /// As this replica has it.
+    /// The circuit at this replica.
     circuit: CircuitView,
     ownership: OwnershipDetail,
     slot: Slot,
     incarnation: Incarnation,
-    /// What the cluster agreed the engine said.
+    /// The engine's reports on which the cluster has agreed.
     facts: EngineFacts,
-    /// What the engine last said to this replica.
+    /// The engine's last report to this replica.
     engine: EngineMetrics,
     probes: ProbeDetail,
 }
 
-/// How it is known which blocks the engine holds.
+/// How the blocks of the engine are known.
 #[derive(Serialize)]
 struct OwnershipDetail {
     mode: KvMode,
-    /// Why it is not exact; of a backend without KV events too.
+    /// Why it is not exact; also given for a backend without KV events.
     reason: Option<String>,
-    /// Who reads its KV events.
+    /// Reader of its KV events.
     reader: Option<ReplicaId>,
-    /// What the cluster was told of them.
+    /// What the cluster knows from the events.
     events: Option<KvStatus>,
-    /// The streams as this replica sees them, where it is the reader.
+    /// The streams as seen by this replica, if it is the reader.
     reading: Option<BackendStreams>,
 }
 
@@ -81,10 +81,10 @@ impl OwnershipDetail {
     }
 }
 
-/// Blocks the engine's cache holds; `None` is unknown, and counts as unbounded.
+/// Capacity of the engine's cache. `None` means unknown, which counts as unbounded.
 #[derive(Serialize)]
 struct CapacityDetail {
-    /// What is counted with: as configured, else as the engine said, corrected by its answers.
+    /// Effective value: as configured, else as reported by the engine, corrected by its answers.
     blocks: Option<u32>,
     configured_blocks: Option<u32>,
     engine_blocks: Option<u32>,
@@ -93,14 +93,14 @@ struct CapacityDetail {
 
 #[derive(Serialize)]
 struct BackendCondition {
-    /// `healthy`, `unhealthy` or `draining`, as seen from this replica.
+    /// `healthy`, `unhealthy` or `draining`, as seen by this replica.
     name: &'static str,
     is_healthy: bool,
     is_draining: bool,
     detail: Option<String>,
 }
 
-/// Requests dispatched and not over.
+/// Requests dispatched and not ended.
 #[derive(Serialize)]
 struct InFlightCounts {
     here: u32,
@@ -113,7 +113,7 @@ struct ProbeDetail {
     total: u64,
     failures_total: u64,
     failures_in_row: u32,
-    /// Why the engine's metrics are not known.
+    /// Why the engine's metrics are unknown.
     metrics_detail: Option<String>,
 }
 
@@ -121,7 +121,7 @@ struct ProbeDetail {
 struct BackendList {
     index: LogIndex,
     backends: Vec<BackendDetail>,
-    /// Give it as `cursor` for what follows; absent at the end.
+    /// Value of `cursor` for the next page; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_cursor: Option<String>,
 }
@@ -209,7 +209,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
         .collect()
 }
 
-/// What is known of a backend beside the registry.
+/// What is known about a backend besides the registry.
 struct BackendContext {
     record: ProbeRecord,
     in_flight: InFlightCounts,
@@ -272,7 +272,7 @@ impl BackendContext {
     }
 }
 
-/// A [`BackendSpec`] whose id stands in the path.
+/// A [`BackendSpec`] whose id is in the path.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct PutBackendBody {

@@ -1,8 +1,9 @@
 //! `GET /admin/v1/cluster/backup`: the state as a file.
 //!
-//! The state is frozen behind a read barrier and written out beside whatever goes on; what is sent waits for
-//! the client in a few chunks. While it waits, each part of the state that changes is kept twice: a client
-//! that takes nothing for [`SEND_TIMEOUT`] is given up, and there is one backup at a time.
+//! The state is frozen behind a read barrier and written while the replica continues. At most a few
+//! chunks wait for the client. Meanwhile, each part of the state that changes is kept twice. A
+//! client that accepts nothing for [`SEND_TIMEOUT`] is therefore disconnected, and there is one
+//! backup at a time.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -26,9 +27,9 @@ use crate::backup::{BackupHead, BackupWriter, LengthCounter, file_bytes};
 use crate::divergence::hex;
 use crate::error::Problem;
 
-/// Longest a client may take nothing.
+/// Longest time for which a client may accept nothing.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
-/// What waits for the client at most.
+/// Maximum number of chunks that wait for the client.
 const WAITING_MAX: usize = 2;
 
 #[derive(Deserialize)]
@@ -38,8 +39,8 @@ pub(super) struct BackupQuery {
 }
 
 impl Default for BackupQuery {
-    /// Everything committed before the request belongs into a backup; `local` is for a cluster that has
-    /// lost its quorum.
+    /// Everything committed before the request belongs in a backup. `local` is for a cluster that
+    /// has lost its quorum.
     fn default() -> Self {
         let read = ReadLevel::Linearizable;
         Self { read }
@@ -59,7 +60,8 @@ pub(super) async fn backup(
     };
     at_level(&shared, query.read).await?;
     let (frozen, mut head) = freeze(&shared)?;
-    // All of it is read once to know its length, which costs a tenth of a second for ten million blocks.
+    // The state is read once to determine its length, which takes a tenth of a second for ten
+    // million blocks.
     let measuring = tokio::task::spawn_blocking(move || {
         let mut length = LengthCounter::default();
         frozen.write_to(&mut length).map(|()| (frozen, length.0))
@@ -84,7 +86,8 @@ pub(super) async fn backup(
     Ok((headers, send(frozen, head, turn)).into_response())
 }
 
-/// The state between two applies. One that is being replaced is none to keep.
+/// Freezes the state between two applies. Rejected during a restore, when the state is about to be
+/// replaced.
 fn freeze(admin: &Admin) -> Result<(FrozenState, BackupHead), Problem> {
     let status = admin.cluster.status();
     let mut found: Option<Result<(FrozenState, BackupHead), RestoreView>> = None;
@@ -124,7 +127,7 @@ fn broken(error: &io::Error) -> Problem {
     Problem::new(status, "backup", "the backup cannot be made").detail(error.to_string())
 }
 
-/// Writes the file beside, at the pace of the client.
+/// Writes the file on another thread, at the pace of the client.
 fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Body {
     let (chunks, taken) = mpsc::channel::<io::Result<Bytes>>(WAITING_MAX);
     let runtime = Handle::current();
@@ -139,7 +142,7 @@ fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Bo
         });
         if let Err(error) = written {
             tracing::warn!(log_index = head.index, %error, "could not send backup");
-            // The client is to see that the file is not whole; it may have left.
+            // The client must see that the file is incomplete; it may have left.
             let told = tokio::time::timeout(SEND_TIMEOUT, chunks.send(Err(error)));
             drop(runtime.block_on(told));
         }
@@ -152,7 +155,7 @@ fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Bo
     Body::from_stream(stream)
 }
 
-/// Hands what is written to the client.
+/// Passes what is written on to the client.
 struct BackupStream {
     chunks: mpsc::Sender<io::Result<Bytes>>,
     runtime: Handle,

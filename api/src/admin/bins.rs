@@ -1,5 +1,5 @@
-//! Output lengths and what follows from them: bins per model, what waits in them here, and how many
-//! requests each backend is given at once.
+//! Output lengths and what is derived from them: bins per model, the requests waiting in them here,
+//! and the concurrency limit of each backend.
 
 use std::collections::BTreeMap;
 
@@ -20,23 +20,23 @@ use crate::error::Problem;
 struct BinsResponse {
     index: LogIndex,
     models: Vec<ModelBins>,
-    /// What waits at this replica.
+    /// Requests waiting at this replica.
     waiting: Vec<ModelQueueView>,
     backends: Vec<BackendBins>,
 }
 
 #[derive(Serialize)]
 struct ModelBins {
-    /// Hash of the name, 16 hex digits: the state keeps no names of models.
+    /// Hash of the name, 16 hex digits: the state does not store model names.
     key: String,
-    /// Absent unless a backend is described with it or lists it.
+    /// Name, if a backend is configured with it or lists it.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
-    /// Output tokens from which each bin but the first begins.
+    /// Start of each bin but the first, in output tokens.
     boundaries: Boundaries,
-    /// Outputs ever seen.
+    /// Number of outputs ever seen.
     seen: u64,
-    /// What is predicted for a user of whom nothing is known.
+    /// Prediction for an unknown user.
     #[serde(skip_serializing_if = "Option::is_none")]
     median: Option<u32>,
 }
@@ -53,7 +53,7 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
-    // The index first: what follows is at least as new as it.
+    // The index is read first, so the rest is at least as new.
     let index = admin.view.applied();
     let registry = admin.view.registry();
     let described = registry.backends.iter().flat_map(|it| &it.spec.models);

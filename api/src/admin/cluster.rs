@@ -19,7 +19,7 @@ use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ClusterStatus;
 
-/// Longest `GET /admin/v1/digest?index=N` waits for N to be applied.
+/// Longest time that `GET /admin/v1/digest?index=N` waits for N to be applied.
 const DIGEST_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) async fn show(
@@ -37,7 +37,7 @@ pub(super) async fn show(
 struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
-    /// Whether blocks are hashed under a secret of the cluster: not in one that an earlier build founded.
+    /// Whether blocks are hashed under a secret. Clusters founded by an earlier build have none.
     hashes_keyed: bool,
 }
 
@@ -156,9 +156,9 @@ struct DigestResponse {
     digest: String,
 }
 
-/// `GET /admin/v1/digest`: at the applied index, or at `?index=N`. An index ahead is waited for up
-/// to [`DIGEST_TIMEOUT`] (409 when it does not come), one behind is answered while it is kept (404
-/// otherwise, with the nearest below that is).
+/// `GET /admin/v1/digest`: the digest at the applied index, or at `?index=N`. A later index is
+/// awaited for up to [`DIGEST_TIMEOUT`] (409 if it does not arrive). An earlier one is answered
+/// while it is kept (404 otherwise, with the nearest lower one that is).
 pub(super) async fn digest(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<DigestQuery>,
@@ -202,11 +202,11 @@ fn answer(index: u64, digest: u128) -> Response {
     })
 }
 
-/// The applied index with its digest, which is kept from then on.
+/// Returns the applied index with its digest, which is kept from then on.
 fn digest_now(admin: &Admin) -> (u64, u128) {
     let mut now = (0, 0);
     admin.cluster.with_state(&mut |state| {
-        // Nothing is applied while the state is read: index and digest belong together.
+        // Nothing is applied while the state is read, so index and digest belong together.
         now = (admin.view.applied().0, state.digest());
     });
     admin.digests.record(now.0, now.1);
@@ -224,7 +224,7 @@ async fn digest_at(admin: &Admin, index: u64) -> Result<Option<u128>, Problem> {
         if applied == index {
             now = Some(state.digest());
         } else if applied < index {
-            // Before the next apply, so that it cannot be missed.
+            // Registered before the next apply, so that it cannot be missed.
             wanted = Some(admin.digests.want(index));
         }
     });

@@ -1,4 +1,4 @@
-//! `POST /admin/v1/explain`: how a request would be routed, and why. The same code as the data
+//! `POST /admin/v1/explain`: how a request would be routed, and why. Runs the same code as the data
 //! plane's decision, without its effects.
 
 use std::collections::BTreeMap;
@@ -22,31 +22,31 @@ use crate::routing::{Explanation, POLICY, RoutingRequest, SELECT};
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ExplainBody {
-    /// `/v1/chat/completions` and the like.
+    /// Path such as `/v1/chat/completions`.
     path: String,
     #[serde(default)]
     pub(super) headers: BTreeMap<String, String>,
-    /// Whom the tokens would be charged to; `anonymous` where it is missing.
+    /// User to charge the tokens to; `anonymous` if missing.
     user: Option<String>,
-    /// The body: JSON as it is, or a string that holds it byte for byte.
+    /// Body: JSON, or a string that contains it byte for byte.
     pub(super) body: Box<RawValue>,
-    /// Whether the prompt's token ids are to be shown.
+    /// Whether to show the prompt's token ids.
     #[serde(default)]
     token_ids: bool,
 }
 
-/// Most token ids shown.
+/// Maximum number of token ids shown.
 const SHOWN_IDS_MAX: usize = 4096;
 
 #[derive(Serialize)]
 struct ExplainResponse {
     read: &'static str,
     stream: bool,
-    /// What the model's prompts are cut by.
+    /// Tokenizer of the model's prompts.
     tokenizer: String,
-    /// What this prompt's blocks are made of.
+    /// Unit of this prompt's blocks.
     unit: BlockUnit,
-    /// The first ones, if asked for; none where they are not known.
+    /// First token ids, if requested; none if they are unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     token_ids: Option<Vec<u32>>,
     #[serde(flatten)]
@@ -133,7 +133,7 @@ pub(super) fn headers(given: &BTreeMap<String, String>) -> Result<HeaderMap, Pro
     Ok(headers)
 }
 
-/// The bytes an engine would get.
+/// Returns the bytes that an engine would receive.
 pub(super) fn body_bytes(body: &RawValue) -> Result<Bytes, Problem> {
     let text = body.get();
     if !text.starts_with('"') {

@@ -1,4 +1,4 @@
-//! What operators send, as [`crate::fuzzing`] has it.
+//! Fuzz target for operators' requests, see [`crate::fuzzing`].
 
 use serde::de::DeserializeOwned;
 use state::RouterState;
@@ -11,8 +11,8 @@ use state::users::FairnessSettings;
 use super::answer::decode;
 use super::{backends, cluster, explain, policy, users};
 
-/// A body: which one in one byte, then JSON. What it asks for is applied to a state, which either
-/// refuses it or holds together with it, and is written and read like any other command.
+/// Decodes a body: its kind in one byte, then JSON. The resulting command is applied to a state,
+/// which either rejects it or stays consistent, and is encoded and decoded like any other command.
 pub fn admin_body(bytes: &[u8]) {
     let Some((kind, body)) = bytes.split_first() else {
         return;

@@ -1,7 +1,7 @@
-//! The admin listener: how many connections it takes and how long it waits for a request.
+//! The admin listener: how many connections it accepts, and how long it waits for a request.
 //!
-//! Operators, probes and scrapers share it. Whoever opens connections and says nothing, or half a
-//! request, takes one of few places and not for long.
+//! Operators, probes and scrapers share it. A client that opens connections without sending a
+//! complete request takes one of few places, and not for long.
 
 use std::io;
 use std::sync::Arc;
@@ -20,20 +20,21 @@ use tokio_util::task::TaskTracker;
 use super::{Admin, STREAMS_MAX, router};
 use crate::backends::pool::prepare;
 
-/// Most connections at a time, event streams among them; others wait in the listener's backlog.
+/// Maximum number of open connections, including event streams. Others wait in the listener's
+/// backlog.
 const CONNECTIONS_MAX: usize = STREAMS_MAX + 32;
-/// From the first moment of a connection, or the end of an answer, to the next whole head.
+/// Longest time from the start of a connection, or the end of an answer, to the next complete head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
-/// Largest head, in bytes.
+/// Maximum length of a head, in bytes.
 const HEAD_BYTES_MAX: usize = 32 * 1024;
-/// Most header fields.
+/// Maximum number of header fields.
 const HEADERS_MAX: usize = 64;
-/// Between TCP keep-alive probes: who reads events may have vanished without a word.
+/// Interval of TCP keep-alive probes: a reader of events may have vanished silently.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
-/// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
+/// Pause after a failed accept. The usual cause, a lack of descriptors, does not end at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves the admin API until `stop`, then until what has begun is answered.
+/// Serves the admin API until `stop`, then until all requests in progress are answered.
 pub async fn serve(listener: TcpListener, admin: Arc<Admin>, stop: CancellationToken) {
     let router = router(admin);
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));

@@ -1,11 +1,12 @@
-//! The admin API: what an operator asks and changes, on a listener of its own.
+//! The admin API: what operators query and change, on its own listener.
 //!
-//! Reads answer from this replica's state with the index they were read at; `?read=linearizable`
-//! first waits until everything committed before is applied here. Writes go through the log and
-//! answer the index they committed at; one whose fate is not known says so. Errors are problem+json.
+//! Reads answer from this replica's state, with the index at which it was read.
+//! `?read=linearizable` first waits until everything committed before is applied here. Writes go
+//! through the log and answer with the index at which they were committed, or say that their
+//! outcome is unknown. Errors are problem+json.
 //!
-//! The listener carries no authentication of its own: it belongs on loopback or a private network.
-//! What a browser sends on behalf of another site is refused (`origin`).
+//! The listener has no authentication of its own: it belongs on loopback or a private network.
+//! Requests that a browser sends on behalf of another site are rejected (`origin`).
 
 mod admission;
 mod answer;
@@ -56,40 +57,40 @@ use crate::ports::Cluster;
 use crate::routing;
 use origin::{OwnNames, own_site};
 
-/// Longest body of an admin request, in bytes.
+/// Maximum length of a request body, in bytes.
 pub const BODY_BYTES_MAX: usize = 1 << 20;
-/// Entries a list answers when the request does not say.
+/// Default number of entries in a list.
 pub const PAGE_ENTRIES_DEFAULT: usize = 100;
-/// Most entries a list answers at once.
+/// Maximum number of entries in a list.
 pub const PAGE_ENTRIES_MAX: usize = 1000;
 
-/// What the admin API of one replica stands on.
+/// Dependencies of the admin API of one replica.
 pub struct Admin {
     /// The log and the members.
     pub cluster: Arc<dyn Cluster>,
-    /// The published part of the state.
+    /// Published part of the state.
     pub view: Arc<StateView>,
-    /// For `explain` and requests in flight.
+    /// Router, for `explain` and requests in flight.
     pub router: Arc<routing::Router>,
-    /// What waits for a backend.
+    /// Queues of waiting requests.
     pub admission: Arc<Admission>,
     /// Health of the engines.
     pub backends: Arc<Backends>,
-    /// What `/metrics` answers.
+    /// Metrics for `/metrics`.
     pub metrics: Arc<Metrics>,
     /// Digests by index.
     pub digests: Arc<Digests>,
-    /// The streams of KV events that this replica reads.
+    /// KV event streams that this replica reads.
     pub kv_board: Arc<StreamBoard>,
-    /// What `/admin/v1/events` streams.
+    /// Events for `/admin/v1/events`.
     pub events: EventBus,
-    /// Whether the replica takes requests, already and still.
+    /// Whether the replica takes requests.
     pub lifecycle: Lifecycle,
-    /// Host names that the listener goes by, beside addresses and `localhost`.
+    /// Host names of the listener, in addition to addresses and `localhost`.
     pub hosts: Vec<String>,
 }
 
-/// Where a replica is on its way from start to end. Cheap to clone; no step can be taken back.
+/// Phase of a replica's life. Cheap to clone; no transition can be reversed.
 #[derive(Clone, Default)]
 pub struct Lifecycle {
     serving: Arc<AtomicBool>,
@@ -98,12 +99,12 @@ pub struct Lifecycle {
 }
 
 impl Lifecycle {
-    /// The data plane takes requests. Before that `/readyz` answers 503.
+    /// Marks the data plane as taking requests. Before that, `/readyz` answers 503.
     pub fn serve(&self) {
         self.serving.store(true, Ordering::Release);
     }
 
-    /// The replica is leaving: from here on `/readyz` answers 503.
+    /// Marks the replica as leaving. From here on, `/readyz` answers 503.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::Release);
     }
@@ -126,13 +127,13 @@ impl Lifecycle {
     }
 }
 
-/// What handlers share.
+/// State shared by the handlers.
 #[derive(Clone)]
 struct AdminState {
     admin: Arc<Admin>,
     /// One permit per open event stream.
     streams: Arc<Semaphore>,
-    /// One permit: for a backup that is being sent.
+    /// A single permit, for the backup being sent.
     backups: Arc<Semaphore>,
 }
 
@@ -144,7 +145,7 @@ impl std::ops::Deref for AdminState {
     }
 }
 
-/// One path of the API, as the index page lists it.
+/// One path of the API, as listed on the index page.
 struct RouteInfo {
     path: &'static str,
     methods: &'static str,
@@ -331,8 +332,8 @@ const ROUTES: &[RouteInfo] = &[
     },
 ];
 
-/// The admin API over `admin`, to be served on the admin listener. From here on `admin.metrics`
-/// looks at the replica when scraped.
+/// Builds the admin API over `admin`, to be served on the admin listener. From here on,
+/// `admin.metrics` reads the replica at each scrape.
 pub fn router(admin: Arc<Admin>) -> Router {
     admin.metrics.watch(ScrapedReplica {
         cluster: Arc::clone(&admin.cluster),
@@ -359,7 +360,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         .with_state(shared)
 }
 
-/// The endpoints as a page for people.
+/// Lists the endpoints as a page for people.
 async fn index() -> Html<String> {
     use std::fmt::Write;
     let mut page = String::from(

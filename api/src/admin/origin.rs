@@ -1,10 +1,10 @@
-//! Refuses requests that a browser may have sent on behalf of another site's page.
+//! Rejects requests that a browser may have sent on behalf of another site's page.
 //!
-//! A page can send requests to any address its reader's browser reaches. Two ways make them count
-//! here: a name of the page's own site that is made to lead to this listener (DNS rebinding), which
-//! shows in `host`, and a form or script of another site, which shows in `origin`, in
-//! `sec-fetch-site`, or in a `content-type` that needs no leave ([`typed`]). Programs other than
-//! browsers send none of these but `host`.
+//! A page can send requests to any address that its reader's browser reaches. There are two ways to
+//! make them count here. One is a name of the page's own site that is made to resolve to this
+//! listener (DNS rebinding), which shows in `host`. The other is a form or script of another site,
+//! which shows in `origin`, in `sec-fetch-site`, or in a `content-type` that needs no permission
+//! ([`typed`]). Programs other than browsers send none of these headers but `host`.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use super::problem::{invalid, not_of_type};
 use crate::error::Problem;
 
-/// Answered whatever they are asked as: load balancers ask by many names, and are told a word.
+/// Paths answered under any host name: load balancers use many names, and the answer is harmless.
 const ANY_NAME: [&str; 2] = ["/livez", "/readyz"];
 
-/// Names that this listener goes by, beside addresses and `localhost`.
+/// Host names of this listener, in addition to addresses and `localhost`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct OwnNames(Arc<[String]>);
 
@@ -38,7 +38,7 @@ impl OwnNames {
     }
 }
 
-/// Refuses what a browser may have sent for a page of another site.
+/// Rejects requests that a browser may have sent for a page of another site.
 pub(super) async fn own_site(
     State(names): State<OwnNames>,
     request: Request,
@@ -80,7 +80,8 @@ fn check(names: &OwnNames, request: &Request) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The name that the request was sent to; `None` when it names none, which no browser does.
+/// Returns the host name that the request was sent to; `None` if it gives none, which no browser
+/// does.
 fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
     let wrong = |found: &str| invalid("host", format!("{found}, expected one host"));
     let mut hosts = request.headers().get_all(HOST).iter();
@@ -89,7 +90,7 @@ fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
         return Err(wrong("several"));
     }
     let Some(host) = host else {
-        // HTTP/2 puts it in the target.
+        // HTTP/2 has it in the target.
         return Ok(request.uri().authority().cloned());
     };
     let host: Option<Authority> = host.to_str().ok().and_then(|host| host.parse().ok());
@@ -114,7 +115,8 @@ fn is_of_another_site(headers: &HeaderMap, host: Option<&Authority>) -> bool {
         || !headers.get_all("sec-fetch-site").iter().all(is_own_fetch)
 }
 
-/// Refuses a body of another type: a page may send what a form sends anywhere without asking.
+/// Rejects a body of another type: a page may send the types of a form to any site without
+/// permission.
 pub(super) fn typed(headers: &HeaderMap, expected: &'static str) -> Result<(), Problem> {
     let found = headers
         .get(CONTENT_TYPE)

@@ -78,7 +78,7 @@ impl Serialize for HexBlockHash {
 
 #[derive(Serialize)]
 struct BlockOwner {
-    /// `None` when it was removed in this moment.
+    /// `None` if it was removed at this moment.
     backend: Option<String>,
     slot: Slot,
 }

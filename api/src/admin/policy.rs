@@ -1,10 +1,10 @@
-//! The routing policy and what routing follows beside it: replicated, replaced as a whole, in
-//! effect on every replica from one log index on. docs/reference/policies.md has an example for
+//! The routing policy and the other routing settings: replicated, replaced as a whole, and in
+//! effect on every replica from one log index on. docs/reference/policies.md has an example of
 //! each.
 //!
-//! The policy of one model is a part of the routing settings; writing it reads these and writes
-//! them back. Two who do so at the same moment may overwrite one another, as two who replace the
-//! settings would.
+//! The policy of one model is part of the routing settings. Writing it reads the settings and
+//! writes them back, so concurrent writes are last-writer-wins, as they are for the settings as a
+//! whole.
 
 use axum::extract::{FromRequest, Request, State};
 use axum::response::Response;
@@ -26,28 +26,28 @@ use crate::error::Problem;
 #[derive(Serialize)]
 struct PolicyResponse {
     index: LogIndex,
-    /// Whether the model asked for has a policy of its own; absent when none was asked for.
+    /// Whether the requested model has its own policy; absent if no model was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     is_of_model: Option<bool>,
-    /// What `PUT` takes.
+    /// Policy in the form that `PUT` takes.
     config: PolicyConfig,
 }
 
 #[derive(Serialize)]
 struct RoutingResponse {
     index: LogIndex,
-    /// Whether an operator or the first replica's config set it; `false`: the defaults.
+    /// Whether an operator or the first replica's config set it; `false`: the defaults apply.
     is_set: bool,
-    /// What `PUT` takes.
+    /// Settings in the form that `PUT` takes.
     config: RoutingSettings,
 }
 
-/// Which policy is meant.
+/// Selects a policy.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct PolicyQuery {
     read: ReadLevel,
-    /// The policy that decides for this model; without it the live one.
+    /// Model whose effective policy is meant; without it, the live policy.
     model: Option<String>,
 }
 
@@ -56,7 +56,7 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<PolicyQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
-    // The index first: the policy is at least as new as it.
+    // The index is read first, so the policy is at least as new.
     let index = admin.view.applied();
     let registry = admin.view.registry();
     let routing = registry.routing.as_ref();
@@ -69,7 +69,7 @@ pub(super) async fn show(
     }))
 }
 
-/// A policy as a body, with faults as problems that name the setting.
+/// A policy as a body, with faults reported as problems that name the setting.
 pub(super) struct PolicyJson(PolicyConfig);
 
 impl<S: Sync> FromRequest<S> for PolicyJson {
@@ -86,8 +86,8 @@ impl<S: Sync> FromRequest<S> for PolicyJson {
     }
 }
 
-/// The first setting that its policy does not take. Which one it is gets lost where a type is told
-/// by one of its own fields; so each is tried alone.
+/// Finds the first setting that its policy rejects. Serde loses the field of a fault in an
+/// internally tagged enum, so each setting is tried alone.
 pub(super) fn setting_at_fault(body: &[u8]) -> Option<(String, String)> {
     let body: Map<String, Value> = serde_json::from_slice(body).ok()?;
     let policy = body.get("policy")?;
@@ -113,7 +113,7 @@ pub(super) async fn put(
     submit(&admin, Command::PutRouting(routing)).await
 }
 
-/// Takes a model's own policy away.
+/// Removes a model's own policy.
 pub(super) async fn remove(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<PolicyQuery>,
@@ -149,7 +149,7 @@ pub(super) async fn put_routing(
     submit(&admin, Command::PutRouting(config)).await
 }
 
-/// The routing settings with everything committed so far.
+/// Returns the routing settings, including everything committed so far.
 async fn latest(admin: &Admin) -> Result<RoutingSettings, Problem> {
     at_level(admin, ReadLevel::Linearizable).await?;
     Ok(admin.view.registry().routing.clone().unwrap_or_default())

@@ -1,4 +1,4 @@
-//! `/livez`, `/readyz` and `/metrics`: what orchestrators and Prometheus ask.
+//! `/livez`, `/readyz` and `/metrics`, for orchestrators and Prometheus.
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -10,7 +10,7 @@ use super::{Admin, AdminState, answer};
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// A member's clock further away than that is warned of.
+/// Difference of a member's clock above which a warning is shown, in milliseconds.
 const CLOCK_SKEW_MS_MAX: u64 = 1000;
 
 #[derive(Serialize)]
@@ -18,14 +18,14 @@ struct Alive {
     status: &'static str,
 }
 
-/// Whether a replica takes traffic, and what speaks against it.
+/// Whether a replica takes traffic, and the reasons if it does not.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Readiness {
-    /// `ready`, `degraded` (serves what it knows, but nothing can be agreed) or `not-ready`.
+    /// `ready`, `degraded` (serves what it knows, but nothing can be committed) or `not-ready`.
     status: &'static str,
     /// Why it is not `ready`.
     reasons: Vec<String>,
-    /// What does not keep it from being `ready` and should be looked at.
+    /// Conditions that do not prevent `ready` but need attention.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
     /// Index applied here.
@@ -45,7 +45,7 @@ pub(super) async fn readyz(State(admin): State<AdminState>) -> Response {
     (status, answer::json(&readiness)).into_response()
 }
 
-/// Every reason with what to do about it stands in docs/guide/runbook.md.
+/// Determines readiness. docs/guide/runbook.md gives the remedy for each reason.
 fn readiness(admin: &Admin) -> Readiness {
     let status = admin.cluster.status();
     let (mut against, mut lacking) = (Vec::new(), Vec::new());
@@ -78,8 +78,8 @@ fn readiness(admin: &Admin) -> Readiness {
     }
     match (status.caught_up, status.has_quorum) {
         (true, _) => {}
-        // After a restart without a quorum nobody can say how far the cluster was. What the disk
-        // held is served: it is worth more than no answer, and perhaps nobody has more.
+        // After a restart without a quorum, nobody knows how far the cluster was. The state from
+        // disk is served: it is better than no answer, and perhaps nobody has more.
         (false, false) if admin.view.registry().initialised => {
             lacking.push("not known to be caught up: serving the state it was stopped with".into());
         }

@@ -1,10 +1,10 @@
-//! Problems that several handlers answer.
+//! Problems that several handlers return.
 
 use http::StatusCode;
 
 use crate::error::Problem;
 
-/// A request that cannot be right, with the field at fault.
+/// An invalid request, with the field at fault.
 pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
     Problem::new(
         StatusCode::BAD_REQUEST,
@@ -15,7 +15,7 @@ pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
     .member("field", field)
 }
 
-/// A body of another type than the path takes.
+/// A body of a type that the path does not take.
 pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
     Problem::new(
         StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -26,7 +26,7 @@ pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
     .member("field", "content-type")
 }
 
-/// Something that is not there.
+/// An object that does not exist.
 pub(super) fn not_found(what: impl Into<String>) -> Problem {
     Problem::new(StatusCode::NOT_FOUND, "not-found", "not found").detail(what)
 }

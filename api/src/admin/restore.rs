@@ -1,9 +1,9 @@
-//! `POST /admin/v1/cluster/restore`: a backup takes the place of the state.
+//! `POST /admin/v1/cluster/restore`: replaces the state with a backup.
 //!
-//! The file is read as it comes, checked chunk by chunk and put into the log; nothing changes before the last
-//! part is there and the state in it was read as a whole. Any replica can be asked. A client that leaves or
-//! sends damaged bytes ends the restore; a replica that dies meanwhile leaves parts that are forgotten a
-//! minute later.
+//! The file is read as it arrives, checked chunk by chunk and put into the log. Nothing changes
+//! before the last part is there and the whole state has been read. Any replica can take the
+//! request. A client that leaves or sends damaged bytes aborts the restore. If the replica dies,
+//! its parts are dropped a minute later.
 
 use std::time::Duration;
 
@@ -27,32 +27,32 @@ use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ProposeError;
 
-/// Longest a client may send nothing.
+/// Longest time for which a client may send nothing.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
-/// What is read of a body that is not wanted, so that its sender can read the answer.
+/// How long an unwanted body is read, so that its sender can read the answer.
 const UNWANTED_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest a command of a restore is tried again while its fate is unknown. All but the first can be
-/// repeated at will, and to start over would be dearer.
+/// How long a restore's command is retried while its outcome is unknown. All but the first can be
+/// repeated at will, and starting over would cost more.
 const AGAIN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Pause between two tries.
+/// Pause between two attempts.
 const AGAIN_PAUSE: Duration = Duration::from_millis(200);
 
 #[derive(Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct RestoreQuery {
-    /// Whether what the cluster has may go.
+    /// Whether to replace a state that is not empty.
     force: bool,
 }
 
-/// A restore that took place.
+/// A completed restore.
 #[derive(Serialize)]
 struct RestoreResponse {
-    /// Where in the log.
+    /// Log index of the restore.
     index: LogIndex,
     outcome: &'static str,
-    /// What the file says of itself.
+    /// Head of the file.
     backup: BackupHead,
-    /// As of which index the rest is, on this replica.
+    /// Index of the following figures, on this replica.
     applied_index: u64,
     digest: String,
     backends: usize,
@@ -66,7 +66,7 @@ pub(super) async fn restore(
     request: Request,
 ) -> Result<Response, Problem> {
     typed(request.headers(), "application/octet-stream")?;
-    // A task of its own: it gives the restore up when the client leaves, which drops this future.
+    // A separate task: it aborts the restore when the client leaves, which drops this future.
     let running = tokio::spawn(async move {
         let mut body = RestoreUpload {
             body: request.into_body(),
@@ -107,7 +107,7 @@ async fn run(admin: &Admin, force: bool, body: &mut RestoreUpload) -> Result<Res
         Err(problem) => Err(problem),
     };
     if finished.is_err() {
-        // If it does not get through, what is there is forgotten in time.
+        // If this fails, the parts are dropped in time.
         drop(
             admin
                 .cluster
@@ -146,11 +146,12 @@ async fn finish(
     let bytes = backup.bytes;
     let finish = Command::FinishRestore { restore, bytes };
     let fate = committed(again(admin, finish).await);
-    // It is in the log; should nobody confirm it just now, the answer is of what is applied here.
+    // The restore is in the log. If nobody can confirm it right now, the answer shows what is
+    // applied here.
     drop(admin.cluster.read_barrier().await);
     let index = match fate {
         Ok(index) => index,
-        // A try whose fate was not told may have been the one.
+        // An attempt with an unknown outcome may have succeeded.
         Err(problem) => restored_at(admin, restore).ok_or(problem)?,
     };
     tracing::info!(
@@ -178,7 +179,7 @@ async fn finish(
     Ok(json(&restored))
 }
 
-/// Submits a command that can be repeated until its fate is known.
+/// Retries a repeatable command until its outcome is known.
 async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeError> {
     let end = Instant::now() + AGAIN_TIMEOUT;
     loop {
@@ -193,7 +194,7 @@ async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeErro
     }
 }
 
-/// Where in the log a restore took place.
+/// Returns the log index of a restore.
 fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
     let mut index = None;
     admin
@@ -202,7 +203,7 @@ fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
     index
 }
 
-/// The index of a command that took effect.
+/// Returns the index of a command that took effect.
 fn committed(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
     let Committed { index, reply } = fate.map_err(unsettled)?;
     let mut reply = reply;
@@ -218,7 +219,7 @@ fn committed(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem>
     }
 }
 
-/// What the state has against it, by the field it names.
+/// Returns the problem for a rejection by the state, depending on its field.
 fn refused(field: &str, expected: &str) -> Problem {
     let (status, name, title) = match field {
         "force" => (
@@ -241,7 +242,7 @@ fn refused(field: &str, expected: &str) -> Problem {
     problem.member("outcome", "rejected").member("field", field)
 }
 
-/// The file as it comes.
+/// The file as it arrives.
 struct RestoreUpload {
     body: Body,
     reader: BackupReader,
@@ -263,7 +264,7 @@ impl RestoreUpload {
         }
     }
 
-    /// Nothing follows.
+    /// Checks that nothing follows.
     async fn end(&mut self) -> Result<(), Problem> {
         while let Some(bytes) = self.receive().await? {
             self.reader.push(&bytes);
@@ -278,7 +279,7 @@ impl RestoreUpload {
                 Ok(None) => return Ok(None),
                 Ok(Some(Ok(frame))) => match frame.into_data() {
                     Ok(bytes) => return Ok(Some(bytes)),
-                    // Trailers say nothing here.
+                    // Trailers carry no information here.
                     Err(_) => continue,
                 },
                 Ok(Some(Err(fault))) => return Err(invalid("body", fault.to_string())),
@@ -293,7 +294,8 @@ impl RestoreUpload {
         }
     }
 
-    /// Reads what is not wanted: an answer before the end of the request would be lost with the connection.
+    /// Reads the rest of an unwanted body: an answer before the end of the request would be lost
+    /// with the connection.
     async fn drain(&mut self) {
         let all = async {
             while !self.body.is_end_stream() {
@@ -302,7 +304,7 @@ impl RestoreUpload {
                 }
             }
         };
-        // Who sends for longer has to do without the answer.
+        // A client that sends for longer does not get the answer.
         drop(tokio::time::timeout(UNWANTED_TIMEOUT, all).await);
     }
 }

@@ -1,4 +1,4 @@
-//! `GET /admin/v1/events`: what changes, as server-sent events.
+//! `GET /admin/v1/events`: changes in the cluster, as server-sent events.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -20,18 +20,18 @@ use super::answer::retry_after;
 use crate::error::Problem;
 use crate::events::NumberedEvent;
 
-/// Event streams open at one time.
+/// Maximum number of open event streams.
 pub const STREAMS_MAX: usize = 64;
-/// A comment is sent after so long without an event, so that dead clients are noticed.
+/// Interval of comments in the absence of events, so that dead clients are noticed.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// First of every stream, so that a client knows it missed nothing from here on.
+/// First event of every stream, which tells a client that it misses nothing from here on.
 #[derive(Serialize)]
 struct Connected {
     applied_index: u64,
 }
 
-/// Sent in place of events that came faster than the client took them.
+/// Sent in place of events that the client was too slow to receive.
 #[derive(Serialize)]
 struct Missed {
     events: u64,
@@ -41,7 +41,7 @@ struct Subscriber {
     receiver: Receiver<Arc<NumberedEvent>>,
     stop: CancellationToken,
     hello: Option<SseEvent>,
-    /// Given back when the stream is dropped.
+    /// Returned when the stream is dropped.
     _permit: OwnedSemaphorePermit,
 }
 

@@ -1,4 +1,4 @@
-//! Users: counters, weights, windows, limits, and what of theirs waits.
+//! Users: counters, weights, windows, limits and waiting requests.
 
 use axum::extract::State;
 use axum::response::Response;
@@ -16,7 +16,7 @@ use super::problem::{invalid, not_found};
 use crate::admission::Admission;
 use crate::error::Problem;
 
-/// A user as the state keeps one.
+/// A user as stored in the state.
 #[derive(Serialize)]
 struct UserDetail {
     name: String,
@@ -27,17 +27,17 @@ struct UserDetail {
     counter_milli_tokens: u64,
     in_flight: u64,
     waiting: QueuedRequests,
-    /// Set for this user; absent: those of all users hold.
+    /// Limits set for this user; if absent, the limits for all users apply.
     #[serde(skip_serializing_if = "Option::is_none")]
     limits: Option<UserLimits>,
-    /// Of the limits that hold; `null`: unbounded.
+    /// Remainder of the effective limits; `null`: unlimited.
     left: RemainingLimits,
     total: UserUsage,
     window: UserUsage,
     last_charge_ms: u64,
 }
 
-/// Requests that wait for a backend below its limit.
+/// Requests waiting for a backend with capacity.
 #[derive(Serialize)]
 struct QueuedRequests {
     here: usize,
@@ -69,10 +69,10 @@ impl UserDetail {
 #[derive(Serialize)]
 struct UserList {
     index: LogIndex,
-    /// What the counter of a user who comes is lifted to.
+    /// Counter that an arriving user is lifted to.
     virtual_time_milli_tokens: u64,
     users: Vec<UserDetail>,
-    /// Give it as `cursor` for what follows; absent at the end.
+    /// Value of `cursor` for the next page; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_cursor: Option<String>,
 }
@@ -101,10 +101,11 @@ pub(super) async fn list(
     admin.cluster.with_state(&mut |state| {
         answer.index = admin.view.applied();
         answer.virtual_time_milli_tokens = state.virtual_time_milli_tokens();
-        // One more than asked for tells whether there is more.
+        // One more than requested shows whether there are more.
         users = state.users(after, limit + 1);
     });
-    // Outside: the queues are not waited for while `apply` waits for us.
+    // Outside the closure: the queues' lock must not be awaited while `apply` waits for this
+    // reader.
     let shown = |user: &UserView| UserDetail::of(user, &admin.admission);
     answer.users = users.iter().map(shown).collect();
     if answer.users.len() > limit {
@@ -133,12 +134,13 @@ pub(super) async fn show(
     }))
 }
 
-/// What is absent stays as it is.
+/// Changes to a user. Absent fields stay as they are.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct PutUserBody {
     weight_milli: Option<u32>,
-    /// Without any bound: none of the user's own, those of all users hold.
+    /// Limits of the user; without any bound, the user's own limits are removed and those for all
+    /// users apply.
     pub(super) limits: Option<UserLimits>,
 }
 
@@ -148,7 +150,7 @@ pub(super) async fn put(
     Json(body): Json<PutUserBody>,
 ) -> Result<Response, Problem> {
     if let Err(problem) = name_of("name", &name) {
-        // One that a request gave itself can be bounded.
+        // A name that a request gave itself can still be limited.
         let mut is_there = false;
         admin
             .cluster
@@ -172,7 +174,7 @@ pub(super) async fn put(
     submit(&admin, command).await
 }
 
-/// Forgets what the user has used of its limits per window.
+/// Resets the user's usage of its per-window limits.
 pub(super) async fn forgive(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,
