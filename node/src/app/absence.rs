@@ -1,8 +1,8 @@
-//! Session expiry: the leader closes the sessions of replicas that have been silent for long, so
-//! that their open leases and requests do not count forever.
+//! Session expiry: the leader ends the sessions of replicas that have been silent for long, so that
+//! their open leases and requests do not count forever.
 //!
-//! A replica that was killed and is back is heard from, and whatever it proposes first ends its former
-//! run. One that gets no requests proposes nothing: it ends that run here.
+//! A replica that was killed and has restarted is heard again, and its first proposal ends its
+//! former session. A replica without requests proposes nothing, so it ends that session here.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,26 +16,27 @@ use tokio_util::sync::CancellationToken;
 
 use super::ticks::every;
 
-/// How long a replica may be silent before its session is ended. Its requests are over once it is
-/// gone; one that is only cut off goes on with its session when it is back, with what was open
-/// closed.
+/// Silence after which a replica's session is ended. If the replica is gone, its requests are over.
+/// If it was only cut off, it continues under a new session when it returns, with everything that
+/// was open closed.
 pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(10);
 
-/// Time between two looks at who is there.
+/// Interval at which presence is checked.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Since when each replica with an open session is silent. Pure: time and observations come in.
+/// Since when each replica with an open session has been silent. Pure: time and observations are
+/// arguments.
 #[derive(Debug, Default)]
 pub(super) struct SessionExpiry {
     since: BTreeMap<ReplicaId, Instant>,
-    /// Sessions that were ended and whose replica has not been back.
+    /// Sessions that were ended and whose replica has not returned.
     ended: BTreeMap<ReplicaId, SessionId>,
 }
 
 impl SessionExpiry {
-    /// Takes in one observation and answers the sessions to end: those of replicas that
-    /// `is_present` has denied at every observation for [`ABSENT_AFTER`], less those that were
-    /// [`SessionExpiry::ended`] since.
+    /// Records one observation and returns the sessions to end: those of replicas that `is_present`
+    /// has denied at every observation for [`ABSENT_AFTER`], except those [`SessionExpiry::ended`]
+    /// since.
     pub(super) fn observe(
         &mut self,
         now: Instant,
@@ -55,19 +56,19 @@ impl SessionExpiry {
         gone
     }
 
-    /// Notes that a session was ended: once is enough.
+    /// Records that a session was ended, which is needed only once.
     pub(super) fn ended(&mut self, replica: ReplicaId, session: SessionId) {
         self.ended.insert(replica, session);
     }
 
-    /// Forgets everything: what was seen while someone else led says nothing.
+    /// Forgets everything: observations from before this replica led say nothing.
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
 }
 
-/// Ends the sessions of replicas that are gone, as long as this replica leads, until `stop`. A
-/// removed member counts as silent.
+/// Ends the sessions of replicas that are gone, while this replica leads, until `stop`. A removed
+/// member counts as silent.
 pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     let mut absences = SessionExpiry::default();
     let mut ticks = every(INTERVAL);
@@ -111,7 +112,8 @@ pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     }
 }
 
-/// The run of this replica's id that the cluster still takes for the present one, if it is another.
+/// Returns the session of this replica's id that the cluster takes for the current one, if it is
+/// another.
 fn former_run(
     (id, session): (ReplicaId, SessionId),
     sessions: &[(ReplicaId, SessionId)],
@@ -122,7 +124,8 @@ fn former_run(
         .map(|(_, known)| *known)
 }
 
-/// Whatever is proposed under the new session ends the former run; this command changes nothing more.
+/// Ends the former session. Any proposal under the new session does so; this command changes
+/// nothing else.
 async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: SessionId) {
     let command = Command::ExpireSession { replica, session };
     match cluster.submit(command).await {
@@ -131,7 +134,7 @@ async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: Sess
     }
 }
 
-/// Sessions, as long as anything is open anywhere.
+/// Returns all sessions, or none if nothing is open anywhere.
 fn open_sessions(cluster: &dyn Cluster) -> Vec<(ReplicaId, SessionId)> {
     let mut open = Vec::new();
     cluster.with_state(&mut |state| {

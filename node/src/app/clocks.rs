@@ -1,14 +1,15 @@
 //! Cluster time: the median of all members' clocks, and each member's skew from this replica.
 //!
-//! Members tell each other with every message what their wall clocks show. The cluster's clock, by which
-//! commands are stamped, is the median of them all: a minority of wrong clocks, this replica's own too,
-//! moves it no further than to the next right one. Between two looks it goes on by the monotonic clock,
-//! which no one sets. Where the number is even, as with one of three replicas away, the median is the one
-//! of the two in the middle that is nearer to what the clock was before: who jumps is not followed. A
-//! replica that hears nobody follows its own clock.
+//! Members include their wall clock in every message. The cluster's clock, which stamps commands,
+//! is the median of them all: a minority of wrong clocks, even including this replica's own, moves
+//! it no further than to the next right one. Between two updates it advances with the monotonic
+//! clock, which nobody sets. If the number of clocks is even, as with one of three replicas away,
+//! the median is the one of the two middle values that is closer to the previous time, so that a
+//! clock that jumps is not followed. A replica that hears nobody follows its own clock.
 //!
-//! What a message tells is older by its way; of those of the last second or two the one that came
-//! quickest counts. Replicated time goes by the stamps, see `state/src/machine/time.rs`.
+//! A clock reading is as old as its message was in transit, so of the messages of the last one or
+//! two seconds, the fastest one counts. Replicated time follows the stamps, see
+//! `state/src/machine/time.rs`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -25,16 +26,15 @@ use tokio_util::sync::CancellationToken;
 use super::formats;
 use super::ticks::every;
 
-/// How long a clock counts that is not told of any more.
+/// How long a clock counts after its last reading.
 const SILENT: Duration = Duration::from_secs(10);
-/// The quickest message is looked for among those of one or two stretches of this length.
+/// Length of a period. The fastest message is chosen from those of one or two periods.
 const STRETCH: Duration = Duration::from_secs(1);
-/// How long a replica that has just started waits to be told of the others' clocks before it stamps
-/// anything.
+/// How long a replica that has just started waits for the others' clocks before it stamps anything.
 const ASKING: Duration = Duration::from_secs(1);
-/// A clock further away than that is warned of.
+/// Skew above which a clock is warned about, in milliseconds.
 pub(super) const SKEW_MS_MAX: u64 = 1000;
-/// Time between two looks at whether replicated time can be paced.
+/// Interval at which it is checked whether replicated time can be paced.
 const PACE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The clocks of all members.
@@ -42,17 +42,17 @@ const PACE_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) struct ClusterClocks {
     own: Clock,
     began: Instant,
-    /// The cluster's Unix time less what has passed since `began`.
+    /// The cluster's Unix time minus the time since `began`, in milliseconds.
     offset_ms: AtomicI64,
     peers: Mutex<BTreeMap<u8, PeerClock>>,
 }
 
-/// What a peer's clock showed, less what had passed since `began` here when it was told.
+/// A peer's clock reading minus the time since `began` here when it arrived.
 #[derive(Debug)]
 struct PeerClock {
-    /// The most of the present stretch: what came quickest.
+    /// Highest value of the current period, from the fastest message.
     offset_ms: i64,
-    /// The most of the stretch before.
+    /// Highest value of the previous period.
     before_ms: i64,
     stretch: Instant,
     heard: Instant,
@@ -66,7 +66,7 @@ impl PeerClock {
 }
 
 impl ClusterClocks {
-    /// Only this replica's own is known.
+    /// Creates an instance that only knows this replica's clock.
     pub(super) fn new(own: Clock) -> Self {
         let began = Instant::now();
         let offset_ms = AtomicI64::new(signed(own.unix_ms()));
@@ -78,30 +78,30 @@ impl ClusterClocks {
         }
     }
 
-    /// The cluster's clock.
+    /// Returns the cluster's clock.
     pub(super) fn clock(self: &Arc<Self>) -> Clock {
         let clocks = Arc::clone(self);
         Clock::of(move || clocks.unix_ms())
     }
 
-    /// What this replica's own clock shows.
+    /// Returns the time of this replica's own clock, as Unix milliseconds.
     pub(super) fn own_unix_ms(&self) -> u64 {
         self.own.unix_ms()
     }
 
-    /// What the cluster's clock shows.
+    /// Returns the time of the cluster's clock, as Unix milliseconds.
     pub(super) fn unix_ms(&self) -> u64 {
         let offset_ms = self.offset_ms.load(Ordering::Relaxed);
         u64::try_from(offset_ms.saturating_add(self.passed_ms())).unwrap_or(0)
     }
 
-    /// Whether all of so many other members were heard, or waiting for them is no use any more: before
-    /// that a wrong clock of this replica's own is believed.
+    /// Whether all other members were heard, or waiting for them is pointless. Before that, a wrong
+    /// clock of this replica would be believed.
     pub(super) fn is_settled(&self, others: impl FnOnce() -> usize) -> bool {
         self.began.elapsed() >= ASKING || self.peers().len() >= others()
     }
 
-    /// A peer's clock showed `unix_ms` when it sent what has just come.
+    /// Records that a peer's clock showed `unix_ms` when it sent the message that has just arrived.
     pub(super) fn heard(&self, peer: u8, unix_ms: u64) {
         let now = Instant::now();
         let told_ms = signed(unix_ms).saturating_sub(self.passed_ms());
@@ -137,14 +137,14 @@ impl ClusterClocks {
         self.settle(&peers);
     }
 
-    /// Follows this replica's own clock, and forgets who is silent. To be called often.
+    /// Follows this replica's own clock, and forgets silent peers. To be called often.
     pub(super) fn turn(&self) {
         let mut peers = self.peers();
         peers.retain(|_, peer| peer.heard.elapsed() < SILENT);
         self.settle(&peers);
     }
 
-    /// How far each peer's clock is ahead of this replica's own, milliseconds.
+    /// Returns how far each peer's clock is ahead of this replica's own, in milliseconds.
     pub(super) fn skews_ms(&self) -> BTreeMap<u8, i64> {
         let own_ms = self.own_offset_ms();
         let peers = self.peers();
@@ -170,12 +170,12 @@ impl ClusterClocks {
     }
 
     fn peers(&self) -> MutexGuard<'_, BTreeMap<u8, PeerClock>> {
-        // Whatever was noted is whole.
+        // Entries are always complete.
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The one in the middle; of two the one nearer to `before`.
+/// Returns the middle value; of two, the one closer to `before`.
 fn median(sorted: &[i64], before: i64) -> i64 {
     let (low, high) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
     if before.abs_diff(low) <= before.abs_diff(high) {
@@ -189,7 +189,8 @@ fn signed(unix_ms: u64) -> i64 {
     i64::try_from(unix_ms).unwrap_or(i64::MAX)
 }
 
-/// Has replicated time paced as soon as all members know how; ends then, or at `stop`.
+/// Turns on paced replicated time as soon as all members support it, then ends; also ends at
+/// `stop`.
 pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: CancellationToken) {
     let mut ticks = every(PACE_INTERVAL);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
@@ -223,7 +224,7 @@ mod tests {
     const DAY_MS: u64 = 24 * 60 * 60 * 1000;
     const START_MS: u64 = 20_000 * DAY_MS;
 
-    /// A replica's clocks, and by how much its own is wrong.
+    /// A replica's clocks, and the error of its own clock.
     fn clocks() -> (Arc<ClusterClocks>, Arc<AtomicI64>) {
         let (error_ms, began) = (Arc::new(AtomicI64::new(0)), Instant::now());
         let wrong_ms = Arc::clone(&error_ms);
@@ -279,7 +280,7 @@ mod tests {
         clocks.heard(2, START_MS + 2010 + DAY_MS);
         assert_eq!(clock.unix_ms(), START_MS + 2010);
         assert!(clocks.is_settled(|| 3), "nobody is waited for that long");
-        // Alone, it has only its own.
+        // Alone, it has only its own clock.
         error_ms.store(7000, Ordering::Relaxed);
         pass(10_000).await;
         clocks.turn();

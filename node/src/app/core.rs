@@ -1,11 +1,11 @@
 //! A replica without sockets, HTTP and probes: the log with the state behind it, the router and the
 //! queues in front of it, and the loops between them.
 //!
-//! [`Running`](super::Running) is this with listeners, probes and readers of KV events around it. A
-//! simulation starts it alone, over a transport, a disk and a clock of its own, and plays what stands
-//! around it. On a current-thread runtime with paused time it is deterministic: the same calls in the
-//! same order make the same commands. What that asks of everything it runs stands in
-//! docs/adr/0018-core-without-sockets.md.
+//! [`Running`](super::Running) adds listeners, probes and readers of KV events. A simulation starts
+//! the core alone, over its own transport, disk and clock, and simulates everything around it. On a
+//! current-thread runtime with paused time the core is deterministic: the same calls in the same
+//! order produce the same commands. docs/adr/0018-core-without-sockets.md lists what that requires
+//! of the code it runs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,32 +35,33 @@ use super::{absence, formation, judge, readers, registration};
 use crate::config::Config;
 use crate::planted::{self, Bug};
 
-/// Longest wait for what was learnt last to get into the log when the replica leaves.
+/// Longest wait for the last updates to be committed when the replica leaves.
 const FLUSH_DEADLINE: Duration = Duration::from_secs(5);
 /// Longest wait for the background loops to end.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The world around a replica's core.
+/// The environment of a replica's core.
 pub struct CorePorts {
-    /// Carries calls between replicas. Its port is what peers are told, behind `listen.advertise`.
+    /// Transport of calls between replicas. Its port is reported to peers together with
+    /// `listen.advertise`.
     pub transport: Arc<dyn Transport>,
-    /// Keeps the log.
+    /// Storage of the log.
     pub storage: Storage,
-    /// Names this run: drawn at random at every start, or by the seed of a simulation.
+    /// Session of this run: drawn at random at every start, or by the seed of a simulation.
     pub session: SessionId,
-    /// Seed of all hashes, should this replica form the cluster. Nobody outside may know it, lest
-    /// they build collisions.
+    /// Hash seed used if this replica forms the cluster. Secret: a known seed makes collisions
+    /// easy.
     pub hash_seed: u64,
-    /// What all blocks are hashed under, likewise.
+    /// Hash secret used if this replica forms the cluster.
     pub hash_secret: HashSecret,
-    /// The wall clock.
+    /// Wall clock.
     pub clock: Clock,
-    /// Sees every change of the state; nobody does in production.
+    /// Observer of every change of the state; `None` in production.
     pub witness: Option<Arc<dyn Witness>>,
 }
 
 impl CorePorts {
-    /// Real ones: sled, the system's clock, a run of its own.
+    /// Returns the production environment: sled, the system clock, a random session.
     #[must_use]
     pub fn real(transport: Arc<dyn Transport>) -> Self {
         Self {
@@ -75,8 +76,8 @@ impl CorePorts {
     }
 }
 
-/// A replica's core at work. Its tasks go on until [`ReplicaCore::stop`], or until their runtime is dropped,
-/// which is what a crash looks like from inside.
+/// A running replica core. Its tasks continue until [`ReplicaCore::stop`], or until their runtime
+/// is dropped, which looks like a crash from inside.
 pub struct ReplicaCore {
     replica: Replica,
     port: Arc<LogPort>,
@@ -87,16 +88,16 @@ pub struct ReplicaCore {
     outbox: JoinHandle<OutboxStatus>,
 }
 
-/// What is told to end, in this order.
+/// Stop signals, in this order.
 #[derive(Default)]
 struct CoreShutdown {
-    /// Nothing more will be learnt: the outbox is to empty itself and end.
+    /// No more updates will arrive: the outbox empties itself and ends.
     no_more_facts: CancellationToken,
-    /// Everything else is to end.
+    /// Everything else ends.
     all: CancellationToken,
 }
 
-/// What the parts of a core share.
+/// Components shared by the parts of a core.
 struct CoreParts {
     shared: Arc<SharedState>,
     view: Arc<StateView>,
@@ -155,12 +156,11 @@ impl CoreParts {
 }
 
 impl ReplicaCore {
-    /// Puts a core together and sets it to work. Of the config it leaves alone what is about
-    /// listeners, clients and probes; the ports of `listen.data` and `listen.admin` are what members
-    /// are told.
+    /// Assembles and starts a core. Ignores the config of listeners, clients and probes, except
+    /// that members are told the ports of `listen.data` and `listen.admin`.
     ///
     /// # Errors
-    /// When the store cannot be opened or is damaged.
+    /// If the store cannot be opened or is damaged.
     pub async fn start(config: Config, ports: CorePorts) -> anyhow::Result<Self> {
         let CorePorts {
             transport,
@@ -211,7 +211,7 @@ impl ReplicaCore {
         Ok(core)
     }
 
-    /// The loops that run beside requests.
+    /// Starts the background loops.
     fn spawn_loops(&self, config: Config) {
         let (tasks, parts) = (&self.tasks, &self.parts);
         let stop = || self.stops.all.clone();
@@ -241,85 +241,87 @@ impl ReplicaCore {
         tasks.spawn(registration::register(self.cluster(), view, first, stop()));
     }
 
-    /// The log and its members.
+    /// Returns the log and its members.
     #[must_use]
     pub fn replica(&self) -> &Replica {
         &self.replica
     }
 
-    /// The same as `api` sees it.
+    /// Returns the log and its members as seen by `api`.
     #[must_use]
     pub fn cluster(&self) -> Arc<dyn Cluster> {
         Arc::clone(&self.port) as _
     }
 
-    /// Decides where requests go, and keeps the books of them.
+    /// Returns the router, which decides where requests go and accounts for them.
     #[must_use]
     pub fn router(&self) -> &Arc<Router> {
         &self.parts.router
     }
 
-    /// Where requests wait; in front of the router.
+    /// Returns the queues in front of the router.
     #[must_use]
     pub fn admission(&self) -> &Arc<Admission> {
         &self.parts.admission
     }
 
-    /// What is known of the backends' health. Nothing, until somebody tells: see
-    /// [`api::backends::Roster`].
+    /// Returns the backends' health. Nothing is known until it is reported, see
+    /// [`api::backends::SlotTable`].
     #[must_use]
     pub fn backends(&self) -> &Arc<Backends> {
         &self.parts.backends
     }
 
-    /// The read side of the state.
+    /// Returns the read side of the state.
     #[must_use]
     pub fn view(&self) -> &Arc<StateView> {
         &self.parts.view
     }
 
-    /// Digests of the state by log index.
+    /// Returns the digests of the state by log index.
     #[must_use]
     pub fn digests(&self) -> &Arc<Digests> {
         &self.parts.shared.digests
     }
 
-    /// What happens in the cluster, as far as it is told here.
+    /// Returns the events of the cluster as far as they are known here.
     #[must_use]
     pub fn events(&self) -> &EventBus {
         &self.parts.events
     }
 
-    /// The cluster's wall clock.
+    /// Returns the cluster's clock.
     #[must_use]
     pub fn clock(&self) -> &Clock {
         &self.clock
     }
 
-    /// Runs `read` on the state between two applies. Keep it short: `apply` waits meanwhile.
+    /// Calls `read` on the state between two applies. Keep it short, because `apply` waits
+    /// meanwhile.
     pub fn with_state<R>(&self, read: impl FnOnce(&RouterState) -> R) -> R {
         read(&self.parts.shared.state())
     }
 
-    /// Loses the replicated state of this replica when called, as a fault of memory might: what is
-    /// left is an empty one at the same log index. For tests and fault injection.
+    /// Returns a function that loses the replicated state of this replica, as a memory fault might:
+    /// it leaves an empty state at the same log index. For tests and fault injection.
     pub fn state_loss(&self) -> impl Fn() + Send + Sync + use<> {
         let port = Arc::clone(&self.port);
         move || port.lose_state()
     }
 
-    /// Ends when the core does; for what runs beside its own loops.
+    /// Returns a token that is cancelled when the core ends, for tasks outside its own loops.
     pub(super) fn stopping(&self) -> CancellationToken {
         self.stops.all.clone()
     }
 
-    /// Takes part in the core's end: it waits until `task` has seen [`ReplicaCore::stopping`].
+    /// Runs `task` with the core's own; the core waits for it after cancelling
+    /// [`ReplicaCore::stopping`].
     pub(super) fn beside(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }
 
-    /// Leaves in peace: what waits is answered, leadership handed over, what was learnt flushed, the
-    /// store closed.
+    /// Leaves gracefully: answers waiting requests, transfers leadership, flushes updates and
+    /// closes the store.
     pub async fn stop(mut self) {
         self.parts.admission.leave_all();
         hand_over(&self.replica).await;
@@ -327,7 +329,7 @@ impl ReplicaCore {
         self.end().await;
     }
 
-    /// Puts what was learnt into the log; nothing may be learnt any more.
+    /// Commits the remaining updates. No more may arrive after that.
     pub(super) async fn flush(&mut self) {
         self.stops.no_more_facts.cancel();
         match (&mut self.outbox).await {
@@ -342,7 +344,7 @@ impl ReplicaCore {
         }
     }
 
-    /// Ends everything as it stands and closes the store.
+    /// Ends everything immediately and closes the store.
     pub(super) async fn end(self) {
         self.outbox.abort();
         self.stops.all.cancel();
@@ -357,7 +359,7 @@ impl ReplicaCore {
     }
 }
 
-/// Adds what to do to an error that has a remedy.
+/// Adds the remedy to an error that has one.
 fn explain_start(error: StartError) -> anyhow::Error {
     match error {
         StartError::Damaged { .. } => anyhow::anyhow!(

@@ -1,5 +1,6 @@
-//! Writes to the log what happens in the cluster and nobody else writes there: changes of the
-//! registry, the policy and the quorum. Roles, members and health are told where they are found.
+//! Writes cluster events to the program's log unless they are logged elsewhere: changes of the
+//! registry, the policy and the quorum. Roles, members and health are logged where they are
+//! detected.
 
 use api::events::{ClusterEvent, EventBus};
 use tokio::sync::broadcast::error::RecvError;

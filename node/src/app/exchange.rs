@@ -1,10 +1,11 @@
 //! Messages between replicas outside the log: load, backlog, and digests.
 //!
-//! All of it travels in one message, as a peer that is behind gets only the newest one: none can push
-//! the other out. Layout: a version byte, the digest claim's length in one byte, the claim (see
-//! [`Digests::message`]), from version 2 on the backlog's length in two bytes, little-endian, and the
-//! backlog (see [`backlog::encode`]), then the load report (see [`LoadTable::local_report`]) up to
-//! the end. While nothing waits a message has version 1, which every version reads; it says as much.
+//! They travel in one message, because a slow peer receives only the newest one, so none can
+//! displace the others. Layout: a version byte; the length of the digest claim in one byte; the
+//! claim (see [`Digests::message`]); from version 2 on, the length of the backlog in two bytes,
+//! little-endian, and the backlog (see [`backlog::encode`]); then the load report (see
+//! [`LoadTable::local_report`]) up to the end. While nothing waits, a message has version 1, which
+//! every version can read; it implies an empty backlog.
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 
@@ -23,25 +24,25 @@ use tokio_util::sync::CancellationToken;
 use super::clocks::ClusterClocks;
 use super::ticks::every;
 
-/// Time between two looks at this replica's load and backlog.
+/// Interval at which this replica's load and backlog are checked.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// First byte of a message without a backlog.
+/// Version of a message without a backlog.
 const VERSION_IDLE: u8 = 1;
-/// First byte of a message with one.
+/// Version of a message with a backlog.
 const VERSION_BACKLOGGED: u8 = 2;
-/// Longest backlog in a message, in bytes.
+/// Maximum length of the backlog in a message, in bytes.
 const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
 const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
 
-/// Takes in what peers tell.
+/// Receiver of the peers' messages.
 pub(super) struct GossipInbox {
-    /// Keeps the peers' load.
+    /// Receives the peers' load.
     pub(super) router: Arc<Router>,
-    /// Keeps the peers' backlogs.
+    /// Receives the peers' backlogs.
     pub(super) admission: Arc<Admission>,
-    /// Compares the peers' digests with ours.
+    /// Compares the peers' digests with this replica's.
     pub(super) digests: Arc<Digests>,
-    /// Compares the peers' clocks with ours.
+    /// Compares the peers' clocks with this replica's.
     pub(super) clocks: Arc<ClusterClocks>,
 }
 
@@ -74,7 +75,7 @@ impl PeerHandler for GossipInbox {
     }
 }
 
-/// A message, taken apart.
+/// A decoded message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct GossipMessage<'a> {
     pub(super) claim: &'a [u8],
@@ -125,8 +126,9 @@ impl<'a> GossipMessage<'a> {
     }
 }
 
-/// Looks at the clocks and at replicated time, and tells the peers until `stop`: a change of load or backlog within [`INTERVAL`], that the first
-/// request waits or the last one went at once, everything anew often enough to be counted as alive.
+/// Updates the clocks and replicated time, and sends messages to the peers until `stop`. A change
+/// of load or backlog is sent within [`INTERVAL`], at once if the first request waits or the last
+/// one went, and everything is repeated often enough to count as alive.
 pub(super) async fn tell(
     replica: Replica,
     router: Arc<Router>,

@@ -18,8 +18,8 @@ use super::formats;
 use super::ports::FIRST_COMMAND_SEQ;
 use crate::config::{self, Config};
 
-/// How the raft replica of this config is started that peers reach at `peer` and that forms a
-/// cluster with the command `first`.
+/// Returns the options of a Raft replica that peers reach at `peer` and that forms a cluster with
+/// the command `first`.
 #[must_use]
 pub(super) fn raft_options(
     config: &Config,
@@ -74,7 +74,7 @@ pub(super) fn raft_options(
     }
 }
 
-/// The command that makes a log a cluster.
+/// Returns the encoded command that founds a cluster.
 pub(super) fn first_command(
     config: &Config,
     session: SessionId,
@@ -110,7 +110,7 @@ fn founding(policy: PolicyConfig, hashing: BlockHasher) -> Command {
     }
 }
 
-/// How backends are probed.
+/// Returns the settings of the probes.
 #[must_use]
 pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
     let probes = config.probes.clone();
@@ -125,17 +125,18 @@ pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
     }
 }
 
-/// Host names that the admin listener goes by: none that a stranger could have lead to it.
+/// Returns the host names of the admin listener. None of them can be made by a stranger to resolve
+/// to it.
 #[must_use]
 pub(super) fn own_hosts(config: &Config) -> Vec<String> {
     let mut hosts = config.admin.hosts.clone();
     hosts.push(config.listen.advertise.clone());
-    // Elsewhere than on Linux the machine's name has to be told.
+    // Outside Linux, the machine's name must be configured.
     hosts.extend(std::fs::read_to_string("/proc/sys/kernel/hostname").ok());
     hosts.iter().map(|host| host.trim().to_owned()).collect()
 }
 
-/// Settings of the data plane.
+/// Returns the settings of the data plane.
 #[must_use]
 pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     let mut settings = ProxySettings::new(config.node.id);
@@ -168,7 +169,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings
 }
 
-/// Says so when users are who they say they are.
+/// Warns if clients choose their own user names.
 pub(super) fn tell_of_names(config: &Config) {
     let users = &config.users;
     let is_unset = users.trusted_proxies == IpPrefix::LOOPBACK;

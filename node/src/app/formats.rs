@@ -1,10 +1,11 @@
-//! Log format versions that members know, and which commands may be proposed.
+//! Log format versions known to the members, and which commands may be proposed.
 //!
-//! A replica stops at a command that it cannot read. Each tells the cluster the newest format it knows as a
-//! label of its membership, anew whenever it is started with another build; a command of a later kind than
-//! every build knows is proposed only when all members have told that they know it. One that is away
-//! counts as what it said last: it would stop when it comes back. What a member says may be some moments old:
-//! nobody should be put back to an earlier build while such commands are being given.
+//! A replica stops at a command that it cannot decode. Each replica therefore announces the newest
+//! format it knows as a label of its membership, and updates it when started with another build. A
+//! command that not every build knows is proposed only once all members have announced its format.
+//! A member that is away counts with its last announcement, because it would stop when it returns.
+//! Announcements may be slightly outdated, so do not downgrade a replica while such commands are
+//! being proposed.
 
 use raft::{Member, Status};
 use state::codec::{FORMAT_VERSION, FORMAT_VERSION_COMMON, format_of};
@@ -13,12 +14,13 @@ use state::command::Command;
 /// Name of the label.
 const LABEL: &str = "format";
 
-/// What a replica of this build tells.
+/// Returns the label of this build.
 pub(super) fn label() -> (String, String) {
     (LABEL.to_owned(), FORMAT_VERSION.to_string())
 }
 
-/// Says who cannot read `command`, if anybody. This replica, whose status it is, can.
+/// Returns an error that lists the members that cannot decode `command`, if any. This replica,
+/// whose status is passed, can.
 pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<(), String> {
     let needed = format_of(command);
     if needed <= FORMAT_VERSION_COMMON {
@@ -39,7 +41,7 @@ pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<()
     ))
 }
 
-/// The newest format that a member knows.
+/// Returns the newest format that a member knows.
 fn known(member: &Member) -> u8 {
     let told = member.labels.get(LABEL).and_then(|it| it.parse().ok());
     told.unwrap_or(FORMAT_VERSION_COMMON)

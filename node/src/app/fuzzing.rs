@@ -1,9 +1,9 @@
-//! What replicas tell each other, as [`crate::fuzzing`] has it.
+//! Fuzz target for messages between replicas, see [`crate::fuzzing`].
 
 use super::exchange::GossipMessage;
 
-/// A message of a peer. One that can be taken apart is put together as it was, unless it has a form
-/// that is not written: a backlog that is told and empty.
+/// Decodes a peer's message. Encoding it again restores the bytes, except for a form that is never
+/// written: an explicit, empty backlog.
 pub fn exchange(bytes: &[u8]) {
     if let Some(message) = GossipMessage::read(bytes) {
         assert_eq!(GossipMessage::read(&message.write()), Some(message));

@@ -1,10 +1,10 @@
 //! Compares this replica's digest with its peers', and replaces its state if the majority
 //! disagrees.
 //!
-//! Replicas that applied the same log must hold the same state. One that differs from most voters
-//! has lost that, to a fault of memory or of the program, and cannot tell where: it neither leads nor is
-//! elected, lest others take its snapshots, and it says that it is not ready until it has taken over the
-//! state of one of the majority.
+//! Replicas that applied the same log must hold the same state. If one differs from most voters, a
+//! fault of memory or of the program has corrupted it, and it cannot tell where. It then neither
+//! leads nor is elected, because others might take its snapshots, and reports that it is not ready
+//! until it has taken over the state of a replica in the majority.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,11 +17,10 @@ use super::leadership::hand_over;
 use super::machine::SharedState;
 use super::ticks::every;
 
-/// Time between two looks, and between two tries to replace the state. Whatever differs is looked at
-/// at once.
+/// Interval of checks and of attempts to replace the state. A difference is handled at once.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Looks until `stop`.
+/// Checks until `stop`.
 pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: CancellationToken) {
     let digests = Arc::clone(&shared.digests);
     let mut last_seen = LogIndex(0);
@@ -69,7 +68,7 @@ pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: Canc
     }
 }
 
-/// Takes over the state of the first of `holders` that gives it: some may be away.
+/// Takes over the state from the first of `holders` that provides it, because some may be away.
 async fn rebuild(replica: &Replica, holders: &[ReplicaId]) -> Result<u64, ChangeError> {
     let mut rebuilt = Err(ChangeError::Refused(
         "nobody holds the majority's state".to_owned(),
@@ -83,9 +82,9 @@ async fn rebuild(replica: &Replica, holders: &[ReplicaId]) -> Result<u64, Change
     rebuilt
 }
 
-/// Has the digest compared at steps as close as the log is slow, and where it has stood still since
-/// it was `last_seen`: in a quiet cluster the next index that peers are told of may be far. Answers
-/// where the log stands.
+/// Compares digests more often when the log is slow, and at the current index if it has not moved
+/// since `last_seen`: in a quiet cluster, the next index to compare may be far away. Returns the
+/// applied index.
 fn note_pace(shared: &SharedState, last_seen: LogIndex) -> LogIndex {
     let state = shared.state();
     let applied = state.applied();

@@ -1,4 +1,4 @@
-//! Reads the file of API keys again when it changes, so that a key can be revoked without a restart.
+//! Reloads the file of API keys when it changes, so that a key can be revoked without a restart.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use tokio_util::sync::CancellationToken;
 use super::ticks::every;
 use crate::config::key_file::read;
 
-/// How often the file is looked at.
+/// Interval at which the file is checked.
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// What changes with a file: which one it is, how long, and when it was written.
+/// Attributes that change with a file: identity, length and times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct FileStamp {
     inode: u64,
@@ -23,7 +23,7 @@ struct FileStamp {
 }
 
 impl FileStamp {
-    /// `None`: it is not there.
+    /// Returns the attributes; `None` if the file does not exist.
     fn of(file: &Path) -> Option<Self> {
         let found = file.metadata().ok()?;
         Some(Self {
@@ -35,7 +35,7 @@ impl FileStamp {
     }
 }
 
-/// A file of keys as it was seen last.
+/// A key file as last seen.
 struct WatchedKeyFile {
     file: PathBuf,
     keys: ApiKeys,
@@ -43,7 +43,7 @@ struct WatchedKeyFile {
 }
 
 impl WatchedKeyFile {
-    /// Reads the file if it is another one than before. One that cannot be read changes nothing.
+    /// Reloads the file if it has changed. An unreadable file changes nothing.
     fn look(&mut self) {
         let stamp = FileStamp::of(&self.file);
         if stamp == self.seen {
@@ -62,7 +62,7 @@ impl WatchedKeyFile {
 
 /// Follows `file` until `stop`.
 pub(super) async fn follow(file: PathBuf, keys: ApiKeys, stop: CancellationToken) {
-    // The first look reads it once more: it may have changed since the config was read.
+    // The first check reads it once more, because it may have changed since the config was read.
     let seen = None;
     let mut followed = WatchedKeyFile { file, keys, seen };
     let mut ticks = every(INTERVAL);
@@ -82,7 +82,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("keys");
         let write = |text: &str| {
-            // As a careful hand would: written beside, renamed.
+            // As a careful operator would: written to another name, then renamed.
             let beside = dir.path().join("beside");
             std::fs::write(&beside, text).unwrap();
             std::fs::rename(&beside, &file).unwrap();

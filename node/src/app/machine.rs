@@ -1,4 +1,4 @@
-//! The state machine that the log drives: decodes, applies, encodes. The one place where log and
+//! The state machine driven by the log: decodes, applies, encodes. The one place where log and
 //! router meet.
 
 use std::io::{Read, Write};
@@ -23,7 +23,8 @@ pub(super) struct SharedState {
 }
 
 impl SharedState {
-    /// The state between two applies. Hold it shortly: `apply` waits meanwhile.
+    /// Locks the state between two applies. Hold the lock only briefly, because `apply` waits
+    /// meanwhile.
     pub(super) fn state(&self) -> MutexGuard<'_, RouterState> {
         self.state
             .lock()
@@ -31,31 +32,31 @@ impl SharedState {
     }
 }
 
-/// Sees every change of a replica's state, right behind it: for a simulation, which proves what must
-/// hold of it. `apply` waits meanwhile.
+/// Observes every change of a replica's state immediately after it, for a simulation that checks
+/// invariants. `apply` waits meanwhile.
 pub trait Witness: Send + Sync + 'static {
-    /// The entry at `index` was applied; `None`: it carries no command.
+    /// The entry at `index` was applied; `None` if it carries no command.
     fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>);
 
-    /// The state was replaced by a snapshot's.
+    /// The state was replaced by that of a snapshot.
     fn restored(&self, state: &RouterState);
 }
 
-/// Drives the shared state from the log.
+/// State machine that applies the log to the shared state.
 pub(super) struct RouterMachine {
     shared: Arc<SharedState>,
     witness: Option<Arc<dyn Witness>>,
 }
 
 impl RouterMachine {
-    /// A machine over `shared`; nothing else may apply to it.
+    /// Creates a machine over `shared`. Nothing else may apply to it.
     #[must_use]
     pub(super) fn new(shared: Arc<SharedState>, witness: Option<Arc<dyn Witness>>) -> Self {
         Self { shared, witness }
     }
 
-    /// Reads the backup that `command` switches to, if it does. It may be millions of blocks: meanwhile
-    /// nobody is to wait for the state, and nothing on this thread.
+    /// Reads the backup that `command` switches to, if it does. It may contain millions of blocks,
+    /// so reading must block neither users of the state nor other tasks on this thread.
     fn read_ahead(&self, command: &Command) {
         if !matches!(command, Command::FinishRestore { .. }) {
             return;

@@ -1,8 +1,8 @@
-//! One replica as a value: built from a config, started, served until told to leave.
+//! One replica as a value: built from a config, started, and run until told to leave.
 //!
 //! Everything is wired here and nowhere else: the state behind the log, the router over both, the
 //! data plane, the admin API, and the loops that carry load and digests between replicas. Several
-//! apps can live in one process; each has its own sockets, state and metrics.
+//! apps can run in one process; each has its own sockets, state and metrics.
 
 mod absence;
 mod clocks;
@@ -32,7 +32,7 @@ pub use sockets::{Addresses, BoundSockets};
 
 use crate::config::Config;
 
-/// A replica that is bound to its sockets and does nothing yet.
+/// A replica bound to its sockets but not started yet.
 #[derive(Debug)]
 pub struct App {
     config: Config,
@@ -41,20 +41,20 @@ pub struct App {
 }
 
 impl App {
-    /// Binds the config's three addresses. Call it within a tokio runtime.
+    /// Binds the config's three addresses. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// When one of them cannot be bound.
+    /// If one of them cannot be bound.
     pub fn build(config: Config) -> anyhow::Result<Self> {
         let sockets = BoundSockets::bind(&config.listen)?;
         Self::on(config, sockets)
     }
 
-    /// Takes sockets bound elsewhere in place of the config's addresses: for several replicas that
+    /// Uses existing sockets instead of binding the config's addresses, for several replicas that
     /// must know each other's ports before any of them starts.
     ///
     /// # Errors
-    /// When the system does not tell where they are bound.
+    /// If the system does not report their addresses.
     pub fn on(config: Config, sockets: BoundSockets) -> anyhow::Result<Self> {
         let addresses = sockets.addresses()?;
         Ok(Self {
@@ -64,24 +64,24 @@ impl App {
         })
     }
 
-    /// Where it listens.
+    /// Returns the listening addresses.
     #[must_use]
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }
 
-    /// Opens the store, starts to serve and to take part in the cluster.
+    /// Opens the store and starts the replica.
     ///
     /// # Errors
-    /// When the store cannot be opened or is damaged.
+    /// If the store cannot be opened or is damaged.
     pub async fn start(self) -> anyhow::Result<RunningReplica> {
         running::start(self.config, self.sockets, self.addresses).await
     }
 
-    /// Starts, serves until told to leave, leaves.
+    /// Starts the replica, serves until told to leave, then leaves.
     ///
     /// # Errors
-    /// As [`App::start`].
+    /// See [`App::start`].
     pub async fn run(self, shutdown: ShutdownHandle) -> anyhow::Result<()> {
         self.start().await?.until(&shutdown).await;
         Ok(())

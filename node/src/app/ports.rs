@@ -1,4 +1,4 @@
-//! Implements `api`'s ports over a raft replica.
+//! Implements `api`'s ports over a Raft replica.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,40 +16,40 @@ use super::clocks::ClusterClocks;
 use super::machine::SharedState;
 use crate::planted::{self, Bug};
 
-/// Sequence number, in a run's admin lane, of the command that forms a cluster; only one replica
-/// proposes it, but all number their admin commands after it.
+/// Sequence number, in a session's admin lane, of the command that forms a cluster. Only one
+/// replica proposes it, but all number their admin commands after it.
 pub(super) const FIRST_COMMAND_SEQ: u64 = 1;
-/// Longest wait for the fate of one proposal.
+/// Longest wait for the outcome of one proposal.
 const PROPOSE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Longest time an admin command is repeated while its fate is unknown.
+/// Longest time for which an admin command is repeated while its outcome is unknown.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most sessions one admin command is proposed under.
+/// Maximum number of sessions under which one admin command is proposed.
 const SESSIONS_MAX: u32 = 3;
-/// Pause between two tries of an admin command.
+/// Pause between two attempts of an admin command.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Why nothing is proposed yet.
+/// Why nothing is proposed before the cluster is formed.
 const NOT_FORMED: &str = "the state here is not that of a cluster yet";
-/// The same, of a replica that has just started.
+/// Why nothing is proposed right after the start.
 const CLOCKS_UNHEARD: &str = "the clocks of the other members are not heard yet";
 /// Why an answer is not believed.
 const LEADER_IS_WRONG: &str = "the leader has lost its state";
 
-/// A replica of the log as `api` sees it.
+/// The log as `api` sees it.
 pub(super) struct LogPort {
     id: ReplicaId,
-    /// The run that the cluster knows this process by. It goes on under its successor when the
-    /// cluster has seen another run of this replica's id: by the outbox, or by an admin command.
+    /// Session by which the cluster knows this process. Continues under its successor if the outbox
+    /// or an admin command finds that the cluster has seen another session of this replica's id.
     session: Mutex<SessionId>,
     replica: Replica,
     shared: Arc<SharedState>,
-    /// Last sequence number given to an admin command; held while one is under way.
+    /// Last sequence number of an admin command; locked while one is in progress.
     admin_seq: tokio::sync::Mutex<u64>,
     clocks: Arc<ClusterClocks>,
 }
 
 impl LogPort {
-    /// `replica` drives `shared`; both belong to this run of replica `id`.
+    /// Creates the port. `replica` drives `shared`; both belong to this session of replica `id`.
     #[must_use]
     pub(super) fn new(
         id: ReplicaId,
@@ -68,7 +68,7 @@ impl LogPort {
         }
     }
 
-    /// See [`Core::state_loss`](super::core::Core::state_loss).
+    /// See [`ReplicaCore::state_loss`](super::core::ReplicaCore::state_loss).
     pub(super) fn lose_state(&self) {
         let mut state = self.shared.state();
         let mut empty = RouterState::new();
@@ -91,7 +91,7 @@ impl LogPort {
         };
         let mut envelope = Envelope {
             origin,
-            // Stamped whenever it is proposed.
+            // Stamped on each proposal.
             proposed_at_ms: 0,
             command,
         };
@@ -111,7 +111,7 @@ impl LogPort {
                     }
                     sessions += 1;
                     envelope.origin.session = self.session_after(envelope.origin.session);
-                    // What is not applied here yet may be what the next try has to know.
+                    // The next attempt may depend on entries that are not applied here yet.
                     tokio::time::sleep(SUBMIT_PAUSE).await;
                     continue;
                 }
@@ -131,7 +131,8 @@ impl LogPort {
                 settled => return settled,
             };
             if Instant::now() + SUBMIT_PAUSE >= deadline {
-                // Only if no try may have reached a log is it safe to say that it did not happen.
+                // It is only safe to say that it did not happen if no attempt may have reached a
+                // log.
                 return Err(match failure {
                     ProposeError::Unavailable(why) if may_be_logged => ProposeError::Unknown(why),
                     failure => failure,
@@ -144,11 +145,11 @@ impl LogPort {
 
 impl LogPort {
     fn session(&self) -> MutexGuard<'_, SessionId> {
-        // One number: nothing can be left half changed.
+        // A single number cannot be left half changed.
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The session to use after `stale` was refused.
+    /// Returns the session to use after `stale` was rejected.
     fn session_after(&self, stale: SessionId) -> SessionId {
         let mut session = self.session();
         if *session == stale {
@@ -162,7 +163,7 @@ impl LogPort {
     }
 }
 
-/// Whether a command was refused because its run is thought over.
+/// Whether a command was rejected because its session is considered over.
 fn is_stale(reply: &Reply) -> bool {
     match reply {
         Reply::Rejected(Rejection::StaleSession { .. }) => true,
@@ -171,15 +172,15 @@ fn is_stale(reply: &Reply) -> bool {
     }
 }
 
-/// Whether the command that forms the cluster is applied. Nothing is proposed before: what is
-/// proposed afterwards stands behind it in the log and is never refused for want of it.
+/// Whether the command that forms the cluster is applied. Nothing is proposed before; later
+/// proposals follow it in the log and are never rejected for the lack of it.
 fn is_formed(state: &RouterState) -> bool {
     state.view().registry().initialised
 }
 
-/// Whether a command was refused as one that came before the cluster was formed. Behind
-/// [`is_formed`] only a leader that has lost its state says so. The others may have applied the
-/// command: under another number they would apply it once more.
+/// Whether a command was rejected for preceding the formation of the cluster. After [`is_formed`],
+/// only a leader that has lost its state answers so. The others may have applied the command and
+/// would apply it again under another number.
 fn is_not_formed(reply: &Reply) -> bool {
     match reply {
         Reply::Rejected(reject) => *reject == Rejection::NotInitialised,
@@ -216,7 +217,8 @@ impl Propose for LogPort {
                 return Err(ProposeError::Unknown(LEADER_IS_WRONG.to_owned()));
             }
             if origin.lane == Lane::Outbox && !is_stale(&reply) {
-                // The outbox finds its session over by itself; admin commands are to be of that run.
+                // The outbox detects the end of its session itself; admin commands must use the
+                // same session.
                 *self.session() = origin.session;
             }
             Ok(Committed {
@@ -230,8 +232,8 @@ impl Propose for LogPort {
 fn propose_error(error: raft::ProposeError) -> ProposeError {
     match error {
         raft::ProposeError::NoLeader => ProposeError::Unavailable("no leader is known".to_owned()),
-        // Some member could not read it yet, or it is an admin command above the bound: batches are cut
-        // far below. It entered no log.
+        // Some member could not decode it yet, or it is an admin command above the size bound
+        // (batches are cut far below it). It did not enter any log.
         error @ (raft::ProposeError::Refused(_) | raft::ProposeError::TooLarge { .. }) => {
             ProposeError::Unavailable(error.to_string())
         }
@@ -309,7 +311,7 @@ impl Cluster for LogPort {
     }
 }
 
-/// A raft status in the admin API's words.
+/// Converts a Raft status for the admin API.
 fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
     let member = |(id, member): (&u8, &raft::Member)| {
         let status = MemberStatus {
@@ -363,7 +365,7 @@ mod tests {
     use super::*;
     use crate::app::machine::RouterMachine;
 
-    /// What the clock shows at first.
+    /// Initial time of the clock.
     const NOW_MS: u64 = 1_000_000;
 
     struct Deaf;
@@ -399,7 +401,7 @@ mod tests {
         port_at(data_dir, Arc::new(AtomicU64::new(NOW_MS))).await
     }
 
-    /// The same, by a clock that shows what it is told.
+    /// The same, with a settable clock.
     async fn port_at(data_dir: &std::path::Path, now_ms: Arc<AtomicU64>) -> LogPort {
         let init = Command::InitCluster {
             hash_seed: 1,
@@ -453,7 +455,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let now_ms = Arc::new(AtomicU64::new(NOW_MS));
         let port = port_at(folder.path(), Arc::clone(&now_ms)).await;
-        // The run before, when the clock was half a minute ahead.
+        // The previous session, when the clock was half a minute ahead.
         now_ms.store(NOW_MS + 30_000, Ordering::Relaxed);
         port.clocks.turn();
         port.propose(batch(2)).await.unwrap();
@@ -508,7 +510,8 @@ mod tests {
         let next = SessionId(1).successor();
         assert_eq!(port.status().session, next);
 
-        // The outbox finds its session over too, and the same one next: both are one run again.
+        // The outbox also finds its session over, and arrives at the same successor: both are one
+        // session again.
         assert!(is_stale(&port.propose(batch(1)).await.unwrap().reply));
         assert!(!is_stale(&port.propose(batch(next.0)).await.unwrap().reply));
         assert_eq!(port.submit(put()).await.unwrap().reply, Reply::Applied);

@@ -15,12 +15,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::ticks::every;
 
-/// Time between two looks at who is there.
+/// Interval at which presence is checked.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// How long a replica may be silent before another one reads for it.
+/// Silence after which another replica reads for a replica.
 const SILENT_MAX: Duration = Duration::from_millis(500);
 
-/// Decides as long as this replica leads, until `stop`.
+/// Assigns readers while this replica leads, until `stop`.
 pub(super) async fn assign(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
@@ -48,7 +48,7 @@ pub(super) async fn assign(
         if !registry.initialised || wanted == registry.readers {
             continue;
         }
-        // What is not confirmed is decided anew at the next look.
+        // If it is not confirmed, the next round decides again.
         let submitted = cluster.submit(Command::AssignReaders(wanted));
         match stop.run_until_cancelled(submitted).await {
             None => return,
@@ -60,7 +60,7 @@ pub(super) async fn assign(
     }
 }
 
-/// The backends that are to be read, by slot, and who reads what.
+/// Returns the backends to read, by slot, and the current readers.
 fn looked_up(registry: &Registry) -> (Vec<BackendRef>, BTreeMap<Slot, ReplicaId>) {
     let read = registry
         .backends
@@ -73,7 +73,8 @@ fn looked_up(registry: &Registry) -> (Vec<BackendRef>, BTreeMap<Slot, ReplicaId>
     )
 }
 
-/// Who is to read what, by slot. Readers that are there stay, but for as few as make the load even.
+/// Returns the assignment, by slot. Present readers stay, except for the few that have to move to
+/// balance the load.
 fn spread(
     backends: &[BackendRef],
     current: &BTreeMap<Slot, ReplicaId>,

@@ -1,6 +1,6 @@
-//! Puts what the config says of a new cluster into the replicated registry: the backends whose id it
-//! does not know yet, and how requests are admitted and routed, unless somebody has said so. Later changes go
-//! through the admin API and are not undone here.
+//! Registers the config's settings for a new cluster: the backends with unknown ids, and the
+//! admission and routing settings unless they have been set. Later changes go through the admin API
+//! and are not undone here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use state::command::{BackendSpec, Command, Reply};
 use state::policy::RoutingSettings;
 use tokio_util::sync::CancellationToken;
 
-/// Pause before the registry is looked at again, and after a failed try.
+/// Pause before the registry is checked again, and after a failed attempt.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What a new cluster begins with.
+/// Initial settings of a new cluster.
 pub(super) struct FoundingSettings {
     pub(super) backends: Vec<BackendSpec>,
     pub(super) admission: AdmissionSettings,
@@ -40,7 +40,7 @@ pub(super) async fn register(
                  make prompts that look cached; restore a backup into a new cluster (docs/guide/backups.md)"
             );
         }
-        // The defaults need no entry: they hold while nobody has set anything.
+        // The defaults need no entry: they apply until something is set.
         if first.admission != AdmissionSettings::default() {
             let command = Command::PutAdmission(first.admission);
             put_setting(&*cluster, command, || view.registry().admission.is_some()).await;
@@ -60,7 +60,7 @@ pub(super) async fn register(
     }
 }
 
-/// Has a setting set that nobody has set yet.
+/// Submits a setting unless it has been set already.
 async fn put_setting(cluster: &dyn Cluster, command: Command, is_set: impl Fn() -> bool) {
     while !is_set() {
         match cluster.submit(command.clone()).await {

@@ -1,4 +1,4 @@
-//! A replica at work: its core, and what connects it to clients, operators and engines.
+//! A running replica: its core, and the connections to clients, operators and engines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,8 @@ use super::{events, formation};
 use crate::config::{Config, Drain};
 use crate::descriptors;
 
-/// A replica that serves. Drop it only after [`RunningReplica::until`]: its tasks go on otherwise.
+/// A replica that serves. Drop it only after [`RunningReplica::until`]; its tasks continue
+/// otherwise.
 pub struct RunningReplica {
     addresses: Addresses,
     drain: Drain,
@@ -35,16 +36,16 @@ pub struct RunningReplica {
     proxy: JoinHandle<DrainResult>,
 }
 
-/// What is told to end before the core is, in this order.
+/// Stop signals before the core's own, in this order.
 #[derive(Default)]
 struct ReplicaShutdown {
-    /// Clients are to go elsewhere.
+    /// Clients must go elsewhere.
     leaving: CancellationToken,
-    /// No more connections are to be accepted.
+    /// No more connections are accepted.
     no_more_requests: CancellationToken,
 }
 
-/// What peers are reached over.
+/// Returns the transport to peers.
 fn peers(config: &Config, listener: TcpListener) -> anyhow::Result<Tcp> {
     let tcp = Tcp::new(listener)?;
     let Some(secret) = config.cluster.secret.clone() else {
@@ -58,7 +59,7 @@ fn peers(config: &Config, listener: TcpListener) -> anyhow::Result<Tcp> {
     }))
 }
 
-/// Puts a replica together and sets it to work.
+/// Assembles and starts a replica.
 pub(super) async fn start(
     mut config: Config,
     sockets: BoundSockets,
@@ -151,7 +152,7 @@ fn admin(
     })
 }
 
-/// The loops that connect the core to engines and operators.
+/// Starts the loops that connect the core to engines and operators.
 fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
     let (backends, view) = (core.backends(), core.view());
     let probing = Arc::clone(backends).run(Arc::clone(view), probe_hooks(core), core.stopping());
@@ -188,7 +189,7 @@ fn probe_hooks(core: &ReplicaCore) -> Hooks {
     }
 }
 
-/// Waits until there is something to answer from, and says so.
+/// Waits until there is a state to answer from, then marks the replica as serving.
 fn warm(core: &ReplicaCore, lifecycle: Lifecycle) -> impl Future<Output = ()> + Send + use<> {
     let (cluster, view) = (core.cluster(), Arc::clone(core.view()));
     let backends = Arc::clone(core.backends());
@@ -213,13 +214,13 @@ async fn serve_clients(
 }
 
 impl RunningReplica {
-    /// Where it listens.
+    /// Returns the listening addresses.
     #[must_use]
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }
 
-    /// The log and the members.
+    /// Returns the log and the members.
     #[must_use]
     pub fn cluster(&self) -> Arc<dyn Cluster> {
         self.core.cluster()
@@ -230,10 +231,12 @@ impl RunningReplica {
         self.core.state_loss()
     }
 
-    /// Serves until `shutdown` says to leave, then leaves: not ready at once, new connections for
-    /// `drain.dns_ttl` more with every answer telling the client to go elsewhere, leadership handed
-    /// over, requests finished up to `drain.deadline`, what was learnt flushed into the log, the
-    /// store closed. An abort leaves out all but the last.
+    /// Serves until `shutdown` requests a drain, then leaves.
+    ///
+    /// It becomes unready at once. For `drain.dns_ttl`, it accepts new connections, and every
+    /// answer tells the client to go elsewhere. Then it transfers leadership, finishes requests for
+    /// up to `drain.deadline`, flushes its updates into the log and closes the store. An abort
+    /// skips everything but the last step.
     pub async fn until(mut self, shutdown: &ShutdownHandle) {
         shutdown.draining().await;
         self.lifecycle.drain();
@@ -249,7 +252,7 @@ impl RunningReplica {
         self.core.end().await;
     }
 
-    /// Brings to an end what clients and the cluster wait for.
+    /// Completes what clients and the cluster are waiting for.
     async fn finish(&mut self) {
         tokio::time::sleep(self.drain.dns_ttl).await;
         self.stops.no_more_requests.cancel();

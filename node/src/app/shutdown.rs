@@ -2,7 +2,7 @@
 
 use tokio_util::sync::CancellationToken;
 
-/// Tells an app to stop. Cheap to clone; any clone may be used from any thread.
+/// Tells an app to stop. Cheap to clone, and usable from any thread.
 #[derive(Debug, Clone, Default)]
 pub struct ShutdownHandle {
     drain: CancellationToken,
@@ -10,18 +10,18 @@ pub struct ShutdownHandle {
 }
 
 impl ShutdownHandle {
-    /// A handle that nobody has used.
+    /// Creates an unused handle.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Leave in peace: not ready at once, requests under way are finished.
+    /// Requests a graceful exit: not ready at once, and requests in flight are finished.
     pub fn drain(&self) {
         self.drain.cancel();
     }
 
-    /// Stop without finishing anything, as a crash would.
+    /// Stops without finishing anything, like a crash.
     pub fn abort(&self) {
         self.abort.cancel();
         self.drain.cancel();

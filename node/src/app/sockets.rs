@@ -1,5 +1,5 @@
-//! The three listening sockets of a replica: bound before anything else, so that a port in use is
-//! told before a cluster is disturbed.
+//! The three listening sockets of a replica. They are bound before anything else, so that a port in
+//! use is reported before a cluster is disturbed.
 
 use std::net::SocketAddr;
 
@@ -9,36 +9,36 @@ use tokio::net::TcpListener;
 
 use crate::config::Listen;
 
-/// Connections the system holds for us until they are accepted.
+/// Length of the system's queue of unaccepted connections.
 const BACKLOG: i32 = 4096;
 
 /// Bound sockets.
 #[derive(Debug)]
 pub struct BoundSockets {
-    /// Clients.
+    /// Listener for clients.
     pub data: TcpListener,
-    /// Admin API.
+    /// Listener for the admin API.
     pub admin: TcpListener,
-    /// Other replicas.
+    /// Listener for other replicas.
     pub peer: TcpListener,
 }
 
-/// Where a replica really listens, the ports the system chose included.
+/// Actual addresses of a replica, including ports that the system chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
-    /// Clients.
+    /// Address for clients.
     pub data: SocketAddr,
-    /// Admin API.
+    /// Address of the admin API.
     pub admin: SocketAddr,
-    /// Other replicas.
+    /// Address for other replicas.
     pub peer: SocketAddr,
 }
 
 impl BoundSockets {
-    /// Binds all three. Call it within a tokio runtime.
+    /// Binds all three. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// Names the setting whose address cannot be bound.
+    /// The setting whose address cannot be bound.
     pub fn bind(listen: &Listen) -> anyhow::Result<Self> {
         Ok(Self {
             data: bind("listen.data", listen.data)?,
@@ -47,7 +47,7 @@ impl BoundSockets {
         })
     }
 
-    /// Where they are bound.
+    /// Returns the bound addresses.
     ///
     /// # Errors
     /// Those of the system.
@@ -70,7 +70,7 @@ fn listener(address: SocketAddr) -> std::io::Result<TcpListener> {
         Type::STREAM,
         Some(Protocol::TCP),
     )?;
-    // A restarted replica takes its port back although old connections linger.
+    // Lets a restarted replica take its port although old connections linger.
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;

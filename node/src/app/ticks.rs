@@ -1,10 +1,11 @@
-//! When a loop looks again.
+//! Intervals of the background loops.
 
 use std::time::Duration;
 
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
-/// Ticks at once and then every `period`, counted from the last look where one took longer.
+/// Returns an interval that ticks at once and then every `period`. After a late tick, the period
+/// counts from that tick.
 pub(super) fn every(period: Duration) -> Interval {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);

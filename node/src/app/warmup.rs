@@ -1,5 +1,5 @@
-//! The moment between start and the first request: connections wait in the listener's backlog until
-//! there is something to answer from, instead of being told that no backend is healthy.
+//! The time between the start and the first request. Connections wait in the listener's backlog
+//! until there is a state to answer from, instead of being told that no backend is healthy.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use api::backends::Backends;
 use api::ports::Cluster;
 use state::StateView;
 
-/// Longest wait. Without a quorum, or with dead engines, a replica serves what it can after it.
+/// Longest wait. Without a quorum, or with dead engines, the replica then serves what it can.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Time between two looks.
+/// Interval at which readiness is checked.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// Waits until this replica has caught up and every registered backend was probed.
+/// Waits until this replica has caught up and every registered backend has been probed.
 pub(super) async fn warm_up(cluster: &dyn Cluster, view: &StateView, backends: &Backends) {
     let warm = async {
         let mut looks = tokio::time::interval(INTERVAL);
