@@ -1,8 +1,8 @@
-//! `quorate backup` and `quorate restore`: the state of a cluster in a file, and back.
+//! `quorate backup` and `quorate restore`: a cluster's state into a file, and back.
 //!
-//! A file takes its name only once all of it is on disk and was read as a state with the digest that its
-//! replica said; one that is to be restored is read the same way before the first byte is sent. That takes
-//! as much memory as a replica's state.
+//! A file gets its name only once all of it is on disk and has been read as a state with the digest
+//! that the replica reported. A file to be restored is read in the same way before the first byte
+//! is sent. This takes as much memory as a replica's state.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Write};
@@ -29,9 +29,9 @@ use tokio::io::AsyncReadExt;
 use super::client::AdminTarget;
 use crate::json_client::{JsonAnswer, no_answer};
 
-/// Longest wait for the other side to send or take anything.
+/// Longest wait for the other side to send or accept data.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes read from the file at a time.
+/// Size of the reads from the file, in bytes.
 const READ_BYTES: usize = 256 << 10;
 
 /// `quorate backup`.
@@ -86,7 +86,7 @@ pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
         Ok(made)
     });
     if kept.is_err() {
-        // It may not have come into being.
+        // It may not exist.
         std::fs::remove_file(&unfinished).ok();
     }
     let (head, bytes) = kept?;
@@ -128,7 +128,7 @@ pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A backup in words.
+/// Describes a backup in words.
 fn told(head: &BackupHead) -> String {
     let made_at = UNIX_EPOCH.checked_add(Duration::from_millis(head.made_at_ms));
     let made_at = made_at.map_or_else(
@@ -143,7 +143,7 @@ fn told(head: &BackupHead) -> String {
     )
 }
 
-/// Where the file is written before it has its name: in the same folder, to be renamed.
+/// Returns the temporary name for the file, in the same folder so that it can be renamed.
 fn beside(file: &Path) -> anyhow::Result<PathBuf> {
     let name = file.file_name();
     let mut name = name
@@ -153,7 +153,7 @@ fn beside(file: &Path) -> anyhow::Result<PathBuf> {
     Ok(file.with_file_name(name))
 }
 
-/// Writes what the replica sends to `path` and has it on disk; answers its length.
+/// Writes the replica's answer to `path`, syncs it and returns its length.
 async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     let level = if args.local { "local" } else { "linearizable" };
     let url = args
@@ -177,7 +177,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
         );
     }
     let bar = bar("fetching", length.unwrap_or(0))?;
-    // What users are called and how prompts are hashed is in it.
+    // It contains user names and the hash secret.
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -219,7 +219,7 @@ async fn next_bytes(body: &mut Incoming) -> anyhow::Result<Option<Bytes>> {
     }
 }
 
-/// Reads a backup as a whole, state and all; answers its head.
+/// Reads a complete backup including its state, and returns its head.
 async fn verified(path: &Path) -> anyhow::Result<BackupHead> {
     let opened = path.to_owned();
     let read = tokio::task::spawn_blocking(move || read_whole(&opened));
@@ -242,7 +242,7 @@ fn read_whole(path: &Path) -> anyhow::Result<BackupHead> {
     Ok(head)
 }
 
-/// Sends the file and answers what the replica says.
+/// Sends the file and returns the replica's answer.
 async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     let force = if args.force { "?force=true" } else { "" };
     let url = args
@@ -283,7 +283,7 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     answer.with_context(|| format!("POST {url}"))
 }
 
-/// Returns when nothing was sent for a while: neither side moves.
+/// Returns when nothing was sent for a while, which means that neither side makes progress.
 async fn stalled(bar: &ProgressBar) {
     let mut position = None;
     while position != Some(bar.position()) {
@@ -292,13 +292,13 @@ async fn stalled(bar: &ProgressBar) {
     }
 }
 
-/// Has the name of a file on disk.
+/// Syncs the folder of a file, so that the file's name is on disk.
 fn sync_folder_of(file: &Path) -> io::Result<()> {
     let folder = file.parent().filter(|it| !it.as_os_str().is_empty());
     File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
 }
 
-/// A progress bar over bytes.
+/// Returns a progress bar over bytes.
 fn bar(what: &'static str, bytes: u64) -> anyhow::Result<ProgressBar> {
     let bar = terminal::progress_bar(bytes, terminal::BYTES)?;
     Ok(bar.with_prefix(format!("{what} ")))

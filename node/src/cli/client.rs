@@ -10,7 +10,7 @@ use crate::json_client::JsonClient;
 
 /// Longest wait for an answer: admin writes themselves give up after ten seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
-/// Entries asked for at a time.
+/// Number of entries per page.
 const PAGE: usize = 1000;
 
 /// Which replica to ask.
@@ -27,7 +27,7 @@ pub(super) struct AdminTarget {
     admin: Uri,
 }
 
-/// `http://host:port`, or `host:port` for short.
+/// Parses `http://host:port`, or `host:port` for short.
 pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
     let whole = if text.contains("://") {
         text.to_owned()
@@ -40,19 +40,19 @@ pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
 }
 
 impl AdminTarget {
-    /// `GET path`.
+    /// Sends `GET path`.
     pub(super) async fn get(&self, path: &str) -> anyhow::Result<Value> {
         self.send(Method::GET, path, None).await
     }
 
-    /// `GET /readyz`, whose answer counts whatever its status.
+    /// Sends `GET /readyz`, whose answer is valid whatever its status.
     pub(super) async fn readiness(&self) -> anyhow::Result<Value> {
         let client = JsonClient::new(ANSWER_TIMEOUT);
         let answer = client.send(Method::GET, &self.url("/readyz"), None).await?;
         answer.json().context("GET /readyz")
     }
 
-    /// All pages of a list; `field` is the list's name in the answer.
+    /// Returns all pages of a list; `field` is the list's name in the answer.
     pub(super) async fn list(&self, path: &str, field: &str) -> anyhow::Result<Vec<Value>> {
         let mut all = Vec::new();
         let mut cursor = String::new();
@@ -69,7 +69,7 @@ impl AdminTarget {
         }
     }
 
-    /// Sends a request and answers the body, if the status says success.
+    /// Sends a request and returns the body of a successful answer.
     pub(super) async fn send(
         &self,
         method: Method,
@@ -80,7 +80,7 @@ impl AdminTarget {
         client.call(method, &self.url(path), body).await
     }
 
-    /// The URL of a path.
+    /// Returns the URL of a path.
     pub(super) fn url(&self, path: &str) -> String {
         let base = self.admin.to_string();
         format!("{}{path}", base.trim_end_matches('/'))

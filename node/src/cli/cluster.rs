@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::client::AdminTarget;
 
-/// What `node.id` can be.
+/// Returns a parser for values of `node.id`.
 fn ids() -> clap::builder::RangedI64ValueParser<u8> {
     clap::value_parser!(u8).range(1..)
 }

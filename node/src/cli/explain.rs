@@ -1,4 +1,4 @@
-//! `quorate explain`: where a request would go, and why. Changes nothing.
+//! `quorate explain`: where a request would go, and why, without any effect.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
         Some(prompt) => body_of(&args.path, args.model.as_deref(), prompt).to_string(),
         None => read_body(args.body.as_deref())?,
     };
-    // The body goes as a text, byte for byte: blocks depend on its bytes.
+    // The body is sent as a string, byte for byte, because blocks depend on its bytes.
     let request = json!({
         "path": args.path,
         "headers": {},
@@ -72,7 +72,7 @@ pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The least body that carries a prompt to `path`.
+/// Returns the smallest body that carries a prompt to `path`.
 fn body_of(path: &str, model: Option<&str>, prompt: &str) -> Value {
     match path {
         "/v1/completions" | "/tokenize" => json!({ "model": model, "prompt": prompt }),

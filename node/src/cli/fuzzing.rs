@@ -1,4 +1,4 @@
-//! What the command line reads, as [`crate::fuzzing`] has it.
+//! Fuzz target for input of the command line, see [`crate::fuzzing`].
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use super::client::admin_url;
 use super::explain::prompt_line;
 use super::read::{limits, members, per_cent, thousandths};
 
-/// An answer of the admin API, or the URL of one.
+/// Displays an answer of the admin API, and parses its URL.
 pub fn admin_answer(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes)
         && let Ok(url) = admin_url(text)

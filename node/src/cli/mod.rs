@@ -1,4 +1,4 @@
-//! The command line: what each command is called, and how it ends (0 done, 1 failed, 2 bad usage or
+//! The command line: names of the commands, and exit codes (0 done, 1 failed, 2 bad usage or
 //! config). Results go to stdout, logs and errors to stderr.
 
 mod backup;
@@ -82,7 +82,7 @@ enum CliCommand {
     Man,
 }
 
-/// Runs the command this process was started with.
+/// Runs the command with which this process was started.
 #[must_use]
 pub fn main() -> ExitCode {
     match run(Cli::parse()) {
@@ -117,7 +117,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         }
         CliCommand::Serve(args) => serve::run(args),
         CliCommand::Replay(args) => {
-            // Clusters that come and go for a comparison have little to say about it.
+            // The temporary clusters of a comparison have little to log about it.
             let quiet = "warn,raft::replica=error,openraft=off";
             telemetry::init_for_command(quiet)?;
             descriptors::raise();
@@ -146,7 +146,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs a command that talks to others, on a runtime of its own.
+/// Runs an asynchronous command on a runtime of its own.
 fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -154,7 +154,7 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
     runtime.block_on(command)
 }
 
-/// Whether a command ended because nobody reads its result any more, as below `head`.
+/// Whether a command ended because its output is no longer read, as in a pipe to `head`.
 fn is_reader_gone(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)

@@ -19,8 +19,8 @@ pub(super) struct ReadArgs {
     json: bool,
 }
 
-/// Runs `quorate status`. A replica that is not ready is still shown; the status of the process
-/// says only whether it answered.
+/// Runs `quorate status`. A replica that is not ready is still shown; the exit code only says
+/// whether it answered.
 pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
@@ -158,7 +158,7 @@ pub(super) async fn backends(args: ReadArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs `quorate users`: who used most comes first.
+/// Runs `quorate users`, sorted by usage, highest first.
 pub(super) async fn users(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let mut users = args.target.list("/admin/v1/users", "users").await?;
     users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));
@@ -204,7 +204,7 @@ pub(super) async fn users(args: ReadArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What is left of the limits that hold for a user, `-` without any.
+/// Returns the remainder of a user's effective limits, `-` if there are none.
 pub(super) fn limits(user: &Value) -> String {
     let left = &user["left"];
     let parts = [
@@ -224,7 +224,7 @@ pub(super) fn limits(user: &Value) -> String {
     }
 }
 
-/// A number of thousandths in percent.
+/// Formats thousandths as a percentage.
 pub(super) fn per_cent(value: &Value) -> String {
     let permille = value.as_f64();
     permille.map_or_else(
@@ -233,7 +233,7 @@ pub(super) fn per_cent(value: &Value) -> String {
     )
 }
 
-/// A number of thousandths as a decimal number.
+/// Formats thousandths as a decimal number.
 pub(super) fn thousandths(value: &Value) -> String {
     match value.as_u64() {
         Some(milli) if milli % 1000 == 0 => (milli / 1000).to_string(),
@@ -242,7 +242,7 @@ pub(super) fn thousandths(value: &Value) -> String {
     }
 }
 
-/// JSON in which every character that a terminal would obey is escaped as JSON does.
+/// Escapes, in JSON form, every character that a terminal would interpret.
 fn shown(json: &str) -> String {
     let escape = |c: char| {
         let mut units = [0; 2];

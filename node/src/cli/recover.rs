@@ -1,4 +1,4 @@
-//! `quorate recover`: the explicit step after a store was found damaged. Nothing is deleted.
+//! `quorate recover`: the explicit step after a store was found damaged. Deletes nothing.
 
 use std::process::ExitCode;
 
@@ -14,7 +14,7 @@ pub(super) struct RecoverArgs {
     config: config::ConfigSource,
 }
 
-/// Sets the store aside and says how to go on.
+/// Sets the store aside and prints the next steps.
 pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
     let config = args.config.load()?.config;
     let data_dir = &config.node.data_dir;

@@ -1,4 +1,4 @@
-//! `quorate serve`: one replica, until a signal says to leave. A hang-up is no such signal.
+//! `quorate serve`: runs one replica until a signal says to leave. SIGHUP is not such a signal.
 
 use std::process::ExitCode;
 

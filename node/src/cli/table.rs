@@ -1,9 +1,10 @@
-//! JSON values as cells of a table.
+//! JSON values as table cells.
 
 use api::shown::escaped;
 use serde_json::Value;
 
-/// A JSON value as one cell: texts without quotes, lists with commas, nothing as a dash.
+/// Formats a JSON value as one cell: strings without quotes, lists with commas, empty values as a
+/// dash.
 pub(super) fn cell(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
