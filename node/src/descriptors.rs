@@ -12,7 +12,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::config::Limits;
+use crate::config::LimitsConfig;
 
 /// Descriptors that clients and their requests leave alone: 128 connections of peers, 96 of
 /// operators, and 64 for the log, snapshots, listeners, links to peers, probes and the runtime.
@@ -42,27 +42,27 @@ fn limit() -> u64 {
 }
 
 /// Lowers limits that `descriptors` are not enough for.
-pub fn fit(limits: &mut Limits, descriptors: u64) {
-    let (connections, requests) = (limits.connections_max, limits.requests_max);
+pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
+    let (connections, requests) = (limits.max_connections, limits.max_requests);
     let fitting = fitting(connections, requests, descriptors);
     if fitting == (connections, requests) {
         return;
     }
-    (limits.connections_max, limits.requests_max) = fitting;
+    (limits.max_connections, limits.max_requests) = fitting;
     // Nobody alone may have more than half of what is left.
     let (half_connections, half_requests) = (fitting.0.div_ceil(2), fitting.1.div_ceil(2));
     for (share, half) in [
-        (&mut limits.connections_per_address_max, half_connections),
-        (&mut limits.requests_per_address_max, half_requests),
-        (&mut limits.requests_per_user_max, half_requests),
+        (&mut limits.max_connections_per_address, half_connections),
+        (&mut limits.max_requests_per_address, half_requests),
+        (&mut limits.max_requests_per_user, half_requests),
     ] {
-        *share = half.min(*share);
+        *share = share.map(|share| half.min(share));
     }
     tracing::warn!(
         descriptors,
         wanted = wanted(connections, requests),
-        max_connections = limits.connections_max,
-        max_requests = limits.requests_max,
+        max_connections = limits.max_connections,
+        max_requests = limits.max_requests,
         "too few descriptors for the limits of the config: they are lower now (LimitNOFILE, ulimit -n)"
     );
 }

@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::config::Limits;
+use crate::config::{LimitsConfig, Parsed};
 
 /// Most bytes that requests hold where nothing else is said.
 const HELD_BYTES_MAX: u64 = 1 << 30;
@@ -13,10 +13,13 @@ const HELD_BYTES_MAX: u64 = 1 << 30;
 const UNLIMITED: u64 = 1 << 60;
 
 /// Chooses what the config leaves open by the `limit` of memory; warns when the limits do not fit.
-pub(crate) fn fit(limits: &mut Limits, limit: Option<u64>) {
-    let by_memory = held_bytes_max(limit, limits.body_bytes_max);
-    let chosen = limits.held_bytes_max.unwrap_or(by_memory);
-    limits.held_bytes_max = Some(chosen);
+pub(crate) fn fit(limits: &mut LimitsConfig, limit: Option<u64>) {
+    let by_memory = held_bytes_max(limit, *limits.max_body);
+    let chosen = limits
+        .max_held_bodies
+        .as_deref()
+        .map_or(by_memory, |it| *it);
+    limits.max_held_bodies = Some(Parsed(chosen));
     tracing::info!(limit, max_held_bodies = chosen, "memory");
     if let Some(limit) = limit
         && !is_fitting(chosen, limit)

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 
 use tracing_subscriber::EnvFilter;
 
-use crate::config::Log;
+use crate::config::{LogConfig, LogFormat, Parsed};
 
 /// Dependencies that tell each step of their work, each failed heartbeat of a peer that is known to be
 /// down, or each connection that a client resets; a filter that names them outranks this.
@@ -15,12 +15,12 @@ const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
 ///
 /// # Errors
 /// When the filter does not parse, or logging is set up already.
-pub fn init(log: &Log) -> anyhow::Result<()> {
-    let filter = filter(&log.filter)?;
+pub fn init(log: &LogConfig) -> anyhow::Result<()> {
+    let filter = filter(&log.level)?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
-    let outcome = if log.is_json {
+    let outcome = if log.format == LogFormat::Json {
         lines
             .json()
             .flatten_event(true)
@@ -43,8 +43,12 @@ fn filter(told: &str) -> anyhow::Result<EnvFilter> {
 /// As [`init`].
 pub fn init_for_command(default: &str) -> anyhow::Result<()> {
     let filter = std::env::var("QUORATE_LOG__LEVEL").unwrap_or_else(|_| default.to_owned());
-    let is_json = std::env::var("QUORATE_LOG__FORMAT").is_ok_and(|format| format == "json");
-    init(&Log { is_json, filter })
+    let format = match std::env::var("QUORATE_LOG__FORMAT").as_deref() {
+        Ok("json") => LogFormat::Json,
+        _ => LogFormat::Human,
+    };
+    let level = Parsed(filter);
+    init(&LogConfig { format, level })
 }
 
 #[cfg(test)]

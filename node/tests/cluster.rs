@@ -19,7 +19,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lab::engine::{EmulatedEngine, EngineHandle, EngineOptions};
 use node::app::{Addresses, App, BoundSockets, ShutdownHandle};
-use node::config::{Config, Listen, Origin, load};
+use node::config::{Config, ListenConfig, Origin, Parsed, load};
 use node::json_client::JsonClient;
 use serde_json::{Value, json};
 use state::command::{Command, UserSpec};
@@ -234,10 +234,10 @@ impl Replica {
     /// Starts one again where it was.
     fn again((config, at): (Config, Addresses)) -> Self {
         let (data, admin, peer) = (at.data, at.admin, at.peer);
-        let listen = Listen {
-            data,
-            admin,
-            peer,
+        let listen = ListenConfig {
+            data: Parsed(data),
+            admin: Parsed(admin),
+            peer: Parsed(peer),
             advertise: config.listen.advertise.clone(),
         };
         Self::run(config, BoundSockets::bind(&listen).unwrap())
@@ -246,11 +246,11 @@ impl Replica {
 
 fn cluster(count: usize, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica> {
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let listen = Listen {
-        data: any,
-        admin: any,
-        peer: any,
-        advertise: "127.0.0.1".to_owned(),
+    let listen = ListenConfig {
+        data: Parsed(any),
+        admin: Parsed(any),
+        peer: Parsed(any),
+        advertise: None,
     };
     let sockets: Vec<_> = (0..count)
         .map(|_| BoundSockets::bind(&listen).unwrap())

@@ -1,6 +1,7 @@
 //! Token prices, and their conversion into the unit of a user's counter.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::bounds::CHARGE_TOKENS_MAX;
@@ -53,7 +54,9 @@ impl FairnessSettings {
 }
 
 /// Prompt tokens that a dispatch is charged for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum ChargeInput {
     /// Tokens not believed to be cached.

@@ -4,6 +4,7 @@
 //! that only one area reads, such as those of a policy, are defined in that area.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::pricing::ChargeInput;
@@ -65,7 +66,7 @@ impl Default for AdmissionSettings {
 }
 
 /// Queue order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// Least virtual token counter (VTC).
@@ -97,7 +98,7 @@ pub enum Concurrency {
 }
 
 /// Who decides the order across replicas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grants {
     /// Each replica, gated by the cluster's smallest backlogged counter.
@@ -107,7 +108,7 @@ pub enum Grants {
 }
 
 /// How the next bin is selected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BinSelection {
     /// Round robin.
@@ -117,7 +118,7 @@ pub enum BinSelection {
 }
 
 /// How bins are used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Batching {
     /// A bin is a class in the queue's order.
@@ -129,7 +130,7 @@ pub enum Batching {
 /// Upper bound of `sla.batch_max`.
 pub const BATCH_MAX: u32 = 1 << 16;
 /// Upper bound of `sla.memory_z_milli`.
-const MEMORY_Z_MILLI_MAX: u32 = 10_000;
+pub const MEMORY_Z_MILLI_MAX: u32 = 10_000;
 
 /// Settings of Algorithms 1, 2 and 7.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]

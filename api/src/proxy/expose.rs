@@ -6,6 +6,8 @@
 
 use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use super::headers::REQUEST_ID;
 use crate::routing::{Decision, POLICY};
@@ -17,7 +19,8 @@ const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 
 /// Which headers are added to answers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
 pub enum Expose {
     /// None.
     None,

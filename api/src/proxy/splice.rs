@@ -6,6 +6,8 @@
 //! wrote it.
 
 use bytes::Bytes;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::sse::WantedUsage;
@@ -13,7 +15,7 @@ use crate::backends::pool::Segments;
 use crate::prompt::ParsedBody;
 
 /// Which usage reports are asked for on a client's behalf.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum UsageRequest {
     /// Running usage on every chunk, and a final chunk.

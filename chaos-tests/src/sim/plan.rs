@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use lab::rng::Rng;
-use node::config::{self, Config, Formation, Origin};
+use node::config::{self, Config, Formation, Origin, Parsed};
 use state::policy::PolicyConfig;
 
 use super::network::address_of;
@@ -19,7 +19,7 @@ const RNG_LABEL: u64 = 0x706c_616e;
 /// Time between faults, on average, milliseconds.
 const FAULT_GAPS_MS: [u64; 4] = [300, 600, 1000, 2000];
 /// Log entries between snapshots: the lesser ones have logs purged under replicas that are away.
-const SNAPSHOT_EVERY: [u64; 5] = [20, 60, 200, 600, 10_000];
+const SNAPSHOT_EVERY: [u32; 5] = [20, 60, 200, 600, 10_000];
 /// Tokens (or bytes, of text) per block.
 pub const BLOCK_SIZE: u32 = 16;
 
@@ -38,7 +38,7 @@ pub struct WorldPlan {
     pub is_network_bad: bool,
     /// Seed of all hashes of the cluster.
     pub hash_seed: u64,
-    snapshot_every: u64,
+    snapshot_every: u32,
     snapshot_every_bytes: u64,
     heartbeat_ms: u64,
     election_ms: Range<u64>,
@@ -99,11 +99,11 @@ impl WorldPlan {
         let mut config = config::load(&origin)?.config;
         let timeout = self.election_ms.start..self.election_ms.end;
         let ms = Duration::from_millis;
-        config.cluster.heartbeat = ms(self.heartbeat_ms);
-        config.cluster.election_timeout = ms(timeout.start)..ms(timeout.end);
-        config.cluster.flush_interval = ms(self.flush_ms);
-        config.cluster.snapshot_every_entries = self.snapshot_every;
-        config.cluster.snapshot_every_bytes = self.snapshot_every_bytes;
+        config.cluster.heartbeat = Parsed(ms(self.heartbeat_ms));
+        config.cluster.election_timeout = Parsed(ms(timeout.start)..ms(timeout.end));
+        config.cluster.flush_interval = Parsed(ms(self.flush_ms));
+        config.cluster.snapshot_every = self.snapshot_every;
+        config.cluster.snapshot_every_bytes = Parsed(self.snapshot_every_bytes);
         config.policy = PolicyConfig::defaults()[self.policy].clone();
         config.models = vec![ModelSettings {
             name: "*".to_owned(),
@@ -111,7 +111,7 @@ impl WorldPlan {
             block_size: BLOCK_SIZE,
         }];
         let peers: Vec<String> = members.iter().map(|id| address_of(*id)).collect();
-        config.cluster.formation = match joins {
+        config.formation = match joins {
             true => Formation::Join(peers),
             false => Formation::Peers {
                 expect: peers.len(),

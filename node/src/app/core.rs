@@ -125,7 +125,7 @@ impl CoreParts {
             backends: Arc::clone(&backends),
             models: config.models.clone(),
             outbox: OutboxSettings {
-                flush_interval: config.cluster.flush_interval,
+                flush_interval: *config.cluster.flush_interval,
                 ..OutboxSettings::default()
             },
             overrides: config.policy_overrides.clone(),

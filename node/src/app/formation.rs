@@ -27,7 +27,7 @@ pub(super) fn raft_options(
     storage: Storage,
     first: &[u8],
 ) -> ReplicaOptions {
-    let at = |port: u16| format!("{}:{port}", config.listen.advertise);
+    let at = |port: u16| format!("{}:{port}", config.listen.host());
     let advertise = at(peer.port());
     let labels = BTreeMap::from([
         (
@@ -41,7 +41,7 @@ pub(super) fn raft_options(
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
         formats::label(),
     ]);
-    let formation = match &config.cluster.formation {
+    let formation = match &config.formation {
         config::Formation::Alone => Formation::Bootstrap {
             peers: Peers::List(vec![advertise.clone()]),
             expect: 1,
@@ -63,13 +63,13 @@ pub(super) fn raft_options(
         id: config.node.id.0,
         data_dir: config.node.data_dir.clone(),
         advertise,
-        cluster_name: config.cluster.name.clone(),
+        cluster_name: config.cluster.name.0.clone(),
         labels,
         formation,
-        heartbeat: config.cluster.heartbeat,
-        election_timeout: config.cluster.election_timeout.clone(),
-        snapshot_every_entries: config.cluster.snapshot_every_entries,
-        snapshot_every_bytes: config.cluster.snapshot_every_bytes,
+        heartbeat: *config.cluster.heartbeat,
+        election_timeout: config.cluster.election_timeout.0.clone(),
+        snapshot_every_entries: config.cluster.snapshot_every.into(),
+        snapshot_every_bytes: *config.cluster.snapshot_every_bytes,
         storage,
     }
 }
@@ -113,12 +113,12 @@ fn founding(policy: PolicyConfig, hashing: BlockHasher) -> Command {
 /// Returns the settings of the probes.
 #[must_use]
 pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
-    let probes = config.probes.clone();
+    let probes = &config.probes;
     ProbeSettings {
-        interval: probes.interval,
-        timeout: probes.timeout,
-        models_interval: probes.models_interval,
-        health_path: probes.health_path,
+        interval: *probes.interval,
+        timeout: *probes.timeout,
+        models_interval: *probes.models_interval,
+        health_path: probes.health_path.as_deref().cloned(),
         panic_threshold_percent: probes.panic_threshold_percent,
         keys: config.engine_keys.clone(),
         ..ProbeSettings::default()
@@ -129,8 +129,8 @@ pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
 /// to it.
 #[must_use]
 pub(super) fn own_hosts(config: &Config) -> Vec<String> {
-    let mut hosts = config.admin.hosts.clone();
-    hosts.push(config.listen.advertise.clone());
+    let mut hosts = config::values(&config.admin.hosts);
+    hosts.push(config.listen.host());
     // Outside Linux, the machine's name must be configured.
     hosts.extend(std::fs::read_to_string("/proc/sys/kernel/hostname").ok());
     hosts.iter().map(|host| host.trim().to_owned()).collect()
@@ -141,39 +141,35 @@ pub(super) fn own_hosts(config: &Config) -> Vec<String> {
 pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     let mut settings = ProxySettings::new(config.node.id);
     settings.limits = limits(&config.limits);
-    settings.timeouts.body_idle = config.timeouts.body_idle;
-    settings.timeouts.first_byte = config.timeouts.first_byte;
-    settings.timeouts.answer_idle = config.timeouts.idle;
-    settings.timeouts.untaken = config.timeouts.untaken;
-    settings.timeouts.held_back = config.timeouts.held_back;
-    settings.pool.connect_timeout = config.timeouts.connect;
+    settings.timeouts.body_idle = *config.timeouts.body_idle;
+    settings.timeouts.first_byte = *config.timeouts.first_byte;
+    settings.timeouts.answer_idle = *config.timeouts.idle;
+    settings.timeouts.untaken = *config.timeouts.untaken;
+    settings.timeouts.held_back = *config.timeouts.held_back;
+    settings.pool.connect_timeout = *config.timeouts.connect;
     settings.expose = config.users.expose;
-    settings.identify_by.clone_from(&config.users.identify_by);
-    let trusted_proxies = &config.users.trusted_proxies;
-    settings.trusted_proxies.clone_from(trusted_proxies);
-    settings.api_keys.clone_from(&config.users.api_keys);
+    settings.identify_by = config::values(&config.users.identify_by);
+    settings.trusted_proxies = config::values(&config.users.trusted_proxies);
+    settings.api_keys.clone_from(&config.api_keys);
     let statuses = config.retry.statuses.iter();
     settings.retry_statuses = statuses
-        .filter_map(|&status| StatusCode::from_u16(status).ok())
+        .filter_map(|status| StatusCode::from_u16(**status).ok())
         .collect();
     settings.attempts_max = to_usize(config.retry.attempts);
     settings.retry_budget_percent = config.retry.budget_percent;
-    settings.retry_concurrency_min = config.retry.concurrency_min;
+    settings.retry_concurrency_min = config.retry.min_concurrency;
     settings.priority_max = config.priority_max;
-    settings.usage_splice = config.usage_splice;
-    settings
-        .extra_paths
-        .clone_from(&config.requests.extra_paths);
-    settings.fields = config.requests.fields.clone();
-    settings.strip_headers = config.requests.strip_headers.clone();
+    settings.usage_splice = config.usage.splice;
+    settings.extra_paths.clone_from(&config.extra_paths);
+    settings.fields = config.fields.clone();
+    settings.strip_headers = config.strip_headers.clone();
     settings
 }
 
 /// Warns if clients choose their own user names.
 pub(super) fn tell_of_names(config: &Config) {
-    let users = &config.users;
-    let is_unset = users.trusted_proxies == IpPrefix::LOOPBACK;
-    if users.api_keys.is_none() && is_unset && !config.listen.data.ip().is_loopback() {
+    let is_unset = config::values(&config.users.trusted_proxies) == IpPrefix::LOOPBACK;
+    if config.api_keys.is_none() && is_unset && !config.listen.data.ip().is_loopback() {
         tracing::warn!(
             "fairness and limits hold between names, and clients name themselves: no keys are checked \
              (users.api_keys_file) and no proxy is trusted but on this host (users.trusted_proxies)"
@@ -181,19 +177,20 @@ pub(super) fn tell_of_names(config: &Config) {
     }
 }
 
-fn limits(limits: &config::Limits) -> ProxyLimits {
+fn limits(limits: &config::LimitsConfig) -> ProxyLimits {
     let default = ProxyLimits::default();
     ProxyLimits {
-        body_bytes_max: limits.body_bytes_max,
-        held_bytes_max: limits.held_bytes_max.unwrap_or(default.held_bytes_max),
-        read_ahead_bytes_max: limits.read_ahead_bytes_max,
-        connections_max: to_usize(limits.connections_max),
-        connections_per_address_max: to_usize(limits.connections_per_address_max),
-        requests_max: to_usize(limits.requests_max),
-        reading_max: to_usize(limits.requests_max),
-        requests_per_address_max: to_usize(limits.requests_per_address_max),
-        requests_per_user_max: to_usize(limits.requests_per_user_max),
-        streams_per_connection_max: limits.streams_max,
+        body_bytes_max: *limits.max_body,
+        held_bytes_max: (limits.max_held_bodies.as_deref().copied())
+            .unwrap_or(default.held_bytes_max),
+        read_ahead_bytes_max: *limits.read_ahead,
+        connections_max: to_usize(limits.max_connections),
+        connections_per_address_max: to_usize(limits.connections_per_address_max()),
+        requests_max: to_usize(limits.max_requests),
+        reading_max: to_usize(limits.max_requests),
+        requests_per_address_max: to_usize(limits.requests_per_address_max()),
+        requests_per_user_max: to_usize(limits.requests_per_user_max()),
+        streams_per_connection_max: limits.max_streams,
         ..default
     }
 }

@@ -22,14 +22,14 @@ use super::shutdown::ShutdownHandle;
 use super::sockets::{Addresses, BoundSockets};
 use super::warmup::warm_up;
 use super::{events, formation};
-use crate::config::{Config, Drain};
+use crate::config::{Config, DrainConfig, Parsed};
 use crate::descriptors;
 
 /// A replica that serves. Drop it only after [`RunningReplica::until`]; its tasks continue
 /// otherwise.
 pub struct RunningReplica {
     addresses: Addresses,
-    drain: Drain,
+    drain: DrainConfig,
     core: ReplicaCore,
     lifecycle: Lifecycle,
     stops: ReplicaShutdown,
@@ -48,13 +48,13 @@ struct ReplicaShutdown {
 /// Returns the transport to peers.
 fn peers(config: &Config, listener: TcpListener) -> anyhow::Result<Tcp> {
     let tcp = Tcp::new(listener)?;
-    let Some(secret) = config.cluster.secret.clone() else {
+    let Some(secret) = config.secret.clone() else {
         return Ok(tcp);
     };
     Ok(tcp.with_secret(PeerSecret {
         secret,
-        is_optional: config.cluster.is_secret_optional,
-        cluster_name: config.cluster.name.clone(),
+        is_optional: config.cluster.secret_optional,
+        cluster_name: config.cluster.name.0.clone(),
         id: config.node.id.0,
     }))
 }
@@ -66,7 +66,8 @@ pub(super) async fn start(
     addresses: Addresses,
 ) -> anyhow::Result<RunningReplica> {
     // Members are told the ports that the system chose.
-    (config.listen.data, config.listen.admin) = (addresses.data, addresses.admin);
+    config.listen.data = Parsed(addresses.data);
+    config.listen.admin = Parsed(addresses.admin);
     crate::private::private_folder(&config.node.data_dir).with_context(|| {
         let folder = config.node.data_dir.display();
         format!("make data folder {folder} private")
@@ -88,7 +89,7 @@ pub(super) async fn start(
         server,
         warm(&core, lifecycle.clone()),
         no_more,
-        config.drain.deadline,
+        *config.drain.deadline,
     );
     let proxy = tokio::spawn(serving);
     let admin = admin(
@@ -99,7 +100,7 @@ pub(super) async fn start(
     );
     spawn_loops(&core, Arc::clone(&admin.kv_board));
     core.beside(admin::serve(sockets.admin, admin, core.stopping()));
-    if let (Some(file), Some(keys)) = (config.users.api_keys_file, config.users.api_keys) {
+    if let (Some(file), Some(keys)) = (config.users.api_keys_file, config.api_keys) {
         core.beside(super::key_file::follow(file, keys, core.stopping()));
     }
     tracing::info!(
@@ -254,7 +255,7 @@ impl RunningReplica {
 
     /// Completes what clients and the cluster are waiting for.
     async fn finish(&mut self) {
-        tokio::time::sleep(self.drain.dns_ttl).await;
+        tokio::time::sleep(*self.drain.dns_ttl).await;
         self.stops.no_more_requests.cancel();
         let (replica, proxy) = (self.core.replica(), &mut self.proxy);
         match tokio::join!(proxy, hand_over(replica)).0 {

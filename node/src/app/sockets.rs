@@ -7,7 +7,7 @@ use anyhow::Context;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 
-use crate::config::Listen;
+use crate::config::ListenConfig;
 
 /// Length of the system's queue of unaccepted connections.
 const BACKLOG: i32 = 4096;
@@ -39,11 +39,11 @@ impl BoundSockets {
     ///
     /// # Errors
     /// The setting whose address cannot be bound.
-    pub fn bind(listen: &Listen) -> anyhow::Result<Self> {
+    pub fn bind(listen: &ListenConfig) -> anyhow::Result<Self> {
         Ok(Self {
-            data: bind("listen.data", listen.data)?,
-            admin: bind("listen.admin", listen.admin)?,
-            peer: bind("listen.peer", listen.peer)?,
+            data: bind("listen.data", *listen.data)?,
+            admin: bind("listen.admin", *listen.admin)?,
+            peer: bind("listen.peer", *listen.peer)?,
         })
     }
 

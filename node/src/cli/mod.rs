@@ -21,7 +21,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use api::shown::escaped_lines;
 use lab::terminal::print;
 
-use crate::config::Faults;
+use crate::config::ConfigErrors;
 use crate::{descriptors, telemetry};
 
 /// A replicated router for LLM inference fleets.
@@ -90,7 +90,7 @@ pub fn main() -> ExitCode {
         Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);
-            if error.is::<Faults>() || error.is::<lab::simulate::SimulateArgsError>() {
+            if error.is::<ConfigErrors>() || error.is::<lab::simulate::SimulateArgsError>() {
                 ExitCode::from(2)
             } else {
                 ExitCode::FAILURE
@@ -161,8 +161,8 @@ fn is_reader_gone(error: &anyhow::Error) -> bool {
 }
 
 fn report(error: &anyhow::Error) {
-    match error.downcast_ref::<Faults>() {
-        Some(faults) => eprint!("{}", faults.render(std::io::stderr().is_terminal())),
+    match error.downcast_ref::<ConfigErrors>() {
+        Some(errors) => eprint!("{}", errors.render(std::io::stderr().is_terminal())),
         None => eprintln!("{}", escaped_lines(&format!("error: {error:#}"))),
     }
 }

@@ -1,124 +1,174 @@
-//! Reads `[admission]` into the initial settings of a new cluster.
+//! `[admission]`: the initial settings of a new cluster, by other names than the log's.
 
 use std::time::Duration;
 
-use serde::de::DeserializeOwned;
-use serde_json::json;
-use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use smart_default::SmartDefault;
+use state::admission::{
+    AdmissionSettings, BATCH_MAX, Batching, BinSelection, ChargeInput, Grants, MEMORY_Z_MILLI_MAX,
+    Order, SlaSettings,
+};
 use state::command::Rejection;
 use state::quotas::UserLimits;
 
-use super::fault::Fault;
-use super::layers::Values;
-use super::read::refuse;
-use super::value::Value;
+use super::file::ms;
+use super::form::{Parsed, Slots, Span, SpanOrZero};
+use super::read::Settings;
 
-/// The settings; `None` when one of them is missing or unfit, which is then among the faults.
-pub(super) fn settings(values: &Values, faults: &mut Vec<Fault>) -> Option<AdmissionSettings> {
-    let settings = read(values)?;
-    match settings.validate() {
-        Ok(()) => Some(settings),
-        Err(Rejection::Invalid { field, expected }) => {
-            let path = key_of(&field);
-            let found = values.get(path.as_str()).map(|setting| &setting.value);
-            let found = found.map_or_else(String::new, ToString::to_string);
-            let message = format!("{path} is {found}");
-            refuse(values, &path, message, &key_of(&expected), faults);
-            None
-        }
-        Err(other) => unreachable!("settings are invalid or not, this is {other}"),
-    }
+/// `[admission]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdmissionConfig {
+    /// Order in which waiting requests of equal priority are served. Like all keys of `[admission]`
+    /// except `codel_target` and `priority_max`, it is read when a cluster is created; later use
+    /// `PUT /admin/v1/admission`.
+    #[default(AdmissionSettings::default().order)]
+    pub order: Order,
+    /// Maximum number of concurrent requests per backend. `adaptive`: as many as its memory and
+    /// `sla.inter_token` allow, as far as those are known.
+    #[default(Parsed(AdmissionSettings::default().concurrency))]
+    pub concurrency: Parsed<Slots>,
+    /// Maximum number of waiting requests per model and replica; further ones get a 503. Each takes
+    /// about 64 KiB, connection included.
+    #[schemars(range(min = 1))]
+    #[default(AdmissionSettings::default().queue_max)]
+    pub max_queue: u32,
+    /// Maximum waiting time; after that a request gets a 503. A request that is predicted to wait
+    /// longer gets it immediately.
+    #[default(ms(AdmissionSettings::default().wait_ms_max))]
+    pub max_wait: Parsed<Span>,
+    /// Maximum waiting time in overload, that is when arrivals exceed service by half for more than
+    /// a second. Set it to `max_wait` or more to switch overload handling off.
+    #[default(ms(1_000))]
+    pub codel_target: Parsed<Span>,
+    /// Highest priority that `x-quorate-priority` can give; higher values are capped.
+    #[schemars(range(min = 0))]
+    pub priority_max: i16,
+    /// Which prompt tokens are charged: the uncached ones, all, or all with cached ones at a tenth.
+    #[default(AdmissionSettings::default().charge)]
+    pub charge: ChargeInput,
+    /// How replicas keep one order while requests wait: `gate` (each replica decides, bounded by
+    /// what waits elsewhere) or `log` (exact, at one commit per dispatch).
+    #[default(AdmissionSettings::default().grants)]
+    pub grants: Grants,
+    /// Slack of the gate: how far above the lowest waiting user's counter another user may still be
+    /// served, in priced tokens. 0: the largest request seen.
+    #[default(AdmissionSettings::default().gate_tokens)]
+    pub gate_tokens: u32,
+    /// Number of bins by predicted output length; 1 means no bins.
+    #[schemars(range(min = 1, max = 64))]
+    #[default(AdmissionSettings::default().bins)]
+    pub bins: u16,
+    /// Which bin is served next.
+    #[default(AdmissionSettings::default().bin_selection)]
+    pub bin_selection: BinSelection,
+    /// A request that has waited this long is served before its bin's turn.
+    #[default(ms(AdmissionSettings::default().bin_age_ms_max))]
+    pub bin_max_age: Parsed<Span>,
+    /// `continuous`: bins only order the queue. `static`: a batch of one bin goes to one backend
+    /// together, for engines whose batches end together.
+    #[default(AdmissionSettings::default().batching)]
+    pub batching: Batching,
+    /// What `adaptive` keeps.
+    pub sla: SlaConfig,
+    /// Limits of users without limits of their own.
+    pub user_limits: UserLimitsConfig,
 }
 
-fn read(values: &Values) -> Option<AdmissionSettings> {
-    Some(AdmissionSettings {
-        order: word(values, "admission.order")?,
-        concurrency: match &values.get("admission.concurrency")?.value {
-            Value::Integer(requests) => Concurrency::Fixed(u32::try_from(*requests).ok()?),
-            _ => word(values, "admission.concurrency")?,
-        },
-        queue_max: number(values, "admission.max_queue")?,
-        wait_ms_max: millis(values, "admission.max_wait")?,
-        charge: word(values, "admission.charge")?,
-        grants: word(values, "admission.grants")?,
-        gate_tokens: number(values, "admission.gate_tokens")?,
-        bins: u16::try_from(number(values, "admission.bins")?).ok()?,
-        bin_selection: word(values, "admission.bin_selection")?,
-        bin_age_ms_max: millis(values, "admission.bin_max_age")?,
-        batching: word(values, "admission.batching")?,
+/// `[admission.sla]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SlaConfig {
+    /// Target for the time between output tokens that `adaptive` keeps. 0: limit by memory alone.
+    #[default(us(SlaSettings::default().inter_token_us))]
+    pub inter_token: Parsed<SpanOrZero>,
+    /// Tolerance around that target within which the limit stays unchanged.
+    #[default(us(SlaSettings::default().tolerance_us))]
+    pub tolerance: Parsed<SpanOrZero>,
+    /// Lowest limit that `adaptive` sets.
+    #[schemars(range(min = 1))]
+    #[default(SlaSettings::default().batch_min)]
+    pub min_batch: u32,
+    /// Highest limit that `adaptive` sets.
+    #[schemars(range(min = 1, max = BATCH_MAX))]
+    #[default(SlaSettings::default().batch_max)]
+    pub max_batch: u32,
+    /// Safety margin of the memory limit, in thousandths of a standard deviation: with 1645
+    /// requests exceed the cache with a probability of 5 %.
+    #[schemars(range(max = MEMORY_Z_MILLI_MAX))]
+    #[default(SlaSettings::default().memory_z_milli)]
+    pub memory_z_milli: u32,
+}
+
+/// `[admission.user_limits]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct UserLimitsConfig {
+    /// Requests per window for users without limits of their own. Default: unlimited.
+    #[schemars(range(min = 1))]
+    pub requests: Option<u32>,
+    /// Tokens per window, not counting cached ones. Default: unlimited.
+    #[schemars(range(min = 1))]
+    pub tokens: Option<u32>,
+    /// Concurrent requests. Default: unlimited.
+    #[schemars(range(min = 1))]
+    pub concurrent: Option<u32>,
+    /// Length of the window. Default: one second.
+    pub window: Option<Parsed<Span>>,
+}
+
+fn us(us: u32) -> Parsed<SpanOrZero> {
+    Parsed(Duration::from_micros(us.into()))
+}
+
+/// The settings of a new cluster.
+pub(super) fn settings(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSettings {
+    let settings = AdmissionSettings {
+        order: config.order,
+        concurrency: *config.concurrency,
+        queue_max: config.max_queue,
+        wait_ms_max: millis(*config.max_wait),
+        charge: config.charge,
+        grants: config.grants,
+        gate_tokens: config.gate_tokens,
+        bins: config.bins,
+        bin_selection: config.bin_selection,
+        bin_age_ms_max: millis(*config.bin_max_age),
+        batching: config.batching,
         sla: SlaSettings {
-            inter_token_us: micros(values, "admission.sla.inter_token")?,
-            tolerance_us: micros(values, "admission.sla.tolerance")?,
-            batch_min: number(values, "admission.sla.min_batch")?,
-            batch_max: number(values, "admission.sla.max_batch")?,
-            memory_z_milli: number(values, "admission.sla.memory_z_milli")?,
+            inter_token_us: micros(*config.sla.inter_token),
+            tolerance_us: micros(*config.sla.tolerance),
+            batch_min: config.sla.min_batch,
+            batch_max: config.sla.max_batch,
+            memory_z_milli: config.sla.memory_z_milli,
         },
         user_limits: UserLimits {
-            requests: number(values, "admission.user_limits.requests"),
-            tokens: number(values, "admission.user_limits.tokens").map(u64::from),
-            concurrent: number(values, "admission.user_limits.concurrent"),
-            window_ms: millis(values, "admission.user_limits.window"),
+            requests: config.user_limits.requests,
+            tokens: config.user_limits.tokens.map(u64::from),
+            concurrent: config.user_limits.concurrent,
+            window_ms: config.user_limits.window.as_deref().copied().map(millis),
         },
-    })
+    };
+    // What is left to check after each key by itself goes by two names of the log's.
+    let key = |field: &str| {
+        let key = field.replace("batch_max", "max_batch");
+        key.replace("batch_min", "min_batch")
+    };
+    if let Err(Rejection::Invalid { field, expected }) = settings.validate()
+        && found.is_sound("admission")
+    {
+        found.refuse_value(&format!("admission.{}", key(&field)), &key(&expected));
+    }
+    settings
 }
 
-/// The key that sets a field of the settings; text that names one speaks of the key.
-fn key_of(field: &str) -> String {
-    let pairs = [
-        ("queue_max", "max_queue"),
-        ("wait_ms_max", "max_wait"),
-        ("bin_age_ms_max", "bin_max_age"),
-        ("batch_min", "min_batch"),
-        ("batch_max", "max_batch"),
-        ("inter_token_us", "inter_token"),
-        ("tolerance_us", "tolerance"),
-        ("window_ms", "window"),
-    ];
-    let mut key = field.to_owned();
-    for (name, named) in pairs {
-        key = key.replace(name, named);
-    }
-    let is_field = !key.contains(' ');
-    if is_field {
-        format!("admission.{key}")
-    } else {
-        key
-    }
-}
-
-fn number(values: &Values, path: &str) -> Option<u32> {
-    match values.get(path)?.value {
-        Value::Integer(number) => u32::try_from(number).ok(),
-        _ => None,
-    }
-}
-
-fn span(values: &Values, path: &str) -> Option<Duration> {
-    match values.get(path)?.value {
-        Value::Duration(span) => Some(span),
-        _ => None,
-    }
-}
-
-fn millis(values: &Values, path: &str) -> Option<u32> {
-    u32::try_from(span(values, path)?.as_millis()).ok()
+fn millis(span: Duration) -> u32 {
+    u32::try_from(span.as_millis()).unwrap_or(u32::MAX)
 }
 
 /// More than an hour counts as an hour, which no engine takes for a token.
-fn micros(values: &Values, path: &str) -> Option<u32> {
-    u32::try_from(
-        span(values, path)?
-            .min(Duration::from_secs(3600))
-            .as_micros(),
-    )
-    .ok()
-}
-
-/// A word that the settings spell alike.
-fn word<T: DeserializeOwned>(values: &Values, path: &str) -> Option<T> {
-    let Value::Text(text) = &values.get(path)?.value else {
-        return None;
-    };
-    let word = serde_json::from_value(json!(text));
-    Some(word.expect("the key table has the words of the settings"))
+fn micros(span: Duration) -> u32 {
+    let span = span.min(Duration::from_secs(3600));
+    u32::try_from(span.as_micros()).unwrap_or(u32::MAX)
 }

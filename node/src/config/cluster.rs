@@ -1,45 +1,137 @@
-//! Reads the cluster's name and secret.
+//! How a replica finds its cluster, and what its replicas share.
 
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
-use super::fault::Fault;
-use super::layers::Values;
-use super::read::{refuse, text};
+use super::Formation;
+use super::file::ClusterConfig;
+use super::form::{show_duration, values};
+use super::read::Settings;
 
 /// The cluster's secret. Whoever can read the file can be a replica.
-pub(super) fn secret(values: &Values, faults: &mut Vec<Fault>) -> Option<raft::Secret> {
-    let path = "cluster.secret_file";
-    let file = text(values, path)?;
-    let read = || {
-        let mode = std::fs::metadata(&file).map_err(|error| error.to_string())?;
-        let mode = mode.permissions().mode() & 0o777;
-        if mode & 0o007 != 0 {
-            return Err(format!("everybody may use it (mode {mode:03o})"));
-        }
-        let content = std::fs::read(&file).map_err(|error| error.to_string())?;
-        raft::Secret::new(&content)
-    };
-    match read() {
+pub(super) fn secret(cluster: &ClusterConfig, found: &mut Settings) -> Option<raft::Secret> {
+    let file = cluster.secret_file.as_deref()?;
+    match read_secret(file) {
         Ok(secret) => Some(secret),
         Err(why) => {
-            let message = format!("{path}: {file:?}: {why}");
+            let path = "cluster.secret_file";
             let expected = "a file of 32 bytes or more that others may not read (chmod 600)";
-            refuse(values, path, message, expected, faults);
+            found.refuse(path, format!("{path}: {file:?}: {why}"), expected);
             None
         }
     }
 }
 
-/// The cluster's name.
-pub(super) fn name(values: &Values, faults: &mut Vec<Fault>) -> Option<String> {
-    let path = "cluster.name";
-    let name = text(values, path)?;
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    if name.len() <= raft::NAME_BYTES_MAX && name.chars().all(is_plain) {
-        return Some(name);
+fn read_secret(file: &Path) -> Result<raft::Secret, String> {
+    let mode = std::fs::metadata(file).map_err(|error| error.to_string())?;
+    let mode = mode.permissions().mode() & 0o777;
+    if mode & 0o007 != 0 {
+        return Err(format!("everybody may use it (mode {mode:03o})"));
     }
-    let message = format!("{path} is {name:?}");
-    let expected = "letters, digits, `-`, `_` and `.`, at most 64 of them";
-    refuse(values, path, message, expected, faults);
-    None
+    let content = std::fs::read(file).map_err(|error| error.to_string())?;
+    raft::Secret::new(&content)
+}
+
+/// How the cluster is found; of no use if something is refused.
+pub(super) fn formation(cluster: &ClusterConfig, found: &mut Settings) -> Formation {
+    timeouts(cluster, found);
+    let keys = ["peers", "peers_dns", "join", "bootstrap_expect"];
+    if keys
+        .iter()
+        .all(|key| found.is_sound(&format!("cluster.{key}")))
+    {
+        two_ways(cluster, found);
+        wrong_counts(cluster, found);
+    }
+    let (peers, join) = (values(&cluster.peers), values(&cluster.join));
+    let expect = cluster.bootstrap_expect.map(usize::from);
+    match &cluster.peers_dns {
+        Some(name) => Formation::Dns {
+            name: name.0.clone(),
+            expect: expect.unwrap_or(1),
+        },
+        None if !join.is_empty() => Formation::Join(join),
+        None if peers.is_empty() => Formation::Alone,
+        None => Formation::Peers {
+            expect: expect.unwrap_or(peers.len()),
+            peers,
+        },
+    }
+}
+
+fn timeouts(cluster: &ClusterConfig, found: &mut Settings) {
+    let (heartbeat, timeout) = ("cluster.heartbeat", "cluster.election_timeout");
+    let least = cluster.election_timeout.start;
+    let is_sound = found.is_sound(heartbeat) && found.is_sound(timeout);
+    if least >= *cluster.heartbeat * 2 || !is_sound {
+        return;
+    }
+    let message = format!(
+        "{timeout} begins at {} with a {heartbeat} of {}",
+        show_duration(&least),
+        show_duration(&cluster.heartbeat)
+    );
+    let at = match found.places.contains_key(timeout) {
+        true => timeout,
+        false => heartbeat,
+    };
+    found.refuse(
+        at,
+        message,
+        "a least election timeout of two heartbeats or more",
+    );
+}
+
+fn two_ways(cluster: &ClusterConfig, found: &mut Settings) {
+    let only_one = "only one of cluster.peers, cluster.peers_dns and cluster.join";
+    let (has_peers, has_dns) = (!cluster.peers.is_empty(), cluster.peers_dns.is_some());
+    if has_dns && has_peers {
+        let message = "cluster.peers_dns is set beside cluster.peers";
+        found.refuse("cluster.peers_dns", message.to_owned(), only_one);
+    }
+    if cluster.join.is_empty() {
+        return;
+    }
+    if has_dns || has_peers {
+        let message = "cluster.join is set beside the peers of a new cluster";
+        found.refuse("cluster.join", message.to_owned(), only_one);
+    }
+    if cluster.bootstrap_expect.is_some() {
+        let (path, message) = (
+            "cluster.bootstrap_expect",
+            "cluster.bootstrap_expect is set beside cluster.join",
+        );
+        let expected = "no bootstrap_expect where a running cluster is joined";
+        found.refuse(path, message.to_owned(), expected);
+    }
+}
+
+fn wrong_counts(cluster: &ClusterConfig, found: &mut Settings) {
+    let peers = values(&cluster.peers);
+    let mut rest = peers.iter().enumerate();
+    if let Some((_, peer)) = rest.find(|(nth, peer)| peers[..*nth].contains(peer)) {
+        let message = format!("cluster.peers names {peer} twice");
+        found.refuse("cluster.peers", message, "each replica once");
+    }
+    let path = "cluster.bootstrap_expect";
+    let Some(expect) = cluster.bootstrap_expect.map(usize::from) else {
+        if cluster.peers_dns.is_some() {
+            let message = format!("cluster.peers_dns is set, {path} is not");
+            let expected = "bootstrap_expect, as a name does not say how many there are";
+            found.refuse("cluster.peers_dns", message, expected);
+        }
+        return;
+    };
+    let names = format!("{path} is {expect}, cluster.peers names {}", peers.len());
+    if peers.is_empty() {
+        if expect > 1 && cluster.peers_dns.is_none() && cluster.join.is_empty() {
+            let expected = "cluster.peers or cluster.peers_dns as well";
+            found.refuse(path, format!("{path} is set without peers"), expected);
+        }
+    } else if expect * 2 <= peers.len() {
+        let expected = "more than half of the peers, or two clusters could form";
+        found.refuse(path, names, expected);
+    } else if expect > peers.len() {
+        found.refuse(path, names, "at most as many as there are peers");
+    }
 }

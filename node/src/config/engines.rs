@@ -1,87 +1,64 @@
 //! `[[backends]]` and `[probes]`: the engines, and the keys they want.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use api::backends::EngineKeys;
+use api::prompt::ModelSettings;
 use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Rejection};
 
-use super::Probes;
-use super::fault::{Fault, Place};
-use super::layers::{Entry, Values};
-use super::read::{count, duration, refuse, text, texts, unique};
-use super::value::Value;
+use super::file::{BackendConfig, ConfigFile};
+use super::form::show_duration;
+use super::read::Settings;
+use super::traffic::ProbesConfig;
 
 /// Shortest interval of probes: every replica asks every engine.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(50);
 
-/// How engines are probed.
-pub(super) fn probes(values: &Values, faults: &mut Vec<Fault>) -> Option<Probes> {
-    let interval = duration(values, "probes.interval");
-    if let Some(interval) = interval.filter(|interval| *interval < PROBE_INTERVAL_MIN) {
-        let shown = humantime::format_duration(interval);
-        let message = format!("probes.interval is {shown}");
-        refuse(values, "probes.interval", message, "50ms or more", faults);
+/// Refuses probes that would be a burden.
+pub(super) fn check_probes(probes: &ProbesConfig, found: &mut Settings) {
+    if *probes.interval < PROBE_INTERVAL_MIN {
+        let path = "probes.interval";
+        let message = format!("{path} is {}", show_duration(&probes.interval));
+        found.refuse(path, message, "50ms or more");
     }
-    Some(Probes {
-        interval: interval?,
-        timeout: duration(values, "probes.timeout")?,
-        models_interval: duration(values, "probes.models_interval")?,
-        health_path: text(values, "probes.health_path"),
-        panic_threshold_percent: count(values, "probes.panic_threshold_percent")?,
-    })
 }
 
 /// The keys that engines want: a backend's own, else that of all probes.
-pub(super) fn keys(
-    values: &Values,
-    entries: &[Entry],
-    faults: &mut Vec<Fault>,
-) -> Option<EngineKeys> {
-    let before = faults.len();
-    let of_probes = key(values, "probes.api_key_file", "probes.api_key_file", faults);
+pub(super) fn keys(file: &ConfigFile, found: &mut Settings) -> EngineKeys {
+    let mut key = |path: &str, file: Option<&PathBuf>| match authorization(file?) {
+        Ok(authorization) => Some(authorization),
+        Err(why) => {
+            let message = format!("{path}: {why}");
+            found.refuse(path, message, "a file with one key and no more");
+            None
+        }
+    };
+    let of_probes = key("probes.api_key_file", file.probes.api_key_file.as_ref());
     let mut keys = EngineKeys::default();
-    for (nth, entry) in entries.iter().enumerate() {
-        let shown = format!("backends[{nth}].api_key_file");
-        let own = key(&entry.values, "api_key_file", &shown, faults);
-        let (Some(id), Some(url)) = (text(&entry.values, "id"), text(&entry.values, "url")) else {
-            continue;
-        };
+    for (nth, backend) in file.backends.iter().enumerate() {
+        let path = format!("backends[{nth}].api_key_file");
+        let own = key(&path, backend.api_key_file.as_ref());
         match (own, &of_probes) {
-            (Some(key), _) => keys.add(&id, &url, key),
-            (None, Some(key)) => keys.add_for_probes(&id, &url, key.clone()),
+            (Some(key), _) => keys.add(&backend.id, &backend.url, key),
+            (None, Some(key)) => keys.add_for_probes(&backend.id, &backend.url, key.clone()),
             (None, None) => {}
         }
     }
-    (faults.len() == before).then_some(keys)
+    keys
 }
 
 /// All files that hold keys.
-pub(super) fn secret_files(values: &Values, entries: &[Entry]) -> Vec<PathBuf> {
-    let of_replica = ["users.api_keys_file", "probes.api_key_file"];
-    let of_replica = of_replica.iter().filter_map(|path| text(values, path));
-    let own = |entry: &Entry| text(&entry.values, "api_key_file");
-    let of_backends = entries.iter().filter_map(own);
-    of_replica.chain(of_backends).map(PathBuf::from).collect()
-}
-
-/// The header that carries the key in the file that `path` names, if it names one.
-fn key(values: &Values, path: &str, shown: &str, faults: &mut Vec<Fault>) -> Option<HeaderValue> {
-    match authorization(&text(values, path)?) {
-        Ok(authorization) => Some(authorization),
-        Err(why) => {
-            let message = format!("{shown}: {why}");
-            let expected = "a file with one key and no more";
-            refuse(values, path, message, expected, faults);
-            None
-        }
-    }
+pub(super) fn secret_files(file: &ConfigFile) -> Vec<PathBuf> {
+    let of_replica = [&file.users.api_keys_file, &file.probes.api_key_file];
+    let of_backends = file.backends.iter().map(|backend| &backend.api_key_file);
+    let files = of_replica.into_iter().chain(of_backends);
+    files.flatten().cloned().collect()
 }
 
 /// The header that carries the key in `file`.
-fn authorization(file: &str) -> Result<HeaderValue, String> {
+fn authorization(file: &Path) -> Result<HeaderValue, String> {
     let key = std::fs::read_to_string(file).map_err(|error| format!("read {file:?}: {error}"))?;
     let key = key.trim();
     let is_key = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
@@ -96,56 +73,62 @@ fn authorization(file: &str) -> Result<HeaderValue, String> {
 
 /// The backends that are registered at start.
 pub(super) fn backends(
-    entries: &[Entry],
-    has_tokens: bool,
-    faults: &mut Vec<Fault>,
+    file: &ConfigFile,
+    models: &[ModelSettings],
+    found: &mut Settings,
 ) -> Vec<BackendSpec> {
-    unique("backends", "id", entries, faults);
-    if entries.len() > BACKENDS_MAX {
-        faults.push(Fault {
-            message: format!("{} backends", entries.len()),
-            expected: format!("at most {BACKENDS_MAX}"),
-            place: Place::File(entries[BACKENDS_MAX].span.clone()),
-        });
+    let backends = &file.backends;
+    found.unique(
+        "backends",
+        "id",
+        backends.iter().map(|backend| &*backend.id),
+    );
+    if backends.len() > BACKENDS_MAX {
+        let message = format!("{} backends", backends.len());
+        let expected = format!("at most {BACKENDS_MAX}");
+        found.refuse(&format!("backends[{BACKENDS_MAX}]"), message, &expected);
     }
-    let backend = |(nth, entry): (usize, &Entry)| {
-        let spec = backend(entry)?;
-        // The cluster would refuse it.
-        if let Err(Rejection::Invalid { field, expected }) = spec.validate() {
-            let message = format!("backends[{nth}].{field} is out of bounds");
-            let key = field.split(['.', '[']).next().unwrap_or(&field);
-            refuse(&entry.values, key, message, &expected, faults);
-        }
-        let (events, replay) = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
-        if let Err((key, expected)) = api::kv_events::endpoint::check(events, replay) {
-            let message = format!("backends[{nth}].{key} is no endpoint that can be used");
-            // The report says `expected` itself.
-            let expected = expected.trim_start_matches("expected ");
-            refuse(&entry.values, key, message, expected, faults);
-        }
-        if events.is_some() && !has_tokens {
-            let message = format!("backends[{nth}].kv_events without a tokenizer");
-            let expected = "a [[models]] entry with another tokenizer than \"character\": KV \
-                            events tell token ids";
-            refuse(&entry.values, "kv_events", message, expected, faults);
-        }
-        Some(spec)
-    };
-    entries.iter().enumerate().filter_map(backend).collect()
+    let has_tokens = models.iter().any(|model| !model.tokenizer.is_character());
+    let specs = backends.iter().map(spec).collect::<Vec<_>>();
+    for (nth, spec) in specs.iter().enumerate() {
+        check_spec(&format!("backends[{nth}]"), spec, has_tokens, found);
+    }
+    specs
 }
 
-fn backend(entry: &Entry) -> Option<BackendSpec> {
-    let labels = match entry.values.get("labels").map(|setting| &setting.value) {
-        Some(Value::Labels(labels)) => labels.clone(),
-        _ => BTreeMap::new(),
-    };
-    Some(BackendSpec {
-        id: text(&entry.values, "id")?,
-        url: text(&entry.values, "url")?.trim_end_matches('/').to_owned(),
-        models: texts(&entry.values, "models")?,
-        labels,
-        capacity_blocks: count(&entry.values, "capacity_blocks"),
-        kv_events: text(&entry.values, "kv_events"),
-        kv_replay: text(&entry.values, "kv_replay"),
-    })
+fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Settings) {
+    if !found.is_sound(path) {
+        return;
+    }
+    // The cluster would refuse it.
+    if let Err(Rejection::Invalid { field, expected }) = spec.validate() {
+        let message = format!("{path}.{field} is out of bounds");
+        let key = field.split(['.', '[']).next().unwrap_or(&field);
+        found.refuse(&format!("{path}.{key}"), message, &expected);
+    }
+    let (events, replay) = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
+    if let Err((key, expected)) = api::kv_events::endpoint::check(events, replay) {
+        let message = format!("{path}.{key} is no endpoint that can be used");
+        // The report says `expected` itself.
+        let expected = expected.trim_start_matches("expected ");
+        found.refuse(&format!("{path}.{key}"), message, expected);
+    }
+    if events.is_some() && !has_tokens && found.is_sound("models") {
+        let message = format!("{path}.kv_events without a tokenizer");
+        let expected = "a [[models]] entry with another tokenizer than \"character\": KV events \
+                        tell token ids";
+        found.refuse(&format!("{path}.kv_events"), message, expected);
+    }
+}
+
+fn spec(backend: &BackendConfig) -> BackendSpec {
+    BackendSpec {
+        id: backend.id.clone(),
+        url: backend.url.trim_end_matches('/').to_owned(),
+        models: backend.models.clone(),
+        labels: backend.labels.clone(),
+        capacity_blocks: backend.capacity_blocks,
+        kv_events: backend.kv_events.clone(),
+        kv_replay: backend.kv_replay.clone(),
+    }
 }

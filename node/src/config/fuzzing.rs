@@ -1,6 +1,6 @@
 //! Configs, as [`crate::fuzzing`] has it.
 
-use super::layers::Layers;
+use super::read::Layers;
 use super::{print, read};
 
 /// A config: the file, environment variables and flags, apart by a byte 0, one setting per line in the
@@ -34,12 +34,12 @@ pub fn config(bytes: &[u8]) {
                 ..Layers::default()
             };
             let again = read("printed.toml", &layers);
-            let again = again.unwrap_or_else(|faults| panic!("{faults}\n{printed}"));
+            let again = again.unwrap_or_else(|errors| panic!("{errors}\n{printed}"));
             assert_eq!(again.config, loaded.config, "{printed}");
         }
-        Err(faults) => {
-            assert!(!faults.faults.is_empty(), "refused without a fault");
-            assert!(!faults.render(true).is_empty());
+        Err(errors) => {
+            assert!(!errors.errors.is_empty(), "refused without an error");
+            assert!(!errors.render(true).is_empty());
         }
     }
 }

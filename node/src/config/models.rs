@@ -1,13 +1,10 @@
 //! `[[models]]`: tokenizers are loaded while the config is checked, so that a file that cannot be used
-//! is told like every other fault.
-
-use std::path::PathBuf;
+//! is told like every other mistake.
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 
-use super::fault::Fault;
-use super::layers::Entry;
-use super::read::{count, refuse, text, unique};
+use super::file::ModelConfig;
+use super::read::Settings;
 
 /// `block_size` with `character`.
 const CHARACTER_BLOCK_BYTES: u32 = 128;
@@ -15,47 +12,37 @@ const CHARACTER_BLOCK_BYTES: u32 = 128;
 const BLOCK_TOKENS: u32 = 16;
 
 /// Every entry's settings.
-pub(super) fn models(entries: &[Entry], faults: &mut Vec<Fault>) -> Vec<ModelSettings> {
-    unique("models", "name", entries, faults);
-    everything_last(entries, faults);
-    if entries.is_empty() {
+pub(super) fn models(models: &[ModelConfig], found: &mut Settings) -> Vec<ModelSettings> {
+    found.unique("models", "name", models.iter().map(|model| &*model.name));
+    everything_last(models, found);
+    if models.is_empty() {
         return vec![ModelSettings::characters("*", CHARACTER_BLOCK_BYTES)];
     }
-    let model = |(nth, entry)| model(nth, entry, faults);
-    entries.iter().enumerate().filter_map(model).collect()
+    let settings = |(nth, model)| settings(&format!("models[{nth}]"), model, found);
+    models.iter().enumerate().filter_map(settings).collect()
 }
 
 /// The first entry that matches a model counts, so that one behind `"*"` never does.
-fn everything_last(entries: &[Entry], faults: &mut Vec<Fault>) {
-    let is_everything = |entry: &Entry| text(&entry.values, "name").is_some_and(|name| name == "*");
-    let Some(nth) = entries.iter().position(is_everything) else {
-        return;
-    };
-    if let Some(behind) = entries.get(nth + 1) {
-        let message = format!(
-            "models[{}] stands behind models[{nth}], whose name is \"*\"",
-            nth + 1
-        );
-        refuse(
-            &behind.values,
-            "name",
-            message,
-            "the name \"*\" last",
-            faults,
-        );
+fn everything_last(models: &[ModelConfig], found: &mut Settings) {
+    let everything = models.iter().position(|model| model.name == "*");
+    let behind = everything.filter(|nth| nth + 1 < models.len());
+    if let Some(nth) = behind {
+        let behind = format!("models[{}]", nth + 1);
+        let message = format!("{behind} stands behind models[{nth}], whose name is \"*\"");
+        found.refuse(&format!("{behind}.name"), message, "the name \"*\" last");
     }
 }
 
-/// Loads the entry's tokenizer: a file that is missing or no tokenizer is a fault of the config.
-fn model(nth: usize, entry: &Entry, faults: &mut Vec<Fault>) -> Option<ModelSettings> {
-    let values = &entry.values;
-    let name = text(values, "name");
-    let spec: TokenizerSpec = text(values, "tokenizer")?.parse().ok()?;
-    let chat_template = text(values, "chat_template").map(PathBuf::from);
-    if chat_template.is_some() && !matches!(spec, TokenizerSpec::HuggingFace(_)) {
-        let message = format!("models[{nth}].chat_template has no effect with {spec}");
-        let expected = "tokenizer = \"huggingface:FILE\" beside it";
-        refuse(values, "chat_template", message, expected, faults);
+/// Loads the entry's tokenizer: a file that is missing or no tokenizer is refused.
+fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<ModelSettings> {
+    if !found.is_sound(&format!("{path}.tokenizer")) {
+        return None;
+    }
+    let (spec, template) = (model.tokenizer.0.clone(), model.chat_template.as_deref());
+    if template.is_some() && !matches!(spec, TokenizerSpec::HuggingFace(_)) {
+        let key = format!("{path}.chat_template");
+        let message = format!("{key} has no effect with {spec}");
+        found.refuse(&key, message, "tokenizer = \"huggingface:FILE\" beside it");
         return None;
     }
     let default = match spec {
@@ -64,21 +51,20 @@ fn model(nth: usize, entry: &Entry, faults: &mut Vec<Fault>) -> Option<ModelSett
             BLOCK_TOKENS
         }
     };
-    match Tokenizer::load(spec, chat_template.as_deref()) {
+    match Tokenizer::load(spec, template) {
         Ok(tokenizer) => Some(ModelSettings {
-            name: name?,
+            name: model.name.clone(),
             tokenizer,
-            block_size: count(values, "block_size").unwrap_or(default),
+            block_size: model.block_size.unwrap_or(default),
         }),
         Err(failure) => {
-            let is_template = chat_template.is_some_and(|file| file == failure.file);
-            let (key, expected) = if is_template {
+            let (key, expected) = if template == Some(&failure.file) {
                 ("chat_template", "a chat template in Jinja")
             } else {
                 ("tokenizer", "a tokenizer.json with what stands beside it")
             };
-            let message = format!("models[{nth}].{key}: {failure}");
-            refuse(values, key, message, expected, faults);
+            let key = format!("{path}.{key}");
+            found.refuse(&key, format!("{key}: {failure}"), expected);
             None
         }
     }
@@ -108,11 +94,11 @@ mod tests {
         let shown = |text: String| text.replace(&*folder.path().to_string_lossy(), "DIR");
         match load(&origin) {
             Ok(loaded) => Ok(loaded.config),
-            Err(faults) => {
-                let messages = faults
-                    .faults
+            Err(errors) => {
+                let messages = errors
+                    .errors
                     .iter()
-                    .map(|fault| shown(fault.message.clone()));
+                    .map(|error| shown(error.message.clone()));
                 Err(messages.collect::<Vec<_>>().join("\n"))
             }
         }

@@ -2,10 +2,11 @@
 
 use std::fmt::Write;
 
+use serde_json::Value;
+
 use super::Loaded;
-use super::key::Key;
-use super::keys::{BACKEND_KEYS, KEYS, MODEL_KEYS};
-use super::layers::{Entry, Setting, Source};
+use super::error::{Place, line_and_column};
+use super::schema::{Section, sections};
 
 /// Column that the sources stand in.
 const SOURCE_COLUMN: usize = 56;
@@ -14,60 +15,75 @@ const SOURCE_COLUMN: usize = 56;
 #[must_use]
 pub fn print(loaded: &Loaded) -> String {
     let mut out = String::new();
-    let mut section = "";
-    for key in KEYS {
-        let (of, name) = key.split();
-        if of != section {
-            let gap = if section.is_empty() { "" } else { "\n" };
-            line(&mut out, format_args!("{gap}[{of}]"));
-            section = of;
+    for section in sections() {
+        let parts = section.path.split('.');
+        let table = parts.fold(&loaded.values, |table, part| &table[part]);
+        match table {
+            Value::Array(entries) => {
+                for (nth, entry) in entries.iter().enumerate() {
+                    let path = format!("{}[{nth}]", section.path);
+                    line(&mut out, format_args!("\n[[{}]]", section.path));
+                    keys(&mut out, loaded, &section, &path, entry);
+                }
+            }
+            table => {
+                let gap = if out.is_empty() { "" } else { "\n" };
+                line(&mut out, format_args!("{gap}[{}]", section.path));
+                keys(&mut out, loaded, &section, &section.path, table);
+            }
         }
-        setting(
-            &mut out,
-            &loaded.file,
-            name,
-            loaded.settings.values.get(key.path),
-        );
     }
-    entries(
-        &mut out,
-        &loaded.file,
-        "models",
-        MODEL_KEYS,
-        &loaded.settings.models,
-    );
-    entries(
-        &mut out,
-        &loaded.file,
-        "backends",
-        BACKEND_KEYS,
-        &loaded.settings.backends,
-    );
     out
 }
 
-fn entries(out: &mut String, file: &str, list: &str, keys: &[Key], entries: &[Entry]) {
-    for entry in entries {
-        line(out, format_args!("\n[[{list}]]"));
-        for key in keys {
-            setting(out, file, key.path, entry.values.get(key.path));
+fn keys(out: &mut String, loaded: &Loaded, section: &Section, path: &str, table: &Value) {
+    for (name, _) in &section.keys {
+        let place = loaded.places.get(&format!("{path}.{name}"));
+        let value = &table[name.as_str()];
+        if place.is_none() && is_none(value) {
+            line(out, format_args!("# {name} is not set"));
+            continue;
         }
+        let source = match place {
+            None | Some(Place::Nowhere) => "default".to_owned(),
+            Some(Place::File(span)) => {
+                let (line, _) = line_and_column(&loaded.text, span.start);
+                format!("{}:{line}", loaded.file)
+            }
+            Some(Place::Variable(name)) => name.clone(),
+            Some(Place::Flag(flag)) => format!("--set {flag}"),
+        };
+        let assignment = format!("{name} = {}", toml_of(value));
+        line(out, format_args!("{assignment:<SOURCE_COLUMN$} # {source}"));
     }
 }
 
-fn setting(out: &mut String, file: &str, name: &str, setting: Option<&Setting>) {
-    let Some(Setting { value, source }) = setting else {
-        line(out, format_args!("# {name} is not set"));
-        return;
-    };
-    let source = match source {
-        Source::Default => "default".to_owned(),
-        Source::File { line, .. } => format!("{file}:{line}"),
-        Source::Variable(name) => name.clone(),
-        Source::Flag(flag) => format!("--set {flag}"),
-    };
-    let assignment = format!("{name} = {value}");
-    line(out, format_args!("{assignment:<SOURCE_COLUMN$} # {source}"));
+fn is_none(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(elements) => elements.is_empty(),
+        Value::Object(labels) => labels.is_empty(),
+        Value::Bool(_) | Value::Number(_) | Value::String(_) => false,
+    }
+}
+
+fn toml_of(value: &Value) -> String {
+    match value {
+        Value::String(text) => toml::Value::String(text.clone()).to_string(),
+        Value::Array(elements) => {
+            let elements: Vec<_> = elements.iter().map(toml_of).collect();
+            format!("[{}]", elements.join(", "))
+        }
+        Value::Object(labels) => {
+            let quoted = |text: &str| toml::Value::String(text.to_owned());
+            let pairs = labels.iter();
+            let pairs: Vec<_> = pairs
+                .map(|(name, text)| format!("{} = {}", quoted(name), toml_of(text)))
+                .collect();
+            format!("{{ {} }}", pairs.join(", "))
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => value.to_string(),
+    }
 }
 
 fn line(out: &mut String, text: std::fmt::Arguments<'_>) {

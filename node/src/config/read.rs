@@ -1,111 +1,415 @@
-//! How checks read settings, and how they refuse one: with the place where it stands.
+//! The layers a setting can come from (flag over environment over file over default), read into one
+//! tree that knows of every value where it came from, with everything that is wrong on the way.
 
-use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::time::Duration;
 
-use super::fault::{Fault, Place};
-use super::layers::{Entry, Setting, Source, Values};
-use super::value::Value;
+use serde_json::{Map, Value, json};
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
 
-pub(super) fn integer(values: &Values, path: &str) -> Option<i64> {
-    match values.get(path)?.value {
-        Value::Integer(number) => Some(number),
-        _ => None,
+use super::error::{ConfigError, Place, line_and_column};
+use super::schema::{self, SCHEMA, expected, fit, join};
+
+/// Policies whose names and settings tables are reserved.
+const LATER_POLICIES: [&str; 1] = ["dlpm"];
+
+/// What settings are read from, beside the defaults.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Layers<'a> {
+    /// Text of the config file.
+    pub(super) file: &'a str,
+    /// Environment variables; those that do not begin with `QUORATE_` are passed over.
+    pub(super) variables: &'a [(String, String)],
+    /// `section.key=value` each.
+    pub(super) flags: &'a [String],
+}
+
+/// All layers laid over each other.
+#[derive(Debug, Default)]
+pub(super) struct Settings {
+    /// What is set and fits its key.
+    pub(super) tree: Map<String, Value>,
+    /// Where what is set comes from, by its path.
+    pub(super) places: BTreeMap<String, Place>,
+    /// Paths of what does not fit or is missing.
+    refused: BTreeSet<String>,
+    /// What is wrong.
+    pub(super) errors: Vec<ConfigError>,
+}
+
+impl Settings {
+    /// Reads all layers, then has `check` look at what depends on more than one key.
+    pub(super) fn read<T>(layers: &Layers<'_>, check: impl FnOnce(&mut Self) -> T) -> (Self, T) {
+        let mut settings = Self::default();
+        let (table, errors) = DeTable::parse_recoverable(layers.file);
+        settings.tree = settings.table("", &SCHEMA, table.get_ref());
+        for (name, text) in layers.variables {
+            settings.variable(name, text);
+        }
+        for flag in layers.flags {
+            settings.flag(flag);
+        }
+        for (path, schema) in schema::required_keys() {
+            if !settings.places.contains_key(&path) {
+                settings.missing(&path, schema, Place::Nowhere);
+            }
+        }
+        let checked = check(&mut settings);
+        settings.forget_consequences(layers.file, &errors);
+        (settings, checked)
     }
-}
 
-pub(super) fn count(values: &Values, path: &str) -> Option<u32> {
-    u32::try_from(integer(values, path)?).ok()
-}
-
-pub(super) fn flag(values: &Values, path: &str) -> Option<bool> {
-    match values.get(path)?.value {
-        Value::Flag(is_set) => Some(is_set),
-        _ => None,
-    }
-}
-
-pub(super) fn text(values: &Values, path: &str) -> Option<String> {
-    match &values.get(path)?.value {
-        Value::Text(text) => Some(text.clone()),
-        _ => None,
-    }
-}
-
-pub(super) fn texts(values: &Values, path: &str) -> Option<Vec<String>> {
-    match &values.get(path)?.value {
-        Value::Texts(texts) => Some(texts.clone()),
-        _ => None,
-    }
-}
-
-pub(super) fn duration(values: &Values, path: &str) -> Option<Duration> {
-    match values.get(path)?.value {
-        Value::Duration(span) => Some(span),
-        _ => None,
-    }
-}
-
-pub(super) fn range(values: &Values, path: &str) -> Option<Range<Duration>> {
-    match &values.get(path)?.value {
-        Value::Range(range) => Some(range.clone()),
-        _ => None,
-    }
-}
-
-pub(super) fn size(values: &Values, path: &str) -> Option<u64> {
-    match values.get(path)?.value {
-        Value::Size(bytes) => Some(bytes),
-        _ => None,
-    }
-}
-
-pub(super) fn address(values: &Values, path: &str) -> Option<SocketAddr> {
-    match values.get(path)?.value {
-        Value::Address(address) => Some(address),
-        _ => None,
-    }
-}
-
-/// Where a setting stands, so that a fault found later still points at it.
-pub(super) fn place(setting: Option<&Setting>) -> Place {
-    match setting.map(|setting| &setting.source) {
-        Some(Source::File { span, .. }) => Place::File(span.clone()),
-        Some(Source::Variable(name)) => Place::Variable(name.clone()),
-        Some(Source::Flag(flag)) => Place::Flag(flag.clone()),
-        Some(Source::Default) | None => Place::Nowhere,
-    }
-}
-
-/// Adds a fault at the value of `path`.
-pub(super) fn refuse(
-    values: &Values,
-    path: &str,
-    message: String,
-    expected: &str,
-    faults: &mut Vec<Fault>,
-) {
-    let place = place(values.get(path));
-    faults.push(Fault {
-        message,
-        expected: expected.to_owned(),
-        place,
-    });
-}
-
-/// Refuses an entry whose `key` an earlier one has too.
-pub(super) fn unique(list: &str, key: &str, entries: &[Entry], faults: &mut Vec<Fault>) {
-    let mut names = BTreeMap::new();
-    for (nth, entry) in entries.iter().enumerate() {
-        let Some(name) = text(&entry.values, key) else {
-            continue;
+    /// Whether nothing at this path, below or above it was refused, so that more can be said of it.
+    pub(super) fn is_sound(&self, path: &str) -> bool {
+        let is_below = |path: &str, of: &str| {
+            let rest = path.strip_prefix(of);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
         };
-        if let Some(first) = names.insert(name.clone(), nth) {
-            let message = format!("{list}[{nth}].{key} is {name:?}, as is {list}[{first}].{key}");
-            let expected = format!("each {key} once");
-            refuse(&entry.values, key, message, &expected, faults);
+        let mut refused = self.refused.iter();
+        !refused.any(|it| is_below(it, path) || is_below(path, it))
+    }
+
+    /// Refuses the value of `path`.
+    pub(super) fn refuse(&mut self, path: &str, message: String, expected: &str) {
+        let place = self.places.get(path).cloned().unwrap_or(Place::Nowhere);
+        self.error(message, expected.to_owned(), place);
+    }
+
+    /// Refuses the value of a key, showing it.
+    pub(super) fn refuse_value(&mut self, path: &str, expected: &str) {
+        let set = path.split('.').try_fold(None, |table, part| {
+            let table = table.map_or(Some(&self.tree), Value::as_object)?;
+            table.get(part).map(Some)
+        });
+        let keys = schema::keys();
+        let default = || keys.iter().find(|(key, _)| key == path)?.1.get("default");
+        let value = set.flatten().or_else(default);
+        let value = value.map_or_else(String::new, Value::to_string);
+        self.refuse(path, format!("{path} is {value}"), expected);
+    }
+
+    /// Refuses an entry of a list whose `name` an earlier one has too.
+    pub(super) fn unique<'a>(
+        &mut self,
+        list: &str,
+        key: &str,
+        names: impl Iterator<Item = &'a str>,
+    ) {
+        let mut first_of = BTreeMap::new();
+        for (nth, name) in names.enumerate() {
+            let path = format!("{list}[{nth}].{key}");
+            if !self.is_sound(&path) {
+                continue;
+            }
+            if let Some(first) = first_of.get(name) {
+                let message = format!("{path} is {name:?}, as is {list}[{first}].{key}");
+                self.refuse(&path, message, &format!("each {key} once"));
+            }
+            first_of.insert(name, nth);
         }
     }
+
+    fn error(&mut self, message: String, expected: String, place: Place) {
+        self.errors.push(ConfigError {
+            message,
+            expected,
+            place,
+        });
+    }
+
+    fn misfit(&mut self, path: &str, shown: &str, schema: &Value, place: Place) {
+        let is_later = |policy: &&str| path.ends_with("policy") && quoted(policy) == shown;
+        let message = match LATER_POLICIES.iter().any(is_later) {
+            true => format!("{path} = {shown} is not available in this version"),
+            false => format!("{path} is {shown}"),
+        };
+        self.reject(path, message, expected(schema), place);
+    }
+
+    fn missing(&mut self, path: &str, schema: &Value, place: Place) {
+        let message = format!("{path} is not set");
+        self.reject(path, message, expected(schema), place);
+    }
+
+    fn reject(&mut self, path: &str, message: String, expected: String, place: Place) {
+        self.refused.insert(path.to_owned());
+        self.error(message, expected, place);
+    }
+
+    /// Adds what the TOML parser itself found, and drops errors it may have caused.
+    fn forget_consequences(&mut self, text: &str, errors: &[toml::de::Error]) {
+        let end = text.len();
+        let span = |error: &toml::de::Error| error.span().unwrap_or(end..end);
+        let Some(first) = errors.iter().map(|error| span(error).start).min() else {
+            return;
+        };
+        let line = |at: usize| line_and_column(text, at).0;
+        // A broken header or text changes the meaning of all that follows it.
+        self.errors.retain(|error| match &error.place {
+            Place::File(span) => line(span.start) < line(first),
+            Place::Variable(_) | Place::Flag(_) => true,
+            Place::Nowhere => false,
+        });
+        for error in errors {
+            let message = error.message();
+            let (message, expected) = message
+                .split_once(", expected ")
+                .unwrap_or((message, "valid TOML"));
+            let place = Place::File(span(error));
+            self.error(message.to_owned(), expected.to_owned(), place);
+        }
+    }
+
+    fn table(&mut self, path: &str, schema: &Value, table: &DeTable<'_>) -> Map<String, Value> {
+        let mut read = Map::new();
+        for (name, value) in table {
+            let key = join(path, name.get_ref());
+            let Some(schema) = schema["properties"].get(&**name.get_ref()) else {
+                self.unknown(path, schema, name);
+                continue;
+            };
+            self.places.insert(key.clone(), Place::File(value.span()));
+            if let Some(value) = self.value(&key, schema, value) {
+                read.insert(name.get_ref().to_string(), value);
+            }
+        }
+        read
+    }
+
+    fn unknown(&mut self, path: &str, schema: &Value, name: &Spanned<Cow<'_, str>>) {
+        let (place, name) = (Place::File(name.span()), name.get_ref());
+        let key = join(path, name);
+        if path == "routing" && LATER_POLICIES.contains(&&**name) {
+            let message = format!("[{key}] is not available in this version");
+            let expected = "the settings of an available policy".to_owned();
+            return self.error(message, expected, place);
+        }
+        let mut siblings: Vec<_> = schema::properties(schema)
+            .map(|(it, _)| it.clone())
+            .collect();
+        siblings.sort();
+        let all = siblings.join(", ");
+        let expected = match nearest(name, siblings) {
+            Some(near) => format!("{near}, or another of {all}"),
+            None => format!("one of {all}"),
+        };
+        self.error(format!("unknown key {key}"), expected, place);
+    }
+
+    fn value(&mut self, path: &str, schema: &Value, value: &Spanned<DeValue<'_>>) -> Option<Value> {
+        let is_list = schema["type"] == "array";
+        let expected = match (schema::table(schema), value.get_ref()) {
+            (Some(entry), DeValue::Array(array)) if is_list => {
+                let entries = array.iter().enumerate();
+                let entries =
+                    entries.map(|(nth, it)| self.entry(&format!("{path}[{nth}]"), entry, it));
+                return Some(entries.collect());
+            }
+            (Some(_), _) if is_list => format!("a list of tables: [[{path}]]"),
+            (Some(_), DeValue::Table(table)) => {
+                return Some(self.table(path, schema, table).into());
+            }
+            (Some(_), _) => format!("a table: [{path}]"),
+            (None, DeValue::Table(table)) if schema["type"] == "object" => {
+                return self.labels(path, table);
+            }
+            (None, DeValue::Array(array)) if is_list => {
+                return self.list(path, schema, array, value.span());
+            }
+            (None, _) if is_list => format!("a list, each {}", expected(schema)),
+            (None, _) => return self.single(path, schema, value),
+        };
+        let message = format!("{path} is {}", shown(value.get_ref()));
+        self.reject(path, message, expected, Place::File(value.span()));
+        None
+    }
+
+    fn entry(&mut self, path: &str, schema: &Value, value: &Spanned<DeValue<'_>>) -> Value {
+        let place = Place::File(value.span());
+        self.places.insert(path.to_owned(), place.clone());
+        let DeValue::Table(table) = value.get_ref() else {
+            let list = path.split('[').next().unwrap_or(path);
+            let message = format!("{path} is {}", shown(value.get_ref()));
+            self.reject(path, message, format!("a table: [[{list}]]"), place);
+            return json!({});
+        };
+        let read = self.table(path, schema, table);
+        for name in schema::required(schema) {
+            if !table.contains_key(name) {
+                let path = join(path, name);
+                self.missing(&path, &schema["properties"][name], place.clone());
+            }
+        }
+        read.into()
+    }
+
+    fn list(
+        &mut self,
+        path: &str,
+        schema: &Value,
+        array: &[Spanned<DeValue<'_>>],
+        span: Range<usize>,
+    ) -> Option<Value> {
+        if array.is_empty() && schema.get("minItems").is_some() {
+            let expected = format!("at least one element, each {}", expected(schema));
+            self.reject(
+                path,
+                format!("{path} is empty"),
+                expected,
+                Place::File(span),
+            );
+            return None;
+        }
+        let elements = array.iter().enumerate();
+        let elements = elements
+            .filter_map(|(nth, it)| self.single(&format!("{path}[{nth}]"), &schema["items"], it));
+        Some(elements.collect())
+    }
+
+    fn single(
+        &mut self,
+        path: &str,
+        schema: &Value,
+        value: &Spanned<DeValue<'_>>,
+    ) -> Option<Value> {
+        let fitting = json_of(value.get_ref()).and_then(|value| fit(schema, &value));
+        if fitting.is_none() {
+            let (shown, place) = (shown(value.get_ref()), Place::File(value.span()));
+            self.misfit(path, &shown, schema, place);
+        }
+        fitting
+    }
+
+    fn labels(&mut self, path: &str, table: &DeTable<'_>) -> Option<Value> {
+        let mut labels = Map::new();
+        for (name, value) in table {
+            let DeValue::String(text) = value.get_ref() else {
+                let path = join(path, name.get_ref());
+                let message = format!("{path} is {}", shown(value.get_ref()));
+                let place = Place::File(value.span());
+                self.reject(&path, message, "a text".to_owned(), place);
+                return None;
+            };
+            labels.insert(name.get_ref().to_string(), json!(text));
+        }
+        Some(labels.into())
+    }
+
+    fn variable(&mut self, name: &str, text: &str) {
+        let Some(rest) = name.strip_prefix("QUORATE_") else {
+            return;
+        };
+        let keys = schema::keys();
+        let mut names = keys.iter().map(|(path, _)| variable(path));
+        let place = Place::Variable(name.to_owned());
+        let expected = if !rest.contains("__") {
+            // One underscore names a variable of the command line, such as `QUORATE_ADMIN`, or one of
+            // an orchestrator, such as `QUORATE_PORT`; but it may be a slip.
+            match names.find(|key| key.replace("__", "_") == name) {
+                Some(meant) => meant,
+                None => return,
+            }
+        } else if let Some((path, schema)) = keys.iter().find(|(path, _)| variable(path) == name) {
+            return self.overlay(path, schema, text, place);
+        } else if rest.starts_with("MODELS__") || rest.starts_with("BACKENDS__") {
+            "lists of tables to stand in the file".to_owned()
+        } else {
+            nearest(name, names).unwrap_or_else(|| "QUORATE_SECTION__KEY".to_owned())
+        };
+        self.error("names no key".to_owned(), expected, place);
+    }
+
+    fn flag(&mut self, flag: &str) {
+        let place = Place::Flag(flag.to_owned());
+        let form = || "section.key=value".to_owned();
+        let Some((path, text)) = flag.split_once('=') else {
+            return self.error("has no value".to_owned(), form(), place);
+        };
+        let keys = schema::keys();
+        match keys.iter().find(|(key, _)| key == path.trim()) {
+            Some((path, schema)) => self.overlay(path, schema, text.trim(), place),
+            None => {
+                let expected = nearest(path, keys.into_iter().map(|(path, _)| path));
+                self.error(
+                    "names no key".to_owned(),
+                    expected.unwrap_or_else(form),
+                    place,
+                );
+            }
+        }
+    }
+
+    /// Puts a variable's or flag's text over what is there. A list has commas in it.
+    fn overlay(&mut self, path: &str, schema: &Value, text: &str, place: Place) {
+        self.places.insert(path.to_owned(), place.clone());
+        let read = |text: &str, schema| fit(schema, &json!(text)).ok_or_else(|| quoted(text));
+        let value = match schema.get("items") {
+            None => read(text, schema),
+            Some(items) => {
+                let elements = text.split(',').map(str::trim).filter(|it| !it.is_empty());
+                elements.map(|text| read(text, items)).collect()
+            }
+        };
+        let value = match value {
+            Ok(value) => value,
+            Err(shown) => return self.misfit(path, &shown, schema, place),
+        };
+        let (section, name) = path.rsplit_once('.').unwrap_or(("", path));
+        let mut table = &mut self.tree;
+        for part in section.split('.') {
+            let below = table.entry(part).or_insert_with(|| json!({}));
+            table = below.as_object_mut().expect("sections are tables");
+        }
+        table.insert(name.to_owned(), value);
+    }
+}
+
+/// The environment variable that sets a key: `QUORATE_NODE__ID`.
+fn variable(path: &str) -> String {
+    let name = path.replace('.', "__").replace('-', "_");
+    format!("QUORATE_{}", name.to_uppercase())
+}
+
+fn json_of(value: &DeValue<'_>) -> Option<Value> {
+    match value {
+        DeValue::String(text) => Some(json!(text)),
+        DeValue::Integer(integer) => {
+            let integer = i64::from_str_radix(integer.as_str(), integer.radix());
+            integer.ok().map(|integer| json!(integer))
+        }
+        DeValue::Boolean(is_set) => Some(json!(is_set)),
+        DeValue::Float(_) | DeValue::Datetime(_) | DeValue::Array(_) | DeValue::Table(_) => None,
+    }
+}
+
+fn shown(value: &DeValue<'_>) -> String {
+    let name = match value {
+        DeValue::String(text) => return quoted(text),
+        DeValue::Float(_) => "a number with a fraction",
+        DeValue::Datetime(_) => "a date",
+        DeValue::Array(_) => "a list",
+        DeValue::Table(_) => "a table",
+        DeValue::Integer(_) | DeValue::Boolean(_) => {
+            let value = json_of(value).map(|value| value.to_string());
+            return value.unwrap_or_else(|| "an integer beyond 64 bits".to_owned());
+        }
+    };
+    name.to_owned()
+}
+
+fn quoted(text: &str) -> String {
+    if text.len() > 60 {
+        return "a long text".to_owned();
+    }
+    format!("{text:?}")
+}
+
+/// The name that was probably meant: the one fewest letters away, if these are few.
+fn nearest(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
+    let names = names.into_iter();
+    let distances = names.map(|near| (strsim::levenshtein(name, &near), near));
+    let (distance, near) = distances.min()?;
+    (distance <= 2).then_some(near)
 }

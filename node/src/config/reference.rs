@@ -1,12 +1,12 @@
-//! Keeps docs/reference/config.md equal to the key table. Regenerate it with `UPDATE_EXPECT=1 cargo
+//! Keeps docs/reference/config.md equal to the structs of a config file. Regenerate it with `UPDATE_EXPECT=1 cargo
 //! test -p node reference`.
 
 use std::fmt::Write;
 
 use expect_test::expect_file;
+use serde_json::Value;
 
-use super::key::{Absent, Key};
-use super::keys::{BACKEND_KEYS, KEYS, MODEL_KEYS};
+use super::schema::{Section, expected, sections};
 
 const INTRODUCTION: &str = "# Configuration
 
@@ -22,43 +22,43 @@ Unknown keys are errors.
 Lists of tables (`[[models]]`, `[[backends]]`) can only be set in the file.
 
 `quorate config check` reports every mistake at once, `quorate config print` shows each effective value and where it comes from, and `quorate config schema` prints a JSON Schema for editors.
-This page is made from the same table as all three.
+This page is made from the same source as all three.
 ";
 
-fn rows(out: &mut String, keys: &[&Key]) {
+fn default(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(elements) => elements.iter().map(default).collect::<Vec<_>>().join(","),
+        other => other.to_string(),
+    }
+}
+
+fn rows(out: &mut String, section: &Section) {
     out.push_str("\n| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
-    for key in keys {
-        let (_, name) = key.split();
-        let expected = match key.kind {
-            kind if kind.is_list() => format!("a list, each {}", kind.expected()),
-            kind => kind.expected(),
+    for (name, schema) in &section.keys {
+        let each = match schema["type"] == "array" {
+            true => "a list, each ",
+            false => "",
         };
-        let absent = match key.absent {
-            Absent::Required => "must be set".to_owned(),
-            Absent::Unset => "none".to_owned(),
-            Absent::Default(text) => format!("`{text}`"),
+        let absent = match schema.get("default") {
+            Some(value) => format!("`{}`", default(value)),
+            None if section.required.contains(&name.as_str()) => "must be set".to_owned(),
+            None => "none".to_owned(),
         };
-        writeln!(out, "| `{name}` | {expected} | {absent} | {} |", key.about).unwrap();
+        let (expected, about) = (expected(schema), schema["description"].as_str().unwrap());
+        writeln!(out, "| `{name}` | {each}{expected} | {absent} | {about} |").unwrap();
     }
 }
 
 #[test]
-fn the_reference_says_what_the_key_table_says() {
+fn the_reference_says_what_the_structs_say() {
     let mut page = INTRODUCTION.to_owned();
-    let mut sections: Vec<&str> = Vec::new();
-    for (section, _) in KEYS.iter().map(Key::split) {
-        if !sections.contains(&section) {
-            sections.push(section);
+    for section in sections() {
+        match section.is_list {
+            true => writeln!(page, "\n## `[[{}]]`", section.path).unwrap(),
+            false => writeln!(page, "\n## `[{}]`", section.path).unwrap(),
         }
-    }
-    for section in sections {
-        let keys = KEYS.iter().filter(|key| key.split().0 == section);
-        writeln!(page, "\n## `[{section}]`").unwrap();
-        rows(&mut page, &keys.collect::<Vec<_>>());
-    }
-    for (list, keys) in [("models", MODEL_KEYS), ("backends", BACKEND_KEYS)] {
-        writeln!(page, "\n## `[[{list}]]`").unwrap();
-        rows(&mut page, &keys.iter().collect::<Vec<_>>());
+        rows(&mut page, &section);
     }
     expect_file!["../../../docs/reference/config.md"].assert_eq(&page);
 }

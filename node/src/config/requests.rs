@@ -3,60 +3,49 @@
 use api::prompt::is_read;
 use api::proxy::{FieldRules, HeaderRules};
 
-use super::Requests;
-use super::fault::Fault;
-use super::layers::Values;
-use super::read::{flag, refuse, texts};
+use super::file::ConfigFile;
+use super::form::{Parsed, PlainName, values};
+use super::read::Settings;
 
 /// The header and the field by which a client of vLLM asks to go past others.
 const PRIORITY: [&str; 2] = ["x-vllm-priority", "priority"];
 
-pub(super) fn requests(values: &Values, faults: &mut Vec<Fault>) -> Option<Requests> {
-    let before = faults.len();
-    let forward_priority = flag(values, "users.forward_priority")?;
-    let names = |path: &str| -> Option<Vec<String>> {
-        let mut names = texts(values, path)?;
-        names.retain(|name| !forward_priority || !PRIORITY.contains(&name.as_str()));
-        Some(names)
+/// What is taken from requests, or makes them fail.
+pub(super) struct Rules {
+    pub(super) fields: FieldRules,
+    pub(super) strip_headers: HeaderRules,
+}
+
+pub(super) fn rules(file: &ConfigFile, found: &mut Settings) -> Rules {
+    let requests = &file.requests;
+    let names = |names: &[Parsed<PlainName>]| {
+        let mut names = values(names);
+        let passes = |name: &str| file.users.forward_priority && PRIORITY.contains(&name);
+        names.retain(|name| !passes(name));
+        names
     };
-    let refused = names("requests.refuse_fields")?;
-    let stripped = names("requests.strip_fields")?;
+    let refused = names(&requests.refuse_fields);
+    let stripped = names(&requests.strip_fields);
     for (path, fields) in [
         ("requests.refuse_fields", &refused),
         ("requests.strip_fields", &stripped),
     ] {
         if let Some(field) = fields.iter().find(|field| is_read(field)) {
             let message = format!("{path} names {field:?}, which the router reads itself");
-            refuse(
-                values,
-                path,
-                message,
-                "fields that only engines read",
-                faults,
-            );
+            found.refuse(path, message, "fields that only engines read");
         }
     }
-    let headers = names("requests.strip_headers")?;
-    let strip_headers = HeaderRules::new(&headers);
-    if strip_headers.is_none() {
+    let headers = names(&requests.strip_headers);
+    let strip_headers = HeaderRules::new(&headers).unwrap_or_else(|| {
         let path = "requests.strip_headers";
-        let message = format!("{path} is {headers:?}");
-        refuse(
-            values,
-            path,
-            message,
-            "names of headers, each with a last \"*\" if wanted",
-            faults,
-        );
-    }
-    if faults.len() > before {
-        return None;
-    }
-    Some(Requests {
-        extra_paths: texts(values, "requests.extra_paths").unwrap_or_default(),
+        let expected = "names of headers, each with a last \"*\" if wanted";
+        found.refuse(path, format!("{path} is {headers:?}"), expected);
+        HeaderRules::default()
+    });
+    Rules {
         fields: FieldRules::new(refused, stripped),
-        strip_headers: strip_headers?,
-    })
+        strip_headers,
+    }
 }
 
 #[cfg(test)]
@@ -72,28 +61,28 @@ mod tests {
         };
         match load(&origin) {
             Ok(loaded) => Ok(loaded.config),
-            Err(faults) => Err(faults.faults[0].message.clone()),
+            Err(errors) => Err(errors.errors[0].message.clone()),
         }
     }
 
     #[test]
     fn unset_is_what_the_data_plane_does_by_itself() {
-        let requests = config(&[]).unwrap().requests;
-        assert_eq!(requests.fields, FieldRules::default());
-        assert_eq!(requests.strip_headers, HeaderRules::default());
-        assert!(requests.extra_paths.is_empty());
+        let config = config(&[]).unwrap();
+        assert_eq!(config.fields, FieldRules::default());
+        assert_eq!(config.strip_headers, HeaderRules::default());
+        assert!(config.extra_paths.is_empty());
     }
 
     #[test]
     fn lists_may_be_empty_and_priority_may_pass() {
         let empty = ["requests.strip_fields=", "requests.refuse_fields="];
         let none = FieldRules::new(Vec::new(), Vec::new());
-        assert_eq!(config(&empty).unwrap().requests.fields, none);
+        assert_eq!(config(&empty).unwrap().fields, none);
         let flags = [
             "users.forward_priority=true",
             "requests.strip_fields=priority,x",
         ];
-        let rules = config(&flags).unwrap().requests;
+        let rules = config(&flags).unwrap();
         let refused = api::proxy::REFUSED_FIELDS.map(ToOwned::to_owned).to_vec();
         assert_eq!(rules.fields, FieldRules::new(refused, vec!["x".to_owned()]));
     }

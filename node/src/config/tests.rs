@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use expect_test::{Expect, expect, expect_file};
 use state::admission::{Concurrency, Order};
+use state::ids::ReplicaId;
 
 use super::*;
 
@@ -13,7 +14,7 @@ fn layers<'a>(
     file: &'a str,
     variables: &'a [(String, String)],
     flags: &'a [String],
-) -> Result<Loaded, Faults> {
+) -> Result<Loaded, ConfigErrors> {
     let layers = Layers {
         file,
         variables,
@@ -45,12 +46,12 @@ fn refused(file: &str, expected: Expect) {
 }
 
 /// The faults without their drawing: `place: message (expected ...)`.
-fn brief(faults: &Faults) -> String {
+fn brief(faults: &ConfigErrors) -> String {
     let mut out = String::new();
-    for fault in &faults.faults {
+    for fault in &faults.errors {
         let place = match &fault.place {
             Place::File(span) => {
-                let (line, column) = fault::line_and_column(&faults.text, span.start);
+                let (line, column) = error::line_and_column(&faults.text, span.start);
                 format!("{line}:{column}")
             }
             Place::Variable(name) => name.clone(),
@@ -78,9 +79,9 @@ fn faults(file: &str, expected: Expect) {
 fn one_line_makes_a_config() {
     let config = config("node.id = 3");
     assert_eq!(config.node.id, ReplicaId(3));
-    assert_eq!(config.cluster.formation, Formation::Alone);
-    assert_eq!(config.listen.advertise, "127.0.0.1");
-    assert_eq!(config.limits.body_bytes_max, 32 << 20);
+    assert_eq!(config.formation, Formation::Alone);
+    assert_eq!(config.listen.host(), "127.0.0.1");
+    assert_eq!(*config.limits.max_body, 32 << 20);
     assert_eq!(
         config.policy,
         PolicyConfig::Cost(state::policy::CostSettings::default())
@@ -93,9 +94,9 @@ fn whoever_comes_alone_leaves_half_to_others() {
     let limits =
         config("node.id = 3\n[limits]\nmax_connections = 101\nmax_requests_per_user = 9").limits;
     let shares = [
-        limits.connections_per_address_max,
-        limits.requests_per_address_max,
-        limits.requests_per_user_max,
+        limits.connections_per_address_max(),
+        limits.requests_per_address_max(),
+        limits.requests_per_user_max(),
     ];
     assert_eq!(shares, [51, 8192, 9]);
     let wrong = "node.id = 3\n[users]\ntrusted_proxies = [\"10.0.0.0/8\", \"lb\"]";
@@ -470,12 +471,12 @@ fn flags_win_over_variables_over_the_file_over_defaults() {
     let flags = ["node.id=9".to_owned()];
     let loaded = layers(file, &variables, &flags).unwrap();
     assert_eq!(loaded.config.node.id, ReplicaId(9));
-    assert_eq!(loaded.config.cluster.heartbeat, Duration::from_millis(60));
+    assert_eq!(*loaded.config.cluster.heartbeat, Duration::from_millis(60));
     assert_eq!(
-        loaded.config.cluster.flush_interval,
+        *loaded.config.cluster.flush_interval,
         Duration::from_millis(30)
     );
-    assert_eq!(loaded.config.drain.deadline, Duration::from_secs(30));
+    assert_eq!(*loaded.config.drain.deadline, Duration::from_secs(30));
 }
 
 #[test]
@@ -487,11 +488,8 @@ fn lists_stand_with_commas_in_variables() {
     ]);
     let config = layers("node.id = 1", &variables, &[]).unwrap().config;
     let peers = vec!["a:1".to_owned(), "b:1".to_owned(), "c:1".to_owned()];
-    assert_eq!(
-        config.cluster.formation,
-        Formation::Peers { peers, expect: 3 }
-    );
-    assert_eq!(config.retry.statuses, Vec::<u16>::new());
+    assert_eq!(config.formation, Formation::Peers { peers, expect: 3 });
+    assert_eq!(config.retry.statuses, []);
 }
 
 #[test]
@@ -575,9 +573,9 @@ fn a_secret_is_long_and_others_may_not_read_it() {
         super::load(&origin)
     };
     let long = "0123456789abcdef0123456789abcdef\n";
-    let cluster = loaded(long, 0o640).unwrap().config.cluster;
-    assert_eq!(cluster.secret, raft::Secret::new(long.as_bytes()).ok());
-    assert!(!cluster.is_secret_optional);
+    let config = loaded(long, 0o640).unwrap().config;
+    assert_eq!(config.secret, raft::Secret::new(long.as_bytes()).ok());
+    assert!(!config.cluster.secret_optional);
     for (content, mode, why) in [
         ("short", 0o600, "5 bytes, at least 32 expected"),
         (long, 0o644, "everybody may use it (mode 644)"),

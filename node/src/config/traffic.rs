@@ -1,35 +1,284 @@
-//! Limits and timeouts of client traffic.
+//! The sections of a config file that are about client traffic and the replica's own conduct.
 
-use super::layers::Values;
-use super::read::{count, duration, size};
-use super::{Limits, Timeouts};
+use std::path::PathBuf;
 
-/// `[limits]`. Whoever comes alone leaves half to others.
-pub(super) fn limits(values: &Values) -> Option<Limits> {
-    let connections_max = count(values, "limits.max_connections")?;
-    let requests_max = count(values, "limits.max_requests")?;
-    let share = |path: &str, all: u32| count(values, path).unwrap_or(all.div_ceil(2));
-    Some(Limits {
-        body_bytes_max: size(values, "limits.max_body")?,
-        connections_max,
-        connections_per_address_max: share("limits.max_connections_per_address", connections_max),
-        requests_max,
-        requests_per_address_max: share("limits.max_requests_per_address", requests_max),
-        requests_per_user_max: share("limits.max_requests_per_user", requests_max),
-        held_bytes_max: size(values, "limits.max_held_bodies"),
-        read_ahead_bytes_max: size(values, "limits.read_ahead")?,
-        streams_max: count(values, "limits.max_streams")?,
-    })
+use api::proxy::{
+    Expose, IpPrefix, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS, UsageRequest,
+};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use smart_default::SmartDefault;
+
+use super::file::ms;
+use super::form::{
+    Form, HostName, Identity, LogFilter, Parsed, PlainName, Prefix, RoutedPath, Size, Span,
+    SpanOrZero, Status, UrlPath,
+};
+
+/// `[admin]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdminConfig {
+    /// Additional host names of the admin listener. IP addresses, `localhost`, the host of
+    /// `listen.advertise` and the machine's name are always accepted; requests to any other name
+    /// get a 421 (docs/guide/security.md).
+    pub hosts: Vec<Parsed<HostName>>,
+}
+
+/// `[requests]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RequestsConfig {
+    /// Additional paths to which a POST with a JSON `model` is routed, besides those in
+    /// docs/guide/security.md. Engines' control routes stay closed.
+    pub extra_paths: Vec<Parsed<RoutedPath>>,
+    /// Top-level body fields that make a request fail with a 400.
+    #[default(list(&REFUSED_FIELDS))]
+    pub refuse_fields: Vec<Parsed<PlainName>>,
+    /// Top-level body fields that are removed before a request goes to an engine; all other bytes
+    /// stay as they are.
+    #[default(list(&STRIPPED_FIELDS))]
+    pub strip_fields: Vec<Parsed<PlainName>>,
+    /// Headers that are not forwarded to engines. A trailing `*` matches any suffix.
+    #[default(list(&STRIPPED_HEADERS))]
+    pub strip_headers: Vec<Parsed<PlainName>>,
+}
+
+/// `[users]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct UsersConfig {
+    /// Where a request's user comes from, in this order; otherwise it is `anonymous`. Names that
+    /// clients give themselves become `header:NAME` (unless sent by `trusted_proxies`) or
+    /// `body:NAME`, and count only if no keys are checked.
+    #[default(list(&["api_key", "header:x-quorate-user", "body:user"]))]
+    pub identify_by: Vec<Parsed<Identity>>,
+    /// Addresses of load balancers and other proxies. They may name users by a header, and limits
+    /// per client address do not apply to them.
+    #[default(IpPrefix::LOOPBACK.map(Parsed).into())]
+    pub trusted_proxies: Vec<Parsed<Prefix>>,
+    /// File with the accepted API keys, one per line, optionally followed by the user the key
+    /// belongs to. Keys are not forwarded to engines. Reloaded when it changes. Without it any key
+    /// is accepted and forwarded to the engine, which may check it.
+    pub api_keys_file: Option<PathBuf>,
+    /// Which headers answers carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`) or `full`
+    /// (also the decision, unless the request was refused: `x-quorate-backend`, `-policy`,
+    /// `-prefix`, `-index`). `full` lets clients learn what others asked (docs/guide/security.md).
+    pub expose: Expose,
+    /// Forward a client's `x-vllm-priority` header and `priority` field to engines, whatever
+    /// `requests` says. There it overtakes all other requests.
+    pub forward_priority: bool,
+}
+
+/// `[limits]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct LimitsConfig {
+    /// Largest request body.
+    #[default(Parsed(32 << 20))]
+    pub max_body: Parsed<Size>,
+    /// Maximum number of client connections; beyond it the longest idle ones are closed. Lowered at
+    /// start if the process has too few file descriptors (docs/adr/0024).
+    #[schemars(range(min = 1))]
+    #[default(16_384)]
+    pub max_connections: u32,
+    /// Maximum number of connections per client address (IPv6: per /64). Default: half of
+    /// `max_connections`. Does not apply to `users.trusted_proxies`.
+    #[schemars(range(min = 1))]
+    pub max_connections_per_address: Option<u32>,
+    /// Maximum number of requests in flight, counted once their body has been received; as many
+    /// more may still be uploading. Lowered like `max_connections`.
+    #[schemars(range(min = 1))]
+    #[default(16_384)]
+    pub max_requests: u32,
+    /// Maximum number of requests per client address (IPv6: per /64), uploads included. Default:
+    /// half of `max_requests`. Does not apply to `users.trusted_proxies`.
+    #[schemars(range(min = 1))]
+    pub max_requests_per_address: Option<u32>,
+    /// Maximum number of requests in flight per user at this replica. Default: half of
+    /// `max_requests`.
+    #[schemars(range(min = 1))]
+    pub max_requests_per_user: Option<u32>,
+    /// Maximum total size of request bodies held in memory, from their first byte to the head of
+    /// the answer; a body takes up to three times its length. Default: a quarter of the cgroup's
+    /// (container's) memory limit, at least `max_body` and at most 1 GiB.
+    pub max_held_bodies: Option<Parsed<Size>>,
+    /// How much of an answer is buffered for a slow client; counts towards `max_held_bodies`.
+    #[default(Parsed(1 << 20))]
+    pub read_ahead: Parsed<Size>,
+    /// Maximum number of concurrent streams per HTTP/2 connection.
+    #[schemars(range(min = 1))]
+    #[default(100)]
+    pub max_streams: u32,
+}
+
+/// `[usage]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct UsageConfig {
+    /// Which usage reports to request from engines for streams, besides those the client requests.
+    pub splice: UsageRequest,
 }
 
 /// `[timeouts]`.
-pub(super) fn timeouts(values: &Values) -> Option<Timeouts> {
-    Some(Timeouts {
-        connect: duration(values, "timeouts.connect")?,
-        body_idle: duration(values, "timeouts.body_idle")?,
-        first_byte: duration(values, "timeouts.first_byte")?,
-        idle: duration(values, "timeouts.idle")?,
-        untaken: duration(values, "timeouts.untaken")?,
-        held_back: duration(values, "timeouts.held_back")?,
-    })
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TimeoutsConfig {
+    /// Timeout for connecting to a backend.
+    #[default(ms(2_000))]
+    pub connect: Parsed<Span>,
+    /// Longest pause while receiving a request body; `1s` while more than half of the allowed
+    /// uploads are in progress.
+    #[default(ms(30_000))]
+    pub body_idle: Parsed<Span>,
+    /// Timeout for the first byte of a backend's answer.
+    #[default(ms(600_000))]
+    pub first_byte: Parsed<Span>,
+    /// Longest pause within a backend's answer.
+    #[default(ms(300_000))]
+    pub idle: Parsed<Span>,
+    /// Longest time a client may stop reading an answer.
+    #[default(ms(60_000))]
+    pub untaken: Parsed<Span>,
+    /// Longest time in total that a slow client may keep a backend waiting during one answer.
+    #[default(ms(10_000))]
+    pub held_back: Parsed<Span>,
+}
+
+/// `[probes]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ProbesConfig {
+    /// Interval between health probes of a backend. Two failures in a row make it unhealthy, one
+    /// success makes it healthy.
+    #[default(ms(1_000))]
+    pub interval: Parsed<Span>,
+    /// Timeout of a probe.
+    #[default(ms(2_000))]
+    pub timeout: Parsed<Span>,
+    /// Interval at which a backend's model list is refreshed.
+    #[default(ms(10_000))]
+    pub models_interval: Parsed<Span>,
+    /// Path to probe. Default: the first of `/ready`, `/health` and `/v1/models` that the engine
+    /// serves.
+    pub health_path: Option<Parsed<UrlPath>>,
+    /// Panic threshold, as in Envoy: when fewer of a model's backends are healthy, in percent,
+    /// those that answered a request lately are used although their probes time out or are answered
+    /// badly. Backends that refuse connections are never used. 0 disables it.
+    #[schemars(range(max = 100))]
+    #[default(50)]
+    pub panic_threshold_percent: u32,
+    /// File with an API key for probes, sent as `authorization: Bearer KEY` to the backends in this
+    /// file that have no `api_key_file` of their own. Default: none is sent.
+    pub api_key_file: Option<PathBuf>,
+}
+
+/// `[circuit]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct CircuitConfig {
+    /// Number of failures among the last 20 attempts (no connection, broken or timed out before the
+    /// first byte, or a 5xx) that opens a backend's circuit; 0 disables it. Failures of a single
+    /// user do not count while others are answered.
+    #[default(5)]
+    pub failures: u32,
+    /// Minimum share of failures among these attempts, in percent.
+    #[schemars(range(min = 1, max = 100))]
+    #[default(50)]
+    pub failure_percent: u32,
+    /// Maximum share of a model's backends whose open circuits are respected at a time, in percent.
+    /// One always may, all never.
+    #[schemars(range(max = 100))]
+    #[default(50)]
+    pub max_ejection_percent: u32,
+    /// How long an open circuit rejects requests before a single trial request is allowed. Doubles
+    /// on each failed trial.
+    #[default(ms(1_000))]
+    pub backoff: Parsed<Span>,
+    /// Upper bound of that backoff.
+    #[default(ms(30_000))]
+    pub max_backoff: Parsed<Span>,
+}
+
+/// `[retry]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RetryConfig {
+    /// Maximum number of backends a request is tried on.
+    #[schemars(range(min = 1, max = 16))]
+    #[default(3)]
+    pub attempts: u32,
+    /// Retry budget: percentage of a model's requests in flight that may be retries after a
+    /// refusal.
+    #[schemars(range(max = 100))]
+    #[default(20)]
+    pub budget_percent: u32,
+    /// Number of concurrent retries that are always allowed.
+    #[default(3)]
+    pub min_concurrency: u32,
+    /// Statuses of a backend on which a request is retried on the next one.
+    #[default(vec![Parsed(503)])]
+    pub statuses: Vec<Parsed<Status>>,
+}
+
+/// `[drain]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DrainConfig {
+    /// After SIGTERM: how long new connections are still accepted, until DNS no longer leads here.
+    #[default(ms(5_000))]
+    pub dns_ttl: Parsed<SpanOrZero>,
+    /// After that: how long requests in flight may take to finish.
+    #[default(ms(30_000))]
+    pub deadline: Parsed<SpanOrZero>,
+}
+
+/// `[log]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct LogConfig {
+    /// Format of the log on stderr.
+    pub format: LogFormat,
+    /// Log level, or a filter such as `info,raft=debug`.
+    #[default(Parsed("info".to_owned()))]
+    pub level: Parsed<LogFilter>,
+}
+
+/// Format of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Human,
+    /// For machines.
+    Json,
+}
+
+impl LimitsConfig {
+    /// Most connections of one address: whoever comes alone leaves half to others.
+    #[must_use]
+    pub fn connections_per_address_max(&self) -> u32 {
+        let half = self.max_connections.div_ceil(2);
+        self.max_connections_per_address.unwrap_or(half)
+    }
+
+    /// Most requests of one address.
+    #[must_use]
+    pub fn requests_per_address_max(&self) -> u32 {
+        let half = self.max_requests.div_ceil(2);
+        self.max_requests_per_address.unwrap_or(half)
+    }
+
+    /// Most requests of one user.
+    #[must_use]
+    pub fn requests_per_user_max(&self) -> u32 {
+        let half = self.max_requests.div_ceil(2);
+        self.max_requests_per_user.unwrap_or(half)
+    }
+}
+
+fn list<F: Form>(texts: &[&str]) -> Vec<Parsed<F>> {
+    let read = |text: &&str| F::read(text).expect("a default has its key's form");
+    texts.iter().map(read).map(Parsed).collect()
 }

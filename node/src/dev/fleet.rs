@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::app::{Addresses, App, BoundSockets, ShutdownHandle};
-use crate::config::{self, Config, Formation, Listen, Origin};
+use crate::config::{self, Config, Formation, ListenConfig, Origin, Parsed};
 
 /// How many there are: the fewest of which one may die.
 const REPLICAS: u8 = 3;
@@ -236,13 +236,13 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
             0 => 0,
             first => first + 10 * u16::from(id - 1) + offset,
         };
-        ([127, 0, 0, 1], port).into()
+        Parsed(([127, 0, 0, 1], port).into())
     };
-    let listen = Listen {
+    let listen = ListenConfig {
         data: at(0),
         admin: at(1),
         peer: at(2),
-        advertise: "127.0.0.1".to_owned(),
+        advertise: None,
     };
     let sockets = BoundSockets::bind(&listen)?;
     let addresses = sockets.addresses()?;
@@ -277,13 +277,13 @@ fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
 
 /// Tells a replica where it, its peers and the engines are.
 fn lead_to(config: &mut Config, addresses: Addresses, peers: &[String], backends: &[BackendSpec]) {
-    config.listen = Listen {
-        data: addresses.data,
-        admin: addresses.admin,
-        peer: addresses.peer,
-        advertise: "127.0.0.1".to_owned(),
+    config.listen = ListenConfig {
+        data: Parsed(addresses.data),
+        admin: Parsed(addresses.admin),
+        peer: Parsed(addresses.peer),
+        advertise: None,
     };
-    config.cluster.formation = Formation::Peers {
+    config.formation = Formation::Peers {
         peers: peers.to_vec(),
         expect: usize::from(REPLICAS),
     };

@@ -141,11 +141,11 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let listen = Listen {
-        data: any,
-        admin: any,
-        peer: any,
-        advertise: "127.0.0.1".to_owned(),
+    let listen = ListenConfig {
+        data: Parsed(any),
+        admin: Parsed(any),
+        peer: Parsed(any),
+        advertise: None,
     };
     let sockets = BoundSockets::bind(&listen).unwrap();
     let peer = sockets.addresses().unwrap().peer.to_string();

@@ -25,5 +25,6 @@ pub use queue::{
 pub(crate) use crate::pricing::milli_tokens;
 pub use crate::pricing::{ChargeInput, Pricing};
 pub use crate::settings::{
-    AdmissionSettings, BATCH_MAX, Batching, BinSelection, Concurrency, Grants, Order, SlaSettings,
+    AdmissionSettings, BATCH_MAX, Batching, BinSelection, Concurrency, Grants, MEMORY_Z_MILLI_MAX,
+    Order, SlaSettings,
 };

@@ -11,6 +11,7 @@
 //! even.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Needs, Policy, Rank, Ranks, load_bound, mix};
@@ -25,14 +26,17 @@ const FACTOR_MILLI_MAX: u32 = 1_000_000;
 const VIRTUAL_NODES_MAX: u32 = 65_536;
 
 /// Settings of the `chwbl` policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChwblSettings {
-    /// Leading blocks of the prompt that form the key; all blocks of a shorter prompt.
+    /// Number of leading blocks that make up the hash key; all blocks of a shorter prompt.
+    #[schemars(range(min = 1))]
     pub prefix_blocks: u32,
-    /// Virtual nodes per backend.
+    /// Virtual nodes of each backend on the hash ring.
+    #[schemars(range(min = 1, max = VIRTUAL_NODES_MAX))]
     pub virtual_nodes: u32,
-    /// Maximum load of a backend relative to the average, in thousandths; at least 1000.
+    /// Largest load of a backend, in thousandths of the average.
+    #[schemars(range(min = 1000, max = FACTOR_MILLI_MAX))]
     pub load_factor_milli: u32,
 }
 

@@ -6,6 +6,7 @@
 //! has a price in nanoseconds; the sum saturates.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{ByScore, Needs, Policy, Ranks, Tolerance, product};
@@ -14,24 +15,26 @@ use crate::reject::Rejection;
 use crate::validate::at_most;
 
 /// Settings of the `cost` policy. Integers, because settings are replicated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CostSettings {
-    /// Time that an engine takes to compute one uncached prompt token, in nanoseconds.
+    /// Nanoseconds to prefill one uncached prompt token.
     pub prefill_ns_per_token: u32,
-    /// Delay of a first token by each running request, in nanoseconds.
+    /// Nanoseconds that each running request adds to the time to first token.
     pub decode_ns_per_request: u32,
-    /// Delay of a first token by each request in the engine's own queue, in nanoseconds.
+    /// Nanoseconds that each request waiting in the engine adds.
     pub waiting_ns_per_request: u32,
-    /// KV cache usage above which pressure counts, in thousandths.
+    /// KV cache usage, in thousandths, above which pressure is added.
+    #[schemars(range(max = 1000))]
     pub kv_pressure_from_permille: u32,
-    /// Delay by each thousandth of KV cache usage above that, in nanoseconds.
+    /// Nanoseconds added per thousandth of KV cache usage above that.
     pub kv_pressure_ns_per_permille: u32,
-    /// Weight of eviction: each block that the request would evict from a full cache costs this
-    /// share of recomputing it, in thousandths. It expresses how likely the block is to be
-    /// requested again.
+    /// Price of eviction: each block that a request would push out of a full cache costs this
+    /// share, in thousandths, of recomputing it.
+    #[schemars(range(max = 1000))]
     pub eviction_permille: u32,
-    /// Tolerance: costs within this many thousandths of the least count as equal.
+    /// Costs within this many thousandths of the lowest count as equal.
+    #[schemars(range(max = 1000))]
     pub near_permille: u32,
 }
 

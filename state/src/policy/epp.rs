@@ -9,6 +9,7 @@
 //! `lora-affinity`).
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Policy, Rank, Ranks, Tolerance, product};
@@ -22,22 +23,27 @@ const WEIGHT_MAX: u32 = 1000;
 const PARTS: u64 = 1_000_000;
 
 /// Settings of the `epp` policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EppSettings {
-    /// Weight of the held share of the prompt.
+    /// Weight of the prefix score: the cached share of the prompt.
+    #[schemars(range(max = WEIGHT_MAX))]
     pub prefix_weight: u32,
-    /// Weight of the queue length.
+    /// Weight of the queue score: the engine's queue relative to the longest and the shortest.
+    #[schemars(range(max = WEIGHT_MAX))]
     pub queue_weight: u32,
-    /// Weight of the free share of the KV cache.
+    /// Weight of the KV cache score: the free share of the cache.
+    #[schemars(range(max = WEIGHT_MAX))]
     pub kv_weight: u32,
-    /// Minimum number of tokens that a match must save to count.
+    /// Minimum number of tokens that a match must save.
     pub min_match_tokens: u32,
-    /// Minimum share of the prompt's blocks that a match must cover to count, in thousandths.
+    /// Minimum share of the prompt's blocks that a match must cover, in thousandths.
+    #[schemars(range(max = 1000))]
     pub min_match_permille: u32,
-    /// Longest queue with which an engine that has the adapter loaded is preferred.
+    /// Longest engine queue at which an engine with the adapter loaded is preferred.
     pub lora_waiting_max: u32,
-    /// Tolerance: sums within this many thousandths of the sum of the weights count as equal.
+    /// Scores within this many thousandths of the sum of weights count as equal.
+    #[schemars(range(max = 1000))]
     pub near_permille: u32,
 }
 

@@ -4,6 +4,7 @@
 //! usages close to the least therefore share the requests.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{ByScore, Policy, Ranks, Tolerance};
@@ -12,10 +13,11 @@ use crate::reject::Rejection;
 use crate::validate::at_most;
 
 /// Settings of the `least-kv` policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LeastKvSettings {
-    /// Tolerance: usages at most this many thousandths of the cache above the least count as equal.
+    /// Usages within this many thousandths of the cache above the lowest count as equal.
+    #[schemars(range(max = 1000))]
     pub near_permille: u32,
 }
 

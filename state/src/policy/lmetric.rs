@@ -2,6 +2,7 @@
 //! sharing the engine. It prices neither, so no price can be wrong.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{ByScore, Policy, Ranks, Tolerance};
@@ -10,12 +11,13 @@ use crate::reject::Rejection;
 use crate::validate::at_most;
 
 /// Settings of the `lmetric` policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LmetricSettings {
-    /// Tokens added to the prefill: the remaining cost of a fully cached request.
+    /// Tokens added to the prefill: the cost of a fully cached request.
     pub base_tokens: u32,
-    /// Tolerance: scores within this many thousandths of the least count as equal.
+    /// Scores within this many thousandths of the lowest count as equal.
+    #[schemars(range(max = 1000))]
     pub near_permille: u32,
 }
 

@@ -31,6 +31,7 @@ mod vtc_basic;
 use std::collections::BTreeMap;
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use self::rank::{Policy, Ranks, pick};
@@ -51,8 +52,8 @@ pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
 
 /// Defines [`PolicyConfig`] and everything that lists all policies from one table. An entry is
-/// `Variant(settings: Type), "name", policy;`, where `policy` may use `settings`. The order of the
-/// entries is part of the log format: new ones go last.
+/// `Variant(variant: Type), "name", policy;`, where `policy` may use `variant`, the settings. The order
+/// of the entries is part of the log format: new ones go last.
 macro_rules! policies {
     ($(
         $(#[$attribute:meta])*
@@ -63,6 +64,26 @@ macro_rules! policies {
         #[serde(tag = "policy", rename_all = "kebab-case", deny_unknown_fields)]
         pub enum PolicyConfig {
             $($(#[$attribute])* $variant $(($type))?,)*
+        }
+
+        /// Settings of all policies that have any, each in a table of the policy's name: what a config
+        /// file says of them.
+        #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+        #[serde(default)]
+        pub struct PolicyTables {
+            $($(
+                #[doc = concat!("Settings of `", $name, "`.")]
+                #[serde(rename = $name)]
+                pub $settings: $type,
+            )?)*
+        }
+
+        impl PolicyTables {
+            /// Every policy, with the settings of its table.
+            #[must_use]
+            pub fn policies(self) -> Vec<PolicyConfig> {
+                vec![$(PolicyConfig::$variant $((self.$settings))?),*]
+            }
         }
 
         /// Names of all policies, in the order of [`PolicyConfig::defaults`].
@@ -135,22 +156,22 @@ macro_rules! policies {
 
 policies! {
     /// Least predicted time to first token.
-    Cost(settings: CostSettings), "cost", settings;
+    Cost(cost: CostSettings), "cost", cost;
     /// Fewest requests running and waiting.
     #[serde(deserialize_with = "no_settings")]
     LeastRequest, "least-request", &least_request::LeastRequest;
     /// Least product of prefill tokens and requests.
-    Lmetric(settings: LmetricSettings), "lmetric", settings;
+    Lmetric(lmetric: LmetricSettings), "lmetric", lmetric;
     /// AIBrix: longest prefix within one load deviation, unless the load is imbalanced.
-    PrefixCache(settings: PrefixCacheSettings), "prefix-cache", settings;
+    PrefixCache(prefix_cache: PrefixCacheSettings), "prefix-cache", prefix_cache;
     /// The vLLM cache-aware gateway: longest prefix above a threshold, with bounded load.
-    VllmCacheAware(settings: VllmCacheAwareSettings), "vllm-cache-aware", settings;
+    VllmCacheAware(vllm_cache_aware: VllmCacheAwareSettings), "vllm-cache-aware", vllm_cache_aware;
     /// Gateway API endpoint picker: weighted scores of prefix, queue and KV usage.
-    Epp(settings: EppSettings), "epp", settings;
+    Epp(epp: EppSettings), "epp", epp;
     /// Consistent hashing with bounded loads over the first blocks.
-    Chwbl(settings: ChwblSettings), "chwbl", settings;
+    Chwbl(chwbl: ChwblSettings), "chwbl", chwbl;
     /// One backend per session.
-    Session(settings: SessionSettings), "session", settings;
+    Session(session: SessionSettings), "session", session;
     /// The less loaded of two candidates drawn at random.
     #[serde(deserialize_with = "no_settings")]
     PowerOfTwo, "power-of-two", &power_of_two::PowerOfTwo;
@@ -161,12 +182,12 @@ policies! {
     #[serde(deserialize_with = "no_settings")]
     Random, "random", &random::Random;
     /// Least KV cache usage.
-    LeastKv(settings: LeastKvSettings), "least-kv", settings;
+    LeastKv(least_kv: LeastKvSettings), "least-kv", least_kv;
     /// AIBrix: each user's recent tokens select a position among the backends, combined with
     /// utilisation.
-    VtcBasic(settings: VtcBasicSettings), "vtc-basic", settings;
+    VtcBasic(vtc_basic: VtcBasicSettings), "vtc-basic", vtc_basic;
     /// Preble: exploit the longest prefix, or explore by cost of load, eviction and prefill.
-    PrebleE2(settings: PrebleE2Settings), "preble-e2", settings;
+    PrebleE2(preble_e2: PrebleE2Settings), "preble-e2", preble_e2;
 }
 
 /// Maximum number of models with their own policy.

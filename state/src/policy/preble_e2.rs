@@ -13,6 +13,7 @@
 //! with a fixed probability.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Policy, Rank, Ranks, Tolerance, product};
@@ -24,21 +25,25 @@ use crate::validate::{at_least, at_most};
 const IMBALANCE_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `preble-e2` policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrebleE2Settings {
-    /// Share of the prompt's tokens above which the longest match is exploited, in thousandths.
+    /// The longest match is exploited if it covers more than this share of the prompt's tokens, in
+    /// thousandths.
+    #[schemars(range(max = 1000))]
     pub exploit_above_permille: u32,
-    /// Maximum ratio of a holder's load to the lightest load, in thousandths, both including the
-    /// request's whole prefill.
+    /// Largest load of an exploited backend, in thousandths of the lightest load.
+    #[schemars(range(min = 1000, max = IMBALANCE_MILLI_MAX))]
     pub imbalance_milli: u32,
     /// Probability that an evicted block has to be recomputed, in thousandths.
+    #[schemars(range(max = 1000))]
     pub evicted_reuse_permille: u32,
-    /// Time that an engine takes to compute one uncached prompt token, in nanoseconds.
+    /// Nanoseconds to prefill one uncached prompt token.
     pub prefill_ns_per_token: u32,
-    /// Load of each running request, in nanoseconds.
+    /// Nanoseconds of load that each running request counts as.
     pub decode_ns_per_request: u32,
-    /// Tolerance: costs within this many thousandths of the least count as equal.
+    /// Costs within this many thousandths of the lowest count as equal.
+    #[schemars(range(max = 1000))]
     pub near_permille: u32,
 }
 

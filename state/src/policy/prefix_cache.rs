@@ -11,6 +11,7 @@
 //! `d <= 0` or `d² <= factor² * (n * sum of squares - sum²)` for `d = n * running - sum`.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Policy, Rank, Ranks};
@@ -22,16 +23,18 @@ use crate::validate::{at_least, at_most};
 const FACTOR_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `prefix-cache` policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrefixCacheSettings {
-    /// Difference between the most and the fewest running requests above which the load is
-    /// imbalanced.
+    /// Load is imbalanced, and prefixes are ignored, when the most and the least loaded backend
+    /// differ by more running requests than this.
     pub imbalance_abs_count: u32,
-    /// Number of standard deviations above the mean that a holder's running requests may be, in
-    /// thousandths.
+    /// How far above the mean a backend's running requests may be to be chosen for its prefix, in
+    /// thousandths of a standard deviation.
+    #[schemars(range(max = FACTOR_MILLI_MAX))]
     pub standard_deviation_factor_milli: u32,
     /// Minimum number of leading blocks that count as a match; all blocks of a shorter prompt.
+    #[schemars(range(min = 1))]
     pub min_match_blocks: u32,
 }
 

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Candidate, Choice, PolicyRequest, Reason};
@@ -71,7 +72,9 @@ pub struct SessionNames<'a> {
 }
 
 /// When a match refreshes a block's age.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Touch {
     /// Whenever the chosen backend takes the request.

@@ -3,6 +3,7 @@
 //! with the fewest requests.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{Needs, Policy, Rank, Ranks, SessionNames, draw, requests};
@@ -11,13 +12,12 @@ use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
 
 /// Settings of the `session` policy.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SessionSettings {
-    /// Request header whose value names the session.
+    /// Request header that names the session.
     pub header: String,
-    /// Cookie whose value names the session, used if the header is missing. `None`: cookies are
-    /// ignored.
+    /// Cookie that names the session when the header is missing. Default: cookies are ignored.
     pub cookie: Option<String>,
 }
 

@@ -6,6 +6,7 @@
 //! satisfies; here the bound is `ceil(factor * (total + 1) / n)`.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{MatchBy, Needs, Policy, Rank, Ranks, Touch, load_bound};
@@ -17,21 +18,23 @@ use crate::validate::{at_least, at_most};
 const FACTOR_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `vllm-cache-aware` policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct VllmCacheAwareSettings {
-    /// Share of the prompt's blocks above which a match counts, in thousandths.
+    /// A match counts if it covers more than this share of the prompt's blocks, in thousandths.
+    #[schemars(range(max = 1000))]
     pub cache_threshold_permille: u32,
-    /// Maximum load of a holder relative to the average, in thousandths; at least 1000.
+    /// Largest load of a backend that is chosen for its prefix, in thousandths of the average.
+    #[schemars(range(min = 1000, max = FACTOR_MILLI_MAX))]
     pub load_factor_milli: u32,
-    /// How blocks are identified.
+    /// How matches are found: for all backends at once, or per backend by position.
     pub hashing: BlockNaming,
-    /// When a match refreshes a block's age.
+    /// How often a match renews the age of its blocks: with every request, or with one in eight.
     pub touch: Touch,
 }
 
 /// How blocks are identified.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BlockNaming {
     /// By their content and everything before them; found for all backends at once.

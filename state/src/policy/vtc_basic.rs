@@ -13,6 +13,7 @@
 //! instead of in the order of a watch.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{BySlot, Needs, Policy, Rank, Ranks, draw};
@@ -30,31 +31,40 @@ const PARTS: u64 = 1_000_000;
 const NOISE: u64 = 100_000_000;
 
 /// Settings of the `vtc-basic` policy, named after AIBrix's environment variables.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct VtcBasicSettings {
-    /// Unit of `token_tracker_window_size`.
+    /// Time unit of the window.
     pub token_tracker_time_unit: TimeUnit,
-    /// Length of the window, in units. It moves in fifths.
+    /// Length of the window over which users' tokens are counted, in time units.
+    #[schemars(range(min = 1, max = WINDOW_SIZE_MAX))]
     pub token_tracker_window_size: u32,
-    /// Minimum bucket, in tokens. Also stands for the least usage if nobody used any tokens.
+    /// Smallest bucket in tokens, and the assumed minimum when no user has used any.
+    #[schemars(range(min = 1))]
     pub token_tracker_min_tokens: u32,
-    /// Stands for the greatest usage if nobody used any tokens.
+    /// Assumed maximum of users' tokens when no user has used any; at least
+    /// `token_tracker_min_tokens`.
+    #[schemars(range(min = 1))]
     pub token_tracker_max_tokens: u32,
     /// Weight of a prompt token, in thousandths.
+    #[schemars(range(max = WEIGHT_MILLI_MAX))]
     pub input_token_weight_milli: u32,
     /// Weight of an output token, in thousandths.
+    #[schemars(range(max = WEIGHT_MILLI_MAX))]
     pub output_token_weight_milli: u32,
-    /// Number of running requests that count as full utilisation.
+    /// Number of running requests that counts as full utilisation.
+    #[schemars(range(min = 1))]
     pub max_pod_load: u32,
-    /// Weight of the distance from the user's position, in thousandths.
+    /// Weight of fairness (distance from the user's place among the backends), in thousandths.
+    #[schemars(range(max = WEIGHT_MILLI_MAX))]
     pub fairness_weight_milli: u32,
-    /// Weight of the utilisation, in thousandths.
+    /// Weight of utilisation, in thousandths.
+    #[schemars(range(max = WEIGHT_MILLI_MAX))]
     pub utilization_weight_milli: u32,
 }
 
 /// Unit of a window's length.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum TimeUnit {
     /// 60 seconds.

@@ -115,7 +115,7 @@ fn config(folder: &std::path::Path) -> Config {
         kv_events: None,
         kv_replay: None,
     };
-    config.cluster.snapshot_every_entries = 20;
+    config.cluster.snapshot_every = 20;
     config.backends = (1..=3).map(backend).collect();
     config
 }

@@ -12,38 +12,42 @@ fn tables_of_policies_are_the_settings_of_the_core() {
     for policy in PolicyConfig::defaults() {
         let file = format!("node.id = 1\nrouting.policy = {:?}", policy.name());
         assert_eq!(config(&file).policy, policy);
-        // Every setting has a key, but for those that are absent by default.
-        let settings = serde_json::to_value(&policy).unwrap();
-        for field in settings.as_object().unwrap().keys() {
-            let path = format!("routing.{}.{field}", policy.name());
-            let has_key = keys::KEYS.iter().any(|key| key.path == path);
-            assert!(has_key || field == "policy", "{path}");
+    }
+    let tables = schema::sections().into_iter();
+    for table in tables.filter(|section| section.path.starts_with("routing.")) {
+        for (name, schema) in &table.keys {
+            bounds_are_those_of_the_core(&table.path, name, schema);
         }
     }
-    // The bounds of a key are bounds of the setting.
-    for key in policy_keys::POLICY_KEYS {
-        let key::Kind::Integer { min, max } = key.kind else {
-            continue;
-        };
-        let (table, _) = key.split();
-        let policy = table.trim_start_matches("routing.");
-        for value in [min, max] {
-            let most = "routing.vtc-basic.token_tracker_max_tokens";
-            let most = if policy == "vtc-basic" && key.path != most {
-                format!("{most} = 4294967295")
-            } else {
-                String::new()
-            };
-            let least = "routing.vtc-basic.token_tracker_min_tokens";
-            let least = if policy == "vtc-basic" && key.path != least {
-                format!("{least} = 1")
-            } else {
-                String::new()
-            };
-            let path = key.path;
-            let file = format!("node.id = 1\n{least}\n{most}\n{path} = {value}");
-            assert_eq!(config(&file).policy.name(), "cost", "{path} = {value}");
+}
+
+/// What the key takes is what the policy takes, and no more.
+fn bounds_are_those_of_the_core(table: &str, name: &str, schema: &serde_json::Value) {
+    let (Some(min), Some(max)) = (schema["minimum"].as_i64(), schema["maximum"].as_i64()) else {
+        return;
+    };
+    let policy = table.trim_start_matches("routing.");
+    let validate = |value: i64| {
+        let mut settings = serde_json::json!({ "policy": policy, name: value });
+        // These two have to be in order.
+        if policy == "vtc-basic" {
+            let most = "token_tracker_max_tokens";
+            let least = "token_tracker_min_tokens";
+            if name != most {
+                settings[most] = u32::MAX.into();
+            }
+            if name != least {
+                settings[least] = 1.into();
+            }
         }
+        let policy: PolicyConfig = serde_json::from_value(settings).ok()?;
+        policy.validate().ok()
+    };
+    for value in [min, max] {
+        assert!(validate(value).is_some(), "{table}.{name} = {value}");
+    }
+    for value in [min - 1, max + 1] {
+        assert!(validate(value).is_none(), "{table}.{name} = {value}");
     }
 }
 

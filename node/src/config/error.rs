@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use miette::{GraphicalReportHandler, GraphicalTheme, LabeledSpan, MietteDiagnostic, NamedSource};
 
-/// One fault.
+/// One mistake.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
+pub struct ConfigError {
     /// What was found, and of which key.
     pub message: String,
     /// What was expected there.
@@ -17,7 +17,7 @@ pub struct Fault {
     pub place: Place,
 }
 
-/// Where a fault stands.
+/// Where it stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
     /// At these bytes of the file.
@@ -30,31 +30,31 @@ pub enum Place {
     Nowhere,
 }
 
-/// All faults of a config, never none.
+/// All mistakes of a config, never none.
 #[derive(Debug)]
-pub struct Faults {
+pub struct ConfigErrors {
     /// The file's name as it was given.
     pub file: String,
     /// What stands in it.
     pub text: String,
     /// In the order they stand there.
-    pub faults: Vec<Fault>,
+    pub errors: Vec<ConfigError>,
 }
 
-impl Faults {
-    /// Faults of one file, in the order they stand there; those of variables and flags follow.
+impl ConfigErrors {
+    /// Errors of one file, in the order they stand there; those of variables and flags follow.
     #[must_use]
-    pub fn new(file: String, text: String, mut faults: Vec<Fault>) -> Self {
-        faults.sort_by_key(|fault| match &fault.place {
+    pub fn new(file: String, text: String, mut errors: Vec<ConfigError>) -> Self {
+        errors.sort_by_key(|error| match &error.place {
             Place::File(span) => (0, span.start),
             Place::Variable(_) => (1, 0),
             Place::Flag(_) => (2, 0),
             Place::Nowhere => (3, 0),
         });
-        Self { file, text, faults }
+        Self { file, text, errors }
     }
 
-    /// For people: each fault with the line it stands on.
+    /// For people: each error with the line it stands on.
     #[must_use]
     pub fn render(&self, is_coloured: bool) -> String {
         let theme = if is_coloured {
@@ -66,45 +66,45 @@ impl Faults {
             .with_width(100)
             .with_links(false);
         let mut out = String::new();
-        for fault in &self.faults {
-            let report = self.report(fault);
-            // Writing to a `String` does not fail; a handler that did would lose only this fault.
+        for error in &self.errors {
+            let report = self.report(error);
+            // Writing to a `String` does not fail; a handler that did would lose only this error.
             if handler.render_report(&mut out, report.as_ref()).is_err() {
-                out.push_str(&fault.message);
+                out.push_str(&error.message);
             }
         }
-        let count = self.faults.len();
+        let count = self.errors.len();
         let noun = if count == 1 { "fault" } else { "faults" };
         out.push_str(&format!("{}: {count} {noun}\n", self.file));
         out
     }
 
-    fn report(&self, fault: &Fault) -> miette::Report {
-        let diagnostic = match &fault.place {
-            Place::File(span) => MietteDiagnostic::new(fault.message.clone()).with_label(
-                LabeledSpan::at(span.clone(), format!("expected {}", fault.expected)),
+    fn report(&self, error: &ConfigError) -> miette::Report {
+        let diagnostic = match &error.place {
+            Place::File(span) => MietteDiagnostic::new(error.message.clone()).with_label(
+                LabeledSpan::at(span.clone(), format!("expected {}", error.expected)),
             ),
             Place::Variable(name) => {
-                MietteDiagnostic::new(format!("environment variable {name}: {}", fault.message))
-                    .with_help(format!("expected {}", fault.expected))
+                MietteDiagnostic::new(format!("environment variable {name}: {}", error.message))
+                    .with_help(format!("expected {}", error.expected))
             }
-            Place::Flag(flag) => MietteDiagnostic::new(format!("--set {flag}: {}", fault.message))
-                .with_help(format!("expected {}", fault.expected)),
-            Place::Nowhere => MietteDiagnostic::new(fault.message.clone())
-                .with_help(format!("expected {}", fault.expected)),
+            Place::Flag(flag) => MietteDiagnostic::new(format!("--set {flag}: {}", error.message))
+                .with_help(format!("expected {}", error.expected)),
+            Place::Nowhere => MietteDiagnostic::new(error.message.clone())
+                .with_help(format!("expected {}", error.expected)),
         };
         let source = NamedSource::new(&self.file, self.text.clone()).with_language("toml");
         miette::Report::new(diagnostic).with_source_code(source)
     }
 }
 
-impl fmt::Display for Faults {
+impl fmt::Display for ConfigErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.render(false))
     }
 }
 
-impl std::error::Error for Faults {}
+impl std::error::Error for ConfigErrors {}
 
 /// Line and column, from 1, of a byte of `text`.
 #[must_use]

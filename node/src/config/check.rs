@@ -1,0 +1,118 @@
+//! Builds a [`Config`] from a file whose values fit their keys: everything that depends on more than one
+//! key, or on a file.
+
+use api::proxy::ApiKeys;
+
+use super::file::{ConfigFile, ListenConfig};
+use super::form::{show_duration, values};
+use super::read::Settings;
+use super::traffic::{CircuitConfig, UsersConfig};
+use super::{Config, admission, cluster, engines, key_file, models, requests, routing};
+
+/// Checks everything together. What is wrong is refused in `found`; the config is to be acted on only if
+/// nothing is.
+pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
+    listen(&file.listen, found);
+    circuit(&file.circuit, found);
+    let formation = cluster::formation(&file.cluster, found);
+    let secret = cluster::secret(&file.cluster, found);
+    let api_keys = api_keys(&file.users, found);
+    let rules = requests::rules(&file, found);
+    engines::check_probes(&file.probes, found);
+    let models = models::models(&file.models, found);
+    let backends = engines::backends(&file, &models, found);
+    let engine_keys = engines::keys(&file, found);
+    let admission = admission::settings(&file.admission, found);
+    let policies = file.routing.policies.clone().policies();
+    routing::check_policies(&policies, found);
+    Config {
+        formation,
+        secret,
+        models,
+        backends,
+        engine_keys,
+        api_keys,
+        admission,
+        secret_files: engines::secret_files(&file),
+        policy: routing::named(&policies, &file.routing.policy),
+        routing: routing::settings(&file, &policies, found),
+        select: routing::select(&file),
+        policy_overrides: match file.routing.allow_override {
+            true => policies,
+            false => Vec::new(),
+        },
+        circuit: routing::circuit(&file.circuit),
+        codel_target: *file.admission.codel_target,
+        priority_max: file.admission.priority_max,
+        fields: rules.fields,
+        strip_headers: rules.strip_headers,
+        extra_paths: values(&file.requests.extra_paths),
+        node: file.node,
+        listen: file.listen,
+        cluster: file.cluster,
+        admin: file.admin,
+        users: file.users,
+        limits: file.limits,
+        usage: file.usage,
+        timeouts: file.timeouts,
+        probes: file.probes,
+        retry: file.retry,
+        drain: file.drain,
+        log: file.log,
+    }
+}
+
+fn listen(listen: &ListenConfig, found: &mut Settings) {
+    if !found.is_sound("listen") {
+        return;
+    }
+    let listeners = [
+        ("listen.data", *listen.data),
+        ("listen.admin", *listen.admin),
+        ("listen.peer", *listen.peer),
+    ];
+    for (nth, (path, mine)) in listeners.into_iter().enumerate() {
+        for (other_path, other) in &listeners[..nth] {
+            let is_same_host = other.ip() == mine.ip()
+                || other.ip().is_unspecified()
+                || mine.ip().is_unspecified();
+            if is_same_host && other.port() == mine.port() && mine.port() != 0 {
+                let message = format!("{path} is {mine}, which {other_path} has taken");
+                found.refuse(path, message, "a port of its own for each listener");
+            }
+        }
+    }
+    let peer = *listen.peer;
+    if listen.advertise.is_none() && peer.ip().is_unspecified() {
+        let message = format!("listen.peer is {peer} and listen.advertise is not set");
+        let expected = "listen.advertise, the host that other replicas reach this one at";
+        found.refuse("listen.peer", message, expected);
+    }
+}
+
+fn circuit(circuit: &CircuitConfig, found: &mut Settings) {
+    if *circuit.backoff > *circuit.max_backoff && found.is_sound("circuit") {
+        let path = "circuit.max_backoff";
+        let shown = show_duration(&circuit.max_backoff);
+        found.refuse(
+            path,
+            format!("{path} is {shown}"),
+            "at least circuit.backoff",
+        );
+    }
+}
+
+fn api_keys(users: &UsersConfig, found: &mut Settings) -> Option<ApiKeys> {
+    match key_file::read(users.api_keys_file.as_deref()?) {
+        Ok(told) => {
+            let keys = ApiKeys::default();
+            keys.replace(told);
+            Some(keys)
+        }
+        Err(why) => {
+            let path = "users.api_keys_file";
+            found.refuse(path, format!("{path}: {why}"), "a file with one key a line");
+            None
+        }
+    }
+}

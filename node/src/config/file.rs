@@ -1,0 +1,245 @@
+//! A config file as it is written: a struct for each section. Of a field, the comment is the key's text
+//! in the reference and the schema; its type, bounds and default are the key's.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use api::prompt::TokenizerSpec;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use smart_default::SmartDefault;
+use state::ids::ReplicaId;
+use state::policy::{POLICY_NAMES, PolicyTables, RoutingSettings};
+
+use super::admission::AdmissionConfig;
+use super::form::{
+    Address, ClusterName, EngineUrl, Form, Host, HostPort, Parsed, Size, Span, SpanRange,
+    TokenizerName,
+};
+use super::traffic::{
+    AdminConfig, CircuitConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig, RequestsConfig,
+    RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
+};
+
+/// All sections.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ConfigFile {
+    /// Who this replica is.
+    pub node: NodeConfig,
+    /// Where it listens.
+    pub listen: ListenConfig,
+    /// How it finds and keeps its cluster.
+    pub cluster: ClusterConfig,
+    /// How requests find backends.
+    pub routing: RoutingConfig,
+    /// How requests are admitted.
+    pub admission: AdmissionConfig,
+    /// The admin listener.
+    pub admin: AdminConfig,
+    /// What of requests reaches engines.
+    pub requests: RequestsConfig,
+    /// Who sends requests, and what they see.
+    pub users: UsersConfig,
+    /// Bounds on what clients send.
+    pub limits: LimitsConfig,
+    /// What engines are asked to report.
+    pub usage: UsageConfig,
+    /// How long to wait for engines and clients.
+    pub timeouts: TimeoutsConfig,
+    /// How backends are probed.
+    pub probes: ProbesConfig,
+    /// When failing backends are passed over.
+    pub circuit: CircuitConfig,
+    /// When requests are tried on another backend.
+    pub retry: RetryConfig,
+    /// How the replica leaves.
+    pub drain: DrainConfig,
+    /// What is logged, and how.
+    pub log: LogConfig,
+    /// How prompts become blocks, by model.
+    pub models: Vec<ModelConfig>,
+    /// Backends to register at start.
+    pub backends: Vec<BackendConfig>,
+}
+
+/// `[node]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct NodeConfig {
+    /// This replica's id: unique in the cluster, never reused.
+    #[schemars(with = "u8", range(min = 1))]
+    pub id: ReplicaId,
+    /// Directory of the log, the vote and the snapshots.
+    #[default("/var/lib/quorate".into())]
+    pub data_dir: PathBuf,
+}
+
+/// `[listen]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ListenConfig {
+    /// Listener for clients.
+    #[default(loopback(8080))]
+    pub data: Parsed<Address>,
+    /// Listener for the admin API, metrics and readiness checks.
+    #[default(loopback(8081))]
+    pub admin: Parsed<Address>,
+    /// Listener for other replicas.
+    #[default(loopback(8082))]
+    pub peer: Parsed<Address>,
+    /// Host under which other replicas reach this one, without a port. Default: the address of
+    /// `listen.peer`.
+    pub advertise: Option<Parsed<Host>>,
+}
+
+/// `[cluster]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ClusterConfig {
+    /// Name of the cluster. Replicas with different names refuse each other.
+    #[default(Parsed("quorate".to_owned()))]
+    pub name: Parsed<ClusterName>,
+    /// Peer listeners of all replicas that form the cluster. Without `peers`, `peers_dns` and
+    /// `join` this replica forms a cluster of one.
+    pub peers: Vec<Parsed<HostPort>>,
+    /// DNS name that resolves to the peer listeners of all replicas; instead of `peers`.
+    pub peers_dns: Option<Parsed<HostPort>>,
+    /// Number of replicas that must answer before a new cluster is formed: more than half of
+    /// `peers`. Default: all of `peers`.
+    #[schemars(range(min = 1))]
+    pub bootstrap_expect: Option<u8>,
+    /// Join an existing cluster through any of these; instead of `peers`.
+    pub join: Vec<Parsed<HostPort>>,
+    /// File with a shared secret of at least 32 bytes. Replicas authenticate each other with it and
+    /// encrypt their traffic. Without it, anybody who reaches `listen.peer` is trusted.
+    pub secret_file: Option<PathBuf>,
+    /// Also talk to replicas that do not have the secret. Only for adding a secret to a running
+    /// cluster.
+    pub secret_optional: bool,
+    /// Interval at which learned facts are proposed to the log.
+    #[default(ms(20))]
+    pub flush_interval: Parsed<Span>,
+    /// Interval of the leader's heartbeats. Must exceed a round trip between replicas: an
+    /// unanswered heartbeat is dropped after it.
+    #[default(ms(50))]
+    pub heartbeat: Parsed<Span>,
+    /// Range from which election timeouts are drawn.
+    #[default(Parsed(Duration::from_millis(150)..Duration::from_millis(300)))]
+    pub election_timeout: Parsed<SpanRange>,
+    /// Log entries between snapshots.
+    #[schemars(range(min = 1))]
+    #[default(50_000)]
+    pub snapshot_every: u32,
+    /// Log bytes between snapshots; whichever limit is reached first.
+    #[default(Parsed(256 << 20))]
+    pub snapshot_every_bytes: Parsed<Size>,
+}
+
+/// `[routing]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct RoutingConfig {
+    /// Routing policy of a new cluster. Later use `PUT /admin/v1/policy`.
+    #[schemars(extend("enum" = POLICY_NAMES))]
+    #[default("cost".to_owned())]
+    pub policy: String,
+    /// Let requests choose a policy with `x-quorate-policy`. It uses the settings below.
+    pub allow_override: bool,
+    /// Let requests select backends by label with `x-quorate-select: key=value,...`.
+    pub allow_select: bool,
+    /// Let `cost` use prices learned per backend instead of its settings. Read when a cluster is
+    /// created; later use `PUT /admin/v1/routing`.
+    #[default(RoutingSettings::default().learn)]
+    pub learn: bool,
+    /// Largest tolerated error of cache predictions, in thousandths of the prompt tokens. Beyond it
+    /// a backend is marked and its reported cache capacity is corrected. Read when a cluster is
+    /// created, as above.
+    #[schemars(range(max = 1000))]
+    #[default(RoutingSettings::default().prediction_off_permille)]
+    pub prediction_off_permille: u32,
+    /// Settings of the policies.
+    #[serde(flatten)]
+    pub policies: PolicyTables,
+}
+
+/// `[[models]]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelConfig {
+    /// Model id, or `*` for any model; the first match is used.
+    pub name: String,
+    /// How prompts are tokenized: `character` (not at all), `tiktoken:cl100k_base`,
+    /// `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, or `engine`
+    /// (by the engine's `/tokenize`). See docs/guide/tokenizers.md.
+    #[default(Parsed(TokenizerSpec::Character))]
+    pub tokenizer: Parsed<TokenizerName>,
+    /// Chat template for `huggingface`. Default: `chat_template.jinja`, else
+    /// `tokenizer_config.json`, in the tokenizer's directory.
+    pub chat_template: Option<PathBuf>,
+    /// Block size in tokens, or in bytes for `character`. Default: 16, or 128 for `character`. Must
+    /// equal the engine's when `kv_events` is used.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub block_size: Option<u32>,
+    /// Routing policy of this model, with the settings of its `[routing.NAME]` table. Default:
+    /// `routing.policy`. Read when a cluster is created; later use `PUT
+    /// /admin/v1/policy?model=NAME`.
+    #[schemars(extend("enum" = POLICY_NAMES))]
+    pub policy: Option<String>,
+    /// Labels that a backend must have to serve this model.
+    pub select: BTreeMap<String, String>,
+}
+
+/// `[[backends]]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct BackendConfig {
+    /// Id of the backend: letters, digits, `.`, `_`, `-`. Backends listed here that are missing are
+    /// registered at every start: when you delete one through the admin API, delete it here too.
+    pub id: String,
+    /// Address of the engine: `http://host:port`.
+    pub url: Parsed<EngineUrl>,
+    /// Model ids it serves; `*`: those the engine lists.
+    #[schemars(length(min = 1))]
+    #[default(vec!["*".to_owned()])]
+    pub models: Vec<String>,
+    /// Labels, for `select` and `x-quorate-select`.
+    pub labels: BTreeMap<String, String>,
+    /// File with the engine's API key, sent as `authorization: Bearer KEY` with probes and requests
+    /// instead of the client's key. It stays on this replica and is sent only to this `id` at this
+    /// `url`, never to a backend registered elsewhere through the admin API. Default: see
+    /// `probes.api_key_file` and `users.api_keys_file`.
+    pub api_key_file: Option<PathBuf>,
+    /// Capacity of its cache in blocks. Default: reported by the engine.
+    #[schemars(range(min = 1))]
+    pub capacity_blocks: Option<u32>,
+    /// Endpoint of its KV events: `tcp://host:port` or `ipc:///path` where the engine listens,
+    /// `bind:tcp://address:port` where the engine connects to, or `auto` to ask the engine. Append
+    /// `?ranks=N` for N data-parallel ranks. Default: none, ownership is tracked by leases.
+    pub kv_events: Option<String>,
+    /// Replay endpoint of its KV events: `tcp://host:port`. Without it, any missed message ends
+    /// exact ownership.
+    pub kv_replay: Option<String>,
+}
+
+impl ListenConfig {
+    /// Host that others are told, IPv6 in brackets; the ports are those really bound.
+    #[must_use]
+    pub fn host(&self) -> String {
+        match (&self.advertise, self.peer.ip()) {
+            (Some(host), _) => host.0.clone(),
+            (None, peer) if peer.is_ipv6() => format!("[{peer}]"),
+            (None, peer) => peer.to_string(),
+        }
+    }
+}
+
+fn loopback(port: u16) -> Parsed<Address> {
+    Parsed(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
+}
+
+pub(super) fn ms<F: Form<Value = Duration>>(ms: u32) -> Parsed<F> {
+    Parsed(Duration::from_millis(ms.into()))
+}

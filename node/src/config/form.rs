@@ -1,0 +1,538 @@
+//! Forms of values that TOML has no type for: time spans, sizes, addresses. A form says how a text is
+//! read and shown, what is expected in words, and how a JSON Schema describes it.
+
+use std::borrow::Cow;
+use std::fmt::Debug;
+use std::net::SocketAddr;
+use std::ops::{Deref, Range};
+use std::time::Duration;
+
+use api::prompt::TokenizerSpec;
+use api::proxy::{IdentifyBy, IpPrefix};
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::json;
+use state::admission::{BATCH_MAX, Concurrency};
+use tracing_subscriber::EnvFilter;
+
+/// Least and greatest integer.
+type Bounds = (u64, Option<u64>);
+
+const fn first(bounds: &[Bounds]) -> Option<Bounds> {
+    match bounds {
+        [bounds, ..] => Some(*bounds),
+        [] => None,
+    }
+}
+
+/// A form of text.
+pub trait Form {
+    /// What the text means.
+    type Value;
+    /// Its `format` in the schema.
+    const NAME: &'static str;
+    /// A regular expression that all such texts match, for editors.
+    const PATTERN: &'static str;
+    /// What such a text looks like, in words.
+    const EXPECTED: &'static str;
+    /// Bounds of the integers that may stand for the text, if any may.
+    const INTEGERS: Option<Bounds>;
+
+    /// Reads a text; `None` if it has another form.
+    fn read(text: &str) -> Option<Self::Value>;
+    /// Writes a value such that it reads the same.
+    fn show(value: &Self::Value) -> String;
+}
+
+/// A value that a config file writes in the form `F`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Parsed<F: Form>(pub F::Value);
+
+impl<F: Form> Deref for Parsed<F> {
+    type Target = F::Value;
+
+    fn deref(&self) -> &F::Value {
+        &self.0
+    }
+}
+
+impl<'de, F: Form> Deserialize<'de> for Parsed<F> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let value = F::read(&text).map(Self);
+        value.ok_or_else(|| D::Error::custom(format!("expected {}", F::EXPECTED)))
+    }
+}
+
+/// As an integer where one says the same.
+impl<F: Form> Serialize for Parsed<F> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let text = F::show(&self.0);
+        match text.parse::<i64>() {
+            Ok(number) if F::INTEGERS.is_some() => number.serialize(serializer),
+            _ => text.serialize(serializer),
+        }
+    }
+}
+
+impl<F: Form> JsonSchema for Parsed<F> {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> Cow<'static, str> {
+        F::NAME.into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let mut text = json!({ "type": "string", "pattern": F::PATTERN });
+        if let Some((min, max)) = F::INTEGERS {
+            let mut integer = json!({ "type": "integer", "minimum": min });
+            if let Some(max) = max {
+                integer["maximum"] = json!(max);
+            }
+            text = json!({ "anyOf": [integer, text] });
+        }
+        text["format"] = json!(F::NAME);
+        text.try_into().expect("it is an object")
+    }
+}
+
+/// The values of a list.
+pub(crate) fn values<F: Form<Value: Clone>>(list: &[Parsed<F>]) -> Vec<F::Value> {
+    list.iter().map(|parsed| parsed.0.clone()).collect()
+}
+
+/// Of the forms, those that a schema names: what is expected, whether integers are taken, and whether
+/// a text is of the form.
+pub(super) struct NamedForm {
+    name: &'static str,
+    pub(super) expected: &'static str,
+    pub(super) takes_integers: bool,
+    pub(super) is_read: fn(&str) -> bool,
+}
+
+/// The form of this name.
+pub(super) fn named(name: &str) -> Option<&'static NamedForm> {
+    FORMS.iter().find(|form| form.name == name)
+}
+
+macro_rules! forms {
+    ($(
+        $(#[$attribute:meta])*
+        $form:ident: $value:ty = $name:literal {
+            pattern: $pattern:literal,
+            expected: $expected:literal,
+            $(integers: $integers:expr,)?
+            read: $read:expr,
+            show: $show:expr,
+        }
+    )*) => {
+        $(
+            $(#[$attribute])*
+            #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+            pub struct $form;
+
+            impl Form for $form {
+                type Value = $value;
+                const NAME: &'static str = $name;
+                const PATTERN: &'static str = $pattern;
+                const EXPECTED: &'static str = $expected;
+                const INTEGERS: Option<Bounds> = first(&[$($integers)?]);
+
+                fn read(text: &str) -> Option<$value> {
+                    let read: fn(&str) -> Option<$value> = $read;
+                    read(text)
+                }
+
+                fn show(value: &$value) -> String {
+                    let show: fn(&$value) -> String = $show;
+                    show(value)
+                }
+            }
+        )*
+
+        const FORMS: &[NamedForm] = &[$(NamedForm {
+            name: $form::NAME,
+            expected: $form::EXPECTED,
+            takes_integers: $form::INTEGERS.is_some(),
+            is_read: |text| $form::read(text).is_some(),
+        }),*];
+    };
+}
+
+forms! {
+    /// A time span.
+    Span: Duration = "duration" {
+        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        expected: "a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\"",
+        read: |text| duration(text).filter(|span| *span >= SPAN_MIN),
+        show: show_duration,
+    }
+    /// A time span that may be zero.
+    SpanOrZero: Duration = "duration-or-zero" {
+        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        expected: "a duration up to 1day, such as \"5s\"",
+        read: duration,
+        show: show_duration,
+    }
+    /// Two time spans, the shorter first.
+    SpanRange: Range<Duration> = "duration-range" {
+        pattern: r"^.+\.\..+$",
+        expected: "two durations from 1ms to 1day, the shorter first, such as \"150ms..300ms\"",
+        read: range,
+        show: |range| format!("{}..{}", show_duration(&range.start), show_duration(&range.end)),
+    }
+    /// A number of bytes.
+    Size: u64 = "size" {
+        pattern: r"^\d+ *(B|kB|MB|GB|KiB|MiB|GiB)?$",
+        expected: "a size in bytes above zero, such as \"32MiB\"",
+        integers: (1, None),
+        read: |text| size(text).filter(|bytes| *bytes > 0),
+        show: show_size,
+    }
+    /// Requests that a backend is given at once.
+    Slots: Concurrency = "concurrency" {
+        pattern: "^(adaptive|unlimited)$",
+        expected: "an integer from 1 to 65536, \"adaptive\" or \"unlimited\"",
+        integers: (1, Some(BATCH_MAX as u64)),
+        read: concurrency,
+        show: show_concurrency,
+    }
+    /// A status that an engine answers with.
+    Status: u16 = "http-status" {
+        pattern: r"^[45]\d\d$",
+        expected: "an HTTP status from 400 to 599",
+        integers: (400, Some(599)),
+        read: |text| text.parse().ok().filter(|status| (400..=599).contains(status)),
+        show: u16::to_string,
+    }
+    /// Where to listen.
+    Address: SocketAddr = "address" {
+        pattern: r"^.+:\d+$",
+        expected: "an IP address with a port, such as \"127.0.0.1:8080\"",
+        read: |text| text.parse().ok(),
+        show: SocketAddr::to_string,
+    }
+    /// A peer.
+    HostPort: String = "host-port" {
+        pattern: r"^.+:\d+$",
+        expected: "a host with a port, such as \"10.0.0.1:8082\"",
+        read: |text| is_host_port(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// A host that addresses can be made of.
+    Host: String = "host" {
+        pattern: r"^[A-Za-z0-9._-]+$|^\[.+\]$",
+        expected: "a host name or IP address without a port, IPv6 in brackets",
+        read: |text| is_host(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// A host that somebody may ask for.
+    HostName: String = "host-name" {
+        pattern: r"^[A-Za-z0-9._-]+$|^\[.+\]$",
+        expected: "a host name without a port",
+        read: |text| is_host(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// What a cluster is called.
+    ClusterName: String = "cluster-name" {
+        pattern: r"^[A-Za-z0-9._-]{1,64}$",
+        expected: "letters, digits, `-`, `_` and `.`, at most 64 of them",
+        read: |text| is_cluster_name(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// A field or header.
+    PlainName: String = "name" {
+        pattern: r"^[!-+\--~]+$",
+        expected: "a name, such as \"priority\"",
+        read: |text| is_plain_name(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// A path that is routed to engines.
+    RoutedPath: String = "routed-path" {
+        pattern: "^/",
+        expected: "a path, such as \"/generate\", that is no control route of an engine",
+        read: |text| api::proxy::is_plain(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// A path of an engine.
+    UrlPath: String = "url-path" {
+        pattern: "^/",
+        expected: "a path, such as \"/health\"",
+        read: |text| is_url_path(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// Where an engine is.
+    EngineUrl: String = "engine-url" {
+        pattern: "^http://[^/]+/?$",
+        expected: "a URL, such as \"http://10.0.1.1:8000\", without a path",
+        read: |text| is_url(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+    /// Where a user is looked for.
+    Identity: IdentifyBy = "identity" {
+        pattern: "^(api_key|body:user|header:.+)$",
+        expected: "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name",
+        read: |text| text.parse().ok(),
+        show: IdentifyBy::to_string,
+    }
+    /// Addresses of a network.
+    Prefix: IpPrefix = "ip-prefix" {
+        pattern: r"^[0-9a-fA-F.:]+(/\d+)?$",
+        expected: "an IP address or prefix, such as \"10.0.0.0/8\"",
+        read: |text| text.parse().ok(),
+        show: show_prefix,
+    }
+    /// What makes tokens of prompts.
+    TokenizerName: TokenizerSpec = "tokenizer" {
+        pattern: "^(character|engine|tiktoken:(cl100k|o200k)_base|huggingface:.+)$",
+        expected: "\"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \"huggingface:FILE\" or \"engine\"",
+        read: |text| text.parse().ok(),
+        show: TokenizerSpec::to_string,
+    }
+    /// What is logged.
+    LogFilter: String = "log-filter" {
+        pattern: ".",
+        expected: "error, warn, info, debug, trace, or a filter such as \"info,raft=debug\"",
+        read: |text| is_log_filter(text).then(|| text.to_owned()),
+        show: String::clone,
+    }
+}
+
+/// Shorter ones would keep a core busy.
+const SPAN_MIN: Duration = Duration::from_millis(1);
+/// Longer ones are slips of the pen, and overflow in sums with others.
+const SPAN_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+fn duration(text: &str) -> Option<Duration> {
+    let span = humantime::parse_duration(text).ok();
+    span.filter(|span| *span <= SPAN_MAX)
+}
+
+fn range(text: &str) -> Option<Range<Duration>> {
+    let (from, to) = text.split_once("..")?;
+    let (from, to) = (duration(from.trim())?, duration(to.trim())?);
+    (from >= SPAN_MIN && from < to).then_some(from..to)
+}
+
+/// Writes a time span the way it is read.
+pub(super) fn show_duration(span: &Duration) -> String {
+    humantime::format_duration(*span).to_string()
+}
+
+fn size(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit());
+    let (number, unit) = text.split_at(digits.unwrap_or(text.len()));
+    let unit = match unit.trim_start() {
+        "" | "B" => 1,
+        "kB" => 1_000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(unit)
+}
+
+fn show_size(bytes: &u64) -> String {
+    let units = [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    let unit = units
+        .into_iter()
+        .find(|(unit, _)| bytes.is_multiple_of(*unit));
+    unit.map_or_else(
+        || bytes.to_string(),
+        |(unit, name)| format!("{}{name}", bytes / unit),
+    )
+}
+
+fn concurrency(text: &str) -> Option<Concurrency> {
+    match text {
+        "adaptive" => Some(Concurrency::Adaptive),
+        "unlimited" => Some(Concurrency::Unlimited),
+        number => {
+            let number = number.parse().ok();
+            let number = number.filter(|number| (1..=BATCH_MAX).contains(number));
+            number.map(Concurrency::Fixed)
+        }
+    }
+}
+
+fn show_concurrency(concurrency: &Concurrency) -> String {
+    match concurrency {
+        Concurrency::Adaptive => "adaptive".to_owned(),
+        Concurrency::Unlimited => "unlimited".to_owned(),
+        Concurrency::Fixed(requests) => requests.to_string(),
+    }
+}
+
+/// A single address goes without its length.
+fn show_prefix(prefix: &IpPrefix) -> String {
+    let text = prefix.to_string();
+    let whole = if text.contains(':') { "/128" } else { "/32" };
+    text.strip_suffix(whole).unwrap_or(&text).to_owned()
+}
+
+/// Whether the text is a host (a name, an IPv4 address or an IPv6 address in brackets) and a port.
+fn is_host_port(text: &str) -> bool {
+    let Some((host, port)) = text.rsplit_once(':') else {
+        return false;
+    };
+    let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
+    is_port && is_host(host)
+}
+
+/// Whether the text can stand for a host in an address.
+fn is_host(host: &str) -> bool {
+    let inner = host.strip_prefix('[');
+    if let Some(inner) = inner.and_then(|rest| rest.strip_suffix(']')) {
+        return inner.parse::<std::net::Ipv6Addr>().is_ok();
+    }
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+    !host.is_empty() && host.len() <= 253 && host.chars().all(is_allowed)
+}
+
+fn is_cluster_name(text: &str) -> bool {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    (1..=raft::NAME_BYTES_MAX).contains(&text.len()) && text.chars().all(is_plain)
+}
+
+fn is_url(text: &str) -> bool {
+    let Some(authority) = text.strip_prefix("http://") else {
+        return false;
+    };
+    let authority = authority.strip_suffix('/').unwrap_or(authority);
+    is_host_port(authority) || is_host(authority)
+}
+
+fn is_plain_name(text: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_graphic() && byte != b',';
+    !text.is_empty() && text.bytes().all(is_plain)
+}
+
+fn is_url_path(text: &str) -> bool {
+    text.starts_with('/') && text.parse::<http::uri::PathAndQuery>().is_ok()
+}
+
+fn is_log_filter(text: &str) -> bool {
+    !text.trim().is_empty() && EnvFilter::builder().parse(text).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_binary_and_decimal_units() {
+        assert_eq!(Size::read("32MiB"), Some(32 << 20));
+        assert_eq!(Size::read("5 kB"), Some(5_000));
+        assert_eq!(Size::read("7"), Some(7));
+        for wrong in ["", "MiB", "-1", "1.5MiB", "99999999999GiB", "1mib", "0"] {
+            assert_eq!(Size::read(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn ranges_of_time_need_the_lesser_first() {
+        let range = Duration::from_millis(150)..Duration::from_millis(300);
+        assert_eq!(SpanRange::read("150ms..300ms"), Some(range));
+        for wrong in [
+            "300ms..150ms",
+            "0ms..1s",
+            "1us..2us",
+            "1s..9days",
+            "1s..1s",
+            "1s",
+            "1s..",
+            "..",
+            "a..b",
+        ] {
+            assert_eq!(SpanRange::read(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn time_spans_are_bounded() {
+        let day = Duration::from_secs(86_400);
+        for read in [Span::read, SpanOrZero::read] {
+            assert_eq!(read("1day"), Some(day));
+            for wrong in ["25h", "584942417355y", "-1s", "1", "soon", ""] {
+                assert_eq!(read(wrong), None, "{wrong}");
+            }
+        }
+        assert_eq!(Span::read("999us"), None);
+        assert_eq!(SpanOrZero::read("0s"), Some(Duration::ZERO));
+    }
+
+    fn check(is: fn(&str) -> bool, right: &[&str], wrong: &[&str]) {
+        for text in right {
+            assert!(is(text), "{text}");
+        }
+        for text in wrong {
+            assert!(!is(text), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn paths_of_urls_begin_with_a_slash() {
+        let wrong = ["", "health", "http://a/health", "/a b", "/\n"];
+        check(is_url_path, &["/", "/health", "/v1/models?limit=1"], &wrong);
+    }
+
+    #[test]
+    fn hosts_with_ports_are_names_or_addresses() {
+        let right = [
+            "a:1",
+            "10.0.0.1:8082",
+            "[::1]:8082",
+            "quorate-0.quorate.svc:8082",
+        ];
+        let wrong = [
+            "a",
+            "a:",
+            "a:0",
+            ":1",
+            "a:65536",
+            "::1:80",
+            "a b:1",
+            "http://a:1",
+        ];
+        check(is_host_port, &right, &wrong);
+    }
+
+    #[test]
+    fn urls_are_plain_http_without_a_path() {
+        let right = ["http://10.0.1.1:8000", "http://gpu/", "http://[::1]:9"];
+        let wrong = [
+            "https://a:1",
+            "http://",
+            "http://a:1/v1",
+            "a:1",
+            "http://u@a:1",
+        ];
+        check(is_url, &right, &wrong);
+    }
+
+    fn reads_the_same<F: Form<Value: PartialEq + Debug>>(written: &str) {
+        let value = F::read(written).unwrap();
+        assert_eq!(F::read(&F::show(&value)), Some(value), "{written}");
+    }
+
+    #[test]
+    fn what_is_written_reads_the_same() {
+        reads_the_same::<Span>("1m 30s");
+        reads_the_same::<SpanRange>("150ms..300ms");
+        reads_the_same::<Size>("3MiB");
+        reads_the_same::<Size>("12345");
+        reads_the_same::<Address>("[::1]:80");
+        reads_the_same::<Identity>("header:x-user");
+        reads_the_same::<Prefix>("10.0.0.0/8");
+        reads_the_same::<Prefix>("::1");
+        reads_the_same::<TokenizerName>("huggingface:/a/b.json");
+        reads_the_same::<Slots>("adaptive");
+        reads_the_same::<Slots>("8");
+    }
+}
