@@ -183,7 +183,9 @@ impl ReferenceModel {
             } => self.acquire(holder(*attempt), *backend, *tip, new),
             Item::Materialize { attempt, new } => self.materialize(holder(*attempt), new),
             Item::Release { attempt, outcome } => self.release(holder(*attempt), *outcome),
-            Item::DefineUser { key, .. } => self.users.know(*key),
+            Item::DefineUser { key, name } if *key == self.users.key(name) => self.users.know(*key),
+            // Another name than the key's is not taken.
+            Item::DefineUser { .. } => {}
             Item::Charge(charge) => {
                 let ahead = self.ahead.entry((replica, charge.user)).or_default();
                 *ahead += i128::from(charge.advance) - i128::from(charge.settled);

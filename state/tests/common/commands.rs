@@ -1,0 +1,369 @@
+//! Random commands: what replicas, operators and readers of KV events might put into a log, sound or not.
+//!
+//! The properties of the state and the tests of the reference model in `chaos-tests` draw from here.
+
+#![allow(dead_code, reason = "every test file takes what it needs")]
+
+use proptest::prelude::*;
+use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
+use state::command::{
+    BackendSpec, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserSpec,
+};
+use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
+use state::grants::Wait;
+use state::ids::{
+    AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, Ticket,
+    UserKey,
+};
+use state::policy::PolicyConfig;
+use state::prefix::user_key;
+use state::quotas::UserLimits;
+use state::service::ServiceSample;
+
+use super::common::{self, block, chain, spec};
+
+/// One log entry, or rebuilding a replica from a snapshot.
+#[derive(Debug, Clone)]
+pub(crate) enum Step {
+    Apply {
+        replica: u8,
+        session: u64,
+        lane: Lane,
+        is_repeat: bool,
+        command: Command,
+    },
+    Skip,
+    Rebuild,
+    /// Takes a backup of the state.
+    Backup,
+    /// Restores the last backup; meanwhile one of the replicas is rebuilt, or reads ahead.
+    Restore {
+        is_rebuilt: bool,
+    },
+}
+
+fn path() -> impl Strategy<Value = Vec<u8>> {
+    prop::collection::vec(0_u8..3, 0..6)
+}
+
+fn backend() -> impl Strategy<Value = BackendRef> {
+    (0_u16..3, 1_u32..5).prop_map(|(slot, incarnation)| BackendRef {
+        slot: Slot(slot),
+        incarnation: Incarnation(incarnation),
+    })
+}
+
+fn user() -> impl Strategy<Value = (UserKey, String)> {
+    (0_u8..5).prop_map(|number| {
+        let name = format!("user-{number}");
+        (user_key(common::HASH_SEED, &name), name)
+    })
+}
+
+fn count() -> impl Strategy<Value = u64> {
+    prop_oneof![9 => 0_u64..1000, 1 => Just(u64::MAX)]
+}
+
+pub(crate) fn item() -> impl Strategy<Value = Item> {
+    let attempt = || 0_u32..12;
+    let acquire = (attempt(), backend(), path(), 0_usize..6).prop_map(
+        |(attempt, backend, path, tip_length)| {
+            let mut new = chain(&path);
+            let tip_length = tip_length.min(new.len());
+            let tip = tip_length.checked_sub(1).map(|place| new[place]);
+            new.drain(..tip_length);
+            Item::Acquire {
+                attempt,
+                backend,
+                tip,
+                new,
+            }
+        },
+    );
+    // Invalid chains: repeated and unrelated blocks.
+    let forged = (attempt(), backend(), prop::collection::vec(path(), 0..5)).prop_map(
+        |(attempt, backend, paths)| {
+            let new = paths.iter().map(|path| block(path)).collect();
+            Item::Acquire {
+                attempt,
+                backend,
+                tip: None,
+                new,
+            }
+        },
+    );
+    let materialize = (attempt(), path()).prop_map(|(attempt, path)| Item::Materialize {
+        attempt,
+        new: chain(&path),
+    });
+    let outcome = prop_oneof![
+        Just(LeaseOutcome::Kept),
+        Just(LeaseOutcome::KeptUntouched),
+        Just(LeaseOutcome::Discarded),
+    ];
+    let release =
+        (attempt(), outcome).prop_map(|(attempt, outcome)| Item::Release { attempt, outcome });
+    let define = (user(), user())
+        .prop_map(|((key, own), (_, other))| {
+            [
+                Item::DefineUser { key, name: own },
+                Item::DefineUser { key, name: other },
+            ]
+        })
+        .prop_flat_map(|names| (0_usize..2).prop_map(move |which| names[which].clone()));
+    let ticket = || (0_u64..6).prop_map(Ticket);
+    let wait = (ticket(), 0_u64..2, user(), 0_i16..2, 0_u32..500).prop_map(
+        |(ticket, model, (user, _), priority, tokens)| {
+            Item::Wait(Wait {
+                ticket,
+                model: ModelKey(model),
+                user,
+                priority,
+                tokens,
+            })
+        },
+    );
+    let leave = ticket().prop_map(|ticket| Item::Leave { ticket });
+    let grant = (0_u64..2, 0_u32..3).prop_map(|(model, count)| Item::Grant {
+        model: ModelKey(model),
+        count,
+    });
+    prop_oneof![
+        2 => wait, 1 => leave, 1 => grant,
+        8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
+        1 => observe(), 1 => service(), 1 => outputs(), 6 => kv(),
+    ]
+}
+
+/// Anything that a reader might report, sound or not.
+fn kv() -> impl Strategy<Value = Item> {
+    let engine = |path: &[u8]| EngineHash(block(path).0 ^ 1);
+    let stored = (prop::option::weighted(0.5, path()), path(), any::<bool>()).prop_map(
+        move |(parent, path, is_honest)| {
+            let before = parent.clone().unwrap_or_default();
+            let whole: Vec<u8> = before.iter().chain(&path).copied().collect();
+            let blocks = (before.len() + 1..=whole.len()).map(|end| {
+                let engine = engine(&whole[..end]);
+                let router = if is_honest { &whole[..end] } else { &path[..] };
+                (engine, block(router))
+            });
+            KvEvent::Stored {
+                parent: parent.map(|path| engine(&path)),
+                blocks: blocks.collect(),
+            }
+        },
+    );
+    let removed = prop::collection::vec(path(), 0..4).prop_map(move |paths| KvEvent::Removed {
+        blocks: paths.iter().map(|path| engine(path)).collect(),
+    });
+    let event = prop_oneof![6 => stored, 4 => removed, 1 => Just(KvEvent::Cleared)];
+    let flags = (prop::bool::weighted(0.9), prop::bool::weighted(0.1));
+    let message = (
+        0_u64..5,
+        0_u16..2,
+        flags,
+        prop::collection::vec(event, 0..4),
+    )
+        .prop_map(|(seq, part, (is_last, is_after_loss), events)| {
+            KvNews::Message(KvMessage {
+                seq,
+                mark: 3,
+                part: if is_last { 0 } else { part },
+                is_last,
+                is_after_loss,
+                events,
+            })
+        });
+    let news = prop_oneof![
+        2 => Just(KvNews::Begin),
+        12 => message,
+        6 => prop::option::of(0_u64..5).prop_map(|seq| KvNews::Current { seq }),
+        1 => Just(KvNews::Doubt(KvDoubt::Behind)),
+        1 => Just(KvNews::Refuse(KvRefusal::Models)),
+    ];
+    (backend(), 0_u16..2, 0_u64..3, news).prop_map(|(backend, rank, publisher, news)| {
+        Item::KvEvents(KvBatch {
+            backend,
+            rank,
+            publisher,
+            news,
+        })
+    })
+}
+
+fn charge() -> impl Strategy<Value = Item> {
+    let few = || 0_u32..3;
+    let requests = (few(), few(), few(), few());
+    (
+        user(),
+        count(),
+        count(),
+        count(),
+        requests,
+        (count(), count()),
+    )
+        .prop_map(
+            |((user, _), input_uncached, input_cached, output, requests, (advance, settled))| {
+                let (started, ended, queued, dequeued) = requests;
+                Item::Charge(Charge {
+                    user,
+                    input_uncached,
+                    input_cached,
+                    output,
+                    started,
+                    ended,
+                    queued,
+                    dequeued,
+                    advance,
+                    settled,
+                })
+            },
+        )
+}
+
+fn observe() -> impl Strategy<Value = Item> {
+    (
+        backend(),
+        prop::option::of(0_u32..12),
+        prop::option::of(1_u64..5),
+    )
+        .prop_map(|(backend, capacity_blocks, started_at_s)| {
+            let facts = EngineFacts {
+                models: None,
+                capacity_blocks,
+                started_at_s,
+            };
+            Item::ObserveEngine { backend, facts }
+        })
+}
+
+fn outputs() -> impl Strategy<Value = Item> {
+    (user(), 0_u64..3, prop::collection::vec(0_u32..2000, 0..90)).prop_map(
+        |((user, _), model, tokens)| Item::ObserveOutputs {
+            user,
+            model: ModelKey(model),
+            tokens,
+        },
+    )
+}
+
+fn service() -> impl Strategy<Value = Item> {
+    let requests = prop::collection::vec(0_u64..5000, 0..40);
+    let few = || prop_oneof![9 => 0_u64..500, 1 => any::<u64>()];
+    (backend(), requests, 0_u32..40, few(), few(), few()).prop_map(
+        |(backend, requests, block_tokens, gaps, gap_us, gaps_at_limit)| {
+            Item::ObserveService(Box::new(ServiceSample {
+                ended: requests.len() as u32,
+                added_tokens: requests.iter().sum(),
+                added_squared: requests.iter().map(|tokens| tokens * tokens).sum(),
+                block_tokens,
+                gaps,
+                gap_us: gap_us.saturating_mul(10_000),
+                gap_running: gaps.saturating_mul(30),
+                gaps_at_limit,
+                ..ServiceSample::empty(backend)
+            }))
+        },
+    )
+}
+
+fn user_limits() -> impl Strategy<Value = UserLimits> {
+    let of = |most: u32| prop::option::of(0..most);
+    (of(5), of(900), of(4), of(100_000)).prop_map(|(requests, tokens, concurrent, window_ms)| {
+        UserLimits {
+            requests,
+            tokens: tokens.map(u64::from),
+            concurrent,
+            window_ms,
+        }
+    })
+}
+
+fn admission() -> impl Strategy<Value = AdmissionSettings> {
+    let concurrency = prop_oneof![
+        3 => Just(Concurrency::Adaptive),
+        1 => Just(Concurrency::Unlimited),
+        1 => (0_u32..3).prop_map(Concurrency::Fixed),
+    ];
+    (
+        concurrency,
+        0_u16..6,
+        0_u32..80_000,
+        0_u32..3,
+        user_limits(),
+    )
+        .prop_map(
+            |(concurrency, bins, inter_token_us, batch_min, user_limits)| {
+                let sla = SlaSettings {
+                    inter_token_us,
+                    batch_min,
+                    ..SlaSettings::default()
+                };
+                AdmissionSettings {
+                    concurrency,
+                    bins,
+                    sla,
+                    user_limits,
+                    ..AdmissionSettings::default()
+                }
+            },
+        )
+}
+
+pub(crate) fn command() -> impl Strategy<Value = Command> {
+    let batch =
+        (0_u64..4, prop::collection::vec(item(), 0..8)).prop_map(|(base, items)| Command::Batch {
+            base_attempt: AttemptId(base),
+            items,
+        });
+    let put = (0_u8..4, 1_u16..3, prop::option::of(0_u32..12)).prop_map(
+        |(backend, port, capacity)| -> BackendSpec { spec(&backend.to_string(), port, capacity) },
+    );
+    let name = || (0_u8..4).prop_map(|backend| backend.to_string());
+    let expire = (1_u8..4, 1_u64..4).prop_map(|(replica, session)| Command::ExpireSession {
+        replica: ReplicaId(replica),
+        session: SessionId(session),
+    });
+    prop_oneof![
+        30 => batch,
+        4 => put.prop_map(Command::PutBackend),
+        1 => name().prop_map(|name| Command::DeleteBackend { name }),
+        1 => (name(), any::<bool>())
+            .prop_map(|(name, draining)| Command::SetDraining { name, draining }),
+        1 => (user(), 0_u32..3000).prop_map(|((_, name), weight_milli)| {
+            Command::PutUser(UserSpec { name, weight_milli })
+        }),
+        1 => Just(Command::PutPolicy(PolicyConfig::LeastRequest)),
+        1 => (user(), user_limits())
+            .prop_map(|((_, name), limits)| Command::PutUserLimits { name, limits }),
+        1 => (user(), 0_u32..3000, user_limits()).prop_map(|((_, name), weight_milli, limits)| {
+            let user = UserSpec { name, weight_milli };
+            Command::SetUser { user, limits }
+        }),
+        1 => Just(Command::PaceTime),
+        1 => expire,
+        1 => admission().prop_map(Command::PutAdmission),
+        1 => Just(common::init()),
+    ]
+}
+
+pub(crate) fn step() -> impl Strategy<Value = Step> {
+    let lane = prop_oneof![Just(Lane::Outbox), Just(Lane::Admin)];
+    let session = prop_oneof![20 => Just(1_u64), 1 => 1_u64..4];
+    let apply = (1_u8..4, session, lane, prop::bool::weighted(0.1), command()).prop_map(
+        |(replica, session, lane, is_repeat, command)| Step::Apply {
+            replica,
+            session,
+            lane,
+            is_repeat,
+            command,
+        },
+    );
+    prop_oneof![
+        30 => apply,
+        1 => Just(Step::Skip),
+        1 => Just(Step::Rebuild),
+        1 => Just(Step::Backup),
+        1 => any::<bool>().prop_map(|is_rebuilt| Step::Restore { is_rebuilt }),
+    ]
+}
