@@ -1,11 +1,10 @@
-//! Everything that reads foreign bytes, as functions of bytes that must not panic, hang or take memory
-//! beyond a bound, whatever they are given.
+//! Fuzz targets: every reader of foreign bytes, as a function that must not panic, hang or hold more
+//! memory than its bound, whatever bytes it is given.
 //!
-//! A [`FuzzTarget`] is such a function with seeds: real encodings, from which mutations start. The
-//! functions stand where what they read is reachable: in `api`, `raft` and `node` behind the
-//! feature `fuzzing`, here where all of it is public. `chaos-tests/tests/fuzzing.rs` runs all of
-//! them over seeded mutations ([`mutate`]), `chaos-tests/fuzz` under libFuzzer
-//! (docs/internals/testing.md).
+//! A [`FuzzTarget`] is such a function with its seeds, which are real encodings. The functions live
+//! next to the readers: in `api`, `raft`, `lab` and `node` behind the feature `fuzzing`, and here where
+//! the reader is public. `chaos-tests/tests/fuzzing.rs` runs all of them over seeded mutations
+//! ([`mutate`]), `chaos-tests/fuzz` runs them under libFuzzer (docs/internals/testing.md).
 
 mod backup;
 pub mod mutate;
@@ -30,145 +29,62 @@ pub struct FuzzTarget {
 
 const MIB: usize = 1 << 20;
 
-const fn target(name: &'static str, body: fn(&[u8]), seeds: fn() -> Vec<Vec<u8>>) -> FuzzTarget {
-    FuzzTarget {
-        name,
-        body,
-        seeds,
-        held_bytes_max: 32 * MIB,
-        mutations: 200,
+impl FuzzTarget {
+    const fn new(name: &'static str, body: fn(&[u8]), seeds: fn() -> Vec<Vec<u8>>) -> Self {
+        Self {
+            name,
+            body,
+            seeds,
+            held_bytes_max: 32 * MIB,
+            mutations: 200,
+        }
     }
 }
 
-/// All targets, by crate and name.
-pub static TARGETS: &[FuzzTarget] = &[
+macro_rules! targets {
+    ($($name:ident: $body:path, $seeds:path $(, $field:ident = $value:expr)*;)*) => {
+        /// All targets, by crate and name.
+        pub static TARGETS: &[FuzzTarget] = &[$(FuzzTarget {
+            $($field: $value,)*
+            ..FuzzTarget::new(stringify!($name), $body, $seeds)
+        },)*];
+    };
+}
+
+targets! {
     // What a command may take in memory is bounded by the codec.
-    FuzzTarget {
-        held_bytes_max: 192 * MIB,
-        mutations: 60,
-        ..target("state_commands", state::commands, state::commands_seeds)
-    },
-    target("state_reply", state::reply, state::reply_seeds),
-    FuzzTarget {
-        held_bytes_max: 512 * MIB,
-        mutations: 60,
-        ..target("state_snapshot", state::snapshot, state::snapshot_seeds)
-    },
-    target(
-        "raft_log_record",
-        raft::fuzzing::log_record,
-        raft::fuzzing::log_record_seeds,
-    ),
-    target(
-        "raft_peer_message",
-        raft::fuzzing::peer_message,
-        raft::fuzzing::peer_message_seeds,
-    ),
-    FuzzTarget {
-        mutations: 60,
-        ..target(
-            "raft_snapshot_file",
-            raft::fuzzing::snapshot_file,
-            raft::fuzzing::snapshot_file_seeds,
-        )
-    },
-    target(
-        "raft_small_file",
-        raft::fuzzing::small_file,
-        raft::fuzzing::small_file_seeds,
-    ),
-    target(
-        "api_prompt",
-        api::fuzzing::prompt,
-        api::fuzzing::prompt_seeds,
-    ),
-    target("api_chat", api::fuzzing::chat, api::fuzzing::chat_seeds),
-    target(
-        "api_chat_template",
-        api::fuzzing::chat_template,
-        api::fuzzing::chat_template_seeds,
-    ),
-    FuzzTarget {
-        held_bytes_max: 128 * MIB,
-        mutations: 40,
-        ..target(
-            "api_tokenizer_file",
-            api::fuzzing::tokenizer_file,
-            api::fuzzing::tokenizer_file_seeds,
-        )
-    },
-    target(
-        "api_answer_events",
-        api::fuzzing::answer_events,
-        api::fuzzing::answer_events_seeds,
-    ),
-    target(
-        "api_answer_document",
-        api::fuzzing::answer_document,
-        api::fuzzing::answer_document_seeds,
-    ),
-    target(
-        "api_headers",
-        api::fuzzing::headers,
-        api::fuzzing::headers_seeds,
-    ),
-    target(
-        "api_kv_payload",
-        api::fuzzing::kv_payload,
-        api::fuzzing::kv_payload_seeds,
-    ),
-    target(
-        "api_kv_stream",
-        api::fuzzing::kv_stream,
-        api::fuzzing::kv_stream_seeds,
-    ),
-    target("api_zmtp", api::fuzzing::zmtp, api::fuzzing::zmtp_seeds),
-    target(
-        "api_endpoint",
-        api::fuzzing::endpoint,
-        api::fuzzing::endpoint_seeds,
-    ),
-    target(
-        "api_engine_metrics",
-        api::fuzzing::engine_metrics,
-        api::fuzzing::engine_metrics_seeds,
-    ),
-    target(
-        "api_engine_models",
-        api::fuzzing::engine_models,
-        api::fuzzing::engine_models_seeds,
-    ),
-    target(
-        "api_peer_reports",
-        api::fuzzing::peer_reports,
-        api::fuzzing::peer_reports_seeds,
-    ),
-    target(
-        "api_admin_body",
-        api::fuzzing::admin_body,
-        api::fuzzing::admin_body_seeds,
-    ),
-    target("api_backup_file", backup::file, backup::file_seeds),
-    target(
-        "node_exchange",
-        node::fuzzing::exchange,
-        node::fuzzing::exchange_seeds,
-    ),
-    FuzzTarget {
-        mutations: 60,
-        ..target(
-            "node_config",
-            node::fuzzing::config,
-            node::fuzzing::config_seeds,
-        )
-    },
-    target("lab_trace", lab::fuzzing::trace, lab::fuzzing::trace_seeds),
-    target(
-        "node_admin_answer",
-        node::fuzzing::admin_answer,
-        node::fuzzing::admin_answer_seeds,
-    ),
-];
+    state_commands: state::commands, state::commands_seeds,
+        held_bytes_max = 192 * MIB, mutations = 60;
+    state_reply: state::reply, state::reply_seeds;
+    state_snapshot: state::snapshot, state::snapshot_seeds,
+        held_bytes_max = 512 * MIB, mutations = 60;
+    raft_log_record: raft::fuzzing::log_record, raft::fuzzing::log_record_seeds;
+    raft_peer_message: raft::fuzzing::peer_message, raft::fuzzing::peer_message_seeds;
+    raft_snapshot_file: raft::fuzzing::snapshot_file, raft::fuzzing::snapshot_file_seeds,
+        mutations = 60;
+    raft_small_file: raft::fuzzing::small_file, raft::fuzzing::small_file_seeds;
+    api_prompt: api::fuzzing::prompt, api::fuzzing::prompt_seeds;
+    api_chat: api::fuzzing::chat, api::fuzzing::chat_seeds;
+    api_chat_template: api::fuzzing::chat_template, api::fuzzing::chat_template_seeds;
+    api_tokenizer_file: api::fuzzing::tokenizer_file, api::fuzzing::tokenizer_file_seeds,
+        held_bytes_max = 128 * MIB, mutations = 40;
+    api_answer_events: api::fuzzing::answer_events, api::fuzzing::answer_events_seeds;
+    api_answer_document: api::fuzzing::answer_document, api::fuzzing::answer_document_seeds;
+    api_headers: api::fuzzing::headers, api::fuzzing::headers_seeds;
+    api_kv_payload: api::fuzzing::kv_payload, api::fuzzing::kv_payload_seeds;
+    api_kv_stream: api::fuzzing::kv_stream, api::fuzzing::kv_stream_seeds;
+    api_zmtp: api::fuzzing::zmtp, api::fuzzing::zmtp_seeds;
+    api_endpoint: api::fuzzing::endpoint, api::fuzzing::endpoint_seeds;
+    api_engine_metrics: api::fuzzing::engine_metrics, api::fuzzing::engine_metrics_seeds;
+    api_engine_models: api::fuzzing::engine_models, api::fuzzing::engine_models_seeds;
+    api_peer_reports: api::fuzzing::peer_reports, api::fuzzing::peer_reports_seeds;
+    api_admin_body: api::fuzzing::admin_body, api::fuzzing::admin_body_seeds;
+    api_backup_file: backup::file, backup::file_seeds;
+    node_exchange: node::fuzzing::exchange, node::fuzzing::exchange_seeds;
+    node_config: node::fuzzing::config, node::fuzzing::config_seeds, mutations = 60;
+    lab_trace: lab::fuzzing::trace, lab::fuzzing::trace_seeds;
+    node_admin_answer: node::fuzzing::admin_answer, node::fuzzing::admin_answer_seeds;
+}
 
 /// The target of a name.
 #[must_use]

@@ -3,30 +3,28 @@
 //! A command that can be decoded is applied to two replicas, one of which is rebuilt from a snapshot
 //! halfway: replies and digests stay the same and every invariant that `check` knows holds.
 
+#[path = "../../../state/tests/common/mod.rs"]
+mod common;
+
 use std::collections::BTreeMap;
 
+use common::{Driver, block, chain, restored, spec};
 use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::codec::{decode_envelope, decode_reply, encode_envelope, encode_reply};
 use state::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome,
-    Origin, Rejection, Reply, UserSpec,
+    Rejection, Reply, UserSpec,
 };
-use state::exact::{KvBatch, KvEvent, KvMessage, KvNews};
 use state::grants::Wait;
 use state::ids::{
-    AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId,
-    Slot, Ticket,
+    AttemptId, BackendRef, Incarnation, LogIndex, ReplicaId, SessionId, Slot, Ticket, UserKey,
 };
-use state::policy::{CostSettings, PolicyConfig, RoutingSettings};
+use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::{model_key, user_key};
 use state::quotas::UserLimits;
 use state::readers::Assignment;
-use state::service::ServiceSample;
-use state::users::FairnessSettings;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
-
-const HASH_SEED: u64 = 42;
 
 /// A log: every entry's length in two bytes, little-endian, and its bytes.
 pub(super) fn commands(bytes: &[u8]) {
@@ -35,7 +33,7 @@ pub(super) fn commands(bytes: &[u8]) {
     let half = entries.len() / 2;
     for (number, entry) in entries.into_iter().enumerate() {
         if number == half {
-            rebuilt = restored(&image(&rebuilt));
+            rebuilt = restored(&common::snapshot(&rebuilt));
         }
         let Ok(envelope) = decode_envelope(entry) else {
             continue;
@@ -53,7 +51,10 @@ pub(super) fn commands(bytes: &[u8]) {
     }
     assert_eq!(steady.check(), Ok(()));
     assert_eq!(steady.digest(), rebuilt.digest());
-    assert_eq!(restored(&image(&steady)).digest(), steady.digest());
+    assert_eq!(
+        restored(&common::snapshot(&steady)).digest(),
+        steady.digest()
+    );
 }
 
 /// A reply as followers get it from the leader.
@@ -71,17 +72,26 @@ pub(super) fn snapshot(bytes: &[u8]) {
     if state.restore(&mut &*bytes).is_err() {
         assert_eq!(state.digest(), empty, "a refused snapshot changes nothing");
     }
-    let Some(mut forged) = SnapshotBytes(bytes.to_vec()).accepted() else {
-        return;
-    };
-    for (command, seq) in every_command(&forged).into_iter().zip(1_000_000..) {
-        let index = LogIndex(forged.applied().0.saturating_add(1));
-        if index.0 == u64::MAX {
-            return;
-        }
-        forged.apply(index, envelope(1, seq, command));
+    if let Some(forged) = SnapshotBytes(bytes.to_vec()).accepted() {
+        exercise(forged, &[1]);
     }
-    image(&forged);
+}
+
+/// Puts a state of unknown origin through commands of every kind, each proposed by every one of
+/// `replicas`; none may panic.
+fn exercise(mut state: RouterState, replicas: &[u8]) {
+    for (command, seq) in every_command(&state).into_iter().zip(1_000_000..) {
+        for &replica in replicas {
+            let index = LogIndex(state.applied().0.saturating_add(1));
+            if index.0 == u64::MAX {
+                return;
+            }
+            state.apply(index, envelope(replica, seq, command.clone()));
+        }
+    }
+    // What became of it can be written and asked for.
+    assert!(!common::snapshot(&state).is_empty());
+    assert_eq!(state.users(None, usize::MAX).len(), state.users_len());
 }
 
 pub(super) fn commands_seeds() -> Vec<Vec<u8>> {
@@ -112,12 +122,14 @@ pub(super) fn reply_seeds() -> Vec<Vec<u8>> {
 
 pub(super) fn snapshot_seeds() -> Vec<Vec<u8>> {
     let mut state = cluster();
-    let before = image(&state);
+    let before = common::snapshot(&state);
     for (command, seq) in every_command(&state).into_iter().zip(100..) {
         let index = LogIndex(state.applied().0 + 1);
         state.apply(index, envelope(2, seq, command));
     }
-    vec![image(&RouterState::new()), before, image(&state)]
+    let full = [RouterState::new(), state, common::measured_sample()];
+    let full = full.iter().map(common::snapshot);
+    full.chain([before]).collect()
 }
 
 fn entries(mut bytes: &[u8]) -> Vec<&[u8]> {
@@ -141,85 +153,48 @@ fn framed<'a>(entries: impl IntoIterator<Item = &'a Vec<u8>>) -> Vec<u8> {
     bytes
 }
 
-fn image(state: &RouterState) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    let written = state.freeze().write_to(&mut bytes);
-    written.expect("writing into memory cannot fail");
-    bytes
-}
-
-fn restored(image: &[u8]) -> RouterState {
-    let mut state = RouterState::new();
-    let taken = state.restore(&mut &*image);
-    taken.expect("a snapshot just written can be read");
-    state
-}
-
 /// A command of a replica's run.
 fn envelope(replica: u8, seq: u64, command: Command) -> Envelope {
-    Envelope {
-        origin: Origin {
-            replica: ReplicaId(replica),
-            session: SessionId(1),
-            lane: Lane::Admin,
-            seq,
-        },
-        proposed_at_ms: seq * 1000,
-        command,
-    }
+    common::envelope(replica, 1, Lane::Admin, seq, command)
 }
 
 /// A cluster with two backends, one of which is full quickly.
 fn cluster() -> RouterState {
-    let mut state = RouterState::new();
-    let init = Command::InitCluster {
-        hash_seed: HASH_SEED,
-        policy: PolicyConfig::Cost(CostSettings::default()),
-        fairness: FairnessSettings::default(),
-    };
-    let commands = [
-        init,
-        Command::PutBackend(spec("a", 1, Some(5))),
-        Command::PutBackend(spec("b", 2, None)),
-    ];
-    for (command, seq) in commands.into_iter().zip(1..) {
-        let reply = state.apply(LogIndex(seq), envelope(1, seq, command));
-        assert_eq!(reply, Reply::Applied);
+    let mut driver = Driver::new();
+    for backend in [spec("a", 1, Some(5)), spec("b", 2, None)] {
+        assert_eq!(
+            driver.apply(1, Command::PutBackend(backend)),
+            Reply::Applied
+        );
     }
-    state
-}
-
-fn spec(id: &str, port: u16, capacity_blocks: Option<u32>) -> BackendSpec {
-    BackendSpec {
-        id: id.to_owned(),
-        url: format!("http://127.0.0.1:{port}"),
-        models: vec!["*".to_owned()],
-        labels: BTreeMap::from([("zone".to_owned(), "x".to_owned())]),
-        capacity_blocks,
-        kv_events: None,
-        kv_replay: None,
-    }
+    driver.state
 }
 
 /// One of every kind, aimed at what is there.
 fn every_command(state: &RouterState) -> Vec<Command> {
     let mut handles: Vec<BackendRef> = state.backends().map(|backend| backend.handle).collect();
+    let heard = handles.iter().flat_map(|handle| {
+        let runs = [(1, 0), (1, 1), (2, 0)];
+        runs.map(|(publisher, seq)| common::heard(*handle, publisher, seq))
+    });
+    let mut commands: Vec<_> = heard.collect();
     handles.push(BackendRef {
         slot: Slot(7),
         incarnation: Incarnation(1),
     });
-    let mut commands: Vec<_> = handles.iter().map(|handle| learnt(*handle)).collect();
+    commands.extend(handles.iter().map(|handle| learnt(*handle)));
     commands.extend(PolicyConfig::defaults().into_iter().map(Command::PutPolicy));
     let name = || "b".to_owned();
+    let bob = |weight_milli| UserSpec {
+        name: "bob".to_owned(),
+        weight_milli,
+    };
     commands.extend([
         Command::SetDraining {
             name: name(),
             draining: true,
         },
-        Command::PutUser(UserSpec {
-            name: "bob".to_owned(),
-            weight_milli: 2000,
-        }),
+        Command::PutUser(bob(2000)),
         Command::PutRouting(RoutingSettings::default()),
         Command::PutAdmission(AdmissionSettings {
             bins: 4,
@@ -242,15 +217,16 @@ fn every_command(state: &RouterState) -> Vec<Command> {
             replica: ReplicaId(2),
             session: SessionId(1),
         },
-        Command::PutBackend(spec("c", 3, Some(100))),
+        Command::PutBackend(BackendSpec {
+            labels: BTreeMap::from([("zone".to_owned(), "x".to_owned())]),
+            ..spec("c", 3, Some(1))
+        }),
+        Command::PutBackend(spec("b", 9, Some(1))),
         Command::DeleteBackend { name: name() },
         learnt(handles[0]),
         Command::PaceTime,
         Command::SetUser {
-            user: UserSpec {
-                name: "bob".to_owned(),
-                weight_milli: 500,
-            },
+            user: bob(500),
             limits: UserLimits::default(),
         },
         learnt(handles[0]),
@@ -258,57 +234,42 @@ fn every_command(state: &RouterState) -> Vec<Command> {
     commands
 }
 
-/// What a flush brings: one item of every kind.
+/// What a flush brings: one item of every kind, at blocks and users of the sample and at others.
 fn learnt(backend: BackendRef) -> Command {
-    let (user, model) = (user_key(HASH_SEED, "alice"), model_key(HASH_SEED, "m"));
-    let mut items = vec![
+    let user = user_key(common::HASH_SEED, "alice");
+    let model = model_key(common::HASH_SEED, "m");
+    let acquire = |attempt, tip, new| Item::Acquire {
+        attempt,
+        backend,
+        tip,
+        new,
+    };
+    let release = |attempt, outcome| Item::Release { attempt, outcome };
+    common::batch(vec![
         Item::DefineUser {
             key: user,
             name: "alice".to_owned(),
         },
-        Item::Acquire {
-            attempt: 1,
-            backend,
-            tip: None,
-            new: (1..=20).map(block).collect(),
-        },
-        Item::Acquire {
-            attempt: 2,
-            backend,
-            tip: Some(block(2)),
-            new: vec![block(30)],
-        },
+        acquire(2, None, chain(&[1, 1, 3, 4, 5, 6, 7, 8])),
+        acquire(3, Some(block(&[1])), vec![block(&[9]), block(&[1])]),
         Item::Materialize {
             attempt: 1,
-            new: vec![block(21)],
+            new: chain(&[7, 8]),
         },
-        Item::Release {
-            attempt: 1,
-            outcome: LeaseOutcome::Kept,
-        },
-        Item::Release {
-            attempt: 2,
-            outcome: LeaseOutcome::Discarded,
-        },
-        Item::Charge(Charge {
-            user,
-            input_uncached: 300,
-            input_cached: 20,
-            output: 7,
-            started: 1,
-            queued: 1,
-            advance: 9,
-            ..Charge::default()
-        }),
+        release(1, LeaseOutcome::Kept),
+        release(2, LeaseOutcome::Kept),
+        release(3, LeaseOutcome::Discarded),
+        charge(user, 300),
+        charge(user, u64::MAX),
         Item::ObserveEngine {
             backend,
             facts: EngineFacts {
                 models: Some(vec!["m".to_owned()]),
-                capacity_blocks: Some(64),
+                capacity_blocks: Some(3),
                 started_at_s: Some(9),
             },
         },
-        Item::ObserveService(Box::new(sample(backend))),
+        Item::ObserveService(Box::new(common::service(backend, 90, 40_000))),
         Item::ObserveOutputs {
             user,
             model,
@@ -323,65 +284,19 @@ fn learnt(backend: BackendRef) -> Command {
         }),
         Item::Grant { model, count: 2 },
         Item::Leave { ticket: Ticket(5) },
-    ];
-    items.extend(read_of_an_engine(backend));
-    Command::Batch {
-        base_attempt: AttemptId(0),
-        items,
-    }
+    ])
 }
 
-/// What a replica measured of an engine.
-fn sample(backend: BackendRef) -> ServiceSample {
-    ServiceSample {
-        ended: 20,
-        gaps: 90,
-        gap_us: 3_600_000,
-        gap_running: 2700,
-        block_tokens: 16,
-        ..ServiceSample::empty(backend)
-    }
-}
-
-/// Some block's hash; different for different numbers.
-fn block(number: u64) -> BlockHash {
-    BlockHash(number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
-}
-
-/// What the reader of an engine's KV events tells first.
-fn read_of_an_engine(backend: BackendRef) -> impl Iterator<Item = Item> {
-    let name = |number: u64| EngineHash(number);
-    let stored = KvEvent::Stored {
-        parent: None,
-        blocks: (1..=4).map(|it| (name(it), block(it))).collect(),
-    };
-    let child = KvEvent::Stored {
-        parent: Some(name(2)),
-        blocks: vec![(name(9), block(9))],
-    };
-    let removed = KvEvent::Removed {
-        blocks: vec![name(4)],
-    };
-    let message = KvMessage {
-        seq: 0,
-        mark: 9,
-        part: 0,
-        is_last: true,
-        is_after_loss: false,
-        events: vec![stored, child, removed],
-    };
-    let news = [
-        KvNews::Begin,
-        KvNews::Message(message),
-        KvNews::Current { seq: Some(0) },
-    ];
-    news.into_iter().map(move |news| {
-        Item::KvEvents(KvBatch {
-            backend,
-            rank: 0,
-            publisher: 1,
-            news,
-        })
+fn charge(user: UserKey, tokens: u64) -> Item {
+    Item::Charge(Charge {
+        user,
+        input_uncached: tokens,
+        input_cached: tokens,
+        output: tokens,
+        started: 1,
+        queued: 1,
+        advance: 9,
+        ..Charge::default()
     })
 }
 
@@ -469,6 +384,7 @@ impl SnapshotBytes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fuzzing::mutate::MutationRng;
 
     #[test]
     fn seeds_are_what_they_stand_for() {
@@ -486,5 +402,32 @@ mod tests {
                 .expect("sealed, it is whole again");
             assert_eq!(sealed.digest(), restored(&seed).digest());
         }
+    }
+
+    #[test]
+    fn a_forged_snapshot_is_refused_or_harmless() {
+        // Enough for every field of the sample to be hit some times.
+        const IMAGES: usize = 500;
+        let original = common::snapshot(&common::measured_sample());
+        let mut numbers = MutationRng::new(1);
+        let mut taken = 0;
+        for _ in 0..IMAGES {
+            let mut image = original.clone();
+            for _ in 0..=numbers.below(3) {
+                let at = numbers.below(image.len());
+                // Bits, small numbers and extremes find different faults.
+                image[at] = match numbers.below(4) {
+                    0 => image[at] ^ (1 << numbers.below(8)),
+                    1 => numbers.below(4) as u8,
+                    2 => u8::MAX,
+                    _ => numbers.below(256) as u8,
+                };
+            }
+            if let Some(state) = SnapshotBytes(image).accepted() {
+                taken += 1;
+                exercise(state, &[1, 2, 3]);
+            }
+        }
+        assert!(taken > IMAGES / 20, "{taken} of {IMAGES} images were taken");
     }
 }
