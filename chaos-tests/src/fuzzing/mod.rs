@@ -7,6 +7,8 @@
 //! ([`mutate`]), `chaos-tests/fuzz` runs them under libFuzzer (docs/internals/testing.md).
 
 mod backup;
+#[path = "../../../state/tests/common/mod.rs"]
+pub(crate) mod fixtures;
 pub mod mutate;
 mod state;
 

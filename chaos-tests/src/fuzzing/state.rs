@@ -3,12 +3,8 @@
 //! A command that can be decoded is applied to two replicas, one of which is rebuilt from a snapshot
 //! halfway: replies and digests stay the same and every invariant that `check` knows holds.
 
-#[path = "../../../state/tests/common/mod.rs"]
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::{Driver, block, chain, restored, spec};
 use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::codec::{decode_envelope, decode_reply, encode_envelope, encode_reply};
@@ -25,6 +21,8 @@ use state::prefix::{model_key, user_key};
 use state::quotas::UserLimits;
 use state::readers::Assignment;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use super::fixtures::{self as common, Driver, block, chain, restored, spec};
 
 /// A log: every entry's length in two bytes, little-endian, and its bytes.
 pub(super) fn commands(bytes: &[u8]) {

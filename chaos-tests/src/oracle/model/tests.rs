@@ -2,8 +2,6 @@
 
 #[path = "../../../../state/tests/common/commands.rs"]
 mod commands;
-#[path = "../../../../state/tests/common/mod.rs"]
-mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,6 +14,7 @@ use state::codec::encode_envelope;
 use state::command::{Command, Envelope, Item, Lane};
 use state::ids::LogIndex;
 
+use crate::fuzzing::fixtures as common;
 use crate::invariants::fixture::run;
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
