@@ -11,7 +11,8 @@
 //! believed once the stamps have agreed for [`UNANIMOUS_MS`] without any stamp in between that fits
 //! the old calendar. A single wrong clock among proposers with right ones is thus never believed.
 //! When a gap forward is believed, all of it has passed. When the calendar was set back, time
-//! continues from the new stamp.
+//! continues from the new stamp; of what the stamps that showed it lie apart, [`BELIEVED_MS_MAX`]
+//! counts at most.
 //!
 //! Old stamps do not always mean that the calendar was set back: commands proposed on one side of a
 //! partition arrive late and all at once. A stamp that reaches the former calendar therefore counts
@@ -35,6 +36,12 @@ pub const STAMP_LATE_MS_MAX: u64 = 1000;
 pub const STAMP_AHEAD_MS_MAX: u64 = 60 * 1000;
 /// How long diverging stamps must agree before they are believed, in milliseconds.
 pub const UNANIMOUS_MS: u64 = 1000;
+/// Maximum advance when a calendar is believed to be set back, in milliseconds. The stamps that
+/// show it may be old and far apart.
+const BELIEVED_MS_MAX: u64 = 2 * UNANIMOUS_MS;
+/// A calendar set back by less, in milliseconds, is not remembered: to count that much twice is
+/// better than to lose a step.
+const SET_BACK_MS_MIN: u64 = 2000;
 /// Maximum advance at once, in milliseconds. No debt of a user lasts longer.
 const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
 
@@ -152,12 +159,14 @@ impl PacedTime {
         if apart.last_ms >= self.stamp_ms {
             return self.go_on(apart.last_ms);
         }
-        self.set_back = Some(SetBack {
+        let passed_ms = (apart.last_ms - apart.first_ms).min(BELIEVED_MS_MAX);
+        let by_ms = self.stamp_ms - apart.last_ms;
+        self.set_back = (by_ms >= SET_BACK_MS_MIN).then_some(SetBack {
             from_ms: self.stamp_ms,
-            to_ms: apart.last_ms,
+            to_ms: apart.last_ms - passed_ms,
         });
         self.stamp_ms = apart.last_ms;
-        0
+        passed_ms
     }
 
     /// Advances the calendar to a stamp, if that is later, and returns how much time passed, in
@@ -241,22 +250,29 @@ mod tests {
         let mut time = paced();
         let back = -(DAY as i64);
         let stamps = [back, back + 500, back + 1000, back + 1500, back + 2000];
-        assert_eq!(passes(&mut time, &stamps), [0, 0, 0, 500, 500]);
-        assert_eq!(time.lead_ms(), DAY - 1000);
+        assert_eq!(passes(&mut time, &stamps), [0, 0, 1000, 500, 500]);
+        assert_eq!(time.lead_ms(), DAY);
         assert_eq!(time.calendar_ms(), START - DAY + 2000);
     }
 
     #[test]
-    fn stamps_that_come_late_count_nothing_twice() {
+    fn stamps_that_come_late_count_little_twice() {
         let mut time = paced();
-        // From a replica that was cut off: its outbox, and an administrator's command.
-        assert_eq!(
-            passes(&mut time, &[-5000, -3000, 100, 200]),
-            [0, 0, 100, 100]
-        );
-        let burst = [-4000, -3000, -2500, -2000, 1500, 1600];
-        assert_eq!(passes(&mut time, &burst), [0, 0, 500, 500, 300, 100]);
-        assert_eq!((time.now_ms, time.lead_ms()), (START + 1600, 0));
+        // From a replica that was cut off for a minute: its outbox, and an operator's command.
+        let late = passes(&mut time, &[-60_000, -3000, 1000, 2500]);
+        assert_eq!(late, [0, 2000, 0, 1500]);
+        // In a burst that shows more of the time.
+        let burst = passes(&mut time, &[-2000, -1000, -500, 0, 4500, 4600]);
+        assert_eq!(burst, [0, 1000, 500, 500, 0, 100]);
+        assert_eq!((time.now_ms, time.lead_ms()), (START + 5600, 1000));
+    }
+
+    #[test]
+    fn quiet_seconds_after_a_calendar_was_set_back_pass() {
+        let mut time = paced();
+        let back = -(DAY as i64);
+        let stamps = [back, back + 900, back + 4400, back + 4500];
+        assert_eq!(passes(&mut time, &stamps), [0, 0, 2000, 100]);
     }
 
     #[test]
@@ -264,8 +280,8 @@ mod tests {
         let mut time = paced();
         let back = -(DAY as i64);
         passes(&mut time, &[back, back + 1000, back + 10_000]);
-        assert_eq!(time.now_ms, START + 9000);
-        assert_eq!(passes(&mut time, &[20_000, 21_000]), [0, 12_000]);
+        assert_eq!(time.now_ms, START + 10_000);
+        assert_eq!(passes(&mut time, &[20_000, 21_000]), [0, 11_000]);
         assert_eq!((time.now_ms, time.lead_ms()), (START + 21_000, 0));
     }
 
@@ -318,6 +334,6 @@ mod tests {
         }
         time.pace();
         let passed = passes(&mut time, &[0, 500, 1000, 1020]);
-        assert_eq!(passed, [0, 0, 0, 20]);
+        assert_eq!(passed, [0, 0, 1000, 20]);
     }
 }

@@ -8,6 +8,10 @@ const LATE_MS: u64 = 1000;
 const AHEAD_MS: u64 = 60_000;
 /// Stamps that fit each other and not the calendar are believed after so long.
 const BELIEVED_MS: u64 = 1000;
+/// Of what the stamps lie apart that set a calendar back, most that passes.
+const TRUSTED_MS: u64 = 2000;
+/// A calendar set back by less is forgotten.
+const SLIGHT_MS: u64 = 2000;
 /// Most that passes at once.
 const LEAP_MS: u64 = 600 * 24 * HOUR_MS;
 
@@ -55,8 +59,11 @@ impl ModelTime {
         }
         let reached_ms = self.odd.iter().copied().max().unwrap_or(newest_ms);
         if reached_ms < calendar_ms {
-            self.back = Some((calendar_ms, reached_ms));
+            let passed_ms = (reached_ms - first_ms).min(TRUSTED_MS);
+            let is_remembered = calendar_ms - reached_ms >= SLIGHT_MS;
+            self.back = is_remembered.then_some((calendar_ms, reached_ms - passed_ms));
             self.calendar_ms = Some(reached_ms);
+            self.now_ms = self.now_ms.saturating_add(passed_ms);
         } else {
             self.go_on(calendar_ms, reached_ms);
         }
