@@ -27,6 +27,7 @@ use crate::determinism::watch;
 use crate::error::StartError;
 use crate::fault::FatalError;
 use crate::files::{damaged, io_error, is_shortage};
+use crate::locks::lock;
 use crate::machine::{FrozenMachine, StateMachine};
 use crate::planted::{self, Bug};
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
@@ -159,17 +160,11 @@ impl StateMachineAdapter {
     }
 
     fn position(&self) -> MutexGuard<'_, AppliedPosition> {
-        self.0
-            .position
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.position)
     }
 
     fn machine(&self) -> MutexGuard<'_, Box<dyn StateMachine>> {
-        self.0
-            .machine
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.machine)
     }
 
     /// Replaces the machine's state by a snapshot file. Blocks.

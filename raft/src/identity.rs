@@ -9,11 +9,12 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::determinism::random;
 use crate::error::StartError;
 use crate::files::{self, Files, Layout, damaged, io_error};
+use crate::locks::lock;
 use crate::wire::{self, proto};
 
 /// See the module.
@@ -105,7 +106,7 @@ impl ReplicaIdentity {
 
     /// What ties it to a cluster.
     pub(crate) fn bond(&self) -> ClusterBinding {
-        *self.lock()
+        *lock(&self.binding)
     }
 
     /// The cluster named in calls to peers.
@@ -167,7 +168,7 @@ impl ReplicaIdentity {
         &self,
         next: impl FnOnce(ClusterBinding) -> Option<ClusterBinding>,
     ) -> io::Result<bool> {
-        let mut bond = self.lock();
+        let mut bond = lock(&self.binding);
         let Some(next) = next(*bond) else {
             return Ok(false);
         };
@@ -192,10 +193,6 @@ impl ReplicaIdentity {
             claimant,
         };
         files::store_message(&*self.files, &self.path, &identity)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ClusterBinding> {
-        self.binding.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

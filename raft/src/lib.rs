@@ -41,6 +41,7 @@ mod files;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod identity;
+mod locks;
 mod log;
 mod log_throttle;
 mod machine;

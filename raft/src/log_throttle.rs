@@ -1,9 +1,11 @@
 //! Log lines that somebody outside could cause without end.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::time::Instant;
+
+use crate::locks::lock;
 
 /// Least time between two lines.
 const EVERY: Duration = Duration::from_secs(10);
@@ -15,7 +17,7 @@ pub(crate) struct LogThrottle(Mutex<Option<Instant>>);
 impl LogThrottle {
     /// Whether it is time for a line.
     pub(crate) fn may_say(&self) -> bool {
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = lock(&self.0);
         let is_time = said.is_none_or(|at| at.elapsed() >= EVERY);
         if is_time {
             *said = Some(Instant::now());

@@ -1,9 +1,9 @@
-//! Status of a replica and its cluster.
+//! The status of a replica and its cluster.
 
 use std::collections::BTreeMap;
 
-/// What a replica knows of its cluster. Log indexes count from 1; 0 stands for none.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What a replica knows about its cluster. Log indexes start at 1; 0 means none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Status {
     /// This replica.
     pub id: u8,
@@ -15,9 +15,9 @@ pub struct Status {
     pub term: u64,
     /// The leader it follows.
     pub leader: Option<u8>,
-    /// Whether the leader is heard from and a quorum answers it, as far as this replica can tell.
+    /// Whether the leader is heard and a quorum answers it, as far as this replica can tell.
     pub has_quorum: bool,
-    /// Last index known committed.
+    /// Last index known to be committed.
     pub committed: u64,
     /// Last index applied.
     pub applied: u64,
@@ -27,20 +27,20 @@ pub struct Status {
     pub snapshot: Option<u64>,
     /// First index the log still holds.
     pub purged: u64,
-    /// Whether what the leader had committed when this replica started is applied.
+    /// Whether everything is applied that the leader had committed when this replica started.
     pub caught_up: bool,
-    /// Whether it was removed from the cluster, as a member says that knows a newer membership.
+    /// Whether it was removed from the cluster, according to a member with a newer membership.
     pub is_removed: bool,
     /// Why the replica stopped for good (storage fault, machine stopped).
     pub fault: Option<String>,
-    /// Why its log takes nothing at present (disk full). Nothing was begun: it goes on by itself.
+    /// Why nothing can be written to its log at present (disk full). It resumes by itself.
     pub waiting: Option<String>,
     /// All members, this one included.
     pub members: BTreeMap<u8, Member>,
 }
 
 /// What a replica is in its cluster.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Role {
     /// Orders the log.
     Leader,
@@ -51,10 +51,11 @@ pub enum Role {
     /// Follows without a vote.
     Learner,
     /// Not in a cluster yet.
+    #[default]
     Forming,
-    /// Was a member and is one no more, see [`Status::is_removed`].
+    /// Was a member and no longer is one, see [`Status::is_removed`].
     Removed,
-    /// Over, see [`Status::fault`].
+    /// Stopped for good, see [`Status::fault`].
     Stopped,
 }
 
@@ -63,12 +64,12 @@ pub enum Role {
 pub struct Member {
     /// Host and port of its peer listener.
     pub address: String,
-    /// What it told about itself.
+    /// What it tells about itself.
     pub labels: BTreeMap<String, String>,
     /// Whether it counts for the quorum.
     pub is_voter: bool,
-    /// Whether its peer stream is up, as seen from here.
+    /// Whether the stream of messages to it is open, as seen from here.
     pub is_connected: bool,
-    /// Entries it is behind; known on the leader only.
+    /// How many entries it is behind; known on the leader only.
     pub lag: Option<u64>,
 }

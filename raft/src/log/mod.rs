@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::io;
 use std::ops::{Bound, Range, RangeBounds};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use futures_util::Stream;
 use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
@@ -36,6 +36,7 @@ use crate::determinism::watch;
 use crate::error::StartError;
 use crate::fault::FatalError;
 use crate::files::{Layout, io_error};
+use crate::locks::lock;
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
 
@@ -114,13 +115,13 @@ impl LogStore {
 
     /// Whether nothing was ever voted for or written.
     pub(crate) fn is_pristine(&self) -> bool {
-        let state = self.memory.lock();
+        let state = lock(&self.memory.0);
         state.vote.is_none() && state.last.is_none()
     }
 
     /// The last entry that was forgotten: a snapshot must reach it.
     pub(crate) fn purged(&self) -> Option<LogId> {
-        self.memory.lock().purged
+        lock(&self.memory.0).purged
     }
 
     /// Why the log waits with writing: nothing was begun, and it goes on by itself.
@@ -164,7 +165,7 @@ impl LogStore {
             }
         };
         let first = entries.first().map(|first| first.log_id.index);
-        let wanted = self.memory.lock().first.max(start);
+        let wanted = lock(&self.memory.0).first.max(start);
         if first.unwrap_or(range.start) > wanted {
             let what = format!("log entry {} is missing", wanted + 1);
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
@@ -226,12 +227,8 @@ impl LogCache {
         Arc::new(Self(Mutex::new(state)))
     }
 
-    fn lock(&self) -> MutexGuard<'_, LogCacheState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn read(&self, range: Range<u64>, bytes_max: usize) -> EntryLocation {
-        let state = self.lock();
+        let state = lock(&self.0);
         let range = range.start.max(state.first)..range.end.min(state.next());
         if range.is_empty() {
             return EntryLocation::All(Vec::new());
@@ -306,7 +303,7 @@ impl WriteObserver for LogCache {
     /// The committed index rides along with whatever is written next, unless it is ahead of the
     /// entries on disk: a restart could not apply up to it.
     fn before(&self, changes: &mut Vec<LogChange>) {
-        let state = self.lock();
+        let state = lock(&self.0);
         let appended = changes.iter().rev().find_map(|change| match change {
             LogChange::Append(entries) => entries.last().map(|entry| entry.log_id),
             LogChange::Vote(_)
@@ -323,7 +320,7 @@ impl WriteObserver for LogCache {
     }
 
     fn after(&self, changes: &[LogChange]) {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         for change in changes {
             match change {
                 LogChange::Append(entries) => {
@@ -397,7 +394,7 @@ impl RaftLogReader<Config> for LogStore {
     }
 
     async fn read_vote(&mut self) -> io::Result<Option<Vote>> {
-        Ok(self.memory.lock().vote)
+        Ok(lock(&self.memory.0).vote)
     }
 }
 
@@ -405,7 +402,7 @@ impl RaftLogStorage<Config> for LogStore {
     type LogReader = Self;
 
     async fn get_log_state(&mut self) -> io::Result<LogState<Config>> {
-        let state = self.memory.lock();
+        let state = lock(&self.memory.0);
         Ok(LogState {
             last_purged_log_id: state.purged,
             last_log_id: state.last,
@@ -417,7 +414,7 @@ impl RaftLogStorage<Config> for LogStore {
     }
 
     async fn save_vote(&mut self, vote: &Vote) -> io::Result<()> {
-        self.memory.lock().vote = Some(*vote);
+        lock(&self.memory.0).vote = Some(*vote);
         if planted::is(Bug::VoteNotKept) {
             return Ok(());
         }
@@ -430,12 +427,12 @@ impl RaftLogStorage<Config> for LogStore {
     }
 
     async fn save_committed(&mut self, committed: Option<LogId>) -> io::Result<()> {
-        self.memory.lock().committed = committed;
+        lock(&self.memory.0).committed = committed;
         Ok(())
     }
 
     async fn read_committed(&mut self) -> io::Result<Option<LogId>> {
-        let state = self.memory.lock();
+        let state = lock(&self.memory.0);
         Ok(state
             .committed
             .filter(|committed| Some(*committed) <= state.last))
@@ -448,7 +445,7 @@ impl RaftLogStorage<Config> for LogStore {
     {
         let entries: Vec<Entry> = entries.into_iter().collect();
         {
-            let mut state = self.memory.lock();
+            let mut state = lock(&self.memory.0);
             for entry in &entries {
                 state.push(entry.clone());
             }
@@ -459,7 +456,7 @@ impl RaftLogStorage<Config> for LogStore {
 
     async fn truncate_after(&mut self, last: Option<LogId>) -> io::Result<()> {
         let from = last.map_or(0, |last| last.index + 1);
-        self.memory.lock().truncate(last);
+        lock(&self.memory.0).truncate(last);
         if planted::is(Bug::TruncationNotKept) {
             return Ok(());
         }
@@ -468,7 +465,7 @@ impl RaftLogStorage<Config> for LogStore {
     }
 
     async fn purge(&mut self, upto: LogId) -> io::Result<()> {
-        self.memory.lock().purge(upto);
+        lock(&self.memory.0).purge(upto);
         self.submit(LogChange::Purge { upto }, WriteCallback::Nobody)
             .await
     }

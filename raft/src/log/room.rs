@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use rustix::fs::{FallocateFlags, fallocate, fstatvfs};
 use rustix::io::Errno;
@@ -21,6 +21,8 @@ const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
 const AHEAD_BYTES: u64 = 2 * SEGMENT_BYTES as u64;
 /// Bytes that sled writes per byte of a command, at most: 4.8 were measured.
 const WRITTEN_PER_BYTE: u64 = 5;
+
+use crate::locks::lock;
 
 /// What of a file has space of its own.
 #[derive(Default)]
@@ -43,7 +45,7 @@ impl ReservedSpace {
     pub(super) fn take(&self, file: &File, changes: &[LogChange]) -> io::Result<()> {
         let file_bytes = file.metadata()?.len();
         let wanted = wanted(changes);
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = lock(&self.0);
         let was_cut = file_bytes < taken.file_bytes;
         taken.file_bytes = file_bytes;
         if !was_cut && file_bytes + wanted <= taken.end {

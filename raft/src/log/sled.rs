@@ -35,6 +35,7 @@ use super::room::{ReservedSpace, SEGMENT_BYTES};
 use super::{record, release, weight};
 use crate::error::StartError;
 use crate::files::{Files, Layout, SystemFiles, damaged, io_error};
+use crate::locks::lock;
 use crate::types::{Entry, LogId};
 use crate::wire::proto;
 
@@ -178,7 +179,7 @@ impl Disk for SledDisk {
 
 impl OpenLog {
     fn writing(&self) -> MutexGuard<'_, WriterState> {
-        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.writing)
     }
 
     fn write(&self, changes: &[LogChange]) -> io::Result<()> {
@@ -205,7 +206,7 @@ impl OpenLog {
 
     /// Values in their own files would never be synced.
     fn refuse_blobs(&self) -> io::Result<()> {
-        let mut blobs = self.blobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut blobs = lock(&self.blobs);
         blobs.rewind();
         while let Some(entry) = blobs.read() {
             if ![&b"."[..], b".."].contains(&entry?.file_name().to_bytes()) {
@@ -280,7 +281,7 @@ impl OpenLog {
 
     fn truncate(&self, from: u64) -> io::Result<()> {
         let above: Vec<u64> = {
-            let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut trees = lock(&self.trees);
             trees
                 .split_off(&from.div_ceil(RANGE))
                 .into_keys()
@@ -304,13 +305,13 @@ impl OpenLog {
 
     /// Takes the trees that hold nothing after `upto` out of use.
     fn forget_trees(&self, upto: u64) -> Vec<u64> {
-        let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut trees = lock(&self.trees);
         let kept = trees.split_off(&((upto + 1) / RANGE));
         std::mem::replace(&mut *trees, kept).into_keys().collect()
     }
 
     fn tree(&self, range: u64) -> io::Result<sled::Tree> {
-        let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut trees = lock(&self.trees);
         if let Some(tree) = trees.get(&range) {
             return Ok(tree.clone());
         }
@@ -321,7 +322,7 @@ impl OpenLog {
 
     fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
         let trees: Vec<sled::Tree> = {
-            let trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
+            let trees = lock(&self.trees);
             let last = range.end.div_ceil(RANGE).max(range.start / RANGE);
             trees
                 .range(range.start / RANGE..last)

@@ -152,7 +152,7 @@ async fn entries_out_of_memory_are_read_from_disk() {
             .await
             .unwrap();
     }
-    assert!(log.memory.lock().cache.len() < count as usize);
+    assert!(lock(&log.memory.0).cache.len() < count as usize);
     let read = log.try_get_log_entries(..).await.unwrap();
     assert!(read == entries(1, 0..count, bytes), "entries differ");
     let some = log.limited_get_log_entries(3, count).await.unwrap();
@@ -262,19 +262,19 @@ async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
 fn an_entry_of_an_earlier_leader_stays_in_memory_until_it_is_written() {
     let memory = LogCache::new(&MemoryDisk::new().open(), DiskContents::default());
     let later = entries(5, 0..1, 1);
-    memory.lock().push(later[0].clone());
+    lock(&memory.0).push(later[0].clone());
     memory.after(&[LogChange::Append(later)]);
     // Its leader was replaced by one that has an older entry there.
     let older = entries(3, 0..1, CACHE_BYTES_MAX);
-    memory.lock().truncate(None);
-    memory.lock().push(older[0].clone());
+    lock(&memory.0).truncate(None);
+    lock(&memory.0).push(older[0].clone());
     memory.after(&[LogChange::Truncate { from: 0 }]);
     let EntryLocation::All(found) = memory.read(0..1, usize::MAX) else {
         panic!("not in memory before it is on disk")
     };
     assert!(found == older, "entries differ");
     memory.after(&[LogChange::Append(older)]);
-    assert!(memory.lock().cache.is_empty(), "too large to stay");
+    assert!(lock(&memory.0).cache.is_empty(), "too large to stay");
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@
 //! that passes costs no restart. An error after something was written is final.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -22,6 +22,7 @@ use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
 use crate::fault::FatalError;
 use crate::files::is_shortage;
+use crate::locks::lock;
 use crate::planted::{self, Bug};
 use crate::types::Config;
 
@@ -168,10 +169,6 @@ impl LogWriter {
         }
         self.shared.disk.close();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Writes on a thread. A runtime of its own lets it wait for room as a task does.

@@ -12,11 +12,12 @@ mod tests;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use self::files::{FileImage, FileStep};
 use self::log::LogImage;
+use crate::locks::lock;
 use crate::log::disk::LogChange;
 
 /// A disk in memory. Clones are the same disk: a replica that is started again with it finds what
@@ -82,25 +83,25 @@ impl MemoryDisk {
     #[must_use]
     pub fn with_sync(sync_time: impl FnMut() -> Duration + Send + 'static) -> Self {
         let disk = Self::default();
-        disk.lock().sync_time = Some(Box::new(sync_time));
+        lock(&disk.0).sync_time = Some(Box::new(sync_time));
         disk
     }
 
     /// Has every later write fail, as on a full or broken disk; `None` repairs it.
     pub fn fail(&self, what: Option<String>) {
-        self.lock().failure = what;
+        lock(&self.0).failure = what;
     }
 
     /// Has it run short of something; `None` ends that.
     pub fn run_short(&self, of: Option<DiskShortage>) {
-        self.lock().shortage = of;
+        lock(&self.0).shortage = of;
     }
 
     /// Cuts the disk off from the replica that runs on it, which can neither read nor change it from
     /// here on. Of the changes that were not synced, the oldest ones survive, as many as `keep`
     /// answers when it is told how many there are; the others never were.
     pub fn crash(&self, keep: impl FnOnce(usize) -> usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         state.era += 1;
         state.is_locked = false;
         let unsynced = std::mem::take(&mut state.unsynced);
@@ -113,7 +114,7 @@ impl MemoryDisk {
 
     /// The disk for one start of a replica: a process of its own, with descriptors.
     pub(crate) fn open(&self) -> MemoryHandle {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         if state.shortage == Some(DiskShortage::Descriptors) {
             state.shortage = None;
         }
@@ -121,10 +122,6 @@ impl MemoryDisk {
             era: state.era,
             disk: self.clone(),
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, DiskState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -136,7 +133,7 @@ impl fmt::Debug for MemoryDisk {
 
 impl MemoryHandle {
     fn with<T>(&self, work: impl FnOnce(&mut DiskState) -> io::Result<T>) -> io::Result<T> {
-        let mut state = self.disk.lock();
+        let mut state = lock(&self.disk.0);
         if state.era != self.era {
             return Err(io::Error::other("the disk was cut off"));
         }

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout, timeout_at};
@@ -18,9 +18,12 @@ use super::transport::{PeerChannel, Transport};
 use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX};
 use crate::determinism::watch;
 use crate::identity::ReplicaIdentity;
+use crate::locks::lock;
 use crate::types::Node;
 use crate::wire::proto;
-use crate::wire::proto::peer_client::PeerClient;
+
+/// The generated client, over a connection of the port.
+pub(crate) type PeerClient = proto::peer_client::PeerClient<PeerChannel>;
 
 const RETRY_FIRST: Duration = Duration::from_millis(20);
 const RETRY_MAX: Duration = Duration::from_millis(500);
@@ -135,7 +138,7 @@ impl PeerLinks {
 
     /// The peer as a membership describes it.
     pub(crate) fn learn(&self, id: u64, node: &Node) -> Arc<Peer> {
-        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut peers = lock(&self.peers);
         if let Some(peer) = peers.get(&id)
             && peer.address == node.address
             && peer.store == node.store
@@ -160,11 +163,7 @@ impl PeerLinks {
 
     /// The peer, if it was ever learned.
     pub(crate) fn peer(&self, id: u64) -> Option<Arc<Peer>> {
-        self.peers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(&id)
-            .cloned()
+        lock(&self.peers).get(&id).cloned()
     }
 
     /// A peer that calls us is up: the next call to it may connect at once.
@@ -176,15 +175,24 @@ impl PeerLinks {
         }
     }
 
-    /// A separate connection, for an address that no membership names yet.
+    /// Makes one call over a connection of its own, to an address that no membership names yet.
     ///
     /// # Errors
-    /// Says why there is none.
-    pub(crate) async fn connect_once(
+    /// The peer's, or says why there is no connection or answer within `limit`.
+    pub(crate) async fn call_once<T>(
         &self,
         address: &str,
-    ) -> Result<PeerClient<PeerChannel>, String> {
-        connect(&*self.transport, address).await.map(client)
+        limit: Duration,
+        call: impl AsyncFnOnce(PeerClient) -> Result<Response<T>, Status>,
+    ) -> Result<T, Status> {
+        let answer = timeout(limit, async {
+            let channel = connect(&*self.transport, address).await;
+            call(client(channel.map_err(Status::unavailable)?)).await
+        });
+        match answer.await {
+            Ok(answer) => answer.map(Response::into_inner),
+            Err(_) => Err(Status::deadline_exceeded("no answer in time")),
+        }
     }
 }
 
@@ -202,7 +210,7 @@ impl Peer {
         &self,
         lane: LinkLane,
         limit: Duration,
-        call: impl FnOnce(PeerClient<PeerChannel>) -> F,
+        call: impl FnOnce(PeerClient) -> F,
     ) -> Result<T, CallError>
     where
         F: Future<Output = Result<Response<T>, Status>>,
@@ -325,7 +333,7 @@ fn is_broken(status: &Status) -> bool {
     )
 }
 
-pub(crate) fn client(channel: PeerChannel) -> PeerClient<PeerChannel> {
+pub(crate) fn client(channel: PeerChannel) -> PeerClient {
     PeerClient::new(channel)
         .max_decoding_message_size(MESSAGE_BYTES_MAX)
         .max_encoding_message_size(MESSAGE_BYTES_MAX)

@@ -27,7 +27,7 @@ use std::time::Duration;
 pub(crate) use self::client::Network;
 #[cfg(test)]
 pub(crate) use self::links::client;
-pub(crate) use self::links::{CallError, LinkLane, Peer, PeerLinks};
+pub(crate) use self::links::{CallError, LinkLane, Peer, PeerClient, PeerLinks};
 pub(crate) use self::reachability::better_leader;
 pub(crate) use self::sender::PeerSender;
 pub use self::tcp::{PeerSecret, Secret, Tcp};

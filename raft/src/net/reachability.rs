@@ -7,10 +7,12 @@
 //! another voter does transfers leadership to that one ([`better_leader`]).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::time::Instant;
+
+use crate::locks::lock;
 
 /// A peer is heard if it called within this time: peers send a message ten times a second.
 const LATELY: Duration = Duration::from_secs(1);
@@ -37,12 +39,12 @@ pub(crate) struct PeerReport {
 impl Reachability {
     /// A call or message of `peer` has arrived.
     pub(crate) fn heard(&self, peer: u64) {
-        self.lock().heard.insert(peer, Instant::now());
+        lock(&self.0).heard.insert(peer, Instant::now());
     }
 
     /// The peers heard lately.
     pub(crate) fn hears(&self) -> BTreeSet<u64> {
-        let state = self.lock();
+        let state = lock(&self.0);
         let lately = state.heard.iter().filter(|(_, at)| at.elapsed() <= LATELY);
         lately.map(|(peer, _)| *peer).collect()
     }
@@ -50,13 +52,13 @@ impl Reachability {
     /// `peer` has reported. Earlier builds report nothing, not even themselves.
     pub(crate) fn reported(&self, peer: u64, report: PeerReport) {
         if report.hears.contains(&peer) {
-            self.lock().reports.insert(peer, (Instant::now(), report));
+            lock(&self.0).reports.insert(peer, (Instant::now(), report));
         }
     }
 
     /// The reports of late.
     pub(crate) fn reports(&self) -> BTreeMap<u64, PeerReport> {
-        let state = self.lock();
+        let state = lock(&self.0);
         let lately = state
             .reports
             .iter()
@@ -68,13 +70,9 @@ impl Reachability {
 
     /// Whether `peer` refuses to lead, by its last report.
     pub(crate) fn stands_back(&self, peer: u64) -> bool {
-        let state = self.lock();
+        let state = lock(&self.0);
         let report = state.reports.get(&peer);
         report.is_some_and(|(_, report)| report.stands_back)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Sends a snapshot file as a stream of parts, each with a checksum, and receives one.
 
 use std::io::{self, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -11,6 +11,7 @@ use tonic::{Status, Streaming};
 
 use super::links::{CallError, LinkLane, Peer};
 use crate::determinism::blocking::BlockingMode;
+use crate::locks::lock;
 use crate::snapshot::{CHUNK_BYTES_MAX, SnapshotFile, SnapshotReader, SnapshotWriter};
 use crate::types::SnapshotMeta;
 use crate::wire::{MalformedMessageError, proto};
@@ -191,7 +192,7 @@ impl SnapshotInstalls {
     /// Begins a transfer and ends the one before it.
     pub(crate) fn begin(&self) -> InstallTurn {
         let turn = CancellationToken::new();
-        let mut newest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut newest = lock(&self.0);
         std::mem::replace(&mut *newest, turn.clone()).cancel();
         InstallTurn(turn)
     }

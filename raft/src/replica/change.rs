@@ -47,20 +47,13 @@ type Members = ChangeMembers<u64, Node>;
 /// voters must agree to everything.
 pub(super) async fn finish_changes(inner: Arc<ReplicaInner>) {
     let mut metrics = inner.raft.metrics();
-    let work = async {
-        loop {
-            let is_halfway = is_halfway(&metrics.borrow_and_update());
-            if is_halfway && !inner.finish_change().await {
-                tokio::time::sleep(FINISH_AGAIN).await;
-            } else if metrics.changed().await.is_err() {
-                return;
-            }
+    loop {
+        let is_halfway = is_halfway(&metrics.borrow_and_update());
+        if is_halfway && !inner.finish_change().await {
+            tokio::time::sleep(FINISH_AGAIN).await;
+        } else if metrics.changed().await.is_err() {
+            return;
         }
-    };
-    tokio::select! {
-        biased;
-        () = inner.cancel.cancelled() => {}
-        () = work => {}
     }
 }
 

@@ -1,21 +1,20 @@
 //! Cluster formation: bootstrap, join, and keeping this replica's membership entry up to date.
 //!
-//! A replica without a cluster looks at its peers again and again:
+//! A replica without a cluster polls its peers:
 //!
-//! 1. If one of them is a member of a cluster, it asks that one to be let in as a learner.
-//! 2. Else, if with itself as many answer as a cluster shall begin with and its id is the lowest,
-//!    it founds one: it draws the cluster's number, *claims* each of the founders for it, and only
-//!    when all have granted makes them the voters. A replica grants one claim at a time and keeps
-//!    it on disk, so two overlapping sets of founders can never both become clusters. Two sets
-//!    without a common replica could: nobody founds unless `expect` is more than half of the peers
-//!    it was told of.
-//! 3. A claim that was not granted by all is given up by the claimant, which never uses its number
-//!    again. Whoever granted it sees that the claimant has another number and is free again.
+//! 1. If one of them is a member of a cluster, it asks that one to be added as a learner.
+//! 2. Otherwise, if at least `expect` replicas answer (itself included) and its id is the lowest, it
+//!    founds a cluster: it draws a random cluster id, *claims* each founder for it, and makes them the
+//!    voters once all have granted. A replica grants one claim at a time and keeps it on disk, so two
+//!    overlapping sets of founders can never both become clusters. Two disjoint sets could, so nobody
+//!    founds unless `expect` is more than half of the configured peers.
+//! 3. A claim that not all have granted is given up, and its cluster id is never used again. The
+//!    replicas that granted it see that the claimant has another id, and are free again.
 //!
-//! A replica that came in through [`Formation::Bootstrap`] and finds fewer voters than `expect`
-//! asks to be promoted once it has caught up, and is where the leader's config names its address, so
-//! that a replica that was replaced under a new id counts without an operator. One that came in through [`Formation::Join`] stays a learner until
-//! an operator promotes it.
+//! A replica started with [`Formation::Bootstrap`] that finds fewer voters than `expect` asks to be
+//! promoted once it has caught up. The leader agrees if its own config names the replica's address, so
+//! that a replacement under a new id gets its vote without an operator. One started with
+//! [`Formation::Join`] stays a learner until an operator promotes it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -31,6 +30,7 @@ use super::introduction::check_told;
 use crate::determinism::random;
 use crate::error::ChangeError;
 use crate::identity::ClusterBinding;
+use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::status::Role;
 use crate::types::Node;
@@ -38,24 +38,24 @@ use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
 
-/// Between two looks at the peers.
+/// Time between two polls of the peers.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Between two tries to be described or promoted.
+/// Time between two attempts to be described or promoted.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 /// Longest wait after a refusal.
 const TELL_AGAIN: Duration = Duration::from_secs(10);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Who was looked for, and who answered.
+/// Which replicas there may be, and which answered.
 struct Discovery {
-    /// Peers by id, at the address that was asked. Itself and whoever uses its id are left out.
+    /// Peers by id, at the address that was asked. Leaves out this replica's own id.
     peers: BTreeMap<u64, proto::InfoResponse>,
     /// How many replicas there may be, this one included.
     replicas: usize,
 }
 
-/// Refuses founders that leave enough others to be founders too.
+/// Refuses so few founders that the other peers could found a cluster too.
 pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), String> {
     if expect * 2 > replicas {
         return Ok(());
@@ -66,22 +66,16 @@ pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), Strin
     ))
 }
 
-/// Gets the replica into a cluster, then keeps the cluster informed about it.
+/// Gets this replica into a cluster, then keeps its membership entry up to date.
 pub(super) async fn keep_membership(inner: Arc<ReplicaInner>) {
-    tokio::select! {
-        biased;
-        () = inner.cancel.cancelled() => {}
-        () = async {
-            inner.get_in().await;
-            inner.keep_described().await;
-        } => {}
-    }
+    inner.get_in().await;
+    inner.keep_described().await;
 }
 
 /// Proposes the cluster's first command whenever this replica leads a cluster without one.
 ///
-/// A leader that has applied an entry of its own term knows whether there is one: any earlier
-/// proposal of it is either applied by then or lost for good.
+/// A leader that has applied an entry of its own term knows whether there is one: any earlier proposal
+/// of it is applied by then or lost for good.
 pub(super) async fn propose_first_command(inner: Arc<ReplicaInner>) {
     let Formation::Bootstrap { first_command, .. } = &inner.options.formation else {
         return;
@@ -99,12 +93,7 @@ pub(super) async fn propose_first_command(inner: Arc<ReplicaInner>) {
         if leads && caught_up && inner.has_applied_own_term() {
             inner.write_first(command.clone()).await;
         }
-        let changed = tokio::select! {
-            biased;
-            () = inner.cancel.cancelled() => return,
-            changed = status.changed() => changed,
-        };
-        if changed.is_err() {
+        if status.changed().await.is_err() {
             return;
         }
     }
@@ -112,7 +101,7 @@ pub(super) async fn propose_first_command(inner: Arc<ReplicaInner>) {
 
 impl ReplicaInner {
     async fn write_first(&self, command: Bytes) {
-        // Held so that a second call cannot propose while the first is under way.
+        // Held so that a second call cannot propose while the first is in flight.
         let _alone = self.changing.lock().await;
         if self.machine.has_commands() {
             return;
@@ -140,7 +129,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Looks once and does the next step.
+    /// Polls the peers once and takes the next step.
     async fn look(&self) -> Result<(), String> {
         match &self.options.formation {
             Formation::Join(peers) => {
@@ -151,7 +140,7 @@ impl ReplicaInner {
                 self.ask_in(&found).await
             }
             Formation::Bootstrap { peers, expect, .. } => {
-                // What peers answer must be newer than the claim it is held against.
+                // Read before the peers are asked: their answers must be newer than the claim.
                 let claim = self.links.identity.bond();
                 let found = self.find(peers).await;
                 self.drop_dead_claim(claim, &found)?;
@@ -168,7 +157,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Asks all addresses who is there.
+    /// Asks every address who is there.
     async fn find(&self, peers: &Peers) -> Discovery {
         let addresses = match peers {
             Peers::List(addresses) => addresses.clone(),
@@ -191,7 +180,7 @@ impl ReplicaInner {
         let stores: BTreeSet<u64> = answered.chain([identity.store]).collect();
         let silent = match peers {
             Peers::List(_) => answers.iter().filter(|info| info.is_none()).count(),
-            // A name can resolve to several addresses of one replica, not all of them listened at.
+            // A name can resolve to several addresses of one replica, and it may not listen on all.
             Peers::Dns(_) => 0,
         };
         let peers = answers.into_iter().flatten();
@@ -204,14 +193,14 @@ impl ReplicaInner {
         }
     }
 
-    /// Is free again when the founder that claimed this replica has given the claim up.
+    /// Frees this replica if the founder that claimed it has given the claim up.
     fn drop_dead_claim(&self, claim: ClusterBinding, found: &Discovery) -> Result<(), String> {
         let identity = &self.links.identity;
         let ClusterBinding::Claimed { cluster, by } = claim else {
             return Ok(());
         };
         let is_dead = if by == identity.id {
-            // Its own, and another one is to found.
+            // Its own claim, but a peer with a lower id is the one to found.
             found.peers.keys().any(|id| *id < identity.id)
         } else {
             found.peers.get(&by).is_some_and(|info| {
@@ -280,18 +269,15 @@ impl ReplicaInner {
             cluster_low,
             cluster_name: self.options.cluster_name.clone(),
         };
-        let asking = async {
-            let mut client = self.links.connect_once(&info.address).await.ok()?;
-            client.claim(request).await.ok()
-        };
-        let answer = tokio::time::timeout(INFO_TIMEOUT, asking)
-            .await
-            .ok()
-            .flatten();
-        answer.is_some_and(|answer| answer.into_inner().granted)
+        let call = async |mut client: PeerClient| client.claim(request).await;
+        let answer = self
+            .links
+            .call_once(&info.address, INFO_TIMEOUT, call)
+            .await;
+        answer.is_ok_and(|answer| answer.granted)
     }
 
-    /// Asks the first member that takes the question to be let in.
+    /// Asks members, one after the other, to be added to their cluster.
     async fn ask_in(&self, found: &Discovery) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
@@ -308,28 +294,18 @@ impl ReplicaInner {
                 from_store: self.links.identity.store,
                 cluster_name: self.options.cluster_name.clone(),
             };
-            let asking = async {
-                let mut client = self.links.connect_once(&info.address).await?;
-                let answer = client.change(request).await;
-                answer
-                    .map(tonic::Response::into_inner)
-                    .map_err(|s| s.message().to_owned())
-            };
-            let answer = tokio::time::timeout(JOIN_TIMEOUT, asking).await;
-            match answer
-                .map_err(|_| "no answer in time".to_owned())
-                .and_then(|answer| answer)
-            {
-                Ok(proto::ChangeResponse {
-                    result: Some(Outcome::Changed(changed)),
-                }) => {
+            let call = async |mut client: PeerClient| client.change(request).await;
+            let answer = self
+                .links
+                .call_once(&info.address, JOIN_TIMEOUT, call)
+                .await;
+            match answer.map(|answer| answer.result) {
+                Ok(Some(Outcome::Changed(changed))) => {
                     return self.let_in(wire::join(changed.cluster_high, changed.cluster_low));
                 }
-                Ok(proto::ChangeResponse {
-                    result: Some(Outcome::Refused(why)),
-                }) => problem = why,
+                Ok(Some(Outcome::Refused(why))) => problem = why,
                 Ok(_) => problem = "its leader is not known".to_owned(),
-                Err(why) => problem = why,
+                Err(status) => problem = status.message().to_owned(),
             }
         }
         Err(problem)
@@ -353,7 +329,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Tells the cluster when this replica has moved, and asks for a vote where one is missing.
+    /// Updates this replica's membership entry when its address or labels changed, and asks for a vote if
+    /// voters are missing.
     async fn keep_described(&self) {
         let id = self.links.identity.id;
         let mut status = self.status.subscribe();
@@ -361,7 +338,7 @@ impl ReplicaInner {
             let known = self.node(id);
             let told = known.map(|known| (self.described(known.cluster), known));
             let change = match told {
-                // A leader that was replaced before the others agreed may be the only one who knew.
+                // The membership that names this replica was never committed: ask to join again.
                 Some((described, _)) if !self.is_agreed_member() => {
                     let member = Some(wire::member(id, &described));
                     Some(Change::Join(proto::Join { member }))
@@ -391,7 +368,7 @@ impl ReplicaInner {
                     let changed = status.wait_for(|status| {
                         status.members != before.members || status.caught_up != before.caught_up
                     });
-                    // What was refused may be granted later without any change that shows here.
+                    // What was refused may be granted later, without a change of the status.
                     if let Ok(Err(_)) = tokio::time::timeout(TELL_AGAIN, changed).await {
                         return;
                     }
@@ -400,7 +377,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Whether a membership that is committed, as far as is known here, has this replica in it.
+    /// Whether this replica is in the newest membership known to be committed.
     fn is_agreed_member(&self) -> bool {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();

@@ -1,4 +1,4 @@
-//! Introductions: what a replica tells about itself, and how much of that is accepted.
+//! Introductions: what a replica tells about itself, and what is accepted of others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -9,6 +9,7 @@ use tonic::{Code, Status};
 
 use super::ReplicaInner;
 use super::peers::check_store;
+use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::wire::{self, proto};
 use crate::{DEFAULT_NAME, types};
@@ -16,8 +17,8 @@ use crate::{DEFAULT_NAME, types};
 /// Longest wait for a call to one peer about itself.
 pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Most labels of a member, and the most bytes of a name, a value and an address. All members' together
-/// stay far below what the head of a snapshot may take.
+/// Most labels of a member, and most bytes of a label's name, its value, and an address. For all
+/// members together they stay far below the limit of a snapshot's head.
 const LABELS_MAX: usize = 32;
 const LABEL_NAME_BYTES_MAX: usize = 64;
 const LABEL_BYTES_MAX: usize = 512;
@@ -28,7 +29,7 @@ const _: () = {
     assert!(255 * member < crate::snapshot::HEAD_BYTES_MAX);
 };
 
-/// Says what is wrong with what a member tells of itself.
+/// Says what is wrong with a member's address or labels.
 pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Result<(), String> {
     let port = address
         .rsplit_once(':')
@@ -56,13 +57,13 @@ pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Re
     Ok(())
 }
 
-/// The name that a call or an answer gives; earlier builds give none.
+/// The cluster name in a call or an answer; earlier builds leave it empty.
 fn named(told: &str) -> &str {
     if told.is_empty() { DEFAULT_NAME } else { told }
 }
 
 impl ReplicaInner {
-    /// Refuses whoever is configured for another cluster, before anything else is told.
+    /// Refuses a caller that is configured for another cluster.
     pub(crate) fn check_name(&self, told: &str) -> Result<(), Status> {
         let (theirs, ours) = (named(told), self.options.cluster_name.as_str());
         if theirs == ours {
@@ -74,7 +75,6 @@ impl ReplicaInner {
         )))
     }
 
-    /// Asks another replica who it is.
     pub(super) fn info_request(&self) -> proto::InfoRequest {
         let (cluster_high, cluster_low) = wire::split(self.links.identity.cluster().unwrap_or(0));
         proto::InfoRequest {
@@ -84,8 +84,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Says who this is to a replica of the cluster `theirs`. A member tells everybody else only that
-    /// it is one: its store and its cluster's number are what calls between members are known by.
+    /// Introduces this replica to one of the cluster `theirs`. A member tells others no more than that
+    /// it is one: calls between members are recognised by its store and its cluster's id.
     pub(crate) fn introduce(&self, theirs: Option<u128>) -> proto::InfoResponse {
         let identity = &self.links.identity;
         let cluster = identity.cluster();
@@ -113,22 +113,18 @@ impl ReplicaInner {
         }
     }
 
-    /// Asks who listens at an address.
+    /// Asks the replica at `address` who it is.
     pub(super) async fn ask(&self, address: &str) -> Result<proto::InfoResponse, String> {
         let request = self.info_request();
-        let asking = async {
-            let mut client = self.links.connect_once(address).await?;
-            let answer = client.info(request).await;
-            answer.map(tonic::Response::into_inner).map_err(|status| {
-                // Not away, but of another mind: somebody has to look at a config.
-                if status.code() == Code::FailedPrecondition && self.refusals.may_say() {
-                    tracing::warn!(address, why = status.message(), "peer refused the call");
-                }
-                status.message().to_owned()
-            })
-        };
-        let answer = tokio::time::timeout(INFO_TIMEOUT, asking).await;
-        let info = answer.map_err(|_| "no answer in time".to_owned())??;
+        let call = async |mut client: PeerClient| client.info(request).await;
+        let answer = self.links.call_once(address, INFO_TIMEOUT, call).await;
+        let info = answer.map_err(|status| {
+            // It is there but refuses us: somebody has to look at a config.
+            if status.code() == Code::FailedPrecondition && self.refusals.may_say() {
+                tracing::warn!(address, why = status.message(), "peer refused the call");
+            }
+            status.message().to_owned()
+        })?;
         let (theirs, ours) = (
             named(&info.cluster_name),
             self.options.cluster_name.as_str(),
@@ -141,8 +137,7 @@ impl ReplicaInner {
         Ok(info)
     }
 
-    /// How many voters this replica's config wants, if it names the replica at `address` as one of
-    /// those that form the cluster.
+    /// How many voters this replica's config wants, if it names the replica at `address` as a founder.
     pub(super) async fn voters_wanted_with(&self, address: &str) -> Option<usize> {
         let Formation::Bootstrap { peers, expect, .. } = &self.options.formation else {
             return None;
@@ -161,7 +156,7 @@ impl ReplicaInner {
         None
     }
 
-    /// Whether a member with this store goes by this id.
+    /// The member with this id, if it has this store.
     pub(super) fn check_member(&self, id: u64, store: u64) -> Result<types::Node, String> {
         let node = self.node(id);
         let node = node.ok_or_else(|| format!("replica {id} is no member"))?;

@@ -1,10 +1,11 @@
 //! Tracks what this replica hears from the leader it follows.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::locks::lock;
 use crate::types::{LogId, Vote};
 
 /// See the module.
@@ -20,7 +21,7 @@ struct ContactState {
 impl LeaderContact {
     /// Notes an append or heartbeat that was accepted.
     pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         state.last = Some((Instant::now(), has_quorum));
         // What a leader has committed in its own term covers all that was committed before.
         if state.catch_up.is_none()
@@ -32,17 +33,13 @@ impl LeaderContact {
 
     /// Whether the leader was heard within `limit` and said that a quorum answers it.
     pub(crate) fn has_quorum(&self, limit: Duration) -> bool {
-        self.lock()
+        lock(&self.0)
             .last
             .is_some_and(|(at, has_quorum)| has_quorum && at.elapsed() <= limit)
     }
 
     /// What a leader had committed when this replica first heard it for certain.
     pub(crate) fn catch_up(&self) -> Option<LogId> {
-        self.lock().catch_up
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ContactState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0).catch_up
     }
 }

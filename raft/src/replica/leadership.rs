@@ -1,8 +1,8 @@
-//! Who should not lead, and who should instead.
+//! Which replicas should not lead, and which should lead instead.
 //!
-//! A replica stands back while it could not keep its own vote or while its machine's state may be wrong:
-//! it asks for no votes, refuses to be handed leadership, and hands it over if it has it. A leader that
-//! fewer voters can call than another one does the same for that one, as what they learn waits with them.
+//! A replica stands back while its log cannot be written or its machine's state may be wrong: it asks
+//! for no votes, refuses leadership, and transfers it if it has it. A leader also transfers leadership
+//! to a voter that more of the others can call, since what those others learn would wait with them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,15 +15,15 @@ use tokio::time::{Instant, MissedTickBehavior};
 use super::ReplicaInner;
 use crate::net::better_leader;
 
-/// How long another voter must have been the better leader: what is heard comes and goes, and a
-/// handover costs an election.
+/// How long another voter must have been the better leader: reachability comes and goes, and a
+/// transfer costs an election.
 const BETTER_FOR: Duration = Duration::from_secs(2);
 
-/// Has another voter lead while this one stands back.
+/// Transfers leadership whenever this replica stands back.
 pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
     let mut waiting = inner.log.waiting();
     let mut is_doubtful = inner.is_doubtful.subscribe();
-    // An election that was under way may still be won.
+    // An election in progress may still be won.
     let mut leads = inner.has_quorum.subscribe();
     loop {
         waiting.mark_unchanged();
@@ -36,11 +36,10 @@ pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
         }
         let changed = tokio::select! {
             biased;
-            () = inner.cancel.cancelled() => return,
             changed = waiting.changed() => changed,
             changed = is_doubtful.changed() => changed,
             changed = leads.changed() => changed,
-            // Nobody may have been there to take it.
+            // Perhaps no voter could take it.
             () = tokio::time::sleep(inner.options.election_timeout.end), if stands_back => Ok(()),
         };
         if changed.is_err() {
@@ -49,17 +48,13 @@ pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// Hands leadership to a voter that has long heard more of the others than this one does.
+/// Transfers leadership to a voter that has heard more of the others for a while.
 pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
     let mut ticks = tokio::time::interval(inner.options.election_timeout.end);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut since = None;
     loop {
-        tokio::select! {
-            biased;
-            () = inner.cancel.cancelled() => return,
-            _ = ticks.tick() => {}
-        }
+        ticks.tick().await;
         let Some(better) = inner.better_leader() else {
             since = None;
             continue;
@@ -80,7 +75,7 @@ pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
 }
 
 impl ReplicaInner {
-    /// Why this replica would not lead at present.
+    /// Why this replica refuses to lead at present.
     pub(crate) fn stands_back(&self) -> Option<&'static str> {
         if self.log.waiting().borrow().is_some() {
             return Some("its log takes nothing at present");
@@ -90,14 +85,14 @@ impl ReplicaInner {
             .then_some("its state may be wrong")
     }
 
-    /// Has Raft ask for votes or not: not a replica that is removed, nor one that stands back.
+    /// Lets Raft ask for votes, unless this replica is removed or stands back.
     pub(super) fn may_elect(&self) {
         let is_removed = self.is_removed.load(Ordering::Acquire);
         let may_elect = !is_removed && self.stands_back().is_none();
         self.raft.runtime_config().elect(may_elect);
     }
 
-    /// Who should lead in place of this replica, if it leads; nobody while voters change.
+    /// The voter that should lead in place of this replica, if it leads; none while voters change.
     fn better_leader(&self) -> Option<u64> {
         let voters = {
             let metrics = self.raft.metrics();

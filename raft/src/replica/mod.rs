@@ -15,8 +15,8 @@ mod upkeep;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -37,6 +37,7 @@ use crate::error::StartError;
 use crate::fault::FatalError;
 use crate::files::{StoreLock, damaged, io_error};
 use crate::identity::ReplicaIdentity;
+use crate::locks::lock;
 use crate::log::LogStore;
 use crate::log_throttle::LogThrottle;
 use crate::machine::{CheckCommand, PeerHandler, StateMachine};
@@ -134,7 +135,11 @@ impl Replica {
                 return Err(failed(std::io::Error::other(why)));
             }
         };
-        let status = watch::WatchSender::new(upkeep::first_status(&options));
+        let status = watch::WatchSender::new(Status {
+            id: options.id,
+            purged: 1,
+            ..Status::default()
+        });
         let inner = Arc::new(ReplicaInner {
             blocking,
             raft,
@@ -163,7 +168,7 @@ impl Replica {
             options,
         });
         inner.refresh();
-        inner.set_to_work(transport);
+        inner.start_tasks(transport);
         tracing::info!(id, address = %local_addr, "replica started");
         Ok(Self { inner })
     }
@@ -228,19 +233,25 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// Begins what runs beside calls, until it is cancelled.
-    fn set_to_work(self: &Arc<Self>, transport: Arc<dyn Transport>) {
+    /// Starts the background tasks.
+    fn start_tasks(self: &Arc<Self>, transport: Arc<dyn Transport>) {
+        // It ends by itself, when the calls in flight have ended.
         self.tasks.spawn(peers::serve(self.clone(), transport));
-        self.tasks.spawn(upkeep::keep_status(self.clone()));
-        self.tasks.spawn(upkeep::keep_snapshots(self.clone()));
-        self.tasks.spawn(leadership::stand_back(self.clone()));
-        self.tasks.spawn(leadership::hand_to_better(self.clone()));
-        self.tasks.spawn(peers::keep_streams(self.clone()));
-        self.tasks.spawn(formation::keep_membership(self.clone()));
-        self.tasks.spawn(removal::notice(self.clone()));
-        self.tasks.spawn(change::finish_changes(self.clone()));
-        self.tasks
-            .spawn(formation::propose_first_command(self.clone()));
+        self.spawn(upkeep::keep_status(self.clone()));
+        self.spawn(upkeep::keep_snapshots(self.clone()));
+        self.spawn(leadership::stand_back(self.clone()));
+        self.spawn(leadership::hand_to_better(self.clone()));
+        self.spawn(peers::keep_streams(self.clone()));
+        self.spawn(formation::keep_membership(self.clone()));
+        self.spawn(removal::notice(self.clone()));
+        self.spawn(change::finish_changes(self.clone()));
+        self.spawn(formation::propose_first_command(self.clone()));
+    }
+
+    /// Runs a task until the replica stops.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let stop = self.cancel.clone();
+        self.tasks.spawn(stop.run_until_cancelled_owned(task));
     }
 
     /// Whether it is told to stop or has met a fault.
@@ -276,12 +287,7 @@ impl ReplicaInner {
         {
             tracing::warn!("tasks outlived the replica");
         }
-        drop(
-            self.lock
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take(),
-        );
+        drop(lock(&self.lock).take());
         self.status
             .send_modify(|status| status.role = Role::Stopped);
         tracing::info!(id = self.options.id, "replica stopped");

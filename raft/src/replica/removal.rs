@@ -1,8 +1,8 @@
-//! Notices that this replica is a member no more.
+//! Notices that this replica has been removed from the cluster.
 //!
-//! A leader falls silent toward a member as soon as its removal is committed, often before that
-//! member has learnt of it. A replica that hears no quorum therefore asks the members it knows of
-//! who they think the members are.
+//! A leader stops talking to a member as soon as its removal is committed, often before that member
+//! has learned of it. A replica that hears no quorum therefore asks the members it knows who the
+//! members are.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,26 +15,17 @@ use tokio::time::MissedTickBehavior;
 use super::ReplicaInner;
 use crate::wire;
 
-/// Between two looks.
+/// Time between two looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Looks until the replica stops. What it finds shows in the status; a removed replica asks for no
-/// votes, which nobody would give it. Both are taken back when a leader is heard again: a removed
-/// replica may be added anew.
+/// Looks again and again. A removed replica says so in its status and asks for no votes, as nobody
+/// would give it one. Both are undone when a leader is heard again: the replica may be added again.
 pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        tokio::select! {
-            biased;
-            () = inner.cancel.cancelled() => return,
-            _ = looks.tick() => {}
-        }
-        let is_removed = tokio::select! {
-            biased;
-            () = inner.cancel.cancelled() => return,
-            is_removed = inner.is_told_removed() => is_removed,
-        };
+        looks.tick().await;
+        let is_removed = inner.is_told_removed().await;
         if inner.is_removed.swap(is_removed, Ordering::AcqRel) != is_removed {
             inner.may_elect();
             inner.refresh();
@@ -43,8 +34,8 @@ pub(super) async fn notice(inner: Arc<ReplicaInner>) {
 }
 
 impl ReplicaInner {
-    /// The members that are agreed on, as far as is known here, and the log index that says so. What
-    /// is not committed yet may never be.
+    /// The newest membership known to be committed: its log index and its members. One that is not
+    /// committed yet may never be.
     pub(crate) fn membership(&self) -> (u64, Vec<u64>) {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
@@ -53,7 +44,7 @@ impl ReplicaInner {
         (index, stored.nodes().map(|(id, _)| *id).collect())
     }
 
-    /// The log index of the newest membership here, agreed on or not, and where the others are.
+    /// The newest membership here, committed or not: its log index and the addresses of the others.
     fn others(&self) -> (u64, Vec<String>) {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
@@ -71,8 +62,8 @@ impl ReplicaInner {
             return false;
         }
         let (id, cluster) = (self.links.identity.id, self.links.identity.cluster());
-        // After a restart of all, what is agreed on is known to nobody for a while: a membership
-        // that came later counts against it.
+        // After a restart of all replicas nobody knows for a while what is committed, so an answer
+        // must not be older than the newest membership here.
         let (index, others) = self.others();
         let answers = join_all(others.iter().map(|address| self.ask(address))).await;
         let answers = answers
@@ -84,9 +75,9 @@ impl ReplicaInner {
     }
 }
 
-/// Whether the newest membership among `answers` lacks `id`, and is not older than that of log index
-/// `known`. Where nothing is agreed on yet (index 0) nobody was removed: a cluster that is being
-/// founded could never elect its first leader.
+/// Whether the newest membership among `answers` lacks `id` and is not older than the one at log index
+/// `known`. Index 0 means that nothing is committed yet, so nobody was removed: otherwise a cluster
+/// that is being formed could never elect its first leader.
 fn lacks(id: u64, known: u64, answers: impl Iterator<Item = (u64, Vec<u64>)>) -> bool {
     let newest = answers.max_by_key(|(index, _)| *index);
     newest.is_some_and(|(index, members)| index >= known.max(1) && !members.contains(&id))

@@ -1,4 +1,4 @@
-//! Keeps the status up to date, the address book with it, and takes snapshots by size.
+//! Keeps the status and the peers' addresses up to date, and takes snapshots by size and on demand.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,31 +12,8 @@ use openraft::async_runtime::WatchReceiver;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::files::is_shortage;
-use crate::options::ReplicaOptions;
 use crate::status::{Member, Role, Status};
 use crate::types::{self, Metrics, shown};
-
-/// The status before anything is known.
-pub(super) fn first_status(options: &ReplicaOptions) -> Status {
-    Status {
-        id: options.id,
-        cluster_id: None,
-        role: Role::Forming,
-        term: 0,
-        leader: None,
-        has_quorum: false,
-        committed: 0,
-        applied: 0,
-        last_log: 0,
-        snapshot: None,
-        purged: 1,
-        caught_up: false,
-        is_removed: false,
-        fault: None,
-        waiting: None,
-        members: BTreeMap::new(),
-    }
-}
 
 /// Refreshes the status whenever something it shows may have changed.
 pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
@@ -44,7 +21,7 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     let mut fault = inner.fault.watch();
     let mut waiting = inner.log.waiting();
     let mut connected = inner.connected.subscribe();
-    // Silence changes the status too.
+    // Silence changes the status as well.
     let mut tick = tokio::time::interval(inner.options.heartbeat);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut is_running = true;
@@ -52,7 +29,6 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
         inner.refresh();
         tokio::select! {
             biased;
-            () = inner.cancel.cancelled() => return,
             changed = metrics.changed(), if is_running => is_running = changed.is_ok(),
             _ = fault.changed() => {}
             _ = waiting.changed() => {}
@@ -62,7 +38,7 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// Takes a snapshot when enough bytes were applied since the last; by entries openraft does.
+/// Takes a snapshot when enough bytes were applied since the last one. openraft counts entries.
 pub(super) async fn keep_snapshots(inner: Arc<ReplicaInner>) {
     let mut status = inner.status.subscribe();
     loop {
@@ -71,12 +47,7 @@ pub(super) async fn keep_snapshots(inner: Arc<ReplicaInner>) {
         {
             return;
         }
-        let changed = tokio::select! {
-            biased;
-            () = inner.cancel.cancelled() => return,
-            changed = status.changed() => changed,
-        };
-        if changed.is_err() {
+        if status.changed().await.is_err() {
             return;
         }
     }
@@ -126,12 +97,12 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// How long a leader is believed without hearing of it: as long as its lease.
+    /// How long a leader is believed without hearing from it: as long as its lease.
     pub(super) fn lease(&self) -> Duration {
         self.options.election_timeout.end
     }
 
-    /// Brings everything that follows from Raft's metrics up to date.
+    /// Updates everything that follows from Raft's metrics.
     pub(super) fn refresh(&self) {
         let metrics = {
             let receiver = self.raft.metrics();
@@ -144,7 +115,7 @@ impl ReplicaInner {
         }
         if let Some(cluster) = types::cluster_of(membership)
             && let Err(error) = self.links.identity.enter(cluster)
-            // Tried again at the next look.
+            // Tried again at the next refresh.
             && !is_shortage(&error)
         {
             self.fault.set(format!("identity: {error}"));
@@ -172,7 +143,7 @@ impl ReplicaInner {
         if metrics.state != ServerState::Leader {
             return false;
         }
-        // Nobody answers a leader that is the only voter: it is its own quorum.
+        // The only voter is its own quorum, although nobody answers it.
         let id = self.links.identity.id;
         let is_alone = metrics
             .membership_config
@@ -231,7 +202,7 @@ impl ReplicaInner {
         metrics.state == ServerState::Leader && self.is_caught_up(&metrics)
     }
 
-    /// A leader is, once it has applied an entry of its own term: that covers all before it.
+    /// A leader has caught up once it has applied an entry of its own term: that covers all before it.
     fn is_caught_up(&self, metrics: &Metrics) -> bool {
         let Some(applied) = metrics.last_applied else {
             return false;
@@ -272,7 +243,7 @@ impl ReplicaInner {
     }
 }
 
-/// What an operator reads to follow what happened.
+/// Logs what an operator needs to follow what happens.
 fn log_changes(old: &Status, new: &Status) {
     if (old.role, old.leader, old.term) != (new.role, new.leader, new.term) {
         tracing::info!(role = ?new.role, leader = new.leader, term = new.term, "role changed");

@@ -14,7 +14,7 @@ mod incoming;
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -32,6 +32,7 @@ pub use self::handshake::{PeerSecret, Secret};
 pub(crate) use self::handshake::{read_first, write_first};
 use super::CONNECT_TIMEOUT;
 use super::transport::{PeerChannel, PeerService, Transport};
+use crate::locks::lock;
 use crate::log_throttle::LogThrottle;
 
 /// Connections that have been accepted but are not served yet.
@@ -132,11 +133,7 @@ impl Transport for Tcp {
         service: PeerService,
         stop: CancellationToken,
     ) -> BoxFuture<'static, io::Result<()>> {
-        let listener = self
-            .listener
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let listener = lock(&self.listener).take();
         let secret = self.secret.clone();
         Box::pin(async move {
             let listener = listener.ok_or_else(|| io::Error::other("served already"))?;

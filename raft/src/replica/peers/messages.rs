@@ -20,59 +20,41 @@ use crate::wire::proto;
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Keeps a stream to every other member, until cancelled.
+/// Keeps a stream to every other member.
 pub(crate) async fn keep_streams(inner: Arc<ReplicaInner>) {
     let mut status = inner.status.subscribe();
     let mut streams: BTreeMap<u64, DropGuard> = BTreeMap::new();
     loop {
-        let members: Vec<u64> = status
-            .borrow_and_update()
-            .members
-            .keys()
-            .map(|id| u64::from(*id))
-            .collect();
-        streams.retain(|id, _| members.contains(id));
-        for id in members {
+        let members = status.borrow_and_update().members.clone();
+        streams.retain(|id, _| members.keys().any(|member| u64::from(*member) == *id));
+        for id in members.into_keys().map(u64::from) {
             if id != inner.links.identity.id && !streams.contains_key(&id) {
                 let stop = inner.cancel.child_token();
-                inner
-                    .tasks
-                    .spawn(keep_stream(inner.clone(), id, stop.clone()));
+                let stream = keep_stream(inner.clone(), id, stop.clone());
+                inner.tasks.spawn(stream);
                 streams.insert(id, stop.drop_guard());
             }
         }
-        let changed = tokio::select! {
-            biased;
-            () = inner.cancel.cancelled() => return,
-            changed = status.changed() => changed,
-        };
-        if changed.is_err() {
+        if status.changed().await.is_err() {
             return;
         }
     }
 }
 
 async fn keep_stream(inner: Arc<ReplicaInner>, id: u64, stop: CancellationToken) {
-    loop {
-        let ended = tokio::select! {
-            biased;
-            () = stop.cancelled() => None,
-            ended = run_stream(&inner, id) => Some(ended),
-        };
+    while !stop.is_cancelled() {
+        let ended = stop.run_until_cancelled(run_stream(&inner, id)).await;
         inner
             .connected
             .send_if_modified(|connected| connected.remove(&id));
-        let Some(ended) = ended else { return };
-        tracing::debug!(peer = id, reason = ended, "peer stream ended");
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(RETRY) => {}
+        if let Some(reason) = ended {
+            tracing::debug!(peer = id, reason, "peer stream ended");
         }
+        stop.run_until_cancelled(tokio::time::sleep(RETRY)).await;
     }
 }
 
-/// Runs one stream until it breaks; answers why.
+/// Runs one stream until it breaks; returns why.
 async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     let Some(peer) = inner.links.peer(id) else {
         return "unknown replica".to_owned();
@@ -103,7 +85,7 @@ async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     }
 }
 
-/// The header, then whatever is newest whenever the network is ready.
+/// The header, then the newest message whenever the network is ready for one.
 fn outgoing(
     header: proto::Header,
     newest: watch::WatchReceiver<Bytes>,
