@@ -13,9 +13,7 @@ use crate::memory::MemoryDisk;
 use crate::net::validate::{check_entries, check_head};
 use crate::net::{self, Secret};
 use crate::snapshot::{SnapshotFile, SnapshotReader, SnapshotWriter};
-use crate::types::{
-    Command, Entry, LeaderId, LogId, Payload, SnapshotMeta, StoredMembership, Vote,
-};
+use crate::types::{self, Command, Entry, LogId, Payload, SnapshotMeta, StoredMembership, Vote};
 use crate::wire::proto;
 
 const IN_MEMORY: &str = "a file in memory can be written and read";
@@ -321,11 +319,7 @@ fn kind(kind: u8, message: &impl Message) -> Vec<u8> {
 }
 
 fn log_id(index: u64) -> LogId {
-    let leader_id = LeaderId {
-        term: 3,
-        node_id: 1,
-    };
-    LogId { leader_id, index }
+    types::log_id(3, 1, index)
 }
 
 fn meta() -> proto::SnapshotMeta {

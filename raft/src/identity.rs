@@ -1,11 +1,11 @@
-//! Identity of a replica, and of the cluster it belongs to.
+//! The identity of a replica, and the cluster it belongs to.
 //!
-//! The store's random number is drawn with the store: a replica that lost its disk is another one,
-//! even under the same id, and is never taken for a voter that remembers its votes.
+//! The store's random id is drawn when the store is created: a replica that lost its disk is a
+//! different one, even under the same id, and is never mistaken for a voter that remembers its votes.
 //!
-//! The cluster's number is fixed by the first of: being claimed as a founder, being let in by a
-//! member that was asked, being sent log entries. From then on everything of another cluster is
-//! refused. A claim alone is given up again when it cannot lead to a cluster any more.
+//! A replica is bound to the first cluster that claims it as a founder, adds it on request, or sends it
+//! log entries. From then on it refuses everything from other clusters. A mere claim is given up again
+//! when it can no longer lead to a cluster.
 
 use std::io;
 use std::path::PathBuf;
@@ -32,19 +32,31 @@ pub(crate) struct ReplicaIdentity {
 pub(crate) enum ClusterBinding {
     /// Nothing.
     Free,
-    /// A claim by a replica that wants to found this cluster; may be itself.
+    /// Claimed by a replica that wants to found this cluster; it may be itself.
     Claimed {
         /// The cluster to be.
         cluster: u128,
         /// Who wants to found it.
         by: u64,
     },
-    /// It belongs there.
+    /// It belongs to this cluster.
     Member(u128),
 }
 
 impl ClusterBinding {
-    /// The cluster it stands for.
+    /// What an identity file says.
+    fn of(kept: &proto::Identity) -> Self {
+        match wire::join_optional(kept.cluster_high, kept.cluster_low) {
+            None => Self::Free,
+            Some(cluster) if kept.claimant != 0 => Self::Claimed {
+                cluster,
+                by: kept.claimant,
+            },
+            Some(cluster) => Self::Member(cluster),
+        }
+    }
+
+    /// The cluster, claimed or not.
     pub(crate) fn cluster(self) -> Option<u128> {
         match self {
             Self::Free => None,
@@ -58,7 +70,7 @@ impl ReplicaIdentity {
     pub(crate) fn open(layout: &Layout, id: u64) -> Result<Self, StartError> {
         let (files, path) = (layout.files.clone(), layout.identity());
         let kept = files::load_message::<proto::Identity>(&*files, &path)?;
-        let identity = match kept {
+        let (store, binding) = match &kept {
             Some(kept) if kept.id != id => {
                 return Err(StartError::WrongStore(format!(
                     "{} belongs to replica {}, this is replica {id}",
@@ -66,94 +78,82 @@ impl ReplicaIdentity {
                     kept.id
                 )));
             }
-            Some(kept) => {
-                let cluster = wire::join_optional(kept.cluster_high, kept.cluster_low);
-                let bond = match cluster {
-                    None => ClusterBinding::Free,
-                    Some(cluster) if kept.claimant != 0 => ClusterBinding::Claimed {
-                        cluster,
-                        by: kept.claimant,
-                    },
-                    Some(cluster) => ClusterBinding::Member(cluster),
-                };
-                Self {
-                    id,
-                    store: kept.store,
-                    files,
-                    path,
-                    binding: Mutex::new(bond),
-                }
-            }
+            Some(kept) => (kept.store, ClusterBinding::of(kept)),
             None if files.exists(&layout.mark()) || files.exists(&layout.log()) => {
                 return Err(damaged(&path, 0, "missing beside a log"));
             }
-            None => {
-                let store = random::draw_id();
-                let new = Self {
-                    id,
-                    store,
-                    files,
-                    path,
-                    binding: Mutex::new(ClusterBinding::Free),
-                };
-                new.keep(ClusterBinding::Free)
-                    .map_err(|error| io_error(&new.path, error))?;
-                new
-            }
+            None => (random::draw_id(), ClusterBinding::Free),
         };
+        let identity = Self {
+            id,
+            store,
+            files,
+            path,
+            binding: Mutex::new(binding),
+        };
+        if kept.is_none() {
+            let stored = identity.keep(binding);
+            stored.map_err(|error| io_error(&identity.path, error))?;
+        }
         Ok(identity)
     }
 
     /// What ties it to a cluster.
-    pub(crate) fn bond(&self) -> ClusterBinding {
+    pub(crate) fn binding(&self) -> ClusterBinding {
         *lock(&self.binding)
     }
 
     /// The cluster named in calls to peers.
     pub(crate) fn cluster(&self) -> Option<u128> {
-        self.bond().cluster()
+        self.binding().cluster()
     }
 
-    /// Takes a founder's claim, unless it is tied to another cluster.
+    /// The same in two halves, as it is sent; zeros if there is none.
+    pub(crate) fn cluster_halves(&self) -> (u64, u64) {
+        wire::split(self.cluster().unwrap_or(0))
+    }
+
+    /// Accepts a founder's claim, unless it is bound to another cluster.
     pub(crate) fn claim(&self, cluster: u128, by: u64) -> io::Result<bool> {
-        self.change(|bond| match bond {
+        self.change(|binding| match binding {
             ClusterBinding::Free => Some(ClusterBinding::Claimed { cluster, by }),
-            ClusterBinding::Claimed { cluster: other, .. } if other == cluster => Some(bond),
+            ClusterBinding::Claimed { cluster: other, .. } if other == cluster => Some(binding),
             ClusterBinding::Claimed { .. } | ClusterBinding::Member(_) => None,
         })
     }
 
-    /// Gives a claim up that can lead to nothing.
+    /// Gives up a claim that can no longer lead to a cluster.
     pub(crate) fn give_up(&self, claim: ClusterBinding) -> io::Result<bool> {
-        self.change(|bond| {
-            (bond == claim && matches!(bond, ClusterBinding::Claimed { .. }))
+        self.change(|binding| {
+            (binding == claim && matches!(binding, ClusterBinding::Claimed { .. }))
                 .then_some(ClusterBinding::Free)
         })
     }
 
-    /// Becomes a member, unless it is tied to another cluster.
+    /// Becomes a member, unless it is bound to another cluster.
     pub(crate) fn enter(&self, cluster: u128) -> io::Result<bool> {
-        self.change(|bond| {
-            bond.cluster()
+        self.change(|binding| {
+            binding
+                .cluster()
                 .is_none_or(|tied| tied == cluster)
                 .then_some(ClusterBinding::Member(cluster))
         })
     }
 
-    /// Becomes a member by its own wish. Only a replica without votes and entries may: whatever
-    /// it was claimed for can then do without it.
+    /// Becomes a member at its own request. Only a replica without votes and entries may: the founder
+    /// that claimed it can then do without it.
     pub(crate) fn join(&self, cluster: u128) -> io::Result<bool> {
-        self.change(|bond| match bond {
+        self.change(|binding| match binding {
             ClusterBinding::Free | ClusterBinding::Claimed { .. } => {
                 Some(ClusterBinding::Member(cluster))
             }
-            ClusterBinding::Member(member) => (member == cluster).then_some(bond),
+            ClusterBinding::Member(member) => (member == cluster).then_some(binding),
         })
     }
 
-    /// Leads a call to the store `to_store` of `to`.
+    /// The header of a call to the store `to_store` of replica `to`.
     pub(crate) fn header(&self, to: u64, to_store: u64) -> proto::Header {
-        let (cluster_high, cluster_low) = wire::split(self.cluster().unwrap_or(0));
+        let (cluster_high, cluster_low) = self.cluster_halves();
         proto::Header {
             cluster_high,
             cluster_low,
@@ -168,20 +168,20 @@ impl ReplicaIdentity {
         &self,
         next: impl FnOnce(ClusterBinding) -> Option<ClusterBinding>,
     ) -> io::Result<bool> {
-        let mut bond = lock(&self.binding);
-        let Some(next) = next(*bond) else {
+        let mut binding = lock(&self.binding);
+        let Some(next) = next(*binding) else {
             return Ok(false);
         };
-        if next != *bond {
+        if next != *binding {
             self.keep(next)?;
-            *bond = next;
+            *binding = next;
         }
         Ok(true)
     }
 
-    fn keep(&self, bond: ClusterBinding) -> io::Result<()> {
-        let (cluster_high, cluster_low) = wire::split(bond.cluster().unwrap_or(0));
-        let claimant = match bond {
+    fn keep(&self, binding: ClusterBinding) -> io::Result<()> {
+        let (cluster_high, cluster_low) = wire::split(binding.cluster().unwrap_or(0));
+        let claimant = match binding {
             ClusterBinding::Claimed { by, .. } => by,
             ClusterBinding::Free | ClusterBinding::Member(_) => 0,
         };
@@ -226,7 +226,7 @@ mod tests {
         assert!(!identity.claim(8, 3).unwrap(), "another founder waits");
         assert!(!identity.enter(8).unwrap());
         assert_eq!(
-            open(folder.path(), 1).unwrap().bond(),
+            open(folder.path(), 1).unwrap().binding(),
             ClusterBinding::Claimed { cluster: 7, by: 2 }
         );
         assert!(identity.enter(7).unwrap());
@@ -236,7 +236,7 @@ mod tests {
         );
         assert!(!identity.join(8).unwrap());
         assert_eq!(
-            open(folder.path(), 1).unwrap().bond(),
+            open(folder.path(), 1).unwrap().binding(),
             ClusterBinding::Member(7)
         );
     }
@@ -246,10 +246,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let identity = open(folder.path(), 1).unwrap();
         assert!(identity.claim(7, 2).unwrap());
-        assert!(identity.give_up(identity.bond()).unwrap());
-        assert_eq!(identity.bond(), ClusterBinding::Free);
+        assert!(identity.give_up(identity.binding()).unwrap());
+        assert_eq!(identity.binding(), ClusterBinding::Free);
         assert!(identity.claim(8, 3).unwrap());
         assert!(identity.join(9).unwrap());
-        assert_eq!(identity.bond(), ClusterBinding::Member(9));
+        assert_eq!(identity.binding(), ClusterBinding::Member(9));
     }
 }

@@ -1,10 +1,12 @@
-//! A machine for tests: remembers every command it applied. And replicas that drive it.
+//! Shared by the unit tests: entries, a machine that records its commands, and replicas that drive it.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::net::TcpListener;
 
 use crate::machine::{
@@ -15,6 +17,21 @@ use crate::net::{Tcp, Transport};
 use crate::options::{Formation, Peers, ReplicaOptions};
 use crate::replica::Replica;
 use crate::storage::Storage;
+use crate::types::{Command, Entry, Payload, log_id};
+
+/// Entries of `term` whose commands have so many bytes each.
+pub(crate) fn entries(term: u64, indexes: Range<u64>, bytes: usize) -> Vec<Entry> {
+    let entry = |index: u64| Entry {
+        log_id: log_id(term, 1, index),
+        payload: Payload::Normal(Command(Bytes::from(vec![(index % 251) as u8; bytes]))),
+    };
+    indexes.map(entry).collect()
+}
+
+/// One of [`entries`].
+pub(crate) fn entry(term: u64, index: u64, bytes: usize) -> Entry {
+    entries(term, index..index + 1, bytes).remove(0)
+}
 
 struct Deaf;
 
@@ -22,7 +39,7 @@ impl PeerHandler for Deaf {
     fn message(&self, _from: u8, _bytes: &[u8]) {}
 }
 
-/// A replica that founds a cluster with all `peers`, and its disk in memory.
+/// Starts a replica that founds a cluster with all `peers`, on a disk in memory.
 pub(crate) async fn replica(
     id: u8,
     listener: TcpListener,
@@ -31,7 +48,7 @@ pub(crate) async fn replica(
     replica_over(id, Tcp::new(listener).unwrap(), peers).await
 }
 
-/// As [`replica`], over a transport of the caller's.
+/// As [`replica`], over the caller's transport.
 pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Replica, MemoryDisk) {
     let disk = MemoryDisk::new();
     let options = ReplicaOptions {

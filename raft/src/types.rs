@@ -1,4 +1,4 @@
-//! The types openraft is instantiated with. They stay inside this crate.
+//! The types that openraft is instantiated with. They stay inside this crate.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -41,26 +41,31 @@ impl fmt::Display for Command {
     }
 }
 
-/// What the machine answered. Empty for entries without a command.
+/// The machine's reply. Empty for entries without a command.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Reply(pub(crate) Vec<u8>);
 
-/// What the membership says of a member.
+/// A member, as the membership describes it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Node {
     /// Host and port of its peer listener.
     pub(crate) address: String,
-    /// Free facts it told about itself.
+    /// What it tells about itself.
     pub(crate) labels: BTreeMap<String, String>,
-    /// Random number of its store. A replica that lost its store draws a new one, so that what is
-    /// meant for the old store (which has promised votes and entries) never reaches the new.
+    /// The random id of its store. A replica that lost its store draws a new one, so that calls meant
+    /// for the old store, which has promised votes and entries, never reach the new one.
     pub(crate) store: u64,
-    /// Random number of the cluster, the same in every member. Agreed through the log like any
-    /// membership.
+    /// The random id of the cluster, the same in every member.
     pub(crate) cluster: u128,
 }
 
-/// The index shown outside: openraft counts from 0, everybody else from 1, and 0 is none.
+/// The log id of an entry that the leader `node_id` of `term` wrote.
+pub(crate) fn log_id(term: u64, node_id: u64, index: u64) -> LogId {
+    let leader_id = LeaderId { term, node_id };
+    LogId { leader_id, index }
+}
+
+/// The index shown outside: openraft counts from 0, everything else from 1, and 0 means none.
 pub(crate) fn shown(log_id: Option<&LogId>) -> u64 {
     log_id.map_or(0, |log_id| log_id.index + 1)
 }

@@ -1,7 +1,7 @@
 //! Conversions between the wire types and openraft's.
 //!
-//! openraft's own serde forms change between versions; what is sent and stored is therefore always
-//! one of the protobuf types, and this is the only place that knows both sides.
+//! openraft's serde formats change between versions. What is sent and stored is therefore always one
+//! of the protobuf types, and only this module knows both sides.
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod proto {
@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::types;
 
-/// A message lacks a part or contradicts itself.
+/// A message that lacks a part or contradicts itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("malformed message: {0}")]
 pub(crate) struct MalformedMessageError(pub(crate) &'static str);
@@ -25,7 +25,7 @@ pub(crate) fn join(high: u64, low: u64) -> u128 {
     (u128::from(high) << 64) | u128::from(low)
 }
 
-/// `0` stands for no cluster.
+/// A cluster's id; 0 means none.
 pub(crate) fn join_optional(high: u64, low: u64) -> Option<u128> {
     Some(join(high, low)).filter(|id| *id != 0)
 }
@@ -42,13 +42,9 @@ impl From<types::Vote> for proto::Vote {
 
 impl From<proto::Vote> for types::Vote {
     fn from(vote: proto::Vote) -> Self {
-        let leader_id = types::LeaderId {
-            term: vote.term,
-            node_id: vote.node,
-        };
-        Self {
-            leader_id,
-            committed: vote.committed,
+        match vote.committed {
+            true => Self::new_committed(vote.term, vote.node),
+            false => Self::new(vote.term, vote.node),
         }
     }
 }
@@ -65,18 +61,11 @@ impl From<types::LogId> for proto::LogId {
 
 impl From<proto::LogId> for types::LogId {
     fn from(id: proto::LogId) -> Self {
-        let leader_id = types::LeaderId {
-            term: id.term,
-            node_id: id.node,
-        };
-        Self {
-            leader_id,
-            index: id.index,
-        }
+        types::log_id(id.term, id.node, id.index)
     }
 }
 
-/// A member with its id, as the wire has it.
+/// A member on the wire, with its id.
 pub(crate) fn member(id: u64, node: &types::Node) -> proto::Member {
     let (cluster_high, cluster_low) = split(node.cluster);
     proto::Member {
@@ -197,7 +186,7 @@ impl TryFrom<proto::Entry> for types::Entry {
     }
 }
 
-/// What a snapshot stands for, and whether commands went into it.
+/// The head of a snapshot; `has_commands` tells whether a command went into it.
 pub(crate) fn snapshot_meta(meta: &types::SnapshotMeta, has_commands: bool) -> proto::SnapshotMeta {
     proto::SnapshotMeta {
         last: meta.last_log_id.map(Into::into),
@@ -237,15 +226,8 @@ mod tests {
     }
 
     fn entry(payload: types::Payload) -> types::Entry {
-        let leader_id = types::LeaderId {
-            term: 3,
-            node_id: 2,
-        };
         types::Entry {
-            log_id: types::LogId {
-                leader_id,
-                index: 5,
-            },
+            log_id: types::log_id(3, 2, 5),
             payload,
         }
     }

@@ -50,13 +50,7 @@ async fn a_lost_leader_is_replaced_and_comes_back() {
     let leader = cluster.leader().await;
     cluster.seat(leader).crash().await;
 
-    let other = cluster.seats.iter().find(|seat| seat.is_running()).unwrap();
-    other
-        .wait("another leader", |status| {
-            status.leader.is_some_and(|now| now != leader)
-        })
-        .await;
-    other.propose("meanwhile").await;
+    cluster.replaced(leader).await.propose("meanwhile").await;
 
     cluster.seat(leader).start().await;
     let back = cluster.seat(leader);
@@ -144,13 +138,7 @@ async fn leadership_goes_where_it_is_sent_and_is_handed_over_on_shutdown() {
         .await;
 
     cluster.seat(target).shutdown().await;
-    let other = cluster.seats.iter().find(|seat| seat.is_running()).unwrap();
-    other
-        .wait("another leader", |status| {
-            status.leader.is_some_and(|now| now != target)
-        })
-        .await;
-    other.propose("after").await;
+    cluster.replaced(target).await.propose("after").await;
     cluster.shutdown().await;
 }
 

@@ -4,21 +4,27 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Cluster, PATIENCE, Seat, listeners};
-use raft::{DiskShortage, Formation, MemoryDisk, Peers, ProposeError, Role, StartError, Storage};
+use common::{Cluster, PATIENCE, Seat, bootstrap, listeners};
+use raft::{DiskShortage, MemoryDisk, ProposeError, Role, StartError, Storage};
 use tokio::net::TcpListener;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_whose_disk_fails_steps_aside() {
-    let mut cluster = Cluster::found_with(3, |options| {
-        options.storage = Storage::Memory(MemoryDisk::new());
+/// A cluster that has committed a command, and its disks by id.
+async fn on_memory(size: u8) -> (Cluster, Vec<MemoryDisk>) {
+    let disks: Vec<_> = (0..size).map(|_| MemoryDisk::new()).collect();
+    let cluster = Cluster::found_with(size, |options| {
+        let disk = disks[usize::from(options.id) - 1].clone();
+        options.storage = Storage::Memory(disk);
     })
     .await;
     cluster.seats[0].propose("before").await;
+    (cluster, disks)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_whose_disk_fails_steps_aside() {
+    let (mut cluster, disks) = on_memory(3).await;
     let leader = cluster.leader().await;
-    let Storage::Memory(disk) = cluster.seat(leader).options.storage.clone() else {
-        unreachable!("they were given memory")
-    };
+    let disk = &disks[usize::from(leader) - 1];
     disk.fail(Some("disk full".to_owned()));
     let broken = cluster.seat(leader).replica().clone();
     let error = broken
@@ -39,13 +45,7 @@ async fn a_replica_whose_disk_fails_steps_aside() {
         "what was applied stays"
     );
 
-    let other = cluster.seat(leader % 3 + 1);
-    other
-        .wait("another leader", |status| {
-            status.leader.is_some_and(|now| now != leader)
-        })
-        .await;
-    other.propose("without it").await;
+    cluster.replaced(leader).await.propose("without it").await;
     // Repaired and started again it catches up.
     disk.fail(None);
     cluster.seat(leader).crash().await;
@@ -57,15 +57,9 @@ async fn a_replica_whose_disk_fails_steps_aside() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
-    let mut cluster = Cluster::found_with(3, |options| {
-        options.storage = Storage::Memory(MemoryDisk::new());
-    })
-    .await;
-    cluster.seats[0].propose("before").await;
+    let (mut cluster, disks) = on_memory(3).await;
     let leader = cluster.leader().await;
-    let Storage::Memory(disk) = cluster.seat(leader).options.storage.clone() else {
-        unreachable!("they were given memory")
-    };
+    let disk = &disks[usize::from(leader) - 1];
     disk.run_short(Some(DiskShortage::Space));
     let full = cluster.seat(leader).replica().clone();
     let learnt = tokio::spawn(async move {
@@ -81,13 +75,7 @@ async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
     let waiting = cluster.seat(leader);
     let waiting = waiting.wait("it waits", |status| status.waiting.is_some());
     assert_eq!(waiting.await.fault, None);
-    let other = cluster.seat(leader % 3 + 1);
-    other
-        .wait("another leader", |status| {
-            status.leader.is_some_and(|now| now != leader)
-        })
-        .await;
-    other.propose("without it").await;
+    cluster.replaced(leader).await.propose("without it").await;
 
     disk.run_short(None);
     learnt.await.unwrap();
@@ -103,21 +91,10 @@ async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
     cluster.shutdown().await;
 }
 
-/// A cluster of one replica that has committed a command, and its disk.
-async fn alone_on_memory() -> (Cluster, MemoryDisk) {
-    let disk = MemoryDisk::new();
-    let cluster = Cluster::found_with(1, |options| {
-        options.storage = Storage::Memory(disk.clone());
-    })
-    .await;
-    cluster.seats[0].propose("before").await;
-    (cluster, disk)
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_on_a_full_disk_can_be_stopped() {
-    let (mut cluster, disk) = alone_on_memory().await;
-    disk.run_short(Some(DiskShortage::Space));
+    let (mut cluster, disks) = on_memory(1).await;
+    disks[0].run_short(Some(DiskShortage::Space));
     let replica = cluster.seats[0].replica().clone();
     let proposed = tokio::spawn(async move { replica.propose(b"x".to_vec(), PATIENCE).await });
     cluster.seats[0]
@@ -125,7 +102,7 @@ async fn a_replica_on_a_full_disk_can_be_stopped() {
         .await;
     cluster.shutdown().await;
     assert!(proposed.await.unwrap().is_err());
-    disk.run_short(None);
+    disks[0].run_short(None);
     cluster.seats[0].start().await;
     cluster.seats[0].propose("after").await;
     cluster.shutdown().await;
@@ -133,12 +110,12 @@ async fn a_replica_on_a_full_disk_can_be_stopped() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_snapshot_waits_for_descriptors() {
-    let (mut cluster, disk) = alone_on_memory().await;
-    disk.run_short(Some(DiskShortage::Descriptors));
+    let (mut cluster, disks) = on_memory(1).await;
+    disks[0].run_short(Some(DiskShortage::Descriptors));
     let replica = cluster.seats[0].replica().clone();
     assert!(replica.snapshot().await.is_err());
     cluster.seats[0].propose("the log goes on").await;
-    disk.run_short(None);
+    disks[0].run_short(None);
     cluster.seats[0]
         .wait("a snapshot", |status| status.snapshot.is_some())
         .await;
@@ -176,12 +153,7 @@ async fn more_peers_than_founders_become_one_cluster() {
     let mut cluster = Cluster { seats: Vec::new() };
     // The highest ids first: they see each other before the lowest comes.
     for (id, listener) in (1..=5).zip(listeners).collect::<Vec<_>>().into_iter().rev() {
-        let formation = Formation::Bootstrap {
-            peers: Peers::List(peers.clone()),
-            expect: 3,
-            first_command: b"first".to_vec(),
-        };
-        let mut seat = Seat::new(id, formation).await;
+        let mut seat = Seat::new(id, bootstrap(&peers, 3));
         seat.start_on(listener).await.unwrap();
         cluster.seats.push(seat);
     }
@@ -218,12 +190,7 @@ async fn a_founder_that_crashes_while_founding_founds_later() {
     let (listeners, peers) = listeners(3).await;
     let mut cluster = Cluster { seats: Vec::new() };
     for (id, listener) in (1..=3).zip(listeners) {
-        let formation = Formation::Bootstrap {
-            peers: Peers::List(peers.clone()),
-            expect: 3,
-            first_command: b"first".to_vec(),
-        };
-        let mut seat = Seat::new(id, formation).await;
+        let mut seat = Seat::new(id, bootstrap(&peers, 3));
         seat.start_on(listener).await.unwrap();
         cluster.seats.push(seat);
     }
@@ -299,12 +266,8 @@ async fn a_second_process_on_the_same_store_is_refused_and_harms_nothing() {
 async fn founders_that_are_half_of_the_peers_or_less_are_refused() {
     for (peers, expect, is_right) in [(1, 0, false), (4, 2, false), (3, 2, true), (1, 1, true)] {
         let peers = (1..=peers).map(|port| format!("127.0.0.1:{port}"));
-        let formation = Formation::Bootstrap {
-            peers: Peers::List(peers.collect()),
-            expect,
-            first_command: Vec::new(),
-        };
-        let mut seat = Seat::new(1, formation).await;
+        let peers: Vec<_> = peers.collect();
+        let mut seat = Seat::new(1, bootstrap(&peers, expect));
         match seat.try_start().await {
             Ok(()) => assert!(is_right, "{expect} started"),
             Err(StartError::Options(why)) => assert!(!is_right, "{why}"),

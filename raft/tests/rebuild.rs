@@ -7,8 +7,7 @@
 
 mod common;
 
-use common::Cluster;
-use raft::ChangeError;
+use common::{Cluster, refused};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wrong_machine_takes_over_a_right_one_under_load() {
@@ -61,10 +60,6 @@ async fn a_leader_and_a_stranger_are_refused() {
     let mut cluster = Cluster::found(2).await;
     let leader = cluster.leader().await;
     let follower = leader % 2 + 1;
-    let refused = |answer: Result<u64, ChangeError>| match answer {
-        Err(ChangeError::Refused(why)) => why,
-        other => panic!("{other:?}"),
-    };
     let why = refused(cluster.seat(leader).replica().rebuild(follower).await);
     assert_eq!(why, "a leader's state cannot be replaced");
     let why = refused(cluster.seat(follower).replica().rebuild(9).await);

@@ -1,14 +1,14 @@
-//! The log opens nothing while it runs: in a process without a free descriptor it works as before.
+//! The log opens no file while it runs: it works in a process without a free descriptor.
 
 use std::process::Command;
 
-use bytes::Bytes;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::disk::{Disk, LogChange};
 use super::sled::SledDisk;
 use crate::files::Layout;
-use crate::types::{Command as LogCommand, Entry, LeaderId, LogId, Payload, Vote};
+use crate::testing::entries;
+use crate::types::{Vote, log_id};
 
 /// Set in the process that is to do without: a limit holds for all of a process's threads.
 const ALONE: &str = "RAFT_TEST_WITHOUT_DESCRIPTORS";
@@ -27,15 +27,6 @@ fn the_log_opens_nothing_while_it_runs() {
         .unwrap();
     let said = String::from_utf8_lossy(&alone.stderr);
     assert!(alone.status.success(), "{said}");
-}
-
-fn entries(term: u64, indexes: std::ops::Range<u64>, bytes: usize) -> LogChange {
-    let leader_id = LeaderId { term, node_id: 1 };
-    let entry = |index| Entry {
-        log_id: LogId { leader_id, index },
-        payload: Payload::Normal(LogCommand(Bytes::from(vec![index as u8; bytes]))),
-    };
-    LogChange::Append(indexes.map(entry).collect())
 }
 
 fn work_without_descriptors() {
@@ -59,18 +50,14 @@ fn work_without_descriptors() {
         let first = (term - 1) * 1500;
         disk.write_synced(&[LogChange::Vote(Vote::new_committed(term, 1))])
             .unwrap();
-        disk.write_synced(&[entries(term, first..first + 1600, 2000)])
+        disk.write_synced(&[LogChange::Append(entries(term, first..first + 1600, 2000))])
             .unwrap();
         disk.write_synced(&[LogChange::Truncate { from: first + 1500 }])
             .unwrap();
-        let leader_id = LeaderId { term, node_id: 1 };
-        let upto = LogId {
-            leader_id,
-            index: first + 1000,
-        };
+        let upto = log_id(term, 1, first + 1000);
         disk.write_synced(&[LogChange::Purge { upto }]).unwrap();
     }
-    disk.write_synced(&[entries(6, 9000..9001, 1_000_000)])
+    disk.write_synced(&[LogChange::Append(entries(6, 9000..9001, 1_000_000))])
         .unwrap();
     let read = disk.read(8900..9001, usize::MAX).unwrap();
     assert_eq!(read.len(), 101);

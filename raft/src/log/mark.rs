@@ -1,8 +1,8 @@
-//! The file `log.mark`: what the log has promised at least.
+//! The file `log.mark`: what the log must hold at least.
 //!
-//! It is opened once. Two slots of it are rewritten in turn, in place, each synced: moving the mark
-//! needs no descriptor and no new space. The newest whole slot counts; a write that is torn leaves
-//! the one before.
+//! The file is opened once. Its two slots are overwritten in turn, in place, and synced, so moving the
+//! mark needs neither a descriptor nor space. The newest intact slot counts; a torn write leaves the
+//! one before.
 //!
 //! ```text
 //! slot     at 0 and at 4096, the rest of it zeros
@@ -13,8 +13,8 @@
 //! mark               as protobuf
 //! ```
 //!
-//! All numbers are little-endian. A file of the earlier format, one message written beside and
-//! renamed, is read and replaced at the start.
+//! All numbers are little-endian. A file of the earlier format, a single message, is read and replaced
+//! at start.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -185,16 +185,12 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::types::LeaderId;
+    use crate::types::log_id;
 
     fn mark(index: u64) -> LogMark {
-        let leader_id = LeaderId {
-            term: 3,
-            node_id: 2,
-        };
         LogMark {
             vote: Some(Vote::new_committed(3, 2)),
-            last: Some(LogId { leader_id, index }),
+            last: Some(log_id(3, 2, index)),
         }
     }
 

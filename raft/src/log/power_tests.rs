@@ -1,37 +1,22 @@
-//! A power cut keeps what was synced, and of what was not, any pages in any mix.
+//! A power cut keeps what was synced, and any mix of the pages that were not.
 //!
-//! Killing a process loses nothing that was written, so it proves nothing about syncing. Here the
-//! disk after a cut is made up: the data file as it was at the last acknowledged write, with a
-//! pseudo-random half of the pages that were written since. The log must open and hold everything
-//! acknowledged. The mark beside it is torn likewise, in pieces that are less than a slot.
+//! Killing a process loses nothing that was written, so it proves nothing about syncing. These tests
+//! construct the disk after a cut: the data file as of the last acknowledged write, with a
+//! pseudo-random half of the pages written since. The log must open and hold everything acknowledged.
+//! The mark beside it is torn likewise, in pieces smaller than a slot.
 
 use std::fs;
 use std::path::Path;
 
-use bytes::Bytes;
-
 use super::disk::{Disk, DiskContents, LogChange};
 use super::sled::SledDisk;
 use crate::files::Layout;
-use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
+use crate::testing::{entries, entry};
+use crate::types::{Entry, LogId, Payload, Vote};
 
 const PAGE_BYTES: usize = 4096;
 /// A slot of the mark is torn within.
 const MARK_PIECE_BYTES: usize = 16;
-
-fn entry(index: u64, bytes: usize) -> Entry {
-    let leader_id = LeaderId {
-        term: 1,
-        node_id: 1,
-    };
-    let command = (0..bytes)
-        .map(|at| (at as u64 ^ index) as u8)
-        .collect::<Vec<u8>>();
-    Entry {
-        log_id: LogId { leader_id, index },
-        payload: Payload::Normal(Command(Bytes::from(command))),
-    }
-}
 
 /// A small generator of its own keeps each run the same.
 struct Coin(u64);
@@ -65,11 +50,6 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// The data file after a cut: synced pages, and some of those written since.
-fn cut(synced: &[u8], written: &[u8], coin: &mut Coin) -> Vec<u8> {
-    cut_in_pieces(synced, written, PAGE_BYTES, coin)
-}
-
 /// A file after a cut: what was synced, and some pieces of what was written since.
 fn cut_in_pieces(synced: &[u8], written: &[u8], bytes: usize, coin: &mut Coin) -> Vec<u8> {
     let mut after = synced.to_vec();
@@ -83,78 +63,62 @@ fn cut_in_pieces(synced: &[u8], written: &[u8], bytes: usize, coin: &mut Coin) -
     after
 }
 
-/// Writes batches of entries, cuts the power during the last, and looks what is left.
-fn survive(bytes: usize, batches: u64, seed: u64) {
+/// An empty log, below a folder that is removed with the first value.
+fn new_log() -> (tempfile::TempDir, Layout, SledDisk) {
     let folder = tempfile::tempdir().unwrap();
     let layout = Layout::new(folder.path());
     layout.create().unwrap();
     let (disk, _) = SledDisk::open(&layout).unwrap();
+    (folder, layout, disk)
+}
+
+/// Writes batches of entries, cuts the power during the last, and looks at what is left.
+fn survive(bytes: usize, batches: u64, seed: u64) {
+    let (folder, layout, disk) = new_log();
     let vote = Vote::new_committed(1, 1);
     disk.write_synced(&[LogChange::Vote(vote)]).unwrap();
     let mut coin = Coin(seed);
     let mut next = 0;
     let mut batch = |size: u64| {
-        let entries: Vec<Entry> = (next..next + size)
-            .map(|index| entry(index, bytes))
-            .collect();
         next += size;
-        LogChange::Append(entries)
+        LogChange::Append(entries(1, next - size..next, bytes))
     };
     for number in 0..batches {
         disk.write_synced(&[batch(number % 5 + 1)]).unwrap();
     }
     let data = layout.log().join("db");
     let acknowledged = fs::read(&data).unwrap();
-    let unacknowledged = batch(3);
-    disk.write(&[unacknowledged]).unwrap();
-    let written = fs::read(&data).unwrap();
-    let total = next - 3;
-
+    disk.write(&[batch(3)]).unwrap();
+    let (written, mark) = (fs::read(&data).unwrap(), fs::read(layout.mark()).unwrap());
+    let expected = entries(1, 0..next - 3, bytes);
     for round in 0..4 {
-        let after = tempfile::tempdir().unwrap();
-        copy(folder.path(), after.path());
-        let after = Layout::new(after.path());
-        let content = if round == 0 {
-            acknowledged.clone()
-        } else {
-            cut(&acknowledged, &written, &mut coin)
+        let content = match round {
+            0 => acknowledged.clone(),
+            _ => cut_in_pieces(&acknowledged, &written, PAGE_BYTES, &mut coin),
         };
-        fs::write(after.log().join("db"), content).unwrap();
-        let (left, contents) = SledDisk::open(&after).unwrap();
-        assert_eq!(contents.vote, Some(vote));
-        let read = left.read(0..total, usize::MAX).unwrap();
-        assert_eq!(
-            read.len() as u64,
-            total,
-            "entries of {bytes} bytes, seed {seed}, round {round}"
+        let left = left(folder.path(), &content, &mark);
+        assert_eq!(left.vote, Some(vote));
+        assert!(
+            left.entries.get(..expected.len()) == Some(&expected[..]),
+            "entries of {bytes} bytes differ: seed {seed}, round {round}"
         );
-        for (index, found) in (0..).zip(read) {
-            assert!(found == entry(index, bytes), "entry {index} differs");
-        }
-        left.close();
     }
     disk.close();
 }
 
 #[test]
 fn a_power_cut_loses_no_acknowledged_entry_of_1_kib() {
-    for seed in 0..6 {
-        survive(1024, 40 + seed, seed);
-    }
+    (0..6).for_each(|seed| survive(1024, 40 + seed, seed));
 }
 
 #[test]
 fn a_power_cut_loses_no_acknowledged_entry_of_16_kib() {
-    for seed in 0..4 {
-        survive(16 * 1024, 40 + seed, seed);
-    }
+    (0..4).for_each(|seed| survive(16 * 1024, 40 + seed, seed));
 }
 
 #[test]
 fn a_power_cut_loses_no_acknowledged_entry_of_64_kib() {
-    for seed in 0..4 {
-        survive(64 * 1024, 40 + seed, seed);
-    }
+    (0..4).for_each(|seed| survive(64 * 1024, 40 + seed, seed));
 }
 
 /// What a log must hold.
@@ -224,14 +188,7 @@ impl Model {
 
 /// A batch as Raft may ask for it: more entries, a new leader's in the place of some, or a purge.
 fn some_batch(model: &Model, term: &mut u64, coin: &mut Coin) -> Vec<LogChange> {
-    let append = |term: u64, from: u64, count: u64| {
-        let leader_id = LeaderId { term, node_id: 1 };
-        let entries = (from..from + count).map(|index| Entry {
-            log_id: LogId { leader_id, index },
-            ..entry(index, 40)
-        });
-        LogChange::Append(entries.collect())
-    };
+    let append = |term, from, count| LogChange::Append(entries(term, from..from + count, 40));
     let held = model.entries.len() as u64;
     match coin.below(4) {
         0 if held > 0 => {
@@ -260,10 +217,7 @@ fn some_batch(model: &Model, term: &mut u64, coin: &mut Coin) -> Vec<LogChange> 
 #[test]
 fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
     for seed in 0..4 {
-        let folder = tempfile::tempdir().unwrap();
-        let layout = Layout::new(folder.path());
-        layout.create().unwrap();
-        let (disk, _) = SledDisk::open(&layout).unwrap();
+        let (folder, layout, disk) = new_log();
         let (mut model, mut term, mut coin) = (Model::default(), 1, Coin(seed));
         let data = layout.log().join("db");
         for _ in 0..12 {
@@ -276,25 +230,18 @@ fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
         let acknowledged = fs::read(&data).unwrap();
         let batch = some_batch(&model, &mut term, &mut coin);
         disk.write(&batch).unwrap();
-        let written = fs::read(&data).unwrap();
+        let (written, mark) = (fs::read(&data).unwrap(), fs::read(layout.mark()).unwrap());
         let mut ways = vec![model];
         for change in &batch {
             let more = ways.last().unwrap().ways(change);
             ways.extend(more);
         }
         for _ in 0..4 {
-            let after = tempfile::tempdir().unwrap();
-            copy(folder.path(), after.path());
-            let after = Layout::new(after.path());
-            let content = cut(&acknowledged, &written, &mut coin);
-            fs::write(after.log().join("db"), content).unwrap();
-            let (left, contents) = SledDisk::open(&after).unwrap();
-            let found = Model::read(&left, &contents);
+            let content = cut_in_pieces(&acknowledged, &written, PAGE_BYTES, &mut coin);
             assert!(
-                ways.contains(&found),
+                ways.contains(&left(folder.path(), &content, &mark)),
                 "seed {seed}: none of the states on the way"
             );
-            left.close();
         }
         disk.close();
     }
@@ -319,10 +266,7 @@ fn left(folder: &Path, data: &[u8], mark: &[u8]) -> Model {
 fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
     let (mut lowered, mut raised) = (0, 0);
     for seed in 0..4 {
-        let folder = tempfile::tempdir().unwrap();
-        let layout = Layout::new(folder.path());
-        layout.create().unwrap();
-        let (disk, _) = SledDisk::open(&layout).unwrap();
+        let (folder, layout, disk) = new_log();
         let (mut model, mut term, mut coin) = (Model::default(), 1, Coin(seed));
         let data = || fs::read(layout.log().join("db")).unwrap();
         let mark = || fs::read(layout.mark()).unwrap();
@@ -370,7 +314,7 @@ fn everything_is_synced_before_it_is_believed() {
     for name in ["conf", "db"] {
         assert!(files.contains(&layout.log().join(name)), "{name}");
     }
-    disk.write(&[LogChange::Append(vec![entry(0, 10)])])
+    disk.write(&[LogChange::Append(vec![entry(1, 0, 10)])])
         .unwrap();
     // As after a kill: what was written is there, and counts from now on.
     std::mem::forget(disk);
@@ -386,20 +330,17 @@ fn everything_is_synced_before_it_is_believed() {
 /// Damage somewhere in the data file is named, whatever sled makes of it.
 #[test]
 fn a_damaged_log_does_not_open() {
-    let folder = tempfile::tempdir().unwrap();
-    let layout = Layout::new(folder.path());
-    layout.create().unwrap();
-    let (disk, _) = SledDisk::open(&layout).unwrap();
+    let (_folder, layout, disk) = new_log();
     disk.write_synced(&[LogChange::Vote(Vote::new_committed(1, 1))])
         .unwrap();
     for index in 0..64 {
-        disk.write_synced(&[LogChange::Append(vec![entry(index, 4096)])])
+        disk.write_synced(&[LogChange::Append(vec![entry(1, index, 4096)])])
             .unwrap();
     }
     disk.close();
     let data = layout.log().join("db");
     let whole = fs::read(&data).unwrap();
-    let needle = &entry(20, 4096);
+    let needle = &entry(1, 20, 4096);
     let Payload::Normal(command) = &needle.payload else {
         unreachable!()
     };

@@ -7,8 +7,8 @@
 //! body              the entry as protobuf
 //! ```
 //!
-//! The index goes into the checksum so that a record found under another key is damage too. The
-//! length tells a record that lost its last parts from a whole one.
+//! The checksum covers the index, so that a record found under another key counts as damaged. The
+//! length tells a record that lost its last parts from a complete one.
 
 use prost::Message;
 
@@ -78,24 +78,12 @@ pub(crate) fn decode(index: u64, record: &[u8]) -> Result<Entry, String> {
 
 #[cfg(test)]
 mod tests {
-    use bytes::Bytes;
-
     use super::*;
-    use crate::types::{Command, LeaderId, LogId, Payload};
+    use crate::testing::entry;
 
     #[test]
     fn any_changed_byte_is_found() {
-        let leader_id = LeaderId {
-            term: 1,
-            node_id: 2,
-        };
-        let entry = Entry {
-            log_id: LogId {
-                leader_id,
-                index: 7,
-            },
-            payload: Payload::Normal(Command(Bytes::from_static(b"some command"))),
-        };
+        let entry = entry(1, 7, 12);
         let record = encode(&entry);
         assert_eq!(decode(7, &record), Ok(entry));
         assert!(decode(8, &record).is_err());

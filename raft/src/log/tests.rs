@@ -1,6 +1,5 @@
-//! openraft's own suite over both disks, and what a restart must find.
+//! openraft's own test suite over both disks, and what a restart must find.
 
-use bytes::Bytes;
 use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 use openraft::testing::log::{StoreBuilder, Suite};
 use tempfile::TempDir;
@@ -11,8 +10,8 @@ use crate::adapter::StateMachineAdapter;
 use crate::memory::{DiskShortage, MemoryDisk};
 use crate::snapshot::SnapshotFolder;
 use crate::storage::Storage;
-use crate::testing::RecordingMachine;
-use crate::types::{Command, LeaderId};
+use crate::testing::{RecordingMachine, entries};
+use crate::types;
 
 struct Builder {
     on_sled: bool,
@@ -50,21 +49,7 @@ fn open(folder: &TempDir, storage: &Storage) -> Result<LogStore, StartError> {
 }
 
 fn log_id(term: u64, index: u64) -> LogId {
-    LogId {
-        leader_id: LeaderId { term, node_id: 1 },
-        index,
-    }
-}
-
-fn entries(term: u64, indexes: Range<u64>, bytes: usize) -> Vec<Entry> {
-    let entry = |index: u64| {
-        let command = Bytes::from(vec![(index % 251) as u8; bytes]);
-        Entry {
-            log_id: log_id(term, index),
-            payload: Payload::Normal(Command(command)),
-        }
-    };
-    indexes.map(entry).collect()
+    types::log_id(term, 1, index)
 }
 
 /// Closes the log and opens it again.

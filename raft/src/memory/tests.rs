@@ -3,22 +3,14 @@
 use std::io::{Read, Write};
 use std::path::Path;
 
-use bytes::Bytes;
-
 use super::*;
 use crate::files::Files;
 use crate::log::disk::{Disk, DiskContents};
-use crate::types::{Command, Entry, LeaderId, LogId, Payload, Vote};
+use crate::testing;
+use crate::types::{Entry, Vote};
 
 fn entry(index: u64) -> Entry {
-    let leader_id = LeaderId {
-        term: 1,
-        node_id: 1,
-    };
-    Entry {
-        log_id: LogId { leader_id, index },
-        payload: Payload::Normal(Command(Bytes::from_static(b"command"))),
-    }
+    testing::entry(1, index, 7)
 }
 
 fn content(handle: &MemoryHandle, path: &str) -> io::Result<Vec<u8>> {

@@ -72,11 +72,10 @@ pub(crate) fn check_head(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{LeaderId, Payload};
+    use crate::types::{Payload, log_id};
 
     fn id(term: u64, index: u64) -> LogId {
-        let leader_id = LeaderId { term, node_id: 1 };
-        LogId { leader_id, index }
+        log_id(term, 1, index)
     }
 
     fn entry(term: u64, index: u64) -> Entry {

@@ -150,8 +150,7 @@ impl ReplicaInner {
             if let Some(why) = self.why_stopped() {
                 return Err(ChangeError::Refused(why));
             }
-            let (cluster_high, cluster_low) =
-                wire::split(self.links.identity.cluster().unwrap_or(0));
+            let (cluster_high, cluster_low) = self.links.identity.cluster_halves();
             let request = proto::ChangeRequest {
                 cluster_high,
                 cluster_low,
@@ -197,8 +196,7 @@ impl ReplicaInner {
         };
         request.hops += 1;
         request.cluster_name.clone_from(&self.options.cluster_name);
-        (request.cluster_high, request.cluster_low) =
-            wire::split(self.links.identity.cluster().unwrap_or(0));
+        (request.cluster_high, request.cluster_low) = self.links.identity.cluster_halves();
         let call = peer.call(LinkLane::Bulk, CHANGE_TIMEOUT, |mut client| async move {
             client.change(request).await
         });
@@ -450,7 +448,7 @@ impl ReplicaInner {
     }
 
     fn changed(&self, index: u64) -> Outcome {
-        let (cluster_high, cluster_low) = wire::split(self.links.identity.cluster().unwrap_or(0));
+        let (cluster_high, cluster_low) = self.links.identity.cluster_halves();
         Outcome::Changed(proto::Changed {
             index,
             leader: 0,

@@ -141,7 +141,7 @@ impl ReplicaInner {
             }
             Formation::Bootstrap { peers, expect, .. } => {
                 // Read before the peers are asked: their answers must be newer than the claim.
-                let claim = self.links.identity.bond();
+                let claim = self.links.identity.binding();
                 let found = self.find(peers).await;
                 self.drop_dead_claim(claim, &found)?;
                 if found.peers.values().any(|info| info.is_member) {
@@ -217,13 +217,13 @@ impl ReplicaInner {
     async fn found(&self, found: &Discovery, expect: usize) -> Result<(), String> {
         let identity = &self.links.identity;
         let disk = |error: std::io::Error| error.to_string();
-        let cluster = match identity.bond() {
+        let cluster = match identity.binding() {
             ClusterBinding::Claimed { by, .. } if by != identity.id => {
                 return Err(format!(
                     "waits for replica {by}, which is founding a cluster"
                 ));
             }
-            bond => bond
+            binding => binding
                 .cluster()
                 .unwrap_or_else(|| wire::join(random::draw_id(), random::draw())),
         };
@@ -233,7 +233,7 @@ impl ReplicaInner {
         let founders: Vec<&proto::InfoResponse> = found.peers.values().take(expect - 1).collect();
         let claims = founders.iter().map(|info| self.claim(info, cluster));
         if !join_all(claims).await.into_iter().all(|granted| granted) {
-            identity.give_up(identity.bond()).map_err(disk)?;
+            identity.give_up(identity.binding()).map_err(disk)?;
             return Err("not all founders could be claimed".to_owned());
         }
         let mut members: BTreeMap<u64, Node> = founders

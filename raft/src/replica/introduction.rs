@@ -11,7 +11,7 @@ use super::ReplicaInner;
 use super::peers::check_store;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
-use crate::wire::{self, proto};
+use crate::wire::proto;
 use crate::{DEFAULT_NAME, types};
 
 /// Longest wait for a call to one peer about itself.
@@ -76,7 +76,7 @@ impl ReplicaInner {
     }
 
     pub(super) fn info_request(&self) -> proto::InfoRequest {
-        let (cluster_high, cluster_low) = wire::split(self.links.identity.cluster().unwrap_or(0));
+        let (cluster_high, cluster_low) = self.links.identity.cluster_halves();
         proto::InfoRequest {
             cluster_name: self.options.cluster_name.clone(),
             cluster_high,
@@ -99,7 +99,7 @@ impl ReplicaInner {
         if is_member && theirs != cluster {
             return introduced;
         }
-        let (cluster_high, cluster_low) = wire::split(cluster.unwrap_or(0));
+        let (cluster_high, cluster_low) = identity.cluster_halves();
         let (membership_index, members) = self.membership();
         proto::InfoResponse {
             store: identity.store,

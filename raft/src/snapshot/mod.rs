@@ -139,15 +139,11 @@ mod tests {
     use super::*;
     use crate::error::StartError;
     use crate::files::SystemFiles;
-    use crate::types::LeaderId;
+    use crate::types::log_id;
     use crate::wire::proto;
 
     fn meta(index: u64) -> proto::SnapshotMeta {
-        let last = Some(proto::LogId {
-            term: 1,
-            node: 1,
-            index,
-        });
+        let last = Some(log_id(1, 1, index).into());
         let membership = Some(proto::StoredMembership {
             log_id: None,
             membership: Some(proto::Membership::default()),
@@ -159,22 +155,12 @@ mod tests {
         }
     }
 
-    fn log_id(index: u64) -> LogId {
-        LogId {
-            leader_id: LeaderId {
-                term: 1,
-                node_id: 1,
-            },
-            index,
-        }
-    }
-
     fn write(folder: &SnapshotFolder, index: u64, bytes: &[u8]) -> SnapshotFile {
         let file = folder.unfinished();
         let mut writer = SnapshotWriter::create(&file, &meta(index)).unwrap();
         writer.write_all(bytes).unwrap();
         writer.finish().unwrap();
-        folder.adopt(&file.path, Some(log_id(index))).unwrap()
+        folder.adopt(&file.path, Some(log_id(1, 1, index))).unwrap()
     }
 
     fn opened(folder: &tempfile::TempDir) -> SnapshotFolder {

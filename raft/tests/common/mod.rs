@@ -11,12 +11,14 @@ pub mod world;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use raft::{
-    CheckCommand, Formation, FrozenMachine, PeerHandler, Peers, Replica, ReplicaOptions,
-    SnapshotError, StartError, StateMachine, Status, StopReplicaError, Storage, Tcp,
+    ChangeError, CheckCommand, Formation, FrozenMachine, PeerHandler, Peers, Replica,
+    ReplicaOptions, SnapshotError, StartError, StateMachine, Status, StopReplicaError, Storage,
+    Tcp,
 };
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -42,9 +44,7 @@ impl Journal {
             .values()
             .any(|known| known == command)
     }
-}
 
-impl Journal {
     /// Forgets what was applied at `index`, as no log says.
     pub fn spoil(&self, index: u64) {
         self.0.lock().unwrap().remove(&index);
@@ -128,6 +128,40 @@ impl Mailbox {
     }
 }
 
+/// How replicas are started in these tests, but for where they listen.
+pub fn options(id: u8, data_dir: &Path, formation: Formation) -> ReplicaOptions {
+    ReplicaOptions {
+        id,
+        data_dir: data_dir.to_path_buf(),
+        advertise: String::new(),
+        cluster_name: raft::DEFAULT_NAME.to_owned(),
+        labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
+        formation,
+        heartbeat: Duration::from_millis(50),
+        election_timeout: Duration::from_millis(200)..Duration::from_millis(400),
+        snapshot_every_entries: 10_000,
+        snapshot_every_bytes: 64 << 20,
+        storage: Storage::Sled,
+    }
+}
+
+/// A cluster that `expect` of `peers` found.
+pub fn bootstrap(peers: &[String], expect: usize) -> Formation {
+    Formation::Bootstrap {
+        peers: Peers::List(peers.to_vec()),
+        expect,
+        first_command: b"first".to_vec(),
+    }
+}
+
+/// Why a change was refused.
+pub fn refused<T: std::fmt::Debug>(answer: Result<T, ChangeError>) -> String {
+    match answer {
+        Err(ChangeError::Refused(why)) => why,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
 /// One replica, its folder and its port, over restarts.
 pub struct Seat {
     pub options: ReplicaOptions,
@@ -138,29 +172,22 @@ pub struct Seat {
 }
 
 impl Seat {
-    pub async fn new(id: u8, formation: Formation) -> Self {
+    pub fn new(id: u8, formation: Formation) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let options = ReplicaOptions {
-            id,
-            data_dir: folder.path().to_path_buf(),
-            advertise: String::new(),
-            cluster_name: raft::DEFAULT_NAME.to_owned(),
-            labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
-            formation,
-            heartbeat: Duration::from_millis(50),
-            election_timeout: Duration::from_millis(200)..Duration::from_millis(400),
-            snapshot_every_entries: 10_000,
-            snapshot_every_bytes: 64 << 20,
-            storage: Storage::Sled,
-        };
-        let (journal, mailbox) = (Journal::default(), Arc::default());
         Self {
-            options,
+            options: options(id, folder.path(), formation),
             folder,
-            journal,
-            mailbox,
+            journal: Journal::default(),
+            mailbox: Arc::default(),
             replica: None,
         }
+    }
+
+    /// One that waits to be added by an operator.
+    pub async fn waiting(id: u8) -> Self {
+        let mut seat = Self::new(id, Formation::Join(Peers::List(Vec::new())));
+        seat.start().await;
+        seat
     }
 
     /// Starts on a port of its own; one that was used before is taken again.
@@ -275,12 +302,7 @@ impl Cluster {
         let (listeners, addresses) = listeners(size.into()).await;
         let mut seats = Vec::new();
         for (id, listener) in (1..).zip(listeners) {
-            let formation = Formation::Bootstrap {
-                peers: Peers::List(addresses.clone()),
-                expect: size.into(),
-                first_command: b"first".to_vec(),
-            };
-            let mut seat = Seat::new(id, formation).await;
+            let mut seat = Seat::new(id, bootstrap(&addresses, size.into()));
             adjust(&mut seat.options);
             seat.start_on(listener).await.unwrap();
             seats.push(seat);
@@ -302,24 +324,34 @@ impl Cluster {
             .expect("no such replica")
     }
 
-    pub fn addresses(&self) -> Vec<String> {
-        self.seats
-            .iter()
-            .map(|seat| seat.options.advertise.clone())
-            .collect()
+    /// How a replica joins it.
+    pub fn join(&self) -> Formation {
+        let seats = self.seats.iter();
+        Formation::Join(Peers::List(
+            seats.map(|seat| seat.options.advertise.clone()).collect(),
+        ))
+    }
+
+    /// Some replica that runs.
+    pub fn running(&self) -> &Seat {
+        let running = self.seats.iter().find(|seat| seat.is_running());
+        running.expect("one runs")
     }
 
     /// The leader as some running replica sees it.
     pub async fn leader(&self) -> u8 {
-        let running = self
-            .seats
-            .iter()
-            .find(|seat| seat.is_running())
-            .expect("one runs");
-        let status = running
-            .wait("a leader", |s| s.leader.is_some() && s.has_quorum)
-            .await;
+        let has_one = |status: &Status| status.leader.is_some() && status.has_quorum;
+        let status = self.running().wait("a leader", has_one).await;
         status.leader.unwrap()
+    }
+
+    /// Waits until a running replica other than `old` follows another leader than that; answers it.
+    pub async fn replaced(&self, old: u8) -> &Seat {
+        let mut others = self.seats.iter().filter(|seat| seat.options.id != old);
+        let other = others.find(|seat| seat.is_running()).expect("one runs");
+        let is_replaced = |status: &Status| status.leader.is_some_and(|now| now != old);
+        other.wait("another leader", is_replaced).await;
+        other
     }
 
     /// Waits until all running replicas have applied an index; then they agree.

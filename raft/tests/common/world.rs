@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
@@ -11,8 +12,8 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http_body::Frame;
 use raft::{
-    Formation, MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService, Peers, Replica,
-    ReplicaOptions, Status, Storage, Transport, random,
+    MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService, Replica, ReplicaOptions,
+    Status, Storage, Transport, random,
 };
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -20,7 +21,7 @@ use tonic::Status as Refusal;
 use tonic::body::Body;
 use tower::{Service, ServiceExt, service_fn};
 
-use super::{Journal, Mailbox, PATIENCE};
+use super::{Journal, Mailbox, PATIENCE, bootstrap, options};
 
 /// Who listens where, what does not get through, and every call and change of a status with its time.
 #[derive(Clone)]
@@ -192,22 +193,15 @@ fn id_of(address: &str) -> u8 {
 
 /// Starts a replica of a cluster that `voters` found.
 pub async fn start(world: &World, id: u8, voters: u8, disk: &MemoryDisk) -> (Replica, Journal) {
+    let peers: Vec<String> = (1..=voters).map(|id| address(id).to_string()).collect();
+    let formation = bootstrap(&peers, voters.into());
     let options = ReplicaOptions {
-        id,
-        data_dir: "/data".into(),
         advertise: address(id).to_string(),
-        cluster_name: raft::DEFAULT_NAME.to_owned(),
-        labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
-        formation: Formation::Bootstrap {
-            peers: Peers::List((1..=voters).map(|id| address(id).to_string()).collect()),
-            expect: voters.into(),
-            first_command: b"first".to_vec(),
-        },
-        heartbeat: Duration::from_millis(50),
         election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
         snapshot_every_entries: 40,
         snapshot_every_bytes: 1 << 20,
         storage: Storage::Memory(disk.clone()),
+        ..options(id, Path::new("/data"), formation)
     };
     let port = Port {
         world: world.clone(),

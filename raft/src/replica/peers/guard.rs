@@ -43,7 +43,7 @@ impl ReplicaInner {
     /// sender.
     pub(super) fn admit(
         &self,
-        sender: Option<&PeerSender>,
+        sender: Option<PeerSender>,
         header: Option<&proto::Header>,
         purpose: CallPurpose,
     ) -> Result<u64, Status> {
@@ -69,7 +69,7 @@ impl ReplicaInner {
 
     fn check(
         &self,
-        sender: Option<&PeerSender>,
+        sender: Option<PeerSender>,
         header: &proto::Header,
         purpose: CallPurpose,
     ) -> Result<u64, Status> {

@@ -49,8 +49,8 @@ impl From<MalformedMessageError> for Status {
     }
 }
 
-fn stopped(error: &impl std::fmt::Display) -> Status {
-    // Not "unavailable", which would have the caller doubt its connection.
+fn stopped(error: impl std::fmt::Display) -> Status {
+    // Not "unavailable", which would make the caller doubt its connection.
     Status::aborted(format!("replica stopped: {error}"))
 }
 
@@ -58,9 +58,10 @@ fn vote_of(vote: Option<proto::Vote>) -> Result<Vote, Status> {
     Ok(vote.ok_or(MalformedMessageError("no vote"))?.into())
 }
 
-/// Whom the connection of a call belongs to; `None` on a transport that does not tell.
-fn sender_of<T>(request: &Request<T>) -> Option<PeerSender> {
-    request.extensions().get::<PeerSender>().cloned()
+/// A call and the replica that its connection speaks for; `None` if the transport does not tell.
+fn split<T>(request: Request<T>) -> (Option<PeerSender>, T) {
+    let sender = request.extensions().get::<PeerSender>().cloned();
+    (sender, request.into_inner())
 }
 
 fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
@@ -68,14 +69,14 @@ fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
 }
 
 impl PeerRpc {
-    /// Answers for a replica that no listener serves.
+    /// A service without a listener.
     #[cfg(feature = "fuzzing")]
     pub(super) fn new(inner: Arc<ReplicaInner>) -> Self {
         Self(inner)
     }
 }
 
-/// Writes the machine's state as it is to `file` and sends that; a failure ends the stream.
+/// Writes the machine's current state to `file` and sends it; a failure ends the stream.
 async fn lend(
     inner: &ReplicaInner,
     file: &SnapshotFile,
@@ -102,12 +103,10 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::AppendRequest>,
     ) -> Result<Response<proto::AppendResponse>, Status> {
-        let sender = sender_of(&request);
-        let request = request.into_inner();
+        let (sender, request) = split(request);
         let vote = vote_of(request.vote)?;
-        let header = request.header.as_ref();
         self.0
-            .admit(sender.as_ref(), header, CallPurpose::Lead(vote))?;
+            .admit(sender, request.header.as_ref(), CallPurpose::Lead(vote))?;
         let committed = log_id_of(request.committed);
         let previous = log_id_of(request.previous);
         let entries: Result<Vec<_>, MalformedMessageError> =
@@ -120,12 +119,7 @@ impl Peer for PeerRpc {
             entries,
             leader_commit: committed,
         };
-        let answer = self
-            .0
-            .raft
-            .append_entries(rpc)
-            .await
-            .map_err(|error| stopped(&error))?;
+        let answer = self.0.raft.append_entries(rpc).await.map_err(stopped)?;
         if !matches!(answer, AppendEntriesResponse::HigherVote(_)) {
             self.0.heard.append(vote, committed, request.has_quorum);
         }
@@ -157,12 +151,10 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::VoteRequest>,
     ) -> Result<Response<proto::VoteResponse>, Status> {
-        let sender = sender_of(&request);
-        let request = request.into_inner();
+        let (sender, request) = split(request);
         let vote = vote_of(request.vote)?;
-        let header = request.header.as_ref();
         self.0
-            .admit(sender.as_ref(), header, CallPurpose::Elect(vote))?;
+            .admit(sender, request.header.as_ref(), CallPurpose::Elect(vote))?;
         let last = log_id_of(request.last);
         check_entries(vote, last, None, &[])?;
         let mut rpc = VoteRequest::<Config>::new(vote, last);
@@ -172,7 +164,7 @@ impl Peer for PeerRpc {
         } else {
             self.0.raft.vote(rpc).await
         };
-        let answer = answer.map_err(|error| stopped(&error))?;
+        let answer = answer.map_err(stopped)?;
         Ok(Response::new(proto::VoteResponse {
             vote: Some(answer.vote.into()),
             granted: answer.vote_granted,
@@ -184,20 +176,18 @@ impl Peer for PeerRpc {
         &self,
         request: Request<Streaming<proto::SnapshotPart>>,
     ) -> Result<Response<proto::SnapshotResponse>, Status> {
-        let sender = sender_of(&request);
-        let mut parts = request.into_inner();
+        let (sender, mut parts) = split(request);
         let start = first_part(&mut parts).await?;
         let vote = vote_of(start.vote)?;
-        let header = start.header.as_ref();
         self.0
-            .admit(sender.as_ref(), header, CallPurpose::Lead(vote))?;
+            .admit(sender, start.header.as_ref(), CallPurpose::Lead(vote))?;
         let head = start
             .meta
             .ok_or(MalformedMessageError("a snapshot without meta"))?;
         let meta = check_head(vote, &head)?;
         let ours = self.0.own_vote();
         if vote < ours {
-            // Of a leader of the past: not a byte of it is written.
+            // Its sender no longer leads: not a byte of it is written.
             let vote = Some(ours.into());
             return Ok(Response::new(proto::SnapshotResponse { vote }));
         }
@@ -218,9 +208,8 @@ impl Peer for PeerRpc {
             .raft
             .install_full_snapshot(vote, ServedSnapshot { meta, snapshot })
             .await
-            .map_err(|error| stopped(&error))?;
-        // An installed one has a name of its own by now. One that is older than what is here was
-        // not wanted.
+            .map_err(stopped)?;
+        // If it was installed it has another name by now; if it was too old it was not wanted.
         file.remove(self.0.blocking).await;
         Ok(Response::new(proto::SnapshotResponse {
             vote: Some(answer.vote.into()),
@@ -231,13 +220,11 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::TransferLeaderRequest>,
     ) -> Result<Response<proto::TransferLeaderResponse>, Status> {
-        let sender = sender_of(&request);
-        let request = request.into_inner();
+        let (sender, request) = split(request);
         let from = vote_of(request.from_leader)?;
-        let header = request.header.as_ref();
         self.0
-            .admit(sender.as_ref(), header, CallPurpose::Lead(from))?;
-        // openraft would have it elected whether or not it may ask for votes.
+            .admit(sender, request.header.as_ref(), CallPurpose::Lead(from))?;
+        // openraft would start an election even where asking for votes is disabled.
         if request.to == self.0.links.identity.id
             && let Some(why) = self.0.stands_back()
         {
@@ -252,7 +239,7 @@ impl Peer for PeerRpc {
             .raft
             .handle_transfer_leader(rpc)
             .await
-            .map_err(|e| stopped(&e))?;
+            .map_err(stopped)?;
         let answer = match answer {
             Ok(()) => proto::TransferLeaderResponse::default(),
             Err(error) => {
@@ -277,14 +264,13 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::ProposeRequest>,
     ) -> Result<Response<proto::ProposeResponse>, Status> {
-        let sender = sender_of(&request);
-        let request = request.into_inner();
-        let header = request.header.as_ref();
-        self.0.admit(sender.as_ref(), header, CallPurpose::Member)?;
+        let (sender, request) = split(request);
+        self.0
+            .admit(sender, request.header.as_ref(), CallPurpose::Member)?;
         if request.command.len() > COMMAND_BYTES_MAX {
             return Err(MalformedMessageError("a command above the limit").into());
         }
-        // Once committed it is on every replica, and one that cannot decode it stops.
+        // Once committed it reaches every replica, and one that cannot decode it stops.
         self.0
             .check_command(&request.command)
             .map_err(Status::invalid_argument)?;
@@ -299,10 +285,9 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::ReadBarrierRequest>,
     ) -> Result<Response<proto::ReadBarrierResponse>, Status> {
-        let sender = sender_of(&request);
-        let request = request.into_inner();
-        let header = request.header.as_ref();
-        self.0.admit(sender.as_ref(), header, CallPurpose::Member)?;
+        let (sender, request) = split(request);
+        self.0
+            .admit(sender, request.header.as_ref(), CallPurpose::Member)?;
         let limit = Duration::from_millis(request.timeout_ms);
         let result = self.0.barrier_here(limit).await;
         Ok(Response::new(proto::ReadBarrierResponse {
@@ -314,8 +299,7 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::ChangeRequest>,
     ) -> Result<Response<proto::ChangeResponse>, Status> {
-        let sender = sender_of(&request);
-        let request = request.into_inner();
+        let (sender, request) = split(request);
         let theirs = wire::join_optional(request.cluster_high, request.cluster_low);
         let ours = self.0.links.identity.cluster();
         let is_join = matches!(request.change, Some(proto::change_request::Change::Join(_)));
@@ -346,8 +330,7 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::ClaimRequest>,
     ) -> Result<Response<proto::ClaimResponse>, Status> {
-        let sender = sender_of(&request);
-        let request = request.into_inner();
+        let (sender, request) = split(request);
         self.0.check_name(&request.cluster_name)?;
         if let Some(sender) = sender {
             sender.bind(request.from)?;
@@ -358,9 +341,7 @@ impl Peer for PeerRpc {
         let is_us = (request.to, request.to_store) == (identity.id, identity.store);
         let granted = is_us
             && !self.0.is_member()
-            && identity
-                .claim(cluster, request.from)
-                .map_err(|error| stopped(&error))?;
+            && identity.claim(cluster, request.from).map_err(stopped)?;
         Ok(Response::new(proto::ClaimResponse { granted }))
     }
 
@@ -370,11 +351,10 @@ impl Peer for PeerRpc {
         &self,
         request: Request<proto::FetchStateRequest>,
     ) -> Result<Response<Parts>, Status> {
-        let sender = sender_of(&request);
-        let header = request.into_inner().header;
+        let (sender, request) = split(request);
         self.0
-            .admit(sender.as_ref(), header.as_ref(), CallPurpose::Member)?;
-        // A state may take gigabytes on disk and minutes of a link: one at a time.
+            .admit(sender, request.header.as_ref(), CallPurpose::Member)?;
+        // A state may take gigabytes of disk and minutes of bandwidth: one transfer at a time.
         let Ok(turn) = self.0.lending.clone().try_acquire_owned() else {
             return Err(Status::resource_exhausted(
                 "another replica fetches the state",
@@ -401,14 +381,13 @@ impl Peer for PeerRpc {
         &self,
         request: Request<Streaming<proto::PeerMessage>>,
     ) -> Result<Response<Acks>, Status> {
-        let sender = sender_of(&request);
-        let mut messages = request.into_inner();
+        let (sender, mut messages) = split(request);
         let first = messages.message().await?;
         let header = first.as_ref().and_then(|first| first.header.as_ref());
-        let from = self.0.admit(sender.as_ref(), header, CallPurpose::Member)?;
+        let from = self.0.admit(sender, header, CallPurpose::Member)?;
         let from = u8::try_from(from).map_err(|_| MalformedMessageError("an id above 255"))?;
-        // The answer stream carries nothing; that it stands tells the sender it is heard, and
-        // being polled it does the reading.
+        // The answer stream carries nothing. While it is open the sender knows that it is heard, and
+        // polling it reads the messages.
         let answers = stream::unfold(
             (self.0.clone(), messages),
             move |(inner, mut messages)| async move {
@@ -418,7 +397,7 @@ impl Peer for PeerRpc {
                         () = inner.cancel.cancelled() => return None,
                         message = messages.message() => message.ok()??,
                     };
-                    // It may have been removed meanwhile.
+                    // It may have been removed in the meantime.
                     if inner.seen(|seen| seen.node(from.into()).is_none()) {
                         return None;
                     }
