@@ -1,18 +1,19 @@
-//! Runs a [`StateMachine`] under openraft: applies what is committed, takes and restores snapshots.
+//! Runs a [`StateMachine`] under openraft: applies committed entries, takes and restores snapshots.
 //!
 //! The machine is behind a lock so that a snapshot can be restored on a blocking thread, and frozen
-//! anew by a builder whose first try failed. A snapshot is frozen between two applies and written
-//! beside them.
+//! again by a builder whose first attempt failed. A snapshot is frozen between two entries and
+//! written while later entries are applied.
 //!
-//! A snapshot that cannot be written (the disk is full) stops nothing: the log holds all of it. It
-//! is tried again until it can be. So is one that cannot be opened, for want of descriptors.
+//! A snapshot that cannot be written (the disk is full) stops nothing, since the log still holds
+//! all of it; it is retried until it succeeds. So is opening one, if descriptors are short.
 //!
-//! A machine that cannot be trusted takes over the state of another replica's ([`StateMachineAdapter::take_over`]),
-//! beside Raft: its log was never in doubt. The machine is then ahead of what Raft has handed over
-//! and passes over the entries it has; until Raft has caught up no snapshot is taken, as Raft would
-//! drop entries that it has yet to hand over.
+//! A machine that cannot be trusted takes over another replica's state
+//! ([`StateMachineAdapter::take_over`]) beside Raft, as its log was never in doubt. The machine is
+//! then ahead of what Raft has handed over, and skips the entries that it already has. Until Raft
+//! has caught up no snapshot is taken: Raft would drop entries that it has yet to hand over.
 
 use std::io;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -34,24 +35,24 @@ use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWrit
 use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, shown};
 use crate::wire::{self, proto};
 
-/// Raft over the machine.
+/// openraft with this state machine.
 pub(crate) type Raft = openraft::Raft<Config, StateMachineAdapter>;
 
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
 
-/// Wait after a snapshot that could not be written; doubled each time up to the maximum.
+/// Pause after a snapshot could not be written; doubles up to the maximum.
 const WRITE_AGAIN_FIRST: Duration = Duration::from_millis(500);
 const WRITE_AGAIN_MAX: Duration = Duration::from_secs(30);
-/// Wait after one that could not be opened; doubled each time up to the maximum.
+/// Pause after one could not be opened; doubles up to the maximum.
 const OPEN_AGAIN_FIRST: Duration = Duration::from_millis(50);
 const OPEN_AGAIN_MAX: Duration = Duration::from_secs(1);
 
-/// The machine and how far it is. Clones share it.
+/// The machine and how far it has applied the log. Clones share it.
 #[derive(Clone)]
 pub(crate) struct StateMachineAdapter(Arc<AdapterShared>);
 
 struct AdapterShared {
-    /// Taken before `position` by whoever needs both, and held over both.
+    /// Locked before `position` by code that needs both.
     machine: Mutex<Box<dyn StateMachine>>,
     position: Mutex<AppliedPosition>,
     folder: SnapshotFolder,
@@ -59,15 +60,15 @@ struct AdapterShared {
     fault: FatalError,
     /// Command bytes applied since the last snapshot was frozen.
     bytes_since_snapshot: AtomicU64,
-    /// Why the last try to write a snapshot failed; `None` after one that did not.
+    /// Why the last attempt to write a snapshot failed; `None` if it succeeded.
     unwritten: watch::WatchSender<Option<String>>,
-    /// Whether entries that are handed over wait, see [`StateMachineAdapter::pause`].
+    /// Whether applying is paused, see [`StateMachineAdapter::pause`].
     is_paused: watch::WatchSender<bool>,
-    /// The replica stops.
+    /// Cancelled when the replica stops.
     stop: CancellationToken,
 }
 
-/// Lets entries be applied again when it goes.
+/// Entries are not applied until this is dropped.
 pub(crate) struct PausedApply(Arc<AdapterShared>);
 
 impl Drop for PausedApply {
@@ -76,13 +77,13 @@ impl Drop for PausedApply {
     }
 }
 
-/// How far the machine is, and what is part of the replicated state beside it.
+/// How far the machine has applied the log, and the replicated state beside it.
 #[derive(Debug, Clone, Default)]
 struct AppliedPosition {
     applied: Option<LogId>,
     membership: StoredMembership,
     has_commands: bool,
-    /// The last entry that Raft has handed over or knows from a snapshot: behind `applied` only
+    /// The last entry that Raft has handed over or knows from a snapshot. Behind `applied` only
     /// after another replica's state was taken over.
     handed_over: Option<LogId>,
 }
@@ -96,7 +97,7 @@ impl AppliedPosition {
 /// Why another replica's state was not taken over.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InstallError {
-    /// It stands before what is applied here: to be asked again.
+    /// It reaches less far than what is applied here: ask again.
     #[error("the state reaches {theirs}, {ours} is applied here")]
     Behind { theirs: u64, ours: u64 },
     /// It cannot be read.
@@ -124,11 +125,7 @@ impl StateMachineAdapter {
             is_paused: watch::WatchSender::new(false),
             stop,
         }));
-        let folder = &adapter.0.folder;
-        let newest = folder
-            .newest()
-            .map_err(|error| io_error(std::path::Path::new("snapshots"), error))?;
-        if let Some(file) = newest {
+        if let Some(file) = adapter.newest()? {
             adapter.restore(&file)?;
         }
         Ok(adapter)
@@ -149,7 +146,7 @@ impl StateMachineAdapter {
         self.0.bytes_since_snapshot.load(Ordering::Relaxed)
     }
 
-    /// Failures to write a snapshot, as they come.
+    /// Why the last attempt to write a snapshot failed, as it changes.
     pub(crate) fn unwritten(&self) -> watch::WatchReceiver<Option<String>> {
         self.0.unwritten.subscribe()
     }
@@ -172,13 +169,13 @@ impl StateMachineAdapter {
         let whole = |_: &AppliedPosition, _: Option<LogId>| Ok(());
         let restored = self.replace(file, whole)?;
         let mut position = self.position();
-        // Unless a machine that was ahead of it has stayed so.
+        // A machine that was ahead of it stays ahead.
         position.handed_over = position.handed_over.max(restored);
         Ok(())
     }
 
-    /// Has entries that are handed over wait until the answer goes: a state that is fetched meanwhile
-    /// is not outrun.
+    /// Pauses applying until the answer is dropped, so that this machine does not outrun a state
+    /// that is being fetched.
     pub(crate) fn pause(&self) -> PausedApply {
         self.0.is_paused.send_replace(true);
         PausedApply(Arc::clone(&self.0))
@@ -198,9 +195,9 @@ impl StateMachineAdapter {
         }
     }
 
-    /// Replaces the machine's state by that of another replica, in a file that reaches as far as
-    /// this one or further; answers the index. The file becomes the newest snapshot, as the one
-    /// before may be of the state that is replaced. Blocks, and with it what Raft hands over
+    /// Replaces the machine's state by another replica's, from a file that must reach at least as
+    /// far as this machine; returns the index. The file becomes the newest snapshot, since the
+    /// previous one may be of the state that is replaced. Blocks, and entries are not applied
     /// meanwhile.
     pub(crate) fn take_over(&self, file: &SnapshotFile) -> Result<u64, InstallError> {
         let is_far_enough = |position: &AppliedPosition, theirs: Option<LogId>| {
@@ -218,13 +215,13 @@ impl StateMachineAdapter {
         Ok(shown(last.as_ref()))
     }
 
-    /// Writes the machine's state as it is to `file`. Blocks.
+    /// Writes the machine's current state to `file`. Blocks.
     pub(crate) fn write_state(&self, file: &SnapshotFile) -> io::Result<()> {
         let (machine, position) = self.freeze_aside();
         write_file(file, &*machine, &position)
     }
 
-    /// Restores the machine from a file if `accept` has nothing against where it reaches.
+    /// Restores the machine from a file, if `accept` agrees to how far it reaches.
     fn replace<E: From<StartError>>(
         &self,
         file: &SnapshotFile,
@@ -234,7 +231,7 @@ impl StateMachineAdapter {
         let has_commands = head.has_commands;
         let meta = SnapshotMeta::try_from(head)
             .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
-        // Held until the position fits: a snapshot may be frozen at any time.
+        // Held until the position is updated: a snapshot may be frozen at any time.
         let mut machine = self.machine();
         accept(&self.position(), meta.last_log_id)?;
         if let Err(error) = machine.restore(&mut reader) {
@@ -256,13 +253,14 @@ impl StateMachineAdapter {
     }
 
     fn apply_entry(&self, entry: &Entry) -> io::Result<Reply> {
-        // Shown outside from 1 on.
+        // Outside, indexes start at 1.
         let index = entry.log_id.index + 1;
         let mut machine = self.machine();
         let mut position = self.position();
         position.handed_over = Some(entry.log_id);
         if position.applied >= Some(entry.log_id) {
-            // Part of a state that was taken over; who does that leads nobody, so none waits for it.
+            // Part of a state that was taken over. A replica that does so leads nobody, so nobody
+            // waits for the reply.
             return Ok(Reply::default());
         }
         let reply = match &entry.payload {
@@ -305,14 +303,14 @@ impl StateMachineAdapter {
         Some((machine.freeze(), position.clone()))
     }
 
-    /// Freezes the machine for somebody else.
+    /// Freezes the machine for another replica, or to be read.
     fn freeze_aside(&self) -> FrozenSnapshot {
         let machine = self.machine();
         let position = self.position();
         (machine.freeze(), position.clone())
     }
 
-    /// Does some work on snapshot files, again and again while it lacks what may be there later.
+    /// Does some work on snapshot files, and retries it while descriptors or space are short.
     async fn patiently<T: Send + 'static>(
         &self,
         work: impl Fn(&Self) -> Result<T, StartError> + Clone + Send + 'static,
@@ -333,18 +331,19 @@ impl StateMachineAdapter {
         }
     }
 
+    fn newest(&self) -> Result<Option<SnapshotFile>, StartError> {
+        let newest = self.0.folder.newest();
+        newest.map_err(|error| io_error(Path::new("snapshots"), error))
+    }
+
     fn current(&self) -> Result<Option<Snapshot>, StartError> {
-        let newest = || {
-            let newest = self.0.folder.newest();
-            newest.map_err(|error| io_error(std::path::Path::new("snapshots"), error))
-        };
-        let Some(mut file) = newest()? else {
+        let Some(mut file) = self.newest()? else {
             return Ok(None);
         };
         let (_, head) = loop {
             match SnapshotReader::open(&file) {
-                // A newer one took its place just now.
-                Err(error) if is_gone(&error) => match newest()? {
+                // A newer one has just replaced it.
+                Err(error) if is_gone(&error) => match self.newest()? {
                     Some(newer) if newer.path != file.path => file = newer,
                     Some(_) | None => return Err(error),
                 },
@@ -366,10 +365,10 @@ fn is_gone(error: &StartError) -> bool {
 
 type FrozenSnapshot = (Box<dyn FrozenMachine>, AppliedPosition);
 
-/// Writes one frozen state; if that fails, a newer one later.
+/// Writes a frozen state; if that fails, a newer one later.
 pub(crate) struct SnapshotBuilder {
     adapter: StateMachineAdapter,
-    /// Behind a lock only because openraft wants builders to be shareable.
+    /// Behind a lock only because openraft requires builders to be `Sync`.
     frozen: Mutex<Option<FrozenSnapshot>>,
 }
 
@@ -387,7 +386,7 @@ impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
             let (adapter, now) = (self.adapter.clone(), frozen.take());
             let blocking = adapter.0.blocking;
             let built = blocking.try_run(move || {
-                // Not kept over a wait: what is frozen costs memory as the machine moves on.
+                // Not kept during a pause: a frozen state costs memory as the machine moves on.
                 let Some((machine, position)) = now.or_else(|| adapter.freeze()) else {
                     return Err(io::Error::other(
                         "the machine is ahead of the log handed over",
@@ -430,7 +429,7 @@ fn write(
     Ok(Snapshot { meta, snapshot })
 }
 
-/// Writes a frozen state to a file of its own, whole or not at all.
+/// Writes a frozen state to a file, completely or not at all.
 fn write_file(
     file: &SnapshotFile,
     machine: &dyn FrozenMachine,
@@ -446,7 +445,7 @@ fn write_file(
         writer.finish()
     });
     if written.is_err() {
-        // Half of it would take the space that the next try needs.
+        // Half a file would take the space that the next attempt needs.
         file.remove();
     }
     written
@@ -491,7 +490,7 @@ impl RaftStateMachine<Config> for StateMachineAdapter {
     ) -> io::Result<()> {
         let last = meta.last_log_id;
         let installed = async {
-            // The file is complete and synced. It takes its name only once the machine took it.
+            // The file is complete and synced. It gets its name once the machine has restored it.
             let file = snapshot.clone();
             self.patiently(move |adapter| adapter.restore(&file))
                 .await?;

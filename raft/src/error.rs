@@ -1,13 +1,13 @@
-//! Errors, by what a caller can do about them.
+//! Errors, distinguished by what a caller can do about them.
 
 use std::path::PathBuf;
 
 /// A command that is committed and applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Committed {
-    /// Its place in the log.
+    /// Its index in the log.
     pub index: u64,
-    /// What the machine answered.
+    /// The machine's reply.
     pub reply: Vec<u8>,
 }
 
@@ -17,13 +17,13 @@ pub enum ProposeError {
     /// Refused before it entered any log: proposing again is safe.
     #[error("no leader is known")]
     NoLeader,
-    /// It may or may not be committed, now or later: propose the same bytes again.
+    /// It may be committed, now or later, or not: propose the same bytes again.
     #[error("outcome unknown: {0}")]
     Unknown(String),
     /// This replica is stopping or has stopped.
     #[error("replica stopped: {0}")]
     Stopped(String),
-    /// It is no command that every member can apply, and entered no log; says why.
+    /// Some member could not apply it, so it entered no log; says why.
     #[error("refused: {0}")]
     Refused(String),
     /// It is larger than [`crate::COMMAND_BYTES_MAX`] and entered no log.
@@ -37,10 +37,10 @@ pub enum ProposeError {
 /// Why a change of membership or leadership did not take place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    /// It cannot be done in the present membership; says why.
+    /// It is not possible in the present membership; says why.
     #[error("{0}")]
     Refused(String),
-    /// Not known to have taken place.
+    /// It may have taken place or not.
     #[error("outcome unknown: {0}")]
     Unknown(String),
 }
@@ -48,7 +48,7 @@ pub enum ChangeError {
 /// Why a replica did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// What it was told cannot work.
+    /// The options cannot work.
     #[error("{0}")]
     Options(String),
     /// A file of the store is damaged.
@@ -56,7 +56,7 @@ pub enum StartError {
     Damaged {
         /// The file (or tree and key, for the log inside sled).
         path: String,
-        /// Where in it; for a log entry its index.
+        /// Where in the file; for a log entry its index.
         offset: u64,
         /// What was found and what was expected.
         what: String,
@@ -69,7 +69,7 @@ pub enum StartError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
 }

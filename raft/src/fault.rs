@@ -1,10 +1,10 @@
-//! The first thing that went wrong beyond repair, told to everybody.
+//! The first fatal error of a replica.
 
 use std::sync::Arc;
 
 use crate::determinism::watch;
 
-/// Set once, by whoever finds it: the log, the machine, or Raft. Cheap to clone.
+/// Set once, by the log, the machine or Raft. Clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct FatalError(Arc<watch::WatchSender<Option<String>>>);
 
@@ -13,7 +13,7 @@ impl FatalError {
         Self(Arc::new(watch::WatchSender::new(None)))
     }
 
-    /// Keeps the first fault; later ones follow from it.
+    /// Keeps the first fault; later ones are consequences of it.
     pub(crate) fn set(&self, what: impl Into<String>) {
         let what = what.into();
         self.0.send_if_modified(|fault| {

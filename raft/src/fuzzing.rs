@@ -1,5 +1,5 @@
-//! Readers of foreign bytes as functions that must not panic, whatever they are given: log records,
-//! messages of peers, files. For the fuzz targets of `chaos-tests`.
+//! Fuzz targets for readers of foreign bytes: log records, messages of peers, files. None may
+//! panic, whatever the input. `chaos-tests` runs them.
 
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -363,8 +363,8 @@ fn entries() -> Vec<Entry> {
     payloads.into_iter().zip(7..).map(entry).collect()
 }
 
-/// Takes bytes for a snapshot file's: magic, head and frames stay where they are, lengths are cut to
-/// what is there, and checksums set.
+/// Takes bytes for a snapshot file's: magic, head and frames stay where they are, lengths are cut
+/// to what is there, and checksums set.
 fn framed(bytes: &[u8]) -> Vec<u8> {
     const MAGIC_BYTES: usize = 8;
     let mut file = bytes.to_vec();

@@ -1,11 +1,12 @@
 //! The identity of a replica, and the cluster it belongs to.
 //!
 //! The store's random id is drawn when the store is created: a replica that lost its disk is a
-//! different one, even under the same id, and is never mistaken for a voter that remembers its votes.
+//! different one, even under the same id, and is never mistaken for a voter that remembers its
+//! votes.
 //!
-//! A replica is bound to the first cluster that claims it as a founder, adds it on request, or sends it
-//! log entries. From then on it refuses everything from other clusters. A mere claim is given up again
-//! when it can no longer lead to a cluster.
+//! A replica is bound to the first cluster that claims it as a founder, adds it on request, or
+//! sends it log entries. From then on it refuses everything from other clusters. A mere claim is
+//! given up again when it can no longer lead to a cluster.
 
 use std::io;
 use std::path::PathBuf;
@@ -140,8 +141,8 @@ impl ReplicaIdentity {
         })
     }
 
-    /// Becomes a member at its own request. Only a replica without votes and entries may: the founder
-    /// that claimed it can then do without it.
+    /// Becomes a member at its own request. Only a replica without votes and entries may: the
+    /// founder that claimed it can then do without it.
     pub(crate) fn join(&self, cluster: u128) -> io::Result<bool> {
         self.change(|binding| match binding {
             ClusterBinding::Free | ClusterBinding::Claimed { .. } => {

@@ -1,14 +1,14 @@
 //! Replicates opaque commands in one agreed order.
 //!
 //! A [`StateMachine`] is driven by a Raft log: openraft, over a log store in sled and gRPC (tonic)
-//! between replicas. Nothing here knows what a command means, and no name of openraft or sled appears
-//! in the public interface, so either can be replaced.
+//! between replicas. Nothing here knows what a command means, and no name of openraft or sled
+//! appears in the public interface, so either can be replaced.
 //!
 //! # What is where
 //!
 //! | module | what |
 //! | --- | --- |
-//! | `replica` | a running replica: start, stop, propose, change the membership, form a cluster, status; `replica::peers` answers its peers |
+//! | `replica` | start, stop, propose, change the membership, form a cluster, status, answer peers |
 //! | `adapter` | runs the state machine under openraft: apply, snapshot, restore |
 //! | `log` | votes and entries: a port to the disk, sled behind it, and the task that writes |
 //! | `snapshot` | snapshot files |
@@ -23,13 +23,14 @@
 //! # What holds
 //!
 //! - A command answered with [`Committed`] is on the disks of a majority and is applied by every
-//!   replica at that index, once. After [`ProposeError::Unknown`] it may or may not be committed, and
-//!   the caller proposes the same bytes again: the machine must recognise duplicates.
+//!   replica at that index, once. After [`ProposeError::Unknown`] it may or may not be committed,
+//!   and the caller proposes the same bytes again: the machine must recognise duplicates.
 //! - Log indexes start at 1 and are the same on every replica.
-//! - A replica never votes or acknowledges anything before its disk has it. After an error of the disk
-//!   or the machine it takes no further part ([`Status::fault`]); what it had applied stays readable.
-//! - The log opens no file while it runs. A write that cannot begin for lack of space is retried until
-//!   it can ([`Status::waiting`]).
+//! - A replica never votes or acknowledges anything before its disk has it. After an error of the
+//!   disk or the machine it takes no further part ([`Status::fault`]); what it had applied stays
+//!   readable.
+//! - The log opens no file while it runs. A write that cannot begin for lack of space is retried
+//!   until it can ([`Status::waiting`]).
 //! - A replica that lost its store is a different replica: it is refused under its old id.
 
 mod adapter;

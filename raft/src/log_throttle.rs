@@ -1,4 +1,4 @@
-//! Log lines that somebody outside could cause without end.
+//! Bounds log lines that a peer could cause without end.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,15 +7,15 @@ use tokio::time::Instant;
 
 use crate::locks::lock;
 
-/// Least time between two lines.
+/// Shortest time between two lines.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Lets one line through every ten seconds.
+/// Allows one line every ten seconds.
 #[derive(Debug, Default)]
 pub(crate) struct LogThrottle(Mutex<Option<Instant>>);
 
 impl LogThrottle {
-    /// Whether it is time for a line.
+    /// Whether a line may be written now.
     pub(crate) fn may_say(&self) -> bool {
         let mut said = lock(&self.0);
         let is_time = said.is_none_or(|at| at.elapsed() >= EVERY);

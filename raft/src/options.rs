@@ -14,22 +14,22 @@ pub struct ReplicaOptions {
     pub id: u8,
     /// Log, vote and snapshots live below it.
     pub data_dir: PathBuf,
-    /// Host and port peers reach this replica's peer listener at.
+    /// Host and port at which peers reach this replica's peer listener.
     pub advertise: String,
-    /// What the cluster is called: replicas of other names have nothing to do with each other.
+    /// The cluster's name: replicas with different names refuse each other.
     pub cluster_name: String,
     /// Free `key=value` facts told to peers and shown in [`crate::Status`] (`admin`, `data`,
     /// `version`).
     pub labels: BTreeMap<String, String>,
-    /// How a cluster comes to be.
+    /// How this replica gets into a cluster.
     pub formation: Formation,
-    /// Leader's heartbeat interval.
+    /// The leader's heartbeat interval.
     pub heartbeat: Duration,
-    /// Range an election timeout is drawn from.
+    /// The range from which election timeouts are drawn.
     pub election_timeout: Range<Duration>,
     /// Log entries between snapshots.
     pub snapshot_every_entries: u64,
-    /// Log bytes between snapshots, whichever comes first.
+    /// Log bytes between snapshots; whichever limit is reached first counts.
     pub snapshot_every_bytes: u64,
     /// Where log, identity and snapshots are kept: [`Storage::Sled`] outside of tests.
     pub storage: Storage,
@@ -38,26 +38,26 @@ pub struct ReplicaOptions {
 /// How a replica finds its cluster when its data directory is empty.
 #[derive(Debug, Clone)]
 pub enum Formation {
-    /// Form a cluster once `expect` peers (this one included) answer and none of them has state;
-    /// if one of them is in a cluster already, join that. The lowest id initialises.
+    /// Form a cluster once `expect` replicas answer, this one included, and none of them is in one;
+    /// otherwise join that cluster. The replica with the lowest id initialises.
     Bootstrap {
-        /// Where peers are looked for.
+        /// Where peers are found.
         peers: Peers,
-        /// How many voters begin: more than half of the peers, so that there cannot be two sets of
-        /// them that do not know of each other.
+        /// How many voters the cluster starts with: more than half of the peers, so that two
+        /// disjoint sets of founders cannot form two clusters.
         expect: usize,
-        /// Command proposed as the cluster's first, by whoever initialises.
+        /// The cluster's first command, proposed by the replica that initialises.
         first_command: Vec<u8>,
     },
     /// Join an existing cluster as a learner through any of these members.
     Join(Peers),
 }
 
-/// Where peers are looked for.
+/// Where peers are found.
 #[derive(Debug, Clone)]
 pub enum Peers {
-    /// `host:port` each.
+    /// Each as `host:port`.
     List(Vec<String>),
-    /// One `host:port` that resolves to every peer; looked up anew at each try.
+    /// One `host:port` that resolves to all peers; looked up at each attempt.
     Dns(String),
 }

@@ -1,12 +1,12 @@
-//! Bugs that can be planted here, so that the tests which should find them can be tested.
+//! Bugs that can be planted to prove that the tests find them.
 //!
-//! Each stands at the place where it would be made: one condition, false in every build without the
-//! feature `planted`, so that the compiler leaves it out. With the feature one bug at a time can be
-//! planted per thread. docs/internals/testing.md lists them, and what catches each.
+//! Each is a condition at the place where the bug would be made. Without the feature `planted` it
+//! is constantly false and compiled away. With the feature, one bug at a time can be planted per
+//! thread. docs/internals/testing.md lists them, and which test catches each.
 
 macro_rules! bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {
-        /// A bug that people make.
+        /// A bug that people could make.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum Bug { $($(#[$doc])* $bug,)* }
 
@@ -24,11 +24,11 @@ bugs! {
     VoteNotKept,
     /// Entries that a later leader replaced stay on the disk.
     TruncationNotKept,
-    /// A state that stands before this one's is taken over.
+    /// A state that reaches less far than this machine's is taken over.
     OlderStateTakenOver,
-    /// What a snapshot that came from the leader holds is used, and the file thrown away.
+    /// A snapshot from the leader is restored, but its file is not kept.
     SnapshotNotAdopted,
-    /// A snapshot takes the place of the one before while only its name is on the disk.
+    /// A snapshot replaces the one before although only its name is on the disk.
     SnapshotNotSynced,
     /// A leader answers a read barrier without asking whether it still leads.
     BarrierWithoutQuorum,
@@ -67,7 +67,7 @@ mod switch {
         MET.set(0);
     }
 
-    /// How often the planted bug was met on this thread: one that never is cannot be caught.
+    /// How often the planted bug was executed on this thread; one that never is cannot be caught.
     #[must_use]
     pub fn met() -> u64 {
         MET.get()

@@ -18,8 +18,8 @@ pub enum Storage {
     #[default]
     Sled,
     /// Log, identity and snapshots in memory, for tests and simulations. They survive a restart of
-    /// the replica with the same disk. Nothing is written below the data directory, and blocking work
-    /// is done in place.
+    /// the replica with the same disk. Nothing is written below the data directory, and blocking
+    /// work is done in place.
     Memory(MemoryDisk),
 }
 

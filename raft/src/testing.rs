@@ -1,4 +1,5 @@
-//! Shared by the unit tests: entries, a machine that records its commands, and replicas that drive it.
+//! Shared by the unit tests: entries, a machine that records its commands, and replicas that drive
+//! it.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

@@ -1,5 +1,6 @@
 //! The log on sled by itself, for one planted bug: entries that survive a truncation show in hardly
-//! any simulated cluster, since they must be read back before the new leader's entries replace them.
+//! any simulated cluster, since they must be read back before the new leader's entries replace
+//! them.
 
 use std::io;
 use std::ops::Range;
@@ -13,8 +14,8 @@ use crate::files::Layout;
 use crate::log::LogStore;
 use crate::types::{Command, Entry, Payload, log_id};
 
-/// A leader of term 1 writes ten entries below `folder`, one of term 2 replaces the last five by two.
-/// Returns index and term of each entry that is there after a restart.
+/// A leader of term 1 writes ten entries below `folder`, one of term 2 replaces the last five by
+/// two. Returns index and term of each entry that is there after a restart.
 ///
 /// # Errors
 /// When the log cannot be opened, written or read.

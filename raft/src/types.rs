@@ -52,8 +52,8 @@ pub(crate) struct Node {
     pub(crate) address: String,
     /// What it tells about itself.
     pub(crate) labels: BTreeMap<String, String>,
-    /// The random id of its store. A replica that lost its store draws a new one, so that calls meant
-    /// for the old store, which has promised votes and entries, never reach the new one.
+    /// The random id of its store. A replica that lost its store draws a new one, so that calls
+    /// meant for the old store, which has promised votes and entries, never reach the new one.
     pub(crate) store: u64,
     /// The random id of the cluster, the same in every member.
     pub(crate) cluster: u128,

@@ -1,7 +1,7 @@
 //! Conversions between the wire types and openraft's.
 //!
-//! openraft's serde formats change between versions. What is sent and stored is therefore always one
-//! of the protobuf types, and only this module knows both sides.
+//! openraft's serde formats change between versions. What is sent and stored is therefore always
+//! one of the protobuf types, and only this module knows both sides.
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod proto {

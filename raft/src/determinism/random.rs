@@ -1,7 +1,7 @@
 //! Random numbers, from the system or from a seed.
 //!
-//! A simulation that shall run again as it ran before seeds the thread it runs on. Everything this
-//! crate draws is drawn here: election timeouts, and the numbers of stores and clusters.
+//! A simulation seeds the thread it runs on. All random numbers of this crate are drawn here:
+//! election timeouts, and the ids of stores and clusters.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -11,12 +11,12 @@ thread_local! {
     static STATE: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Has this thread draw the numbers that follow from `seed` from here on.
+/// From here on this thread draws the numbers that follow from `seed`.
 pub fn seed(seed: u64) {
     STATE.set(Some(seed));
 }
 
-/// Draws a number: the seeded thread's next one, or one of the system's.
+/// Draws a number: the next one of a seeded thread, else one from the system.
 #[must_use]
 pub fn draw() -> u64 {
     let Some(state) = STATE.get() else {

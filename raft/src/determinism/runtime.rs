@@ -1,5 +1,5 @@
-//! The runtime that openraft runs on: tokio, with random numbers and wake-ups that a simulation can
-//! repeat, and with timeouts that a call may prolong.
+//! The runtime that openraft runs on: tokio, with repeatable random numbers and wake-ups, and with
+//! timeouts that a call may extend.
 
 use std::future::Future;
 use std::time::Duration;

@@ -1,11 +1,11 @@
-//! How long openraft waits for a peer.
+//! Timeouts that a call may extend.
 //!
-//! It gives a vote the least election timeout and a heartbeat its interval, 150 and 50 ms as configured
-//! by default, and drops the call. A voter syncs its disk before it answers: while that takes longer,
-//! every vote that is given is lost, and the next candidacy asks for another one. A disk that stalls for
-//! eight seconds left a cluster without a leader for as long as that, and one that is always that slow
-//! for ever. The answer is of use as long as the candidacy stands, so a call may ask for more time:
-//! [`patient`] says so to the [`Timeout`] that it is polled in.
+//! openraft waits for a vote as long as the shortest election timeout, for a heartbeat as long as
+//! its interval (150 and 50 ms by default), and then drops the call. A voter syncs its disk before
+//! it answers: while that takes longer, every vote given is lost and the next candidacy asks again.
+//! A disk that stalled for eight seconds left a cluster without a leader for as long, and one that
+//! is always that slow would do so for ever. A late vote is still useful while the candidacy lasts,
+//! so a call may ask for more time: [`patient`] tells the [`Timeout`] that polls it.
 
 use std::cell::Cell;
 use std::fmt;
@@ -16,11 +16,11 @@ use std::task::{Context, Poll};
 use tokio::time::{Instant, Sleep};
 
 thread_local! {
-    /// Until when the call that was just polled wants to be waited for.
+    /// How long the call that was just polled asks to be waited for.
     static ASKED: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// The time is over.
+/// The time is up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Elapsed;
 
@@ -30,14 +30,14 @@ impl fmt::Display for Elapsed {
     }
 }
 
-/// Waits for a future, and no longer than a time that the future may prolong.
+/// Waits for a future up to a limit, which the future may extend.
 pub(crate) struct Timeout<F> {
     future: Pin<Box<F>>,
     limit: Pin<Box<Sleep>>,
 }
 
 impl<F> Timeout<F> {
-    /// Waits for `future` until `limit` is over.
+    /// Waits for `future` until `limit` ends.
     pub(crate) fn new(limit: Sleep, future: F) -> Self {
         Self {
             future: Box::pin(future),
@@ -63,7 +63,7 @@ impl<F: Future> Future for Timeout<F> {
     }
 }
 
-/// Has the [`Timeout`] around `call` wait until `until` at least.
+/// Makes the [`Timeout`] around `call` wait until `until` at least.
 pub(crate) async fn patient<F: Future>(until: Instant, call: F) -> F::Output {
     let mut call = std::pin::pin!(call);
     std::future::poll_fn(|context| {

@@ -1,8 +1,7 @@
 //! A value whose changes can be waited for.
 //!
-//! As tokio's of the same name, whose waiters wake in an order drawn from a generator that nobody
-//! can seed. These wake in the order in which they began to wait, so that a simulation runs as it
-//! ran before.
+//! Like tokio's `watch`, which wakes its waiters in an order from a random generator that cannot be
+//! seeded. These wake in the order in which they began to wait, so that a simulation is repeatable.
 
 use std::fmt;
 use std::ops::Deref;
@@ -34,7 +33,7 @@ pub struct WatchReceiver<T> {
 /// The value, which does not change while this is held: not to be held for long.
 pub struct WatchRef<'a, T>(RwLockReadGuard<'a, Versioned<T>>);
 
-/// Whoever could change the value is gone.
+/// All senders are gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("nobody is left to change the value")]
 pub struct WatchClosedError;
@@ -51,9 +50,9 @@ impl<T> WatchShared<T> {
     /// Waits for a version other than `seen` and sees it.
     async fn changed(&self, seen: &mut u64) -> Result<(), WatchClosedError> {
         loop {
-            // Before the look: a change after the look wakes it even though it does not wait yet.
+            // Before the value is read: a later change wakes it even though it does not wait yet.
             let notified = self.changed.notified();
-            // Before it too: the last value may come with the end.
+            // Before that too: the last value may come just before the end.
             let is_closed = self.senders.load(Ordering::Acquire) == 0;
             let version = self.read().version;
             if version != *seen {
@@ -69,7 +68,7 @@ impl<T> WatchShared<T> {
 }
 
 impl<T> WatchSender<T> {
-    /// Begins with `value`.
+    /// Starts with `value`.
     pub fn new(value: T) -> Self {
         Self(Arc::new(WatchShared {
             current: RwLock::new(Versioned { value, version: 0 }),
@@ -95,7 +94,7 @@ impl<T> WatchSender<T> {
         WatchRef(self.0.read())
     }
 
-    /// Puts `value` in place of the present one, which is answered.
+    /// Replaces the value; returns the previous one.
     pub fn send_replace(&self, value: T) -> T {
         let mut value = value;
         self.send_modify(|present| std::mem::swap(present, &mut value));
@@ -110,7 +109,7 @@ impl<T> WatchSender<T> {
         });
     }
 
-    /// Changes the value; who waits is woken if `change` says that it did.
+    /// Changes the value; wakes the waiters if `change` says that it did.
     pub fn send_if_modified(&self, change: impl FnOnce(&mut T) -> bool) -> bool {
         {
             let mut current = self.0.write();
@@ -157,13 +156,13 @@ impl<T: fmt::Debug> fmt::Debug for WatchSender<T> {
 }
 
 impl<T> WatchReceiver<T> {
-    /// The present value. Whether it was seen does not change.
+    /// The present value, without marking it as seen.
     #[must_use]
     pub fn borrow(&self) -> WatchRef<'_, T> {
         WatchRef(self.shared.read())
     }
 
-    /// The present value, which is seen by this.
+    /// The present value, which is marked as seen.
     pub fn borrow_and_update(&mut self) -> WatchRef<'_, T> {
         let current = self.shared.read();
         self.seen = current.version;
@@ -176,12 +175,12 @@ impl<T> WatchReceiver<T> {
         self.shared.read().version != self.seen
     }
 
-    /// Takes the present value for seen.
+    /// Marks the present value as seen.
     pub fn mark_unchanged(&mut self) {
         self.seen = self.shared.read().version;
     }
 
-    /// Waits for a value that was not seen yet; then it is.
+    /// Waits for a value that was not seen yet, and marks it as seen.
     ///
     /// # Errors
     /// [`WatchClosedError`] when there is none and never will be.
@@ -189,7 +188,7 @@ impl<T> WatchReceiver<T> {
         self.shared.changed(&mut self.seen).await
     }
 
-    /// Waits for a value, beginning with the present one, that is as wished.
+    /// Waits for a value that fulfils `wish`, beginning with the present one.
     ///
     /// # Errors
     /// [`WatchClosedError`] when there is none and never will be.

@@ -1,12 +1,12 @@
-//! Small files that are written whole or not at all, and the folder layout below a data directory.
+//! The layout of a data directory, and small files that are written completely or not at all.
 //!
 //! `<data_dir>/raft/` holds everything a replica must not lose:
 //!
 //! | path | what |
 //! | --- | --- |
-//! | `lock` | held by the process that runs on it |
+//! | `lock` | locked by the process that uses the store |
 //! | `identity` | who the replica is and which cluster it belongs to |
-//! | `log.mark` | what the log has promised at least; kept open (`crate::log::mark`) |
+//! | `log.mark` | what the log must hold at least; kept open (`crate::log::mark`) |
 //! | `log/` | sled: vote and entries |
 //! | `snapshots/` | snapshot files |
 
@@ -31,23 +31,23 @@ const HEAD_BYTES: usize = MAGIC.len() + 4;
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     root: PathBuf,
-    /// All but the log's.
+    /// All files but the log's.
     pub(crate) files: Arc<dyn Files>,
 }
 
 impl Layout {
-    /// Files of the system.
+    /// Files of the operating system.
     pub(crate) fn new(data_dir: &Path) -> Self {
         Self::over(Arc::new(SystemFiles), data_dir)
     }
 
-    /// Files wherever they are.
+    /// Files behind any port.
     pub(crate) fn over(files: Arc<dyn Files>, data_dir: &Path) -> Self {
         let root = data_dir.join(FOLDER);
         Self { root, files }
     }
 
-    /// Makes the folders and has their names on disk.
+    /// Creates the folders and makes their names durable.
     pub(crate) fn create(&self) -> Result<(), StartError> {
         for folder in [self.root.clone(), self.snapshots()] {
             let created = self.files.create_folder(&folder);
@@ -60,7 +60,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Takes the store for one replica.
+    /// Locks the store for one replica.
     pub(crate) fn lock(&self) -> Result<StoreLock, StartError> {
         let path = self.root.join(LOCK);
         let locked = self.files.lock(&path);
@@ -84,7 +84,7 @@ impl Layout {
     }
 }
 
-/// A start error of the file system.
+/// A start error from the file system.
 pub(crate) fn io_error(path: &Path, source: io::Error) -> StartError {
     StartError::Io {
         path: path.to_path_buf(),
@@ -92,7 +92,7 @@ pub(crate) fn io_error(path: &Path, source: io::Error) -> StartError {
     }
 }
 
-/// A start error of a file whose bytes are wrong.
+/// A start error about a file whose bytes are wrong.
 pub(crate) fn damaged(path: &Path, offset: u64, what: impl Into<String>) -> StartError {
     StartError::Damaged {
         path: path.display().to_string(),
@@ -101,8 +101,8 @@ pub(crate) fn damaged(path: &Path, offset: u64, what: impl Into<String>) -> Star
     }
 }
 
-/// Whether an error says that something ran short which may be there again later. Only of a step that
-/// had changed nothing yet does that mean that it can be tried again.
+/// Whether an error reports a shortage that may pass. Retrying is safe only if the failed step had
+/// not changed anything yet.
 pub(crate) fn is_shortage(error: &io::Error) -> bool {
     let is_short = |errno| {
         use rustix::io::Errno;
@@ -123,7 +123,7 @@ pub(crate) fn is_message(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
 }
 
-/// Replaces a small file by a message: written beside, synced, renamed, folder synced.
+/// Replaces a small file by a message: writes a new file, syncs it, renames it, syncs the folder.
 pub(crate) fn store_message(
     files: &dyn Files,
     path: &Path,
@@ -143,7 +143,7 @@ pub(crate) fn store_message(
     files.sync_folder(path.parent().expect("a file of the layout has a folder"))
 }
 
-/// Reads what [`store_message`] wrote; `None` when there is no such file.
+/// Reads what [`store_message`] wrote; `None` if there is no such file.
 pub(crate) fn load_message<M: Message + Default>(
     files: &dyn Files,
     path: &Path,
@@ -172,9 +172,9 @@ pub(crate) fn load_message<M: Message + Default>(
     Ok(Some(message))
 }
 
-/// Moves the log, vote and snapshots of a damaged replica below `data_dir` aside, so that it joins
-/// under a new id and is rebuilt from its peers. Answers where they are; `None` when there
-/// were none.
+/// Moves the log, vote and snapshots of a damaged replica below `data_dir` aside, so that it can
+/// join under a new id and be rebuilt from its peers. Returns the new place; `None` if there was no
+/// store.
 ///
 /// # Errors
 /// Those of the file system, and `ResourceBusy` while a replica runs on the store.
@@ -195,7 +195,7 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
     unreachable!("more than 2^32 stores were set aside")
 }
 
-/// Refuses a store that a process runs on.
+/// Refuses a store that a running process uses.
 fn refuse_if_in_use(folder: &Path) -> io::Result<()> {
     match File::open(folder.join(LOCK)) {
         Ok(file) => port::lock(&file),

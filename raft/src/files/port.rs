@@ -1,4 +1,4 @@
-//! Files as a replica needs them, and the system's.
+//! The port to files, and the operating system's files behind it.
 
 use std::any::Any;
 use std::fmt;
@@ -8,47 +8,47 @@ use std::path::{Path, PathBuf};
 
 /// Where identity and snapshots are kept. Every call may block.
 pub(crate) trait Files: fmt::Debug + Send + Sync + 'static {
-    /// Makes a folder and those above it, unless they are there.
+    /// Creates a folder and its parents, unless they exist.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// Has a folder's entries on disk: a renamed or new file is only then sure to be found again.
+    /// Makes a folder's entries durable: until then a new or renamed file may be lost.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
 
     /// The files in a folder, in any order.
     fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>>;
 
-    /// Whether there is a file or folder of this name.
+    /// Whether there is a file or folder with this name.
     fn exists(&self, path: &Path) -> bool;
 
-    /// Reads a file from its begin.
+    /// Opens a file for reading.
     fn open(&self, path: &Path) -> io::Result<Box<dyn Read + Send>>;
 
-    /// Makes an empty file in place of what has that name.
+    /// Creates an empty file, in place of a file with that name.
     fn create(&self, path: &Path) -> io::Result<Box<dyn NewFile>>;
 
-    /// Gives a file another name of the same folder, in place of what has that name.
+    /// Renames a file within a folder, in place of a file with the new name.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Removes a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Takes what `path` stands for, until the answer is dropped.
+    /// Locks `path` until the answer is dropped.
     fn lock(&self, path: &Path) -> io::Result<StoreLock>;
 }
 
 /// A file that is being written.
 pub(crate) trait NewFile: Write + Send {
-    /// Has its content on disk.
+    /// Makes its content durable.
     fn sync(&mut self) -> io::Result<()>;
 }
 
-/// A store taken by one replica, until it is dropped or its process ends.
+/// A store locked by one replica, until this is dropped or the process ends.
 pub(crate) struct StoreLock {
     _held: Box<dyn Any + Send + Sync>,
 }
 
 impl StoreLock {
-    /// Held as long as `held` lives.
+    /// A lock that lasts as long as `held`.
     pub(crate) fn new(held: impl Any + Send + Sync) -> Self {
         Self {
             _held: Box::new(held),
@@ -56,7 +56,7 @@ impl StoreLock {
     }
 }
 
-/// The files of the system.
+/// The operating system's files.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SystemFiles;
 
@@ -108,7 +108,7 @@ impl NewFile for File {
     }
 }
 
-/// Takes an open lock file for this process.
+/// Locks an open file for this process.
 pub(super) fn lock(file: &File) -> io::Result<()> {
     match file.try_lock() {
         Ok(()) => Ok(()),
@@ -117,7 +117,7 @@ pub(super) fn lock(file: &File) -> io::Result<()> {
     }
 }
 
-/// What is answered to whoever wants a store that is taken.
+/// The error for a store that is already locked.
 pub(crate) fn in_use() -> io::Error {
     io::Error::new(
         io::ErrorKind::ResourceBusy,

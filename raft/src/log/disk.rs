@@ -89,8 +89,8 @@ pub(crate) trait Disk: Send + Sync + 'static {
     fn sync(&self) -> io::Result<()>;
 
     /// Reads entries from the start of `range` on, without gaps, until the range ends or their
-    /// commands exceed `bytes_max`; at least one if there is one. Entries that the disk does not hold
-    /// at either end are left out.
+    /// commands exceed `bytes_max`; at least one if there is one. Entries that the disk does not
+    /// hold at either end are left out.
     ///
     /// # Errors
     /// When an entry in between is missing or damaged.

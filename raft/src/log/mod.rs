@@ -1,7 +1,8 @@
 //! The Raft log: votes and entries, on a [`Disk`] behind one writing thread.
 //!
-//! An entry that Raft appends can be read at once and is durable when its callback runs. Until then,
-//! and for a while after, it stays in memory: applying and replicating fresh entries reads no disk.
+//! An entry that Raft appends can be read at once and is durable when its callback runs. Until
+//! then, and for a while after, it stays in memory: applying and replicating fresh entries reads no
+//! disk.
 
 pub(crate) mod disk;
 pub(crate) mod mark;
@@ -40,9 +41,9 @@ use crate::locks::lock;
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
 
-/// Entries kept in memory, by their commands' bytes; those not yet durable come on top.
+/// Entries kept in memory, by weight; those that are not durable yet come on top.
 const CACHE_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// Command bytes read and sent at a time.
+/// Weight of the entries read and sent at a time.
 const READ_BYTES_MAX: usize = 1024 * 1024;
 
 /// The log. Clones share it.
@@ -64,22 +65,22 @@ struct LogCacheState {
     committed: Option<LogId>,
     purged: Option<LogId>,
     last: Option<LogId>,
-    /// Index of the first entry, or of the next one when there is none.
+    /// Index of the first entry, or of the next one if there is none.
     first: u64,
-    /// The newest entries, without gaps up to the last, each with its place among all that were
-    /// ever appended.
+    /// The newest entries, without gaps up to the last, each with its number among all entries ever
+    /// appended.
     cache: BTreeMap<u64, (u64, Entry)>,
     cache_bytes: usize,
-    /// Entries ever appended.
+    /// How many entries were ever appended.
     appended: u64,
-    /// How many of these the disk has held. An entry's index or id would not tell: what a later
-    /// leader puts in the place of a durable entry can come from an earlier leader than that.
+    /// How many of these have been written. An entry's index or id would not tell: a durable entry
+    /// can be replaced by one of an earlier leader.
     written: u64,
-    /// The greatest entry the disk has held.
+    /// The greatest entry that was ever durable.
     durable: Option<LogId>,
 }
 
-/// What an entry weighs in the cache and in a batch.
+/// What an entry counts in the cache and in a batch, in bytes.
 pub(crate) fn weight(entry: &Entry) -> usize {
     const OVERHEAD: usize = 64;
     match &entry.payload {
@@ -113,28 +114,28 @@ impl LogStore {
         })
     }
 
-    /// Whether nothing was ever voted for or written.
+    /// Whether no vote and no entry was ever written.
     pub(crate) fn is_pristine(&self) -> bool {
         let state = lock(&self.memory.0);
         state.vote.is_none() && state.last.is_none()
     }
 
-    /// The last entry that was forgotten: a snapshot must reach it.
+    /// The last entry purged: a snapshot must reach it.
     pub(crate) fn purged(&self) -> Option<LogId> {
         lock(&self.memory.0).purged
     }
 
-    /// Why the log waits with writing: nothing was begun, and it goes on by itself.
+    /// Why the log cannot be written at present. It resumes by itself.
     pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.writer.waiting()
     }
 
-    /// Gives up what waits for room on the disk, for good: the replica stops.
+    /// Stops waiting for room on the disk, for good: the replica stops.
     pub(crate) fn stop_waiting(&self) {
         self.writer.stop_waiting();
     }
 
-    /// Writes what waits and lets go of the disk.
+    /// Writes what is queued and releases the disk.
     pub(crate) async fn close(&self) {
         self.writer.finish().await;
         let log = self.clone();
@@ -153,7 +154,7 @@ impl LogStore {
         self.writer.submit(WriteOp { change, done }).await
     }
 
-    /// Entries from the start of `range` on, until it ends or `bytes_max` is reached.
+    /// Entries from the start of `range` on, until the range ends or `bytes_max` is reached.
     async fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
         let start = range.start;
         let (mut entries, range) = match self.memory.read(range, bytes_max) {
@@ -178,7 +179,7 @@ impl LogStore {
             let left = bytes_max - read;
             match self.memory.read(range, left) {
                 EntryLocation::All(more) => entries.extend(more),
-                // Evicted meanwhile: the caller comes back for it.
+                // Evicted in the meantime: the caller asks again.
                 EntryLocation::OnDisk { .. } => {}
             }
         }
@@ -202,7 +203,7 @@ impl LogStore {
 enum EntryLocation {
     /// In memory.
     All(Vec<Entry>),
-    /// The first on disk, the others after them.
+    /// The first ones on disk, the others after them.
     OnDisk { disk: Range<u64>, after: Range<u64> },
 }
 
@@ -288,7 +289,7 @@ impl LogCacheState {
         }
     }
 
-    /// Lets the oldest entries go that the disk surely holds.
+    /// Drops the oldest entries that are on disk for certain.
     fn evict(&mut self) {
         while self.cache_bytes > CACHE_BYTES_MAX
             && let Some(first) = self.cache.first_entry()
@@ -300,8 +301,8 @@ impl LogCacheState {
 }
 
 impl WriteObserver for LogCache {
-    /// The committed index rides along with whatever is written next, unless it is ahead of the
-    /// entries on disk: a restart could not apply up to it.
+    /// The committed index is written along with the next batch, unless it is ahead of the entries
+    /// on disk: a restart could not apply up to it.
     fn before(&self, changes: &mut Vec<LogChange>) {
         let state = lock(&self.0);
         let appended = changes.iter().rev().find_map(|change| match change {
@@ -336,13 +337,13 @@ impl WriteObserver for LogCache {
     }
 }
 
-/// Whether the entry of exactly this id is on disk, or was. What is known committed may be written
-/// while another entry is still at its index, and that one must never be applied.
+/// Whether the entry with this id is on disk, or was purged. A committed index may be written while
+/// another entry is still at that index, and that one must never be applied.
 fn holds(disk: &dyn Disk, purged: Option<LogId>, id: LogId) -> bool {
     if purged.is_some_and(|purged| id.index <= purged.index) {
         return true;
     }
-    // Whatever else is wrong there is found when it is read.
+    // Damage is found when the entry is read.
     let found = disk.read(id.index..id.index + 1, 0).unwrap_or_default();
     found.first().is_some_and(|entry| entry.log_id == id)
 }

@@ -1,9 +1,9 @@
 //! A power cut keeps what was synced, and any mix of the pages that were not.
 //!
-//! Killing a process loses nothing that was written, so it proves nothing about syncing. These tests
-//! construct the disk after a cut: the data file as of the last acknowledged write, with a
-//! pseudo-random half of the pages written since. The log must open and hold everything acknowledged.
-//! The mark beside it is torn likewise, in pieces smaller than a slot.
+//! Killing a process loses nothing that was written, so it proves nothing about syncing. These
+//! tests construct the disk after a cut: the data file as of the last acknowledged write, with a
+//! pseudo-random half of the pages written since. The log must open and hold everything
+//! acknowledged. The mark beside it is torn likewise, in pieces smaller than a slot.
 
 use std::fs;
 use std::path::Path;

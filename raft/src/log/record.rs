@@ -16,7 +16,7 @@ use crate::types::Entry;
 use crate::wire::proto;
 
 const VERSION: u8 = 1;
-/// Bytes before an entry's own.
+/// Bytes before the entry's own.
 pub(crate) const HEAD_BYTES: usize = 9;
 
 fn checksum(index: u64, body: &[u8]) -> u32 {
@@ -36,7 +36,7 @@ pub(crate) fn encode(entry: &Entry) -> Vec<u8> {
     record
 }
 
-/// Fills in the head of a record whose body stands behind it.
+/// Fills in the head of a record whose body is complete.
 pub(crate) fn seal(index: u64, record: &mut [u8]) {
     let body = &record[HEAD_BYTES..];
     let length = u32::try_from(body.len()).expect("commands are bounded far below 4 GiB");
@@ -46,7 +46,7 @@ pub(crate) fn seal(index: u64, record: &mut [u8]) {
     record[5..9].copy_from_slice(&length.to_le_bytes());
 }
 
-/// The entry of a record found under `index`, or what is wrong with it.
+/// The entry in a record found under `index`, or what is wrong with it.
 pub(crate) fn decode(index: u64, record: &[u8]) -> Result<Entry, String> {
     let Some((head, body)) = record.split_at_checked(HEAD_BYTES) else {
         return Err(format!(

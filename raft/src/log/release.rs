@@ -1,4 +1,4 @@
-//! Waiting for sled's lock on its data file to go.
+//! Waits until sled has released its data file.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -8,8 +8,8 @@ use std::time::Duration;
 const WAIT_MAX: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(1);
 
-/// Waits until sled has let go of its data file: its pool may hold it for a truncation or a write
-/// that is under way, and who opens the folder again in the same process would be refused.
+/// Waits until sled has released its data file. Its thread pool may still hold it for a write, and
+/// opening the folder again in the same process would fail.
 pub(super) fn wait(data: &Path) -> io::Result<()> {
     let file = File::open(data)?;
     let mut waited = Duration::ZERO;

@@ -1,9 +1,9 @@
-//! Room on the disk for the next write.
+//! Reserves space on the disk for the next write.
 //!
-//! What sled holds in memory after a write that failed half way is not known. Space for the next
-//! write is therefore taken before it begins, behind the end of sled's data file: a full disk is met
-//! before anything is written, and can be waited for. Where a file system takes no space ahead, it
-//! must at least have far more than a write takes.
+//! After a write that failed halfway, sled's state in memory is unknown. So space for a write is
+//! reserved before it begins, behind the end of sled's data file: a full disk is noticed before
+//! anything is written, and can be waited for. On file systems that cannot reserve space, far more
+//! than a write takes must be free.
 
 use std::fs::File;
 use std::io;
@@ -15,33 +15,33 @@ use rustix::io::Errno;
 use super::disk::LogChange;
 
 pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
-/// Space without which no write begins: several of sled's segments.
+/// Space that every write needs: several of sled's segments.
 const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
-/// Space taken beyond that, so that not each write asks for more.
+/// Space reserved beyond that, so that not every write asks for more.
 const AHEAD_BYTES: u64 = 2 * SEGMENT_BYTES as u64;
-/// Bytes that sled writes per byte of a command, at most: 4.8 were measured.
+/// Bytes that sled writes per byte of a command; 4.8 were measured.
 const WRITTEN_PER_BYTE: u64 = 5;
 
 use crate::locks::lock;
 
-/// What of a file has space of its own.
+/// The part of a file for which space is reserved.
 #[derive(Default)]
 pub(super) struct ReservedSpace(Mutex<ReservedRange>);
 
 #[derive(Default)]
 struct ReservedRange {
-    /// The file's length when that was last looked at. sled cuts the file when its end is free, and
-    /// with it what was taken behind it.
+    /// The file's last known length. When sled truncates the file, what was reserved behind it is
+    /// lost.
     file_bytes: u64,
-    /// All before this is taken.
+    /// Everything before this is reserved.
     end: u64,
 }
 
 impl ReservedSpace {
-    /// Takes room for these changes.
+    /// Reserves room for these changes.
     ///
     /// # Errors
-    /// [`io::ErrorKind::StorageFull`] when there is none at present; nothing was changed.
+    /// [`io::ErrorKind::StorageFull`] if there is none at present; nothing was changed.
     pub(super) fn take(&self, file: &File, changes: &[LogChange]) -> io::Result<()> {
         let file_bytes = file.metadata()?.len();
         let wanted = wanted(changes);
@@ -51,7 +51,7 @@ impl ReservedSpace {
         if !was_cut && file_bytes + wanted <= taken.end {
             return Ok(());
         }
-        // From the start: a part of the file that was never written has no space of its own either.
+        // From the start: parts of the file that were never written have no space either.
         let end = file_bytes + wanted + AHEAD_BYTES;
         taken.end = 0;
         match fallocate(file, FallocateFlags::KEEP_SIZE, 0, end) {
@@ -66,13 +66,13 @@ impl ReservedSpace {
     }
 }
 
-/// Bytes that must be there before these changes are written.
+/// Bytes that these changes need.
 fn wanted(changes: &[LogChange]) -> u64 {
     let commands: usize = changes.iter().map(LogChange::weight).sum();
     BYTES_MIN + WRITTEN_PER_BYTE * commands as u64
 }
 
-/// Bytes that are free; `None` where the file system does not say.
+/// Free bytes; `None` if the file system does not say.
 fn free(file: &File) -> Option<u64> {
     let space = fstatvfs(file).ok().filter(|space| space.f_blocks > 0)?;
     Some(space.f_bavail.saturating_mul(space.f_frsize))

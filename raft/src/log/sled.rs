@@ -1,23 +1,22 @@
-//! The log in sled 0.34, by the one recipe that was measured to survive a power cut.
+//! The log in sled 0.34, used in the one way that was measured to survive power cuts.
 //!
-//! - `Db::flush` ends in `sync_file_range`, which does not reach the disk's cache: each write ends
-//!   in `fdatasync` on sled's single data file.
-//! - Values that sled moves out to `blobs/` are never synced at all. An item is one leaf of up to
-//!   17 values, and the limit is a quarter of a segment: segments of 4 MiB and values of at most
-//!   32 KiB keep every leaf inside; that the folder stays empty is checked at every write.
-//! - What sled holds in memory after a write that failed is not known, so a write is begun only
-//!   when it has room ([`super::room`]), and nothing is opened on the way: the folder, the mark and
-//!   the data file are held open.
-//! - Entries live in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once,
+//! - `Db::flush` ends in `sync_file_range`, which does not flush the disk's cache. So each write
+//!   ends in `fdatasync` on sled's single data file.
+//! - Values that sled moves to `blobs/` are never synced. It moves a leaf, of up to 17 values, that
+//!   is larger than a quarter of a segment: with segments of 4 MiB and values of at most 32 KiB
+//!   none is. Every write checks that the folder is empty.
+//! - After a failed write sled's state in memory is unknown. So a write begins only if it has room
+//!   ([`super::room`]), and opens nothing: the folder, the mark and the data file stay open.
+//! - Entries are in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once, while
 //!   removing entries one by one costs as much as writing them.
-//! - What a process wrote and did not sync before it was killed is still there for the next one,
-//!   until the power is cut. Everything is therefore synced before it is read and believed; sled's
-//!   `conf`, which it never syncs, too.
-//! - sled's pool may still hold the data file and its lock after the last `Db` is dropped: closing
+//! - What a killed process had written without syncing is visible to the next one, until power is
+//!   cut. So everything is synced before it is read and relied on, including sled's `conf`, which
+//!   sled itself never syncs.
+//! - sled's thread pool may hold the data file and its lock after the last `Db` is dropped. Closing
 //!   waits for it.
-//! - On recovery sled takes damage for the end of its log and silently forgets what follows. The
-//!   file `log.mark` ([`super::mark`]) says what must at least be there, and records carry their own
-//!   checksums.
+//! - On recovery sled treats damage as the end of its log and silently drops what follows. The file
+//!   `log.mark` ([`super::mark`]) says what must be there at least, and records have checksums of
+//!   their own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -43,7 +42,7 @@ use crate::wire::proto;
 const RANGE: u64 = 1024;
 const VALUE_BYTES_MAX: usize = 32 * 1024;
 const CACHE_BYTES: u64 = 64 * 1024 * 1024;
-/// Entries after which the mark is moved on: so many may be forgotten by sled unnoticed.
+/// Entries after which the mark is advanced: sled could lose this many unnoticed.
 const MARK_EVERY: u64 = 1024;
 
 const TREE_PREFIX: &[u8] = b"log-";
@@ -60,7 +59,7 @@ pub(crate) struct SledDisk {
 struct OpenLog {
     db: sled::Db,
     trees: Mutex<BTreeMap<u64, sled::Tree>>,
-    /// sled's data file, open a second time to sync it and to take space for it.
+    /// sled's data file, opened a second time to sync it and to reserve space.
     file: File,
     room: ReservedSpace,
     data: PathBuf,
@@ -69,7 +68,7 @@ struct OpenLog {
     writing: Mutex<WriterState>,
 }
 
-/// What the writer remembers.
+/// The writer's state.
 struct WriterState {
     contents: DiskContents,
     mark: LogMark,
@@ -81,7 +80,7 @@ struct WriterState {
 }
 
 impl SledDisk {
-    /// Opens the log, and reads all of it to find damage.
+    /// Opens the log and reads all of it to find damage.
     pub(crate) fn open(layout: &Layout) -> Result<(Self, DiskContents), StartError> {
         let folder = layout.log();
         let data = folder.join("db");
@@ -95,7 +94,7 @@ impl SledDisk {
         let db = catch_unwind(AssertUnwindSafe(|| config.open()))
             .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))?
             .map_err(|error| start_error(&data, error))?;
-        // Recovery writes as well, and on the first start everything is new.
+        // Recovery writes too, and on the first start everything is new.
         sync_left(&folder).map_err(|error| io_error(&folder, error))?;
         let root = folder.parent().expect("the log lies below the root");
         SystemFiles
@@ -204,7 +203,7 @@ impl OpenLog {
         Ok(())
     }
 
-    /// Values in their own files would never be synced.
+    /// Fails if sled moved a value to a file of its own, which is never synced.
     fn refuse_blobs(&self) -> io::Result<()> {
         let mut blobs = lock(&self.blobs);
         blobs.rewind();
@@ -234,7 +233,7 @@ impl OpenLog {
                     contents.committed = Some(*committed);
                 }
                 LogChange::Append(entries) => {
-                    // Appends in a row become as few sled batches as they touch trees.
+                    // Consecutive appends become one sled batch per tree.
                     let mut run: Vec<&Entry> = entries.iter().collect();
                     while let Some(LogChange::Append(more)) = changes.peek() {
                         run.extend(more);
@@ -288,7 +287,7 @@ impl OpenLog {
                 .rev()
                 .collect()
         };
-        // From the end backwards, so that a power cut leaves no hole.
+        // Backwards from the end, so that a power cut leaves no hole.
         for range in above {
             self.db.drop_tree(tree_name(range))?;
         }
@@ -303,7 +302,7 @@ impl OpenLog {
         Ok(())
     }
 
-    /// Takes the trees that hold nothing after `upto` out of use.
+    /// Stops using the trees that hold nothing after `upto`; returns them.
     fn forget_trees(&self, upto: u64) -> Vec<u64> {
         let mut trees = lock(&self.trees);
         let kept = trees.split_off(&((upto + 1) / RANGE));
@@ -355,7 +354,7 @@ impl OpenLog {
         Ok(read)
     }
 
-    /// Reads everything: finds the trees, drops those left over, checks every record.
+    /// Reads everything: finds the trees, drops those that are purged, checks every record.
     fn load(&self, data: &Path) -> Result<DiskContents, StartError> {
         let failed = |error: sled::Error| start_error(data, error);
         let purged: Option<LogId> = self.meta::<proto::LogId>(PURGED, data)?.map(Into::into);
@@ -411,8 +410,8 @@ impl OpenLog {
             .map_err(|error| wrong(&error.to_string()))
     }
 
-    /// Flushes all there is and moves the mark to the end; unless a write failed: a mark ahead of
-    /// the log would have the next start take it for damaged.
+    /// Flushes everything and moves the mark to the end, unless a write failed: with a mark ahead
+    /// of the log the next start would report damage.
     fn settle(&self) -> io::Result<()> {
         let mut writing = self.writing();
         if writing.is_unsure {
@@ -426,7 +425,7 @@ impl OpenLog {
 }
 
 impl WriterState {
-    /// Takes the mark back before entries it counts on go.
+    /// Lowers the mark before entries are removed that it vouches for.
     fn lower_mark(&mut self, changes: &[LogChange]) -> io::Result<()> {
         let lowest = changes.iter().filter_map(LogChange::truncates_from).min();
         let Some(from) = lowest else { return Ok(()) };
@@ -437,7 +436,7 @@ impl WriterState {
         Ok(())
     }
 
-    /// Moves the mark on when it lags far, and at once for a vote.
+    /// Raises the mark when it lags far behind, and at once for a vote.
     fn raise_mark(&mut self) -> io::Result<()> {
         let DiskContents { vote, last, .. } = self.contents;
         let next = |last: Option<LogId>| last.map_or(0, |last| last.index + 1);
@@ -457,13 +456,13 @@ impl WriterState {
 
 #[cfg(test)]
 thread_local! {
-    /// What this thread has synced at opening a log: nothing else shows from outside that it did.
+    /// What this thread has synced while opening a log; nothing else shows that it did.
     pub(super) static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const {
         std::cell::RefCell::new(Vec::new())
     };
 }
 
-/// Has everything in sled's folder on disk, if there is one.
+/// Syncs everything in sled's folder, if it exists.
 fn sync_left(folder: &Path) -> io::Result<()> {
     let items = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -491,7 +490,7 @@ fn key(index: u64, part: u16) -> [u8; KEY_BYTES] {
     key
 }
 
-/// Puts the parts of each record in `range` together and hands it on, until told to stop.
+/// Assembles each record in `range` from its parts and passes it on, until told to stop.
 fn each_record(
     tree: &sled::Tree,
     range: Range<u64>,
@@ -522,13 +521,13 @@ fn each_record(
     }
 }
 
-/// A small value with its checksum before it.
+/// A small value behind its checksum.
 fn sealed(message: &impl Message) -> Vec<u8> {
     let body = message.encode_to_vec();
     [&crc32fast::hash(&body).to_le_bytes()[..], &body].concat()
 }
 
-/// Damage to one entry on its way through `io::Error`.
+/// A damaged entry, inside an `io::Error`.
 #[derive(Debug, thiserror::Error)]
 #[error("log entry {}: {what}", index + 1)]
 struct CorruptEntryError {

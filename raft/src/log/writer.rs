@@ -1,10 +1,10 @@
 //! Writes the log: on one thread, or on a task over a disk in memory.
 //!
-//! The writer takes all changes that are queued, writes them as one batch with one sync, and only then
-//! answers them: the disk's latency is paid once per batch, and never on a Raft task.
+//! The writer takes all changes that are queued, writes them as one batch with one sync, and only
+//! then answers them: the disk's latency is paid once per batch, and never on a Raft task.
 //!
-//! While the disk has no room for a batch, nothing of it is written and it is tried again: a shortage
-//! that passes costs no restart. An error after something was written is final.
+//! While the disk has no room for a batch, nothing of it is written and it is tried again: a
+//! shortage that passes costs no restart. An error after something was written is final.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -232,8 +232,8 @@ impl WriterShared {
         }
     }
 
-    /// Whether a batch can begin. A batch that was given up leaves a gap that nothing may follow: after
-    /// the first one everything is refused.
+    /// Whether a batch can begin. A batch that was given up leaves a gap that nothing may follow:
+    /// after the first one everything is refused.
     fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {

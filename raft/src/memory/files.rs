@@ -1,7 +1,7 @@
 //! Files in memory.
 //!
-//! Folders are not kept: there is a folder wherever there is a file. A new name is durable once its
-//! folder is synced, content once its file is.
+//! There are no folders as such: a folder exists where there is a file in it. A new name is durable
+//! once its folder is synced, and content once its file is.
 
 use std::collections::BTreeMap;
 use std::io::{self, Cursor, Read, Write};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::{DiskShortage, DiskStep, MemoryHandle};
 use crate::files::{Files, NewFile, StoreLock, in_use};
 
-/// What files there are. A file has a number of its own, whatever it is called.
+/// All files. A file keeps its number when it is renamed.
 #[derive(Clone, Default)]
 pub(super) struct FileImage {
     names: BTreeMap<PathBuf, u64>,
@@ -27,7 +27,7 @@ pub(super) enum FileStep {
     Write { file: u64, bytes: Arc<[u8]> },
     /// Another name.
     Rename { from: PathBuf, to: PathBuf },
-    /// A name less.
+    /// A removed file.
     Remove { path: PathBuf },
 }
 
@@ -202,12 +202,12 @@ impl NewFile for MemoryFile {
     }
 }
 
-/// The disk, taken by one replica.
+/// The lock on the disk.
 struct DiskHold(MemoryHandle);
 
 impl Drop for DiskHold {
     fn drop(&mut self) {
-        // After a crash it is somebody else's.
+        // After a crash the lock belongs to somebody else.
         let freed = self.0.with(|state| {
             state.is_locked = false;
             Ok(())

@@ -10,7 +10,7 @@ use crate::log::disk::{Disk, DiskContents, LogChange};
 use crate::log::weight;
 use crate::types::Entry;
 
-/// What a log holds.
+/// The log's content.
 #[derive(Clone, Default)]
 pub(super) struct LogImage {
     pub(super) contents: DiskContents,
@@ -26,7 +26,7 @@ impl LogImage {
                 for entry in entries {
                     self.entries.insert(entry.log_id.index, entry.clone());
                 }
-                // As what is on a disk says: a later entry that was not truncated is still there.
+                // As on a real disk: a later entry that was not truncated is still there.
                 let last = self.entries.values().next_back().map(|entry| entry.log_id);
                 self.contents.last = last.or(self.contents.last);
             }
@@ -74,7 +74,7 @@ impl Disk for MemoryHandle {
             state.refuse_if_failed()?;
             for change in changes {
                 match change {
-                    // A write is torn between two entries, too.
+                    // A write can be torn between two entries.
                     LogChange::Append(entries) => {
                         for entry in entries {
                             state.take(DiskStep::Log(LogChange::Append(vec![entry.clone()])));

@@ -1,8 +1,8 @@
-//! A disk in memory, with the log, identity and snapshots of one replica, for tests and simulation.
+//! A disk in memory with the log, identity and snapshots of one replica, for tests and simulations.
 //!
-//! What is written is read back at once. It survives a crash when it was synced before; of what was
-//! not, a crash leaves a prefix, as a disk that is cut off in the middle does. The log's writes take
-//! a while to be synced, everything else is synced at once.
+//! Writes can be read back at once. A crash keeps what was synced, and a prefix of what was not,
+//! like a disk that loses power halfway. Syncing the log can be made to take time; other syncs take
+//! none.
 
 mod files;
 mod log;
@@ -20,21 +20,21 @@ use self::log::LogImage;
 use crate::locks::lock;
 use crate::log::disk::LogChange;
 
-/// A disk in memory. Clones are the same disk: a replica that is started again with it finds what
-/// the one before has left.
+/// A disk in memory. Clones are the same disk: a replica that is restarted with it finds what it
+/// left there.
 #[derive(Clone, Default)]
 pub struct MemoryDisk(Arc<Mutex<DiskState>>);
 
-/// What a disk runs short of for a while. Nothing is begun meanwhile that needs it.
+/// What a disk is short of for a while. Operations that need it fail without any effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskShortage {
-    /// The process has no descriptors left: no file or folder can be opened.
+    /// File descriptors: no file or folder can be opened.
     Descriptors,
-    /// The disk is full: nothing can be written.
+    /// Space: nothing can be written.
     Space,
 }
 
-/// The disk as one start of a replica has it: until a crash.
+/// The disk as one run of a replica sees it, until a crash.
 #[derive(Clone)]
 pub(crate) struct MemoryHandle {
     disk: MemoryDisk,
@@ -43,17 +43,17 @@ pub(crate) struct MemoryHandle {
 
 #[derive(Default)]
 struct DiskState {
-    /// What is read.
+    /// What is there to be read.
     seen: DiskImage,
-    /// What a crash leaves for sure.
+    /// What survives a crash for certain.
     durable: DiskImage,
-    /// What leads from `durable` to `seen`, in the order in which it was written.
+    /// The steps from `durable` to `seen`, in the order they were written.
     unsynced: VecDeque<DiskStep>,
-    /// How long the log's next sync takes; at once if `None`.
+    /// How long the log's next sync takes; `None` means no time.
     sync_time: Option<Box<dyn FnMut() -> Duration + Send>>,
     failure: Option<String>,
     shortage: Option<DiskShortage>,
-    /// Counts crashes: who opened the disk before the last one has lost it.
+    /// Counts crashes: a handle from before the last one is cut off.
     era: u64,
     is_locked: bool,
     files_made: u64,
@@ -65,21 +65,20 @@ struct DiskImage {
     files: FileImage,
 }
 
-/// One change that is made durable or not, never in part.
+/// One change, made durable completely or not at all.
 enum DiskStep {
     Log(LogChange),
     File(FileStep),
 }
 
 impl MemoryDisk {
-    /// An empty one.
+    /// An empty disk.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An empty one on which a write of the log is durable, and answered, after the time that
-    /// `sync_time` says, asked anew for each.
+    /// An empty disk on which each sync of the log takes as long as `sync_time` says.
     #[must_use]
     pub fn with_sync(sync_time: impl FnMut() -> Duration + Send + 'static) -> Self {
         let disk = Self::default();
@@ -87,19 +86,19 @@ impl MemoryDisk {
         disk
     }
 
-    /// Has every later write fail, as on a full or broken disk; `None` repairs it.
+    /// Makes every later write fail, as on a broken disk; `None` repairs it.
     pub fn fail(&self, what: Option<String>) {
         lock(&self.0).failure = what;
     }
 
-    /// Has it run short of something; `None` ends that.
+    /// Makes the disk short of something; `None` ends that.
     pub fn run_short(&self, of: Option<DiskShortage>) {
         lock(&self.0).shortage = of;
     }
 
-    /// Cuts the disk off from the replica that runs on it, which can neither read nor change it from
-    /// here on. Of the changes that were not synced, the oldest ones survive, as many as `keep`
-    /// answers when it is told how many there are; the others never were.
+    /// Cuts the disk off from the replica that uses it, which can neither read nor change it any
+    /// more. `keep` is given the number of changes that were not synced, and returns how many of
+    /// them, the oldest first, survive.
     pub fn crash(&self, keep: impl FnOnce(usize) -> usize) {
         let mut state = lock(&self.0);
         state.era += 1;
@@ -112,7 +111,7 @@ impl MemoryDisk {
         state.seen = state.durable.clone();
     }
 
-    /// The disk for one start of a replica: a process of its own, with descriptors.
+    /// Opens the disk for one run of a replica, a new process with descriptors of its own.
     pub(crate) fn open(&self) -> MemoryHandle {
         let mut state = lock(&self.0);
         if state.shortage == Some(DiskShortage::Descriptors) {

@@ -1,4 +1,4 @@
-//! What a crash leaves of the disk in memory.
+//! What survives a crash of the disk in memory.
 
 use std::io::{Read, Write};
 use std::path::Path;

@@ -1,8 +1,9 @@
 //! Raft's calls to its peers.
 //!
 //! Appends are unary calls, one after the other, which openraft drives as a stream: it reads more
-//! entries while one is in flight, so batches grow with the load. A streaming call that fails before
-//! it has taken its first request would bypass openraft's back-off; a unary call always takes it.
+//! entries while one is in flight, so batches grow with the load. A streaming call that fails
+//! before it has taken its first request would bypass openraft's back-off; a unary call always
+//! takes it.
 
 use std::future::Future;
 use std::sync::Arc;

@@ -1,8 +1,9 @@
 //! Connections to peers, and when a failed one is tried again.
 //!
-//! A peer that does not answer is tried at growing intervals, no matter how many calls want to reach
-//! it: until the next attempt is due, calls fail at once without touching the network. A failed call
-//! says whether it can have reached the peer, because a proposal that was never sent is safe to retry.
+//! A peer that does not answer is tried at growing intervals, no matter how many calls want to
+//! reach it: until the next attempt is due, calls fail at once without touching the network. A
+//! failed call says whether it can have reached the peer, because a proposal that was never sent is
+//! safe to retry.
 
 use std::collections::BTreeMap;
 use std::future::Future;

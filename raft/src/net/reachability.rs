@@ -1,10 +1,10 @@
 //! Whose calls reach whom.
 //!
-//! A leader sees its followers' answers, which arrive over connections that the leader opened. It does
-//! not see whether calls that the followers make get through: a firewall or a stale DNS name may block
-//! them while everything the leader does works. So each replica records whose calls reach it, and
-//! reports that to the leader with every answer to an append. A leader that hears fewer voters than
-//! another voter does transfers leadership to that one ([`better_leader`]).
+//! A leader sees its followers' answers, which arrive over connections that the leader opened. It
+//! does not see whether calls that the followers make get through: a firewall or a stale DNS name
+//! may block them while everything the leader does works. So each replica records whose calls reach
+//! it, and reports that to the leader with every answer to an append. A leader that hears fewer
+//! voters than another voter does transfers leadership to that one ([`better_leader`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;

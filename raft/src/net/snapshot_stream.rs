@@ -156,7 +156,8 @@ pub(crate) async fn write_parts(
     written
 }
 
-/// A file that is being received. Dropping it removes the file, so that a cancelled call leaves none.
+/// A file that is being received. Dropping it removes the file, so that a cancelled call leaves
+/// none.
 pub(crate) struct PartialFile(Option<SnapshotFile>);
 
 impl PartialFile {

@@ -1,11 +1,12 @@
 //! Changes of membership and leadership. The leader makes them; other replicas forward them to it.
 //!
-//! The membership says of every member its address, its store and its cluster. A new member is asked
-//! for its store before it is added, so that later calls reach that store and no other.
+//! The membership says of every member its address, its store and its cluster. A new member is
+//! asked for its store before it is added, so that later calls reach that store and no other.
 //!
-//! The leader checks who asks. A replica without a cluster may only ask to be added itself. A member
-//! may update its own address and labels, ask for its own vote (granted if the leader's config names
-//! it), and remove itself. Everything else only a voter may ask for: operators' tools talk to voters.
+//! The leader checks who asks. A replica without a cluster may only ask to be added itself. A
+//! member may update its own address and labels, ask for its own vote (granted if the leader's
+//! config names it), and remove itself. Everything else only a voter may ask for: operators' tools
+//! talk to voters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -42,8 +43,8 @@ const HOPS_MAX: u32 = 2;
 
 type Members = ChangeMembers<u64, Node>;
 
-/// Finishes changes of voters that a former leader began. Such a change takes two log entries, and a
-/// leader that is lost between them leaves a joint membership, in which both the old and the new
+/// Finishes changes of voters that a former leader began. Such a change takes two log entries, and
+/// a leader that is lost between them leaves a joint membership, in which both the old and the new
 /// voters must agree to everything.
 pub(super) async fn finish_changes(inner: Arc<ReplicaInner>) {
     let mut metrics = inner.raft.metrics();
@@ -257,8 +258,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Adds the replica at `address`, if it is `id` and in no other cluster. `store` is the store it
-    /// claimed to have, if it asked itself.
+    /// Adds the replica at `address`, if it is `id` and in no other cluster. `store` is the store
+    /// it claimed to have, if it asked itself.
     async fn add_here(&self, id: u64, address: &str, store: Option<u64>) -> Outcome {
         if !(1..=255).contains(&id) {
             return Outcome::Refused(format!("id {id} is not within 1..=255"));
@@ -303,8 +304,8 @@ impl ReplicaInner {
         self.add_here(id, &told.address, Some(told.store)).await
     }
 
-    /// Updates a member's address and labels. If it was removed in the meantime, this does not add it
-    /// again.
+    /// Updates a member's address and labels. If it was removed in the meantime, this does not add
+    /// it again.
     async fn describe_here(&self, member: proto::Member) -> Outcome {
         let id = member.id;
         let mut told = Node::from(member);

@@ -3,17 +3,17 @@
 //! A replica without a cluster polls its peers:
 //!
 //! 1. If one of them is a member of a cluster, it asks that one to be added as a learner.
-//! 2. Otherwise, if at least `expect` replicas answer (itself included) and its id is the lowest, it
-//!    founds a cluster: it draws a random cluster id, *claims* each founder for it, and makes them the
-//!    voters once all have granted. A replica grants one claim at a time and keeps it on disk, so two
-//!    overlapping sets of founders can never both become clusters. Two disjoint sets could, so nobody
-//!    founds unless `expect` is more than half of the configured peers.
+//! 2. Otherwise, if at least `expect` replicas answer (itself included) and its id is the lowest,
+//!    it founds a cluster: it draws a random cluster id, *claims* each founder for it, and makes
+//!    them the voters once all have granted. A replica grants one claim at a time and keeps it on
+//!    disk, so two overlapping sets of founders can never both become clusters. Two disjoint sets
+//!    could, so nobody founds unless `expect` is more than half of the configured peers.
 //! 3. A claim that not all have granted is given up, and its cluster id is never used again. The
 //!    replicas that granted it see that the claimant has another id, and are free again.
 //!
 //! A replica started with [`Formation::Bootstrap`] that finds fewer voters than `expect` asks to be
-//! promoted once it has caught up. The leader agrees if its own config names the replica's address, so
-//! that a replacement under a new id gets its vote without an operator. One started with
+//! promoted once it has caught up. The leader agrees if its own config names the replica's address,
+//! so that a replacement under a new id gets its vote without an operator. One started with
 //! [`Formation::Join`] stays a learner until an operator promotes it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -74,8 +74,8 @@ pub(super) async fn keep_membership(inner: Arc<ReplicaInner>) {
 
 /// Proposes the cluster's first command whenever this replica leads a cluster without one.
 ///
-/// A leader that has applied an entry of its own term knows whether there is one: any earlier proposal
-/// of it is applied by then or lost for good.
+/// A leader that has applied an entry of its own term knows whether there is one: any earlier
+/// proposal of it is applied by then or lost for good.
 pub(super) async fn propose_first_command(inner: Arc<ReplicaInner>) {
     let Formation::Bootstrap { first_command, .. } = &inner.options.formation else {
         return;
@@ -329,8 +329,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Updates this replica's membership entry when its address or labels changed, and asks for a vote if
-    /// voters are missing.
+    /// Updates this replica's membership entry when its address or labels changed, and asks for a
+    /// vote if voters are missing.
     async fn keep_described(&self) {
         let id = self.links.identity.id;
         let mut status = self.status.subscribe();

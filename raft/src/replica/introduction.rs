@@ -84,8 +84,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Introduces this replica to one of the cluster `theirs`. A member tells others no more than that
-    /// it is one: calls between members are recognised by its store and its cluster's id.
+    /// Introduces this replica to one of the cluster `theirs`. A member tells others no more than
+    /// that it is one: calls between members are recognised by its store and its cluster's id.
     pub(crate) fn introduce(&self, theirs: Option<u128>) -> proto::InfoResponse {
         let identity = &self.links.identity;
         let cluster = identity.cluster();
@@ -137,7 +137,8 @@ impl ReplicaInner {
         Ok(info)
     }
 
-    /// How many voters this replica's config wants, if it names the replica at `address` as a founder.
+    /// How many voters this replica's config wants, if it names the replica at `address` as a
+    /// founder.
     pub(super) async fn voters_wanted_with(&self, address: &str) -> Option<usize> {
         let Formation::Bootstrap { peers, expect, .. } = &self.options.formation else {
             return None;

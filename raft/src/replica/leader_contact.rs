@@ -19,11 +19,11 @@ struct ContactState {
 }
 
 impl LeaderContact {
-    /// Notes an append or heartbeat that was accepted.
+    /// Records an append or heartbeat that was accepted.
     pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
         let mut state = lock(&self.0);
         state.last = Some((Instant::now(), has_quorum));
-        // What a leader has committed in its own term covers all that was committed before.
+        // An entry committed in the leader's own term covers everything committed before.
         if state.catch_up.is_none()
             && committed.is_some_and(|committed| committed.leader_id == leader.leader_id)
         {
@@ -31,14 +31,14 @@ impl LeaderContact {
         }
     }
 
-    /// Whether the leader was heard within `limit` and said that a quorum answers it.
+    /// Whether the leader was heard within `limit` and said that it has a quorum.
     pub(crate) fn has_quorum(&self, limit: Duration) -> bool {
         lock(&self.0)
             .last
             .is_some_and(|(at, has_quorum)| has_quorum && at.elapsed() <= limit)
     }
 
-    /// What a leader had committed when this replica first heard it for certain.
+    /// What the leader had committed when this replica first heard it.
     pub(crate) fn catch_up(&self) -> Option<LogId> {
         lock(&self.0).catch_up
     }

@@ -1,4 +1,4 @@
-//! A running replica: what it is made of, how it starts and how it stops.
+//! A running replica: what it consists of, how it starts and how it stops.
 
 mod change;
 mod formation;
@@ -51,7 +51,8 @@ use crate::types::shown;
 /// Longest wait for tasks and connections to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A running replica. Cheap to clone; the replica stops when told to, not when handles drop.
+/// A running replica. Cheap to clone. It runs until it is shut down, even if all handles are
+/// dropped.
 #[derive(Clone)]
 pub struct Replica {
     inner: Arc<ReplicaInner>,
@@ -74,25 +75,25 @@ pub(crate) struct ReplicaInner {
     pub(crate) has_quorum: watch::WatchSender<bool>,
     /// Whether the machine's state may be wrong, see [`Replica::doubt`].
     pub(crate) is_doubtful: watch::WatchSender<bool>,
-    /// Newest message for the peers.
+    /// The newest message for the peers.
     pub(crate) outgoing: watch::WatchSender<Bytes>,
-    /// Peers whose stream stands.
+    /// Peers to which the stream of messages is open.
     pub(crate) connected: watch::WatchSender<BTreeSet<u64>>,
-    /// Held while the membership is changed from here.
+    /// Held while this replica changes the membership.
     pub(crate) changing: Mutex<()>,
-    /// Held while the machine's state is sent to a peer that has lost its own.
+    /// Held while the machine's state is sent to a peer that cannot trust its own.
     pub(crate) lending: Arc<Semaphore>,
-    /// Which snapshot is being received.
+    /// The snapshots that are being received.
     pub(crate) installing: SnapshotInstalls,
-    /// Keeps the log from filling with what strangers are refused.
+    /// Bounds the log lines about refused calls.
     pub(crate) refusals: LogThrottle,
     pub(crate) is_stopping: AtomicBool,
-    /// Whether peers say that this replica is a member no more.
+    /// Whether peers say that this replica is no longer a member.
     pub(crate) is_removed: AtomicBool,
     pub(crate) cancel: CancellationToken,
     pub(crate) tasks: TaskTracker,
     local_addr: SocketAddr,
-    /// Held until the replica has stopped, whoever still has a handle.
+    /// Held until the replica has stopped, even if handles remain.
     lock: std::sync::Mutex<Option<StoreLock>>,
 }
 
@@ -100,7 +101,7 @@ impl Replica {
     /// Opens the store, restores the machine and starts serving peers over `transport`.
     ///
     /// # Errors
-    /// When the store cannot be opened or is damaged: names file and offset.
+    /// When the store cannot be opened or is damaged; names the file and the offset.
     pub async fn start(
         mut options: ReplicaOptions,
         transport: Arc<dyn Transport>,
@@ -173,7 +174,7 @@ impl Replica {
         Ok(Self { inner })
     }
 
-    /// What it is made of.
+    /// Its parts, for tests.
     #[cfg(feature = "fuzzing")]
     pub(crate) fn inner(&self) -> Arc<ReplicaInner> {
         self.inner.clone()
@@ -191,20 +192,20 @@ impl Replica {
         self.inner.status.subscribe()
     }
 
-    /// Sends `bytes` to every connected peer outside the log. Never waits; a peer that is behind
-    /// gets only the newest message.
+    /// Sends `bytes` to every connected peer, outside the log. Never waits; a slow peer gets only
+    /// the newest message.
     pub fn broadcast(&self, bytes: Bytes) {
         self.inner.outgoing.send_replace(bytes);
     }
 
-    /// Says whether the machine's state may be wrong. While it may, this replica asks for no votes, takes
-    /// no leadership and no proposals, and hands leadership over if it has it.
+    /// Says whether the machine's state may be wrong. While it may be, this replica asks for no
+    /// votes, accepts neither leadership nor proposals, and transfers leadership if it has it.
     pub fn doubt(&self, is_doubtful: bool) {
         self.inner.is_doubtful.send_replace(is_doubtful);
         self.inner.may_elect();
     }
 
-    /// Stops: hands leadership over if it has it, finishes what is being written, closes the store.
+    /// Stops: transfers leadership if it has it, finishes what is being written, closes the store.
     pub async fn shutdown(&self) {
         if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
             self.inner.hand_over().await;
@@ -212,8 +213,8 @@ impl Replica {
         self.inner.stop().await;
     }
 
-    /// Stops as a crash of the process would: no handover, nobody is told. What was acknowledged
-    /// is on disk all the same. For tests and fault injection.
+    /// Stops like a crash of the process, without transferring leadership. What was acknowledged is
+    /// on disk. For tests and fault injection.
     pub async fn crash(&self) {
         self.inner.is_stopping.store(true, Ordering::Release);
         self.inner.stop().await;
@@ -225,7 +226,7 @@ impl Replica {
         self.inner.local_addr
     }
 
-    /// Connections to peers begun so far: grows slowly while a peer is away.
+    /// Connection attempts to peers so far; grows slowly while a peer is away.
     #[must_use]
     pub fn connect_attempts(&self) -> u64 {
         self.inner.links.attempts()
@@ -254,7 +255,7 @@ impl ReplicaInner {
         self.tasks.spawn(stop.run_until_cancelled_owned(task));
     }
 
-    /// Whether it is told to stop or has met a fault.
+    /// Why this replica is stopping or has failed, if it is or has.
     pub(crate) fn why_stopped(&self) -> Option<String> {
         if let Some(fault) = self.fault.get() {
             return Some(fault);
@@ -264,14 +265,14 @@ impl ReplicaInner {
             .then(|| "shutting down".to_owned())
     }
 
-    /// Whether it knows a membership, its own or one it follows.
+    /// Whether it knows a membership.
     pub(crate) fn is_member(&self) -> bool {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
         metrics.membership_config.nodes().next().is_some()
     }
 
-    /// Ends everything. Idempotent.
+    /// Stops everything. Idempotent.
     async fn stop(&self) {
         self.cancel.cancel();
         // Raft may wait for its log, which may wait for room.
@@ -303,7 +304,7 @@ fn open(
 ) -> Result<(StoreLock, ReplicaIdentity, LogStore, StateMachineAdapter), StartError> {
     let layout = options.storage.layout(&options.data_dir);
     layout.create()?;
-    // Before anything is read or tidied up: another process may be at work on it.
+    // Before anything is read or removed: another process may be using it.
     let lock = layout.lock()?;
     let identity = ReplicaIdentity::open(&layout, u64::from(options.id))?;
     let folder = layout.snapshots();
@@ -324,7 +325,7 @@ fn open(
     Ok((lock, identity, log, machine))
 }
 
-/// Checks the options, and what they come to for Raft.
+/// Checks the options and derives openraft's config.
 fn prepare(options: &mut ReplicaOptions) -> Result<RaftConfig, StartError> {
     check_formation(&options.formation)?;
     let label = (SHOWS_STORE.to_owned(), "2".to_owned());
@@ -342,10 +343,10 @@ fn raft_config(options: &ReplicaOptions) -> Result<RaftConfig, StartError> {
         election_timeout_min: ms(options.election_timeout.start),
         election_timeout_max: ms(options.election_timeout.end),
         snapshot_policy: SnapshotPolicy::LogsSinceLast(every),
-        // A follower that is a little behind is cheaper served from the log.
+        // A follower that is slightly behind is cheaper to serve from the log.
         max_in_snapshot_log_to_keep: (every / 4).min(1000),
-        // As etcd's check-quorum: after the lease without answers of a quorum a leader falls silent, for
-        // long enough that the others can elect twice, and only then makes itself heard again.
+        // Like etcd's check-quorum: a leader that no quorum answers for a lease falls silent, for
+        // long enough that the others can hold two elections, before it tries again.
         quorum_loss_probe_interval: Some(4 * ms(options.election_timeout.end)),
         replication_lag_threshold: every.saturating_mul(2),
         max_payload_entries: 1024,
@@ -360,9 +361,9 @@ fn raft_config(options: &ReplicaOptions) -> Result<RaftConfig, StartError> {
         .map_err(|error| StartError::Options(format!("timers: {error}")))
 }
 
-/// Refuses what could make two clusters out of one: founders that are not more than half of those
-/// who may found. The list is taken to name this replica too; what it leaves out is noticed when a
-/// cluster is founded.
+/// Refuses a formation that could end in two clusters: the founders must be more than half of the
+/// peers. The list is assumed to name this replica too; what it lacks is noticed when a cluster is
+/// founded.
 fn check_formation(formation: &Formation) -> Result<(), StartError> {
     let Formation::Bootstrap { peers, expect, .. } = formation else {
         return Ok(());

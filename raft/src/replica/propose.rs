@@ -30,8 +30,8 @@ const WAY: Duration = Duration::from_millis(50);
 const NO_LEADER: proto::NotLeader = proto::NotLeader { leader: 0 };
 
 impl Replica {
-    /// Commits a command and applies it on the leader, through the leader if that is another replica.
-    /// Waits at most `limit`.
+    /// Commits a command and applies it on the leader, through the leader if that is another
+    /// replica. Waits at most `limit`.
     ///
     /// # Errors
     /// See [`ProposeError`]: only `NoLeader`, `Refused` and `TooLarge` mean that it did not happen.
@@ -107,8 +107,8 @@ impl ReplicaInner {
                 reply: response.data.0.into(),
             }),
             Ok(Err(RaftError::APIError(ClientWriteError::ForwardToLeader(forward)))) => {
-                // openraft says so only if it did not append the entry; an entry that it appended and
-                // lost again is "discarded", which is the next case.
+                // openraft says so only if it did not append the entry; an entry that it appended
+                // and lost again is "discarded", which is the next case.
                 let leader = forward.leader_id.unwrap_or(0);
                 Proposed::NotLeader(proto::NotLeader { leader })
             }

@@ -1,10 +1,10 @@
 //! Replaces the state of a machine that cannot be trusted by that of another replica's.
 //!
-//! Raft keeps logs equal, not machines: a fault of memory or of the program may leave a machine wrong
-//! over a correct log. Log, votes and membership were never in doubt, so only the machine is replaced,
-//! beside Raft. Until that is done no further entry is applied here: fetching a state may take minutes,
-//! and a state that reaches less far than this machine could not be followed by the entries that Raft
-//! hands over next.
+//! Raft keeps logs equal, not machines: a fault of memory or of the program may leave a machine
+//! wrong over a correct log. Log, votes and membership were never in doubt, so only the machine is
+//! replaced, beside Raft. Until that is done no further entry is applied here: fetching a state may
+//! take minutes, and a state that reaches less far than this machine could not be followed by the
+//! entries that Raft hands over next.
 
 use std::io;
 use std::time::Duration;
@@ -16,7 +16,8 @@ use crate::net::snapshot_stream::fetch_state;
 use crate::net::{CallError, Peer};
 use crate::status::Role;
 
-/// How often a state that reaches less far than this machine is fetched again, and the pause before.
+/// How often a state that reaches less far than this machine is fetched again, and the pause
+/// before.
 const TRIES_MAX: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -37,8 +38,9 @@ impl Replica {
     /// trusted any more. The log goes on as it was. Returns the index that the state reaches.
     ///
     /// # Errors
-    /// When this replica leads, `from` does not answer, or what it sends is damaged or keeps reaching
-    /// less far than this machine. The present state is then kept, and the call may be repeated.
+    /// When this replica leads, `from` does not answer, or what it sends is damaged or keeps
+    /// reaching less far than this machine. The present state is then kept, and the call may be
+    /// repeated.
     pub async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
         let refused = |why: String| ChangeError::Refused(why);
         if self.status().role == Role::Leader {

@@ -75,9 +75,9 @@ impl ReplicaInner {
     }
 }
 
-/// Whether the newest membership among `answers` lacks `id` and is not older than the one at log index
-/// `known`. Index 0 means that nothing is committed yet, so nobody was removed: otherwise a cluster
-/// that is being formed could never elect its first leader.
+/// Whether the newest membership among `answers` lacks `id` and is not older than the one at log
+/// index `known`. Index 0 means that nothing is committed yet, so nobody was removed: otherwise a
+/// cluster that is being formed could never elect its first leader.
 fn lacks(id: u64, known: u64, answers: impl Iterator<Item = (u64, Vec<u64>)>) -> bool {
     let newest = answers.max_by_key(|(index, _)| *index);
     newest.is_some_and(|(index, members)| index >= known.max(1) && !members.contains(&id))

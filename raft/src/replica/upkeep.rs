@@ -202,7 +202,8 @@ impl ReplicaInner {
         metrics.state == ServerState::Leader && self.is_caught_up(&metrics)
     }
 
-    /// A leader has caught up once it has applied an entry of its own term: that covers all before it.
+    /// A leader has caught up once it has applied an entry of its own term: that covers all before
+    /// it.
     fn is_caught_up(&self, metrics: &Metrics) -> bool {
         let Some(applied) = metrics.last_applied else {
             return false;

@@ -1,14 +1,15 @@
-//! Snapshot files: written beside the old one, synced, renamed, and only then the old one removed.
+//! Snapshot files: a new one is written under another name, synced and renamed before the old one
+//! is removed.
 //!
 //! ```text
 //! magic    8 bytes   "quosnap1": the version is in its last byte
-//! head     length (4 bytes), CRC-32 (4), then what the snapshot stands for, as protobuf
+//! head     length (4 bytes), CRC-32 (4), then the last log id and the membership, as protobuf
 //! chunks   length (4 bytes, not 0), CRC-32 (4), bytes; as many as it takes
 //! end      length 0 (4 bytes), CRC-32 of the next 16 (4), number of chunks (8), their bytes (8)
 //! ```
 //!
-//! All numbers are little-endian. A file without a whole end is damaged: nothing that was not
-//! written completely is ever taken for a snapshot.
+//! All numbers are little-endian. A file without an intact end is damaged, so a file that was not
+//! written completely is never mistaken for a snapshot.
 
 mod read;
 mod write;
@@ -26,17 +27,17 @@ use crate::types::LogId;
 const MAGIC: &[u8; 8] = b"quosnap1";
 /// Length and checksum before each part.
 const FRAME_HEAD_BYTES: usize = 8;
-/// Chunks that are written. Read is what is at most eight times that.
+/// Size of the chunks that are written. Chunks up to eight times that size can be read.
 pub(crate) const CHUNK_BYTES: usize = 256 * 1024;
 pub(crate) const CHUNK_BYTES_MAX: usize = 8 * CHUNK_BYTES;
-/// What a snapshot stands for: 255 members with all that one may tell of itself stay below it.
+/// Largest head: 255 members with as many labels as allowed stay below it.
 pub(crate) const HEAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 const END_BYTES: usize = 16;
 
 const EXTENSION: &str = "snapshot";
 const UNFINISHED: &str = "unfinished";
 
-/// A snapshot file, or where one is to be.
+/// A snapshot file, or the place for one.
 #[derive(Debug, Clone)]
 pub(crate) struct SnapshotFile {
     pub(crate) files: Arc<dyn Files>,
@@ -44,7 +45,7 @@ pub(crate) struct SnapshotFile {
 }
 
 impl SnapshotFile {
-    /// Removes it, if it is there. What is left over is removed at the next start.
+    /// Removes the file, if it exists. If that fails, the next start removes it.
     pub(crate) fn remove(&self) {
         self.files.remove(&self.path).ok();
     }
@@ -59,7 +60,7 @@ pub(crate) struct SnapshotFolder {
 }
 
 impl SnapshotFolder {
-    /// Opens the folder and removes what was left unfinished.
+    /// Opens the folder and removes unfinished files.
     pub(crate) fn open(files: Arc<dyn Files>, folder: PathBuf) -> io::Result<Self> {
         for path in files.list(&folder)? {
             if path
@@ -82,7 +83,7 @@ impl SnapshotFolder {
         Ok(self.finished()?.into_iter().max().map(|path| self.at(path)))
     }
 
-    /// Where to write a new snapshot.
+    /// A place to write a new snapshot.
     pub(crate) fn unfinished(&self) -> SnapshotFile {
         let number = self.unfinished.fetch_add(1, Ordering::Relaxed);
         self.at(self.folder.join(format!("{number}.{UNFINISHED}")))
@@ -93,13 +94,13 @@ impl SnapshotFolder {
         SnapshotFile { files, path }
     }
 
-    /// Gives a written and synced file its name, then removes every older snapshot. What failed for
-    /// want of descriptors can be tried again.
+    /// Gives a complete and synced file its final name, then removes older snapshots. If that fails
+    /// for lack of descriptors it can be repeated.
     pub(crate) fn adopt(&self, unfinished: &Path, last: Option<LogId>) -> io::Result<SnapshotFile> {
         let path = self.folder.join(name(last));
         if unfinished != path {
             match self.files.rename(unfinished, &path) {
-                // A try before this one came as far as that.
+                // An earlier attempt has renamed it.
                 Err(error)
                     if error.kind() == io::ErrorKind::NotFound && self.files.exists(&path) => {}
                 renamed => renamed?,

@@ -1,4 +1,4 @@
-//! Reads a snapshot file and checks every byte of it on the way.
+//! Reads a snapshot file and verifies every byte.
 
 use std::io::{self, BufReader, Read};
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ pub(crate) struct SnapshotDamageError {
     pub(crate) what: String,
 }
 
-/// Gives out a snapshot's bytes, chunk by checked chunk.
+/// Reads a snapshot chunk by chunk and verifies each.
 pub(crate) struct SnapshotReader {
     path: PathBuf,
     file: BufReader<Box<dyn Read + Send>>,
@@ -66,7 +66,7 @@ impl SnapshotReader {
         Ok(&self.chunk)
     }
 
-    /// Reads what was not read yet, to have all of it checked.
+    /// Reads the rest of the file, so that all of it is verified.
     pub(crate) fn check_rest(&mut self) -> io::Result<()> {
         while !self.next_chunk()?.is_empty() {}
         Ok(())
@@ -77,7 +77,7 @@ impl SnapshotReader {
         self.damage.as_ref()
     }
 
-    /// `error` with the file's name, and its place if it is damage.
+    /// `error` with the file's name, and with the offset if the file is damaged.
     pub(crate) fn start_error(&self, error: &io::Error) -> StartError {
         match self.damage() {
             Some(damage) => damaged(&self.path, damage.offset, damage.what.clone()),

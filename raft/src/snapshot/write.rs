@@ -9,7 +9,7 @@ use crate::files::NewFile;
 use crate::planted::{self, Bug};
 use crate::wire::proto;
 
-/// Cuts what is written into chunks with a checksum each.
+/// Writes a snapshot in chunks, each with a checksum.
 pub(crate) struct SnapshotWriter {
     out: BufWriter<Box<dyn NewFile>>,
     chunk: Vec<u8>,
@@ -31,7 +31,7 @@ impl SnapshotWriter {
         })
     }
 
-    /// Ends the file and has it on disk.
+    /// Completes the file and syncs it.
     pub(crate) fn finish(mut self) -> io::Result<()> {
         self.write_chunk()?;
         let mut end = [0; END_BYTES];

@@ -23,7 +23,8 @@ use tower::{Service, ServiceExt, service_fn};
 
 use super::{Journal, Mailbox, PATIENCE, bootstrap, options};
 
-/// Who listens where, what does not get through, and every call and change of a status with its time.
+/// Who listens where, what does not get through, and every call and change of a status with its
+/// time.
 #[derive(Clone)]
 pub struct World {
     began: Instant,

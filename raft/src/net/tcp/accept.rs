@@ -1,8 +1,8 @@
-//! Accepts peer connections: the preface, and the handshake if the cluster has a secret.
-//! [`super::incoming`] bounds their number and time.
+//! Greets peer connections: reads the first bytes to see what the peer speaks, and runs the
+//! handshake if the cluster has a secret. [`super::incoming`] bounds their number and time.
 //!
-//! Who lacks the secret is answered over HTTP/2, with one sentence for every call, so that both sides'
-//! logs say what is missing.
+//! A peer that lacks the secret is still served HTTP/2, where every call fails with one sentence,
+//! so that the logs of both sides say what is missing.
 
 use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};

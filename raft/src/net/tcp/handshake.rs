@@ -1,9 +1,10 @@
-//! A cluster's secret, and the handshake in which two replicas prove to each other that they know it.
+//! A cluster's secret, and the handshake in which two replicas prove to each other that they know
+//! it.
 //!
 //! The handshake is Noise `NNpsk0`: an ephemeral key pair on each side, mixed with the secret. What
-//! follows is encrypted under a key of this connection alone: it cannot be read, altered or replayed,
-//! and a recorded connection stays unreadable to somebody who learns the secret later. In the
-//! handshake each side also tells its id and the name of the cluster it is configured for.
+//! follows is encrypted under a key of this connection alone: it cannot be read, altered or
+//! replayed, and a recorded connection stays unreadable to somebody who learns the secret later. In
+//! the handshake each side also tells its id and the name of the cluster it is configured for.
 //!
 //! ```text
 //! from the dialer      "quonois1", then a frame: the first message with a `Hello`
@@ -76,8 +77,8 @@ impl Secret {
 pub struct PeerSecret {
     /// The cluster's secret.
     pub secret: Secret,
-    /// Whether to talk to replicas without the secret too: while a secret is rolled out to a running
-    /// cluster.
+    /// Whether to talk to replicas without the secret too: while a secret is rolled out to a
+    /// running cluster.
     pub is_optional: bool,
     /// The cluster that it is configured for.
     pub cluster_name: String,

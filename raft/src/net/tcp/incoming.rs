@@ -1,7 +1,7 @@
 //! Accepts connections of peers: a bounded number at a time, and only those that start to speak.
 //!
-//! HTTP/2 pings detect a peer that has gone silent, but not one that never spoke: there is no HTTP/2
-//! connection to ping yet.
+//! HTTP/2 pings detect a peer that has gone silent, but not one that never spoke: there is no
+//! HTTP/2 connection to ping yet.
 
 use std::io;
 use std::net::SocketAddr;

@@ -1,14 +1,14 @@
 //! Admits calls of peers or refuses them, before anything in a call is used.
 //!
 //! A call between members names the cluster, the replica and the store it is meant for, and its
-//! sender. It is refused if any of these is wrong: an old address may belong to somebody else by now.
-//! The sender must be a member, and must show its store's number, which only members are told.
+//! sender. It is refused if any of these is wrong: an old address may belong to somebody else by
+//! now. The sender must be a member, and must show its store's number, which only members are told.
 //!
-//! A replica that was away may not know a member that joined meanwhile and leads by now. So an unknown
-//! leader or candidate is believed as long as no other leader is heard; otherwise a cluster could be
-//! left without a quorum. What it can do is bounded: [`term_max`] keeps a single call from using up
-//! all terms, after which no election would be possible. docs/adr/0025-who-is-listened-to.md says
-//! which trust remains.
+//! A replica that was away may not know a member that joined meanwhile and leads by now. So an
+//! unknown leader or candidate is believed as long as no other leader is heard; otherwise a cluster
+//! could be left without a quorum. What it can do is bounded: [`term_max`] keeps a single call from
+//! using up all terms, after which no election would be possible.
+//! docs/adr/0025-who-is-listened-to.md says which trust remains.
 
 use openraft::async_runtime::WatchReceiver;
 use tonic::Status;
@@ -59,8 +59,8 @@ impl ReplicaInner {
         let metrics = self.raft.metrics();
         let is_forming = RaftView(&metrics.borrow_watched()).is_new();
         if is_forming || self.cancel.is_cancelled() {
-            // Expected: others learn a moment earlier that a cluster forms, and later that this replica
-            // stops.
+            // Expected: others learn a moment earlier that a cluster forms, and later that this
+            // replica stops.
             tracing::debug!(from, why, "call of a peer refused");
         } else if self.refusals.may_say() {
             tracing::warn!(from, why, "call of a peer refused");

@@ -1,5 +1,5 @@
-//! A lying peer: calls that no correct replica makes, made to a running replica as if they came over
-//! the network. Each must be refused. For simulated clusters.
+//! A lying peer: calls that no correct replica makes, made to a running replica as if they came
+//! over the network. Each must be refused. For simulated clusters.
 
 use tokio_stream::StreamExt;
 use tonic::Status;

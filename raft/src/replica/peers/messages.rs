@@ -1,7 +1,7 @@
 //! Messages outside the log: a stream to every other member, which carries the newest message.
 //!
-//! A stream takes its next message only when the network is ready for it; messages replaced by a newer
-//! one in the meantime are never sent. A peer counts as connected while its stream is open.
+//! A stream takes its next message only when the network is ready for it; messages replaced by a
+//! newer one in the meantime are never sent. A peer counts as connected while its stream is open.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

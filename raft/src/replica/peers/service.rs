@@ -386,8 +386,8 @@ impl Peer for PeerRpc {
         let header = first.as_ref().and_then(|first| first.header.as_ref());
         let from = self.0.admit(sender, header, CallPurpose::Member)?;
         let from = u8::try_from(from).map_err(|_| MalformedMessageError("an id above 255"))?;
-        // The answer stream carries nothing. While it is open the sender knows that it is heard, and
-        // polling it reads the messages.
+        // The answer stream carries nothing. While it is open the sender knows that it is heard,
+        // and polling it reads the messages.
         let answers = stream::unfold(
             (self.0.clone(), messages),
             move |(inner, mut messages)| async move {

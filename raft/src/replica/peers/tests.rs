@@ -130,7 +130,21 @@ async fn who_is_no_member_or_shows_a_wrong_store_is_refused() {
     let (replica, right, _) = alone().await;
     let address = replica.local_addr().to_string();
     let before = replica.status();
+    let (cluster_high, cluster_low) =
+        wire::split(wire::join(right.cluster_high, right.cluster_low) + 1);
     for wrong in [
+        // Meant for another cluster, replica or store.
+        proto::Header {
+            cluster_high,
+            cluster_low,
+            ..right
+        },
+        proto::Header { to: 3, ..right },
+        proto::Header {
+            to_store: right.to_store + 1,
+            ..right
+        },
+        // Of another sender.
         proto::Header { from: 9, ..right },
         proto::Header { from: 1, ..right },
         proto::Header { from: 0, ..right },
@@ -160,6 +174,18 @@ async fn who_is_no_member_or_shows_a_wrong_store_is_refused() {
     }
     let after = replica.status();
     assert_eq!((after.term, after.last_log), (before.term, before.last_log));
+    let mut client = connect(&address).await;
+    let missing = proto::ProposeRequest {
+        header: None,
+        ..proposal(right)
+    };
+    let refused = client.propose(missing).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    let taken = client.propose(proposal(right)).await.unwrap().into_inner();
+    assert!(matches!(
+        taken.result,
+        Some(proto::propose_response::Result::Committed(_))
+    ));
     replica.shutdown().await;
 }
 
@@ -235,60 +261,6 @@ async fn a_stranger_is_told_no_more_than_that_a_member_is_here() {
     assert_eq!(refused.code(), Code::FailedPrecondition);
     let why = "meant for cluster \"staging\", this replica is configured for \"quorate\"";
     assert_eq!(refused.message(), why);
-    replica.shutdown().await;
-}
-
-#[tokio::test]
-async fn a_call_for_another_cluster_replica_or_store_is_refused() {
-    let (replica, right, _) = alone().await;
-    let (cluster_high, cluster_low) =
-        wire::split(wire::join(right.cluster_high, right.cluster_low) + 1);
-    let wrong = [
-        proto::Header {
-            cluster_high,
-            cluster_low,
-            ..right
-        },
-        proto::Header { to: 3, ..right },
-        proto::Header {
-            to_store: right.to_store + 1,
-            ..right
-        },
-    ];
-    let address = replica.local_addr().to_string();
-    let mut client = connect(&address).await;
-    let propose = proposal;
-    let term = replica.status().term;
-    for header in wrong {
-        let refused = client.propose(propose(header)).await.unwrap_err();
-        assert_eq!(refused.code(), Code::FailedPrecondition, "{header:?}");
-        let vote = proto::Vote {
-            term: term + 10,
-            node: 2,
-            committed: true,
-        };
-        let append = proto::AppendRequest {
-            header: Some(header),
-            vote: Some(vote),
-            ..proto::AppendRequest::default()
-        };
-        let refused = client.append(append).await.unwrap_err();
-        assert_eq!(refused.code(), Code::FailedPrecondition, "{header:?}");
-    }
-    assert_eq!(replica.status().term, term, "nothing of it reached raft");
-    let missing = proto::ProposeRequest {
-        header: None,
-        ..propose(right)
-    };
-    assert_eq!(
-        client.propose(missing).await.unwrap_err().code(),
-        Code::InvalidArgument
-    );
-    let taken = client.propose(propose(right)).await.unwrap().into_inner();
-    assert!(matches!(
-        taken.result,
-        Some(proto::propose_response::Result::Committed(_))
-    ));
     replica.shutdown().await;
 }
 
