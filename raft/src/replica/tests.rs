@@ -1,4 +1,4 @@
-//! What only a look inside a replica can bring about.
+//! What only code inside a replica can bring about.
 
 use std::collections::BTreeSet;
 
@@ -37,7 +37,7 @@ async fn two_led_by_the_first() -> (Replica, Replica) {
 const STORE: u64 = 4711;
 
 impl Replica {
-    /// Makes `id` a learner, which nobody is behind; answers what it would lead its calls with.
+    /// Adds `id` as a learner that does not run; returns the header that its calls would have.
     pub(crate) async fn let_in(&self, id: u64) -> proto::Header {
         let identity = &self.inner.links.identity;
         let node = crate::types::Node {
@@ -48,7 +48,10 @@ impl Replica {
         };
         let members = ChangeMembers::AddNodes([(id, node)].into());
         let raft = &self.inner.raft;
-        raft.change_membership(members, true).await.unwrap();
+        // On a busy machine it may just have lost its lease, or leadership.
+        while raft.change_membership(members.clone(), true).await.is_err() {
+            self.transfer_leader(Some(self.inner.options.id)).await.ok();
+        }
         let mut status = self.watch();
         let known = status.wait_for(|status| status.members.keys().any(|it| u64::from(*it) == id));
         known.await.unwrap();
@@ -61,7 +64,7 @@ impl Replica {
         }
     }
 
-    /// What comes of a change that `from` asks for.
+    /// The outcome of a change that `from` asks for.
     async fn asked_by(&self, from: u64, change: Change) -> Outcome {
         let request = proto::ChangeRequest {
             from,
